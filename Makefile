@@ -1,0 +1,64 @@
+# Everything runs in a virtual environment beside the code; the first target sets it up, later ones reuse it.
+#   make lab CPU=1      take PyTorch's CPU wheels (on Linux the ordinary ones bring several gigabytes of CUDA)
+#   make lab PYTHON=…   another interpreter than python3
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/ready
+FIRST  := notebooks/00_ranks_and_messages.ipynb
+
+ifdef CPU
+export PIP_EXTRA_INDEX_URL := https://download.pytorch.org/whl/cpu
+endif
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: FORCE help setup lab run test lint types images notebooks clean
+
+help:
+	@echo "make lab        open the course in JupyterLab"
+	@echo "make run        train a pipeline on two ranks and check it against one process"
+	@echo "make test       linter, type checker, all tests, all notebooks"
+	@echo "make images     redraw the figures used in prose"
+	@echo "make notebooks  run the notebooks again and save them in place"
+
+setup: $(READY)
+
+# The stamp is written last, so an interrupted set-up is taken up again. It holds the folder's path, because a virtual
+# environment does not survive being moved.
+MOVED := $(filter-out $(CURDIR),$(shell cat $(READY) 2>/dev/null))
+FORCE:
+
+$(READY): pyproject.toml constraints.txt $(if $(MOVED),FORCE)
+	@$(PYTHON) -c 'import sys; v = sys.version_info; \
+	  sys.exit(f"Python {v[0]}.{v[1]} is too old: 3.11 or newer is needed (make PYTHON=python3.11 ...)") if v < (3, 11) else None'
+	@echo "setting up $(VENV) (once, a few minutes) ..."
+	@$(PYTHON) -m venv $(if $(MOVED),--clear) $(VENV) || { echo "no venv module: on Debian and Ubuntu, apt install python3-venv"; exit 1; }
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	@echo '$(CURDIR)' > $@
+
+lab: $(READY)
+	@$(BIN)/jupyter lab $(FIRST)
+
+run: $(READY)
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node=2 source_code/first_run.py
+
+lint: $(READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(READY)
+	@$(BIN)/mypy
+
+test: lint types
+	@$(BIN)/python -m pytest tests
+	@$(BIN)/python -m pytest --nbmake --nbmake-timeout=120 notebooks
+
+images: $(READY)
+	@$(BIN)/python images/make.py
+
+notebooks: $(READY)
+	@$(BIN)/jupyter nbconvert --to notebook --execute --inplace --log-level=WARN notebooks/*.ipynb
+
+clean:
+	rm -rf $(VENV)
