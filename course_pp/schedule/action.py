@@ -1,0 +1,150 @@
+"""One thing a rank does, and what must exist before it can be done.
+
+The letters are those of ``torch.distributed.pipelining`` (and of Qi et al., "Zero Bubble Pipeline
+Parallelism", ICLR 2024, for the split of the backward pass):
+
+====  ==========================================================================
+F     forward of one microbatch through one stage
+B     its whole backward: gradients of the inputs and of the weights
+I     the half of B that the previous stage waits for: gradients of the inputs
+W     the other half: gradients of the weights
+U     the stage's own optimizer step (asynchronous schedules only)
+====  ==========================================================================
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+KINDS = {
+    "F": "forward",
+    "B": "full backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+    "U": "update",
+}
+
+_ACTION = re.compile(r"(\d+)([A-Z])(\d+)", re.ASCII)
+_OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
+
+
+class Product(NamedTuple):
+    """What one action leaves behind for another: the edges of the dependency graph.
+
+    ``gradient`` is the gradient with respect to the input of ``stage``, which the stage before needs.
+    """
+
+    what: Literal["activation", "gradient", "weight gradient"]
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"the {self.what} of microbatch {self.microbatch} from stage {self.stage}"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Action:
+    """One stage, one kind of work (a key of :data:`KINDS`), one microbatch. Prints as ``2F0``.
+
+    Raises:
+        ValueError: for an unknown kind, or a stage or microbatch that is not an integer from 0 up.
+    """
+
+    stage: int
+    kind: str
+    microbatch: int
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"unknown kind of action {self.kind!r}: use one of {_spelled_kinds()}")
+        for name, value in (("stage", self.stage), ("microbatch", self.microbatch)):
+            if type(value) is not int or value < 0:
+                raise ValueError(f"{name} {value!r} of an action: give an integer, counted from 0")
+
+    def __repr__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Action":
+        """Read ``"2F0"``: stage 2, forward, microbatch 0. Raises ValueError for anything else."""
+        match = _ACTION.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(
+                f"cannot read {text!r} as an action: write stage, kind and microbatch, as in '2F0' "
+                f"(kinds: {_spelled_kinds()})"
+            )
+        stage, kind, microbatch = match.groups()
+        return cls(int(stage), kind, int(microbatch))
+
+    @property
+    def parts(self) -> tuple["Action", ...]:
+        """The action itself, so that actions and overlapped pairs can be walked alike."""
+        return (self,)
+
+    @property
+    def provides(self) -> tuple[Product, ...]:
+        """What exists once this action is done."""
+        stage, microbatch = self.stage, self.microbatch
+        if self.kind == "F":
+            return (Product("activation", stage, microbatch),)
+        if self.kind == "I":
+            return (Product("gradient", stage, microbatch),)
+        if self.kind == "W":
+            return (Product("weight gradient", stage, microbatch),)
+        if self.kind == "B":
+            return (Product("gradient", stage, microbatch), Product("weight gradient", stage, microbatch))
+        return ()
+
+    def needs(self, n_stages: int) -> tuple[Product, ...]:
+        """What must exist before this action can start, in a pipeline of ``n_stages``."""
+        stage, microbatch = self.stage, self.microbatch
+        if self.kind == "F":
+            return (Product("activation", stage - 1, microbatch),) if stage > 0 else ()
+        if self.kind in ("B", "I"):
+            own = Product("activation", stage, microbatch)
+            return (own, Product("gradient", stage + 1, microbatch)) if stage + 1 < n_stages else (own,)
+        if self.kind == "W":
+            return (Product("gradient", stage, microbatch),)
+        return (Product("weight gradient", stage, microbatch),)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Overlap:
+    """A forward and a backward of different microbatches run as one. Prints as ``(0F1;7B0)OVERLAP_F_B``.
+
+    DualPipe pairs them so that the communication of one hides behind the arithmetic of the other
+    (DeepSeek-V3 technical report, section 3.2.1).
+
+    Raises:
+        ValueError: unless the first is an ``F`` and the second a ``B`` or ``I``.
+    """
+
+    forward: Action
+    backward: Action
+
+    def __post_init__(self) -> None:
+        if self.forward.kind != "F" or self.backward.kind not in ("B", "I"):
+            raise ValueError(
+                f"cannot overlap {self.forward} with {self.backward}: "
+                "give a forward (F) first and a backward (B or I) second"
+            )
+
+    def __repr__(self) -> str:
+        return f"({self.forward};{self.backward})OVERLAP_F_B"
+
+    @classmethod
+    def parse(cls, text: str) -> "Overlap":
+        """Read ``"(0F1;7B0)OVERLAP_F_B"``. Raises ValueError for anything else."""
+        match = _OVERLAP.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(f"cannot read {text!r} as an overlapped pair: write '(0F1;7B0)OVERLAP_F_B'")
+        return cls(Action.parse(match[1]), Action.parse(match[2]))
+
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        """The forward and the backward."""
+        return (self.forward, self.backward)
+
+
+def _spelled_kinds() -> str:
+    return ", ".join(f"{letter} ({meaning})" for letter, meaning in KINDS.items())

@@ -1,0 +1,184 @@
+import math
+from fractions import Fraction
+
+import pytest
+
+from course_pp.schedule import Action, Overlap, Span, Timeline, format_time
+from tests.schedule.layouts import gpipe, naive
+
+
+def on_rank(rank: int, *actions: tuple[str, float, float]) -> tuple[Span, ...]:
+    return tuple(Span(rank, Action.parse(text), start, end) for text, start, end in actions)
+
+
+def test_a_naive_split_over_two_ranks_is_busy_half_of_the_time() -> None:
+    tl = naive(2)
+    assert tl.makespan == 6
+    assert tl.busy == (3, 3)
+    assert tl.bubble_fraction == tl.utilisation == 0.5
+    assert tl.span_bubble_fraction == 0.5
+    assert tl.peak_activations == (1, 1)
+    assert (tl.n_stages, tl.n_microbatches) == (2, 1)
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 3, 4])
+def test_a_naive_split_uses_one_part_in_p(n_ranks: int) -> None:
+    assert naive(n_ranks, Fraction(1), Fraction(2)).utilisation == Fraction(1, n_ranks)
+
+
+def test_gpipe_of_four_ranks_and_eight_microbatches_takes_33() -> None:
+    tl = gpipe(4, 8, Fraction(1), Fraction(2))
+    assert tl.makespan == 33
+    assert tl.bubble_fraction == Fraction(3, 11)  # (p-1)/(m+p-1): Huang et al., GPipe, section 2.3
+    assert tl.span_bubble_fraction == Fraction(3, 11)
+    assert tl.peak_activations == (8, 8, 8, 8)
+
+
+def test_the_span_bubble_does_not_count_a_late_start_but_the_bubble_does() -> None:
+    tl = Timeline(2, on_rank(0, ("0F0", 0, 2)) + on_rank(1, ("1F0", 2, 4)))
+    assert tl.bubble_fraction == 0.5
+    assert tl.span_bubble_fraction == 0
+
+
+def test_the_span_bubble_compares_the_longest_span_with_the_busiest_rank() -> None:
+    tl = Timeline(2, on_rank(0, ("0F0", 0, 1), ("0B0", 7, 8)) + on_rank(1, ("1F0", 1, 4), ("1B0", 4, 7)))
+    assert tl.span_bubble_fraction == (8 - 6) / 8
+
+
+def test_an_activation_is_held_from_the_start_of_f_to_the_end_of_w_when_the_backward_is_split() -> None:
+    whole = on_rank(0, ("0F0", 0, 1), ("0B0", 1, 3), ("0F1", 3, 4), ("0B1", 4, 6))
+    split = on_rank(0, ("0F0", 0, 1), ("0I0", 1, 2), ("0F1", 2, 3), ("0W0", 3, 4), ("0I1", 4, 5), ("0W1", 5, 6))
+    assert Timeline(1, whole).peak_activations == (1,)
+    assert Timeline(1, split).peak_activations == (2,)
+
+
+def test_activations_of_two_stages_on_one_rank_are_counted_apart() -> None:
+    spans = on_rank(0, ("0F0", 0, 1), ("1F0", 1, 2), ("1B0", 2, 4), ("0B0", 4, 6))
+    assert Timeline(1, spans).peak_activations == (2,)
+
+
+def test_an_overlapped_pair_holds_both_activations_while_it_runs() -> None:
+    pair = Span(0, Overlap(Action(0, "F", 1), Action(0, "B", 0)), 1, 4)
+    tl = Timeline(1, (*on_rank(0, ("0F0", 0, 1)), pair, *on_rank(0, ("0B1", 4, 6))))
+    assert tl.peak_activations == (2,)
+    assert tl.busy == (6,)
+
+
+def test_actions_that_cost_nothing_keep_their_order() -> None:
+    spans = on_rank(0, ("0F0", 0, 0), ("0B0", 0, 0), ("0F1", 0, 0), ("0B1", 0, 2), ("0W1", 2, 2))
+    tl = Timeline(1, spans)
+    assert tl.spans == spans
+    assert tl.peak_activations == (1,)
+
+
+def test_every_gap_of_the_naive_split_has_its_cause() -> None:
+    assert [gap.cause for gap in naive(2).idle_gaps] == [
+        "rank 0 waits from 1.0 to 4.0 for the gradient of microbatch 0 from stage 1",
+        "rank 1 waits from 0.0 to 1.0 for the activation of microbatch 0 from stage 0",
+        "rank 1 waits from 4.0 to 6.0 because its work is done",
+    ]
+
+
+def test_a_gap_names_the_transfer_when_the_input_was_made_before_the_wait_began() -> None:
+    spans = on_rank(0, ("0F0", 0, 1), ("0F1", 1, 2)) + on_rank(1, ("1F0", 2, 4), ("1F1", 5, 7))
+    assert [gap.cause for gap in Timeline(2, spans).idle_gaps][1:] == [
+        "rank 1 waits from 0.0 to 2.0 for the activation of microbatch 0 from stage 0, "
+        "ready on rank 0 at 1.0; the rest is transfer or overhead",
+        "rank 1 waits from 4.0 to 5.0 for the transfer of the activation of microbatch 1 from stage 0 "
+        "or other overhead, ready on rank 0 at 2.0",
+    ]
+
+
+def test_a_gap_before_an_action_without_foreign_inputs_says_so() -> None:
+    (gap,) = Timeline(1, on_rank(0, ("0F0", 1, 2))).idle_gaps
+    assert gap.cause == "rank 0 waits from 0.0 to 1.0 before 0F0, which needs nothing from another rank"
+
+
+def test_a_repeated_step_waits_for_its_own_activation_not_for_that_of_the_step_before() -> None:
+    first, second = naive(2), naive(2)
+    later = tuple(Span(s.rank, s.action, s.start + 10, s.end + 10) for s in second.spans)
+    gaps = [gap for gap in Timeline(2, first.spans + later).idle_gaps if gap.rank == 0]
+    assert [(gap.start, gap.end) for gap in gaps] == [(1, 4), (6, 10), (11, 14)]
+    assert gaps[2].cause.endswith("for the gradient of microbatch 0 from stage 1")
+
+
+@pytest.mark.parametrize(("n_ranks", "n_microbatches", "latency"), [(2, 1, 0), (4, 8, 0), (3, 5, Fraction(1, 3))])
+def test_gaps_and_work_fill_every_row_exactly(n_ranks: int, n_microbatches: int, latency: Fraction) -> None:
+    tl = gpipe(n_ranks, n_microbatches, Fraction(1, 7), Fraction(2, 7), latency)
+    for rank in range(n_ranks):
+        idle = sum(gap.duration for gap in tl.idle_gaps if gap.rank == rank)
+        assert idle + tl.busy[rank] == tl.makespan
+    assert sum(gap.duration for gap in tl.idle_gaps) == tl.bubble_fraction * n_ranks * tl.makespan
+
+
+def test_a_timeline_without_spans_has_numbers_too() -> None:
+    tl = Timeline(3, ())
+    assert (tl.makespan, tl.bubble_fraction, tl.span_bubble_fraction, tl.utilisation) == (0, 0, 0, 1)
+    assert tl.busy == tl.peak_activations == (0, 0, 0)
+    assert tl.idle_gaps == ()
+    assert (tl.n_stages, tl.n_microbatches) == (0, 0)
+
+
+def test_a_rank_that_does_nothing_is_idle_throughout() -> None:
+    tl = Timeline(2, on_rank(0, ("0F0", 0, 2)))
+    assert tl.bubble_fraction == 0.5
+    assert [gap.cause for gap in tl.idle_gaps] == ["rank 1 waits from 0.0 to 2.0 because it has no work"]
+
+
+def test_a_forward_only_timeline_keeps_every_activation() -> None:
+    tl = Timeline(1, on_rank(0, ("0F0", 0, 1), ("0F1", 1, 2)))
+    assert tl.peak_activations == (2,)
+
+
+def test_spans_given_in_any_order_make_the_same_timeline() -> None:
+    tl = gpipe(3, 4)
+    assert Timeline(3, tl.spans[::-1]) == tl
+    assert hash(Timeline(3, tl.spans[::-1])) == hash(tl)
+    assert [len(row) for row in tl.by_rank] == [8, 8, 8]
+
+
+def test_a_timeline_prints_its_finding_instead_of_its_spans() -> None:
+    assert repr(gpipe(4, 8)) == "Timeline(4 ranks, 64 spans, makespan 33.0, bubble 27.3%)"
+
+
+@pytest.mark.parametrize(
+    ("span", "rule"),
+    [
+        (("0F0", 2, 1), "swap start and end"),
+        (("0F0", -1, 1), "times count from 0"),
+        (("0F0", math.nan, 1), "finite"),
+        (("0F0", 0, math.nan), "finite"),
+        (("0F0", 0, math.inf), "finite"),
+        (("0F0", 1.5, 2.5), "overlap on rank 0"),
+    ],
+)
+def test_impossible_spans_are_refused(span: tuple[str, float, float], rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        Timeline(1, on_rank(0, ("0F1", 1, 2)) + on_rank(0, span))
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_out_of_range_is_refused(rank: int) -> None:
+    with pytest.raises(ValueError, match=f"rank {rank}: give a rank from 0 to 1"):
+        Timeline(2, on_rank(rank, ("0F0", 0, 1)))
+
+
+@pytest.mark.parametrize(("n_ranks", "unit"), [(0, ""), (-1, ""), (1.5, ""), (1, "ms")])
+def test_impossible_sizes_and_units_are_refused(n_ranks: int, unit: str) -> None:
+    with pytest.raises(ValueError, match=r"at least 1|'s' for seconds"):
+        Timeline(n_ranks, (), unit)
+
+
+@pytest.mark.parametrize(
+    ("time", "unit", "text"),
+    [
+        (5, "", "5.0"),
+        (Fraction(1, 3), "", "0.3333"),
+        (1.25, "s", "1.25 s"),
+        (0.0125, "s", "12.5 ms"),
+        (3.1e-6, "s", "3.1 µs"),
+        (0, "s", "0 ms"),
+    ],
+)
+def test_times_are_written_in_units_people_read(time: float, unit: str, text: str) -> None:
+    assert format_time(time, unit) == text
