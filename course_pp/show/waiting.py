@@ -1,0 +1,227 @@
+"""Who waits for whom: the picture of a deadlock."""
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Circle, FancyArrowPatch
+
+from course_pp.show import chart
+from course_pp.show.chart import ChartFigure
+
+_NODE_RADIUS = 0.3
+_SPELLED_CYCLE = 3  # longer cycles are named as a whole
+_CLEARANCE = 22  # points between the centre of a rank and the tip of an arrow
+
+
+class Wait(Protocol):
+    """What one rank is doing: waiting in ``operation`` for ``peers``, or for nobody if there are none.
+
+    The peers of a collective are the ranks that have not entered it: two ranks that stand in the same
+    barrier wait for a third, not for each other.
+    """
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def operation(self) -> str: ...
+    @property
+    def peers(self) -> Collection[int]: ...
+
+
+def waits(waits: Iterable[Wait]) -> ChartFigure:
+    """Draw an arrow from each waiting rank to each rank it waits for, and highlight a cycle.
+
+    Args:
+        waits: one for each rank. A peer that nobody reports on is drawn too, as ``no report``.
+
+    Raises:
+        ValueError: when there are no waits, or two for one rank.
+    """
+    by_rank = _by_rank(waits)
+    cycle = find_cycle(by_rank)
+    ranks = sorted({*by_rank, *(peer for wait in by_rank.values() for peer in wait.peers)})
+    places = _places(ranks)
+    figure, axes = _canvas(places)
+    for wait in by_rank.values():
+        for peer in sorted(wait.peers):
+            in_cycle = _next_in(cycle, wait.rank) == peer
+            _draw_arrow(axes, places[wait.rank], places[peer], wait.operation, in_cycle)
+    for rank in ranks:
+        _draw_rank(axes, rank, places[rank], _state(by_rank.get(rank)), rank in cycle)
+    finding = _finding(by_rank, cycle, ranks)
+    figure.text(0.5, 1 - 0.3 / figure.get_figheight(), finding, ha="center", va="center", fontsize=11.5)
+    figure.alt_text = _alt_text(by_rank, finding)
+    return figure
+
+
+def find_cycle(by_rank: dict[int, Wait]) -> tuple[int, ...]:
+    """The ranks of one cycle of waits, lowest first, each waiting for the next; empty if there is none."""
+    finished: set[int] = set()
+
+    def search(rank: int, path: list[int]) -> tuple[int, ...]:
+        if rank in path:
+            return tuple(path[path.index(rank) :])
+        if rank in finished or rank not in by_rank:
+            return ()
+        for peer in sorted(by_rank[rank].peers):
+            if cycle := search(peer, [*path, rank]):
+                return cycle
+        finished.add(rank)
+        return ()
+
+    for rank in sorted(by_rank):
+        if cycle := search(rank, []):
+            lowest = cycle.index(min(cycle))
+            return cycle[lowest:] + cycle[:lowest]
+    return ()
+
+
+def _by_rank(waits: Iterable[Wait]) -> dict[int, Wait]:
+    by_rank: dict[int, Wait] = {}
+    for wait in waits:
+        if wait.rank in by_rank:
+            raise ValueError(f"two waits for rank {wait.rank}: give one for each rank")
+        by_rank[wait.rank] = wait
+    if not by_rank:
+        raise ValueError("no waits to draw: give one for each rank")
+    return dict(sorted(by_rank.items()))
+
+
+def _next_in(cycle: Sequence[int], rank: int) -> int | None:
+    return cycle[(cycle.index(rank) + 1) % len(cycle)] if rank in cycle else None
+
+
+def _state(wait: Wait | None) -> str:
+    if wait is None:
+        return "no report"
+    return "" if wait.peers else wait.operation or "working"
+
+
+def _finding(by_rank: dict[int, Wait], cycle: Sequence[int], ranks: Sequence[int]) -> str:
+    waiting = [wait for wait in by_rank.values() if wait.peers]
+    if not waiting:
+        return "No rank waits for another"
+    if cycle:
+        if len(cycle) == 1:
+            return f"rank {cycle[0]} waits for itself: it can never move"
+        who = "nobody" if len(_stuck_behind(cycle, by_rank)) == len(ranks) else "none of them"
+        if len(cycle) > _SPELLED_CYCLE:
+            return f"{_spelled_ranks(cycle)} wait for each other in a circle: {who} can move"
+        steps = [f"rank {a} {'waits ' * (i == 0)}for rank {_next_in(cycle, a)}" for i, a in enumerate(cycle)]
+        return f"{chart.listed(steps)}: {who} can move"
+    steps = [f"rank {w.rank} waits for {_spelled_ranks(w.peers)}" for w in waiting]
+    return f"{'; '.join(steps[:3])}{'; …' if len(steps) > 3 else ''}: no cycle"
+
+
+def _stuck_behind(cycle: Sequence[int], by_rank: dict[int, Wait]) -> set[int]:
+    """The ranks of the cycle and everyone who waits for one of them, directly or not."""
+    stuck = set(cycle)
+    while more := {w.rank for w in by_rank.values() if stuck.intersection(w.peers)} - stuck:
+        stuck |= more
+    return stuck
+
+
+def _spelled_ranks(ranks: Collection[int]) -> str:
+    """``rank 3``, ``ranks 0, 1 and 3``, or ``ranks 0, 1, … and 15`` when they are many."""
+    names = [str(rank) for rank in sorted(ranks)]
+    if len(names) > 8:
+        names = [*names[:2], "…", names[-1]]
+    return f"rank{'s' if len(ranks) > 1 else ''} {chart.listed(names)}"
+
+
+def _alt_text(by_rank: dict[int, Wait], finding: str) -> str:
+    each = [
+        f"rank {w.rank} waits in {w.operation} for {_spelled_ranks(w.peers)}"
+        if w.peers
+        else f"rank {w.rank} waits for nobody ({_state(w)})"
+        for w in by_rank.values()
+    ]
+    return f"Who waits for whom. {finding}. {'; '.join(each)}."
+
+
+def _places(ranks: Sequence[int]) -> dict[int, tuple[float, float]]:
+    """Two ranks side by side, more on a circle, rank 0 on top and then clockwise."""
+    if len(ranks) <= 2:
+        return {rank: (3.0 * i - 1.5 * (len(ranks) - 1), 0.0) for i, rank in enumerate(ranks)}
+    radius = max(1.5, 0.28 * len(ranks))
+    angles = {rank: math.pi / 2 - 2 * math.pi * i / len(ranks) for i, rank in enumerate(ranks)}
+    return {rank: (1.5 * radius * math.cos(a), radius * math.sin(a)) for rank, a in angles.items()}
+
+
+def _canvas(places: dict[int, tuple[float, float]]) -> tuple[ChartFigure, Axes]:
+    xs, ys = zip(*places.values(), strict=True)
+    margin_x, margin_y = 1.4, 0.75
+    width, height = max(xs) - min(xs) + 2 * margin_x, max(ys) - min(ys) + 2 * margin_y
+    title_height = 0.5
+    size = max(7.5, width)
+    figure = ChartFigure(size, height + title_height)
+    side = (size - width) / 2
+    axes = figure.axes_with_margins(left=side, right=side, bottom=0, top=title_height)
+    axes.set_xlim(min(xs) - margin_x, max(xs) + margin_x)
+    axes.set_ylim(min(ys) - margin_y, max(ys) + margin_y)
+    axes.set_axis_off()
+    return figure, axes
+
+
+def _draw_rank(axes: Axes, rank: int, place: tuple[float, float], state: str, in_cycle: bool) -> None:
+    axes.add_patch(
+        Circle(
+            place,
+            _NODE_RADIUS,
+            facecolor="#FBE6D8" if in_cycle else "white",
+            edgecolor=chart.VERMILION if in_cycle else chart.TEXT_GREY,
+            linewidth=2.6 if in_cycle else 1.2,
+            zorder=3,
+        )
+    )
+    axes.text(*place, str(rank), ha="center", va="center_baseline", size=13, weight="bold", zorder=4)
+    if state:
+        (x, y), away = place, _NODE_RADIUS + 0.1
+        # Outside the circle of ranks, where no arrow runs.
+        if abs(x) > abs(y):
+            side = math.copysign(1, x)
+            axes.text(x + side * away, y, state, ha="left" if x > 0 else "right", va="center", size=9)
+        else:
+            axes.text(x, y + math.copysign(away, y), state, ha="center", va="bottom" if y > 0 else "top", size=9)
+
+
+def _draw_arrow(
+    axes: Axes, start: tuple[float, float], end: tuple[float, float], operation: str, in_cycle: bool
+) -> None:
+    colour = chart.VERMILION if in_cycle else chart.TEXT_GREY
+    if start == end:
+        axes.text(start[0], start[1] + _NODE_RADIUS + 0.1, f"↻ {operation}", ha="center", size=9, color=colour)
+        return
+    # Curved, so that two ranks waiting for each other give two arrows.
+    bend = 0.22
+    axes.add_patch(
+        FancyArrowPatch(
+            start,
+            end,
+            connectionstyle=f"arc3,rad={bend}",
+            arrowstyle="-|>",
+            mutation_scale=16,
+            shrinkA=_CLEARANCE,
+            shrinkB=_CLEARANCE + 1,
+            linewidth=2.6 if in_cycle else 1.2,
+            linestyle="-" if in_cycle else (0, (4, 3)),
+            color=colour,
+            zorder=2,
+        )
+    )
+    # The middle of the quadratic curve that arc3 draws.
+    (x0, y0), (x1, y1) = start, end
+    x, y = (x0 + x1) / 2 + bend / 2 * (y1 - y0), (y0 + y1) / 2 - bend / 2 * (x1 - x0)
+    axes.text(
+        x,
+        y,
+        operation,
+        ha="center",
+        va="center",
+        size=9,
+        weight="bold" if in_cycle else "normal",
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
+        zorder=5,
+    )

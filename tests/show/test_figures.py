@@ -1,0 +1,249 @@
+import io
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from PIL import Image
+
+from course_pp import show
+from course_pp.schedule import Action, Overlap, Span, Timeline
+from course_pp.show.chart import ChartFigure
+from tests.schedule.layouts import gpipe, naive
+
+
+def texts(figure: ChartFigure) -> list[str]:
+    figure.draw_without_rendering()
+    return [text.get_text() for axes in figure.axes for text in axes.texts]
+
+
+def title(figure: ChartFigure) -> str:
+    figure_texts = [text.get_text() for text in figure.texts]
+    return (figure.axes[0].get_title(loc="left") or figure_texts[0]).strip()
+
+
+def wait(rank: int, operation: str, *peers: int) -> SimpleNamespace:
+    return SimpleNamespace(rank=rank, operation=operation, peers=peers)
+
+
+FIGURES = {
+    "timeline": lambda: show.timeline(gpipe(4, 8)),
+    "waits": lambda: show.waits([wait(0, "send", 1), wait(1, "send", 0)]),
+    "bytes": lambda: show.bytes_by_kind({"weights": 2**20, "gradients": 2**20}, budget=2**20),
+}
+
+
+@pytest.fixture(params=FIGURES)
+def figure(request: pytest.FixtureRequest) -> ChartFigure:
+    return FIGURES[request.param]()
+
+
+def test_a_figure_shows_itself_as_a_picture_with_its_alt_text(figure: ChartFigure) -> None:
+    data, metadata = figure._repr_mimebundle_()
+    picture = Image.open(io.BytesIO(data["image/png"]))
+    assert data["text/plain"] == metadata["image/png"]["alt"] == figure.alt_text
+    assert picture.size[0] == 2 * metadata["image/png"]["width"]
+    assert len(data["image/png"]) < 100_000
+    assert title(figure) in figure.alt_text
+
+
+def test_a_notebook_with_matplotlib_inline_still_gets_the_alt_text_once(figure: ChartFigure) -> None:
+    from IPython.core.interactiveshell import InteractiveShell
+    from IPython.core.pylabtools import select_figure_formats
+    from IPython.utils.capture import capture_output
+
+    shell = InteractiveShell.instance()
+    try:
+        select_figure_formats(shell, {"png"})
+        with capture_output() as captured:
+            shell.displayhook(figure)
+    finally:
+        InteractiveShell.clear_instance()
+    (output,) = captured.outputs
+    assert output.metadata["image/png"]["alt"] == figure.alt_text
+    assert output.data["text/plain"] == figure.alt_text
+
+
+def test_figures_leave_pyplot_alone(figure: ChartFigure) -> None:
+    from matplotlib import pyplot
+
+    assert figure.png()
+    assert pyplot.get_fignums() == []
+
+
+def test_an_svg_is_the_same_every_time_with_text_and_description(figure: ChartFigure, tmp_path: Path) -> None:
+    first = figure.save(tmp_path / "a.svg").read_text(encoding="utf-8")
+    assert first == figure.save(tmp_path / "b.svg").read_text(encoding="utf-8")
+    assert f"<title>{figure.alt_text}</title>" in first
+    assert f"<desc>{figure.alt_text}</desc>" in first
+    assert "<text" in first
+    assert "dc:date" not in first
+    assert first == FIGURES_BY_TITLE[title(figure)]().svg()
+
+
+FIGURES_BY_TITLE = {title(make()): make for make in FIGURES.values()}
+
+
+def test_a_png_is_saved_and_another_ending_is_refused(figure: ChartFigure, tmp_path: Path) -> None:
+    assert Image.open(figure.save(str(tmp_path / "a.png"))).format == "PNG"
+    with pytest.raises(ValueError, match=r"end the name in \.png or \.svg"):
+        figure.save(tmp_path / "a.pdf")
+
+
+def test_a_timeline_is_titled_by_its_finding() -> None:
+    assert title(show.timeline(gpipe(4, 8))) == ("4 ranks, 8 microbatches: busy 72.7 % of 33.0, bubble 27.3 %")
+    assert title(show.timeline(gpipe(4, 8), title="GPipe")) == "GPipe"
+
+
+def test_a_naive_split_is_called_one_rank_at_a_time() -> None:
+    figure = show.timeline(naive(2, 0.2, 0.4, unit="s"))
+    assert title(figure) == "One rank works at a time: 2 ranks, 1 microbatch, busy 50 % of 1.2 s"
+    assert figure.alt_text.startswith("Measured timeline")
+    assert figure.alt_text.endswith("peak activations held: 1 on every rank.")
+
+
+@pytest.mark.parametrize(
+    ("cost", "label", "end"), [(1, "time (s)", 4), (0.01, "time (ms)", 40), (1e-6, "time (µs)", 4)]
+)
+def test_a_measured_time_axis_has_a_unit_that_suits_it(cost: float, label: str, end: float) -> None:
+    axes = show.timeline(naive(2, cost, cost, unit="s")).axes[0]
+    assert axes.get_xlabel() == label
+    assert axes.get_xlim()[1] == pytest.approx(end)
+
+
+def test_rank_0_is_the_top_row() -> None:
+    axes = show.timeline(gpipe(3, 2)).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1", "rank 2"]
+    assert axes.get_ylim()[0] > axes.get_ylim()[1]
+
+
+def test_boxes_are_labelled_by_kind_and_microbatch_where_that_fits() -> None:
+    assert {f"{kind}{i}" for kind in "FB" for i in range(8)} <= set(texts(show.timeline(gpipe(4, 8))))
+
+
+def test_boxes_too_narrow_for_the_kind_keep_the_number_and_narrower_ones_nothing() -> None:
+    labels = texts(show.timeline(gpipe(8, 32)))
+    assert labels.count("31") == 8  # the backwards; a forward is half as wide
+    assert not any(re.match("[FB]", label) for label in labels)
+    assert len(texts(show.timeline(gpipe(4, 512)))) < 10
+
+
+def test_no_label_is_wider_than_its_box() -> None:
+    figure = show.timeline(gpipe(4, 16))
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    for text in axes.texts:
+        if re.fullmatch(r"[FB]?\d+", text.get_text()):
+            box = text.get_window_extent().transformed(axes.transData.inverted())
+            assert box.width <= (1 if "F" in text.get_text() else 2)
+
+
+def test_a_rank_with_several_stages_names_the_stage() -> None:
+    spans = [Span(0, Action(stage, "F", 0), stage, stage + 1) for stage in (0, 1)]
+    pair = Span(0, Overlap(Action(0, "F", 1), Action(1, "B", 0)), 2, 5)
+    assert {"0F0", "1F0", "0F1", "1B0"} <= set(texts(show.timeline(Timeline(1, (*spans, pair)))))
+
+
+def test_every_kind_differs_in_letter_and_in_lightness_or_hatch() -> None:
+    spans = tuple(Span(0, Action(0, kind, 0), i, i + 1) for i, kind in enumerate("FBIWU"))
+    legend = show.timeline(Timeline(2, spans)).axes[0].get_legend()
+    names = [text.get_text() for text in legend.get_texts()]
+    assert [name[0] for name in names] == ["F", "B", "I", "W", "U", "i"]
+    looks = []
+    for patch in legend.get_patches():
+        red, green, blue, _ = patch.get_facecolor()
+        looks.append((0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2, patch.get_hatch()))
+    for i, (lightness, hatch) in enumerate(looks):
+        for other_lightness, other_hatch in looks[:i]:
+            assert hatch != other_hatch or abs(lightness - other_lightness) > 0.1
+
+
+@pytest.mark.parametrize("n_ranks", [1, 3, 64])
+def test_empty_and_tall_timelines_are_drawn(n_ranks: int) -> None:
+    assert show.timeline(Timeline(n_ranks, ())).png()
+    assert show.timeline(gpipe(n_ranks, 1)).png()
+
+
+def test_a_deadlock_is_spelled_out_in_the_title() -> None:
+    figure = show.waits([wait(0, "send", 1), wait(1, "send", 0)])
+    assert title(figure) == "rank 0 waits for rank 1 and rank 1 for rank 0: nobody can move"
+    assert "rank 0 waits in send for rank 1" in figure.alt_text
+
+
+@pytest.mark.parametrize(
+    ("waiting", "finding"),
+    [
+        ([wait(1, "recv", 2), wait(2, "recv", 1), wait(0, "recv", 1)], "nobody can move"),
+        ([wait(1, "recv", 2), wait(2, "recv", 1), wait(0, "computing")], "none of them can move"),
+        ([wait(i, "send", (i + 1) % 5) for i in range(5)], "ranks 0, 1, 2, 3 and 4 wait for each other"),
+        ([wait(0, "recv", 1), wait(1, "computing")], "rank 0 waits for rank 1: no cycle"),
+        ([wait(0, "recv", 0)], "rank 0 waits for itself"),
+        ([wait(0, ""), wait(1, "done")], "No rank waits for another"),
+        ([wait(0, "recv", 1, 2), wait(1, "recv", 0), wait(2, "computing")], "none of them can move"),
+    ],
+)
+def test_waits_are_summed_up(waiting: list[SimpleNamespace], finding: str) -> None:
+    figure = show.waits(waiting)
+    assert finding in title(figure)
+    assert figure.png()
+
+
+def test_only_the_cycle_is_drawn_thick_and_solid() -> None:
+    figure = show.waits([wait(0, "recv", 1), wait(1, "recv", 0), wait(2, "recv", 0)])
+    arrows = [patch for patch in figure.axes[0].patches if type(patch).__name__ == "FancyArrowPatch"]
+    assert [(arrow.get_linewidth() > 2, arrow.get_linestyle() == "-") for arrow in arrows] == [
+        (True, True),
+        (True, True),
+        (False, False),
+    ]
+
+
+def test_a_peer_without_a_report_is_drawn() -> None:
+    assert "no report" in texts(show.waits([wait(0, "recv", 1)]))
+
+
+@pytest.mark.parametrize("waiting", [[], [wait(0, "recv", 1), wait(0, "send", 1)]])
+def test_waits_that_make_no_picture_are_refused(waiting: list[SimpleNamespace]) -> None:
+    with pytest.raises(ValueError, match="give one for each rank"):
+        show.waits(waiting)
+
+
+def test_bytes_over_the_budget_are_said_to_be() -> None:
+    figure = show.bytes_by_kind({"weights": 3 * 2**20, "activations": 2**20}, budget=3 * 2**20)
+    assert title(figure) == "4 MiB in all, 1 MiB over the budget"
+    assert "weights 3 MiB" in figure.alt_text
+    assert "budget 3 MiB" in texts(figure)
+
+
+def test_bytes_are_drawn_beside_each_other_by_name() -> None:
+    parts = {"weights": 1024, "activations": 2048}
+    figure = show.bytes_by_kind({"predicted": parts, "measured": {**parts, "other": 1024}})
+    assert title(figure) == "predicted 3 KiB; measured 4 KiB"
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["predicted", "measured"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "budget"),
+    [
+        ({}, None),
+        ({"rank 0": {}}, None),
+        ({"weights": -1}, None),
+        ({"weights": math.nan}, None),
+        ({"weights": 1}, -1),
+        ({"weights": 1, "rank 0": {"weights": 1}}, None),
+        ({f"kind {i}": 1 for i in range(9)}, None),
+    ],
+)
+def test_bytes_that_make_no_picture_are_refused(parts: dict, budget: float | None) -> None:
+    with pytest.raises(ValueError, match=r"give|sum the small ones"):
+        show.bytes_by_kind(parts, budget)
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"),
+    [(0, "0 B"), (512, "512 B"), (1024, "1 KiB"), (1.5 * 2**20, "1.5 MiB"), (1000 * 2**20, "1000 MiB"),
+     (1023.9 * 2**20, "1 GiB"), (2**31, "2 GiB"), (3 * 2**40, "3 TiB")],
+)  # fmt: skip
+def test_bytes_are_written_in_powers_of_1024(n_bytes: float, text: str) -> None:
+    assert show.format_bytes(n_bytes) == text
