@@ -1,0 +1,34 @@
+"""One Llama-style decoder, and its cut into pipeline stages."""
+
+from course_pp.model.config import ModelConfig
+from course_pp.model.hf import config_from_hf, config_to_hf, from_hf, hf_state_dict, load_hf_state_dict
+from course_pp.model.loss import CrossEntropy
+from course_pp.model.stages import (
+    ForwardFlops,
+    PipelineStageModule,
+    build_stage_module,
+    compute_layer_assignment,
+    drop_other_stages,
+    layer_costs,
+    partition_by_cost,
+)
+from course_pp.model.transformer import DecoderLayer, Transformer
+
+__all__ = [
+    "CrossEntropy",
+    "DecoderLayer",
+    "ForwardFlops",
+    "ModelConfig",
+    "PipelineStageModule",
+    "Transformer",
+    "build_stage_module",
+    "compute_layer_assignment",
+    "config_from_hf",
+    "config_to_hf",
+    "drop_other_stages",
+    "from_hf",
+    "hf_state_dict",
+    "layer_costs",
+    "load_hf_state_dict",
+    "partition_by_cost",
+]

@@ -1,0 +1,126 @@
+"""The sizes of one Llama-style decoder, checked when they are written down."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+FFN_MULTIPLE = 32
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of a decoder as in Touvron et al. 2023 (LLaMA), arXiv:2302.13971.
+
+    Optional sizes stay None as given, so `dataclasses.replace(config, dim=...)` resolves them afresh; the
+    resolved values are the properties `kv_heads` and `hidden_dim`.
+
+    Raises:
+        ValueError: a size that no model can have; the message names the value, the rule and what would work.
+    """
+
+    dim: int
+    """Width of the residual stream."""
+    n_layers: int
+    n_heads: int
+    """Query heads; `dim` is divided among them."""
+    vocab_size: int
+    n_kv_heads: int | None = None
+    """Key/value heads (grouped-query attention, Ainslie et al. 2023, arXiv:2305.13245); None: `n_heads`."""
+    ffn_dim: int | None = None
+    """Inner width of the SwiGLU block; None: see `hidden_dim`."""
+    max_seq_len: int = 2048
+    """Positions for which rotary tables exist, hence the longest sequence."""
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    """Whether the output head uses the embedding's matrix (Press & Wolf 2017, arXiv:1608.05859)."""
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "n_layers", "n_heads", "vocab_size", "max_seq_len"):
+            _check_size(name, getattr(self, name))
+        for name in ("n_kv_heads", "ffn_dim"):
+            if getattr(self, name) is not None:
+                _check_size(name, getattr(self, name))
+        for name in ("rope_theta", "norm_eps"):
+            _check_positive(name, getattr(self, name))
+        if not isinstance(self.tie_embeddings, bool):
+            raise ValueError(f"tie_embeddings={self.tie_embeddings!r} must be True or False")
+        self._check_heads()
+
+    def _check_heads(self) -> None:
+        # Rotary positions turn pairs of channels, so a head needs an even number of them.
+        step = 2 * self.n_heads
+        if self.dim % step:
+            below, above = self.dim // step * step, (self.dim // step + 1) * step
+            nearest = f"{below} or {above}" if below else f"{above}"
+            raise ValueError(
+                f"dim={self.dim} must be a multiple of 2 * n_heads = {step}, so that every head has the same "
+                f"even width; the nearest that works is dim={nearest}"
+            )
+        if self.n_heads % self.kv_heads:
+            divisors = [d for d in range(1, self.n_heads + 1) if self.n_heads % d == 0]
+            nearest_divisor = min(divisors, key=lambda d: abs(d - self.kv_heads))
+            raise ValueError(
+                f"n_kv_heads={self.kv_heads} must divide n_heads={self.n_heads}, so that every key/value "
+                "head serves as many query heads as the others; "
+                f"the nearest that works is n_kv_heads={nearest_divisor}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one attention head."""
+        return self.dim // self.n_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads, resolved."""
+        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+
+    @property
+    def hidden_dim(self) -> int:
+        """Inner width of the SwiGLU block, resolved.
+
+        Default: 8/3 of `dim`, rounded up to a multiple of 32. SwiGLU has three matrices where a plain
+        feed-forward block of width 4·dim has two, so 2/3 of that width keeps the parameter count
+        (Shazeer 2020, arXiv:2002.05202, section 2; LLaMA, section 2.2).
+        """
+        if self.ffn_dim is not None:
+            return self.ffn_dim
+        return math.ceil(8 * self.dim / (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
+
+    @property
+    def n_embedding_parameters(self) -> int:
+        """Parameters of the token embedding."""
+        return self.vocab_size * self.dim
+
+    @property
+    def n_layer_parameters(self) -> int:
+        """Parameters of one decoder layer: q and o, k and v, the three SwiGLU matrices, two norms."""
+        attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * self.head_dim
+        return attention + 3 * self.dim * self.hidden_dim + 2 * self.dim
+
+    @property
+    def n_head_parameters(self) -> int:
+        """Parameters of the output end: final norm and head, the head counted even when it is tied."""
+        return self.dim + self.vocab_size * self.dim
+
+    @property
+    def n_parameters(self) -> int:
+        """Parameters of the whole model; a tied matrix counts once."""
+        total = self.n_embedding_parameters + self.n_layers * self.n_layer_parameters + self.n_head_parameters
+        return total - self.n_embedding_parameters if self.tie_embeddings else total
+
+
+def _check_size(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name}={value!r} must be a whole number (int), not {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name}={value} must be at least 1")
+
+
+def _check_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name}={value!r} must be a number, not {type(value).__name__}")
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name}={value} must be finite and greater than 0")

@@ -1,0 +1,156 @@
+"""Weights and sizes to and from Hugging Face's Llama.
+
+The two models compute the same function; only names differ. Names are the full model's on both sides, so
+`hf_state_dict` and `load_hf_state_dict` work for one pipeline stage as well as for the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from course_pp.model.config import ModelConfig
+from course_pp.model.transformer import Transformer
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig, PreTrainedModel
+
+# Ours -> theirs. Whole dotted parts, so that "norm" does not match inside "attn_norm".
+_ENDS = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+_IN_LAYER = {"attn_norm": "input_layernorm", "attn": "self_attn", "mlp_norm": "post_attention_layernorm"}
+_ENDS_BACK = {theirs: ours for ours, theirs in _ENDS.items()}
+_IN_LAYER_BACK = {theirs: ours for ours, theirs in _IN_LAYER.items()}
+
+EMBEDDING, HEAD = "embed.weight", "head.weight"
+
+
+def name_to_hf(name: str) -> str:
+    """`layers.3.attn.q_proj.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
+    first, _, rest = name.partition(".")
+    if first != "layers":
+        return f"{_ENDS[first]}.{rest}"
+    index, part, *tail = rest.split(".")
+    return ".".join(["model.layers", index, _IN_LAYER.get(part, part), *tail])
+
+
+def name_from_hf(name: str) -> str:
+    """`model.layers.3.self_attn.q_proj.weight` -> `layers.3.attn.q_proj.weight`."""
+    module, _, weight = name.rpartition(".")
+    if module in _ENDS_BACK:
+        return f"{_ENDS_BACK[module]}.{weight}"
+    index, part, *tail = name.removeprefix("model.layers.").split(".")
+    return ".".join(["layers", index, _IN_LAYER_BACK.get(part, part), *tail])
+
+
+def config_from_hf(hf_config: Any) -> ModelConfig:
+    """Sizes of a Hugging Face Llama (or Mistral, which has the same layers) as ours.
+
+    Raises:
+        ValueError: the model uses something this decoder does not have, which is named.
+    """
+    _refuse_unsupported(hf_config)
+    return ModelConfig(
+        dim=hf_config.hidden_size,
+        n_layers=hf_config.num_hidden_layers,
+        n_heads=hf_config.num_attention_heads,
+        vocab_size=hf_config.vocab_size,
+        n_kv_heads=hf_config.num_key_value_heads,
+        ffn_dim=hf_config.intermediate_size,
+        max_seq_len=hf_config.max_position_embeddings,
+        rope_theta=hf_config.rope_parameters["rope_theta"],
+        norm_eps=hf_config.rms_norm_eps,
+        tie_embeddings=hf_config.tie_word_embeddings,
+    )
+
+
+def config_to_hf(config: ModelConfig) -> LlamaConfig:
+    """The `transformers.LlamaConfig` of the same model."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=config.dim,
+        num_hidden_layers=config.n_layers,
+        num_attention_heads=config.n_heads,
+        vocab_size=config.vocab_size,
+        num_key_value_heads=config.kv_heads,
+        intermediate_size=config.hidden_dim,
+        max_position_embeddings=config.max_seq_len,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        rms_norm_eps=config.norm_eps,
+        tie_word_embeddings=config.tie_embeddings,
+    )
+
+
+def hf_state_dict(module: Transformer) -> dict[str, Tensor]:
+    """The weights of a model or stage under Hugging Face's names, sharing storage with `module`."""
+    return {name_to_hf(name): tensor for name, tensor in module.state_dict().items()}
+
+
+@torch.no_grad()
+def load_hf_state_dict(module: Transformer, state: Mapping[str, Tensor]) -> None:
+    """Copy into a model or stage the weights it holds; entries of other stages are left alone.
+
+    Args:
+        module: cast and moved to where the weights should be.
+        state: tensors under Hugging Face's names. A tied head may be missing, as it is in safetensors files.
+
+    Raises:
+        ValueError: a weight is missing or has another shape; nothing has been copied then.
+    """
+    found = {}
+    for name, own in module.state_dict().items():
+        source = name_to_hf(name)
+        if name == HEAD and module.config.tie_embeddings:
+            source = name_to_hf(EMBEDDING) if source not in state else source
+        if source not in state:
+            raise ValueError(f"{source} is missing from the weights; this part needs it as {name}")
+        if state[source].shape != own.shape:
+            raise ValueError(
+                f"{source} has shape {tuple(state[source].shape)}, but {name} has {tuple(own.shape)}; "
+                "build the model with config_from_hf"
+            )
+        found[name] = state[source]
+    module.load_state_dict(found)
+
+
+def from_hf(hf_model: PreTrainedModel) -> Transformer:
+    """A copy of a Hugging Face causal Llama, on its device and in its dtype.
+
+    Raises:
+        ValueError: the model uses something this decoder does not have.
+    """
+    some_weight = next(hf_model.parameters())
+    with torch.device("meta"):
+        model = Transformer(config_from_hf(hf_model.config))
+    for parameter in model.parameters():
+        # Not `model.to(dtype)`, which would round the rotary tables too.
+        parameter.data = parameter.data.to(some_weight.dtype)
+    model.to_empty(device=some_weight.device)
+    model.init_freqs_and_ties()
+    load_hf_state_dict(model, hf_model.state_dict())
+    return model
+
+
+def _refuse_unsupported(hf_config: Any) -> None:
+    kind = hf_config.model_type
+    if kind not in ("llama", "mistral"):
+        raise ValueError(f"model_type={kind!r} is not supported; use a model of type 'llama' or 'mistral'")
+    head_dim = hf_config.hidden_size // hf_config.num_attention_heads
+    rope_type = hf_config.rope_parameters.get("rope_type", "default")
+    unsupported = {
+        f"rope_type={rope_type!r} (scaled rotary positions)": rope_type != "default",
+        f"head_dim={hf_config.head_dim}, not hidden_size / heads = {head_dim}": hf_config.head_dim != head_dim,
+        f"hidden_act={hf_config.hidden_act!r}, not 'silu'": hf_config.hidden_act != "silu",
+        f"attention_dropout={hf_config.attention_dropout}": hf_config.attention_dropout != 0,
+        "attention_bias=True": getattr(hf_config, "attention_bias", False),
+        "mlp_bias=True": getattr(hf_config, "mlp_bias", False),
+        f"sliding_window={getattr(hf_config, 'sliding_window', None)}": (
+            getattr(hf_config, "sliding_window", None) is not None
+        ),
+    }
+    found = [what for what, present in unsupported.items() if present]
+    if found:
+        raise ValueError(f"this decoder does not implement {'; '.join(found)}; use a checkpoint without")

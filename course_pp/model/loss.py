@@ -1,0 +1,34 @@
+"""Next-token cross-entropy that knows how many tokens it averages over."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+__all__ = ["CrossEntropy"]
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """Cross-entropy of logits (batch, seq, vocab) with target token ids (batch, seq), in nats a token.
+
+    Args:
+        ignore_index: target value of positions where nothing is to be predicted, such as padding.
+
+    A batch cut into microbatches with unequal numbers of counted tokens has a mean that is not the mean of the
+    microbatches' means: divide the sum of :meth:`total` by the sum of :meth:`count` instead.
+    """
+
+    ignore_index: int = -100
+
+    def __call__(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Mean over the counted tokens; 0 where none count."""
+        return self.total(logits, target) / self.count(target).clamp(min=1)
+
+    def total(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Sum over the counted tokens; a scalar."""
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=self.ignore_index, reduction="sum")
+
+    def count(self, target: torch.Tensor) -> torch.Tensor:
+        """Number of tokens that count; a scalar int64."""
+        return (target != self.ignore_index).sum()

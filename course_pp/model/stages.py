@@ -1,0 +1,278 @@
+"""Cutting the decoder into pipeline stages: which layers each stage holds, and the stage itself.
+
+Which layers: `compute_layer_assignment` counts layers, `partition_by_cost` balances their cost.
+The stage: `build_stage_module` builds only what it needs, `drop_other_stages` carves it out of a whole model.
+Both give the same parameters under the same names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from course_pp.model.config import ModelConfig
+from course_pp.model.transformer import Transformer
+
+LayerRange = tuple[int, int]
+"""(start, end) of consecutive layers, end excluded."""
+
+
+class PipelineStageModule(Transformer):
+    """Stage `stage_id` of `num_stages`: the embedding on the first, norm and head on the last.
+
+    Args:
+        config: sizes of the full model.
+        stage_id: which stage, counted from 0.
+        num_stages: stages of the whole pipeline.
+        layer_range: (start, end) of its layers, end excluded.
+
+    Raises:
+        ValueError: no such stage, or no such layers.
+    """
+
+    def __init__(self, config: ModelConfig, stage_id: int, num_stages: int, layer_range: LayerRange) -> None:
+        _check_stage_id(stage_id, num_stages)
+        super().__init__(
+            config,
+            layer_range=layer_range,
+            has_embedding=stage_id == 0,
+            has_head=stage_id == num_stages - 1,
+        )
+        self.stage_id = stage_id
+        self.num_stages = num_stages
+
+    def extra_repr(self) -> str:
+        start, end = self.layer_range
+        return f"stage {self.stage_id} of {self.num_stages}, layers {start} to {end - 1}"
+
+
+def build_stage_module(
+    config: ModelConfig,
+    pp_rank: int,
+    pp_size: int,
+    layer_ranges: Sequence[LayerRange] | None = None,
+) -> PipelineStageModule:
+    """Build one stage of a pipeline, allocating only its own parameters.
+
+    Args:
+        config: sizes of the full model.
+        pp_rank: the stage index, counted from 0; equal to the pipeline rank when each rank holds one stage.
+        pp_size: number of stages.
+        layer_ranges: every stage's (start, end), as from `partition_by_cost`; None splits evenly.
+
+    Raises:
+        ValueError: no such stage, more stages than layers, or ranges that do not cover the layers once each.
+    """
+    if layer_ranges is None:
+        layer_ranges = compute_layer_assignment(config.n_layers, pp_size)
+    _check_stage_id(pp_rank, pp_size)
+    _check_layer_ranges(layer_ranges, config.n_layers, pp_size)
+    start, end = layer_ranges[pp_rank]
+    return PipelineStageModule(config, pp_rank, pp_size, (start, end))
+
+
+def drop_other_stages(model: Transformer, stage_id: int, num_stages: int, layer_range: LayerRange) -> Transformer:
+    """Turn a whole model, in place, into one stage: delete the other layers, set absent ends to None.
+
+    On a meta model nothing was ever allocated, so this costs no more memory than building the stage alone.
+
+    Returns:
+        `model`, for chaining.
+
+    Raises:
+        ValueError: no such stage, or `model` does not hold the parts the stage needs.
+    """
+    _check_stage_id(stage_id, num_stages)
+    start, end = layer_range
+    held_start, held_end = model.layer_range
+    if not held_start <= start < end <= held_end:
+        raise ValueError(
+            f"layer_range=({start}, {end}) must lie within the layers this model holds, "
+            f"({held_start}, {held_end}); start from the whole model"
+        )
+    if stage_id == 0 and model.embed is None:
+        raise ValueError("stage 0 needs the embedding, which this model no longer has; start from the whole model")
+    if stage_id == num_stages - 1 and model.head is None:
+        raise ValueError(
+            f"stage {stage_id} is the last and needs the head, which this model no longer has; "
+            "start from the whole model"
+        )
+    for index in range(held_start, held_end):
+        if not start <= index < end:
+            del model.layers[str(index)]
+    model.layer_range = (start, end)
+    if stage_id != 0:
+        model.embed = None
+    if stage_id != num_stages - 1:
+        model.norm = None
+        model.head = None
+    return model
+
+
+def compute_layer_assignment(n_layers: int, pp_size: int) -> list[LayerRange]:
+    """Split layers into contiguous stages as evenly as possible; earlier stages take the extras.
+
+    Returns:
+        One (start, end) a stage, end excluded: 5 layers on 2 stages are [(0, 3), (3, 5)].
+
+    Raises:
+        ValueError: fewer than one stage, or more stages than layers.
+    """
+    _check_stage_count(n_layers, pp_size)
+    share, extras = divmod(n_layers, pp_size)
+    ends = list(accumulate(share + (stage < extras) for stage in range(pp_size)))
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def partition_by_cost(costs: Sequence[float], n_stages: int, first: float = 0.0, last: float = 0.0) -> list[LayerRange]:
+    """Contiguous split of the layers that makes the slowest stage as fast as it can be.
+
+    In a steady pipeline every stage waits for the slowest, so that one sets the pace. Among the splits that
+    are best for it, the most even is taken (least sum of squared stage costs), and among those the one whose
+    earlier stages hold more layers; equal costs above 0 therefore give `compute_layer_assignment`.
+
+    Exact, by dynamic programming over (stage, first layer): O(n_stages · n_layers²) steps.
+
+    Args:
+        costs: one cost a layer, in any unit.
+        n_stages: stages; each gets at least one layer.
+        first: extra cost of the first stage (the embedding).
+        last: extra cost of the last stage (final norm and head).
+
+    Returns:
+        One (start, end) a stage, end excluded.
+
+    Raises:
+        ValueError: a cost that is negative, infinite or NaN; fewer than one stage or more than layers.
+    """
+    n_layers = len(costs)
+    _check_stage_count(n_layers, n_stages)
+    first_cost, *layer_costs_, last_cost = _as_whole_numbers([first, *costs, last])
+    up_to = list(accumulate(layer_costs_, initial=0))
+
+    def stage_cost(stage: int, start: int, end: int) -> int:
+        ends = first_cost * (stage == 0) + last_cost * (stage == n_stages - 1)
+        return up_to[end] - up_to[start] + ends
+
+    def squared_if_optimal(stage: int, start: int, end: int) -> int | None:
+        cost = stage_cost(stage, start, end)
+        return cost * cost if cost <= slowest else None
+
+    slowest, _ = _best_split(n_layers, n_stages, stage_cost, max)
+    _, ranges = _best_split(n_layers, n_stages, squared_if_optimal, lambda stage, rest: stage + rest)
+    return ranges
+
+
+@dataclass(frozen=True)
+class ForwardFlops:
+    """Floating-point operations of one forward pass, part by part, for `partition_by_cost`."""
+
+    embed: float
+    layers: tuple[float, ...]
+    head: float
+
+    @property
+    def total(self) -> float:
+        return self.embed + sum(self.layers) + self.head
+
+
+def layer_costs(config: ModelConfig, seq_len: int) -> ForwardFlops:
+    """Forward FLOPs of each part for one sequence of `seq_len` tokens.
+
+    A multiply-add is two operations, so a matrix costs 2 · parameters a token (Kaplan et al. 2020,
+    arXiv:2001.08361, section 2.1). Attention scores and their weighted sum cost 2 · head_dim each, for every
+    head and (query, key) pair: 4 · dim a pair. Causal attention needs seq_len · (seq_len + 1) / 2 pairs.
+    Looking up an embedding multiplies nothing; norms, rotations and softmax are left out as small.
+
+    To balance a pipeline, head included:
+
+        flops = layer_costs(config, seq_len)
+        partition_by_cost(flops.layers, n_stages, first=flops.embed, last=flops.head)
+
+    Raises:
+        ValueError: `seq_len` below 1 or above `max_seq_len`.
+    """
+    if not 1 <= seq_len <= config.max_seq_len:
+        raise ValueError(f"seq_len={seq_len} must lie between 1 and max_seq_len={config.max_seq_len}")
+    norms = 2 * config.dim
+    matrices = 2.0 * (config.n_layer_parameters - norms) * seq_len
+    attention = 2.0 * config.dim * seq_len * (seq_len + 1)
+    head = 2.0 * config.vocab_size * config.dim * seq_len
+    return ForwardFlops(embed=0.0, layers=(matrices + attention,) * config.n_layers, head=head)
+
+
+def _best_split(
+    n_layers: int,
+    n_stages: int,
+    cost: Callable[[int, int, int], int | None],
+    combine: Callable[[int, int], int],
+) -> tuple[int, list[LayerRange]]:
+    """Least combined cost of a split, and the split; `cost(stage, start, end)` is None where forbidden."""
+    # For each start, the least combined cost of the stages from here on.
+    rest: dict[int, int] = {n_layers: 0}
+    choices: list[dict[int, int]] = []
+    for stage in reversed(range(n_stages)):
+        here: dict[int, tuple[int, int]] = {}
+        for start in range(stage, n_layers):
+            options = [
+                # The negated end prefers, among equals, the split whose earlier stage is longer.
+                (combine(own, after), -end)
+                for end, after in rest.items()
+                if end > start and (own := cost(stage, start, end)) is not None
+            ]
+            if options:
+                here[start] = min(options)
+        rest = {start: value for start, (value, _) in here.items()}
+        choices.append({start: -negated_end for start, (_, negated_end) in here.items()})
+    ranges, start = [], 0
+    for ends in reversed(choices):
+        ranges.append((start, ends[start]))
+        start = ends[start]
+    return rest[0], ranges
+
+
+def _as_whole_numbers(costs: Sequence[float]) -> list[int]:
+    """Costs over a common denominator: sums of floats depend on their order, and ties must be ties."""
+    for cost in costs:
+        if not (math.isfinite(cost) and cost >= 0):
+            raise ValueError(f"cost {cost} must be a finite number, 0 or greater")
+    ratios = [float(cost).as_integer_ratio() for cost in costs]
+    denominator = max(below for _, below in ratios)  # every one is a power of two
+    return [above * (denominator // below) for above, below in ratios]
+
+
+def _check_stage_count(n_layers: int, n_stages: int) -> None:
+    for name, value in (("n_layers", n_layers), ("number of stages", n_stages)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"{name} {value!r} must be a whole number (int), not {type(value).__name__}")
+    if n_stages < 1:
+        raise ValueError(f"{n_stages} stages: a pipeline needs at least 1")
+    if n_stages > n_layers:
+        raise ValueError(
+            f"{n_stages} stages need at least {n_stages} layers, and this model has n_layers={n_layers}; "
+            f"use at most {n_layers} stages or a deeper model"
+        )
+
+
+def _check_stage_id(stage_id: int, num_stages: int) -> None:
+    if num_stages < 1:
+        raise ValueError(f"{num_stages} stages: a pipeline needs at least 1")
+    if not 0 <= stage_id < num_stages:
+        raise ValueError(f"stage {stage_id} must lie between 0 and {num_stages - 1}, the last of {num_stages} stages")
+
+
+def _check_layer_ranges(layer_ranges: Sequence[LayerRange], n_layers: int, n_stages: int) -> None:
+    if len(layer_ranges) != n_stages:
+        raise ValueError(f"{len(layer_ranges)} layer ranges for {n_stages} stages; give one range a stage")
+    expected = 0
+    for stage, (start, end) in enumerate(layer_ranges):
+        if start != expected or end <= start:
+            raise ValueError(
+                f"stage {stage} holds layers ({start}, {end}), but must start at layer {expected} and hold "
+                "at least one: the ranges cover every layer once, in order"
+            )
+        expected = end
+    if expected != n_layers:
+        raise ValueError(f"the layer ranges end at {expected}, but must end at n_layers={n_layers}")

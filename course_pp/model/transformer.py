@@ -1,0 +1,357 @@
+"""A Llama-style decoder, readable in one sitting, and any contiguous part of it.
+
+    tokens ──► embed ──► layers "0" … "n-1" ──► norm ──► head ──► logits
+               └ first stage                    └ last stage ┘
+
+One class serves the whole model and every pipeline stage: a part that lives elsewhere is None and skipped in
+`forward`. Parameter names are the full model's in every part (`layers.5.attn.q_proj.weight` on whichever
+stage holds layer 5), and each parameter's initial values depend on its name and the seed alone, so the same
+seed gives the same full model whatever the split.
+
+Block: RMSNorm (Zhang & Sennrich 2019), rotary positions (Su et al. 2021) in the half-rotation layout that
+Hugging Face weights use, grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from course_pp.model.config import ModelConfig
+
+INIT_STD = 0.02
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with rotary positions."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        kv_dim = config.kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.dim, config.dim, bias=False)
+        self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """x (batch, seq, dim) -> (batch, seq, dim); `cos`, `sin`, `mask` as in `DecoderLayer.forward`."""
+        q, k, v = (self._split_heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        # The number of heads is left open: under tensor parallelism a rank holds only some of them.
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class SwiGLU(nn.Module):
+    """Gated feed-forward block: down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.up_proj = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.down_proj = nn.Linear(config.hidden_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (batch, seq, dim) -> (batch, seq, dim)."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm block: attention, then SwiGLU, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attn = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.mlp = SwiGLU(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """One layer.
+
+        Args:
+            x: hidden states (batch, seq, dim).
+            cos, sin: rotary tables of these positions, broadcastable to (batch, heads, seq, head_dim / 2).
+            mask: None for plain causal attention, else bool (batch, 1 or heads, seq, seq), True = may attend.
+        """
+        x = x + self.attn(self.attn_norm(x), cos, sin, mask)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Transformer(nn.Module):
+    """The decoder, or the contiguous part of it that one pipeline stage holds.
+
+    Built on the default device in the default dtype, initialised from `torch.initial_seed()` without drawing
+    from the global generator. Under `torch.device("meta")` nothing is allocated; call `to_empty(device=...)`
+    and `init_weights_and_freqs()` afterwards.
+
+    Args:
+        config: sizes of the full model.
+        layer_range: (start, end) of the layers held here, end excluded; None for all.
+        has_embedding: whether `embed` is here.
+        has_head: whether `norm` and `head` are here.
+
+    Raises:
+        ValueError: `layer_range` is empty or outside the model.
+    """
+
+    rope_cos: Tensor
+    rope_sin: Tensor
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_range: tuple[int, int] | None = None,
+        has_embedding: bool = True,
+        has_head: bool = True,
+    ) -> None:
+        super().__init__()
+        start, end = (0, config.n_layers) if layer_range is None else layer_range
+        if not 0 <= start < end <= config.n_layers:
+            raise ValueError(
+                f"layer_range=({start}, {end}) must be non-empty and lie within (0, {config.n_layers}), end excluded"
+            )
+        self.config = config
+        self.layer_range = (start, end)
+        target = torch.get_default_device()
+        # Built on meta, so that the modules' own initialisers allocate nothing and draw nothing.
+        with torch.device("meta"):
+            self.embed = nn.Embedding(config.vocab_size, config.dim) if has_embedding else None
+            self.layers = nn.ModuleDict({str(i): DecoderLayer(config) for i in range(start, end)})
+            self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps) if has_head else None
+            self.head = nn.Linear(config.dim, config.vocab_size, bias=False) if has_head else None
+            table = torch.empty(config.max_seq_len, config.head_dim // 2, dtype=torch.float32)
+            self.register_buffer("rope_cos", table, persistent=False)
+            self.register_buffer("rope_sin", table.clone(), persistent=False)
+        self._tie()
+        if target.type != "meta":
+            self.to_empty(device=target)
+            self.init_weights_and_freqs()
+
+    @property
+    def tied_weight(self) -> nn.Parameter | None:
+        """This part's end of a tie whose other end is on another stage, else None.
+
+        Both ends start from the same values; whoever trains them must add their two gradients up.
+        """
+        if not self.config.tie_embeddings or (self.embed is None) == (self.head is None):
+            return None
+        end = self.embed if self.embed is not None else self.head
+        return cast(nn.Parameter, end.weight) if end is not None else None
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None) -> Tensor:
+        """Tokens or hidden states in, hidden states or logits out.
+
+        Args:
+            x: token ids (batch, seq) where the embedding is here, else hidden states (batch, seq, dim).
+            attention_mask: None; or (batch, seq) of bool or integers, nonzero = real token; or bool
+                (batch, 1 or heads, seq, seq), True = may attend. Attention stays causal under every mask.
+            position_ids: integer positions (batch, seq); None for 0, 1, 2, …
+
+        Returns:
+            Logits (batch, seq, vocab_size) where the head is here, else hidden states (batch, seq, dim).
+
+        Raises:
+            ValueError: wrong rank, shape or dtype, or a sequence longer than `max_seq_len`. Token ids and
+                positions out of range are named on the CPU only; a GPU would have to be waited for.
+        """
+        self._check_input(x)
+        batch, seq_len = x.shape[:2]
+        cos, sin = self._rotary_tables(position_ids, batch, seq_len)
+        mask = None if attention_mask is None else causal_mask(attention_mask, batch, seq_len)
+        if self.embed is not None:
+            x = self._embed_tokens(self.embed, x)
+        for layer in self.layers.values():
+            x = layer(x, cos, sin, mask)
+        if self.norm is not None:
+            x = self.norm(x)
+        if self.head is not None:
+            x = self.head(x)
+        return x
+
+    @torch.no_grad()
+    def init_weights_and_freqs(self, seed: int | None = None) -> None:
+        """Draw every parameter from (seed, its full name) and compute the rotary tables.
+
+        Matrices are normal(0, 0.02); the two projections of a layer that end in the residual stream are
+        scaled by 1/sqrt(2 · n_layers), there being 2 · n_layers additions to it (Radford et al. 2019, GPT-2,
+        section 2.3); norms are one. Each is drawn whole on the CPU in float32, then cast and, if it is a
+        DTensor, sharded: neither dtype, device nor layout changes the model a seed means.
+
+        Args:
+            seed: None takes `torch.initial_seed()`, so `torch.manual_seed` decides.
+
+        Raises:
+            RuntimeError: the parameters are on the meta device.
+        """
+        self.init_freqs_and_ties()
+        seed = torch.initial_seed() if seed is None else seed
+        for name, parameter in self.named_parameters():
+            _fill(parameter, self._draw(_full_name(name), parameter.shape, seed))
+
+    @torch.no_grad()
+    def init_freqs_and_ties(self) -> None:
+        """Restore what `to_empty` loses and no checkpoint holds: rotary tables, and the tie of tied ends.
+
+        Enough by itself when the weights come from a checkpoint.
+
+        Raises:
+            RuntimeError: the parameters are on the meta device.
+        """
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            if tensor.is_meta:
+                raise RuntimeError(
+                    f"{name} is on the meta device and has no storage to initialise; call .to_empty(device=...) first"
+                )
+        self._tie()
+        cos, sin = rotary_tables(self.config)
+        self.rope_cos.copy_(cos)
+        self.rope_sin.copy_(sin)
+
+    def _draw(self, name: str, shape: torch.Size, seed: int) -> Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=torch.float32, device="cpu")
+        if name == "head.weight" and self.config.tie_embeddings:
+            # A stage with only this end must start from what the stage with the other end draws.
+            name = "embed.weight"
+        ends_in_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+        std = INIT_STD / math.sqrt(2 * self.config.n_layers) if ends_in_residual else INIT_STD
+        generator = torch.Generator(device="cpu").manual_seed(parameter_seed(seed, name))
+        return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(0.0, std, generator=generator)
+
+    def _tie(self) -> None:
+        if self.config.tie_embeddings and self.embed is not None and self.head is not None:
+            self.head.weight = self.embed.weight
+
+    def _check_input(self, x: Tensor) -> None:
+        if self.embed is not None:
+            if x.dim() != 2 or x.dtype not in (torch.int64, torch.int32):
+                raise ValueError(
+                    f"the embedding takes integer token ids (batch, seq), not {x.dtype} of shape {tuple(x.shape)}"
+                )
+        elif x.dim() != 3 or not x.is_floating_point() or x.shape[-1] != self.config.dim:
+            raise ValueError(
+                f"a part without the embedding takes hidden states (batch, seq, {self.config.dim}), "
+                f"not {x.dtype} of shape {tuple(x.shape)}; pass it the previous stage's output"
+            )
+        if x.shape[1] > self.config.max_seq_len:
+            raise ValueError(
+                f"sequence length {x.shape[1]} exceeds max_seq_len={self.config.max_seq_len}; "
+                "shorten the sequence or build the model with a larger max_seq_len"
+            )
+
+    def _embed_tokens(self, embed: nn.Embedding, tokens: Tensor) -> Tensor:
+        try:
+            return embed(tokens)
+        except IndexError:
+            raise ValueError(
+                f"token ids from {int(tokens.min())} to {int(tokens.max())} must lie in "
+                f"[0, vocab_size) = [0, {self.config.vocab_size}); use the tokenizer this model was sized for"
+            ) from None
+
+    def _rotary_tables(self, position_ids: Tensor | None, batch: int, seq_len: int) -> tuple[Tensor, Tensor]:
+        if position_ids is None:
+            return self.rope_cos[:seq_len], self.rope_sin[:seq_len]
+        if tuple(position_ids.shape) != (batch, seq_len) or position_ids.dtype not in (
+            torch.int64,
+            torch.int32,
+        ):
+            raise ValueError(
+                f"position_ids must be integers of shape (batch, seq) = ({batch}, {seq_len}), "
+                f"not {position_ids.dtype} of shape {tuple(position_ids.shape)}"
+            )
+        try:
+            # Unlike indexing, a lookup refuses negative positions instead of counting from the end.
+            cos, sin = (F.embedding(position_ids, table) for table in (self.rope_cos, self.rope_sin))
+        except IndexError:
+            raise ValueError(
+                f"positions from {int(position_ids.min())} to {int(position_ids.max())} must lie in "
+                f"[0, max_seq_len) = [0, {self.config.max_seq_len})"
+            ) from None
+        return cos.unsqueeze(1), sin.unsqueeze(1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn channel pair (i, i + head_dim/2) of x (batch, heads, seq, head_dim) by its position's angle.
+
+    The tables are rounded to x's dtype first, as transformers does: FSDP2's mixed precision casts the inputs
+    of every layer in the same way, so the result is the same with it and without.
+    """
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def rotary_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, each float32 (max_seq_len, head_dim / 2) on the CPU.
+
+    Angle of position t and pair i: t · theta^(-2i / head_dim) (Su et al. 2021, arXiv:2104.09864, section
+    3.2.2).
+    """
+    pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
+    frequencies = 1.0 / config.rope_theta ** (pairs / config.head_dim)
+    positions = torch.arange(config.max_seq_len, dtype=torch.float32, device="cpu")
+    angles = positions[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def causal_mask(attention_mask: Tensor, batch: int, seq_len: int) -> Tensor:
+    """Which position may attend to which: bool (batch, 1 or heads, seq, seq).
+
+    A position always sees itself: before the first real token of a left-padded row there is nothing else to
+    see, and a softmax over nothing is NaN in some attention kernels and zero in others.
+    """
+    if attention_mask.shape == (batch, seq_len) and not attention_mask.is_floating_point():
+        allowed = attention_mask.bool()[:, None, None, :]
+    elif (
+        attention_mask.dim() == 4
+        and attention_mask.shape[0] == batch
+        and attention_mask.shape[2:] == (seq_len, seq_len)
+        and attention_mask.dtype == torch.bool
+    ):
+        allowed = attention_mask
+    else:
+        raise ValueError(
+            f"attention_mask is {attention_mask.dtype} of shape {tuple(attention_mask.shape)}; it must be "
+            f"bool or integer (batch, seq) = ({batch}, {seq_len}), "
+            f"or bool (batch, 1 or heads, seq, seq) = ({batch}, 1 or heads, {seq_len}, {seq_len})"
+        )
+    query = torch.arange(seq_len, device=attention_mask.device)[:, None]
+    key = query.T
+    return (key < query) & allowed | (key == query)
+
+
+def parameter_seed(seed: int, name: str) -> int:
+    """Seed of one parameter: a hash of (seed, name), the same in every process and Python version.
+
+    32 bits, because torch's CPU generator ignores the others. Among 1,000 names two then share a seed, and so
+    start from the same numbers, for about one model seed in 10,000; nothing breaks when they do.
+    """
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest(), "little")
+
+
+def _full_name(name: str) -> str:
+    # Wrappers (activation checkpointing, torch.compile) insert path parts that start with an underscore.
+    return ".".join(part for part in name.split(".") if not part.startswith("_"))
+
+
+def _fill(parameter: Tensor, full: Tensor) -> None:
+    # The import takes half a second, which a process without DTensors need not spend.
+    if hasattr(parameter, "device_mesh"):
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        sharded = cast(DTensor, parameter)
+        # src_data_rank=None: every rank has drawn the same values and keeps its shard; nothing is sent.
+        full = distribute_tensor(full.to(sharded.device), sharded.device_mesh, sharded.placements, src_data_rank=None)
+    parameter.copy_(full)

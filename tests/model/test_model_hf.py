@@ -1,0 +1,197 @@
+"""The decoder computes what transformers' Llama computes, and weights travel both ways."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from course_pp.model import (
+    ModelConfig,
+    Transformer,
+    build_stage_module,
+    config_from_hf,
+    config_to_hf,
+    from_hf,
+    hf_state_dict,
+    load_hf_state_dict,
+)
+from course_pp.model.hf import name_from_hf, name_to_hf
+
+BATCH, SEQ = 3, 11
+SMALL = ModelConfig(dim=32, n_layers=3, n_heads=4, vocab_size=61, n_kv_heads=2, max_seq_len=32)
+CONFIGS = {
+    "grouped": SMALL,
+    "grouped_tied": ModelConfig(32, 3, 4, 61, n_kv_heads=2, max_seq_len=32, tie_embeddings=True),
+    "full_attention": ModelConfig(24, 2, 3, 40, max_seq_len=64, norm_eps=1e-3, rope_theta=500.0),
+    "one_kv_head_tied": ModelConfig(64, 1, 8, 17, n_kv_heads=1, ffn_dim=56, max_seq_len=16, tie_embeddings=True),
+}
+INPUTS = ["plain", "left_padding", "right_padding", "positions"]
+
+
+def random_model(config: ModelConfig) -> Transformer:
+    """Float64, every weight (norms too) far from its initial value, so that no mix-up cancels out."""
+    model = Transformer(config).double()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64), alpha=0.2)
+    return model
+
+
+def llama_with(model: Transformer) -> LlamaForCausalLM:
+    """transformers' model with the same weights, and with norms that stay in float64.
+
+    LlamaRMSNorm computes in float32 whatever its input, which would hide differences below 1e-7.
+    """
+    llama = LlamaForCausalLM(config_to_hf(model.config)).double()
+    llama.load_state_dict(hf_state_dict(model))
+    for module in list(llama.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, LlamaRMSNorm):
+                norm = nn.RMSNorm(model.config.dim, eps=child.variance_epsilon)
+                norm.weight = child.weight
+                setattr(module, name, norm)
+    return llama
+
+
+def inputs_for(kind: str, vocab_size: int) -> tuple[Tensor, dict[str, Tensor]]:
+    tokens = torch.randint(vocab_size, (BATCH, SEQ), generator=torch.Generator().manual_seed(1))
+    lengths = torch.tensor([SEQ, 7, 2])
+    index = torch.arange(SEQ).expand(BATCH, SEQ)
+    left = (index >= SEQ - lengths[:, None]).long()
+    return tokens, {
+        "plain": {},
+        "left_padding": {"attention_mask": left, "position_ids": (left.cumsum(-1) - 1).clamp(min=0)},
+        "right_padding": {"attention_mask": (index < lengths[:, None]).long()},
+        "positions": {"position_ids": index + torch.tensor([[0], [2], [5]])},
+    }[kind]
+
+
+def real_token_loss(logits: Tensor, tokens: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Logits and mean cross-entropy where a real token stands; what a pad position says does not matter."""
+    real = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    return logits[real], F.cross_entropy(logits[real], tokens.roll(-1, 1)[real])
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_logits_and_every_gradient_equal_llama(config: ModelConfig, kind: str) -> None:
+    model = random_model(config)
+    llama = llama_with(model)
+    tokens, options = inputs_for(kind, config.vocab_size)
+    mask = options.get("attention_mask")
+
+    logits, loss = real_token_loss(model(tokens, **options), tokens, mask)
+    expected, expected_loss = real_token_loss(llama(tokens, **options, use_cache=False).logits, tokens, mask)
+    loss.backward()
+    expected_loss.backward()
+
+    torch.testing.assert_close(logits, expected, atol=1e-10, rtol=0)
+    expected_gradients = {name: p.grad for name, p in llama.named_parameters()}
+    gradients = {name_to_hf(name): p.grad for name, p in model.named_parameters()}
+    torch.testing.assert_close(gradients, expected_gradients, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_names_map_both_ways(config: ModelConfig) -> None:
+    names = list(Transformer(config).state_dict())
+    theirs = list(LlamaForCausalLM(config_to_hf(config)).state_dict())
+    assert sorted(map(name_to_hf, names)) == sorted(theirs)
+    assert [name_from_hf(name_to_hf(name)) for name in names] == names
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_hugging_face_model_is_copied_in_its_dtype(tied: bool, dtype: torch.dtype) -> None:
+    llama = LlamaForCausalLM(config_to_hf(CONFIGS["grouped_tied"] if tied else SMALL)).to(dtype)
+    model = from_hf(llama)
+    tokens, _ = inputs_for("plain", 61)
+    expected = llama(tokens, use_cache=False).logits
+    # In bfloat16 the two round at different places, by up to 2^-8 of a value.
+    torch.testing.assert_close(model(tokens), expected, atol=1e-5 if dtype == torch.float32 else 5e-3, rtol=1e-2)
+    assert model(tokens).dtype == dtype
+    assert model.rope_cos.dtype == torch.float32
+    assert (model.head.weight is model.embed.weight) == tied
+    assert not {p.data_ptr() for p in model.parameters()} & {p.data_ptr() for p in llama.parameters()}
+
+
+def test_a_mistral_without_a_sliding_window_is_the_same_decoder() -> None:
+    hf_config = MistralConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=61,
+        intermediate_size=48, max_position_embeddings=32, sliding_window=None,
+    )  # fmt: skip
+    mistral = MistralForCausalLM(hf_config)
+    tokens, _ = inputs_for("plain", 61)
+    torch.testing.assert_close(from_hf(mistral)(tokens), mistral(tokens, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("n_stages", [1, 2, 3])
+@pytest.mark.parametrize("config", [SMALL, CONFIGS["grouped_tied"]], ids=["untied", "tied"])
+def test_each_stage_loads_its_own_part_of_a_checkpoint(config: ModelConfig, n_stages: int) -> None:
+    llama = LlamaForCausalLM(config_to_hf(config))
+    state = llama.state_dict()
+    if config.tie_embeddings:
+        del state["lm_head.weight"]  # as in a safetensors file
+    tokens, _ = inputs_for("plain", config.vocab_size)
+    x = tokens
+    for stage_id in range(n_stages):
+        stage = build_stage_module(config, stage_id, n_stages)
+        load_hf_state_dict(stage, state)
+        x = stage(x)
+    torch.testing.assert_close(x, llama(tokens, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_sizes_survive_the_round_trip(config: ModelConfig) -> None:
+    there_and_back = config_from_hf(config_to_hf(config))
+    for name in ("dim", "n_layers", "n_heads", "vocab_size", "kv_heads", "hidden_dim", "max_seq_len"):
+        assert getattr(there_and_back, name) == getattr(config, name)
+    assert there_and_back.rope_theta == config.rope_theta
+    assert there_and_back.norm_eps == config.norm_eps
+    assert there_and_back.tie_embeddings == config.tie_embeddings
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type='linear'"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"head_dim": 32}, "head_dim=32, not hidden_size / heads = 16"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"attention_dropout": 0.1}, r"attention_dropout=0\.1"),
+        ({"attention_bias": True, "mlp_bias": True}, "attention_bias=True; mlp_bias=True"),
+    ],
+)
+def test_what_this_decoder_lacks_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_from_hf(LlamaConfig(hidden_size=64, num_attention_heads=4, **change))
+
+
+def test_a_sliding_window_is_refused() -> None:
+    with pytest.raises(ValueError, match="sliding_window=4096"):
+        config_from_hf(MistralConfig())
+
+
+def test_another_architecture_is_refused() -> None:
+    from transformers import GPT2Config
+
+    with pytest.raises(ValueError, match="model_type='gpt2' is not supported"):
+        config_from_hf(GPT2Config())
+
+
+def test_a_missing_or_misshapen_weight_is_named_and_nothing_is_copied() -> None:
+    model = Transformer(SMALL)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = {name: torch.zeros_like(tensor) for name, tensor in hf_state_dict(model).items()}
+    misshapen = {**state, "model.norm.weight": torch.zeros(5)}
+    del state["model.layers.2.mlp.up_proj.weight"]
+    with pytest.raises(ValueError, match=r"model\.layers\.2\.mlp\.up_proj\.weight is missing"):
+        load_hf_state_dict(model, state)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \(5,\), but norm\.weight has \(32,\)"):
+        load_hf_state_dict(model, misshapen)
+    torch.testing.assert_close(dict(model.state_dict()), before, atol=0, rtol=0)
