@@ -1,0 +1,49 @@
+"""From text to batches, the same on every pipeline rank and another on every data-parallel rank.
+
+    texts ─load_corpus─► Corpus ─split─► train, validation
+    train ─train_tokenizer─► Tokenizer ─encode─► one tensor of token ids per document
+    documents ─packed | padded─► Sequences ─Batches─► the batch of a step
+
+Every arrow is a pure function of its inputs, so ranks that start alike agree without exchanging a message:
+
+    train, validation = load_corpus().split()
+    tokenizer = train_tokenizer(train, vocab_size=1024)
+    sequences = packed(encode(train, tokenizer), seq_len=128)
+    batches = Batches(sequences, global_batch=32, seed=0, dp_rank=dp_rank, dp_size=dp_size)
+    inputs, targets = batches[step].inputs, batches[step].targets
+"""
+
+from course_pp.training.data.batches import Batches, validation_batches
+from course_pp.training.data.corpus import Corpus, load_corpus
+from course_pp.training.data.entropy import unigram_entropy
+from course_pp.training.data.sequences import IGNORE_INDEX, Sequences, packed, padded
+from course_pp.training.data.tokenizer import (
+    BOT_ID,
+    EOT_ID,
+    PAD_ID,
+    SPECIAL_TOKENS,
+    Tokenizer,
+    check_vocabulary,
+    encode,
+    train_tokenizer,
+)
+
+__all__ = [
+    "BOT_ID",
+    "EOT_ID",
+    "IGNORE_INDEX",
+    "PAD_ID",
+    "SPECIAL_TOKENS",
+    "Batches",
+    "Corpus",
+    "Sequences",
+    "Tokenizer",
+    "check_vocabulary",
+    "encode",
+    "load_corpus",
+    "packed",
+    "padded",
+    "train_tokenizer",
+    "unigram_entropy",
+    "validation_batches",
+]

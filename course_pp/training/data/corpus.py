@@ -1,0 +1,216 @@
+"""A corpus is a tuple of documents; it comes from Python's own sources, from text files or from a dataset."""
+
+import hashlib
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+STDLIB_MAX_BYTES = 2_000_000
+"""Where the default corpus stops: about 0.7 million tokens of a vocabulary of 1,024."""
+
+# Tables, bundled applications, and packages that later Python versions dropped.
+_NOT_READ = frozenset({"distutils", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "turtledemo"})
+
+TextPath = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, repr=False)
+class Corpus:
+    """Documents in a fixed order; at least one of them is more than white space."""
+
+    name: str
+    documents: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not any(document.strip() for document in self.documents):
+            raise ValueError(
+                f"empty corpus: {self.name} holds no text (nothing, only white space, or nothing in UTF-8); "
+                "name files or a dataset with text in them"
+            )
+
+    def __repr__(self) -> str:
+        return f"Corpus({self.name!r}, {len(self.documents)} documents, {self.n_characters:,} characters)"
+
+    @property
+    def n_characters(self) -> int:
+        return sum(map(len, self.documents))
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the documents and of where each ends: equal contents, equal digest, on any machine."""
+        hasher = hashlib.sha256()
+        for document in self.documents:
+            content = document.encode()
+            hasher.update(len(content).to_bytes(8, "little"))
+            hasher.update(content)
+        return hasher.hexdigest()
+
+    def split(self, validation: float = 0.1) -> tuple["Corpus", "Corpus"]:
+        """Two corpora, for training and for validation, that depend on the contents alone and on no seed.
+
+        Whole documents are taken in the order of their hashes while they fit into the share `validation` of
+        all characters. A single document is cut at that position instead. Neither part is ever empty.
+
+        Raises:
+            ValueError: `validation` is not between 0 and 1, or there is only one character to share.
+        """
+        if not 0 < validation < 1:
+            raise ValueError(f"validation={validation}: the share must lie between 0 and 1, such as 0.1")
+        written = [index for index, document in enumerate(self.documents) if document.strip()]
+        if len(written) == 1:
+            train, held_out = self._cut(self.documents[written[0]], validation)
+        else:
+            chosen = self._held_out(written, validation)
+            train = tuple(self.documents[index] for index in written if index not in chosen)
+            held_out = tuple(self.documents[index] for index in written if index in chosen)
+        return Corpus(f"{self.name} (train)", train), Corpus(f"{self.name} (validation)", held_out)
+
+    def _held_out(self, written: list[int], share: float) -> set[int]:
+        room = share * sum(len(self.documents[index]) for index in written)
+        by_hash = sorted(written, key=lambda index: hashlib.sha256(self.documents[index].encode()).digest())
+        chosen: set[int] = set()
+        for index in by_hash:
+            if len(self.documents[index]) <= room:
+                chosen.add(index)
+                room -= len(self.documents[index])
+        # No document is small enough: the smallest exceeds the share by the least.
+        return chosen or {min(by_hash, key=lambda index: len(self.documents[index]))}
+
+    def _cut(self, document: str, share: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        first = len(document) - len(document.lstrip())
+        last = len(document.rstrip()) - 1
+        if first == last:
+            raise ValueError(
+                f"{self.name} holds the single character {document[first]!r}: training and validation need "
+                "one each; name more text"
+            )
+        cut = min(max(round(len(document) * (1 - share)), first + 1), last)
+        return (document[:cut],), (document[cut:],)
+
+
+def load_corpus(
+    texts: TextPath | Iterable[TextPath] | None = None,
+    dataset: str | None = None,
+    *,
+    subset: str | None = None,
+    split: str = "train",
+    text_column: str = "text",
+    max_bytes: int | None = None,
+) -> Corpus:
+    """Documents from `texts`, or from `dataset`, or by default from the sources of Python's standard library.
+
+    Args:
+        texts: a file, a directory (every file below it, in sorted order, without hidden ones and without
+            those that are not UTF-8), or several of either. Each file is one document.
+        dataset: name of a Hugging Face dataset, or path of a local one, for `datasets.load_dataset`; each row
+            is one document.
+        subset, split, text_column: which part of `dataset`, and which of its columns.
+        max_bytes: stop with the document that reaches this many bytes of UTF-8. Without it, texts and
+            datasets are read to the end, and the standard library to `STDLIB_MAX_BYTES`.
+
+    Documents of nothing but white space are dropped.
+
+    Raises:
+        ValueError: both sources named; a path that does not exist or a named file that is not UTF-8; a
+            dataset, split or column that is not there; no text at all.
+        RuntimeError: a dataset is asked for and the package `datasets` is not installed.
+    """
+    if texts is not None and dataset is not None:
+        raise ValueError(f"texts={texts!r} and dataset={dataset!r}: a corpus has one source; name only one")
+    if max_bytes is not None and max_bytes < 1:
+        raise ValueError(f"max_bytes={max_bytes}: must be at least 1; leave it out to read everything")
+    if texts is not None:
+        named = [Path(texts)] if isinstance(texts, str | os.PathLike) else [Path(text) for text in texts]
+        name = ", ".join(map(str, named[:3])) + (", …" if len(named) > 3 else "") or "an empty list of texts"
+        documents = _from_texts(named)
+    elif dataset is not None:
+        name = "/".join(filter(None, (dataset, subset, split)))
+        documents = _from_dataset(dataset, subset, split, text_column)
+    else:
+        name = f"the standard library of Python {sys.version_info.major}.{sys.version_info.minor}"
+        documents = _from_stdlib()
+        max_bytes = STDLIB_MAX_BYTES if max_bytes is None else max_bytes
+    return Corpus(name, tuple(_until(documents, max_bytes)))
+
+
+def _until(documents: Iterable[str], max_bytes: int | None) -> Iterator[str]:
+    n_bytes = 0
+    for document in documents:
+        if document.strip():
+            yield document
+            n_bytes += len(document.encode())
+            if max_bytes is not None and n_bytes >= max_bytes:
+                return
+
+
+def _from_stdlib() -> Iterator[str]:
+    root = Path(sysconfig.get_path("stdlib"))
+    # The names keep out what others installed beside the library, and build data that differs by machine.
+    for name in sorted(sys.stdlib_module_names - _NOT_READ):
+        for path in (root / f"{name}.py", *sorted((root / name).rglob("*.py"))):
+            if path.is_file() and not {"test", "tests"} & set(path.relative_to(root).parts):
+                document = _read_utf8(path)
+                if document is not None:
+                    yield document
+
+
+def _from_texts(paths: list[Path]) -> Iterator[str]:
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"text file {str(path)!r} does not exist: name files or directories that do")
+    for path in paths:
+        if path.is_dir():
+            documents = (_read_utf8(file) for file in sorted(path.rglob("*")) if _is_visible_file(file, path))
+            yield from (document for document in documents if document is not None)
+        else:
+            document = _read_utf8(path)
+            if document is None:
+                raise ValueError(f"text file {str(path)!r} is not UTF-8: convert it, or leave it out")
+            yield document
+
+
+def _is_visible_file(file: Path, root: Path) -> bool:
+    return file.is_file() and not any(part.startswith(".") for part in file.relative_to(root).parts)
+
+
+def _read_utf8(path: Path) -> str | None:
+    # Not read_text: line endings are part of what the digest covers.
+    try:
+        return path.read_bytes().decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _from_dataset(dataset: str, subset: str | None, split: str, text_column: str) -> Iterator[str]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise RuntimeError(
+            f"dataset={dataset!r} needs the package `datasets`: install it with pip install 'course_pp[hf]'"
+        ) from error
+    try:
+        rows = datasets.load_dataset(dataset, subset, split=split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(
+            f"dataset={dataset!r} (subset={subset!r}, split={split!r}) could not be loaded: {error}; "
+            "correct the name, or give text files instead"
+        ) from error
+    if text_column not in rows.column_names:
+        raise ValueError(
+            f"text_column={text_column!r} is not in dataset {dataset!r}: its columns are "
+            f"{', '.join(map(repr, rows.column_names))}; name the one that holds the text"
+        )
+    for row in rows.select_columns(text_column):
+        document = row[text_column]
+        if document is None:
+            continue
+        if not isinstance(document, str):
+            raise ValueError(
+                f"text_column={text_column!r} of dataset {dataset!r} holds {type(document).__name__}, "
+                "not text; name a column of strings"
+            )
+        yield document

@@ -1,0 +1,106 @@
+"""Next-token sequences of one length, packed without gaps or padded document by document."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from course_pp.training.data.tokenizer import BOT_ID, EOT_ID, PAD_ID
+
+IGNORE_INDEX = -100
+"""Target where nothing is to be predicted; the default of `torch.nn.functional.cross_entropy`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """Inputs and the tokens to be predicted from them: `targets[i, t]` follows `inputs[i, t]`.
+
+    Args:
+        inputs: int64 (n, seq_len).
+        targets: int64 (n, seq_len), `IGNORE_INDEX` where nothing is to be predicted.
+        attention_mask: bool (n, seq_len), True on tokens and False on padding; None where nothing is padded.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    attention_mask: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, rows: slice | Tensor) -> "Sequences":
+        """The chosen rows: a slice, or an int64 tensor of row numbers."""
+        mask = None if self.attention_mask is None else self.attention_mask[rows]
+        return Sequences(self.inputs[rows], self.targets[rows], mask)
+
+    @property
+    def seq_len(self) -> int:
+        return self.inputs.shape[1]
+
+    @property
+    def n_targets(self) -> int:
+        """How many tokens are predicted, the divisor of a mean loss."""
+        return int((self.targets != IGNORE_INDEX).sum())
+
+
+def packed(documents: Sequence[Tensor], seq_len: int) -> Sequences:
+    """Documents as `[BOT] … [EOT]`, joined and cut into rows; a row may begin and end within a document.
+
+    Each token after the first is predicted exactly once, in order; fewer than `seq_len` at the end are left
+    out.
+
+    Args:
+        documents: int64 (length,) each, as from `encode`.
+        seq_len: tokens in a row, at least 2.
+
+    Raises:
+        ValueError: `seq_len` is under 2, or the documents do not fill one row.
+    """
+    _check(documents, seq_len)
+    stream = torch.cat([_enclosed(document) for document in documents])
+    n = (len(stream) - 1) // seq_len
+    if n == 0:
+        raise ValueError(
+            f"{len(stream)} tokens are too few for one sequence of seq_len={seq_len}, which needs "
+            f"{seq_len + 1}: give more text, or choose a smaller seq_len"
+        )
+    return Sequences(stream[: n * seq_len].view(n, seq_len), stream[1 : n * seq_len + 1].view(n, seq_len))
+
+
+def padded(documents: Sequence[Tensor], seq_len: int) -> Sequences:
+    """Each document as a row `[BOT] … [EOT] [PAD] …` of its own; a longer one continues on the next row.
+
+    A continuing row begins with the last token its predecessor predicted, so each token of a document after
+    its `[BOT]` is predicted exactly once. Nothing is predicted from `[EOT]` or `[PAD]`.
+
+    Args:
+        documents: int64 (length,) each, as from `encode`.
+        seq_len: tokens in a row, at least 2.
+
+    Raises:
+        ValueError: `seq_len` is under 2, or there is no document.
+    """
+    _check(documents, seq_len)
+    pieces = [
+        enclosed[start : start + seq_len + 1]
+        for enclosed in map(_enclosed, documents)
+        for start in range(0, len(enclosed) - 1, seq_len)
+    ]
+    rows = torch.full((len(pieces), seq_len + 1), PAD_ID)
+    for row, piece in zip(rows, pieces, strict=True):
+        row[: len(piece)] = piece
+    is_token = torch.arange(seq_len + 1) < torch.tensor([len(piece) for piece in pieces])[:, None]
+    targets = rows[:, 1:].masked_fill(~is_token[:, 1:], IGNORE_INDEX)
+    return Sequences(rows[:, :-1].contiguous(), targets, is_token[:, :-1].contiguous())
+
+
+def _check(documents: Sequence[Tensor], seq_len: int) -> None:
+    if seq_len < 2:
+        raise ValueError(f"seq_len={seq_len}: a sequence has at least 2 tokens; choose 2 or more")
+    if not documents:
+        raise ValueError("no documents: 0 tokens do not make a sequence; give more text")
+
+
+def _enclosed(document: Tensor) -> Tensor:
+    return torch.cat([torch.tensor([BOT_ID]), document, torch.tensor([EOT_ID])])

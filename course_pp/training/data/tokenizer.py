@@ -1,0 +1,146 @@
+"""Byte-level BPE, trained on the corpus and remembered between runs.
+
+Every byte has a token, so any text can be encoded and comes back exactly (Radford et al. 2019, section 2.2).
+"""
+
+import hashlib
+import io
+import os
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+
+import numpy as np
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+
+from course_pp.training.data._cache import remembered
+from course_pp.training.data.corpus import Corpus
+
+SPECIAL_TOKENS = ("[PAD]", "[BOT]", "[EOT]")
+PAD_ID, BOT_ID, EOT_ID = range(3)
+MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
+
+# Part of every cache key: raise it when the same corpus would give other tokens.
+_FORMAT = 1
+
+# A process forked after the library's threads have run may hang in them, and the library warns about it.
+# Ranks occupy the cores already, so threads would gain nothing here.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Token ids for text and back; ids 0, 1, 2 are `[PAD]`, `[BOT]` (begin of text), `[EOT]` (end of text).
+
+    Text never encodes to a special token: the characters `[PAD]` in a document are ordinary characters.
+
+    Args:
+        definition: the tokenizer as JSON in the format of the `tokenizers` library.
+    """
+
+    definition: str = field(repr=False)
+
+    @cached_property
+    def _backend(self) -> tokenizers.Tokenizer:
+        backend = tokenizers.Tokenizer.from_str(self.definition)
+        # The library does not save this switch, hence also __reduce__.
+        backend.encode_special_tokens = True
+        return backend
+
+    def __reduce__(self) -> tuple[type["Tokenizer"], tuple[str]]:
+        return Tokenizer, (self.definition,)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Number of tokens, special ones included; ids are 0 … vocab_size - 1."""
+        return self._backend.get_vocab_size()
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the definition."""
+        return hashlib.sha256(self.definition.encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, without special tokens. `decode` gives back exactly `text`."""
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int] | Tensor) -> str:
+        """The text of `ids`, a list or a 1-D tensor; special tokens show as `[BOT]` and so on."""
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+def train_tokenizer(
+    corpus: Corpus, vocab_size: int = 1024, cache_dir: str | os.PathLike[str] | None = None
+) -> Tokenizer:
+    """The byte-level BPE tokenizer of `corpus` with at most `vocab_size` tokens, trained or remembered.
+
+    A corpus too small to fill the vocabulary gives a smaller one. The cache is keyed by the corpus' digest
+    and `vocab_size`, and lies in `cache_dir`, by default `$XDG_CACHE_HOME/course_pp` or `~/.cache/course_pp`.
+    Ranks may call this all at once: training is deterministic and the file appears whole.
+
+    Raises:
+        ValueError: `vocab_size` is under 259, one token for each byte and each special token.
+    """
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ValueError(
+            f"vocab_size={vocab_size}: byte-level BPE needs 256 byte tokens and {len(SPECIAL_TOKENS)} "
+            f"special ones; choose at least {MIN_VOCAB_SIZE}"
+        )
+    key = _key(corpus.digest, str(vocab_size), tokenizers.__version__)
+    make = partial(_train, corpus, vocab_size)
+    return Tokenizer(remembered(f"tokenizer-{key}", make, cache_dir).decode())
+
+
+def encode(corpus: Corpus, tokenizer: Tokenizer, cache_dir: str | os.PathLike[str] | None = None) -> tuple[Tensor, ...]:
+    """Token ids of each document, int64 (length,), without special tokens; remembered like the tokenizer.
+
+    Encoding a few megabytes takes seconds, reading the result again milliseconds.
+    """
+    key = _key(corpus.digest, tokenizer.digest)
+    kept_bytes = remembered(f"tokens-{key}", partial(_encode, corpus, tokenizer), cache_dir)
+    with np.load(io.BytesIO(kept_bytes)) as kept:
+        return torch.from_numpy(kept["tokens"]).long().split(kept["lengths"].tolist())
+
+
+def check_vocabulary(vocab_size: int, tokenizer: Tokenizer) -> None:
+    """Raise `ValueError` when a model of `vocab_size` embeddings has none for some token of `tokenizer`."""
+    if vocab_size < tokenizer.vocab_size:
+        raise ValueError(
+            f"vocab_size={vocab_size} of the model is smaller than the tokenizer's {tokenizer.vocab_size}: "
+            f"give the model at least {tokenizer.vocab_size}, or train a smaller tokenizer"
+        )
+
+
+def _key(*parts: str) -> str:
+    return hashlib.sha256("\n".join((str(_FORMAT), *parts)).encode()).hexdigest()[:32]
+
+
+def _train(corpus: Corpus, vocab_size: int) -> bytes:
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(corpus.documents, trainer)
+    return backend.to_str().encode()
+
+
+def _encode(corpus: Corpus, tokenizer: Tokenizer) -> bytes:
+    tokens = array("i")
+    lengths = []
+    # One document at a time: the library's encodings take a hundred times the space of the ids.
+    for document in corpus.documents:
+        ids = tokenizer.encode(document)
+        tokens.extend(ids)
+        lengths.append(len(ids))
+    buffer = io.BytesIO()
+    np.savez(buffer, tokens=np.asarray(tokens, dtype=np.int32), lengths=np.asarray(lengths, dtype=np.int64))
+    return buffer.getvalue()
