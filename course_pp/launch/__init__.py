@@ -1,0 +1,24 @@
+"""Starting ranks: from a notebook, a shell, or Slurm.
+
+`on_ranks` runs a function on real processes and returns what it returned on each; `run_torchrun`, and the
+``%torchrun`` magic that ``%load_ext course_pp.launch`` adds, run a script as it would be typed. Both print the
+ranks' output labelled, raise when a rank fails, say who waits for whom when the time is over, and leave no
+process behind. Importing this imports no torch.
+"""
+
+from typing import Any
+
+from course_pp.launch.errors import LaunchError, RankDied, RanksHung, RankTraceback
+from course_pp.launch.ranks import on_ranks
+from course_pp.launch.torchrun import run_torchrun
+from course_pp.launch.waits import Wait
+
+__all__ = ["LaunchError", "RankDied", "RankTraceback", "RanksHung", "Wait", "on_ranks", "run_torchrun"]
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """Called by ``%load_ext course_pp.launch``: adds ``%torchrun`` and begins to import torch for the ranks."""
+    from course_pp.launch import client, magic
+
+    magic.register(ipython)
+    client.SERVERS.get()

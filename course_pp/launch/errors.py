@@ -1,0 +1,59 @@
+"""What starting ranks can end in, when it does not end well."""
+
+from __future__ import annotations
+
+import re
+
+from course_pp.launch.waits import Wait
+
+_ECHO = re.compile(
+    r"connection (closed|reset|refused|was)|broken pipe|closed by peer|pair closure|remote process exited", re.I
+)
+
+
+def is_echo(summary: str) -> bool:
+    """Whether an exception only says that a peer's connection is gone: the reason lies with that peer."""
+    return bool(_ECHO.search(summary))
+
+
+class LaunchError(RuntimeError):
+    """A run failed. The message names the rank, what happened to it, and its last lines where there are any."""
+
+
+class RankDied(LaunchError):
+    """A rank's process ended before its function returned.
+
+    Attributes:
+        rank: the rank that ended.
+        exit_code: as ``subprocess`` gives it; ``-n`` means that signal ``n`` ended the process.
+    """
+
+    def __init__(self, message: str, rank: int, exit_code: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exit_code = exit_code
+
+    def __reduce__(self) -> tuple[type[RankDied], tuple[str, int, int]]:
+        return type(self), (str(self), self.rank, self.exit_code)
+
+
+class RanksHung(TimeoutError):
+    """Ranks were still running at the time limit.
+
+    Attributes:
+        waits: what every rank was doing then, in rank order.
+    """
+
+    def __init__(self, message: str, waits: tuple[Wait, ...]) -> None:
+        super().__init__(message)
+        self.waits = waits
+
+    def __reduce__(self) -> tuple[type[RanksHung], tuple[str, tuple[Wait, ...]]]:
+        return type(self), (str(self), self.waits)
+
+
+class RankTraceback(Exception):
+    """Carries a rank's own traceback as text: the cause of what is raised where the ranks were started."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(f"on rank {rank}:\n{text.rstrip()}")

@@ -1,0 +1,54 @@
+"""How a function travels to the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import sysconfig
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+
+def pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    import cloudpickle
+
+    module = inspect.getmodule(fn)
+    try:
+        if module is None or not _is_script(module):
+            return cloudpickle.dumps((fn, args))
+        with _by_value(module):
+            return cloudpickle.dumps((fn, args))
+    except Exception as e:
+        raise TypeError(
+            f"{getattr(fn, '__name__', fn)!r} or its arguments cannot be sent to the ranks ({e}). "
+            "Make what cannot be pickled (files, locks, connections) inside the function."
+        ) from e
+
+
+def _is_script(module: ModuleType) -> bool:
+    """A file that is run rather than imported: sent whole, so that no rank has to import it.
+
+    That is a file in no package which is not installed, and a test module, whose import would bring pytest along.
+    """
+    file = os.path.abspath(getattr(module, "__file__", None) or "")
+    library = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
+    if module.__name__ == "__main__" or any(file.startswith(folder + os.sep) for folder in library):
+        return False
+    from_pytest = type(getattr(module, "__loader__", None)).__module__ == "_pytest.assertion.rewrite"
+    return file.endswith(".py") and (from_pytest or not module.__package__)
+
+
+@contextlib.contextmanager
+def _by_value(module: ModuleType) -> Iterator[None]:
+    import cloudpickle
+
+    if module.__name__ in cloudpickle.list_registry_pickle_by_value():
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)

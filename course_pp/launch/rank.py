@@ -1,0 +1,260 @@
+"""What happens in a rank of ``on_ranks``, and the messages between it and the caller."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import linecache
+import os
+import pickle
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+from course_pp.launch import watch
+
+_INSIDE = "COURSE_PP_RANK_PID"
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a rank needs besides the function.
+
+    Attributes:
+        port: of the store that rank 0 hosts on the loopback address.
+        environ, sys_path, cwd, argv: the caller's at the time of the call.
+        sources: ``linecache`` entries that exist in no file, such as notebook cells.
+        threads: intra-operation threads of torch.
+        backend: of the process group, or None for no process group.
+        timeout_s: time limit of the call, seconds.
+    """
+
+    rank: int
+    world_size: int
+    port: int
+    environ: Mapping[str, str]
+    sys_path: tuple[str, ...]
+    cwd: str
+    argv: tuple[str, ...]
+    sources: Mapping[str, Any]
+    threads: int
+    backend: str | None
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The function is about to be called."""
+
+
+@dataclass(frozen=True)
+class Returned:
+    """The function returned; ``value`` is pickled."""
+
+    value: bytes
+
+
+@dataclass(frozen=True)
+class Raised:
+    """The function raised.
+
+    Attributes:
+        exception: pickled, or None where it cannot be.
+        summary: ``Type: message``.
+        text: the rank's traceback.
+        at: monotonic clock, seconds; comparable between processes of one machine.
+    """
+
+    exception: bytes | None
+    summary: str
+    text: str
+    at: float
+
+
+@dataclass(frozen=True)
+class Left:
+    """The function called ``sys.exit``."""
+
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class Ask:
+    """From the caller: say what you are doing."""
+
+
+class Mailbox:
+    """A rank's end of the control connection; the main thread and the watching thread both write to it."""
+
+    def __init__(self, connection: Connection, rank: int) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._rank = rank
+        threading.Thread(target=self._answer, name="course_pp-watch", daemon=True).start()
+
+    def send(self, message: object) -> None:
+        with self._lock:
+            self._connection.send(message)
+
+    def _answer(self) -> None:
+        while True:
+            try:
+                self._connection.recv()
+                self.send(watch.report(self._rank))
+            except (EOFError, OSError):
+                # The caller is gone, and perhaps the server with it.
+                os.killpg(0, signal.SIGKILL)
+
+
+def inside() -> bool:
+    """Whether this process is a rank of ``on_ranks``, and not merely a child of one."""
+    return os.environ.get(_INSIDE) == str(os.getpid())
+
+
+def main(control: int, listener: int | None) -> None:
+    """Runs the function, sends how it ended, and waits to be ended.
+
+    It never returns of itself: a rank that left would close its connections, and its peers' errors about that
+    could reach the caller before the reason does.
+    """
+    connection = Connection(control)
+    job: Job = pickle.loads(connection.recv_bytes())
+    payload = connection.recv_bytes()
+    mailbox = Mailbox(connection, job.rank)
+    # Held here until the end: rank 0's store serves ranks that are slower than rank 0's function.
+    stores: list[object] = []
+    mailbox.send(_outcome(job, payload, listener, mailbox, stores))
+    threading.Event().wait()
+
+
+def _outcome(
+    job: Job, payload: bytes, listener: int | None, mailbox: Mailbox, stores: list[object]
+) -> Returned | Raised | Left:
+    import cloudpickle
+
+    try:
+        _enter(job)
+        stores.append(_join(job, listener))
+        fn, args = pickle.loads(payload)
+        mailbox.send(Ready())
+        value = fn(job.rank, *args)
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else int(e.code is not None)
+        if isinstance(e.code, str):
+            print(e.code, file=sys.stderr)
+        return Left(code)
+    except BaseException as e:
+        return _raised(e)
+    finally:
+        _flush()
+    try:
+        return Returned(cloudpickle.dumps(value))
+    except Exception as e:
+        what = type(value).__qualname__
+        error = TypeError(
+            f"rank {job.rank} returned a {what} that cannot be sent back ({e}). "
+            "Return tensors, numbers, strings or containers of them."
+        )
+        return _raised(error.with_traceback(e.__traceback__))
+
+
+def _enter(job: Job) -> None:
+    """Makes this process look like the caller's, as rank ``job.rank``."""
+    rank, size = str(job.rank), str(job.world_size)
+    os.environ.clear()
+    os.environ.update(job.environ)
+    os.environ.update(
+        RANK=rank,
+        LOCAL_RANK=rank,
+        WORLD_SIZE=size,
+        LOCAL_WORLD_SIZE=size,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(job.port),
+        OMP_NUM_THREADS=str(job.threads),
+        # Makes env:// connect to the store that is already there instead of binding the port again.
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
+    )
+    os.environ[_INSIDE] = str(os.getpid())
+    # Looking up the machine's own name fails on laptops that change networks.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    sys.path[:] = job.sys_path
+    sys.argv[:] = job.argv
+    os.chdir(job.cwd)
+    linecache.cache.update(job.sources)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+
+
+def _join(job: Job, listener: int | None) -> Any:
+    """Connects the rank's store and, unless ``job.backend`` is None, makes the default process group."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(job.threads)
+    # The watchdog answers at the time limit; the group's own must not come first.
+    timeout = timedelta(seconds=job.timeout_s + 60)
+    if listener is None:
+        store = dist.TCPStore("127.0.0.1", job.port, job.world_size, False, timeout)
+    else:
+        store = dist.TCPStore(
+            "127.0.0.1",
+            job.port,
+            job.world_size,
+            True,
+            timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener,
+        )
+    if job.backend is not None:
+        if job.backend == "nccl":
+            torch.cuda.set_device(job.rank)
+        dist.init_process_group(
+            job.backend,
+            store=dist.PrefixStore("on_ranks", store),
+            rank=job.rank,
+            world_size=job.world_size,
+            timeout=timeout,
+        )
+    return store
+
+
+def _raised(error: BaseException) -> Raised:
+    import cloudpickle
+
+    at = time.monotonic()
+    own_frames = error.__traceback__.tb_next if error.__traceback__ else None
+    text = "".join(traceback.format_exception(type(error), error, own_frames))
+    text = re.sub(r'File "[^"]*(?:ipykernel_|<ipython-input)[^"]*", line', "Cell, line", text)
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    try:
+        blob = cloudpickle.dumps(error)
+        # Many an exception class pickles and then cannot be built again.
+        pickle.loads(blob)
+    except Exception:
+        blob = None
+    return Raised(blob, summary, text, at)
+
+
+def _flush() -> None:
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        ctypes.CDLL(None).fflush(None)
+
+
+def listening_socket() -> socket.socket:
+    """A socket that listens on a free port of the loopback address, for the store of rank 0."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(socket.SOMAXCONN)
+    return listener

@@ -1,0 +1,333 @@
+"""``on_ranks``: run one function on several real processes and get its results back."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import pickle
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Pipe
+from types import TracebackType
+from typing import Any
+
+from course_pp.launch import rank as in_rank
+from course_pp.launch.client import SERVERS, Server
+from course_pp.launch.errors import LaunchError, RankDied, RanksHung, RankTraceback, is_echo
+from course_pp.launch.output import Lines
+from course_pp.launch.pickling import pickled
+from course_pp.launch.rank import Ask, Job, Left, Raised, Ready, Returned
+from course_pp.launch.server import STATUS
+from course_pp.launch.waits import explain, waits_from
+from course_pp.launch.watch import Report
+
+_START_LIMIT_S = 90.0
+_ANSWER_LIMIT_S = 2.0
+_END_LIMIT_S = 10.0
+# How long the echo of a lost peer waits for the news of what happened to the peer.
+_ECHO_S = 0.5
+
+
+def on_ranks(
+    n: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 60.0,
+    backend: str | None = "gloo",
+    threads: int = 1,
+) -> list[Any]:
+    """Runs ``fn(rank, *args)`` on ``n`` processes, with the process group ready, and returns their results.
+
+    What the ranks print appears here, each line labelled with its rank. ``fn`` may be defined in a notebook cell
+    or in a script. No process is left behind, however the call ends.
+
+    Args:
+        n: number of ranks.
+        fn: called with the rank first. It, ``args`` and its results must pickle (with cloudpickle).
+        timeout_s: limit in seconds, counted from the moment all ranks are ready.
+        backend: of the process group: ``"gloo"``, ``"nccl"`` (device = rank), or None for no process group, in
+            which case ``init_process_group`` with ``env://`` works in ``fn``.
+        threads: intra-operation threads of each rank.
+
+    Returns:
+        ``[fn(0, *args), …, fn(n - 1, *args)]``.
+
+    Raises:
+        Whatever the first failing rank raised, with that rank's traceback as its cause.
+        RankDied: a rank was killed or left the process.
+        RanksHung: at the time limit; says which rank waits for whom.
+        LaunchError: the ranks could not be started, or an exception cannot be sent back.
+        ValueError, TypeError: an argument is of no use.
+        RuntimeError: called from inside a rank.
+    """
+    _refuse_bad(n, fn, timeout_s, threads)
+    payload = pickled(fn, args)
+    with _Crew(n, timeout_s) as crew:
+        crew.start(payload, backend, threads)
+        return crew.results()
+
+
+def _refuse_bad(n: int, fn: object, timeout_s: float, threads: int) -> None:
+    if in_rank.inside():
+        raise RuntimeError(
+            f"on_ranks was called on rank {os.environ['RANK']}, inside a rank of on_ranks. "
+            "Call it once, outside, with as many ranks as you need."
+        )
+    for name, value in (("n", n), ("threads", threads)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}; it must be a whole number, for example {name}=2.")
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1.")
+    if not callable(fn):
+        raise TypeError(
+            f"fn is {fn!r}, which cannot be called. Pass the function itself: on_ranks({n}, fn), not fn(0)."
+        )
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
+        raise ValueError(f"timeout_s is {timeout_s!r}; it must be a positive number of seconds.")
+
+
+class _Rank:
+    """The caller's view of one rank: three connections and how it ended."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.control, self._far_control = Pipe()
+        self.life, self._far_life = socket.socketpair()
+        self._pipes = [os.pipe(), os.pipe()]
+        self.outputs = {
+            self._pipes[0][0]: Lines(partial(_print, number, "stdout")),
+            self._pipes[1][0]: Lines(partial(_print, number, "stderr")),
+        }
+        self.ready = False
+        self.end: Returned | Raised | Left | None = None
+        self.exit_code: int | None = None
+        self.report: Report | None = None
+
+    def fork(self, server: Server, listener: list[int]) -> None:
+        far = [self._far_control.fileno(), self._far_life.fileno(), self._pipes[0][1], self._pipes[1][1]]
+        server.fork(far + listener)
+        self._far_control.close()
+        self._far_life.close()
+        for _, write_end in self._pipes:
+            os.close(write_end)
+
+    @property
+    def running(self) -> bool:
+        return self.end is None and self.exit_code is None
+
+
+def _print(rank: int, stream: str, line: str) -> None:
+    getattr(sys, stream).write(f"[rank {rank}] {line}\n")
+
+
+class _Crew:
+    """The ranks of one call. Leaving the context ends them all."""
+
+    def __init__(self, n: int, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._selector = selectors.DefaultSelector()
+        self._ranks: list[_Rank] = []
+        self._n = n
+        self._server = SERVERS.get()
+
+    def __enter__(self) -> _Crew:
+        return self
+
+    def start(self, payload: bytes, backend: str | None, threads: int) -> None:
+        listener = in_rank.listening_socket()
+        job = Job(
+            rank=0,
+            world_size=self._n,
+            port=listener.getsockname()[1],
+            environ=dict(os.environ),
+            sys_path=tuple(sys.path),
+            cwd=os.getcwd(),
+            argv=tuple(sys.argv),
+            # Entries with a modification time can be read from their file.
+            sources={k: v for k, v in linecache.cache.items() if len(v) == 4 and v[1] is None},
+            threads=threads,
+            backend=backend,
+            timeout_s=self._timeout_s,
+        )
+        with listener:
+            for number in range(self._n):
+                rank = _Rank(number)
+                self._ranks.append(rank)
+                rank.fork(self._server, [listener.fileno()] if number == 0 else [])
+        for rank in self._ranks:
+            with contextlib.suppress(OSError):
+                rank.control.send_bytes(pickle.dumps(replace(job, rank=rank.number)))
+                rank.control.send_bytes(payload)
+            self._watch(rank)
+
+    def _watch(self, rank: _Rank) -> None:
+        register = partial(self._selector.register, events=selectors.EVENT_READ)
+        register(rank.control, data=partial(self._read_message, rank))
+        register(rank.life, data=partial(self._read_status, rank))
+        for fd, lines in rank.outputs.items():
+            register(fd, data=partial(self._read_output, fd, lines))
+
+    def results(self) -> list[Any]:
+        """Waits for every rank; returns what they returned or raises what the first failing one did."""
+        limit, begun = time.monotonic() + _START_LIMIT_S, False
+        while any(rank.end is None for rank in self._ranks):
+            self._poll(limit - time.monotonic())
+            self._raise_first_failure()
+            if not begun and all(rank.ready for rank in self._ranks):
+                limit, begun = time.monotonic() + self._timeout_s, True
+            if time.monotonic() >= limit:
+                self._raise_hung(self._timeout_s if begun else _START_LIMIT_S)
+        return [pickle.loads(rank.end.value) for rank in self._ranks if isinstance(rank.end, Returned)]
+
+    def _poll(self, seconds: float) -> None:
+        for key, _ in self._selector.select(max(0.0, seconds)):
+            key.data()
+
+    def _read_message(self, rank: _Rank) -> None:
+        try:
+            message = rank.control.recv()
+        except (EOFError, OSError):
+            # The life socket will say how the rank ended.
+            self._selector.unregister(rank.control)
+            return
+        self._server.warm = True
+        if isinstance(message, Ready):
+            rank.ready = True
+        elif isinstance(message, Report):
+            rank.report = message
+        else:
+            rank.end = message
+
+    def _read_status(self, rank: _Rank) -> None:
+        data = rank.life.recv(STATUS.size)
+        self._selector.unregister(rank.life)
+        if not data:
+            raise self._server.lost()
+        (rank.exit_code,) = STATUS.unpack(data)
+
+    def _read_output(self, fd: int, lines: Lines) -> None:
+        data = os.read(fd, 1 << 16)
+        if data:
+            lines.feed(data)
+        else:
+            self._selector.unregister(fd)
+
+    def _raise_first_failure(self) -> None:
+        first = self._first_failure()
+        if first is None:
+            return
+        if isinstance(first.end, Raised) and is_echo(first.end.summary):
+            # A peer of this rank is dead or about to say what went wrong; its news decides.
+            settled = time.monotonic() + _ECHO_S
+            while time.monotonic() < settled and not any(r.exit_code is not None for r in self._ranks):
+                self._poll(settled - time.monotonic())
+            first = self._first_failure() or first
+        self._drain()
+        raise self._error(first)
+
+    def _first_failure(self) -> _Rank | None:
+        failed = [r for r in self._ranks if isinstance(r.end, Raised | Left) or r.exit_code is not None]
+        return min(failed, key=_precedence, default=None)
+
+    def _error(self, rank: _Rank) -> BaseException:
+        if rank.exit_code is not None:
+            return RankDied(_death(rank.number, rank.exit_code), rank.number, rank.exit_code)
+        if isinstance(rank.end, Left):
+            message = (
+                f"rank {rank.number} left through sys.exit({rank.end.exit_code}) before its function returned. "
+                "Return a value instead."
+            )
+            return RankDied(message, rank.number, rank.end.exit_code)
+        assert isinstance(rank.end, Raised)
+        return _rebuilt(rank.number, self._n, rank.end)
+
+    def _raise_hung(self, seconds: float) -> None:
+        asked = [rank for rank in self._ranks if rank.running]
+        for rank in asked:
+            with contextlib.suppress(OSError):
+                rank.control.send(Ask())
+        limit = time.monotonic() + _ANSWER_LIMIT_S
+        while time.monotonic() < limit and any(rank.report is None for rank in asked):
+            self._poll(limit - time.monotonic())
+        self._drain()
+        waits = waits_from((rank.number, rank.report, rank.end is not None) for rank in self._ranks)
+        raise RanksHung(explain(waits, seconds), waits)
+
+    def _drain(self) -> None:
+        """Prints what the ranks wrote up to now."""
+        fds = {fd for rank in self._ranks for fd in rank.outputs}
+        while ready := [key for key, _ in self._selector.select(0) if key.fd in fds]:
+            for key in ready:
+                key.data()
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        for rank in self._ranks:
+            with contextlib.suppress(OSError):
+                rank.life.shutdown(socket.SHUT_WR)
+        try:
+            self._drain()
+            for rank in self._ranks:
+                for lines in rank.outputs.values():
+                    lines.close()
+        finally:
+            self._wait_for_ends()
+            self._close()
+
+    def _wait_for_ends(self) -> None:
+        limit = time.monotonic() + _END_LIMIT_S
+        for rank in self._ranks:
+            rank.life.settimeout(max(0.1, limit - time.monotonic()))
+            with contextlib.suppress(OSError):
+                # While the server still imports torch there is no rank yet; when forked it finds itself unwanted.
+                if self._server.warm:
+                    rank.life.recv(STATUS.size)
+
+    def _close(self) -> None:
+        self._selector.close()
+        for rank in self._ranks:
+            rank.control.close()
+            rank.life.close()
+            for fd in rank.outputs:
+                os.close(fd)
+
+
+def _precedence(rank: _Rank) -> tuple[bool, float]:
+    """Order of failures: what is only the echo of another's comes last, then by time; a death is never an echo."""
+    if isinstance(rank.end, Raised):
+        return is_echo(rank.end.summary), rank.end.at
+    return False, time.monotonic()
+
+
+def _death(rank: int, exit_code: int) -> str:
+    if exit_code >= 0:
+        return (
+            f"rank {rank} ended with exit code {exit_code} before its function returned. "
+            "Something in it called os._exit, or a library ended the process."
+        )
+    name = signal.Signals(-exit_code).name
+    hint = {
+        "SIGKILL": "Something killed it; if nobody did, the system ran out of memory.",
+        "SIGABRT": "A library gave up; with gloo, often a message larger than the buffer that receives it.",
+        "SIGSEGV": "Native code touched memory it does not own.",
+    }.get(name, "Something sent it that signal.")
+    return f"rank {rank} was ended by {name} before its function returned. {hint}"
+
+
+def _rebuilt(rank: int, n: int, raised: Raised) -> BaseException:
+    error: BaseException
+    try:
+        if raised.exception is None:
+            raise TypeError("not pickled")
+        error = pickle.loads(raised.exception)
+    except Exception:
+        error = LaunchError(f"rank {rank} raised {raised.summary}")
+    error.__cause__ = RankTraceback(rank, raised.text)
+    error.add_note(f"Raised first on rank {rank} of {n}.")
+    return error

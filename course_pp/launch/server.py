@@ -1,0 +1,209 @@
+"""The process that ranks are forked from.
+
+Importing torch costs more than a second, so it is paid once: this process imports it, starts no thread, and
+forks a rank for each request. Differences from ``multiprocessing``'s fork server: a rank never imports the
+caller's ``__main__`` again, sees the environment of the call and not that of the first call, and ends when
+its *life* socket closes.
+
+One request is one byte on the server's socket with the rank's file descriptors: its control socket, its life
+socket, its standard output, its standard error and, for the rank that hosts the store, a listening socket. The
+server answers on the life socket: the exit status, four bytes, once the rank has ended. When the other end of
+a life socket closes, whether on purpose or because the caller was killed, the server ends the rank's process
+group. Only the server reaps ranks, so it never signals a process id that has been given to someone else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+
+STATUS = struct.Struct("i")
+_CHECK_PARENT_S = 2.0
+_HUGE_PAGE = 2 << 20
+_MADV_COLLAPSE = 25
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def serve(sock_fd: int) -> None:
+    """Forks ranks until the caller at the other end of ``sock_fd`` is gone, then ends those that are left."""
+    parent = os.getppid()
+    # Imported here so that no rank has to.
+    import torch.distributed.pipelining  # noqa: F401
+
+    from course_pp.launch import rank, watch  # noqa: F401
+
+    watch.instrument(sys.modules["torch.distributed.distributed_c10d"])
+    gc.collect()
+    gc.freeze()
+    _use_huge_pages()
+    _adopt_orphans()
+    Server(socket.socket(fileno=sock_fd), parent).run()
+
+
+class Server:
+    """Forks, ends and reaps ranks. Single-threaded, so that forking is safe."""
+
+    def __init__(self, requests: socket.socket, parent: int) -> None:
+        self._requests = requests
+        self._parent = parent
+        self._lives: dict[int, socket.socket] = {}
+        self._selector = selectors.DefaultSelector()
+        self._child_read, self._child_write = os.pipe()
+        os.set_blocking(self._child_write, False)
+        os.set_blocking(self._child_read, False)
+        self._selector.register(requests, selectors.EVENT_READ)
+        self._selector.register(self._child_read, selectors.EVENT_READ)
+
+    def run(self) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._child_write, warn_on_full_buffer=False)
+        try:
+            # A caller that forked keeps the socket open beyond its own death: hence the look at the parent.
+            while os.getppid() == self._parent:
+                for key, _ in self._selector.select(_CHECK_PARENT_S):
+                    if key.fileobj is self._requests:
+                        if not self._fork_rank():
+                            return
+                    elif key.fd == self._child_read:
+                        self._reap()
+                    else:
+                        self._end(key.data)
+        finally:
+            for pid in self._lives:
+                _end_group(pid)
+                os.waitpid(pid, 0)
+            _end_orphans()
+
+    def _fork_rank(self) -> bool:
+        data, fds, _, _ = socket.recv_fds(self._requests, 1, 5)
+        if not data:
+            return False
+        pid = os.fork()
+        if pid == 0:
+            self._become_rank(fds)
+        # Both sides set the group: whichever is first, nobody can signal the pid before it leads its group.
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)
+        control, life, *others = fds
+        for fd in (control, *others):
+            os.close(fd)
+        self._lives[pid] = socket.socket(fileno=life)
+        self._selector.register(self._lives[pid], selectors.EVENT_READ, pid)
+        return True
+
+    def _become_rank(self, fds: list[int]) -> None:
+        try:
+            os.setpgid(0, 0)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            control, life, out, err, *listener = fds
+            os.dup2(out, 1)
+            os.dup2(err, 2)
+            self._selector.close()
+            self._requests.close()
+            for other in self._lives.values():
+                other.close()
+            for fd in (life, out, err, self._child_read, self._child_write):
+                os.close(fd)
+            from course_pp.launch import rank
+
+            rank.main(control, listener[0] if listener else None)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            os._exit(1)
+
+    def _end(self, pid: int) -> None:
+        # It may have been reaped since the selector looked; its number is no longer ours then.
+        if pid in self._lives:
+            self._selector.unregister(self._lives[pid])
+            _end_group(pid)
+
+    def _reap(self) -> None:
+        """Collects the ranks that have ended, and says so to whoever waits for them."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._child_read, 4096)
+        ended = []
+        for pid, life in list(self._lives.items()):
+            exit_code = _reaped(pid)
+            if exit_code is not None:
+                del self._lives[pid]
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(life)
+                ended.append((life, exit_code))
+        if not self._lives:
+            _end_orphans()
+        for life, exit_code in ended:
+            with contextlib.suppress(OSError):
+                life.sendall(STATUS.pack(exit_code))
+            life.close()
+
+
+def _reaped(pid: int) -> int | None:
+    """The exit code of a rank that has ended, whose group is then ended too; None while the rank runs."""
+    # Until it is reaped, the dead leader keeps its number and so its group's: the safe moment to signal the group.
+    if hasattr(os, "waitid"):
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return None
+        _end_group(pid)
+    done, status = os.waitpid(pid, os.WNOHANG)
+    if not done:
+        return None
+    if not hasattr(os, "waitid"):
+        _end_group(pid)
+    return os.waitstatus_to_exitcode(status)
+
+
+def _end_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _adopt_orphans() -> None:
+    """Makes orphaned descendants children of this process, whatever group or session they moved to (Linux)."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _end_orphans() -> None:
+    """Ends what ranks left behind. To be called when no rank is left: every child is an orphan then."""
+    children = f"/proc/self/task/{os.getpid()}/children"
+    with contextlib.suppress(OSError):
+        # The children of an orphan are orphans in their turn.
+        while orphans := [int(pid) for pid in _read(children).split()]:
+            for pid in orphans:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def _read(file: str) -> str:
+    with open(file) as opened:
+        return opened.read()
+
+
+def _use_huge_pages() -> None:
+    """Moves what was imported into huge pages, so that a fork copies a hundred page-table entries, not 50,000.
+
+    Asked for range by range (Linux 6.1 and later; elsewhere nothing happens), because the allocator settings with
+    the same effect would stay on in the ranks and change what learners measure there.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for line in _read("/proc/self/maps").splitlines():
+        span, mode, _, _, inode, *name = line.split()
+        if mode == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
+            begin, end = (int(address, 16) for address in span.split("-"))
+            begin, end = -(-begin // _HUGE_PAGE) * _HUGE_PAGE, end // _HUGE_PAGE * _HUGE_PAGE
+            if begin < end:
+                madvise(begin, end - begin, _MADV_COLLAPSE)

@@ -1,0 +1,134 @@
+"""Who waits for whom: from the ranks' reports to a message that says what to change."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from course_pp.launch.watch import Call, Report, is_cell
+
+COMPUTES = "computes"
+RETURNED = "returned"
+SILENT = "does not answer"
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What one rank was doing when it was asked.
+
+    Attributes:
+        rank: the rank that was asked.
+        operation: name of the call of ``torch.distributed`` it waits in, or ``"computes"``, ``"returned"``,
+            ``"does not answer"`` (native code that lets no other thread run).
+        peers: ranks it waits for; empty when it waits for none.
+        where: the user's source line, for example ``"cell line 4: dist.recv(x, src=1)"``; may be empty.
+    """
+
+    rank: int
+    operation: str
+    peers: tuple[int, ...]
+    where: str
+
+
+def waits_from(ranks: Iterable[tuple[int, Report | None, bool]]) -> tuple[Wait, ...]:
+    """Turns each rank's (rank, report, has returned) into what it waits for.
+
+    A rank in a collective waits for the ranks of its group that are not in the same collective.
+    """
+    ranks = tuple(ranks)
+    calls = {rank: report.call for rank, report, _ in ranks if report is not None}
+    return tuple(_wait(rank, report, returned, calls) for rank, report, returned in ranks)
+
+
+def _wait(rank: int, report: Report | None, returned: bool, calls: dict[int, Call | None]) -> Wait:
+    if returned:
+        return Wait(rank, RETURNED, (), "")
+    if report is None:
+        return Wait(rank, SILENT, (), "")
+    call, where = report.call, _where(report)
+    if call is None:
+        return Wait(rank, COMPUTES, (), where)
+    if call.peer is not None:
+        return Wait(rank, call.operation, (call.peer,), where)
+    absent = [peer for peer in call.group if peer != rank and not (call.collective and calls.get(peer) == call)]
+    return Wait(rank, call.operation, tuple(absent), where)
+
+
+def _where(report: Report) -> str:
+    if not report.file:
+        return ""
+    place = "cell" if is_cell(report.file) else os.path.basename(report.file)
+    return f"{place} line {report.line}" + (f": {report.text}" if report.text else "")
+
+
+def explain(waits: Sequence[Wait], seconds: float) -> str:
+    """One message, a line a rank: who waits for whom and where, the cycle if there is one, and what to change."""
+    running = [wait for wait in waits if wait.operation != RETURNED]
+    count = "1 rank" if len(running) == 1 else f"{len(running)} ranks"
+    states = "\n".join(f"  {_state(wait)}" for wait in running)
+    return f"{count} still running after {seconds:g} s:\n{states}\n{_diagnosis(waits)}".rstrip()
+
+
+def _state(wait: Wait) -> str:
+    where = f" ({wait.where})" if wait.where else ""
+    if wait.operation in (COMPUTES, SILENT):
+        return f"rank {wait.rank} {wait.operation}{where}"
+    return f"rank {wait.rank} waits in {wait.operation} for {_named(wait.peers)}{where}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return "no rank in particular"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def find_cycle(waits: Sequence[Wait]) -> tuple[Wait, ...]:
+    """The first ring of ranks in which each waits for the next, or ``()``."""
+    by_rank = {wait.rank: wait for wait in waits}
+
+    def walk(path: tuple[int, ...]) -> tuple[int, ...]:
+        for peer in by_rank[path[-1]].peers:
+            if peer in path:
+                return path[path.index(peer) :]
+            if peer in by_rank and (found := walk((*path, peer))):
+                return found
+        return ()
+
+    return next((tuple(by_rank[r] for r in ring) for wait in waits if (ring := walk((wait.rank,)))), ())
+
+
+def _diagnosis(waits: Sequence[Wait]) -> str:
+    cycle = find_cycle(waits)
+    if cycle:
+        following = (*cycle[1:], cycle[0])
+        links = [f"rank {a.rank} for rank {b.rank}" for a, b in zip(cycle, following, strict=True)]
+        links[0] = links[0].replace(" for", " waits for").capitalize()
+        return f"{', '.join(links[:-1])} and {links[-1]}: none can move. {_way_out(cycle)}"
+    return " ".join(_about_missing(waits))
+
+
+def _way_out(cycle: Sequence[Wait]) -> str:
+    operations = {wait.operation for wait in cycle}
+    if operations == {"recv"}:
+        return "Let one of them send first."
+    if operations == {"send"}:
+        return "Let one of them receive first, or use isend."
+    return "Let all of them make their calls in the same order."
+
+
+def _about_missing(waits: Sequence[Wait]) -> list[str]:
+    awaited = {peer for wait in waits for peer in wait.peers}
+    sentences = []
+    for wait in waits:
+        if wait.rank not in awaited or wait.peers:
+            continue
+        if wait.operation == RETURNED:
+            sentences.append(f"Rank {wait.rank} has returned: it will neither send, receive nor join any more.")
+        else:
+            sentences.append(f"Look at rank {wait.rank} first: the others wait for it.")
+    if not sentences and all(wait.operation == COMPUTES for wait in waits if wait.operation != RETURNED):
+        sentences.append("Nobody waits for a message: raise timeout_s, or look for a loop that does not end.")
+    return sentences

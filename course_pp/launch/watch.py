@@ -1,0 +1,298 @@
+"""Inside a rank: answers what the rank is doing, and ends it when nobody is left to ask.
+
+Every blocking call of ``torch.distributed`` ends in a method of ``ProcessGroup`` that returns a ``Work``, or in
+``Work.wait``. `instrument` wraps these, so that the peer of a pending ``irecv`` is known long after the call.
+The user's source line comes from the frames of the main thread.
+
+This module imports the standard library only and nothing from its package: ranks of torchrun load it by path,
+before their script starts (see ``startup.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.abc
+import importlib.util
+import json
+import linecache
+import os
+import re
+import signal
+import socket
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.machinery import ModuleSpec
+from types import FrameType, ModuleType, TracebackType
+from typing import Any, cast
+
+# Public names first; the underscored ones are what torch 2.11 calls from its public functions.
+_COLLECTIVES = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "allgather": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "all_gather_single": "all_gather",
+    "all_gather_single_coalesced": "all_gather",
+    "_allgather_base": "all_gather",
+    "gather": "gather",
+    "scatter": "scatter",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_single_coalesced": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "barrier": "barrier",
+    "monitored_barrier": "barrier",
+}
+_POINT_TO_POINT = {"send": "send", "recv": "recv", "recv_anysource": "recv"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A message or a collective that has begun.
+
+    Attributes:
+        operation: name in ``torch.distributed``.
+        group: global ranks of the process group.
+        peer: global rank at the other end of a message, None for a collective or a receive from any rank.
+        collective: whether every rank of the group has to join.
+    """
+
+    operation: str
+    group: tuple[int, ...]
+    peer: int | None = None
+    collective: bool = True
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank does now. ``call`` is None when it is not in a call of ``torch.distributed``.
+
+    Attributes:
+        file, line, text: innermost source line outside torch, this package's launcher and the standard library.
+    """
+
+    rank: int
+    call: Call | None
+    file: str
+    line: int
+    text: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Report:
+        call = fields["call"]
+        if call is not None:
+            call = Call(**{**call, "group": tuple(call["group"])})
+        return cls(**{**fields, "call": call})
+
+
+class Calls:
+    """Which call each thread is blocked in, and which call each pending ``Work`` belongs to."""
+
+    def __init__(self) -> None:
+        self._blocked: dict[int, Call] = {}
+        self._pending: weakref.WeakKeyDictionary[Any, Call] = weakref.WeakKeyDictionary()
+
+    @contextlib.contextmanager
+    def blocked_in(self, call: Call | None) -> Iterator[None]:
+        thread = threading.get_ident()
+        outer = self._blocked.get(thread)
+        if call is not None:
+            self._blocked[thread] = call
+        try:
+            yield
+        finally:
+            if outer is None:
+                self._blocked.pop(thread, None)
+            else:
+                self._blocked[thread] = outer
+
+    def begin(self, work: Any, call: Call) -> None:
+        with contextlib.suppress(TypeError):
+            self._pending[work] = call
+
+    def of(self, work: Any) -> Call | None:
+        return self._pending.get(work)
+
+    def current(self, thread: int) -> Call | None:
+        """The call ``thread`` is blocked in; failing that, any other thread's (backward has threads of its own)."""
+        return self._blocked.get(thread) or next(iter(list(self._blocked.values())), None)
+
+
+def instrument(c10d: ModuleType) -> None:
+    """Wraps the blocking methods of ``c10d.ProcessGroup`` and ``c10d.Work``; a second call changes nothing."""
+    if getattr(c10d.ProcessGroup, "course_pp_calls", None) is not None:
+        return
+    calls = c10d.ProcessGroup.course_pp_calls = Calls()
+    for name, operation in {**_COLLECTIVES, **_POINT_TO_POINT}.items():
+        method = getattr(c10d.ProcessGroup, name, None)
+        if method is not None:
+            setattr(c10d.ProcessGroup, name, _starting(method, name, operation, c10d, calls))
+
+    wait = c10d.Work.wait
+
+    @functools.wraps(wait)
+    def watched_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+        with calls.blocked_in(calls.of(work)):
+            return wait(work, *args, **kwargs)
+
+    c10d.Work.wait = watched_wait
+
+
+def _starting(
+    method: Callable[..., Any], name: str, operation: str, c10d: ModuleType, calls: Calls
+) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def start(group: Any, *args: Any, **kwargs: Any) -> Any:
+        call = _call(c10d, group, name, operation, args)
+        with calls.blocked_in(call):
+            work = method(group, *args, **kwargs)
+        if work is not None:
+            calls.begin(work, call)
+        return work
+
+    return start
+
+
+def _call(c10d: ModuleType, group: Any, name: str, operation: str, args: Sequence[Any]) -> Call:
+    try:
+        ranks = tuple(c10d.get_process_group_ranks(group))
+    except Exception:
+        # A group that was made by hand and not registered: its own numbering is all there is.
+        ranks = tuple(range(group.size()))
+    peer = ranks[args[1]] if name in ("send", "recv") and len(args) > 1 else None
+    return Call(operation, ranks, peer, collective=name not in _POINT_TO_POINT)
+
+
+def report(rank: int) -> Report:
+    """What the main thread of this process is doing."""
+    main = threading.main_thread().ident
+    frame = sys._current_frames().get(cast(int, main))
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    calls = getattr(getattr(c10d, "ProcessGroup", None), "course_pp_calls", None)
+    call = calls.current(main) if calls else None
+    if call is None and c10d is not None and frame is not None:
+        call = _unwrapped_call(frame, c10d)
+    user = _user_frame(frame)
+    if user is None:
+        return Report(rank, call, "", 0, "")
+    file, line = user.f_code.co_filename, user.f_lineno
+    return Report(rank, call, file, line, linecache.getline(file, line).strip())
+
+
+def _unwrapped_call(frame: FrameType, c10d: ModuleType) -> Call | None:
+    """Calls such as ``new_group`` block before any Work exists; all ranks have to join them."""
+    found = None
+    for f in _outwards(frame):
+        name = f.f_code.co_name
+        if f.f_code.co_filename == c10d.__file__ and not name.startswith("_") and name.isidentifier():
+            found = name
+    if found is None or found == "wrapper" or not c10d.is_initialized():
+        return None
+    return Call(found, tuple(range(c10d.get_world_size())))
+
+
+def _user_frame(frame: FrameType | None) -> FrameType | None:
+    outside = [f for f in _outwards(frame) if not _is_library(f.f_code.co_filename)]
+    return outside[0] if outside else None
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_library(file: str) -> bool:
+    here = os.path.dirname(os.path.abspath(__file__))
+    if file.startswith("<") and not is_cell(file) and file not in ("<stdin>", "<string>"):
+        return True
+    if re.search(r"[\\/](site|dist)-packages[\\/](torch|cloudpickle|tqdm)[\\/]", file):
+        return True
+    in_stdlib = file.startswith(sysconfig.get_path("stdlib")) and "-packages" not in file
+    return file.startswith(here) or in_stdlib
+
+
+def is_cell(file: str) -> bool:
+    """Whether ``file`` is the name IPython gives a cell."""
+    return "ipykernel_" in file or file.startswith("<ipython-input")
+
+
+def attend(address: str, rank: int | None) -> None:
+    """Connects a process under torchrun to whoever started it, and answers there until it ends.
+
+    Args:
+        address: path of a Unix socket. One JSON object a line goes out: who this is, then an answer to each
+            line that comes in, then, if the script raises, the exception.
+        rank: None for the launcher. When the connection ends, a rank ends its process group at once; the
+            launcher is asked to terminate, which it does in order.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(address)
+    lock = threading.Lock()
+
+    def tell(fields: dict[str, Any]) -> None:
+        with lock, contextlib.suppress(OSError):
+            connection.sendall(json.dumps(fields).encode() + b"\n")
+
+    def answer() -> None:
+        with contextlib.suppress(OSError):
+            while connection.recv(1):
+                if rank is not None:
+                    tell({"report": report(rank).to_dict()})
+        if rank is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    tell({"rank": rank, "pid": os.getpid()})
+    threading.Thread(target=answer, name="course_pp-watch", daemon=True).start()
+    if rank is not None:
+        show = sys.excepthook
+
+        def tell_and_show(kind: type[BaseException], value: BaseException, tb: TracebackType | None) -> None:
+            summary = "".join(traceback.format_exception_only(kind, value)).strip()
+            tell({"raised": summary, "at": time.monotonic()})
+            show(kind, value, tb)
+
+        sys.excepthook = tell_and_show
+
+
+class InstrumentOnImport(importlib.abc.MetaPathFinder):
+    """On ``sys.meta_path``: instruments torch.distributed as soon as the script has imported it."""
+
+    _target = "torch.distributed.distributed_c10d"
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != self._target:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            run = loader.exec_module
+
+            def run_and_instrument(module: ModuleType) -> None:
+                run(module)
+                instrument(module)
+
+            loader.exec_module = run_and_instrument
+        return spec

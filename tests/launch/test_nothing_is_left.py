@@ -1,0 +1,126 @@
+"""However a call ends, neither a rank nor what a rank started is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from course_pp.launch import RanksHung, on_ranks
+from tests.processes import descendants, no_process_left
+
+pytestmark = pytest.mark.timeout(60)
+
+ON_RANKS = """
+import subprocess, sys
+from pathlib import Path
+from course_pp.launch import on_ranks
+
+def hang(rank, folder):
+    import torch, torch.distributed as dist
+    subprocess.Popen(["sleep", "1000"])
+    Path(folder, f"started-{rank}").touch()
+    dist.recv(torch.zeros(1), src=1 - rank)
+
+on_ranks(2, hang, sys.argv[1])
+"""
+
+SCRIPT = """
+import os, subprocess, sys
+from pathlib import Path
+import torch, torch.distributed as dist
+
+dist.init_process_group()
+rank = dist.get_rank()
+subprocess.Popen(["sleep", "1000"], start_new_session=True)
+Path(sys.argv[1], f"started-{rank}").touch()
+dist.recv(torch.zeros(1), src=1 - rank)
+"""
+
+RUN_TORCHRUN = """
+import sys
+from course_pp.launch import run_torchrun
+run_torchrun(["--nproc-per-node=2", sys.argv[1] + "/script.py", sys.argv[1]], local=True)
+"""
+
+
+def wait_for(*files: Path) -> None:
+    limit = time.monotonic() + 40
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < limit, "the ranks did not start"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("caller", [ON_RANKS, RUN_TORCHRUN], ids=["on_ranks", "torchrun"])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_when_the_caller_is_interrupted_or_killed(tmp_path: Path, caller: str, how: signal.Signals) -> None:
+    if caller == RUN_TORCHRUN and how == signal.SIGKILL:
+        script = SCRIPT.replace(", start_new_session=True", "")
+    else:
+        script = SCRIPT
+    (tmp_path / "script.py").write_text(script)
+    with no_process_left(within_s=15):
+        process = subprocess.Popen(
+            [sys.executable, "-c", caller, str(tmp_path)],
+            stderr=subprocess.PIPE,
+            text=True,
+            # A caller that is killed cannot remove its temporary files.
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+        )
+        wait_for(tmp_path / "started-0", tmp_path / "started-1")
+        process.send_signal(how)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == -how
+    assert ("KeyboardInterrupt" in errors) == (how == signal.SIGINT)
+
+
+def start_a_child_and(then: str, rank: int) -> int:
+    child = subprocess.Popen(["sleep", "1000"])
+    if then == "raise" and rank == 1:
+        raise ValueError("after starting a child")
+    if then == "exit" and rank == 1:
+        os._exit(1)
+    while then == "hang":
+        time.sleep(1)
+    return child.pid
+
+
+@pytest.mark.parametrize("then", ["return", "raise", "exit", "hang"])
+def test_children_of_ranks_end_with_the_call(then: str) -> None:
+    def run(rank: int) -> int:
+        return start_a_child_and(then, rank)
+
+    with no_process_left():
+        try:
+            on_ranks(2, run, timeout_s=0.5)
+        except (ValueError, RuntimeError, RanksHung):
+            assert then != "return"
+
+
+def test_ranks_end_when_the_process_they_fork_from_is_killed() -> None:
+    def kill_the_server(rank: int) -> None:
+        if rank == 0:
+            os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(1000)
+
+    with no_process_left(), pytest.raises(RuntimeError, match="the process that starts ranks ended"):
+        on_ranks(2, kill_the_server)
+    assert on_ranks(2, lambda rank: rank) == [0, 1], "the next call starts a new one"
+
+
+def test_a_child_that_left_the_group_and_session_of_its_rank_ends_too() -> None:
+    with no_process_left():
+        on_ranks(2, lambda rank: subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
+
+
+def test_the_helper_sees_a_process_that_has_left_its_parent_group_and_session() -> None:
+    before = descendants()
+    subprocess.run(["sh", "-c", "setsid sleep 1000 > /dev/null 2>&1 &"], check=True)
+    time.sleep(0.2)
+    started = {pid: name for pid, name in descendants().items() if pid not in before}
+    for pid in started:
+        os.kill(pid, signal.SIGKILL)
+    assert list(started.values()) == ["sleep 1000"]

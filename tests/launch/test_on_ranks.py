@@ -1,0 +1,246 @@
+"""`on_ranks` returns what the ranks returned, shows what they printed, and reports how they failed."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from course_pp.launch import LaunchError, RankDied, RankTraceback, on_ranks
+from tests.processes import no_process_left
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    with no_process_left():
+        yield
+
+
+def receive_from(peer: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.recv(torch.zeros(1), src=peer)
+
+
+class ShapeError(ValueError):
+    """Defined in a test module, like an exception in a cell."""
+
+
+class Unbuildable(Exception):
+    """Pickles, but cannot be built again."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_results_come_back_in_rank_order_from_a_ready_process_group(n: int) -> None:
+    offset = 10
+
+    def total(rank: int, scale: float) -> tuple[int, float, int, int]:
+        import torch
+        import torch.distributed as dist
+
+        value = torch.tensor([rank * scale])
+        dist.all_reduce(value)
+        return rank + offset, value.item(), dist.get_world_size(), torch.get_num_threads()
+
+    everything = 2.0 * sum(range(n))
+    assert on_ranks(n, total, 2.0) == [(rank + offset, everything, n, 1) for rank in range(n)]
+
+
+def test_a_rank_sees_torchruns_variables_and_the_callers_folder_path_and_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SET_FOR_THIS_CALL", "yes")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "beside_the_notebook.py").write_text("ANSWER = 42")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SET_FOR_THIS_CALL")
+
+    def look(rank: int) -> tuple[list[str], str, int]:
+        import beside_the_notebook
+
+        return [os.environ[name] for name in names], os.getcwd(), beside_the_notebook.ANSWER
+
+    seen = [([str(r), str(r), "2", "2", "yes"], os.path.realpath(tmp_path), 42) for r in range(2)]
+    assert on_ranks(2, look) == seen
+
+
+def test_without_a_backend_the_function_makes_the_group_itself() -> None:
+    def join(rank: int) -> int:
+        import torch.distributed as dist
+
+        assert not dist.is_initialized()
+        dist.init_process_group("gloo")
+        return dist.get_world_size()
+
+    assert on_ranks(2, join, backend=None) == [2, 2]
+
+
+def test_output_arrives_in_whole_labelled_lines_whoever_wrote_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def talk(rank: int) -> None:
+        print(f"python {rank}")
+        subprocess.run(["echo", f"child {rank}"], check=True)
+        ctypes.CDLL(None).puts(f"C {rank}".encode())
+        print(f"error {rank}", file=sys.stderr)
+        print("10%\r100%", end="")
+
+    on_ranks(2, talk)
+    out, err = capsys.readouterr()
+    for rank in range(2):
+        label = f"[rank {rank}] "
+        assert {f"{label}{text}" for text in (f"python {rank}", f"child {rank}", f"C {rank}", "100%")} <= set(
+            out.splitlines()
+        )
+        assert f"{label}error {rank}" in err.splitlines()
+    assert all(line.startswith("[rank ") for line in out.splitlines())
+
+
+def test_the_first_failing_rank_wins_with_its_own_exception_and_traceback() -> None:
+    def fail(rank: int) -> None:
+        if rank == 1:
+            time.sleep(0.1)
+            raise ShapeError("width 3 does not fit")
+        receive_from(1)
+
+    with pytest.raises(ShapeError, match="width 3 does not fit") as failure:
+        on_ranks(3, fail)
+    assert failure.value.__notes__ == ["Raised first on rank 1 of 3."]
+    assert isinstance(failure.value.__cause__, RankTraceback)
+    assert 'raise ShapeError("width 3 does not fit")' in str(failure.value.__cause__)
+
+
+def test_a_rank_that_closes_its_connections_while_failing_still_wins_over_its_peers() -> None:
+    def fail(rank: int) -> None:
+        import torch.distributed as dist
+
+        try:
+            if rank == 1:
+                raise ShapeError("the reason")
+            receive_from(1)
+        finally:
+            if rank == 1:
+                dist.destroy_process_group()
+                time.sleep(0.1)
+
+    with pytest.raises(ShapeError, match="the reason"):
+        on_ranks(2, fail)
+
+
+@pytest.mark.parametrize(
+    ("leave", "exit_code", "words"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), -signal.SIGKILL, "SIGKILL"),
+        (lambda: os.kill(os.getpid(), signal.SIGABRT), -signal.SIGABRT, "SIGABRT"),
+        (lambda: os._exit(7), 7, "exit code 7"),
+        (lambda: sys.exit(3), 3, r"sys\.exit\(3\)"),
+    ],
+    ids=["killed", "aborted", "os._exit", "sys.exit"],
+)
+def test_a_rank_that_dies_is_named_and_its_peers_errors_do_not_hide_it(
+    leave: Callable[[], None], exit_code: int, words: str
+) -> None:
+    def die(rank: int) -> None:
+        if rank == 1:
+            leave()
+        receive_from(1)
+
+    with pytest.raises(RankDied, match=f"rank 1 .*{words}") as death:
+        on_ranks(2, die)
+    assert (death.value.rank, death.value.exit_code) == (1, exit_code)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: threading.Lock(), TypeError, "rank 0 returned a lock that cannot be sent back"),
+        (lambda: (_ for _ in ()).throw(Unbuildable(1, 2)), LaunchError, "rank 0 raised .*Unbuildable: 1 and 2"),
+    ],
+    ids=["result", "exception"],
+)
+def test_what_cannot_be_pickled_still_arrives_as_a_sentence(
+    make: Callable[[], Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        on_ranks(1, lambda rank: make())
+
+
+def test_an_argument_that_cannot_be_pickled_is_refused_before_any_rank_starts() -> None:
+    with pytest.raises(TypeError, match="cannot be sent to the ranks"):
+        on_ranks(2, print, threading.Lock())
+
+
+@pytest.mark.parametrize(
+    ("n", "fn", "options", "error", "words"),
+    [
+        (0, print, {}, ValueError, "n is 0; it must be at least 1"),
+        (2.0, print, {}, TypeError, "n is 2.0; it must be a whole number"),
+        (True, print, {}, TypeError, "n is True"),
+        (2, 5, {}, TypeError, "fn is 5, which cannot be called"),
+        (2, print, {"timeout_s": 0}, ValueError, "timeout_s is 0; it must be a positive"),
+        (2, print, {"timeout_s": float("nan")}, ValueError, "timeout_s is nan"),
+        (2, print, {"threads": 0}, ValueError, "threads is 0"),
+    ],
+)
+def test_bad_input_is_refused_by_name(
+    n: Any, fn: Any, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        on_ranks(n, fn, **options)
+
+
+def test_a_call_inside_a_rank_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="inside a rank of on_ranks"):
+        on_ranks(1, lambda rank: on_ranks(1, print))
+
+
+def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text(
+        textwrap.dedent("""
+        from course_pp.launch import on_ranks
+        print("top of the script")
+        class Box:
+            def __init__(self, value): self.value = value
+        def boxed(rank): return Box(rank)
+        results = on_ranks(2, boxed)
+        assert all(type(box) is Box for box in results)
+        print([box.value for box in results])
+        """)
+    )
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=50, check=True)
+    assert run.stdout.splitlines() == ["top of the script", "[0, 1]"]
+
+
+def test_several_threads_can_start_ranks_at_once() -> None:
+    results: dict[int, list[int]] = {}
+
+    def call(k: int) -> None:
+        results[k] = on_ranks(2, lambda rank: 10 * k + rank)
+
+    threads = [threading.Thread(target=call, args=(k,)) for k in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {k: [10 * k, 10 * k + 1] for k in range(3)}
+
+
+def test_the_server_that_ranks_fork_from_has_one_thread() -> None:
+    def threads_of_parent(rank: int) -> int:
+        return len(os.listdir(f"/proc/{os.getppid()}/task"))
+
+    if sys.platform.startswith("linux"):
+        assert on_ranks(1, threads_of_parent) == [1]

@@ -1,0 +1,217 @@
+"""`run_torchrun` and ``%torchrun``: the command that is built, and how a run ends."""
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from course_pp.launch import LaunchError, RanksHung, run_torchrun
+from course_pp.launch.command import build, script_index
+from course_pp.launch.magic import split
+from tests.processes import no_process_left
+
+pytestmark = pytest.mark.timeout(90)
+
+HEAD = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+dist.init_process_group()
+rank = dist.get_rank()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with a script, seen from its notebooks, without Slurm."""
+    (tmp_path / "source_code").mkdir()
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "source_code" / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path / "notebooks")
+    for name in ("SLURM_JOB_ID", "PET_STANDALONE", "PET_LOCAL_ADDR", "PET_TEE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def fake_srun(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An ``srun`` on PATH that says what it was asked and runs it."""
+    srun = folder / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.write_text('#!/bin/sh\necho "[rank 0] srun $1 $2 $3 $4"\nshift 4\nexec "$@"\n')
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", str(srun.parent), prepend=os.pathsep)
+    return srun
+
+
+@pytest.mark.parametrize(
+    ("line", "script"),
+    [
+        ("train.py --pp 2", "train.py"),
+        ("--nproc-per-node 2 train.py", "train.py"),
+        ("--nproc_per_node=2 --standalone train.py", "train.py"),
+        ("--no_python --nnodes 1 -r 3 python x.py", "python"),
+        ("-m package.module", "package.module"),
+        ("--nproc-per-node 2", None),
+    ],
+)
+def test_the_script_is_the_first_word_that_belongs_to_no_option(line: str, script: str | None) -> None:
+    args = shlex.split(line)
+    at = script_index(args)
+    assert (None if at is None else args[at]) == script
+
+
+def test_a_path_from_the_root_works_in_a_notebook_and_is_shown_as_it_is_run(folder: Path) -> None:
+    command = build(["--nproc-per-node=2", "source_code/train.py", "--out", "here"], local=True)
+    assert command.shown == "torchrun --nproc-per-node=2 ../source_code/train.py --out here"
+    assert command.argv[:3] == (sys.executable, "-m", "torch.distributed.run")
+    assert command.argv[3:] == tuple(shlex.split(command.shown)[1:])
+
+
+def test_a_missing_script_is_named(folder: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no script 'source_code/trian\.py'"):
+        build(["source_code/trian.py"], local=True)
+    with pytest.raises(ValueError, match="no script in `torchrun --nproc-per-node=2`"):
+        build(["--nproc-per-node=2"], local=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "free_port"),
+    [
+        ("", True),
+        ("--nnodes=1 --nproc-per-node=2", True),
+        ("--nnodes 1:1", True),
+        ("--nnodes=2", False),
+        ("--rdzv-endpoint=localhost:1234", False),
+        ("--master_port 1234", False),
+    ],
+)
+def test_one_node_takes_a_free_port_unless_the_user_chose_a_rendezvous(
+    folder: Path, options: str, free_port: bool
+) -> None:
+    command = build([*shlex.split(options), "source_code/train.py"], local=True)
+    assert ("PET_STANDALONE" in command.environ) == free_port
+    assert command.environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] == "[rank ${rank}] "
+
+
+def test_what_the_user_set_in_the_environment_stays(folder: Path) -> None:
+    command = build(["source_code/train.py"], local=True, environ={"OMP_NUM_THREADS": "4", "PET_TEE": "1"})
+    assert not {"OMP_NUM_THREADS", "PET_TEE"} & set(command.environ)
+
+
+def test_next_to_slurm_the_launcher_runs_under_srun_unless_told_otherwise(fake_srun: Path) -> None:
+    args = ["--nproc-per-node=2", "source_code/train.py"]
+    assert build(args).shown == "srun -N 1 -n 1 torchrun --nproc-per-node=2 ../source_code/train.py"
+    assert build(["--nnodes=2", *args]).shown.startswith("srun -N 2 -n 2 torchrun --nnodes=2")
+    assert build(args, local=True).shown.startswith("torchrun")
+
+
+def test_a_run_under_srun_executes_what_it_shows(
+    fake_srun: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "source_code" / "train.py").write_text("print('trained')")
+    lines = run_torchrun(["source_code/train.py"], timeout_s=60)
+    assert lines == ("[rank 0] srun -N 1 -n 1", "[rank 0] trained")
+    assert capsys.readouterr().out.startswith("$ srun -N 1 -n 1 torchrun ../source_code/train.py\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--nproc-per-node 2 x.py --timeout 3", (["--nproc-per-node", "2", "x.py", "--timeout", "3"], 300.0, False)),
+        ("--timeout 20 --local --standalone x.py", (["--standalone", "x.py"], 20.0, True)),
+        ("--nproc-per-node 2 --local --timeout=5 x.py 'a b'", (["--nproc-per-node", "2", "x.py", "a b"], 5.0, True)),
+    ],
+)
+def test_the_magic_takes_its_own_options_before_the_script(line: str, expected: tuple[Any, ...]) -> None:
+    assert split(line) == expected
+
+
+def test_the_magic_refuses_a_limit_that_is_no_number() -> None:
+    with pytest.raises(ValueError, match="--timeout 'soon' is not a number of seconds"):
+        split("--timeout soon x.py")
+
+
+@pytest.fixture
+def _nothing_left() -> Iterator[None]:
+    with no_process_left(within_s=15):
+        yield
+
+
+@pytest.mark.usefixtures("_nothing_left")
+def test_lines_are_labelled_and_nothing_is_added_to_the_command(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = folder / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text("import os; os.environ['OWN_SITE'] = 'kept'")
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    (folder / "s.py").write_text(HEAD + "print('a\\nb', os.environ['OWN_SITE']); print('c', file=sys.stderr)")
+    lines = run_torchrun(["--nproc-per-node=2", "../s.py"], timeout_s=60, local=True)
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0] == "$ torchrun --nproc-per-node=2 ../s.py"
+    assert sorted(lines) == sorted([*out.splitlines()[1:], *err.splitlines()])
+    assert sorted(lines) == [f"[rank {rank}] {text}" for rank in range(2) for text in ("a", "b kept", "c")]
+
+
+@pytest.mark.usefixtures("_nothing_left")
+@pytest.mark.parametrize(
+    ("failing", "words"),
+    [
+        ("raise ValueError('width 3')", "rank 1 failed with exit code 1: ValueError: width 3. Its last lines:"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 failed with signal SIGKILL"),
+    ],
+    ids=["raise", "kill"],
+)
+def test_the_rank_that_failed_first_is_named(folder: Path, failing: str, words: str) -> None:
+    (folder / "s.py").write_text(f"{HEAD}if rank == 1:\n    {failing}\ndist.recv(torch.zeros(1), src=1)\n")
+    with pytest.raises(LaunchError) as failure:
+        run_torchrun(["--nproc-per-node=2", str(folder / "s.py")], timeout_s=60, local=True)
+    assert words in str(failure.value)
+
+
+@pytest.mark.usefixtures("_nothing_left")
+def test_wrong_arguments_are_reported_in_torchruns_words(folder: Path) -> None:
+    with pytest.raises(LaunchError, match=r"exit code 2 and named no rank[^\n]*\n.*error"):
+        run_torchrun(["--no-such-option=1", "source_code/train.py"], timeout_s=60, local=True)
+
+
+@pytest.mark.usefixtures("_nothing_left")
+def test_at_the_time_limit_it_says_who_waits_for_whom(folder: Path) -> None:
+    (folder / "s.py").write_text(HEAD + "dist.recv(torch.zeros(1), src=1 - rank)\n")
+    with pytest.raises(RanksHung, match="Rank 0 waits for rank 1 and rank 1 for rank 0") as hung:
+        run_torchrun(["--nproc-per-node=2", str(folder / "s.py")], timeout_s=15, local=True)
+    assert [wait.where for wait in hung.value.waits] == ["s.py line 6: dist.recv(torch.zeros(1), src=1 - rank)"] * 2
+
+
+@pytest.mark.usefixtures("_nothing_left")
+def test_a_notebook_starts_ranks_both_ways_and_its_cells_fail_when_ranks_do(folder: Path) -> None:
+    (folder / "source_code" / "train.py").write_text("print('trained')")
+    cells = [
+        "%load_ext course_pp.launch\nfrom course_pp.launch import on_ranks",
+        "def swap(rank):\n    import torch, torch.distributed as dist\n"
+        "    dist.recv(torch.zeros(1), src=1 - rank)\non_ranks(2, swap, timeout_s=0.5)",
+        "on_ranks(2, lambda rank: rank)",
+        "%torchrun --local --timeout 60 source_code/train.py",
+        "on_ranks(2, lambda rank: 1 / 0)",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    client = NotebookClient(notebook, timeout=60, allow_errors=True, resources={"metadata": {"path": os.getcwd()}})
+    client.execute()
+    _, hung, ranks, run, failed = [cell.outputs for cell in notebook.cells]
+    assert "cell line 3: dist.recv(torch.zeros(1), src=1 - rank)" in hung[-1]["evalue"]
+    assert ranks[-1]["data"]["text/plain"] == "[0, 1]"
+    assert "".join(o["text"] for o in run) == "$ torchrun ../source_code/train.py\n[rank 0] trained\n"
+    assert failed[-1]["ename"] == "ZeroDivisionError"
+    assert "Cell, line 1" in "\n".join(failed[-1]["traceback"])
+
+
+def test_importing_the_launcher_imports_no_torch() -> None:
+    code = "import sys, course_pp.launch, course_pp.launch.magic; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
