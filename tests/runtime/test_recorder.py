@@ -1,0 +1,201 @@
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import pipelining
+
+from course_pp.launch import on_ranks
+from course_pp.runtime import Recorder
+from course_pp.schedule import Action, Timeline
+
+WIDTH, N_MICROBATCHES = 8, 4
+
+Schedules = dict[str, tuple[type, Callable[[int, int], list[int]], str]]
+
+# The stages of each rank, and the kinds of action a stage does for each microbatch.
+SCHEDULES: Schedules = {
+    "GPipe": (pipelining.ScheduleGPipe, lambda rank, n: [rank], "FB"),
+    "1F1B": (pipelining.Schedule1F1B, lambda rank, n: [rank], "FB"),
+    "Interleaved1F1B": (pipelining.ScheduleInterleaved1F1B, lambda rank, n: [rank, rank + n], "FB"),
+    "ZBV": (pipelining.ScheduleZBVZeroBubble, lambda rank, n: [rank, 2 * n - 1 - rank], "FIW"),
+}
+
+
+def record_torch(rank: int, name: str) -> Timeline:
+    """Two training steps under one of torch's schedules, the second one recorded."""
+    make, stages_of, _ = SCHEDULES[name]
+    n_ranks = dist.get_world_size()
+    indices = stages_of(rank, n_ranks)
+    n_stages = n_ranks * len(indices)
+    torch.manual_seed(0)
+    stages = [
+        pipelining.PipelineStage(nn.Linear(WIDTH, WIDTH), index, n_stages, torch.device("cpu")) for index in indices
+    ]
+    several = len(stages) > 1
+    schedule = make(stages if several else stages[0], N_MICROBATCHES, loss_fn=nn.functional.mse_loss)
+    batch = torch.randn(2 * N_MICROBATCHES, WIDTH)
+
+    def step() -> None:
+        inputs = (batch,) if 0 in indices else ()
+        targets = {"target": batch} if n_stages - 1 in indices else {}
+        schedule.step(*inputs, **targets)
+
+    recorder = Recorder()
+    with recorder.attach(*stages):
+        step()
+        recorder.clear()
+        step()
+    step()  # detached: leaves no trace
+    return recorder.timeline()
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_run_of_torch_is_recorded_action_by_action(name: str) -> None:
+    first, second = on_ranks(2, record_torch, name, timeout_s=60.0)
+    assert first == second
+    assert first.unit == "s"
+    assert min(span.start for span in first.spans) == 0
+
+    _, stages_of, kinds = SCHEDULES[name]
+    for rank, row in enumerate(first.by_rank):
+        done = [span.action for span in row]
+        must = {
+            Action(stage, kind, microbatch)
+            for stage in stages_of(rank, 2)
+            for kind in kinds
+            for microbatch in range(N_MICROBATCHES)
+        }
+        done_in_full = {a for a in done if a.kind != "B"} | {
+            Action(a.stage, kind, a.microbatch) for a in done if a.kind == "B" for kind in kinds.strip("F")
+        }
+        assert done_in_full == must
+        assert len(done) == len(set(done))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_action_starts_before_what_it_needs_is_there(name: str) -> None:
+    tl = on_ranks(2, record_torch, name, timeout_s=60.0)[0]
+    ready = {product: s.end for s in tl.spans for part in s.action.parts for product in part.provides}
+    for span in tl.spans:
+        for part in span.action.parts:
+            assert all(ready[product] <= span.start for product in part.needs(tl.n_stages))
+
+
+def hand_written(rank: int) -> Timeline:
+    recorder = Recorder()
+    dist.barrier()
+    if rank == 1:
+        with recorder.span(Action(1, "F", 0)):
+            time.sleep(0.01)
+    return recorder.timeline()
+
+
+def test_ranks_that_did_nothing_have_an_empty_row() -> None:
+    for tl in on_ranks(3, hand_written, timeout_s=60.0):
+        assert [len(row) for row in tl.by_rank] == [0, 1, 0]
+
+
+def test_without_a_process_group_there_is_one_rank() -> None:
+    recorder = Recorder()
+    for kind in "FB":
+        with recorder.span(Action(0, kind, 0)):
+            time.sleep(0.001)
+    tl = recorder.timeline()
+    assert tl.n_ranks == 1
+    assert [str(span.action) for span in tl.spans] == ["0F0", "0B0"]
+    assert tl.spans[0].start == 0
+    assert tl.spans[0].duration >= 0.001
+
+
+def test_nothing_recorded_is_an_empty_timeline() -> None:
+    recorder = Recorder("cpu")
+    with recorder.span(Action(0, "F", 0)):
+        pass
+    recorder.clear()
+    assert recorder.timeline() == Timeline(1, (), unit="s")
+
+
+def test_a_body_that_raises_is_not_recorded_and_the_recorder_goes_on() -> None:
+    recorder = Recorder()
+    with pytest.raises(KeyError), recorder.span(Action(0, "F", 0)):
+        raise KeyError
+    with recorder.span(Action(0, "F", 1)):
+        pass
+    assert [str(span.action) for span in recorder.timeline().spans] == ["0F1"]
+
+
+def test_a_span_within_a_span_is_refused() -> None:
+    recorder = Recorder()
+    with (
+        recorder.span(Action(0, "F", 0)),
+        pytest.raises(RuntimeError, match="0B1 starts while 0F0 is being recorded"),
+        recorder.span(Action(0, "B", 1)),
+    ):
+        pass
+
+
+def test_the_timeline_is_refused_in_the_middle_of_a_span() -> None:
+    recorder = Recorder()
+    with recorder.span(Action(0, "F", 0)), pytest.raises(RuntimeError, match="still being recorded"):
+        recorder.timeline()
+
+
+class OwnStage:
+    """What anybody's stage must look like to be recorded."""
+
+    stage_index = 3
+    has_backward = True
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: object) -> str:
+        return f"output {fwd_chunk_id}"
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: object = None, full_backward: bool = True, last_backward: bool = False
+    ) -> str:
+        return f"gradient {bwd_chunk_id} {full_backward} {last_backward}"
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> str:
+        return f"weights {bwd_chunk_id} {last_backward}"
+
+
+def test_an_attached_stage_does_what_it_did_and_is_recorded() -> None:
+    stage, recorder = OwnStage(), Recorder()
+    with recorder.attach(stage):
+        assert stage.forward_one_chunk(0, "input") == "output 0"
+        assert stage.backward_one_chunk(0, None, False, last_backward=True) == "gradient 0 False True"
+        assert stage.backward_weight_one_chunk(0, last_backward=True) == "weights 0 True"
+        assert stage.backward_one_chunk(1) == "gradient 1 True False"
+    assert stage.forward_one_chunk(2) == "output 2"
+    assert [str(s.action) for s in recorder.timeline().spans] == ["3F0", "3I0", "3W0", "3B1"]
+    assert not vars(stage)
+
+
+def test_a_stage_is_given_back_when_the_run_raises() -> None:
+    stage = OwnStage()
+    with pytest.raises(KeyError), Recorder().attach(stage):
+        raise KeyError
+    assert not vars(stage)
+
+
+def test_a_backward_that_evaluation_skips_is_not_recorded() -> None:
+    stage, recorder = OwnStage(), Recorder()
+    stage.has_backward = False
+    with recorder.attach(stage):
+        stage.forward_one_chunk(0)
+        stage.backward_one_chunk(0)
+        stage.backward_weight_one_chunk(0)
+    assert [str(s.action) for s in recorder.timeline().spans] == ["3F0"]
+
+
+def test_a_stage_is_attached_once() -> None:
+    stage = OwnStage()
+    with Recorder().attach(stage), pytest.raises(ValueError, match="stage 3 is recorded already"):
+        Recorder().attach(stage)
+
+
+def test_what_is_not_a_stage_is_refused() -> None:
+    with pytest.raises(ValueError, match="Linear, which has no stage_index"):
+        Recorder().attach(nn.Linear(1, 1))  # type: ignore[arg-type]

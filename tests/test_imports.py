@@ -1,0 +1,91 @@
+"""The arrows of the design hold: who imports whom, and what stays out of the importing process."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import course_pp
+
+ROOT = Path(course_pp.__file__).parent
+
+# What each package may import from its siblings. `exercises` may import anything, nothing imports it.
+ARROWS = {
+    "schedule": set(),
+    "show": {"schedule"},
+    "model": set(),
+    "runtime": {"schedule"},
+    "parallel": {"model"},
+    "training": {"model", "parallel", "runtime", "schedule"},
+    "launch": set(),
+}
+
+HEAVY = {"torch", "transformers", "datasets"}
+
+
+@pytest.mark.parametrize(
+    ("module", "kept_out"),
+    [
+        ("course_pp", HEAVY | {"numpy", "matplotlib"}),
+        ("course_pp.schedule", HEAVY | {"numpy", "matplotlib"}),
+        ("course_pp.show", HEAVY | {"matplotlib.pyplot"}),
+        ("course_pp.launch", HEAVY),
+    ],
+)
+def test_importing_a_light_package_keeps_the_heavy_ones_out(module: str, kept_out: set[str]) -> None:
+    program = f"import sys, {module}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert kept_out.isdisjoint(done.stdout.split())
+
+
+def siblings_imported(path: Path) -> set[str]:
+    """The first name below ``course_pp`` of every import in a file, inside functions too."""
+    package = ["course_pp", *path.relative_to(ROOT).with_suffix("").parts][:-1]
+    names = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            start = ".".join([*base, *filter(None, [node.module])])
+            names += [f"{start}.{alias.name}" for alias in node.names]
+    parts = [name.split(".") for name in names]
+    return {part[1] for part in parts if part[0] == "course_pp" and len(part) > 1} - {"__version__"}
+
+
+@pytest.mark.parametrize("package", ARROWS)
+def test_packages_import_only_along_the_arrows(package: str) -> None:
+    allowed = ARROWS[package] | {package}
+    wrong = {
+        str(path.relative_to(ROOT)): sorted(extra)
+        for path in (ROOT / package).rglob("*.py")
+        if (extra := siblings_imported(path) - allowed)
+    }
+    assert not wrong
+
+
+def test_the_arrows_name_every_package() -> None:
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert packages - {"exercises"} <= set(ARROWS)
+
+
+@pytest.mark.parametrize(
+    ("source", "imported"),
+    [
+        ("import course_pp.model.config", {"model"}),
+        ("from course_pp import launch, show", {"launch", "show"}),
+        ("def f():\n    from ..training import data", {"training"}),
+        ("from .timeline import Span", {"schedule"}),
+        ("import torch", set()),
+    ],
+)
+def test_the_check_sees_every_form_of_import(
+    source: str, imported: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    (tmp_path / "schedule").mkdir()
+    path = tmp_path / "schedule" / "module.py"
+    path.write_text(source)
+    assert siblings_imported(path) == imported
