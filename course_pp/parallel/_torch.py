@@ -1,0 +1,16 @@
+"""The one place that touches private names of ``torch.distributed.pipelining``, which move between releases."""
+
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+
+__all__ = ["LocalNeighboursStage"]
+
+
+class LocalNeighboursStage(PipelineStage):
+    """A stage whose neighbours may live on its own rank, as under V placements or on a single rank.
+
+    torch before 2.12 opens connections by a message to every neighbour, itself included, which gloo refuses.
+    """
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]

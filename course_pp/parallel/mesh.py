@@ -1,0 +1,189 @@
+"""Process groups as one named mesh: ``pp`` outermost, then ``dp_replicate``, ``dp_shard``, ``tp``.
+
+The outermost dimension has the largest stride between neighbours, so with ranks numbered node by node the
+tensor-parallel ranks, which talk most, are the closest, and the pipeline stages, which talk least, the farthest.
+"""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from course_pp.parallel.world import get_world_info
+
+__all__ = [
+    "DistributedConfig",
+    "destroy_distributed",
+    "get_device",
+    "get_dp_mesh",
+    "get_pp_mesh",
+    "get_pp_rank",
+    "get_pp_size",
+    "get_tp_mesh",
+    "has_dp_mesh",
+    "init_distributed",
+]
+
+_DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
+
+
+@dataclass(frozen=True)
+class DistributedConfig:
+    """How many ways each kind of parallelism cuts the run.
+
+    Args:
+        pp: pipeline stages' ranks.
+        dp_replicate: copies of the sharded model (HSDP); 1 for none.
+        dp_shard: ranks a parameter is sharded over (FSDP2); -1 takes what the other factors leave.
+        tp: tensor-parallel ranks.
+        backend: ``"gloo"`` or ``"nccl"``; None takes NCCL where every local rank has a GPU, else gloo.
+        timeout_s: seconds a collective may wait for its peers.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = -1
+    tp: int = 1
+    backend: str | None = None
+    timeout_s: float = 300
+
+    def __post_init__(self) -> None:
+        for name in _DIMENSIONS:
+            size = getattr(self, name)
+            if not isinstance(size, int) or (size < 1 and not (name == "dp_shard" and size == -1)):
+                or_left = ", or -1 for what the other factors leave" if name == "dp_shard" else ""
+                raise ValueError(f"{name}={size!r} must be a whole number of at least 1{or_left}")
+        if self.backend not in (None, "gloo", "nccl"):
+            raise ValueError(f"backend={self.backend!r} must be 'gloo', 'nccl' or None (chosen by what is there)")
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s={self.timeout_s!r} must be a positive number of seconds")
+
+    def sizes(self, world_size: int) -> dict[str, int]:
+        """Sizes of all four dimensions, outermost first, with -1 resolved.
+
+        Raises:
+            ValueError: if their product is not ``world_size``.
+        """
+        sizes = {name: getattr(self, name) for name in _DIMENSIONS}
+        if self.dp_shard == -1:
+            others = self.pp * self.dp_replicate * self.tp
+            if world_size % others:
+                raise ValueError(
+                    f"pp × dp_replicate × tp = {self.pp} × {self.dp_replicate} × {self.tp} = {others} does not divide "
+                    f"the world size {world_size}: start a multiple of {others} ranks, or change a factor"
+                )
+            sizes["dp_shard"] = world_size // others
+        if prod(sizes.values()) != world_size:
+            raise ValueError(
+                f"{' × '.join(sizes)} = {' × '.join(map(str, sizes.values()))} = {prod(sizes.values())}, but the "
+                f"world size is {world_size}: start {prod(sizes.values())} ranks, or change a factor"
+            )
+        return sizes
+
+
+def init_distributed(config: DistributedConfig, seed: int = 42) -> DeviceMesh | None:
+    """Join the process group, seed every rank alike, and build the mesh.
+
+    A group that exists already (as inside ``on_ranks``) is used as it is. Dimensions of size 1 are left out of the
+    mesh; ``dp_shard`` stays when ``dp_replicate > 1``, because ``fully_shard`` takes the last dimension as the one to
+    shard over.
+
+    Returns:
+        The mesh, or None for one process (which still gets a group of its own, so that collectives work).
+
+    Raises:
+        ValueError: if the factors do not multiply to the world size.
+    """
+    world_size = dist.get_world_size() if dist.is_initialized() else get_world_info()[2]
+    sizes = config.sizes(world_size)
+    torch.manual_seed(seed)
+    device = get_device(config.backend)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        # Both backends at once: control messages then stay on the CPU and never wait for the GPU.
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        store = dist.HashStore() if world_size == 1 else None
+        rendezvous = {"store": store, "rank": 0, "world_size": 1} if store else {"init_method": "env://"}
+        dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s), **rendezvous)
+    kept = {name: n for name, n in sizes.items() if n > 1 or (name == "dp_shard" and config.dp_replicate > 1)}
+    if not kept:
+        return None
+    return init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+
+def destroy_distributed() -> None:
+    """Leave the process group; a no-op without one, so it is safe to call repeatedly."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def get_device(backend: str | None = None) -> torch.device:
+    """This rank's device: its own GPU if every rank of this host has one, else the CPU.
+
+    Raises:
+        ValueError: if ``backend="nccl"`` and there are fewer GPUs than ranks on this host.
+    """
+    _, local_rank, world_size = get_world_info()
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    n_gpus = torch.cuda.device_count()
+    enough = n_gpus >= local_world_size
+    if backend == "nccl" and not enough:
+        raise ValueError(
+            f"backend='nccl' needs a GPU a rank, but this host has {n_gpus} GPUs for {local_world_size} ranks: "
+            "start fewer ranks, or use backend='gloo'"
+        )
+    if backend == "gloo" or not enough:
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank)
+
+
+def _dimension(device_mesh: DeviceMesh | None, name: str) -> DeviceMesh | None:
+    return device_mesh[name] if device_mesh is not None and name in (device_mesh.mesh_dim_names or ()) else None
+
+
+def get_pp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """The 1-D pipeline mesh this rank is part of; None without pipeline parallelism."""
+    return _dimension(device_mesh, "pp")
+
+
+def get_pp_rank(device_mesh: DeviceMesh | None) -> int:
+    """This rank's coordinate along ``pp``; 0 without pipeline parallelism."""
+    pp_mesh = get_pp_mesh(device_mesh)
+    return 0 if pp_mesh is None else pp_mesh.get_local_rank()
+
+
+def get_pp_size(device_mesh: DeviceMesh | None) -> int:
+    """Number of pipeline ranks; 1 without pipeline parallelism."""
+    pp_mesh = get_pp_mesh(device_mesh)
+    return 1 if pp_mesh is None else pp_mesh.size()
+
+
+def get_tp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """The 1-D tensor-parallel mesh this rank is part of; None without tensor parallelism."""
+    return _dimension(device_mesh, "tp")
+
+
+def has_dp_mesh(device_mesh: DeviceMesh | None) -> bool:
+    """True if there is a data-parallel dimension."""
+    return _dimension(device_mesh, "dp_shard") is not None
+
+
+def get_dp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh:
+    """The 1-D ``dp_shard`` mesh, or the 2-D ``(dp_replicate, dp_shard)`` mesh.
+
+    Raises:
+        ValueError: if there is no data-parallel dimension; ask :func:`has_dp_mesh` first.
+    """
+    if device_mesh is None or not has_dp_mesh(device_mesh):
+        names = () if device_mesh is None else device_mesh.mesh_dim_names
+        raise ValueError(
+            f"mesh dimensions {names} have no data-parallel one: set dp_shard or dp_replicate above 1, "
+            "or ask has_dp_mesh first"
+        )
+    replicated = "dp_replicate" in (device_mesh.mesh_dim_names or ())
+    return device_mesh["dp_replicate", "dp_shard"] if replicated else device_mesh["dp_shard"]

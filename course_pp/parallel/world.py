@@ -1,0 +1,104 @@
+"""Who am I among the ranks: torchrun's variables, else Slurm's, else a single process."""
+
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["get_world_info", "is_rank_zero", "refusals_said_once"]
+
+_PORTS = range(15_000, 30_000)  # below Linux's ephemeral ports (32768 and up), so nothing else is handed one
+
+
+def get_world_info() -> tuple[int, int, int]:
+    """Return ``(rank, local_rank, world_size)``; ``(0, 0, 1)`` outside any launcher.
+
+    torchrun's RANK, LOCAL_RANK and WORLD_SIZE come first. Without them the SLURM_PROCID, SLURM_LOCALID and
+    SLURM_NTASKS of ``srun`` are read and exported under torchrun's names, with MASTER_ADDR and MASTER_PORT
+    derived from the job, so that ``init_method="env://"`` works under bare ``srun`` too.
+
+    Raises:
+        ValueError: if a launcher set some of its variables but not all, or one is not a number.
+    """
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        return _read("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    if "SLURM_PROCID" in os.environ:
+        rank, local_rank, world_size = _read("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank), WORLD_SIZE=str(world_size))
+        os.environ.setdefault("LOCAL_WORLD_SIZE", str(_slurm_local_world_size(world_size)))
+        os.environ.setdefault("MASTER_ADDR", _slurm_master_address())
+        os.environ.setdefault("MASTER_PORT", str(_slurm_master_port()))
+        return rank, local_rank, world_size
+    return 0, 0, 1
+
+
+def is_rank_zero() -> bool:
+    """True on global rank 0, also before a process group exists."""
+    return get_world_info()[0] == 0
+
+
+@contextmanager
+def refusals_said_once(program: str) -> Iterator[None]:
+    """End a script on a ``ValueError`` with exit code 2 and one message, not one traceback a rank.
+
+    A bad argument is refused by every rank at once. Rank 0 speaks; the others leave it five seconds, in which the
+    launcher ends them, and speak only if they are still there: then the trouble was theirs alone.
+    """
+    try:
+        yield
+    except ValueError as error:
+        rank = get_world_info()[0]
+        if rank > 0:
+            time.sleep(5)
+        where = f" (rank {rank})" if rank > 0 else ""
+        print(f"{program}: error{where}: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def _read(*names: str) -> tuple[int, int, int]:
+    values = []
+    for name in names:
+        text = os.environ.get(name)
+        if text is None or not text.isdigit():
+            raise ValueError(
+                f"environment variable {name} is {text!r}, but {', '.join(names)} must all be whole numbers: "
+                "start the ranks with torchrun or srun, or unset all three to run as one process"
+            )
+        values.append(int(text))
+    rank, local_rank, world_size = values
+    if rank >= world_size:
+        raise ValueError(f"{names[0]}={rank} must be below {names[2]}={world_size}: unset or correct them")
+    return rank, local_rank, world_size
+
+
+def _slurm_local_world_size(world_size: int) -> int:
+    """Tasks on this node, from a description such as ``"2(x3),1"``: three nodes with two tasks, then one with one."""
+    text = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE") or str(world_size)
+    per_node = []
+    for tasks, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        per_node += [int(tasks)] * int(repeat or 1)
+    node = int(os.environ.get("SLURM_NODEID", 0))
+    return per_node[node] if node < len(per_node) else world_size
+
+
+def _slurm_master_address() -> str:
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
+    n_nodes = os.environ.get("SLURM_STEP_NUM_NODES") or os.environ.get("SLURM_JOB_NUM_NODES", "1")
+    return first_host(nodes) if n_nodes != "1" and nodes else "127.0.0.1"
+
+
+def _slurm_master_port() -> int:
+    """A port every task of the step computes alike, and two steps of one job do not share."""
+    job, step = (int(re.sub(r"\D", "", os.environ.get(k, "")) or 0) for k in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    return _PORTS[(7919 * job + step) % len(_PORTS)]
+
+
+def first_host(nodelist: str) -> str:
+    """First host of a Slurm node list: ``"gpu[03-05,9],cpu1"`` gives ``"gpu03"``."""
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodelist)
+    if match is None:
+        raise ValueError(f"Slurm node list {nodelist!r} names no host: set MASTER_ADDR yourself")
+    prefix, number, suffix = match.groups(default="")
+    return prefix + number + suffix

@@ -1,0 +1,89 @@
+"""Equal to one process: the comparison every distributed test makes."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from course_pp.model import ModelConfig, Transformer
+
+GRADIENT_TOLERANCE = 1e-12  # float64
+PARAMETER_TOLERANCE = 1e-11  # after three AdamW steps
+LEARNING_RATE = 1e-2
+
+
+@dataclass
+class Trained:
+    """What a training run leaves behind, by the full model's parameter names."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+
+
+def snapshot_gradients(modules: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """Gradients of one rank's modules; a missing gradient is an error."""
+    named = [pair for module in modules for pair in module.named_parameters()]
+    missing = [name for name, p in named if p.grad is None]
+    assert not missing, f"no gradient for {missing}"
+    return {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
+def snapshot_parameters(modules: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """Parameters of one rank's modules."""
+    return {name: p.detach().clone() for module in modules for name, p in module.named_parameters()}
+
+
+def adamw(modules: Iterable[nn.Module]) -> torch.optim.AdamW:
+    """The optimizer of every comparison."""
+    return torch.optim.AdamW([p for m in modules for p in m.parameters()], lr=LEARNING_RATE)
+
+
+def batches(config: ModelConfig, batch: int, seq_len: int, n: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """``n`` random batches of (inputs, target), each (batch, seq_len)."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(config.vocab_size, (n, batch, seq_len + 1), generator=generator)
+    return [(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in tokens]
+
+
+def train_in_one_process(
+    config: ModelConfig, data: list[tuple[Tensor, Tensor]], loss_fn: nn.Module, seed: int = 0, **kwargs: Tensor
+) -> Trained:
+    """The reference: the whole model in float64, each batch in one piece. Gradients are the first step's."""
+    torch.manual_seed(seed)
+    model = Transformer(config).double()
+    optimizer = adamw([model])
+    losses, gradients = [], {}
+    for step, (inputs, target) in enumerate(data):
+        optimizer.zero_grad()
+        loss = loss_fn(model(inputs, **kwargs), target)
+        loss.backward()
+        losses.append(loss.item())
+        if step == 0:
+            gradients = snapshot_gradients([model])
+        optimizer.step()
+    return Trained(losses, gradients, snapshot_parameters([model]))
+
+
+def assert_equals_one_process(ranks: list[Trained], reference: Trained, config: ModelConfig) -> None:
+    """Every rank's loss, and all gradients and parameters of the ranks together, equal the reference's."""
+    for rank, trained in enumerate(ranks):
+        torch.testing.assert_close(
+            trained.losses, reference.losses, rtol=GRADIENT_TOLERANCE, atol=0, msg=lambda m, r=rank: f"rank {r}: {m}"
+        )
+    for kind, tolerance in (("gradients", GRADIENT_TOLERANCE), ("parameters", PARAMETER_TOLERANCE)):
+        expected = getattr(reference, kind)
+        seen = set()
+        for rank, trained in enumerate(ranks):
+            for name, value in getattr(trained, kind).items():
+                source = "embed.weight" if config.tie_embeddings and name == "head.weight" else name
+                seen.add(source)
+                _assert_close(value, expected[source], tolerance, f"{kind} of {name} on rank {rank}")
+        assert seen == set(expected), f"{kind} held by no rank: {set(expected) - seen}"
+
+
+def _assert_close(value: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+    assert value.shape == expected.shape, f"{what}: shape {value.shape}, expected {expected.shape}"
+    difference = (value - expected).abs().max().item() / max(1.0, expected.abs().max().item())
+    assert difference <= tolerance, f"{what} differ by {difference:.1e}, more than {tolerance:.0e}"

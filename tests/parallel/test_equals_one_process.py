@@ -1,0 +1,95 @@
+"""Training through the pipeline equals training in one process: loss, every gradient, every parameter."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from course_pp.launch import on_ranks
+from course_pp.model import CrossEntropy, ModelConfig
+from course_pp.parallel import (
+    DistributedConfig,
+    build_pipeline_schedule,
+    build_pipeline_stage,
+    build_stage_module,
+    get_stage_indices,
+    init_distributed,
+    schedule_names,
+)
+from tests.equality import (
+    Trained,
+    adamw,
+    assert_equals_one_process,
+    batches,
+    snapshot_gradients,
+    snapshot_parameters,
+    train_in_one_process,
+)
+
+BATCH, SEQ_LEN, N_MICROBATCHES, STEPS = 16, 8, 8, 3
+
+
+def model_config(tied):
+    """Eight layers: enough for two stages on each of four ranks, uneven on three."""
+    return ModelConfig(
+        dim=32, n_layers=8, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=61, max_seq_len=16, tie_embeddings=tied
+    )
+
+
+def build(config, mesh, pp, rank, schedule, loss_fn, n_microbatches=N_MICROBATCHES, batch=BATCH):
+    """This rank's stage modules in float64, and the schedule over them."""
+    indices = get_stage_indices(schedule, rank, pp)
+    n_stages = pp * len(indices)
+    modules = [build_stage_module(config, i, n_stages).double() for i in indices]
+    stages = [
+        build_pipeline_stage(m, mesh, "cpu", batch // n_microbatches, SEQ_LEN, param_dtype=torch.float64)
+        for m in modules
+    ]
+    return modules, build_pipeline_schedule(stages if len(stages) > 1 else stages[0], n_microbatches, loss_fn, schedule)
+
+
+def train_on_rank(rank, pp, config, data, schedules, loss_fn, kwargs):
+    """Three AdamW steps under each schedule, from the same initial weights."""
+    torch.set_num_threads(1)
+    results = {}
+    for schedule in schedules:
+        mesh = init_distributed(DistributedConfig(pp=pp), seed=0)
+        modules, pipeline = build(config, mesh, pp, rank, schedule, loss_fn)
+        optimizer = adamw(modules)
+        evaluated = pipeline.eval(data[0][0], target=data[0][1], **kwargs).item()
+        losses, gradients = [], {}
+        for step, (inputs, target) in enumerate(data):
+            optimizer.zero_grad()
+            losses.append(pipeline.step(inputs, target=target, **kwargs).item())
+            if step == 0:
+                gradients = snapshot_gradients(modules)
+            optimizer.step()
+        after = pipeline.eval(data[0][0], target=data[0][1], **kwargs).item()
+        results[schedule] = Trained(losses, gradients, snapshot_parameters(modules)), evaluated, after
+    return results
+
+
+@cache
+def trained(pp, tied):
+    """All schedules on one set of ranks: starting ranks costs more than training this model."""
+    config = model_config(tied)
+    data = batches(config, BATCH, SEQ_LEN, STEPS)
+    reference = train_in_one_process(config, data, CrossEntropy())
+    return on_ranks(pp, train_on_rank, pp, config, data, schedule_names(), CrossEntropy(), {}), reference, config
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("pp", [1, 2, 3, 4])
+@pytest.mark.parametrize("schedule", schedule_names())
+def test_every_schedule_equals_one_process(schedule, pp, tied):
+    ranks, reference, config = trained(pp, tied)
+    assert_equals_one_process([rank[schedule][0] for rank in ranks], reference, config)
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3, 4])
+@pytest.mark.parametrize("schedule", schedule_names())
+def test_evaluation_before_training_gives_the_first_loss_on_every_rank(schedule, pp):
+    ranks, reference, _ = trained(pp, False)
+    assert [rank[schedule][1] for rank in ranks] == pytest.approx([reference.losses[0]] * pp, rel=1e-12)
+    assert len({rank[schedule][2] for rank in ranks}) == 1, "evaluation after training differs between ranks"
+    assert ranks[0][schedule][2] < reference.losses[0], "training on a batch must lower its evaluated loss"

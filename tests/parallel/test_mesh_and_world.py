@@ -1,0 +1,208 @@
+"""Ranks find each other under torchrun, Slurm or nothing, and the mesh has the dimensions asked for."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from course_pp.launch import on_ranks
+from course_pp.parallel import (
+    DistributedConfig,
+    destroy_distributed,
+    get_dp_mesh,
+    get_pp_mesh,
+    get_pp_rank,
+    get_pp_size,
+    get_tp_mesh,
+    get_world_info,
+    has_dp_mesh,
+    init_distributed,
+    is_rank_zero,
+)
+from course_pp.parallel.world import first_host
+
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture
+def launcher(monkeypatch):
+    """Set launcher variables in an environment that has none, and leave none behind."""
+    for name in list(os.environ):
+        if name in LAUNCHER_VARIABLES or name.startswith("SLURM_"):
+            monkeypatch.delenv(name)
+
+    def set_variables(**variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    before = dict(os.environ)
+    yield set_variables
+    for name in LAUNCHER_VARIABLES:
+        if name not in before:
+            os.environ.pop(name, None)
+
+
+def test_without_a_launcher_there_is_one_process(launcher):
+    assert get_world_info() == (0, 0, 1)
+    assert is_rank_zero()
+
+
+def test_torchrun_comes_before_slurm(launcher):
+    launcher(RANK="5", LOCAL_RANK="1", WORLD_SIZE="8", SLURM_PROCID="3", SLURM_LOCALID="3", SLURM_NTASKS="4")
+    assert get_world_info() == (5, 1, 8)
+    assert not is_rank_zero()
+
+
+def test_slurm_variables_are_exported_for_env_rendezvous(launcher):
+    launcher(
+        SLURM_PROCID="3", SLURM_LOCALID="1", SLURM_NTASKS="4", SLURM_JOB_ID="77", SLURM_STEP_ID="0",
+        SLURM_STEP_NODELIST="gpu[03-04]", SLURM_STEP_NUM_NODES="2", SLURM_NODEID="1", SLURM_STEP_TASKS_PER_NODE="2(x2)",
+    )  # fmt: skip
+    assert get_world_info() == (3, 1, 4)
+    exported = {name: os.environ[name] for name in LAUNCHER_VARIABLES if name != "MASTER_PORT"}
+    assert exported == {
+        "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "gpu03",
+    }  # fmt: skip
+    assert get_world_info() == (3, 1, 4), "a second call reads what the first exported"
+
+
+def test_slurm_on_one_node_needs_no_host_name(launcher):
+    launcher(SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NTASKS="2", SLURM_STEP_NODELIST="n1", SLURM_STEP_NUM_NODES="1")
+    get_world_info()
+    assert os.environ["MASTER_ADDR"] == "127.0.0.1"
+
+
+def slurm_port(launcher, job, step):
+    launcher(SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NTASKS="2", SLURM_JOB_ID=job, SLURM_STEP_ID=step)
+    for name in LAUNCHER_VARIABLES:
+        os.environ.pop(name, None)
+    get_world_info()
+    return int(os.environ["MASTER_PORT"])
+
+
+def test_tasks_of_a_step_agree_on_a_port_that_other_steps_and_jobs_do_not_get(launcher):
+    ports = {(job, step): slurm_port(launcher, job, step) for job in ("77", "78") for step in ("0", "1")}
+    assert len(set(ports.values())) == 4
+    assert slurm_port(launcher, "77", "1") == ports["77", "1"]
+    assert all(1024 < port < 32768 for port in ports.values())
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [("n1", "n1"), ("n1,n2", "n1"), ("gpu[03-05,9],cpu1", "gpu03"), ("a[7,9-11]b,c", "a7b"), ("r[1-2]-n[3-4]", "r1-n")],
+)
+def test_the_first_host_of_a_node_list(nodelist, host):
+    assert first_host(nodelist).startswith(host)
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK is None"),
+        ({"RANK": "x", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "RANK is 'x'"),
+        ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "RANK=2 must be below WORLD_SIZE=2"),
+    ],
+)
+def test_half_a_launcher_is_refused(launcher, variables, named):
+    launcher(**variables)
+    with pytest.raises(ValueError, match=named):
+        get_world_info()
+
+
+@pytest.mark.parametrize(
+    ("config", "world_size", "sizes"),
+    [
+        (DistributedConfig(), 1, (1, 1, 1, 1)),
+        (DistributedConfig(), 6, (1, 1, 6, 1)),
+        (DistributedConfig(pp=2, tp=2), 8, (2, 1, 2, 2)),
+        (DistributedConfig(pp=2, dp_replicate=2, dp_shard=1), 4, (2, 2, 1, 1)),
+    ],
+)
+def test_minus_one_takes_what_is_left(config, world_size, sizes):
+    assert tuple(config.sizes(world_size).values()) == sizes
+
+
+@pytest.mark.parametrize(
+    ("config", "world_size", "message"),
+    [
+        (DistributedConfig(pp=3), 4, r"3 × 1 × 1 = 3 does not divide the world size 4: start a multiple of 3"),
+        (DistributedConfig(pp=2, dp_shard=1), 4, r"2 × 1 × 1 × 1 = 2, but the world size is 4: start 2 ranks"),
+    ],
+)
+def test_factors_that_do_not_multiply_to_the_world_size_are_refused(config, world_size, message):
+    with pytest.raises(ValueError, match=message):
+        config.sizes(world_size)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"pp": 0}, "pp=0 must be"),
+        ({"tp": 1.5}, "tp=1.5 must be"),
+        ({"dp_shard": -2}, "dp_shard=-2 must be .* or -1"),
+        ({"backend": "mpi"}, "backend='mpi' must be"),
+        ({"timeout_s": 0}, "timeout_s=0 must be"),
+    ],
+)
+def test_impossible_configurations_are_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        DistributedConfig(**kwargs)
+
+
+def describe_mesh(rank, config):
+    mesh = init_distributed(config, seed=3)
+    dp = get_dp_mesh(mesh) if has_dp_mesh(mesh) else None
+    return {
+        "dims": mesh.mesh_dim_names,
+        "shape": tuple(mesh.shape),
+        "pp": (get_pp_mesh(mesh) is not None, get_pp_rank(mesh), get_pp_size(mesh)),
+        "tp": get_tp_mesh(mesh) is not None,
+        "dp": None if dp is None else (dp.mesh_dim_names, tuple(dp.shape)),
+        "draw": torch.rand(1).item(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "dims", "shape", "dp"),
+    [
+        (DistributedConfig(pp=2, dp_shard=1, tp=2), ("pp", "tp"), (2, 2), None),
+        (DistributedConfig(pp=2), ("pp", "dp_shard"), (2, 2), (("dp_shard",), (2,))),
+        (
+            DistributedConfig(dp_replicate=4, dp_shard=1),
+            ("dp_replicate", "dp_shard"),
+            (4, 1),
+            (("dp_replicate", "dp_shard"), (4, 1)),
+        ),
+    ],
+    ids=["pp-tp", "pp-shard", "replicate"],
+)
+def test_the_mesh_has_the_dimensions_above_one_outermost_first(config, dims, shape, dp):
+    ranks = on_ranks(4, describe_mesh, config)
+    for rank, described in enumerate(ranks):
+        assert (described["dims"], described["shape"], described["dp"]) == (dims, shape, dp)
+        assert described["pp"] == ((True, rank // 2, 2) if "pp" in dims else (False, 0, 1))
+        assert described["tp"] == ("tp" in dims)
+    assert len({described["draw"] for described in ranks}) == 1, "every rank draws from the same seed"
+
+
+def test_one_process_gets_no_mesh_but_a_working_group(launcher):
+    try:
+        assert init_distributed(DistributedConfig()) is None
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        assert value.item() == 1
+        assert (get_pp_mesh(None), get_pp_rank(None), get_pp_size(None), get_tp_mesh(None)) == (None, 0, 1, None)
+        assert not has_dp_mesh(None)
+        with pytest.raises(ValueError, match="have no data-parallel one"):
+            get_dp_mesh(None)
+    finally:
+        destroy_distributed()
+    assert not dist.is_initialized()
+    destroy_distributed()
+
+
+def test_nccl_without_a_gpu_for_every_rank_is_refused(launcher):
+    launcher(RANK="0", LOCAL_RANK="0", WORLD_SIZE="99", LOCAL_WORLD_SIZE="99", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    with pytest.raises(ValueError, match="99 ranks"):
+        init_distributed(DistributedConfig(pp=99, backend="nccl"))
