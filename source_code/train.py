@@ -1,0 +1,152 @@
+"""Train a Llama-style model on real text, cut into pipeline stages over the ranks.
+
+    torchrun --standalone --nproc-per-node=2 source_code/train.py --pp 2 --schedule 1f1b --microbatches 8
+
+Without --text or --dataset the corpus is the source code of Python's own standard library, so nothing is downloaded.
+"""
+
+import argparse
+import sys
+import time
+
+import torch
+from tqdm import tqdm
+
+from course_pp.model import CrossEntropy, ModelConfig, build_stage_module, layer_costs, partition_by_cost
+from course_pp.parallel import (
+    DistributedConfig,
+    PipelineSchedule,
+    build_pipeline_schedule,
+    build_pipeline_stage,
+    destroy_distributed,
+    get_device,
+    get_pp_rank,
+    get_stage_indices,
+    get_world_info,
+    init_distributed,
+    refusals_said_once,
+    schedule_names,
+)
+from course_pp.training.data import (
+    Batches,
+    Sequences,
+    check_vocabulary,
+    encode,
+    load_corpus,
+    packed,
+    padded,
+    train_tokenizer,
+    unigram_entropy,
+    validation_batches,
+)
+
+
+def parse_args(world_size: int) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--pp", type=int, default=world_size, help="pipeline ranks (default: all ranks)")
+    add("--schedule", default="1f1b", help=f"one of {', '.join(schedule_names())} (default 1f1b)")
+    add("--microbatches", type=int, default=8, help="microbatches a step (default 8)")
+    add("--batch-size", type=int, default=32, help="sequences a step (default 32)")
+    add("--seq-len", type=int, default=128, help="tokens a sequence (default 128)")
+    add("--steps", type=int, default=200, help="optimizer steps (default 200)")
+    add("--lr", type=float, default=3e-3, help="peak learning rate of AdamW, after warm-up (default 3e-3)")
+    add("--seed", type=int, default=42, help="seed of the weights and of the data order (default 42)")
+    add("--dim", type=int, default=128, help="model width (default 128)")
+    add("--layers", type=int, default=4, help="decoder layers (default 4)")
+    add("--heads", type=int, default=4, help="attention heads (default 4)")
+    add("--tie-embeddings", action="store_true", help="share the input embedding with the output head")
+    add("--vocab-size", type=int, help="rows of the model's embedding (default: the tokenizer's size)")
+    add("--tokenizer-size", type=int, default=1024, help="entries of the BPE tokenizer (default 1024)")
+    add("--text", nargs="+", help="text files or folders to train on")
+    add("--dataset", help="name or path of a Hugging Face dataset to train on")
+    add("--padded", action="store_true", help="one document a sequence, padded, instead of packed sequences")
+    return parser.parse_args()
+
+
+def load_data(args: argparse.Namespace) -> tuple[Sequences, Sequences, int]:
+    """Training and validation sequences, and the model's vocabulary size; the same on every rank."""
+    train, validation = load_corpus(texts=args.text, dataset=args.dataset).split()
+    tokenizer = train_tokenizer(train, args.tokenizer_size)
+    vocab_size = args.vocab_size or tokenizer.vocab_size
+    check_vocabulary(vocab_size, tokenizer)
+    arrange = padded if args.padded else packed
+    sequences = (arrange(encode(part, tokenizer), args.seq_len) for part in (train, validation))
+    return *sequences, vocab_size
+
+
+def build_pipeline(args: argparse.Namespace, config: ModelConfig) -> tuple[list[torch.nn.Module], PipelineSchedule]:
+    """This rank's stages, balanced so that the output head does not slow the last one down, and the schedule."""
+    mesh, device = init_distributed(DistributedConfig(pp=args.pp, dp_shard=1), args.seed), get_device()
+    indices = get_stage_indices(args.schedule, get_pp_rank(mesh), args.pp)
+    n_stages = args.pp * len(indices)
+    flops = layer_costs(config, args.seq_len)
+    layer_ranges = partition_by_cost(flops.layers, n_stages, first=flops.embed, last=flops.head)
+    modules = [build_stage_module(config, i, n_stages, layer_ranges).to(device) for i in indices]
+    if args.batch_size % args.microbatches:
+        raise ValueError(
+            f"--batch-size {args.batch_size} does not divide into --microbatches {args.microbatches}: "
+            f"use a multiple, such as {-(-args.batch_size // args.microbatches) * args.microbatches}"
+        )
+    size = args.batch_size // args.microbatches
+    stages = [build_pipeline_stage(m, mesh, device, size, args.seq_len, torch.float32) for m in modules]
+    return list(modules), build_pipeline_schedule(stages, args.microbatches, CrossEntropy(), args.schedule)
+
+
+def keywords(batch: Sequences, device: torch.device) -> dict[str, torch.Tensor]:
+    """What every stage needs beside its input."""
+    return {} if batch.attention_mask is None else {"attention_mask": batch.attention_mask.to(device)}
+
+
+def evaluate(pipeline: PipelineSchedule, batches: tuple[Sequences, ...], device: torch.device) -> float:
+    """Mean loss over the validation batches, in nats a token."""
+    total = sum(
+        b.n_targets * pipeline.eval(b.inputs.to(device), target=b.targets.to(device), **keywords(b, device)).item()
+        for b in batches
+    )
+    return total / sum(b.n_targets for b in batches)
+
+
+def main() -> None:
+    args = parse_args(get_world_info()[2])
+    train, validation, vocab_size = load_data(args)
+    config = ModelConfig(
+        args.dim, args.layers, args.heads, vocab_size, max_seq_len=args.seq_len, tie_embeddings=args.tie_embeddings
+    )
+    modules, pipeline = build_pipeline(args, config)
+    device = get_device()
+    batches = Batches(train, args.batch_size, args.seed)
+    held_out = validation_batches(validation, args.batch_size, max_batches=8)
+    optimizer = torch.optim.AdamW([p for module in modules for p in module.parameters()], lr=args.lr)
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=min(20, args.steps))
+
+    speaks = pipeline.holds_last_stage
+    if speaks:
+        print(f"{config.n_parameters:,} parameters, {len(train):,} sequences of {args.seq_len} tokens")
+        print(f"validation loss before training {evaluate(pipeline, held_out, device):.3f}", flush=True)
+    else:
+        evaluate(pipeline, held_out, device)
+
+    start = time.perf_counter()
+    every = 0.1 if sys.stderr.isatty() else 10.0  # seconds; where output is kept, each refresh is a line
+    progress = tqdm(range(args.steps), unit="step", disable=not speaks, mininterval=every)
+    for step in progress:
+        batch = batches[step]
+        optimizer.zero_grad()
+        loss = pipeline.step(batch.inputs.to(device), target=batch.targets.to(device), **keywords(batch, device))
+        optimizer.step()
+        warm_up.step()
+        progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+    seconds = time.perf_counter() - start
+
+    loss = evaluate(pipeline, held_out, device)
+    if speaks:
+        entropy = unigram_entropy(validation.targets, vocab_size)
+        print(f"validation loss {loss:.3f} nats a token; unigram entropy {entropy:.3f}")
+        print(f"{args.steps * args.batch_size * args.seq_len / seconds:,.0f} tokens a second")
+    destroy_distributed()
+
+
+if __name__ == "__main__":
+    with refusals_said_once("train.py"):
+        main()

@@ -1,0 +1,129 @@
+"""The scripts run as a learner types them, and refuse what cannot work with one message."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from course_pp.launch import LaunchError, run_torchrun
+from tests.processes import no_process_left
+
+ROOT = Path(__file__).parents[2]
+TINY = ["--steps=3", "--dim=32", "--layers=2", "--seq-len=32", "--batch-size=8", "--microbatches=4"]
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def losses_of(lines):
+    """Every ``losses: [...]`` printed, as (rank, text)."""
+    found = (re.fullmatch(r"\[rank (\d+)\] losses: (\[.*\])", line) for line in lines)
+    return [(int(match[1]), match[2]) for match in found if match]
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 3])
+def test_pipeline_test_prints_the_same_losses_from_the_last_of_any_number_of_ranks(n_ranks):
+    with no_process_left():
+        lines = run_torchrun(
+            ["--nnodes=1", f"--nproc-per-node={n_ranks}", "source_code/pipeline_test.py"], timeout_s=90, local=True
+        )
+    [(rank, losses)] = losses_of(lines)
+    assert rank == n_ranks - 1
+    assert losses == "[6.9105, 6.9306, 6.9415, 6.9331]"
+
+
+def test_plain_torchrun_runs_pipeline_test_on_one_rank_from_its_own_folder(monkeypatch):
+    monkeypatch.chdir(ROOT / "source_code")
+    [(rank, _)] = losses_of(run_torchrun(["pipeline_test.py"], timeout_s=90, local=True))
+    assert rank == 0
+
+
+@pytest.mark.parametrize(("schedule", "last"), [("1f1b", 1), ("zb_v", 0)])
+def test_train_reports_from_the_last_stage_only(schedule, last):
+    layers = "--layers=4" if schedule == "zb_v" else "--layers=2"
+    with no_process_left():
+        lines = run_torchrun(
+            ["--nproc-per-node=2", "source_code/train.py", "--pp=2", f"--schedule={schedule}", *TINY, layers],
+            timeout_s=100,
+            local=True,
+        )
+    text = "\n".join(lines)
+    assert re.search(rf"\[rank {last}\] validation loss [\d.]+ nats a token; unigram entropy [\d.]+", text)
+    assert re.search(rf"\[rank {last}\] [\d,]+ tokens a second", text)
+    said = {int(rank) for rank in re.findall(r"\[rank (\d)\] (?!.*W\d{4})", text)}
+    assert said == {last}, "only the last stage's rank reports and shows progress"
+
+
+def test_padded_documents_of_given_files_train_with_their_mask(tmp_path):
+    for i in range(120):
+        (tmp_path / f"{i}.txt").write_text(f"document {i} has its own length. " * (i % 7 + 1))
+    done = run_alone(["train.py", *TINY, "--padded", "--tie-embeddings", f"--text={tmp_path}", "--tokenizer-size=300"])
+    assert done.returncode == 0, done.stderr
+    assert "validation loss" in done.stdout
+
+
+def test_first_run_equals_one_process_and_writes_its_picture():
+    picture = ROOT / "runs" / "first_run.svg"
+    picture.unlink(missing_ok=True)
+    lines = run_torchrun(["--nproc-per-node=2", "source_code/first_run.py"], timeout_s=100, local=True)
+    text = "\n".join(lines)
+    assert len(re.findall(r"step +\d+ +loss", text)) == 10
+    assert "equal to one process" in text
+    assert "<svg" in picture.read_text()
+
+
+def run_alone(arguments):
+    """A script as one process, without a launcher; the messages are the same and it starts faster."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    return subprocess.run(
+        [sys.executable, f"source_code/{arguments[0]}", *arguments[1:]],
+        env=environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--layers=1", "--schedule=zb_v"], ["2 stages", "n_layers=1"]),
+        (["--batch-size=9"], ["--batch-size 9", "--microbatches 4", "such as 12"]),
+        (["--schedule=2f2b"], ["unknown schedule '2f2b'", "gpipe"]),
+        (["--pp=3"], ["pp", "3 × 1 × 1 × 1 = 3", "world size is 1", "start 3 ranks"]),
+        (["--text", "no/such.txt"], ["no/such.txt"]),
+        (["--text", os.devnull], ["no text"]),
+        (["--vocab-size=500"], ["500", "1024"]),
+        (["--microbatches=8", "--schedule=gpipe", "--seq-len=0"], ["seq_len", "0"]),
+        (["--text=README.md", "--dataset=x"], ["only one"]),
+    ],
+    ids=["layers", "batch", "schedule", "world", "file", "empty", "vocabulary", "length", "sources"],
+)
+def test_train_refuses_with_one_message_that_names_value_and_remedy(arguments, named):
+    done = run_alone(["train.py", *TINY, *arguments])
+    assert done.returncode == 2, done.stderr
+    message = done.stderr.strip().splitlines()
+    assert len(message) == 1, done.stderr
+    assert message[0].startswith("train.py: error: ")
+    for words in named:
+        assert words in message[0]
+
+
+@pytest.mark.parametrize(
+    ("n_ranks", "script", "named"),
+    [
+        (3, ["train.py", "--pp=2", *TINY], "start 2 ranks"),
+        (3, ["pipeline_test.py", "--layers=2"], "3 stages need at least 3 layers"),
+    ],
+    ids=["world", "layers"],
+)
+def test_a_refusal_on_several_ranks_is_said_once_and_leaves_no_process(n_ranks, script, named, capfd):
+    with no_process_left(), pytest.raises(LaunchError, match="exit code 2"):
+        run_torchrun(
+            [f"--nproc-per-node={n_ranks}", f"source_code/{script[0]}", *script[1:]], timeout_s=100, local=True
+        )
+    printed = capfd.readouterr()
+    assert (printed.out + printed.err).count("error: ") == 1
+    assert named in printed.out + printed.err
