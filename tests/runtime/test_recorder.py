@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed import pipelining
 
 from course_pp.launch import on_ranks
+from course_pp.parallel._torch import LocalNeighboursStage
 from course_pp.runtime import Recorder
 from course_pp.schedule import Action, Timeline
 
@@ -31,9 +32,7 @@ def record_torch(rank: int, name: str) -> Timeline:
     indices = stages_of(rank, n_ranks)
     n_stages = n_ranks * len(indices)
     torch.manual_seed(0)
-    stages = [
-        pipelining.PipelineStage(nn.Linear(WIDTH, WIDTH), index, n_stages, torch.device("cpu")) for index in indices
-    ]
+    stages = [LocalNeighboursStage(nn.Linear(WIDTH, WIDTH), index, n_stages, torch.device("cpu")) for index in indices]
     several = len(stages) > 1
     schedule = make(stages if several else stages[0], N_MICROBATCHES, loss_fn=nn.functional.mse_loss)
     batch = torch.randn(2 * N_MICROBATCHES, WIDTH)
