@@ -58,7 +58,8 @@ images: $(READY)
 	@$(BIN)/python images/make.py
 
 notebooks: $(READY)
-	@$(BIN)/jupyter nbconvert --to notebook --execute --inplace --log-level=WARN notebooks/*.ipynb
+	@$(BIN)/jupyter nbconvert --to notebook --execute --inplace --log-level=WARN \
+	  --ExecutePreprocessor.record_timing=False notebooks/*.ipynb
 
 clean:
 	rm -rf $(VENV)

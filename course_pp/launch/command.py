@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 _FLAGS = {"--standalone", "-m", "--module", "--no-python", "--run-path", "--virtual-local-rank", "-h", "--help"}
+_ANSWER_LIMIT_S = 5.0
 _RENDEZVOUS = ("--rdzv-", "--master-", "--node-rank", "--standalone")
 
 
@@ -35,8 +37,8 @@ class Command:
 def build(args: Sequence[str], local: bool = False, environ: Mapping[str, str] | None = None) -> Command:
     """Builds the launch of ``torchrun ARGS``.
 
-    Inside or next to Slurm (``srun`` is on PATH) torchrun itself runs as one Slurm task on each node, unless
-    ``local``. On one node, the rendezvous takes a free port; variables that are set already win.
+    Inside or next to Slurm (``srun`` is on PATH and a cluster answers) torchrun itself runs as one Slurm task on each
+    node, unless ``local``. On one node, the rendezvous takes a free port; variables that are set already win.
 
     Raises:
         ValueError: no script is named.
@@ -54,7 +56,7 @@ def build(args: Sequence[str], local: bool = False, environ: Mapping[str, str] |
     if not {"-m", "--module", "--no-python"} & set(options):
         args[at] = _found(args[at])
     nodes = _n_nodes(args[:at])
-    slurm = [] if local or not shutil.which("srun", path=environ.get("PATH")) else _srun(nodes)
+    slurm = _srun(nodes) if not local and _has_slurm(environ) else []
     return Command(
         argv=(*slurm, sys.executable, "-m", "torch.distributed.run", *args),
         shown=shlex.join([*slurm, "torchrun", *args]),
@@ -86,6 +88,22 @@ def _n_nodes(options: Sequence[str]) -> int:
             most = (value or following).rsplit(":", 1)[-1]
             return int(most) if most.isdigit() else 1
     return 1
+
+
+def _has_slurm(environ: Mapping[str, str]) -> bool:
+    """Whether there is a cluster behind ``srun``: Slurm's tools may be installed without one."""
+    path = environ.get("PATH")
+    if not shutil.which("srun", path=path):
+        return False
+    if "SLURM_JOB_ID" in environ:
+        return True
+    sinfo = shutil.which("sinfo", path=path)
+    if sinfo is None:
+        return False
+    try:
+        return not subprocess.run([sinfo], env=environ, capture_output=True, timeout=_ANSWER_LIMIT_S).returncode
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def _srun(nodes: int) -> list[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
+import io
 import os
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -12,19 +14,34 @@ from typing import Any
 
 
 def pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    import cloudpickle
-
+    """``(fn, args)`` as bytes; what is defined in a cell or a script is sent whole, what is installed by name."""
     module = inspect.getmodule(fn)
     try:
         if module is None or not _is_script(module):
-            return cloudpickle.dumps((fn, args))
+            return _dumps((fn, args))
         with _by_value(module):
-            return cloudpickle.dumps((fn, args))
+            return _dumps((fn, args))
     except Exception as e:
         raise TypeError(
             f"{getattr(fn, '__name__', fn)!r} or its arguments cannot be sent to the ranks ({e}). "
             "Make what cannot be pickled (files, locks, connections) inside the function."
         ) from e
+
+
+def _dumps(value: object) -> bytes:
+    import cloudpickle
+
+    class Pickler(cloudpickle.CloudPickler):
+        def reducer_override(self, obj: Any) -> Any:
+            # cloudpickle sends along every loaded submodule whose name a function mentions, and knows plain modules
+            # only: `dist` beside any `.config` would drag in torch.distributed.config, which is of a class of its own.
+            if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
+                return importlib.import_module, (obj.__name__,)
+            return super().reducer_override(obj)
+
+    file = io.BytesIO()
+    Pickler(file).dump(value)
+    return file.getvalue()
 
 
 def _is_script(module: ModuleType) -> bool:

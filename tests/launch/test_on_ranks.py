@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from course_pp.launch import LaunchError, RankDied, RankTraceback, on_ranks
 from tests.processes import no_process_left
@@ -244,3 +245,15 @@ def test_the_server_that_ranks_fork_from_has_one_thread() -> None:
 
     if sys.platform.startswith("linux"):
         assert on_ranks(1, threads_of_parent) == [1]
+
+
+def test_a_function_may_mention_both_dist_and_a_config() -> None:
+    """torch.distributed.config is a module of a class that cloudpickle cannot send by itself."""
+
+    class Settings:
+        config = 3
+
+    def add(rank: int) -> int:
+        return dist.get_rank() + Settings().config
+
+    assert on_ranks(2, add) == [3, 4]

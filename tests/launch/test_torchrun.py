@@ -41,11 +41,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def fake_srun(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An ``srun`` on PATH that says what it was asked and runs it."""
+    """An ``srun`` on PATH that says what it was asked and runs it, with a cluster that answers ``sinfo``."""
     srun = folder / "bin" / "srun"
     srun.parent.mkdir()
     srun.write_text('#!/bin/sh\necho "[rank 0] srun $1 $2 $3 $4"\nshift 4\nexec "$@"\n')
     srun.chmod(0o755)
+    (srun.parent / "sinfo").symlink_to("/bin/true")
     monkeypatch.setenv("PATH", str(srun.parent), prepend=os.pathsep)
     return srun
 
@@ -110,6 +111,13 @@ def test_next_to_slurm_the_launcher_runs_under_srun_unless_told_otherwise(fake_s
     assert build(args).shown == "srun -N 1 -n 1 torchrun --nproc-per-node=2 ../source_code/train.py"
     assert build(["--nnodes=2", *args]).shown.startswith("srun -N 2 -n 2 torchrun --nnodes=2")
     assert build(args, local=True).shown.startswith("torchrun")
+
+
+def test_slurm_tools_without_a_cluster_behind_them_are_not_used_unless_inside_a_job(fake_srun: Path) -> None:
+    (fake_srun.parent / "sinfo").unlink()
+    (fake_srun.parent / "sinfo").symlink_to("/bin/false")
+    assert build(["../source_code/train.py"]).local
+    assert not build(["../source_code/train.py"], environ={**os.environ, "SLURM_JOB_ID": "7"}).local
 
 
 def test_a_run_under_srun_executes_what_it_shows(
