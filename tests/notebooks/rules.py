@@ -1,0 +1,136 @@
+"""What every notebook of the course keeps to, whatever its topic: each rule gives the ways in which it is broken."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import nbformat
+
+MAX_CODE_CELLS = 25
+MAX_MEDIAN_LINES = 6
+MAX_LINES = 30
+MAX_WORDS = 2500
+
+Notebook = nbformat.NotebookNode
+Rule = Callable[[Notebook, Path], Iterator[str]]
+
+_NAME = re.compile(r"\d\d_[a-z0-9]+(_[a-z0-9]+)*\.ipynb")
+_SHELL = re.compile(r"^\s*(!|%%(bash|sh|script|system)\b|%(system|sx)\b)|^\s*\w+\s*=\s*!", re.MULTILINE)
+# A path below one of these belongs to whoever ran the notebook. A URL has a letter before such a part.
+_MACHINE_PATH = re.compile(r"(?<![\w./])/(home|root|tmp|work|Users|var/folders|mnt|workspace)/\S*|\b[A-Z]:\\\\?Users\b")
+_LINK = re.compile(r"\]\(([^)\s]+)\)|\bhref=[\"']([^\"']+)")
+
+
+def name_says_order_and_topic(notebook: Notebook, path: Path) -> Iterator[str]:
+    if not _NAME.fullmatch(path.name):
+        yield f"{path.name} is not named NN_topic.ipynb"
+
+
+def runs_on_the_kernel_everyone_has(notebook: Notebook, path: Path) -> Iterator[str]:
+    kernel = notebook.metadata.get("kernelspec", {}).get("name")
+    if kernel != "python3":
+        yield f"the kernel is {kernel!r}, not 'python3'"
+
+
+def begins_with_title_minutes_and_ranks(notebook: Notebook, path: Path) -> Iterator[str]:
+    first = notebook.cells[0]
+    if first.cell_type != "markdown" or not first.source.startswith(f"# {path.name[:2]} · "):
+        yield f"the first cell does not begin with the title '# {path.name[:2]} · …'"
+    if not re.search(r"\d+ minutes", first.source):
+        yield "the first cell does not say how many minutes it takes"
+    if not re.search(r"\d ranks?\b", first.source):
+        yield "the first cell does not say how many ranks it uses"
+
+
+def stays_short(notebook: Notebook, path: Path) -> Iterator[str]:
+    lines = [len(cell.source.splitlines()) for cell in _code_cells(notebook)]
+    if len(lines) > MAX_CODE_CELLS:
+        yield f"{len(lines)} code cells, more than {MAX_CODE_CELLS}"
+    if lines and median(lines) > MAX_MEDIAN_LINES:
+        yield f"a median of {median(lines)} lines a code cell, more than {MAX_MEDIAN_LINES}"
+    if lines and max(lines) > MAX_LINES:
+        yield f"a code cell of {max(lines)} lines, more than {MAX_LINES}"
+    words = sum(len(cell.source.split()) for cell in notebook.cells if cell.cell_type == "markdown")
+    if words > MAX_WORDS:
+        yield f"{words} words, more than {MAX_WORDS}"
+
+
+def calls_no_shell(notebook: Notebook, path: Path) -> Iterator[str]:
+    for cell in _code_cells(notebook):
+        if match := _SHELL.search(cell.source):
+            yield f"cell {cell.id} calls a shell ({match[0].strip()}), whose failure passes silently"
+
+
+def is_executed_in_order(notebook: Notebook, path: Path) -> Iterator[str]:
+    counts = [cell.execution_count for cell in _code_cells(notebook)]
+    if counts != list(range(1, len(counts) + 1)):
+        yield f"execution counts {counts}: run all cells once, from the top"
+    if not any(cell.outputs for cell in _code_cells(notebook)):
+        yield "no cell has an output"
+
+
+def shows_no_error(notebook: Notebook, path: Path) -> Iterator[str]:
+    for cell, output in _outputs(notebook):
+        if output.output_type == "error" or "Traceback" in _text_of(output):
+            yield f"cell {cell.id} shows an error"
+
+
+def names_nobodys_machine(notebook: Notebook, path: Path) -> Iterator[str]:
+    texts = [(cell, cell.source) for cell in notebook.cells]
+    texts += [(cell, _text_of(output)) for cell, output in _outputs(notebook)]
+    for cell, text in texts:
+        if match := _MACHINE_PATH.search(text):
+            yield f"cell {cell.id} names a path of one machine: {match[0]}"
+
+
+def describes_every_picture(notebook: Notebook, path: Path) -> Iterator[str]:
+    for cell, output in _outputs(notebook):
+        for kind in output.get("data", {}):
+            if kind.startswith("image/") and not output.metadata.get(kind, {}).get("alt", "").strip():
+                yield f"cell {cell.id} shows an {kind} without alt text"
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown" and re.search(r"!\[\s*\]\(|<img(?![^>]*\balt=[\"'][^\"'])", cell.source):
+            yield f"cell {cell.id} shows a picture without alt text"
+
+
+def links_to_what_exists(notebook: Notebook, path: Path) -> Iterator[str]:
+    for cell in notebook.cells:
+        if cell.cell_type != "markdown":
+            continue
+        for target in (markdown or html for markdown, html in _LINK.findall(cell.source)):
+            file = target.partition("#")[0]
+            if file and not re.match(r"[a-z]+:", file) and not (path.parent / file).exists():
+                yield f"cell {cell.id} links to {target}, which does not exist"
+
+
+RULES: tuple[Rule, ...] = (
+    name_says_order_and_topic,
+    runs_on_the_kernel_everyone_has,
+    begins_with_title_minutes_and_ranks,
+    stays_short,
+    calls_no_shell,
+    is_executed_in_order,
+    shows_no_error,
+    names_nobodys_machine,
+    describes_every_picture,
+    links_to_what_exists,
+)
+
+
+def _code_cells(notebook: Notebook) -> list[Notebook]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def _outputs(notebook: Notebook) -> Iterator[tuple[Notebook, Notebook]]:
+    for cell in _code_cells(notebook):
+        for output in cell.outputs:
+            yield cell, output
+
+
+def _text_of(output: Notebook) -> str:
+    """Everything in an output that a reader sees as text."""
+    parts: list[Any] = [output.get("text", ""), *output.get("traceback", [])]
+    parts += [value for kind, value in output.get("data", {}).items() if not kind.startswith("image/png")]
+    return "\n".join(map(str, parts))

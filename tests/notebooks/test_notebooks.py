@@ -1,0 +1,125 @@
+"""Every committed notebook keeps the rules, and every rule notices when it is broken."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from tests.notebooks import rules
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+
+
+def test_there_are_notebooks() -> None:
+    assert NOTEBOOKS
+
+
+@pytest.mark.parametrize("rule", rules.RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook(path: Path, rule: rules.Rule) -> None:
+    assert list(rule(nbformat.read(path, as_version=4), path)) == []
+
+
+def picture(alt: str) -> nbformat.NotebookNode:
+    return new_output("display_data", data={"image/png": "iVBORw0KGgo="}, metadata={"image/png": {"alt": alt}})
+
+
+def printed(text: str) -> nbformat.NotebookNode:
+    return new_output("stream", name="stdout", text=text)
+
+
+def good_notebook() -> nbformat.NotebookNode:
+    """Keeps every rule, some of them only just."""
+    cells = [
+        new_markdown_cell("# 07 · Rings\n\n**30 minutes** · **1 to 4 ranks**"),
+        new_code_cell("1 + 1", execution_count=1, outputs=[printed("https://example.org/home/page and 3/tmp/4")]),
+        new_code_cell("a = 1\n" * 30, execution_count=2, outputs=[picture("One bar, 2 bytes")]),
+        new_code_cell("b != a  # 100 %", execution_count=3),
+        new_markdown_cell("[itself](07_rings.ipynb#top) and [elsewhere](https://example.org/x.ipynb)"),
+    ]
+    return new_notebook(cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}})
+
+
+def broken_rules(notebook: nbformat.NotebookNode, path: Path) -> set[str]:
+    return {rule.__name__ for rule in rules.RULES if list(rule(notebook, path))}
+
+
+def test_a_good_notebook_breaks_no_rule(tmp_path: Path) -> None:
+    path = tmp_path / "07_rings.ipynb"
+    path.touch()
+    assert broken_rules(good_notebook(), path) == set()
+
+
+def _set_source(cell: int, source: str) -> Callable[[nbformat.NotebookNode], None]:
+    return lambda notebook: notebook.cells[cell].update(source=source)
+
+
+def _add_output(output: nbformat.NotebookNode) -> Callable[[nbformat.NotebookNode], None]:
+    return lambda notebook: notebook.cells[1].outputs.append(output)
+
+
+def _add_code_cells(sources: list[str]) -> Callable[[nbformat.NotebookNode], None]:
+    return lambda notebook: notebook.cells.extend(
+        new_code_cell(source, execution_count=4 + i) for i, source in enumerate(sources)
+    )
+
+
+def _drop_outputs(notebook: nbformat.NotebookNode) -> None:
+    for cell in notebook.cells[1:4]:
+        cell.outputs = []
+
+
+TITLE = "begins_with_title_minutes_and_ranks"
+ERROR = new_output("error", ename="ValueError", evalue="no", traceback=["ValueError: no"])
+UNDESCRIBED = new_output("display_data", data={"image/png": "iVBORw0KGgo="})
+
+BREAKAGES: list[tuple[str, Callable[[nbformat.NotebookNode], None]]] = [
+    ("runs_on_the_kernel_everyone_has", lambda notebook: notebook.metadata.kernelspec.update(name="mine")),
+    ("runs_on_the_kernel_everyone_has", lambda notebook: notebook.metadata.clear()),
+    (TITLE, _set_source(0, "# Rings\n\n**30 minutes** · **1 to 4 ranks**")),
+    (TITLE, _set_source(0, "# 07 · Rings\n\n**1 to 4 ranks**")),
+    (TITLE, _set_source(0, "# 07 · Rings\n\n**30 minutes**")),
+    ("stays_short", _add_code_cells(["1"] * 23)),
+    ("stays_short", _add_code_cells(["1\n" * 7] * 4)),
+    ("stays_short", _set_source(2, "1\n" * 31)),
+    ("stays_short", _set_source(4, "word " * 2501)),
+    ("calls_no_shell", _set_source(1, "a = 1\n!ls")),
+    ("calls_no_shell", _set_source(1, "  !ls")),
+    ("calls_no_shell", _set_source(1, "files = !ls")),
+    ("calls_no_shell", _set_source(1, "%%bash\nls")),
+    ("calls_no_shell", _set_source(1, "%%sh\nls")),
+    ("is_executed_in_order", lambda notebook: notebook.cells[3].update(execution_count=None)),
+    ("is_executed_in_order", lambda notebook: notebook.cells[3].update(execution_count=5)),
+    ("is_executed_in_order", _drop_outputs),
+    ("shows_no_error", _add_output(ERROR)),
+    ("shows_no_error", _add_output(printed("Traceback (most recent call last):"))),
+    ("names_nobodys_machine", _add_output(printed("saved /home/ada/course/a.png"))),
+    ("names_nobodys_machine", _add_output(printed("in '/root/x'"))),
+    ("names_nobodys_machine", _add_output(printed("C:\\Users\\ada"))),
+    ("names_nobodys_machine", _add_output(new_output("execute_result", data={"text/plain": "/Users/ada/a"}))),
+    ("names_nobodys_machine", _set_source(1, "open('/tmp/a')")),
+    ("names_nobodys_machine", _set_source(4, "see `/work/a`")),
+    ("describes_every_picture", _add_output(UNDESCRIBED)),
+    ("describes_every_picture", _add_output(picture(" "))),
+    ("describes_every_picture", _set_source(4, "![](07_rings.ipynb)")),
+    ("describes_every_picture", _set_source(4, "<img src='07_rings.ipynb' alt=''>")),
+    ("links_to_what_exists", _set_source(4, "[next](08_rings.ipynb)")),
+    ("links_to_what_exists", _set_source(4, "<a href='../missing.md'>more</a>")),
+]
+
+
+@pytest.mark.parametrize(("rule", "break_it"), BREAKAGES, ids=[f"{rule}-{i}" for i, (rule, _) in enumerate(BREAKAGES)])
+def test_a_broken_rule_is_noticed_and_no_other(
+    tmp_path: Path, rule: str, break_it: Callable[[nbformat.NotebookNode], None]
+) -> None:
+    path, notebook = tmp_path / "07_rings.ipynb", good_notebook()
+    path.touch()
+    break_it(notebook)
+    assert broken_rules(notebook, path) == {rule}
+
+
+@pytest.mark.parametrize("name", ["rings.ipynb", "7_rings.ipynb", "07_Rings.ipynb", "07-rings.ipynb", "07_.ipynb"])
+def test_a_name_without_order_or_topic_is_noticed(tmp_path: Path, name: str) -> None:
+    assert "name_says_order_and_topic" in broken_rules(good_notebook(), tmp_path / name)

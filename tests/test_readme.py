@@ -1,0 +1,52 @@
+"""What the README says is true: its links lead somewhere, its picture is described, its example runs."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from course_pp.launch import on_ranks
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\((?!http)([^)#]+)\)", README))))
+def test_links_lead_to_a_file(target):
+    assert (ROOT / target).exists()
+
+
+@pytest.mark.parametrize(("alt", "name"), re.findall(r"!\[([^\]]*)\]\((images/[^)]+)\)", README))
+def test_pictures_carry_the_alt_text_they_were_drawn_with(alt, name):
+    description = re.search(r"<desc>(.*?)</desc>", (ROOT / name).read_text())
+    assert description is not None
+    assert description[1] == alt
+
+
+def test_every_notebook_is_in_the_table():
+    listed = re.findall(r"\]\(notebooks/([^)]+)\)", README)
+    assert listed == sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"`?make (\w+)", README))))
+def test_make_targets_exist(target):
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M)
+
+
+@pytest.mark.parametrize("script", sorted(set(re.findall(r"source_code/[\w/]+\.py", README))))
+def test_scripts_exist(script):
+    assert (ROOT / script).is_file()
+
+
+def run_example(rank, source):
+    names = {"inputs": torch.zeros(32, 64, dtype=torch.int64), "targets": torch.ones(32, 64, dtype=torch.int64)}
+    exec(source, names)
+    return names["loss"].item()
+
+
+def test_the_example_runs_on_two_ranks_and_both_know_the_loss():
+    [source] = re.findall(r"```python\n(.*?)```", README, re.S)
+    first, second = on_ranks(2, run_example, source)
+    assert first == second
+    assert 6 < first < 8, "an untrained model with 1000 tokens is near ln(1000) = 6.9"
