@@ -217,6 +217,11 @@ def _join(job: Job, listener: int | None) -> Any:
         )
     if job.backend is not None:
         if job.backend == "nccl":
+            if torch.cuda.device_count() < job.world_size:
+                raise ValueError(
+                    f"backend='nccl' needs a GPU a rank; here are {torch.cuda.device_count()} GPUs for "
+                    f"{job.world_size} ranks. Use backend='gloo', or fewer ranks."
+                )
             torch.cuda.set_device(job.rank)
         dist.init_process_group(
             job.backend,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import linecache
 import os
 import pickle
+import reprlib
 import selectors
 import signal
 import socket
@@ -25,7 +27,7 @@ from course_pp.launch.output import Lines
 from course_pp.launch.pickling import pickled
 from course_pp.launch.rank import Ask, Job, Left, Raised, Ready, Returned
 from course_pp.launch.server import STATUS
-from course_pp.launch.waits import explain, waits_from
+from course_pp.launch.waits import Wait, explain, waits_from
 from course_pp.launch.watch import Report
 
 _START_LIMIT_S = 90.0
@@ -67,19 +69,23 @@ def on_ranks(
         ValueError, TypeError: an argument is of no use.
         RuntimeError: called from inside a rank.
     """
-    _refuse_bad(n, fn, timeout_s, threads)
+    __tracebackhide__ = True  # a reader looks for the line of the rank, not for ours
+    _refuse_bad(n, fn, args, timeout_s, threads)
     payload = pickled(fn, args)
     with _Crew(n, timeout_s) as crew:
         crew.start(payload, backend, threads)
         return crew.results()
 
 
-def _refuse_bad(n: int, fn: object, timeout_s: float, threads: int) -> None:
+def _refuse_bad(n: int, fn: object, args: tuple[Any, ...], timeout_s: float, threads: int) -> None:
+    __tracebackhide__ = True
     if in_rank.inside():
         raise RuntimeError(
             f"on_ranks was called on rank {os.environ['RANK']}, inside a rank of on_ranks. "
             "Call it once, outside, with as many ranks as you need."
         )
+    if callable(n) and isinstance(fn, int):
+        raise TypeError(f"the number of ranks comes first: on_ranks({fn}, {_name(n)}), not on_ranks({_name(n)}, {fn}).")
     for name, value in (("n", n), ("threads", threads)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"{name} is {value!r}; it must be a whole number, for example {name}=2.")
@@ -91,6 +97,27 @@ def _refuse_bad(n: int, fn: object, timeout_s: float, threads: int) -> None:
         )
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
         raise ValueError(f"timeout_s is {timeout_s!r}; it must be a positive number of seconds.")
+    _refuse_bad_call(fn, args)
+
+
+def _refuse_bad_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    __tracebackhide__ = True
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # some functions written in C have none
+        return
+    try:
+        signature.bind(0, *args)
+    except TypeError as e:
+        given = ", ".join(["rank", *(_name(arg) for arg in args)])
+        raise TypeError(
+            f"on_ranks calls fn(rank, *args), here {_name(fn)}({given}), but {_name(fn)}{signature} has {e}. "
+            f"Its first parameter is the rank; pass the others after it: on_ranks(n, {_name(fn)}, …)."
+        ) from None
+
+
+def _name(value: object) -> str:
+    return getattr(value, "__name__", None) or reprlib.repr(value)
 
 
 class _Rank:
@@ -176,6 +203,18 @@ class _Crew:
 
     def results(self) -> list[Any]:
         """Waits for every rank; returns what they returned or raises what the first failing one did."""
+        __tracebackhide__ = True
+        begun = time.monotonic()
+        try:
+            self._wait_for_results()
+        except KeyboardInterrupt:
+            # Whoever interrupts wants to know what was going on.
+            print(explain(self._ask(), round(time.monotonic() - begun, 1)), file=sys.stderr)
+            raise
+        return [pickle.loads(rank.end.value) for rank in self._ranks if isinstance(rank.end, Returned)]
+
+    def _wait_for_results(self) -> None:
+        __tracebackhide__ = True
         limit, begun = time.monotonic() + _START_LIMIT_S, False
         while any(rank.end is None for rank in self._ranks):
             self._poll(limit - time.monotonic())
@@ -183,8 +222,8 @@ class _Crew:
             if not begun and all(rank.ready for rank in self._ranks):
                 limit, begun = time.monotonic() + self._timeout_s, True
             if time.monotonic() >= limit:
-                self._raise_hung(self._timeout_s if begun else _START_LIMIT_S)
-        return [pickle.loads(rank.end.value) for rank in self._ranks if isinstance(rank.end, Returned)]
+                waits = self._ask()
+                raise RanksHung(explain(waits, self._timeout_s if begun else _START_LIMIT_S), waits)
 
     def _poll(self, seconds: float) -> None:
         for key, _ in self._selector.select(max(0.0, seconds)):
@@ -220,6 +259,7 @@ class _Crew:
             self._selector.unregister(fd)
 
     def _raise_first_failure(self) -> None:
+        __tracebackhide__ = True
         first = self._first_failure()
         if first is None:
             return
@@ -248,7 +288,8 @@ class _Crew:
         assert isinstance(rank.end, Raised)
         return _rebuilt(rank.number, self._n, rank.end)
 
-    def _raise_hung(self, seconds: float) -> None:
+    def _ask(self) -> tuple[Wait, ...]:
+        """What each rank is doing now."""
         asked = [rank for rank in self._ranks if rank.running]
         for rank in asked:
             with contextlib.suppress(OSError):
@@ -257,8 +298,7 @@ class _Crew:
         while time.monotonic() < limit and any(rank.report is None for rank in asked):
             self._poll(limit - time.monotonic())
         self._drain()
-        waits = waits_from((rank.number, rank.report, rank.end is not None) for rank in self._ranks)
-        raise RanksHung(explain(waits, seconds), waits)
+        return waits_from((rank.number, rank.report, rank.end is not None) for rank in self._ranks)
 
     def _drain(self) -> None:
         """Prints what the ranks wrote up to now."""

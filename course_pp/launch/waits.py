@@ -121,13 +121,16 @@ def _way_out(cycle: Sequence[Wait]) -> str:
 
 def _about_missing(waits: Sequence[Wait]) -> list[str]:
     awaited = {peer for wait in waits for peer in wait.peers}
+    idle = [wait for wait in waits if wait.rank in awaited and not wait.peers]
+    gone = [wait.rank for wait in idle if wait.operation == RETURNED]
     sentences = []
-    for wait in waits:
-        if wait.rank not in awaited or wait.peers:
-            continue
-        if wait.operation == RETURNED:
-            sentences.append(f"Rank {wait.rank} has returned: it will neither send, receive nor join any more.")
-        else:
+    if gone:
+        have, it = ("has", "it") if len(gone) == 1 else ("have", "they")
+        sentences.append(
+            f"{_named(gone).capitalize()} {have} returned: {it} will neither send, receive nor join any more."
+        )
+    for wait in idle:
+        if wait.operation != RETURNED:
             sentences.append(f"Look at rank {wait.rank} first: the others wait for it.")
     if not sentences and all(wait.operation == COMPUTES for wait in waits if wait.operation != RETURNED):
         sentences.append("Nobody waits for a message: raise timeout_s, or look for a loop that does not end.")

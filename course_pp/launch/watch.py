@@ -176,7 +176,16 @@ def _call(c10d: ModuleType, group: Any, name: str, operation: str, args: Sequenc
     except Exception:
         # A group that was made by hand and not registered: its own numbering is all there is.
         ranks = tuple(range(group.size()))
-    peer = ranks[args[1]] if name in ("send", "recv") and len(args) > 1 else None
+    peer = None
+    if name in ("send", "recv") and len(args) > 1:
+        # Left to the library, a number that is too large ends the process and a negative one waits for ever.
+        if not 0 <= args[1] < len(ranks):
+            to_or_from = "sends to" if name == "send" else "receives from"
+            raise ValueError(
+                f"rank {group.rank()} {to_or_from} rank {args[1]}, but the group's ranks are 0 to {len(ranks) - 1}: "
+                f"in a ring, take it modulo {len(ranks)}"
+            )
+        peer = ranks[args[1]]
     return Call(operation, ranks, peer, collective=name not in _POINT_TO_POINT)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from course_pp.launch import LaunchError, RankDied, RankTraceback, on_ranks
@@ -257,3 +258,53 @@ def test_a_function_may_mention_both_dist_and_a_config() -> None:
         return dist.get_rank() + Settings().config
 
     assert on_ranks(2, add) == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: on_ranks(2, lambda: None), r"on_ranks calls fn\(rank, \*args\), here <lambda>\(rank\)"),
+        (lambda: on_ranks(2, lambda rank, p: p), "missing a required argument: 'p'"),
+        (lambda: on_ranks(print, 2), r"the number of ranks comes first: on_ranks\(2, print\)"),  # type: ignore[arg-type]
+    ],
+    ids=["no-rank", "no-argument", "swapped"],
+)
+def test_a_call_that_cannot_work_is_refused_before_any_rank_starts(call: Callable[[], object], named: str) -> None:
+    with no_process_left(), pytest.raises(TypeError, match=named):
+        call()
+
+
+@pytest.mark.parametrize(("peer", "operation"), [(5, "recv"), (-1, "send")])
+def test_a_peer_that_does_not_exist_is_named(peer: int, operation: str) -> None:
+    def reach(rank: int) -> None:
+        if rank == 0:
+            getattr(dist, operation)(torch.zeros(1), peer)
+
+    with pytest.raises(ValueError, match=f"rank 0 (receives from|sends to) rank {peer}, but .* are 0 to 1"):
+        on_ranks(2, reach, timeout_s=10)
+
+
+def test_nccl_without_a_gpu_a_rank_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs a GPU a rank"):
+        on_ranks(torch.cuda.device_count() + 1, lambda rank: None, backend="nccl")
+
+
+def test_an_interrupt_says_who_waited_for_whom(tmp_path: Path) -> None:
+    script = tmp_path / "interrupted.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "from course_pp.launch import on_ranks\n"
+        "def swap(rank):\n"
+        "    print('waiting', flush=True)\n"
+        "    dist.recv(torch.zeros(1), src=1 - rank)\n"
+        "on_ranks(2, swap)\n"
+    )
+    with no_process_left():
+        process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert "waiting" in process.stdout.readline()
+        assert "waiting" in process.stdout.readline()
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    assert "rank 0 waits in recv for rank 1" in errors
