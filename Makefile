@@ -16,11 +16,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: FORCE help setup lab run test lint types images notebooks clean
 
 help:
-	@echo "make lab        open the course in JupyterLab"
+	@echo "make lab        open the course in JupyterLab (ARGS=... goes to jupyter lab)"
 	@echo "make run        train a pipeline on two ranks and check it against one process"
 	@echo "make test       linter, type checker, all tests, all notebooks"
 	@echo "make images     redraw the figures used in prose"
 	@echo "make notebooks  run the notebooks again and save them in place"
+	@echo "make setup      only set up $(VENV); every other target does it when needed"
+	@echo "make clean      remove $(VENV)"
+	@echo "CPU=1           take PyTorch's CPU wheels;  PYTHON=python3.12  use another interpreter"
 
 setup: $(READY)
 
@@ -32,13 +35,14 @@ FORCE:
 $(READY): pyproject.toml constraints.txt $(if $(MOVED),FORCE)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; \
 	  sys.exit(f"Python {v[0]}.{v[1]} is too old: 3.11 or newer is needed (make PYTHON=python3.11 ...)") if v < (3, 11) else None'
-	@echo "setting up $(VENV) (once, a few minutes) ..."
+	@echo "setting up $(VENV): PyTorch, JupyterLab, test tools (once; 2 GB and a few minutes, more with CUDA) ..."
 	@$(PYTHON) -m venv $(if $(MOVED),--clear) $(VENV) || { echo "no venv module: on Debian and Ubuntu, apt install python3-venv"; exit 1; }
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	@$(BIN)/jupyter labextension disable --level=sys_prefix @jupyterlab/apputils-extension:announcements >/dev/null 2>&1
 	@echo '$(CURDIR)' > $@
 
 lab: $(READY)
-	@$(BIN)/jupyter lab $(FIRST)
+	@PATH='$(CURDIR)/$(BIN)':"$$PATH" $(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/$(FIRST) $(ARGS)
 
 run: $(READY)
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node=2 source_code/first_run.py

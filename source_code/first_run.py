@@ -48,6 +48,8 @@ def train_one_process(config: ModelConfig, batches: Batches) -> tuple[list[float
 
 def main() -> None:
     rank, _, n_ranks = get_world_info()
+    if rank == 0:
+        print(f"reading text, building a model of 8 layers on {n_ranks} ranks ...", flush=True)
     train, _ = load_corpus().split()
     tokenizer = train_tokenizer(train)
     batches = Batches(packed(encode(train, tokenizer), SEQ_LEN), BATCH_SIZE, SEED)
@@ -90,7 +92,7 @@ def report(config: ModelConfig, batches: Batches, losses: list[float], parts: li
     furthest = max((trained[name] - value).abs().max().item() for name, value in expected.items())
     equal = trained.keys() == expected.keys() and max(off, furthest) <= TOLERANCE
     print(f"{'equal to' if equal else 'DIFFERS FROM'} one process: losses to {off:.0e}, ", end="")
-    print(f"all {len(expected)} trained parameters to {furthest:.0e} (float64)")
+    print(f"all {len(expected)} parameter tensors to {furthest:.0e} (float64)")
     if not equal:
         sys.exit(1)
 

@@ -61,7 +61,10 @@ def parse_args(world_size: int) -> argparse.Namespace:
     add("--text", nargs="+", help="text files or folders to train on")
     add("--dataset", help="name or path of a Hugging Face dataset to train on")
     add("--padded", action="store_true", help="one document a sequence, padded, instead of packed sequences")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.steps < 1 or not args.lr > 0:
+        raise ValueError(f"--steps {args.steps} must be at least 1, and --lr {args.lr:g} above 0")
+    return args
 
 
 def load_data(args: argparse.Namespace) -> tuple[Sequences, Sequences, int]:
@@ -93,18 +96,16 @@ def build_pipeline(args: argparse.Namespace, config: ModelConfig) -> tuple[list[
     return list(modules), build_pipeline_schedule(stages, args.microbatches, CrossEntropy(), args.schedule)
 
 
-def keywords(batch: Sequences, device: torch.device) -> dict[str, torch.Tensor]:
-    """What every stage needs beside its input."""
-    return {} if batch.attention_mask is None else {"attention_mask": batch.attention_mask.to(device)}
+def on_device(batch: Sequences, device: torch.device) -> dict[str, torch.Tensor]:
+    """A batch as the arguments of a pipeline's step; every stage gets the mask of padded sequences."""
+    arguments = {"inputs": batch.inputs, "target": batch.targets, "attention_mask": batch.attention_mask}
+    return {name: value.to(device) for name, value in arguments.items() if value is not None}
 
 
 def evaluate(pipeline: PipelineSchedule, batches: tuple[Sequences, ...], device: torch.device) -> float:
     """Mean loss over the validation batches, in nats a token."""
-    total = sum(
-        b.n_targets * pipeline.eval(b.inputs.to(device), target=b.targets.to(device), **keywords(b, device)).item()
-        for b in batches
-    )
-    return total / sum(b.n_targets for b in batches)
+    total = sum(batch.n_targets * pipeline.eval(**on_device(batch, device)).item() for batch in batches)
+    return total / sum(batch.n_targets for batch in batches)
 
 
 def main() -> None:
@@ -120,23 +121,22 @@ def main() -> None:
     optimizer = torch.optim.AdamW([p for module in modules for p in module.parameters()], lr=args.lr)
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=min(20, args.steps))
 
-    speaks = pipeline.holds_last_stage
+    speaks, in_terminal = pipeline.holds_last_stage, sys.stderr.isatty()
+    untrained = evaluate(pipeline, held_out, device)
     if speaks:
         print(f"{config.n_parameters:,} parameters, {len(train):,} sequences of {args.seq_len} tokens")
-        print(f"validation loss before training {evaluate(pipeline, held_out, device):.3f}", flush=True)
-    else:
-        evaluate(pipeline, held_out, device)
+        print(f"validation loss before training {untrained:.3f}", flush=True)
 
     start = time.perf_counter()
-    every = 0.1 if sys.stderr.isatty() else 10.0  # seconds; where output is kept, each refresh is a line
-    progress = tqdm(range(args.steps), unit="step", disable=not speaks, mininterval=every)
+    progress = tqdm(range(args.steps), unit="step", disable=not (speaks and in_terminal))
     for step in progress:
-        batch = batches[step]
         optimizer.zero_grad()
-        loss = pipeline.step(batch.inputs.to(device), target=batch.targets.to(device), **keywords(batch, device))
+        loss = pipeline.step(**on_device(batches[step], device))
         optimizer.step()
         warm_up.step()
         progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+        if speaks and not in_terminal and (step + 1) % 20 == 0:  # where output is kept, lines read better than a bar
+            print(f"step {step + 1}/{args.steps}  loss {loss.item():.3f}", flush=True)
     seconds = time.perf_counter() - start
 
     loss = evaluate(pipeline, held_out, device)

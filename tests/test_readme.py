@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from course_pp.launch import on_ranks
 
@@ -40,13 +39,13 @@ def test_scripts_exist(script):
 
 
 def run_example(rank, source):
-    names = {"inputs": torch.zeros(32, 64, dtype=torch.int64), "targets": torch.ones(32, 64, dtype=torch.int64)}
+    names = {}
     exec(source, names)
     return names["loss"].item()
 
 
 def test_the_example_runs_on_two_ranks_and_both_know_the_loss():
     [source] = re.findall(r"```python\n(.*?)```", README, re.S)
-    first, second = on_ranks(2, run_example, source)
+    first, second = on_ranks(2, run_example, source, backend=None)
     assert first == second
     assert 6 < first < 8, "an untrained model with 1000 tokens is near ln(1000) = 6.9"

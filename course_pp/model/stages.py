@@ -252,7 +252,7 @@ def _check_stage_count(n_layers: int, n_stages: int) -> None:
     if n_stages > n_layers:
         raise ValueError(
             f"{n_stages} stages need at least {n_stages} layers, and this model has n_layers={n_layers}; "
-            f"use at most {n_layers} stages or a deeper model"
+            f"use at most {n_layers} {'stage' if n_layers == 1 else 'stages'}, or a deeper model"
         )
 
 

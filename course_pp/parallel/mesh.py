@@ -70,19 +70,28 @@ class DistributedConfig:
         """
         sizes = {name: getattr(self, name) for name in _DIMENSIONS}
         if self.dp_shard == -1:
-            others = self.pp * self.dp_replicate * self.tp
+            del sizes["dp_shard"]
+            others = prod(sizes.values())
             if world_size % others:
                 raise ValueError(
-                    f"pp × dp_replicate × tp = {self.pp} × {self.dp_replicate} × {self.tp} = {others} does not divide "
-                    f"the world size {world_size}: start a multiple of {others} ranks, or change a factor"
+                    f"{_spelled(sizes)} does not divide the world size {world_size}: "
+                    f"start a multiple of {others} ranks, or change a factor"
                 )
-            sizes["dp_shard"] = world_size // others
+            sizes = {name: getattr(self, name) for name in _DIMENSIONS} | {"dp_shard": world_size // others}
         if prod(sizes.values()) != world_size:
             raise ValueError(
-                f"{' × '.join(sizes)} = {' × '.join(map(str, sizes.values()))} = {prod(sizes.values())}, but the "
-                f"world size is {world_size}: start {prod(sizes.values())} ranks, or change a factor"
+                f"{_spelled(sizes)}, but the world size is {world_size}: start {prod(sizes.values())} ranks "
+                f"(torchrun --nproc-per-node={prod(sizes.values())}), or change a factor"
             )
         return sizes
+
+
+def _spelled(sizes: dict[str, int]) -> str:
+    """``pp × tp = 2 × 2 = 4``, without the factors that are 1."""
+    factors = {name: size for name, size in sizes.items() if size != 1} or {"pp": sizes["pp"]}
+    if len(factors) == 1:
+        return " = ".join(f"{name} = {size}" for name, size in factors.items())
+    return f"{' × '.join(factors)} = {' × '.join(map(str, factors.values()))} = {prod(factors.values())}"
 
 
 def init_distributed(config: DistributedConfig, seed: int = 42) -> DeviceMesh | None:

@@ -126,8 +126,11 @@ def test_minus_one_takes_what_is_left(config, world_size, sizes):
 @pytest.mark.parametrize(
     ("config", "world_size", "message"),
     [
-        (DistributedConfig(pp=3), 4, r"3 × 1 × 1 = 3 does not divide the world size 4: start a multiple of 3"),
-        (DistributedConfig(pp=2, dp_shard=1), 4, r"2 × 1 × 1 × 1 = 2, but the world size is 4: start 2 ranks"),
+        (DistributedConfig(pp=3), 4, "^pp = 3 does not divide the world size 4: start a multiple of 3 ranks"),
+        (DistributedConfig(pp=2, tp=2), 6, "^pp × tp = 2 × 2 = 4 does not divide the world size 6"),
+        (DistributedConfig(pp=2, dp_shard=1), 4, "^pp = 2, but the world size is 4: start 2 ranks"),
+        (DistributedConfig(dp_shard=1), 4, "^pp = 1, but the world size is 4: start 1 ranks"),
+        (DistributedConfig(pp=2, dp_shard=3), 4, "^pp × dp_shard = 2 × 3 = 6, but the world size is 4: start 6 ranks"),
     ],
 )
 def test_factors_that_do_not_multiply_to_the_world_size_are_refused(config, world_size, message):

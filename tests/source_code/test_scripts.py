@@ -92,14 +92,16 @@ def run_alone(arguments):
         (["--layers=1", "--schedule=zb_v"], ["2 stages", "n_layers=1"]),
         (["--batch-size=9"], ["--batch-size 9", "--microbatches 4", "such as 12"]),
         (["--schedule=2f2b"], ["unknown schedule '2f2b'", "gpipe"]),
-        (["--pp=3"], ["pp", "3 × 1 × 1 × 1 = 3", "world size is 1", "start 3 ranks"]),
+        (["--pp=3"], ["pp = 3", "world size is 1", "start 3 ranks"]),
         (["--text", "no/such.txt"], ["no/such.txt"]),
         (["--text", os.devnull], ["no text"]),
         (["--vocab-size=500"], ["500", "1024"]),
         (["--microbatches=8", "--schedule=gpipe", "--seq-len=0"], ["seq_len", "0"]),
         (["--text=README.md", "--dataset=x"], ["only one"]),
+        (["--lr=-1"], ["--lr", "-1", "above 0"]),
+        (["--steps=0"], ["--steps", "0", "at least 1"]),
     ],
-    ids=["layers", "batch", "schedule", "world", "file", "empty", "vocabulary", "length", "sources"],
+    ids=["layers", "batch", "schedule", "world", "file", "empty", "vocabulary", "length", "sources", "lr", "steps"],
 )
 def test_train_refuses_with_one_message_that_names_value_and_remedy(arguments, named):
     done = run_alone(["train.py", *TINY, *arguments])
