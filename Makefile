@@ -8,8 +8,9 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/ready
 FIRST  := notebooks/00_ranks_and_messages.ipynb
 
-ifdef CPU
-export PIP_EXTRA_INDEX_URL := https://download.pytorch.org/whl/cpu
+# From the command line only: some clusters have a CPU in their environment.
+ifeq ($(origin CPU),command line)
+WHEELS := --extra-index-url https://download.pytorch.org/whl/cpu
 endif
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -37,7 +38,7 @@ $(READY): pyproject.toml constraints.txt $(if $(MOVED),FORCE)
 	  sys.exit(f"Python {v[0]}.{v[1]} is too old: 3.11 or newer is needed (make PYTHON=python3.11 ...)") if v < (3, 11) else None'
 	@echo "setting up $(VENV): PyTorch, JupyterLab, test tools (once; 2 GB and a few minutes, more with CUDA) ..."
 	@$(PYTHON) -m venv $(if $(MOVED),--clear) $(VENV) || { echo "no venv module: on Debian and Ubuntu, apt install python3-venv"; exit 1; }
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	@$(BIN)/python -m pip install --quiet $(WHEELS) --constraint constraints.txt --editable '.[test]'
 	@$(BIN)/jupyter labextension disable --level=sys_prefix @jupyterlab/apputils-extension:announcements >/dev/null 2>&1
 	@echo '$(CURDIR)' > $@
 

@@ -62,8 +62,10 @@ def parse_args(world_size: int) -> argparse.Namespace:
     add("--dataset", help="name or path of a Hugging Face dataset to train on")
     add("--padded", action="store_true", help="one document a sequence, padded, instead of packed sequences")
     args = parser.parse_args()
-    if args.steps < 1 or not args.lr > 0:
-        raise ValueError(f"--steps {args.steps} must be at least 1, and --lr {args.lr:g} above 0")
+    if min(args.steps, args.microbatches) < 1 or not args.lr > 0:
+        raise ValueError(
+            f"--steps {args.steps} and --microbatches {args.microbatches} must be at least 1, --lr above 0"
+        )
     return args
 
 
@@ -71,7 +73,7 @@ def load_data(args: argparse.Namespace) -> tuple[Sequences, Sequences, int]:
     """Training and validation sequences, and the model's vocabulary size; the same on every rank."""
     train, validation = load_corpus(texts=args.text, dataset=args.dataset).split()
     tokenizer = train_tokenizer(train, args.tokenizer_size)
-    vocab_size = args.vocab_size or tokenizer.vocab_size
+    vocab_size = tokenizer.vocab_size if args.vocab_size is None else args.vocab_size
     check_vocabulary(vocab_size, tokenizer)
     arrange = padded if args.padded else packed
     sequences = (arrange(encode(part, tokenizer), args.seq_len) for part in (train, validation))
@@ -91,8 +93,8 @@ def build_pipeline(args: argparse.Namespace, config: ModelConfig) -> tuple[list[
             f"--batch-size {args.batch_size} does not divide into --microbatches {args.microbatches}: "
             f"use a multiple, such as {-(-args.batch_size // args.microbatches) * args.microbatches}"
         )
-    size = args.batch_size // args.microbatches
-    stages = [build_pipeline_stage(m, mesh, device, size, args.seq_len, torch.float32) for m in modules]
+    shape = args.batch_size // args.microbatches, args.seq_len
+    stages = [build_pipeline_stage(module, mesh, device, *shape, torch.float32) for module in modules]
     return list(modules), build_pipeline_schedule(stages, args.microbatches, CrossEntropy(), args.schedule)
 
 
@@ -111,9 +113,8 @@ def evaluate(pipeline: PipelineSchedule, batches: tuple[Sequences, ...], device:
 def main() -> None:
     args = parse_args(get_world_info()[2])
     train, validation, vocab_size = load_data(args)
-    config = ModelConfig(
-        args.dim, args.layers, args.heads, vocab_size, max_seq_len=args.seq_len, tie_embeddings=args.tie_embeddings
-    )
+    sizes = {"max_seq_len": args.seq_len, "tie_embeddings": args.tie_embeddings}
+    config = ModelConfig(args.dim, args.layers, args.heads, vocab_size, **sizes)
     modules, pipeline = build_pipeline(args, config)
     device = get_device()
     batches = Batches(train, args.batch_size, args.seed)
@@ -126,10 +127,8 @@ def main() -> None:
     if speaks:
         print(f"{config.n_parameters:,} parameters, {len(train):,} sequences of {args.seq_len} tokens")
         print(f"validation loss before training {untrained:.3f}", flush=True)
-
     start = time.perf_counter()
-    progress = tqdm(range(args.steps), unit="step", disable=not (speaks and in_terminal))
-    for step in progress:
+    for step in (progress := tqdm(range(args.steps), unit="step", disable=not (speaks and in_terminal))):
         optimizer.zero_grad()
         loss = pipeline.step(**on_device(batches[step], device))
         optimizer.step()
@@ -138,7 +137,6 @@ def main() -> None:
         if speaks and not in_terminal and (step + 1) % 20 == 0:  # where output is kept, lines read better than a bar
             print(f"step {step + 1}/{args.steps}  loss {loss.item():.3f}", flush=True)
     seconds = time.perf_counter() - start
-
     loss = evaluate(pipeline, held_out, device)
     if speaks:
         entropy = unigram_entropy(validation.targets, vocab_size)

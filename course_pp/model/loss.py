@@ -26,7 +26,9 @@ class CrossEntropy:
         return self.total(logits, target) / self.count(target).clamp(min=1)
 
     def total(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Sum over the counted tokens; a scalar."""
+        """Sum over the counted tokens; a scalar, in float32 at least: a long sum overflows half precision."""
+        if logits.dtype.itemsize < 4:
+            logits = logits.float()
         return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=self.ignore_index, reduction="sum")
 
     def count(self, target: torch.Tensor) -> torch.Tensor:

@@ -33,9 +33,9 @@ from course_pp.parallel.pipeline import (
     PipelineSchedule,
     TokenLoss,
     build_pipeline_schedule,
-    build_pipeline_stage,
 )
 from course_pp.parallel.schedules import get_stage_indices, schedule_names
+from course_pp.parallel.stage import build_pipeline_stage
 from course_pp.parallel.world import get_world_info, is_rank_zero, refusals_said_once
 
 __all__ = [

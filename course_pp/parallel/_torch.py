@@ -1,9 +1,17 @@
-"""The one place that touches private names of ``torch.distributed.pipelining``, which move between releases."""
+"""The one place that touches private names of torch, which move between releases."""
+
+from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.pipelining import PipelineStage
 
-__all__ = ["LocalNeighboursStage"]
+__all__ = ["LocalNeighboursStage", "set_timeout"]
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Limit how long messages of ``group`` may take: a mesh gives its groups torch's default of half an hour."""
+    distributed_c10d._set_pg_timeout(timeout, group)
 
 
 class LocalNeighboursStage(PipelineStage):

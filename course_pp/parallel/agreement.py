@@ -1,11 +1,13 @@
 """All ranks refuse together: a rank that raises alone leaves its peers waiting for messages that never come."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["agree", "agree_on"]
+__all__ = ["agree", "agree_on", "gather"]
+
+T = TypeVar("T")
 
 
 def _control_device(group: dist.ProcessGroup | None) -> torch.device:
@@ -23,9 +25,14 @@ def agree(problem: str | None, group: dist.ProcessGroup | None) -> None:
     dist.all_reduce(trouble, op=dist.ReduceOp.MAX, group=group)
     if not trouble.item():
         return
-    problems: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(problems, problem, group=group)
-    raise ValueError(next(found for found in problems if found is not None))
+    raise ValueError(next(found for found in gather(problem, group) if found is not None))
+
+
+def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """Everyone's ``value``, by rank of ``group``, on every rank."""
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def agree_on(description: dict[str, Any], group: dist.ProcessGroup | None) -> None:
@@ -34,8 +41,7 @@ def agree_on(description: dict[str, Any], group: dist.ProcessGroup | None) -> No
     Raises:
         ValueError: naming the first entry that differs, and both ranks' values.
     """
-    descriptions: list[dict[str, Any]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(descriptions, description, group=group)
+    descriptions = gather(description, group)
     for rank, other in enumerate(descriptions):
         for key, value in descriptions[0].items():
             if other[key] != value:

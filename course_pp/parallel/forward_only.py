@@ -22,7 +22,8 @@ def forward_only(
 
     All ranks order their work by (stage, microbatch), an order in which whatever is needed comes first, so blocking
     receives cannot deadlock. Between two given ranks, sends and receives happen in the same order on both sides, which
-    is what NCCL, having no tags, requires. (torch's own ``schedule.eval`` fails for V placements.)
+    is what NCCL, having no tags, requires. Outputs are kept until all are sent, at most one a microbatch. (torch's own
+    ``schedule.eval`` fails for V placements.)
 
     Args:
         stages: this rank's stages.
@@ -47,6 +48,11 @@ def forward_only(
                 x = torch.empty_like(boundary, device=stage.device)
                 dist.recv(x, group=stage.group, group_src=source)
             output = stage.submod(x, **kwarg).contiguous()
+            if not stage.is_last and (output.dtype, output.shape) != (boundary.dtype, boundary.shape):
+                raise ValueError(
+                    f"stage {stage.stage_index} gave {output.dtype} of shape {tuple(output.shape)}, but declared "
+                    f"{boundary.dtype} of shape {tuple(boundary.shape)}: its neighbour would misread the message"
+                )
             if stage.is_last:
                 consume(i, output)
             elif target in (here, source):

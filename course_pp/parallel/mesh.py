@@ -5,6 +5,7 @@ tensor-parallel ranks, which talk most, are the closest, and the pipeline stages
 """
 
 import os
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from course_pp.parallel._torch import set_timeout
 from course_pp.parallel.world import get_world_info
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "init_distributed",
 ]
 
+_LONGEST_TIMEOUT_S = 365 * 24 * 3600
 _DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
 
 
@@ -54,13 +57,13 @@ class DistributedConfig:
     def __post_init__(self) -> None:
         for name in _DIMENSIONS:
             size = getattr(self, name)
-            if not isinstance(size, int) or (size < 1 and not (name == "dp_shard" and size == -1)):
+            if type(size) is not int or (size < 1 and not (name == "dp_shard" and size == -1)):
                 or_left = ", or -1 for what the other factors leave" if name == "dp_shard" else ""
                 raise ValueError(f"{name}={size!r} must be a whole number of at least 1{or_left}")
         if self.backend not in (None, "gloo", "nccl"):
             raise ValueError(f"backend={self.backend!r} must be 'gloo', 'nccl' or None (chosen by what is there)")
-        if not self.timeout_s > 0:
-            raise ValueError(f"timeout_s={self.timeout_s!r} must be a positive number of seconds")
+        if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < _LONGEST_TIMEOUT_S:
+            raise ValueError(f"timeout_s={self.timeout_s!r} must be a number of seconds above 0 and below a year")
 
     def sizes(self, world_size: int) -> dict[str, int]:
         """Sizes of all four dimensions, outermost first, with -1 resolved.
@@ -122,7 +125,10 @@ def init_distributed(config: DistributedConfig, seed: int = 42) -> DeviceMesh | 
     kept = {name: n for name, n in sizes.items() if n > 1 or (name == "dp_shard" and config.dp_replicate > 1)}
     if not kept:
         return None
-    return init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+    mesh = init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+    for name in kept:
+        set_timeout(mesh.get_group(name), timedelta(seconds=config.timeout_s))
+    return mesh
 
 
 def destroy_distributed() -> None:
@@ -145,6 +151,12 @@ def get_device(backend: str | None = None) -> torch.device:
         raise ValueError(
             f"backend='nccl' needs a GPU a rank, but this host has {n_gpus} GPUs for {local_world_size} ranks: "
             "start fewer ranks, or use backend='gloo'"
+        )
+    if backend is None and n_gpus and not enough:
+        warnings.warn(
+            f"this host has {n_gpus} GPUs for {local_world_size} ranks: computing on the CPU. Start a rank a GPU, "
+            "or say backend='gloo' if that is what you want",
+            stacklevel=2,
         )
     if backend == "gloo" or not enough:
         return torch.device("cpu")

@@ -17,15 +17,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
-from course_pp.model import PipelineStageModule
-from course_pp.parallel._torch import LocalNeighboursStage
-from course_pp.parallel.agreement import agree, agree_on
+from course_pp.parallel.agreement import agree, agree_on, gather
 from course_pp.parallel.forward_only import forward_only
-from course_pp.parallel.mesh import get_pp_mesh
+from course_pp.parallel.mesh import has_dp_mesh
 from course_pp.parallel.schedules import check_microbatches, find_schedule, get_stage_indices
+from course_pp.parallel.stage import ModelStage, problem_of_dtype
 from course_pp.parallel.tied import tied_gradients
 
-__all__ = ["PipelineSchedule", "TokenLoss", "build_pipeline_schedule", "build_pipeline_stage"]
+__all__ = ["PipelineSchedule", "TokenLoss", "build_pipeline_schedule"]
 
 
 @runtime_checkable
@@ -37,88 +36,6 @@ class TokenLoss(Protocol):
 
     def count(self, target: torch.Tensor) -> torch.Tensor:
         """Number of tokens of ``target`` that count; a scalar."""
-
-
-class ModelStage(LocalNeighboursStage):
-    """torch's stage, with the shapes it was declared for."""
-
-    submod: PipelineStageModule
-
-    def __init__(
-        self, module: PipelineStageModule, tokens: torch.Tensor, boundary: torch.Tensor, **kwargs: Any
-    ) -> None:
-        first, last = module.stage_id == 0, module.stage_id == module.num_stages - 1
-        logits = torch.empty(*tokens.shape, module.config.vocab_size, dtype=boundary.dtype, device="meta")
-        super().__init__(
-            module,
-            module.stage_id,
-            module.num_stages,
-            input_args=tokens if first else boundary,
-            output_args=logits if last else boundary,
-            **kwargs,
-        )
-        self.tokens = tokens
-        self.boundary = boundary
-
-
-def build_pipeline_stage(
-    stage_module: PipelineStageModule,
-    device_mesh: DeviceMesh | None,
-    device: torch.device | str,
-    batch_size: int,
-    seq_len: int,
-    param_dtype: torch.dtype = torch.bfloat16,
-) -> ModelStage:
-    """Wrap a stage module for torch's schedules, with its shapes declared up front.
-
-    Declared shapes need no trial run: torch would otherwise infer them by one extra forward, which changes buffers.
-
-    Args:
-        stage_module: one stage of the model, already on ``device``.
-        device_mesh: the mesh of :func:`init_distributed`; without a ``pp`` dimension this rank holds every stage.
-        batch_size: sequences in one *microbatch*.
-        seq_len: tokens in a sequence.
-        param_dtype: dtype of the activations and gradients that cross stage boundaries.
-
-    Raises:
-        TypeError: if ``stage_module`` is a whole model.
-        ValueError: if a size is not positive, or the module computes in another dtype than ``param_dtype``: the
-            neighbour would read the message's bytes as something else.
-        RuntimeError: if there is no process group.
-    """
-    if not isinstance(stage_module, PipelineStageModule):
-        raise TypeError(
-            f"a pipeline stage must be a PipelineStageModule, not {type(stage_module).__name__}: "
-            "cut the model with build_stage_module(config, stage, n_stages)"
-        )
-    for name, size in (("batch_size", batch_size), ("seq_len", seq_len)):
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name}={size!r} must be a whole number of at least 1")
-    if seq_len > stage_module.config.max_seq_len:
-        raise ValueError(f"seq_len={seq_len} is over the model's max_seq_len={stage_module.config.max_seq_len}")
-    if not dist.is_initialized():
-        raise RuntimeError("no process group: call init_distributed(config) before build_pipeline_stage")
-    dtypes = {p.dtype for p in stage_module.parameters()}
-    if dtypes - {param_dtype}:
-        raise ValueError(
-            f"stage {stage_module.stage_id} computes in {', '.join(sorted(map(str, dtypes)))}, but param_dtype "
-            f"declares that {param_dtype} crosses its boundary: pass the module's own dtype, or convert it first"
-        )
-    pp_mesh = get_pp_mesh(device_mesh)
-    group = None
-    if pp_mesh is not None:
-        group = pp_mesh.get_group()
-    elif dist.get_world_size() > 1:
-        group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    return ModelStage(
-        stage_module,
-        tokens=torch.empty(batch_size, seq_len, dtype=torch.int64, device="meta"),
-        boundary=torch.empty(
-            batch_size, seq_len, stage_module.config.dim, dtype=param_dtype, device="meta", requires_grad=True
-        ),
-        device=torch.device(device),
-        group=group,
-    )
 
 
 def build_pipeline_schedule(
@@ -144,33 +61,68 @@ def build_pipeline_schedule(
     """
     stages = [stage] if isinstance(stage, PipelineStage) else list(stage)
     if not stages or not all(isinstance(s, ModelStage) for s in stages):
-        raise TypeError(f"stage must come from build_pipeline_stage, not {type(stage).__name__}")
+        raise TypeError(f"stage must come from build_pipeline_stage, not {[type(s).__name__ for s in stages]}")
     stages.sort(key=lambda s: s.stage_index)
-    for other in stages[1:]:
-        other.group = stages[0].group  # without a pp dimension, each stage came with a group of this rank alone
-    group, pp_size, n_stages = stages[0].group, stages[0].group_size, stages[0].num_stages
-    pp_rank, indices = stages[0].group_rank, [s.stage_index for s in stages]
-    expected = get_stage_indices(schedule, pp_rank, pp_size, n_stages // pp_size)
-    problem = None
-    if indices != expected or n_stages != len(indices) * pp_size:
-        problem = (
-            f"rank {pp_rank} holds stages {indices} of {n_stages}, but schedule {schedule!r} on {pp_size} ranks places "
-            f"stages {expected} there: build those (get_stage_indices lists them)"
-        )
-    agree(problem, group)
-    check_microbatches(schedule, n_microbatches, n_stages, pp_size)
-    tokens, boundary = stages[0].tokens, stages[0].boundary
+    group = stages[0].group
+    agree(_problem_of_placement(stages, n_microbatches, schedule), group)
     agree_on(
         {
             "schedule": find_schedule(schedule).torch_class,
             "n_microbatches": n_microbatches,
-            "(batch_size, seq_len)": tuple(tokens.shape),
-            "param_dtype": boundary.dtype,
+            "(batch_size, seq_len)": tuple(stages[0].tokens.shape),
+            "param_dtype": stages[0].boundary.dtype,
             "config": stages[0].submod.config,
         },
         group,
     )
+    _agree_on_model(stages, group)
     return PipelineSchedule(stages, n_microbatches, loss_fn, schedule)
+
+
+def _problem_of_placement(stages: Sequence[ModelStage], n_microbatches: int, schedule: str) -> str | None:
+    """What keeps this rank's stages from running under ``schedule``, as far as the rank can tell alone."""
+    pp_rank, pp_size, n_stages = stages[0].group_rank, stages[0].group_size, stages[0].num_stages
+    indices = [s.stage_index for s in stages]
+    try:
+        expected = get_stage_indices(schedule, pp_rank, pp_size, n_stages // pp_size)
+        check_microbatches(schedule, n_microbatches, n_stages, pp_size)
+    except ValueError as error:
+        return str(error)
+    if indices != expected or n_stages != len(indices) * pp_size:
+        return (
+            f"rank {pp_rank} holds stages {indices} of {n_stages}, but schedule {schedule!r} on {pp_size} ranks places "
+            f"stages {expected} there: build those (get_stage_indices lists them)"
+        )
+    if len({(s.tokens.shape, s.boundary.dtype) for s in stages}) > 1:
+        return f"rank {pp_rank} built its stages {indices} for different batches or dtypes: build them alike"
+    return None
+
+
+def _agree_on_model(stages: Sequence[ModelStage], group: dist.ProcessGroup | None) -> None:
+    """Raise on every rank unless all stages make up the model: each layer once, both ends of a tie trained or none."""
+    mine = [(s.stage_index, s.submod.layer_range, s.submod.tied_weight) for s in stages]
+    everyone = gather([(i, layers, tie is not None and tie.requires_grad) for i, layers, tie in mine], group)
+    parts = sorted(part for rank in everyone for part in rank)
+    end = 0
+    for stage, (start, stop), _ in parts:
+        if start != end:
+            raise ValueError(
+                f"stage {stage} begins with layer {start}, but the stages before it end with layer {end - 1}: "
+                "give every rank the same layer_ranges"
+            )
+        end = stop
+    n_layers = stages[0].submod.config.n_layers
+    if end != n_layers:
+        raise ValueError(f"the stages hold {end} of {n_layers} layers: give every rank the same layer_ranges")
+    if sum(trains for *_, trains in parts) == 1:
+        raise ValueError("one end of the tied embedding is frozen and the other is not: freeze both ends, or neither")
+
+
+def _data_parallel_groups(device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
+    if device_mesh is None or not has_dp_mesh(device_mesh):
+        return []
+    names = [name for name in device_mesh.mesh_dim_names or () if name.startswith("dp_")]
+    return [device_mesh.get_group(name) for name in names]
 
 
 class PipelineSchedule:
@@ -188,6 +140,7 @@ class PipelineSchedule:
         self.n_microbatches = n_microbatches
         self._loss_fn = loss_fn
         self._group = stages[0].group
+        self._dp_groups = _data_parallel_groups(stages[0].device_mesh)
         self._divisor: torch.Tensor | float = float(n_microbatches)
         self._schedule = kind.build(
             self.stages if kind.multi_stage else self.stages[0],
@@ -216,7 +169,7 @@ class PipelineSchedule:
                 their first dimension and are cut into microbatches.
 
         Returns:
-            The mean loss of the batch, a scalar without gradient, the same on every pipeline rank.
+            The mean loss of the global batch, a float64 scalar without gradient, the same on every rank.
 
         Raises:
             ValueError: on every rank, before any message, if an argument does not fit the declared shapes.
@@ -262,9 +215,20 @@ class PipelineSchedule:
         return self._loss_fn(output, target) / self._divisor
 
     def _count(self, target: torch.Tensor) -> torch.Tensor | float:
-        if isinstance(self._loss_fn, TokenLoss):
-            return self._loss_fn.count(target).clamp(min=1)
-        return float(self.n_microbatches)
+        """What the microbatches' losses are divided by.
+
+        Data-parallel ranks average their gradients, so this is the global batch's number of tokens over theirs.
+        """
+        if not isinstance(self._loss_fn, TokenLoss):
+            return float(self.n_microbatches)
+        count = self._loss_fn.count(target).double()
+        self._average_over_data(count)
+        return torch.where(count > 0, count, 1.0)
+
+    def _average_over_data(self, value: torch.Tensor) -> None:
+        for group in self._dp_groups:
+            dist.all_reduce(value, group=group)
+            value /= dist.get_world_size(group)
 
     def _tie(self) -> tuple[list[torch.nn.Parameter], int | None]:
         ends = [stage.submod.tied_weight for stage in self.stages]
@@ -285,32 +249,64 @@ class PipelineSchedule:
         return inputs, target
 
     def _problem(self, inputs: torch.Tensor | None, target: torch.Tensor | None, kwargs: dict[str, Any]) -> str | None:
-        size, seq_len = self.stages[0].tokens.shape
-        batch = self.n_microbatches * size
-        needed = {"inputs": (self.stages[0].is_first, inputs), "target": (self.stages[-1].is_last, target)}
-        for name, (is_needed, tensor) in needed.items():
-            if not is_needed:
-                continue
-            if tensor is None:
-                return f"{name} is missing on the rank that holds the {'first' if name == 'inputs' else 'last'} stage"
-            if tensor.dim() < 2 or tensor.shape[0] != batch:
-                return (
-                    f"{name} has shape {tuple(tensor.shape)}, but the pipeline was built for n_microbatches × "
-                    f"batch_size = {self.n_microbatches} × {size} = {batch}: drop or pad the remainder, or rebuild it"
-                )
-            if tensor.shape[1] != seq_len:
-                return f"{name} has shape {tuple(tensor.shape)}, but the pipeline was built for seq_len={seq_len}"
+        for stage in self.stages:
+            problem = problem_of_dtype(stage.submod, stage.boundary.dtype)
+            if problem is not None:
+                return problem
+        if self.stages[0].is_first:
+            problem = self._problem_of_tokens("inputs", inputs, "first")
+            if problem is not None:
+                return problem
+        if self.stages[-1].is_last:
+            problem = self._problem_of_tokens("target", target, "last")
+            if problem is not None:
+                return problem
+        batch = self.n_microbatches * self.stages[0].tokens.shape[0]
         for name, value in kwargs.items():
-            if isinstance(value, torch.Tensor) and (value.dim() == 0 or value.shape[0] != batch):
+            if isinstance(value, torch.Tensor):
+                if value.dim() == 0 or value.shape[0] != batch:
+                    return (
+                        f"keyword argument {name} has shape {tuple(value.shape)}, but its first dimension must be the "
+                        f"whole batch, {batch}: expand it"
+                    )
+            elif value is not None and not isinstance(value, bool | int | float | str):
                 return (
-                    f"keyword argument {name} has shape {tuple(value.shape)}, but its first dimension must be the "
-                    f"whole batch, {batch}: expand it"
+                    f"keyword argument {name} is a {type(value).__name__}: pass tensors whose first dimension is the "
+                    "whole batch, or plain numbers and strings, each under a name of its own"
                 )
+        return None
+
+    def _problem_of_tokens(self, name: str, tokens: object, stage: str) -> str | None:
+        """What is wrong with ``inputs`` or ``target``."""
+        size, seq_len = self.stages[0].tokens.shape
+        batch, vocab_size = self.n_microbatches * size, self.stages[0].submod.config.vocab_size
+        if tokens is None:
+            return f"{name} is missing on the rank that holds the {stage} stage"
+        if not isinstance(tokens, torch.Tensor):
+            return f"{name} is a {type(tokens).__name__}: pass a tensor of shape ({batch}, {seq_len})"
+        if tokens.dim() < 2 or tokens.shape[0] != batch:
+            return (
+                f"{name} has shape {tuple(tokens.shape)}, but the pipeline was built for n_microbatches × batch_size = "
+                f"{self.n_microbatches} × {size} = {batch}: drop or pad the remainder, or rebuild it"
+            )
+        if tokens.shape[1] != seq_len:
+            return f"{name} has shape {tuple(tokens.shape)}, but the pipeline was built for seq_len={seq_len}"
+        if name == "target" and not isinstance(self._loss_fn, TokenLoss):
+            return None  # what it may be is the loss function's own business
+        if tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
+            return (
+                f"{name} is {tokens.dtype} of shape {tuple(tokens.shape)}: pass token ids, int64 ({batch}, {seq_len})"
+            )
+        if name == "inputs" and tokens.device.type == "cpu":  # on a GPU, looking would wait for the device
+            low, high = int(tokens.min()), int(tokens.max())
+            if low < 0 or high >= vocab_size:
+                return f"inputs holds token ids from {low} to {high}, but vocab_size={vocab_size}: use its tokenizer"
         return None
 
     def _tell_everyone(self, losses: list[torch.Tensor]) -> torch.Tensor:
         loss = torch.zeros((), dtype=torch.float64, device=self.stages[0].device)
         if losses:
             loss = torch.stack([share.detach() for share in losses]).sum(dtype=torch.float64)
+            self._average_over_data(loss)
         dist.broadcast(loss, group=self._group, group_src=self._last_rank)
         return loss

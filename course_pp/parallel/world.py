@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch.distributed as dist
+
 __all__ = ["get_world_info", "is_rank_zero", "refusals_said_once"]
 
 _PORTS = range(15_000, 30_000)  # below Linux's ephemeral ports (32768 and up), so nothing else is handed one
@@ -18,6 +20,9 @@ def get_world_info() -> tuple[int, int, int]:
     torchrun's RANK, LOCAL_RANK and WORLD_SIZE come first. Without them the SLURM_PROCID, SLURM_LOCALID and
     SLURM_NTASKS of ``srun`` are read and exported under torchrun's names, with MASTER_ADDR and MASTER_PORT
     derived from the job, so that ``init_method="env://"`` works under bare ``srun`` too.
+
+    A batch script that runs Python without ``srun`` has Slurm's variables too, and would wait for tasks that were never
+    started: start it with ``srun``, also for one task.
 
     Raises:
         ValueError: if a launcher set some of its variables but not all, or one is not a number.
@@ -35,8 +40,8 @@ def get_world_info() -> tuple[int, int, int]:
 
 
 def is_rank_zero() -> bool:
-    """True on global rank 0, also before a process group exists."""
-    return get_world_info()[0] == 0
+    """True on global rank 0, by the process group if there is one, else by the launcher's variables."""
+    return (dist.get_rank() if dist.is_initialized() else get_world_info()[0]) == 0
 
 
 @contextmanager
@@ -97,8 +102,7 @@ def _slurm_master_port() -> int:
 
 def first_host(nodelist: str) -> str:
     """First host of a Slurm node list: ``"gpu[03-05,9],cpu1"`` gives ``"gpu03"``."""
-    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodelist)
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
     if match is None:
         raise ValueError(f"Slurm node list {nodelist!r} names no host: set MASTER_ADDR yourself")
-    prefix, number, suffix = match.groups(default="")
-    return prefix + number + suffix
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match[0])

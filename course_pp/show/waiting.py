@@ -106,9 +106,9 @@ def _finding(by_rank: dict[int, Wait], cycle: Sequence[int], ranks: Sequence[int
     if cycle:
         if len(cycle) == 1:
             return f"rank {cycle[0]} waits for itself: it can never move"
-        who = "nobody" if len(_stuck_behind(cycle, by_rank)) == len(ranks) else "none of them"
+        who = "none" if len(_stuck_behind(cycle, by_rank)) == len(ranks) else "none of them"
         if len(cycle) > _SPELLED_CYCLE:
-            return f"{_spelled_ranks(cycle)} wait for each other in a circle: {who} can move"
+            return f"{_spelled_ranks(cycle)} wait for each other in a cycle: {who} can move"
         steps = [f"rank {a} {'waits ' * (i == 0)}for rank {_next_in(cycle, a)}" for i, a in enumerate(cycle)]
         return f"{chart.listed(steps)}: {who} can move"
     steps = [f"rank {w.rank} waits for {_spelled_ranks(w.peers)}" for w in waiting]

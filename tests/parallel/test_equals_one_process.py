@@ -6,16 +6,8 @@ import pytest
 import torch
 
 from course_pp.launch import on_ranks
-from course_pp.model import CrossEntropy, ModelConfig
-from course_pp.parallel import (
-    DistributedConfig,
-    build_pipeline_schedule,
-    build_pipeline_stage,
-    build_stage_module,
-    get_stage_indices,
-    init_distributed,
-    schedule_names,
-)
+from course_pp.model import CrossEntropy
+from course_pp.parallel import DistributedConfig, init_distributed, schedule_names
 from tests.equality import (
     Trained,
     adamw,
@@ -25,27 +17,9 @@ from tests.equality import (
     snapshot_parameters,
     train_in_one_process,
 )
+from tests.parallel.small import BATCH, SEQ_LEN, build, model_config
 
-BATCH, SEQ_LEN, N_MICROBATCHES, STEPS = 16, 8, 8, 3
-
-
-def model_config(tied):
-    """Eight layers: enough for two stages on each of four ranks, uneven on three."""
-    return ModelConfig(
-        dim=32, n_layers=8, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=61, max_seq_len=16, tie_embeddings=tied
-    )
-
-
-def build(config, mesh, pp, rank, schedule, loss_fn, n_microbatches=N_MICROBATCHES, batch=BATCH):
-    """This rank's stage modules in float64, and the schedule over them."""
-    indices = get_stage_indices(schedule, rank, pp)
-    n_stages = pp * len(indices)
-    modules = [build_stage_module(config, i, n_stages).double() for i in indices]
-    stages = [
-        build_pipeline_stage(m, mesh, "cpu", batch // n_microbatches, SEQ_LEN, param_dtype=torch.float64)
-        for m in modules
-    ]
-    return modules, build_pipeline_schedule(stages if len(stages) > 1 else stages[0], n_microbatches, loss_fn, schedule)
+STEPS = 3
 
 
 def train_on_rank(rank, pp, config, data, schedules, loss_fn, kwargs):

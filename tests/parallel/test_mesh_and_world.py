@@ -90,10 +90,16 @@ def test_tasks_of_a_step_agree_on_a_port_that_other_steps_and_jobs_do_not_get(la
 
 @pytest.mark.parametrize(
     ("nodelist", "host"),
-    [("n1", "n1"), ("n1,n2", "n1"), ("gpu[03-05,9],cpu1", "gpu03"), ("a[7,9-11]b,c", "a7b"), ("r[1-2]-n[3-4]", "r1-n")],
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("gpu[03-05,9],cpu1", "gpu03"),
+        ("a[7,9-11]b,c", "a7b"),
+        ("r[1-2]-n[3-4],x", "r1-n3"),
+    ],
 )
 def test_the_first_host_of_a_node_list(nodelist, host):
-    assert first_host(nodelist).startswith(host)
+    assert first_host(nodelist) == host
 
 
 @pytest.mark.parametrize(
@@ -146,6 +152,9 @@ def test_factors_that_do_not_multiply_to_the_world_size_are_refused(config, worl
         ({"dp_shard": -2}, "dp_shard=-2 must be .* or -1"),
         ({"backend": "mpi"}, "backend='mpi' must be"),
         ({"timeout_s": 0}, "timeout_s=0 must be"),
+        ({"timeout_s": float("inf")}, "timeout_s=inf must be"),
+        ({"timeout_s": "5"}, "timeout_s='5' must be"),
+        ({"pp": True}, "pp=True must be"),
     ],
 )
 def test_impossible_configurations_are_refused(kwargs, message):

@@ -167,14 +167,14 @@ def test_empty_and_tall_timelines_are_drawn(n_ranks: int) -> None:
 
 def test_a_deadlock_is_spelled_out_in_the_title() -> None:
     figure = show.waits([wait(0, "send", 1), wait(1, "send", 0)])
-    assert title(figure) == "rank 0 waits for rank 1 and rank 1 for rank 0: nobody can move"
+    assert title(figure) == "rank 0 waits for rank 1 and rank 1 for rank 0: none can move"
     assert "rank 0 waits in send for rank 1" in figure.alt_text
 
 
 @pytest.mark.parametrize(
     ("waiting", "finding"),
     [
-        ([wait(1, "recv", 2), wait(2, "recv", 1), wait(0, "recv", 1)], "nobody can move"),
+        ([wait(1, "recv", 2), wait(2, "recv", 1), wait(0, "recv", 1)], "none can move"),
         ([wait(1, "recv", 2), wait(2, "recv", 1), wait(0, "computing")], "none of them can move"),
         ([wait(i, "send", (i + 1) % 5) for i in range(5)], "ranks 0, 1, 2, 3 and 4 wait for each other"),
         ([wait(0, "recv", 1), wait(1, "computing")], "rank 0 waits for rank 1: no cycle"),

@@ -98,8 +98,8 @@ def run_alone(arguments):
         (["--vocab-size=500"], ["500", "1024"]),
         (["--microbatches=8", "--schedule=gpipe", "--seq-len=0"], ["seq_len", "0"]),
         (["--text=README.md", "--dataset=x"], ["only one"]),
-        (["--lr=-1"], ["--lr", "-1", "above 0"]),
-        (["--steps=0"], ["--steps", "0", "at least 1"]),
+        (["--lr=-1"], ["--lr", "above 0"]),
+        (["--steps=0"], ["--steps 0", "at least 1"]),
     ],
     ids=["layers", "batch", "schedule", "world", "file", "empty", "vocabulary", "length", "sources", "lr", "steps"],
 )

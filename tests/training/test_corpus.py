@@ -158,7 +158,8 @@ def test_a_split_by_document_loses_nothing_and_leaves_neither_part_empty(documen
     train, validation = Corpus("any", tuple(documents)).split(share)
     kept = [document for document in documents if document.strip()]
     assert sorted(train.documents + validation.documents) == sorted(kept)
-    if len(validation.documents) > 1:
+    assert not set(train.documents) & set(validation.documents), "a copy of a text was on both sides"
+    if len(set(validation.documents)) > 1:
         assert validation.n_characters <= share * sum(map(len, kept))
 
 

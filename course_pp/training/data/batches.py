@@ -1,6 +1,7 @@
 """Which sequences a rank sees at which step."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -49,10 +50,16 @@ class Batches:
         if step < 0:
             raise ValueError(f"step={step}: steps count from 0")
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
-        order = np.random.default_rng((self.seed, epoch)).permutation(len(self.sequences))
+        order = _order(self.seed, epoch, len(self.sequences))
         first = step_in_epoch * self.global_batch
         rows = torch.from_numpy(order[first : first + self.global_batch])
         return self.sequences[_part(rows, self.dp_rank, self.dp_size)]
+
+
+@lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, n: int) -> np.ndarray:
+    """The permutation of an epoch, drawn once and not at every step of it."""
+    return np.random.default_rng((seed, epoch)).permutation(n)
 
 
 def validation_batches(

@@ -4,6 +4,7 @@ import hashlib
 import os
 import sys
 import sysconfig
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -60,25 +61,30 @@ class Corpus:
         """
         if not 0 < validation < 1:
             raise ValueError(f"validation={validation}: the share must lie between 0 and 1, such as 0.1")
-        written = [index for index, document in enumerate(self.documents) if document.strip()]
-        if len(written) == 1:
-            train, held_out = self._cut(self.documents[written[0]], validation)
+        places: dict[str, list[int]] = defaultdict(list)
+        for index, document in enumerate(self.documents):
+            if document.strip():
+                places[document].append(index)
+        if len(places) == 1:
+            train, held_out = self._cut(next(iter(places)), validation)
         else:
-            chosen = self._held_out(written, validation)
-            train = tuple(self.documents[index] for index in written if index not in chosen)
-            held_out = tuple(self.documents[index] for index in written if index in chosen)
+            chosen = self._held_out(places, validation)
+            train = tuple(d for d in self.documents if d in places and d not in chosen)
+            held_out = tuple(d for d in self.documents if d in chosen)
         return Corpus(f"{self.name} (train)", train), Corpus(f"{self.name} (validation)", held_out)
 
-    def _held_out(self, written: list[int], share: float) -> set[int]:
-        room = share * sum(len(self.documents[index]) for index in written)
-        by_hash = sorted(written, key=lambda index: hashlib.sha256(self.documents[index].encode()).digest())
-        chosen: set[int] = set()
-        for index in by_hash:
-            if len(self.documents[index]) <= room:
-                chosen.add(index)
-                room -= len(self.documents[index])
-        # No document is small enough: the smallest exceeds the share by the least.
-        return chosen or {min(by_hash, key=lambda index: len(self.documents[index]))}
+    def _held_out(self, places: dict[str, list[int]], share: float) -> set[str]:
+        """Texts for validation. Copies of a text stay together, or validation would hold what was trained on."""
+        size = {document: len(document) * len(copies) for document, copies in places.items()}
+        room = share * sum(size.values())
+        by_hash = sorted(places, key=lambda document: hashlib.sha256(document.encode()).digest())
+        chosen: set[str] = set()
+        for document in by_hash:
+            if size[document] <= room:
+                chosen.add(document)
+                room -= size[document]
+        # No text is small enough: the smallest exceeds the share by the least.
+        return chosen or {min(by_hash, key=size.__getitem__)}
 
     def _cut(self, document: str, share: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
         first = len(document) - len(document.lstrip())
