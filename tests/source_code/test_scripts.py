@@ -59,6 +59,14 @@ def test_train_reports_from_the_last_stage_only(schedule, last):
     assert said == {last}, "only the last stage's rank reports and shows progress"
 
 
+def test_training_falls_below_what_a_model_without_context_could_reach():
+    small = ["--steps=60", "--dim=64", "--layers=2", "--seq-len=64", "--batch-size=16"]
+    lines = run_torchrun(["--nproc-per-node=2", "source_code/train.py", "--pp=2", *small], timeout_s=100, local=True)
+    match = re.search(r"validation loss ([\d.]+) nats a token; unigram entropy ([\d.]+)", "\n".join(lines))
+    assert match is not None
+    assert float(match[1]) < float(match[2]) - 0.2
+
+
 def test_padded_documents_of_given_files_train_with_their_mask(tmp_path):
     for i in range(120):
         (tmp_path / f"{i}.txt").write_text(f"document {i} has its own length. " * (i % 7 + 1))
