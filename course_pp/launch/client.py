@@ -16,6 +16,11 @@ from course_pp.launch.errors import LaunchError
 _END_LIMIT_S = 10.0
 
 
+def search_path() -> list[str]:
+    """``sys.path`` without what is no string: the import system passes over it, too."""
+    return [entry for entry in sys.path if isinstance(entry, str)]
+
+
 class Server:
     """The caller's end of the process that forks ranks."""
 
@@ -26,7 +31,7 @@ class Server:
         self.warm = False
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         code = (
-            f"import sys; sys.path[:] = {sys.path!r}; "
+            f"import sys; sys.path[:] = {search_path()!r}; "
             f"from course_pp.launch.server import serve; serve({theirs.fileno()})"
         )
         self.process = subprocess.Popen(

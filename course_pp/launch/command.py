@@ -14,6 +14,13 @@ from pathlib import Path
 
 _FLAGS = {"--standalone", "-m", "--module", "--no-python", "--run-path", "--virtual-local-rank", "-h", "--help"}
 _ANSWER_LIMIT_S = 5.0
+# What torchrun, a cluster or `get_world_info` sets for a rank: a launcher that inherits it would pass for a rank.
+_OF_A_RANK = {
+    *(f"{prefix}RANK" for prefix in ("", "LOCAL_", "GROUP_", "ROLE_")),
+    *(f"{prefix}WORLD_SIZE" for prefix in ("", "LOCAL_", "GROUP_", "ROLE_")),
+    *("MASTER_ADDR", "MASTER_PORT"),
+    *(f"TORCHELASTIC_{what}" for what in ("RESTART_COUNT", "MAX_RESTARTS", "RUN_ID", "USE_AGENT_STORE", "ERROR_FILE")),
+}
 _RENDEZVOUS = ("--rdzv-", "--master-", "--node-rank", "--standalone")
 
 
@@ -63,6 +70,11 @@ def build(args: Sequence[str], local: bool = False, environ: Mapping[str, str] |
         environ=_defaults(nodes == 1 and not any(o.startswith(_RENDEZVOUS) for o in options), environ),
         local=not slurm,
     )
+
+
+def of_no_rank(environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` without what describes one rank of another run."""
+    return {name: value for name, value in environ.items() if name not in _OF_A_RANK}
 
 
 def script_index(args: Sequence[str]) -> int | None:

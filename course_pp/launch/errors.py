@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 
 from course_pp.launch.waits import Wait
 
@@ -14,6 +15,14 @@ _ECHO = re.compile(
 def is_echo(summary: str) -> bool:
     """Whether an exception only says that a peer's connection is gone: the reason lies with that peer."""
     return bool(_ECHO.search(summary))
+
+
+def signal_name(number: int) -> str:
+    """``"SIGKILL"``, or ``"signal 40"``: most of the real-time signals have no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 class LaunchError(RuntimeError):

@@ -14,18 +14,25 @@ class Lines:
 
     def __init__(self, emit: Callable[[str], None]) -> None:
         self._emit = emit
-        self._rest = b""
+        self._rest: list[bytes] = []
 
     def feed(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *lines, rest = data.split(b"\n")
+        if lines:
+            lines[0] = self._take_rest() + lines[0]
+        self._rest.append(rest)
         for line in lines:
             self._emit(_text(line))
 
     def close(self) -> None:
         """Hands on a last line that had no end."""
-        if self._rest:
-            self._emit(_text(self._rest))
-            self._rest = b""
+        if rest := self._take_rest():
+            self._emit(_text(rest))
+
+    def _take_rest(self) -> bytes:
+        """What came since the last line end. Joined once: a long line arrives in thousands of pieces."""
+        rest, self._rest = b"".join(self._rest), []
+        return rest
 
 
 def _text(line: bytes) -> str:

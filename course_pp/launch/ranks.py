@@ -9,20 +9,21 @@ import os
 import pickle
 import reprlib
 import selectors
-import signal
 import socket
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Pipe
+from io import FileIO
+from multiprocessing.connection import Connection, Pipe
 from types import TracebackType
 from typing import Any
 
 from course_pp.launch import rank as in_rank
-from course_pp.launch.client import SERVERS, Server
-from course_pp.launch.errors import LaunchError, RankDied, RanksHung, RankTraceback, is_echo
+from course_pp.launch.client import SERVERS, Server, search_path
+from course_pp.launch.errors import LaunchError, RankDied, RanksHung, RankTraceback, is_echo, signal_name
+from course_pp.launch.limits import refuse_bad_timeout
 from course_pp.launch.output import Lines
 from course_pp.launch.pickling import pickled
 from course_pp.launch.rank import Ask, Job, Left, Raised, Ready, Returned
@@ -35,6 +36,8 @@ _ANSWER_LIMIT_S = 2.0
 _END_LIMIT_S = 10.0
 # How long the echo of a lost peer waits for the news of what happened to the peer.
 _ECHO_S = 0.5
+# A pipe holds 16 pages, and a page has 64 KiB at most: one read empties it.
+_PIPE_BYTES = 1 << 20
 
 
 def on_ranks(
@@ -95,8 +98,7 @@ def _refuse_bad(n: int, fn: object, args: tuple[Any, ...], timeout_s: float, thr
         raise TypeError(
             f"fn is {fn!r}, which cannot be called. Pass the function itself: on_ranks({n}, fn), not fn(0)."
         )
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
-        raise ValueError(f"timeout_s is {timeout_s!r}; it must be a positive number of seconds.")
+    refuse_bad_timeout(timeout_s)
     _refuse_bad_call(fn, args)
 
 
@@ -125,29 +127,36 @@ class _Rank:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.control, self._far_control = Pipe()
-        self.life, self._far_life = socket.socketpair()
-        self._pipes = [os.pipe(), os.pipe()]
-        self.outputs = {
-            self._pipes[0][0]: Lines(partial(_print, number, "stdout")),
-            self._pipes[1][0]: Lines(partial(_print, number, "stderr")),
-        }
+        self.control, far_control = Pipe()
+        self.life, far_life = socket.socketpair()
+        (out, far_out), (err, far_err) = _pipe(), _pipe()
+        self._far: tuple[Connection | socket.socket | FileIO, ...] = (far_control, far_life, far_out, far_err)
+        self.outputs = {out: Lines(partial(_print, number, "stdout")), err: Lines(partial(_print, number, "stderr"))}
         self.ready = False
         self.end: Returned | Raised | Left | None = None
         self.exit_code: int | None = None
         self.report: Report | None = None
 
     def fork(self, server: Server, listener: list[int]) -> None:
-        far = [self._far_control.fileno(), self._far_life.fileno(), self._pipes[0][1], self._pipes[1][1]]
-        server.fork(far + listener)
-        self._far_control.close()
-        self._far_life.close()
-        for _, write_end in self._pipes:
-            os.close(write_end)
+        try:
+            server.fork([end.fileno() for end in self._far] + listener)
+        finally:
+            for end in self._far:
+                end.close()
+
+    def close(self) -> None:
+        for end in (*self._far, self.control, self.life, *self.outputs):
+            end.close()
 
     @property
     def running(self) -> bool:
         return self.end is None and self.exit_code is None
+
+
+def _pipe() -> tuple[FileIO, FileIO]:
+    """A pipe whose ends close with the objects that own them, even when an interrupt comes between two lines."""
+    read, write = os.pipe()
+    return FileIO(read, "r"), FileIO(write, "w")
 
 
 def _print(rank: int, stream: str, line: str) -> None:
@@ -159,7 +168,8 @@ class _Crew:
 
     def __init__(self, n: int, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._selector = selectors.DefaultSelector()
+        self._open = contextlib.ExitStack()
+        self._selector = self._open.enter_context(selectors.DefaultSelector())
         self._ranks: list[_Rank] = []
         self._n = n
         self._server = SERVERS.get()
@@ -174,7 +184,7 @@ class _Crew:
             world_size=self._n,
             port=listener.getsockname()[1],
             environ=dict(os.environ),
-            sys_path=tuple(sys.path),
+            sys_path=tuple(search_path()),
             cwd=os.getcwd(),
             argv=tuple(sys.argv),
             # Entries with a modification time can be read from their file.
@@ -186,6 +196,7 @@ class _Crew:
         with listener:
             for number in range(self._n):
                 rank = _Rank(number)
+                self._open.callback(rank.close)
                 self._ranks.append(rank)
                 rank.fork(self._server, [listener.fileno()] if number == 0 else [])
         for rank in self._ranks:
@@ -198,8 +209,8 @@ class _Crew:
         register = partial(self._selector.register, events=selectors.EVENT_READ)
         register(rank.control, data=partial(self._read_message, rank))
         register(rank.life, data=partial(self._read_status, rank))
-        for fd, lines in rank.outputs.items():
-            register(fd, data=partial(self._read_output, fd, lines))
+        for pipe, lines in rank.outputs.items():
+            register(pipe, data=partial(self._read_output, pipe, lines))
 
     def results(self) -> list[Any]:
         """Waits for every rank; returns what they returned or raises what the first failing one did."""
@@ -209,7 +220,8 @@ class _Crew:
             self._wait_for_results()
         except KeyboardInterrupt:
             # Whoever interrupts wants to know what was going on.
-            print(explain(self._ask(), round(time.monotonic() - begun, 1)), file=sys.stderr)
+            if any(rank.running for rank in self._ranks):
+                print(explain(self._ask(), round(time.monotonic() - begun, 1)), file=sys.stderr)
             raise
         return [pickle.loads(rank.end.value) for rank in self._ranks if isinstance(rank.end, Returned)]
 
@@ -251,12 +263,12 @@ class _Crew:
             raise self._server.lost()
         (rank.exit_code,) = STATUS.unpack(data)
 
-    def _read_output(self, fd: int, lines: Lines) -> None:
-        data = os.read(fd, 1 << 16)
+    def _read_output(self, pipe: FileIO, lines: Lines) -> None:
+        data = pipe.read(_PIPE_BYTES)
         if data:
             lines.feed(data)
         else:
-            self._selector.unregister(fd)
+            self._selector.unregister(pipe)
 
     def _raise_first_failure(self) -> None:
         __tracebackhide__ = True
@@ -269,7 +281,6 @@ class _Crew:
             while time.monotonic() < settled and not any(r.exit_code is not None for r in self._ranks):
                 self._poll(settled - time.monotonic())
             first = self._first_failure() or first
-        self._drain()
         raise self._error(first)
 
     def _first_failure(self) -> _Rank | None:
@@ -301,24 +312,23 @@ class _Crew:
         return waits_from((rank.number, rank.report, rank.end is not None) for rank in self._ranks)
 
     def _drain(self) -> None:
-        """Prints what the ranks wrote up to now."""
-        fds = {fd for rank in self._ranks for fd in rank.outputs}
-        while ready := [key for key, _ in self._selector.select(0) if key.fd in fds]:
-            for key in ready:
+        """Prints what is in the pipes, and no more: ranks may write faster than what we print to can take."""
+        outputs = {pipe for rank in self._ranks for pipe in rank.outputs}
+        for key, _ in self._selector.select(0):
+            if key.fileobj in outputs:
                 key.data()
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        for rank in self._ranks:
-            with contextlib.suppress(OSError):
-                rank.life.shutdown(socket.SHUT_WR)
-        try:
+        # An interrupt in here cuts the waiting and printing short; whatever is open closes, which ends ranks as well.
+        with self._open:
+            for rank in self._ranks:
+                with contextlib.suppress(OSError):
+                    rank.life.shutdown(socket.SHUT_WR)
+            self._wait_for_ends()
             self._drain()
             for rank in self._ranks:
                 for lines in rank.outputs.values():
                     lines.close()
-        finally:
-            self._wait_for_ends()
-            self._close()
 
     def _wait_for_ends(self) -> None:
         limit = time.monotonic() + _END_LIMIT_S
@@ -328,14 +338,6 @@ class _Crew:
                 # While the server still imports torch there is no rank yet; when forked it finds itself unwanted.
                 if self._server.warm:
                     rank.life.recv(STATUS.size)
-
-    def _close(self) -> None:
-        self._selector.close()
-        for rank in self._ranks:
-            rank.control.close()
-            rank.life.close()
-            for fd in rank.outputs:
-                os.close(fd)
 
 
 def _precedence(rank: _Rank) -> tuple[bool, float]:
@@ -351,7 +353,7 @@ def _death(rank: int, exit_code: int) -> str:
             f"rank {rank} ended with exit code {exit_code} before its function returned. "
             "Something in it called os._exit, or a library ended the process."
         )
-    name = signal.Signals(-exit_code).name
+    name = signal_name(-exit_code)
     hint = {
         "SIGKILL": "Something killed it; if nobody did, the system ran out of memory.",
         "SIGABRT": "A library gave up; with gloo, often a message larger than the buffer that receives it.",
@@ -361,13 +363,16 @@ def _death(rank: int, exit_code: int) -> str:
 
 
 def _rebuilt(rank: int, n: int, raised: Raised) -> BaseException:
-    error: BaseException
-    try:
-        if raised.exception is None:
-            raise TypeError("not pickled")
-        error = pickle.loads(raised.exception)
-    except Exception:
-        error = LaunchError(f"rank {rank} raised {raised.summary}")
-    error.__cause__ = RankTraceback(rank, raised.text)
+    """What the rank raised; a `LaunchError` with its summary where that cannot be built again, or not be marked."""
+    substitute = LaunchError(f"rank {rank} raised {raised.summary}")
+    with contextlib.suppress(Exception):
+        error = pickle.loads(raised.exception) if raised.exception is not None else substitute
+        if isinstance(error, BaseException):
+            return _marked(error, rank, n, raised.text)
+    return _marked(substitute, rank, n, raised.text)
+
+
+def _marked(error: BaseException, rank: int, n: int, text: str) -> BaseException:
+    error.__cause__ = RankTraceback(rank, text)
     error.add_note(f"Raised first on rank {rank} of {n}.")
     return error

@@ -21,8 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from course_pp.launch.command import Command, build
-from course_pp.launch.errors import LaunchError, RanksHung, is_echo
+from course_pp.launch.command import Command, build, of_no_rank
+from course_pp.launch.errors import LaunchError, RanksHung, is_echo, signal_name
+from course_pp.launch.limits import refuse_bad_timeout
 from course_pp.launch.output import Lines
 from course_pp.launch.waits import explain, waits_from
 from course_pp.launch.watch import Report
@@ -33,10 +34,16 @@ _GRACE_S = 5.0
 _LAST_LINES = 12
 _LABELLED = re.compile(r"\[rank (\d+)\] ?(.*)", re.S)
 _MARK = "COURSE_PP_TORCHRUN"
+_SOCKET = "watch"
+# The address of a Unix socket, with the zero at its end, has 104 bytes on macOS and 108 on Linux.
+_MOST_ADDRESS_BYTES = 103
 
 
 def run_torchrun(args: Sequence[str], *, timeout_s: float = 300.0, local: bool = False) -> tuple[str, ...]:
     """Runs ``torchrun ARGS`` and prints the exact command, then what the ranks print, labelled line by line.
+
+    torchrun labels whatever it finds when it looks, so a line that a rank writes in pieces may come out in pieces,
+    with labels of several ranks in it.
 
     Args:
         args: what a learner types after ``torchrun``. The script is looked for here, then from the root of the
@@ -50,10 +57,9 @@ def run_torchrun(args: Sequence[str], *, timeout_s: float = 300.0, local: bool =
     Raises:
         LaunchError: a rank failed; names the first, its exit code and its last lines.
         RanksHung: the limit is over; says which rank waits for whom.
-        ValueError, FileNotFoundError: no script, or no such script.
+        ValueError, FileNotFoundError: no script, no such script, or a limit that is no number of seconds.
     """
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
-        raise ValueError(f"timeout_s is {timeout_s!r}; it must be a positive number of seconds.")
+    refuse_bad_timeout(timeout_s)
     command = build(args, local)
     print(f"$ {command.shown}", flush=True)
     with _Run(command) as run:
@@ -86,28 +92,31 @@ class _Run:
 
     def __init__(self, command: Command) -> None:
         self._mark = uuid.uuid4().hex
-        self._folder = Path(tempfile.mkdtemp(prefix="course_pp_"))
-        self._selector = selectors.DefaultSelector()
         self._peers: list[_Peer] = []
         self._printed: list[str] = []
         self._ranks_said: dict[tuple[int, str], deque[str]] = defaultdict(partial(deque, maxlen=_LAST_LINES))
         self._launcher_said: list[str] = []
         self._open_streams = 2
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(str(self._folder / "watch"))
-        self._listener.listen()
+        with contextlib.ExitStack() as started:
+            self._folder = Path(started.enter_context(_short_folder()))
+            self._selector = started.enter_context(selectors.DefaultSelector())
+            self._listener = started.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            self._listener.bind(str(self._folder / _SOCKET))
+            self._listener.listen()
+            self._process = subprocess.Popen(
+                command.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=self._environ(command),
+                # An interrupt is for us; the launcher is then told to end its ranks first.
+                start_new_session=True,
+            )
+            self._open = started.pop_all()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._process = subprocess.Popen(
-            command.argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=self._environ(command),
-            # An interrupt is for us; the launcher is then told to end its ranks first.
-            start_new_session=True,
-        )
         for stream, name in ((self._process.stdout, "stdout"), (self._process.stderr, "stderr")):
             assert stream is not None
+            self._open.enter_context(stream)
             lines = Lines(partial(self._take_line, name))
             self._selector.register(stream, selectors.EVENT_READ, partial(self._read, stream, lines))
 
@@ -118,11 +127,11 @@ class _Run:
         shutil.copyfile(here / "startup.py", site / "sitecustomize.py")
         (self._folder / "logs").mkdir()
         return {
-            **os.environ,
+            **of_no_rank(os.environ),
             **command.environ,
             **({} if "PET_LOG_DIR" in os.environ else {"PET_LOG_DIR": str(self._folder / "logs")}),
             "PYTHONPATH": os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")])),
-            "COURSE_PP_WATCH": os.pathsep.join([str(self._folder / "watch"), str(here / "watch.py")]),
+            "COURSE_PP_WATCH": os.pathsep.join([str(self._folder / _SOCKET), str(here / "watch.py")]),
             _MARK: self._mark,
         }
 
@@ -152,6 +161,7 @@ class _Run:
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
+        self._open.enter_context(connection)
         peer = _Peer(connection)
         self._peers.append(peer)
         lines = Lines(peer.tell)
@@ -222,17 +232,8 @@ class _Run:
         raise RanksHung(explain(waits, seconds), waits)
 
     def __exit__(self, *_: object) -> None:
-        try:
+        with self._open:
             self._end()
-        finally:
-            for peer in self._peers:
-                peer.connection.close()
-            self._listener.close()
-            self._selector.close()
-            for stream in (self._process.stdout, self._process.stderr):
-                if stream is not None:
-                    stream.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _end(self) -> None:
         """The launcher first: only it knows all its ranks, and each of them leads a session of its own."""
@@ -257,6 +258,16 @@ class _Run:
                 _kill(pid)
 
 
+def _short_folder() -> tempfile.TemporaryDirectory[str]:
+    """A temporary folder in which a socket can be bound; in /tmp if the usual place has too long a name."""
+    make = partial(tempfile.TemporaryDirectory, prefix="course_pp_", ignore_cleanup_errors=True)
+    folder = make()
+    if len(os.fsencode(os.path.join(folder.name, _SOCKET))) <= _MOST_ADDRESS_BYTES:
+        return folder
+    folder.cleanup()
+    return make(dir="/tmp")
+
+
 def _kill(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
@@ -278,4 +289,4 @@ def _failed_ranks(report: str) -> Iterator[tuple[int, int]]:
 
 
 def _exit(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+    return f"exit code {code}" if code >= 0 else signal_name(-code)

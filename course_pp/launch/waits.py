@@ -88,13 +88,16 @@ def _named(ranks: Sequence[int]) -> str:
 def find_cycle(waits: Sequence[Wait]) -> tuple[Wait, ...]:
     """The first ring of ranks in which each waits for the next, or ``()``."""
     by_rank = {wait.rank: wait for wait in waits}
+    dead_ends: set[int] = set()
 
     def walk(path: tuple[int, ...]) -> tuple[int, ...]:
         for peer in by_rank[path[-1]].peers:
             if peer in path:
                 return path[path.index(peer) :]
-            if peer in by_rank and (found := walk((*path, peer))):
+            if peer in by_rank and peer not in dead_ends and (found := walk((*path, peer))):
                 return found
+        # Without this the walk would try every path, and their number doubles with each rank.
+        dead_ends.add(path[-1])
         return ()
 
     return next((tuple(by_rank[r] for r in ring) for wait in waits if (ring := walk((wait.rank,)))), ())

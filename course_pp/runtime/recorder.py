@@ -87,10 +87,14 @@ class Recorder:
         has all the work. The loss and the messages lie outside the spans.
 
         Raises:
-            ValueError: for a stage that is attached already, or lacks one of the three methods.
+            ValueError: for a stage that is attached already or named twice, or lacks one of the three methods;
+                no stage is attached then.
         """
-        for stage in stages:
+        for i, stage in enumerate(stages):
             _refuse_unsuitable(stage)
+            if any(stage is other for other in stages[:i]):
+                raise ValueError(f"stage {stage.stage_index} is named twice: attach each stage once")
+        for stage in stages:
             if self._device is None:
                 self._device = getattr(stage, "device", None)
             for name, record in (

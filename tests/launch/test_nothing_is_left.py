@@ -1,15 +1,20 @@
-"""However a call ends, neither a rank nor what a rank started is left."""
+"""However a call ends, neither a rank, nor what a rank started, nor an open descriptor is left."""
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from course_pp.launch import RanksHung, on_ranks
+from course_pp.launch.client import SERVERS, Server
+from course_pp.launch.ranks import _Crew
 from tests.processes import descendants, no_process_left
 
 pytestmark = pytest.mark.timeout(60)
@@ -98,6 +103,60 @@ def test_children_of_ranks_end_with_the_call(then: str) -> None:
             on_ranks(2, run, timeout_s=0.5)
         except (ValueError, RuntimeError, RanksHung):
             assert then != "return"
+
+
+def open_descriptors() -> tuple[int, int]:
+    """How many this process has open, and the one that ranks fork from once it is idle.
+
+    It closes a rank's last socket after it has told the caller that the rank has ended.
+    """
+    server = psutil.Process(SERVERS.pid())
+    while server.status() != psutil.STATUS_SLEEPING:
+        time.sleep(0.01)
+    return psutil.Process().num_fds(), server.num_fds()
+
+
+def test_calls_leave_no_descriptor_open_here_or_where_ranks_fork_from() -> None:
+    on_ranks(1, print)
+    before = open_descriptors()
+    for _ in range(20):
+        on_ranks(2, print)
+    assert open_descriptors() == before
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "nth"),
+    [
+        (Server, "fork", 1),
+        (Server, "fork", 2),
+        (_Crew, "_watch", 2),
+        (_Crew, "_poll", 1),
+        (_Crew, "_wait_for_ends", 1),
+        (_Crew, "_drain", 1),
+    ],
+)
+def test_an_interrupt_at_any_moment_leaves_no_descriptor_open(
+    monkeypatch: pytest.MonkeyPatch, owner: type, method: str, nth: int
+) -> None:
+    on_ranks(1, print)
+    before = open_descriptors()
+    calls = itertools.count(1)
+    undisturbed = getattr(owner, method)
+
+    def interrupted(*args: Any) -> Any:
+        if next(calls) == nth:
+            raise KeyboardInterrupt
+        return undisturbed(*args)
+
+    with no_process_left():
+        monkeypatch.setattr(owner, method, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            on_ranks(2, print)
+        # Ranks end when their connections close, a moment later.
+        limit = time.monotonic() + 10
+        while open_descriptors() != before and time.monotonic() < limit:
+            time.sleep(0.02)
+    assert open_descriptors() == before
 
 
 def test_ranks_end_when_the_process_they_fork_from_is_killed() -> None:

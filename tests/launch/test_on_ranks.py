@@ -1,6 +1,8 @@
 """`on_ranks` returns what the ranks returned, shows what they printed, and reports how they failed."""
 
+import contextlib
 import ctypes
+import io
 import os
 import signal
 import subprocess
@@ -9,14 +11,17 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
 
-from course_pp.launch import LaunchError, RankDied, RankTraceback, on_ranks
+from course_pp.launch import LaunchError, RankDied, RanksHung, RankTraceback, client, on_ranks, ranks
+from course_pp.launch.output import Lines
 from tests.processes import no_process_left
 
 pytestmark = pytest.mark.timeout(60)
@@ -39,11 +44,25 @@ class ShapeError(ValueError):
     """Defined in a test module, like an exception in a cell."""
 
 
+class TurnsIntoText(Exception):
+    """Pickles, but what is built from it is no exception."""
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, ("text",)
+
+
 class Unbuildable(Exception):
     """Pickles, but cannot be built again."""
 
     def __init__(self, first: int, second: int) -> None:
         super().__init__(f"{first} and {second}")
+
+
+@dataclass(frozen=True)
+class Unmarkable(Exception):
+    """Takes neither a cause nor a note."""
+
+    value: int
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -62,22 +81,46 @@ def test_results_come_back_in_rank_order_from_a_ready_process_group(n: int) -> N
     assert on_ranks(n, total, 2.0) == [(rank + offset, everything, n, 1) for rank in range(n)]
 
 
-def test_a_rank_sees_torchruns_variables_and_the_callers_folder_path_and_environment(
+def test_a_rank_sees_torchruns_variables_and_the_callers_folder_path_arguments_and_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SET_FOR_THIS_CALL", "yes")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--pp=2"])
     (tmp_path / "beside_the_notebook.py").write_text("ANSWER = 42")
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SET_FOR_THIS_CALL")
 
-    def look(rank: int) -> tuple[list[str], str, int]:
+    def look(rank: int) -> tuple[list[str], str, int, list[str]]:
         import beside_the_notebook
 
-        return [os.environ[name] for name in names], os.getcwd(), beside_the_notebook.ANSWER
+        return [os.environ[name] for name in names], os.getcwd(), beside_the_notebook.ANSWER, sys.argv
 
-    seen = [([str(r), str(r), "2", "2", "yes"], os.path.realpath(tmp_path), 42) for r in range(2)]
+    arguments = ["train.py", "--pp=2"]
+    seen = [([str(r), str(r), "2", "2", "yes"], os.path.realpath(tmp_path), 42, arguments) for r in range(2)]
     assert on_ranks(2, look) == seen
+
+
+def test_what_is_no_string_in_the_callers_path_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "SERVERS", client.Servers())
+    monkeypatch.setattr(ranks, "SERVERS", client.SERVERS)
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    try:
+        assert on_ranks(1, lambda rank: tmp_path in sys.path) == [False]
+    finally:
+        client.SERVERS.stop()
+
+
+def test_a_rank_computes_with_as_many_threads_as_asked_for() -> None:
+    assert on_ranks(1, lambda rank: torch.get_num_threads(), threads=2) == [2]
+
+
+@pytest.mark.parametrize("argument", [3, threading.Lock()], ids=["sent", "refused"])
+def test_how_a_test_module_is_pickled_stays_as_it_was(argument: object) -> None:
+    before = cloudpickle.list_registry_pickle_by_value()
+    with contextlib.suppress(TypeError):
+        on_ranks(1, lambda rank, _: None, argument)
+    assert cloudpickle.list_registry_pickle_by_value() == before
 
 
 def test_without_a_backend_the_function_makes_the_group_itself() -> None:
@@ -108,6 +151,62 @@ def test_output_arrives_in_whole_labelled_lines_whoever_wrote_it(capsys: pytest.
         )
         assert f"{label}error {rank}" in err.splitlines()
     assert all(line.startswith("[rank ") for line in out.splitlines())
+
+
+def test_bytes_that_are_no_text_are_shown_with_a_replacement(capsys: pytest.CaptureFixture[str]) -> None:
+    on_ranks(1, lambda rank: os.write(1, b"\xff\n"))
+    assert capsys.readouterr().out == "[rank 0] \N{REPLACEMENT CHARACTER}\n"
+
+
+def test_lines_are_whole_however_their_bytes_arrive() -> None:
+    seen: list[str] = []
+    lines = Lines(seen.append)
+    for piece in (b"a", b"b", b"c\nd\n", b"", b"e", b"f"):
+        lines.feed(piece)
+    assert seen == ["abc", "d"]
+    lines.close()
+    assert seen == ["abc", "d", "ef"]
+
+
+class SlowSink(io.StringIO):
+    """Takes less in a second than a rank writes, like the page of a notebook."""
+
+    def write(self, text: str) -> int:
+        time.sleep(0.001)
+        return len(text)
+
+
+def test_the_time_limit_ends_ranks_that_print_faster_than_it_can_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def print_for_ever(rank: int) -> None:
+        while True:
+            print("x" * 1000)
+
+    monkeypatch.setattr(sys, "stdout", SlowSink())
+    with pytest.raises(RanksHung, match=r"2 ranks still running after 0\.5 s"):
+        on_ranks(2, print_for_ever, timeout_s=0.5)
+
+
+def test_a_failure_ends_ranks_that_print_faster_than_it_can_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def print_or_fail(rank: int) -> None:
+        if rank == 1:
+            time.sleep(0.3)
+            raise ShapeError("the reason")
+        while True:
+            print("x" * 1000)
+
+    monkeypatch.setattr(sys, "stdout", SlowSink())
+    with pytest.raises(ShapeError, match="the reason"):
+        on_ranks(2, print_or_fail)
+
+
+def test_what_a_rank_printed_before_it_failed_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    def print_and_fail(rank: int) -> None:
+        print("x" * 50_000 + "\nlast words")
+        raise ShapeError
+
+    with pytest.raises(ShapeError):
+        on_ranks(1, print_and_fail)
+    assert capsys.readouterr().out.endswith("x\n[rank 0] last words\n")
 
 
 def test_the_first_failing_rank_wins_with_its_own_exception_and_traceback() -> None:
@@ -146,10 +245,11 @@ def test_a_rank_that_closes_its_connections_while_failing_still_wins_over_its_pe
     [
         (lambda: os.kill(os.getpid(), signal.SIGKILL), -signal.SIGKILL, "SIGKILL"),
         (lambda: os.kill(os.getpid(), signal.SIGABRT), -signal.SIGABRT, "SIGABRT"),
+        (lambda: os.kill(os.getpid(), 40), -40, "signal 40"),
         (lambda: os._exit(7), 7, "exit code 7"),
         (lambda: sys.exit(3), 3, r"sys\.exit\(3\)"),
     ],
-    ids=["killed", "aborted", "os._exit", "sys.exit"],
+    ids=["killed", "aborted", "signal without a name", "os._exit", "sys.exit"],
 )
 def test_a_rank_that_dies_is_named_and_its_peers_errors_do_not_hide_it(
     leave: Callable[[], None], exit_code: int, words: str
@@ -169,8 +269,10 @@ def test_a_rank_that_dies_is_named_and_its_peers_errors_do_not_hide_it(
     [
         (lambda: threading.Lock(), TypeError, "rank 0 returned a lock that cannot be sent back"),
         (lambda: (_ for _ in ()).throw(Unbuildable(1, 2)), LaunchError, "rank 0 raised .*Unbuildable: 1 and 2"),
+        (lambda: (_ for _ in ()).throw(TurnsIntoText()), LaunchError, "rank 0 raised .*TurnsIntoText"),
+        (lambda: (_ for _ in ()).throw(Unmarkable(3)), LaunchError, "rank 0 raised .*Unmarkable: 3"),
     ],
-    ids=["result", "exception"],
+    ids=["result", "exception", "no exception", "frozen exception"],
 )
 def test_what_cannot_be_pickled_still_arrives_as_a_sentence(
     make: Callable[[], Any], error: type[Exception], words: str
@@ -193,6 +295,8 @@ def test_an_argument_that_cannot_be_pickled_is_refused_before_any_rank_starts() 
         (2, 5, {}, TypeError, "fn is 5, which cannot be called"),
         (2, print, {"timeout_s": 0}, ValueError, "timeout_s is 0; it must be a positive"),
         (2, print, {"timeout_s": float("nan")}, ValueError, "timeout_s is nan"),
+        (2, print, {"timeout_s": float("inf")}, ValueError, "timeout_s is inf; .*at most 1000000"),
+        (2, print, {"timeout_s": 1e10}, ValueError, "pass for example timeout_s=3600"),
         (2, print, {"threads": 0}, ValueError, "threads is 0"),
     ],
 )
@@ -201,6 +305,10 @@ def test_bad_input_is_refused_by_name(
 ) -> None:
     with pytest.raises(error, match=words):
         on_ranks(n, fn, **options)
+
+
+def test_the_longest_time_limit_works() -> None:
+    assert on_ranks(2, lambda rank: rank, timeout_s=1_000_000) == [0, 1]
 
 
 def test_a_call_inside_a_rank_is_refused() -> None:

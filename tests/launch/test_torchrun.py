@@ -4,11 +4,13 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import nbformat
+import psutil
 import pytest
 from nbclient import NotebookClient
 
@@ -18,6 +20,17 @@ from course_pp.launch.magic import split
 from tests.processes import no_process_left
 
 pytestmark = pytest.mark.timeout(90)
+
+# What a notebook inherits that was started as a rank, by a cluster or with srun.
+OF_ANOTHER_RUN = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "203.0.113.1",
+    "MASTER_PORT": "1",
+    "TORCHELASTIC_RUN_ID": "another",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
 
 HEAD = """
 import os, signal, sys, time
@@ -173,9 +186,10 @@ def test_lines_are_labelled_and_nothing_is_added_to_the_command(
     ("failing", "words"),
     [
         ("raise ValueError('width 3')", "rank 1 failed with exit code 1: ValueError: width 3. Its last lines:"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 failed with signal SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 failed with SIGKILL"),
+        ("os.kill(os.getpid(), 40)", "rank 1 failed with signal 40"),
     ],
-    ids=["raise", "kill"],
+    ids=["raise", "kill", "signal without a name"],
 )
 def test_the_rank_that_failed_first_is_named(folder: Path, failing: str, words: str) -> None:
     (folder / "s.py").write_text(f"{HEAD}if rank == 1:\n    {failing}\ndist.recv(torch.zeros(1), src=1)\n")
@@ -185,13 +199,52 @@ def test_the_rank_that_failed_first_is_named(folder: Path, failing: str, words: 
 
 
 @pytest.mark.usefixtures("_nothing_left")
+def test_a_temporary_folder_with_too_long_a_name_for_a_socket_is_no_obstacle(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "source_code" / "train.py").write_text("import os; print(os.environ['PET_LOG_DIR'])")
+    monkeypatch.delenv("PET_LOG_DIR", raising=False)
+    long = folder / ("long" * 30)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    (line,) = run_torchrun(["source_code/train.py"], timeout_s=60, local=True)
+    used = Path(line.removeprefix("[rank 0] ")).parent
+    assert used.name.startswith("course_pp_")
+    assert not used.exists()
+    assert not list(long.glob("course_pp_*"))
+
+
+def test_a_launcher_that_cannot_be_started_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setattr(sys, "executable", str(folder / "no-python"))
+    before, descriptors = set(folder.iterdir()), psutil.Process().num_fds()
+    with pytest.raises(FileNotFoundError, match="no-python"):
+        run_torchrun(["source_code/train.py"], local=True)
+    assert set(folder.iterdir()) == before
+    assert psutil.Process().num_fds() == descriptors
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf"), 1e10, True])
+def test_a_limit_that_no_clock_can_count_to_is_refused(folder: Path, timeout_s: float) -> None:
+    with pytest.raises(ValueError, match=f"timeout_s is {timeout_s}.*at most 1000000".replace("+", r"\+")):
+        run_torchrun(["source_code/train.py"], timeout_s=timeout_s, local=True)
+
+
+@pytest.mark.usefixtures("_nothing_left")
 def test_wrong_arguments_are_reported_in_torchruns_words(folder: Path) -> None:
     with pytest.raises(LaunchError, match=r"exit code 2 and named no rank[^\n]*\n.*error"):
         run_torchrun(["--no-such-option=1", "source_code/train.py"], timeout_s=60, local=True)
 
 
 @pytest.mark.usefixtures("_nothing_left")
-def test_at_the_time_limit_it_says_who_waits_for_whom(folder: Path) -> None:
+@pytest.mark.parametrize("caller_is_a_rank", [False, True])
+def test_at_the_time_limit_it_says_who_waits_for_whom(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caller_is_a_rank: bool
+) -> None:
+    if caller_is_a_rank:
+        for name, value in OF_ANOTHER_RUN.items():
+            monkeypatch.setenv(name, value)
     (folder / "s.py").write_text(HEAD + "dist.recv(torch.zeros(1), src=1 - rank)\n")
     with pytest.raises(RanksHung, match="Rank 0 waits for rank 1 and rank 1 for rank 0") as hung:
         run_torchrun(["--nproc-per-node=2", str(folder / "s.py")], timeout_s=15, local=True)

@@ -172,6 +172,22 @@ def test_native_code_that_lets_no_thread_run_is_reported_as_silent() -> None:
         on_ranks(1, hold_the_interpreter, timeout_s=0.2)
 
 
+def test_the_process_groups_own_limit_does_not_come_first_while_a_silent_rank_is_waited_for() -> None:
+    def hold_the_interpreter_or_receive(rank: int) -> None:
+        import ctypes
+
+        import torch
+        import torch.distributed as dist
+
+        if rank == 0:
+            ctypes.PyDLL(None).sleep(100)
+        dist.recv(torch.zeros(1), src=0)
+
+    with pytest.raises(RanksHung) as hung:
+        on_ranks(2, hold_the_interpreter_or_receive, timeout_s=0.2)
+    assert [(wait.operation, wait.peers) for wait in hung.value.waits] == [("does not answer", ()), ("recv", (0,))]
+
+
 def test_the_clock_starts_when_the_ranks_are_ready_and_leaves_time_to_finish() -> None:
     assert on_ranks(2, lambda rank: time.sleep(0.3), timeout_s=20) == [None, None]
 
@@ -185,6 +201,14 @@ def test_a_cycle_is_found_behind_ranks_that_only_wait_for_it() -> None:
     )
     assert [wait.rank for wait in find_cycle(waits)] == [1, 3]
     assert "Rank 1 waits for rank 3 and rank 3 for rank 1" in explain(waits, 3)
+
+
+def test_ranks_that_wait_for_all_later_ones_are_each_looked_at_once() -> None:
+    last = 40
+    waits = [Wait(rank, "recv", tuple(range(rank + 1, last + 1)), "") for rank in range(last)]
+    assert find_cycle([*waits, Wait(last, "computes", (), "")]) == ()
+    ring = find_cycle([*waits, Wait(last, "recv", (last - 1,), "")])
+    assert {last - 1, last} <= {wait.rank for wait in ring}
 
 
 def test_the_rank_that_others_wait_for_is_pointed_at() -> None:

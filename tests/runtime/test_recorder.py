@@ -195,6 +195,15 @@ def test_a_stage_is_attached_once() -> None:
         Recorder().attach(stage)
 
 
+def test_when_one_stage_is_refused_none_is_attached() -> None:
+    good, attached = OwnStage(), OwnStage()
+    Recorder().attach(attached)
+    for bad, why in ((nn.Linear(1, 1), "no stage_index"), (good, "named twice"), (attached, "recorded already")):
+        with pytest.raises(ValueError, match=why):
+            Recorder().attach(good, bad)  # type: ignore[arg-type]
+        assert not vars(good)
+
+
 def test_what_is_not_a_stage_is_refused() -> None:
     with pytest.raises(ValueError, match="Linear, which has no stage_index"):
         Recorder().attach(nn.Linear(1, 1))  # type: ignore[arg-type]
