@@ -57,6 +57,7 @@ class Timeline:
     n_ranks: int
     spans: tuple[Span, ...]
     unit: str = ""
+    transfers: tuple[Time, ...] = ()
 
     def __post_init__(self) -> None:
         if type(self.n_ranks) is not int or self.n_ranks < 1:

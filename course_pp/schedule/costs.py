@@ -1,0 +1,123 @@
+"""What an action costs in time, and what it keeps in memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from fractions import Fraction
+
+from course_pp.schedule.timeline import Time
+
+PerStage = Time | Sequence[Time]
+"""One value for every stage, or a sequence with one for each."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times of actions and messages, and memory. Any unit; integers and fractions stay exact.
+
+    Each is one number for all stages or a sequence with one number a stage; ``latency`` and ``message_bytes`` are one
+    number or a sequence with one number a boundary, boundary s lying between stages s and s + 1.
+
+    Attributes:
+        forward: time of ``F``.
+        input_grad: time of ``I``; with ``weight_grad`` the time of ``B``.
+        weight_grad: time of ``W``.
+        recompute: time to run the forward again at the start of ``I`` or ``B`` (activation checkpointing).
+        overlapped: time of an overlapped pair whose forward is in this stage; unless given, that of its two actions.
+        update: time of ``U``, the stage's optimizer step.
+        latency: time a message between two ranks is on its way, whatever its size. Occupies neither rank.
+        message_bytes: size of an activation, and of its gradient.
+        bandwidth: bytes per unit of time; a message takes ``latency + message_bytes / bandwidth``. No link is shared.
+        activation: memory that ``F`` of one microbatch keeps.
+        released_by_input_grad: the part of ``activation`` that ``I`` releases; the rest goes with ``W``.
+        weights: memory of the stage's parameters, once for each version that microbatches in flight still need.
+
+    Raises:
+        ValueError: for a value that is negative, infinite, NaN or not a number, a bandwidth of 0, more memory released
+            than kept.
+    """
+
+    forward: PerStage = 1.0
+    input_grad: PerStage = 1.0
+    weight_grad: PerStage = 1.0
+    latency: PerStage = 0.0
+    recompute: PerStage = 0
+    overlapped: PerStage | None = None
+    update: PerStage = 0
+    message_bytes: PerStage = 0
+    bandwidth: Time | None = None
+    activation: PerStage = 1
+    released_by_input_grad: PerStage = 0
+    weights: PerStage = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None and field.default is None:
+                continue
+            if _is_sequence(value):
+                value = tuple(value)
+                object.__setattr__(self, field.name, value)
+            for each in value if isinstance(value, tuple) else (value,):
+                _refuse_impossible(field.name, each)
+        if self.bandwidth is not None and (isinstance(self.bandwidth, tuple) or self.bandwidth == 0):
+            raise ValueError(f"bandwidth is {self.bandwidth}: give one number above 0, or leave it out if unlimited")
+        # Comparing needs equally many values; a scalar fits any number of them.
+        n = max(len(v) if isinstance(v, tuple) else 1 for v in (self.activation, self.released_by_input_grad))
+        for kept, released in zip(self.each("activation", n), self.each("released_by_input_grad", n), strict=True):
+            if released > kept:
+                raise ValueError(
+                    f"released_by_input_grad is {released} but the forward keeps {kept}: give at most what is kept"
+                )
+
+    def each(self, name: str, n: int) -> tuple[Time, ...]:
+        """The values of the attribute ``name`` for ``n`` stages (or boundaries).
+
+        Raises:
+            ValueError: for a sequence of another length.
+        """
+        value = getattr(self, name)
+        if not isinstance(value, tuple):
+            return (value,) * n
+        if len(value) != n:
+            per = "boundaries" if name in ("latency", "message_bytes") else "stages"
+            raise ValueError(f"{name} has {len(value)} values for {n} {per}: give one number, or one for each")
+        return value
+
+    def durations(self, n_stages: int) -> dict[str, tuple[Time, ...]]:
+        """For each kind of action its time in each stage."""
+        again = self.each("recompute", n_stages)
+        inputs = tuple(map(sum, zip(again, self.each("input_grad", n_stages), strict=True)))
+        weights = self.each("weight_grad", n_stages)
+        return {
+            "F": self.each("forward", n_stages),
+            "I": inputs,
+            "W": weights,
+            "B": tuple(map(sum, zip(inputs, weights, strict=True))),
+            "U": self.each("update", n_stages),
+        }
+
+    def transfers(self, n_stages: int) -> tuple[Time, ...]:
+        """For each boundary, how long a message between two ranks takes."""
+        latency = self.each("latency", n_stages - 1)
+        if self.bandwidth is None:
+            return latency
+        sizes = self.each("message_bytes", n_stages - 1)
+        return tuple(wait + _divide(size, self.bandwidth) for wait, size in zip(latency, sizes, strict=True))
+
+
+def _is_sequence(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _divide(size: Time, bandwidth: Time) -> Time:
+    if isinstance(size, float) or isinstance(bandwidth, float):
+        return size / bandwidth
+    return Fraction(size, bandwidth)  # dividing two integers would round
+
+
+def _refuse_impossible(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float | Fraction):
+        raise ValueError(f"{name} is {value!r}: give a number (int, float or Fraction) or one for each stage")
+    # Neither NaN nor infinity equals itself less itself.
+    if value - value != 0 or value < 0:
+        raise ValueError(f"{name} is {value}: give a finite number of at least 0")

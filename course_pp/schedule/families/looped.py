@@ -1,0 +1,70 @@
+"""Several stages a rank, dealt round: each rank works for every chunk of the model in turn."""
+
+from course_pp.schedule.families.merge import Work, merge
+from course_pp.schedule.schedule import Schedule, looped
+
+
+def interleaved_1f1b(n_ranks: int, n_microbatches: int, n_chunks: int) -> Schedule:
+    """Depth first: a round of microbatches through every chunk, then the next round.
+
+    Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters using Megatron-LM",
+    section 2.2. A round is as near to ``n_ranks`` microbatches as divides their number (as in torch).
+    """
+    in_round = microbatches_a_round(n_ranks, n_microbatches, n_chunks)
+    rows = []
+    for rank in range(n_ranks):
+        forwards, backwards = rounds(rank, n_ranks, n_microbatches, n_chunks)
+        rows.append(merge(forwards, backwards, (n_chunks - 1) * in_round + 2 * (n_ranks - 1 - rank)))
+    return Schedule("interleaved_1f1b", looped(n_ranks, n_chunks), tuple(rows))
+
+
+def looped_bfs(n_ranks: int, n_microbatches: int, n_chunks: int) -> Schedule:
+    """Breadth first: all microbatches through one chunk, then through the next; all backwards in reverse.
+
+    Lamy-Poirier 2023, "Breadth-first pipeline parallelism", section 3.
+    """
+    rows = []
+    for rank in range(n_ranks):
+        stages = range(rank, n_ranks * n_chunks, n_ranks)
+        forwards = [(stage, microbatch) for stage in stages for microbatch in range(n_microbatches)]
+        rows.append(merge(forwards, forwards[::-1], len(forwards)))
+    return Schedule("looped_bfs", looped(n_ranks, n_chunks), tuple(rows))
+
+
+def microbatches_a_round(n_ranks: int, n_microbatches: int, n_chunks: int) -> int:
+    """How many microbatches pass through one chunk before the rank turns to its next; all, if there is no other.
+
+    Raises:
+        ValueError: when the microbatches cannot be dealt into equal rounds; names the nearest numbers that can.
+    """
+    if n_chunks == 1:
+        return n_microbatches
+    n_rounds = _rounds(n_ranks, n_microbatches)
+    if n_microbatches % n_rounds:
+        fits = [m for m in range(1, n_microbatches + n_ranks + 1) if m % _rounds(n_ranks, m) == 0]
+        below, above = max(m for m in fits if m < n_microbatches), min(m for m in fits if m > n_microbatches)
+        raise ValueError(
+            f"{n_microbatches} microbatches on {n_ranks} ranks make {n_rounds} rounds of unequal size: "
+            f"give a multiple of the number of rounds, such as {below} or {above}"
+        )
+    return n_microbatches // n_rounds
+
+
+def rounds(rank: int, n_ranks: int, n_microbatches: int, n_chunks: int) -> tuple[list[Work], list[Work]]:
+    """What ``rank`` runs forward and backward, in order: round by round, the chunks up and then down."""
+    in_round = microbatches_a_round(n_ranks, n_microbatches, n_chunks)
+    stages = range(rank, n_ranks * n_chunks, n_ranks)
+
+    def one_way(order: range) -> list[Work]:
+        return [
+            (stage, microbatch)
+            for first in range(0, n_microbatches, in_round)
+            for stage in order
+            for microbatch in range(first, first + in_round)
+        ]
+
+    return one_way(stages), one_way(stages[::-1])
+
+
+def _rounds(n_ranks: int, n_microbatches: int) -> int:
+    return max(1, n_microbatches // n_ranks)

@@ -1,0 +1,33 @@
+"""One stage a rank, whole backwards: naive, GPipe and 1F1B differ in how far the forwards run ahead."""
+
+from collections.abc import Sequence
+
+from course_pp.schedule.families.merge import merge
+from course_pp.schedule.schedule import Schedule, looped
+
+
+def naive(n_ranks: int, n_microbatches: int) -> Schedule:
+    """One microbatch at a time, forward and backward, so one rank works at a time."""
+    return _running_ahead("naive", n_microbatches, [0] * n_ranks)
+
+
+def gpipe(n_ranks: int, n_microbatches: int) -> Schedule:
+    """All forwards, then all backwards (Huang et al. 2019, "GPipe", section 2.3)."""
+    return _running_ahead("gpipe", n_microbatches, [n_microbatches] * n_ranks)
+
+
+def one_f_one_b(n_ranks: int, n_microbatches: int) -> Schedule:
+    """Forwards to fill the ranks behind, then one forward, one backward.
+
+    PipeDream-Flush in Narayanan et al. 2021, "Memory-efficient pipeline-parallel DNN training", section 3.1; also Fan
+    et al. 2021, "DAPPLE".
+    """
+    return _running_ahead("1f1b", n_microbatches, range(n_ranks)[::-1])
+
+
+def _running_ahead(name: str, n_microbatches: int, warm_up: Sequence[int]) -> Schedule:
+    rows = []
+    for rank, forwards_first in enumerate(warm_up):
+        work = [(rank, microbatch) for microbatch in range(n_microbatches)]
+        rows.append(merge(work, work, forwards_first))
+    return Schedule(name, looped(len(rows)), tuple(rows))

@@ -1,0 +1,131 @@
+"""Can a schedule run? And if not, why not."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+
+from course_pp.schedule.execution import Tokens, execute
+from course_pp.schedule.schedule import Schedule
+
+
+def check(schedule: Schedule) -> list[str]:
+    """Everything that keeps ``schedule`` from running, each problem in a sentence; empty if it can run.
+
+    * An action is missing, repeated, of a stage that does not exist or on a rank that does not hold its stage. Every
+      microbatch must pass every stage forward and, unless the schedule is forward only, backward: as ``B``, or as
+      ``I`` and ``W``.
+    * A rank has an action before another of its own actions that it depends on.
+    * Ranks wait for one another in a circle, with the circle spelled out. Sends are buffered: a rank that sends never
+      waits for the receiver. Actions start in the order listed, overlapped pairs when the inputs of both are there.
+    """
+    return problems_of_bookkeeping(schedule) or _problems_of_order(schedule)
+
+
+def problems_of_bookkeeping(schedule: Schedule) -> list[str]:
+    """The problems that can be told without going through the schedule: missing, repeated and misplaced actions."""
+    return [*_misplaced(schedule), *_repeated_or_missing(schedule)]
+
+
+def _misplaced(schedule: Schedule) -> Iterable[str]:
+    placement, n_stages = schedule.placement, schedule.n_stages
+    for rank, row in enumerate(schedule.actions):
+        for action in row:
+            for part in action.parts:
+                if part.stage >= n_stages:
+                    yield f"rank {rank} has {part}, but the stages are 0 to {n_stages - 1}"
+                elif placement[part.stage] != (rank,) and schedule.rank_of(part.stage, part.microbatch) != rank:
+                    owner = schedule.rank_of(part.stage, part.microbatch)
+                    yield f"rank {rank} has {part}, which belongs to rank {owner} by the placement"
+
+
+def _repeated_or_missing(schedule: Schedule) -> Iterable[str]:
+    done: defaultdict[str, Counter[tuple[int, int]]] = defaultdict(Counter)
+    for part in schedule.parts:
+        done[part.kind][part.stage, part.microbatch] += 1
+    for kind, counter in done.items():
+        if len(counter) < counter.total():
+            for (stage, microbatch), times in counter.items():
+                if times > 1:
+                    yield f"{stage}{kind}{microbatch} appears {times} times"
+    backward_too = any(kind in done for kind in "BIWU")
+    if not schedule.n_microbatches:
+        yield "there are no actions"
+    for stage in range(schedule.n_stages):
+        for work in ((stage, microbatch) for microbatch in range(schedule.n_microbatches)):
+            if work not in done["F"]:
+                yield _missing(schedule, "F", work)
+            if backward_too:
+                yield from _problems_of_backward(schedule, work, {kind for kind in "BIW" if work in done[kind]})
+
+
+def _problems_of_backward(schedule: Schedule, work: tuple[int, int], kinds: set[str]) -> Iterable[str]:
+    """``kinds``: the kinds of backward action that there are for this stage and microbatch."""
+    if kinds in ({"B"}, {"I", "W"}):
+        return
+    if not kinds:
+        yield _missing(schedule, "B", work)
+    elif "B" in kinds:
+        other = f"{work[0]}{min(kinds - {'B'})}{work[1]}"
+        yield f"{work[0]}B{work[1]} is the whole backward, yet there is {other} too"
+    else:
+        yield _missing(schedule, min({"I", "W"} - kinds), work)
+
+
+def _missing(schedule: Schedule, kind: str, work: tuple[int, int]) -> str:
+    stage, microbatch = work
+    return f"{stage}{kind}{microbatch} is missing from rank {schedule.rank_of(stage, microbatch)}"
+
+
+def _problems_of_order(schedule: Schedule) -> list[str]:
+    no_time = [[0] * len(row) for row in schedule.actions]
+    run = execute(schedule, no_time, [0] * (schedule.n_stages - 1))
+    if not run.stuck:
+        return []
+    tokens = Tokens(schedule.n_stages, schedule.n_microbatches)
+    places = {
+        token: (rank, index)
+        for rank, row in enumerate(schedule.actions)
+        for index, action in enumerate(row)
+        for token in tokens.made_by(action)
+    }
+
+    def needed(rank: int, index: int) -> list[tuple[int, int]]:
+        """Where the inputs of an action are made: rank and index."""
+        return [places[token] for token in tokens.needed_by(schedule.actions[rank][index])]
+
+    return [*_out_of_order(schedule, needed), *_circles(schedule, run.stuck, needed)]
+
+
+def _out_of_order(schedule: Schedule, needed: Callable[[int, int], list[tuple[int, int]]]) -> Iterable[str]:
+    for rank, row in enumerate(schedule.actions):
+        for index, action in enumerate(row):
+            for maker, place in needed(rank, index):
+                if maker == rank and place == index:
+                    yield f"rank {rank} runs {action} as one, but its backward needs its forward to be done"
+                elif maker == rank and place > index:
+                    yield f"rank {rank} has {action} before {row[place]}, which it needs"
+
+
+def _circles(
+    schedule: Schedule, stuck: dict[int, int], needed: Callable[[int, int], list[tuple[int, int]]]
+) -> Iterable[str]:
+    """Ranks that wait for one another. From any rank that is stuck, a chain of waits leads into a circle."""
+    waits_for = {
+        rank: next((m, place) for m, place in needed(rank, index) if place >= stuck.get(m, place + 1))
+        for rank, index in stuck.items()
+    }
+    seen: set[int] = set()
+    for first in sorted(stuck):
+        path, rank = [], first
+        while rank not in seen:
+            seen.add(rank)
+            path.append(rank)
+            rank = waits_for[rank][0]
+        circle = path[path.index(rank) :] if rank in path else []
+        # One rank that waits for itself is out of order and reported as that.
+        if len(circle) > 1:
+            steps = "; ".join(
+                f"rank {r} cannot start {schedule.actions[r][stuck[r]]} until rank {maker} has done "
+                f"{schedule.actions[maker][place]}"
+                for r, (maker, place) in ((r, waits_for[r]) for r in circle)
+            )
+            yield f"deadlock, ranks {' → '.join(map(str, [*circle, circle[0]]))} wait in a circle: {steps}"

@@ -1,0 +1,93 @@
+"""A schedule as a value: for each rank, what it does and in which order."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from course_pp.schedule.action import Action, Overlap
+
+
+@dataclass(frozen=True, repr=False)
+class Schedule:
+    """What each rank does, in order. Says nothing about when: that is :func:`course_pp.schedule.simulate`.
+
+    Any order of existing actions can be written down; :func:`course_pp.schedule.check` says whether it can run.
+
+    Attributes:
+        name: what to call it, such as ``1f1b``.
+        placement: for each stage the ranks that hold it: one, or several replicas that take the microbatches in turn,
+            so that microbatch i of stage s runs on ``placement[s][i % len(placement[s])]``.
+        actions: for each rank its actions in order.
+
+    Raises:
+        ValueError: for no ranks or no stages, a stage on no rank, twice on one rank or on a rank that does not exist,
+            and for anything among the actions that is neither an ``Action`` nor an ``Overlap``.
+    """
+
+    name: str
+    placement: tuple[tuple[int, ...], ...]
+    actions: tuple[tuple[Action | Overlap, ...], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "placement", tuple(map(tuple, self.placement)))
+        object.__setattr__(self, "actions", tuple(map(tuple, self.actions)))
+        if not self.actions or not self.placement:
+            raise ValueError(
+                f"schedule {self.name!r} has {self.n_ranks} ranks and {self.n_stages} stages: give at least one of each"
+            )
+        refuse_impossible_placement(self.placement, self.n_ranks)
+        for rank, row in enumerate(self.actions):
+            if strangers := [action for action in row if not isinstance(action, Action | Overlap)]:
+                raise ValueError(f"rank {rank} has {strangers[0]!r} among its actions: give Action or Overlap values")
+
+    def __repr__(self) -> str:
+        return (
+            f"Schedule({self.name!r}, {self.n_ranks} ranks, {self.n_stages} stages, {self.n_microbatches} microbatches)"
+        )
+
+    @property
+    def n_ranks(self) -> int:
+        return len(self.actions)
+
+    @property
+    def n_stages(self) -> int:
+        return len(self.placement)
+
+    @cached_property
+    def n_microbatches(self) -> int:
+        """One more than the last microbatch that any rank names."""
+        return 1 + max((part.microbatch for part in self.parts), default=-1)
+
+    @property
+    def parts(self) -> Iterable[Action]:
+        """Every action, rank by rank in order, overlapped pairs taken apart."""
+        return (part for row in self.actions for action in row for part in action.parts)
+
+    def rank_of(self, stage: int, microbatch: int) -> int:
+        """The rank on which ``stage`` works on ``microbatch``."""
+        ranks = self.placement[stage]
+        return ranks[microbatch % len(ranks)]
+
+
+def looped(n_ranks: int, n_chunks: int = 1) -> tuple[tuple[int, ...], ...]:
+    """Stage s on rank ``s % n_ranks``: rank r holds r, r + p, r + 2p, ... (Narayanan et al. 2021, section 2.2)."""
+    return tuple((stage % n_ranks,) for stage in range(n_ranks * n_chunks))
+
+
+def v_shaped(n_ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Down the ranks and back up: rank r holds stages r and 2p - 1 - r (Qi et al. 2024, section 3)."""
+    ranks = range(n_ranks)
+    return tuple((rank,) for rank in (*ranks, *reversed(ranks)))
+
+
+def refuse_impossible_placement(placement: Sequence[Sequence[int]], n_ranks: int) -> None:
+    """Raise ValueError unless every stage is on different ranks from 0 to ``n_ranks - 1``."""
+    for stage, ranks in enumerate(placement):
+        if not ranks or len(set(ranks)) != len(ranks):
+            raise ValueError(f"stage {stage} is placed on {tuple(ranks)}: give it one rank, or several different ones")
+        for rank in ranks:
+            if type(rank) is not int or not 0 <= rank < n_ranks:
+                raise ValueError(
+                    f"stage {stage} is placed on rank {rank!r}, which does not exist: "
+                    f"give a rank from 0 to {n_ranks - 1}, or an order of actions for rank {rank!r}"
+                )

@@ -1,0 +1,52 @@
+"""From an order of actions to times: each as early as its rank and its inputs allow."""
+
+from course_pp.schedule.action import Action, Overlap
+from course_pp.schedule.costs import Costs
+from course_pp.schedule.execution import execute
+from course_pp.schedule.legality import check, problems_of_bookkeeping
+from course_pp.schedule.schedule import Schedule
+from course_pp.schedule.timeline import Span, Time, Timeline
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """When each rank does what, if every action starts as soon as it can.
+
+    Sends are buffered: a rank hands its message over and goes on, and the message arrives a transfer later. With
+    integer or fractional costs every number is exact.
+
+    Args:
+        costs: one unit for each of ``F``, ``I`` and ``W`` and no latency unless given.
+
+    Raises:
+        ValueError: for a schedule that cannot run, with what :func:`course_pp.schedule.check` says about it, and for
+            costs that do not fit its number of stages.
+    """
+    costs = costs or Costs()
+    problems = problems_of_bookkeeping(schedule)
+    if not problems:
+        transfers = costs.transfers(schedule.n_stages)
+        run = execute(schedule, _durations(schedule, costs), transfers)
+        problems = check(schedule) if run.stuck else []
+    if problems:
+        more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
+        raise ValueError(f"{schedule!r} cannot run: {problems[0]}{more}")
+    spans = tuple(
+        Span(rank, action, start, end)
+        for rank, row in enumerate(schedule.actions)
+        for action, (start, end) in zip(row, run.times[rank], strict=True)
+    )
+    return Timeline(schedule.n_ranks, spans, transfers=transfers)
+
+
+def _durations(schedule: Schedule, costs: Costs) -> list[list[Time]]:
+    times = costs.durations(schedule.n_stages)
+    pairs = None if costs.overlapped is None else costs.each("overlapped", schedule.n_stages)
+
+    def duration(action: Action | Overlap) -> Time:
+        if type(action) is Action:
+            return times[action.kind][action.stage]
+        if pairs is not None:
+            return pairs[action.parts[0].stage]
+        return sum(times[part.kind][part.stage] for part in action.parts)
+
+    return [[duration(action) for action in row] for row in schedule.actions]
