@@ -3,12 +3,13 @@
 * :class:`Action` and :class:`Overlap`: one thing a rank does, written as torch writes it (``2F0``).
 * :class:`Schedule`: for each rank its actions in order. :func:`build` makes those of the literature, :func:`names`
   lists them, :func:`check` says whether any schedule can run, and if not, why not.
-* :func:`simulate`: when each rank does what, given :class:`Costs`.
+* :func:`simulate`: when each rank does what, given :class:`Costs`. :mod:`theory` has the closed forms.
 * :class:`Span` and :class:`Timeline`: when each rank did it. A simulation and a measurement give the
   same type, so one function draws either (:func:`course_pp.show.timeline`).
 * :class:`Gap`: an interval in which a rank does nothing, with its cause in a sentence.
 """
 
+from course_pp.schedule import theory
 from course_pp.schedule.action import KINDS, Action, Overlap, Product
 from course_pp.schedule.catalogue import build, names
 from course_pp.schedule.costs import Costs
@@ -33,4 +34,5 @@ __all__ = [
     "format_time",
     "names",
     "simulate",
+    "theory",
 ]

@@ -39,7 +39,7 @@ class Costs:
     forward: PerStage = 1.0
     input_grad: PerStage = 1.0
     weight_grad: PerStage = 1.0
-    latency: PerStage = 0.0
+    latency: PerStage = 0
     recompute: PerStage = 0
     overlapped: PerStage | None = None
     update: PerStage = 0

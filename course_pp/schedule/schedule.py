@@ -75,7 +75,7 @@ def looped(n_ranks: int, n_chunks: int = 1) -> tuple[tuple[int, ...], ...]:
 
 
 def v_shaped(n_ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Down the ranks and back up: rank r holds stages r and 2p - 1 - r (Qi et al. 2024, section 3)."""
+    """Down the ranks and back up: rank r holds stages r and 2p - 1 - r (Qi et al. 2024, ZB-V)."""
     ranks = range(n_ranks)
     return tuple((rank,) for rank in (*ranks, *reversed(ranks)))
 

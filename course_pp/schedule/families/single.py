@@ -19,7 +19,7 @@ def gpipe(n_ranks: int, n_microbatches: int) -> Schedule:
 def one_f_one_b(n_ranks: int, n_microbatches: int) -> Schedule:
     """Forwards to fill the ranks behind, then one forward, one backward.
 
-    PipeDream-Flush in Narayanan et al. 2021, "Memory-efficient pipeline-parallel DNN training", section 3.1; also Fan
+    PipeDream-Flush in Narayanan et al. 2021, "Memory-efficient pipeline-parallel DNN training", section 3.2; also Fan
     et al. 2021, "DAPPLE".
     """
     return _running_ahead("1f1b", n_microbatches, range(n_ranks)[::-1])

@@ -8,9 +8,8 @@ from course_pp.schedule.schedule import Schedule, v_shaped
 def zb_v(n_ranks: int, n_microbatches: int) -> Schedule:
     """No bubble between a rank's first and last action, with the memory of 1F1B.
 
-    Qi et al. 2024, "Zero bubble pipeline parallelism", section 6, and "Pipeline parallelism with controllable memory"
-    (NeurIPS 2024), section 3. The phases need ``2 n_ranks - 1`` microbatches to turn into one another; for fewer, those
-    that do not exist are left out.
+    Qi et al. 2024, "Zero bubble pipeline parallelism" (arXiv 2401.10241), section 6. The phases need
+    ``2 n_ranks - 1`` microbatches to turn into one another; for fewer, those that do not exist are left out.
     """
     enough = max(n_microbatches, 2 * n_ranks - 1)
     rows = []

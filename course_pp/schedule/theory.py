@@ -1,0 +1,294 @@
+"""The closed forms: makespan, bubble and peak activations of each schedule without simulating it.
+
+Notation, as in the papers: p ranks, m microbatches, v chunks a rank; f, b and w the times of ``F``, ``I`` and ``W`` in
+one stage, B = b + w that of a whole backward, u that of ``U``; L the time of one message. Each form is exact under the
+conditions in its docstring, and refused with a ``ValueError`` that names them otherwise. Where a published formula is a
+special case, the docstring says of what. :func:`course_pp.schedule.simulate` has no such conditions.
+
+Papers mean three things by bubble: GPipe idle time over all time (``bubble_fraction``), Megatron idle time over useful
+time (``bubble_overhead``), the zero-bubble papers idle time between a rank's first action and its last
+(``span_bubble_fraction``).
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+
+from course_pp.schedule.catalogue import build
+from course_pp.schedule.costs import Costs
+from course_pp.schedule.families.looped import microbatches_a_round
+from course_pp.schedule.timeline import Time
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a closed form says of a schedule.
+
+    Attributes:
+        formula: the makespan, in the letters of the papers.
+        makespan: when the last rank finishes.
+        longest_span: the longest that any rank takes from its first action to its last.
+        work: for each rank, the time it is busy.
+        peak_activations: for each rank, the most (stage, microbatch) activations held at once.
+    """
+
+    formula: str
+    makespan: Time
+    longest_span: Time
+    work: tuple[Time, ...]
+    peak_activations: tuple[int, ...]
+
+    @property
+    def bubble_fraction(self) -> Time:
+        """Idle over all rank time."""
+        total = len(self.work) * self.makespan
+        return _ratio(total - sum(self.work), total)
+
+    @property
+    def bubble_overhead(self) -> Time:
+        """Idle over useful rank time (Narayanan et al. 2021, "Efficient large-scale training", section 2.2)."""
+        return _ratio(len(self.work) * self.makespan - sum(self.work), sum(self.work))
+
+    @property
+    def span_bubble_fraction(self) -> Time:
+        """The share of the longest span in which even the busiest rank is idle."""
+        return _ratio(self.longest_span - max(self.work), self.longest_span)
+
+
+@dataclass(frozen=True)
+class Case:
+    """p ranks, m microbatches, v chunks a rank, and what an action costs."""
+
+    p: int
+    m: int
+    v: int
+    costs: Costs
+
+    def equal_stages(self) -> tuple[Time, Time, Time, Time]:
+        """f, b, w and L, for the forms that hold only if all stages and messages cost the same. One rank sends none."""
+        times, transfers = self.costs.durations(self.p * self.v), self.costs.transfers(self.p * self.v)
+        unequal = [kind for kind in "FIWU" if len(set(times[kind])) > 1]
+        self.require(not unequal and len(set(transfers)) <= 1, "all stages, and all messages, cost the same")
+        return times["F"][0], times["I"][0], times["W"][0], transfers[0] if self.p > 1 else 0
+
+    def require(self, holds: bool, condition: str) -> None:
+        """Raise ValueError unless ``condition`` holds."""
+        if not holds:
+            raise ValueError(
+                f"p={self.p}, m={self.m}, v={self.v} with {self.costs}: the closed form holds only if {condition}; "
+                "simulate the schedule instead"
+            )
+
+
+def predict(
+    name: str, n_ranks: int, n_microbatches: int, costs: Costs | None = None, n_chunks: int | None = None
+) -> Prediction:
+    """The closed form for the schedule that :func:`course_pp.schedule.build` makes of the same name and sizes.
+
+    Raises:
+        ValueError: where ``build`` does, and where the conditions of the form do not hold.
+    """
+    schedule = build(name, n_ranks, n_microbatches, n_chunks)
+    form = _FORMS[schedule.name]
+    return form(Case(n_ranks, n_microbatches, schedule.n_stages // n_ranks, costs or Costs()))
+
+
+def naive(case: Case) -> Prediction:
+    """One rank works at a time: the bubble is 1 - 1/p, whatever m. Stages and messages may differ.
+
+    Huang et al. 2019, "GPipe", figure 2b. Every message adds its latency, for every microbatch.
+    """
+    times, messages = case.costs.durations(case.p), 2 * sum(case.costs.transfers(case.p))
+    makespan = case.m * (sum(times["F"]) + sum(times["B"]) + messages)
+    return _prediction(case, "m (p (f + B) + 2 (p - 1) L)", makespan, [1] * case.p)
+
+
+def gpipe(case: Case) -> Prediction:
+    """(m + p - 1)(f + B), hence a bubble of (p - 1) / (m + p - 1); all m microbatches are kept.
+
+    Huang et al. 2019, "GPipe", section 2.3, which gives the bubble as O((p - 1) / (m + p - 1)). The form here is also
+    exact for unequal stages: the slowest one sets the pace. Latency adds 2 (p - 1) L, once down and once up, **however
+    many microbatches there are**.
+    """
+    times, messages = case.costs.durations(case.p), 2 * sum(case.costs.transfers(case.p))
+    passes = (sum(times[kind]) + (case.m - 1) * max(times[kind]) for kind in "FB")
+    formula = "Σf + (m - 1) max f + ΣB + (m - 1) max B + 2 (p - 1) L"
+    return _prediction(case, formula, sum(passes) + messages, [case.m] * case.p)
+
+
+def one_f_one_b(case: Case) -> Prediction:
+    """(m + p - 1)(f + B), as GPipe; rank r keeps min(m, p - r) activations. Equal stages.
+
+    Narayanan et al. 2021, "Memory-efficient pipeline-parallel DNN training", section 3.2 (PipeDream-Flush).
+
+    Latency adds 2 (p - 1 + ⌊(m - 1)(p - 1) / p⌋) L, **which grows with m**: the first rank may have p microbatches in
+    flight, and a round trip of 2 (p - 1) messages stands between each p of them and the next. Exact for every L.
+    """
+    f, b, w, latency = case.equal_stages()
+    p, m = case.p, case.m
+    makespan = (m + p - 1) * (f + b + w) + 2 * (p - 1 + (m - 1) * (p - 1) // p) * latency
+    formula = "(m + p - 1)(f + B) + 2 (p - 1 + ⌊(m - 1)(p - 1) / p⌋) L"
+    return _prediction(case, formula, makespan, [min(m, p - rank) for rank in range(p)])
+
+
+def interleaved_1f1b(case: Case) -> Prediction:
+    """(m v + p - 1)(f + B): the bubble is that of 1F1B over v, as f and B are those of a chunk.
+
+    Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters using Megatron-LM",
+    section 2.2. Holds for equal stages and m a multiple of p, which that paper asks for.
+
+    Latency adds 2 (v p - 1) L as long as L is at most f and at most B: within that, what arrives late only fills a
+    slack of the steady state. Above, it grows with m, and there is no form here.
+    """
+    f, b, w, latency = case.equal_stages()
+    p, m, v = case.p, case.m, case.v
+    if v == 1:
+        case.require(latency == 0, "there is no latency, or more than one chunk")
+    case.require(m % p == 0, "m is a multiple of p")
+    case.require(latency <= min(f, b + w), "the latency is at most f and at most B")
+    warm_up = [(v - 1) * microbatches_a_round(p, m, v) + 2 * (p - 1 - rank) for rank in range(p)]
+    makespan = (m * v + p - 1) * (f + b + w) + 2 * (v * p - 1) * latency
+    formula = "(m v + p - 1)(f + B) + 2 (v p - 1) L"
+    return _prediction(case, formula, makespan, [min(m * v, ahead + 1) for ahead in warm_up])
+
+
+def looped_bfs(case: Case) -> Prediction:
+    """(m v + p - 1)(f + B) without latency and for m >= p: the makespan of the interleaved schedule, all m v kept.
+
+    Lamy-Poirier 2023, "Breadth-first pipeline parallelism", section 4. The form here is exact for all sizes and
+    latencies with equal stages: a rank turns to its next chunk once it has sent all microbatches of this one or the
+    first of them has come round, whichever is later. So latency up to (m / p - 1) f costs 2 (p - 1) L alone.
+    """
+    f, b, w, latency = case.equal_stages()
+    p, m, v = case.p, case.m, case.v
+    makespan = sum((v - 1) * max(m * t, p * (t + latency)) + (p - 1) * (t + latency) + m * t for t in (f, b + w))
+    formula = "Σ over t in (f, B) of (v - 1) max(m t, p (t + L)) + (p - 1)(t + L) + m t"
+    return _prediction(case, formula, makespan, [m * v] * p)
+
+
+def zb_h1(case: Case) -> Prediction:
+    """m (f + B) + (p - 1) max(f, b, f + b - w); every rank keeps min(m, p) activations.
+
+    Qi et al. 2024, "Zero bubble pipeline parallelism", section 2.3, gives a bubble of (p - 1)(f + b - w): the case
+    w <= f and w <= b, which includes f = b = w, a third of 1F1B's. Holds for one chunk, equal stages and m >= p.
+
+    Latency adds 4 (p - 1) L while 2 L <= w, w <= f, w <= b and m > p: it delays the first rank twice by a round trip,
+    then deferred weight gradients hide it. Above, it grows with m as for 1F1B.
+    """
+    f, b, w, latency = case.equal_stages()
+    p, m = case.p, case.m
+    case.require(case.v == 1, "there is one chunk a rank")
+    case.require(m >= p, "m is at least p")
+    if latency:
+        case.require(m > p and w <= min(f, b) and 2 * latency <= w, "m > p, w <= f, w <= b and, for latency, 2 L <= w")
+    work, wait = m * (f + b + w), 4 * (p - 1) * latency
+    makespan = work + (p - 1) * max(f, b, f + b - w) + wait
+    span = work + (p - 1) * max(b, f + b - w) + wait
+    formula = "m (f + B) + (p - 1) max(f, b, f + b - w) + 4 (p - 1) L"
+    return _prediction(case, formula, makespan, [min(m, p)] * p, span)
+
+
+def zb_h2(case: Case) -> Prediction:
+    """m (f + B) + (p - 1) max(f, f + b - 2w, b - f, b - w); every rank keeps 2p - 1 activations.
+
+    Qi et al. 2024, "Zero bubble pipeline parallelism", section 2.3, gives a bubble of (p - 1)(f + b - 2w) within the
+    longest span: the case of f + b >= 2w and b at most 2f and 2w. At f = b = w it is 0; the makespan is longer than
+    the span because the last rank starts (p - 1) f late. Holds for equal stages, m >= 2p - 1 and no latency.
+    """
+    f, b, w, latency = case.equal_stages()
+    p, m = case.p, case.m
+    case.require(m >= 2 * p - 1 and not latency, "m is at least 2p - 1 and there is no latency")
+    late = max(b - f, b - w, f + b - 2 * w)
+    work = m * (f + b + w)
+    formula = "m (f + B) + (p - 1) max(f, f + b - 2w, b - f, b - w)"
+    return _prediction(
+        case, formula, work + (p - 1) * max(f, late), [2 * p - 1] * p, span=work + (p - 1) * max(0, late)
+    )
+
+
+def zb_v(case: Case) -> Prediction:
+    """2m (f + B) + (p - 1) f; every rank keeps 2p activations of half-size stages, as much as 1F1B's first rank.
+
+    Qi et al. 2024, "Zero bubble pipeline parallelism" (arXiv 2401.10241), section 6, for f = b = w. Holds for equal
+    stages, f = b, f / 2 <= w <= f, m >= 2p - 1 and no latency; the longest span then has a bubble of
+    (p - 1)(f + b - 2w).
+    """
+    f, b, w, latency = case.equal_stages()
+    p, m = case.p, case.m
+    case.require(m >= 2 * p - 1 and not latency, "m is at least 2p - 1 and there is no latency")
+    case.require(f == b and w <= f <= 2 * w, "f = b and f / 2 <= w <= f")
+    work = 2 * m * (f + b + w)
+    formula = "2 m (f + B) + (p - 1) f"
+    return _prediction(case, formula, work + (p - 1) * f, [2 * p] * p, span=work + (p - 1) * (f + b - 2 * w))
+
+
+def dualpipe_v(case: Case) -> Prediction:
+    """The last rank's work + (p - 1)(o + B - 3w), where o is the time of an overlapped pair; 2p + 1 activations.
+
+    DeepSeek's DualPipe repository, table of bubbles, for DualPipeV; with PP = 2p stages it is there written
+    (PP/2 - 1)(F&B + B - 3W), with PP + 1 activations. The last rank runs n = 2 (m - p) - 1 pairs; a rank k
+    before it runs n + 1 - k. Holds for equal stages, f = b, w <= f, o >= f, o >= B and no latency.
+    """
+    f, b, w, latency = case.equal_stages()
+    p, m = case.p, case.m
+    pair = f + b + w if case.costs.overlapped is None else case.costs.each("overlapped", 2 * p)[0]
+    case.require(f == b and w <= f and not latency, "f = b, w <= f and there is no latency")
+    case.require(pair >= max(f, b + w), "an overlapped pair takes at least as long as either part")
+    same = case.costs.overlapped is None or len(set(case.costs.each("overlapped", 2 * p))) == 1
+    case.require(same, "all overlapped pairs cost the same")
+    pairs = [2 * (m - p) - max(1, p - 1 - rank) for rank in range(p)]
+    work = [(2 * m - n) * (f + b + w) + n * pair for n in pairs]
+    formula = "(2m - n)(f + B) + n o + (p - 1)(o + B - 3w), n = 2 (m - p) - 1"
+    makespan = work[-1] + (p - 1) * (pair + b - 2 * w)
+    return _prediction(case, formula, makespan, [2 * p + 1] * p, work=work)
+
+
+def pipedream(case: Case) -> Prediction:
+    """1F1B with an update after each backward: (m + p - 1)(f + B) + m u. One microbatch each f + B + u, no flush.
+
+    Narayanan et al. 2019, "PipeDream", section 3.2; rank r keeps min(m, p - r) activations, and as many versions of its
+    weights. Holds for one rank a stage, equal stages and either no latency or no time for updates. The steady state has
+    no bubble: what remains in a finite run is filling and draining.
+    """
+    *_, latency = case.equal_stages()
+    update = case.costs.each("update", case.p)[0]
+    case.require(not latency or not update, "there is no latency, or updates take no time")
+    flushed = one_f_one_b(case)
+    work = [busy + case.m * update for busy in flushed.work]
+    formula = "(m + p - 1)(f + B) + m u + 2 (p - 1 + ⌊(m - 1)(p - 1) / p⌋) L"
+    return _prediction(case, formula, flushed.makespan + case.m * update, flushed.peak_activations, work=work)
+
+
+_FORMS: dict[str, Callable[[Case], Prediction]] = {
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved_1f1b": interleaved_1f1b,
+    "looped_bfs": looped_bfs,
+    "zb_h1": zb_h1,
+    "zb_h2": zb_h2,
+    "zb_v": zb_v,
+    "dualpipe_v": dualpipe_v,
+    "pipedream": pipedream,
+}
+
+
+def _prediction(
+    case: Case,
+    formula: str,
+    makespan: Time,
+    peaks: Iterable[int],
+    span: Time | None = None,
+    work: Iterable[Time] | None = None,
+) -> Prediction:
+    """With the work of looped stages unless ``work`` is given, and some rank busy to both ends unless ``span`` is."""
+    if work is None:
+        times = case.costs.durations(case.p * case.v)
+        work = (case.m * sum(sum(times[kind][rank :: case.p]) for kind in "FB") for rank in range(case.p))
+    return Prediction(formula, makespan, makespan if span is None else span, tuple(work), tuple(peaks))
+
+
+def _ratio(part: Time, whole: Time) -> Time:
+    if isinstance(part, float) or isinstance(whole, float):
+        return part / whole if whole else 0
+    return Fraction(part, whole) if whole else 0  # dividing two integers would round

@@ -1,0 +1,136 @@
+import random
+from fractions import Fraction
+from itertools import product
+
+import pytest
+
+from course_pp.schedule import Costs, Timeline, build, names, simulate, theory
+
+# f, b, w: around and on every condition of a form. Integers here, so thousands of points are quick; the simulator only
+# adds and compares, so what holds for integers holds for their fractions (tested below).
+RATIOS = [(2, 2, 2), (4, 4, 2), (6, 6, 4), (8, 8, 5), (9, 9, 7), (2, 4, 2), (1, 2, 3), (4, 2, 2), (2, 5, 2), (5, 7, 11)]
+LATENCIES = (0, 1, 30)
+CHUNKED = ("interleaved_1f1b", "looped_bfs", "zb_h1")
+ENOUGH = 500
+
+
+def grid(name: str) -> list[tuple[int, int, int | None, tuple[int, int, int], int]]:
+    """Ranks, microbatches, chunks, ratio, latency: every point of interest, in an order that mixes sizes."""
+    chunks = (1, 2, 3) if name in CHUNKED else (None,)
+    points = list(product(range(1, 8), (*range(1, 20), 24), chunks, RATIOS, LATENCIES))
+    random.Random(name).shuffle(points)
+    return points
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_closed_form_equals_the_simulation_exactly_wherever_it_holds(name: str) -> None:
+    points = 0
+    for p, m, v, ratio, latency in grid(name):
+        costs = Costs(*ratio, latency)
+        try:
+            form = theory.predict(name, p, m, costs, v)
+        except ValueError:
+            continue
+        assert_equal(form, simulate(build(name, p, m, v), costs), (p, m, v, ratio, latency))
+        points += 1
+        if points == ENOUGH:
+            return
+    pytest.fail(f"the conditions of {name} leave only {points} of {ENOUGH} points")
+
+
+@pytest.mark.parametrize("name", names())
+def test_fractions_are_predicted_exactly_too(name: str) -> None:
+    for p, m in ((1, 3), (2, 6), (3, 6), (4, 12)):
+        costs = Costs(Fraction(1, 3), Fraction(1, 3), Fraction(2, 7))
+        form, tl = theory.predict(name, p, m, costs), simulate(build(name, p, m), costs)
+        assert_equal(form, tl, (p, m))
+        assert tl.bubble_fraction == form.bubble_fraction
+        assert tl.span_bubble_fraction == form.span_bubble_fraction
+        assert isinstance(form.bubble_fraction, Fraction)
+
+
+def assert_equal(form: theory.Prediction, tl: Timeline, where: object) -> None:
+    assert tl.makespan == form.makespan, where
+    assert tl.busy == form.work, where
+    assert tl.peak_activations == form.peak_activations, where
+    assert max(row[-1].end - row[0].start for row in tl.by_rank) == form.longest_span, where
+
+
+@pytest.mark.parametrize("name", ["naive", "gpipe"])
+@pytest.mark.parametrize("m", [1, 2, 5, 9])
+def test_the_forms_of_gpipe_and_the_naive_split_hold_for_unequal_stages_and_links(name: str, m: int) -> None:
+    costs = Costs(*([Fraction(t, 3) for t in row] for row in ([1, 4, 2], [2, 1, 7], [1, 1, 1], [5, 1])))
+    assert_equal(theory.predict(name, 3, m, costs), simulate(build(name, 3, m), costs), m)
+
+
+@pytest.mark.parametrize("pair", [34, 30, 22, 40])
+@pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 4), (3, 8), (4, 8), (5, 20)])
+def test_the_form_of_dualpipe_v_holds_for_every_cost_of_an_overlapped_pair(p: int, m: int, pair: int) -> None:
+    costs = Costs(12, 12, 10, overlapped=pair)
+    assert_equal(theory.predict("dualpipe_v", p, m, costs), simulate(build("dualpipe_v", p, m), costs), (p, m))
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 5), (4, 3), (4, 12)])
+def test_an_update_adds_its_time_once_a_microbatch(p: int, m: int) -> None:
+    costs = Costs(1, 1, 1, update=Fraction(1, 5))
+    assert_equal(theory.predict("pipedream", p, m, costs), simulate(build("pipedream", p, m), costs), (p, m))
+
+
+def test_recomputation_counts_as_part_of_the_input_gradient() -> None:
+    costs = Costs(1, 1, 1, recompute=1)
+    assert theory.predict("1f1b", 4, 8, costs).makespan == simulate(build("1f1b", 4, 8), costs).makespan == 44
+
+
+def test_published_numbers_for_four_ranks_and_eight_microbatches() -> None:
+    unit = Costs(1, 1, 1)
+    assert theory.predict("gpipe", 4, 8, unit).bubble_fraction == Fraction(3, 11)  # GPipe: (p-1) / (m+p-1)
+    assert theory.predict("1f1b", 4, 8, unit).bubble_overhead == Fraction(3, 8)  # Megatron: (p-1) / m
+    assert theory.predict("interleaved_1f1b", 4, 8, unit).bubble_overhead == Fraction(3, 16)  # (p-1) / (v m)
+    assert theory.predict("zb_h1", 4, 8, unit).longest_span == 24 + 3  # a third of 1F1B's 9
+    assert theory.predict("zb_h2", 4, 8, unit).span_bubble_fraction == 0
+    assert theory.predict("zb_v", 4, 8, unit).span_bubble_fraction == 0
+
+
+@pytest.mark.parametrize("ratio", [(1, 2, 3), (2, 1, 2)])
+def test_zb_h1_takes_longer_than_published_if_weight_gradients_take_longer_than_forwards(ratio: tuple) -> None:
+    f, b, w = ratio
+    published = 8 * (f + b + w) + 3 * (f + b - w)
+    assert simulate(build("zb_h1", 4, 8), Costs(f, b, w)).makespan > published
+
+
+def test_latency_costs_1f1b_more_with_every_round_of_microbatches_but_gpipe_never() -> None:
+    def added(name: str, m: int) -> Fraction:
+        return (
+            theory.predict(name, 4, m, Costs(1, 1, 1, 1)).makespan - theory.predict(name, 4, m, Costs(1, 1, 1)).makespan
+        )
+
+    assert [added("gpipe", m) for m in (4, 8, 16, 32)] == [6, 6, 6, 6]
+    assert [added("1f1b", m) for m in (4, 8, 16, 32)] == [10, 16, 28, 52]
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "m", "v", "costs", "condition"),
+    [
+        ("1f1b", 2, 4, None, Costs(forward=[1, 2]), "all stages, and all messages, cost the same"),
+        ("interleaved_1f1b", 4, 6, 2, Costs(), "m is a multiple of p"),
+        ("interleaved_1f1b", 4, 8, 2, Costs(latency=2), "the latency is at most f and at most B"),
+        ("zb_h1", 4, 3, None, Costs(), "m is at least p"),
+        ("zb_h1", 4, 8, 2, Costs(), "one chunk"),
+        ("zb_h1", 4, 8, None, Costs(latency=1), "2 L <= w"),
+        ("zb_h2", 4, 6, None, Costs(), "m is at least 2p - 1"),
+        ("zb_v", 4, 8, None, Costs(1, 2, 1), "f = b"),
+        ("dualpipe_v", 4, 8, None, Costs(overlapped=1.5), "at least as long as either part"),
+        ("dualpipe_v", 2, 8, None, Costs(overlapped=[3, 3, 3, 4]), "all overlapped pairs cost the same"),
+        ("pipedream", 4, 8, None, Costs(latency=1, update=1), "no latency, or updates take no time"),
+        ("zb_v", 4, 0, None, Costs(), "at least 1"),
+    ],
+)
+def test_where_no_form_holds_the_condition_is_named(name, p, m, v, costs, condition) -> None:
+    with pytest.raises(ValueError, match=condition):
+        theory.predict(name, p, m, costs, v)
+
+
+def test_every_form_cites_its_source() -> None:
+    for form in theory._FORMS.values():
+        assert form.__doc__
+        assert any(word in form.__doc__ for word in ("section", "table", "figure")), form.__name__
