@@ -1,13 +1,41 @@
-"""Figures of timelines, of ranks that wait, and of where the bytes go.
+"""Figures of schedules, timelines, memory, ranks that wait, and of where the bytes go.
 
-Each function returns a :class:`ChartFigure`: a matplotlib figure that carries its finding as alt text,
-shows itself in a notebook, and saves itself to PNG or SVG. None of them imports torch or touches pyplot.
-Colours are Okabe and Ito's; letters, hatches or line styles say the same for those who see no colours.
+Each figure is a :class:`ChartFigure`: a matplotlib figure that carries its finding as alt text, shows itself in a
+notebook, and saves itself to PNG or SVG. None of them imports torch or touches pyplot. Colours are Okabe and Ito's;
+letters, hatches or line styles say the same for those who see no colours.
+
+Names are loaded when first used, so that drawing with text in a terminal does not wait for matplotlib.
 """
 
-from course_pp.show.chart import ChartFigure
-from course_pp.show.memory import bytes_by_kind, format_bytes
-from course_pp.show.timelines import timeline
-from course_pp.show.waiting import waits
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-__all__ = ["ChartFigure", "bytes_by_kind", "format_bytes", "timeline", "waits"]
+if TYPE_CHECKING:
+    from course_pp.show.byte_bars import bytes_by_kind, format_bytes
+    from course_pp.show.chart import ChartFigure
+    from course_pp.show.comparison import compare
+    from course_pp.show.memory_curves import memory
+    from course_pp.show.timelines import timeline
+    from course_pp.show.waiting import waits
+
+_HOMES = {
+    "ChartFigure": "chart",
+    "bytes_by_kind": "byte_bars",
+    "compare": "comparison",
+    "format_bytes": "byte_bars",
+    "memory": "memory_curves",
+    "timeline": "timelines",
+    "waits": "waiting",
+}
+
+__all__ = ["ChartFigure", "bytes_by_kind", "compare", "format_bytes", "memory", "timeline", "waits"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -15,6 +15,8 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
 from PIL import Image
 
+from course_pp.schedule import Time
+
 # Masataka Okabe and Kei Ito, "Color Universal Design", 2008: told apart under every common colour blindness.
 BLACK = "#000000"
 ORANGE = "#E69F00"
@@ -132,3 +134,8 @@ def counted(number: int, thing: str, things: str = "") -> str:
 def listed(things: list[str]) -> str:
     """``a``, ``a and b``, ``a, b and c``."""
     return " and ".join(filter(None, [", ".join(things[:-1]), *things[-1:]]))
+
+
+def percent(fraction: Time) -> str:
+    """``27.3 %``."""
+    return f"{100 * float(fraction):.3g} %"

@@ -9,18 +9,10 @@ from PIL import Image
 
 from course_pp import show
 from course_pp.schedule import Action, Overlap, Span, Timeline
+from course_pp.show import chart
 from course_pp.show.chart import ChartFigure
 from tests.schedule.layouts import gpipe, naive
-
-
-def texts(figure: ChartFigure) -> list[str]:
-    figure.draw_without_rendering()
-    return [text.get_text() for axes in figure.axes for text in axes.texts]
-
-
-def title(figure: ChartFigure) -> str:
-    figure_texts = [text.get_text() for text in figure.texts]
-    return (figure.axes[0].get_title(loc="left") or figure_texts[0]).strip()
+from tests.show.reading import labels, texts, title
 
 
 def wait(rank: int, operation: str, *peers: int) -> SimpleNamespace:
@@ -29,6 +21,8 @@ def wait(rank: int, operation: str, *peers: int) -> SimpleNamespace:
 
 FIGURES = {
     "timeline": lambda: show.timeline(gpipe(4, 8)),
+    "compare": lambda: show.compare(gpipe(4, 8), gpipe(4, 8, latency=1)),
+    "memory": lambda: show.memory(gpipe(4, 8)),
     "waits": lambda: show.waits([wait(0, "send", 1), wait(1, "send", 0)]),
     "bytes": lambda: show.bytes_by_kind({"weights": 2**20, "gradients": 2**20}, budget=2**20),
 }
@@ -123,20 +117,19 @@ def test_boxes_are_labelled_by_kind_and_microbatch_where_that_fits() -> None:
 
 
 def test_boxes_too_narrow_for_the_kind_keep_the_number_and_narrower_ones_nothing() -> None:
-    labels = texts(show.timeline(gpipe(8, 32)))
-    assert labels.count("31") == 8  # the backwards; a forward is half as wide
-    assert not any(re.match("[FB]", label) for label in labels)
-    assert len(texts(show.timeline(gpipe(4, 512)))) < 10
+    written = [text for text, *_ in labels(show.timeline(gpipe(8, 32)))]
+    assert written.count("31") == 8  # the backwards; a forward is half as wide
+    assert not any(re.match("[FB]", label) for label in written)
+    assert not labels(show.timeline(gpipe(4, 512)))
 
 
 def test_no_label_is_wider_than_its_box() -> None:
     figure = show.timeline(gpipe(4, 16))
-    figure.draw_without_rendering()
-    axes = figure.axes[0]
-    for text in axes.texts:
-        if re.fullmatch(r"[FB]?\d+", text.get_text()):
-            box = text.get_window_extent().transformed(axes.transData.inverted())
-            assert box.width <= (1 if "F" in text.get_text() else 2)
+    points, _ = chart.points_per_unit(figure.axes[0])
+    placed = labels(figure)
+    assert len(placed) == 128
+    for text, size, _, _ in placed:
+        assert chart.text_width(text, size) <= points * (1 if "F" in text else 2)
 
 
 def test_a_rank_with_several_stages_names_the_stage() -> None:

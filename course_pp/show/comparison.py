@@ -1,0 +1,189 @@
+"""Two timelines on one axis, rank by rank: what was predicted above what happened."""
+
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+
+from course_pp.schedule import Timeline, format_time
+from course_pp.show import chart, rows
+from course_pp.show.chart import ChartFigure, counted, percent
+
+_WIDTH = 9.5
+_FILL = 0.4
+_OFFSET = 0.21
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """The two timelines, and the factors that bring both to the unit of the axis."""
+
+    predicted: Timeline
+    measured: Timeline
+    names: tuple[str, str]
+    predicted_scale: float
+    measured_scale: float
+    seconds_per_unit: float
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Both makespans in the unit of the axis."""
+        return (
+            float(self.predicted.makespan) * self.predicted_scale,
+            float(self.measured.makespan) * self.measured_scale,
+        )
+
+    @property
+    def end_labels(self) -> tuple[str, str]:
+        """Name and makespan of each, both in the unit of the measured one."""
+        before, after = float(self.predicted.makespan) * self.seconds_per_unit, self.measured.makespan
+        unit = self.measured.unit
+        return f"{self.names[0]} {format_time(before, unit)}", f"{self.names[1]} {format_time(after, unit)}"
+
+    def lateness(self, rank: int) -> float:
+        """How much later the rank finishes than predicted, in the unit of the axis."""
+        before, after = (
+            row[rank][-1].end if row[rank] else 0 for row in (self.predicted.by_rank, self.measured.by_rank)
+        )
+        return float(after) * self.measured_scale - float(before) * self.predicted_scale
+
+
+def compare(
+    predicted: Timeline,
+    measured: Timeline,
+    names: tuple[str, str] = ("predicted", "measured"),
+    seconds_per_unit: float | None = None,
+    title: str | None = None,
+) -> ChartFigure:
+    """Draw two timelines on one time axis: each rank has a row of ``predicted`` above one of ``measured``.
+
+    Dashed and solid lines mark where each ends; the right margin has how much later (+) or earlier (−) each rank
+    finishes than predicted.
+
+    Args:
+        names: what to call them, for example two schedules.
+        seconds_per_unit: how long one unit of cost takes, where ``predicted`` has relative costs and ``measured``
+            seconds. Unless given, it is chosen so that the ranks are busy equally long in both, and the figure shows
+            the difference in waiting alone.
+        title: instead of the finding.
+
+    Raises:
+        ValueError: for different numbers of ranks, for measured seconds as a prediction of relative costs, and when
+            there is no work from which to choose ``seconds_per_unit``.
+    """
+    if predicted.n_ranks != measured.n_ranks:
+        raise ValueError(
+            f"{names[0]} has {predicted.n_ranks} ranks and {names[1]} {measured.n_ranks}: "
+            "give two timelines with the same number of ranks"
+        )
+    scale, unit = rows.axis_unit(max(predicted, measured, key=lambda tl: tl.makespan if tl.unit else 0))
+    rate = _seconds_per_unit(predicted, measured, seconds_per_unit)
+    pair = _Pair(predicted, measured, names, scale * rate, scale, rate)
+
+    n_ranks = measured.n_ranks
+    row_inches = min(0.62, max(0.17, 5.0 / n_ranks))
+    figure = ChartFigure(_WIDTH, 1.35 + row_inches * n_ranks)
+    right = max(0.95, 0.15 + max(chart.text_width(label, 8.5) for label in pair.end_labels) / 72)
+    axes = figure.axes_with_margins(left=1.35, right=right, bottom=0.68, top=0.67)
+    axes.set_xlim(0, max(pair.ends) or 1)
+    axes.set_ylim(n_ranks - 0.5, -0.5)
+    _draw_rows(axes, pair)
+    _mark_ends(axes, pair)
+    rows.name_time(axes, unit if rate == 1 else f"{unit}; one unit of cost is {format_time(rate, 's')}")
+    finding = _finding(pair)
+    axes.set_title(finding if title is None else title, loc="left", fontsize=11.5, pad=22, x=-0.6 / 7.2)
+    figure.alt_text = _alt_text(pair, finding, unit)
+    return figure
+
+
+def _seconds_per_unit(predicted: Timeline, measured: Timeline, given: float | None) -> float:
+    if predicted.unit == measured.unit:
+        if given is not None:
+            raise ValueError(f"seconds_per_unit is {given}, but both timelines have the same unit: leave it out")
+        return 1.0
+    if measured.unit != "s":
+        raise ValueError("the first timeline is in seconds, the second in relative costs: give the measured one second")
+    if given is not None:
+        if not 0 < given < float("inf"):
+            raise ValueError(f"seconds_per_unit is {given}: give a finite number above 0")
+        return given
+    work = float(sum(predicted.busy))
+    if not work or not sum(measured.busy):
+        raise ValueError("one of the timelines has no work, so their units cannot be matched: give seconds_per_unit")
+    return float(sum(measured.busy)) / work
+
+
+def _draw_rows(axes: Axes, pair: _Pair) -> None:
+    n_ranks, kinds = pair.measured.n_ranks, set()
+    sides = (
+        (pair.predicted, pair.names[0], pair.predicted_scale, -_OFFSET, pair.ends[0]),
+        (pair.measured, pair.names[1], pair.measured_scale, _OFFSET, pair.ends[1]),
+    )
+    with_stage = any(map(rows.has_several_stages_a_rank, (pair.predicted, pair.measured)))
+    ranks = rows.name_ranks(axes, n_ranks)
+    axes.tick_params(axis="y", pad=48)
+    points_y = chart.points_per_unit(axes)[1]
+    for tl, name, scale, offset, end in sides:
+        rows.draw_idle(axes, n_ranks, end, offset, _FILL)
+        boxes = rows.boxes_of(tl, scale, offset, _FILL)
+        rows.draw_boxes(axes, boxes)
+        rows.label_boxes(axes, boxes, with_stage)
+        kinds |= {box.action.kind for box in boxes}
+        for rank in ranks:
+            size = min(8.0, 0.5 * ranks.step * points_y)
+            place = rank + offset * ranks.step
+            axes.annotate(
+                name, (0, place), xytext=(-4, 0), textcoords="offset points", ha="right", va="center", size=size,
+                color=chart.TEXT_GREY,
+            )  # fmt: skip
+    for rank in ranks:
+        size = min(8.5, ranks.step * points_y)
+        rows.note_right(axes, f"ends {_signed(pair.lateness(rank))}", rank, "data", 0, size)
+    rows.draw_key(axes, kinds, has_idle=any(tl.bubble_fraction > 0 for tl, *_ in sides))
+
+
+def _mark_ends(axes: Axes, pair: _Pair) -> None:
+    """A labelled line at each makespan; the labels point away from each other."""
+    ends, styles = pair.ends, ((0, (4, 2)), "-")
+    for end, label, style, is_earlier in zip(
+        ends, pair.end_labels, styles, (ends[0] <= ends[1], ends[0] > ends[1]), strict=True
+    ):
+        # Above the boxes, below their labels.
+        axes.axvline(end, color="black", linestyle=style, linewidth=1.3, clip_on=False, zorder=2.5)
+        axes.annotate(
+            label,
+            (end, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(-3 if is_earlier else 3, 4),
+            textcoords="offset points",
+            ha="right" if is_earlier else "left",
+            size=8.5,
+        )
+
+
+def _signed(amount: float) -> str:
+    rounded = f"{abs(amount):.3g}"
+    return "±0" if rounded == "0" or abs(amount) < 5e-10 else f"{'+' if amount > 0 else '−'}{rounded}"
+
+
+def _finding(pair: _Pair) -> str:
+    before, after = pair.ends
+    change = after / before - 1 if before else 0.0
+    what = (
+        "as long as" if abs(change) < 5e-4 else f"{percent(abs(change))} {'longer' if change > 0 else 'shorter'} than"
+    )
+    subject = pair.names[1][:1].upper() + pair.names[1][1:]
+    bubbles = f"{percent(pair.measured.bubble_fraction)} instead of {percent(pair.predicted.bubble_fraction)}"
+    return f"{subject} is {what} {pair.names[0]}: bubble {bubbles}"
+
+
+def _alt_text(pair: _Pair, finding: str, unit: str) -> str:
+    late = [pair.lateness(rank) for rank in range(pair.measured.n_ranks)]
+    worst = max(range(len(late)), key=lambda rank: abs(late[rank]))
+    suffix = "" if unit == "relative cost" else f" {unit}"
+    where = (
+        "Every rank finishes when predicted"
+        if _signed(late[worst]) == "±0"
+        else f"The end of rank {worst} differs most, by {_signed(late[worst])}{suffix}"
+    )
+    what = f"Two timelines of {counted(len(late), 'rank')} on one axis, {' and '.join(pair.end_labels)} long"
+    return f"{what}. {finding}. {where}."

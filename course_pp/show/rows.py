@@ -1,0 +1,245 @@
+"""The boxes of a timeline: one row a rank, one box an action, labels where they fit."""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backend_bases import RendererBase
+from matplotlib.backends.backend_agg import RendererAgg
+from matplotlib.collections import PolyCollection
+from matplotlib.font_manager import FontProperties
+from matplotlib.patches import Patch
+from matplotlib.path import Path
+from matplotlib.textpath import TextPath
+from matplotlib.transforms import Affine2D
+
+from course_pp.schedule import KINDS, Action, Timeline
+from course_pp.show import chart
+
+ROW_FILL = 0.86
+_LABEL_SIZES = (8.5, 7.0, 6.0)
+_LABEL_PADDING = 1.6
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a kind of action is drawn. Light and dark alternate, so grey scale tells F from B, and I from W."""
+
+    colour: str
+    hatch: str = ""
+
+
+LOOKS = {
+    "F": Look(chart.SKY_BLUE),
+    "B": Look(chart.VERMILION),
+    "I": Look(chart.ORANGE, hatch="...."),
+    "W": Look(chart.GREEN, hatch="////"),
+    "U": Look(chart.YELLOW, hatch="xxxx"),
+}
+
+
+@dataclass(frozen=True)
+class Box:
+    """One action to draw: left and right in the axis's unit, bottom and top in rows."""
+
+    action: Action
+    left: float
+    right: float
+    bottom: float
+    top: float
+
+
+class Labels(Artist):
+    """Short texts, each centred on a point in data coordinates; hundreds of them cost what a few Text objects do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_zorder(3)
+        self._points: defaultdict[tuple[str, float], list[tuple[float, float]]] = defaultdict(list)
+
+    def add(self, x: float, y: float, text: str, size: float) -> None:
+        """Write ``text`` in ``size`` points, centred on x and y."""
+        self._points[text, size].append((x, y))
+
+    @property
+    def placed(self) -> list[tuple[str, float, float, float]]:
+        """Text, size, x and y of each label."""
+        return [(text, size, x, y) for (text, size), points in self._points.items() for x, y in points]
+
+    def draw(self, renderer: RendererBase) -> None:
+        """Draw as glyphs that are rasterised once and copied, or, where text stays text (SVG), as text."""
+        if self.axes is None or not self.get_visible():
+            return
+        graphics = renderer.new_gc()
+        graphics.set_linewidth(0)
+        pixels = float(np.asarray(renderer.points_to_pixels(1)))
+        for (text, size), points in self._points.items():
+            if isinstance(renderer, RendererAgg):
+                to_pixels = Affine2D().scale(pixels)
+                renderer.draw_markers(
+                    graphics, _glyphs(text, size), to_pixels, Path(points), self.axes.transData, (0, 0, 0)
+                )
+                continue
+            half_width, half_height = pixels * chart.text_width(text, size) / 2, pixels * _digit_height(size) / 2
+            _, height = renderer.get_canvas_width_height()
+            for x, y in self.axes.transData.transform(points):
+                baseline = y - half_height
+                baseline = height - baseline if renderer.flipy() else baseline
+                renderer.draw_text(graphics, x - half_width, baseline, text, FontProperties(size=size), 0)
+        graphics.restore()
+
+
+@cache
+def _glyphs(text: str, size: float) -> Path:
+    """The outlines of ``text`` in points, centred on the origin."""
+    outline = TextPath((-chart.text_width(text, size) / 2, -_digit_height(size) / 2), text, size=size)
+    return Path(outline.vertices, outline.codes)
+
+
+@cache
+def _digit_height(size: float) -> float:
+    return float(TextPath((0, 0), "0", size=size).get_extents().height)
+
+
+def boxes_of(tl: Timeline, scale: float = 1.0, offset: float = 0.0, fill: float = ROW_FILL) -> list[Box]:
+    """One box an action; an overlapped pair shares its span, forward above backward.
+
+    Args:
+        scale: units of the axis for one unit of the timeline.
+        offset: rows that the boxes are moved down.
+        fill: height of a box in rows.
+    """
+    return [
+        Box(
+            part,
+            float(span.start) * scale,
+            float(span.end) * scale,
+            span.rank + offset - fill / 2 + i * fill / len(span.action.parts),
+            span.rank + offset - fill / 2 + (i + 1) * fill / len(span.action.parts),
+        )
+        for span in tl.spans
+        for i, part in enumerate(span.action.parts)
+    ]
+
+
+def draw_idle(axes: Axes, n_ranks: int, end: float, offset: float = 0.0, fill: float = ROW_FILL) -> None:
+    """Lay a grey bar under each row, which shows where nothing covers it."""
+    bars = [_corners(0, end, rank + offset - fill / 2, rank + offset + fill / 2) for rank in range(n_ranks)]
+    axes.add_collection(PolyCollection(bars, facecolors=chart.IDLE_GREY, linewidths=0, zorder=0))
+
+
+def draw_boxes(axes: Axes, boxes: Collection[Box], alpha: float = 1.0) -> None:
+    """Draw each kind in its colour and hatch, as one collection: hundreds of boxes then cost what one does."""
+    points_x, _ = chart.points_per_unit(axes)
+    for kind, look in LOOKS.items():
+        mine = [box for box in boxes if box.action.kind == kind]
+        if not mine:
+            continue
+        widths = sorted(points_x * (box.right - box.left) for box in mine)
+        axes.add_collection(
+            PolyCollection(
+                [_corners(box.left, box.right, box.bottom, box.top) for box in mine],
+                facecolors=look.colour,
+                edgecolors="white",
+                # A full line around a box of two points would leave nothing of the box.
+                linewidths=min(0.9, 0.15 * widths[len(widths) // 2]),
+                hatch=look.hatch or None,
+                hatchcolor="#FFFFFF66",
+                alpha=alpha if alpha < 1 else None,
+            )
+        )
+
+
+def _corners(left: float, right: float, bottom: float, top: float) -> list[tuple[float, float]]:
+    return [(left, bottom), (right, bottom), (right, top), (left, top)]
+
+
+def label_boxes(axes: Axes, boxes: Iterable[Box], with_stage: bool) -> None:
+    """Label what has room. Boxes of one size are labelled alike: room is judged by the widest letter and number."""
+    boxes = list(boxes)
+    points_x, points_y = chart.points_per_unit(axes)
+    width_of = cache(chart.text_width)
+    digits = "0" * len(str(max((box.action.microbatch for box in boxes), default=0)))
+    widest = max((box.action.kind for box in boxes), key=lambda kind: width_of(kind, 10), default="")
+    labels = Labels()
+    for box in boxes:
+        stage = str(box.action.stage) if with_stage else ""
+        room_x = points_x * (box.right - box.left) - _LABEL_PADDING
+        room_y = points_y * (box.top - box.bottom)
+        for is_full, size in ((is_full, size) for is_full in (True, False) for size in _LABEL_SIZES):
+            if size <= room_y and width_of(is_full * (stage + widest) + digits, size) <= room_x:
+                x, y = (box.left + box.right) / 2, (box.bottom + box.top) / 2
+                labels.add(x, y, f"{is_full * (stage + box.action.kind)}{box.action.microbatch}", size)
+                break
+    axes.add_artist(labels)
+
+
+def has_several_stages_a_rank(tl: Timeline) -> bool:
+    """Whether a label needs the stage, because the row does not tell it."""
+    return any(len({part.stage for span in row for part in span.action.parts}) > 1 for row in tl.by_rank)
+
+
+def axis_unit(tl: Timeline) -> tuple[float, str]:
+    """The factor from the timeline's times to those of the axis, and the unit to write under it."""
+    if tl.unit != "s":
+        return 1.0, "relative cost"
+    return (1.0, "s") if tl.makespan >= 1 else (1e3, "ms") if tl.makespan >= 1e-3 else (1e6, "µs")
+
+
+def name_ranks(axes: Axes, n_ranks: int) -> range:
+    """Label the rows, every fourth where they are thin; returns the ranks that have a label."""
+    _, points_y = chart.points_per_unit(axes)
+    every = 1 if points_y >= 9 else 4
+    ranks = range(0, n_ranks, every)
+    axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks], fontsize=min(9, every * points_y))
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    return ranks
+
+
+def name_time(axes: Axes, unit: str) -> None:
+    """Label the time axis."""
+    axes.set_xlabel(f"time ({unit})", loc="left", fontsize=9)
+    axes.tick_params(axis="x", labelsize=8.5)
+
+
+def note_right(axes: Axes, text: str, y: float, coordinate: str, raised: float, size: float) -> None:
+    """Write in the right margin at height ``y``, in ``coordinate`` ("data" or "axes fraction")."""
+    axes.annotate(
+        text,
+        (1, y),
+        xycoords=("axes fraction", coordinate),
+        xytext=(5, raised),
+        textcoords="offset points",
+        size=size,
+        va="center" if coordinate == "data" else "baseline",
+        color=chart.TEXT_GREY,
+    )
+
+
+def draw_key(axes: Axes, kinds: Collection[str], has_idle: bool) -> None:
+    """Name every colour in use, on the line of the axis label."""
+    handles = [
+        Patch(facecolor=look.colour, hatch=look.hatch, edgecolor="white", label=f"{kind}  {KINDS[kind]}")
+        for kind, look in LOOKS.items()
+        if kind in kinds
+    ]
+    if has_idle:
+        handles.append(Patch(facecolor=chart.IDLE_GREY, label="idle"))
+    if handles:
+        _, height = chart.size_in_inches(axes)
+        axes.legend(
+            handles=handles,
+            ncols=len(handles),
+            loc="upper right",
+            bbox_to_anchor=(1, -0.27 / height),
+            frameon=False,
+            fontsize=8.5,
+            handlelength=1.3,
+            columnspacing=1.4,
+            borderaxespad=0,
+        )

@@ -1,0 +1,68 @@
+import math
+
+import pytest
+
+from course_pp import show
+from course_pp.schedule import Span, Timeline, build, simulate
+from tests.schedule.layouts import gpipe, naive
+from tests.show.reading import texts, title
+
+
+def measured(tl: Timeline, seconds: float) -> Timeline:
+    """The same timeline as a measurement in which a unit of cost took so many seconds."""
+    spans = tuple(Span(s.rank, s.action, float(s.start) * seconds, float(s.end) * seconds) for s in tl.spans)
+    return Timeline(tl.n_ranks, spans, unit="s")
+
+
+def test_the_title_says_how_much_longer_and_both_bubbles() -> None:
+    figure = show.compare(gpipe(4, 8), gpipe(4, 8, latency=1))
+    assert title(figure) == "Measured is 18.2 % longer than predicted: bubble 38.5 % instead of 27.3 %"
+    assert {"predicted 33.0", "measured 39.0"} <= set(texts(figure))
+
+
+def test_two_schedules_are_compared_under_their_own_names() -> None:
+    figure = show.compare(gpipe(4, 8), simulate(build("zb_h1", 4, 8)), names=("GPipe", "ZB-H1"))
+    assert title(figure) == "ZB-H1 is 18.2 % shorter than GPipe: bubble 11.1 % instead of 27.3 %"
+    assert {"ends −6", "ends ±0"} <= set(texts(figure))
+
+
+def test_seconds_are_matched_to_relative_costs_by_the_time_the_ranks_are_busy() -> None:
+    figure = show.compare(gpipe(4, 8), measured(gpipe(4, 8, latency=1), 0.01))
+    assert figure.axes[0].get_xlabel() == "time (ms; one unit of cost is 10 ms)"
+    assert figure.axes[0].get_xlim() == pytest.approx((0, 390))
+    assert "predicted 330 ms and measured 390 ms" in figure.alt_text
+
+
+def test_a_given_rate_is_kept() -> None:
+    figure = show.compare(gpipe(4, 8), measured(gpipe(4, 8), 0.02), seconds_per_unit=0.01)
+    assert title(figure).startswith("Measured is 100 % longer than predicted")
+
+
+def test_the_rank_whose_end_differs_most_is_named() -> None:
+    slow = gpipe(4, 8, latency=0.5)
+    assert "The end of rank 0 differs most, by +3." in show.compare(gpipe(4, 8), slow).alt_text
+    assert "Every rank finishes when predicted." in show.compare(slow, slow).alt_text
+
+
+@pytest.mark.parametrize("n_ranks", [1, 3, 64])
+def test_empty_and_tall_timelines_are_compared(n_ranks: int) -> None:
+    assert show.compare(Timeline(n_ranks, ()), gpipe(n_ranks, 1)).png()
+    assert show.compare(gpipe(n_ranks, 1), Timeline(n_ranks, ())).png()
+
+
+@pytest.mark.parametrize(
+    ("predicted", "real", "rate", "remedy"),
+    [
+        (gpipe(4, 8), gpipe(2, 8), None, "the same number of ranks"),
+        (naive(2, unit="s"), gpipe(2, 1), None, "give the measured one second"),
+        (gpipe(2, 1), gpipe(2, 1), 0.1, "leave it out"),
+        (gpipe(2, 1), naive(2, unit="s"), 0.0, "above 0"),
+        (gpipe(2, 1), naive(2, unit="s"), math.nan, "above 0"),
+        (Timeline(2, ()), naive(2, unit="s"), None, "give seconds_per_unit"),
+    ],
+)
+def test_timelines_that_share_no_axis_are_refused(
+    predicted: Timeline, real: Timeline, rate: float | None, remedy: str
+) -> None:
+    with pytest.raises(ValueError, match=remedy):
+        show.compare(predicted, real, seconds_per_unit=rate)
