@@ -3,7 +3,8 @@
 * :class:`Action` and :class:`Overlap`: one thing a rank does, written as torch writes it (``2F0``).
 * :class:`Schedule`: for each rank its actions in order. :func:`build` makes those of the literature, :func:`names`
   lists them, :func:`check` says whether any schedule can run, and if not, why not.
-* :func:`simulate`: when each rank does what, given :class:`Costs`. :mod:`theory` has the closed forms.
+* :func:`simulate`: when each rank does what, given :class:`Costs`. :mod:`theory` has the closed forms,
+  :func:`bound` what no schedule can beat.
 * :class:`Span` and :class:`Timeline`: when each rank did it. A simulation and a measurement give the
   same type, so one function draws either (:func:`course_pp.show.timeline`).
 * :class:`Gap`: an interval in which a rank does nothing, with its cause in a sentence.
@@ -11,12 +12,14 @@
 
 from course_pp.schedule import theory
 from course_pp.schedule.action import KINDS, Action, Overlap, Product
+from course_pp.schedule.bounds import bound
 from course_pp.schedule.catalogue import build, names
 from course_pp.schedule.costs import Costs
 from course_pp.schedule.legality import check
 from course_pp.schedule.schedule import Schedule
 from course_pp.schedule.simulation import simulate
-from course_pp.schedule.timeline import Gap, Span, Time, Timeline, format_time
+from course_pp.schedule.span import Gap, Span, Time, format_time
+from course_pp.schedule.timeline import Timeline
 
 __all__ = [
     "KINDS",
@@ -29,6 +32,7 @@ __all__ = [
     "Span",
     "Time",
     "Timeline",
+    "bound",
     "build",
     "check",
     "format_time",

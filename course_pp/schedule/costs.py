@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
 
-from course_pp.schedule.timeline import Time
+from course_pp.schedule.span import Time
 
 PerStage = Time | Sequence[Time]
 """One value for every stage, or a sequence with one for each."""
@@ -102,17 +102,18 @@ class Costs:
         if self.bandwidth is None:
             return latency
         sizes = self.each("message_bytes", n_stages - 1)
-        return tuple(wait + _divide(size, self.bandwidth) for wait, size in zip(latency, sizes, strict=True))
+        return tuple(wait + divide(size, self.bandwidth) for wait, size in zip(latency, sizes, strict=True))
 
 
 def _is_sequence(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-def _divide(size: Time, bandwidth: Time) -> Time:
-    if isinstance(size, float) or isinstance(bandwidth, float):
-        return size / bandwidth
-    return Fraction(size, bandwidth)  # dividing two integers would round
+def divide(part: Time, whole: Time) -> Time:
+    """``part / whole``, exact unless one is a float: dividing two integers would round."""
+    if isinstance(part, float) or isinstance(whole, float):
+        return part / whole
+    return Fraction(part, whole)
 
 
 def _refuse_impossible(name: str, value: object) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from course_pp.schedule.action import Action, Overlap
 from course_pp.schedule.schedule import Schedule
-from course_pp.schedule.timeline import Time
+from course_pp.schedule.span import Time
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,12 @@
 """Can a schedule run? And if not, why not."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import count, product
 
+from course_pp.schedule.action import KINDS
 from course_pp.schedule.execution import Tokens, execute
-from course_pp.schedule.schedule import Schedule
+from course_pp.schedule.schedule import Schedule, Work
 
 
 def check(schedule: Schedule) -> list[str]:
@@ -38,39 +40,42 @@ def _misplaced(schedule: Schedule) -> Iterable[str]:
 
 
 def _repeated_or_missing(schedule: Schedule) -> Iterable[str]:
-    done: defaultdict[str, Counter[tuple[int, int]]] = defaultdict(Counter)
+    done: dict[str, list[Work]] = {kind: [] for kind in KINDS}
     for part in schedule.parts:
-        done[part.kind][part.stage, part.microbatch] += 1
-    for kind, counter in done.items():
-        if len(counter) < counter.total():
+        done[part.kind].append((part.stage, part.microbatch))
+    counts = {kind: Counter(works) for kind, works in done.items()}
+    for kind, counter in counts.items():
+        if len(counter) < len(done[kind]):
             for (stage, microbatch), times in counter.items():
                 if times > 1:
                     yield f"{stage}{kind}{microbatch} appears {times} times"
-    backward_too = any(kind in done for kind in "BIWU")
-    if not schedule.n_microbatches:
+    microbatches = {microbatch for works in done.values() for _, microbatch in works}
+    if not microbatches:
         yield "there are no actions"
-    for stage in range(schedule.n_stages):
-        for work in ((stage, microbatch) for microbatch in range(schedule.n_microbatches)):
-            if work not in done["F"]:
-                yield _missing(schedule, "F", work)
-            if backward_too:
-                yield from _problems_of_backward(schedule, work, {kind for kind in "BIW" if work in done[kind]})
+    elif len(microbatches) < schedule.n_microbatches:
+        absent = next(number for number in count() if number not in microbatches)
+        yield f"microbatch {absent} does not appear, yet {max(microbatches)} does: number them from 0 without gaps"
+    expected = set(product(range(schedule.n_stages), microbatches))
+    forward, whole, inputs, weights = (counts[kind].keys() for kind in "FBIW")
+    for work in sorted(expected - forward):
+        yield _missing(schedule, "F", work)
+    if any(done[kind] for kind in "BIWU"):
+        right = (whole - inputs - weights) | ((inputs & weights) - whole)
+        for work in sorted(expected - right):
+            yield _problem_of_backward(schedule, work, {kind for kind in "BIW" if work in counts[kind]})
 
 
-def _problems_of_backward(schedule: Schedule, work: tuple[int, int], kinds: set[str]) -> Iterable[str]:
-    """``kinds``: the kinds of backward action that there are for this stage and microbatch."""
-    if kinds in ({"B"}, {"I", "W"}):
-        return
+def _problem_of_backward(schedule: Schedule, work: Work, kinds: set[str]) -> str:
+    """``kinds``: the kinds of backward action that there are for this stage and microbatch, and that do not suffice."""
     if not kinds:
-        yield _missing(schedule, "B", work)
-    elif "B" in kinds:
-        other = f"{work[0]}{min(kinds - {'B'})}{work[1]}"
-        yield f"{work[0]}B{work[1]} is the whole backward, yet there is {other} too"
-    else:
-        yield _missing(schedule, min({"I", "W"} - kinds), work)
+        return _missing(schedule, "B", work)
+    if "B" in kinds:
+        stage, microbatch = work
+        return f"{stage}B{microbatch} is the whole backward, yet there is {stage}{max(kinds - {'B'})}{microbatch} too"
+    return _missing(schedule, min({"I", "W"} - kinds), work)
 
 
-def _missing(schedule: Schedule, kind: str, work: tuple[int, int]) -> str:
+def _missing(schedule: Schedule, kind: str, work: Work) -> str:
     stage, microbatch = work
     return f"{stage}{kind}{microbatch} is missing from rank {schedule.rank_of(stage, microbatch)}"
 

@@ -6,6 +6,9 @@ from functools import cached_property
 
 from course_pp.schedule.action import Action, Overlap
 
+Work = tuple[int, int]
+"""A stage and a microbatch."""
+
 
 @dataclass(frozen=True, repr=False)
 class Schedule:

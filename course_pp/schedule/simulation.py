@@ -5,7 +5,8 @@ from course_pp.schedule.costs import Costs
 from course_pp.schedule.execution import execute
 from course_pp.schedule.legality import check, problems_of_bookkeeping
 from course_pp.schedule.schedule import Schedule
-from course_pp.schedule.timeline import Span, Time, Timeline
+from course_pp.schedule.span import Span, Time
+from course_pp.schedule.timeline import Timeline
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:

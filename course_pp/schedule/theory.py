@@ -12,12 +12,11 @@ time (``bubble_overhead``), the zero-bubble papers idle time between a rank's fi
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from fractions import Fraction
 
 from course_pp.schedule.catalogue import build
-from course_pp.schedule.costs import Costs
+from course_pp.schedule.costs import Costs, divide
 from course_pp.schedule.families.looped import microbatches_a_round
-from course_pp.schedule.timeline import Time
+from course_pp.schedule.span import Time
 
 
 @dataclass(frozen=True)
@@ -289,6 +288,4 @@ def _prediction(
 
 
 def _ratio(part: Time, whole: Time) -> Time:
-    if isinstance(part, float) or isinstance(whole, float):
-        return part / whole if whole else 0
-    return Fraction(part, whole) if whole else 0  # dividing two integers would round
+    return divide(part, whole) if whole else 0

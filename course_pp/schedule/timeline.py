@@ -4,50 +4,28 @@ Times count from 0. A simulated timeline has ``unit=""`` (costs are relative) an
 :class:`fractions.Fraction`, in which case every number below is exact; a measured one has ``unit="s"``.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
+from math import inf
 from operator import attrgetter
 
-from course_pp.schedule.action import Action, Overlap, Product
+from course_pp.schedule.action import Action
+from course_pp.schedule.costs import Costs
+from course_pp.schedule.memory import Curve, curve_of_rank, most_versions
+from course_pp.schedule.span import Gap, Span, Time, format_time
+from course_pp.schedule.waiting import Inputs, critical_path, gaps_of_rank
 
-Time = float | Fraction
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Rank ``rank`` was busy with ``action`` from ``start`` to ``end``."""
-
-    rank: int
-    action: Action | Overlap
-    start: Time
-    end: Time
-
-    @property
-    def duration(self) -> Time:
-        return self.end - self.start
-
-
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """Rank ``rank`` did nothing from ``start`` to ``end``, and why, in one sentence."""
-
-    rank: int
-    start: Time
-    end: Time
-    cause: str
-
-    @property
-    def duration(self) -> Time:
-        return self.end - self.start
+__all__ = ["Gap", "Span", "Time", "Timeline", "format_time"]
 
 
 @dataclass(frozen=True, repr=False)
 class Timeline:
     """The spans of ``n_ranks`` ranks, kept sorted by rank, then by time.
+
+    Attributes:
+        transfers: for each boundary between stages, how long a message between two ranks takes; empty if unknown.
 
     Raises:
         ValueError: for a span that ends before it starts, starts before 0, is not finite or names a rank
@@ -64,8 +42,10 @@ class Timeline:
             raise ValueError(f"a timeline of {self.n_ranks!r} ranks: give an integer of at least 1")
         if self.unit not in ("", "s"):
             raise ValueError(f"unknown unit {self.unit!r}: use '' for relative costs or 's' for seconds")
-        for span in self.spans:
-            _refuse_impossible(span, self.n_ranks)
+        # The comparison is false for NaN; only then is it worth a second look at each.
+        if not all(0 <= span.rank < self.n_ranks and 0 <= span.start <= span.end < inf for span in self.spans):
+            for span in self.spans:
+                _refuse_impossible(span, self.n_ranks)
         # Stable, so spans of no length keep the order in which the rank did them.
         ordered = tuple(sorted(self.spans, key=attrgetter("rank", "start", "end")))
         for before, after in pairwise(ordered):
@@ -149,55 +129,55 @@ class Timeline:
         return tuple(map(_peak_held, self.by_rank))
 
     @cached_property
+    def weight_versions(self) -> tuple[int, ...]:
+        """For each rank, the most versions of a stage's weights it needs at once: 1 unless it updates (``U``) while
+        microbatches that passed forward under older weights are in flight (PipeDream's weight stashing).
+        """
+        return tuple(map(most_versions, self.by_rank))
+
+    def memory_curve(self, costs: Costs | None = None) -> tuple[Curve, ...]:
+        """For each rank, what it holds from when on: (time, amount) at each change, first at 0.
+
+        Args:
+            costs: says what a forward keeps, what part ``I`` releases and what weights weigh; activations are counted,
+                one each, unless given.
+
+        Raises:
+            ValueError: for costs of another number of stages.
+        """
+        costs = costs or Costs()
+        kept, early = costs.each("activation", self.n_stages), costs.each("released_by_input_grad", self.n_stages)
+        weights = costs.each("weights", self.n_stages)
+        return tuple(curve_of_rank(row, kept, early, weights) for row in self.by_rank)
+
+    def peak_memory(self, costs: Costs | None = None) -> tuple[Time, ...]:
+        """For each rank the highest point of its :meth:`memory_curve`."""
+        return tuple(max(amount for _, amount in curve) for curve in self.memory_curve(costs))
+
+    @cached_property
+    def _inputs(self) -> Inputs:
+        return Inputs(self.spans, self.n_stages, self.transfers)
+
+    @cached_property
     def idle_gaps(self) -> tuple[Gap, ...]:
-        """Every interval between 0 and the makespan in which a rank does nothing, by rank and time."""
-        ready = _when_ready(self.spans)
-        return tuple(gap for rank, row in enumerate(self.by_rank) for gap in self._gaps_of_rank(rank, row, ready))
+        """Every interval between 0 and the makespan in which a rank does nothing, by rank and time.
 
-    def _gaps_of_rank(
-        self, rank: int, row: Sequence[Span], ready: dict[Product, list[tuple[Time, int]]]
-    ) -> Iterable[Gap]:
-        free_from: Time = 0
-        for span in row:
-            if span.start > free_from:
-                reason = self._why_waiting(span, free_from, ready)
-                yield self._gap(rank, free_from, span.start, reason)
-            free_from = span.end
-        if self.makespan > free_from:
-            reason = "because its work is done" if row else "because it has no work"
-            yield self._gap(rank, free_from, self.makespan, reason)
+        The cause names what the rank waits for: the output of another rank, or its transfer; and an action that could
+        have run meanwhile, if the rank's order did not keep it for later.
+        """
+        return tuple(
+            gap
+            for rank, row in enumerate(self.by_rank)
+            for gap in gaps_of_rank(rank, row, self._inputs, self.makespan, self.unit)
+        )
 
-    def _gap(self, rank: int, start: Time, end: Time, reason: str) -> Gap:
-        interval = f"from {format_time(start, self.unit)} to {format_time(end, self.unit)}"
-        return Gap(rank, start, end, f"rank {rank} waits {interval} {reason}")
+    @cached_property
+    def critical_path(self) -> tuple[Span, ...]:
+        """The chain of spans that sets the makespan, in order: each starts when the one before, or its message, allows.
 
-    def _why_waiting(self, span: Span, free_from: Time, ready: dict[Product, list[tuple[Time, int]]]) -> str:
-        """Name the input of ``span`` that arrived last, or what else kept the rank from starting it."""
-        # What the rank made itself was there when it became free, so only the others can keep it waiting.
-        arrivals = [
-            (max(made), product)
-            for part in span.action.parts
-            for product in part.needs(self.n_stages)
-            if (made := [(t, by) for t, by in ready[product] if t <= span.start and by != span.rank])
-        ]
-        if not arrivals:
-            return f"before {span.action}, which needs nothing from another rank"
-        (ready_at, made_by), product = max(arrivals)
-        if ready_at == span.start:
-            return f"for {product}"
-        since = f"ready on rank {made_by} at {format_time(ready_at, self.unit)}"
-        if ready_at > free_from:
-            return f"for {product}, {since}; the rest is transfer or overhead"
-        return f"for the transfer of {product} or other overhead, {since}"
-
-
-def format_time(time: Time, unit: str = "") -> str:
-    """Write a time for people: ``5.0`` without a unit; in seconds ``1.25 s``, ``12.5 ms`` or ``3.1 µs``."""
-    value = float(time)
-    if unit != "s":
-        return str(round(value, 4))
-    scale, name = (1, "s") if value >= 1 else (1e3, "ms") if value >= 1e-3 or not value else (1e6, "µs")
-    return f"{value * scale:.3g} {name}"
+        Shortening any other span alone would not end the last one earlier.
+        """
+        return critical_path(self.by_rank, self._inputs)
 
 
 def _refuse_impossible(span: Span, n_ranks: int) -> None:
@@ -221,13 +201,3 @@ def _peak_held(row: Sequence[Span]) -> int:
         peak = max(peak, len(held))
         held.difference_update((part.stage, part.microbatch) for part in span.action.parts if part.kind in "BW")
     return peak
-
-
-def _when_ready(spans: Sequence[Span]) -> dict[Product, list[tuple[Time, int]]]:
-    """For each product, when it was made and by which rank (more than once if steps repeat)."""
-    ready: dict[Product, list[tuple[Time, int]]] = defaultdict(list)
-    for span in spans:
-        for part in span.action.parts:
-            for product in part.provides:
-                ready[product].append((span.end, span.rank))
-    return ready

@@ -1,9 +1,10 @@
 import math
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 
-from course_pp.schedule import Action, Overlap, Span, Timeline, format_time
+from course_pp.schedule import Action, Costs, Overlap, Schedule, Span, Timeline, build, format_time, names, simulate
 from tests.schedule.layouts import gpipe, naive
 
 
@@ -92,6 +93,87 @@ def test_a_gap_names_the_transfer_when_the_input_was_made_before_the_wait_began(
 def test_a_gap_before_an_action_without_foreign_inputs_says_so() -> None:
     (gap,) = Timeline(1, on_rank(0, ("0F0", 1, 2))).idle_gaps
     assert gap.cause == "rank 0 waits from 0.0 to 1.0 before 0F0, which needs nothing from another rank"
+
+
+def test_a_gap_names_the_transfer_alone_when_the_simulation_knows_how_long_it_took() -> None:
+    tl = simulate(build("1f1b", 2, 2), Costs(1, 1, 1, latency=3))
+    assert [gap.cause for gap in tl.idle_gaps if gap.rank == 1] == [
+        "rank 1 waits from 0.0 to 4.0 for the activation of microbatch 0 from stage 0, ready on rank 0 at 1.0; "
+        "the rest is transfer",
+        "rank 1 waits from 10.0 to 15.0 because its work is done",
+    ]
+    tl = simulate(build("gpipe", 2, 2), Costs(1, 1, 1, latency=(3,)))
+    assert tl.idle_gaps[0].cause == (
+        "rank 0 waits from 2.0 to 11.0 for the gradient of microbatch 0 from stage 1, ready on rank 1 at 8.0; "
+        "the rest is transfer"
+    )
+
+
+def test_a_gap_names_an_action_that_the_order_kept_for_later() -> None:
+    tl = simulate(build("1f1b", 4, 8), Costs(1, 1, 1))
+    assert [gap.cause for gap in tl.idle_gaps if gap.rank == 2][1] == (
+        "rank 2 waits from 4.0 to 6.0 for the gradient of microbatch 0 from stage 3, "
+        "though 2F2 could have started at 4.0"
+    )
+    assert not any("though" in gap.cause for gap in simulate(build("gpipe", 4, 8)).idle_gaps)
+
+
+def test_the_later_of_two_messages_is_named_even_if_it_was_sent_first() -> None:
+    # The pair on rank 1 needs an activation over the slow boundary and a gradient over the fast one.
+    rows = (
+        on_rank(0, ("0F0", 0, 1), ("0F1", 1, 2), ("0B0", 20, 21)),
+        (
+            *on_rank(1, ("1F0", 6, 7)),
+            Span(1, Overlap(Action(1, "F", 1), Action(1, "B", 0)), 9, 12),
+        ),
+        on_rank(2, ("2F0", 7, 8), ("2B0", 8, 8.5)),
+    )
+    tl = Timeline(3, tuple(span for row in rows for span in row), transfers=(7, 0))
+    gap = next(gap for gap in tl.idle_gaps if gap.rank == 1 and gap.start == 7)
+    assert "the transfer of the activation of microbatch 1 from stage 0, ready on rank 0 at 2.0" in gap.cause
+
+
+def test_the_critical_path_of_1f1b_goes_down_and_up_once_for_every_round_of_microbatches() -> None:
+    tl = simulate(build("1f1b", 3, 4), Costs(1, 1, 1, Fraction(1, 2)))
+    assert " ".join(str(span.action) for span in tl.critical_path) == "0F0 1F0 2F0 2B0 1B0 0B0 0F3 1F3 2F3 2B3 1B3 0B3"
+
+
+@pytest.mark.parametrize("latency", [0, Fraction(1, 3), 4])
+@pytest.mark.parametrize("name", names())
+def test_the_critical_path_fills_the_makespan_but_for_transfers(name: str, latency: Fraction) -> None:
+    tl = simulate(build(name, 3, 6), Costs(1, 2, 1, latency))
+    path = tl.critical_path
+    assert path[0].start == 0
+    assert path[-1].end == tl.makespan
+    for before, after in pairwise(path):
+        assert after.start - before.end == (0 if before.rank == after.rank else latency)
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_memory_curve_counts_activations_unless_told_what_they_weigh(name: str) -> None:
+    tl = simulate(build(name, 3, 6), Costs(1, 1, 1))
+    assert tl.peak_memory() == tl.peak_activations
+    assert all(curve[0] == (0, 0) and curve[-1][1] == 0 for curve in tl.memory_curve())
+
+
+def test_the_input_gradient_releases_its_part_and_the_weight_gradient_the_rest() -> None:
+    tl = simulate(Schedule("split", ((0,),), (tuple(map(Action.parse, ["0F0", "0I0", "0W0"])),)), Costs(1, 1, 1))
+    costs = Costs(activation=10, released_by_input_grad=4, weights=100)
+    assert tl.memory_curve(costs) == (((0, 100), (0, 110), (2, 106), (3, 100)),)
+
+
+def test_pipedream_keeps_a_version_of_the_weights_for_every_microbatch_in_flight() -> None:
+    tl = simulate(build("pipedream", 4, 8), Costs(1, 1, 1))
+    assert tl.weight_versions == (4, 3, 2, 1)
+    assert tl.peak_memory(Costs(activation=0, weights=5)) == (20, 15, 10, 5)
+    assert simulate(build("1f1b", 4, 8)).weight_versions == (1, 1, 1, 1)
+
+
+def test_memory_of_stages_that_differ() -> None:
+    tl = simulate(build("gpipe", 2, 3))
+    assert tl.peak_memory(Costs(activation=(1, 10), weights=(100, 0))) == (103, 30)
+    with pytest.raises(ValueError, match="activation has 3 values for 2 stages"):
+        tl.memory_curve(Costs(activation=(1, 2, 3)))
 
 
 def test_a_repeated_step_waits_for_its_own_activation_not_for_that_of_the_step_before() -> None:

@@ -1,7 +1,7 @@
 """Several stages a rank, dealt round: each rank works for every chunk of the model in turn."""
 
-from course_pp.schedule.families.merge import Work, merge
-from course_pp.schedule.schedule import Schedule, looped
+from course_pp.schedule.families.merge import merge
+from course_pp.schedule.schedule import Schedule, Work, looped
 
 
 def interleaved_1f1b(n_ranks: int, n_microbatches: int, n_chunks: int) -> Schedule:

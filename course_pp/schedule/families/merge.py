@@ -4,9 +4,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from course_pp.schedule.action import Action
-
-Work = tuple[int, int]
-"""A stage and a microbatch."""
+from course_pp.schedule.schedule import Work
 
 
 def merge(

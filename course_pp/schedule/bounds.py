@@ -1,0 +1,158 @@
+"""What no schedule can beat: a lower bound on the makespan, so that a schedule can be scored."""
+
+from collections.abc import Iterator, Sequence
+from math import lcm
+
+from course_pp.schedule.costs import Costs, divide
+from course_pp.schedule.schedule import looped, refuse_impossible_placement
+from course_pp.schedule.span import Time
+
+
+def bound(
+    n_ranks: int,
+    n_microbatches: int,
+    costs: Costs | None = None,
+    memory_limit: Time | Sequence[Time] | None = None,
+    *,
+    placement: Sequence[Sequence[int]] | None = None,
+) -> Time:
+    """A time before which no order of the actions can finish: ``bound / makespan`` scores a schedule.
+
+    It is the latest of what these say. Of the pipeline: one microbatch must go down and up. Of each rank:
+
+    * it waits for a first microbatch to come down to it, then it has all its work to do;
+    * after its last input gradient, a gradient still has to go up to stage 0 and through it;
+    * with a memory limit: each activation is kept from its forward until the microbatch has been down and come back, so
+      only so many can be under way at a time.
+
+    No schedule need reach it. At f = b = w and without a limit, ZB-H1, ZB-H2 and ZB-V do.
+
+    Args:
+        costs: one unit for each of ``F``, ``I`` and ``W`` unless given. Updates are left out: they come on top.
+        memory_limit: for each rank, or one for all, in the unit of ``costs.activation`` and including the weights.
+        placement: as in ``Schedule``; one stage a rank unless given. With more stages, the costs are those of each.
+
+    Raises:
+        ValueError: for sizes below 1, a placement that names a rank that does not exist, costs of another number of
+            stages, and a memory limit that does not hold one microbatch.
+    """
+    for what, value in (("n_ranks", n_ranks), ("n_microbatches", n_microbatches)):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{what} is {value!r}: give an integer of at least 1")
+    placement = looped(n_ranks) if placement is None else placement
+    refuse_impossible_placement(placement, n_ranks)
+    pipeline = _Pipeline(placement, n_microbatches, costs or Costs())
+    limits = _limits(memory_limit, n_ranks)
+    of_ranks = [time for rank, limit in enumerate(limits) for time in pipeline.of_rank(rank, limit)]
+    return max(pipeline.one_microbatch, *of_ranks)
+
+
+class _Pipeline:
+    """The least time that everything takes, stage by stage.
+
+    Attributes:
+        down: from the start until a first ``F`` of the stage can start.
+        round_trip: from the start of its ``F`` to the end of its ``I`` of the same microbatch.
+        up: from the end of its ``I`` until the microbatch is through with stage 0.
+        finish: of ``W`` after ``I``.
+        saved: the most that pairing a forward of the stage with any backward can save.
+    """
+
+    def __init__(self, placement: Sequence[Sequence[int]], n_microbatches: int, costs: Costs) -> None:
+        n = len(placement)
+        self.placement, self.n_microbatches, self.costs = placement, n_microbatches, costs
+        self.times = costs.durations(n)
+        times, transfers = self.times, costs.transfers(n)
+        # Replicas of neighbouring stages may meet on one rank, and then the message may take no time.
+        hops = [t if set(placement[s]).isdisjoint(placement[s + 1]) else 0 for s, t in enumerate(transfers)]
+        forward, inputs, whole = list(times["F"]), list(times["I"]), list(times["B"])
+        self.finish: list[Time] = list(times["W"])
+        self.saved: list[Time] = [0] * n
+        if costs.overlapped is not None:
+            # A pair may end before its parts alone would, and its weight gradient may come with it.
+            pairs = costs.each("overlapped", n)
+            self.saved = [max(0, f + max(whole) - pair) for f, pair in zip(forward, pairs, strict=True)]
+            forward = [min(f, pair) for f, pair in zip(forward, pairs, strict=True)]
+            inputs, whole = [min(t, *pairs) for t in inputs], [min(t, *pairs) for t in whole]
+            self.finish = [0] * n
+        self.down: list[Time] = [0]
+        self.up = [self.finish[0]]
+        self.round_trip = [forward[-1] + inputs[-1]]
+        for stage in range(1, n):
+            self.down.append(self.down[-1] + forward[stage - 1] + hops[stage - 1])
+            self.up.append(hops[stage - 1] + (whole[0] if stage == 1 else inputs[stage - 1] + self.up[-1]))
+        for stage in reversed(range(n - 1)):
+            self.round_trip.append(forward[stage] + 2 * hops[stage] + self.round_trip[-1] + inputs[stage])
+        self.round_trip.reverse()
+
+    @property
+    def one_microbatch(self) -> Time:
+        return self.down[-1] + self.round_trip[-1] + self.up[-1]
+
+    def of_rank(self, rank: int, limit: Time | None) -> Iterator[Time]:
+        """Bounds from the work and the memory of one rank; none for a rank without a stage."""
+        load = self._load(rank)
+        if not load:
+            return
+        start = min(self.down[stage] for stage in load)
+        saved = sum(n * self.saved[stage] for stage, n in load.items())
+        work = {kind: sum(n * self.times[kind][stage] for stage, n in load.items()) for kind in "FIW"}
+        yield start + max(0, sum(work.values()) - saved)
+        yield start + max(0, work["F"] + work["I"] - saved) + min(self.up[stage] for stage in load)
+        if limit is not None:
+            yield from (start + time for time in self._from_memory(load, self._room(rank, limit)))
+
+    def _load(self, rank: int) -> dict[int, int]:
+        """For each stage on ``rank``, how many microbatches it sees there."""
+        shares = {stage: (ranks.index(rank), len(ranks)) for stage, ranks in enumerate(self.placement) if rank in ranks}
+        load = {stage: len(range(first, self.n_microbatches, step)) for stage, (first, step) in shares.items()}
+        return {stage: n for stage, n in load.items() if n}
+
+    def _room(self, rank: int, limit: Time) -> Time:
+        """What ``limit`` leaves for activations."""
+        n = len(self.placement)
+        kept, weights = self.costs.each("activation", n), self.costs.each("weights", n)
+        # At its loss, a microbatch is held by every stage it passes on this rank.
+        shared = lcm(*map(len, self.placement))
+        least = max(
+            sum(kept[s] for s, ranks in enumerate(self.placement) if ranks[i % len(ranks)] == rank)
+            for i in range(min(shared, self.n_microbatches))
+        )
+        room = limit - sum(weights[stage] for stage, ranks in enumerate(self.placement) if rank in ranks)
+        if room < least:
+            raise ValueError(
+                f"memory_limit is {limit} on rank {rank}: one microbatch and the weights need {least + limit - room}; "
+                "give at least that, or smaller stages"
+            )
+        return room
+
+    def _from_memory(self, load: dict[int, int], room: Time) -> Iterator[Time]:
+        """Bounds on the time from the rank's first forward on, if at most ``room`` is held."""
+        n = len(self.placement)
+        kept, early = self.costs.each("activation", n), self.costs.each("released_by_input_grad", n)
+        held = sum(
+            count * (kept[s] * self.round_trip[s] + (kept[s] - early[s]) * self.finish[s]) for s, count in load.items()
+        )
+        if held:
+            yield divide(held, room)
+        smallest = min(kept[stage] for stage in load)
+        if smallest:
+            rounds = -(-sum(load.values()) // _how_many(room, smallest))
+            stay = min(self.round_trip[s] + (0 if early[s] else self.finish[s]) for s in load)
+            last = min(self.round_trip[s] + max(self.up[s], self.finish[s]) for s in load)
+            yield (rounds - 1) * stay + last
+
+
+def _how_many(room: Time, each: Time) -> int:
+    # Sums of floats may fall short of a multiple by a rounding error.
+    slack = 1e-9 if isinstance(room / each, float) else 0
+    return int(divide(room, each) + slack)
+
+
+def _limits(limit: Time | Sequence[Time] | None, n_ranks: int) -> Sequence[Time | None]:
+    limits = tuple(limit) if isinstance(limit, Sequence) else (limit,) * n_ranks
+    if len(limits) != n_ranks:
+        raise ValueError(f"memory_limit has {len(limits)} values for {n_ranks} ranks: give one number, or one for each")
+    if bad := [each for each in limits if each is not None and not each >= 0]:
+        raise ValueError(f"memory_limit is {bad[0]}: give a number of at least 0, or None for no limit")
+    return limits

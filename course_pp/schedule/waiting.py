@@ -1,0 +1,133 @@
+"""Why a rank waits, and which chain of work sets the end: both follow from where each span's inputs came from."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import NamedTuple
+
+from course_pp.schedule.action import Product
+from course_pp.schedule.span import Gap, Span, Time, format_time
+
+
+class Input(NamedTuple):
+    """Something a span needs, when it was at hand, and which span made it."""
+
+    product: Product
+    arrival: Time
+    maker: Span
+
+
+class Inputs:
+    """Finds the inputs of any span of a timeline.
+
+    A step may appear several times in one timeline; a span then takes what was last made before it started.
+    """
+
+    def __init__(self, spans: Sequence[Span], n_stages: int, transfers: Sequence[Time]) -> None:
+        self._n_stages = n_stages
+        self._transfers = transfers
+        self._maker: dict[Product, Span] = {}
+        self._others: defaultdict[Product, list[Span]] = defaultdict(list)
+        for span in spans:
+            for part in span.action.parts:
+                for product in part.provides:
+                    if product in self._maker:
+                        self._others[product].append(span)
+                    else:
+                        self._maker[product] = span
+
+    @property
+    def repeat(self) -> bool:
+        """Whether anything is made more than once."""
+        return bool(self._others)
+
+    def of(self, span: Span) -> list[Input]:
+        """The inputs of ``span`` that the timeline shows being made."""
+        found = []
+        for part in span.action.parts:
+            for product in part.needs(self._n_stages):
+                maker = self._maker.get(product)
+                if product in self._others:
+                    maker = self._latest(product, span.start)
+                if maker is not None and maker.end <= span.start:
+                    found.append(Input(product, self._arrival(product, maker, span.rank), maker))
+        return found
+
+    def _latest(self, product: Product, until: Time) -> Span | None:
+        makers = (self._maker[product], *self._others[product])
+        return max((each for each in makers if each.end <= until), key=lambda each: each.end, default=None)
+
+    def _arrival(self, product: Product, maker: Span, rank: int) -> Time:
+        if maker.rank == rank or not self._transfers:
+            return maker.end
+        # Activations cross the boundary after the stage that made them, gradients the one before it.
+        return maker.end + self._transfers[product.stage - (product.what == "gradient")]
+
+
+def gaps_of_rank(rank: int, row: Sequence[Span], inputs: Inputs, makespan: Time, unit: str) -> Iterator[Gap]:
+    """The intervals from 0 to ``makespan`` in which ``rank`` does nothing, each with its cause."""
+
+    @cache
+    def at(time: Time) -> str:
+        return format_time(time, unit)
+
+    def gap(start: Time, end: Time, reason: str) -> Gap:
+        return Gap(rank, start, end, f"rank {rank} waits from {at(start)} to {at(end)} {reason}")
+
+    ends = [0, *(span.end for span in row)]
+    if any(span.start > end for span, end in zip(row, ends, strict=False)):
+        needs = [inputs.of(span) for span in row]
+        others = _ready_later(needs)
+        for index, span in enumerate(row):
+            if span.start > ends[index]:
+                reason = _why(span, ends[index], needs[index], at)
+                ready, other = others[index]
+                # In a timeline of several steps the next step's first actions are ready too soon to mean anything.
+                if ready is not None and ready < span.start and not inputs.repeat:
+                    reason += f", though {row[other].action} could have started at {at(max(ready, ends[index]))}"
+                yield gap(ends[index], span.start, reason)
+    if makespan > ends[-1]:
+        yield gap(ends[-1], makespan, "because its work is done" if row else "because it has no work")
+
+
+def critical_path(rows: Sequence[Sequence[Span]], inputs: Inputs) -> tuple[Span, ...]:
+    """The spans that set the makespan, in order of time, found from the end by what each of them waited for."""
+    before = {id(later): earlier for row in rows for earlier, later in pairwise(row)}
+    span: Span | None = max((row[-1] for row in rows if row), key=lambda each: each.end, default=None)
+    path = []
+    while span is not None:
+        path.append(span)
+        causes = [(each.arrival, each.maker) for each in inputs.of(span)]
+        if id(span) in before:
+            causes.append((before[id(span)].end, before[id(span)]))
+        span = max(causes, key=lambda cause: cause[0], default=(0, None))[1]
+    return tuple(reversed(path))
+
+
+def _ready_later(needs: Sequence[Sequence[Input]]) -> list[tuple[Time | None, int]]:
+    """For each action of a rank: of those after it, which has its inputs first, and when."""
+    best: tuple[Time | None, int] = (None, -1)
+    found = []
+    for index in reversed(range(len(needs))):
+        found.append(best)
+        ready = max((each.arrival for each in needs[index]), default=0)
+        if best[0] is None or ready <= best[0]:
+            best = (ready, index)
+    return found[::-1]
+
+
+def _why(span: Span, free_from: Time, needs: Sequence[Input], at: Callable[[Time], str]) -> str:
+    """Name the input of ``span`` that arrived last, or what else kept the rank from starting it."""
+    # What the rank made itself was there when it became free, so only the others can keep it waiting.
+    foreign = [each for each in needs if each.maker.rank != span.rank]
+    if not foreign:
+        return f"before {span.action}, which needs nothing from another rank"
+    product, arrival, maker = max(foreign, key=lambda each: each.arrival)
+    if maker.end == span.start:
+        return f"for {product}"
+    since = f"ready on rank {maker.rank} at {at(maker.end)}"
+    known = arrival == span.start
+    if maker.end > free_from:
+        return f"for {product}, {since}; the rest is transfer{'' if known else ' or overhead'}"
+    return f"for the transfer of {product}{'' if known else ' or other overhead'}, {since}"

@@ -1,0 +1,85 @@
+from fractions import Fraction
+
+import pytest
+
+from course_pp.schedule import Costs, bound, build, names, simulate
+
+UNIT = Costs(1, 1, 1)
+
+
+@pytest.mark.parametrize("name", ["zb_h1", "zb_h2", "zb_v"])
+@pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 5), (4, 8), (5, 12)])
+def test_the_zero_bubble_schedules_reach_the_bound_at_equal_thirds(name: str, p: int, m: int) -> None:
+    schedule = build(name, p, m)
+    assert simulate(schedule, UNIT).makespan == bound(p, m, UNIT, placement=schedule.placement)
+
+
+def test_the_bound_of_four_ranks_and_eight_microbatches_is_the_last_ranks_wait_and_its_work() -> None:
+    assert bound(4, 8, UNIT) == 3 + 8 * 3
+
+
+def test_one_microbatch_must_go_down_and_up() -> None:
+    costs = Costs((1, 2, 3), (4, 5, 6), (1, 1, 1), latency=(10, 20))
+    assert bound(3, 1, costs) == (1 + 2 + 3) + (6 + 5 + 4) + 1 + 2 * 30
+
+
+def test_a_slow_stage_sets_the_pace() -> None:
+    costs = Costs((1, 1, 50, 1), 1, 1)
+    assert bound(4, 100, costs) == 2 + 100 * 52
+    # With little left for weight gradients, the way up through the first two stages counts instead.
+    assert bound(4, 100, Costs((1, 1, 50, 1), 1, (1, 1, 0, 1))) == 2 + 100 * 51 + (1 + 1) + 1
+
+
+def test_memory_for_one_microbatch_lets_one_pass_at_a_time() -> None:
+    # From its forward on rank 0 to its weight gradient there: 4 forwards, 4 input gradients, 1 weight gradient.
+    assert bound(4, 8, UNIT, memory_limit=1) == 8 * 9
+
+
+@pytest.mark.parametrize("limit", range(1, 9))
+def test_more_memory_never_raises_the_bound(limit: int) -> None:
+    assert bound(4, 16, UNIT, limit) >= bound(4, 16, UNIT, limit + 1) >= bound(4, 16, UNIT)
+
+
+def test_memory_that_goes_back_with_the_input_gradient_is_free_for_the_next_forward() -> None:
+    assert bound(4, 8, Costs(1, 1, 1, released_by_input_grad=1), memory_limit=1) == 8 * 8 + 1
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("latency", [0, Fraction(1, 2)])
+def test_no_schedule_beats_the_bound_for_the_memory_it_uses(name: str, latency: Fraction) -> None:
+    costs = Costs(1, 1, 1, latency, activation=Fraction(3, 2), released_by_input_grad=1, weights=5)
+    schedule = build(name, 4, 8)
+    tl = simulate(schedule, costs)
+    limited = bound(4, 8, costs, tl.peak_memory(costs), placement=schedule.placement)
+    assert bound(4, 8, costs, placement=schedule.placement) <= limited <= tl.makespan
+
+
+def test_floats_that_sum_to_the_limit_fill_it() -> None:
+    costs = Costs(activation=0.1)
+    tl = simulate(build("1f1b", 3, 8), costs)
+    assert bound(3, 8, costs, tl.peak_memory(costs)) <= tl.makespan
+
+
+def test_a_pair_may_save_what_it_overlaps() -> None:
+    schedule = build("dualpipe_v", 2, 6)
+    costs = Costs(2, 2, 2, overlapped=4)
+    assert bound(2, 6, costs, placement=schedule.placement) <= simulate(schedule, costs).makespan
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((0, 8), {}, "n_ranks is 0: give an integer of at least 1"),
+        ((4, 0), {}, "n_microbatches is 0"),
+        ((2, 8), {"placement": ((0,), (2,))}, "stage 1 is placed on rank 2, which does not exist"),
+        ((4, 8), {"costs": Costs(forward=[1, 2])}, "forward has 2 values for 4 stages"),
+        ((4, 8), {"memory_limit": -1}, "memory_limit is -1: give a number of at least 0"),
+        ((4, 8), {"memory_limit": float("nan")}, "memory_limit is nan"),
+        ((4, 8), {"memory_limit": (1, 1)}, "memory_limit has 2 values for 4 ranks"),
+        ((4, 8), {"memory_limit": 5, "costs": Costs(activation=2, weights=4)}, "need 6; give at least that"),
+        ((2, 8), {"memory_limit": 1, "placement": ((0,), (1,), (1,), (0,))}, "need 2; give at least that"),
+    ],
+)
+def test_impossible_questions_are_refused(arguments: tuple, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bound(*arguments, **options)
