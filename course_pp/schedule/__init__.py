@@ -5,6 +5,7 @@
   lists them, :func:`check` says whether any schedule can run, and if not, why not.
 * :func:`simulate`: when each rank does what, given :class:`Costs`. :mod:`theory` has the closed forms,
   :func:`bound` what no schedule can beat.
+* :func:`to_torch_csv`, :func:`from_torch_csv`: the text form that torch's schedules load and dump.
 * :class:`Span` and :class:`Timeline`: when each rank did it. A simulation and a measurement give the
   same type, so one function draws either (:func:`course_pp.show.timeline`).
 * :class:`Gap`: an interval in which a rank does nothing, with its cause in a sentence.
@@ -20,6 +21,7 @@ from course_pp.schedule.schedule import Schedule
 from course_pp.schedule.simulation import simulate
 from course_pp.schedule.span import Gap, Span, Time, format_time
 from course_pp.schedule.timeline import Timeline
+from course_pp.schedule.torch_csv import from_torch_csv, to_torch_csv
 
 __all__ = [
     "KINDS",
@@ -36,7 +38,9 @@ __all__ = [
     "build",
     "check",
     "format_time",
+    "from_torch_csv",
     "names",
     "simulate",
     "theory",
+    "to_torch_csv",
 ]

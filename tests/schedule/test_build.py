@@ -1,8 +1,7 @@
-from types import SimpleNamespace
-
 import pytest
 
 from course_pp.schedule import Action, Costs, Schedule, build, check, names, simulate
+from tests.schedule.orders import torch_rows
 
 UNIT = Costs(1, 1, 1)
 
@@ -80,29 +79,8 @@ def test_two_replicas_of_a_stage_twice_as_slow_keep_up_with_the_other() -> None:
     assert alone.makespan > 1.8 * shared.makespan
 
 
-# ---- torch's own orders. It has no public way to ask for them, so this test alone uses private names.
-
-
 def torch_order(name: str, p: int, m: int, v: int) -> list[list[str]]:
-    from torch.distributed.pipelining import schedules as torch_schedules
-
-    cls = torch_schedules.get_schedule_class(name)
-    rounds = max(1, m // p)
-    itself = SimpleNamespace(
-        pp_group_size=p,
-        n_local_stages=v,
-        num_stages=p * v,
-        _num_stages=p * v,
-        _stages=range(v),
-        _n_microbatches=m,
-        number_of_rounds=rounds,
-        microbatches_per_round=m // rounds,
-    )
-    if hasattr(cls, "_calculate_single_rank_operations"):
-        rows = [cls._calculate_single_rank_operations(itself, rank) for rank in range(p)]
-    else:
-        rows = list(cls._get_pipeline_order(itself).values())
-    return [[str(a) for a in row if a is not None and "REDUCE_GRAD" not in str(a)] for row in rows]
+    return [[cell for cell in row if cell] for row in torch_rows(name, p, m, v)]
 
 
 def our_order(schedule: Schedule) -> list[list[str]]:

@@ -1,0 +1,81 @@
+"""Schedules as text: the CSV that torch's pipeline schedules load and dump (their ``compute_only`` format).
+
+One row a rank; in each cell an action, or nothing for a slot in which the rank idles. Rows differ in length where ranks
+idle differently, so a row's length says nothing: what must agree is that every stage sees every microbatch.
+"""
+
+import csv
+from collections.abc import Sequence
+from io import StringIO
+
+from course_pp.schedule.action import Action, Overlap
+from course_pp.schedule.legality import problems_of_bookkeeping
+from course_pp.schedule.schedule import Schedule
+
+
+def to_torch_csv(schedule: Schedule) -> str:
+    """``schedule`` as CSV, a row a rank, without idle slots.
+
+    Raises:
+        ValueError: for an asynchronous schedule or one with replicated stages: torch has neither.
+    """
+    if any(part.kind == "U" for part in schedule.parts):
+        raise ValueError(f"{schedule!r} has optimizer steps (U), which torch's format cannot hold: leave them out")
+    if shared := [stage for stage, ranks in enumerate(schedule.placement) if len(ranks) > 1]:
+        raise ValueError(f"{schedule!r} has stage {shared[0]} on several ranks, torch only on one: place it on one")
+    text = StringIO()
+    csv.writer(text, lineterminator="\n").writerows(schedule.actions)
+    return text.getvalue()
+
+
+def from_torch_csv(text: str, placement: Sequence[int | Sequence[int]] | None = None, name: str = "csv") -> Schedule:
+    """Read what :func:`to_torch_csv` or torch wrote.
+
+    Args:
+        text: one row a rank. Blank cells are idle slots and are dropped, as are blank lines at the end.
+        placement: for each stage its rank (or ranks, as in ``Schedule``); read off the rows unless given.
+
+    Raises:
+        ValueError: for a cell that is no action, with its row and column; a stage that no rank has; a row with too few
+            or too many actions; a placement that the rows contradict or that names a rank that does not exist.
+    """
+    rows = [
+        tuple(_read(cell, rank, column) for column, cell in enumerate(row) if cell.strip())
+        for rank, row in enumerate(csv.reader(StringIO(text.rstrip())))
+    ]
+    if not any(rows):
+        raise ValueError("the CSV has no actions: give one row a rank, with cells such as 0F0,0F1,0B0,0B1")
+    found = _placement_of(rows)
+    if placement is not None:
+        found = [(ranks,) if isinstance(ranks, int) else tuple(ranks) for ranks in placement]
+    schedule = Schedule(name, tuple(found), tuple(rows))
+    if problems := problems_of_bookkeeping(schedule):
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise ValueError(
+            f"the rows of the CSV do not make a schedule: {problems[0]}{more}; every stage needs one forward and one "
+            "backward (B, or I and W) of every microbatch, or no backward at all"
+        )
+    return schedule
+
+
+def _read(cell: str, rank: int, column: int) -> Action | Overlap:
+    try:
+        return Overlap.parse(cell) if cell.strip().startswith("(") else Action.parse(cell)
+    except ValueError as error:
+        raise ValueError(f"row {rank + 1}, column {column + 1} of the CSV: {error}") from None
+
+
+def _placement_of(rows: Sequence[Sequence[Action | Overlap]]) -> list[tuple[int, ...]]:
+    """For each stage the ranks whose rows have it, in the order in which they take microbatches."""
+    takes: dict[int, dict[int, int]] = {}
+    for rank, row in enumerate(rows):
+        for action in row:
+            for part in action.parts:
+                first = takes.setdefault(part.stage, {})
+                first[rank] = min(part.microbatch, first.get(rank, part.microbatch))
+    if missing := [stage for stage in range(max(takes)) if stage not in takes]:
+        raise ValueError(
+            f"stage {missing[0]} is in no row of the CSV, yet stage {max(takes)} is: "
+            "number the stages from 0 without gaps, and give every rank its row"
+        )
+    return [tuple(sorted(takes[stage], key=takes[stage].__getitem__)) for stage in range(max(takes) + 1)]
