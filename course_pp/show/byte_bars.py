@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 
 from course_pp.show import chart
 from course_pp.show.chart import ChartFigure
+from course_pp.show.wording import listed
 
 # Neighbours differ in lightness and in hatch, so a bar reads the same without colour.
 _LOOKS = (
@@ -98,7 +99,7 @@ def _as_bars(parts: Mapping[str, float] | Mapping[str, Mapping[str, float]]) -> 
 
 
 def _listed_keys(parts: Mapping[str, object]) -> str:
-    return chart.listed([repr(key) for key in parts])
+    return listed([repr(key) for key in parts])
 
 
 def _refuse_impossible(what: str, n_bytes: float) -> None:

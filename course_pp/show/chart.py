@@ -15,8 +15,6 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
 from PIL import Image
 
-from course_pp.schedule import Time
-
 # Masataka Okabe and Kei Ito, "Color Universal Design", 2008: told apart under every common colour blindness.
 BLACK = "#000000"
 ORANGE = "#E69F00"
@@ -124,18 +122,3 @@ def points_per_unit(axes: Axes) -> tuple[float, float]:
     width, height = size_in_inches(axes)
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
     return _POINTS_PER_INCH * width / abs(right - left), _POINTS_PER_INCH * height / abs(top - bottom)
-
-
-def counted(number: int, thing: str, things: str = "") -> str:
-    """``1 rank``, ``2 ranks``; ``things`` for a plural that is not formed with an s."""
-    return f"{number} {thing if number == 1 else things or thing + 's'}"
-
-
-def listed(things: list[str]) -> str:
-    """``a``, ``a and b``, ``a, b and c``."""
-    return " and ".join(filter(None, [", ".join(things[:-1]), *things[-1:]]))
-
-
-def percent(fraction: Time) -> str:
-    """``27.3 %``."""
-    return f"{100 * float(fraction):.3g} %"

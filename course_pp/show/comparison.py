@@ -6,7 +6,8 @@ from matplotlib.axes import Axes
 
 from course_pp.schedule import Timeline, format_time
 from course_pp.show import chart, rows
-from course_pp.show.chart import ChartFigure, counted, percent
+from course_pp.show.chart import ChartFigure
+from course_pp.show.wording import counted, percent
 
 _WIDTH = 9.5
 _FILL = 0.4

@@ -1,7 +1,7 @@
 """The boxes of a timeline: one row a rank, one box an action, labels where they fit."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -12,7 +12,7 @@ from matplotlib.backend_bases import RendererBase
 from matplotlib.backends.backend_agg import RendererAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.font_manager import FontProperties
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path
 from matplotlib.textpath import TextPath
 from matplotlib.transforms import Affine2D
@@ -133,20 +133,22 @@ def draw_idle(axes: Axes, n_ranks: int, end: float, offset: float = 0.0, fill: f
 
 
 def draw_boxes(axes: Axes, boxes: Collection[Box], alpha: float = 1.0) -> None:
-    """Draw each kind in its colour and hatch, as one collection: hundreds of boxes then cost what one does."""
+    """Draw each kind in its colour and hatch, as one path: hundreds of boxes then cost what one does."""
     points_x, _ = chart.points_per_unit(axes)
     for kind, look in LOOKS.items():
         mine = [box for box in boxes if box.action.kind == kind]
         if not mine:
             continue
         widths = sorted(points_x * (box.right - box.left) for box in mine)
-        axes.add_collection(
-            PolyCollection(
-                [_corners(box.left, box.right, box.bottom, box.top) for box in mine],
-                facecolors=look.colour,
-                edgecolors="white",
+        corners = np.array([_corners(box.left, box.right, box.bottom, box.top) for box in mine])
+        # add_patch would walk along every edge to find data limits, which are set already.
+        axes.add_artist(
+            PathPatch(
+                Path.make_compound_path_from_polys(corners),
+                facecolor=look.colour,
+                edgecolor="white",
                 # A full line around a box of two points would leave nothing of the box.
-                linewidths=min(0.9, 0.15 * widths[len(widths) // 2]),
+                linewidth=min(0.9, 0.15 * widths[len(widths) // 2]),
                 hatch=look.hatch or None,
                 hatchcolor="#FFFFFF66",
                 alpha=alpha if alpha < 1 else None,
@@ -231,15 +233,20 @@ def draw_key(axes: Axes, kinds: Collection[str], has_idle: bool) -> None:
     if has_idle:
         handles.append(Patch(facecolor=chart.IDLE_GREY, label="idle"))
     if handles:
-        _, height = chart.size_in_inches(axes)
-        axes.legend(
-            handles=handles,
-            ncols=len(handles),
-            loc="upper right",
-            bbox_to_anchor=(1, -0.27 / height),
-            frameon=False,
-            fontsize=8.5,
-            handlelength=1.3,
-            columnspacing=1.4,
-            borderaxespad=0,
-        )
+        add_legend(axes, handles)
+
+
+def add_legend(axes: Axes, handles: Sequence[Patch]) -> None:
+    """A legend in one line, on the right of the axis label."""
+    _, height = chart.size_in_inches(axes)
+    axes.legend(
+        handles=handles,
+        ncols=len(handles),
+        loc="upper right",
+        bbox_to_anchor=(1, -0.27 / height),
+        frameon=False,
+        fontsize=8.5,
+        handlelength=1.3,
+        columnspacing=1.4,
+        borderaxespad=0,
+    )

@@ -1,8 +1,11 @@
 """A timeline as a chart: one row a rank, one box a span, idle time in grey."""
 
+from collections.abc import Sequence
+
 from course_pp.schedule import Timeline, format_time
 from course_pp.show import chart, rows
-from course_pp.show.chart import ChartFigure, counted, percent
+from course_pp.show.chart import ChartFigure
+from course_pp.show.wording import counted, listed, percent
 
 WIDTH = 9.5
 
@@ -56,13 +59,14 @@ def describe(tl: Timeline) -> str:
     return f"{kind}, one row a rank. {finding(tl)}; peak activations held: {spelled_peaks(tl.peak_activations)}."
 
 
-def spelled_peaks(peaks: tuple[int, ...]) -> str:
+def spelled_peaks(peaks: Sequence[object]) -> str:
     """``4, 3, 2 and 1 on ranks 0 to 3``, shorter where they are equal or many."""
     if len(set(peaks)) == 1:
         return f"{peaks[0]} on every rank"
     if len(peaks) > 8:
-        return f"{min(peaks)} to {max(peaks)}, depending on the rank"
-    return f"{chart.listed([str(peak) for peak in peaks])} on ranks 0 to {len(peaks) - 1}"
+        first, last = (f"{peaks[rank]} on rank {rank}" for rank in (0, -1 % len(peaks)))
+        return f"{first} to {last}"
+    return f"{listed([str(peak) for peak in peaks])} on ranks 0 to {len(peaks) - 1}"
 
 
 def _most_busy_at_once(tl: Timeline) -> int:

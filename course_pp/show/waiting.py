@@ -9,6 +9,7 @@ from matplotlib.patches import Circle, FancyArrowPatch
 
 from course_pp.show import chart
 from course_pp.show.chart import ChartFigure
+from course_pp.show.wording import listed
 
 _NODE_RADIUS = 0.3
 _SPELLED_CYCLE = 3  # longer cycles are named as a whole
@@ -110,7 +111,7 @@ def _finding(by_rank: dict[int, Wait], cycle: Sequence[int], ranks: Sequence[int
         if len(cycle) > _SPELLED_CYCLE:
             return f"{_spelled_ranks(cycle)} wait for each other in a cycle: {who} can move"
         steps = [f"rank {a} {'waits ' * (i == 0)}for rank {_next_in(cycle, a)}" for i, a in enumerate(cycle)]
-        return f"{chart.listed(steps)}: {who} can move"
+        return f"{listed(steps)}: {who} can move"
     steps = [f"rank {w.rank} waits for {_spelled_ranks(w.peers)}" for w in waiting]
     return f"{'; '.join(steps[:3])}{'; …' if len(steps) > 3 else ''}: no cycle"
 
@@ -128,7 +129,7 @@ def _spelled_ranks(ranks: Collection[int]) -> str:
     names = [str(rank) for rank in sorted(ranks)]
     if len(names) > 8:
         names = [*names[:2], "…", names[-1]]
-    return f"rank{'s' if len(ranks) > 1 else ''} {chart.listed(names)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(names)}"
 
 
 def _alt_text(by_rank: dict[int, Wait], finding: str) -> str:

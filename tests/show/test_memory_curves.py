@@ -1,25 +1,41 @@
 import pytest
+from matplotlib.collections import PolyCollection
 
 from course_pp import show
-from course_pp.schedule import Timeline, build, simulate
-from course_pp.show.memory_curves import held_over_time
+from course_pp.schedule import Costs, Timeline, build, simulate
+from course_pp.show.chart import ChartFigure
 from tests.schedule.layouts import gpipe, naive
 from tests.show.reading import texts, title
 
 
+def areas(figure: ChartFigure) -> list[set[tuple[float, float]]]:
+    """The corners of each coloured area."""
+    collections = [each for each in figure.axes[0].collections if isinstance(each, PolyCollection)][1:]
+    return [{(x, round(y, 6)) for x, y in path.vertices} for each in collections for path in each.get_paths()]
+
+
 def test_the_curve_rises_with_each_forward_and_falls_with_each_backward() -> None:
-    assert held_over_time(gpipe(1, 2).by_rank[0]) == [(0, 1), (1, 2), (4, 1), (6, 0)]
+    (area,) = areas(show.memory(gpipe(1, 2)))
+    low, half, high = 0.43, 0.0, -0.43
+    assert area == {(0, low), (0, half), (1, half), (1, high), (4, high), (4, half), (6, half), (6, low)}
 
 
 def test_one_released_and_the_next_taken_at_once_is_no_step() -> None:
-    last = simulate(build("1f1b", 2, 3)).by_rank[1]
-    assert held_over_time(last) == [(0, 0), (1, 1), (10, 0)]
+    _, last = areas(show.memory(simulate(build("1f1b", 2, 3))))
+    assert {x for x, y in last if y < 1.43} <= {1, 4, 7, 10}
+    assert len({y for _, y in last}) == 2
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v"])
-def test_the_highest_step_is_the_peak(name: str) -> None:
-    tl = simulate(build(name, 4, 8))
-    assert tuple(max(count for _, count in held_over_time(row)) for row in tl.by_rank) == tl.peak_activations
+def test_weights_are_drawn_under_the_activations_and_their_versions_named() -> None:
+    costs = Costs(activation=2, weights=3)
+    figure = show.memory(simulate(build("pipedream", 3, 6)), costs)
+    assert title(figure) == "Peak memory: 15, 10 and 5 on ranks 0 to 2"
+    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == [
+        "weights, every version",
+        "activations",
+    ]
+    assert figure.alt_text.endswith("Versions of the weights kept: rank 0 3 and rank 1 2.")
+    assert figure.png()
 
 
 def test_the_peaks_are_in_the_title_the_margin_and_the_alt_text() -> None:

@@ -1,0 +1,18 @@
+"""Numbers and lists in sentences."""
+
+from course_pp.schedule import Time
+
+
+def counted(number: int, thing: str, things: str = "") -> str:
+    """``1 rank``, ``2 ranks``; ``things`` for a plural that is not formed with an s."""
+    return f"{number} {thing if number == 1 else things or thing + 's'}"
+
+
+def listed(things: list[str]) -> str:
+    """``a``, ``a and b``, ``a, b and c``."""
+    return " and ".join(filter(None, [", ".join(things[:-1]), *things[-1:]]))
+
+
+def percent(fraction: Time) -> str:
+    """``27.3 %``."""
+    return f"{100 * float(fraction):.3g} %"
