@@ -4,6 +4,8 @@ Each figure is a :class:`ChartFigure`: a matplotlib figure that carries its find
 notebook, and saves itself to PNG or SVG. None of them imports torch or touches pyplot. Colours are Okabe and Ito's;
 letters, hatches or line styles say the same for those who see no colours.
 
+:func:`timeline_text` draws in a terminal, :func:`to_trace` writes for Perfetto.
+
 Names are loaded when first used, so that drawing with text in a terminal does not wait for matplotlib.
 """
 
@@ -15,7 +17,9 @@ if TYPE_CHECKING:
     from course_pp.show.chart import ChartFigure
     from course_pp.show.comparison import compare
     from course_pp.show.memory_curves import memory
+    from course_pp.show.text import timeline_text
     from course_pp.show.timelines import timeline
+    from course_pp.show.trace import to_trace
     from course_pp.show.waiting import waits
 
 _HOMES = {
@@ -25,10 +29,22 @@ _HOMES = {
     "format_bytes": "byte_bars",
     "memory": "memory_curves",
     "timeline": "timelines",
+    "timeline_text": "text",
+    "to_trace": "trace",
     "waits": "waiting",
 }
 
-__all__ = ["ChartFigure", "bytes_by_kind", "compare", "format_bytes", "memory", "timeline", "waits"]
+__all__ = [
+    "ChartFigure",
+    "bytes_by_kind",
+    "compare",
+    "format_bytes",
+    "memory",
+    "timeline",
+    "timeline_text",
+    "to_trace",
+    "waits",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -1,0 +1,172 @@
+"""``python -m course_pp schedule``: a schedule in the terminal, with its numbers, or as a file."""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import TextIO
+
+from course_pp.schedule import Costs, Time, format_time, names, to_torch_csv
+from course_pp.show.report import Report
+from course_pp.show.text import timeline_text
+from course_pp.show.trace import to_trace
+from course_pp.show.wording import counted
+
+HELP = "draw a pipeline schedule as text, and save it as a figure, trace or table"
+_MOST_COLUMNS = 100
+# For terminals whose encoding lacks them.
+_PLAIN = str.maketrans({"·": ".", "─": "-", "→": ">", "Σ": "sum ", "⌊": "floor(", "⌋": ")"})
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``schedule`` understands."""
+    parser.add_argument("name", help=f"one of {', '.join(names())}, or torch's name for it")
+    sizes = parser.add_argument_group("sizes")
+    sizes.add_argument("--ranks", type=int, default=4, metavar="P", help="pipeline-parallel size (4)")
+    sizes.add_argument("--microbatches", type=int, default=8, metavar="M", help="microbatches a step (8)")
+    sizes.add_argument("--chunks", type=int, metavar="V", help="stages a rank (the schedule's own number)")
+    costs = parser.add_argument_group("costs", "one number such as 1, 0.5 or 1/3, or one a stage: 1,1,2,1")
+    costs.add_argument("--forward", type=_times, default=1, metavar="T", help="time of F (1)")
+    costs.add_argument("--input-grad", type=_times, default=1, metavar="T", help="time of I (1); B is I and W")
+    costs.add_argument("--weight-grad", type=_times, default=1, metavar="T", help="time of W (1)")
+    costs.add_argument("--update", type=_times, default=0, metavar="T", help="time of U, an optimizer step (0)")
+    costs.add_argument("--latency", type=_times, default=0, metavar="T", help="time of a message between ranks (0)")
+    output = parser.add_argument_group("output")
+    output.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="colour the chart (auto)")
+    output.add_argument("--save", type=Path, metavar="FILE", help="save the figure as .svg or .png")
+    for option, what in _WRITERS.items():
+        output.add_argument(f"--{option}", nargs="?", const="-", metavar="FILE", help=f"{what}; without FILE, print it")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print the chart and its numbers, and write the files asked for.
+
+    Raises:
+        ValueError: for sizes and costs that the schedule does not allow, and for a file of another kind.
+        OSError: for a file that cannot be written.
+    """
+    report = _report(arguments)
+    printed = False
+    for option in _WRITERS:
+        target = getattr(arguments, option)
+        if target == "-":
+            if printed:
+                raise ValueError("only one of --csv, --trace and --json can be printed: give the others a FILE")
+            printed = True
+            print(_WRITE[option](report))
+        elif target:
+            Path(target).write_text(_WRITE[option](report) + "\n", encoding="utf-8")
+    if arguments.save:
+        from course_pp import show
+
+        show.timeline(report.timeline).save(arguments.save)
+    if not printed:
+        width = max(40, min(_MOST_COLUMNS, shutil.get_terminal_size((_MOST_COLUMNS, 24)).columns))
+        chart = timeline_text(report.timeline, width, _has_colour(arguments.color, sys.stdout))
+        print(_printable(f"{_heading(report)}\n\n{chart}\n\n{_numbers(report, width)}", sys.stdout))
+
+
+def _report(arguments: argparse.Namespace) -> Report:
+    costs = Costs(
+        forward=arguments.forward,
+        input_grad=arguments.input_grad,
+        weight_grad=arguments.weight_grad,
+        update=arguments.update,
+        latency=arguments.latency,
+    )
+    return Report(arguments.name, arguments.ranks, arguments.microbatches, arguments.chunks, costs)
+
+
+def _times(text: str) -> Time | tuple[Time, ...]:
+    """Read ``2``, ``0.5``, ``1/3`` or several of them, exactly."""
+    try:
+        values = tuple(map(Fraction, text.split(",")))
+    except (ValueError, ZeroDivisionError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: give a number, or one a stage as in 1,1,2,1") from None
+    return values if len(values) > 1 else values[0]
+
+
+def _heading(report: Report) -> str:
+    schedule = report.schedule
+    sizes = [
+        counted(schedule.n_ranks, "rank"),
+        counted(schedule.n_stages, "stage"),
+        counted(schedule.n_microbatches, "microbatch", "microbatches"),
+    ]
+    return f"{schedule.name}: {', '.join(sizes)}"
+
+
+def _numbers(report: Report, width: int) -> str:
+    tl, form, gap = report.timeline, report.closed_form, report.longest_gap
+    peaks = " ".join(map(str, tl.peak_activations))
+    lines = [
+        ("makespan", format_time(tl.makespan)),
+        ("bubble", f"{float(tl.bubble_fraction):.2%} of all rank time"),
+        ("span bubble", f"{float(tl.span_bubble_fraction):.2%} of the longest span, as zero-bubble papers count"),
+        ("peaks", f"{peaks} activations held, rank by rank"),
+        ("formula", f"{form.formula} = {format_time(form.makespan)}" if form else "none"),
+        ("", report.verdict),
+        ("longest gap", gap.cause if gap else "none"),
+    ]
+    return "\n".join(
+        textwrap.fill(f"{name:<12} {text}", width, subsequent_indent=" " * 13, break_on_hyphens=False)
+        for name, text in lines
+    )
+
+
+def _as_csv(report: Report) -> str:
+    return to_torch_csv(report.schedule).rstrip("\n")
+
+
+def _as_trace(report: Report) -> str:
+    return to_trace(report.timeline, report.schedule.name)
+
+
+def _as_json(report: Report) -> str:
+    tl, schedule, form = report.timeline, report.schedule, report.closed_form
+    return json.dumps(
+        {
+            "schedule": schedule.name,
+            "n_ranks": schedule.n_ranks,
+            "n_stages": schedule.n_stages,
+            "n_microbatches": schedule.n_microbatches,
+            "placement": schedule.placement,
+            "makespan": float(tl.makespan),
+            "bubble_fraction": float(tl.bubble_fraction),
+            "span_bubble_fraction": float(tl.span_bubble_fraction),
+            "peak_activations": tl.peak_activations,
+            "formula": form.formula if form else None,
+            "formula_makespan": float(form.makespan) if form else None,
+            "spans": [[s.rank, str(s.action), float(s.start), float(s.end)] for s in tl.spans],
+            "idle_gaps": [[g.rank, float(g.start), float(g.end), g.cause] for g in tl.idle_gaps],
+        }
+    )
+
+
+_WRITERS = {
+    "csv": "the order of actions as torch reads it",
+    "trace": "the timeline for Perfetto or chrome://tracing",
+    "json": "numbers, spans (rank, action, start, end) and idle gaps",
+}
+_WRITE: dict[str, Callable[[Report], str]] = {"csv": _as_csv, "trace": _as_trace, "json": _as_json}
+
+
+def _has_colour(wish: str, stream: TextIO) -> bool:
+    """Colour for a terminal, unless NO_COLOR is set (https://no-color.org) or the terminal has none."""
+    if wish != "auto":
+        return wish == "always"
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _printable(text: str, stream: TextIO) -> str:
+    encoding = stream.encoding or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.translate(_PLAIN).encode(encoding, "replace").decode(encoding)
+    return text

@@ -1,0 +1,74 @@
+"""One schedule built, simulated and compared with its closed form: what the terminal and the panel both tell."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from course_pp.schedule import Costs, Gap, Schedule, Time, Timeline, build, format_time, simulate, theory
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the schedule called ``name`` does with these sizes and costs.
+
+    Raises:
+        ValueError: from every property, for what the schedule or the costs do not allow.
+    """
+
+    name: str
+    n_ranks: int
+    n_microbatches: int
+    n_chunks: int | None = None
+    costs: Costs = field(default_factory=Costs)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        return build(self.name, self.n_ranks, self.n_microbatches, self.n_chunks)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        return simulate(self.schedule, self.costs)
+
+    @cached_property
+    def _form_or_reason(self) -> theory.Prediction | str:
+        self.timeline  # noqa: B018 - what raises here is not a missing form
+        try:
+            return theory.predict(self.name, self.n_ranks, self.n_microbatches, self.costs, self.n_chunks)
+        except ValueError as reason:
+            # The sizes and costs with which the message begins are on show already.
+            return str(reason).rpartition("the closed form ")[2].removesuffix("; simulate the schedule instead")
+
+    @property
+    def closed_form(self) -> theory.Prediction | None:
+        """None where the sizes and costs are outside the conditions of the form."""
+        return self._form_or_reason if isinstance(self._form_or_reason, theory.Prediction) else None
+
+    @cached_property
+    def longest_gap(self) -> Gap | None:
+        """The longest time a rank does nothing, the first of several."""
+        gaps = self.timeline.idle_gaps
+        return max(gaps, key=lambda gap: gap.duration) if gaps else None
+
+    @property
+    def verdict(self) -> str:
+        """How the closed form compares with the simulation, in a sentence."""
+        if isinstance(self._form_or_reason, str):
+            return f"no closed form here: it {self._form_or_reason}"
+        differences = [
+            f"{what} {format_time(predicted)} instead of {format_time(simulated)}"
+            for what, simulated, predicted in _compared(self.timeline, self._form_or_reason)
+            if not math.isclose(simulated, predicted, rel_tol=1e-9, abs_tol=1e-12)
+        ]
+        if differences:
+            return f"the closed form differs: {', '.join(differences)}"
+        return "the closed form gives the same makespan, bubbles and peaks"
+
+
+def _compared(tl: Timeline, form: theory.Prediction) -> Iterator[tuple[str, Time, Time]]:
+    """What, simulated, by the closed form."""
+    yield "makespan", tl.makespan, form.makespan
+    yield "bubble", tl.bubble_fraction, form.bubble_fraction
+    yield "bubble within the longest span", tl.span_bubble_fraction, form.span_bubble_fraction
+    for rank, (peak, predicted) in enumerate(zip(tl.peak_activations, form.peak_activations, strict=True)):
+        yield f"peak of rank {rank}", peak, predicted

@@ -1,0 +1,69 @@
+import re
+
+import pytest
+
+from course_pp.schedule import Costs, Timeline, build, names, simulate
+from course_pp.show import timeline_text
+from tests.schedule.layouts import gpipe, naive
+
+
+def rows(chart: str) -> list[str]:
+    """The rows of the ranks, without their names, blocks joined."""
+    found: dict[str, str] = {}
+    for line in chart.splitlines():
+        if match := re.match(r"rank +(\d+) +(.*)", line):
+            found[match[1]] = found.get(match[1], "") + match[2]
+    return list(found.values())
+
+
+def test_a_small_timeline_reads_like_its_figure() -> None:
+    assert timeline_text(naive(2), width=40).splitlines() == [
+        "rank 0 F0─·········B0────",
+        "rank 1 ···F0─B0────······",
+        "       0              5",
+    ]
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize(("n_ranks", "n_microbatches"), [(1, 4), (2, 4), (4, 8), (8, 32), (16, 256)])
+def test_no_line_is_longer_than_the_width(name: str, n_ranks: int, n_microbatches: int) -> None:
+    if (name, n_ranks) == ("dualpipe_v", 1):
+        n_ranks = 2
+    chart = timeline_text(simulate(build(name, n_ranks, n_microbatches)))
+    assert max(map(len, chart.splitlines())) <= 100
+    assert len(chart.splitlines()) <= 50
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_action_is_labelled_where_there_is_room(name: str) -> None:
+    tl = simulate(build(name, 4, 8), Costs(update=1))
+    for row, spans in zip(rows(timeline_text(tl)), tl.by_rank, strict=True):
+        for span in spans:
+            assert re.search(r"\+?\d?".join(f"{part.kind}{part.microbatch}" for part in span.action.parts), row)
+
+
+def test_colours_change_no_character_but_the_filling() -> None:
+    tl = gpipe(4, 8)
+    coloured = timeline_text(tl, colour=True)
+    assert "\x1b[" in coloured
+    assert "\x1b[" not in timeline_text(tl)
+    assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == timeline_text(tl).replace("─", " ")
+
+
+def test_what_has_no_room_keeps_its_letter() -> None:
+    chart = timeline_text(gpipe(4, 1024))
+    assert len(chart.splitlines()) == 5
+    assert set("".join(rows(chart))) <= set("FB·─")
+
+
+def test_a_measured_timeline_has_its_unit_on_the_ruler() -> None:
+    assert timeline_text(naive(2, 0.01, 0.02, "s")).endswith(" ms")
+
+
+def test_an_empty_timeline_is_idle() -> None:
+    assert rows(timeline_text(Timeline(2, ()))) == ["·", "·"]
+
+
+def test_too_narrow_a_width_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 40"):
+        timeline_text(naive(2), width=20)
