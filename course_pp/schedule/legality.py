@@ -2,11 +2,12 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from itertools import count, product
+from itertools import count
 
 from course_pp.schedule.action import KINDS
-from course_pp.schedule.execution import Tokens, execute
-from course_pp.schedule.schedule import Schedule, Work
+from course_pp.schedule.execution import execute
+from course_pp.schedule.schedule import Schedule
+from course_pp.schedule.tokens import Tokens
 
 
 def check(schedule: Schedule) -> list[str]:
@@ -40,43 +41,43 @@ def _misplaced(schedule: Schedule) -> Iterable[str]:
 
 
 def _repeated_or_missing(schedule: Schedule) -> Iterable[str]:
-    done: dict[str, list[Work]] = {kind: [] for kind in KINDS}
+    # One number for stage and microbatch, as a hundred thousand pairs keep the garbage collector busy.
+    m = schedule.n_microbatches
+    done: dict[str, list[int]] = {kind: [] for kind in KINDS}
     for part in schedule.parts:
-        done[part.kind].append((part.stage, part.microbatch))
+        done[part.kind].append(part.stage * m + part.microbatch)
     counts = {kind: Counter(works) for kind, works in done.items()}
     for kind, counter in counts.items():
         if len(counter) < len(done[kind]):
-            for (stage, microbatch), times in counter.items():
+            for work, times in counter.items():
                 if times > 1:
-                    yield f"{stage}{kind}{microbatch} appears {times} times"
-    microbatches = {microbatch for works in done.values() for _, microbatch in works}
+                    yield f"{work // m}{kind}{work % m} appears {times} times"
+    microbatches = {work % m for counter in counts.values() for work in counter}
     if not microbatches:
         yield "there are no actions"
-    elif len(microbatches) < schedule.n_microbatches:
+    elif len(microbatches) < m:
         absent = next(number for number in count() if number not in microbatches)
         yield f"microbatch {absent} does not appear, yet {max(microbatches)} does: number them from 0 without gaps"
-    expected = set(product(range(schedule.n_stages), microbatches))
+    expected = {stage * m + microbatch for stage in range(schedule.n_stages) for microbatch in microbatches}
     forward, whole, inputs, weights = (counts[kind].keys() for kind in "FBIW")
     for work in sorted(expected - forward):
-        yield _missing(schedule, "F", work)
+        yield _missing(schedule, "F", *divmod(work, m))
     if any(done[kind] for kind in "BIWU"):
         right = (whole - inputs - weights) | ((inputs & weights) - whole)
         for work in sorted(expected - right):
-            yield _problem_of_backward(schedule, work, {kind for kind in "BIW" if work in counts[kind]})
+            yield _problem_of_backward(schedule, *divmod(work, m), {kind for kind in "BIW" if work in counts[kind]})
 
 
-def _problem_of_backward(schedule: Schedule, work: Work, kinds: set[str]) -> str:
+def _problem_of_backward(schedule: Schedule, stage: int, microbatch: int, kinds: set[str]) -> str:
     """``kinds``: the kinds of backward action that there are for this stage and microbatch, and that do not suffice."""
     if not kinds:
-        return _missing(schedule, "B", work)
+        return _missing(schedule, "B", stage, microbatch)
     if "B" in kinds:
-        stage, microbatch = work
         return f"{stage}B{microbatch} is the whole backward, yet there is {stage}{max(kinds - {'B'})}{microbatch} too"
-    return _missing(schedule, min({"I", "W"} - kinds), work)
+    return _missing(schedule, min({"I", "W"} - kinds), stage, microbatch)
 
 
-def _missing(schedule: Schedule, kind: str, work: Work) -> str:
-    stage, microbatch = work
+def _missing(schedule: Schedule, kind: str, stage: int, microbatch: int) -> str:
     return f"{stage}{kind}{microbatch} is missing from rank {schedule.rank_of(stage, microbatch)}"
 
 

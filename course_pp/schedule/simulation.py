@@ -34,7 +34,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     spans = tuple(
         Span(rank, action, start, end)
         for rank, row in enumerate(schedule.actions)
-        for action, (start, end) in zip(row, run.times[rank], strict=True)
+        for action, start, end in zip(row, run.starts[rank], run.ends[rank], strict=True)
     )
     return Timeline(schedule.n_ranks, spans, transfers=transfers)
 

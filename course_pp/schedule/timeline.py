@@ -156,7 +156,7 @@ class Timeline:
 
     @cached_property
     def _inputs(self) -> Inputs:
-        return Inputs(self.spans, self.n_stages, self.transfers)
+        return Inputs(self.spans, self.transfers)
 
     @cached_property
     def idle_gaps(self) -> tuple[Gap, ...]:

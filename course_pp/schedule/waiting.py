@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 from course_pp.schedule.action import Product
 from course_pp.schedule.span import Gap, Span, Time, format_time
+from course_pp.schedule.tokens import Tokens
 
 
 class Input(NamedTuple):
     """Something a span needs, when it was at hand, and which span made it."""
 
-    product: Product
+    token: int
     arrival: Time
     maker: Span
 
@@ -24,45 +25,43 @@ class Inputs:
     A step may appear several times in one timeline; a span then takes what was last made before it started.
     """
 
-    def __init__(self, spans: Sequence[Span], n_stages: int, transfers: Sequence[Time]) -> None:
-        self._n_stages = n_stages
+    def __init__(self, spans: Sequence[Span], transfers: Sequence[Time]) -> None:
+        parts = [part for span in spans for part in span.action.parts]
+        n_stages = 1 + max((part.stage for part in parts), default=0)
+        self._tokens = Tokens(n_stages, 1 + max((part.microbatch for part in parts), default=0))
         self._transfers = transfers
-        self._maker: dict[Product, Span] = {}
-        self._others: defaultdict[Product, list[Span]] = defaultdict(list)
+        self._maker: dict[int, Span] = {}
+        self._others: defaultdict[int, list[Span]] = defaultdict(list)
         for span in spans:
-            for part in span.action.parts:
-                for product in part.provides:
-                    if product in self._maker:
-                        self._others[product].append(span)
-                    else:
-                        self._maker[product] = span
+            for token in self._tokens.made_by(span.action):
+                if token in self._maker:
+                    self._others[token].append(span)
+                else:
+                    self._maker[token] = span
 
     @property
     def repeat(self) -> bool:
         """Whether anything is made more than once."""
         return bool(self._others)
 
+    def name(self, item: Input) -> Product:
+        return self._tokens.product(item.token)
+
     def of(self, span: Span) -> list[Input]:
         """The inputs of ``span`` that the timeline shows being made."""
         found = []
-        for part in span.action.parts:
-            for product in part.needs(self._n_stages):
-                maker = self._maker.get(product)
-                if product in self._others:
-                    maker = self._latest(product, span.start)
-                if maker is not None and maker.end <= span.start:
-                    found.append(Input(product, self._arrival(product, maker, span.rank), maker))
+        for token in self._tokens.needed_by(span.action):
+            maker = self._latest(token, span.start) if token in self._others else self._maker.get(token)
+            if maker is not None and maker.end <= span.start:
+                arrival = maker.end
+                if self._transfers and maker.rank != span.rank:
+                    arrival += self._transfers[self._tokens.boundary(token) or 0]
+                found.append(Input(token, arrival, maker))
         return found
 
-    def _latest(self, product: Product, until: Time) -> Span | None:
-        makers = (self._maker[product], *self._others[product])
+    def _latest(self, token: int, until: Time) -> Span | None:
+        makers = (self._maker[token], *self._others[token])
         return max((each for each in makers if each.end <= until), key=lambda each: each.end, default=None)
-
-    def _arrival(self, product: Product, maker: Span, rank: int) -> Time:
-        if maker.rank == rank or not self._transfers:
-            return maker.end
-        # Activations cross the boundary after the stage that made them, gradients the one before it.
-        return maker.end + self._transfers[product.stage - (product.what == "gradient")]
 
 
 def gaps_of_rank(rank: int, row: Sequence[Span], inputs: Inputs, makespan: Time, unit: str) -> Iterator[Gap]:
@@ -81,7 +80,7 @@ def gaps_of_rank(rank: int, row: Sequence[Span], inputs: Inputs, makespan: Time,
         others = _ready_later(needs)
         for index, span in enumerate(row):
             if span.start > ends[index]:
-                reason = _why(span, ends[index], needs[index], at)
+                reason = _why(span, ends[index], needs[index], inputs, at)
                 ready, other = others[index]
                 # In a timeline of several steps the next step's first actions are ready too soon to mean anything.
                 if ready is not None and ready < span.start and not inputs.repeat:
@@ -117,17 +116,18 @@ def _ready_later(needs: Sequence[Sequence[Input]]) -> list[tuple[Time | None, in
     return found[::-1]
 
 
-def _why(span: Span, free_from: Time, needs: Sequence[Input], at: Callable[[Time], str]) -> str:
+def _why(span: Span, free_from: Time, needs: Sequence[Input], inputs: Inputs, at: Callable[[Time], str]) -> str:
     """Name the input of ``span`` that arrived last, or what else kept the rank from starting it."""
     # What the rank made itself was there when it became free, so only the others can keep it waiting.
     foreign = [each for each in needs if each.maker.rank != span.rank]
     if not foreign:
         return f"before {span.action}, which needs nothing from another rank"
-    product, arrival, maker = max(foreign, key=lambda each: each.arrival)
+    last = max(foreign, key=lambda each: each.arrival)
+    product, maker = inputs.name(last), last.maker
     if maker.end == span.start:
         return f"for {product}"
     since = f"ready on rank {maker.rank} at {at(maker.end)}"
-    known = arrival == span.start
+    known = last.arrival == span.start
     if maker.end > free_from:
         return f"for {product}, {since}; the rest is transfer{'' if known else ' or overhead'}"
     return f"for the transfer of {product}{'' if known else ' or other overhead'}, {since}"
