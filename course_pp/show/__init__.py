@@ -4,7 +4,7 @@ Each figure is a :class:`ChartFigure`: a matplotlib figure that carries its find
 notebook, and saves itself to PNG or SVG. None of them imports torch or touches pyplot. Colours are Okabe and Ito's;
 letters, hatches or line styles say the same for those who see no colours.
 
-:func:`timeline_text` draws in a terminal, :func:`to_trace` writes for Perfetto.
+:func:`explore` is a panel of widgets, :func:`timeline_text` draws in a terminal, :func:`to_trace` writes for Perfetto.
 
 Names are loaded when first used, so that drawing with text in a terminal does not wait for matplotlib.
 """
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from course_pp.show.byte_bars import bytes_by_kind, format_bytes
     from course_pp.show.chart import ChartFigure
     from course_pp.show.comparison import compare
+    from course_pp.show.explorer import explore
     from course_pp.show.memory_curves import memory
     from course_pp.show.text import timeline_text
     from course_pp.show.timelines import timeline
@@ -26,6 +27,7 @@ _HOMES = {
     "ChartFigure": "chart",
     "bytes_by_kind": "byte_bars",
     "compare": "comparison",
+    "explore": "explorer",
     "format_bytes": "byte_bars",
     "memory": "memory_curves",
     "timeline": "timelines",
@@ -38,6 +40,7 @@ __all__ = [
     "ChartFigure",
     "bytes_by_kind",
     "compare",
+    "explore",
     "format_bytes",
     "memory",
     "timeline",

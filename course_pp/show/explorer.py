@@ -1,0 +1,290 @@
+"""A panel that rebuilds, simulates and redraws a schedule whenever a slider moves.
+
+What a slider changes goes through plain functions: :func:`report_of` from settings to numbers, and :func:`figure_html`,
+:func:`numbers_html`, :func:`ranks_html` and :func:`formula_html` from numbers to what is shown. :class:`Panel` only
+connects them to widgets.
+"""
+
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from html import escape
+from typing import Any
+
+from ipywidgets import HTML, Dropdown, FloatSlider, HBox, IntSlider, Layout, VBox, Widget
+from matplotlib.patches import Rectangle
+
+from course_pp.schedule import Costs, Gap, Time, build, format_time, names
+from course_pp.show import chart
+from course_pp.show.chart import ChartFigure
+from course_pp.show.report import Report
+from course_pp.show.timelines import timeline
+from course_pp.show.wording import percent
+
+# Sharper than one dot a pixel, and little enough to draw while a slider moves.
+_DOTS_PER_INCH = 144
+_NONE = -1  # a menu whose value is None shows nothing
+_CELL = "padding:1px 14px 1px 0;text-align:left"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the panel is set to. Times are multiples of one unit; ``n_chunks`` None is the schedule's own number."""
+
+    schedule: str = "1f1b"
+    n_ranks: int = 4
+    n_microbatches: int = 8
+    n_chunks: int | None = None
+    forward: float = 1.0
+    input_grad: float = 1.0
+    weight_grad: float = 1.0
+    latency: float = 0.0
+    slow_stage: int | None = None
+    slowdown: float = 2.0
+
+
+def explore(**settings: Any) -> "Panel":
+    """A panel to try schedules, sizes and costs: timeline, bubbles, memory, formula, and the reason for any gap.
+
+    Args:
+        settings: where to start, by the names of :class:`Settings`, such as ``schedule="zb_h1", n_ranks=8``.
+
+    Raises:
+        TypeError: for a name that is not a setting.
+        ValueError: for a value that the slider does not have. Impossible combinations are shown, not raised.
+    """
+    return Panel(Settings(**settings))
+
+
+def report_of(settings: Settings) -> Report:
+    """Build and simulate what the settings ask for.
+
+    Raises:
+        ValueError: for sizes that the schedule does not allow, and a slow stage that it does not have.
+    """
+    sizes = (settings.schedule, settings.n_ranks, settings.n_microbatches, settings.n_chunks)
+    n_stages = build(*sizes).n_stages
+    factors = [1.0] * n_stages
+    if settings.slow_stage is not None:
+        if settings.slow_stage >= n_stages:
+            raise ValueError(
+                f"slow stage {settings.slow_stage}: there are stages 0 to {n_stages - 1}; choose one of them, or none"
+            )
+        factors[settings.slow_stage] = settings.slowdown
+    costs = Costs(
+        forward=_scaled(settings.forward, factors),
+        input_grad=_scaled(settings.input_grad, factors),
+        weight_grad=_scaled(settings.weight_grad, factors),
+        latency=settings.latency,
+    )
+    report = Report(*sizes, costs)
+    report.timeline  # noqa: B018 - what cannot be simulated is refused here
+    return report
+
+
+def _scaled(time: float, factors: list[float]) -> float | tuple[float, ...]:
+    return time if set(factors) == {1.0} else tuple(time * factor for factor in factors)
+
+
+def figure_of(report: Report, gap: Gap | None) -> ChartFigure:
+    """The timeline, with a frame around ``gap``."""
+    figure = timeline(report.timeline)
+    if gap is not None:
+        figure.axes[0].add_patch(
+            Rectangle(
+                (float(gap.start), gap.rank - 0.43),
+                float(gap.duration),
+                0.86,
+                fill=False,
+                edgecolor="black",
+                linewidth=2,
+                clip_on=False,
+                zorder=5,
+            )
+        )
+        figure.alt_text += f" Framed: {gap.cause}."
+    return figure
+
+
+def figure_html(figure: ChartFigure) -> str:
+    """The figure as an image with its alt text."""
+    figure.set_dpi(_DOTS_PER_INCH)
+    data = b64encode(figure.png()).decode("ascii")
+    alt = escape(figure.alt_text)
+    return f'<img src="data:image/png;base64,{data}" alt="{alt}" style="display:block;width:100%;max-width:912px">'
+
+
+def numbers_html(report: Report) -> str:
+    """Makespan and both bubbles, simulated and by the closed form."""
+    tl, form = report.timeline, report.closed_form
+    rows = [
+        ("", "simulated", "closed form"),
+        ("makespan", format_time(tl.makespan), format_time(form.makespan) if form else "–"),
+        ("bubble, of all rank time", percent(tl.bubble_fraction), percent(form.bubble_fraction) if form else "–"),
+        (
+            "bubble, of the longest span",
+            percent(tl.span_bubble_fraction),
+            percent(form.span_bubble_fraction) if form else "–",
+        ),
+    ]
+    return _table(rows)
+
+
+def formula_html(report: Report) -> str:
+    """The closed form in letters, and how it compares with the simulation."""
+    form = report.closed_form
+    formula = f"makespan = {form.formula}; " if form else ""
+    return _sentence(formula + report.verdict)
+
+
+def _sentence(text: str) -> str:
+    return f'<div style="line-height:28px">{escape(text)}.</div>'
+
+
+def ranks_html(report: Report) -> str:
+    """For each rank its busy share and the most activations it holds, as a number and a bar."""
+    tl, form = report.timeline, report.closed_form
+    highest = max([*tl.peak_activations, 1])
+    rows: list[tuple[str, ...]] = [("rank", "busy", "peak held", "closed form", "")]
+    for rank, peak in enumerate(tl.peak_activations):
+        predicted = str(form.peak_activations[rank]) if form else "–"
+        rows.append(
+            (str(rank), percent(_share(tl.busy[rank], tl.makespan)), str(peak), predicted, _bar(peak / highest))
+        )
+    return _table(rows)
+
+
+def _share(part: Time, whole: Time) -> Time:
+    return part / whole if whole else 0
+
+
+def _bar(fraction: float) -> str:
+    style = f"background:{chart.BLUE};height:0.7em;width:{round(120 * fraction)}px"
+    return f'<div aria-hidden="true" style="{style}"></div>'
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    head, *body = rows
+    cells = ["".join(f'<th scope="col" style="{_CELL}">{cell}</th>' for cell in head)]
+    cells += ["".join(f'<td style="{_CELL}">{cell}</td>' for cell in row) for row in body]
+    return f'<table style="line-height:1.4">{"".join(f"<tr>{row}</tr>" for row in cells)}</table>'
+
+
+def gap_options(gaps: tuple[Gap, ...]) -> Iterator[tuple[str, int]]:
+    """What the menu of gaps offers: its text, and the place in ``gaps``."""
+    for index, gap in enumerate(gaps):
+        yield f"rank {gap.rank}, {format_time(gap.start)} to {format_time(gap.end)}", index
+
+
+class Panel(VBox):
+    """Widgets around a schedule. Where widgets cannot run, such as on GitHub, the notebook shows the figure."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.controls = _controls(settings)
+        self.picture, self.cause, self.numbers, self.ranks, self.formula = (HTML() for _ in range(5))
+        self.gap = Dropdown(description="why idle:", style={"description_width": "9.5em"}, layout=Layout(width="23em"))
+        self._report: Report | None = None
+        self._figure: ChartFigure | None = None
+        columns = [list(self.controls.values())[i::3] for i in range(3)]
+        super().__init__(
+            [
+                HBox([VBox(column) for column in columns], layout=Layout(flex_flow="row wrap")),
+                self.picture,
+                HBox([self.gap, self.cause], layout=Layout(flex_flow="row wrap")),
+                HBox([self.numbers, self.ranks], layout=Layout(flex_flow="row wrap", grid_gap="0 3em")),
+                self.formula,
+            ]
+        )
+        for control in self.controls.values():
+            control.observe(self.update, "value")
+        self.gap.observe(self.frame, "value")
+        self.update()
+
+    def update(self, _change: object = None) -> None:
+        """Read the controls, simulate, and show the result, or why there is none."""
+        self.settings = replace(self.settings, **{name: _value(control) for name, control in self.controls.items()})
+        try:
+            self._report = report_of(self.settings)
+        except ValueError as problem:
+            self._report = self._figure = None
+            self._offer_gaps(())
+            self.picture.value = f'<p role="alert" style="font-size:110%">{escape(str(problem))}</p>'
+            self.numbers.value = self.ranks.value = self.formula.value = self.cause.value = ""
+            return
+        self._offer_gaps(self._report.timeline.idle_gaps)
+        self.numbers.value = numbers_html(self._report)
+        self.ranks.value = ranks_html(self._report)
+        self.formula.value = formula_html(self._report)
+        self.frame()
+
+    def frame(self, _change: object = None) -> None:
+        """Draw the timeline with a frame around the gap that is chosen, and say why it is there."""
+        if self._report is None:
+            return
+        gaps = self._report.timeline.idle_gaps
+        gap = None if self.gap.value is None else gaps[self.gap.value]
+        self._figure = figure_of(self._report, gap)
+        self.picture.value = figure_html(self._figure)
+        self.cause.value = _sentence(gap.cause if gap else "no rank is ever idle")
+
+    def _offer_gaps(self, gaps: tuple[Gap, ...]) -> None:
+        """Fill the menu and choose the longest gap, without drawing for every step of it."""
+        self.gap.unobserve(self.frame, "value")
+        self.gap.options = list(gap_options(gaps))
+        self.gap.value = gaps.index(max(gaps, key=lambda gap: gap.duration)) if gaps else None
+        self.gap.disabled = not gaps
+        self.gap.observe(self.frame, "value")
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        data = super()._repr_mimebundle_(**kwargs)
+        if self._figure is None or not isinstance(data, dict):
+            return data
+        picture, metadata = self._figure._repr_mimebundle_()
+        return {**picture, **data, "text/plain": self._figure.alt_text}, metadata
+
+
+def _controls(settings: Settings) -> dict[str, Widget]:
+    """A widget for each setting, by its name."""
+    wide = {"style": {"description_width": "9.5em"}, "layout": Layout(width="23em")}
+
+    def choice(text: str, options: dict[str, Any]) -> Widget:
+        return Dropdown(description=text, options=list(options.items()), **wide)
+
+    def whole(text: str, most: int) -> Widget:
+        return IntSlider(description=text, min=1, max=most, **wide)
+
+    def times(text: str, least: float = 0.0, most: float = 4.0) -> Widget:
+        # Quarters are exact in binary, so simulation and formula agree to the last digit.
+        return FloatSlider(description=text, min=least, max=most, step=0.25, readout_format=".2f", **wide)
+
+    controls = {
+        "schedule": choice("schedule", {name: name for name in names()}),
+        "forward": times("forward f"),
+        "n_chunks": choice("chunks a rank", {"the schedule's own": _NONE, **_numbers(1, 4)}),
+        "n_ranks": whole("ranks p", 16),
+        "input_grad": times("input gradient b"),
+        "slow_stage": choice("slow stage", {"none": _NONE, **_numbers(0, 31)}),
+        "n_microbatches": whole("microbatches m", 64),
+        "weight_grad": times("weight gradient w"),
+        "slowdown": times("times slower", 1.0),
+        "latency": times("latency L"),
+    }
+    for field in fields(Settings):
+        value = getattr(settings, field.name)
+        control = controls[field.name]
+        try:
+            control.value = _NONE if value is None else value
+        except Exception as refused:  # ipywidgets raises TraitError, which is no ValueError
+            raise ValueError(f"{field.name} is {value!r}: the panel has no such value") from refused
+        if _value(control) != value:
+            raise ValueError(f"{field.name} is {value!r}: give a value from {control.min} to {control.max}")
+    return controls
+
+
+def _value(control: Widget) -> Any:
+    return None if control.value == _NONE else control.value
+
+
+def _numbers(first: int, last: int) -> dict[str, int]:
+    return {str(number): number for number in range(first, last + 1)}

@@ -1,0 +1,131 @@
+import itertools
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from course_pp import show
+from course_pp.schedule import names
+from course_pp.show.explorer import Settings, figure_of, formula_html, gap_options, numbers_html, ranks_html, report_of
+
+
+def words(html: str) -> str:
+    return " ".join(re.sub(r"<[^>]*>", " ", html).split())
+
+
+def test_the_numbers_stand_beside_the_closed_form() -> None:
+    report = report_of(Settings("1f1b", 4, 8))
+    assert words(numbers_html(report)) == (
+        "simulated closed form makespan 33.0 33.0 bubble, of all rank time 27.3 % 27.3 % "
+        "bubble, of the longest span 27.3 % 27.3 %"
+    )
+    assert words(ranks_html(report)).startswith("rank busy peak held closed form 0 72.7 % 4 4 1 72.7 % 3 3 ")
+    assert "makespan = (m + p - 1)(f + B)" in formula_html(report)
+    assert "the closed form gives the same makespan, bubbles and peaks" in formula_html(report)
+
+
+def test_outside_of_its_conditions_the_closed_form_is_a_dash_and_the_condition_is_named() -> None:
+    report = report_of(Settings("zb_v", 4, 8, latency=1.0))
+    assert words(numbers_html(report)).startswith("simulated closed form makespan 65.0 – ")
+    assert "it holds only if" in formula_html(report)
+
+
+def test_a_slow_stage_takes_longer_in_every_action() -> None:
+    report = report_of(Settings("gpipe", 2, 1, slow_stage=1, slowdown=3.0))
+    assert [float(span.duration) for span in report.timeline.spans] == [1, 2, 3, 6]
+
+
+def test_all_costs_come_from_the_settings() -> None:
+    report = report_of(Settings("zb_h1", 2, 1, forward=0.5, input_grad=1.5, weight_grad=0.25, latency=2.0))
+    assert report.timeline.makespan == 0.5 + 2 + 0.5 + 1.5 + 2 + 1.5 + 0.25
+
+
+def test_the_chosen_gap_is_framed_and_told() -> None:
+    report = report_of(Settings())
+    gap = report.timeline.idle_gaps[0]
+    figure = figure_of(report, gap)
+    frame = next(patch for patch in figure.axes[0].patches if type(patch).__name__ == "Rectangle")
+    assert (frame.get_x(), frame.get_width()) == (4, 6)
+    assert figure.alt_text.endswith(f"Framed: {gap.cause}.")
+    assert next(gap_options(report.timeline.idle_gaps)) == ("rank 0, 4.0 to 10.0", 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (Settings("1f1b", n_chunks=2), "1f1b has 1 a rank"),
+        (Settings("gpipe", slow_stage=4), "stages 0 to 3"),
+        (Settings("dualpipe_v", 8, 1), "dualpipe_v"),
+    ],
+)
+def test_an_impossible_combination_is_a_value_error_and_shown_in_place(settings: Settings, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as refused:
+        report_of(settings)
+    panel = show.explore(**vars(settings))
+    assert words(panel.picture.value).replace("&#x27;", "'") == str(refused.value)
+    assert panel.numbers.value == panel.ranks.value == panel.formula.value == panel.cause.value == ""
+    assert panel.gap.disabled
+
+
+def test_moving_a_slider_changes_figure_and_numbers_and_back_again() -> None:
+    panel = show.explore()
+    before = panel.picture.value, panel.numbers.value
+    panel.controls["n_microbatches"].value = 9
+    assert "4 ranks, 9 microbatches" in panel.picture.value
+    assert "36.0" in panel.numbers.value
+    panel.controls["n_microbatches"].value = 8
+    assert (panel.picture.value, panel.numbers.value) == before
+
+
+def test_a_menu_entry_of_none_is_none() -> None:
+    panel = show.explore(n_chunks=2, schedule="looped_bfs", slow_stage=3)
+    assert (panel.settings.n_chunks, panel.settings.slow_stage) == (2, 3)
+    panel.controls["n_chunks"].index = panel.controls["slow_stage"].index = 0
+    assert (panel.settings.n_chunks, panel.settings.slow_stage) == (None, None)
+
+
+def test_choosing_a_gap_tells_its_cause() -> None:
+    panel = show.explore()
+    assert "rank 0 waits from 4.0 to 10.0" in panel.cause.value
+    panel.gap.index = len(panel.gap.options) - 1
+    assert "rank 3 waits from 27.0 to 33.0 because its work is done" in panel.cause.value
+    assert "Framed: rank 3 waits from 27.0" in panel.picture.value
+
+
+def test_one_rank_is_never_idle() -> None:
+    panel = show.explore(n_ranks=1)
+    assert panel.gap.options == ()
+    assert "no rank is ever idle" in panel.cause.value
+
+
+@pytest.mark.parametrize("name", names())
+def test_no_position_of_the_sliders_raises(name: str) -> None:
+    panel = show.explore(schedule=name)
+    for ranks, microbatches, chunks, cost in itertools.product((1, 4), (1, 7), (-1, 2), (0.0, 1.5)):
+        moves = {"n_ranks": ranks, "n_microbatches": microbatches, "n_chunks": chunks, "forward": cost}
+        moves |= {"latency": 4 * cost, "slow_stage": ranks - 1, "input_grad": cost, "weight_grad": cost}
+        for control, value in moves.items():
+            panel.controls[control].unobserve_all()
+            panel.controls[control].value = value
+        panel.update()
+        assert ("<img" in panel.picture.value) != ("role=" in panel.picture.value)
+
+
+@pytest.mark.parametrize("settings", [{"n_ranks": 0}, {"n_ranks": 99}, {"schedule": "1f2b"}, {"latency": -1.0}])
+def test_a_start_that_no_slider_can_show_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        show.explore(**settings)
+
+
+def test_where_widgets_cannot_run_the_output_holds_the_figure() -> None:
+    panel = show.explore()
+    data, metadata = panel._repr_mimebundle_()
+    assert {"application/vnd.jupyter.widget-view+json", "image/png", "text/plain"} <= set(data)
+    assert "4 ranks, 8 microbatches" in metadata["image/png"]["alt"]
+
+
+def test_the_panel_works_without_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; from course_pp import show; assert show.explore().numbers.value"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
