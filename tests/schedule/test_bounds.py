@@ -23,6 +23,11 @@ def test_one_microbatch_must_go_down_and_up() -> None:
     assert bound(3, 1, costs) == (1 + 2 + 3) + (6 + 5 + 4) + 1 + 2 * 30
 
 
+def test_one_rank_needs_its_work_and_no_more() -> None:
+    schedule, costs = build("zb_v", 1, 1), Costs(1, 1, (1, 0))
+    assert bound(1, 1, costs, placement=schedule.placement) == simulate(schedule, costs).makespan == 5
+
+
 def test_a_slow_stage_sets_the_pace() -> None:
     costs = Costs((1, 1, 50, 1), 1, 1)
     assert bound(4, 100, costs) == 2 + 100 * 52

@@ -8,7 +8,19 @@ from course_pp.schedule import Costs, Timeline, build, names, simulate, theory
 
 # f, b, w: around and on every condition of a form. Integers here, so thousands of points are quick; the simulator only
 # adds and compares, so what holds for integers holds for their fractions (tested below).
-RATIOS = [(2, 2, 2), (4, 4, 2), (6, 6, 4), (8, 8, 5), (9, 9, 7), (2, 4, 2), (1, 2, 3), (4, 2, 2), (2, 5, 2), (5, 7, 11)]
+RATIOS = [
+    (2, 2, 2),
+    (4, 4, 2),
+    (6, 6, 4),
+    (8, 8, 5),
+    (9, 9, 7),
+    (2, 4, 2),
+    (1, 2, 3),
+    (4, 2, 2),
+    (4, 2, 4),
+    (2, 5, 2),
+    (5, 7, 11),
+]
 LATENCIES = (0, 1, 30)
 CHUNKED = ("interleaved_1f1b", "looped_bfs", "zb_h1")
 ENOUGH = 500
