@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from course_pp.show.byte_bars import bytes_by_kind, format_bytes
+    from course_pp.show.chains import dependencies
     from course_pp.show.chart import ChartFigure
     from course_pp.show.comparison import compare
+    from course_pp.show.curves import bubble_curve, pareto
     from course_pp.show.explorer import explore
     from course_pp.show.memory_curves import memory
     from course_pp.show.text import timeline_text
@@ -25,11 +27,14 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ChartFigure": "chart",
+    "bubble_curve": "curves",
     "bytes_by_kind": "byte_bars",
     "compare": "comparison",
+    "dependencies": "chains",
     "explore": "explorer",
     "format_bytes": "byte_bars",
     "memory": "memory_curves",
+    "pareto": "curves",
     "timeline": "timelines",
     "timeline_text": "text",
     "to_trace": "trace",
@@ -38,11 +43,14 @@ _HOMES = {
 
 __all__ = [
     "ChartFigure",
+    "bubble_curve",
     "bytes_by_kind",
     "compare",
+    "dependencies",
     "explore",
     "format_bytes",
     "memory",
+    "pareto",
     "timeline",
     "timeline_text",
     "to_trace",

@@ -23,6 +23,9 @@ FIGURES = {
     "timeline": lambda: show.timeline(gpipe(4, 8)),
     "compare": lambda: show.compare(gpipe(4, 8), gpipe(4, 8, latency=1)),
     "memory": lambda: show.memory(gpipe(4, 8)),
+    "bubble curve": lambda: show.bubble_curve(),
+    "pareto": lambda: show.pareto(),
+    "dependencies": lambda: show.dependencies(gpipe(4, 8), "0B3"),
     "waits": lambda: show.waits([wait(0, "send", 1), wait(1, "send", 0)]),
     "bytes": lambda: show.bytes_by_kind({"weights": 2**20, "gradients": 2**20}, budget=2**20),
 }

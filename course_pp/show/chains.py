@@ -1,0 +1,155 @@
+"""What an action waited for: the chain of actions that led to it, drawn on the timeline."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.patches import FancyArrowPatch, Rectangle
+
+from course_pp.schedule import Action, Overlap, Product, Span, Time, Timeline, format_time
+from course_pp.show import chart, rows
+from course_pp.show.chart import ChartFigure
+from course_pp.show.timelines import WIDTH
+from course_pp.show.wording import counted
+
+_SPELLED_CHAIN = 12
+_FADED = 0.22
+
+
+@dataclass(frozen=True)
+class _Cause:
+    """A span that another one needed: since when its result was at hand, and what it was, or nothing but the rank."""
+
+    span: Span
+    arrival: Time
+    product: Product | None = None
+
+
+def dependencies(tl: Timeline, action: Action | Overlap | str, title: str | None = None) -> ChartFigure:
+    """Draw the chain of actions that set the start of ``action``; everything else fades.
+
+    From the action back, each step is what was ready last: the input that came last, or the rank itself, busy with
+    something else. Solid arrows follow the chain, dashed ones come from the inputs that were ready before.
+
+    Args:
+        action: one that is in the timeline, as a value or as it prints: ``"0B3"``.
+
+    Raises:
+        ValueError: for an action that is not in the timeline, and for text that is none.
+    """
+    chain, others = _chain(tl, _find(tl, action))
+    figure = ChartFigure(WIDTH, 1.15 + min(0.46, max(0.13, 4.2 / tl.n_ranks)) * tl.n_ranks)
+    axes = figure.axes_with_margins(left=0.75, right=0.35, bottom=0.68, top=0.47)
+    scale, unit = rows.axis_unit(tl)
+    end = float(tl.makespan) * scale
+    axes.set_xlim(0, end or 1)
+    axes.set_ylim(tl.n_ranks - 0.5, -0.5)
+    rows.draw_idle(axes, tl.n_ranks, end)
+    rows.draw_boxes(axes, rows.boxes_of(tl, scale), alpha=_FADED)
+    lit = rows.boxes_of(Timeline(tl.n_ranks, tuple(cause.span for cause in chain), tl.unit), scale)
+    rows.draw_boxes(axes, lit)
+    rows.label_boxes(axes, lit, with_stage=rows.has_several_stages_a_rank(tl))
+    for cause, after in zip(chain[1:], chain, strict=False):
+        _draw_arrow(axes, cause.span, after.span, scale, solid=True)
+    for cause in others:
+        _draw_arrow(axes, cause.span, chain[0].span, scale, solid=False)
+    _frame(axes, chain[0].span, scale)
+    rows.name_ranks(axes, tl.n_ranks)
+    rows.name_time(axes, f"{unit}; dashed: needed too, ready before" if others else unit)
+    rows.draw_key(axes, {box.action.kind for box in rows.boxes_of(tl)}, has_idle=tl.bubble_fraction > 0)
+    finding = _finding(tl, chain)
+    axes.set_title(finding if title is None else title, loc="left", fontsize=11.5, pad=9)
+    figure.alt_text = _alt_text(finding, chain, others)
+    return figure
+
+
+def _find(tl: Timeline, action: Action | Overlap | str) -> Span:
+    if isinstance(action, str):
+        action = Overlap.parse(action) if action.strip().startswith("(") else Action.parse(action)
+    for span in tl.spans:
+        if action == span.action or action in span.action.parts:
+            return span
+    raise ValueError(
+        f"{action} is not in this timeline: its {counted(tl.n_stages, 'stage')} and "
+        f"{counted(tl.n_microbatches, 'microbatch', 'microbatches')} are counted from 0"
+    )
+
+
+def _chain(tl: Timeline, span: Span) -> tuple[list[_Cause], list[_Cause]]:
+    """The causes from ``span`` back to the start, and the inputs of ``span`` that are not among them."""
+    makers: dict[Product, list[Span]] = {}
+    for made in tl.spans:
+        for part in made.action.parts:
+            for product in part.provides:
+                makers.setdefault(product, []).append(made)
+    before = {row[i]: row[i - 1] for row in tl.by_rank for i in range(1, len(row))}
+
+    def causes(of: Span) -> Iterator[_Cause]:
+        for part in of.action.parts:
+            for product in part.needs(tl.n_stages):
+                made = [each for each in makers.get(product, ()) if each.end <= of.start]
+                if made:
+                    last = max(made, key=lambda each: each.end)
+                    yield _Cause(last, last.end + _transfer(tl, product, last, of), product)
+        if of in before:
+            yield _Cause(before[of], before[of].end)
+
+    chain, others = [_Cause(span, span.start)], [cause for cause in causes(span) if cause.product]
+    while found := list(causes(chain[-1].span)):
+        # Of several that are ready together, what came from another rank tells most.
+        rank = chain[-1].span.rank
+        chain.append(max(found, key=lambda cause: (cause.arrival, cause.span.rank != rank)))
+    taken = chain[1].span if len(chain) > 1 else None
+    return chain, [cause for cause in others if cause.span != taken]
+
+
+def _transfer(tl: Timeline, product: Product, maker: Span, taker: Span) -> Time:
+    if maker.rank == taker.rank or not tl.transfers:
+        return 0
+    return tl.transfers[product.stage - (product.what == "gradient")]
+
+
+def _draw_arrow(axes: Axes, start: Span, end: Span, scale: float, solid: bool) -> None:
+    if start.rank == end.rank and start.end == end.start:
+        return  # the boxes touch
+    axes.add_patch(
+        FancyArrowPatch(
+            (float(start.end) * scale, start.rank),
+            (float(end.start) * scale, end.rank),
+            arrowstyle="-|>",
+            connectionstyle="arc3" if start.rank != end.rank else "arc3,rad=-0.15",
+            mutation_scale=11,
+            shrinkA=0,
+            shrinkB=0,
+            linewidth=1.6 if solid else 1.0,
+            linestyle="-" if solid else (0, (4, 3)),
+            color="black" if solid else chart.TEXT_GREY,
+            zorder=4,
+        )
+    )
+
+
+def _frame(axes: Axes, span: Span, scale: float) -> None:
+    left, width = float(span.start) * scale, float(span.duration) * scale
+    corner = (left, span.rank - rows.ROW_FILL / 2)
+    axes.add_patch(
+        Rectangle(corner, width, rows.ROW_FILL, fill=False, edgecolor="black", linewidth=2, clip_on=False, zorder=5)
+    )
+
+
+def _finding(tl: Timeline, chain: list[_Cause]) -> str:
+    span = chain[0].span
+    at = format_time(span.start, tl.unit)
+    if len(chain) == 1:
+        return f"{span.action} waits for nothing and starts at {at}"
+    cause = chain[1]
+    what = cause.product or f"rank {span.rank}, busy with {cause.span.action}"
+    return f"{span.action} starts at {at}, after {counted(len(chain) - 1, 'action')} in a row; last for {what}"
+
+
+def _alt_text(finding: str, chain: list[_Cause], others: list[_Cause]) -> str:
+    actions = [str(cause.span.action) for cause in reversed(chain)]
+    if len(actions) > _SPELLED_CHAIN:
+        actions = [*actions[:4], "…", *actions[-4:]]
+    sooner = "".join(f" It also needs {cause.product}, which is ready before." for cause in others)
+    return f"Timeline with one chain of actions in full colour. {finding}. The chain: {' → '.join(actions)}.{sooner}"

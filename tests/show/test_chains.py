@@ -1,0 +1,67 @@
+import pytest
+
+from course_pp import show
+from course_pp.schedule import Action, Costs, Timeline, build, names, simulate
+from course_pp.show.chart import ChartFigure
+from tests.schedule.layouts import gpipe, naive
+from tests.show.reading import labels, title
+
+
+def arrows(figure: ChartFigure) -> list[bool]:
+    """For each arrow whether it is solid."""
+    return [a.get_linestyle() == "-" for a in figure.axes[0].patches if type(a).__name__ == "FancyArrowPatch"]
+
+
+def test_the_chain_leads_back_to_the_first_forward() -> None:
+    figure = show.dependencies(naive(3), "0B0")
+    assert (
+        title(figure)
+        == "0B0 starts at 7.0, after 5 actions in a row; last for the gradient of microbatch 0 from stage 1"
+    )
+    assert "The chain: 0F0 → 1F0 → 2F0 → 2B0 → 1B0 → 0B0." in figure.alt_text
+    assert "It also needs the activation of microbatch 0 from stage 0, which is ready before." in figure.alt_text
+    assert sorted(text for text, *_ in labels(figure)) == ["B0", "B0", "B0", "F0", "F0", "F0"]
+    assert sorted(arrows(figure)) == [False, True, True, True, True]
+
+
+def test_a_busy_rank_is_a_cause_too() -> None:
+    figure = show.dependencies(gpipe(2, 3), Action(0, "F", 2))
+    assert title(figure) == "0F2 starts at 2.0, after 2 actions in a row; last for rank 0, busy with 0F1"
+
+
+def test_the_first_action_waits_for_nothing() -> None:
+    assert title(show.dependencies(gpipe(2, 3), "0F0")) == "0F0 waits for nothing and starts at 0.0"
+
+
+def test_a_message_arrives_when_its_transfer_is_over() -> None:
+    tl = simulate(build("1f1b", 2, 2), Costs(latency=5))
+    assert "The chain: 0F0 → 1F0." in show.dependencies(tl, "1F0").alt_text
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_action_of_every_schedule_has_a_chain_without_a_hole(name: str) -> None:
+    tl = simulate(build(name, 2, 4), Costs(latency=0.5))
+    for rank, row in enumerate(tl.by_rank):
+        figure = show.dependencies(tl, row[-1].action)
+        assert "The chain: 0F0 → " in figure.alt_text
+        assert rank == row[-1].rank
+
+
+def test_one_action_of_an_overlapped_pair_stands_for_the_pair() -> None:
+    tl = simulate(build("dualpipe_v", 2, 4))
+    pair = next(span.action for span in tl.spans if len(span.action.parts) == 2)
+    by_part, by_text = show.dependencies(tl, pair.parts[0]), show.dependencies(tl, str(pair))
+    assert by_part.alt_text == by_text.alt_text
+
+
+@pytest.mark.parametrize(
+    ("tl", "action", "remedy"),
+    [
+        (gpipe(2, 3), "2F0", "counted from 0"),
+        (gpipe(2, 3), "F0", "cannot read"),
+        (Timeline(2, ()), "0F0", "not in this timeline"),
+    ],
+)
+def test_an_action_that_is_not_there_is_refused(tl: Timeline, action: str, remedy: str) -> None:
+    with pytest.raises(ValueError, match=remedy):
+        show.dependencies(tl, action)
