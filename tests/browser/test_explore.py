@@ -1,0 +1,70 @@
+import re
+from typing import Any
+
+import nbformat
+import pytest
+
+from tests.browser.conftest import Lab
+
+pytestmark = pytest.mark.timeout(240)
+FIGURE = ".jp-OutputArea-output img[alt^='Timeline']"
+SOON = 30_000  # milliseconds
+
+
+def open_and_run(page: Any, lab: Lab, *cells: str) -> None:
+    """Open a notebook of these cells in JupyterLab and run all of them."""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}  # or JupyterLab asks for one
+    nbformat.write(notebook, lab.folder / "panel.ipynb")
+    page.goto(lab.address("doc/tree/panel.ipynb"))
+    page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=2 * SOON)
+    # The toolbar says idle before there is a kernel; the status bar does not.
+    page.wait_for_selector("#jp-main-statusbar .jp-StatusBar-TextItem:text-matches('\\\\| Idle$')", timeout=2 * SOON)
+    page.click("li.lm-MenuBar-item:has-text('Run')")
+    page.click("li.lm-Menu-item[data-command='runmenu:run-all']")
+    page.wait_for_selector(FIGURE, timeout=2 * SOON)
+
+
+def slider(page: Any, name: str) -> Any:
+    return page.locator(f".widget-slider:has(label:text-is('{name}')) .noUi-handle")
+
+
+def choose(page: Any, name: str, option: str) -> None:
+    page.locator(f".widget-dropdown:has(label:text-is('{name}')) select").select_option(label=option)
+
+
+def errors(page: Any) -> list[str]:
+    """Tracebacks in outputs, those inside of widgets included, and what the page itself threw."""
+    kinds = ("stderr", "error")
+    shown = [
+        text
+        for kind in kinds
+        for text in page.locator(f"[data-mime-type='application/vnd.jupyter.{kind}']").all_inner_texts()
+    ]
+    return [*shown, *page.thrown]
+
+
+def test_moving_a_slider_changes_the_figure_and_the_numbers(page: Any, lab: Lab) -> None:
+    open_and_run(page, lab, "from course_pp import show\nshow.explore()")
+    figure, outputs = page.locator(FIGURE), page.locator(".jp-OutputArea-output").first
+    before = figure.get_attribute("src")
+    assert "4 ranks, 8 microbatches" in figure.get_attribute("alt")
+    assert re.search(r"makespan\s+33.0\s+33.0", outputs.inner_text())
+
+    slider(page, "microbatches m").press("ArrowRight")
+    page.wait_for_selector("img[alt*='4 ranks, 9 microbatches']", timeout=SOON)
+    assert figure.get_attribute("src") != before
+    assert re.search(r"makespan\s+36.0\s+36.0", outputs.inner_text())
+    assert errors(page) == []
+
+    choose(page, "chunks a rank", "3")
+    page.wait_for_selector("[role=alert]:has-text('1f1b has 1 a rank')", timeout=SOON)
+    assert figure.count() == 0
+    choose(page, "schedule", "zb_v")
+    page.wait_for_selector("[role=alert]:has-text('zb_v has 2 a rank')", timeout=SOON)
+    choose(page, "chunks a rank", "the schedule's own")
+    page.wait_for_selector("img[alt*='9 microbatches: busy']", timeout=SOON)
+
+    choose(page, "why idle:", "rank 3, 0.0 to 3.0")
+    page.wait_for_selector("div:has-text('rank 3 waits from 0.0 to 3.0 for the activation')", timeout=SOON)
+    assert errors(page) == []
