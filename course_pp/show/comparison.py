@@ -136,9 +136,7 @@ def _draw_rows(axes: Axes, pair: _Pair) -> None:
                 name, (0, place), xytext=(-4, 0), textcoords="offset points", ha="right", va="center", size=size,
                 color=chart.TEXT_GREY,
             )  # fmt: skip
-    for rank in ranks:
-        size = min(8.5, ranks.step * points_y)
-        rows.note_right(axes, f"ends {_signed(pair.lateness(rank))}", rank, "data", 0, size)
+    rows.note_ranks(axes, {rank: f"ends {_signed(pair.lateness(rank))}" for rank in ranks})
     rows.draw_key(axes, kinds, has_idle=any(tl.bubble_fraction > 0 for tl, *_ in sides))
 
 

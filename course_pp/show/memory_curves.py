@@ -35,10 +35,7 @@ def memory(tl: Timeline, costs: Costs | None = None, title: str | None = None) -
     _draw_all(axes, tl, costs, scale, float(max(peaks)))
     ranks = rows.name_ranks(axes, tl.n_ranks)
     rows.name_time(axes, unit)
-    size = min(9.0, ranks.step * chart.points_per_unit(axes)[1])
-    for rank in ranks:
-        rows.note_right(axes, _amount(peaks[rank]), rank, "data", 0, size)
-    rows.note_right(axes, "peak", 1, "axes fraction", 4, 8.5)
+    rows.note_ranks(axes, {rank: _amount(peaks[rank]) for rank in ranks}, "peak", 9.0)
     finding = _finding(tl, costs, peaks)
     axes.set_title(finding if title is None else title, loc="left", fontsize=11.5, pad=9)
     figure.alt_text = (

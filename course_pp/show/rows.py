@@ -1,9 +1,10 @@
 """The boxes of a timeline: one row a rank, one box an action, labels where they fit."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 from matplotlib.artist import Artist
@@ -11,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.backend_bases import RendererBase
 from matplotlib.backends.backend_agg import RendererAgg
 from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_rgb
 from matplotlib.font_manager import FontProperties
 from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path
@@ -56,9 +58,10 @@ class Box:
 class Labels(Artist):
     """Short texts, each centred on a point in data coordinates; hundreds of them cost what a few Text objects do."""
 
-    def __init__(self) -> None:
+    def __init__(self, colour: str = chart.BLACK) -> None:
         super().__init__()
         self.set_zorder(3)
+        self._colour = to_rgb(colour)
         self._points: defaultdict[tuple[str, float], list[tuple[float, float]]] = defaultdict(list)
 
     def add(self, x: float, y: float, text: str, size: float) -> None:
@@ -76,13 +79,13 @@ class Labels(Artist):
             return
         graphics = renderer.new_gc()
         graphics.set_linewidth(0)
+        graphics.set_foreground(self._colour)
         pixels = float(np.asarray(renderer.points_to_pixels(1)))
         for (text, size), points in self._points.items():
             if isinstance(renderer, RendererAgg):
                 to_pixels = Affine2D().scale(pixels)
-                renderer.draw_markers(
-                    graphics, _glyphs(text, size), to_pixels, Path(points), self.axes.transData, (0, 0, 0)
-                )
+                places, outline = Path(points), _glyphs(text, size)
+                renderer.draw_markers(graphics, outline, to_pixels, places, self.axes.transData, self._colour)
                 continue
             half_width, half_height = pixels * chart.text_width(text, size) / 2, pixels * _digit_height(size) / 2
             _, height = renderer.get_canvas_width_height()
@@ -167,16 +170,24 @@ def label_boxes(axes: Axes, boxes: Iterable[Box], with_stage: bool) -> None:
     width_of = cache(chart.text_width)
     digits = "0" * len(str(max((box.action.microbatch for box in boxes), default=0)))
     widest = max((box.action.kind for box in boxes), key=lambda kind: width_of(kind, 10), default="")
+
+    @cache
+    def fitting(width: float, height: float, stage: str) -> tuple[bool, float] | None:
+        """Whether there is room for stage and kind, and the size of the letters; None without room for the number."""
+        for is_full, size in ((is_full, size) for is_full in (True, False) for size in _LABEL_SIZES):
+            room = points_x * width - _LABEL_PADDING
+            if size <= points_y * height and width_of(is_full * (stage + widest) + digits, size) <= room:
+                return is_full, size
+        return None
+
     labels = Labels()
     for box in boxes:
         stage = str(box.action.stage) if with_stage else ""
-        room_x = points_x * (box.right - box.left) - _LABEL_PADDING
-        room_y = points_y * (box.top - box.bottom)
-        for is_full, size in ((is_full, size) for is_full in (True, False) for size in _LABEL_SIZES):
-            if size <= room_y and width_of(is_full * (stage + widest) + digits, size) <= room_x:
-                x, y = (box.left + box.right) / 2, (box.bottom + box.top) / 2
-                labels.add(x, y, f"{is_full * (stage + box.action.kind)}{box.action.microbatch}", size)
-                break
+        # Rounded, so that boxes of one cost count as equal.
+        if fit := fitting(round(box.right - box.left, 9), round(box.top - box.bottom, 9), stage):
+            is_full, size = fit
+            text = f"{is_full * (stage + box.action.kind)}{box.action.microbatch}"
+            labels.add((box.left + box.right) / 2, (box.bottom + box.top) / 2, text, size)
     axes.add_artist(labels)
 
 
@@ -209,16 +220,23 @@ def name_time(axes: Axes, unit: str) -> None:
     axes.tick_params(axis="x", labelsize=8.5)
 
 
-def note_right(axes: Axes, text: str, y: float, coordinate: str, raised: float, size: float) -> None:
-    """Write in the right margin at height ``y``, in ``coordinate`` ("data" or "axes fraction")."""
+def note_ranks(axes: Axes, notes: Mapping[int, str], heading: str = "", size: float = 8.5) -> None:
+    """Write a note in the right margin for each rank, in letters that fit its row, and a heading above."""
+    points_x, points_y = chart.points_per_unit(axes)
+    _, right = axes.get_xlim()
+    gaps = [after - before for before, after in pairwise(notes)]
+    size = min(size, min(gaps, default=1) * points_y)
+    labels = Labels(chart.TEXT_GREY)
+    for rank, note in notes.items():
+        labels.add(right + (5 + chart.text_width(note, size) / 2) / points_x, rank, note, size)
+    axes.add_artist(labels)
     axes.annotate(
-        text,
-        (1, y),
-        xycoords=("axes fraction", coordinate),
-        xytext=(5, raised),
+        heading,
+        (1, 1),
+        xycoords="axes fraction",
+        xytext=(5, 4),
         textcoords="offset points",
-        size=size,
-        va="center" if coordinate == "data" else "baseline",
+        size=8.5,
         color=chart.TEXT_GREY,
     )
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from course_pp.schedule import Timeline, format_time
-from course_pp.show import chart, rows
+from course_pp.show import rows
 from course_pp.show.chart import ChartFigure
 from course_pp.show.wording import counted, listed, percent
 
@@ -31,10 +31,7 @@ def timeline(tl: Timeline, title: str | None = None) -> ChartFigure:
     ranks = rows.name_ranks(axes, tl.n_ranks)
     rows.name_time(axes, unit)
     if tl.makespan:
-        size = min(8.5, ranks.step * chart.points_per_unit(axes)[1])
-        for rank in ranks:
-            rows.note_right(axes, percent(tl.busy[rank] / tl.makespan), rank, "data", 0, size)
-        rows.note_right(axes, "busy", 1, "axes fraction", 4, 8.5)
+        rows.note_ranks(axes, {rank: percent(tl.busy[rank] / tl.makespan) for rank in ranks}, "busy")
     rows.draw_key(axes, {box.action.kind for box in boxes}, has_idle=tl.bubble_fraction > 0)
     axes.set_title(finding(tl) if title is None else title, loc="left", fontsize=11.5, pad=9)
     figure.alt_text = describe(tl)

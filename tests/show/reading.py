@@ -6,11 +6,25 @@ from course_pp.show.rows import Labels
 
 def texts(figure: ChartFigure) -> list[str]:
     figure.draw_without_rendering()
-    return [*(text.get_text() for axes in figure.axes for text in axes.texts), *(label[0] for label in labels(figure))]
+    return [
+        *(text.get_text() for axes in figure.axes for text in axes.texts),
+        *(placed[0] for placed in _placed(figure)),
+    ]
 
 
 def labels(figure: ChartFigure) -> list[tuple[str, float, float, float]]:
-    """Text, size and place of each label in a box."""
+    """Text, size and place of each label in a box, without the notes in the right margin."""
+    return [each for each in _placed(figure) if each[2] <= figure.axes[0].get_xlim()[1]]
+
+
+def notes(figure: ChartFigure) -> list[str]:
+    """What the right margin says of each rank."""
+    return [
+        text for text, _, x, _ in sorted(_placed(figure), key=lambda each: each[3]) if x > figure.axes[0].get_xlim()[1]
+    ]
+
+
+def _placed(figure: ChartFigure) -> list[tuple[str, float, float, float]]:
     return [each for axes in figure.axes for artist in axes.findobj(Labels) for each in artist.placed]
 
 

@@ -5,7 +5,7 @@ from course_pp import show
 from course_pp.schedule import Costs, Timeline, build, simulate
 from course_pp.show.chart import ChartFigure
 from tests.schedule.layouts import gpipe, naive
-from tests.show.reading import texts, title
+from tests.show.reading import notes, title
 
 
 def areas(figure: ChartFigure) -> list[set[tuple[float, float]]]:
@@ -41,7 +41,7 @@ def test_weights_are_drawn_under_the_activations_and_their_versions_named() -> N
 def test_the_peaks_are_in_the_title_the_margin_and_the_alt_text() -> None:
     figure = show.memory(simulate(build("1f1b", 4, 8)))
     assert title(figure) == "Peak activations held: 4, 3, 2 and 1 on ranks 0 to 3"
-    assert texts(figure)[:4] == ["4", "3", "2", "1"]
+    assert notes(figure) == ["4", "3", "2", "1"]
     assert figure.alt_text.endswith("Rank 0 reaches 4 at time 3.")
     assert show.memory(naive(2, 0.01, 0.02, "s")).alt_text.endswith("Rank 0 reaches 1 at time 0 ms.")
 
