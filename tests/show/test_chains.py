@@ -33,9 +33,14 @@ def test_the_first_action_waits_for_nothing() -> None:
     assert title(show.dependencies(gpipe(2, 3), "0F0")) == "0F0 waits for nothing and starts at 0.0"
 
 
-def test_a_message_arrives_when_its_transfer_is_over() -> None:
-    tl = simulate(build("1f1b", 2, 2), Costs(latency=5))
-    assert "The chain: 0F0 → 1F0." in show.dependencies(tl, "1F0").alt_text
+def test_a_message_on_its_way_keeps_waiting_longer_than_a_rank_that_is_free_sooner() -> None:
+    tl = simulate(build("gpipe", 2, 2), Costs(forward=(1, 0.9), latency=0.25))
+    assert "The chain: 0F0 → 0F1 → 1F1." in show.dependencies(tl, "1F1").alt_text
+
+
+def test_of_two_causes_at_one_time_the_one_from_another_rank_is_told() -> None:
+    tl = simulate(build("gpipe", 2, 2))
+    assert "The chain: 0F0 → 0F1 → 1F1." in show.dependencies(tl, "1F1").alt_text
 
 
 @pytest.mark.parametrize("name", names())
