@@ -1,10 +1,12 @@
 """What the README says is true: its links lead somewhere, its picture is described, its example runs."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from course_pp.__main__ import main
 from course_pp.launch import on_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -38,6 +40,24 @@ def test_scripts_exist(script):
     assert (ROOT / script).is_file()
 
 
+PYTHON = re.findall(r"```python\n(.*?)```", README, re.S)
+
+
+def test_the_example_without_torch_runs(capsys):
+    [source] = [text for text in PYTHON if "torch" not in text]
+    exec(source, {})
+    bubble, peaks = capsys.readouterr().out.split(" ", 1)
+    assert 0.27 < float(bubble) < 0.5
+    assert peaks.startswith("(4, 3, 2, 1) rank ")
+
+
+@pytest.mark.parametrize("command", re.findall(r"^python -m course_pp ([^#\n]*)", README, re.M))
+def test_commands_of_the_package_run(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(command)) == 0
+    assert "bubble" in capsys.readouterr().out
+
+
 def run_example(rank, source):
     names = {}
     exec(source, names)
@@ -45,7 +65,7 @@ def run_example(rank, source):
 
 
 def test_the_example_runs_on_two_ranks_and_both_know_the_loss():
-    [source] = re.findall(r"```python\n(.*?)```", README, re.S)
+    [source] = [text for text in PYTHON if "torchrun" in text]
     first, second = on_ranks(2, run_example, source, backend=None)
     assert first == second
     assert 6 < first < 8, "an untrained model with 1000 tokens is near ln(1000) = 6.9"
