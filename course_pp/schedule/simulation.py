@@ -36,7 +36,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         for rank, row in enumerate(schedule.actions)
         for action, start, end in zip(row, run.starts[rank], run.ends[rank], strict=True)
     )
-    return Timeline(schedule.n_ranks, spans, transfers=transfers)
+    return Timeline(schedule.n_ranks, spans, transfers=transfers, name=schedule.name)
 
 
 def _durations(schedule: Schedule, costs: Costs) -> list[list[Time]]:

@@ -5,7 +5,7 @@ Times count from 0. A simulated timeline has ``unit=""`` (costs are relative) an
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from math import inf
@@ -26,6 +26,7 @@ class Timeline:
 
     Attributes:
         transfers: for each boundary between stages, how long a message between two ranks takes; empty if unknown.
+        name: what ran, for labels: simulating sets it to the schedule's. It plays no part in comparisons.
 
     Raises:
         ValueError: for a span that ends before it starts, starts before 0, is not finite or names a rank
@@ -36,6 +37,7 @@ class Timeline:
     spans: tuple[Span, ...]
     unit: str = ""
     transfers: tuple[Time, ...] = ()
+    name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if type(self.n_ranks) is not int or self.n_ranks < 1:
@@ -58,8 +60,9 @@ class Timeline:
         object.__setattr__(self, "spans", ordered)
 
     def __repr__(self) -> str:
+        name = f"{self.name}, " if self.name else ""
         return (
-            f"Timeline({self.n_ranks} ranks, {len(self.spans)} spans, "
+            f"Timeline({name}{self.n_ranks} ranks, {len(self.spans)} spans, "
             f"makespan {format_time(self.makespan, self.unit)}, bubble {float(self.bubble_fraction):.1%})"
         )
 

@@ -223,6 +223,13 @@ def test_a_timeline_prints_its_finding_instead_of_its_spans() -> None:
     assert repr(gpipe(4, 8)) == "Timeline(4 ranks, 64 spans, makespan 33.0, bubble 27.3%)"
 
 
+def test_a_simulated_timeline_has_the_name_of_its_schedule_which_says_nothing_about_equality() -> None:
+    tl = simulate(build("1f1b", 2, 2))
+    assert tl.name == "1f1b"
+    assert repr(tl).startswith("Timeline(1f1b, 2 ranks, ")
+    assert Timeline(2, tl.spans, transfers=tl.transfers) == tl
+
+
 @pytest.mark.parametrize(
     ("span", "rule"),
     [
