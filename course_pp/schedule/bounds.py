@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from math import lcm
 
-from course_pp.schedule.costs import Costs, divide
-from course_pp.schedule.schedule import looped, refuse_impossible_placement
+from course_pp.schedule.costs import Costs, divide, refuse_impossible_number
+from course_pp.schedule.schedule import looped, normalised, refuse_impossible_placement
 from course_pp.schedule.span import Time
 
 
@@ -14,7 +14,7 @@ def bound(
     costs: Costs | None = None,
     memory_limit: Time | Sequence[Time] | None = None,
     *,
-    placement: Sequence[Sequence[int]] | None = None,
+    placement: Sequence[int | Sequence[int]] | None = None,
 ) -> Time:
     """A time before which no order of the actions can finish: ``bound / makespan`` scores a schedule.
 
@@ -30,18 +30,19 @@ def bound(
     Args:
         costs: one unit for each of ``F``, ``I`` and ``W`` unless given. Updates are left out: they come on top.
         memory_limit: for each rank, or one for all, in the unit of ``costs.activation`` and including the weights.
-        placement: as in ``Schedule``; one stage a rank unless given. With more stages, the costs are those of each.
+        placement: for each stage its rank, or ranks as in ``Schedule``; one stage a rank unless given. With more
+            stages, the costs are those of each.
 
     Raises:
         ValueError: for sizes below 1, a placement that names a rank that does not exist, costs of another number of
-            stages, and a memory limit that does not hold one microbatch.
+            stages, and a memory limit that is not finite, is below 0 or does not hold one microbatch.
     """
     for what, value in (("n_ranks", n_ranks), ("n_microbatches", n_microbatches)):
         if type(value) is not int or value < 1:
             raise ValueError(f"{what} is {value!r}: give an integer of at least 1")
-    placement = looped(n_ranks) if placement is None else placement
-    refuse_impossible_placement(placement, n_ranks)
-    pipeline = _Pipeline(placement, n_microbatches, costs or Costs())
+    ranks_of = looped(n_ranks) if placement is None else normalised(placement)
+    refuse_impossible_placement(ranks_of, n_ranks)
+    pipeline = _Pipeline(ranks_of, n_microbatches, costs or Costs())
     limits = _limits(memory_limit, n_ranks)
     of_ranks = [time for rank, limit in enumerate(limits) for time in pipeline.of_rank(rank, limit)]
     return max(pipeline.one_microbatch, *of_ranks)
@@ -119,12 +120,14 @@ class _Pipeline:
             for i in range(min(shared, self.n_microbatches))
         )
         room = limit - sum(weights[stage] for stage, ranks in enumerate(self.placement) if rank in ranks)
-        if room < least:
+        # What is left of a float may fall short by a rounding error.
+        slack = 1e-9 * float(limit) if isinstance(room - least, float) else 0
+        if room < least - slack:
             raise ValueError(
                 f"memory_limit is {limit} on rank {rank}: one microbatch and the weights need {least + limit - room}; "
                 "give at least that, or smaller stages"
             )
-        return room
+        return max(room, least)
 
     def _from_memory(self, load: dict[int, int], room: Time) -> Iterator[Time]:
         """Bounds on the time from the rank's first forward on, if at most ``room`` is held."""
@@ -153,6 +156,7 @@ def _limits(limit: Time | Sequence[Time] | None, n_ranks: int) -> Sequence[Time 
     limits = tuple(limit) if isinstance(limit, Sequence) else (limit,) * n_ranks
     if len(limits) != n_ranks:
         raise ValueError(f"memory_limit has {len(limits)} values for {n_ranks} ranks: give one number, or one for each")
-    if bad := [each for each in limits if each is not None and not each >= 0]:
-        raise ValueError(f"memory_limit is {bad[0]}: give a number of at least 0, or None for no limit")
+    for each in limits:
+        if each is not None:
+            refuse_impossible_number("memory_limit", each, "or None for no limit")
     return limits

@@ -83,7 +83,9 @@ def build(
         )
     if replicas is not None:
         if known != "pipedream":
-            raise ValueError(f"replicas {tuple(replicas)} given for {known}: only pipedream shares a stage among ranks")
+            raise ValueError(
+                f"replicas {replicas!r} given for {known}: only pipedream shares a stage; leave replicas out"
+            )
         return pipedream(n_ranks, n_microbatches, replicas)
     sizes = (n_ranks, n_microbatches, n_chunks) if entry.any_chunks else (n_ranks, n_microbatches)
     return entry.order(*sizes)

@@ -32,8 +32,8 @@ class Costs:
         weights: memory of the stage's parameters, once for each version that microbatches in flight still need.
 
     Raises:
-        ValueError: for a value that is negative, infinite, NaN or not a number, a bandwidth of 0, more memory released
-            than kept.
+        ValueError: for a value that is negative, infinite, NaN, not a number or beyond what a float can hold, a
+            bandwidth of 0, more memory released than kept.
     """
 
     forward: PerStage = 1.0
@@ -58,7 +58,7 @@ class Costs:
                 value = tuple(value)
                 object.__setattr__(self, field.name, value)
             for each in value if isinstance(value, tuple) else (value,):
-                _refuse_impossible(field.name, each)
+                refuse_impossible_number(field.name, each, "or one for each stage")
         if self.bandwidth is not None and (isinstance(self.bandwidth, tuple) or self.bandwidth == 0):
             raise ValueError(f"bandwidth is {self.bandwidth}: give one number above 0, or leave it out if unlimited")
         # Comparing needs equally many values; a scalar fits any number of them.
@@ -116,9 +116,21 @@ def divide(part: Time, whole: Time) -> Time:
     return Fraction(part, whole)
 
 
-def _refuse_impossible(name: str, value: object) -> None:
+def refuse_impossible_number(name: str, value: object, otherwise: str) -> None:
+    """Raise ValueError, naming what else could be given, unless ``value`` is a finite number of at least 0."""
     if isinstance(value, bool) or not isinstance(value, int | float | Fraction):
-        raise ValueError(f"{name} is {value!r}: give a number (int, float or Fraction) or one for each stage")
+        raise ValueError(f"{name} is {value!r}: give a number (int, float or Fraction), {otherwise}")
     # Neither NaN nor infinity equals itself less itself.
     if value - value != 0 or value < 0:
-        raise ValueError(f"{name} is {value}: give a finite number of at least 0")
+        raise ValueError(f"{name} is {value}: give a finite number of at least 0, {otherwise}")
+    if not _fits_float(value):
+        exact = Fraction(value)
+        exponent = exact.numerator.bit_length() - exact.denominator.bit_length()
+        raise ValueError(f"{name} is about 2**{exponent}, beyond what a float can hold: take another unit")
+
+
+def _fits_float(value: Time) -> bool:
+    try:
+        return float(value) != 0 or value == 0
+    except OverflowError:
+        return False

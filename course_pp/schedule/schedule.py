@@ -32,7 +32,7 @@ class Schedule:
     actions: tuple[tuple[Action | Overlap, ...], ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "placement", tuple(map(tuple, self.placement)))
+        object.__setattr__(self, "placement", normalised(self.placement))
         object.__setattr__(self, "actions", tuple(map(tuple, self.actions)))
         if not self.actions or not self.placement:
             raise ValueError(
@@ -83,13 +83,31 @@ def v_shaped(n_ranks: int) -> tuple[tuple[int, ...], ...]:
     return tuple((rank,) for rank in (*ranks, *reversed(ranks)))
 
 
+def normalised(placement: Sequence[int | Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """``placement`` with a tuple of ranks for each stage; an integer stands for one rank.
+
+    Raises:
+        ValueError: for anything but integers and sequences of them.
+    """
+    try:
+        stages = tuple((ranks,) if isinstance(ranks, int) else tuple(ranks) for ranks in placement)
+        strange = any(type(rank) is not int for ranks in stages for rank in ranks)
+    except TypeError:
+        strange = True
+    if strange:
+        raise ValueError(f"placement is {placement!r}: give for each stage its rank, an integer, or a tuple of them")
+    return stages
+
+
 def refuse_impossible_placement(placement: Sequence[Sequence[int]], n_ranks: int) -> None:
     """Raise ValueError unless every stage is on different ranks from 0 to ``n_ranks - 1``."""
+    if not placement:
+        raise ValueError(f"placement is {placement!r}: give the rank of at least one stage")
     for stage, ranks in enumerate(placement):
         if not ranks or len(set(ranks)) != len(ranks):
             raise ValueError(f"stage {stage} is placed on {tuple(ranks)}: give it one rank, or several different ones")
         for rank in ranks:
-            if type(rank) is not int or not 0 <= rank < n_ranks:
+            if not 0 <= rank < n_ranks:
                 raise ValueError(
                     f"stage {stage} is placed on rank {rank!r}, which does not exist: "
                     f"give a rank from 0 to {n_ranks - 1}, or an order of actions for rank {rank!r}"

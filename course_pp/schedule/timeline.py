@@ -154,7 +154,10 @@ class Timeline:
         return tuple(curve_of_rank(row, kept, early, weights) for row in self.by_rank)
 
     def peak_memory(self, costs: Costs | None = None) -> tuple[Time, ...]:
-        """For each rank the highest point of its :meth:`memory_curve`."""
+        """For each rank the highest point of its :meth:`memory_curve`.
+
+        Only the weights of stages seen in the rank's spans count: a replica that no microbatch came to holds none.
+        """
         return tuple(max(amount for _, amount in curve) for curve in self.memory_curve(costs))
 
     @cached_property

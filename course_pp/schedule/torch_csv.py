@@ -10,7 +10,7 @@ from io import StringIO
 
 from course_pp.schedule.action import Action, Overlap
 from course_pp.schedule.legality import problems_of_bookkeeping
-from course_pp.schedule.schedule import Schedule
+from course_pp.schedule.schedule import Schedule, normalised
 
 
 def to_torch_csv(schedule: Schedule) -> str:
@@ -32,23 +32,22 @@ def from_torch_csv(text: str, placement: Sequence[int | Sequence[int]] | None = 
     """Read what :func:`to_torch_csv` or torch wrote.
 
     Args:
-        text: one row a rank. Blank cells are idle slots and are dropped, as are blank lines at the end.
+        text: one row a rank. Blank cells are idle slots and are dropped; a blank line is a rank without actions.
         placement: for each stage its rank (or ranks, as in ``Schedule``); read off the rows unless given.
 
     Raises:
-        ValueError: for a cell that is no action, with its row and column; a stage that no rank has; a row with too few
-            or too many actions; a placement that the rows contradict or that names a rank that does not exist.
+        ValueError: for text that is no CSV; a cell that is no action, with its row and column; a stage that no rank
+            has; a row with too few or too many actions; a placement that the rows contradict or that names a rank that
+            does not exist.
     """
     rows = [
         tuple(_read(cell, rank, column) for column, cell in enumerate(row) if cell.strip())
-        for rank, row in enumerate(csv.reader(StringIO(text.rstrip())))
+        for rank, row in enumerate(_cells(text))
     ]
     if not any(rows):
         raise ValueError("the CSV has no actions: give one row a rank, with cells such as 0F0,0F1,0B0,0B1")
     found = _placement_of(rows)
-    if placement is not None:
-        found = [(ranks,) if isinstance(ranks, int) else tuple(ranks) for ranks in placement]
-    schedule = Schedule(name, tuple(found), tuple(rows))
+    schedule = Schedule(name, found if placement is None else normalised(placement), tuple(rows))
     if problems := problems_of_bookkeeping(schedule):
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(
@@ -58,6 +57,17 @@ def from_torch_csv(text: str, placement: Sequence[int | Sequence[int]] | None = 
     return schedule
 
 
+def _cells(text: str) -> list[list[str]]:
+    # Spreadsheets start a file with a byte order mark.
+    reader = csv.reader(text.removeprefix("\ufeff").splitlines(keepends=True), strict=True)
+    try:
+        return list(reader)
+    except csv.Error as error:
+        raise ValueError(
+            f"the CSV cannot be read at row {reader.line_num}: {error}; close every quote, or write cells without"
+        ) from None
+
+
 def _read(cell: str, rank: int, column: int) -> Action | Overlap:
     try:
         return Overlap.parse(cell) if cell.strip().startswith("(") else Action.parse(cell)
@@ -65,7 +75,7 @@ def _read(cell: str, rank: int, column: int) -> Action | Overlap:
         raise ValueError(f"row {rank + 1}, column {column + 1} of the CSV: {error}") from None
 
 
-def _placement_of(rows: Sequence[Sequence[Action | Overlap]]) -> list[tuple[int, ...]]:
+def _placement_of(rows: Sequence[Sequence[Action | Overlap]]) -> tuple[tuple[int, ...], ...]:
     """For each stage the ranks whose rows have it, in the order in which they take microbatches."""
     takes: dict[int, dict[int, int]] = {}
     for rank, row in enumerate(rows):
@@ -73,9 +83,10 @@ def _placement_of(rows: Sequence[Sequence[Action | Overlap]]) -> list[tuple[int,
             for part in action.parts:
                 first = takes.setdefault(part.stage, {})
                 first[rank] = min(part.microbatch, first.get(rank, part.microbatch))
-    if missing := [stage for stage in range(max(takes)) if stage not in takes]:
+    missing = next((stage for stage in range(max(takes)) if stage not in takes), None)
+    if missing is not None:
         raise ValueError(
-            f"stage {missing[0]} is in no row of the CSV, yet stage {max(takes)} is: "
+            f"stage {missing} is in no row of the CSV, yet stage {max(takes)} is: "
             "number the stages from 0 without gaps, and give every rank its row"
         )
-    return [tuple(sorted(takes[stage], key=takes[stage].__getitem__)) for stage in range(max(takes) + 1)]
+    return tuple(tuple(sorted(takes[stage], key=takes[stage].__getitem__)) for stage in range(max(takes) + 1))

@@ -65,6 +65,32 @@ def test_floats_that_sum_to_the_limit_fill_it() -> None:
     assert bound(3, 8, costs, tl.peak_memory(costs)) <= tl.makespan
 
 
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize(("activation", "weights"), [(0.1, 0.7), (0.3, 1e6), (1 / 3, 0.1)])
+def test_a_limit_that_a_schedule_meets_in_floats_is_not_refused(name: str, activation: float, weights: float) -> None:
+    costs = Costs(activation=activation, weights=weights)
+    schedule = build(name, 1, 2)
+    tl = simulate(schedule, costs)
+    least = bound(1, 2, costs, tl.peak_memory(costs), placement=schedule.placement)
+    assert tl.makespan >= least * (1 - 1e-9)
+
+
+def test_after_the_last_round_trip_the_rest_of_the_way_up_or_the_weight_gradient_counts_whichever_is_longer() -> None:
+    assert bound(2, 8, UNIT, memory_limit=(None, 1)) == 1 + 7 * 3 + (2 + 2)
+    costs = Costs(1, (0, 1, 1), (0, 5, 0))
+    assert bound(3, 8, costs, memory_limit=(None, Fraction(3, 2), None)) == 1 + 7 * (4 + 5) + (4 + 5)
+
+
+def test_replicas_of_neighbouring_stages_on_one_rank_may_pass_a_message_for_nothing() -> None:
+    placement, costs = ((0, 1), (1,)), Costs(1, 1, 1, latency=100)
+    assert bound(2, 2, costs, placement=placement) < 100
+    assert bound(2, 2, costs, placement=((0,), (1,))) > 200
+
+
+def test_a_placement_may_name_one_rank_by_its_number() -> None:
+    assert bound(2, 8, UNIT, placement=[0, 1]) == bound(2, 8, UNIT)
+
+
 def test_a_pair_may_save_what_it_overlaps() -> None:
     schedule = build("dualpipe_v", 2, 6)
     costs = Costs(2, 2, 2, overlapped=4)
@@ -78,8 +104,14 @@ def test_a_pair_may_save_what_it_overlaps() -> None:
         ((4, 0), {}, "n_microbatches is 0"),
         ((2, 8), {"placement": ((0,), (2,))}, "stage 1 is placed on rank 2, which does not exist"),
         ((4, 8), {"costs": Costs(forward=[1, 2])}, "forward has 2 values for 4 stages"),
-        ((4, 8), {"memory_limit": -1}, "memory_limit is -1: give a number of at least 0"),
+        ((4, 8), {"memory_limit": -1}, "memory_limit is -1: give a finite number of at least 0"),
         ((4, 8), {"memory_limit": float("nan")}, "memory_limit is nan"),
+        ((4, 8), {"memory_limit": float("inf")}, "memory_limit is inf: give a finite number .* or None for no limit"),
+        ((4, 8), {"memory_limit": True}, "memory_limit is True: give a number"),
+        ((4, 8), {"memory_limit": {}}, "memory_limit is {}: give a number"),
+        ((4, 8), {"memory_limit": "8888"}, "memory_limit is '8': give a number"),
+        ((4, 8), {"placement": []}, "give the rank of at least one stage"),
+        ((4, 8), {"placement": 5}, "placement is 5: give for each stage its rank"),
         ((4, 8), {"memory_limit": (1, 1)}, "memory_limit has 2 values for 4 ranks"),
         ((4, 8), {"memory_limit": 5, "costs": Costs(activation=2, weights=4)}, "need 6; give at least that"),
         ((2, 8), {"memory_limit": 1, "placement": ((0,), (1,), (1,), (0,))}, "need 2; give at least that"),

@@ -143,6 +143,8 @@ def test_every_schedule_class_of_torch_has_an_alias() -> None:
         (("interleaved_1f1b", 4, 9), r"9 microbatches on 4 ranks make 2 rounds .* such as 8 or 10"),
         (("interleaved_1f1b", 4, 13), r"such as 12 or 15"),
         (("dualpipe_v", 4, 7), r"give at least 8 microbatches, or at most 3 ranks"),
+        (("dualpipe_v", 4, 2), r"or at most 1 rank$"),
+        (("dualpipe_v", 4, 1), r"give at least 8 microbatches$"),
     ],
 )
 def test_what_a_schedule_does_not_allow_is_refused_with_the_nearest_that_works(arguments: tuple, message: str) -> None:
@@ -164,6 +166,18 @@ def test_the_sizes_named_in_a_refusal_work(m: int) -> None:
 def test_replicas_must_add_up_to_the_ranks(replicas: tuple) -> None:
     with pytest.raises(ValueError, match="3 in all"):
         build("pipedream", 3, 4, replicas=replicas)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("pipedream", "replicas is 4: give for each stage how many ranks share it, 4 in all"),
+        ("1f1b", "replicas 4 given for 1f1b: only pipedream shares a stage; leave replicas out"),
+    ],
+)
+def test_replicas_are_a_number_for_each_stage(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(name, 4, 4, replicas=4)  # type: ignore[arg-type]
 
 
 def test_only_pipedream_takes_replicas() -> None:

@@ -20,6 +20,7 @@ RATIOS = [
     (4, 2, 4),
     (2, 5, 2),
     (5, 7, 11),
+    (6, 6, 2),
 ]
 LATENCIES = (0, 1, 30)
 CHUNKED = ("interleaved_1f1b", "looped_bfs", "zb_h1")

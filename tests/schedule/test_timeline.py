@@ -223,6 +223,13 @@ def test_a_timeline_prints_its_finding_instead_of_its_spans() -> None:
     assert repr(gpipe(4, 8)) == "Timeline(4 ranks, 64 spans, makespan 33.0, bubble 27.3%)"
 
 
+def test_new_weights_take_room_before_a_microbatch_uses_them() -> None:
+    # Rank 0 updates while microbatch 1 is in flight, and no third comes to use the new weights.
+    tl = simulate(build("pipedream", 2, 2))
+    assert tl.weight_versions == (2, 1)
+    assert tl.peak_memory(Costs(activation=0, weights=5)) == (10, 5)
+
+
 def test_a_simulated_timeline_has_the_name_of_its_schedule_which_says_nothing_about_equality() -> None:
     tl = simulate(build("1f1b", 2, 2))
     assert tl.name == "1f1b"

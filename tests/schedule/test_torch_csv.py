@@ -1,9 +1,10 @@
 import csv
 from io import StringIO
+from typing import Any
 
 import pytest
 
-from course_pp.schedule import build, check, from_torch_csv, names, simulate, to_torch_csv
+from course_pp.schedule import Action, Schedule, build, check, from_torch_csv, names, simulate, to_torch_csv
 from tests.schedule.orders import torch_accepts, torch_rows
 
 SYNCHRONOUS = [name for name in names() if name != "pipedream"]
@@ -40,9 +41,22 @@ def test_a_small_schedule_looks_like_this() -> None:
 
 
 def test_an_order_of_ones_own_can_be_written_by_hand() -> None:
-    mine = from_torch_csv("0F0, 0F1,, 0B1, 0B0\n1F0, 1F1, 1B1, 1B0\n\n")
+    mine = from_torch_csv("0F0, 0F1,, 0B1, 0B0\n1F0, 1F1, 1B1, 1B0\n")
     assert check(mine) == []
     assert (mine.n_ranks, mine.placement, simulate(mine).makespan) == (2, ((0,), (1,)), 9)
+
+
+@pytest.mark.parametrize("idle", [0, 1, 2])
+def test_a_rank_without_actions_is_a_blank_line(idle: int) -> None:
+    rows = [("0F0", "0B0"), ("1F0", "1B0")]
+    rows.insert(idle, ())
+    placement = [(rank,) for rank in range(3) if rank != idle]
+    mine = Schedule("csv", placement, [tuple(map(Action.parse, row)) for row in rows])
+    assert from_torch_csv(to_torch_csv(mine)) == mine
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_cell() -> None:
+    assert from_torch_csv("\ufeff0F0,0B0\r\n").actions == build("1f1b", 1, 1).actions
 
 
 def test_a_forward_only_order_may_be_read() -> None:
@@ -66,6 +80,10 @@ def test_replicas_are_read_off_the_rows_in_the_order_in_which_they_take_microbat
             "0F0,0F1,0B0,0B1\n1F0,1B0,1F1\n",
             "1B1 is missing from rank 1; every stage needs one forward and one backward",
         ),
+        ("99999999999F0", "stage 0 is in no row of the CSV, yet stage 99999999999 is"),
+        ('0F0,"0B0\n', "cannot be read at row 1: unexpected end of data; close every quote"),
+        ('0F0,"0B0"x\n', "cannot be read at row 1: .*; close every quote"),
+        ('0F0,"0\nB0"\n', "row 1, column 2 of the CSV: cannot read"),
         ("0F0,0F1,0B0,0B1\n1F0,1B0\n", r"1F1 is missing from rank 1 \(and 1 more\)"),
         ("0F0,0B0,0B0\n", "0B0 appears 2 times"),
     ],
@@ -82,9 +100,16 @@ def test_a_broken_csv_is_refused_with_the_place_and_the_rule(text: str, message:
         ([1, 0], "rank 0 has 0F0, which belongs to rank 1 by the placement"),
         ([0], "rank 1 has 1F0, but the stages are 0 to 0"),
         ([0, 1, 1], "2F0 is missing from rank 1"),
+        ([0.0, 1], r"placement is \[0.0, 1\]: give for each stage its rank, an integer, or a tuple of them"),
+        ([None, 1], "placement is .*: give for each stage its rank"),
+        ([True, 0], "placement is .*: give for each stage its rank"),
+        ([[[0]], 1], "placement is .*: give for each stage its rank"),
+        ("01", "placement is '01': give for each stage its rank"),
+        (5, "placement is 5: give for each stage its rank"),
+        ([], "0 stages: give at least one of each"),
     ],
 )
-def test_a_placement_that_does_not_fit_is_refused(placement: list[int], message: str) -> None:
+def test_a_placement_that_does_not_fit_is_refused(placement: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         from_torch_csv("0F0,0B0\n1F0,1B0\n", placement)
     assert from_torch_csv("0F0,0B0\n1F0,1B0\n", [0, (1,)]).placement == ((0,), (1,))

@@ -14,9 +14,11 @@ def dualpipe_v(n_ranks: int, n_microbatches: int) -> Schedule:
         ValueError: for fewer microbatches than stages, which are two a rank.
     """
     if n_microbatches < 2 * n_ranks:
+        fewer = n_microbatches // 2
+        or_fewer = f", or at most {fewer} rank{'s' if fewer > 1 else ''}" if fewer else ""
         raise ValueError(
             f"dualpipe_v fills all {2 * n_ranks} stages before it pairs, but there are {n_microbatches} microbatches: "
-            f"give at least {2 * n_ranks} microbatches, or at most {n_microbatches // 2} ranks"
+            f"give at least {2 * n_ranks} microbatches{or_fewer}"
         )
     rows = (
         spell_out(_phases(n_ranks, n_microbatches, rank), (rank, 2 * n_ranks - 1 - rank)) for rank in range(n_ranks)
