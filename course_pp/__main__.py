@@ -31,10 +31,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader, such as head, has seen enough. The interpreter would flush once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, OSError) as error:
-        print(f"{parser.prog} {parsed.command}: {error}", file=sys.stderr)
+    except (ValueError, ArithmeticError, OSError) as error:
+        print(f"{parser.prog} {parsed.command}: {_sentence(error)}", file=sys.stderr)
         return 2
     return 0
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"cannot write {str(error.filename)!r}: {error.strerror}"
+    if isinstance(error, ArithmeticError):
+        return f"numbers too large or too small to compute with ({error}): give times nearer to 1"
+    return str(error)
 
 
 def _parser() -> argparse.ArgumentParser:

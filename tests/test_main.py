@@ -33,7 +33,12 @@ def test_a_schedule_is_drawn_with_its_numbers_under_it(capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize(
     ("costs", "makespan"),
-    [(("--forward", "1/2"), "27.5"), (("--latency", "0.25"), "37.0"), (("--forward", "1,1,1,2"), "41.0")],
+    [
+        (("--forward", "1/2"), "27.5"),
+        (("--latency", "0e99999999"), "33.0"),
+        (("--latency", "0.25"), "37.0"),
+        (("--forward", "1,1,1,2"), "41.0"),
+    ],
 )
 def test_costs_are_read_as_numbers_fractions_or_one_a_stage(
     costs: tuple[str, str], makespan: str, capsys: pytest.CaptureFixture[str]
@@ -59,11 +64,18 @@ def test_sizes_without_a_closed_form_say_under_which_condition_there_is_one(caps
         (command("1f1b", "--ranks", "four"), "invalid int value"),
         (command("1f1b", "--forward", "nan"), "give a number"),
         (command("1f1b", "--forward", "1/0"), "give a number"),
+        (command("1f1b", "--forward", "0x"), "give a number"),
+        (command("1f1b", "--forward", "1e400"), "too large or too small"),
+        (command("1f1b", "--forward", "1e-400"), "too large or too small"),
+        (command("1f1b", "--forward", "1,1e99999999"), "too large or too small"),
+        (command("1f1b", "--forward", "1e308"), "give times nearer to 1"),
+        (command("1f1b", "--forward", "1e-310"), "give times nearer to 1"),
         (command("1f1b", "--latency", "-1"), "at least 0"),
         (command("1f1b", "--forward", "1,2"), "one for each"),
         (command("1f1b", "--save", "chart.pdf"), "end the name in .png or .svg"),
-        (command("1f1b", "--json", "no/such/folder/x.json"), "No such file"),
+        (command("1f1b", "--json", "no/such/folder/x.json"), "cannot write 'no/such/folder/x.json': No such file"),
         (command("1f1b", "--json", "--trace"), "give the others a FILE"),
+        (command("1f1b", "--csv", ""), "--csv has an empty name"),
     ],
 )
 def test_what_is_refused_is_one_line_on_standard_error_and_exit_code_2(
@@ -73,8 +85,9 @@ def test_what_is_refused_is_one_line_on_standard_error_and_exit_code_2(
         code: object = main(arguments)
     except SystemExit as stopped:
         code = stopped.code
-    err = capsys.readouterr().err
+    out, err = capsys.readouterr()
     assert code == 2
+    assert out == ""
     assert remedy in err
     assert err.count("\n") == 1
     assert err.startswith("python -m course_pp")
@@ -91,6 +104,12 @@ def test_figures_traces_and_numbers_are_written_beside_the_chart(
     assert (written["makespan"], written["peak_activations"]) == (27.0, [4, 4, 4, 4])
     assert len(written["spans"]) == 4 * 8 * 3
     assert capsys.readouterr().out.startswith("zb_h1: ")
+
+
+@pytest.mark.parametrize("refused", [("--save", "x.pdf"), ("--json", "--trace")])
+def test_nothing_is_written_beside_what_is_refused(refused: tuple[str, str], tmp_path: Path) -> None:
+    assert main(command("1f1b", "--csv", str(tmp_path / "x.csv"), *refused)) == 2
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_order_of_actions_is_printed_as_torch_reads_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,7 @@ def dependencies(tl: Timeline, action: Action | Overlap | str, title: str | None
     axes.set_ylim(tl.n_ranks - 0.5, -0.5)
     rows.draw_idle(axes, tl.n_ranks, end)
     rows.draw_boxes(axes, rows.boxes_of(tl, scale), alpha=_FADED)
-    lit = rows.boxes_of(Timeline(tl.n_ranks, tuple(cause.span for cause in chain), tl.unit), scale)
+    lit = rows.boxes_of(Timeline(tl.n_ranks, tuple({cause.span for cause in (*chain, *others)}), tl.unit), scale)
     rows.draw_boxes(axes, lit)
     rows.label_boxes(axes, lit, with_stage=rows.has_several_stages_a_rank(tl))
     for cause, after in zip(chain[1:], chain, strict=False):
@@ -112,12 +112,14 @@ def _transfer(tl: Timeline, product: Product, maker: Span, taker: Span) -> Time:
 def _draw_arrow(axes: Axes, start: Span, end: Span, scale: float, solid: bool) -> None:
     if start.rank == end.rank and start.end == end.start:
         return  # the boxes touch
+    left, right = float(start.end) * scale, float(end.start) * scale
+    bend = _bend(axes, right - left, start.rank) if start.rank == end.rank else 0
     axes.add_patch(
         FancyArrowPatch(
-            (float(start.end) * scale, start.rank),
-            (float(end.start) * scale, end.rank),
+            (left, start.rank),
+            (right, end.rank),
             arrowstyle="-|>",
-            connectionstyle="arc3" if start.rank != end.rank else "arc3,rad=-0.15",
+            connectionstyle=f"arc3,rad={bend}",
             mutation_scale=11,
             shrinkA=0,
             shrinkB=0,
@@ -127,6 +129,15 @@ def _draw_arrow(axes: Axes, start: Span, end: Span, scale: float, solid: bool) -
             zorder=4,
         )
     )
+
+
+def _bend(axes: Axes, length: float, rank: int) -> float:
+    """How an arrow within a row bends over the boxes between: upwards, but downwards from the top row."""
+    points_x, points_y = chart.points_per_unit(axes)
+    rows_in_frame = abs(axes.get_ylim()[0] - axes.get_ylim()[1])
+    # The arc of arc3 is half as high as its bend times its length.
+    highest = 2 * (0.9 if rows_in_frame > 1 else 0.4) * points_y / (length * points_x)
+    return min(0.15, highest) * (1 if rank == 0 else -1)
 
 
 def _frame(axes: Axes, span: Span, scale: float) -> None:

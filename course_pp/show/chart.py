@@ -78,9 +78,10 @@ class ChartFigure(Figure):
     def save(self, path: str | Path) -> Path:
         """Write ``.png`` or ``.svg``, by the ending of ``path``. Raises ValueError for another ending."""
         path = Path(path)
-        if path.suffix == ".png":
+        ending = path.suffix.lower()
+        if ending == ".png":
             path.write_bytes(self.png())
-        elif path.suffix == ".svg":
+        elif ending == ".svg":
             path.write_text(self.svg(), encoding="utf-8")
         else:
             raise ValueError(f"cannot save a figure as {path.name!r}: end the name in .png or .svg")

@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from fractions import Fraction
+from math import inf
 from pathlib import Path
 from typing import TextIO
 
@@ -50,22 +51,24 @@ def run(arguments: argparse.Namespace) -> None:
         ValueError: for sizes and costs that the schedule does not allow, and for a file of another kind.
         OSError: for a file that cannot be written.
     """
+    targets = {option: target for option in _WRITERS if (target := getattr(arguments, option)) is not None}
+    printed = [option for option, target in targets.items() if target == "-"]
+    if len(printed) > 1:
+        raise ValueError("only one of --csv, --trace and --json can be printed: give the others a FILE")
+    for option, target in targets.items():
+        if not target:
+            raise ValueError(f"--{option} has an empty name: give a FILE, or leave it out to print")
     report = _report(arguments)
-    printed = False
-    for option in _WRITERS:
-        target = getattr(arguments, option)
-        if target == "-":
-            if printed:
-                raise ValueError("only one of --csv, --trace and --json can be printed: give the others a FILE")
-            printed = True
-            print(_WRITE[option](report))
-        elif target:
-            Path(target).write_text(_WRITE[option](report) + "\n", encoding="utf-8")
     if arguments.save:
         from course_pp import show
 
         show.timeline(report.timeline).save(arguments.save)
-    if not printed:
+    for option, target in targets.items():
+        if target != "-":
+            Path(target).write_text(_WRITE[option](report) + "\n", encoding="utf-8")
+    if printed:
+        print(_WRITE[printed[0]](report))
+    else:
         width = max(40, min(_MOST_COLUMNS, shutil.get_terminal_size((_MOST_COLUMNS, 24)).columns))
         chart = timeline_text(report.timeline, width, _has_colour(arguments.color, sys.stdout))
         print(_printable(f"{_heading(report)}\n\n{chart}\n\n{_numbers(report, width)}", sys.stdout))
@@ -85,10 +88,23 @@ def _report(arguments: argparse.Namespace) -> Report:
 def _times(text: str) -> Time | tuple[Time, ...]:
     """Read ``2``, ``0.5``, ``1/3`` or several of them, exactly."""
     try:
-        values = tuple(map(Fraction, text.split(",")))
+        values = tuple(map(_time, text.split(",")))
     except (ValueError, ZeroDivisionError):
         raise argparse.ArgumentTypeError(f"{text!r} is no time: give a number, or one a stage as in 1,1,2,1") from None
+    except OverflowError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from None
     return values if len(values) > 1 else values[0]
+
+
+def _time(text: str) -> Time:
+    """Raises OverflowError for what no float can hold, before an exact 1e99999999 fills the memory."""
+    mantissa = Fraction(text.lower().partition("e")[0])
+    if not mantissa:
+        float(Fraction(text) if "/" in text else text)  # refuses 0x
+        return mantissa
+    if "/" not in text and not 0 < abs(float(text)) < inf:
+        raise OverflowError(f"{text} is too large or too small: give a time between 1e-300 and 1e300")
+    return Fraction(text)
 
 
 def _heading(report: Report) -> str:

@@ -7,7 +7,8 @@ from matplotlib.axes import Axes
 from course_pp.schedule import Timeline, format_time
 from course_pp.show import chart, rows
 from course_pp.show.chart import ChartFigure
-from course_pp.show.wording import counted, percent
+from course_pp.show.timelines import spelled_peaks
+from course_pp.show.wording import counted, listed, named, percent
 
 _WIDTH = 9.5
 _FILL = 0.4
@@ -184,5 +185,11 @@ def _alt_text(pair: _Pair, finding: str, unit: str) -> str:
         if _signed(late[worst]) == "±0"
         else f"The end of rank {worst} differs most, by {_signed(late[worst])}{suffix}"
     )
-    what = f"Two timelines of {counted(len(late), 'rank')} on one axis, {' and '.join(pair.end_labels)} long"
-    return f"{what}. {finding}. {where}."
+    both = (pair.predicted, pair.measured)
+    numbers = listed(list(dict.fromkeys(str(tl.n_microbatches) for tl in both)))
+    sizes = f"{counted(len(late), 'rank')}, {numbers} microbatch{'' if numbers == '1' else 'es'}"
+    schedules = listed(list(dict.fromkeys(tl.name for tl in both if tl.name)))
+    ends = " and ".join(pair.end_labels)
+    what = named(schedules, f"Two timelines of {sizes} on one axis, {ends} long")
+    peaks = "; ".join(f"{name} {spelled_peaks(tl.peak_activations)}" for name, tl in zip(pair.names, both, strict=True))
+    return f"{what}. {finding}. {where}. Peak activations held: {peaks}."

@@ -7,17 +7,18 @@ that every schedule does the same work and keeps the same bytes for a microbatch
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import nan
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
-from course_pp.schedule import Costs, Time, Timeline, build, names, simulate, theory
+from course_pp.schedule import Costs, Timeline, build, names, simulate, theory
 from course_pp.show import chart
 from course_pp.show.chart import ChartFigure
 from course_pp.show.timelines import WIDTH
-from course_pp.show.wording import counted, listed, percent
+from course_pp.show.wording import amount, counted, listed, percent
 
 _TIMES = ("forward", "input_grad", "weight_grad", "recompute", "update", "overlapped")
 _AMOUNTS = ("activation", "released_by_input_grad", "weights")
@@ -37,7 +38,7 @@ _LOOKS: dict[str, dict[str, Any]] = {
 
 
 def bubble_curve(
-    schedules: Sequence[str] = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1"),
+    schedules: str | Sequence[str] = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1"),
     n_ranks: int = 4,
     microbatches: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
     costs: Costs | None = None,
@@ -50,7 +51,7 @@ def bubble_curve(
     has no line.
 
     Args:
-        schedules: names as for :func:`course_pp.schedule.build`.
+        schedules: names as for :func:`course_pp.schedule.build`, or one of them.
         costs: of all layers of a rank, one number each; a chunk gets its share.
         within_span: draw ``span_bubble_fraction``, the bubble as the zero-bubble papers count it.
 
@@ -58,8 +59,11 @@ def bubble_curve(
         ValueError: for no schedule or number, an unknown schedule, one that allows none of the numbers, and for costs
             with a value for each stage.
     """
+    schedules = _as_names(schedules)
     if not schedules or not microbatches:
         raise ValueError("nothing to draw: give at least one schedule and one number of microbatches")
+    if min(microbatches) < 1:
+        raise ValueError(f"a curve from {min(microbatches)} microbatches: give numbers of at least 1")
     costs = costs or Costs()
     simulated = {name: dict(_simulated(name, n_ranks, microbatches, costs, within_span)) for name in schedules}
     for name, points in simulated.items():
@@ -86,6 +90,10 @@ def bubble_curve(
     axes.set_title(finding if title is None else title, loc="left", fontsize=11.5, pad=9)
     figure.alt_text = _curve_alt_text(simulated, finding, within_span)
     return figure
+
+
+def _as_names(schedules: str | Sequence[str]) -> tuple[str, ...]:
+    return (schedules,) if isinstance(schedules, str) else tuple(schedules)
 
 
 def _share(costs: Costs, n_chunks: int) -> Costs:
@@ -129,9 +137,12 @@ def _predicted(
     for m in microbatches:
         try:
             n_chunks = max(1, build(name, n_ranks, m).n_stages // n_ranks)
-            yield m, _bubble(theory.predict(name, n_ranks, m, _share(costs, n_chunks)), within_span)
         except ValueError:
             continue
+        try:
+            yield m, _bubble(theory.predict(name, n_ranks, m, _share(costs, n_chunks)), within_span)
+        except ValueError:
+            yield m, nan  # interrupts the line
 
 
 def _colour(i: int) -> str:
@@ -236,7 +247,7 @@ def pareto(
     n_ranks: int = 4,
     n_microbatches: int = 8,
     costs: Costs | None = None,
-    schedules: Sequence[str] | None = None,
+    schedules: str | Sequence[str] | None = None,
     within_span: bool = False,
     title: str | None = None,
 ) -> ChartFigure:
@@ -254,7 +265,7 @@ def pareto(
         ValueError: when no schedule allows these sizes, for an unknown schedule, and for costs with a value for each
             stage.
     """
-    points, refused = _points(tuple(schedules or names()), n_ranks, n_microbatches, costs or Costs(), within_span)
+    points, refused = _points(_as_names(schedules or names()), n_ranks, n_microbatches, costs or Costs(), within_span)
     best = sorted((p for p in points if _is_best(p, points)), key=lambda point: point.memory)
     figure = ChartFigure(WIDTH, 4.6)
     axes = figure.axes_with_margins(left=0.75, right=0.4, bottom=0.6, top=0.47)
@@ -344,10 +355,6 @@ def _is_free(box: tuple[float, ...], taken: Sequence[tuple[float, ...]], right: 
     return all(x + width <= a or a + w <= x or y + height <= b or b + h <= y for a, b, w, h in taken)
 
 
-def _amount(value: Time) -> str:
-    return f"{float(value):.4g}"
-
-
 def _pareto_finding(best: Sequence[_Point], n_ranks: int, n_microbatches: int) -> str:
     sizes = f"{counted(n_ranks, 'rank')}, {counted(n_microbatches, 'microbatch', 'microbatches')}"
     if len(best) == 1:
@@ -356,6 +363,6 @@ def _pareto_finding(best: Sequence[_Point], n_ranks: int, n_microbatches: int) -
 
 
 def _pareto_alt_text(points: Sequence[_Point], finding: str, refused: Sequence[str]) -> str:
-    each = "; ".join(f"{p.label} {percent(p.bubble)} at {_amount(p.memory)}" for p in points)
+    each = "; ".join(f"{p.label} {percent(p.bubble)} at {amount(p.memory)}" for p in points)
     missing = f" Not possible with these sizes: {listed(list(refused))}." if refused else ""
     return f"Bubble against peak memory of the fullest rank. {finding}. {each}.{missing}"

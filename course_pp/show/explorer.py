@@ -22,7 +22,7 @@ from course_pp.show.timelines import timeline
 from course_pp.show.wording import percent
 
 # Sharper than one dot a pixel, and little enough to draw while a slider moves.
-_DOTS_PER_INCH = 144
+_DOTS_PER_INCH = 120
 _NONE = -1  # a menu whose value is None shows nothing
 _CELL = "padding:1px 14px 1px 0;text-align:left"
 
@@ -66,7 +66,7 @@ def report_of(settings: Settings) -> Report:
     n_stages = build(*sizes).n_stages
     factors = [1.0] * n_stages
     if settings.slow_stage is not None:
-        if settings.slow_stage >= n_stages:
+        if not 0 <= settings.slow_stage < n_stages:
             raise ValueError(
                 f"slow stage {settings.slow_stage}: there are stages 0 to {n_stages - 1}; choose one of them, or none"
             )
@@ -273,6 +273,9 @@ def _controls(settings: Settings) -> dict[str, Widget]:
     for field in fields(Settings):
         value = getattr(settings, field.name)
         control = controls[field.name]
+        # Python takes True for 1, and the menus take _NONE for None.
+        if isinstance(value, bool) or (value == _NONE and isinstance(control, Dropdown)):
+            raise ValueError(f"{field.name} is {value!r}: the panel has no such value")
         try:
             control.value = _NONE if value is None else value
         except Exception as refused:  # ipywidgets raises TraitError, which is no ValueError

@@ -9,8 +9,8 @@ from matplotlib.patches import Patch
 from course_pp.schedule import Costs, Time, Timeline
 from course_pp.show import chart, rows
 from course_pp.show.chart import ChartFigure
-from course_pp.show.timelines import WIDTH, spelled_peaks
-from course_pp.show.wording import counted, listed
+from course_pp.show.timelines import WIDTH, sizes, spelled_peaks
+from course_pp.show.wording import amount, counted, listed, named, percent
 
 _Curve = tuple[tuple[Time, Time], ...]
 
@@ -35,12 +35,12 @@ def memory(tl: Timeline, costs: Costs | None = None, title: str | None = None) -
     _draw_all(axes, tl, costs, scale, float(max(peaks)))
     ranks = rows.name_ranks(axes, tl.n_ranks)
     rows.name_time(axes, unit)
-    rows.note_ranks(axes, {rank: _amount(peaks[rank]) for rank in ranks}, "peak", 9.0)
+    rows.note_ranks(axes, {rank: amount(peaks[rank]) for rank in ranks}, "peak", 9.0)
     finding = _finding(tl, costs, peaks)
     axes.set_title(finding if title is None else title, loc="left", fontsize=11.5, pad=9)
-    figure.alt_text = (
-        f"What each rank holds over time, to one scale. {finding}.{_when(tl, costs, peaks)}{_versions(tl)}"
-    )
+    what = named(tl.name, f"What each rank holds over time, to one scale; {sizes(tl)}")
+    bubble = percent(tl.bubble_fraction)
+    figure.alt_text = f"{what}, bubble {bubble}. {finding}.{_when(tl, costs, peaks)}{_versions(tl)}"
     return figure
 
 
@@ -70,32 +70,28 @@ def _area(curve: _Curve, rank: int, scale: float, end: float, highest: float) ->
     floor = rank + rows.ROW_FILL / 2
     corners, level = [(0.0, floor)], floor
     # Of several changes at one time the last counts: one released and the next taken at once is no change.
-    for time, amount in dict(curve).items():
-        x, height = float(time) * scale, rows.ROW_FILL * float(amount) / (highest or 1)
+    for time, held in dict(curve).items():
+        x, height = float(time) * scale, rows.ROW_FILL * float(held) / (highest or 1)
         corners += [(x, level), (x, floor - height)]
         level = floor - height
     return [*corners, (end, level), (end, floor)]
-
-
-def _amount(amount: Time) -> str:
-    return f"{float(amount):.4g}"
 
 
 def _finding(tl: Timeline, costs: Costs | None, peaks: tuple[Time, ...]) -> str:
     if not tl.actions:
         return f"{counted(tl.n_ranks, 'rank')}, nothing held"
     what = "Peak activations held" if costs is None else "Peak memory"
-    return f"{what}: {spelled_peaks([_amount(peak) for peak in peaks])}"
+    return f"{what}: {spelled_peaks(peaks)}"
 
 
 def _when(tl: Timeline, costs: Costs | None, peaks: tuple[Time, ...]) -> str:
     if not tl.actions:
         return ""
     rank = max(range(tl.n_ranks), key=peaks.__getitem__)
-    time = next(time for time, amount in tl.memory_curve(costs)[rank] if amount == peaks[rank])
+    time = next(time for time, held in tl.memory_curve(costs)[rank] if held == peaks[rank])
     scale, unit = rows.axis_unit(tl)
     suffix = f" {unit}" if tl.unit else ""
-    return f" Rank {rank} reaches {_amount(peaks[rank])} at time {round(float(time) * scale, 4):g}{suffix}."
+    return f" Rank {rank} reaches {amount(peaks[rank])} at time {round(float(time) * scale, 4):g}{suffix}."
 
 
 def _versions(tl: Timeline) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from course_pp.schedule import Span, Timeline
+from course_pp.show.wording import counted
 
 # The nearest of a terminal's 256 colours to those of the figures, as background under black letters.
 _COLOURS = {"F": 75, "B": 166, "I": 214, "W": 36, "U": 227}
@@ -47,6 +48,7 @@ def timeline_text(tl: Timeline, width: int = 100, colour: bool = False) -> str:
     unit = int(per_unit) if per_unit == int(per_unit) and per_unit <= room else 1
     step = room // unit * unit
     cells = [_row(row, per_unit, n_columns, step, with_stage) for row in tl.by_rank]
+    n_hidden = sum(_show_short(spans, row, per_unit) for spans, row in zip(tl.by_rank, cells, strict=True))
     blocks = [
         "\n".join(
             [
@@ -56,6 +58,8 @@ def timeline_text(tl: Timeline, width: int = 100, colour: bool = False) -> str:
         )
         for at in range(0, n_columns, step)
     ]
+    if n_hidden:
+        blocks[-1] += f"\n{counted(n_hidden, 'box', 'boxes')} too short to show"
     return "\n\n".join(blocks)
 
 
@@ -91,6 +95,22 @@ def _row(spans: Iterable[Span], per_unit: float, n_columns: int, step: int, with
         text = (_BUSY * before + label).ljust(length, _BUSY)
         cells[first:last] = [_Cell(text[i], parts[i * len(parts) // length].kind) for i in range(length)]
     return cells
+
+
+def _show_short(spans: Iterable[Span], cells: list[_Cell], per_unit: float) -> int:
+    """Give boxes of less than half a column an idle cell each; returns how many find none."""
+    n_hidden = 0
+    for span in spans:
+        first, last = (min(len(cells), round(float(time) * per_unit)) for time in (span.start, span.end))
+        if first < last or not span.duration:
+            continue
+        place = min(int(float(span.start) * per_unit), len(cells) - 1)
+        if cells[place].kind:
+            n_hidden += 1
+        else:
+            kind = span.action.parts[0].kind
+            cells[place] = _Cell(kind, kind)
+    return n_hidden
 
 
 def _painted(cells: list[_Cell], colour: bool) -> str:

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from course_pp.schedule import Timeline, format_time
+from course_pp.schedule import Time, Timeline, format_time
 from course_pp.show import rows
 from course_pp.show.chart import ChartFigure
-from course_pp.show.wording import counted, listed, percent
+from course_pp.show.wording import amount, counted, listed, named, percent
 
 WIDTH = 9.5
 
@@ -42,28 +42,36 @@ def finding(tl: Timeline) -> str:
     """Sizes, busy share and bubble in one line."""
     if not tl.spans:
         return f"{counted(tl.n_ranks, 'rank')}, nothing done"
-    microbatches = counted(tl.n_microbatches, "microbatch", "microbatches")
-    sizes = f"{counted(tl.n_ranks, 'rank')}, {microbatches}"
-    length = format_time(tl.makespan, tl.unit)
+    shares = (
+        f"busy {percent(tl.utilisation)} of {format_time(tl.makespan, tl.unit)}, bubble {percent(tl.bubble_fraction)}"
+    )
     if tl.n_ranks > 1 and _most_busy_at_once(tl) == 1:
-        return f"One rank works at a time: {sizes}, busy {percent(tl.utilisation)} of {length}"
-    return f"{sizes}: busy {percent(tl.utilisation)} of {length}, bubble {percent(tl.bubble_fraction)}"
+        return f"One rank works at a time: {sizes(tl)}, {shares}"
+    return f"{sizes(tl)}: {shares}"
+
+
+def sizes(tl: Timeline) -> str:
+    """``4 ranks, 8 microbatches``."""
+    return f"{counted(tl.n_ranks, 'rank')}, {counted(tl.n_microbatches, 'microbatch', 'microbatches')}"
 
 
 def describe(tl: Timeline) -> str:
     """The finding and the peaks in a sentence for those who do not see the figure."""
     kind = "Measured timeline" if tl.unit == "s" else "Timeline"
-    return f"{kind}, one row a rank. {finding(tl)}; peak activations held: {spelled_peaks(tl.peak_activations)}."
+    what = named(tl.name, f"{kind}, one row a rank")
+    return f"{what}. {finding(tl)}; peak activations held: {spelled_peaks(tl.peak_activations)}."
 
 
-def spelled_peaks(peaks: Sequence[object]) -> str:
+def spelled_peaks(peaks: Sequence[Time]) -> str:
     """``4, 3, 2 and 1 on ranks 0 to 3``, shorter where they are equal or many."""
     if len(set(peaks)) == 1:
-        return f"{peaks[0]} on every rank"
-    if len(peaks) > 8:
-        first, last = (f"{peaks[rank]} on rank {rank}" for rank in (0, -1 % len(peaks)))
-        return f"{first} to {last}"
-    return f"{listed([str(peak) for peak in peaks])} on ranks 0 to {len(peaks) - 1}"
+        return f"{amount(peaks[0])} on every rank"
+    if len(peaks) <= 8:
+        return f"{listed([amount(peak) for peak in peaks])} on ranks 0 to {len(peaks) - 1}"
+    if list(peaks) in (sorted(peaks), sorted(peaks, reverse=True)):
+        return f"{amount(peaks[0])} on rank 0 to {amount(peaks[-1])} on rank {len(peaks) - 1}"
+    most, least = (f"{amount(peak)}, on rank {peaks.index(peak)}" for peak in (max(peaks), min(peaks)))
+    return f"at most {most}; at least {least}"
 
 
 def _most_busy_at_once(tl: Timeline) -> int:

@@ -13,6 +13,16 @@ def listed(things: list[str]) -> str:
     return " and ".join(filter(None, [", ".join(things[:-1]), *things[-1:]]))
 
 
+def named(name: str, text: str) -> str:
+    """``1f1b: what follows``; ``What follows`` without a name."""
+    return f"{name}: {text[0].lower()}{text[1:]}" if name else text
+
+
+def amount(value: Time) -> str:
+    """``4``, ``5.5``: four digits."""
+    return f"{float(value):.4g}"
+
+
 def percent(fraction: Time) -> str:
     """``27.3 %``."""
     return f"{100 * float(fraction):.3g} %"

@@ -24,6 +24,32 @@ def test_the_chain_leads_back_to_the_first_forward() -> None:
     assert sorted(arrows(figure)) == [False, True, True, True, True]
 
 
+def test_the_input_that_was_ready_before_is_lit_and_labelled() -> None:
+    written = [text for text, *_ in labels(show.dependencies(simulate(build("1f1b", 4, 8)), "0B3"))]
+    assert written.count("F3") == 4  # on rank 0, where the dashed arrow begins, too
+
+
+@pytest.mark.parametrize(("n_ranks", "action"), [(1, "0B3"), (2, "0B3"), (2, "1B3"), (8, "0B3"), (8, "3B3")])
+def test_no_arrow_leaves_the_frame(n_ranks: int, action: str) -> None:
+    figure = show.dependencies(simulate(build("gpipe", n_ranks, 8)), action)
+    figure.draw_without_rendering()
+    frame = figure.axes[0].get_window_extent()
+    for arrow in figure.axes[0].patches:
+        if type(arrow).__name__ == "FancyArrowPatch":
+            # Points of the arc itself: its control point lies twice as far out.
+            arc = arrow.get_path().interpolated(1).to_polygons(closed_only=False)[0]
+            ys = arrow.get_transform().transform(arc)[:, 1]
+            assert frame.y0 <= min(ys)
+            assert max(ys) <= frame.y1
+
+
+@pytest.mark.parametrize(("action", "cause"), [("1F1", "1F0"), ("0B1", "0B0")])
+def test_each_message_takes_the_time_of_its_own_boundary(action: str, cause: str) -> None:
+    # Over the slow boundary the message would arrive after the rank was free, and be the cause instead.
+    tl = simulate(build("gpipe", 3, 2), Costs(forward=(1, 3, 1), input_grad=(2, 1, 1), latency=(1, 4)))
+    assert f" → {cause} → {action}." in show.dependencies(tl, action).alt_text
+
+
 def test_a_busy_rank_is_a_cause_too() -> None:
     figure = show.dependencies(gpipe(2, 3), Action(0, "F", 2))
     assert title(figure) == "0F2 starts at 2.0, after 2 actions in a row; last for rank 0, busy with 0F1"

@@ -20,6 +20,12 @@ def test_the_title_says_how_much_longer_and_both_bubbles() -> None:
     assert {"predicted 33.0", "measured 39.0"} <= set(texts(figure))
 
 
+def test_each_end_has_its_own_label_on_the_side_away_from_the_other() -> None:
+    axes = show.compare(gpipe(4, 8), gpipe(4, 8, latency=1)).axes[0]
+    ends = {text.get_text(): (text.xy[0], text.get_ha()) for text in axes.texts if text.xy[1] == 1}
+    assert ends == {"predicted 33.0": (33, "right"), "measured 39.0": (39, "left"), "": (1, "left")}
+
+
 def test_two_schedules_are_compared_under_their_own_names() -> None:
     figure = show.compare(gpipe(4, 8), simulate(build("zb_h1", 4, 8)), names=("GPipe", "ZB-H1"))
     assert title(figure) == "ZB-H1 is 18.2 % shorter than GPipe: bubble 11.1 % instead of 27.3 %"

@@ -12,7 +12,10 @@ from tests.show.reading import texts, title
 def curves(figure: ChartFigure) -> tuple[list[dict[float, float]], list[dict[float, float]]]:
     """The lines and the points, in the order of the schedules."""
     drawn = [line for line in figure.axes[0].lines if line.get_transform() == figure.axes[0].transData]
-    values = [dict(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in drawn]
+    values = [
+        {m: value for m, value in zip(line.get_xdata(), line.get_ydata(), strict=True) if value == value}
+        for line in drawn
+    ]
     return values[::2], values[1::2]
 
 
@@ -42,6 +45,17 @@ def test_the_title_names_the_best_and_the_worst_at_the_largest_number() -> None:
 def test_what_a_schedule_does_not_allow_has_no_point() -> None:
     _, (points,) = curves(show.bubble_curve(["dualpipe_v"], n_ranks=4, microbatches=(2, 16)))
     assert set(points) == {16}
+
+
+def test_a_line_is_interrupted_where_no_closed_form_holds() -> None:
+    axes = show.bubble_curve(["zb_h2"], microbatches=(1, 16)).axes[0]
+    ys = list(axes.lines[0].get_ydata())
+    assert [y == y for y in ys] == [False] * 6 + [True] * 10
+
+
+def test_one_name_is_one_schedule() -> None:
+    assert show.bubble_curve("1f1b").alt_text == show.bubble_curve(["1f1b"]).alt_text
+    assert show.pareto(schedules="1f1b").alt_text == show.pareto(schedules=["1f1b"]).alt_text
 
 
 def test_names_that_would_touch_are_moved_apart() -> None:
@@ -90,6 +104,8 @@ def test_schedules_that_do_not_allow_the_sizes_are_named() -> None:
     [
         (lambda: show.bubble_curve([]), "at least one schedule"),
         (lambda: show.bubble_curve(microbatches=[]), "one number of microbatches"),
+        (lambda: show.bubble_curve(microbatches=(0, 4)), "at least 1"),
+        (lambda: show.bubble_curve("1f2b"), "use one of naive"),
         (lambda: show.bubble_curve(["1f2b"]), "use one of naive"),
         (lambda: show.bubble_curve(["dualpipe_v"], 8, [1]), "dualpipe_v"),
         (lambda: show.bubble_curve(n_ranks=0), "at least 1"),

@@ -2,12 +2,13 @@ import itertools
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from course_pp import show
-from course_pp.schedule import names
+from course_pp.schedule import names, theory
 from course_pp.show.explorer import Settings, figure_of, formula_html, gap_options, numbers_html, ranks_html, report_of
 
 
@@ -69,6 +70,27 @@ def test_an_impossible_combination_is_a_value_error_and_shown_in_place(settings:
     assert panel.gap.disabled
 
 
+def test_stages_are_not_counted_from_the_end() -> None:
+    with pytest.raises(ValueError, match="stages 0 to 3"):
+        report_of(Settings("gpipe", slow_stage=-1))
+
+
+@pytest.mark.parametrize(
+    ("changed", "verdict"),
+    [
+        ({"makespan": 33.001}, "the closed form differs: makespan 33.001 instead of 33.0"),
+        ({"peak_activations": (4, 3, 2, 2)}, "the closed form differs: peak of rank 3 2.0 instead of 1.0"),
+        ({"makespan": 33 + 1e-12}, "the closed form gives the same makespan, bubbles and peaks"),
+    ],
+)
+def test_a_closed_form_that_is_off_by_more_than_rounding_is_said_to_differ(
+    changed: dict[str, Any], verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = theory.predict("1f1b", 4, 8)
+    monkeypatch.setattr(theory, "predict", lambda *_: replace(exact, **changed))
+    assert report_of(Settings()).verdict.startswith(verdict)
+
+
 def test_moving_a_slider_changes_figure_and_numbers_and_back_again() -> None:
     panel = show.explore()
     before = panel.picture.value, panel.numbers.value
@@ -113,7 +135,19 @@ def test_no_position_of_the_sliders_raises(name: str) -> None:
         assert ("<img" in panel.picture.value) != ("role=" in panel.picture.value)
 
 
-@pytest.mark.parametrize("settings", [{"n_ranks": 0}, {"n_ranks": 99}, {"schedule": "1f2b"}, {"latency": -1.0}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"n_ranks": 0},
+        {"n_ranks": 99},
+        {"n_ranks": True},
+        {"n_chunks": -1},
+        {"n_chunks": True},
+        {"slow_stage": -1},
+        {"schedule": "1f2b"},
+        {"latency": -1.0},
+    ],
+)
 def test_a_start_that_no_slider_can_show_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
         show.explore(**settings)

@@ -8,9 +8,10 @@ import pytest
 from PIL import Image
 
 from course_pp import show
-from course_pp.schedule import Action, Overlap, Span, Timeline
+from course_pp.schedule import Action, Overlap, Span, Timeline, build, simulate
 from course_pp.show import chart
 from course_pp.show.chart import ChartFigure
+from course_pp.show.timelines import spelled_peaks
 from tests.schedule.layouts import gpipe, naive
 from tests.show.reading import labels, texts, title
 
@@ -83,7 +84,7 @@ FIGURES_BY_TITLE = {title(make()): make for make in FIGURES.values()}
 
 
 def test_a_png_is_saved_and_another_ending_is_refused(figure: ChartFigure, tmp_path: Path) -> None:
-    assert Image.open(figure.save(str(tmp_path / "a.png"))).format == "PNG"
+    assert Image.open(figure.save(str(tmp_path / "a.PNG"))).format == "PNG"
     with pytest.raises(ValueError, match=r"end the name in \.png or \.svg"):
         figure.save(tmp_path / "a.pdf")
 
@@ -95,7 +96,7 @@ def test_a_timeline_is_titled_by_its_finding() -> None:
 
 def test_a_naive_split_is_called_one_rank_at_a_time() -> None:
     figure = show.timeline(naive(2, 0.2, 0.4, unit="s"))
-    assert title(figure) == "One rank works at a time: 2 ranks, 1 microbatch, busy 50 % of 1.2 s"
+    assert title(figure) == "One rank works at a time: 2 ranks, 1 microbatch, busy 50 % of 1.2 s, bubble 50 %"
     assert figure.alt_text.startswith("Measured timeline")
     assert figure.alt_text.endswith("peak activations held: 1 on every rank.")
 
@@ -107,6 +108,40 @@ def test_a_measured_time_axis_has_a_unit_that_suits_it(cost: float, label: str, 
     axes = show.timeline(naive(2, cost, cost, unit="s")).axes[0]
     assert axes.get_xlabel() == label
     assert axes.get_xlim()[1] == pytest.approx(end)
+
+
+NAMED = simulate(build("1f1b", 4, 8))
+
+
+@pytest.mark.parametrize(
+    "figure",
+    [show.timeline(NAMED), show.memory(NAMED), show.compare(NAMED, NAMED), show.explore()._figure],
+    ids=["timeline", "memory", "compare", "explore"],
+)
+def test_the_alt_text_names_schedule_sizes_bubble_and_peaks(figure: ChartFigure) -> None:
+    assert figure.alt_text.startswith("1f1b: ")
+    for what in ("4 ranks, 8 microbatches", "bubble 27.3 %", "4, 3, 2 and 1 on ranks 0 to 3"):
+        assert what in figure.alt_text
+
+
+def test_two_schedules_compared_are_both_named() -> None:
+    assert show.compare(NAMED, simulate(build("zb_h1", 4, 8))).alt_text.startswith("1f1b and zb_h1: two timelines")
+
+
+@pytest.mark.parametrize(
+    ("peaks", "spelled"),
+    [
+        ((4, 3, 2), "4, 3 and 2 on ranks 0 to 2"),
+        ((3,) * 9, "3 on every rank"),
+        (tuple(range(10, 0, -1)), "10 on rank 0 to 1 on rank 9"),
+        ((2, 10, 100, 100, 100, 100, 100, 100, 1000), "2 on rank 0 to 1000 on rank 8"),
+        ((10, 9, 8, 7, 600, 5, 4, 3, 2, 1), "at most 600, on rank 4; at least 1, on rank 9"),
+    ],
+)
+def test_peaks_of_many_ranks_are_told_by_their_ends_only_if_nothing_between_sticks_out(
+    peaks: tuple[int, ...], spelled: str
+) -> None:
+    assert spelled_peaks(peaks) == spelled
 
 
 def test_rank_0_is_the_top_row() -> None:

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from course_pp.schedule import Costs, Timeline, build, names, simulate
+from course_pp.schedule import Action, Costs, Span, Timeline, build, names, simulate
 from course_pp.show import timeline_text
 from tests.schedule.layouts import gpipe, naive
 
@@ -56,8 +56,26 @@ def test_colours_change_no_character_but_the_filling() -> None:
 
 def test_what_has_no_room_keeps_its_letter() -> None:
     chart = timeline_text(gpipe(4, 1024))
-    assert len(chart.splitlines()) == 5
+    *lines, hidden = chart.splitlines()
+    assert len(lines) == 5
+    assert re.fullmatch(r"\d+ boxes too short to show", hidden)
     assert set("".join(rows(chart))) <= set("FB·─")
+
+
+def test_a_box_of_less_than_half_a_column_takes_an_idle_cell() -> None:
+    spans = (Span(0, Action(0, "F", 0), 50, 50.01), Span(1, Action(1, "F", 0), 51, 100))
+    (first, second) = rows(timeline_text(Timeline(2, spans), 100))
+    assert first.count("F") == 1
+    assert first.index("F") == second.index("F") - 1
+    assert set(first) == {"F", "·"}
+
+
+def test_boxes_without_an_idle_cell_are_counted() -> None:
+    spans = tuple(Span(0, Action(0, "F", i), 50 + 0.01 * i, 50.01 + 0.01 * i) for i in range(3))
+    rest = (Span(0, Action(0, "F", 3), 51, 100),)
+    assert timeline_text(Timeline(1, spans + rest)).endswith("\n2 boxes too short to show")
+    assert timeline_text(Timeline(1, spans[:2] + rest)).endswith("\n1 box too short to show")
+    assert "too short" not in timeline_text(Timeline(1, spans[:1] + rest))
 
 
 def test_a_measured_timeline_has_its_unit_on_the_ruler() -> None:
