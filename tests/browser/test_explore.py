@@ -7,7 +7,7 @@ import pytest
 from tests.browser.conftest import Lab
 
 pytestmark = pytest.mark.timeout(240)
-FIGURE = ".jp-OutputArea-output img[alt^='Timeline']"
+FIGURE = ".jp-OutputArea-output img[alt*='microbatches']"
 SOON = 30_000  # milliseconds
 
 
