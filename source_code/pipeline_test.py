@@ -31,7 +31,8 @@ def manual_split(config: ModelConfig, stage: int, n_stages: int) -> Transformer:
     """The layers of one stage, cut from a whole model that never takes memory.
 
     The whole model is built on the meta device, what belongs to other stages is dropped, and only then does the rest
-    get storage and values. Raises ValueError if there are more stages than layers.
+    get storage and values. Spelled out here because it is the point; course_pp.model.drop_other_stages does the same.
+    Raises ValueError if there are more stages than layers.
     """
     with torch.device("meta"):
         model = Transformer(config)

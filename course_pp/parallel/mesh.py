@@ -73,18 +73,18 @@ class DistributedConfig:
         """
         sizes = {name: getattr(self, name) for name in _DIMENSIONS}
         if self.dp_shard == -1:
-            del sizes["dp_shard"]
-            others = prod(sizes.values())
-            if world_size % others:
+            others = {name: size for name, size in sizes.items() if name != "dp_shard"}
+            if world_size % prod(others.values()):
                 raise ValueError(
-                    f"{_spelled(sizes)} does not divide the world size {world_size}: "
-                    f"start a multiple of {others} ranks, or change a factor"
+                    f"{_spelled(others)} does not divide the world size {world_size}: "
+                    f"start a multiple of {prod(others.values())} ranks, or change a factor"
                 )
-            sizes = {name: getattr(self, name) for name in _DIMENSIONS} | {"dp_shard": world_size // others}
-        if prod(sizes.values()) != world_size:
+            sizes["dp_shard"] = world_size // prod(others.values())
+        n_ranks = prod(sizes.values())
+        if n_ranks != world_size:
             raise ValueError(
-                f"{_spelled(sizes)}, but the world size is {world_size}: start {prod(sizes.values())} ranks "
-                f"(torchrun --nproc-per-node={prod(sizes.values())}), or change a factor"
+                f"{_spelled(sizes)}, but the world size is {world_size}: start {n_ranks} ranks "
+                f"(torchrun --nproc-per-node={n_ranks}), or change a factor"
             )
         return sizes
 
@@ -92,9 +92,10 @@ class DistributedConfig:
 def _spelled(sizes: dict[str, int]) -> str:
     """``pp × tp = 2 × 2 = 4``, without the factors that are 1."""
     factors = {name: size for name, size in sizes.items() if size != 1} or {"pp": sizes["pp"]}
-    if len(factors) == 1:
-        return " = ".join(f"{name} = {size}" for name, size in factors.items())
-    return f"{' × '.join(factors)} = {' × '.join(map(str, factors.values()))} = {prod(factors.values())}"
+    terms = [" × ".join(factors), " × ".join(map(str, factors.values()))]
+    if len(factors) > 1:
+        terms.append(str(prod(factors.values())))
+    return " = ".join(terms)
 
 
 def init_distributed(config: DistributedConfig, seed: int = 42) -> DeviceMesh | None:

@@ -174,10 +174,8 @@ class PipelineSchedule:
         Raises:
             ValueError: on every rank, before any message, if an argument does not fit the declared shapes.
         """
-        inputs, target = self._check(inputs, target, kwargs)
+        inputs, target = self._prepare(inputs, target, kwargs)
         losses: list[torch.Tensor] = []
-        if target is not None:
-            self._divisor = self._count(target)
         with tied_gradients(*self._tie(), group=self._group):
             args = () if inputs is None else (inputs,)
             self._schedule.step(*args, target=target, losses=losses, return_outputs=False, **kwargs)
@@ -190,11 +188,9 @@ class PipelineSchedule:
 
         Modules stay in the mode they are in: call ``module.eval()`` first if it has dropout.
         """
-        inputs, target = self._check(inputs, target, kwargs)
-        targets = target.chunk(self.n_microbatches) if target is not None else ()
+        inputs, target = self._prepare(inputs, target, kwargs)
         losses: list[torch.Tensor] = []
-        if target is not None:
-            self._divisor = self._count(target)
+        targets = target.chunk(self.n_microbatches) if target is not None else ()
         cut = {
             key: value.chunk(self.n_microbatches) if isinstance(value, torch.Tensor) else [value] * self.n_microbatches
             for key, value in kwargs.items()
@@ -214,7 +210,7 @@ class PipelineSchedule:
             return self._loss_fn.total(output, target) / self._divisor
         return self._loss_fn(output, target) / self._divisor
 
-    def _count(self, target: torch.Tensor) -> torch.Tensor | float:
+    def _divisor_of(self, target: torch.Tensor) -> torch.Tensor | float:
         """What the microbatches' losses are divided by.
 
         Data-parallel ranks average their gradients, so this is the global batch's number of tokens over theirs.
@@ -237,43 +233,41 @@ class PipelineSchedule:
             return mine, None
         return mine, self._last_rank if self.stages[0].is_first else self._first_rank
 
-    def _check(
+    def _prepare(
         self, inputs: torch.Tensor | None, target: torch.Tensor | None, kwargs: dict[str, Any]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Drop what this rank does not need; refuse, on all ranks together, what does not fit."""
+        """Drop what this rank does not need, refuse what does not fit (all ranks together), and count the tokens."""
         inputs = inputs if self.stages[0].is_first else None
         target = target if self.stages[-1].is_last else None
         agree(self._problem(inputs, target, kwargs), self._group)
         if inputs is not None:
             inputs = inputs.contiguous()  # torch before 2.12 refuses a view, such as tokens[:, :-1]
+        if target is not None:
+            self._divisor = self._divisor_of(target)
         return inputs, target
 
     def _problem(self, inputs: torch.Tensor | None, target: torch.Tensor | None, kwargs: dict[str, Any]) -> str | None:
-        for stage in self.stages:
-            problem = problem_of_dtype(stage.submod, stage.boundary.dtype)
-            if problem is not None:
-                return problem
+        problems = [problem_of_dtype(stage.submod, stage.boundary.dtype) for stage in self.stages]
         if self.stages[0].is_first:
-            problem = self._problem_of_tokens("inputs", inputs, "first")
-            if problem is not None:
-                return problem
+            problems.append(self._problem_of_tokens("inputs", inputs, "first"))
         if self.stages[-1].is_last:
-            problem = self._problem_of_tokens("target", target, "last")
-            if problem is not None:
-                return problem
+            problems.append(self._problem_of_tokens("target", target, "last"))
+        problems += [self._problem_of_keyword(name, value) for name, value in kwargs.items()]
+        return next((problem for problem in problems if problem is not None), None)
+
+    def _problem_of_keyword(self, name: str, value: object) -> str | None:
         batch = self.n_microbatches * self.stages[0].tokens.shape[0]
-        for name, value in kwargs.items():
-            if isinstance(value, torch.Tensor):
-                if value.dim() == 0 or value.shape[0] != batch:
-                    return (
-                        f"keyword argument {name} has shape {tuple(value.shape)}, but its first dimension must be the "
-                        f"whole batch, {batch}: expand it"
-                    )
-            elif value is not None and not isinstance(value, bool | int | float | str):
+        if isinstance(value, torch.Tensor):
+            if value.dim() == 0 or value.shape[0] != batch:
                 return (
-                    f"keyword argument {name} is a {type(value).__name__}: pass tensors whose first dimension is the "
-                    "whole batch, or plain numbers and strings, each under a name of its own"
+                    f"keyword argument {name} has shape {tuple(value.shape)}, but its first dimension must be the "
+                    f"whole batch, {batch}: expand it"
                 )
+        elif value is not None and not isinstance(value, bool | int | float | str):
+            return (
+                f"keyword argument {name} is a {type(value).__name__}: pass tensors whose first dimension is the "
+                "whole batch, or plain numbers and strings, each under a name of its own"
+            )
         return None
 
     def _problem_of_tokens(self, name: str, tokens: object, stage: str) -> str | None:
