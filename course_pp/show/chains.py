@@ -9,7 +9,6 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 from course_pp.schedule import Action, Overlap, Product, Span, Time, Timeline, format_time
 from course_pp.show import chart, rows
 from course_pp.show.chart import ChartFigure
-from course_pp.show.timelines import WIDTH
 from course_pp.show.wording import counted
 
 _SPELLED_CHAIN = 12
@@ -38,13 +37,8 @@ def dependencies(tl: Timeline, action: Action | Overlap | str, title: str | None
         ValueError: for an action that is not in the timeline, and for text that is none.
     """
     chain, others = _chain(tl, _find(tl, action))
-    figure = ChartFigure(WIDTH, 1.15 + min(0.46, max(0.13, 4.2 / tl.n_ranks)) * tl.n_ranks)
-    axes = figure.axes_with_margins(left=0.75, right=0.35, bottom=0.68, top=0.47)
-    scale, unit = rows.axis_unit(tl)
-    end = float(tl.makespan) * scale
-    axes.set_xlim(0, end or 1)
-    axes.set_ylim(tl.n_ranks - 0.5, -0.5)
-    rows.draw_idle(axes, tl.n_ranks, end)
+    figure, axes, scale, unit = rows.begin(tl, heights=(0.13, 0.46, 4.2), right=0.35)
+    rows.draw_idle(axes, tl.n_ranks, float(tl.makespan) * scale)
     rows.draw_boxes(axes, rows.boxes_of(tl, scale), alpha=_FADED)
     lit = rows.boxes_of(Timeline(tl.n_ranks, tuple({cause.span for cause in (*chain, *others)}), tl.unit), scale)
     rows.draw_boxes(axes, lit)

@@ -27,6 +27,7 @@ PURPLE = "#CC79A7"
 IDLE_GREY = "#ECECEC"
 TEXT_GREY = "#444444"
 
+WIDTH = 9.5
 _POINTS_PER_INCH = 72
 _DOTS_PER_INCH = 96
 # Twice the pixels for sharp screens; the notebook is told the size in single ones.

@@ -6,11 +6,10 @@ from matplotlib.axes import Axes
 
 from course_pp.schedule import Timeline, format_time
 from course_pp.show import chart, rows
-from course_pp.show.chart import ChartFigure
+from course_pp.show.chart import WIDTH, ChartFigure
 from course_pp.show.timelines import spelled_peaks
 from course_pp.show.wording import counted, listed, named, percent
 
-_WIDTH = 9.5
 _FILL = 0.4
 _OFFSET = 0.21
 
@@ -83,7 +82,7 @@ def compare(
 
     n_ranks = measured.n_ranks
     row_inches = min(0.62, max(0.17, 5.0 / n_ranks))
-    figure = ChartFigure(_WIDTH, 1.35 + row_inches * n_ranks)
+    figure = ChartFigure(WIDTH, 1.35 + row_inches * n_ranks)
     right = max(0.95, 0.15 + max(chart.text_width(label, 8.5) for label in pair.end_labels) / 72)
     axes = figure.axes_with_margins(left=1.35, right=right, bottom=0.68, top=0.67)
     axes.set_xlim(0, max(pair.ends) or 1)

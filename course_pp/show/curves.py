@@ -16,8 +16,7 @@ from matplotlib.transforms import ScaledTranslation
 
 from course_pp.schedule import Costs, Timeline, build, names, simulate, theory
 from course_pp.show import chart
-from course_pp.show.chart import ChartFigure
-from course_pp.show.timelines import WIDTH
+from course_pp.show.chart import WIDTH, ChartFigure
 from course_pp.show.wording import amount, counted, listed, percent
 
 _TIMES = ("forward", "input_grad", "weight_grad", "recompute", "update", "overlapped")

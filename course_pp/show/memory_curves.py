@@ -9,7 +9,7 @@ from matplotlib.patches import Patch
 from course_pp.schedule import Costs, Time, Timeline
 from course_pp.show import chart, rows
 from course_pp.show.chart import ChartFigure
-from course_pp.show.timelines import WIDTH, sizes, spelled_peaks
+from course_pp.show.timelines import sizes, spelled_peaks
 from course_pp.show.wording import amount, counted, listed, named, percent
 
 _Curve = tuple[tuple[Time, Time], ...]
@@ -25,12 +25,7 @@ def memory(tl: Timeline, costs: Costs | None = None, title: str | None = None) -
     Raises:
         ValueError: for costs of another number of stages.
     """
-    row_inches = min(0.5, max(0.16, 4.6 / tl.n_ranks))
-    figure = ChartFigure(WIDTH, 1.15 + row_inches * tl.n_ranks)
-    axes = figure.axes_with_margins(left=0.75, right=0.75, bottom=0.68, top=0.47)
-    scale, unit = rows.axis_unit(tl)
-    axes.set_xlim(0, float(tl.makespan) * scale or 1)
-    axes.set_ylim(tl.n_ranks - 0.5, -0.5)
+    figure, axes, scale, unit = rows.begin(tl, heights=(0.16, 0.5, 4.6), right=0.75)
     peaks = tl.peak_memory(costs)
     _draw_all(axes, tl, costs, scale, float(max(peaks)))
     ranks = rows.name_ranks(axes, tl.n_ranks)

@@ -21,10 +21,27 @@ from matplotlib.transforms import Affine2D
 
 from course_pp.schedule import KINDS, Action, Timeline
 from course_pp.show import chart
+from course_pp.show.chart import WIDTH, ChartFigure
 
 ROW_FILL = 0.86
 _LABEL_SIZES = (8.5, 7.0, 6.0)
 _LABEL_PADDING = 1.6
+
+
+def begin(tl: Timeline, heights: tuple[float, float, float], right: float) -> tuple[ChartFigure, Axes, float, str]:
+    """A figure with a row a rank over the length of ``tl``, and what turns times into the unit of its axis.
+
+    Args:
+        heights: of a row at least, at most, and of all rows together between these bounds, in inches.
+        right: margin in inches.
+    """
+    least, most, together = heights
+    figure = ChartFigure(WIDTH, 1.15 + tl.n_ranks * min(most, max(least, together / tl.n_ranks)))
+    axes = figure.axes_with_margins(left=0.75, right=right, bottom=0.68, top=0.47)
+    scale, unit = axis_unit(tl)
+    axes.set_xlim(0, float(tl.makespan) * scale or 1)
+    axes.set_ylim(tl.n_ranks - 0.5, -0.5)
+    return figure, axes, scale, unit
 
 
 @dataclass(frozen=True)

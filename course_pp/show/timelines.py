@@ -7,8 +7,6 @@ from course_pp.show import rows
 from course_pp.show.chart import ChartFigure
 from course_pp.show.wording import amount, counted, listed, named, percent
 
-WIDTH = 9.5
-
 
 def timeline(tl: Timeline, title: str | None = None) -> ChartFigure:
     """Draw a predicted or measured timeline. The title is its finding unless one is given.
@@ -16,15 +14,8 @@ def timeline(tl: Timeline, title: str | None = None) -> ChartFigure:
     A box reads ``F3``, forward of microbatch 3, or ``2F3`` where a rank has several stages; a label that
     does not fit is shortened to the microbatch, then left out. The right margin has each rank's busy share.
     """
-    row_inches = min(0.42, max(0.13, 4.2 / tl.n_ranks))
-    figure = ChartFigure(WIDTH, 1.15 + row_inches * tl.n_ranks)
-    axes = figure.axes_with_margins(left=0.75, right=0.75, bottom=0.68, top=0.47)
-    scale, unit = rows.axis_unit(tl)
-    end = float(tl.makespan) * scale
-    axes.set_xlim(0, end or 1)
-    axes.set_ylim(tl.n_ranks - 0.5, -0.5)
-
-    rows.draw_idle(axes, tl.n_ranks, end)
+    figure, axes, scale, unit = rows.begin(tl, heights=(0.13, 0.42, 4.2), right=0.75)
+    rows.draw_idle(axes, tl.n_ranks, float(tl.makespan) * scale)
     boxes = rows.boxes_of(tl, scale)
     rows.draw_boxes(axes, boxes)
     rows.label_boxes(axes, boxes, with_stage=rows.has_several_stages_a_rank(tl))
