@@ -108,6 +108,19 @@ class Calls:
     def __init__(self) -> None:
         self._blocked: dict[int, Call] = {}
         self._pending: weakref.WeakKeyDictionary[Any, Call] = weakref.WeakKeyDictionary()
+        # Asking torch takes longer than a small message does.
+        self._ranks: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
+
+    def ranks_of(self, group: Any, c10d: ModuleType) -> tuple[int, ...]:
+        """Global ranks of ``group``; its own numbering if it was made by hand and not registered."""
+        ranks = self._ranks.get(group)
+        if ranks is None:
+            try:
+                ranks = tuple(c10d.get_process_group_ranks(group))
+            except Exception:
+                ranks = tuple(range(group.size()))
+            self._ranks[group] = ranks
+        return ranks
 
     @contextlib.contextmanager
     def blocked_in(self, call: Call | None) -> Iterator[None]:
@@ -160,7 +173,7 @@ def _starting(
 ) -> Callable[..., Any]:
     @functools.wraps(method)
     def start(group: Any, *args: Any, **kwargs: Any) -> Any:
-        call = _call(c10d, group, name, operation, args)
+        call = _call(c10d, calls, group, name, operation, args)
         with calls.blocked_in(call):
             work = method(group, *args, **kwargs)
         if work is not None:
@@ -170,12 +183,8 @@ def _starting(
     return start
 
 
-def _call(c10d: ModuleType, group: Any, name: str, operation: str, args: Sequence[Any]) -> Call:
-    try:
-        ranks = tuple(c10d.get_process_group_ranks(group))
-    except Exception:
-        # A group that was made by hand and not registered: its own numbering is all there is.
-        ranks = tuple(range(group.size()))
+def _call(c10d: ModuleType, calls: Calls, group: Any, name: str, operation: str, args: Sequence[Any]) -> Call:
+    ranks = calls.ranks_of(group, c10d)
     peer = None
     if name in ("send", "recv") and len(args) > 1:
         # Left to the library, a number that is too large ends the process and a negative one waits for ever.
