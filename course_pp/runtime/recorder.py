@@ -1,22 +1,27 @@
-"""Measure when each rank of a real run computes.
+"""Measure when each rank of a real run computes, waits for messages, and keeps how much memory.
 
 The result is the same :class:`~course_pp.schedule.Timeline` that a simulation gives, so it is drawn,
 summed up and explained by the same functions.
 """
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from course_pp.schedule import Action, Overlap, Span, Timeline
+from course_pp.runtime.clocks import Alignment, HostClock, align, clock_of
+from course_pp.runtime.memory import Meter, MeterLog, RankMemory
+from course_pp.schedule import Action, Overlap, Product, Receive, Span, Timeline
 
 _NANOSECONDS = 10**9
+
+_What = Action | Overlap | Product
+_T = TypeVar("_T")
 
 
 class Stage(Protocol):
@@ -28,11 +33,52 @@ class Stage(Protocol):
     backward_weight_one_chunk: Callable[..., Any]
 
 
+@dataclass(frozen=True, slots=True)
+class _RankRecord:
+    """All that one rank recorded: (what, start, end) and memory, in nanoseconds of its clock, and how to shift them."""
+
+    done: list[tuple[_What, int, int]]
+    memory: MeterLog | None
+    clock: Alignment
+
+    def starts(self, *kinds: type) -> list[int]:
+        return [start - self.clock.offset_ns for what, start, _ in self.done if isinstance(what, kinds)]
+
+
+class _Recording:
+    """The ``with`` block that records its body; a class, as a generator would cost more than twice as much."""
+
+    __slots__ = ("_recorder", "_start", "_what")
+
+    def __init__(self, recorder: "Recorder", what: _What) -> None:
+        self._recorder, self._what = recorder, what
+
+    def __enter__(self) -> None:
+        recorder = self._recorder
+        if recorder._running is not None:
+            raise RuntimeError(
+                f"{_name(self._what)} starts while {_name(recorder._running)} is being recorded: end the outer one "
+                "first, and do not wrap a stage that is attached"
+            )
+        self._start = recorder._mark()
+        recorder._running = self._what
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        recorder = self._recorder
+        recorder._running = None
+        if kind is None:
+            recorder._marked.append((self._what, self._start, recorder._mark()))
+
+
 class Recorder:
-    """Records the actions of this rank, and gathers those of all ranks into a timeline.
+    """Records what this rank does and waits for, and gathers that of all ranks into a timeline.
 
     Around your own code::
 
+        with recorder.receiving(Product("activation", stage - 1, microbatch)):
+            input = receive()
         with recorder.span(Action(stage, "F", microbatch)):
             output = module(input)
 
@@ -42,42 +88,45 @@ class Recorder:
             schedule.step(inputs, target=targets)
         timeline = recorder.timeline()
 
-    The clock is ``time.monotonic_ns``, which all processes of one host share. Ranks on several hosts are
-    not aligned yet: their spans are shifted by the difference between the hosts' clocks.
+    On a CPU a span costs two readings of the clock that all processes of a host share. Ranks on several hosts are
+    aligned with messages (:func:`~course_pp.runtime.clocks.align`); how wrong that may be is in :attr:`clock_error`.
 
-    On CUDA the device is synchronised at both ends of each span: without it a span would measure how long
-    it took to launch the kernels. It forbids the overlap of an action with the next one's launches, so a
-    recorded step is slower than an unrecorded one. On a CPU a span costs two clock readings.
+    On CUDA a span lasts from when the current stream comes to its first kernel until that stream has done its last,
+    also while the host is ahead or behind. It is measured with a pair of events, so recording neither waits for the
+    device nor holds back the launches of the next action. Kernels on other streams count only where the current
+    stream waits for them, and all spans of a rank must be recorded on one stream. A receive lasts as long as it
+    blocks that stream.
 
     Args:
         device: where the actions run; None means the device of the first attached stage, or else the CPU.
+        memory: also count the bytes kept for backward, with :attr:`meter`.
     """
 
-    def __init__(self, device: torch.device | str | None = None) -> None:
-        self._device = None if device is None else torch.device(device)
-        self._done: list[tuple[Action | Overlap, int, int]] = []
-        self._running: Action | Overlap | None = None
+    def __init__(self, device: torch.device | str | None = None, *, memory: bool = False) -> None:
+        self.meter = Meter(HostClock.mark) if memory else None
+        self._marked: list[tuple[_What, Any, Any]] = []
+        self._done: list[tuple[_What, int, int]] = []
+        self._running: _What | None = None
         self._restore: list[Callable[[], None]] = []
+        self._alignments: WeakKeyDictionary[dist.ProcessGroup, Alignment] = WeakKeyDictionary()
+        self._clock_error: float | None = None
+        self._time_on(None if device is None else torch.device(device))
 
-    @contextmanager
-    def span(self, action: Action | Overlap) -> Iterator[None]:
-        """Record the body as ``action``; a body that raises is not recorded.
+    def span(self, action: Action | Overlap) -> _Recording:
+        """Record the body of a ``with`` as ``action``; a body that raises is not recorded.
 
         Raises:
-            RuntimeError: inside another span, since a rank does one thing at a time.
+            RuntimeError: on entering it inside another span or receive, since a rank does one thing at a time.
         """
-        if self._running is not None:
-            raise RuntimeError(
-                f"{action} starts while {self._running} is being recorded: end the outer span first, "
-                "and do not wrap a stage that is attached"
-            )
-        self._running = action
-        try:
-            start = self._now()
-            yield
-            self._done.append((action, start, self._now()))
-        finally:
-            self._running = None
+        return _Recording(self, action)
+
+    def receiving(self, product: Product) -> _Recording:
+        """Record that this rank is blocked until ``product`` is there, for as long as the body of a ``with`` runs.
+
+        Raises:
+            RuntimeError: as for :meth:`span`.
+        """
+        return _Recording(self, product)
 
     def attach(self, *stages: Stage) -> "Recorder":
         """Record every forward and backward of ``stages`` until :meth:`detach` or the end of a ``with``.
@@ -96,7 +145,8 @@ class Recorder:
                 raise ValueError(f"stage {stage.stage_index} is named twice: attach each stage once")
         for stage in stages:
             if self._device is None:
-                self._device = getattr(stage, "device", None)
+                self._settle()
+                self._time_on(getattr(stage, "device", None))
             for name, record in (
                 ("forward_one_chunk", self._forward),
                 ("backward_one_chunk", self._backward),
@@ -121,36 +171,101 @@ class Recorder:
         self.detach()
 
     def clear(self) -> None:
-        """Forget what was recorded, for example a warm-up step."""
+        """Forget what was recorded, for example a warm-up step; memory that is kept now stays counted."""
+        self._marked.clear()
         self._done.clear()
+        self._alignments.clear()
+        self._clock_error = None
+        if self.meter is not None:
+            self.meter.clear()
 
-    def timeline(self, group: dist.ProcessGroup | None = None) -> Timeline:
+    def timeline(self, group: dist.ProcessGroup | None = None, name: str = "") -> Timeline:
         """What every rank of ``group`` recorded, the same timeline on each of them.
 
-        Every rank of the group must call it. Time 0 is the earliest start on any rank, the unit is seconds,
-        and ranks are numbered within the group. Without a process group there is one rank.
+        Every rank of the group must call it. Time 0 is the earliest start of a span on any rank (receives are cut off
+        there), the unit is seconds, and ranks are numbered within the group. Without a process group there is one
+        rank.
+
+        Args:
+            group: None means all ranks.
+            name: what ran, for labels.
 
         Raises:
-            RuntimeError: inside a span.
+            RuntimeError: inside a span or receive.
         """
-        if self._running is not None:
-            raise RuntimeError(f"{self._running} is still being recorded: ask for the timeline afterwards")
-        everyone = [self._done]
-        if dist.is_available() and dist.is_initialized():
-            everyone = [[] for _ in range(dist.get_world_size(group))]
-            dist.all_gather_object(everyone, self._done, group=group)
-        zero = min((start for done in everyone for _, start, _ in done), default=0)
-        spans = tuple(
-            Span(rank, action, (start - zero) / _NANOSECONDS, (end - zero) / _NANOSECONDS)
-            for rank, done in enumerate(everyone)
-            for action, start, end in done
-        )
-        return Timeline(len(everyone), spans, unit="s")
+        records, zero = self._gather(group)
+        spans, receives = [], []
+        for rank, record in enumerate(records):
+            for what, start, end in record.done:
+                since, until = (time - record.clock.offset_ns - zero for time in (start, end))
+                if not isinstance(what, Product):
+                    spans.append(Span(rank, what, since / _NANOSECONDS, until / _NANOSECONDS))
+                elif since >= 0 or until > 0:
+                    receives.append(Receive(rank, what, max(since, 0) / _NANOSECONDS, until / _NANOSECONDS))
+        return Timeline(len(records), tuple(spans), unit="s", receives=tuple(receives), name=name)
 
-    def _now(self) -> int:
-        if self._device is not None and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.monotonic_ns()
+    def memory(self, group: dist.ProcessGroup | None = None) -> tuple[RankMemory, ...]:
+        """What every rank of ``group`` kept for backward, with the same time 0 as :meth:`timeline`.
+
+        Every rank of the group must call it.
+
+        Raises:
+            RuntimeError: inside a span or receive, and on every rank if one does not count memory.
+        """
+        records, zero = self._gather(group)
+        memories = []
+        for rank, record in enumerate(records):
+            if record.memory is None:
+                raise RuntimeError(f"the recorder of rank {rank} counts no memory: make it with Recorder(memory=True)")
+            memories.append(record.memory.seen_from(rank, zero + record.clock.offset_ns))
+        return tuple(memories)
+
+    @property
+    def clock_error(self) -> float:
+        """Seconds by which a rank's clock may be wrong against rank 0's, at most, on the rank where it is largest.
+
+        0 where all ranks share a host. For two ranks that are both on other hosts than rank 0, it may be twice that.
+
+        Raises:
+            RuntimeError: before :meth:`timeline` or :meth:`memory`, which compare the clocks.
+        """
+        if self._clock_error is None:
+            raise RuntimeError("the clocks have not been compared yet: ask for the timeline first")
+        return self._clock_error
+
+    def _time_on(self, device: torch.device | None) -> None:
+        self._device = device
+        self._clock = clock_of(self._device)
+        self._mark = self._clock.mark
+
+    def _settle(self) -> None:
+        """Turn the clock's marks into nanoseconds."""
+        times = iter(self._clock.nanoseconds([mark for _, *marks in self._marked for mark in marks]))
+        self._done += [(what, next(times), next(times)) for what, _, _ in self._marked]
+        self._marked.clear()
+
+    def _gather(self, group: dist.ProcessGroup | None) -> tuple[list[_RankRecord], int]:
+        """What each rank recorded, and time 0 in nanoseconds of rank 0's clock."""
+        if self._running is not None:
+            raise RuntimeError(f"{_name(self._running)} is still being recorded: ask for what was recorded afterwards")
+        self._settle()
+        memory = None if self.meter is None else self.meter.log()
+        records = _from_all(_RankRecord(self._done, memory, self._align(group)), group)
+        self._clock_error = max(record.clock.error_ns for record in records) / _NANOSECONDS
+        starts = [start for record in records for start in record.starts(Action, Overlap)]
+        starts = starts or [start for record in records for start in record.starts(Product)]
+        return records, min(starts, default=0)
+
+    def _align(self, group: dist.ProcessGroup | None) -> Alignment:
+        if not _distributed():
+            return Alignment(0, 0)
+        group = group or dist.group.WORLD
+        assert group is not None  # there is a default group once torch.distributed is initialised
+        # One alignment for all that is recorded until clear(), or timeline and memory would differ in their zero.
+        # Ranks may have cleared differently, and must measure together.
+        if not all(_from_all(group in self._alignments, group)):
+            self._alignments[group] = align(group)
+        return self._alignments[group]
 
     # The three wrappers have the positions and names of torch's methods, which schedules call either way.
 
@@ -190,3 +305,20 @@ def _refuse_unsuitable(stage: Stage) -> None:
             )
     if isinstance(vars(stage).get("forward_one_chunk"), partial):
         raise ValueError(f"stage {stage.stage_index} is recorded already: detach() its recorder first")
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _from_all(mine: _T, group: dist.ProcessGroup | None) -> list[_T]:
+    """``mine`` of every rank of ``group``, in order."""
+    everyone = [mine]
+    if _distributed():
+        everyone *= dist.get_world_size(group)
+        dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+def _name(what: _What) -> str:
+    return f"the receive of {what}" if isinstance(what, Product) else str(what)

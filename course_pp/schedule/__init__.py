@@ -8,6 +8,7 @@
 * :func:`to_torch_csv`, :func:`from_torch_csv`: the text form that torch's schedules load and dump.
 * :class:`Span` and :class:`Timeline`: when each rank did it. A simulation and a measurement give the
   same type, so one function draws either (:func:`course_pp.show.timeline`).
+* :class:`Receive`: an interval in which a rank of a real run was blocked until a message was there.
 * :class:`Gap`: an interval in which a rank does nothing, with its cause in a sentence.
 """
 
@@ -19,7 +20,7 @@ from course_pp.schedule.costs import Costs
 from course_pp.schedule.legality import check
 from course_pp.schedule.schedule import Schedule
 from course_pp.schedule.simulation import simulate
-from course_pp.schedule.span import Gap, Span, Time, format_time
+from course_pp.schedule.span import Gap, Receive, Span, Time, format_time
 from course_pp.schedule.timeline import Timeline
 from course_pp.schedule.torch_csv import from_torch_csv, to_torch_csv
 
@@ -30,6 +31,7 @@ __all__ = [
     "Gap",
     "Overlap",
     "Product",
+    "Receive",
     "Schedule",
     "Span",
     "Time",

@@ -1,9 +1,9 @@
-"""An action with its time, an interval without one, and how times are written."""
+"""An action or a receive with its time, an interval without one, and how times are written."""
 
 from dataclasses import dataclass
 from fractions import Fraction
 
-from course_pp.schedule.action import Action, Overlap
+from course_pp.schedule.action import Action, Overlap, Product
 
 Time = float | Fraction
 
@@ -14,6 +14,20 @@ class Span:
 
     rank: int
     action: Action | Overlap
+    start: Time
+    end: Time
+
+    @property
+    def duration(self) -> Time:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Rank ``rank`` was blocked from ``start`` to ``end``, until ``product`` was there."""
+
+    rank: int
+    product: Product
     start: Time
     end: Time
 

@@ -14,10 +14,10 @@ from operator import attrgetter
 from course_pp.schedule.action import Action
 from course_pp.schedule.costs import Costs
 from course_pp.schedule.memory import Curve, curve_of_rank, most_versions
-from course_pp.schedule.span import Gap, Span, Time, format_time
+from course_pp.schedule.span import Gap, Receive, Span, Time, format_time
 from course_pp.schedule.waiting import Inputs, critical_path, gaps_of_rank
 
-__all__ = ["Gap", "Span", "Time", "Timeline", "format_time"]
+__all__ = ["Gap", "Receive", "Span", "Time", "Timeline", "format_time"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -26,17 +26,19 @@ class Timeline:
 
     Attributes:
         transfers: for each boundary between stages, how long a message between two ranks takes; empty if unknown.
+        receives: when which rank was blocked until a message was there, sorted as the spans are; empty if not measured.
         name: what ran, for labels: simulating sets it to the schedule's. It plays no part in comparisons.
 
     Raises:
-        ValueError: for a span that ends before it starts, starts before 0, is not finite or names a rank
-            that does not exist, and for two spans of one rank that overlap.
+        ValueError: for a span or receive that ends before it starts, starts before 0, is not finite or names a rank
+            that does not exist, and for two of one rank that overlap.
     """
 
     n_ranks: int
     spans: tuple[Span, ...]
     unit: str = ""
     transfers: tuple[Time, ...] = ()
+    receives: tuple[Receive, ...] = ()
     name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -44,20 +46,22 @@ class Timeline:
             raise ValueError(f"a timeline of {self.n_ranks!r} ranks: give an integer of at least 1")
         if self.unit not in ("", "s"):
             raise ValueError(f"unknown unit {self.unit!r}: use '' for relative costs or 's' for seconds")
+        done: tuple[Span | Receive, ...] = (*self.spans, *self.receives)
         # The comparison is false for NaN; only then is it worth a second look at each.
-        if not all(0 <= span.rank < self.n_ranks and 0 <= span.start <= span.end < inf for span in self.spans):
-            for span in self.spans:
-                _refuse_impossible(span, self.n_ranks)
+        if not all(0 <= each.rank < self.n_ranks and 0 <= each.start <= each.end < inf for each in done):
+            for each in done:
+                _refuse_impossible(each, self.n_ranks)
         # Stable, so spans of no length keep the order in which the rank did them.
-        ordered = tuple(sorted(self.spans, key=attrgetter("rank", "start", "end")))
+        ordered = sorted(done, key=attrgetter("rank", "start", "end"))
         for before, after in pairwise(ordered):
             if before.rank == after.rank and after.start < before.end:
                 raise ValueError(
-                    f"{before.action} and {after.action} overlap on rank {after.rank}: the first ends at "
+                    f"{_name(before)} and {_name(after)} overlap on rank {after.rank}: the first ends at "
                     f"{before.end}, the second starts at {after.start}; a rank does one thing at a time "
                     "(a pair run together is one span with an Overlap)"
                 )
-        object.__setattr__(self, "spans", ordered)
+        object.__setattr__(self, "spans", tuple(each for each in ordered if isinstance(each, Span)))
+        object.__setattr__(self, "receives", tuple(each for each in ordered if isinstance(each, Receive)))
 
     def __repr__(self) -> str:
         name = f"{self.name}, " if self.name else ""
@@ -98,6 +102,14 @@ class Timeline:
     def busy(self) -> tuple[Time, ...]:
         """For each rank, the time it spends in spans."""
         return tuple(sum((span.duration for span in row), 0) for row in self.by_rank)
+
+    @cached_property
+    def waited(self) -> tuple[Time, ...]:
+        """For each rank, the time it was blocked in receives: the part of its idle time that others could shorten."""
+        waits: list[Time] = [0] * self.n_ranks
+        for receive in self.receives:
+            waits[receive.rank] += receive.duration
+        return tuple(waits)
 
     @cached_property
     def bubble_fraction(self) -> Time:
@@ -186,16 +198,20 @@ class Timeline:
         return critical_path(self.by_rank, self._inputs)
 
 
-def _refuse_impossible(span: Span, n_ranks: int) -> None:
-    if not 0 <= span.rank < n_ranks:
-        raise ValueError(f"{span.action} is on rank {span.rank}: give a rank from 0 to {n_ranks - 1}")
+def _name(done: Span | Receive) -> str:
+    return str(done.action) if isinstance(done, Span) else f"the receive of {done.product}"
+
+
+def _refuse_impossible(done: Span | Receive, n_ranks: int) -> None:
+    if not 0 <= done.rank < n_ranks:
+        raise ValueError(f"{_name(done)} is on rank {done.rank}: give a rank from 0 to {n_ranks - 1}")
     # Neither NaN nor infinity equals itself less itself; math.isfinite would round a Fraction.
-    if span.start - span.start != 0 or span.end - span.end != 0:
-        raise ValueError(f"{span.action} runs from {span.start} to {span.end}: give finite times")
-    if span.start < 0:
-        raise ValueError(f"{span.action} starts at {span.start}: times count from 0, shift all spans")
-    if span.end < span.start:
-        raise ValueError(f"{span.action} starts at {span.start} and ends at {span.end}: swap start and end")
+    if done.start - done.start != 0 or done.end - done.end != 0:
+        raise ValueError(f"{_name(done)} runs from {done.start} to {done.end}: give finite times")
+    if done.start < 0:
+        raise ValueError(f"{_name(done)} starts at {done.start}: times count from 0, shift all spans")
+    if done.end < done.start:
+        raise ValueError(f"{_name(done)} starts at {done.start} and ends at {done.end}: swap start and end")
 
 
 def _peak_held(row: Sequence[Span]) -> int:

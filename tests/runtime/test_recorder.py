@@ -10,7 +10,7 @@ from torch.distributed import pipelining
 from course_pp.launch import on_ranks
 from course_pp.parallel._torch import LocalNeighboursStage
 from course_pp.runtime import Recorder
-from course_pp.schedule import Action, Timeline
+from course_pp.schedule import Action, Product, Timeline
 
 WIDTH, N_MICROBATCHES = 8, 4
 
@@ -124,6 +124,113 @@ def test_a_body_that_raises_is_not_recorded_and_the_recorder_goes_on() -> None:
     with recorder.span(Action(0, "F", 1)):
         pass
     assert [str(span.action) for span in recorder.timeline().spans] == ["0F1"]
+
+
+def hand_over(rank: int) -> Timeline:
+    """Rank 0 computes and sends; rank 1, which has begun to wait by then, receives and computes."""
+    recorder, message = Recorder(), torch.zeros(1)
+    if rank == 0:
+        dist.barrier()
+        with recorder.span(Action(0, "F", 0)):
+            time.sleep(0.01)
+        dist.send(message, 1)
+    else:
+        with recorder.receiving(Product("activation", 0, 0)):
+            dist.barrier()
+            dist.recv(message, 0)
+        with recorder.span(Action(1, "F", 0)):
+            pass
+    return recorder.timeline(name="by hand")
+
+
+def test_a_rank_that_is_blocked_until_a_message_is_there_is_recorded_as_receiving_it() -> None:
+    tl, other = on_ranks(2, hand_over, timeout_s=60.0)
+    assert tl == other
+    assert tl.name == other.name == "by hand"
+    first, second = tl.spans
+    (receive,) = tl.receives
+    assert (receive.rank, receive.product) == (1, Product("activation", 0, 0))
+    assert first.start == receive.start == 0  # the receive began earlier, and is cut off there
+    assert first.end <= receive.end <= second.start
+    assert tl.waited == (0, receive.duration)
+
+
+def test_receives_without_a_span_count_from_the_first_of_them() -> None:
+    recorder = Recorder()
+    for microbatch in range(2):
+        with recorder.receiving(Product("gradient", 1, microbatch)):
+            pass
+    receives = recorder.timeline().receives
+    assert [receive.product.microbatch for receive in receives] == [0, 1]
+    assert receives[0].start == 0
+
+
+def test_a_receive_that_was_over_before_the_first_span_is_left_out() -> None:
+    recorder = Recorder()
+    with recorder.receiving(Product("gradient", 1, 0)):
+        pass
+    with recorder.span(Action(0, "B", 0)):
+        pass
+    tl = recorder.timeline()
+    assert len(tl.spans) == 1
+    assert tl.receives == ()
+
+
+def test_a_receive_that_fails_is_not_recorded() -> None:
+    recorder = Recorder()
+    with pytest.raises(KeyError), recorder.receiving(Product("gradient", 1, 0)):
+        raise KeyError
+    assert recorder.timeline().receives == ()
+
+
+def test_a_span_and_a_receive_are_refused_within_each_other() -> None:
+    recorder, gradient = Recorder(), Product("gradient", 1, 0)
+    name = "the receive of the gradient of microbatch 0 from stage 1"
+    with (
+        recorder.span(Action(0, "F", 0)),
+        pytest.raises(RuntimeError, match=f"{name} starts while 0F0 is being recorded"),
+        recorder.receiving(gradient),
+    ):
+        pass
+    with (
+        recorder.receiving(gradient),
+        pytest.raises(RuntimeError, match=f"0F1 starts while {name} is being recorded"),
+        recorder.span(Action(0, "F", 1)),
+    ):
+        pass
+    with recorder.receiving(gradient), pytest.raises(RuntimeError, match=f"{name} is still being recorded"):
+        recorder.timeline()
+
+
+def test_memory_is_counted_only_if_asked_for() -> None:
+    assert Recorder().meter is None
+    assert Recorder(memory=True).meter is not None
+
+
+def test_clearing_forgets_receives_and_memory_too() -> None:
+    recorder = Recorder(memory=True)
+    assert recorder.meter is not None
+    with recorder.receiving(Product("gradient", 1, 0)):
+        recorder.meter.hold(torch.zeros(1), "buffer").release()
+    recorder.clear()
+    assert recorder.timeline() == Timeline(1, (), unit="s")
+    assert set(recorder.memory()[0].peaks.values()) == {0}
+
+
+def clear_on_one_rank(rank: int) -> list[Timeline]:
+    recorder = Recorder()
+    with recorder.span(Action(rank, "F", 0)):
+        pass
+    before = recorder.timeline()
+    if rank == 1:
+        recorder.clear()
+    return [before, recorder.timeline()]
+
+
+def test_a_rank_may_clear_alone() -> None:
+    for before, after in on_ranks(2, clear_on_one_rank, timeout_s=60.0):
+        assert [len(row) for row in before.by_rank] == [1, 1]
+        assert [len(row) for row in after.by_rank] == [1, 0]
 
 
 def test_a_span_within_a_span_is_refused() -> None:

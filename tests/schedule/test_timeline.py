@@ -4,7 +4,20 @@ from itertools import pairwise
 
 import pytest
 
-from course_pp.schedule import Action, Costs, Overlap, Schedule, Span, Timeline, build, format_time, names, simulate
+from course_pp.schedule import (
+    Action,
+    Costs,
+    Overlap,
+    Product,
+    Receive,
+    Schedule,
+    Span,
+    Timeline,
+    build,
+    format_time,
+    names,
+    simulate,
+)
 from tests.schedule.layouts import gpipe, naive
 
 
@@ -235,6 +248,44 @@ def test_a_simulated_timeline_has_the_name_of_its_schedule_which_says_nothing_ab
     assert tl.name == "1f1b"
     assert repr(tl).startswith("Timeline(1f1b, 2 ranks, ")
     assert Timeline(2, tl.spans, transfers=tl.transfers) == tl
+
+
+def receive(rank: int, start: float, end: float) -> Receive:
+    return Receive(rank, Product("activation", 0, 0), start, end)
+
+
+def test_receives_are_sorted_as_spans_are_and_summed_up_rank_by_rank() -> None:
+    spans = on_rank(0, ("0F0", 0, 2)) + on_rank(1, ("1F0", 3, 4))
+    receives = (receive(1, 1, 3), receive(0, 2, 6), receive(1, 0, 1))
+    tl = Timeline(3, spans, receives=receives)
+    assert tl.receives == (receive(0, 2, 6), receive(1, 0, 1), receive(1, 1, 3))
+    assert tl.waited == (4, 3, 0)
+    assert tl.makespan == 4  # nothing is done after that
+    assert tl.busy == (2, 1, 0)
+
+
+def test_timelines_with_other_receives_differ() -> None:
+    spans = on_rank(0, ("0F0", 0, 1))
+    one, other = Timeline(1, spans, receives=(receive(0, 1, 2),)), Timeline(1, spans, receives=(receive(0, 1, 3),))
+    assert one == Timeline(1, spans, receives=(receive(0, 1, 2),))
+    assert len({one, other, Timeline(1, spans)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("bad", "rule"),
+    [
+        (receive(0, 1.5, 3), "0F0 and the receive of the activation of microbatch 0 from stage 0 overlap on rank 0"),
+        (receive(0, 0, 1.5), "the receive of the activation of microbatch 0 from stage 0 and 0F0 overlap on rank 0"),
+        (receive(0, 4.5, 6), "the receive of .* and the receive of .* overlap"),
+        (receive(0, 3, 2), "swap start and end"),
+        (receive(0, -1, 0), "times count from 0"),
+        (receive(0, 3, math.inf), "finite"),
+        (receive(1, 3, 4), "rank 1: give a rank from 0 to 0"),
+    ],
+)
+def test_impossible_receives_are_refused(bad: Receive, rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        Timeline(1, on_rank(0, ("0F0", 1, 2)), receives=(receive(0, 4, 5), bad))
 
 
 @pytest.mark.parametrize(

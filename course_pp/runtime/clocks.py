@@ -1,0 +1,165 @@
+"""Clocks that can be compared: of the host and of a GPU, of two processes, of two hosts.
+
+All processes of one host share ``time.monotonic_ns``: it reads CLOCK_MONOTONIC, which counts from the host's boot, not
+from the start of a process. Two hosts booted at different times, so their clocks differ by anything, and the
+difference is measured with messages.
+"""
+
+import os
+import platform
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_TIME_NAMESPACE = Path("/proc/self/ns/time")
+_ROUNDS = 32
+
+
+class Clock(Protocol):
+    """Marks moments now, cheaply, and says afterwards when they were."""
+
+    def mark(self) -> Any:
+        """Remember this moment."""
+
+    def nanoseconds(self, marks: Sequence[Any]) -> list[int]:
+        """What ``time.monotonic_ns`` showed at each of ``marks``."""
+
+
+class HostClock:
+    """The host's clock; a mark is its reading."""
+
+    mark = staticmethod(time.monotonic_ns)
+
+    def nanoseconds(self, marks: Sequence[int]) -> list[int]:
+        return list(marks)
+
+
+class DeviceClock:
+    """The clock of a CUDA device; a mark is an event on the current stream, and waits for nothing.
+
+    Marks are resolved against a reference event, which an idle device reaches as soon as it is recorded, that is
+    between two readings of the host's clock around it. The reference is taken when marks are resolved, so the device
+    is not synchronised before.
+
+    Args:
+        device: a CUDA device.
+        cuda: has the ``Event``, ``current_stream`` and ``synchronize`` of ``torch.cuda``.
+        host: reads the host's clock, in nanoseconds.
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda, host: Callable[[], int] = time.monotonic_ns):
+        self._device, self._cuda, self._host = device, cuda, host
+
+    def mark(self) -> Any:
+        event = self._cuda.Event(enable_timing=True)
+        event.record(self._cuda.current_stream(self._device))
+        return event
+
+    def nanoseconds(self, marks: Sequence[Any]) -> list[int]:
+        if not marks:
+            return []
+        self._cuda.synchronize(self._device)
+        before = self._host()
+        reference = self.mark()
+        self._cuda.synchronize(self._device)
+        now = (before + self._host()) // 2
+        return [now - round(event.elapsed_time(reference) * 1e6) for event in marks]  # milliseconds
+
+
+def clock_of(device: torch.device | None) -> Clock:
+    """The clock by which work on ``device`` is timed: the host's unless it is CUDA."""
+    if device is not None and device.type == "cuda":
+        return DeviceClock(device)
+    return HostClock()
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """How far this rank's clock is ahead of rank 0's, in nanoseconds, and how wrong that may be at most."""
+
+    offset_ns: int
+    error_ns: int
+
+
+def host_identity() -> str:
+    """A name that two processes share only if they read the same CLOCK_MONOTONIC.
+
+    The boot id changes with every boot, the host's name tells copies of a virtual machine apart, and a time namespace
+    shifts the clocks of the processes within. Where there is no boot id, the network card's address stands for it.
+    """
+    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else f"{uuid.getnode():x}"
+    namespace = os.readlink(_TIME_NAMESPACE) if _TIME_NAMESPACE.exists() else ""
+    return " ".join((platform.node(), boot, namespace))
+
+
+def align(
+    group: dist.ProcessGroup | None = None,
+    clock: Callable[[], int] = time.monotonic_ns,
+    host: str | None = None,
+) -> Alignment:
+    """Compare this rank's clock with that of rank 0 of ``group``. Every rank of the group must call it.
+
+    Ranks that share a host share its clock: no message is sent for those on rank 0's host, and on each other host
+    the first rank measures for all (Cristian, "Probabilistic clock synchronization", Distributed Computing 3, 1989;
+    the formula is that of NTP, RFC 5905, section 8). A message leaves at t0, is there at t1 by rank 0's clock, its
+    reply leaves at t2 and is back at t3. With equal delays both ways the clock is ahead by
+    ``((t0 - t1) + (t3 - t2)) / 2``, and whatever the delays, that is wrong by at most half the time both messages
+    took. The quickest of several rounds has the smallest error, and is taken.
+
+    Args:
+        group: None means all ranks. Without a process group there is one rank.
+        clock: reads this rank's clock, in nanoseconds.
+        host: ranks with the same name share a clock; :func:`host_identity` unless given.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return Alignment(0, 0)
+    rank, n_ranks = dist.get_rank(group), dist.get_world_size(group)
+    hosts: list[str] = [""] * n_ranks
+    dist.all_gather_object(hosts, host_identity() if host is None else host, group=group)
+    first_on_host = [hosts.index(name) for name in hosts]
+    measuring = sorted(set(first_on_host) - {0})
+    mine = Alignment(0, 0)
+    if not measuring:
+        return mine
+    if rank == 0:
+        for other in measuring:
+            _answer(other, group, clock)
+    elif rank in measuring:
+        mine = min((_ask(group, clock) for _ in range(_ROUNDS)), key=lambda alignment: alignment.error_ns)
+    alignments = [mine] * n_ranks
+    dist.all_gather_object(alignments, mine, group=group)
+    return alignments[first_on_host[rank]]
+
+
+def _ask(group: dist.ProcessGroup | None, clock: Callable[[], int]) -> Alignment:
+    times = torch.zeros(2, dtype=torch.int64, device=_message_device(group))
+    t0 = clock()
+    dist.send(times, group=group, group_dst=0)
+    dist.recv(times, group=group, group_src=0)
+    t1, t2 = times.tolist()
+    t3 = clock()
+    on_the_way = (t3 - t0) - (t2 - t1)
+    # One more, as both halves are rounded to whole nanoseconds.
+    return Alignment((t0 - t1 + t3 - t2) // 2, on_the_way // 2 + 1)
+
+
+def _answer(other: int, group: dist.ProcessGroup | None, clock: Callable[[], int]) -> None:
+    device = _message_device(group)
+    question = torch.zeros(2, dtype=torch.int64, device=device)
+    for _ in range(_ROUNDS):
+        dist.recv(question, group=group, group_src=other)
+        question.tolist()  # on a GPU, receiving returns before the message is there
+        t1 = clock()
+        dist.send(torch.tensor([t1, clock()], device=device), group=group, group_dst=other)
+
+
+def _message_device(group: dist.ProcessGroup | None) -> torch.device:
+    """The CPU where the group can send from it; NCCL alone cannot."""
+    return torch.device("cpu" if "cpu:" in dist.get_backend_config(group) else "cuda")

@@ -1,0 +1,226 @@
+"""Bytes that a rank keeps for backward, counted as they come and go; no GPU is needed."""
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, get_args
+from weakref import WeakSet
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+Kind = Literal["activation", "buffer", "queued"]
+
+KINDS: tuple[str, ...] = get_args(Kind)
+TOTAL = "total"
+
+_NANOSECONDS = 10**9
+
+Forward = tuple[int, int]
+"""Stage and microbatch."""
+
+_Entry = tuple[str, int, int]  # kind, identity of a storage, its bytes
+_Event = tuple[int, int, tuple[_Entry, ...], Forward | None]  # nanoseconds, +1 or -1, of what, for whom
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What rank ``rank`` kept for backward.
+
+    Attributes:
+        curves: for each kind (``activation``, ``buffer``, ``queued``) and for ``total`` the (seconds, bytes) at each
+            change, first at 0. A storage that is kept as two kinds at once counts once in the total.
+        per_forward: for each (stage, microbatch) the bytes of activations that were first kept for its sake.
+    """
+
+    rank: int
+    curves: Mapping[str, tuple[tuple[float, int], ...]]
+    per_forward: Mapping[Forward, int]
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """The most bytes kept at once, of each kind and in total."""
+        return {kind: max(amount for _, amount in curve) for kind, curve in self.curves.items()}
+
+
+@dataclass(frozen=True)
+class MeterLog:
+    """What a meter counted: the bytes of each kind at first, (nanoseconds, kind, change in bytes) from then on, and for
+    each (stage, microbatch) the bytes of activations that were first kept for its sake.
+    """
+
+    first: Mapping[str, int]
+    changes: Sequence[tuple[int, str, int]]
+    per_forward: Mapping[Forward, int]
+
+    def seen_from(self, rank: int, zero: int) -> RankMemory:
+        """In seconds from ``zero``, in nanoseconds; what changed before it is put there."""
+        amounts = dict(self.first)
+        curves = {kind: [(0.0, amount)] for kind, amount in amounts.items()}
+        for when, kind, change in self.changes:
+            amounts[kind] += change
+            curves[kind].append((max(when - zero, 0) / _NANOSECONDS, amounts[kind]))
+        return RankMemory(rank, {kind: tuple(curve) for kind, curve in curves.items()}, self.per_forward)
+
+
+class Hold:
+    """Keeps storages, and counts them, until it is released or collected."""
+
+    __slots__ = ("_entries", "_meter", "_storages")
+
+    def __init__(
+        self, meter: "Meter", kind: str, storages: Sequence[torch.UntypedStorage], forward: Forward | None = None
+    ) -> None:
+        self._meter, self._storages = meter, storages
+        # A storage keeps its Python object, and so its id, for as long as it lives.
+        self._entries = tuple((kind, id(storage), storage.nbytes()) for storage in storages)
+        if self._entries:
+            meter._record(1, self._entries, forward)
+
+    def release(self) -> None:
+        """Let go; a second time does nothing."""
+        entries, self._entries = self._entries, ()
+        if entries:
+            self._meter._record(-1, entries, None)
+        self._storages = ()
+
+    def __del__(self) -> None:
+        self.release()
+
+
+class _Saved:
+    """What autograd keeps in place of a tensor: the tensor, and its version, to find changes in place."""
+
+    __slots__ = ("forward", "hold", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, hold: Hold, forward: Forward) -> None:
+        # An output that a graph node saves has the node as its grad_fn: kept as it is, neither would ever be freed.
+        self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
+        self.version, self.hold, self.forward = tensor._version, hold, forward
+
+
+class Meter:
+    """Counts the bytes that this rank keeps for backward. A storage counts once, however many tensors share it.
+
+    What it sees: tensors that autograd saves within :meth:`saving`, and those given to :meth:`hold`. It does not see
+    what lives only during an action, nor what a checkpointed part of a stage saves while backward runs it again.
+    Sparse tensors, which have no single storage, count nothing. Times are the host's also where the work is on a GPU:
+    memory is taken when the host asks for it.
+
+    Args:
+        clock: reads the host's clock, in nanoseconds.
+    """
+
+    def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self._clock = clock
+        # Autograd lets go in threads of its own and garbage collection anywhere, so events are only appended (a deque
+        # is safe for that) and counted later.
+        self._events: deque[_Event] = deque()
+        self._ignored: WeakSet[torch.UntypedStorage] = WeakSet()
+        self._holders: Counter[tuple[str, int]] = Counter()
+        self._sizes: dict[tuple[str, int], int] = {}
+        self._amounts = dict.fromkeys((*KINDS, TOTAL), 0)
+        self._changes: list[tuple[int, str, int]] = []
+        self._first = dict(self._amounts)
+        self._per_forward: Counter[Forward] = Counter()
+
+    def saving(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        """Count what autograd saves in the body, a forward, until it lets go.
+
+        Backward gets the very tensors that were saved. With hooks autograd no longer checks that they were not changed
+        in place since; the meter does, and raises RuntimeError in backward.
+        """
+        return saved_tensors_hooks(partial(self._pack, (stage, microbatch)), _unpack)
+
+    def hold(self, tensor: torch.Tensor, kind: Kind = "activation", forward: Forward | None = None) -> Hold:
+        """Count and keep ``tensor``'s storage until the result is released or collected.
+
+        Args:
+            tensor: what you keep.
+            kind: ``"activation"`` for a stage's input, ``"buffer"`` for a message posted or in flight, ``"queued"``
+                for an output gradient that waits for ``W``.
+            forward: the stage and microbatch whose forward an activation is kept for, if it is to be listed.
+
+        Raises:
+            ValueError: for an unknown kind.
+        """
+        if kind not in KINDS:
+            raise ValueError(f"unknown kind of memory {kind!r}: use one of {', '.join(KINDS)}")
+        return Hold(self, kind, self._counted(tensor), forward)
+
+    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Never count the storages that ``tensors``, parameters and buffers or the batch, have now. Keeps none."""
+        for tensor in tensors:
+            self._ignored.update(_storages(tensor))
+
+    def clear(self) -> None:
+        """Forget the past; what is kept now stays counted."""
+        self._count()
+        self._changes.clear()
+        self._per_forward.clear()
+        self._first = dict(self._amounts)
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """The bytes kept now, of each kind and in total."""
+        self._count()
+        return dict(self._amounts)
+
+    def log(self) -> "MeterLog":
+        """What happened since the beginning or :meth:`clear`."""
+        self._count()
+        return MeterLog(dict(self._first), tuple(self._changes), dict(self._per_forward))
+
+    def _pack(self, forward: Forward, tensor: torch.Tensor) -> _Saved:
+        return _Saved(tensor, Hold(self, "activation", self._counted(tensor), forward), forward)
+
+    def _counted(self, tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+        return [storage for storage in _storages(tensor) if storage not in self._ignored]
+
+    def _record(self, sign: int, entries: tuple[_Entry, ...], forward: Forward | None) -> None:
+        self._events.append((self._clock(), sign, entries, forward))
+
+    def _count(self) -> None:
+        while self._events:
+            when, sign, entries, forward = self._events.popleft()
+            for kind, storage, n_bytes in entries:
+                for each in (kind, TOTAL):
+                    self._holders[each, storage] += sign
+                    n_holders = self._holders[each, storage]
+                    if sign > 0 and n_holders == 1:
+                        self._sizes[each, storage] = n_bytes
+                        self._change(when, each, n_bytes)
+                        if forward is not None and each == "activation":
+                            self._per_forward[forward] += n_bytes
+                    elif not n_holders:
+                        del self._holders[each, storage]
+                        # What was added, though the storage may have been resized since.
+                        self._change(when, each, -self._sizes.pop((each, storage)))
+
+    def _change(self, when: int, kind: str, n_bytes: int) -> None:
+        self._amounts[kind] += n_bytes
+        self._changes.append((when, kind, n_bytes))
+
+
+def _unpack(saved: _Saved) -> torch.Tensor:
+    tensor = saved.tensor
+    if tensor._version != saved.version:
+        stage, microbatch = saved.forward
+        raise RuntimeError(
+            f"a tensor of shape {tuple(tensor.shape)} that backward of microbatch {microbatch} in stage {stage} needs "
+            f"was changed in place after its forward: it was saved at version {saved.version} and is at version "
+            f"{tensor._version}; change a clone of it instead"
+        )
+    return tensor
+
+
+def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    """The storages behind ``tensor``; those of its inner tensors if it is a wrapper, as a DTensor is."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        parts = (getattr(tensor, name) for name in flatten()[0])
+        return [storage for part in parts if isinstance(part, torch.Tensor) for storage in _storages(part)]
+    return [tensor.untyped_storage()] if tensor.layout == torch.strided else []
