@@ -1,0 +1,38 @@
+"""The Hugging Face scripts cut their models right, on any number of ranks."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from course_pp.launch import LaunchError, run_torchrun
+from tests.processes import no_process_left
+
+SCRIPT = "source_code/hf_pp/llama_by_hand.py"
+EQUAL = re.compile(r"equal to one process: 3 losses to (\S+), all 66 gradients of the last step to (\S+) \(float64\)")
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository_root(monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+
+
+@pytest.mark.parametrize(("n_ranks", "schedule"), [(1, "1f1b"), (2, "1f1b"), (2, "afab"), (3, "1f1b")])
+def test_a_llama_cut_by_hand_trains_as_in_one_process(n_ranks, schedule):
+    with no_process_left():
+        lines = run_torchrun(
+            [f"--nproc-per-node={n_ranks}", SCRIPT, f"--schedule={schedule}"], timeout_s=110, local=True
+        )
+    text = "\n".join(lines)
+    assert f"{schedule} on {n_ranks} ranks: losses [5." in text
+    equal = EQUAL.search(text)
+    assert equal is not None, text
+    assert max(map(float, equal.groups())) <= 1e-10
+
+
+def test_more_ranks_than_layers_are_refused_in_one_message(capfd):
+    with no_process_left(), pytest.raises(LaunchError, match="exit code 2"):
+        run_torchrun(["--nproc-per-node=3", SCRIPT, "--layers=2"], timeout_s=110, local=True)
+    printed = "".join(capfd.readouterr())
+    assert printed.count("error: ") == 1
+    assert "llama_by_hand.py: error: 3 stages need at least 3 layers, and this model has 2" in printed
