@@ -1,5 +1,52 @@
-"""The pipeline written out by hand, and the recorder that measures any pipeline."""
+"""Any schedule on real ranks, spelled out; and the recorder that measures any pipeline.
 
+* :func:`train_step_pipeline_afab`, :func:`train_step_pipeline_1f1b`: one step of the two first schedules, written out
+  by hand from :func:`forward_stage`, :func:`backward_stage` and four functions that send and receive; to be read.
+* :class:`Pipeline`, :func:`run_step`: execute any legal :class:`~course_pp.schedule.Schedule`.
+* :class:`Recorder`: when each rank computed, waited, and what it kept; as the same timeline a simulation gives.
+* :class:`PipelineError`: what every rank raises when something goes wrong on one of them.
+"""
+
+from course_pp.runtime.batch import TokenLoss
+from course_pp.runtime.by_hand import (
+    Link,
+    backward_stage,
+    forward_stage,
+    get_stage_layers,
+    partition_model,
+    recv_activation,
+    recv_gradient,
+    send_activation,
+    send_gradient,
+    train_step_pipeline_1f1b,
+    train_step_pipeline_afab,
+)
+from course_pp.runtime.clocks import Alignment, align
+from course_pp.runtime.errors import PipelineError
+from course_pp.runtime.memory import Hold, Meter, RankMemory
+from course_pp.runtime.pipeline import Pipeline, run_step
 from course_pp.runtime.recorder import Recorder
 
-__all__ = ["Recorder"]
+__all__ = [
+    "Alignment",
+    "Hold",
+    "Link",
+    "Meter",
+    "Pipeline",
+    "PipelineError",
+    "RankMemory",
+    "Recorder",
+    "TokenLoss",
+    "align",
+    "backward_stage",
+    "forward_stage",
+    "get_stage_layers",
+    "partition_model",
+    "recv_activation",
+    "recv_gradient",
+    "run_step",
+    "send_activation",
+    "send_gradient",
+    "train_step_pipeline_1f1b",
+    "train_step_pipeline_afab",
+]

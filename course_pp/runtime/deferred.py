@@ -1,0 +1,125 @@
+"""Weight gradients put off from ``I`` to ``W``, without computing anything twice.
+
+The backward of a linear layer is two products: one gives the input's gradient, for which the stage before is waiting,
+the other the weight's, for which nobody is (Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2). Inside
+:class:`Deferring` every ``torch.nn.functional.linear``, and so every ``nn.Linear``, does the first at ``I`` and queues
+what the second needs. Everything else (norms, embeddings, convolutions) gets its gradient at ``I``: it is little work.
+
+A queue entry keeps the layer's input, which the forward has kept anyway, and in addition the gradient of its output.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from course_pp.runtime._torch import saved_tensors_hooks_in_force
+from course_pp.runtime.memory import Hold, Meter
+
+__all__ = ["Deferring", "WeightGradients"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    weight: Tensor
+    bias: Tensor | None
+    input: Tensor
+    grad_output: Tensor
+    holds: tuple[Hold, ...]
+
+
+class WeightGradients:
+    """The queue of one microbatch in one stage."""
+
+    def __init__(self, meter: Meter | None = None) -> None:
+        self._meter = meter
+        self._entries: list[_Entry] = []
+
+    def add(self, weight: Tensor, bias: Tensor | None, x: Tensor, grad_output: Tensor) -> None:
+        holds: tuple[Hold, ...] = ()
+        if self._meter is not None:
+            holds = (self._meter.hold(x, "activation"), self._meter.hold(grad_output, "queued"))
+        self._entries.append(_Entry(weight, bias, x, grad_output, holds))
+
+    def compute(self) -> None:
+        """Compute what is queued and add it to each ``.grad``, as a backward would: hooks on parameters see it."""
+        leaves: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for entry in self._entries:
+            grad = entry.grad_output.flatten(end_dim=-2)
+            if entry.weight.requires_grad:
+                leaves.append(entry.weight)
+                gradients.append((grad.t() @ entry.input.flatten(end_dim=-2)).to(entry.weight.dtype))
+            if entry.bias is not None and entry.bias.requires_grad:
+                leaves.append(entry.bias)
+                gradients.append(grad.sum(0).to(entry.bias.dtype))
+            for hold in entry.holds:
+                hold.release()
+        self._entries.clear()
+        if leaves:
+            torch.autograd.backward(leaves, gradients)
+
+
+class Deferring(TorchFunctionMode):
+    """While a forward runs inside, its linear layers will put their weight gradients into ``queue``.
+
+    Left alone are layers whose weight is frozen, complex or itself computed (parametrised, say), tensor subclasses, and
+    layers inside ``torch.utils.checkpoint``: it computes them again outside, and must find saved what it then saves.
+    """
+
+    def __init__(self, queue: WeightGradients) -> None:
+        super().__init__()
+        self._queue = queue
+        # Makes outputs require grad. The weights must not: autograd would call their hooks at I, without a gradient.
+        self._anchor = torch.empty(0, requires_grad=True)
+
+    def __enter__(self) -> "Deferring":
+        self._hooks = saved_tensors_hooks_in_force()
+        super().__enter__()
+        return self
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.linear:
+            return self._linear(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        can_wait = torch.is_grad_enabled() and input.dim() > 1 and weight.requires_grad and not weight.is_complex()
+        plain = _is_plain_leaf(weight) and (bias is None or _is_plain_leaf(bias))
+        if can_wait and plain and saved_tensors_hooks_in_force() == self._hooks:
+            return _Linear.apply(_as_autocast_would(input), self._anchor, (weight, bias), self._queue)
+        return F.linear(input, weight, bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor, layer: tuple[Tensor, Tensor | None], queue: WeightGradients
+    ) -> Tensor:
+        weight, bias = layer
+        ctx.save_for_backward(x, weight)
+        ctx.bias, ctx.queue = bias, queue
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, None, None]:
+        x, weight = ctx.saved_tensors
+        ctx.queue.add(weight, ctx.bias, x, grad_output)
+        return grad_output @ weight.to(grad_output.dtype) if ctx.needs_input_grad[0] else None, None, None, None
+
+
+def _is_plain_leaf(tensor: Tensor) -> bool:
+    return tensor.is_leaf and type(tensor) in (Tensor, nn.Parameter)
+
+
+def _as_autocast_would(x: Tensor) -> Tensor:
+    """The input in the dtype of the product, so that the cast is differentiated like any other operation."""
+    if torch.is_autocast_enabled(x.device.type) and x.is_floating_point() and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x

@@ -1,0 +1,141 @@
+"""The actions of one rank, one after another: receive, compute, send."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from course_pp.runtime.mailbox import Mailbox
+from course_pp.runtime.payload import map_tensors
+from course_pp.runtime.plan import Content, Plan
+from course_pp.runtime.recorder import Recorder
+from course_pp.runtime.rng import get_random_state, set_random_state
+from course_pp.runtime.stage import Stage
+from course_pp.schedule import Action, Overlap, Product, Schedule
+
+__all__ = ["Batch", "Executor"]
+
+
+@dataclass(slots=True)
+class Batch:
+    """What the actions of a step work on.
+
+    Attributes:
+        inputs: each microbatch, where the first stage is; else empty.
+        loss: where the last stage is: a microbatch's share of the loss, from its number and output.
+        seeds: for each microbatch, if its random numbers are to be reproduced.
+        products: what actions have left for other actions, whether they are on this rank or on others.
+        shares: the losses so far, by microbatch.
+    """
+
+    inputs: Sequence[Any]
+    loss: Callable[[int, Any], Tensor] | None
+    seeds: Sequence[int] | None
+    products: dict[Content, Any] = field(default_factory=dict)
+    shares: dict[int, Tensor] = field(default_factory=dict)
+
+
+class Executor:
+    """Does the actions of a plan.
+
+    Attributes:
+        current: the action in progress; None before the first; ``"the end of the step"`` after the last.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        plan: Plan,
+        stages: Mapping[int, Stage],
+        mailbox: Mailbox,
+        recorder: Recorder | None,
+        device: torch.device,
+    ) -> None:
+        self.current: Action | Overlap | str | None = None
+        self._plan, self._stages, self._mailbox = plan, stages, mailbox
+        self._recorder, self._device = recorder, device
+        self._last = schedule.n_stages - 1
+        self._trains = any(part.kind != "F" for part in schedule.parts)
+        self._split = {(part.stage, part.microbatch) for part in schedule.parts if part.kind == "I"}
+        self._leaving = {message.content for row in plan.outgoing.values() for message in row}
+        self._do = {"F": self._forward, "B": self._backward, "I": self._backward_input, "W": self._backward_weight}
+
+    def run(self, batch: Batch) -> None:
+        """Do every action of this rank; afterwards ``batch.shares`` has the losses computed here."""
+        products, mailbox = batch.products, self._mailbox
+        for step in self._plan.steps:
+            self.current = step.action
+            for message in step.receives:
+                with self._receiving(message.content):
+                    products[message.content] = mailbox.take(message)
+            mailbox.arrived(step.arrived)
+            with self._span(step.action):
+                for part in step.action.parts:
+                    self._do[part.kind](part, batch)
+            for message in step.sends:
+                mailbox.send(message, products.pop(message.content))
+        self.current = "the end of the step"
+
+    def _forward(self, action: Action, batch: Batch) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        value = (
+            batch.inputs[microbatch] if stage == 0 else batch.products.pop(Product("activation", stage - 1, microbatch))
+        )
+        if batch.seeds is not None:
+            value = self._with_its_random_state(stage, value, batch.seeds[microbatch])
+        loss = None
+        if stage == self._last and batch.loss is not None:
+            share_of = batch.loss
+            loss = lambda output: share_of(microbatch, output)  # noqa: E731
+        worker = self._stages[stage]
+        output = (
+            worker.forward(microbatch, value, loss, (stage, microbatch) in self._split)
+            if self._trains
+            else worker.evaluate(value, loss)
+        )
+        if stage == self._last:
+            batch.shares[microbatch] = output.detach()
+            return
+        product = Product("activation", stage, microbatch)
+        if product not in self._leaving:
+            output = map_tensors(_as_if_received, output)
+        if batch.seeds is not None:
+            output = {"output": output, "random state": get_random_state(self._device)}
+        batch.products[product] = output
+
+    def _with_its_random_state(self, stage: int, value: Any, seed: int) -> Any:
+        if stage == 0:
+            torch.manual_seed(seed)
+            return value
+        set_random_state(value["random state"], self._device)
+        return value["output"]
+
+    def _backward(self, action: Action, batch: Batch) -> None:
+        self._backward_input(action, batch)
+        self._stages[action.stage].backward_weight(action.microbatch)
+
+    def _backward_input(self, action: Action, batch: Batch) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        gradients = None if stage == self._last else batch.products.pop(Product("gradient", stage + 1, microbatch))
+        of_input = self._stages[stage].backward_input(microbatch, gradients)
+        if stage > 0:
+            batch.products[Product("gradient", stage, microbatch)] = of_input
+
+    def _backward_weight(self, action: Action, batch: Batch) -> None:
+        self._stages[action.stage].backward_weight(action.microbatch)
+
+    def _span(self, action: Action | Overlap) -> AbstractContextManager[None]:
+        return nullcontext() if self._recorder is None else self._recorder.span(action)
+
+    def _receiving(self, content: Content) -> AbstractContextManager[None]:
+        if self._recorder is None or isinstance(content, str):
+            return nullcontext()
+        return self._recorder.receiving(content)
+
+
+def _as_if_received(tensor: Tensor) -> Tensor:
+    """A leaf, so that the next stage's graph ends there although it is on the same rank."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)

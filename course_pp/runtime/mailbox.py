@@ -1,0 +1,280 @@
+"""One rank's messages of a step: values in, values out, over a :class:`~course_pp.runtime.wire.Wire`.
+
+Every message has the size that the receiver expects, and a trailer. The first byte of the trailer says how to read it:
+
+========  ==============================================================================================
+SAME      the value, with the shapes and dtypes of the last step
+CHANGED   nothing yet: the value follows in a second message, whose size the trailer gives, with its spec
+FAILED    no value: the sender's step has failed, and the text says how it began
+========  ==============================================================================================
+
+So shapes are agreed on when they change and cost nothing when they do not, a receiver never gets more bytes than it has
+room for, and a rank that fails tells everyone who waits for it in the very message they wait for.
+
+Receives are posted ahead, so that messages arrive while the rank computes: two on each channel, and more of them as
+long as they are small. Receive buffers are bounded by that, however many microbatches there are.
+"""
+
+import pickle
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from course_pp.runtime.memory import Hold, Meter
+from course_pp.runtime.payload import NOTHING, describe, pack, unpack
+from course_pp.runtime.plan import Message, Plan
+from course_pp.runtime.wire import Wire
+
+__all__ = ["Mailbox", "MessageLost", "PeerFailed"]
+
+_SAME, _CHANGED, _FAILED = range(3)
+_TRAILER = 512
+_SIZE = 8  # bytes of a number in the trailer
+# Bytes of receive buffers to post ahead on a channel.
+_AHEAD = 1 << 16
+# How long a rank that has lost a message waits for the others to take the news.
+_NEWS_S = 5.0
+
+
+class _Outgoing:
+    """The sending end of a channel."""
+
+    def __init__(self, row: tuple[Message, ...]) -> None:
+        self.row = row
+        self.expected = [NOTHING] * len(row)
+        self.begin()
+
+    def begin(self) -> None:
+        self.next = 0
+        self.ready: dict[int, Any] = {}
+        self.in_flight: dict[int, list[_Sent]] = {}
+
+
+class _Incoming:
+    """The receiving end of a channel."""
+
+    def __init__(self, row: tuple[Message, ...]) -> None:
+        self.row = row
+        self.expected = [NOTHING] * len(row)
+        self.begin()
+
+    def begin(self) -> None:
+        self.next = 0
+        self.posted: deque[_Sent] = deque()
+        self.full = 0
+
+
+class _Sent:
+    """A buffer that the backend is reading or writing."""
+
+    __slots__ = ("buffer", "hold", "work")
+
+    def __init__(self, buffer: Tensor, work: dist.Work, hold: Hold | None) -> None:
+        self.buffer, self.work, self.hold = buffer, work, hold
+
+
+class MessageLost(RuntimeError):
+    """A message did not come or could not be sent: its peer is gone, or late beyond the time limit."""
+
+
+class PeerFailed(RuntimeError):
+    """The peer's step has failed; the text says how it began."""
+
+
+class Mailbox:
+    """Sends and takes the messages of a :class:`~course_pp.runtime.plan.Plan`, step after step.
+
+    Args:
+        plan: of this rank.
+        device: where the stages compute; values are given and returned there.
+        timeout: the longest wait for one message.
+        meter: counts the buffers, if there is one.
+    """
+
+    def __init__(self, plan: Plan, wire: Wire, device: torch.device, timeout: timedelta, meter: Meter | None) -> None:
+        self._rank, self._device, self._timeout, self._meter = plan.rank, device, timeout, meter
+        self._wire = wire
+        self._incoming = {source: _Incoming(row) for source, row in plan.incoming.items()}
+        self._outgoing = {target: _Outgoing(row) for target, row in plan.outgoing.items()}
+
+    def begin(self) -> None:
+        """Start a step."""
+        for outgoing in self._outgoing.values():
+            outgoing.begin()
+        for incoming in self._incoming.values():
+            incoming.begin()
+
+    def send(self, message: Message, value: Any) -> None:
+        """Hand over a value; it goes on its way as soon as those before it in the channel have.
+
+        The bytes are copied, so the tensors may be changed or freed at once.
+
+        Raises:
+            TypeError: for a value that cannot be sent.
+            MessageLost: if the peer is gone.
+        """
+        channel = self._outgoing[message.target]
+        channel.ready[message.number] = value
+        while channel.next in channel.ready:
+            following = channel.row[channel.next]
+            self._dispatch(channel, following, channel.ready.pop(channel.next))
+            channel.next += 1
+
+    def take(self, message: Message) -> Any:
+        """Wait for a value. Its floating-point tensors are leaves that require grad if they did where they were made.
+
+        Raises:
+            PeerFailed: if the sender's step has failed.
+            MessageLost: if the sender is gone, or nothing came within the time limit.
+        """
+        source, number = message.source, message.number
+        channel = self._incoming[source]
+        # Posting takes about as long as a small message: when there is time for it is before a wait, and not every one.
+        if 2 * len(channel.posted) <= channel.full:
+            self._post(source, channel)
+        buffer = self._arrival(channel.posted.popleft(), message)
+        spec = channel.expected[number]
+        kind = buffer[spec.nbytes].item()
+        if kind == _FAILED:
+            channel.posted.clear()
+            channel.next = len(channel.row)  # nothing more will come
+            raise PeerFailed(_read_text(buffer))
+        if kind == _CHANGED:
+            value_bytes, spec_bytes = _read_sizes(buffer[spec.nbytes :])
+            buffer = self._arrival(self._receive(source, 2 * number + 1, value_bytes + spec_bytes), message)
+            spec = channel.expected[number] = pickle.loads(bytes(buffer[value_bytes:].tolist()))
+        channel.next += 1
+        if not channel.posted:
+            self._post(source, channel)
+        return unpack(spec, buffer, self._device)
+
+    def arrived(self, messages: Iterable[Message]) -> None:
+        """Let go of the buffers of messages that have been taken."""
+        for message in messages:
+            for sent in self._outgoing[message.target].in_flight.pop(message.number, ()):
+                self._wait(sent, message)
+
+    def end(self) -> None:
+        """Finish a step: wait until everything that was sent has gone."""
+        for channel in self._outgoing.values():
+            self.arrived([channel.row[number] for number in sorted(channel.in_flight)])
+
+    def fail(self, origin: str, lost: bool) -> None:
+        """Tell every rank that still expects something from here how the failure began, and hear them out.
+
+        They will fail too and say so. Then nothing is left on its way, and the process group can serve others: gloo
+        closes the connections of a process that gives up waiting for a message.
+
+        Args:
+            lost: whether a message was lost, so that there is little hope of hearing from everyone.
+        """
+        news = []
+        for target, channel in self._outgoing.items():
+            if channel.next < len(channel.row):
+                buffer = self._buffer(channel.expected[channel.next].nbytes + _TRAILER)
+                buffer[-_TRAILER] = _FAILED
+                _write_text(buffer, origin)
+                with suppress(RuntimeError):
+                    news.append((buffer, self._wire.isend(buffer, target, 2 * channel.next)))
+        for incoming in () if lost else self._incoming.values():
+            with suppress(RuntimeError):
+                while incoming.next < len(incoming.row):
+                    self.take(incoming.row[incoming.next])
+        patience = min(self._timeout, timedelta(seconds=_NEWS_S)) if lost else self._timeout
+        for _, work in news:
+            with suppress(RuntimeError):
+                work.wait(patience)
+
+    def _dispatch(self, channel: _Outgoing, message: Message, value: Any) -> None:
+        spec, tensors = describe(value)
+        expected = channel.expected[message.number]
+        buffer = self._buffer(expected.nbytes + _TRAILER)
+        buffers = [buffer]
+        if spec == expected:
+            buffer[expected.nbytes] = _SAME
+            pack(spec, tensors, buffer)
+        else:
+            described = pickle.dumps(spec)
+            buffer[expected.nbytes] = _CHANGED
+            _write_sizes(buffer[expected.nbytes :], spec.nbytes, len(described))
+            whole = self._buffer(spec.nbytes + len(described))
+            pack(spec, tensors, whole)
+            whole[spec.nbytes :] = torch.frombuffer(bytearray(described), dtype=torch.uint8)
+            buffers.append(whole)
+            channel.expected[message.number] = spec
+        try:
+            channel.in_flight[message.number] = [
+                _Sent(b, self._wire.isend(b, message.target, 2 * message.number + part), self._hold(b))
+                for part, b in enumerate(buffers)
+            ]
+        except RuntimeError as error:
+            raise MessageLost(f"{message} cannot be sent to rank {message.target}: {_first_line(error)}") from error
+
+    def _post(self, source: int, channel: _Incoming) -> None:
+        """Post receives for the next messages: for as many as are small, at least for two, if the wire allows it."""
+        posted = channel.posted
+        ahead = sum(sent.buffer.nbytes for sent in posted)
+        while (number := channel.next + len(posted)) < len(channel.row):
+            size = channel.expected[number].nbytes + _TRAILER
+            ahead += size
+            if len(posted) >= self._wire.window or (len(posted) >= 2 and ahead > _AHEAD):
+                break
+            posted.append(self._receive(source, 2 * number, size))
+        channel.full = len(posted)
+
+    def _receive(self, source: int, number: int, size: int) -> _Sent:
+        buffer = self._buffer(size)
+        return _Sent(buffer, self._wire.irecv(buffer, source, number), self._hold(buffer))
+
+    def _arrival(self, posted: _Sent, message: Message) -> Tensor:
+        self._wait(posted, message)
+        return posted.buffer
+
+    def _wait(self, sent: _Sent, message: Message) -> None:
+        try:
+            sent.work.wait(self._timeout)
+        except RuntimeError as error:
+            what = f"{message} from rank {message.source}" if message.target == self._rank else f"sending {message}"
+            raise MessageLost(
+                f"waited for {what}, at most {self._timeout.total_seconds():g} s: {_first_line(error)}"
+            ) from error
+        finally:
+            if sent.hold is not None:
+                sent.hold.release()
+
+    def _buffer(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._wire.device)
+
+    def _hold(self, buffer: Tensor) -> Hold | None:
+        return None if self._meter is None else self._meter.hold(buffer, "buffer")
+
+
+def _write_sizes(trailer: Tensor, *sizes: int) -> None:
+    numbers = b"".join(size.to_bytes(_SIZE, "little") for size in sizes)
+    trailer[_SIZE : _SIZE + len(numbers)] = torch.frombuffer(bytearray(numbers), dtype=torch.uint8)
+
+
+def _read_sizes(trailer: Tensor) -> tuple[int, int]:
+    numbers = bytes(trailer[_SIZE : 3 * _SIZE].tolist())
+    return int.from_bytes(numbers[:_SIZE], "little"), int.from_bytes(numbers[_SIZE:], "little")
+
+
+def _write_text(buffer: Tensor, text: str) -> None:
+    """In the trailer behind its first byte, as much as there is room for."""
+    room = _TRAILER - 1
+    line = text.encode()[:room].ljust(room, b"\0")
+    buffer[-room:] = torch.frombuffer(bytearray(line), dtype=torch.uint8)
+
+
+def _read_text(buffer: Tensor) -> str:
+    return bytes(buffer[-_TRAILER + 1 :].tolist()).rstrip(b"\0").decode(errors="ignore")
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

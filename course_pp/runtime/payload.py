@@ -1,0 +1,147 @@
+"""What crosses a stage boundary, as bytes: tensors, and tuples, lists and dicts of them.
+
+A value is taken apart into its tensors and a skeleton in which each tensor is a :class:`Slot`. Together with shapes and
+dtypes the skeleton makes the :class:`Spec`, which the receiver needs to read the bytes; it seldom changes, so it is
+sent only when it does.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["NOTHING", "Spec", "describe", "flatten", "map_tensors", "pack", "tensors_of", "unpack"]
+
+# Every tensor starts where any dtype may start, and where vector instructions like it.
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Stands for tensor number ``index`` in a skeleton."""
+
+    index: int
+
+
+class Kind(NamedTuple):
+    """Dtype and shape of a tensor, and whether a gradient is to come back for it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    differentiable: bool
+
+
+@dataclass(frozen=True)
+class Spec:
+    """How to read a value's bytes."""
+
+    skeleton: object
+    kinds: tuple[Kind, ...]
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """For each tensor where its bytes start and end."""
+        places, start = [], 0
+        for kind in self.kinds:
+            end = start + prod(kind.shape) * kind.dtype.itemsize
+            places.append((start, end))
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        return tuple(places)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the whole value."""
+        return self.places[-1][1] if self.places else 0
+
+
+NOTHING = Spec(None, ())
+"""The spec of None: what a receiver expects before it has heard anything."""
+
+
+def flatten(value: Any) -> tuple[object, list[Tensor]]:
+    """The skeleton and the tensors of ``value``.
+
+    Raises:
+        TypeError: for anything but tensors, tuples, lists, dicts, numbers, strings and None.
+    """
+    tensors: list[Tensor] = []
+
+    def slot(tensor: Tensor) -> Slot:
+        tensors.append(tensor)
+        return Slot(len(tensors) - 1)
+
+    return map_tensors(slot, value), tensors
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors of ``value`` in the order of its skeleton."""
+    return [value] if isinstance(value, Tensor) else flatten(value)[1]
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """``value`` with ``function`` applied to each tensor; dicts of any class become plain ones, named tuples tuples.
+
+    Raises:
+        TypeError: for anything but tensors, tuples, lists, dicts, numbers, strings and None.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(function, each) for key, each in value.items()}
+    if isinstance(value, tuple | list):
+        each_mapped = (map_tensors(function, each) for each in value)
+        return list(each_mapped) if isinstance(value, list) else tuple(each_mapped)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(
+        f"a {type(value).__name__} cannot cross a stage boundary: return tensors, tuples, lists or dicts of tensors, "
+        "numbers, strings or None"
+    )
+
+
+def describe(value: Any) -> tuple[Spec, list[Tensor]]:
+    """The spec of ``value`` and its tensors. Raises TypeError as :func:`flatten` does."""
+    skeleton, tensors = (Slot(0), [value]) if isinstance(value, Tensor) else flatten(value)
+    kinds = tuple([Kind(t.dtype, tuple(t.shape), t.requires_grad) for t in tensors])
+    return Spec(skeleton, kinds), tensors
+
+
+def pack(spec: Spec, tensors: list[Tensor], buffer: Tensor) -> None:
+    """Copy ``tensors`` into the first bytes of ``buffer``, a uint8 tensor of at least ``spec.nbytes``."""
+    for tensor, kind, (start, end) in zip(tensors, spec.kinds, spec.places, strict=True):
+        buffer[start:end].view(kind.dtype).view(kind.shape).copy_(tensor.detach())
+
+
+def unpack(spec: Spec, buffer: Tensor, device: torch.device) -> Any:
+    """The value; its tensors lie in ``buffer`` where that is on ``device``, and are leaves that require grad as before.
+
+    Args:
+        buffer: a tensor with a storage of its own.
+    """
+
+    def read(kind: Kind, start: int) -> Tensor:
+        # Not a view of the buffer: views share a version, and one part changed in place would spoil the others.
+        tensor = torch.empty(0, dtype=kind.dtype, device=buffer.device)
+        first = start // kind.dtype.itemsize
+        tensor.set_(buffer.untyped_storage(), first, kind.shape)  # type: ignore[call-overload]  # strides have a default
+        tensor = tensor.to(device)
+        return tensor.requires_grad_() if kind.differentiable else tensor
+
+    tensors = [read(kind, start) for kind, (start, _) in zip(spec.kinds, spec.places, strict=True)]
+    return _fill(spec.skeleton, tensors)
+
+
+def _fill(skeleton: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(skeleton, Slot):
+        return tensors[skeleton.index]
+    if isinstance(skeleton, dict):
+        return {key: _fill(each, tensors) for key, each in skeleton.items()}
+    if isinstance(skeleton, list):
+        return [_fill(each, tensors) for each in skeleton]
+    if isinstance(skeleton, tuple):
+        return tuple(_fill(each, tensors) for each in skeleton)
+    return skeleton

@@ -1,0 +1,296 @@
+"""Run any legal schedule on real ranks.
+
+    pipeline = Pipeline(build("1f1b", 4, 8), {rank: stage}, loss_fn)     # on each rank, with its own stages
+    losses = pipeline.step(inputs, targets)                              # gradients are in .grad
+
+What is received and sent between the actions is settled beforehand (:mod:`course_pp.runtime.plan`). What is computed is
+in :mod:`course_pp.runtime.stage`, how messages travel in :mod:`course_pp.runtime.mailbox`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course_pp.runtime.agreement import agree_on_pipeline, digest
+from course_pp.runtime.batch import LossFn, loss_shares, split
+from course_pp.runtime.errors import PipelineError
+from course_pp.runtime.executor import Batch, Executor
+from course_pp.runtime.mailbox import Mailbox, MessageLost, PeerFailed
+from course_pp.runtime.payload import tensors_of
+from course_pp.runtime.plan import Message, plan
+from course_pp.runtime.recorder import Recorder
+from course_pp.runtime.rng import random_state_kept
+from course_pp.runtime.shared import SharedWeights, shared_weights
+from course_pp.runtime.stage import Stage
+from course_pp.runtime.wire import Tagged, Wire, open_wire
+from course_pp.schedule import Action, Overlap, Schedule, Timeline, check
+
+__all__ = ["Pipeline", "run_step"]
+
+Stages = Mapping[int, nn.Module | None] | nn.Module | None
+
+
+class Pipeline:
+    """One schedule over the ranks of a process group, for as many steps as you like.
+
+    Args:
+        schedule: any legal one without ``U`` (optimizer steps are taken between steps). Forward only is evaluation.
+        stages: this rank's modules by stage; a module alone where the rank has one stage. None is an empty stage, which
+            passes on what it gets.
+        loss_fn: ``loss_fn(output, target)``, the mean loss of a microbatch, or a :class:`TokenLoss`.
+        group: the ranks of the pipeline; None is all of them, or this process alone if there is no process group.
+        device: where the stages compute; None is where their parameters are.
+        recompute: keep each microbatch's input only, and compute forwards again in the backward.
+        tied: weights that are one: for each the name of the parameter by stage, as in
+            ``[{0: "embed.weight", 3: "head.weight"}]``. Their gradients are summed; give them equal values.
+        recorder: records every action and every wait.
+        transport: ``"nccl"``, ``"gloo"``, or None to choose by group and device
+            (:func:`course_pp.runtime.wire.open_wire`).
+        timeout_s: the longest that a rank waits for one message.
+
+    Call it on every rank at once: the ranks compare what they were given.
+
+    Raises:
+        ValueError: on every rank, for a schedule that cannot run or is for another number of ranks, stages that are not
+            those the schedule places here, or ranks that were given different pipelines.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Stages,
+        loss_fn: LossFn,
+        *,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        recompute: bool = False,
+        tied: Sequence[Mapping[int, str]] = (),
+        recorder: Recorder | None = None,
+        transport: str | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        in_group = dist.is_available() and dist.is_initialized()
+        self._rank, n_ranks = (dist.get_rank(group), dist.get_world_size(group)) if in_group else (0, 1)
+        here = [stage for stage, ranks in enumerate(schedule.placement) if self._rank in ranks]
+        modules = _by_stage(stages, here)
+        agreed = agree_on_pipeline(
+            _problem_of_schedule(schedule, n_ranks, timeout_s) or _problem_of_stages(modules, here),
+            {"schedule": f"{schedule.name} {digest((schedule.placement, schedule.actions))}", "recompute": recompute}
+            | {"tied": [dict(tie) for tie in tied], "transport": transport},
+            {stage: _trainable(module) for stage, module in modules.items()},
+            group,
+        )
+        weights = shared_weights(schedule, agreed.trainable, tied)
+        pairs = [(a.rank, b.rank) for weight in weights for a in weight for b in weight]
+        plans = plan(schedule, pairs)
+        self.schedule, self._loss_fn, self._recorder = schedule, loss_fn, recorder
+        self._plan = plans[self._rank]
+        self._device = torch.device(device) if device is not None else _device_of(modules)
+        meter = None if recorder is None else recorder.meter
+        if meter is not None:
+            meter.ignore(t for m in modules.values() if m is not None for t in (*m.parameters(), *m.buffers()))
+        self._meter = meter
+        timeout = timedelta(seconds=timeout_s)
+        channels = {(source, p.rank) for p in plans for source in p.incoming}
+        wire: Wire = Tagged(group, agreed.series)
+        if channels:
+            wire = open_wire(group, channels, self._device, transport, agreed.series, timeout)
+        self._mailbox = Mailbox(self._plan, wire, self._device, timeout, meter)
+        self._shared = SharedWeights(self._rank, weights, modules)
+        self._stages = {
+            stage: Stage(stage, module, self._device, recompute, meter) for stage, module in modules.items()
+        }
+        self._executor = Executor(schedule, self._plan, self._stages, self._mailbox, recorder, self._device)
+        self._failed: str | None = None
+
+    def step(self, inputs: Any = None, targets: Any = None, *, seeds: Sequence[int] | None = None) -> tuple[float, ...]:
+        """Run the schedule once. Gradients are added to ``.grad``, as by ``loss.backward()``.
+
+        Args:
+            inputs: the batch, where the first stage is: tensors (alone, in a tuple or a dict) to be cut along their
+                first dimension, or a list of microbatches, which may differ in shape.
+            targets: likewise, where the last stage is.
+            seeds: one for each microbatch, on every rank: its random numbers (dropout) are then what a single process
+                draws after ``torch.manual_seed(seed)``. The generators are left as they were.
+
+        Returns:
+            Each microbatch's share of the loss, on every rank; the loss of the batch is their sum. Equal microbatches
+            have equal weights, others by samples, or by counted tokens for a :class:`TokenLoss`.
+
+        Raises:
+            PipelineError: on every rank, if a stage raises, a rank is lost or late, or a loss is not finite; says which
+                rank, stage, microbatch and action it was.
+            ValueError: on a rank whose arguments are of no use; the others get a PipelineError.
+            RuntimeError: after a step that failed.
+        """
+        if self._failed is not None:
+            raise RuntimeError(f"this pipeline cannot go on, build another one; its last step failed: {self._failed}")
+        self._executor.current = None
+        try:
+            self._mailbox.begin()
+            batch = self._batch(inputs, targets, seeds)
+            with self._shared.apart(), random_state_kept(self._device) if seeds is not None else nullcontext():
+                self._executor.run(batch)
+                self._exchange_shared_gradients()
+            losses = self._report(batch.shares)
+            self._mailbox.end()
+        except PeerFailed as error:
+            self._fail(str(error), lost=False)
+            raise PipelineError(str(error), f"(rank {self._rank} was told at {self._executor.current})") from None
+        except Exception as error:
+            what = str(error) if isinstance(error, MessageLost) else f"{type(error).__name__}: {error}"
+            origin = f"{self._where()}: {what}"
+            self._fail(origin, lost=isinstance(error, MessageLost))
+            if self._executor.current is None:
+                raise
+            raise PipelineError(origin) from error
+        self._refuse_not_finite(losses)
+        return losses
+
+    def _batch(self, inputs: Any, targets: Any, seeds: Sequence[int] | None) -> Batch:
+        n = self.schedule.n_microbatches
+        if seeds is not None and len(seeds) != n:
+            raise ValueError(f"{len(seeds)} seeds for {n} microbatches: give one for each")
+        if self._meter is not None:
+            self._meter.ignore(tensors_of([inputs, targets]))
+        first, last = 0 in self._stages, self.schedule.n_stages - 1 in self._stages
+        return Batch(
+            split("inputs", inputs, n) if first else (),
+            loss_shares(self._loss_fn, split("targets", targets, n)) if last else None,
+            seeds,
+        )
+
+    def _exchange_shared_gradients(self) -> None:
+        outgoing = _named("shared gradients", self._plan.outgoing)
+        for target, message in outgoing.items():
+            self._mailbox.send(message, self._shared.for_rank(target))
+        incoming = _named("shared gradients", self._plan.incoming)
+        self._shared.add({source: self._mailbox.take(message) for source, message in incoming.items()})
+
+    def _report(self, shares: Mapping[int, Tensor]) -> tuple[float, ...]:
+        """Every microbatch's loss, on every rank; and all ranks are through when one returns from here."""
+        losses = torch.zeros(self.schedule.n_microbatches, dtype=torch.float64, device=self._device)
+        if shares:
+            losses[list(shares)] = torch.stack(list(shares.values())).double()
+        for message in _named("report", self._plan.incoming).values():
+            losses = losses + self._mailbox.take(message)
+        for message in (
+            *_named("report", self._plan.outgoing).values(),
+            *_named("answer", self._plan.outgoing).values(),
+        ):
+            self._mailbox.send(message, losses)
+        for message in _named("answer", self._plan.incoming).values():
+            losses = self._mailbox.take(message)
+        return tuple(losses.tolist())
+
+    def _refuse_not_finite(self, losses: Sequence[float]) -> None:
+        for microbatch, loss in enumerate(losses):
+            if not math.isfinite(loss):
+                last = self.schedule.n_stages - 1
+                action = Action(last, "F", microbatch)
+                where = _place(self.schedule.rank_of(last, microbatch), action)
+                raise PipelineError(
+                    f"{where}: the loss is {loss}, and so are gradients: zero them, and look at the data, the learning "
+                    "rate or the number format"
+                )
+
+    def _fail(self, origin: str, lost: bool) -> None:
+        self._failed = origin
+        self._mailbox.fail(origin, lost)
+        for stage in self._stages.values():
+            stage.clear()
+
+    def _where(self) -> str:
+        return _place(self._rank, self._executor.current)
+
+
+def run_step(
+    schedule: Schedule,
+    stages: Stages,
+    inputs: Any,
+    targets: Any,
+    loss_fn: LossFn,
+    *,
+    seeds: Sequence[int] | None = None,
+    recorder: Recorder | None = None,
+    group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> tuple[tuple[float, ...], Timeline]:
+    """One step, recorded: build a :class:`Pipeline`, run :meth:`Pipeline.step`, gather the timeline.
+
+    For more steps than one keep the pipeline: its first step settles shapes, the others find them settled.
+
+    Args:
+        options: as for :class:`Pipeline`; the other arguments and the errors are explained there.
+
+    Returns:
+        Each microbatch's share of the loss, and when each rank did what, in seconds; the same on every rank.
+    """
+    recorder = Recorder() if recorder is None else recorder
+    losses = Pipeline(schedule, stages, loss_fn, group=group, recorder=recorder, **options).step(
+        inputs, targets, seeds=seeds
+    )
+    return losses, recorder.timeline(group, name=schedule.name)
+
+
+def _problem_of_schedule(schedule: Schedule, n_ranks: int, timeout_s: float) -> str | None:
+    if schedule.n_ranks != n_ranks:
+        return (
+            f"{schedule!r} on a group of {n_ranks} ranks: build it with n_ranks={n_ranks}, or start {schedule.n_ranks}"
+        )
+    if problems := check(schedule):
+        more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
+        return f"{schedule!r} cannot run: {problems[0]}{more}"
+    if any(part.kind == "U" for part in schedule.parts):
+        return f"{schedule!r} updates weights within the step (U): run a synchronous schedule instead"
+    if not 0 < timeout_s < math.inf:
+        return f"timeout_s is {timeout_s!r}: give the longest wait for a message, in seconds above 0"
+    return None
+
+
+def _by_stage(stages: Stages, here: Sequence[int]) -> Mapping[int, nn.Module | None]:
+    if isinstance(stages, Mapping):
+        return dict(sorted(stages.items()))
+    return {here[0]: stages} if len(here) == 1 else {} if stages is None else {-1: stages}
+
+
+def _problem_of_stages(modules: Mapping[int, nn.Module | None], here: Sequence[int]) -> str | None:
+    if list(modules) != list(here):
+        given = "one module" if list(modules) == [-1] else f"stages {list(modules)}"
+        return (
+            f"given {given}, but the schedule places stages {list(here)} here: pass {{stage: module}} for each of them"
+        )
+    for stage, module in modules.items():
+        if module is not None and not isinstance(module, nn.Module):
+            return f"stage {stage} is a {type(module).__name__}: pass an nn.Module, or None for an empty stage"
+    return None
+
+
+def _trainable(module: nn.Module | None) -> list[str]:
+    if not isinstance(module, nn.Module):  # None, or what is about to be refused
+        return []
+    return [name for name, p in module.named_parameters() if p.requires_grad]
+
+
+def _device_of(modules: Mapping[int, nn.Module | None]) -> torch.device:
+    parameters = (p for module in modules.values() if module is not None for p in module.parameters())
+    return next((p.device for p in parameters), torch.device("cpu"))
+
+
+def _named(content: str, channels: Mapping[int, Sequence[Message]]) -> dict[int, Message]:
+    """The messages of that content, by the rank at the other end."""
+    return {peer: message for peer, row in channels.items() for message in row if message.content == content}
+
+
+def _place(rank: int, current: Action | Overlap | str | None) -> str:
+    if current is None:
+        current = "before the first action"
+    if not isinstance(current, str):
+        current = " and ".join(f"stage {p.stage}, microbatch {p.microbatch}, action {p}" for p in current.parts)
+    return f"rank {rank}, {current}"

@@ -1,0 +1,128 @@
+"""Gradients of weights that are in several places: tied between stages, or in the replicas of one stage."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from course_pp.schedule import Schedule
+
+__all__ = ["SharedWeights", "Weight", "shared_weights"]
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """Parameter ``name`` of ``stage`` on ``rank``."""
+
+    rank: int
+    stage: int
+    name: str
+
+
+Weight = tuple[Place, ...]
+"""All places of one weight, in order."""
+
+
+def shared_weights(
+    schedule: Schedule, names: Mapping[int, Sequence[str]], tied: Sequence[Mapping[int, str]]
+) -> tuple[Weight, ...]:
+    """Every weight that is in more than one place.
+
+    Args:
+        names: for each stage the names of its trainable parameters.
+        tied: for each tie the parameter's name by stage.
+
+    Raises:
+        ValueError: for a tie of fewer than two stages, or with a stage or parameter that does not exist.
+    """
+    for tie in tied:
+        _refuse_bad_tie(tie, names)
+    keys: list[Mapping[int, str]] = list(tied)
+    keys += [
+        {stage: name}
+        for stage, ranks in enumerate(schedule.placement)
+        if len(ranks) > 1
+        for name in names[stage]
+        if not any(tie.get(stage) == name for tie in tied)
+    ]
+    return tuple(
+        tuple(sorted(Place(rank, stage, name) for stage, name in key.items() for rank in schedule.placement[stage]))
+        for key in keys
+    )
+
+
+def _refuse_bad_tie(tie: Mapping[int, str], names: Mapping[int, Sequence[str]]) -> None:
+    if len(tie) < 2:
+        raise ValueError(f"tied weight {dict(tie)} is in {len(tie)} stage: give a name for each of at least two stages")
+    for stage, name in tie.items():
+        if name not in names.get(stage, ()):
+            raise ValueError(
+                f"tied weight {dict(tie)}: stage {stage} has no trainable parameter {name!r}; it has "
+                f"{', '.join(names.get(stage, ())) or 'none'}"
+            )
+
+
+class SharedWeights:
+    """This rank's part in summing the gradients of shared weights.
+
+    Each rank adds up the same numbers in the same order, so weights that start equal stay equal bit by bit.
+
+    Args:
+        rank: this rank.
+        weights: all shared weights, the same on all ranks.
+        modules: this rank's stages.
+    """
+
+    def __init__(self, rank: int, weights: Sequence[Weight], modules: Mapping[int, nn.Module | None]) -> None:
+        self._rank = rank
+        self._weights = [weight for weight in weights if any(place.rank == rank for place in weight)]
+        self._parameters: dict[Place, nn.Parameter] = {}
+        for weight in self._weights:
+            for place in weight:
+                module = modules.get(place.stage)
+                if place.rank == rank and module is not None:
+                    parameter = module.get_parameter(place.name)
+                    # Two stages of one rank may share the very tensor: autograd has added up its gradients already.
+                    if not any(parameter is known for known in self._parameters.values()):
+                        self._parameters[place] = parameter
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, gradients start from nothing: earlier ones are sums already, and are added back afterwards."""
+        before = {place: parameter.grad for place, parameter in self._parameters.items()}
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for place, grad in before.items():
+                if grad is not None:
+                    _accumulate(self._parameters[place], grad)
+
+    def for_rank(self, other: int) -> list[Tensor | None]:
+        """What ``other`` needs from here: this rank's gradient of each weight that both hold."""
+        return [self._own(weight) for weight in self._weights if any(place.rank == other for place in weight)]
+
+    def add(self, received: Mapping[int, Sequence[Tensor | None]]) -> None:
+        """Set every gradient to the sum over all places, given what the other ranks have sent."""
+        rows = {rank: iter(row) for rank, row in received.items()}
+        for weight in self._weights:
+            ranks = sorted({place.rank for place in weight})
+            parts = [self._own(weight) if rank == self._rank else next(rows[rank]) for rank in ranks]
+            total = _sum(parts)
+            for place in weight:
+                if place in self._parameters:
+                    self._parameters[place].grad = None if total is None else total.clone()
+
+    def _own(self, weight: Weight) -> Tensor | None:
+        return _sum([self._parameters[place].grad for place in weight if place in self._parameters])
+
+
+def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
+    there = [part for part in parts if part is not None]
+    return sum(there[1:], start=there[0]) if there else None
+
+
+def _accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
+    parameter.grad = grad if parameter.grad is None else parameter.grad + grad

@@ -1,0 +1,156 @@
+"""Bytes from rank to rank: one interface over gloo, which has tags, and NCCL, which has only order."""
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Ordered", "Tagged", "Wire", "open_wire"]
+
+_TAGS_PER_PIPELINE = 1 << 16
+
+
+class Wire(Protocol):
+    """Sends and receives of uint8 buffers that lie on ``device``; ranks are those of the pipeline's group.
+
+    ``window`` is how many receives of one channel may be posted at a time, at most.
+    """
+
+    device: torch.device
+    window: int
+
+    def isend(self, buffer: Tensor, target: int, number: int) -> dist.Work:
+        """Begin to send message ``number`` of the channel to ``target``; leave ``buffer`` alone until it has gone."""
+
+    def irecv(self, buffer: Tensor, source: int, number: int) -> dist.Work:
+        """Begin to receive message ``number`` of the channel from ``source`` into ``buffer``."""
+
+
+class Tagged:
+    """Messages told apart by tags, through host memory: gloo.
+
+    Args:
+        group: the ranks of the pipeline.
+        series: below 2**15, the same on all ranks: keeps this pipeline's messages apart from another's in the group.
+    """
+
+    device = torch.device("cpu")
+    # gloo asks the receiver before it sends, unless the receive is posted already: for small messages that is most of
+    # their time.
+    window = 32
+
+    def __init__(self, group: dist.ProcessGroup | None, series: int) -> None:
+        self._group = group
+        self._first = series * _TAGS_PER_PIPELINE
+
+    def isend(self, buffer: Tensor, target: int, number: int) -> dist.Work:
+        work = dist.isend(buffer, group=self._group, group_dst=target, tag=self._first + number % _TAGS_PER_PIPELINE)
+        return _ours(work)
+
+    def irecv(self, buffer: Tensor, source: int, number: int) -> dist.Work:
+        work = dist.irecv(buffer, group=self._group, group_src=source, tag=self._first + number % _TAGS_PER_PIPELINE)
+        return _ours(work)
+
+
+class Ordered:
+    """Messages told apart by their order alone: NCCL, or gloo made to do without tags.
+
+    Each channel has a process group of its own. With one group for both directions between two ranks, a send would
+    queue behind a receive that waits for the other rank, whose own send queues likewise.
+
+    Args:
+        group: the ranks of the pipeline.
+        channels: every (source, target) that is used, the same on all ranks.
+        backend: ``"nccl"`` or ``"gloo"``.
+        device: where the buffers lie.
+    """
+
+    # A value whose shape has changed comes in a second message, which must not be taken for the next value.
+    window = 1
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        channels: Iterable[tuple[int, int]],
+        backend: str,
+        device: torch.device,
+        timeout: timedelta,
+    ) -> None:
+        self.device = device
+        me, everyone = dist.get_rank(group), dist.get_process_group_ranks(group or dist.group.WORLD)
+        self._groups = {}
+        # In one order everywhere: making a group waits for its other member. Torch names a group after its ranks and
+        # the number of groups its process has made, so whoever is not in the channel makes one too, for itself.
+        for source, target in sorted(channels):
+            ours = me in (source, target)
+            made = dist.new_group(
+                [everyone[source], everyone[target]] if ours else [everyone[me]],
+                timeout=timeout,
+                backend=backend if ours else "gloo",
+                use_local_synchronization=True,
+                group_desc=f"pipeline {source} to {target}",
+            )
+            if ours:
+                self._groups[source, target] = made
+        self._me = me
+        self._greet()
+
+    def _greet(self) -> None:
+        """A first message on each channel: NCCL makes its connection then, and waits for the peer while it does."""
+        for source, target in self._groups:
+            greeting = torch.zeros(1, dtype=torch.uint8, device=self.device)
+            if source == self._me:
+                self.isend(greeting, target, 0).wait()
+            else:
+                self.irecv(greeting, source, 0).wait()
+
+    def isend(self, buffer: Tensor, target: int, number: int) -> dist.Work:
+        channel = self._groups[self._me, target]
+        return _ours(dist.isend(buffer, group=channel, group_dst=1 - dist.get_rank(channel)))
+
+    def irecv(self, buffer: Tensor, source: int, number: int) -> dist.Work:
+        channel = self._groups[source, self._me]
+        return _ours(dist.irecv(buffer, group=channel, group_src=1 - dist.get_rank(channel)))
+
+
+def open_wire(
+    group: dist.ProcessGroup | None,
+    channels: Iterable[tuple[int, int]],
+    device: torch.device,
+    transport: str | None,
+    series: int,
+    timeout: timedelta,
+) -> Wire:
+    """The wire of a pipeline whose stages are on ``device``.
+
+    Args:
+        transport: ``"gloo"`` (CUDA tensors go through host memory, so ranks can share a GPU), ``"nccl"``,
+            ``"gloo without tags"`` to have NCCL's rules without a GPU, or None: NCCL where the group has it for the
+            device, else gloo.
+
+    Raises:
+        ValueError: for another transport, or one that the group does not have.
+    """
+    backends = dist.get_backend_config(group)
+    nccl = device.type == "cuda" and "cuda:nccl" in backends
+    if transport is None:
+        transport = "nccl" if nccl else "gloo"
+    if transport == "nccl" and nccl:
+        return Ordered(group, channels, "nccl", device, timeout)
+    if transport == "gloo" and "gloo" in backends:
+        return Tagged(group, series)
+    if transport == "gloo without tags" and "gloo" in backends:
+        return Ordered(group, channels, "gloo", torch.device("cpu"), timeout)
+    raise ValueError(
+        f"transport {transport!r} cannot carry tensors on {device} over a process group with {backends}: "
+        "use 'gloo', 'nccl' (stages on CUDA, group initialised with nccl) or 'gloo without tags'"
+    )
+
+
+def _ours(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise ValueError("this process is not in the pipeline's process group: call it on the group's ranks only")
+    return work

@@ -1,0 +1,138 @@
+"""A model small enough to train hundreds of times, cut into any number of stages, and its training by the runtime.
+
+config = model_config(4)
+data = small_batches(config)
+ranks = on_ranks(2, run, build("1f1b", 2, 8), config, data)
+assert_equals_one_process(ranks, in_one_process(config, data), config)
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from course_pp.model import ModelConfig, PipelineStageModule, build_stage_module, compute_layer_assignment
+from course_pp.runtime import Pipeline
+from course_pp.schedule import Action, Overlap, Schedule
+from tests.equality import Trained, adamw, batches, snapshot_gradients, snapshot_parameters, train_in_one_process
+
+BATCH, SEQ_LEN, STEPS = 16, 4, 3
+
+Batches = list[tuple[Tensor, Tensor]]
+LayerRanges = Sequence[tuple[int, int]]
+
+
+def model_config(n_layers: int, tied: bool = False) -> ModelConfig:
+    """A decoder with ``n_layers`` of 1,440 parameters."""
+    sizes = {"dim": 16, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 13, "vocab_size": 23, "max_seq_len": 8}
+    return ModelConfig(n_layers=n_layers, tie_embeddings=tied, **sizes)
+
+
+def mean_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Mean cross-entropy; a loss that does not say over how many tokens."""
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def even_layers(n_layers: int, n_stages: int) -> LayerRanges:
+    """(start, end) of each stage's layers, as many in each stage as can be."""
+    return compute_layer_assignment(n_layers, n_stages)
+
+
+def uneven_layers(n_layers: int, n_stages: int) -> LayerRanges:
+    """(start, end) of each stage's layers: one in every stage but the middle one, which has all the others."""
+    sizes = [1] * n_stages
+    sizes[n_stages // 2] += n_layers - n_stages
+    ends = [sum(sizes[: stage + 1]) for stage in range(n_stages)]
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def small_batches(config: ModelConfig, steps: int = STEPS, batch: int = BATCH) -> Batches:
+    """One (inputs, target) a step, each (batch, SEQ_LEN)."""
+    return batches(config, batch, SEQ_LEN, steps)
+
+
+def stages_of(rank: int, schedule: Schedule) -> list[int]:
+    """The stages that ``schedule`` places on ``rank``."""
+    return [stage for stage, ranks in enumerate(schedule.placement) if rank in ranks]
+
+
+def stage_modules(
+    rank: int, schedule: Schedule, config: ModelConfig, layer_ranges: LayerRanges | None = None
+) -> dict[int, PipelineStageModule]:
+    """The stages of ``rank`` in float64, with the weights that the whole model has in :func:`in_one_process`."""
+    torch.manual_seed(0)
+    n_stages = schedule.n_stages
+    return {
+        stage: build_stage_module(config, stage, n_stages, layer_ranges).double() for stage in stages_of(rank, schedule)
+    }
+
+
+def tied_ends(config: ModelConfig, schedule: Schedule) -> list[Mapping[int, str]]:
+    """What the pipeline must be told of a model whose embedding and head are one, if they are in two stages."""
+    last = schedule.n_stages - 1
+    return [{0: "embed.weight", last: "head.weight"}] if config.tie_embeddings and last else []
+
+
+def run(
+    rank: int,
+    schedule: Schedule,
+    config: ModelConfig,
+    data: Batches,
+    layer_ranges: LayerRanges | None = None,
+    loss_fn: Callable[[Any, Any], Tensor] = mean_loss,
+    **options: Any,
+) -> Trained:
+    """Train with AdamW, one step a batch; to be called on every rank.
+
+    Args:
+        layer_ranges: of every stage; None cuts evenly.
+        options: for :class:`course_pp.runtime.Pipeline`.
+
+    Returns:
+        Losses, the first step's gradients and the last parameters of this rank.
+    """
+    modules = stage_modules(rank, schedule, config, layer_ranges)
+    pipeline = Pipeline(schedule, modules, loss_fn, tied=tied_ends(config, schedule), timeout_s=20, **options)
+    optimizer = adamw(modules.values()) if modules else None
+    losses, gradients = [], {}
+    for step, (inputs, target) in enumerate(data):
+        for module in modules.values():
+            module.zero_grad()
+        losses.append(sum(pipeline.step(*for_rank(rank, schedule, inputs, target))))
+        if step == 0:
+            gradients = snapshot_gradients(modules.values())
+        if optimizer is not None:
+            optimizer.step()
+    return Trained(losses, gradients, snapshot_parameters(modules.values()))
+
+
+def for_rank(rank: int, schedule: Schedule, inputs: Any, targets: Any) -> tuple[Any, Any]:
+    """``inputs`` and ``targets`` where ``rank`` needs them, else None."""
+    mine = stages_of(rank, schedule)
+    return inputs if 0 in mine else None, targets if schedule.n_stages - 1 in mine else None
+
+
+def in_one_process(config: ModelConfig, data: Batches, loss_fn: Any = mean_loss) -> Trained:
+    """The same training without a pipeline, each batch in one piece."""
+    return train_in_one_process(config, data, loss_fn)
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """``schedule`` without its backwards."""
+    rows = (
+        [action.forward if isinstance(action, Overlap) else action for action in row if action.parts[0].kind == "F"]
+        for row in schedule.actions
+    )
+    return Schedule(f"{schedule.name} forward", schedule.placement, tuple(map(tuple, rows)))
+
+
+def parse(*rows: str, placement: Sequence[Sequence[int]] | None = None) -> Schedule:
+    """A schedule from a row a rank, such as ``"0F0 0B0"``; stage r on rank r unless placed."""
+    read = tuple(
+        tuple(Overlap.parse(text) if text.startswith("(") else Action.parse(text) for text in row.split())
+        for row in rows
+    )
+    places = [(rank,) for rank in range(len(rows))] if placement is None else placement
+    return Schedule("mine", tuple(map(tuple, places)), read)

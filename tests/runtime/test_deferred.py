@@ -1,0 +1,405 @@
+"""Weight gradients put off to ``W`` are those of an ordinary backward, and nothing is computed twice."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from course_pp.runtime.deferred import Deferring, WeightGradients
+from course_pp.runtime.memory import Meter
+from course_pp.runtime.stage import Stage
+
+WIDTH, HIDDEN = 6, 8
+CPU = torch.device("cpu")
+
+
+class UsedTwice(nn.Module):
+    """One layer, called twice in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.tanh(self.layer(x)))
+
+
+class ByName(nn.Module):
+    """The function, with keywords."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(bias=self.layer.bias, input=x, weight=self.layer.weight)
+
+
+class Checkpointed(nn.Module):
+    """Two layers that are computed again in backward, then one that is not."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.last, self.reentrant = layers(), nn.Linear(WIDTH, WIDTH), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.inner, x, use_reentrant=self.reentrant))
+
+
+class Autocast(nn.Module):
+    """A module that computes in bfloat16 by itself."""
+
+    def __init__(self, inner: nn.Module, enabled: bool) -> None:
+        super().__init__()
+        self.inner, self.enabled = inner, enabled
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.enabled:
+            return self.inner(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.inner(x)
+
+
+class Offloaded(nn.Module):
+    """Keeps what it saves elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = layers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return self.inner(x)
+
+
+def layers(bias: bool = True) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, HIDDEN, bias), nn.GELU(), nn.Linear(HIDDEN, WIDTH, bias))
+
+
+def frozen(module: nn.Module, *names: str) -> nn.Module:
+    for name in names:
+        module.get_parameter(name).requires_grad_(False)
+    return module
+
+
+def parametrised() -> nn.Module:
+    module = layers()
+    nn.utils.parametrizations.weight_norm(module[0])
+    return module
+
+
+def complex_layers() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(WIDTH, HIDDEN, dtype=torch.complex64), nn.Linear(HIDDEN, WIDTH, dtype=torch.complex64)
+    )
+
+
+# What may not wait and has its gradient after I, by name; every other parameter must wait for W.
+MODULES: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
+    "layers": (layers, set()),
+    "layers without bias": (lambda: layers(bias=False), set()),
+    "layers and norms": (
+        lambda: nn.Sequential(nn.LayerNorm(WIDTH), layers(), nn.LayerNorm(WIDTH)),
+        {"0.weight", "0.bias", "2.weight", "2.bias"},
+    ),
+    "one layer used twice": (UsedTwice, set()),
+    "the function itself": (ByName, set()),
+    "a frozen weight": (lambda: frozen(layers(), "0.weight"), {"0.bias"}),
+    "a frozen bias": (lambda: frozen(layers(), "0.bias"), set()),
+    "a frozen layer": (lambda: frozen(layers(), "0.weight", "0.bias"), set()),
+    "a weight that is computed": (
+        parametrised,
+        {"0.bias", "0.parametrizations.weight.original0", "0.parametrizations.weight.original1"},
+    ),
+    "complex layers": (complex_layers, {"0.weight", "0.bias", "1.weight", "1.bias"}),
+    "checkpointed, not reentrant": (
+        lambda: Checkpointed(False),
+        {"inner.0.weight", "inner.0.bias", "inner.2.weight", "inner.2.bias"},
+    ),
+    "checkpointed, reentrant": (
+        lambda: Checkpointed(True),
+        {"inner.0.weight", "inner.0.bias", "inner.2.weight", "inner.2.bias"},
+    ),
+    "hooks on what is saved": (Offloaded, {"inner.0.weight", "inner.0.bias", "inner.2.weight", "inner.2.bias"}),
+}
+SHAPES = {"2-D": (5, WIDTH), "3-D": (2, 3, WIDTH), "4-D": (2, 1, 3, WIDTH), "no rows": (0, WIDTH)}
+
+
+def made(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return make() if make is complex_layers else make().to(dtype)
+
+
+def input_of(shape: tuple[int, ...], module: nn.Module, requires_grad: bool = True) -> Tensor:
+    torch.manual_seed(1)
+    dtype = next(module.parameters()).dtype
+    return torch.randn(shape, dtype=dtype).requires_grad_(requires_grad)
+
+
+def loss_of(output: Tensor) -> Tensor:
+    """Its gradient differs from place to place."""
+    return (output.abs().float() if output.dtype == torch.bfloat16 else output.abs()).pow(2).sum()
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def assert_same_bits(found: Any, expected: Any) -> None:
+    """Of tensors, dicts of them, or None."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def ordinarily(module: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+    output = module(x)
+    loss_of(output).backward()
+    return output, gradients(module), x.grad
+
+
+def in_two_halves(module: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor | None, set[str]]:
+    """The same, and which parameters have their gradient between ``I`` and ``W``."""
+    queue = WeightGradients()
+    with Deferring(queue):
+        output = module(x)
+    loss_of(output).backward()
+    early = set(gradients(module))
+    queue.compute()
+    return output, gradients(module), x.grad, early
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(("make", "early"), MODULES.values(), ids=MODULES)
+def test_the_two_halves_give_the_bits_of_an_ordinary_backward(
+    make: Callable[[], nn.Module], early: set[str], shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    module, other = made(make, dtype), made(make, dtype)
+    output, expected, input_gradient = ordinarily(module, input_of(shape, module))
+    output_of_halves, found, input_gradient_of_halves, there_after_i = in_two_halves(other, input_of(shape, other))
+    assert_same_bits(output_of_halves, output)
+    assert_same_bits(input_gradient_of_halves, input_gradient)
+    assert set(found) == set(expected) == {name for name, p in module.named_parameters() if p.requires_grad}
+    assert_same_bits(found, expected)
+    assert there_after_i == early
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_square_layer_is_not_taken_for_its_transpose(reentrant: bool) -> None:
+    """Weight and transpose have one shape, so that checkpointing would not notice if the wrong one was saved."""
+
+    class Square(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, use_reentrant=reentrant)
+
+    module, other = made(Square, torch.float64), made(Square, torch.float64)
+    _, expected, of_input = ordinarily(module, input_of((3, WIDTH), module))
+    _, found, of_input_in_halves, _ = in_two_halves(other, input_of((3, WIDTH), other))
+    assert_same_bits(of_input_in_halves, of_input)
+    assert_same_bits(found, expected)
+
+
+def test_the_first_layer_of_the_first_stage_waits_too() -> None:
+    module, other = made(layers, torch.float64), made(layers, torch.float64)
+    _, expected, _ = ordinarily(module, input_of((5, WIDTH), module, requires_grad=False))
+    _, found, input_gradient, early = in_two_halves(other, input_of((5, WIDTH), other, requires_grad=False))
+    assert input_gradient is None
+    assert not early
+    assert_same_bits(found, expected)
+
+
+def test_a_vector_is_left_to_the_ordinary_backward() -> None:
+    module, other = made(layers, torch.float64), made(layers, torch.float64)
+    _, expected, _ = ordinarily(module, input_of((WIDTH,), module))
+    _, found, _, early = in_two_halves(other, input_of((WIDTH,), other))
+    assert early == set(expected)
+    assert_same_bits(found, expected)
+
+
+def test_nothing_is_queued_without_gradients() -> None:
+    module, queue = made(layers), WeightGradients()
+    with torch.no_grad(), Deferring(queue):
+        output = module(input_of((5, WIDTH), module))
+    assert not output.requires_grad
+    queue.compute()
+    assert not gradients(module)
+
+
+@pytest.mark.parametrize("shape", [SHAPES["2-D"], SHAPES["3-D"]], ids=["2-D", "3-D"])
+@pytest.mark.parametrize(
+    "make", [layers, lambda: layers(bias=False), MODULES["layers and norms"][0]], ids=["bias", "no bias", "norms"]
+)
+@pytest.mark.parametrize("inside", [True, False], ids=["around the step", "around the forward"])
+def test_autocast_gives_the_bits_of_an_ordinary_backward_under_autocast(
+    inside: bool, make: Callable[[], nn.Module], shape: tuple[int, ...]
+) -> None:
+    with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+        module, other = made(lambda: Autocast(make(), not inside)), made(lambda: Autocast(make(), not inside))
+        output, expected, of_input = ordinarily(module, input_of(shape, module))
+        output_of_halves, found, of_input_in_halves, _ = in_two_halves(other, input_of(shape, other))
+    assert_same_bits(output_of_halves, output)
+    assert_same_bits(of_input_in_halves, of_input)
+    assert_same_bits(found, expected)
+    assert {gradient.dtype for gradient in found.values()} == {torch.float32}
+
+
+def test_a_weight_used_twice_under_autocast_is_summed_in_float32() -> None:
+    """An ordinary backward sums in bfloat16, the format to which the weight was cast once for both."""
+    module, other, exact = made(UsedTwice), made(UsedTwice), made(UsedTwice, torch.float64)
+    x = input_of((5, WIDTH), module)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, expected, _ = ordinarily(module, x)
+        _, found, _, _ = in_two_halves(other, input_of((5, WIDTH), other))
+    _, reference, _ = ordinarily(exact, x.detach().double().requires_grad_())
+    for name, gradient in reference.items():
+        unit = torch.finfo(torch.bfloat16).eps * gradient.abs().max()
+        assert (found[name] - gradient).abs().max() <= 4 * unit
+        assert (found[name] - expected[name]).abs().max() <= 2 * unit
+
+
+def test_weight_gradients_are_added_to_those_that_are_there() -> None:
+    module, other = made(layers, torch.float64), made(layers, torch.float64)
+    for _ in range(2):
+        _, expected, _ = ordinarily(module, input_of((5, WIDTH), module))
+        _, found, _, _ = in_two_halves(other, input_of((5, WIDTH), other))
+    assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("make", [layers, UsedTwice], ids=["layers", "one layer used twice"])
+def test_hooks_on_parameters_fire_once_and_at_w(make: Callable[[], nn.Module]) -> None:
+    module = made(make, torch.float64)
+    fired: Counter[str] = Counter()
+    seen: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+
+        def on_gradient(gradient: Tensor, name: str = name) -> None:
+            fired[name] += 1
+            seen[name] = gradient.clone()
+
+        def after_accumulation(_: Tensor, name: str = name) -> None:
+            fired[f"{name}, accumulated"] += 1
+
+        parameter.register_hook(on_gradient)
+        parameter.register_post_accumulate_grad_hook(after_accumulation)
+    queue = WeightGradients()
+    with Deferring(queue):
+        output = module(input_of((5, WIDTH), module))
+    loss_of(output).backward()
+    assert not fired
+    queue.compute()
+    names = [name for name, _ in module.named_parameters()]
+    assert fired == dict.fromkeys([*names, *(f"{name}, accumulated" for name in names)], 1)
+    assert_same_bits(seen, gradients(module))
+
+
+def test_a_hook_that_changes_the_gradient_is_heard() -> None:
+    module = made(layers, torch.float64)
+    _, expected, _ = ordinarily(module, input_of((5, WIDTH), module))
+    other = made(layers, torch.float64)
+    other[0].weight.register_hook(lambda gradient: 3 * gradient)  # type: ignore[index]
+    _, found, _, _ = in_two_halves(other, input_of((5, WIDTH), other))
+    assert torch.equal(found["0.weight"], 3 * expected["0.weight"])
+    assert torch.equal(found["2.weight"], expected["2.weight"])
+
+
+def test_a_queue_that_was_computed_is_empty_and_holds_nothing() -> None:
+    meter = Meter()
+    module, queue = made(layers, torch.float64), WeightGradients(meter)
+    with Deferring(queue):
+        output = module(input_of((5, WIDTH), module))
+    loss_of(output).backward()
+    # The gradient of each layer's output; each layer's input counts as an activation.
+    assert meter.kept["queued"] == 5 * (HIDDEN + WIDTH) * 8
+    assert meter.kept["activation"] == 5 * (WIDTH + HIDDEN) * 8
+    queue.compute()
+    assert not any(meter.kept.values())
+    before = gradients(module)
+    queue.compute()
+    assert_same_bits(gradients(module), before)
+
+
+def test_weights_changed_between_forward_and_backward_are_refused() -> None:
+    module, queue = made(layers), WeightGradients()
+    with Deferring(queue):
+        output = module(input_of((5, WIDTH), module))
+    with torch.no_grad():
+        module[0].weight.add_(1)  # type: ignore[index]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss_of(output).backward()
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products and, for scale, everything else that costs arithmetic here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm", "bmm", "matmul", "linear", "gelu", "gelu_backward", "sum"):
+            self.counts["product" if name in ("mm", "addmm", "bmm", "matmul", "linear") else name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counting(counts: dict[str, Counter[str]], action: str) -> Iterator[None]:
+    with Products() as products:
+        yield
+    counts[action] = products.counts
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("index", [0, 1], ids=["first stage", "later stage"])
+def test_input_and_weight_halves_together_do_the_products_of_one_backward(index: int, recompute: bool) -> None:
+    n = 3
+    stack = nn.Sequential(*(layer for _ in range(n) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
+    counts: dict[str, Counter[str]] = {}
+    for split in (False, True):
+        stage = Stage(index, stack, CPU, recompute, None)
+        x = torch.randn(5, WIDTH, requires_grad=index > 0)
+        with counting(counts, f"F {split}"):
+            output = stage.forward(0, x, None, split)
+        gradient = (torch.ones_like(output),)
+        if split:
+            with counting(counts, "I"):
+                stage.backward_input(0, gradient)
+            with counting(counts, "W"):
+                stage.backward_weight(0)
+        else:
+            with counting(counts, "B"):
+                stage.backward(0, gradient)
+    assert counts["F False"] == counts["F True"] == Counter(product=n, gelu=n)
+    assert counts["I"] + counts["W"] == counts["B"]
+    again = n if recompute else 0
+    # The first stage's input needs no gradient.
+    assert counts["I"] == Counter(product=n - (index == 0) + again, gelu_backward=n, gelu=again)
+    assert counts["W"] == Counter(product=n, sum=n)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_stage_that_recomputes_splits_its_backward_just_the_same(autocast: bool) -> None:
+    found = []
+    for recompute in (False, True):
+        module = made(layers)
+        stage = Stage(1, module, CPU, recompute, None)
+        x = input_of((5, WIDTH), module)
+        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+            output = stage.forward(0, x, None, True)
+            (of_input,) = stage.backward_input(0, (torch.ones_like(output),))
+            assert not gradients(module)
+            stage.backward_weight(0)
+        assert of_input is not None
+        found.append({"output": output, "input": of_input, **gradients(module)})
+    kept, recomputed = found
+    assert_same_bits(recomputed, kept)

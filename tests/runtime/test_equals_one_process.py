@@ -1,0 +1,337 @@
+"""A step of any schedule equals a step in one process: loss, every gradient, every parameter."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
+from course_pp.launch import on_ranks
+from course_pp.runtime import Pipeline, run_step
+from course_pp.schedule import Schedule, build, names
+from tests.equality import GRADIENT_TOLERANCE, Trained, assert_equals_one_process, snapshot_gradients
+from tests.runtime.small import (
+    BATCH,
+    Batches,
+    LayerRanges,
+    even_layers,
+    for_rank,
+    forward_only,
+    in_one_process,
+    mean_loss,
+    model_config,
+    run,
+    small_batches,
+    stage_modules,
+    uneven_layers,
+)
+
+SYNCHRONOUS = tuple(name for name in names() if name != "pipedream")
+TORCH_CLASSES = {
+    "GPipe": 1,
+    "1F1B": 1,
+    "Interleaved1F1B": 2,
+    "LoopedBFS": 2,
+    "InterleavedZeroBubble": 2,
+    "ZBVZeroBubble": 2,
+    "DualPipeV": 2,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A schedule by name and size, and how the layers are cut."""
+
+    name: str
+    pp: int
+    m: int
+    layers: str
+
+    def __str__(self) -> str:
+        return f"{self.name}, pp={self.pp}, m={self.m}, {self.layers}"
+
+    @property
+    def schedule(self) -> Schedule:
+        return build(self.name, self.pp, self.m)
+
+    @property
+    def n_layers(self) -> int:
+        """Of the whole model: two a rank, or one more."""
+        return 2 * self.pp + (self.layers == "uneven")
+
+    @property
+    def layer_ranges(self) -> LayerRanges:
+        cut = even_layers if self.layers == "even" else uneven_layers
+        return cut(self.n_layers, self.schedule.n_stages)
+
+
+def accepts(name: str, pp: int, m: int) -> bool:
+    """Whether there is such a schedule, and a batch large enough for it."""
+    try:
+        build(name, pp, m)
+    except ValueError:
+        return False
+    return 1 <= m <= BATCH
+
+
+def microbatch_counts(name: str, pp: int) -> tuple[int, ...]:
+    """Twice as many as ranks; then a number that is no multiple of that, fewer than ranks, and one: where accepted."""
+    uneven = next((m for m in range(pp + 1, BATCH) if m % pp and accepts(name, pp, m)), 3)
+    return tuple(dict.fromkeys(m for m in (2 * pp, uneven, pp - 1, 1) if accepts(name, pp, m)))
+
+
+def cases() -> Iterator[Case]:
+    for pp in (1, 2, 3, 4, 8):
+        for name in SYNCHRONOUS:
+            for layers in ("even", "uneven"):
+                for m in microbatch_counts(name, pp):
+                    yield Case(name, pp, m, layers)
+
+
+def is_sample(case: Case) -> bool:
+    """For each schedule on up to four ranks one case with even layers and one with uneven ones; three on eight."""
+    usual, *others = microbatch_counts(case.name, case.pp)
+    if case.pp == 8:
+        return (case.name, case.layers, case.m) in (("1f1b", "uneven", 9), ("zb_v", "even", 7), ("zb_h1", "uneven", 16))
+    special = others[(SYNCHRONOUS.index(case.name) + case.pp) % len(others)] if others else usual
+    return (case.layers, case.m) in (("even", usual), ("uneven", special))
+
+
+SAMPLE = [case for case in cases() if is_sample(case)]
+THE_REST = [case for case in cases() if not is_sample(case)]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training run; its arguments are those of :func:`tests.runtime.small.run`."""
+
+    schedule: Schedule
+    n_layers: int
+    layer_ranges: LayerRanges | None = None
+    tied: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def train_on_rank(rank: int, jobs: Sequence[Job]) -> list[Trained]:
+    """One job after another: starting ranks takes longer than training so small a model."""
+    trained = []
+    for job in jobs:
+        config = model_config(job.n_layers, job.tied)
+        trained.append(run(rank, job.schedule, config, small_batches(config), job.layer_ranges, **job.options))
+    return trained
+
+
+@cache
+def reference(n_layers: int, tied: bool = False) -> Trained:
+    config = model_config(n_layers, tied)
+    return in_one_process(config, small_batches(config))
+
+
+def assert_right(ranks: Sequence[Trained], job: Job) -> None:
+    assert_equals_one_process(list(ranks), reference(job.n_layers, job.tied), model_config(job.n_layers, job.tied))
+
+
+def job_of(case: Case) -> Job:
+    return Job(case.schedule, case.n_layers, case.layer_ranges)
+
+
+@cache
+def trained(pp: int, of_sample: bool) -> dict[Case, tuple[Trained, ...]]:
+    """What every rank was left with, for each case on ``pp`` ranks."""
+    mine = [case for case in (SAMPLE if of_sample else THE_REST) if case.pp == pp]
+    ranks = on_ranks(pp, train_on_rank, [job_of(case) for case in mine], timeout_s=110 if of_sample else 570)
+    return dict(zip(mine, zip(*ranks, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=str)
+def test_training_equals_one_process(case: Case) -> None:
+    assert_right(trained(case.pp, of_sample=True)[case], job_of(case))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", THE_REST, ids=str)
+def test_training_equals_one_process_at_every_size(case: Case) -> None:
+    assert_right(trained(case.pp, of_sample=False)[case], job_of(case))
+
+
+def test_every_synchronous_schedule_is_tried_on_one_to_four_ranks_with_even_and_uneven_layers() -> None:
+    tried = {(case.name, case.pp, case.layers) for case in SAMPLE}
+    wanted = {(n, pp, layers) for n in SYNCHRONOUS for pp in (1, 2, 3, 4) for layers in ("even", "uneven")}
+    assert wanted <= tried
+    assert {(n, 8, layers) for n in SYNCHRONOUS for layers in ("even", "uneven")} <= {
+        (case.name, case.pp, case.layers) for case in (*SAMPLE, *THE_REST)
+    }
+    assert any(case.m < case.pp for case in SAMPLE)
+    assert any(case.m > case.pp and case.m % case.pp for case in SAMPLE)
+
+
+def with_options() -> dict[str, Job]:
+    """Three ranks, in ways other than the plainest."""
+    jobs = {}
+    for name in ("1f1b", "interleaved_1f1b", "zb_v", "dualpipe_v"):
+        plain = Job(build(name, 3, 6), 6)
+        jobs[f"without tags {name}"] = replace(plain, options={"transport": "gloo without tags"})
+        jobs[f"recomputed {name}"] = replace(plain, options={"recompute": True})
+    for name in ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v"):
+        jobs[f"tied {name}"] = Job(build(name, 3, 6), 6, tied=True)
+    for replicas in ((2, 1), (1, 2), (3,)):
+        for m in (1, 5, 6):
+            jobs[f"replicated {replicas} {m}"] = Job(replicated(replicas, m), 3)
+    jobs["replicated and tied"] = Job(replicated((2, 1), 5), 3, tied=True)
+    return jobs
+
+
+def replicated(replicas: tuple[int, ...], m: int) -> Schedule:
+    """Stages that several ranks share, each microbatch on one of them: PipeDream with its updates left out."""
+    asynchronous = build("pipedream", sum(replicas), m, replicas=replicas)
+    rows = (tuple(action for action in row if action.parts[0].kind != "U") for row in asynchronous.actions)
+    return Schedule("replicated", asynchronous.placement, tuple(rows))
+
+
+@cache
+def trained_with_options() -> dict[str, tuple[Trained, ...]]:
+    jobs = with_options()
+    ranks = on_ranks(3, train_on_rank, list(jobs.values()), timeout_s=100)
+    return dict(zip(jobs, zip(*ranks, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("what", with_options())
+def test_training_without_tags_recomputed_tied_or_replicated_equals_one_process(what: str) -> None:
+    assert_right(trained_with_options()[what], with_options()[what])
+
+
+def test_replicas_of_a_stage_stay_equal_bit_by_bit() -> None:
+    first, second, _ = trained_with_options()["replicated (2, 1) 5"]
+    assert first.parameters.keys() == second.parameters.keys()
+    assert all(torch.equal(value, second.parameters[name]) for name, value in first.parameters.items())
+
+
+def test_tied_ends_stay_equal_bit_by_bit() -> None:
+    ranks = trained_with_options()["tied interleaved_1f1b"]
+    assert torch.equal(ranks[0].parameters["embed.weight"], ranks[2].parameters["head.weight"])
+    (v_shaped, _, _) = trained_with_options()["tied zb_v"]
+    assert torch.equal(v_shaped.parameters["embed.weight"], v_shaped.parameters["head.weight"])
+
+
+def torch_schedule(name: str, stages: Sequence[pipelining.PipelineStage], m: int) -> Any:
+    order = getattr(pipelining.schedules, f"Schedule{name}")
+    return order(stages if TORCH_CLASSES[name] > 1 else stages[0], m, loss_fn=mean_loss)
+
+
+def step_as_torch_does(
+    rank: int, schedule: Schedule, name: str, n_layers: int, data: Batches
+) -> tuple[float | None, dict[str, Tensor]]:
+    """The loss where the last stage is, and this rank's gradients."""
+    modules = stage_modules(rank, schedule, model_config(n_layers))
+    device = torch.device("cpu")
+    stages = [pipelining.PipelineStage(module, s, schedule.n_stages, device) for s, module in modules.items()]
+    inputs, target = for_rank(rank, schedule, *data[0])
+    losses: list[Tensor] = []
+    step = torch_schedule(name, stages, schedule.n_microbatches).step
+    step(*([] if inputs is None else [inputs]), **({} if target is None else {"target": target, "losses": losses}))
+    return float(sum(losses)) / len(losses) if losses else None, snapshot_gradients(modules.values())
+
+
+def both_on_rank(rank: int, pp: int, m: int) -> dict[str, tuple[Any, Trained]]:
+    """For each of torch's schedule classes what one step leaves behind: theirs and ours."""
+    n_layers = 2 * pp
+    config = model_config(n_layers)
+    data = small_batches(config, steps=1)
+    results = {}
+    for name, chunks in TORCH_CLASSES.items():
+        schedule = build(name, pp, m, chunks)
+        results[name] = step_as_torch_does(rank, schedule, name, n_layers, data), run(rank, schedule, config, data)
+    return results
+
+
+@cache
+def both(pp: int) -> list[dict[str, tuple[Any, Trained]]]:
+    return on_ranks(pp, both_on_rank, pp, 8, timeout_s=100)
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("name", TORCH_CLASSES)
+def test_a_step_equals_that_of_torch_s_own_schedule(name: str, pp: int) -> None:
+    for rank, results in enumerate(both(pp)):
+        (loss, gradients), ours = results[name]
+        assert loss is None or ours.losses == [pytest.approx(loss, rel=GRADIENT_TOLERANCE)], f"rank {rank}"
+        assert ours.gradients.keys() == gradients.keys()
+        for parameter, gradient in ours.gradients.items():
+            difference = (gradient - gradients[parameter]).abs().max()
+            assert difference <= GRADIENT_TOLERANCE, f"{parameter} on rank {rank}"
+
+
+def loss_without_graph(logits: Tensor, target: Tensor) -> Tensor:
+    assert not logits.requires_grad, "nobody will go backward here"
+    return mean_loss(logits, target)
+
+
+def evaluate_on_rank(rank: int, schedules: Sequence[Schedule]) -> list[tuple[tuple[float, ...], list[str]]]:
+    """For each schedule the losses of its forwards, and the parameters that have a gradient afterwards."""
+    config = model_config(4)
+    ((inputs, target),) = small_batches(config, steps=1)
+    results = []
+    for schedule in schedules:
+        modules = stage_modules(rank, schedule, config)
+        losses = Pipeline(schedule, modules, loss_without_graph).step(*for_rank(rank, schedule, inputs, target))
+        with_gradient = [n for module in modules.values() for n, p in module.named_parameters() if p.grad is not None]
+        results.append((losses, with_gradient))
+    return results
+
+
+def test_a_schedule_without_backwards_gives_each_microbatch_s_loss_and_no_gradients() -> None:
+    schedules = [forward_only(build(name, 2, 4)) for name in SYNCHRONOUS]
+    ranks = on_ranks(2, evaluate_on_rank, schedules)
+    model = stage_modules(0, build("naive", 1, 4), model_config(4))[0]
+    ((inputs, target),) = small_batches(model_config(4), steps=1)
+    with torch.no_grad():
+        pieces = zip(inputs.chunk(4), target.chunk(4), strict=True)
+        expected = [mean_loss(model(x), y).item() / 4 for x, y in pieces]
+    for rank, results in enumerate(ranks):
+        for schedule, (losses, with_gradient) in zip(schedules, results, strict=True):
+            assert losses == pytest.approx(expected, rel=GRADIENT_TOLERANCE), f"{schedule.name} on rank {rank}"
+            assert with_gradient == [], f"{schedule.name} on rank {rank}"
+
+
+def recorded_on_rank(rank: int) -> Any:
+    schedule = build("zb_v", 2, 4)
+    config = model_config(4)
+    modules = stage_modules(rank, schedule, config)
+    batch = for_rank(rank, schedule, *small_batches(config, steps=1)[0])
+    losses, timeline = run_step(schedule, modules, *batch, mean_loss)
+    order = [tuple(span.action for span in row) for row in timeline.by_rank]
+    return sum(losses), snapshot_gradients(modules.values()), order == list(schedule.actions)
+
+
+def test_a_recorded_step_equals_one_process_and_has_the_order_of_its_schedule() -> None:
+    expected = reference(4)
+    for loss, gradients, in_order in on_ranks(2, recorded_on_rank):
+        assert loss == pytest.approx(expected.losses[0], rel=GRADIENT_TOLERANCE)
+        assert all((expected.gradients[n] - g).abs().max() <= GRADIENT_TOLERANCE for n, g in gradients.items())
+        assert in_order
+
+
+def test_one_process_needs_no_process_group() -> None:
+    schedule = build("dualpipe_v", 1, 4)
+    config = model_config(3)
+    assert not torch.distributed.is_initialized()
+    trained_here = run(0, schedule, config, small_batches(config), uneven_layers(3, 2))
+    assert_equals_one_process([trained_here], reference(3), config)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("looped_bfs", "B"), ("interleaved_1f1b", "B"), ("zb_h1", "W")])
+def test_each_stage_s_weight_gradients_come_in_its_own_action_though_the_next_stage_is_on_the_same_rank(
+    name: str, kind: str
+) -> None:
+    schedule = build(name, 1, 4, 3)
+    stages = [nn.Linear(2, 2) for _ in range(3)]
+    came: list[int] = []
+    for stage, module in enumerate(stages):
+        module.weight.register_post_accumulate_grad_hook(lambda _, stage=stage: came.append(stage))
+    Pipeline(schedule, dict(enumerate(stages)), nn.functional.mse_loss).step(torch.ones(4, 2), torch.zeros(4, 2))
+    assert came == [part.stage for part in schedule.parts if part.kind == kind]

@@ -1,0 +1,386 @@
+"""Whatever goes wrong on one rank ends in an error on every rank that says where it began; nothing hangs."""
+
+import multiprocessing
+import re
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from course_pp.launch import on_ranks
+from course_pp.runtime import Pipeline
+from course_pp.schedule import Schedule, build
+from tests.processes import no_process_left
+from tests.runtime.failing import (
+    LIMIT_S,
+    NAMED,
+    SAMPLES,
+    WIDTH,
+    Caught,
+    Fragile,
+    M,
+    Trouble,
+    Where,
+    assert_all_say,
+    batch,
+    caught,
+    die,
+    fragile,
+    going_wrong,
+    oversleep,
+    run,
+    trouble,
+)
+from tests.runtime.small import for_rank, stages_of
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    with no_process_left():
+        yield
+
+
+def last_action(schedule: Schedule, rank: int) -> str:
+    return str(schedule.actions[rank][-1].parts[-1])
+
+
+RAISING = [
+    # name, ranks, action
+    ("1f1b", 2, "0F0"),
+    ("1f1b", 2, "1B3"),
+    ("1f1b", 3, "0F2"),
+    ("1f1b", 3, "1F1"),
+    ("1f1b", 3, "2F3"),
+    ("1f1b", 3, "0B0"),
+    ("1f1b", 3, "1B2"),
+    ("1f1b", 3, "2B0"),
+    ("gpipe", 4, "0F3"),
+    ("gpipe", 4, "2F0"),
+    ("gpipe", 4, "3F3"),
+    ("gpipe", 4, "3B0"),
+    ("gpipe", 4, "1B3"),
+    ("zb_h1", 3, "1I1"),
+    ("zb_h1", 3, "1W1"),
+    ("zb_v", 2, "0F0"),
+    ("zb_v", 2, "1F2"),
+    ("zb_v", 2, "2I1"),
+    ("zb_v", 3, "5F1"),
+    ("zb_v", 3, "4I2"),
+]
+
+
+@pytest.mark.parametrize("step", [0, 2], ids=["first step", "third step"])
+@pytest.mark.parametrize(("name", "n", "action"), RAISING)
+def test_a_stage_that_raises_is_named_on_every_rank(name: str, n: int, action: str, step: int) -> None:
+    schedule, where = build(name, n, M), Where(action, step)
+    assert_all_say(run(schedule, [where]), schedule, where, "Trouble: the cable is loose")
+
+
+@pytest.mark.parametrize("action", ["0F0", "1B2", "2F3"])
+def test_it_is_named_without_tags_too(action: str) -> None:
+    schedule, where = build("1f1b", 3, M), Where(action, 1)
+    found = run(schedule, [where], transport="gloo without tags")
+    assert_all_say(found, schedule, where, "Trouble: the cable is loose")
+
+
+@pytest.mark.parametrize(("name", "n"), [("1f1b", 3), ("gpipe", 2), ("gpipe", 4), ("zb_v", 2)])
+@pytest.mark.parametrize("step", [0, 1])
+def test_raising_in_the_very_last_action_reaches_ranks_that_have_done_theirs(name: str, n: int, step: int) -> None:
+    schedule = build(name, n, M)
+    for rank in range(n):
+        where = Where(last_action(schedule, rank), step)
+        assert_all_say(run(schedule, [where]), schedule, where, "Trouble: the cable is loose")
+
+
+def test_a_stage_that_raises_while_it_recomputes_is_named_with_the_backward() -> None:
+    schedule = build("1f1b", 2, M)
+    # With recomputation the sixth call of the first stage is in its second backward.
+    found = on_ranks(2, raising_at_call, schedule, 5, timeout_s=LIMIT_S)
+    origins = {one.origin for one in found}
+    assert len(origins) == 1
+    assert re.match(r"rank 0, stage 0, microbatch \d, action 0[FB]\d: Trouble: the cable is loose", origins.pop())
+
+
+def raising_at_call(rank: int, schedule: Schedule, call: int) -> Caught:
+    module = Fragile(rank)
+    if rank == 0:
+        module.mischief["F", call] = trouble
+    return caught(Pipeline(schedule, module, F.mse_loss, recompute=True, timeout_s=20), 1, *batch())
+
+
+@pytest.mark.parametrize(
+    ("name", "actions"),
+    [("1f1b", ["0F0", "2F0"]), ("1f1b", ["0F3", "1F1"]), ("1f1b", ["1B0", "2F1"]), ("gpipe", ["0F1", "1F0", "2F0"])],
+)
+def test_when_several_ranks_fail_each_rank_names_one_of_them(name: str, actions: list[str]) -> None:
+    schedule = build(name, 3, M)
+    wheres = [Where(action) for action in actions]
+    found = run(schedule, wheres)
+    origins = {where.text(schedule) + "Trouble: the cable is loose" for where in wheres}
+    for one in found:
+        assert one.kind == "PipelineError"
+        assert one.origin in origins
+        assert one.seconds < 10
+
+
+def test_a_long_account_is_cut_and_still_says_where() -> None:
+    schedule, where = build("1f1b", 2, M), Where("0F1")
+
+    def raise_at_length() -> None:
+        raise Trouble("längst " * 500)
+
+    guilty, told = run(schedule, [where], raise_at_length)
+    assert len(guilty.origin) > 3000
+    assert told.origin.startswith(where.text(schedule) + "Trouble: längst längst")
+    assert 450 < len(told.origin.encode()) <= 511
+    assert guilty.origin.startswith(told.origin.rstrip("\N{REPLACEMENT CHARACTER}"))
+
+
+def in_a_child(rank: int, *args: Any) -> tuple[int | None, Caught | None]:
+    """``going_wrong`` in a child of this rank: its exit code and result. A launcher ends all ranks when one dies."""
+    fork = multiprocessing.get_context("fork")
+    here, there = fork.Pipe(duplex=False)
+
+    def work() -> None:
+        dist.init_process_group("gloo")
+        there.send(asdict(going_wrong(rank, *args)))
+
+    child = fork.Process(target=work, daemon=True)
+    child.start()
+    there.close()
+    result = None
+    with suppress(EOFError):
+        result = Caught(**here.recv()) if here.poll(LIMIT_S - 5) else None
+    if result is None and child.is_alive():
+        child.kill()
+    child.join()
+    return child.exitcode, result
+
+
+@pytest.mark.parametrize("step", [0, 1], ids=["first step", "second step"])
+@pytest.mark.parametrize(
+    ("name", "n", "action"),
+    [("1f1b", 2, "1F1"), ("1f1b", 3, "0F1"), ("gpipe", 3, "2B1"), ("1f1b", 4, "2F1"), ("zb_v", 2, "1F1")],
+)
+def test_when_a_rank_is_killed_the_others_say_what_they_waited_for_from_whom(
+    name: str, n: int, action: str, step: int
+) -> None:
+    schedule, where = build(name, n, M), Where(action, step)
+    guilty = schedule.rank_of(where.parsed.stage, where.parsed.microbatch)
+    found = on_ranks(n, in_a_child, schedule, [where], die, {}, timeout_s=LIMIT_S, backend=None)
+    assert found[guilty] == (-signal.SIGKILL, None)
+    survivors = [rank for rank in range(n) if rank != guilty]
+    for rank in survivors:
+        exit_code, one = found[rank]
+        assert exit_code == 0
+        assert one is not None
+        assert one.kind == "PipelineError"
+        assert one.steps == step
+        assert one.seconds < 10
+        assert NAMED.match(one.origin), one.origin
+        assert re.search(r"(waited for|sending|cannot be sent)", one.origin), one.origin
+    assert any(f"rank {guilty}" in one.origin for _, one in found if one is not None)
+
+
+@pytest.mark.parametrize(("name", "n", "action"), [("1f1b", 2, "1F1"), ("1f1b", 3, "0F1"), ("zb_v", 2, "2F0")])
+@pytest.mark.parametrize("transport", ["gloo", "gloo without tags"])
+def test_a_peer_that_sends_too_late_is_an_error_on_every_rank(name: str, n: int, action: str, transport: str) -> None:
+    schedule, where = build(name, n, M), Where(action, 1)
+    guilty = schedule.rank_of(where.parsed.stage, where.parsed.microbatch)
+    found = run(schedule, [where], oversleep, timeout_s=1.0, transport=transport)
+    for one in found:
+        assert one.kind == "PipelineError"
+        assert one.steps == 1
+        assert one.seconds < 10
+        assert NAMED.match(one.origin), one.origin
+    waiting = [one.origin for rank, one in enumerate(found) if rank != guilty]
+    late = re.compile(
+        rf": waited for the (activation|gradient) of microbatch \d from stage \d from rank {guilty}, at most 1 s"
+    )
+    assert any(late.search(origin) for origin in waiting), waiting
+
+
+def absent(rank: int, schedule: Schedule, missing: int) -> Caught:
+    modules = {stage: Fragile(stage) for stage in stages_of(rank, schedule)}
+    pipeline = Pipeline(schedule, modules, F.mse_loss, timeout_s=1)
+    if rank == missing:
+        time.sleep(3)
+        return Caught(0)
+    return caught(pipeline, 1, *for_rank(rank, schedule, *batch()))
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_a_rank_that_never_steps_is_waited_for_no_longer_than_the_limit(missing: int) -> None:
+    schedule = build("1f1b", 3, M)
+    found = on_ranks(3, absent, schedule, missing, timeout_s=LIMIT_S)
+    for rank, one in enumerate(found):
+        if rank != missing:
+            assert one.kind == "PipelineError"
+            assert NAMED.match(one.origin), one.origin
+            assert one.seconds < 10
+    assert any(f"from rank {missing}, at most 1 s" in one.origin for one in found)
+
+
+def not_finite(rank: int, schedule: Schedule, value: float, microbatch: int) -> tuple[Caught, Caught, bool]:
+    modules = {stage: Fragile(stage) for stage in stages_of(rank, schedule)}
+    pipeline = Pipeline(schedule, modules, F.mse_loss, timeout_s=20)
+    inputs, targets = batch()
+    poisoned = inputs.clone()
+    poisoned[microbatch * SAMPLES // M] = value
+    first = caught(pipeline, 1, *for_rank(rank, schedule, poisoned, targets))
+    gradients = torch.cat([p.grad.flatten() for m in modules.values() for p in m.parameters() if p.grad is not None])
+    return first, caught(pipeline, 1, *for_rank(rank, schedule, inputs, targets)), bool(gradients.isfinite().all())
+
+
+@pytest.mark.parametrize(("name", "n"), [("1f1b", 2), ("gpipe", 3), ("zb_v", 2), ("1f1b", 1)])
+@pytest.mark.parametrize(("value", "spelled"), [(float("nan"), "nan"), (float("inf"), "(inf|nan)")])
+def test_a_loss_that_is_not_finite_is_named_everywhere_and_the_pipeline_can_go_on(
+    name: str, n: int, value: float, spelled: str
+) -> None:
+    schedule, microbatch = build(name, n, M), 2
+    last = schedule.n_stages - 1
+    (rank,) = schedule.placement[last]
+    for first, second, finite in on_ranks(n, not_finite, schedule, value, microbatch, timeout_s=LIMIT_S):
+        assert first.kind == "PipelineError"
+        where = f"rank {rank}, stage {last}, microbatch {microbatch}, action {last}F{microbatch}: the loss is {spelled}"
+        assert re.match(where, first.text), first.text
+        assert not finite
+        assert second == Caught(1)
+
+
+Part = Literal["shape", "dtype"]
+
+
+class Changing(nn.Module):
+    """A layer whose output fits the next one for ``healthy`` calls."""
+
+    def __init__(self, part: Part, healthy: int) -> None:
+        super().__init__()
+        self.layer, self.part, self.healthy = nn.Linear(WIDTH, WIDTH), part, healthy
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.healthy -= 1
+        if self.healthy >= 0:
+            return y
+        return y[:, 1:] if self.part == "shape" else y.double()
+
+
+def mismatched(rank: int, schedule: Schedule, part: Part, step: int) -> Caught:
+    module = Changing(part, step * M) if rank == 0 else nn.Linear(WIDTH, WIDTH)
+    return caught(Pipeline(schedule, module, F.mse_loss, timeout_s=20), 3, *batch(torch.float32))
+
+
+@pytest.mark.parametrize(("part", "what"), [("shape", "shapes cannot be multiplied"), ("dtype", "same dtype")])
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize(("name", "n"), [("1f1b", 2), ("gpipe", 3)])
+def test_what_the_next_stage_cannot_take_is_that_stages_error(
+    name: str, n: int, step: int, part: Part, what: str
+) -> None:
+    schedule, where = build(name, n, M), Where("1F0", step)
+    found = on_ranks(n, mismatched, schedule, part, step, timeout_s=LIMIT_S)
+    for one in found:
+        assert one.kind == "PipelineError"
+        assert one.steps == step
+        assert one.origin.startswith(where.text(schedule) + "RuntimeError: "), one.origin
+        assert what in one.origin
+        assert one.seconds < 10
+
+
+class Strange(nn.Module):
+    """Returns what cannot be sent."""
+
+    def forward(self, x: Tensor) -> Any:
+        return {"x": {x}}
+
+
+def unsendable(rank: int, schedule: Schedule) -> Caught:
+    module = Strange() if rank == 1 else nn.Identity()
+    return caught(Pipeline(schedule, module, F.mse_loss, timeout_s=20), 1, *batch())
+
+
+def test_what_cannot_cross_a_boundary_is_refused_on_every_rank() -> None:
+    schedule, where = build("1f1b", 3, M), Where("1F0")
+    found = on_ranks(3, unsendable, schedule, timeout_s=LIMIT_S)
+    assert_all_say(found, schedule, where, found[1].origin.partition(": ")[2])
+    assert "TypeError: a set cannot cross a stage boundary: return tensors" in found[1].origin
+
+
+def failing_twice(rank: int, schedule: Schedule, transport: str) -> tuple[list[Caught], list[float]]:
+    """A pipeline that fails and is asked again, and a second one that takes its place."""
+    stages = stages_of(rank, schedule)
+    modules = {stage: fragile(stage, [Where("1B1", 1)], trouble) for stage in stages}
+    inputs, targets = for_rank(rank, schedule, *batch())
+    first = Pipeline(schedule, modules, F.mse_loss, timeout_s=20, transport=transport)
+    ended = [caught(first, 3, inputs, targets), caught(first, 1, inputs, targets)]
+    second = Pipeline(schedule, modules, F.mse_loss, timeout_s=20, transport=transport)
+    losses = []
+    for _ in range(2):
+        for module in modules.values():
+            module.zero_grad()
+        losses.append(sum(second.step(inputs, targets)))
+    losses += [p.grad.abs().sum().item() for m in modules.values() for p in m.parameters() if p.grad is not None]
+    return ended, losses
+
+
+@pytest.mark.parametrize("transport", ["gloo", "gloo without tags"])
+@pytest.mark.parametrize(("name", "n"), [("1f1b", 3), ("zb_v", 2)])
+def test_after_a_failure_a_pipeline_is_done_for_and_another_takes_its_place(name: str, n: int, transport: str) -> None:
+    schedule = build(name, n, M)
+    if name == "zb_v":
+        assert "1I1" in map(str, schedule.parts)
+    found = on_ranks(n, failing_twice, schedule, transport, timeout_s=LIMIT_S)
+    for (failed, again), (loss, same_loss, *gradients) in found:
+        assert failed.kind == "PipelineError"
+        assert failed.steps == 1
+        assert again.kind == "RuntimeError"
+        assert again.text.endswith(f"its last step failed: {failed.origin}")
+        assert loss == same_loss == found[0][1][0]
+        assert gradients
+        assert all(gradients)
+
+
+class Wide(nn.Module):
+    """A layer whose output is too large for more than two receives to be posted ahead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.breaks = nn.Linear(256, 256), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.breaks:
+            time.sleep(0.3)  # the stage before has sent all by now
+            trouble()
+        return self.layer(x)
+
+
+def failing_with_mail_on_its_way(rank: int, schedule: Schedule, transport: str) -> list[Caught]:
+    module = Wide()
+    x = torch.randn(64 * schedule.n_microbatches, 256)
+    first = Pipeline(schedule, module, F.mse_loss, timeout_s=20, transport=transport)
+    ended = [caught(first, 1, x, x)]
+    module.breaks = rank == 1
+    ended.append(caught(first, 1, x, x))
+    module.breaks = False
+    return [*ended, caught(Pipeline(schedule, module, F.mse_loss, timeout_s=20, transport=transport), 2, x, x)]
+
+
+@pytest.mark.parametrize("transport", ["gloo", "gloo without tags"])
+@pytest.mark.parametrize("n", [2, 3])
+def test_messages_that_nobody_takes_any_more_delay_no_rank_and_leave_the_group_in_order(n: int, transport: str) -> None:
+    schedule = build("gpipe", n, 8)
+    found = on_ranks(n, failing_with_mail_on_its_way, schedule, transport, timeout_s=LIMIT_S)
+    assert_all_say([second for _, second, _ in found], schedule, Where("1F0"), "Trouble: the cable is loose")
+    for first, second, third in found:
+        assert (first, third) == (Caught(1), Caught(2))
+        assert second.seconds < 4

@@ -1,0 +1,238 @@
+"""Any legal schedule runs, with right gradients; any other is refused before there is a message."""
+
+import re
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course_pp.launch import on_ranks
+from course_pp.runtime import Pipeline
+from course_pp.schedule import Overlap, Schedule, check
+from tests.equality import GRADIENT_TOLERANCE
+from tests.runtime.random_schedules import broken_schedule, random_schedule
+from tests.runtime.small import for_rank, stages_of
+
+SEEDS = range(200)
+# Each channel needs a process group of its own then, which takes time to make.
+WITHOUT_TAGS_EVERY = 7
+WIDTH = 4
+STEPS = 2
+
+
+def tiny_model(n_stages: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(n_stages)]).double()
+
+
+def batch_for(schedule: Schedule) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, one sample more than two a microbatch: they cannot all be of one size."""
+    generator = torch.Generator().manual_seed(1)
+    inputs, targets = torch.randn(
+        2, 2 * schedule.n_microbatches + 1, WIDTH, generator=generator, dtype=torch.float64
+    ).unbind()
+    return inputs, targets
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def in_one_process(schedule: Schedule) -> tuple[float, dict[str, Tensor]]:
+    """The loss, and the gradients summed over the steps."""
+    model = tiny_model(schedule.n_stages)
+    inputs, targets = batch_for(schedule)
+    loss = nn.functional.mse_loss(model(inputs), targets)
+    (STEPS * loss).backward()
+    return loss.item(), gradients(model)
+
+
+def in_a_pipeline(
+    rank: int, schedule: Schedule, group: dist.ProcessGroup | None, transport: str
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Each step's loss, and the summed gradients. The first step agrees on shapes, the second finds them settled."""
+    model = tiny_model(schedule.n_stages)
+    mine = stages_of(rank, schedule)
+    pipeline = Pipeline(
+        schedule,
+        {stage: model[stage] for stage in mine},
+        nn.functional.mse_loss,
+        group=group,
+        transport=transport,
+        timeout_s=30,
+    )
+    losses = [sum(pipeline.step(*for_rank(rank, schedule, *batch_for(schedule)))) for _ in range(STEPS)]
+    return losses, {name: grad for name, grad in gradients(model).items() if int(name.split(".")[0]) in mine}
+
+
+def transport_of(seed: int) -> str:
+    return "gloo" if seed % WITHOUT_TAGS_EVERY else "gloo without tags"
+
+
+def run_all_on_rank(rank: int) -> dict[int, tuple[list[float], dict[str, Tensor]]]:
+    """Every schedule on as many of the ranks as it has; what each leaves on this rank, by seed."""
+    groups: dict[int, dist.ProcessGroup] = {}
+    for size in (1, 2, 3):
+        # The others get a group too: torch's names for groups need every rank to be in equally many.
+        for members in (range(size), range(size, 4)):
+            group = dist.new_group(list(members))
+            if rank in members and rank < size:
+                groups[size] = group
+    results = {}
+    # The large ones first, for the same reason: each that does without tags makes groups on the ranks that it has.
+    for seed in sorted(SEEDS, key=lambda seed: -random_schedule(seed).n_ranks):
+        schedule = random_schedule(seed)
+        if rank < schedule.n_ranks:
+            try:
+                results[seed] = in_a_pipeline(rank, schedule, groups.get(schedule.n_ranks), transport_of(seed))
+            except Exception as error:
+                error.add_note(f"in random_schedule({seed})")
+                raise
+    return results
+
+
+@cache
+def run_all() -> list[dict[int, tuple[list[float], dict[str, Tensor]]]]:
+    return on_ranks(4, run_all_on_rank, timeout_s=110)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_random_legal_schedule_runs_with_the_loss_and_gradients_of_one_process(seed: int) -> None:
+    schedule = random_schedule(seed)
+    assert check(schedule) == []
+    loss, expected = in_one_process(schedule)
+    seen: set[str] = set()
+    for rank, results in enumerate(run_all()[: schedule.n_ranks]):
+        losses, found = results[seed]
+        assert losses == pytest.approx([loss] * STEPS, rel=GRADIENT_TOLERANCE), f"loss on rank {rank}"
+        for name, grad in found.items():
+            assert (grad - expected[name]).abs().max() <= GRADIENT_TOLERANCE, f"gradient of {name} on rank {rank}"
+        seen |= found.keys()
+    assert seen == expected.keys(), "parameters without a gradient"
+
+
+def test_the_random_schedules_are_of_every_kind() -> None:
+    schedules = [random_schedule(seed) for seed in SEEDS]
+    assert {schedule.n_ranks for schedule in schedules} == {1, 2, 3, 4}
+    for kind in (
+        has_overlap,
+        has_split_backward,
+        has_both_kinds_of_backward,
+        has_replicas,
+        has_idle_rank,
+        sends_to_itself,
+        skips_ranks,
+    ):
+        assert sum(map(kind, schedules)) >= 10, kind.__name__
+
+
+def has_overlap(schedule: Schedule) -> bool:
+    return any(isinstance(action, Overlap) for row in schedule.actions for action in row)
+
+
+def has_split_backward(schedule: Schedule) -> bool:
+    return any(part.kind == "I" for part in schedule.parts)
+
+
+def has_both_kinds_of_backward(schedule: Schedule) -> bool:
+    return {"B", "I"} <= {part.kind for part in schedule.parts}
+
+
+def has_replicas(schedule: Schedule) -> bool:
+    return any(len(ranks) > 1 for ranks in schedule.placement)
+
+
+def has_idle_rank(schedule: Schedule) -> bool:
+    return any(not row for row in schedule.actions)
+
+
+def sends_to_itself(schedule: Schedule) -> bool:
+    return any(one == other for one, other in pairwise(schedule.placement))
+
+
+def skips_ranks(schedule: Schedule) -> bool:
+    return any(abs(one[0] - other[0]) > 1 for one, other in pairwise(schedule.placement))
+
+
+@pytest.fixture
+def silent_group(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Makes this process a rank of a group whose other ranks were given the same; no message can be sent."""
+
+    def all_gather_object(everyone: list[object], mine: object, group: object = None) -> None:
+        everyone[:] = [mine] * len(everyone)
+
+    def no_message(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a message")
+
+    def be(rank: int, n_ranks: int) -> None:
+        monkeypatch.setattr(dist, "get_rank", lambda group=None: rank)
+        monkeypatch.setattr(dist, "get_world_size", lambda group=None: n_ranks)
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+    for sending in ("isend", "irecv", "send", "recv", "new_group"):
+        monkeypatch.setattr(dist, sending, no_message)
+    return be
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_broken_schedule_is_refused_on_every_rank_before_any_message(
+    seed: int, silent_group: Callable[[int, int], None]
+) -> None:
+    way, schedule = broken_schedule(seed)
+    problems = check(schedule)
+    assert problems, way
+    for rank in range(schedule.n_ranks):
+        silent_group(rank, schedule.n_ranks)
+        with pytest.raises(ValueError, match="cannot run") as refused:
+            Pipeline(schedule, stages_for(rank, schedule), nn.functional.mse_loss)
+        assert problems[0] in str(refused.value)
+
+
+def stages_for(rank: int, schedule: Schedule) -> dict[int, nn.Module | None]:
+    return dict.fromkeys(stages_of(rank, schedule))
+
+
+def test_the_reason_is_what_was_done_to_the_schedule() -> None:
+    told = {
+        "drop an action": "is missing",
+        "repeat an action": "appears 2 times",
+        "swap two that depend on each other": "before|as one",
+        "move an action to a wrong rank": "belongs to rank",
+        "close a circle of waits": "wait in a circle",
+    }
+    for way, schedule in map(broken_schedule, SEEDS):
+        assert re.search(told[way], " ".join(check(schedule))), (way, schedule)
+
+
+def refuse_on_rank(rank: int) -> tuple[int, list[float]]:
+    """How many broken schedules were refused, though only one rank has got them; the losses of a legal one after."""
+    refused = 0
+    legal = next(schedule for schedule in map(random_schedule, SEEDS) if schedule.n_ranks == 4)
+    for seed in SEEDS:
+        _, schedule = broken_schedule(seed)
+        if schedule.n_ranks == 4:
+            given = schedule if rank == seed % 4 else legal
+            with pytest.raises(ValueError, match=f"rank {seed % 4}: .* cannot run"):
+                Pipeline(given, stages_for(rank, given), nn.functional.mse_loss)
+            refused += 1
+    return refused, in_a_pipeline(rank, legal, None, "gloo")[0]
+
+
+def test_every_rank_refuses_what_one_rank_cannot_run_and_can_go_on_with_another() -> None:
+    legal = next(schedule for schedule in map(random_schedule, SEEDS) if schedule.n_ranks == 4)
+    for refused, losses in on_ranks(4, refuse_on_rank):
+        assert refused > 20
+        assert losses == pytest.approx([in_one_process(legal)[0]] * STEPS, rel=GRADIENT_TOLERANCE)
+
+
+def test_one_process_refuses_too() -> None:
+    alone = [schedule for seed in SEEDS for _, schedule in [broken_schedule(seed)] if schedule.n_ranks == 1]
+    assert len(alone) > 10
+    for schedule in alone:
+        with pytest.raises(ValueError, match="cannot run"):
+            Pipeline(schedule, stages_for(0, schedule), nn.functional.mse_loss)

@@ -1,0 +1,186 @@
+"""What a pipeline cannot use it refuses, on every rank, and says what would do."""
+
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from course_pp.launch import on_ranks
+from course_pp.runtime import Pipeline
+from course_pp.schedule import Schedule, build
+from tests.processes import no_process_left
+from tests.runtime.failing import LIMIT_S, WIDTH, Caught, Fragile, M, Where, assert_all_say, batch, caught
+from tests.runtime.small import parse
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    with no_process_left():
+        yield
+
+
+BAD_STEPS: dict[str, tuple[dict[str, Any], int, str]] = {
+    # What a step is given instead, on which rank it is missed, and how that rank says it.
+    "no inputs": ({"inputs": None}, 0, "inputs is None on a rank that needs it: give a batch, or a list of 4"),
+    "no targets": ({"targets": None}, 2, "targets is None on a rank that needs it: give a batch, or a list of 4"),
+    "a list too short": ({"inputs": [torch.ones(1, WIDTH)] * 3}, 0, "inputs is a list of 3 microbatches, but the"),
+    "a batch too small": ({"targets": torch.ones(3, WIDTH)}, 2, "targets has tensors of 3 samples, to be cut into 4"),
+    "a batch of a scalar": ({"inputs": torch.tensor(1.0)}, 0, "inputs has tensors of 0 samples, to be cut into 4"),
+    "unequal tensors": ({"inputs": (torch.ones(8, 4), torch.ones(6, 4))}, 0, "inputs has tensors of 6, 8 samples"),
+    "an array": ({"inputs": object()}, 0, "a object cannot"),
+    "too few seeds": ({"seeds": [1, 2, 3]}, -1, "3 seeds for 4 microbatches: give one for each"),
+}
+
+
+def bad_step(rank: int, schedule: Schedule, given: Mapping[str, Any]) -> tuple[Caught, Caught]:
+    pipeline = Pipeline(schedule, Fragile(rank), F.mse_loss, timeout_s=20)
+    inputs, targets = batch()
+    arguments: dict[str, Any] = {"inputs": inputs, "targets": targets, "seeds": None, **given}
+    ended = []
+    for _ in range(2):
+        started = time.monotonic()
+        try:
+            pipeline.step(arguments["inputs"], arguments["targets"], seeds=arguments["seeds"])
+            ended.append(Caught(1))
+        except Exception as error:
+            took = time.monotonic() - started
+            ended.append(Caught(0, type(error).__name__, str(error), getattr(error, "origin", ""), took))
+    return ended[0], ended[1]
+
+
+@pytest.mark.parametrize(("given", "guilty", "says"), BAD_STEPS.values(), ids=BAD_STEPS)
+def test_a_step_with_bad_arguments_says_so_on_the_rank_and_is_over_on_the_others(
+    given: Mapping[str, Any], guilty: int, says: str
+) -> None:
+    for rank, (first, second) in enumerate(on_ranks(3, bad_step, build("1f1b", 3, M), given, timeout_s=LIMIT_S)):
+        if guilty in (rank, -1):
+            assert first.kind in ("ValueError", "TypeError")
+            assert first.text.startswith(says), first.text
+        else:
+            assert first.kind == "PipelineError"
+            assert f"rank {guilty}, before the first action: " in first.origin, first.origin
+            assert says[:60] in first.origin
+        assert first.seconds < 10
+        assert second.kind == "RuntimeError"
+        assert second.text.startswith("this pipeline cannot go on, build another one; its last step failed: rank ")
+
+
+def not_scalar(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square()
+
+
+def no_tensor(output: Tensor, target: Tensor) -> Any:
+    return (output - target).square().mean().item()
+
+
+def with_loss(rank: int, schedule: Schedule, loss_fn: Any) -> Caught:
+    return caught(Pipeline(schedule, Fragile(rank), loss_fn, timeout_s=20), 1, *batch())
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "returned"), [(not_scalar, r"shape (2, 4)"), (no_tensor, "float")], ids=["per element", "a float"]
+)
+def test_a_loss_that_is_no_scalar_tensor_is_an_error_of_the_last_stage(loss_fn: Any, returned: str) -> None:
+    schedule = build("1f1b", 2, M)
+    found = on_ranks(2, with_loss, schedule, loss_fn, timeout_s=LIMIT_S)
+    what = f"ValueError: loss_fn returned {returned}: return a scalar tensor, the mean over the microbatch"
+    assert_all_say(found, schedule, Where("1F0"), what)
+
+
+def refused(rank: int, arguments: Sequence[tuple[Schedule, Any, Mapping[str, Any]]]) -> tuple[str, float]:
+    """What the constructor says to each rank's own arguments, and for how long it thinks."""
+    schedule, stages, options = arguments[rank]
+    started = time.monotonic()
+    try:
+        Pipeline(schedule, stages, F.mse_loss, **{"timeout_s": 20, **options})
+    except ValueError as error:
+        return str(error), time.monotonic() - started
+    return "nothing", time.monotonic() - started
+
+
+GOOD = build("1f1b", 2, M)
+LAYER = nn.Linear(WIDTH, WIDTH)
+UPDATING = parse("0F0 0B0 0U0", "1F0 1B0 1U0")
+STUCK = parse("0B0 0F0", "1F0 1B0")
+BAD_PIPELINES: dict[str, tuple[list[tuple[Schedule, Any, Mapping[str, Any]]], str]] = {
+    # Each rank's arguments, and what all ranks say.
+    "too many ranks": (
+        [(build("1f1b", 3, M), LAYER, {})] * 2,
+        r"3 ranks.* on a group of 2 ranks: build it with n_ranks=2",
+    ),
+    "an illegal schedule": ([(STUCK, LAYER, {})] * 2, r"cannot run: .*0B0"),
+    "updates": ([(UPDATING, LAYER, {})] * 2, r"updates weights within the step \(U\): run a synchronous schedule"),
+    "no time": ([(GOOD, LAYER, {"timeout_s": 0})] * 2, r"timeout_s is 0: give the longest wait for a message"),
+    "endless time": ([(GOOD, LAYER, {"timeout_s": float("inf")})] * 2, r"timeout_s is inf: give the longest wait"),
+    "an unknown transport": ([(GOOD, LAYER, {"transport": "mpi"})] * 2, r"transport 'mpi' cannot carry tensors on cpu"),
+    "NCCL without it": ([(GOOD, LAYER, {"transport": "nccl"})] * 2, r"transport 'nccl' cannot carry tensors on cpu"),
+    "stages of another rank": (
+        [(GOOD, {1: LAYER}, {}), (GOOD, {0: LAYER}, {})],
+        r"rank 0: given stages \[1\], but the schedule places stages \[0\] here: pass \{stage: module\}",
+    ),
+    "one module for two stages": (
+        [(build("zb_v", 2, M), LAYER, {})] * 2,
+        r"given one module, but .* stages \[0, 3\] here",
+    ),
+    "a stage too few": (
+        [(build("zb_v", 2, M), {0: LAYER}, {}), (build("zb_v", 2, M), {1: LAYER, 2: LAYER}, {})],
+        r"rank 0: given stages \[0\], but the schedule places stages \[0, 3\] here",
+    ),
+    "a function": (
+        [(GOOD, LAYER, {}), (GOOD, {1: F.relu}, {})],
+        r"rank 1: stage 1 is a .*: pass an nn.Module, or None",
+    ),
+    "another order on one rank": (
+        [(GOOD, LAYER, {}), (build("gpipe", 2, M), LAYER, {})],
+        r"rank 1 was given schedule='gpipe",
+    ),
+    "another count on one rank": (
+        [(GOOD, LAYER, {}), (build("1f1b", 2, 8), LAYER, {})],
+        r"rank 1 was given schedule='1f1b",
+    ),
+    "recomputing on one rank": (
+        [(GOOD, LAYER, {"recompute": True}), (GOOD, LAYER, {})],
+        r"rank 1 was given recompute=False, rank 0 True",
+    ),
+    "another transport on one rank": (
+        [(GOOD, LAYER, {}), (GOOD, LAYER, {"transport": "gloo"})],
+        r"rank 1 was given transport='gloo'",
+    ),
+    "another number of ranks on one": (
+        [(GOOD, LAYER, {}), (build("1f1b", 3, M), LAYER, {})],
+        r"rank 1: .* on a group of 2 ranks",
+    ),
+    "an illegal one on one": ([(STUCK, LAYER, {}), (parse("0F0 0B0", "1F0 1B0"), LAYER, {})], r"rank 0: .* cannot run"),
+    "a tie to nothing": (
+        [(GOOD, LAYER, {"tied": [{0: "weight", 1: "head"}]})] * 2,
+        r"stage 1 has no trainable parameter 'head'; it has weight, bias",
+    ),
+    "a tie to no stage": (
+        [(GOOD, LAYER, {"tied": [{0: "weight", 7: "weight"}]})] * 2,
+        r"stage 7 has no trainable parameter 'weight'; it has none",
+    ),
+    "a tie of one": (
+        [(GOOD, LAYER, {"tied": [{0: "weight"}]})] * 2,
+        r"is in 1 stage: give a name for each of at least two",
+    ),
+    "ties on one rank": (
+        [(GOOD, LAYER, {"tied": [{0: "weight", 1: "weight"}]}), (GOOD, LAYER, {})],
+        r"rank 1 was given tied=\[\], rank 0 \[\{",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "says"), BAD_PIPELINES.values(), ids=BAD_PIPELINES)
+def test_a_pipeline_that_cannot_work_is_refused_on_every_rank_before_the_first_message(
+    arguments: list[tuple[Schedule, Any, Mapping[str, Any]]], says: str
+) -> None:
+    for text, seconds in on_ranks(2, refused, arguments, timeout_s=LIMIT_S):
+        assert re.search(says, text), text
+        assert seconds < 10
