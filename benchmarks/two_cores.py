@@ -1,0 +1,64 @@
+"""How much of two cores a pipeline of two ranks uses: against one process, against the ceiling, against torch.
+
+    python benchmarks/two_cores.py [repeats]
+
+1F1B on two ranks with m microbatches can be at most 2m/(m + 1) times as fast as one rank that does all the work: that
+is 2 · (1 - bubble), with the bubble (p - 1)/(m + p - 1). Each repeat runs the whole model on one rank while the other
+sleeps, then the pipeline, then torch's; printed are the medians of ratios. Leave the machine alone meanwhile.
+"""
+
+import statistics
+import sys
+
+import torch
+from runtime_speed import N_MICROBATCHES, Size, module_of, time_of, torch_schedule
+from torch import nn
+
+from course_pp.launch import on_ranks
+from course_pp.runtime import Pipeline
+from course_pp.schedule import build
+
+SIZE = Size(layers=4, width=1024, samples=64)
+
+
+def main(repeats: int = 30) -> None:
+    speedups = on_ranks(2, take_turns, repeats, timeout_s=500.0)[0]
+    ceiling = 2 * N_MICROBATCHES / (N_MICROBATCHES + 1)
+    print(f"torch {torch.__version__}, 1F1B on 2 ranks, {N_MICROBATCHES} microbatches, medians of {repeats} repeats")
+    print(f"{SIZE.layers} layers a stage of width {SIZE.width}, {SIZE.samples} samples a microbatch")
+    print(f"{'ceiling':<10}{ceiling:>8.3f}   times as fast as one rank")
+    for name, row in speedups.items():
+        speedup = statistics.median(row)
+        print(f"{name:<10}{speedup:>8.3f}   {speedup / ceiling:.1%} of the ceiling")
+
+
+def take_turns(rank: int, repeats: int) -> dict[str, list[float]]:
+    """How many times as fast as one rank ours and torch's were, in each repeat."""
+    modules = [module_of(stage, SIZE) for stage in range(2)]
+    batch = torch.randn(SIZE.samples * N_MICROBATCHES, SIZE.width)
+    ours = Pipeline(build("1f1b", 2, N_MICROBATCHES), modules[rank], nn.functional.mse_loss)
+    theirs = torch_schedule("1f1b", {rank: modules[rank]}, 2)
+    arguments = ((batch,), {}) if rank == 0 else ((), {"target": batch})
+
+    def alone() -> None:
+        if rank == 0:
+            for x in batch.chunk(N_MICROBATCHES):
+                (nn.functional.mse_loss(modules[1](modules[0](x)), x) / N_MICROBATCHES).backward()
+
+    speedups: dict[str, list[float]] = {"ours": [], "torch": []}
+    for repeat in range(repeats + 2):
+        one = time_of(alone)
+        taken = {
+            "ours": time_of(lambda: ours.step(batch, batch)),
+            "torch": time_of(lambda: theirs.step(*arguments[0], **arguments[1])),
+        }
+        for module in modules:
+            module.zero_grad()
+        if repeat >= 2:
+            for name, seconds in taken.items():
+                speedups[name].append(one / seconds)
+    return speedups
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
