@@ -1,5 +1,6 @@
 """What the README says is true: its links lead somewhere, its picture is described, its example runs."""
 
+import os
 import re
 import shlex
 from pathlib import Path
@@ -65,7 +66,24 @@ def run_example(rank, source):
 
 
 def test_the_example_runs_on_two_ranks_and_both_know_the_loss():
-    [source] = [text for text in PYTHON if "torchrun" in text]
+    [source] = [text for text in PYTHON if "course_pp.parallel" in text]
     first, second = on_ranks(2, run_example, source, backend=None)
     assert first == second
     assert 6 < first < 8, "an untrained model with 1000 tokens is near ln(1000) = 6.9"
+
+
+def run_measured(rank, source, folder):
+    os.chdir(folder)
+    names = {}
+    exec(source, names)
+    return names["shares"], names["timeline"]
+
+
+def test_the_measured_example_gives_both_ranks_the_same_and_draws_it(tmp_path):
+    [source] = [text for text in PYTHON if "run_step" in text]
+    first, second = on_ranks(2, run_measured, source, tmp_path, backend=None)
+    assert first == second
+    shares, timeline = first
+    assert len(shares) == 8
+    assert len(timeline.spans) == 32
+    assert (tmp_path / "measured.svg").stat().st_size
