@@ -42,6 +42,7 @@ class Executor:
     """Does the actions of a plan.
 
     Attributes:
+        trains: whether there is anything but forwards.
         current: the action in progress; None before the first; ``"the end of the step"`` after the last.
     """
 
@@ -58,7 +59,7 @@ class Executor:
         self._plan, self._stages, self._mailbox = plan, stages, mailbox
         self._recorder, self._device = recorder, device
         self._last = schedule.n_stages - 1
-        self._trains = any(part.kind != "F" for part in schedule.parts)
+        self.trains = any(part.kind != "F" for part in schedule.parts)
         self._split = {(part.stage, part.microbatch) for part in schedule.parts if part.kind == "I"}
         self._leaving = {message.content for row in plan.outgoing.values() for message in row}
         self._do = {"F": self._forward, "B": self._backward, "I": self._backward_input, "W": self._backward_weight}
@@ -93,7 +94,7 @@ class Executor:
         worker = self._stages[stage]
         output = (
             worker.forward(microbatch, value, loss, (stage, microbatch) in self._split)
-            if self._trains
+            if self.trains
             else worker.evaluate(value, loss)
         )
         if stage == self._last:

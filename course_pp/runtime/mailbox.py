@@ -196,7 +196,7 @@ class Mailbox:
         expected = channel.expected[message.number]
         buffer = self._buffer(expected.nbytes + _TRAILER)
         buffers = [buffer]
-        if spec == expected:
+        if spec.is_same(expected):
             buffer[expected.nbytes] = _SAME
             pack(spec, tensors, buffer)
         else:

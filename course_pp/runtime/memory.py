@@ -12,6 +12,8 @@ from weakref import WeakSet
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from course_pp.runtime._torch import version
+
 Kind = Literal["activation", "buffer", "queued"]
 
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -99,7 +101,7 @@ class _Saved:
     def __init__(self, tensor: torch.Tensor, hold: Hold, forward: Forward) -> None:
         # An output that a graph node saves has the node as its grad_fn: kept as it is, neither would ever be freed.
         self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
-        self.version, self.hold, self.forward = tensor._version, hold, forward
+        self.version, self.hold, self.forward = version(tensor), hold, forward
 
 
 class Meter:
@@ -207,12 +209,12 @@ class Meter:
 
 def _unpack(saved: _Saved) -> torch.Tensor:
     tensor = saved.tensor
-    if tensor._version != saved.version:
+    if version(tensor) != saved.version:
         stage, microbatch = saved.forward
         raise RuntimeError(
             f"a tensor of shape {tuple(tensor.shape)} that backward of microbatch {microbatch} in stage {stage} needs "
             f"was changed in place after its forward: it was saved at version {saved.version} and is at version "
-            f"{tensor._version}; change a clone of it instead"
+            f"{version(tensor)}; change a clone of it instead"
         )
     return tensor
 

@@ -52,6 +52,10 @@ class Spec:
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
         return tuple(places)
 
+    def is_same(self, other: "Spec") -> bool:
+        """Whether values of the two are read alike. Unlike ``==``, tells the 1, 1.0 and True of a skeleton apart."""
+        return self.kinds == other.kinds and repr(self.skeleton) == repr(other.skeleton)
+
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the whole value."""

@@ -28,7 +28,7 @@ from course_pp.runtime.recorder import Recorder
 from course_pp.runtime.rng import random_state_kept
 from course_pp.runtime.shared import SharedWeights, shared_weights
 from course_pp.runtime.stage import Stage
-from course_pp.runtime.wire import Tagged, Wire, open_wire
+from course_pp.runtime.wire import TRANSPORTS, Tagged, Wire, open_wire
 from course_pp.schedule import Action, Overlap, Schedule, Timeline, check
 
 __all__ = ["Pipeline", "run_step"]
@@ -77,10 +77,14 @@ class Pipeline:
     ) -> None:
         in_group = dist.is_available() and dist.is_initialized()
         self._rank, n_ranks = (dist.get_rank(group), dist.get_world_size(group)) if in_group else (0, 1)
+        if self._rank < 0:
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in the pipeline's group: call it on the group's ranks only"
+            )
         here = [stage for stage, ranks in enumerate(schedule.placement) if self._rank in ranks]
         modules = _by_stage(stages, here)
         agreed = agree_on_pipeline(
-            _problem_of_schedule(schedule, n_ranks, timeout_s) or _problem_of_stages(modules, here),
+            _problem_of_pipeline(schedule, n_ranks, timeout_s, transport) or _problem_of_stages(modules, here),
             {"schedule": f"{schedule.name} {digest((schedule.placement, schedule.actions))}", "recompute": recompute}
             | {"tied": [dict(tie) for tie in tied], "transport": transport},
             {stage: _trainable(module) for stage, module in modules.items()},
@@ -127,7 +131,7 @@ class Pipeline:
             PipelineError: on every rank, if a stage raises, a rank is lost or late, or a loss is not finite; says which
                 rank, stage, microbatch and action it was.
             ValueError: on a rank whose arguments are of no use; the others get a PipelineError.
-            RuntimeError: after a step that failed.
+            RuntimeError: after a step that failed; in the same way as ValueError, under ``no_grad``.
         """
         if self._failed is not None:
             raise RuntimeError(f"this pipeline cannot go on, build another one; its last step failed: {self._failed}")
@@ -150,11 +154,18 @@ class Pipeline:
             if self._executor.current is None:
                 raise
             raise PipelineError(origin) from error
+        except BaseException:
+            self._failed = f"{self._where()}: interrupted"
+            raise
         self._refuse_not_finite(losses)
         return losses
 
     def _batch(self, inputs: Any, targets: Any, seeds: Sequence[int] | None) -> Batch:
         n = self.schedule.n_microbatches
+        if self._executor.trains and not torch.is_grad_enabled():
+            raise RuntimeError(
+                "a training step under no_grad: step outside it, or evaluate with a forward-only schedule"
+            )
         if seeds is not None and len(seeds) != n:
             raise ValueError(f"{len(seeds)} seeds for {n} microbatches: give one for each")
         if self._meter is not None:
@@ -239,7 +250,7 @@ def run_step(
     return losses, recorder.timeline(group, name=schedule.name)
 
 
-def _problem_of_schedule(schedule: Schedule, n_ranks: int, timeout_s: float) -> str | None:
+def _problem_of_pipeline(schedule: Schedule, n_ranks: int, timeout_s: float, transport: str | None) -> str | None:
     if schedule.n_ranks != n_ranks:
         return (
             f"{schedule!r} on a group of {n_ranks} ranks: build it with n_ranks={n_ranks}, or start {schedule.n_ranks}"
@@ -251,6 +262,8 @@ def _problem_of_schedule(schedule: Schedule, n_ranks: int, timeout_s: float) -> 
         return f"{schedule!r} updates weights within the step (U): run a synchronous schedule instead"
     if not 0 < timeout_s < math.inf:
         return f"timeout_s is {timeout_s!r}: give the longest wait for a message, in seconds above 0"
+    if transport is not None and transport not in TRANSPORTS:
+        return f"transport is {transport!r}: use one of {', '.join(map(repr, TRANSPORTS))}, or leave it out"
     return None
 
 

@@ -34,10 +34,16 @@ def shared_weights(
         tied: for each tie the parameter's name by stage.
 
     Raises:
-        ValueError: for a tie of fewer than two stages, or with a stage or parameter that does not exist.
+        ValueError: for a tie of fewer than two stages, with a stage or parameter that does not exist, or with one that
+            is in another tie too.
     """
+    seen: set[tuple[int, str]] = set()
     for tie in tied:
         _refuse_bad_tie(tie, names)
+        if again := seen & tie.items():
+            stage, name = min(again)
+            raise ValueError(f"{name!r} of stage {stage} is in two ties: write one tie with all stages that share it")
+        seen |= tie.items()
     keys: list[Mapping[int, str]] = list(tied)
     keys += [
         {stage: name}

@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from course_pp.runtime.deferred import Deferring, WeightGradients
 from course_pp.runtime.memory import Hold, Meter
-from course_pp.runtime.payload import tensors_of
+from course_pp.runtime.payload import map_tensors, tensors_of
 from course_pp.runtime.rng import RandomState, get_random_state, random_state_kept, set_random_state
 
 __all__ = ["Gradients", "Loss", "Stage"]
@@ -84,12 +84,13 @@ class Stage:
         if split:
             kept.weight_gradients = WeightGradients(self._meter)
         if self._meter is not None:
-            kept.holds = [self._meter.hold(tensor, "activation") for tensor in kept.leaves]
+            kept.holds = [self._meter.hold(tensor, "activation", (self.index, microbatch)) for tensor in kept.leaves]
         if self._recompute:
             kept.again = value, loss, get_random_state(self._device)
-            # With a graph, though of no use, so that the output says what of it can be differentiated.
+            # On a copy, as the stage may change its input in place. With a graph, though of no use, so that the output
+            # says what of it can be differentiated.
             with saved_tensors_hooks(_drop, _drop):
-                return self._compute(value, loss)
+                return self._compute(map_tensors(_copy, value), loss)
         return self._compute_and_keep(microbatch, value, loss, kept)
 
     def backward(self, microbatch: int, gradients: Gradients | None) -> Gradients:
@@ -155,3 +156,7 @@ class Stage:
 
 def _drop(_: Any) -> Any:
     return None
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Ordered", "Tagged", "Wire", "open_wire"]
+__all__ = ["TRANSPORTS", "Ordered", "Tagged", "Wire", "open_wire"]
 
+TRANSPORTS = ("nccl", "gloo", "gloo without tags")
 _TAGS_PER_PIPELINE = 1 << 16
 
 

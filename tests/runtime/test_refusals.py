@@ -119,7 +119,7 @@ BAD_PIPELINES: dict[str, tuple[list[tuple[Schedule, Any, Mapping[str, Any]]], st
     "updates": ([(UPDATING, LAYER, {})] * 2, r"updates weights within the step \(U\): run a synchronous schedule"),
     "no time": ([(GOOD, LAYER, {"timeout_s": 0})] * 2, r"timeout_s is 0: give the longest wait for a message"),
     "endless time": ([(GOOD, LAYER, {"timeout_s": float("inf")})] * 2, r"timeout_s is inf: give the longest wait"),
-    "an unknown transport": ([(GOOD, LAYER, {"transport": "mpi"})] * 2, r"transport 'mpi' cannot carry tensors on cpu"),
+    "an unknown transport": ([(GOOD, LAYER, {"transport": "mpi"})] * 2, r"transport is 'mpi': use one of 'nccl', 'gloo'"),
     "NCCL without it": ([(GOOD, LAYER, {"transport": "nccl"})] * 2, r"transport 'nccl' cannot carry tensors on cpu"),
     "stages of another rank": (
         [(GOOD, {1: LAYER}, {}), (GOOD, {0: LAYER}, {})],

@@ -1,0 +1,79 @@
+"""What goes wrong on one rank alone, where there is nobody to tell."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from course_pp.runtime import Pipeline
+from course_pp.runtime.payload import describe
+from course_pp.schedule import build
+from tests.runtime.small import forward_only
+
+M, WIDTH = 4, 3
+
+
+def pipeline(stage: nn.Module | None = None, **options: object) -> Pipeline:
+    return Pipeline(build("1f1b", 1, M), stage or nn.Linear(WIDTH, WIDTH), F.mse_loss, **options)  # type: ignore[arg-type]
+
+
+def test_a_training_step_under_no_grad_is_refused_and_evaluation_is_not() -> None:
+    batch = torch.ones(M, WIDTH)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="under no_grad: step outside it, or evaluate with"):
+        pipeline().step(batch, batch)
+    evaluation = Pipeline(forward_only(build("gpipe", 1, M)), nn.Linear(WIDTH, WIDTH), F.mse_loss)
+    with torch.no_grad():
+        assert len(evaluation.step(batch, batch)) == M
+
+
+def test_an_unknown_transport_is_refused_though_nothing_is_sent() -> None:
+    with pytest.raises(ValueError, match="transport is 'tcp': use one of 'nccl', 'gloo', 'gloo without tags'"):
+        pipeline(transport="tcp")
+
+
+def test_a_weight_in_two_ties_is_refused() -> None:
+    schedule = build("interleaved_1f1b", 1, M, n_chunks=3)
+    stages = {stage: nn.Linear(WIDTH, WIDTH) for stage in range(3)}
+    ties = [{0: "weight", 1: "weight"}, {1: "weight", 2: "weight"}]
+    with pytest.raises(ValueError, match="'weight' of stage 1 is in two ties: write one tie with all stages"):
+        Pipeline(schedule, stages, F.mse_loss, tied=ties)
+    Pipeline(schedule, stages, F.mse_loss, tied=[{0: "weight", 1: "weight", 2: "weight"}])
+
+
+class ChangesItsInput(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x.add_(1), self.weight)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+
+
+def test_a_stage_that_changes_its_input_in_place_is_recomputed_right() -> None:
+    gradients = []
+    for recompute in (False, True):
+        stage, batch = ChangesItsInput(), torch.ones(M, WIDTH)
+        pipeline(stage, recompute=recompute).step(batch, torch.zeros(M, WIDTH))
+        gradients.append(stage.weight.grad)
+        assert torch.equal(batch, torch.full((M, WIDTH), 2.0))
+    assert torch.equal(*gradients)
+
+
+def test_an_interrupted_pipeline_cannot_go_on() -> None:
+    class Interrupted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyboardInterrupt
+
+    batch, stopped = torch.ones(M, WIDTH), pipeline(Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        stopped.step(batch, batch)
+    with pytest.raises(RuntimeError, match="its last step failed: rank 0, stage 0, microbatch 0, action 0F0: interrup"):
+        stopped.step(batch, batch)
+
+
+@pytest.mark.parametrize(("one", "other"), [(1, True), (1, 1.0), (0, False), ("1", 1)])
+def test_numbers_that_are_equal_but_not_the_same_are_told_apart(one: object, other: object) -> None:
+    tensor = torch.ones(1)
+    spec = describe((tensor, one))[0]
+    assert spec.is_same(describe((tensor, one))[0])
+    assert not spec.is_same(describe((tensor, other))[0])
