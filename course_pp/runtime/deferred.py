@@ -8,7 +8,8 @@ what the second needs. Everything else (norms, embeddings, convolutions) gets it
 A queue entry keeps the layer's input, which the forward has kept anyway, and in addition the gradient of its output.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +39,20 @@ class WeightGradients:
     def __init__(self, meter: Meter | None = None) -> None:
         self._meter = meter
         self._entries: list[_Entry] = []
+        self._open = False
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Backward runs inside. Outside, a stage may differentiate in its forward: that is no gradient of the loss."""
+        self._open = True
+        try:
+            yield
+        finally:
+            self._open = False
 
     def add(self, weight: Tensor, bias: Tensor | None, x: Tensor, grad_output: Tensor) -> None:
+        if not self._open:
+            return
         holds: tuple[Hold, ...] = ()
         if self._meter is not None:
             holds = (self._meter.hold(x, "activation"), self._meter.hold(grad_output, "queued"))
@@ -103,14 +116,17 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, anchor: Tensor, layer: tuple[Tensor, Tensor | None], queue: WeightGradients
     ) -> Tensor:
         weight, bias = layer
+        # The weight is saved for autograd's check that nobody changed it; hooks may give back another tensor, so the
+        # parameter that is to get the gradient is kept beside it.
         ctx.save_for_backward(x, weight)
-        ctx.bias, ctx.queue = bias, queue
+        ctx.layer, ctx.queue = layer, queue
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, None, None]:
-        x, weight = ctx.saved_tensors
-        ctx.queue.add(weight, ctx.bias, x, grad_output)
+        x, _ = ctx.saved_tensors
+        weight, _ = ctx.layer
+        ctx.queue.add(*ctx.layer, x, grad_output)
         return grad_output @ weight.to(grad_output.dtype) if ctx.needs_input_grad[0] else None, None, None, None
 
 

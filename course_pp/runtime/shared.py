@@ -30,7 +30,7 @@ def shared_weights(
     """Every weight that is in more than one place.
 
     Args:
-        names: for each stage the names of its trainable parameters.
+        names: for each stage the names of its parameters.
         tied: for each tie the parameter's name by stage.
 
     Raises:
@@ -64,7 +64,7 @@ def _refuse_bad_tie(tie: Mapping[int, str], names: Mapping[int, Sequence[str]]) 
     for stage, name in tie.items():
         if name not in names.get(stage, ()):
             raise ValueError(
-                f"tied weight {dict(tie)}: stage {stage} has no trainable parameter {name!r}; it has "
+                f"tied weight {dict(tie)}: stage {stage} has no parameter {name!r}; it has "
                 f"{', '.join(names.get(stage, ())) or 'none'}"
             )
 
@@ -83,19 +83,25 @@ class SharedWeights:
     def __init__(self, rank: int, weights: Sequence[Weight], modules: Mapping[int, nn.Module | None]) -> None:
         self._rank = rank
         self._weights = [weight for weight in weights if any(place.rank == rank for place in weight)]
+        self._modules = modules
         self._parameters: dict[Place, nn.Parameter] = {}
-        for weight in self._weights:
-            for place in weight:
-                module = modules.get(place.stage)
-                if place.rank == rank and module is not None:
-                    parameter = module.get_parameter(place.name)
-                    # Two stages of one rank may share the very tensor: autograd has added up its gradients already.
-                    if not any(parameter is known for known in self._parameters.values()):
-                        self._parameters[place] = parameter
+
+    def _find(self) -> dict[Place, nn.Parameter]:
+        """Looked up by name for each step: loading a checkpoint may put another parameter in a place."""
+        found: dict[Place, nn.Parameter] = {}
+        for place in (place for weight in self._weights for place in weight if place.rank == self._rank):
+            module = self._modules.get(place.stage)
+            if module is not None:
+                parameter = module.get_parameter(place.name)
+                # Two stages of one rank may share the very tensor: autograd has added up its gradients already.
+                if not any(parameter is known for known in found.values()):
+                    found[place] = parameter
+        return found
 
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Inside, gradients start from nothing: earlier ones are sums already, and are added back afterwards."""
+        self._parameters = self._find()
         before = {place: parameter.grad for place, parameter in self._parameters.items()}
         for parameter in self._parameters.values():
             parameter.grad = None

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_pp.launch import on_ranks
-from course_pp.runtime import Pipeline
+from course_pp.runtime import Pipeline, Recorder
 from course_pp.runtime.batch import TokenLoss, split
 from course_pp.runtime.wire import Wire
 from course_pp.schedule import Schedule
@@ -96,10 +96,13 @@ def stepped(
     make_stages: Callable[[], Stages],
     steps: Sequence[Step],
     loss_fn: Any = F.mse_loss,
+    record_memory: bool = False,
     **options: Any,
 ) -> list[Done]:
     """What each step leaves on ``rank``; its gradients are named ``"stage.parameter"``."""
     stages = make_stages()
+    if record_memory:
+        options["recorder"] = Recorder(memory=True)
     mine = {stage: stages[stage] for stage in stages_of(rank, schedule)}
     pipeline = Pipeline(schedule, mine, loss_fn, **{"timeout_s": 20, **options})
     wire = count_messages(pipeline)

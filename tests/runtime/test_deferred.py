@@ -168,7 +168,8 @@ def in_two_halves(module: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tenso
     queue = WeightGradients()
     with Deferring(queue):
         output = module(x)
-    loss_of(output).backward()
+    with queue.collecting():
+        loss_of(output).backward()
     early = set(gradients(module))
     queue.compute()
     return output, gradients(module), x.grad, early
@@ -294,7 +295,8 @@ def test_hooks_on_parameters_fire_once_and_at_w(make: Callable[[], nn.Module]) -
     queue = WeightGradients()
     with Deferring(queue):
         output = module(input_of((5, WIDTH), module))
-    loss_of(output).backward()
+    with queue.collecting():
+        loss_of(output).backward()
     assert not fired
     queue.compute()
     names = [name for name, _ in module.named_parameters()]
@@ -317,7 +319,8 @@ def test_a_queue_that_was_computed_is_empty_and_holds_nothing() -> None:
     module, queue = made(layers, torch.float64), WeightGradients(meter)
     with Deferring(queue):
         output = module(input_of((5, WIDTH), module))
-    loss_of(output).backward()
+    with queue.collecting():
+        loss_of(output).backward()
     # The gradient of each layer's output; each layer's input counts as an activation.
     assert meter.kept["queued"] == 5 * (HIDDEN + WIDTH) * 8
     assert meter.kept["activation"] == 5 * (WIDTH + HIDDEN) * 8
@@ -334,7 +337,7 @@ def test_weights_changed_between_forward_and_backward_are_refused() -> None:
         output = module(input_of((5, WIDTH), module))
     with torch.no_grad():
         module[0].weight.add_(1)  # type: ignore[index]
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"), queue.collecting():
         loss_of(output).backward()
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -187,6 +187,52 @@ def test_autocast_gives_the_bits_of_one_process_under_autocast(
     assert exact[0].losses != reference[0].losses
 
 
+# What is saved for backward may be elsewhere meanwhile
+
+
+def saved_apart() -> Any:
+    """What autograd saves comes back as another tensor, as it does from another device."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.detach().clone(), lambda saved: saved)
+
+
+@pytest.mark.parametrize(("name", "n"), [("1f1b", 3), ("zb_h1", 3), ("zb_v", 2)])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("around", "record_memory"),
+    [(saved_apart, False), (torch.autograd.graph.save_on_cpu, False), (nullcontext, True)],
+    ids=["clones", "save_on_cpu", "memory recorded"],
+)
+def test_hooks_on_saved_tensors_change_no_gradient(
+    around: Any, record_memory: bool, recompute: bool, name: str, n: int
+) -> None:
+    schedule = build(name, n, M)
+    make, steps = partial(layers, schedule.n_stages), [batch(around=around), batch(1, around=around)]
+    found = run_steps(schedule, make, steps, recompute=recompute, record_memory=record_memory)
+    assert_equal_steps(found, in_one_process(M, make, steps))
+
+
+class Slope(nn.Module):
+    """Uses the derivative of its layer in its forward, as physics-informed models do."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.layer(at).sum(), at)
+        return self.layer(x) + slope
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+def test_a_stage_may_differentiate_in_its_forward(name: str) -> None:
+    def make() -> Stages:
+        return [Slope(layer) for layer in layers(3)]
+
+    steps = [batch(), batch(1)]
+    assert_equal_steps(run_steps(build(name, 3, M), make, steps), in_one_process(M, make, steps))
+
+
 # Accumulation, tied and replicated weights
 
 
@@ -255,6 +301,19 @@ def test_tied_weights_have_the_sum_of_their_gradients_over_several_steps(
     found = run_steps(schedule, make, steps, cross_entropy, tied=[{0: "weight", last: "weight"}])
     reference = in_one_process(M, partial(language_model, schedule.n_stages), steps, cross_entropy)
     assert_equal_steps(found, with_sum_of_tied(reference, *ends))
+
+
+def halve_into_new_parameters(stages: Stages) -> None:
+    for stage in stages:
+        assert stage is not None
+        stage.load_state_dict({name: value / 2 for name, value in stage.state_dict().items()}, assign=True)
+
+
+def test_tied_weights_may_be_replaced_between_steps() -> None:
+    make, steps = partial(language_model, 3), [tokens(), tokens(1, prepare=halve_into_new_parameters)]
+    found = run_steps(build("1f1b", 3, M), make, steps, cross_entropy, tied=[{0: "weight", 2: "weight"}])
+    reference = in_one_process(M, make, steps, cross_entropy)
+    assert_equal_steps(found, with_sum_of_tied(reference, "0.weight", "2.weight"))
 
 
 REPLICATED = {
