@@ -17,17 +17,17 @@ class Agreed:
 
     Attributes:
         series: a number below 2**15 that keeps this pipeline's messages apart from others'.
-        trainable: for each stage the names of its trainable parameters.
+        parameters: for each stage the names of its parameters.
     """
 
     series: int
-    trainable: Mapping[int, Sequence[str]]
+    parameters: Mapping[int, Sequence[str]]
 
 
 def agree_on_pipeline(
     problem: str | None,
     facts: Mapping[str, Any],
-    trainable: Mapping[int, Sequence[str]],
+    parameters: Mapping[int, Mapping[str, str]],
     group: dist.ProcessGroup | None,
 ) -> Agreed:
     """Compare what the ranks were given.
@@ -35,12 +35,12 @@ def agree_on_pipeline(
     Args:
         problem: what is wrong with this rank's arguments, None if nothing is.
         facts: what must be the same everywhere, by name.
-        trainable: parameter names of this rank's stages.
+        parameters: of this rank's stages, by name: shape, dtype and whether it is trained.
 
     Raises:
         ValueError: on every rank, with the first rank's problem or the first fact that differs.
     """
-    mine = (problem, dict(facts), dict(trainable), secrets.randbelow(2**15))
+    mine = (problem, dict(facts), dict(parameters), 1 + secrets.randbelow(2**15 - 1))
     everyone = [mine]
     if dist.is_initialized():
         everyone = [mine] * dist.get_world_size(group)
@@ -54,7 +54,22 @@ def agree_on_pipeline(
                 raise ValueError(
                     f"rank {rank} was given {name}={theirs[name]!r}, rank 0 {value!r}: give all ranks the same pipeline"
                 )
-    return Agreed(everyone[0][3], {stage: names for _, _, part, _ in everyone for stage, names in part.items()})
+    held = _same_on_replicas([theirs for _, _, theirs, _ in everyone])
+    return Agreed(everyone[0][3], {stage: tuple(parameters) for stage, parameters in held.items()})
+
+
+def _same_on_replicas(by_rank: Sequence[Mapping[int, Mapping[str, str]]]) -> Mapping[int, Mapping[str, str]]:
+    held: dict[int, Mapping[str, str]] = {}
+    for rank, stages in enumerate(by_rank):
+        for stage, ours in stages.items():
+            theirs = held.setdefault(stage, ours)
+            name = next((name for name in (*ours, *theirs) if ours.get(name) != theirs.get(name)), None)
+            if name is not None:
+                raise ValueError(
+                    f"rank {rank} has {name!r} of stage {stage} as {ours.get(name)}, another replica as "
+                    f"{theirs.get(name)}: give all replicas of a stage the same parameters, with equal values"
+                )
+    return held
 
 
 def digest(value: object) -> str:

@@ -68,6 +68,8 @@ def loss_shares(loss_fn: LossFn, targets: Sequence[Any]) -> Callable[[int, Any],
         divisor = torch.as_tensor(counted).clamp(min=1)
         return lambda i, output: _scalar(loss_fn.total(output, targets[i])) / divisor
     sizes = [_samples(target) for target in targets]
+    if not sum(sizes):
+        raise ValueError(f"targets has no samples in any of {len(sizes)} microbatches: give at least one")
     weights = [size / sum(sizes) for size in sizes]
     return lambda i, output: _scalar(loss_fn(output, targets[i])) * weights[i]
 

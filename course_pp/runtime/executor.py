@@ -18,6 +18,8 @@ from course_pp.schedule import Action, Overlap, Product, Schedule
 
 __all__ = ["Batch", "Executor"]
 
+_RANDOM_STATE = "state of the random number generators"
+
 
 @dataclass(slots=True)
 class Batch:
@@ -85,8 +87,7 @@ class Executor:
         value = (
             batch.inputs[microbatch] if stage == 0 else batch.products.pop(Product("activation", stage - 1, microbatch))
         )
-        if batch.seeds is not None:
-            value = self._with_its_random_state(stage, value, batch.seeds[microbatch])
+        value = self._with_its_random_state(stage, value, None if batch.seeds is None else batch.seeds[microbatch])
         loss = None
         if stage == self._last and batch.loss is not None:
             share_of = batch.loss
@@ -104,14 +105,20 @@ class Executor:
         if product not in self._leaving:
             output = map_tensors(_as_if_received, output)
         if batch.seeds is not None:
-            output = {"output": output, "random state": get_random_state(self._device)}
+            output = {"output": output, _RANDOM_STATE: get_random_state(self._device)}
         batch.products[product] = output
 
-    def _with_its_random_state(self, stage: int, value: Any, seed: int) -> Any:
+    def _with_its_random_state(self, stage: int, value: Any, seed: int | None) -> Any:
         if stage == 0:
-            torch.manual_seed(seed)
+            if seed is not None:
+                torch.manual_seed(seed)
             return value
-        set_random_state(value["random state"], self._device)
+        seeded = isinstance(value, dict) and _RANDOM_STATE in value
+        if seeded != (seed is not None):
+            raise ValueError("some ranks were given seeds and others none: give every rank the same seeds")
+        if not seeded:
+            return value
+        set_random_state(value[_RANDOM_STATE], self._device)
         return value["output"]
 
     def _backward(self, action: Action, batch: Batch) -> None:

@@ -16,6 +16,7 @@ long as they are small. Receive buffers are bounded by that, however many microb
 """
 
 import pickle
+import re
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
@@ -230,7 +231,10 @@ class Mailbox:
 
     def _receive(self, source: int, number: int, size: int) -> _Sent:
         buffer = self._buffer(size)
-        return _Sent(buffer, self._wire.irecv(buffer, source, number), self._hold(buffer))
+        try:
+            return _Sent(buffer, self._wire.irecv(buffer, source, number), self._hold(buffer))
+        except RuntimeError as error:
+            raise MessageLost(f"rank {source} cannot be heard any more: {_first_line(error)}") from error
 
     def _arrival(self, posted: _Sent, message: Message) -> Tensor:
         self._wait(posted, message)
@@ -242,7 +246,8 @@ class Mailbox:
         except RuntimeError as error:
             what = f"{message} from rank {message.source}" if message.target == self._rank else f"sending {message}"
             raise MessageLost(
-                f"waited for {what}, at most {self._timeout.total_seconds():g} s: {_first_line(error)}"
+                f"waited for {what}, at most {self._timeout.total_seconds():g} s: {_first_line(error)} "
+                "(does every rank call step as often?)"
             ) from error
         finally:
             if sent.hold is not None:
@@ -277,4 +282,5 @@ def _read_text(buffer: Tensor) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
+    """Without the place in gloo's source."""
+    return re.sub(r"^\[[^]]*\] *", "", str(error).partition("\n")[0])

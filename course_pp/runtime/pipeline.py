@@ -46,7 +46,8 @@ class Pipeline:
         loss_fn: ``loss_fn(output, target)``, the mean loss of a microbatch, or a :class:`TokenLoss`.
         group: the ranks of the pipeline; None is all of them, or this process alone if there is no process group.
         device: where the stages compute; None is where their parameters are.
-        recompute: keep each microbatch's input only, and compute forwards again in the backward.
+        recompute: keep each microbatch's input only, and compute forwards again in the backward. What a forward does to
+            its buffers (BatchNorm's statistics) it then does twice.
         tied: weights that are one: for each the name of the parameter by stage, as in
             ``[{0: "embed.weight", 3: "head.weight"}]``. Their gradients are summed; give them equal values.
         recorder: records every action and every wait.
@@ -75,6 +76,10 @@ class Pipeline:
         transport: str | None = None,
         timeout_s: float = 60.0,
     ) -> None:
+        if not isinstance(schedule, Schedule):
+            raise TypeError(
+                f"schedule is a {type(schedule).__name__}: pass build('1f1b', n_ranks=..., n_microbatches=...)"
+            )
         in_group = dist.is_available() and dist.is_initialized()
         self._rank, n_ranks = (dist.get_rank(group), dist.get_world_size(group)) if in_group else (0, 1)
         if self._rank < 0:
@@ -82,25 +87,35 @@ class Pipeline:
                 f"rank {dist.get_rank()} is not in the pipeline's group: call it on the group's ranks only"
             )
         here = [stage for stage, ranks in enumerate(schedule.placement) if self._rank in ranks]
-        modules = _by_stage(stages, here)
-        agreed = agree_on_pipeline(
-            _problem_of_pipeline(schedule, n_ranks, timeout_s, transport) or _problem_of_stages(modules, here),
-            {"schedule": f"{schedule.name} {digest((schedule.placement, schedule.actions))}", "recompute": recompute}
-            | {"tied": [dict(tie) for tie in tied], "transport": transport},
-            {stage: _trainable(module) for stage, module in modules.items()},
-            group,
-        )
-        weights = shared_weights(schedule, agreed.trainable, tied)
+        modules: Mapping[int, nn.Module | None] = {}
+        facts: dict[str, Any] = {}
+        try:  # whatever is wrong on one rank alone must not keep the others waiting
+            modules = _by_stage(stages, here)
+            problem = _problem_of_pipeline(schedule, n_ranks, timeout_s, transport) or _problem_of_stages(modules, here)
+            self._device = torch.device(device) if device is not None else _device_of(modules)
+            facts = {
+                "schedule": f"{schedule!r} {digest((schedule.placement, schedule.actions))}",
+                "recompute": recompute,
+                "tied": [dict(tie) for tie in tied],
+                "transport": transport,
+                "device": self._device.type,
+            }
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        parameters = {stage: _parameters(module) for stage, module in modules.items()}
+        agreed = agree_on_pipeline(problem, facts, parameters, group)
+        weights = shared_weights(schedule, agreed.parameters, tied)
+        timeout = timedelta(seconds=timeout_s)
         pairs = [(a.rank, b.rank) for weight in weights for a in weight for b in weight]
         plans = plan(schedule, pairs)
         self.schedule, self._loss_fn, self._recorder = schedule, loss_fn, recorder
         self._plan = plans[self._rank]
-        self._device = torch.device(device) if device is not None else _device_of(modules)
+        if recorder is not None:
+            recorder.run_on(self._device)
         meter = None if recorder is None else recorder.meter
         if meter is not None:
             meter.ignore(t for m in modules.values() if m is not None for t in (*m.parameters(), *m.buffers()))
         self._meter = meter
-        timeout = timedelta(seconds=timeout_s)
         channels = {(source, p.rank) for p in plans for source in p.incoming}
         wire: Wire = Tagged(group, agreed.series)
         if channels:
@@ -125,7 +140,8 @@ class Pipeline:
 
         Returns:
             Each microbatch's share of the loss, on every rank; the loss of the batch is their sum. Equal microbatches
-            have equal weights, others by samples, or by counted tokens for a :class:`TokenLoss`.
+            have equal weights, others by samples, or by counted tokens for a :class:`TokenLoss`. Numbers, not tensors:
+            the backward is done.
 
         Raises:
             PipelineError: on every rank, if a stage raises, a rank is lost or late, or a loss is not finite; says which
@@ -275,7 +291,7 @@ def _by_stage(stages: Stages, here: Sequence[int]) -> Mapping[int, nn.Module | N
 
 def _problem_of_stages(modules: Mapping[int, nn.Module | None], here: Sequence[int]) -> str | None:
     if list(modules) != list(here):
-        given = "one module" if list(modules) == [-1] else f"stages {list(modules)}"
+        given = f"one {type(modules[-1]).__name__}" if list(modules) == [-1] else f"stages {list(modules)}"
         return (
             f"given {given}, but the schedule places stages {list(here)} here: pass {{stage: module}} for each of them"
         )
@@ -285,14 +301,17 @@ def _problem_of_stages(modules: Mapping[int, nn.Module | None], here: Sequence[i
     return None
 
 
-def _trainable(module: nn.Module | None) -> list[str]:
+def _parameters(module: nn.Module | None) -> dict[str, str]:
     if not isinstance(module, nn.Module):  # None, or what is about to be refused
-        return []
-    return [name for name, p in module.named_parameters() if p.requires_grad]
+        return {}
+    return {
+        name: f"{tuple(p.shape)} {p.dtype} {'trained' if p.requires_grad else 'frozen'}"
+        for name, p in module.named_parameters()
+    }
 
 
 def _device_of(modules: Mapping[int, nn.Module | None]) -> torch.device:
-    parameters = (p for module in modules.values() if module is not None for p in module.parameters())
+    parameters = (p for module in modules.values() if isinstance(module, nn.Module) for p in module.parameters())
     return next((p.device for p in parameters), torch.device("cpu"))
 
 

@@ -88,6 +88,9 @@ class Recorder:
             schedule.step(inputs, target=targets)
         timeline = recorder.timeline()
 
+    It records until it is read, step after step: ``clear()`` before the step whose timeline you want, and after a first
+    step, in which much is done once only.
+
     On a CPU a span costs two readings of the clock that all processes of a host share. Ranks on several hosts are
     aligned with messages (:func:`~course_pp.runtime.clocks.align`); how wrong that may be is in :attr:`clock_error`.
 
@@ -98,7 +101,8 @@ class Recorder:
     blocks that stream.
 
     Args:
-        device: where the actions run; None means the device of the first attached stage, or else the CPU.
+        device: where the actions run; None means the device of the pipeline or the first attached stage, or else the
+            CPU.
         memory: also count the bytes kept for backward, with :attr:`meter`.
     """
 
@@ -128,6 +132,12 @@ class Recorder:
         """
         return _Recording(self, product)
 
+    def run_on(self, device: torch.device | None) -> None:
+        """Settle where the actions run, if that was left open; a pipeline and :meth:`attach` do it for you."""
+        if self._device is None:
+            self._settle()
+            self._time_on(device)
+
     def attach(self, *stages: Stage) -> "Recorder":
         """Record every forward and backward of ``stages`` until :meth:`detach` or the end of a ``with``.
 
@@ -144,9 +154,7 @@ class Recorder:
             if any(stage is other for other in stages[:i]):
                 raise ValueError(f"stage {stage.stage_index} is named twice: attach each stage once")
         for stage in stages:
-            if self._device is None:
-                self._settle()
-                self._time_on(getattr(stage, "device", None))
+            self.run_on(getattr(stage, "device", None))
             for name, record in (
                 ("forward_one_chunk", self._forward),
                 ("backward_one_chunk", self._backward),

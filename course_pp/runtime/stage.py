@@ -117,7 +117,9 @@ class Stage:
         kept.roots = []
         if pairs:
             roots: Any = [root for root, _ in pairs]  # the stubs want all edges or all tensors
-            torch.autograd.backward(roots, [grad for _, grad in pairs])
+            queue = kept.weight_gradients
+            with nullcontext() if queue is None else queue.collecting():
+                torch.autograd.backward(roots, [grad for _, grad in pairs])
         # Those of the batch may be parts of a larger tensor, which has the gradient.
         input_gradients = tuple(leaf.grad if leaf.is_leaf else None for leaf in kept.leaves)
         kept.leaves = []

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_pp.launch import on_ranks
-from course_pp.runtime import Pipeline
+from course_pp.runtime import Pipeline, PipelineError
 from course_pp.schedule import Schedule, build
 from tests.processes import no_process_left
 from tests.runtime.failing import (
@@ -384,3 +384,21 @@ def test_messages_that_nobody_takes_any_more_delay_no_rank_and_leave_the_group_i
     for first, second, third in found:
         assert (first, third) == (Caught(1), Caught(2))
         assert second.seconds < 4
+
+
+def test_the_launcher_shows_the_traceback_of_the_rank_where_it_began() -> None:
+    with pytest.raises(PipelineError, match="rank 1, stage 1") as caught_here:
+        on_ranks(2, fails_on_rank_one, timeout_s=20.0)
+    assert "Raised first on rank 1 of 2" in str(caught_here.value.__notes__)
+    assert 'raise KeyError("my bug")' in str(caught_here.value.__cause__)
+
+
+class Buggy(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        raise KeyError("my bug")
+
+
+def fails_on_rank_one(rank: int) -> None:
+    stage = (Buggy if rank == 1 else nn.Linear)(WIDTH, WIDTH)
+    data = torch.ones(M, WIDTH)
+    Pipeline(build("1f1b", 2, M), stage, F.mse_loss).step(data, data)
