@@ -80,7 +80,8 @@ def take_turns(rank: int, name: str, size: Size, repeats: int) -> list[list[floa
     ]
     seconds: list[list[float]] = [[], [], []]
     for repeat in range(repeats + 2):
-        for row, step in zip(seconds, steps, strict=True):
+        for turn in range(len(steps)):  # each begins equally often: a step leaves caches as the next one finds them
+            row, step = (each[(turn + repeat) % len(steps)] for each in (seconds, steps))
             for module in modules.values():
                 module.zero_grad()
             lasted = time_of(step)

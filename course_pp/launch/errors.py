@@ -8,12 +8,14 @@ import signal
 from course_pp.launch.waits import Wait
 
 _ECHO = re.compile(
-    r"connection (closed|reset|refused|was)|broken pipe|closed by peer|pair closure|remote process exited", re.I
+    r"connection (closed|reset|refused|was)|broken pipe|closed by peer|pair closure|remote process exited"
+    r"|\(rank \d+ was told at",  # a PipelineError of the runtime that began elsewhere
+    re.I,
 )
 
 
 def is_echo(summary: str) -> bool:
-    """Whether an exception only says that a peer's connection is gone: the reason lies with that peer."""
+    """Whether an exception only says that a peer is gone or has failed: the reason lies with that peer."""
     return bool(_ECHO.search(summary))
 
 
