@@ -4,6 +4,7 @@
   by hand from :func:`forward_stage`, :func:`backward_stage` and four functions that send and receive; to be read.
 * :class:`Pipeline`, :func:`run_step`: execute any legal :class:`~course_pp.schedule.Schedule`.
 * :class:`Recorder`: when each rank computed, waited, and what it kept; as the same timeline a simulation gives.
+* :class:`EmulatedCluster`: the times of a cluster of your choice, on the machine at hand.
 * :class:`PipelineError`: what every rank raises when something goes wrong on one of them.
 """
 
@@ -22,6 +23,8 @@ from course_pp.runtime.by_hand import (
     train_step_pipeline_afab,
 )
 from course_pp.runtime.clocks import Alignment, align
+from course_pp.runtime.cluster import EmulatedCluster, EmulatedLink
+from course_pp.runtime.emulation import EmulatedTimeline, Overrun
 from course_pp.runtime.errors import PipelineError
 from course_pp.runtime.memory import Hold, Meter, RankMemory
 from course_pp.runtime.pipeline import Pipeline, run_step
@@ -29,9 +32,13 @@ from course_pp.runtime.recorder import Recorder
 
 __all__ = [
     "Alignment",
+    "EmulatedCluster",
+    "EmulatedLink",
+    "EmulatedTimeline",
     "Hold",
     "Link",
     "Meter",
+    "Overrun",
     "Pipeline",
     "PipelineError",
     "RankMemory",

@@ -80,6 +80,12 @@ def clock_of(device: torch.device | None) -> Clock:
     return HostClock()
 
 
+def wait_for(device: torch.device) -> None:
+    """Return when all work given to ``device`` is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 @dataclass(frozen=True, slots=True)
 class Alignment:
     """How far this rank's clock is ahead of rank 0's, in nanoseconds, and how wrong that may be at most."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from course_pp.runtime.emulation import Emulator
 from course_pp.runtime.mailbox import Mailbox
 from course_pp.runtime.payload import map_tensors
 from course_pp.runtime.plan import Content, Plan
@@ -56,10 +57,11 @@ class Executor:
         mailbox: Mailbox,
         recorder: Recorder | None,
         device: torch.device,
+        emulator: Emulator | None = None,
     ) -> None:
         self.current: Action | Overlap | str | None = None
         self._plan, self._stages, self._mailbox = plan, stages, mailbox
-        self._recorder, self._device = recorder, device
+        self._recorder, self._device, self._emulator = recorder, device, emulator
         self._last = schedule.n_stages - 1
         self.trains = any(part.kind != "F" for part in schedule.parts)
         self._split = {(part.stage, part.microbatch) for part in schedule.parts if part.kind == "I"}
@@ -68,19 +70,25 @@ class Executor:
 
     def run(self, batch: Batch) -> None:
         """Do every action of this rank; afterwards ``batch.shares`` has the losses computed here."""
-        products, mailbox = batch.products, self._mailbox
+        products, mailbox, emulator = batch.products, self._mailbox, self._emulator
+        if emulator is not None:
+            emulator.begin()
         for step in self._plan.steps:
             self.current = step.action
             for message in step.receives:
                 with self._receiving(message.content):
-                    products[message.content] = mailbox.take(message)
+                    value = mailbox.take(message)
+                products[message.content] = value if emulator is None else emulator.opened(message, value)
             mailbox.arrived(step.arrived)
             with self._span(step.action):
                 for part in step.action.parts:
                     self._do[part.kind](part, batch)
             for message in step.sends:
-                mailbox.send(message, products.pop(message.content))
+                value = products.pop(message.content)
+                mailbox.send(message, value if emulator is None else emulator.stamped(value))
         self.current = "the end of the step"
+        if emulator is not None and self._recorder is not None:
+            self._recorder.add_emulated(emulator.done, emulator.received)
 
     def _forward(self, action: Action, batch: Batch) -> None:
         stage, microbatch = action.stage, action.microbatch
@@ -136,10 +144,12 @@ class Executor:
         self._stages[action.stage].backward_weight(action.microbatch)
 
     def _span(self, action: Action | Overlap) -> AbstractContextManager[None]:
+        if self._emulator is not None:
+            return self._emulator.action(action)
         return nullcontext() if self._recorder is None else self._recorder.span(action)
 
     def _receiving(self, content: Content) -> AbstractContextManager[None]:
-        if self._recorder is None or isinstance(content, str):
+        if self._recorder is None or self._emulator is not None or isinstance(content, str):
             return nullcontext()
         return self._recorder.receiving(content)
 

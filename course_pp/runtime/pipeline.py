@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from torch import Tensor, nn
 
 from course_pp.runtime.agreement import agree_on_pipeline, digest
 from course_pp.runtime.batch import LossFn, loss_shares, split
+from course_pp.runtime.clocks import host_identity, wait_for
+from course_pp.runtime.cluster import EmulatedCluster
+from course_pp.runtime.emulation import Emulator
 from course_pp.runtime.errors import PipelineError
 from course_pp.runtime.executor import Batch, Executor
 from course_pp.runtime.mailbox import Mailbox, MessageLost, PeerFailed
@@ -51,6 +55,7 @@ class Pipeline:
         tied: weights that are one: for each the name of the parameter by stage, as in
             ``[{0: "embed.weight", 3: "head.weight"}]``. Their gradients are summed; give them equal values.
         recorder: records every action and every wait.
+        cluster: computes and sends as fast as this one would; all ranks must be on one host.
         transport: ``"nccl"``, ``"gloo"``, or None to choose by group and device
             (:func:`course_pp.runtime.wire.open_wire`).
         timeout_s: the longest that a rank waits for one message.
@@ -73,6 +78,7 @@ class Pipeline:
         recompute: bool = False,
         tied: Sequence[Mapping[int, str]] = (),
         recorder: Recorder | None = None,
+        cluster: EmulatedCluster | None = None,
         transport: str | None = None,
         timeout_s: float = 60.0,
     ) -> None:
@@ -99,7 +105,10 @@ class Pipeline:
                 "tied": [dict(tie) for tie in tied],
                 "transport": transport,
                 "device": self._device.type,
+                "cluster": repr(cluster),
+                "host": "" if cluster is None else host_identity(),  # an emulated rank trusts the clocks of the others
             }
+            problem = problem or (None if cluster is None else cluster.problem_with(schedule))
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
         parameters = {stage: _parameters(module) for stage, module in modules.items()}
@@ -125,7 +134,10 @@ class Pipeline:
         self._stages = {
             stage: Stage(stage, module, self._device, recompute, meter) for stage, module in modules.items()
         }
-        self._executor = Executor(schedule, self._plan, self._stages, self._mailbox, recorder, self._device)
+        emulator = None
+        if cluster is not None:
+            emulator = Emulator(cluster, schedule, self._rank, partial(wait_for, self._device))
+        self._executor = Executor(schedule, self._plan, self._stages, self._mailbox, recorder, self._device, emulator)
         self._failed: str | None = None
 
     def step(self, inputs: Any = None, targets: Any = None, *, seeds: Sequence[int] | None = None) -> tuple[float, ...]:

@@ -4,7 +4,7 @@ The result is the same :class:`~course_pp.schedule.Timeline` that a simulation g
 summed up and explained by the same functions.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from course_pp.runtime.clocks import Alignment, HostClock, align, clock_of
+from course_pp.runtime.emulation import Emulated, EmulatedTimeline, Overrun
 from course_pp.runtime.memory import Meter, MeterLog, RankMemory
 from course_pp.schedule import Action, Overlap, Product, Receive, Span, Timeline
 
@@ -38,6 +39,7 @@ class _RankRecord:
     """All that one rank recorded: (what, start, end) and memory, in nanoseconds of its clock, and how to shift them."""
 
     done: list[tuple[_What, int, int]]
+    emulated: list[Emulated]
     memory: MeterLog | None
     clock: Alignment
 
@@ -110,6 +112,7 @@ class Recorder:
         self.meter = Meter(HostClock.mark) if memory else None
         self._marked: list[tuple[_What, Any, Any]] = []
         self._done: list[tuple[_What, int, int]] = []
+        self._emulated: list[Emulated] = []
         self._running: _What | None = None
         self._restore: list[Callable[[], None]] = []
         self._alignments: WeakKeyDictionary[dist.ProcessGroup, Alignment] = WeakKeyDictionary()
@@ -137,6 +140,12 @@ class Recorder:
         if self._device is None:
             self._settle()
             self._time_on(device)
+
+    def add_emulated(self, done: Sequence[Emulated], received: Sequence[tuple[Product, int, int]]) -> None:
+        """Take over what an emulated rank did; a pipeline on an emulated cluster does it after each step."""
+        self._done += [(each.action, each.start, each.end) for each in done]
+        self._done += received
+        self._emulated += done
 
     def attach(self, *stages: Stage) -> "Recorder":
         """Record every forward and backward of ``stages`` until :meth:`detach` or the end of a ``with``.
@@ -182,6 +191,7 @@ class Recorder:
         """Forget what was recorded, for example a warm-up step; memory that is kept now stays counted."""
         self._marked.clear()
         self._done.clear()
+        self._emulated.clear()
         self._alignments.clear()
         self._clock_error = None
         if self.meter is not None:
@@ -192,7 +202,7 @@ class Recorder:
 
         Every rank of the group must call it. Time 0 is the earliest start of a span on any rank (receives are cut off
         there), the unit is seconds, and ranks are numbered within the group. Without a process group there is one
-        rank.
+        rank. Of a run on an emulated cluster it is an :class:`~course_pp.runtime.emulation.EmulatedTimeline`.
 
         Args:
             group: None means all ranks.
@@ -210,7 +220,24 @@ class Recorder:
                     spans.append(Span(rank, what, since / _NANOSECONDS, until / _NANOSECONDS))
                 elif since >= 0 or until > 0:
                     receives.append(Receive(rank, what, max(since, 0) / _NANOSECONDS, until / _NANOSECONDS))
-        return Timeline(len(records), tuple(spans), unit="s", receives=tuple(receives), name=name)
+        if not any(record.emulated for record in records):
+            return Timeline(len(records), tuple(spans), unit="s", receives=tuple(receives), name=name)
+        wall, overruns = [], []
+        for rank, record in enumerate(records):
+            for each in record.emulated:
+                since, until = (t - record.clock.offset_ns - zero for t in (each.real_start, each.real_end))
+                wall.append(Span(rank, each.action, since / _NANOSECONDS, until / _NANOSECONDS))
+                if each.overrun:
+                    overruns.append(Overrun(rank, each.action, each.overrun / _NANOSECONDS))
+        return EmulatedTimeline(
+            len(records),
+            tuple(spans),
+            unit="s",
+            receives=tuple(receives),
+            name=name,
+            wall=Timeline(len(records), tuple(wall), unit="s", name=f"{name} in real time".strip()),
+            overruns=tuple(overruns),
+        )
 
     def memory(self, group: dist.ProcessGroup | None = None) -> tuple[RankMemory, ...]:
         """What every rank of ``group`` kept for backward, with the same time 0 as :meth:`timeline`.
@@ -258,7 +285,7 @@ class Recorder:
             raise RuntimeError(f"{_name(self._running)} is still being recorded: ask for what was recorded afterwards")
         self._settle()
         memory = None if self.meter is None else self.meter.log()
-        records = _from_all(_RankRecord(self._done, memory, self._align(group)), group)
+        records = _from_all(_RankRecord(self._done, self._emulated, memory, self._align(group)), group)
         self._clock_error = max(record.clock.error_ns for record in records) / _NANOSECONDS
         starts = [start for record in records for start in record.starts(Action, Overlap)]
         starts = starts or [start for record in records for start in record.starts(Product)]

@@ -1,5 +1,7 @@
 """From an order of actions to times: each as early as its rank and its inputs allow."""
 
+from collections.abc import Sequence
+
 from course_pp.schedule.action import Action, Overlap
 from course_pp.schedule.costs import Costs
 from course_pp.schedule.execution import execute
@@ -9,7 +11,9 @@ from course_pp.schedule.span import Span, Time
 from course_pp.schedule.timeline import Timeline
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+def simulate(
+    schedule: Schedule, costs: Costs | None = None, durations: Sequence[Sequence[Time]] | None = None
+) -> Timeline:
     """When each rank does what, if every action starts as soon as it can.
 
     Sends are buffered: a rank hands its message over and goes on, and the message arrives a transfer later. With
@@ -17,6 +21,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
     Args:
         costs: one unit for each of ``F``, ``I`` and ``W`` and no latency unless given.
+        durations: of each action, rank by rank, where they do not follow from its stage (``costs`` then counts for
+            messages alone).
 
     Raises:
         ValueError: for a schedule that cannot run, with what :func:`course_pp.schedule.check` says about it, and for
@@ -26,7 +32,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     problems = problems_of_bookkeeping(schedule)
     if not problems:
         transfers = costs.transfers(schedule.n_stages)
-        run = execute(schedule, _durations(schedule, costs), transfers)
+        run = execute(schedule, durations_of(schedule, costs) if durations is None else durations, transfers)
         problems = check(schedule) if run.stuck else []
     if problems:
         more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
@@ -39,7 +45,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     return Timeline(schedule.n_ranks, spans, transfers=transfers, name=schedule.name)
 
 
-def _durations(schedule: Schedule, costs: Costs) -> list[list[Time]]:
+def durations_of(schedule: Schedule, costs: Costs) -> list[list[Time]]:
+    """The time of each action, rank by rank."""
     times = costs.durations(schedule.n_stages)
     pairs = None if costs.overlapped is None else costs.each("overlapped", schedule.n_stages)
 

@@ -1,0 +1,155 @@
+"""A cluster of one's choice, to be emulated: how long its ranks compute and its messages travel."""
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from course_pp.schedule import Costs, Schedule, Timeline, simulate
+from course_pp.schedule.costs import refuse_impossible_number
+from course_pp.schedule.simulation import durations_of
+
+__all__ = ["EmulatedCluster", "EmulatedLink"]
+
+
+@dataclass(frozen=True)
+class EmulatedLink:
+    """A message of n bytes is ``latency + n / bandwidth`` on its way.
+
+    Attributes:
+        latency: seconds.
+        bandwidth: bytes a second; None is unlimited.
+
+    Raises:
+        ValueError: for a negative or infinite number, or a bandwidth of 0.
+    """
+
+    latency: float = 0.0
+    bandwidth: float | None = None
+
+    def __post_init__(self) -> None:
+        refuse_impossible_number("latency", self.latency, "in seconds")
+        if self.bandwidth is not None:
+            refuse_impossible_number("bandwidth", self.bandwidth, "in bytes a second, or None if unlimited")
+            if self.bandwidth == 0:
+                raise ValueError("bandwidth is 0: give bytes a second above 0, or None if unlimited")
+
+    def seconds(self, nbytes: float) -> float:
+        return self.latency + (nbytes / self.bandwidth if self.bandwidth else 0.0)
+
+
+@dataclass(frozen=True)
+class EmulatedCluster:
+    """Chosen times for a run on real processes, with real messages and gradients.
+
+    Attributes:
+        costs: seconds of each action, stage by stage; and of each message, unless there are ``links``.
+        links: one for all pairs of ranks; or one for each pair of neighbours, ``links[r]`` between ranks r and r + 1
+            and, if there are as many as ranks (more than two), the last one between the last rank and rank 0. Others
+            reach each other through those between, the way with fewer of them.
+        stragglers: for a rank, how many times as long as the others it takes for everything it computes.
+        jitter: standard deviation of an action's time over its mean. Times are log-normal, each action's own, and the
+            same in every step.
+        seed: of the jitter.
+
+    Raises:
+        ValueError: for numbers that are none, negative or infinite, and for messages that have a time both in ``costs``
+            and in ``links``.
+    """
+
+    costs: Costs
+    links: EmulatedLink | Sequence[EmulatedLink] | None = None
+    stragglers: Mapping[int, float] = field(default_factory=dict)
+    jitter: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.costs, Costs):
+            raise ValueError(f"costs is {self.costs!r}: give Costs(forward=0.02, ...), in seconds")
+        refuse_impossible_number("jitter", self.jitter, "such as 0.1 for a tenth")
+        for rank, factor in self.stragglers.items():
+            refuse_impossible_number(
+                f"the straggler factor of rank {rank}", factor, "such as 1.5 for half as long again"
+            )
+        if self.links is None:
+            return
+        links = (self.links,) if isinstance(self.links, EmulatedLink) else self.links
+        for link in links:
+            if not isinstance(link, EmulatedLink):
+                raise ValueError(f"a link is {link!r}: give EmulatedLink(latency=0.001, bandwidth=1e9)")
+        if self.costs.latency or self.costs.bandwidth is not None:
+            raise ValueError("both costs and links say how long messages take: leave one of them out")
+
+    def problem_with(self, schedule: Schedule) -> str | None:
+        """Why this cluster cannot run ``schedule``; None if it can."""
+        n = schedule.n_ranks
+        if odd := [rank for rank in self.stragglers if not 0 <= rank < n]:
+            return f"rank {odd[0]} is a straggler of {n} ranks: name ranks from 0 to {n - 1}"
+        fits = {n - 1: "a line"} | ({n: "a ring"} if n > 2 else {})
+        if isinstance(self.links, Sequence) and len(self.links) not in fits:
+            ways = " or ".join(f"{number} for {shape} of ranks" for number, shape in fits.items())
+            return f"{len(self.links)} links for {n} ranks: give one for all of them, or {ways}"
+        try:
+            self.costs.durations(schedule.n_stages)
+            self.costs.transfers(schedule.n_stages)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def durations(self, schedule: Schedule, rank: int) -> list[float]:
+        """Seconds of each action of ``rank``, in order."""
+        planned = durations_of(schedule, self.costs)[rank]
+        slowness = self.stragglers.get(rank, 1.0)
+        return [float(time) * slowness * self._luck(rank, index) for index, time in enumerate(planned)]
+
+    def transfer(self, source: int, target: int, boundary: int, nbytes: float, schedule: Schedule) -> float:
+        """Seconds of a message of ``nbytes`` over ``boundary``, between stages ``boundary`` and ``boundary + 1``."""
+        if self.links is None:
+            return float(self.costs.transfers(schedule.n_stages)[boundary])
+        return self._link(source, target, schedule.n_ranks).seconds(nbytes)
+
+    def predict(self, schedule: Schedule) -> Timeline:
+        """The timeline with these times, in seconds. Where links have a bandwidth, ``costs.message_bytes`` counts.
+
+        Raises:
+            ValueError: for a schedule that cannot run on this cluster, and where the links between two stages differ
+                from replica to replica.
+        """
+        if problem := self.problem_with(schedule):
+            raise ValueError(problem)
+        durations = [self.durations(schedule, rank) for rank in range(schedule.n_ranks)]
+        transfers = [self._between(schedule, boundary) for boundary in range(schedule.n_stages - 1)]
+        costs = replace(self.costs, latency=transfers, bandwidth=None)
+        return replace(simulate(schedule, costs, durations), unit="s")
+
+    def _luck(self, rank: int, index: int) -> float:
+        if not self.jitter:
+            return 1.0
+        variance = math.log1p(self.jitter**2)  # so that the mean is 1 and the standard deviation `jitter`
+        return random.Random(f"{self.seed} {rank} {index}").lognormvariate(-variance / 2, math.sqrt(variance))
+
+    def _link(self, a: int, b: int, n_ranks: int) -> EmulatedLink:
+        if self.links is None or isinstance(self.links, EmulatedLink):
+            return self.links or EmulatedLink()
+        low, high = sorted((a, b))
+        way = [*self.links[low:high]]
+        if len(self.links) == n_ranks and high - low > n_ranks - high + low:
+            way = [*self.links[high:], *self.links[:low]]
+        bandwidths = [link.bandwidth for link in way if link.bandwidth is not None]
+        return EmulatedLink(sum(link.latency for link in way), min(bandwidths, default=None))
+
+    def _between(self, schedule: Schedule, boundary: int) -> float:
+        sizes = self.costs.each("message_bytes", schedule.n_stages - 1)
+        pairs = {
+            tuple(schedule.rank_of(stage, microbatch) for stage in (boundary, boundary + 1))
+            for microbatch in range(schedule.n_microbatches)
+        }
+        times = sorted(self.transfer(a, b, boundary, float(sizes[boundary]), schedule) for a, b in pairs if a != b)
+        for one, other in pairwise(times):
+            if one != other:
+                raise ValueError(
+                    f"messages between stages {boundary} and {boundary + 1} take {one} s or {other} s, as replicas "
+                    "have different links: give all of these the same"
+                )
+        return times[0] if times else 0.0
