@@ -1,6 +1,9 @@
 """What each rank holds over time."""
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
 
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection, PolyCollection
@@ -8,6 +11,7 @@ from matplotlib.patches import Patch
 
 from course_pp.schedule import Costs, Time, Timeline
 from course_pp.show import chart, rows
+from course_pp.show.byte_bars import format_bytes
 from course_pp.show.chart import ChartFigure
 from course_pp.show.timelines import sizes, spelled_peaks
 from course_pp.show.wording import amount, counted, listed, named, percent
@@ -15,34 +19,82 @@ from course_pp.show.wording import amount, counted, listed, named, percent
 _Curve = tuple[tuple[Time, Time], ...]
 
 
-def memory(tl: Timeline, costs: Costs | None = None, title: str | None = None) -> ChartFigure:
+class Measured(Protocol):
+    """What one rank really kept: :class:`course_pp.runtime.RankMemory`, or any object like it."""
+
+    @property
+    def curves(self) -> Mapping[str, tuple[tuple[float, int], ...]]:
+        """For each kind the (seconds, bytes) at each change, first at 0."""
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What is drawn: a curve a rank, what it is called, and how its amounts are written."""
+
+    curves: Sequence[_Curve]
+    what: str
+    spell: Callable[[Time], str] = amount
+
+    @cached_property
+    def peaks(self) -> tuple[Time, ...]:
+        return tuple(max(held for _, held in curve) for curve in self.curves)
+
+
+def memory(
+    tl: Timeline,
+    costs: Costs | None = None,
+    title: str | None = None,
+    *,
+    measured: Sequence[Measured] | None = None,
+    kind: str = "activation",
+) -> ChartFigure:
     """Draw for each rank what it holds over time, all to one scale, with the peak in the margin.
 
     Args:
         costs: what a forward keeps, what part of it ``I`` releases, and what one version of the weights weighs. Without
             it (stage, microbatch) activations are counted, from the start of their ``F`` to the end of ``B`` or ``W``.
+        measured: draw the bytes that a recorder counted in that run instead, ``recorder.memory()``.
+        kind: which of these: ``activation``, ``buffer``, ``queued`` or ``total``.
 
     Raises:
-        ValueError: for costs of another number of stages.
+        ValueError: for costs of another number of stages, what was measured on another number of ranks, both of them at
+            once, or an unknown kind.
     """
+    held = _simulated(tl, costs) if measured is None else _measured(tl, costs, measured, kind)
     figure, axes, scale, unit = rows.begin(tl, heights=(0.16, 0.5, 4.6), right=0.75)
-    peaks = tl.peak_memory(costs)
-    _draw_all(axes, tl, costs, scale, float(max(peaks)))
+    _draw_all(axes, tl, costs, scale, held)
     ranks = rows.name_ranks(axes, tl.n_ranks)
     rows.name_time(axes, unit)
-    rows.note_ranks(axes, {rank: amount(peaks[rank]) for rank in ranks}, "peak", 9.0)
-    finding = _finding(tl, costs, peaks)
+    rows.note_ranks(axes, {rank: held.spell(held.peaks[rank]) for rank in ranks}, "peak", 9.0)
+    finding = _finding(tl, held)
     axes.set_title(finding if title is None else title, loc="left", fontsize=11.5, pad=9)
     what = named(tl.name, f"What each rank holds over time, to one scale; {sizes(tl)}")
     bubble = percent(tl.bubble_fraction)
-    figure.alt_text = f"{what}, bubble {bubble}. {finding}.{_when(tl, costs, peaks)}{_versions(tl)}"
+    figure.alt_text = f"{what}, bubble {bubble}. {finding}.{_when(tl, held)}{_versions(tl)}"
     return figure
 
 
-def _draw_all(axes: Axes, tl: Timeline, costs: Costs | None, scale: float, highest: float) -> None:
-    end = float(tl.makespan) * scale
+def _simulated(tl: Timeline, costs: Costs | None) -> _Held:
+    return _Held(tl.memory_curve(costs), "Peak activations held" if costs is None else "Peak memory")
+
+
+def _measured(tl: Timeline, costs: Costs | None, measured: Sequence[Measured], kind: str) -> _Held:
+    if costs is not None:
+        raise ValueError("both costs and what was measured: draw one figure for each")
+    if len(measured) != tl.n_ranks:
+        raise ValueError(
+            f"memory of {len(measured)} ranks for a timeline of {tl.n_ranks}: give recorder.memory() of it"
+        )
+    if kind not in measured[0].curves:
+        raise ValueError(f"unknown kind {kind!r}: choose from {', '.join(measured[0].curves)}")
+    what = "Peak bytes kept in all" if kind == "total" else f"Peak {kind} bytes kept"
+    return _Held([rank.curves[kind] for rank in measured], what, format_bytes)
+
+
+def _draw_all(axes: Axes, tl: Timeline, costs: Costs | None, scale: float, held: _Held) -> None:
+    end, highest = float(tl.makespan) * scale, float(max(held.peaks))
     rows.draw_idle(axes, tl.n_ranks, end)
-    areas = [_area(curve, rank, scale, end, highest) for rank, curve in enumerate(tl.memory_curve(costs))]
+    areas = [_area(curve, rank, scale, end, highest) for rank, curve in enumerate(held.curves)]
     axes.add_collection(PolyCollection(areas, facecolors=chart.SKY_BLUE, linewidths=0, zorder=1))
     axes.add_collection(LineCollection([area[1:-1] for area in areas], colors=chart.BLUE, linewidths=1.1, zorder=3))
     tops = [min(y for _, y in area) for area in areas]
@@ -72,21 +124,20 @@ def _area(curve: _Curve, rank: int, scale: float, end: float, highest: float) ->
     return [*corners, (end, level), (end, floor)]
 
 
-def _finding(tl: Timeline, costs: Costs | None, peaks: tuple[Time, ...]) -> str:
+def _finding(tl: Timeline, held: _Held) -> str:
     if not tl.actions:
         return f"{counted(tl.n_ranks, 'rank')}, nothing held"
-    what = "Peak activations held" if costs is None else "Peak memory"
-    return f"{what}: {spelled_peaks(peaks)}"
+    return f"{held.what}: {spelled_peaks(held.peaks, held.spell)}"
 
 
-def _when(tl: Timeline, costs: Costs | None, peaks: tuple[Time, ...]) -> str:
+def _when(tl: Timeline, held: _Held) -> str:
     if not tl.actions:
         return ""
-    rank = max(range(tl.n_ranks), key=peaks.__getitem__)
-    time = next(time for time, held in tl.memory_curve(costs)[rank] if held == peaks[rank])
+    rank = max(range(tl.n_ranks), key=held.peaks.__getitem__)
+    time = next(time for time, amount in held.curves[rank] if amount == held.peaks[rank])
     scale, unit = rows.axis_unit(tl)
     suffix = f" {unit}" if tl.unit else ""
-    return f" Rank {rank} reaches {amount(peaks[rank])} at time {round(float(time) * scale, 4):g}{suffix}."
+    return f" Rank {rank} reaches {held.spell(held.peaks[rank])} at time {round(float(time) * scale, 4):g}{suffix}."
 
 
 def _versions(tl: Timeline) -> str:

@@ -1,6 +1,6 @@
 """A timeline as a chart: one row a rank, one box a span, idle time in grey."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from course_pp.schedule import Time, Timeline, format_time
 from course_pp.show import rows
@@ -53,15 +53,15 @@ def describe(tl: Timeline) -> str:
     return f"{what}. {finding(tl)}; peak activations held: {spelled_peaks(tl.peak_activations)}."
 
 
-def spelled_peaks(peaks: Sequence[Time]) -> str:
+def spelled_peaks(peaks: Sequence[Time], spell: Callable[[Time], str] = amount) -> str:
     """``4, 3, 2 and 1 on ranks 0 to 3``, shorter where they are equal or many."""
     if len(set(peaks)) == 1:
-        return f"{amount(peaks[0])} on every rank"
+        return f"{spell(peaks[0])} on every rank"
     if len(peaks) <= 8:
-        return f"{listed([amount(peak) for peak in peaks])} on ranks 0 to {len(peaks) - 1}"
+        return f"{listed([spell(peak) for peak in peaks])} on ranks 0 to {len(peaks) - 1}"
     if list(peaks) in (sorted(peaks), sorted(peaks, reverse=True)):
-        return f"{amount(peaks[0])} on rank 0 to {amount(peaks[-1])} on rank {len(peaks) - 1}"
-    most, least = (f"{amount(peak)}, on rank {peaks.index(peak)}" for peak in (max(peaks), min(peaks)))
+        return f"{spell(peaks[0])} on rank 0 to {spell(peaks[-1])} on rank {len(peaks) - 1}"
+    most, least = (f"{spell(peak)}, on rank {peaks.index(peak)}" for peak in (max(peaks), min(peaks)))
     return f"at most {most}; at least {least}"
 
 

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 from matplotlib.collections import PolyCollection
 
@@ -49,3 +51,39 @@ def test_the_peaks_are_in_the_title_the_margin_and_the_alt_text() -> None:
 def test_empty_and_tall_timelines_are_drawn(n_ranks: int) -> None:
     assert show.memory(Timeline(n_ranks, ())).png()
     assert show.memory(gpipe(n_ranks, 1)).png()
+
+
+class Rank:
+    """What a recorder counted on one rank."""
+
+    def __init__(self, *curve: tuple[float, int]) -> None:
+        self.curves = {"activation": curve, "total": tuple((time, 2 * held) for time, held in curve)}
+
+
+def test_what_was_measured_is_drawn_in_bytes() -> None:
+    tl = naive(2, 0.01, 0.02, "s")
+    measured = [Rank((0.0, 0), (0.01, 4096), (0.05, 0)), Rank((0.0, 0), (0.02, 2048), (0.03, 0))]
+    figure = show.memory(tl, measured=measured)
+    assert title(figure) == "Peak activation bytes kept: 4 KiB and 2 KiB on ranks 0 to 1"
+    assert notes(figure) == ["4 KiB", "2 KiB"]
+    assert "Rank 0 reaches 4 KiB at time 10 ms." in figure.alt_text
+    first, second = areas(figure)
+    assert {(10.0, -0.43), (50.0, 0.43)} <= first
+    assert {(20.0, 1.0), (30.0, 1.43)} <= second
+    assert title(show.memory(tl, measured=measured, kind="total")).startswith("Peak bytes kept in all: 8 KiB and 4 KiB")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"measured": [Rank((0.0, 1))]}, "memory of 1 ranks for a timeline of 2"),
+        (
+            {"measured": [Rank((0.0, 1))] * 2, "kind": "weights"},
+            "unknown kind 'weights': choose from activation",
+        ),
+        ({"measured": [Rank((0.0, 1))] * 2, "costs": Costs()}, "both costs and what was measured"),
+    ],
+)
+def test_measurements_that_do_not_fit_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        show.memory(naive(2), **options)
