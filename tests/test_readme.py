@@ -80,10 +80,21 @@ def run_measured(rank, source, folder):
 
 
 def test_the_measured_example_gives_both_ranks_the_same_and_draws_it(tmp_path):
-    [source] = [text for text in PYTHON if "course_pp.runtime" in text]
+    [source] = [text for text in PYTHON if "Recorder" in text]
     first, second = on_ranks(2, run_measured, source, tmp_path, backend=None)
     assert first == second
     shares, timeline = first
     assert len(shares) == 8
     assert len(timeline.actions) >= 64
     assert (tmp_path / "measured.svg").stat().st_size
+
+
+def test_the_emulated_example_is_as_predicted(capsys):
+    [source] = [text for text in PYTHON if "EmulatedCluster" in text]
+    exec(source, {"__name__": "__main__"})
+    emulated, predicted = capsys.readouterr().out.splitlines()
+    assert emulated.startswith("emulated  EmulatedTimeline(1f1b, 8 ranks, 256 spans, ")
+    assert predicted.startswith("predicted Timeline(1f1b, 8 ranks, 256 spans, ")
+    bubbles = [float(re.search(r"bubble ([\d.]+)%", line)[1]) for line in (emulated, predicted)]
+    # A machine that is busy with other things may be late; then the timeline says so.
+    assert bubbles[0] == pytest.approx(bubbles[1], abs=0.5) or " 0 overruns" not in emulated
