@@ -6,6 +6,7 @@ from functools import cache
 
 from matplotlib.axes import Axes
 
+from course_pp.schedule import Time
 from course_pp.show import chart
 from course_pp.show.chart import ChartFigure
 from course_pp.show.wording import listed
@@ -23,7 +24,7 @@ _LOOKS = (
 _SMALL = 8.5
 
 
-def format_bytes(n_bytes: float) -> str:
+def format_bytes(n_bytes: Time) -> str:
     """Write a number of bytes for people, in powers of 1024: ``512 B``, ``1.5 KiB``, ``12.3 MiB``."""
     value = float(n_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
