@@ -10,6 +10,7 @@
   same type, so one function draws either (:func:`course_pp.show.timeline`).
 * :class:`Receive`: an interval in which a rank of a real run was blocked until a message was there.
 * :class:`Gap`: an interval in which a rank does nothing, with its cause in a sentence.
+* :func:`fit`: from a measured timeline to costs, and to what was lost to imbalance, transfers, launches, stragglers.
 """
 
 from course_pp.schedule import theory
@@ -17,6 +18,7 @@ from course_pp.schedule.action import KINDS, Action, Overlap, Product
 from course_pp.schedule.bounds import bound
 from course_pp.schedule.catalogue import build, names
 from course_pp.schedule.costs import Costs
+from course_pp.schedule.fitting import Fit, Loss, fit
 from course_pp.schedule.legality import check
 from course_pp.schedule.schedule import Schedule
 from course_pp.schedule.simulation import simulate
@@ -28,7 +30,9 @@ __all__ = [
     "KINDS",
     "Action",
     "Costs",
+    "Fit",
     "Gap",
+    "Loss",
     "Overlap",
     "Product",
     "Receive",
@@ -39,6 +43,7 @@ __all__ = [
     "bound",
     "build",
     "check",
+    "fit",
     "format_time",
     "from_torch_csv",
     "names",

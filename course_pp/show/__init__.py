@@ -1,4 +1,4 @@
-"""Figures of schedules, timelines, memory, ranks that wait, and of where the bytes go.
+"""Figures of schedules, timelines, lost time, memory, ranks that wait, and of where the bytes go.
 
 Each figure is a :class:`ChartFigure`: a matplotlib figure that carries its finding as alt text, shows itself in a
 notebook, and saves itself to PNG or SVG. None of them imports torch or touches pyplot. Colours are Okabe and Ito's;
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from course_pp.show.comparison import compare
     from course_pp.show.curves import bubble_curve, pareto
     from course_pp.show.explorer import explore
+    from course_pp.show.lost_bars import lost_time
     from course_pp.show.memory_curves import memory
     from course_pp.show.text import timeline_text
     from course_pp.show.timelines import timeline
@@ -33,6 +34,7 @@ _HOMES = {
     "dependencies": "chains",
     "explore": "explorer",
     "format_bytes": "byte_bars",
+    "lost_time": "lost_bars",
     "memory": "memory_curves",
     "pareto": "curves",
     "timeline": "timelines",
@@ -49,6 +51,7 @@ __all__ = [
     "dependencies",
     "explore",
     "format_bytes",
+    "lost_time",
     "memory",
     "pareto",
     "timeline",
