@@ -9,9 +9,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from typing import IO
 
 from course_pp.launch.errors import LaunchError
+from course_pp.launch.server import FORK, preload_request
 
 _END_LIMIT_S = 10.0
 
@@ -29,6 +31,7 @@ class Server:
         self._socket = ours
         self.owner = os.getpid()
         self.warm = False
+        self._lock = threading.Lock()
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         code = (
             f"import sys; sys.path[:] = {search_path()!r}; "
@@ -48,9 +51,15 @@ class Server:
 
     def fork(self, fds: list[int]) -> None:
         try:
-            socket.send_fds(self._socket, [b"f"], fds)
+            with self._lock:
+                socket.send_fds(self._socket, [FORK], fds)
         except OSError as e:
             raise self.lost() from e
+
+    def preload(self, modules: tuple[str, ...]) -> None:
+        """Has the server import what ranks had to import, so that those of the next call need not."""
+        with self._lock, contextlib.suppress(OSError):
+            self._socket.sendall(preload_request(modules))
 
     def lost(self) -> LaunchError:
         self.stop()

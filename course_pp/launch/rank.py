@@ -58,9 +58,15 @@ class Ready:
 
 @dataclass(frozen=True)
 class Returned:
-    """The function returned; ``value`` is pickled."""
+    """The function returned.
+
+    Attributes:
+        value: pickled.
+        imported: modules of this package that the rank had to import, because the process it was forked from had not.
+    """
 
     value: bytes
+    imported: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -141,6 +147,7 @@ def _outcome(
 ) -> Returned | Raised | Left:
     import cloudpickle
 
+    inherited = set(sys.modules)
     try:
         _enter(job)
         stores.append(_join(job, listener))
@@ -157,7 +164,7 @@ def _outcome(
     finally:
         _flush()
     try:
-        return Returned(cloudpickle.dumps(value))
+        return Returned(cloudpickle.dumps(value), _own_modules(set(sys.modules) - inherited))
     except Exception as e:
         what = type(value).__qualname__
         error = TypeError(
@@ -165,6 +172,11 @@ def _outcome(
             "Return tensors, numbers, strings or containers of them."
         )
         return _raised(error.with_traceback(e.__traceback__))
+
+
+def _own_modules(names: set[str]) -> tuple[str, ...]:
+    """Those of this package, which are known to start no threads when they are imported."""
+    return tuple(sorted(name for name in names if name.partition(".")[0] == __name__.partition(".")[0]))
 
 
 def _enter(job: Job) -> None:

@@ -223,7 +223,10 @@ class _Crew:
             if any(rank.running for rank in self._ranks):
                 print(explain(self._ask(), round(time.monotonic() - begun, 1)), file=sys.stderr)
             raise
-        return [pickle.loads(rank.end.value) for rank in self._ranks if isinstance(rank.end, Returned)]
+        returned = [rank.end for rank in self._ranks if isinstance(rank.end, Returned)]
+        if imported := {name for end in returned for name in end.imported}:
+            self._server.preload(tuple(sorted(imported)))
+        return [pickle.loads(end.value) for end in returned]
 
     def _wait_for_results(self) -> None:
         __tracebackhide__ = True

@@ -5,7 +5,7 @@ forks a rank for each request. Differences from ``multiprocessing``'s fork serve
 caller's ``__main__`` again, sees the environment of the call and not that of the first call, and ends when
 its *life* socket closes.
 
-One request is one byte on the server's socket with the rank's file descriptors: its control socket, its life
+A request to fork is one byte on the server's socket with the rank's file descriptors: its control socket, its life
 socket, its standard output, its standard error and, for the rank that hosts the store, a listening socket. The
 server answers on the life socket: the exit status, four bytes, once the rank has ended. When the other end of
 a life socket closes, whether on purpose or because the caller was killed, the server ends the rank's process
@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import os
 import selectors
 import signal
@@ -24,11 +25,19 @@ import socket
 import struct
 import sys
 
+FORK, _PRELOAD = b"f", b"p"
 STATUS = struct.Struct("i")
+_LENGTH = struct.Struct("I")
 _CHECK_PARENT_S = 2.0
 _HUGE_PAGE = 2 << 20
 _MADV_COLLAPSE = 25
 _PR_SET_CHILD_SUBREAPER = 36
+
+
+def preload_request(modules: tuple[str, ...]) -> bytes:
+    """The request to import modules before the next rank is forked."""
+    names = " ".join(modules).encode()
+    return _PRELOAD + _LENGTH.pack(len(names)) + names
 
 
 def serve(sock_fd: int) -> None:
@@ -40,9 +49,7 @@ def serve(sock_fd: int) -> None:
     from course_pp.launch import rank, watch  # noqa: F401
 
     watch.instrument(sys.modules["torch.distributed.distributed_c10d"])
-    gc.collect()
-    gc.freeze()
-    _use_huge_pages()
+    _settle()
     _adopt_orphans()
     Server(socket.socket(fileno=sock_fd), parent).run()
 
@@ -70,7 +77,7 @@ class Server:
             while os.getppid() == self._parent:
                 for key, _ in self._selector.select(_CHECK_PARENT_S):
                     if key.fileobj is self._requests:
-                        if not self._fork_rank():
+                        if not self._answer():
                             return
                     elif key.fd == self._child_read:
                         self._reap()
@@ -82,10 +89,17 @@ class Server:
                 os.waitpid(pid, 0)
             _end_orphans()
 
-    def _fork_rank(self) -> bool:
+    def _answer(self) -> bool:
+        """Does what is asked for; False once the caller is gone."""
         data, fds, _, _ = socket.recv_fds(self._requests, 1, 5)
-        if not data:
-            return False
+        if data == FORK:
+            self._fork_rank(fds)
+        elif data == _PRELOAD:
+            (length,) = _LENGTH.unpack(self._requests.recv(_LENGTH.size, socket.MSG_WAITALL))
+            _preload(self._requests.recv(length, socket.MSG_WAITALL).decode().split())
+        return bool(data)
+
+    def _fork_rank(self, fds: list[int]) -> None:
         pid = os.fork()
         if pid == 0:
             self._become_rank(fds)
@@ -97,7 +111,6 @@ class Server:
             os.close(fd)
         self._lives[pid] = socket.socket(fileno=life)
         self._selector.register(self._lives[pid], selectors.EVENT_READ, pid)
-        return True
 
     def _become_rank(self, fds: list[int]) -> None:
         try:
@@ -146,6 +159,21 @@ class Server:
             with contextlib.suppress(OSError):
                 life.sendall(STATUS.pack(exit_code))
             life.close()
+
+
+def _preload(modules: list[str]) -> None:
+    for name in modules:
+        # A rank imported it, so here it fails only if its file has changed; the next rank will then say so.
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    _settle()
+
+
+def _settle() -> None:
+    """Makes what was imported cheap to fork: not looked at again by the collector, and in few pages."""
+    gc.collect()
+    gc.freeze()
+    _use_huge_pages()
 
 
 def _reaped(pid: int) -> int | None:

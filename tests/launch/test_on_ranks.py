@@ -356,6 +356,19 @@ def test_the_server_that_ranks_fork_from_has_one_thread() -> None:
         assert on_ranks(1, threads_of_parent) == [1]
 
 
+def test_what_a_rank_imported_of_this_package_is_there_for_the_next_call() -> None:
+    def threads_and_what_was_there(rank: int) -> tuple[int, bool]:
+        inherited = "course_pp.parallel.clipping" in sys.modules
+        import course_pp.parallel  # noqa: F401
+
+        tasks = f"/proc/{os.getppid()}/task"
+        return len(os.listdir(tasks)) if sys.platform.startswith("linux") else 1, inherited
+
+    on_ranks(2, threads_and_what_was_there)
+    # It takes no thread into the server, from which the rank was forked.
+    assert on_ranks(2, threads_and_what_was_there) == [(1, True)] * 2
+
+
 def test_a_function_may_mention_both_dist_and_a_config() -> None:
     """torch.distributed.config is a module of a class that cloudpickle cannot send by itself."""
 
