@@ -14,18 +14,19 @@ WHEELS := --extra-index-url https://download.pytorch.org/whl/cpu
 endif
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: FORCE help setup lab run test test-full lint types images notebooks clean
+.PHONY: FORCE help setup lab run test test-solutions test-full lint types images notebooks clean
 
 help:
-	@echo "make lab        open the course in JupyterLab (ARGS=... goes to jupyter lab)"
-	@echo "make run        train a pipeline on two ranks and check it against one process"
-	@echo "make test       linter, type checker, all tests, all notebooks"
-	@echo "make test-full  every size of every grid of tests"
-	@echo "make images     redraw the figures used in prose"
-	@echo "make notebooks  run the notebooks again and save them in place"
-	@echo "make setup      only set up $(VENV); every other target does it when needed"
-	@echo "make clean      remove $(VENV)"
-	@echo "CPU=1           take PyTorch's CPU wheels;  PYTHON=python3.12  use another interpreter"
+	@echo "make lab             open the course in JupyterLab (ARGS=... goes to jupyter lab)"
+	@echo "make run             train a pipeline on two ranks and check it against one process"
+	@echo "make test            linter, type checker, all tests, all notebooks"
+	@echo "make test-solutions  all notebooks with the exercises solved"
+	@echo "make test-full       every size of every grid of tests"
+	@echo "make images          redraw the figures used in prose"
+	@echo "make notebooks       run the notebooks again and save them in place"
+	@echo "make setup           only set up $(VENV); every other target does it when needed"
+	@echo "make clean           remove $(VENV)"
+	@echo "CPU=1                take PyTorch's CPU wheels;  PYTHON=python3.12  use another interpreter"
 
 setup: $(READY)
 
@@ -59,6 +60,9 @@ types: $(READY)
 test: lint types
 	@$(BIN)/python -m pytest tests
 	@$(BIN)/python -m pytest --nbmake --nbmake-timeout=120 notebooks
+
+test-solutions: $(READY)
+	@$(BIN)/python -m pytest tests/notebooks -m solutions
 
 test-full: $(READY)
 	@$(BIN)/python -m pytest tests -m 'full or not full'

@@ -1,5 +1,6 @@
 """What every notebook of the course keeps to, whatever its topic: each rule gives the ways in which it is broken."""
 
+import ast
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,10 +9,13 @@ from typing import Any
 
 import nbformat
 
+from course_pp.exercises.registry import exercises_of
+
 MAX_CODE_CELLS = 25
 MAX_MEDIAN_LINES = 6
 MAX_LINES = 30
 MAX_WORDS = 2500
+MIN_EXERCISES, MAX_EXERCISES = 3, 5
 
 Notebook = nbformat.NotebookNode
 Rule = Callable[[Notebook, Path], Iterator[str]]
@@ -105,6 +109,43 @@ def links_to_what_exists(notebook: Notebook, path: Path) -> Iterator[str]:
                 yield f"cell {cell.id} links to {target}, which does not exist"
 
 
+def holds_the_exercises_of_its_module(notebook: Notebook, path: Path) -> Iterator[str]:
+    wanted = [exercise.name for exercise in exercises_of(path.name[:2])]
+    checked = [name for cell in _code_cells(notebook) for name in _checked(cell)]
+    if checked != wanted:
+        yield f"checks {checked}, while the exercises of its module are {wanted}, in this order"
+    if wanted and not MIN_EXERCISES <= len(wanted) <= MAX_EXERCISES:
+        yield f"{len(wanted)} exercises, not {MIN_EXERCISES} to {MAX_EXERCISES}"
+
+
+def leaves_each_exercise_to_the_learner(notebook: Notebook, path: Path) -> Iterator[str]:
+    for cell in _code_cells(notebook):
+        for name in _checked(cell):
+            tree = _parsed(cell)
+            stubs = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+            if len(stubs) != 1:
+                yield f"cell {cell.id} has {len(stubs)} functions {name} at its top level, not one"
+            elif not _only_raises(stubs[0]):
+                yield f"cell {cell.id}: the stub of {name} does more than raise NotImplementedError"
+            if ast.unparse(tree.body[-1]) != f"check({name})":
+                yield f"cell {cell.id} does not end in check({name}), so its verdict is not shown"
+
+
+def announces_each_exercise(notebook: Notebook, path: Path) -> Iterator[str]:
+    before = ""
+    exercises = {exercise.name: (i, exercise) for i, exercise in enumerate(exercises_of(path.name[:2]), 1)}
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            before = cell.source
+            continue
+        for name in _checked(cell):
+            if name in exercises:
+                i, exercise = exercises[name]
+                line = f"**Exercise {i}** {exercise.stars} · {exercise.minutes} minutes"
+                if line not in before.splitlines():
+                    yield f"above cell {cell.id} there is no line {line!r}"
+
+
 RULES: tuple[Rule, ...] = (
     name_says_order_and_topic,
     runs_on_the_kernel_everyone_has,
@@ -116,7 +157,36 @@ RULES: tuple[Rule, ...] = (
     names_nobodys_machine,
     describes_every_picture,
     links_to_what_exists,
+    holds_the_exercises_of_its_module,
+    leaves_each_exercise_to_the_learner,
+    announces_each_exercise,
 )
+
+
+def _parsed(cell: Notebook) -> ast.Module:
+    """A code cell without its magics, which are no Python."""
+    return ast.parse(re.sub(r"^[%!].*$", "", cell.source, flags=re.MULTILINE))
+
+
+def _checked(cell: Notebook) -> list[str]:
+    """The names in ``check(name)`` at the top level of a cell."""
+    if cell.cell_type != "code" or "check(" not in cell.source:
+        return []
+    calls = [node.value for node in _parsed(cell).body if isinstance(node, ast.Expr)]
+    return [
+        call.args[0].id
+        for call in calls
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Name)
+        and call.func.id == "check"
+        and len(call.args) == 1
+        and isinstance(call.args[0], ast.Name)
+    ]
+
+
+def _only_raises(stub: ast.FunctionDef) -> bool:
+    body = [node for node in stub.body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
+    return [ast.unparse(node) for node in body] == ["raise NotImplementedError"]
 
 
 def _code_cells(notebook: Notebook) -> list[Notebook]:

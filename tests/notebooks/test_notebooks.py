@@ -7,6 +7,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
+from course_pp.exercises import Exercise
 from tests.notebooks import rules
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
@@ -115,6 +116,78 @@ def test_a_broken_rule_is_noticed_and_no_other(
     tmp_path: Path, rule: str, break_it: Callable[[nbformat.NotebookNode], None]
 ) -> None:
     path, notebook = tmp_path / "07_rings.ipynb", good_notebook()
+    path.touch()
+    break_it(notebook)
+    assert broken_rules(notebook, path) == {rule}
+
+
+STUB = 'def {name}(x):\n    """Half of x."""\n    raise NotImplementedError\n\n\ncheck({name})'
+
+
+def notebook_with_exercises() -> nbformat.NotebookNode:
+    """A good notebook whose cells 5 to 10 are three exercises, each a line that announces it and a stub."""
+    notebook = good_notebook()
+    for i, name in enumerate(("halve", "thirds", "quarters")):
+        announced = new_markdown_cell(f"Well then.\n\n**Exercise {i + 1}** ★★☆ · 5 minutes\n\nComplete `{name}`.")
+        notebook.cells += [announced, new_code_cell(STUB.format(name=name), execution_count=4 + i)]
+    return notebook
+
+
+@pytest.fixture
+def three_exercises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "exercises_of", lambda notebook: [toy(n) for n in ("halve", "thirds", "quarters")])
+
+
+def toy(name: str) -> Exercise:
+    def solution(x: float) -> float:
+        return x / 2
+
+    solution.__name__ = name
+    return Exercise(name, "07", "a part", 2, 5, ("Divide.",), solution, lambda answer: None)
+
+
+@pytest.mark.usefixtures("three_exercises")
+def test_a_notebook_with_its_exercises_breaks_no_rule(tmp_path: Path) -> None:
+    path = tmp_path / "07_rings.ipynb"
+    path.touch()
+    assert broken_rules(notebook_with_exercises(), path) == set()
+
+
+def _replace(cell: int, old: str, new: str) -> Callable[[nbformat.NotebookNode], None]:
+    def change(notebook: nbformat.NotebookNode) -> None:
+        assert old in notebook.cells[cell].source
+        notebook.cells[cell].source = notebook.cells[cell].source.replace(old, new)
+
+    return change
+
+
+HELD, STUBBED, ANNOUNCED = (
+    "holds_the_exercises_of_its_module",
+    "leaves_each_exercise_to_the_learner",
+    "announces_each_exercise",
+)
+EXERCISE_BREAKAGES: list[tuple[str, Callable[[nbformat.NotebookNode], None]]] = [
+    (HELD, _replace(6, "halve", "half")),
+    (HELD, _replace(10, "check(quarters)", "quarters")),
+    (HELD, lambda notebook: notebook.cells[6].update(source="1")),
+    (STUBBED, _replace(6, "raise NotImplementedError", "return x / 2")),
+    (STUBBED, _replace(6, "raise NotImplementedError", "y = x\n    raise NotImplementedError")),
+    (STUBBED, _replace(6, "def halve", "def help_halve")),
+    (STUBBED, _replace(6, "check(halve)", "check(halve)\nx = 3")),
+    (ANNOUNCED, _replace(5, "★★☆", "★☆☆")),
+    (ANNOUNCED, _replace(5, "5 minutes", "15 minutes")),
+    (ANNOUNCED, _replace(7, "**Exercise 2**", "**Exercise 3**")),
+]
+
+
+@pytest.mark.usefixtures("three_exercises")
+@pytest.mark.parametrize(
+    ("rule", "break_it"), EXERCISE_BREAKAGES, ids=[f"{rule}-{i}" for i, (rule, _) in enumerate(EXERCISE_BREAKAGES)]
+)
+def test_a_broken_rule_of_exercises_is_noticed_and_no_other(
+    tmp_path: Path, rule: str, break_it: Callable[[nbformat.NotebookNode], None]
+) -> None:
+    path, notebook = tmp_path / "07_rings.ipynb", notebook_with_exercises()
     path.touch()
     break_it(notebook)
     assert broken_rules(notebook, path) == {rule}

@@ -1,0 +1,16 @@
+"""Exercises of the notebooks: graders, hints and solutions, one module a notebook.
+
+In a notebook, :func:`check` as the last line of a cell says of the function above it *pending*, *not yet* or
+*correct*; :func:`hint` reveals one hint a call, :func:`solution` shows the tested source, :func:`progress` a table over
+all notebooks. What an answer does happens in processes of its own (:mod:`course_pp.exercises.answer`), so it can
+neither hang nor end the kernel.
+
+Importing this imports no torch; the module of a notebook is loaded when one of its exercises is asked for.
+"""
+
+from course_pp.exercises.checking import check, hint, solution
+from course_pp.exercises.display import Verdict
+from course_pp.exercises.exercise import Exercise, Mistake
+from course_pp.exercises.progress import Progress, progress
+
+__all__ = ["Exercise", "Mistake", "Progress", "Verdict", "check", "hint", "progress", "solution"]

@@ -1,0 +1,82 @@
+"""``check``, ``hint`` and ``solution``: what a learner calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from course_pp.exercises import registry
+from course_pp.exercises.answer import Answer, Pending
+from course_pp.exercises.display import Note, Verdict
+from course_pp.exercises.exercise import Exercise, Mistake
+from course_pp.exercises.progress import STORE
+
+
+def check(fn: Callable[..., Any]) -> Verdict:
+    """Judges a function by what it does. The exercise is found by the function's name.
+
+    Never raises for what the function does: it runs in processes of its own, under a time limit.
+
+    Raises:
+        TypeError: ``fn`` is no function with a name.
+        ValueError: no exercise has that name.
+    """
+    if isinstance(fn, str) or not callable(fn):
+        raise TypeError(f"check takes the function itself, check(name) without quotes or brackets, not {fn!r}.")
+    exercise = registry.find(_name(fn))
+    verdict = judge(exercise, fn)
+    if verdict.status == "pending":
+        return verdict
+    return replace(verdict, note=STORE.record_attempt(exercise.name, verdict.status == "correct"))
+
+
+def judge(exercise: Exercise, fn: Callable[..., Any]) -> Verdict:
+    """What `check` finds, without keeping it."""
+    answer = Answer(fn, exercise.limit_s)
+    heading = f"Exercise {registry.number_of(exercise)}, {exercise.title}"
+    help_line = f'`hint("{exercise.name}")` shows a hint.'
+    try:
+        exercise.grade(answer)
+    except Pending:
+        todo = f"Complete `{exercise.name}` and run the cell again."
+        return Verdict("pending", heading, todo, printed=answer.printed, next_step=help_line)
+    except Mistake as e:
+        return Verdict("not yet", heading, e.symptom, e.cause, e.example, answer.printed, help_line)
+    except Exception as e:
+        symptom = f"The check itself stopped: {type(e).__name__}: {e}"
+        cause = (
+            f"`{exercise.name}` returned something the check did not expect. Compare it with what the stub asks for; "
+            "if it is as asked, this is a mistake of the course, and a report is welcome."
+        )
+        return Verdict("not yet", heading, symptom, cause, printed=answer.printed, next_step=help_line)
+    return Verdict("correct", heading, printed=answer.printed)
+
+
+def hint(exercise: str | Callable[..., Any]) -> Note:
+    """Shows the next hint of an exercise, given by name or function; once all were seen, all of them."""
+    found = registry.find(_name(exercise))
+    total, seen = len(found.hints), STORE.record_hint(found.name, len(found.hints))
+    if seen <= total:
+        shown = [f"Hint {seen} of {total}: {found.hints[seen - 1]}"]
+    else:
+        shown = [f"Hint {i} of {total}: {text}" for i, text in enumerate(found.hints, 1)]
+    if seen >= total:
+        shown.append(f'There are no more; `solution("{found.name}")` shows an answer.')
+    return Note("\n".join(shown), "\n\n".join(shown))
+
+
+def solution(exercise: str | Callable[..., Any]) -> Note:
+    """Shows the source of an answer that passes, of an exercise given by name or function."""
+    found = registry.find(_name(exercise))
+    STORE.record_solution(found.name)
+    return Note(found.source, f"```python\n{found.source}\n```")
+
+
+def _name(exercise: str | Callable[..., Any]) -> str:
+    name = exercise if isinstance(exercise, str) else getattr(exercise, "__name__", None)
+    if name == "<lambda>":
+        raise TypeError("a lambda has no name by which its exercise could be found: write it with `def`.")
+    if not isinstance(name, str):
+        raise TypeError(f"{exercise!r} is neither the name of an exercise nor its function.")
+    return name

@@ -1,0 +1,338 @@
+"""Notebook 02: the bubble, all forwards then all backwards, the 1/m, and memory."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from course_pp.exercises.answer import Answer
+from course_pp.exercises.exercise import Exercise, Mistake
+from course_pp.exercises.expect import expect_number
+from course_pp.exercises.gpipe_clinic import grade_mended_step, mended_step
+from course_pp.schedule import Action, Costs, Schedule, check, simulate
+
+__all__ = ["EXERCISES"]
+
+_Formula = Callable[..., float]
+
+
+def bubble(p: int, m: int) -> float:
+    """Share of the time in which a rank idles: p ranks, m microbatches."""
+    return (p - 1) / (m + p - 1)
+
+
+_WRONG_BUBBLES: tuple[tuple[_Formula, str], ...] = (
+    (lambda p, m: (p - 1) / m, "That is idle time over useful time. Divide by all of the time, m + p - 1 slots."),
+    (lambda p, m: m / (m + p - 1), "That is the share in which a rank works. The bubble is the rest."),
+    (lambda p, m: (p - 1) / p, "That is the bubble of one microbatch: m has to lower it."),
+    (lambda p, m: p / (m + p), "A rank idles for p - 1 slots, not p: a rank alone waits for nobody."),
+    (lambda p, m: (p - 1) / (m + p), "The step is m + p - 1 slots long: the last rank begins only p - 1 slots late."),
+    (lambda p, m: 2 * (p - 1) / (m + p - 1), "Of forwards and backwards, 2 (m + p - 1) slots, 2 (p - 1) are idle."),
+    (
+        lambda p, m: (p - 1) / (2 * (m + p - 1)),
+        "Forwards and backwards each have a bubble: of 2 (m + p - 1), 2 (p - 1).",
+    ),
+    (lambda p, m: 100 * (p - 1) / (m + p - 1), "Give a share from 0 to 1, not per cent."),
+    (lambda p, m: (p - 1) // (m + p - 1), "`//` drops what comes after the point: divide with `/`."),
+)
+
+
+def _grade_bubble(answer: Answer) -> None:
+    cases = [(2, 1), (2, 2), (4, 3), (4, 8), (8, 8), (3, 50), (1, 4)]
+    _match(answer, cases, bubble, _WRONG_BUBBLES)
+
+
+def _match(
+    answer: Answer, cases: Sequence[tuple[Any, ...]], right: _Formula, wrong: Sequence[tuple[_Formula, str]]
+) -> None:
+    """Compare with ``right``; what equals one of the ``wrong`` formulas in every case is told why it is wrong."""
+    results = [expect_number(got, f"{answer.name}{case}") for case, got in zip(cases, answer.calls(cases), strict=True)]
+
+    def first_difference(formula: _Formula) -> int | None:
+        pairs = enumerate(zip(cases, results, strict=True))
+        return next((i for i, (case, got) in pairs if abs(got - formula(*case)) > 1e-9 * max(1, abs(got))), None)
+
+    if (index := first_difference(right)) is None:
+        return
+    causes = [cause for formula, cause in wrong if first_difference(formula) is None]
+    case, got = cases[index], results[index]
+    raise Mistake(
+        f"`{answer.name}{case}` gave {got:.12g}, which should be {right(*case):.12g}.", causes[0] if causes else ""
+    )
+
+
+def afab_order(p: int, m: int) -> list[list[Action]]:
+    """For each of p ranks its actions in order: all m forwards, then all m backwards."""
+    rows = []
+    for rank in range(p):
+        forwards = [Action(rank, "F", i) for i in range(m)]
+        backwards = [Action(rank, "B", i) for i in range(m)]
+        rows.append(forwards + backwards)
+    return rows
+
+
+def _grade_afab_order(answer: Answer) -> None:
+    cases = [(1, 1), (2, 1), (2, 3), (3, 2), (4, 8), (1, 4), (6, 5)]
+    for (p, m), rows in zip(cases, answer.calls(cases), strict=True):
+        _grade_order(rows, p, m)
+
+
+def _grade_order(rows: object, p: int, m: int) -> None:
+    call = f"`afab_order({p}, {m})`"
+    schedule = _as_schedule(rows, p, call)
+    _refuse_if_it_cannot_run(schedule, m, call)
+    for rank, row in enumerate(schedule.actions):
+        kinds = [action.parts[0].kind for action in row]
+        late = next((i for i in range(1, len(row)) if kinds[i] == "F" and kinds[i - 1] != "F"), None)
+        if late is not None:
+            raise Mistake(
+                f"{call} can run, but rank {rank} does {row[late - 1]} before {row[late]}.",
+                "GPipe does all forwards before the first backward.",
+                f"rank {rank}: {' '.join(map(str, row))}",
+            )
+    timeline, shortest = simulate(schedule, Costs(1, 1, 1)), 3 * (m + p - 1)
+    if timeline.makespan > shortest:
+        gap = max(timeline.idle_gaps, key=lambda gap: gap.start)
+        raise Mistake(
+            f"{call} can run, but takes {timeline.makespan} units of time; {shortest} are enough (F takes 1, B 2).",
+            "The ranks take the microbatches in different orders, so one waits for what another does late.",
+            f"rank {gap.rank} idles from {gap.start} to {gap.end}: {gap.cause}",
+        )
+
+
+def _as_schedule(rows: object, p: int, call: str) -> Schedule:
+    if not isinstance(rows, list | tuple):
+        raise Mistake(f"{call} gave a {type(rows).__name__}.", "Return a list with one list of actions for each rank.")
+    if any(isinstance(row, Action) for row in rows):
+        raise Mistake(f"{call} gave one list of actions.", "Return a list with one such list for each rank.")
+    if len(rows) != p:
+        raise Mistake(f"{call} gave {len(rows)} lists.", f"There are {p} ranks: one list for each.")
+    for rank, row in enumerate(rows):
+        if not isinstance(row, list | tuple) or not all(isinstance(action, Action) for action in row):
+            cause = 'Write a list of actions such as `Action(rank, "F", 0)`.'
+            raise Mistake(f"{call} has something else than actions for rank {rank}.", cause, f"{row!r:.200}")
+    return Schedule("afab", tuple((rank,) for rank in range(p)), tuple(map(tuple, rows)))
+
+
+def _refuse_if_it_cannot_run(schedule: Schedule, m: int, call: str) -> None:
+    parts = list(schedule.parts)
+    stages, microbatches = {part.stage for part in parts}, {part.microbatch for part in parts}
+    if schedule.n_ranks != m and (stages, microbatches) == (set(range(m)), set(range(schedule.n_ranks))):
+        raise Mistake(
+            f"{call} has {schedule.n_microbatches} microbatches instead of {m}.",
+            "Stage and microbatch have changed places: `Action(stage, kind, microbatch)`.",
+            f"rank 0: {' '.join(map(str, schedule.actions[0]))}",
+        )
+    if all(part.kind == "F" for part in parts):
+        raise Mistake(f"{call} has no backward.", 'After all forwards come all backwards, as `Action(rank, "B", i)`.')
+    if problems := check(schedule):
+        cause = "Every rank does the forward and the backward of each microbatch, 0 to m - 1, in its own stage."
+        raise Mistake(f"{call} cannot run: {problems[0]}.", cause, "\n".join(problems[1:4]))
+    if schedule.n_microbatches != m:
+        raise Mistake(f"{call} has {schedule.n_microbatches} microbatches.", f"m is {m}: number them 0 to {m - 1}.")
+
+
+def accumulate(
+    model: torch.nn.Module, microbatches: list[torch.Tensor], targets: list[torch.Tensor], loss_fn: torch.nn.Module
+) -> float:
+    """Add the gradient of the mean loss over all rows to .grad, one microbatch at a time; return that mean."""
+    rows = sum(len(microbatch) for microbatch in microbatches)
+    mean = 0.0
+    for x, target in zip(microbatches, targets, strict=True):
+        share = loss_fn(model(x), target) * len(x) / rows
+        share.backward()
+        mean += share.item()
+    return mean
+
+
+class _Accumulated(NamedTuple):
+    """What one and two calls of the answer left behind."""
+
+    loss: Any
+    gradient: Tensor | None
+    after_two: Tensor | None
+    most_rows: int
+
+
+_SHARES: tuple[tuple[Callable[[Sequence[int]], list[float]], str], ...] = (
+    (lambda n: [1 / len(n)] * len(n),
+     "Each microbatch counts the same, whatever its size: a row of a small one weighs more than a row of a large one."),
+    (lambda n: [1.0] * len(n),
+     "The microbatches' gradients are added up and never divided."),
+    (lambda n: [float(k) for k in n],
+     "Each microbatch is weighted by its rows, but the sum is not divided by all rows."),
+    (lambda n: [1 / sum(n)] * len(n),
+     "A mean over n rows is divided by all rows: multiply it by n first."),
+    (lambda n: [k / sum(n) / len(n) for k in n],
+     "The weights are n / (all rows), and then everything is divided by m as well: one of the two."),
+    (lambda n: [0.0] * (len(n) - 1) + [n[-1] / sum(n)],
+     "Only the last microbatch's gradient is there: do not zero gradients in between, and call backward for each."),
+    (lambda n: [0.0] * (len(n) - 1) + [1.0],
+     "Only the last microbatch's gradient is there: do not zero gradients in between, and call backward for each."),
+)  # fmt: skip
+
+
+def _grade_accumulate(answer: Answer) -> None:
+    cases = [(4, 4), (1, 2, 5), (3, 1), (6,)]
+    (results,) = answer.on_ranks(1, _accumulated, cases)
+    for sizes, result in zip(cases, results, strict=True):
+        what = f"With microbatches of {_spelled(sizes)} rows"
+        parts = _gradients_of_each(sizes)
+        right = _weighted(parts, [n / sum(sizes) for n in sizes])
+        if result.gradient is None:
+            raise Mistake(f"{what} the parameters have no gradient.", "Call backward on each microbatch's share.")
+        if not _close(result.gradient, right):
+            cause = next((why for share, why in _SHARES if _close(result.gradient, _weighted(parts, share(sizes)))), "")
+            ratio = float(result.gradient.norm() / right.norm())
+            example = f"the norm of the gradient is {ratio:.3f} times that of the whole batch"
+            raise Mistake(f"{what} the gradients differ from those of the whole batch.", cause, example)
+        if len(sizes) > 1 and result.most_rows == sum(sizes):
+            cause = "Give it one microbatch at a time: the whole batch at once is what does not fit."
+            raise Mistake(f"{what} the gradients are right, but the model was given all rows at once.", cause)
+        if not _close(result.after_two, 2 * right):
+            cause = "Add to .grad, as loss.backward() does: do not clear what an earlier step has left there."
+            raise Mistake(f"{what} a second call does not add its gradients to the first's.", cause)
+        loss = expect_number(result.loss, f"accumulate with microbatches of {_spelled(sizes)} rows")
+        inputs, outputs = _rows(sizes)
+        whole = mse_loss(_small_model()(inputs), outputs).item()
+        if abs(loss - whole) > 1e-9:
+            cause = "Return the mean over all rows, with the same weights as in the gradient."
+            raise Mistake(
+                f"{what} the gradients are right, but the loss returned is {loss:.4f}, not {whole:.4f}.", cause
+            )
+
+
+def _accumulated(rank: int, fn: Callable[..., Any], cases: Iterable[Sequence[int]]) -> list[_Accumulated]:
+    results = []
+    for sizes in cases:
+        model, (x, y), seen = _small_model(), _rows(sizes), [0]
+        model.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(len(args[0])))
+        microbatches, targets = list(x.split(list(sizes))), list(y.split(list(sizes)))
+        loss = fn(model, microbatches, targets, nn.MSELoss())
+        once = _flat_gradient(model)
+        fn(model, microbatches, targets, nn.MSELoss())
+        results.append(_Accumulated(loss, once, _flat_gradient(model), max(seen)))
+    return results
+
+
+def _small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+
+def _rows(sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    seeded = torch.Generator().manual_seed(1)
+    return (
+        torch.randn(sum(sizes), 3, dtype=torch.float64, generator=seeded),
+        torch.randn(sum(sizes), 2, dtype=torch.float64, generator=seeded),
+    )
+
+
+def _flat_gradient(model: nn.Module) -> Tensor | None:
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return torch.cat([gradient.flatten() for gradient in gradients]).clone() if gradients else None
+
+
+def _gradients_of_each(sizes: Sequence[int]) -> list[Tensor]:
+    """The gradient of each microbatch's own mean loss."""
+    parts = []
+    for x, y in zip(*(t.split(list(sizes)) for t in _rows(sizes)), strict=True):
+        model = _small_model()
+        mse_loss(model(x), y).backward()
+        gradient = _flat_gradient(model)
+        assert gradient is not None
+        parts.append(gradient)
+    return parts
+
+
+def _weighted(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    return torch.stack([part * weight for part, weight in zip(parts, weights, strict=True)]).sum(0)
+
+
+def _close(found: Tensor | None, expected: Tensor) -> bool:
+    return found is not None and found.shape == expected.shape and torch.allclose(found, expected, rtol=0, atol=1e-10)
+
+
+def _spelled(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes))
+
+
+def peak_bytes(m: int, boundary: int, inside: int, recompute: bool) -> int:
+    """Bytes of activations that a rank keeps at its peak under GPipe with m microbatches."""
+    if recompute:
+        return m * boundary + inside
+    return m * (boundary + inside)
+
+
+_WRONG_PEAKS: tuple[tuple[_Formula, str], ...] = (
+    (lambda m, x, a, again: m * (x + a), "`recompute` makes no difference in your answer."),
+    (lambda m, x, a, again: m * x if again else m * (x + a),
+     "While a backward runs, its microbatch has been computed again: the inside of one is there, too."),
+    (lambda m, x, a, again: x + a if again else m * (x + a),
+     "To compute a forward again its input must be there: every microbatch keeps that."),
+    (lambda m, x, a, again: m * a + x if again else m * (x + a),
+     "The other way round: kept are the inputs, what lies inside is computed again."),
+    (lambda m, x, a, again: m * x + a if again else m * a,
+     "Without recomputation the input is kept as well: the first layer's weight gradient needs it."),
+    (lambda m, x, a, again: m * x + a if again else x + a,
+     "All forwards come before the first backward: then m microbatches are in flight."),
+    (lambda m, x, a, again: m * (x + a) if again else m * x + a, "The two cases are swapped."),
+)  # fmt: skip
+
+
+def _grade_peak_bytes(answer: Answer) -> None:
+    cases = [(1, 10, 70, False), (4, 10, 70, False), (4, 10, 70, True), (1, 8, 30, True), (32, 4096, 90_000, True)]
+    _match(answer, cases, peak_bytes, _WRONG_PEAKS)
+
+
+EXERCISES: tuple[Exercise, ...] = (
+    Exercise(
+        "bubble", "02", "the bubble of GPipe", 1, 3,
+        (
+            "Count in slots, each as long as one forward and one backward of one microbatch.",
+            "Every rank works in m slots. How many slots after the first rank does the last one begin?",
+            "A rank idles for p - 1 of the m + p - 1 slots.",
+        ),
+        bubble, _grade_bubble,
+    ),
+    Exercise(
+        "afab_order", "02", "all forwards, all backwards", 2, 6,
+        (
+            "One list for each rank; rank r holds stage r.",
+            'First Action(rank, "F", i) for every microbatch i, then Action(rank, "B", i) for every i.',
+            "All ranks take the microbatches in the same order, forward and backward.",
+        ),
+        afab_order, _grade_afab_order,
+    ),
+    Exercise(
+        "accumulate", "02", "unequal microbatches", 2, 6,
+        (
+            "loss_fn gives a mean over the rows of a microbatch. Which factor makes it its part of the mean over all?",
+            "Its share: rows of this microbatch / rows of all of them.",
+            "Of each microbatch: share = loss_fn(model(x), target) * len(x) / rows; share.backward(). Return the sum.",
+        ),
+        accumulate, _grade_accumulate,
+    ),
+    Exercise(
+        "peak_bytes", "02", "bytes at the peak", 2, 4,
+        (
+            "Before the first backward all m microbatches are in flight. What is kept of each?",
+            "With recomputation only what the stage received is kept, and one microbatch at a time is unfolded again.",
+        ),
+        peak_bytes, _grade_peak_bytes,
+    ),
+    Exercise(
+        "mended_step", "02", "bug clinic", 3, 10,
+        (
+            "Take one symptom at a time. A wrong loss cannot come from a backward. A factor of exactly m has to do "
+            "with m. A last rank that is right sends the right gradients.",
+            "Are inputs and targets cut in the same way? Where is the mean over the microbatches? Which microbatch "
+            "does each rank take first in its backwards?",
+            "targets.chunk(m); loss_fn(y, target) / m, and the sum of these is returned; the other ranks take the "
+            "oldest microbatch first: in_flight.pop(0).",
+        ),
+        mended_step, grade_mended_step, limit_s=10.0,
+    ),
+)  # fmt: skip

@@ -1,0 +1,279 @@
+"""Exercises of notebook 01: which layers go where, a step across the cut, and the check that would have caught it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course_pp.exercises.answer import Answer
+from course_pp.exercises.exercise import Exercise, Mistake
+from course_pp.exercises.expect import expect_list, expect_number
+from course_pp.exercises.layer_cuts import assign_layers, balanced_cut, grade_assign_layers, grade_balanced_cut
+from course_pp.model import CrossEntropy, ModelConfig, Transformer, build_stage_module
+
+_CONFIG = ModelConfig(dim=32, n_layers=3, n_heads=2, vocab_size=29, max_seq_len=16)
+
+
+def send_activation(output: Tensor, to: int) -> None:
+    """As in the notebook, like the four below: what an answer is made of."""
+    dist.send(output.detach(), to)
+
+
+def empty_activation(stage: Any, tokens: Tensor) -> Tensor:
+    weight = next(stage.parameters())
+    return torch.empty(*tokens.shape, stage.config.dim, dtype=weight.dtype)
+
+
+def recv_activation(activation: Tensor, source: int) -> Tensor:
+    dist.recv(activation, source)
+    return activation.requires_grad_()
+
+
+def send_gradient(activation: Any, to: int) -> None:
+    dist.send(activation.grad, to)
+
+
+def recv_gradient(output: Tensor, source: int) -> Tensor:
+    gradient = torch.empty_like(output)
+    dist.recv(gradient, source)
+    return gradient
+
+
+loss_fn = CrossEntropy()
+
+
+def two_rank_step(rank: int, stage: Any, tokens: Tensor, targets: Tensor) -> float | None:
+    """Forward and backward of one batch over ranks 0 and 1; returns the loss on rank 1."""
+    if rank == 0:
+        output = stage(tokens)
+        send_activation(output, 1)
+        output.backward(recv_gradient(output, 1))
+        return None
+    x = recv_activation(empty_activation(stage, tokens), 0)
+    loss = loss_fn(stage(x), targets)
+    loss.backward()
+    send_gradient(x, 0)
+    return loss.item()
+
+
+def _batch(rows: int) -> tuple[Tensor, Tensor]:
+    seeded = torch.Generator().manual_seed(1)
+    ids = torch.randint(_CONFIG.vocab_size, (rows, 9), generator=seeded)
+    return ids[:, :-1], ids[:, 1:]
+
+
+def _step_beside_one_process(rank: int, answer: Callable[..., Any], rows: int) -> tuple[Any, float, dict[str, Any]]:
+    """What it returned, the loss of one process, and (mine, one process's) gradient of each parameter of the stage."""
+    tokens, targets = _batch(rows)
+    torch.manual_seed(0)
+    stage = build_stage_module(_CONFIG, rank, 2).double()
+    before = {name: parameter.detach().clone() for name, parameter in stage.named_parameters()}
+    returned = answer(rank, stage, tokens, targets)
+    if isinstance(returned, Tensor):
+        returned = returned.detach()
+    for name, parameter in stage.named_parameters():
+        if not torch.equal(parameter, before[name]):
+            raise Mistake(
+                f"On rank {rank}, the step changed the weights ({name}).", "The optimizer is the caller's business."
+            )
+
+    torch.manual_seed(0)
+    whole = Transformer(_CONFIG).double()
+    loss = CrossEntropy()(whole(tokens), targets)
+    loss.backward()
+    right = dict(whole.named_parameters())
+    return returned, loss.item(), {n: (p.grad, right[n].grad) for n, p in stage.named_parameters()}
+
+
+def grade_two_rank_step(answer: Answer) -> None:
+    for rows in (2, 3):
+        results = answer.on_ranks(2, _step_beside_one_process, rows)
+        for rank in (1, 0):
+            _judge_gradients(rank, results[rank][2])
+        returned, loss, _ = results[1]
+        got = expect_number(returned, "two_rank_step(1, stage, tokens, targets)")
+        if abs(got - loss) > 1e-12:
+            raise Mistake(
+                f"All gradients are right, but on rank 1 the step returned {got:.6f}; the loss is {loss:.6f}.",
+                "Return the loss itself, `loss.item()`.",
+            )
+
+
+def _judge_gradients(rank: int, gradients: dict[str, tuple[Tensor | None, Tensor]]) -> None:
+    without = [name for name, (mine, _) in gradients.items() if mine is None]
+    if without:
+        n = "No parameter" if len(without) == len(gradients) else f"Not every parameter ({without[0]}, …)"
+        cause = (
+            "Its backward must start from the `output` that has its graph: was that output detached?"
+            if rank == 0
+            else "Call `loss.backward()`."
+        )
+        raise Mistake(f"{n} of rank {rank} has a gradient.", cause)
+    wrong = {name: (mine, right) for name, (mine, right) in gradients.items() if not _near(mine, right)}
+    if not wrong:
+        return
+    name, (mine, right) = next(iter(wrong.items()))
+    assert mine is not None
+    ratio = float((mine * right).sum() / (right * right).sum())
+    cause = "On rank 0, `backward` takes the gradient that came from rank 1."
+    if len(wrong) == len(gradients) and all(_near(mine, right * ratio) for mine, right in wrong.values()):
+        cause = f"All are {ratio:.6g} times what they should be: once too often added up, or scaled?"
+    elif rank == 1:
+        cause = "Rank 1 must compute on what rank 0 sent, with these targets."
+    raise Mistake(
+        f"On rank {rank}, {len(wrong)} of {len(gradients)} gradients differ from those of one process.",
+        cause,
+        f"{name}\n  split        {_first(mine)}\n  one process  {_first(right)}",
+    )
+
+
+def _near(mine: Tensor | None, right: Tensor) -> bool:
+    return mine is not None and mine.shape == right.shape and torch.allclose(mine, right, rtol=1e-12, atol=1e-14)
+
+
+def _first(tensor: Tensor) -> str:
+    return ", ".join(f"{value:.3e}" for value in tensor.flatten()[:4].tolist()) + ", …"
+
+
+def untrained(stage: nn.Module) -> list[str]:
+    """Names of parameters that want a gradient and have none, or one of zeros only."""
+    return [
+        name
+        for name, parameter in stage.named_parameters()
+        if parameter.requires_grad and (parameter.grad is None or not parameter.grad.any())
+    ]
+
+
+def _patients(rank: int, answer: Callable[..., Any]) -> list[Any]:
+    return [answer(make()) for make in (_healthy, _detached, _zeroed, _frozen, _sparse)]
+
+
+def _trained() -> nn.Sequential:
+    torch.manual_seed(0)
+    stage = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    stage(torch.ones(1, 3)).sum().backward()
+    return stage
+
+
+def _healthy() -> nn.Module:
+    return _trained()
+
+
+def _detached() -> nn.Module:
+    stage = _trained()
+    stage[0].weight.grad = stage[0].bias.grad = None
+    return stage
+
+
+def _zeroed() -> nn.Module:
+    stage = _trained()
+    for parameter in stage[0].parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return stage
+
+
+def _frozen() -> nn.Module:
+    stage = _trained()
+    stage[2].requires_grad_(False)
+    stage[2].weight.grad = stage[2].bias.grad = None
+    return stage
+
+
+def _sparse() -> nn.Module:
+    stage = _trained()
+    for parameter in stage.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.view(-1)[-1] = -1.0
+    return stage
+
+
+def grade_untrained(answer: Answer) -> None:
+    (results,) = answer.on_ranks(1, _patients)
+    first = ["0.weight", "0.bias"]
+    cases: tuple[tuple[str, list[str], str], ...] = (
+        ("every gradient is there", [], "Name only what has no gradient."),
+        ("layer 0 has `grad` None", first, "A parameter that backward never reached has `grad is None`."),
+        (
+            "the gradients of layer 0 are all zeros",
+            first,
+            "`zero_grad(set_to_none=False)` leaves zeros: a gradient of zeros only trains nothing either.",
+        ),
+        ("layer 2 is frozen", [], "With `requires_grad=False` no gradient is wanted."),
+        ("one number of each gradient is not zero", [], "A gradient in which only some numbers are zero is healthy."),
+    )
+    for (what, want, cause), value in zip(cases, results, strict=True):
+        names = expect_list(sorted(value) if isinstance(value, set) else value, f"untrained(stage) where {what}")
+        if not all(isinstance(name, str) for name in names):
+            raise Mistake(
+                f"Where {what}, `untrained` gave {names!r:.80}, not names.", "Take them from `named_parameters()`."
+            )
+        if sorted(names) != sorted(want):
+            raise Mistake(f"Where {what}, `untrained` gave {names}, not {want}.", cause)
+
+
+EXERCISES: tuple[Exercise, ...] = (
+    Exercise(
+        name="assign_layers",
+        notebook="01",
+        title="which layers go where",
+        difficulty=1,
+        minutes=5,
+        hints=(
+            "`divmod(n_layers, n_stages)` gives the share of every stage and how many layers are left over.",
+            "The first `extras` stages have `share + 1` layers, the others `share`; each starts where the last ended.",
+        ),
+        solution=assign_layers,
+        grade=grade_assign_layers,
+    ),
+    Exercise(
+        name="two_rank_step",
+        notebook="01",
+        title="forward and backward across the cut",
+        difficulty=2,
+        minutes=15,
+        hints=(
+            "Write down the two messages: rank 0 sends the activation, and waits; rank 1 sends the gradient last.",
+            "Rank 1 receives into `empty_activation(stage, tokens)`. After `loss.backward()`, the tensor it received "
+            "has in `.grad` what rank 0 waits for.",
+            "Rank 0 has no loss: it continues with `output.backward(recv_gradient(output, 1))`, from the output that "
+            "still has its graph.",
+        ),
+        solution=two_rank_step,
+        grade=grade_two_rank_step,
+    ),
+    Exercise(
+        name="balanced_cut",
+        notebook="01",
+        title="the costliest stage as cheap as can be",
+        difficulty=3,
+        minutes=20,
+        hints=(
+            "Solve an easier question first: can the layers be cut so that no stage costs more than a given limit?",
+            "For a given limit, put layers into a stage as long as they fit: that needs the fewest stages. The right "
+            "limit is the cost of some run of neighbouring layers, so it can be searched for.",
+            "Fewer stages than asked for? Cut any stage of several layers once more: nothing gets costlier.",
+            "The other way: the best cut of the first `end` layers on k stages is, over all starts, the best cut of "
+            "the first `start` layers on k - 1 stages, and one more stage from `start` to `end`.",
+        ),
+        solution=balanced_cut,
+        grade=grade_balanced_cut,
+    ),
+    Exercise(
+        name="untrained",
+        notebook="01",
+        title="the check that would have caught it",
+        difficulty=1,
+        minutes=5,
+        hints=(
+            "`stage.named_parameters()` gives names and parameters; look at `parameter.grad`.",
+            "Three cases: no gradient wanted (`requires_grad` is False), none there (`grad is None`), or zeros only "
+            "(`not grad.any()`).",
+        ),
+        solution=untrained,
+        grade=grade_untrained,
+    ),
+)

@@ -1,0 +1,364 @@
+"""Exercises of notebook 03: 1F1B as an order and as code, its messages, latency, and a budget of memory."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from course_pp.exercises.answer import Answer
+from course_pp.exercises.exercise import Exercise, Mistake
+from course_pp.exercises.expect import expect_int, expect_list
+from course_pp.exercises.one_f_one_b_steps import grade_step, healed_step, step_without_deadlock
+from course_pp.schedule import Action, Costs, Schedule, build, check, simulate
+
+__all__ = ["EXERCISES"]
+
+
+def order_1f1b(rank: int, p: int, m: int) -> list[Action]:
+    """The actions of this rank, in order."""
+    warm_up = min(m, p - 1 - rank)
+    order = [Action(rank, "F", i) for i in range(warm_up)]
+    for i in range(warm_up, m):
+        order += [Action(rank, "F", i), Action(rank, "B", i - warm_up)]
+    return order + [Action(rank, "B", i) for i in range(m - warm_up, m)]
+
+
+def _grade_order(answer: Answer) -> None:
+    sizes = [(4, 8), (2, 4), (4, 4), (4, 2), (3, 1), (1, 3), (5, 7), (8, 12)]
+    rows = [(rank, p, m) for p, m in sizes for rank in range(p)]
+    orders = dict(zip(rows, answer.calls(rows), strict=True))
+    for p, m in sizes:
+        _judge_orders([_read_order(orders[rank, p, m], rank, p, m) for rank in range(p)], m)
+
+
+def _read_order(value: Any, rank: int, p: int, m: int) -> tuple[Action, ...]:
+    """The actions that were meant, each once and of this rank."""
+    what = f"order_1f1b({rank}, {p}, {m})"
+    texts = [str(each) for each in expect_list(value, what)]
+    example = f"`{what}` is `{' '.join(texts)}`."
+    try:
+        row = tuple(Action.parse(text) for text in texts)
+    except ValueError as error:
+        raise Mistake(f"`{what}` has an entry that is no action: {error}.", "", example) from None
+    for action in row:
+        if action.kind not in "FB" or action.stage != rank:
+            cause = f"Rank {rank} holds stage {rank}: its actions are `{rank}F0`, `{rank}B0` and so on."
+            raise Mistake(f"`{what}` has `{action}`, which is not rank {rank}'s to do.", cause, example)
+        if action.microbatch >= m:
+            cause = (
+                f"The microbatches are 0 to {m - 1}. When m is small, the warm-up is all there is of them: take a min."
+            )
+            raise Mistake(f"`{what}` has `{action}`, a microbatch that does not exist.", cause, example)
+    counts = Counter(row)
+    for action in (Action(rank, kind, i) for kind in "FB" for i in range(m)):
+        if not counts[action]:
+            cause = "After the last forward, as many backwards are left as the warm-up had forwards: the drain."
+            raise Mistake(f"`{what}` lacks `{action}`.", cause if action.kind == "B" else "", example)
+        if counts[action] > 1:
+            cause = "The steady state goes on where the warm-up stopped."
+            raise Mistake(f"`{what}` has `{action}` {counts[action]} times.", cause, example)
+    for kind, word in (("F", "forwards"), ("B", "backwards")):
+        numbers = [action.microbatch for action in row if action.kind == kind]
+        if numbers != sorted(numbers):
+            cause = "The next rank works on the oldest microbatch first, and so its gradient comes back first."
+            raise Mistake(f"`{what}` does the {word} in the order {numbers}.", cause if kind == "B" else "", example)
+    return row
+
+
+def _judge_orders(rows: list[tuple[Action, ...]], m: int) -> None:
+    p = len(rows)
+    shown = "\n".join(f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(rows))
+    schedule = Schedule("yours", tuple((rank,) for rank in range(p)), tuple(rows))
+    if problems := check(schedule):
+        cause = "Does the warm-up get shorter from rank to rank, down to none on the last?"
+        raise Mistake(f"With p={p} and m={m} it cannot run: {problems[0]}.", cause, shown)
+    timeline, gpipe = simulate(schedule), simulate(build("gpipe", p, m))
+    for rank, peak in enumerate(timeline.peak_activations):
+        enough = min(m, p - rank)
+        if peak == m > enough:
+            cause = "That is what GPipe holds: a backward has to come as soon as it can be done."
+        else:
+            cause = "A forward is in flight from its start: the first one after the warm-up counts, too."
+        if peak > enough:
+            symptom = f"With p={p} and m={m}, rank {rank} holds {peak} activations at its peak; 1F1B holds {enough}."
+            raise Mistake(symptom, cause, shown)
+    if timeline.makespan > gpipe.makespan:
+        symptom = f"With p={p} and m={m} it takes {timeline.makespan:g}, and GPipe {gpipe.makespan:g} units."
+        cause = "Some rank turns back too soon, and the ranks behind it starve: its warm-up is too short."
+        raise Mistake(symptom, cause, shown)
+
+
+def held_with_latency(rank: int, p: int, forward: float, backward: float, latency: float) -> int:
+    """The most activations that this rank has to hold to be as fast as GPipe."""
+    per_link = math.ceil(2 * latency / (forward + backward))
+    return 1 + (p - 1 - rank) * (1 + per_link)
+
+
+class _Cluster(NamedTuple):
+    """The arguments of ``held_with_latency`` but for the rank."""
+
+    p: int
+    forward: int
+    backward: int
+    latency: int
+
+    def follows(self, limits: Sequence[int], rule: Callable[[int, float], float]) -> bool:
+        """Whether ``rule(links behind a rank, latency over the time of a microbatch)`` gives the limit of each rank."""
+        share = self.latency / (self.forward + self.backward)
+        return all(limit == rule(self.p - 1 - rank, share) for rank, limit in enumerate(limits))
+
+
+def _grade_held(answer: Answer) -> None:
+    clusters = [
+        _Cluster(4, 20, 40, 0),
+        _Cluster(4, 20, 30, 80),
+        _Cluster(4, 20, 40, 10),
+        _Cluster(4, 20, 40, 30),
+        _Cluster(3, 10, 10, 15),
+        _Cluster(5, 20, 40, 31),
+        _Cluster(4, 30, 10, 100),
+    ]
+    rows = [(rank, *cluster) for cluster in clusters for rank in range(cluster.p)]
+    held = dict(zip(rows, answer.calls(rows), strict=True))
+    for cluster in clusters:
+        calls = [(rank, *cluster) for rank in range(cluster.p)]
+        _judge_limits([expect_int(held[call], f"held_with_latency{call}") for call in calls], cluster)
+
+
+def _judge_limits(limits: list[int], cluster: _Cluster) -> None:
+    p, forward, backward, latency = cluster
+    given = f"With {p} ranks, forward {forward}, backward {backward} and latency {latency}"
+    if min(limits) < 1:
+        raise Mistake(f"{given}, your ranks may hold {limits}.", "To do anything a rank must hold 1.")
+    for rank, limit in enumerate(limits):
+        enough = held_with_latency(rank, *cluster)
+        if limit > enough:
+            symptom = f"{given}, rank {rank} may hold {limit} activations, though {enough} would do."
+            raise Mistake(symptom, _why_too_many(limits, cluster))
+    m, costs = 40, Costs(forward, backward, 0, latency)
+    schedule = _with_limits(limits, m)
+    if problems := check(schedule):
+        cause = "A rank must be allowed at least one activation more than the rank after it."
+        raise Mistake(f"{given}, your ranks may hold {limits}, and the order cannot run: {problems[0]}.", cause)
+    makespan, gpipe = simulate(schedule, costs).makespan, simulate(build("gpipe", p, m), costs).makespan
+    if makespan > gpipe:
+        symptom = (
+            f"{given}, your ranks may hold {limits}. Then {m} microbatches take {makespan:g}; GPipe takes {gpipe:g}."
+        )
+        raise Mistake(symptom, _why_too_few(limits, cluster))
+
+
+def _with_limits(limits: Sequence[int], m: int) -> Schedule:
+    ranks = range(len(limits))
+    rows = tuple(tuple(_held_order(limits[rank], m, rank)) for rank in ranks)
+    return Schedule("yours", tuple((rank,) for rank in ranks), rows)
+
+
+def _held_order(limit: int, m: int, stage: int) -> list[Action]:
+    """Forwards while fewer than ``limit`` are in flight, else a backward."""
+    order: list[Action] = []
+    begun = 0
+    for done in range(m):
+        while begun < min(m, done + limit):
+            order.append(Action(stage, "F", begun))
+            begun += 1
+        order.append(Action(stage, "B", done))
+    return order
+
+
+def _why_too_many(limits: list[int], cluster: _Cluster) -> str:
+    if cluster.latency == 0:
+        return "Without latency it is 1F1B: a microbatch is on one of the p - rank ranks from here to the last."
+    if cluster.follows(limits, lambda links, share: 1 + links * (1 + 2 * math.ceil(share))):
+        return "There and back is one trip of 2 × latency: add first, and round up once a link."
+    return (
+        "A rank takes in a microbatch every forward + backward. How many of those fit into 2 × latency, and how many "
+        "links lie behind this rank?"
+    )
+
+
+def _why_too_few(limits: list[int], cluster: _Cluster) -> str:
+    rules: tuple[tuple[Callable[[int, float], float], str], ...] = (
+        (lambda links, _: 1 + links, "That is 1F1B without latency. Microbatches are also on the links."),
+        (
+            lambda links, share: 1 + links * (1 + math.ceil(share)),
+            "A microbatch crosses each link twice, as an activation and as a gradient: 2 × latency.",
+        ),
+        (
+            lambda links, share: 1 + links * (1 + math.floor(2 * share)),
+            "You round down. A link with a microbatch on it for a third of the time needs room for one.",
+        ),
+        (
+            lambda links, share: 1 + links + math.ceil(2 * links * share),
+            "You round the sum over all links. Each link holds whole microbatches: round up for each.",
+        ),
+    )
+    causes = [cause for rule, cause in rules if cluster.follows(limits, rule)]
+    return causes[0] if causes else "A microbatch is on a rank from here to the last, or on a link, there or back."
+
+
+def choose(
+    state: int, activations: int, rows: int, min_rows: int, budget: int, max_ranks: int
+) -> tuple[int, int] | None:
+    """Ranks and microbatches with the smallest bubble that fits under 1F1B, or None."""
+    found = []
+    for p in range(1, max_ranks + 1):
+        for m in range(1, rows // min_rows + 1):
+            fits = state / p + min(m, p) * activations / (p * m) <= budget
+            if rows % m == 0 and fits:
+                found.append(((p - 1) / (m + p - 1), p, m))
+    return min(found)[1:] if found else None
+
+
+class _Case(NamedTuple):
+    """The arguments of ``choose``."""
+
+    state: int
+    activations: int
+    rows: int
+    min_rows: int
+    budget: int
+    max_ranks: int
+
+    def needed(self, p: int, m: int, in_flight: int) -> float:
+        """Bytes on the first rank."""
+        return self.state / p + in_flight * self.activations / (p * m)
+
+
+def _grade_choose(answer: Answer) -> None:
+    cases = [
+        _Case(400, 200, 16, 1, 120, 8),
+        _Case(400, 200, 16, 4, 120, 8),
+        _Case(400, 800, 32, 2, 200, 8),
+        _Case(100, 50, 8, 1, 200, 8),
+        _Case(600, 240, 12, 5, 180, 16),
+        _Case(400, 4000, 8, 1, 200, 16),
+        _Case(800, 100, 30, 4, 170, 6),
+    ]
+    for case, got in zip(cases, answer.calls([tuple(case) for case in cases]), strict=True):
+        _judge_choice(case, got)
+
+
+def _judge_choice(case: _Case, got: Any) -> None:
+    call, best = f"choose({', '.join(map(str, case))})", choose(*case)
+    if best is None:
+        if got is not None:
+            raise Mistake(f"`{call}` is {got!r}, and nothing fits there.", "Return None if no p and m fit.")
+        return
+    if got is None:
+        p, m = best
+        example = f"{p} ranks and {m} microbatches need {case.needed(p, m, min(m, p)):g} of {case.budget} on rank 0."
+        raise Mistake(f"`{call}` is None, though something fits.", _why_missed(case), example)
+    p, m = (expect_int(each, f"{call}[{index}]") for index, each in enumerate(expect_list(got, call, 2)))
+    if not 1 <= p <= case.max_ranks:
+        raise Mistake(
+            f"`{call}` takes {p} ranks, and there are 1 to {case.max_ranks}.", "The ranks come first: (p, m)."
+        )
+    if m < 1 or case.rows % m:
+        raise Mistake(f"`{call}` cuts {case.rows} rows into {m} microbatches.", "m must divide the rows.")
+    if case.rows // m < case.min_rows:
+        symptom = f"`{call}` makes microbatches of {case.rows // m} rows; {case.min_rows} are the least."
+        raise Mistake(symptom, "m is at most rows // min_rows.")
+    needed = case.needed(p, m, min(m, p))
+    if needed > case.budget:
+        example = f"{case.state} / {p} + {min(m, p)} × {case.activations} / ({p} × {m}) = {needed:g}"
+        cause = "Rank 0 holds min(m, p) activations, each of 1 / (p m) of what the batch keeps in the whole model."
+        raise Mistake(f"`{call}` is {(p, m)}, and rank 0 would need {needed:g} of {case.budget}.", cause, example)
+    ours, best_bubble = ((ranks - 1) / (count + ranks - 1) for ranks, count in ((p, m), best))
+    if ours > best_bubble:
+        example = f"{best} fits too: bubble {best_bubble:.1%} instead of {ours:.1%}."
+        symptom = f"`{call}` is {(p, m)}, which fits, but its bubble is not the smallest."
+        raise Mistake(symptom, _why_missed(case, (p, m)), example)
+
+
+def _why_missed(case: _Case, got: tuple[int, int] | None = None) -> str:
+    as_gpipe = case._replace(activations=0, state=case.state + case.activations)  # m of them in flight, whatever m is
+    if got == choose(*as_gpipe):
+        return "You count m activations in flight, as GPipe has. 1F1B holds min(m, p) on rank 0."
+    if got is not None and got[1] < case.rows // case.min_rows:
+        return "More microbatches make the bubble smaller, and under 1F1B they cost no memory."
+    return "Fewer ranks make the bubble smaller, as long as it fits."
+
+
+EXERCISES: tuple[Exercise, ...] = (
+    Exercise(
+        "order_1f1b",
+        "03",
+        "1F1B as an order",
+        2,
+        6,
+        (
+            "How many forwards does a rank do before its first backward? The last rank does 1, the one before it 2.",
+            "The warm-up has min(m, p - 1 - rank) forwards. In the steady state each further forward is followed by "
+            "the oldest backward that is left: forward i, backward i - warm_up.",
+            "The drain has as many backwards as the warm-up had forwards: those of microbatches m - warm_up to m - 1.",
+        ),
+        order_1f1b,
+        _grade_order,
+    ),
+    Exercise(
+        "step_without_deadlock",
+        "03",
+        "messages that do not block",
+        2,
+        8,
+        (
+            "Begin with a copy of first_try. Its order of forwards and backwards is right, only the sends block.",
+            "send_activation and send_gradient of 02 begin to send and return handles at once. Keep these, or the "
+            "messages may be lost.",
+            "sends.extend(send_activation(y, link)), likewise for the gradient, and after the last backward: "
+            "for send in sends: send.wait().",
+        ),
+        step_without_deadlock,
+        grade_step,
+    ),
+    Exercise(
+        "held_with_latency",
+        "03",
+        "room for what is on its way",
+        3,
+        8,
+        (
+            "Without latency the answer is p - rank: one microbatch for each rank from here to the last. What else is "
+            "there for a microbatch to be on?",
+            "Each link is crossed twice. While one microbatch spends 2 × latency on it, a new one comes every "
+            "forward + backward.",
+            "Each of the p - 1 - rank links needs room for ceil(2 * latency / (forward + backward)) microbatches.",
+        ),
+        held_with_latency,
+        _grade_held,
+    ),
+    Exercise(
+        "choose",
+        "03",
+        "a budget of memory",
+        2,
+        7,
+        (
+            "Rank 0 holds most. It needs state / p, and min(m, p) activations of one microbatch in one stage.",
+            "One microbatch in one stage keeps activations / (p * m).",
+            "Try all p up to max_ranks and all m that divide rows and leave min_rows. Of those that fit, take the one "
+            "with the smallest (p - 1) / (m + p - 1).",
+        ),
+        choose,
+        _grade_choose,
+    ),
+    Exercise(
+        "healed_step",
+        "03",
+        "bug clinic",
+        3,
+        8,
+        (
+            "Which gradients are wrong? All are of the weights that multiply what a rank has received. What does their "
+            "gradient need that the others do not?",
+            "x is needed from its forward until its backward. How many forwards does rank r do in between, and how "
+            "many slots are there?",
+            "In the steady state the forward comes first: warm_up + 1 microbatches are in flight.",
+        ),
+        healed_step,
+        grade_step,
+    ),
+)

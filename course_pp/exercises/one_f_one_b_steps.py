@@ -1,0 +1,303 @@
+"""Exercises of notebook 03 that run a step on real ranks: messages that do not block, and the bug clinic."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from course_pp.exercises.answer import Answer
+from course_pp.exercises.exercise import Mistake
+from course_pp.runtime import (
+    Link,
+    backward_stage,
+    forward_stage,
+    partition_model,
+    recv_activation,
+    recv_gradient,
+    send_activation,
+    send_gradient,
+)
+
+__all__ = ["PATIENTS", "grade_step", "healed_step", "step_without_deadlock"]
+
+
+def step_without_deadlock(
+    stage: nn.Module, microbatches: list[torch.Tensor], targets: list[torch.Tensor], loss_fn: nn.Module, link: Link
+) -> None:
+    """One 1F1B step on this rank."""
+    m, in_flight, sends = len(microbatches), deque[tuple](), []
+
+    def forward(i: int) -> None:
+        x = recv_activation(microbatches[i], link)
+        y = forward_stage(stage, x, targets[i], loss_fn, link)
+        in_flight.append((x, y))
+        sends.extend(send_activation(y, link))
+
+    def backward() -> None:
+        x, y = in_flight.popleft()
+        dx = backward_stage(x, y, recv_gradient(y, m, link))
+        sends.extend(send_gradient(dx, link))
+
+    warm_up = min(m, link.n_ranks - 1 - link.rank)
+    for i in range(warm_up):
+        forward(i)
+    for i in range(warm_up, m):
+        forward(i)
+        backward()
+    while in_flight:
+        backward()
+    for send in sends:
+        send.wait()
+
+
+def healed_step(
+    stage: nn.Module, microbatches: list[torch.Tensor], targets: list[torch.Tensor], loss_fn: nn.Module, link: Link
+) -> None:
+    """One 1F1B step on this rank, which receives into a ring of buffers."""
+    m, in_flight, sends = len(microbatches), deque[tuple](), []
+    warm_up = min(m, link.n_ranks - 1 - link.rank)
+    slots = [torch.empty(link.shape, dtype=link.dtype) for _ in range(warm_up + 1)]
+
+    def forward(i: int) -> None:
+        x = microbatches[i]
+        if not link.is_first:
+            slot = slots[i % len(slots)]
+            dist.recv(slot, link.rank - 1)
+            x = slot.detach().requires_grad_()
+        y = forward_stage(stage, x, targets[i], loss_fn, link)
+        in_flight.append((x, y))
+        sends.extend(send_activation(y, link))
+
+    def backward() -> None:
+        x, y = in_flight.popleft()
+        dx = backward_stage(x, y, recv_gradient(y, m, link))
+        sends.extend(send_gradient(dx, link))
+
+    for i in range(warm_up):
+        forward(i)
+    for i in range(warm_up, m):
+        forward(i)
+        backward()
+    while in_flight:
+        backward()
+    for send in sends:
+        send.wait()
+
+
+_ROWS, _WIDTH, _LAYERS = 3, 4, 4
+_MICROBATCHES = {4: (8, 2), 3: (5,), 2: (1, 3)}
+_TOLERANCE = 1e-9
+
+
+class _Stepped(NamedTuple):
+    """What a step left on one rank: gradients by name in the whole model, and the most forwards in flight."""
+
+    gradients: dict[str, Tensor | None]
+    peak: int
+
+
+def grade_step(answer: Answer) -> None:
+    """Gradients equal to one process's, and no more in flight than 1F1B needs, on 2 to 4 ranks."""
+    for p, sizes in _MICROBATCHES.items():
+        try:
+            ranks = answer.on_ranks(p, _step_on_rank, sizes)
+        except Mistake as mistake:
+            raise _explained(mistake) from None
+        for index, m in enumerate(sizes):
+            stepped = [rank[index] for rank in ranks]
+            where = f"On {p} ranks with {m} microbatch{'es' * (m > 1)}"
+            _judge_gradients(where, m, stepped)
+            _judge_peaks(where, m, stepped)
+
+
+def _explained(mistake: Mistake) -> Mistake:
+    """A hang, told in terms of what this step sends; anything else as it is."""
+    if "still running" not in mistake.symptom or "waits in" not in mistake.example:
+        return mistake
+    if ".wait(" in mistake.example:
+        cause = "To wait for a message at once is to send it blocking: wait after the last backward."
+    elif " in send for " in mistake.example:
+        cause = (
+            "A blocking `send` ends when its receiver takes the message, and that one is sending, too. Begin to send "
+            "with `isend` or `send_activation`, and go on."
+        )
+    else:
+        cause = (
+            "Everyone receives, nobody sends. Either a message was never sent, or it was lost: it lives as long as the "
+            "handle that `isend` or `send_activation` returns. Keep that, and `wait()` for it at the end."
+        )
+    return Mistake(mistake.symptom, cause, mistake.example)
+
+
+class _Counted(nn.Module):
+    """A stage that counts the forwards whose backward has not begun."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage, self.in_flight, self.peak = stage, 0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.stage(x)
+        self.in_flight += 1
+        self.peak = max(self.peak, self.in_flight)
+        y.register_hook(self._begin_backward)
+        return y
+
+    def _begin_backward(self, _: Tensor) -> None:
+        self.in_flight -= 1
+
+
+def _step_on_rank(rank: int, fn: Callable[..., Any], sizes: Sequence[int]) -> list[_Stepped]:
+    results = []
+    for m in sizes:
+        stage = _Counted(partition_model(_layers(), dist.get_world_size(), rank))
+        inputs, targets = _batch(m)
+        fn(stage, inputs.chunk(m), targets.chunk(m), nn.MSELoss(), Link((_ROWS, _WIDTH), torch.float64))
+        gradients = {name: p.grad for name, p in stage.stage.named_parameters()}
+        results.append(_Stepped(gradients, stage.peak))
+    return results
+
+
+def _layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = (
+        nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh(), nn.Linear(_WIDTH, _WIDTH)).double() for _ in range(_LAYERS)
+    )
+    return nn.Sequential(*blocks)
+
+
+def _batch(m: int) -> tuple[Tensor, Tensor]:
+    seeded = torch.Generator().manual_seed(m)
+    inputs, targets = torch.randn(2, m * _ROWS, _WIDTH, dtype=torch.float64, generator=seeded)
+    return inputs, targets
+
+
+def _one_process(m: int) -> dict[str, Tensor]:
+    model, (inputs, targets) = _layers(), _batch(m)
+    mse_loss(model(inputs), targets).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _judge_gradients(where: str, m: int, ranks: Sequence[_Stepped]) -> None:
+    expected, wrong = _one_process(m), {}
+    for rank, stepped in enumerate(ranks):
+        for name, gradient in stepped.gradients.items():
+            if gradient is None:
+                cause = "Backward has to run for every microbatch, from the `y` that still has its graph."
+                raise Mistake(f"{where}, `{name}` on rank {rank} has no gradient.", cause)
+            if not _same(gradient, expected[name]):
+                wrong[rank, name] = gradient
+    if not wrong:
+        return
+    table = "\n".join(
+        f"rank {rank}: {', '.join(name for r, name in wrong if r == rank) or 'none'}" for rank in range(len(ranks))
+    )
+    symptom = f"{where}, {len(wrong)} of {len(expected)} gradients differ from those of one process."
+    raise Mistake(symptom, _why_wrong(wrong, expected, m, len(ranks)), f"These differ:\n{table}")
+
+
+def _why_wrong(wrong: dict[tuple[int, str], Tensor], expected: dict[str, Tensor], m: int, p: int) -> str:
+    if len(wrong) == len(expected):
+        for factor, how in ((m, "large"), (1 / m, "small")):
+            if all(_same(gradient, factor * expected[name]) for (_, name), gradient in wrong.items()):
+                return f"Each is m times too {how}. `recv_gradient` gives the 1/m on the last rank, once."
+    if all(rank > 0 and name.endswith(".0.weight") for rank, name in wrong):
+        return (
+            "Only weights that multiply what a rank has received: their gradient needs that input once more, in "
+            "backward. Who has written to it in between?"
+        )
+    if all(rank < p - 1 for rank, _ in wrong):
+        return (
+            "The last rank is right and others are not: the gradient that comes back belongs to the oldest microbatch "
+            "in flight. Which one does your backward take?"
+        )
+    return "Look at which microbatch each backward belongs to, and at what it starts from."
+
+
+def _same(found: Tensor, expected: Tensor) -> bool:
+    return float((found - expected).abs().max()) <= _TOLERANCE * float(expected.abs().max())
+
+
+def _judge_peaks(where: str, m: int, ranks: Sequence[_Stepped]) -> None:
+    p = len(ranks)
+    for rank, stepped in enumerate(ranks):
+        enough = min(m, p - rank)
+        if stepped.peak > enough:
+            symptom = f"{where} the gradients are right, but rank {rank} holds {stepped.peak} activations"
+            cause = "In the steady state a backward follows each forward."
+            raise Mistake(f"{symptom}; 1F1B holds {enough}.", cause)
+
+
+def _patient_a(
+    stage: nn.Module, microbatches: Sequence[Tensor], targets: Sequence[Tensor], loss_fn: nn.Module, link: Link
+) -> Tensor | None:
+    return _sick_step(stage, microbatches, targets, loss_fn, link, detached=True)
+
+
+def _patient_b(
+    stage: nn.Module, microbatches: Sequence[Tensor], targets: Sequence[Tensor], loss_fn: nn.Module, link: Link
+) -> Tensor | None:
+    return _sick_step(stage, microbatches, targets, loss_fn, link, n_slots=max(1, link.n_ranks - 1 - link.rank))
+
+
+def _patient_c(
+    stage: nn.Module, microbatches: Sequence[Tensor], targets: Sequence[Tensor], loss_fn: nn.Module, link: Link
+) -> Tensor | None:
+    return _sick_step(stage, microbatches, targets, loss_fn, link, one_outbox=True)
+
+
+PATIENTS: dict[str, Callable[..., Tensor | None]] = {"A": _patient_a, "B": _patient_b, "C": _patient_c}
+"""1F1B steps that run and give wrong gradients, each for another reason; the last rank returns the loss. With one
+microbatch B and C are healthy, and C is so whenever each message is taken before the next one is written."""
+
+
+def _sick_step(
+    stage: nn.Module,
+    microbatches: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    loss_fn: nn.Module,
+    link: Link,
+    detached: bool = False,
+    n_slots: int | None = None,
+    one_outbox: bool = False,
+) -> Tensor | None:
+    m, in_flight = len(microbatches), deque[tuple[Tensor, Tensor]]()
+    losses: list[Tensor] = []
+    sends: list[dist.Work] = []
+    slots = torch.empty(n_slots or m, *link.shape, dtype=link.dtype)
+    outbox = torch.empty(link.shape, dtype=link.dtype)
+
+    def forward(i: int) -> None:
+        x = microbatches[i]
+        if not link.is_first:
+            dist.recv(slots[i % len(slots)], link.rank - 1)
+            x = slots[i % len(slots)].detach().requires_grad_()
+        y = forward_stage(stage, x, targets[i], loss_fn, link)
+        if link.is_last:
+            losses.append(y.detach())
+        elif detached:
+            y = y.detach().requires_grad_()
+        in_flight.append((x, y))
+        message = outbox.copy_(y.detach()) if one_outbox and not link.is_last else y
+        sends.extend(send_activation(message, link))
+
+    def backward() -> None:
+        x, y = in_flight.popleft()
+        dx = backward_stage(x, y, recv_gradient(y, m, link))
+        sends.extend(send_gradient(torch.zeros_like(x) if dx is None else dx, link))
+
+    for i in range(m):
+        forward(i)
+        if i >= link.n_ranks - 1 - link.rank:
+            backward()
+    while in_flight:
+        backward()
+    for send in sends:
+        send.wait()
+    return torch.stack(losses).mean() if link.is_last else None

@@ -1,0 +1,280 @@
+"""What a learner has solved so far: kept in one small file, shown as a table, exported for an instructor."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import fcntl
+import io
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from course_pp.exercises import registry
+from course_pp.exercises.exercise import Exercise
+
+_LOCK_LIMIT_S = 2.0
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is kept of one exercise.
+
+    Attributes:
+        correct: whether a check has ever said so.
+        attempts: checks that did not say pending, up to the first that said correct.
+        hints: how many hints were shown.
+        solution_seen: whether the solution was shown before the answer was correct.
+    """
+
+    correct: bool = False
+    attempts: int = 0
+    hints: int = 0
+    solution_seen: bool = False
+
+
+class Store:
+    """The file. It may be shared by several kernels: every change reads, changes and replaces it under a lock.
+
+    What is wrong with the file never stops a learner: each method returns or keeps a sentence about it.
+    """
+
+    def __init__(self) -> None:
+        # Stands in where the file cannot be written.
+        self._unsaved: dict[str, Record] = {}
+
+    @property
+    def path(self) -> Path:
+        """``COURSE_PP_PROGRESS``, or a file in the user's state directory."""
+        if chosen := os.environ.get("COURSE_PP_PROGRESS"):
+            return Path(chosen).expanduser()
+        if sys.platform == "darwin":
+            base = Path.home() / "Library" / "Application Support"
+        else:
+            base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+        return base / "course_pp" / "progress.json"
+
+    def read(self) -> tuple[dict[str, Record], str]:
+        """All records by name of exercise, and what was wrong with the file, if anything."""
+        try:
+            with self._locked():
+                records, note = self._load()
+        except OSError as e:
+            records, note = {}, f"Progress could not be read from {self.path}: {e.strerror or e}."
+        return {**records, **self._unsaved}, note
+
+    def record_attempt(self, name: str, correct: bool) -> str:
+        """Counts a check; returns a sentence if that could not be kept as it should."""
+        return self._change(
+            name, lambda old: old if old.correct else replace(old, correct=correct, attempts=old.attempts + 1)
+        )[1]
+
+    def record_hint(self, name: str, n_hints: int) -> int:
+        """Counts a hint; returns its number from 1, or ``n_hints + 1`` when there is none left."""
+        seen = 0
+
+        def one_more(old: Record) -> Record:
+            nonlocal seen
+            seen = old.hints + 1
+            return replace(old, hints=min(seen, n_hints))
+
+        self._change(name, one_more)
+        return seen
+
+    def record_solution(self, name: str) -> None:
+        self._change(name, lambda old: replace(old, solution_seen=old.solution_seen or not old.correct))
+
+    def _change(self, name: str, change: Callable[[Record], Record]) -> tuple[Record, str]:
+        try:
+            with self._locked():
+                records, note = self._load()
+                new = change(records.get(name, Record()))
+                if new != records.get(name):
+                    self._save({**records, name: new})
+                self._unsaved.pop(name, None)
+                return new, note
+        except OSError as e:
+            new = self._unsaved[name] = change(self._unsaved.get(name, Record()))
+            return new, (
+                f"Progress could not be kept in {self.path}: {e.strerror or e}. Set COURSE_PP_PROGRESS to a file "
+                "that can be written."
+            )
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Holds the lock of this file, which lies beside it because the file itself is replaced."""
+        path = self.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path.with_name(f"{path.name}.lock"), "a") as lock:
+            limit = time.monotonic() + _LOCK_LIMIT_S
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > limit:
+                        raise OSError("another process holds its lock") from None
+                    time.sleep(0.01)
+            yield
+
+    def _load(self) -> tuple[dict[str, Record], str]:
+        path = self.path
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return {}, ""
+        try:
+            return _parsed(content), ""
+        except ValueError as e:
+            aside = _free_name(path)
+            os.replace(path, aside)
+            return {}, f"The file of your progress was not readable ({e}); it was put aside as {aside} and begun anew."
+
+    def _save(self, records: dict[str, Record]) -> None:
+        kept = {"version": _VERSION, "exercises": {name: asdict(record) for name, record in records.items()}}
+        write_atomically(self.path, json.dumps(kept, indent=1, sort_keys=True) + "\n")
+
+
+STORE = Store()
+
+
+def _parsed(content: bytes) -> dict[str, Record]:
+    """Raises ValueError for anything that this class did not write; unknown fields are passed over."""
+    data = json.loads(content.decode())
+    if not isinstance(data, dict) or not isinstance(data.get("exercises"), dict):
+        raise ValueError("it holds no exercises")
+    records = {}
+    for name, kept in data["exercises"].items():
+        if not isinstance(kept, dict):
+            raise ValueError(f"the entry of {name!r} is no record")
+        known = {field.name: kept[field.name] for field in fields(Record) if field.name in kept}
+        for field, value in known.items():
+            if type(value) is not type(getattr(Record(), field)) or value < 0:
+                raise ValueError(f"{field!r} of {name!r} is {value!r}")
+        records[name] = Record(**known)
+    return records
+
+
+def _free_name(path: Path) -> Path:
+    candidates = (path.with_name(f"{path.name}.broken{suffix}") for suffix in ["", *map(str, range(2, 1000))])
+    return next((name for name in candidates if not name.exists()), path.with_name(f"{path.name}.broken"))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces the file by ``text`` so that nobody ever sees half of it."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(handle, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+@dataclass(frozen=True)
+class Row:
+    """One exercise in the table."""
+
+    notebook: str
+    exercise: str
+    title: str
+    difficulty: int
+    minutes: int
+    status: str
+    attempts: int
+    hints: int
+    solution_seen: bool
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Every exercise of the course and how far the learner is; shows itself as a table."""
+
+    rows: tuple[Row, ...]
+    note: str = ""
+
+    @property
+    def summary(self) -> str:
+        correct = sum(row.status == "correct" for row in self.rows)
+        left = sum(row.minutes for row in self.rows if row.status != "correct")
+        return f"{correct} of {len(self.rows)} correct" + (f", about {left} minutes left" if left else "")
+
+    def to_csv(self, path: str | Path) -> Path:
+        """Writes one line an exercise, with a heading."""
+        text = io.StringIO()
+        writer = csv.DictWriter(text, [field.name for field in fields(Row)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in self.rows)
+        write_atomically(Path(path), text.getvalue())
+        return Path(path)
+
+    def to_json(self, path: str | Path) -> Path:
+        """Writes a list of objects, one an exercise."""
+        write_atomically(Path(path), json.dumps([asdict(row) for row in self.rows], indent=1) + "\n")
+        return Path(path)
+
+    def __repr__(self) -> str:
+        cells = [_HEADINGS, *map(_cells, self.rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+        return "\n".join(filter(None, [*lines, self.summary, self.note]))
+
+    def _repr_html_(self) -> str:
+        def line(tag: str, cells: tuple[str, ...]) -> str:
+            return "<tr>" + "".join(f'<{tag} style="text-align:left">{escape(c)}</{tag}>' for c in cells) + "</tr>"
+
+        body = "".join(line("td", _cells(row)) for row in self.rows)
+        below = "".join(f"<p>{escape(text)}</p>" for text in (self.summary, self.note) if text)
+        return f"<table><thead>{line('th', _HEADINGS)}</thead><tbody>{body}</tbody></table>{below}"
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return {"text/plain": repr(self), "text/html": self._repr_html_()}
+
+
+_HEADINGS = ("notebook", "exercise", "difficulty", "minutes", "status", "attempts", "hints", "solution seen")
+_SYMBOLS = {"open": "○", "not yet": "✗", "correct": "✓"}
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        row.notebook,
+        f"{row.exercise}: {row.title}",
+        "★" * row.difficulty + "☆" * (3 - row.difficulty),
+        str(row.minutes),
+        f"{_SYMBOLS[row.status]} {row.status}",
+        str(row.attempts),
+        str(row.hints),
+        "yes" if row.solution_seen else "no",
+    )
+
+
+def progress() -> Progress:
+    """A table over all notebooks: what is solved, with how many attempts and how much help."""
+    records, note = STORE.read()
+    return Progress(tuple(_row(exercise, records.get(exercise.name)) for exercise in registry.exercises()), note)
+
+
+def _row(exercise: Exercise, record: Record | None) -> Row:
+    record = record or Record()
+    status = "correct" if record.correct else "not yet" if record.attempts else "open"
+    return Row(
+        exercise.notebook,
+        exercise.name,
+        exercise.title,
+        exercise.difficulty,
+        exercise.minutes,
+        status,
+        record.attempts,
+        record.hints,
+        record.solution_seen,
+    )

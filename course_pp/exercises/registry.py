@@ -1,0 +1,68 @@
+"""Which exercises there are."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+
+from course_pp.exercises.exercise import Exercise
+
+MODULES = {
+    "00": "ranks_and_messages",
+    "01": "naive_split",
+    "02": "gpipe",
+    "03": "one_f_one_b",
+}
+
+
+@cache
+def exercises_of(notebook: str) -> tuple[Exercise, ...]:
+    """The exercises of a notebook in their order, ``()`` if it has none.
+
+    Raises:
+        ValueError: the module holds an exercise of another notebook.
+    """
+    if notebook not in MODULES:
+        return ()
+    name = f"{__package__}.{MODULES[notebook]}"
+    try:
+        exercises: tuple[Exercise, ...] = import_module(name).EXERCISES
+    except ModuleNotFoundError as e:
+        if e.name != name:
+            raise
+        return ()
+    for exercise in exercises:
+        if exercise.notebook != notebook:
+            raise ValueError(
+                f"{name} is the module of notebook {notebook}, but its exercise {exercise.name!r} says notebook "
+                f"{exercise.notebook!r}: move it, or mend its notebook"
+            )
+    return exercises
+
+
+def exercises() -> Iterator[Exercise]:
+    """All exercises, notebook by notebook; a notebook's module is loaded when its turn comes."""
+    for notebook in MODULES:
+        yield from exercises_of(notebook)
+
+
+def find(name: str) -> Exercise:
+    """The exercise called ``name``. Raises ValueError, with the nearest name, if there is none."""
+    known = []
+    for exercise in exercises():
+        if exercise.name == name:
+            return exercise
+        known.append(exercise.name)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    nearest = f" The nearest is {near[0]!r}." if near else ""
+    raise ValueError(
+        f"there is no exercise called {name!r}.{nearest} An exercise is found by the name of its function: "
+        f"keep the name of the stub. They are {', '.join(known)}."
+    )
+
+
+def number_of(exercise: Exercise) -> int:
+    """Its number in its notebook, from 1."""
+    return [other.name for other in exercises_of(exercise.notebook)].index(exercise.name) + 1

@@ -1,0 +1,415 @@
+"""The graders of notebook 01: what learners really write, and what they are told."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from course_pp.exercises.naive_split import (
+    empty_activation,
+    loss_fn,
+    recv_activation,
+    recv_gradient,
+    send_activation,
+    send_gradient,
+)
+from course_pp.model import partition_by_cost
+from tests.exercises.grading import verdict_of
+
+
+def says(name: str, answer: Callable[..., Any], *words: str) -> None:
+    verdict = verdict_of(name, answer)
+    assert verdict.status == "not yet"
+    for word in words:
+        assert word in verdict.text, verdict.text
+
+
+def is_correct(name: str, answer: Callable[..., Any]) -> None:
+    verdict = verdict_of(name, answer)
+    assert verdict.status == "correct", verdict.text
+
+
+# assign_layers
+
+
+def from_cumulated(n_layers, n_stages):
+    bounds = [-(-n_layers * stage // n_stages) for stage in range(n_stages + 1)]
+    sizes = sorted((b - a for a, b in itertools.pairwise(bounds)), reverse=True)
+    return [[sum(sizes[:i]), sum(sizes[: i + 1])] for i in range(n_stages)]
+
+
+def by_formula(n_layers, n_stages):
+    share, extras = divmod(n_layers, n_stages)
+    starts = [i * share + min(i, extras) for i in range(n_stages + 1)]
+    return list(itertools.pairwise(starts))
+
+
+def extras_last(n_layers, n_stages):
+    share = n_layers // n_stages
+    starts = [i * share for i in range(n_stages)]
+    return list(zip(starts, [*starts[1:], n_layers], strict=True))
+
+
+def extras_on_later(n_layers, n_stages):
+    bounds = [n_layers * stage // n_stages for stage in range(n_stages + 1)]
+    return list(itertools.pairwise(bounds))
+
+
+def drops_the_rest(n_layers, n_stages):
+    share = n_layers // n_stages
+    return [(i * share, (i + 1) * share) for i in range(n_stages)]
+
+
+def rounds_up(n_layers, n_stages):
+    share = -(-n_layers // n_stages)
+    return [(min(i * share, n_layers), min((i + 1) * share, n_layers)) for i in range(n_stages)]
+
+
+def end_included(n_layers, n_stages):
+    return [(start, end - 1) for start, end in by_formula(n_layers, n_stages)]
+
+
+def overlapping(n_layers, n_stages):
+    return [(start, min(end + 1, n_layers)) for start, end in by_formula(n_layers, n_stages)]
+
+
+def lists_of_layers(n_layers, n_stages):
+    return [list(range(start, end)) for start, end in by_formula(n_layers, n_stages)]
+
+
+def a_dictionary(n_layers, n_stages):
+    return dict(enumerate(by_formula(n_layers, n_stages)))
+
+
+def floats(n_layers, n_stages):
+    return [(i * n_layers / n_stages, (i + 1) * n_layers / n_stages) for i in range(n_stages)]
+
+
+def one_too_few(n_layers, n_stages):
+    return by_formula(n_layers, n_stages)[:-1]
+
+
+@pytest.mark.parametrize("answer", [by_formula, from_cumulated])
+def test_an_even_split_is_correct_however_it_is_written(answer: Callable[..., Any]) -> None:
+    is_correct("assign_layers", answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (extras_last, ["All extras went to the last stage", "n_layers % n_stages"]),
+        (extras_on_later, ["not on the earlier stages"]),
+        (drops_the_rest, ["covers layers 0 to 9, not 0 to 11", "`//` leaves some over"]),
+        (rounds_up, ["stage 4 has no layer"]),
+        (end_included, ["layers 3 to 3 are on no stage", "Is `end` included?"]),
+        (overlapping, ["layer 4 is on two stages"]),
+        (lists_of_layers, ["stage 0 is [0, 1, 2, 3], not (start, end)"]),
+        (a_dictionary, ["is a dict; a list is asked for"]),
+        (floats, ["a float; a whole number"]),
+        (one_too_few, ["has 1 entry, not 2"]),
+    ],
+)
+def test_an_uneven_split_is_told_why(answer: Callable[..., Any], words: list[str]) -> None:
+    says("assign_layers", answer, *words)
+
+
+# two_rank_step
+
+
+def with_plain_messages(rank, stage, tokens, targets):
+    other = 1 - rank
+    shape = (*tokens.shape, stage.config.dim)
+    if rank == 0:
+        output = stage(tokens)
+        dist.send(output.detach(), other)
+        gradient = torch.empty(shape, dtype=output.dtype)
+        dist.recv(gradient, other)
+        torch.autograd.backward(output, gradient)
+    else:
+        x = torch.empty(shape, dtype=torch.float64, requires_grad=True)
+        dist.recv(x.data, other)
+        loss = loss_fn(stage(x), targets)
+        loss.backward()
+        dist.send(x.grad, other)
+        return loss
+
+
+def with_asynchronous_messages(rank, stage, tokens, targets):
+    if rank == 0:
+        output = stage(tokens)
+        sending = dist.isend(output.detach(), 1)
+        gradient = recv_gradient(output, 1)
+        sending.wait()
+        (output * gradient).sum().backward()
+        return 0.0
+    x = recv_activation(empty_activation(stage, tokens), 0)
+    loss = loss_fn(stage(x), targets)
+    loss.backward()
+    send_gradient(x, 0)
+    return float(loss)
+
+
+def starts_from_a_detached_output(rank, stage, tokens, targets):
+    if rank == 0:
+        output = stage(tokens).detach().requires_grad_()
+        send_activation(output, 1)
+        output.backward(recv_gradient(output, 1))
+        return None
+    return last_half(stage, tokens, targets)
+
+
+def last_half(stage, tokens, targets):
+    x = recv_activation(empty_activation(stage, tokens), 0)
+    loss = loss_fn(stage(x), targets)
+    loss.backward()
+    send_gradient(x, 0)
+    return loss.item()
+
+
+def no_gradient_comes_back(rank, stage, tokens, targets):
+    if rank == 0:
+        output = stage(tokens)
+        send_activation(output, 1)
+        output.backward(recv_gradient(output, 1))
+        return None
+    x = recv_activation(empty_activation(stage, tokens), 0)
+    loss = loss_fn(stage(x), targets)
+    loss.backward()
+    return loss.item()
+
+
+def gradient_of_ones(rank, stage, tokens, targets):
+    if rank == 0:
+        output = stage(tokens)
+        send_activation(output, 1)
+        recv_gradient(output, 1)
+        output.backward(torch.ones_like(output))
+        return None
+    return last_half(stage, tokens, targets)
+
+
+def backward_twice(rank, stage, tokens, targets):
+    if rank == 0:
+        output = stage(tokens)
+        send_activation(output, 1)
+        gradient = recv_gradient(output, 1)
+        output.backward(gradient, retain_graph=True)
+        output.backward(gradient)
+        return None
+    return last_half(stage, tokens, targets)
+
+
+def backward_of_a_tensor(rank, stage, tokens, targets):
+    if rank == 0:
+        output = stage(tokens)
+        send_activation(output, 1)
+        output.backward()
+        return None
+    return last_half(stage, tokens, targets)
+
+
+def both_receive(rank, stage, tokens, targets):
+    if rank == 0:
+        output = stage(tokens)
+        output.backward(recv_gradient(output, 1))
+        send_activation(output, 1)
+        return None
+    return last_half(stage, tokens, targets)
+
+
+def forgets_to_require_a_gradient(rank, stage, tokens, targets):
+    if rank == 0:
+        output = stage(tokens)
+        send_activation(output, 1)
+        output.backward(recv_gradient(output, 1))
+        return None
+    x = empty_activation(stage, tokens)
+    dist.recv(x, 0)
+    loss = loss_fn(stage(x), targets)
+    loss.backward()
+    send_gradient(x, 0)
+    return loss.item()
+
+
+def forgets_the_loss(rank, stage, tokens, targets):
+    if rank == 0:
+        return starts_right(stage, tokens)
+    last_half(stage, tokens, targets)
+
+
+def starts_right(stage, tokens):
+    output = stage(tokens)
+    send_activation(output, 1)
+    output.backward(recv_gradient(output, 1))
+
+
+def returns_the_sum(rank, stage, tokens, targets):
+    if rank == 0:
+        return starts_right(stage, tokens)
+    return last_half(stage, tokens, targets) * tokens.numel()
+
+
+def trains_too(rank, stage, tokens, targets):
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+    loss = starts_right(stage, tokens) if rank == 0 else last_half(stage, tokens, targets)
+    optimizer.step()
+    return loss
+
+
+@pytest.mark.parametrize("answer", [with_plain_messages, with_asynchronous_messages])
+def test_a_step_is_correct_however_it_is_written(answer: Callable[..., Any]) -> None:
+    is_correct("two_rank_step", answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (starts_from_a_detached_output, ["No parameter of rank 0 has a gradient", "detached"]),
+        (no_gradient_comes_back, ["rank 0 waits in recv for rank 1", "Rank 1 has returned"]),
+        (gradient_of_ones, ["On rank 0", "takes the gradient that came from rank 1", "one process"]),
+        (backward_twice, ["All are 2 times what they should be"]),
+        (backward_of_a_tensor, ["grad can be implicitly created only for scalar outputs"]),
+        (both_receive, ["none can move"]),
+        (forgets_to_require_a_gradient, ["raised", "in line"]),
+        (forgets_the_loss, ["is None", "Is a `return` missing?"]),
+        (returns_the_sum, ["All gradients are right", "loss.item()"]),
+        (trains_too, ["changed the weights", "The optimizer is the caller's business"]),
+    ],
+)
+def test_a_step_that_is_wrong_is_told_why(answer: Callable[..., Any], words: list[str]) -> None:
+    says("two_rank_step", answer, *words)
+
+
+# balanced_cut
+
+
+def by_limit(costs, n_stages):
+    def filled(limit):
+        ranges, start, used = [], 0, 0.0
+        for i, cost in enumerate(costs):
+            if i > start and used + cost > limit:
+                ranges, start, used = [*ranges, (start, i)], i, 0.0
+            used += cost
+        return [*ranges, (start, len(costs))]
+
+    sums = sorted({sum(costs[i:j]) for i in range(len(costs)) for j in range(i + 1, len(costs) + 1)})
+    limit = next(s for s in sums if s >= max(costs) and len(filled(s)) <= n_stages)
+    ranges = filled(limit)
+    while len(ranges) < n_stages:
+        k = next(k for k, (start, end) in enumerate(ranges) if end - start > 1)
+        start, end = ranges[k]
+        ranges[k : k + 1] = [(start, start + 1), (start + 1, end)]
+    return ranges
+
+
+def by_the_package(costs, n_stages):
+    return partition_by_cost(costs, n_stages)
+
+
+def by_number(costs, n_stages):
+    return by_formula(len(costs), n_stages)
+
+
+def up_to_the_average(costs, n_stages):
+    average, ranges, start = sum(costs) / n_stages, [], 0
+    for end in range(1, len(costs) + 1):
+        left = n_stages - len(ranges) - 1
+        if left and (sum(costs[start:end]) >= average or len(costs) - end == left):
+            ranges.append((start, end))
+            start = end
+    return [*ranges, (start, len(costs))]
+
+
+def tries_all(costs, n_stages):
+    from itertools import combinations
+
+    cuts = ((0, *inner, len(costs)) for inner in combinations(range(1, len(costs)), n_stages - 1))
+    best = min(cuts, key=lambda cut: max(sum(costs[a:b]) for a, b in itertools.pairwise(cut)))
+    return list(itertools.pairwise(best))
+
+
+def sorts_first(costs, n_stages):
+    costs.sort()
+    return by_the_package(costs, n_stages)
+
+
+def only_the_cost(costs, n_stages):
+    return max(sum(costs[a:b]) for a, b in by_the_package(costs, n_stages))
+
+
+def leaves_stages_empty(costs, n_stages):
+    ranges = partition_by_cost(costs, 1)
+    return ranges + [(len(costs), len(costs))] * (n_stages - 1)
+
+
+@pytest.mark.parametrize("answer", [by_limit, by_the_package])
+def test_a_best_cut_is_correct_however_it_is_found(answer: Callable[..., Any]) -> None:
+    is_correct("balanced_cut", answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (by_number, ["`balanced_cut([1, 1, 1, 1, 4], 2)`", "costs 5; 4 is possible", "same number of layers"]),
+        (up_to_the_average, ["is possible", "costs of the stages"]),
+        (sorts_first, ["changed its argument `costs`"]),
+        (only_the_cost, ["a list is asked for"]),
+        (leaves_stages_empty, ["stage 1 has no layer"]),
+    ],
+)
+def test_a_cut_that_is_not_the_best_is_told_why(answer: Callable[..., Any], words: list[str]) -> None:
+    says("balanced_cut", answer, *words)
+
+
+def test_trying_all_cuts_is_told_that_there_are_too_many() -> None:
+    says("balanced_cut", tries_all, "The small cases are right", "10^11 cuts")
+
+
+# untrained
+
+
+def with_a_loop(stage):
+    names = []
+    for name, parameter in stage.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None or parameter.grad.abs().sum() == 0:
+            names.append(name)
+    return names
+
+
+def as_a_set(stage):
+    wanted = {name: p.grad for name, p in stage.named_parameters() if p.requires_grad}
+    return {name for name, grad in wanted.items() if grad is None or torch.count_nonzero(grad) == 0}
+
+
+@pytest.mark.parametrize("answer", [with_a_loop, as_a_set])
+def test_a_search_for_the_untrained_is_correct_however_it_is_written(answer: Callable[..., Any]) -> None:
+    is_correct("untrained", answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda s: [n for n, p in s.named_parameters() if p.requires_grad and p.grad is None], ["set_to_none=False"]),
+        (lambda s: [n for n, p in s.named_parameters() if p.grad is None or not p.grad.any()], ["layer 2 is frozen"]),
+        (lambda s: [n for n, p in s.named_parameters() if not p.grad], ["Boolean value of Tensor"]),
+        (lambda s: [p for p in s.parameters() if p.grad is None], ["not names", "named_parameters()"]),
+        (
+            lambda s: [
+                n
+                for n, p in s.named_parameters()
+                if p.requires_grad and (p.grad is None or not p.grad.all() or p.grad.sum() == 0)
+            ],
+            ["only some numbers are zero is healthy"],
+        ),
+        (lambda s: sum(p.grad is None for p in s.parameters()), ["is an int; a list is asked for"]),
+        (lambda s: all(p.grad is not None for p in s.parameters()), ["is a bool; a list is asked for"]),
+        (lambda s: [n for n, p in s.named_parameters() if p.grad is not None], ["every gradient is there"]),
+    ],
+)
+def test_a_search_that_misses_is_told_what(answer: Callable[..., Any], words: list[str]) -> None:
+    says("untrained", answer, *words)

@@ -1,0 +1,63 @@
+"""What holds for every exercise of the course, whichever notebook it belongs to."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from course_pp.exercises import registry
+from course_pp.exercises.exercise import Exercise
+from tests.exercises.grading import verdict_of
+from tests.exercises.toy import only_the_toy
+
+ALL = list(registry.exercises())
+
+
+def stub_of(exercise: Exercise) -> Callable[..., None]:
+    def stub(*args: object, **kwargs: object) -> None:
+        raise NotImplementedError
+
+    return stub
+
+
+@pytest.mark.parametrize("exercise", ALL, ids=lambda exercise: exercise.name)
+def test_the_solution_is_correct(exercise: Exercise) -> None:
+    verdict = verdict_of(exercise.name, exercise.solution)
+    assert verdict.status == "correct", verdict.text
+
+
+@pytest.mark.parametrize("exercise", ALL, ids=lambda exercise: exercise.name)
+def test_the_stub_is_pending(exercise: Exercise) -> None:
+    assert verdict_of(exercise.name, stub_of(exercise)).status == "pending"
+
+
+@pytest.mark.parametrize("exercise", ALL, ids=lambda exercise: exercise.name)
+def test_an_answer_that_returns_nothing_is_not_yet_correct(exercise: Exercise) -> None:
+    def nothing(*args: object, **kwargs: object) -> None:
+        return None
+
+    assert verdict_of(exercise.name, nothing).status == "not yet"
+
+
+@pytest.mark.parametrize("exercise", ALL, ids=lambda exercise: exercise.name)
+def test_the_source_of_the_solution_defines_the_function_without_annotations(exercise: Exercise) -> None:
+    assert exercise.source.startswith(f"def {exercise.name}(")
+    assert "->" not in exercise.source.splitlines()[0]
+    compile(exercise.source, exercise.name, "exec")
+
+
+def test_no_two_exercises_have_the_same_name() -> None:
+    assert [name for name, n in Counter(exercise.name for exercise in ALL).items() if n > 1] == []
+
+
+def test_a_notebook_that_is_not_written_yet_has_no_exercises(monkeypatch: pytest.MonkeyPatch) -> None:
+    with only_the_toy(monkeypatch) as toy:
+        assert list(registry.exercises()) == [toy]
+        assert registry.exercises_of("99") == registry.exercises_of("12") == ()
+
+
+def test_an_exercise_in_the_module_of_another_notebook_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with only_the_toy(monkeypatch):
+        monkeypatch.setattr(registry, "MODULES", {"97": "toy"})
+        with pytest.raises(ValueError, match="'double' says notebook '98'"):
+            registry.find("double")
