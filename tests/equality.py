@@ -66,8 +66,13 @@ def train_in_one_process(
     return Trained(losses, gradients, snapshot_parameters([model]))
 
 
-def assert_equals_one_process(ranks: list[Trained], reference: Trained, config: ModelConfig) -> None:
-    """Every rank's loss, and all gradients and parameters of the ranks together, equal the reference's."""
+def assert_equals_one_process(ranks: list[Trained], reference: Trained, config: ModelConfig) -> dict[str, float]:
+    """Every rank's loss, and all gradients and parameters of the ranks together, equal the reference's.
+
+    Returns:
+        The largest difference of ``"gradients"`` and of ``"parameters"``.
+    """
+    largest = {"gradients": 0.0, "parameters": 0.0}
     for rank, trained in enumerate(ranks):
         torch.testing.assert_close(
             trained.losses, reference.losses, rtol=GRADIENT_TOLERANCE, atol=0, msg=lambda m, r=rank: f"rank {r}: {m}"
@@ -79,11 +84,14 @@ def assert_equals_one_process(ranks: list[Trained], reference: Trained, config: 
             for name, value in getattr(trained, kind).items():
                 source = "embed.weight" if config.tie_embeddings and name == "head.weight" else name
                 seen.add(source)
-                _assert_close(value, expected[source], tolerance, f"{kind} of {name} on rank {rank}")
+                difference = _assert_close(value, expected[source], tolerance, f"{kind} of {name} on rank {rank}")
+                largest[kind] = max(largest[kind], difference)
         assert seen == set(expected), f"{kind} held by no rank: {set(expected) - seen}"
+    return largest
 
 
-def _assert_close(value: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+def _assert_close(value: Tensor, expected: Tensor, tolerance: float, what: str) -> float:
     assert value.shape == expected.shape, f"{what}: shape {value.shape}, expected {expected.shape}"
     difference = (value - expected).abs().max().item() / max(1.0, expected.abs().max().item())
     assert difference <= tolerance, f"{what} differ by {difference:.1e}, more than {tolerance:.0e}"
+    return difference

@@ -2,12 +2,20 @@
 
 Order of use::
 
-    mesh = init_distributed(DistributedConfig(pp=2))
+    mesh = init_distributed(DistributedConfig(pp=2, tp=2))  # dp_shard takes the ranks that are left
     module = build_stage_module(config, get_pp_rank(mesh), get_pp_size(mesh))
+    apply_tensor_parallel(module, mesh)
+    apply_ac(module, "selective")
+    apply_fsdp2(module, mesh, default_mp_policy(torch.float32))
+    optimizer = torch.optim.AdamW(module.parameters())
     stage = build_pipeline_stage(module, mesh, get_device(), batch_size=4, seq_len=128, param_dtype=torch.float32)
     schedule = build_pipeline_schedule(stage, n_microbatches=8, loss_fn=CrossEntropy(), schedule="1f1b")
     loss = schedule.step(inputs, target=targets)
+    norm = clip_grad_norm_(stage, 1.0, device_mesh=mesh)
+    optimizer.step()
     destroy_distributed()
+
+Steps whose dimension the mesh does not have do nothing, so the same lines run on one process and on a thousand.
 """
 
 from course_pp.model import (
@@ -17,11 +25,17 @@ from course_pp.model import (
     compute_layer_assignment,
     partition_by_cost,
 )
+from course_pp.parallel.checkpointing import apply_ac
+from course_pp.parallel.clipping import clip_grad_norm_
+from course_pp.parallel.counting import CollectiveCounter, CollectiveCounts, Tally, count_collectives, wire_factor
+from course_pp.parallel.fsdp import ReshardPolicy, apply_fsdp2, default_mp_policy, resolve_reshard_after_forward
 from course_pp.parallel.mesh import (
     DistributedConfig,
     destroy_distributed,
     get_device,
     get_dp_mesh,
+    get_dp_rank,
+    get_dp_size,
     get_pp_mesh,
     get_pp_rank,
     get_pp_size,
@@ -34,23 +48,40 @@ from course_pp.parallel.pipeline import (
     TokenLoss,
     build_pipeline_schedule,
 )
+from course_pp.parallel.predicting import predict_collectives
 from course_pp.parallel.schedules import get_stage_indices, schedule_names
 from course_pp.parallel.stage import build_pipeline_stage
+from course_pp.parallel.tensor import apply_tensor_parallel
+from course_pp.parallel.unsharded import measure_unsharded_bytes, predict_unsharded_bytes
+from course_pp.parallel.vocab_parallel import VocabParallelCrossEntropy
 from course_pp.parallel.world import get_world_info, is_rank_zero, refusals_said_once
 
 __all__ = [
+    "CollectiveCounter",
+    "CollectiveCounts",
     "DistributedConfig",
     "ModelConfig",
     "PipelineSchedule",
     "PipelineStageModule",
+    "ReshardPolicy",
+    "Tally",
     "TokenLoss",
+    "VocabParallelCrossEntropy",
+    "apply_ac",
+    "apply_fsdp2",
+    "apply_tensor_parallel",
     "build_pipeline_schedule",
     "build_pipeline_stage",
     "build_stage_module",
+    "clip_grad_norm_",
     "compute_layer_assignment",
+    "count_collectives",
+    "default_mp_policy",
     "destroy_distributed",
     "get_device",
     "get_dp_mesh",
+    "get_dp_rank",
+    "get_dp_size",
     "get_pp_mesh",
     "get_pp_rank",
     "get_pp_size",
@@ -60,7 +91,12 @@ __all__ = [
     "has_dp_mesh",
     "init_distributed",
     "is_rank_zero",
+    "measure_unsharded_bytes",
     "partition_by_cost",
+    "predict_collectives",
+    "predict_unsharded_bytes",
     "refusals_said_once",
+    "resolve_reshard_after_forward",
     "schedule_names",
+    "wire_factor",
 ]

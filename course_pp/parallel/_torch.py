@@ -1,12 +1,28 @@
 """The one place that touches private names of torch, which move between releases."""
 
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-__all__ = ["LocalNeighboursStage", "set_timeout"]
+__all__ = [
+    "CollectiveWatcher",
+    "GatheredWatcher",
+    "LocalNeighboursStage",
+    "mixed_precision",
+    "multiply",
+    "norms_of",
+    "set_timeout",
+]
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
@@ -22,3 +38,142 @@ class LocalNeighboursStage(PipelineStage):
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Backward of one microbatch, or the input-gradient half of it."""
+        if not full_backward:
+            self._gather_parameters()
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """The weight-gradient half of one microbatch."""
+        self._gather_parameters()
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def _gather_parameters(self) -> None:
+        """Put the gathered parameters of FSDP2 in place, which a forward may have freed since.
+
+        torch looks for the graph's parameters among the module's. Finding shards there instead, it leaves the
+        gradients of a split backward out, without a word.
+        """
+        for module in self.submod.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+
+
+def mixed_precision(module: torch.nn.Module) -> MixedPrecisionPolicy | None:
+    """The policy FSDP2 was applied to ``module`` with; None without FSDP2. torch has a setter's worth of it only."""
+    return module._get_fsdp_state()._mp_policy if isinstance(module, FSDPModule) else None
+
+
+def norms_of(tensors: Sequence[Tensor], norm_type: float, foreach: bool, device: torch.device) -> Tensor:
+    """The norm of each tensor that is not empty, float64 (n,), accumulated in float32 at least."""
+    tensors = [tensor for tensor in tensors if tensor.numel()]
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float64, device=device)
+    if foreach and all(tensor.dtype.itemsize >= 4 for tensor in tensors):
+        norms = torch._foreach_norm(tensors, norm_type)
+    else:
+        norms = tuple(torch.linalg.vector_norm(t, norm_type, dtype=_at_least_float32(t.dtype)) for t in tensors)
+    return torch.stack([norm.double() for norm in norms])
+
+
+def multiply(tensors: Sequence[Tensor], factor: Tensor, foreach: bool) -> None:
+    """Multiply each tensor by a scalar tensor, in place."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for dtype, alike in by_dtype.items():
+        if foreach:
+            torch._foreach_mul_(alike, factor.to(dtype))
+        else:
+            for tensor in alike:
+                tensor.mul_(factor)
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype.itemsize >= 4 else torch.float32
+
+
+# What follows only watches: for counting.py and unsharded.py.
+
+
+class CollectiveWatcher(TorchDispatchMode):
+    """Tells of every collective and message this process begins in the ``with`` block, on any process group.
+
+    All of them pass torch's dispatcher, whether FSDP2, DTensor, pipelining or the user calls them. Autograd takes the
+    mode along to the threads that run backward.
+
+    Args:
+        tell: called with the operator's name, such as ``"_allgather_base_"``, the group, and the bytes of the larger of
+            what goes in and what comes out on this rank.
+    """
+
+    def __init__(self, tell: Callable[[str, dist.ProcessGroup, int], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operator."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor comes first; what it calls is seen here in turn
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.namespace in ("c10d", "_c10d_functional"):
+            arguments = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+            group = arguments.get("process_group", arguments.get("group_name"))
+            if group is not None:
+                results = result if isinstance(result, tuple) else (result,)
+                self._tell(func._opname, _group(group), max(map(_n_bytes, (*arguments.values(), *results))))
+        return result
+
+
+def _group(group: Any) -> dist.ProcessGroup:
+    """A process group from whatever an operator takes for one: a group, its name, or the dispatcher's box around it."""
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    resolve: Callable[[Any], dist.ProcessGroup] = distributed_c10d._resolve_process_group
+    return resolve(group) if isinstance(group, str) else dist.ProcessGroup.unbox(group)
+
+
+def _n_bytes(value: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+class GatheredWatcher(TorchDispatchMode):
+    """Looks after every operation in the ``with`` block at how many bytes of parameters FSDP2 holds gathered.
+
+    On all ranks of ``dp_shard`` or, after forward, on some; a gather that was begun counts. While it is copied out both
+    copies exist, and count once.
+    """
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        super().__init__()
+        self.peak = 0
+        states = [part._get_fsdp_state() for m in modules for part in m.modules() if isinstance(part, FSDPModule)]
+        self._groups = [group for state in states if (group := state._fsdp_param_group) is not None]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operator."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        self.peak = max(self.peak, sum(map(_gathered_bytes, self._groups)))
+        return result
+
+
+def _gathered_bytes(group: Any) -> int:
+    if group.is_unsharded:
+        outputs = [output for parameter in group.fsdp_params for output in parameter.all_gather_outputs]
+        return sum(output.untyped_storage().nbytes() for output in outputs)
+    if group._all_gather_result is not None:
+        return group._all_gather_result.all_gather_output.nbytes
+    if group.is_sharded_post_forward:
+        return sum(parameter._sharded_post_forward_param_data.nbytes for parameter in group.fsdp_params)
+    return 0

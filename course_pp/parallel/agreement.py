@@ -46,6 +46,6 @@ def agree_on(description: dict[str, Any], group: dist.ProcessGroup | None) -> No
         for key, value in descriptions[0].items():
             if other[key] != value:
                 raise ValueError(
-                    f"pipeline rank {rank} says {key}={other[key]!r}, rank 0 says {value!r}: "
+                    f"rank {rank} says {key}={other[key]!r}, rank 0 says {value!r}: "
                     "every rank must build the same pipeline"
                 )

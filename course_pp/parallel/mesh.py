@@ -22,6 +22,8 @@ __all__ = [
     "destroy_distributed",
     "get_device",
     "get_dp_mesh",
+    "get_dp_rank",
+    "get_dp_size",
     "get_pp_mesh",
     "get_pp_rank",
     "get_pp_size",
@@ -209,3 +211,19 @@ def get_dp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh:
         )
     replicated = "dp_replicate" in (device_mesh.mesh_dim_names or ())
     return device_mesh["dp_replicate", "dp_shard"] if replicated else device_mesh["dp_shard"]
+
+
+def get_dp_size(device_mesh: DeviceMesh | None) -> int:
+    """Number of ranks with data of their own, ``dp_replicate × dp_shard``; 1 without data parallelism."""
+    return get_dp_mesh(device_mesh).size() if has_dp_mesh(device_mesh) else 1
+
+
+def get_dp_rank(device_mesh: DeviceMesh | None) -> int:
+    """Which part of the global batch is this rank's, ``dp_replicate`` outermost; 0 without data parallelism."""
+    if not has_dp_mesh(device_mesh):
+        return 0
+    mesh = get_dp_mesh(device_mesh)
+    index = 0
+    for size, coordinate in zip(mesh.shape, mesh.get_coordinate() or (), strict=True):
+        index = index * size + coordinate
+    return index

@@ -15,10 +15,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage
 
 from course_pp.parallel.agreement import agree, agree_on, gather
 from course_pp.parallel.forward_only import forward_only
+from course_pp.parallel.fsdp import reshard
 from course_pp.parallel.mesh import has_dp_mesh
 from course_pp.parallel.schedules import check_microbatches, find_schedule, get_stage_indices
 from course_pp.parallel.stage import ModelStage, problem_of_dtype
@@ -44,7 +44,7 @@ def build_pipeline_schedule(
     loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     schedule: str = "1f1b",
 ) -> "PipelineSchedule":
-    """Put stages under a schedule. Call it on every pipeline rank at once: the ranks compare what they were given.
+    """Put stages under a schedule. Call it on every rank of the mesh at once: the ranks compare what they were given.
 
     Args:
         stage: this rank's stage, or the list of its stages for multi-stage schedules, placed as
@@ -59,12 +59,15 @@ def build_pipeline_schedule(
         ValueError: for an unknown schedule, stages placed otherwise than it needs, a number of microbatches it cannot
             run, or ranks that were given different pipelines.
     """
-    stages = [stage] if isinstance(stage, PipelineStage) else list(stage)
+    stages = list(stage) if isinstance(stage, Sequence) else [stage]
     if not stages or not all(isinstance(s, ModelStage) for s in stages):
-        raise TypeError(f"stage must come from build_pipeline_stage, not {[type(s).__name__ for s in stages]}")
+        raise TypeError(
+            f"stage must come from build_pipeline_stage, not {[type(s).__name__ for s in stages]}: cut the model with "
+            "build_stage_module and wrap this rank's stages"
+        )
     stages.sort(key=lambda s: s.stage_index)
-    group = stages[0].group
-    agree(_problem_of_placement(stages, n_microbatches, schedule), group)
+    everyone = _everyone(stages[0])
+    agree(_problem_of_placement(stages, n_microbatches, schedule), everyone)
     agree_on(
         {
             "schedule": find_schedule(schedule).torch_class,
@@ -73,9 +76,9 @@ def build_pipeline_schedule(
             "param_dtype": stages[0].boundary.dtype,
             "config": stages[0].submod.config,
         },
-        group,
+        everyone,
     )
-    _agree_on_model(stages, group)
+    agree(_problem_of_model(stages), everyone)
     return PipelineSchedule(stages, n_microbatches, loss_fn, schedule)
 
 
@@ -98,24 +101,30 @@ def _problem_of_placement(stages: Sequence[ModelStage], n_microbatches: int, sch
     return None
 
 
-def _agree_on_model(stages: Sequence[ModelStage], group: dist.ProcessGroup | None) -> None:
-    """Raise on every rank unless all stages make up the model: each layer once, both ends of a tie trained or none."""
+def _everyone(stage: ModelStage) -> dist.ProcessGroup | None:
+    """All ranks of the mesh: a rank that refuses leaves not only its own pipeline waiting, but also its replicas."""
+    return stage.group if stage.device_mesh is None else dist.group.WORLD
+
+
+def _problem_of_model(stages: Sequence[ModelStage]) -> str | None:
+    """What keeps all stages from making up the model: each layer once, both ends of a tie trained or none."""
     mine = [(s.stage_index, s.submod.layer_range, s.submod.tied_weight) for s in stages]
-    everyone = gather([(i, layers, tie is not None and tie.requires_grad) for i, layers, tie in mine], group)
-    parts = sorted(part for rank in everyone for part in rank)
+    ranks = gather([(i, layers, tie is not None and tie.requires_grad) for i, layers, tie in mine], stages[0].group)
+    parts = sorted(part for rank in ranks for part in rank)
     end = 0
     for stage, (start, stop), _ in parts:
         if start != end:
-            raise ValueError(
+            return (
                 f"stage {stage} begins with layer {start}, but the stages before it end with layer {end - 1}: "
                 "give every rank the same layer_ranges"
             )
         end = stop
     n_layers = stages[0].submod.config.n_layers
     if end != n_layers:
-        raise ValueError(f"the stages hold {end} of {n_layers} layers: give every rank the same layer_ranges")
+        return f"the stages hold {end} of {n_layers} layers: give every rank the same layer_ranges"
     if sum(trains for *_, trains in parts) == 1:
-        raise ValueError("one end of the tied embedding is frozen and the other is not: freeze both ends, or neither")
+        return "one end of the tied embedding is frozen and the other is not: freeze both ends, or neither"
+    return None
 
 
 def _data_parallel_groups(device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
@@ -140,6 +149,7 @@ class PipelineSchedule:
         self.n_microbatches = n_microbatches
         self._loss_fn = loss_fn
         self._group = stages[0].group
+        self._everyone = _everyone(stages[0])
         self._dp_groups = _data_parallel_groups(stages[0].device_mesh)
         self._divisor: torch.Tensor | float = float(n_microbatches)
         self._schedule = kind.build(
@@ -202,6 +212,8 @@ class PipelineSchedule:
             boundary=self.stages[0].boundary,
             consume=lambda i, output: losses.append(self._share_of_loss(output, targets[i])),
         )
+        for stage in self.stages:
+            reshard(stage.submod)  # forward alone may keep gathered parameters, in place of those that are trained
         return self._tell_everyone(losses)
 
     def _share_of_loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -239,7 +251,7 @@ class PipelineSchedule:
         """Drop what this rank does not need, refuse what does not fit (all ranks together), and count the tokens."""
         inputs = inputs if self.stages[0].is_first else None
         target = target if self.stages[-1].is_last else None
-        agree(self._problem(inputs, target, kwargs), self._group)
+        agree(self._problem(inputs, target, kwargs), self._everyone)
         if inputs is not None:
             inputs = inputs.contiguous()  # torch before 2.12 refuses a view, such as tokens[:, :-1]
         if target is not None:

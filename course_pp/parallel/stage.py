@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.model import PipelineStageModule
-from course_pp.parallel._torch import LocalNeighboursStage
+from course_pp.parallel._torch import LocalNeighboursStage, mixed_precision
 from course_pp.parallel.mesh import get_pp_mesh
 
 __all__ = ["ModelStage", "build_pipeline_stage", "problem_of_dtype"]
@@ -95,13 +95,23 @@ def build_pipeline_stage(
 
 
 def problem_of_dtype(module: PipelineStageModule, boundary_dtype: torch.dtype) -> str | None:
-    """What is wrong if ``module`` computes in another dtype than crosses its boundary; None if nothing is."""
-    dtypes = {p.dtype for p in module.parameters()}
+    """What is wrong if ``module`` computes in another dtype than crosses its boundary; None if nothing is.
+
+    With mixed precision a stage computes in its policy's ``param_dtype``, whatever its parameters are kept in.
+    """
+    policy = mixed_precision(module)
+    dtype = None if policy is None else policy.output_dtype or policy.param_dtype
+    dtypes = {p.dtype for p in module.parameters()} if dtype is None else {dtype}
     if dtypes <= {boundary_dtype}:
         return None
+    remedy = (
+        "pass the module's own dtype, or convert it before building the stage"
+        if dtype is None
+        else f"pass param_dtype={dtype}, or apply FSDP2 with default_mp_policy({boundary_dtype})"
+    )
     return (
         f"stage {module.stage_id} computes in {', '.join(sorted(map(str, dtypes)))}, but param_dtype declares that "
-        f"{boundary_dtype} crosses its boundary: pass the module's own dtype, or convert it before building the stage"
+        f"{boundary_dtype} crosses its boundary: {remedy}"
     )
 
 

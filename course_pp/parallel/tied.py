@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 __all__ = ["tied_gradients"]
 
@@ -49,11 +50,16 @@ def _add(end: nn.Parameter, other: torch.Tensor) -> None:
 
 
 def _swap(mine: torch.Tensor, peer: int, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The peer's gradient; where both ends are sharded, the peer holds the same rows, and those are exchanged."""
     theirs = torch.empty_like(mine)
     swap = [
-        dist.P2POp(dist.isend, mine.contiguous(), group=group, group_peer=peer),
-        dist.P2POp(dist.irecv, theirs, group=group, group_peer=peer),
+        dist.P2POp(dist.isend, _local(mine).contiguous(), group=group, group_peer=peer),
+        dist.P2POp(dist.irecv, _local(theirs), group=group, group_peer=peer),
     ]
     for work in dist.batch_isend_irecv(swap):
         work.wait()
     return theirs
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

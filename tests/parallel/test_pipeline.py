@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from course_pp.launch import on_ranks
 from course_pp.model import CrossEntropy, ModelConfig, Transformer
@@ -154,6 +155,22 @@ def test_what_does_not_fit_is_refused_on_every_rank_and_the_next_step_works(argu
     assert ranks[0][1] == ranks[1][1]
 
 
+def one_data_rank_refusal_on_rank(rank):
+    """Two pipelines of two ranks, of which the second is given too few rows."""
+    mesh = init_distributed(DistributedConfig(pp=2), seed=0)
+    _, pipeline = build(model_config(False), mesh, 2, get_pp_rank(mesh), "1f1b", CrossEntropy())
+    batch = tokens(15) if get_dp_mesh(mesh).get_local_rank() else tokens()
+    with pytest.raises(ValueError, match="shape") as refusal:
+        pipeline.step(batch, target=batch)
+    return str(refusal.value), pipeline.step(tokens(), target=tokens()).item()
+
+
+def test_what_does_not_fit_one_data_parallel_rank_is_refused_on_all():
+    ranks = on_ranks(4, one_data_rank_refusal_on_rank, timeout_s=30)
+    assert len(set(ranks)) == 1
+    assert ranks[0][0].startswith("inputs has shape (15, 8)")
+
+
 def build_on_rank(rank, pp, change):
     """Build a pipeline on which ``change`` may make one rank different; return the refusal."""
     mesh = init_distributed(DistributedConfig(pp=pp), seed=0)
@@ -235,6 +252,12 @@ def test_a_stage_that_computes_in_another_dtype_is_refused_before_any_message(lo
 def test_a_whole_model_is_not_a_stage(lone_rank):
     with pytest.raises(TypeError, match="must be a PipelineStageModule, not Transformer: cut the model"):
         build_pipeline_stage(Transformer(model_config(False)), None, "cpu", 2, SEQ_LEN, torch.float32)
+
+
+@pytest.mark.parametrize("given", [nn.Linear(2, 2), [], [nn.Linear(2, 2)]], ids=["model", "nothing", "models"])
+def test_a_pipeline_of_anything_but_stages_is_refused(given):
+    with pytest.raises(TypeError, match=r"must come from build_pipeline_stage, not \[.*\]: cut the model with"):
+        build_pipeline_schedule(given, 4, CrossEntropy())
 
 
 @pytest.mark.parametrize(

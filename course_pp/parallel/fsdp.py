@@ -1,0 +1,104 @@
+"""FSDP2: parameters, gradients and optimizer state sharded over the data-parallel ranks.
+
+    root group    embedding, final norm, head
+    group 0 …     one a decoder layer
+
+A group is gathered in one collective and its gradients are reduced in one. On the 2-D mesh (``dp_replicate``,
+``dp_shard``) it is sharded over the second dimension and its reduced gradients are averaged over the first (HSDP).
+
+Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277.
+"""
+
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from course_pp.parallel.mesh import get_dp_mesh, get_pp_mesh, has_dp_mesh
+from course_pp.parallel.order import check_order, decoder_layers
+
+__all__ = ["ReshardPolicy", "apply_fsdp2", "default_mp_policy", "reshard", "resolve_reshard_after_forward"]
+
+ReshardPolicy = bool | int | Literal["auto"]
+
+
+def default_mp_policy(param_dtype: torch.dtype = torch.bfloat16) -> MixedPrecisionPolicy:
+    """Compute in ``param_dtype``, reduce gradients in float32, cast the inputs of every block to ``param_dtype``."""
+    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=True)
+
+
+def resolve_reshard_after_forward(policy: ReshardPolicy, device_mesh: DeviceMesh | None) -> bool | int:
+    """What becomes of gathered parameters after forward: freed (True), kept (False), or kept on fewer ranks.
+
+    ``"auto"`` is False under pipeline parallelism and True otherwise. A step of a pipeline runs the forward of every
+    microbatch before the gradients are reduced, and True would gather the same parameters again for each of them:
+    m + 1 all-gathers a group and step instead of one. Without a pipeline True costs two instead of one, and frees all
+    other blocks while one computes.
+
+    Args:
+        policy: ``"auto"``; True or False, which mean what they say; or the world size to reshard to, which must divide
+            the size of ``dp_shard`` and be neither 1 nor all of it.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if policy == "auto":
+        return get_pp_mesh(device_mesh) is None
+    if isinstance(policy, bool):
+        return policy
+    if not isinstance(policy, int):
+        raise ValueError(f"reshard_after_forward={policy!r} must be True, False, 'auto' or a number of ranks")
+    n_shards = device_mesh["dp_shard"].size() if device_mesh is not None and has_dp_mesh(device_mesh) else 1
+    proper = [k for k in range(2, n_shards) if n_shards % k == 0]
+    if policy in proper:
+        return policy
+    meant = {1: "False (keep everything)", n_shards: "True (free everything)"}.get(policy)
+    use = meant or " or ".join([*map(str, proper), "True, False or 'auto'"])
+    raise ValueError(
+        f"reshard_after_forward={policy} must divide dp_shard={n_shards} and be neither 1 nor {n_shards}: say {use}"
+    )
+
+
+def apply_fsdp2(
+    model: nn.Module,
+    device_mesh: DeviceMesh | None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: ReshardPolicy = "auto",
+) -> None:
+    """Shard ``model`` in place: every decoder layer, then what is left at the root.
+
+    The last step before the optimizer is made; a no-op where the mesh has no data-parallel dimension. Gradients are
+    averaged over the data-parallel ranks, under a pipeline once a step, after the last microbatch.
+
+    Args:
+        model: a :class:`Transformer` or one stage of it.
+        mp_policy: None computes in the parameters' own dtype and reduces in float32 at least; otherwise see
+            :func:`default_mp_policy`.
+        reshard_after_forward: see :func:`resolve_reshard_after_forward`.
+
+    Raises:
+        TypeError: if ``model`` is not a Transformer or a stage of one.
+        ValueError: if FSDP2 was applied already, or for a reshard policy that the mesh does not allow.
+    """
+    transformer = check_order(model, "FSDP2")
+    policy = resolve_reshard_after_forward(reshard_after_forward, device_mesh)
+    if not has_dp_mesh(device_mesh):
+        return
+    mesh = get_dp_mesh(device_mesh)
+    mixed = mp_policy if mp_policy is not None else _own_precision(model)
+    for module in (*decoder_layers(transformer), model):
+        fully_shard(module, mesh=mesh, mp_policy=mixed, reshard_after_forward=policy)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the gathered parameters of every group; a no-op without FSDP2."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _own_precision(model: nn.Module) -> MixedPrecisionPolicy:
+    half = any(parameter.dtype.itemsize < 4 for parameter in model.parameters())
+    return MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None)

@@ -1,0 +1,69 @@
+"""The order in which a model is transformed, and what tells that a step was taken.
+
+    stage ─► tensor parallel ─► activation checkpointing ─► FSDP2
+
+Each step builds on the ones before it. Tensor parallelism cuts the matrices that FSDP2 then shards once more, and could
+not find them inside FSDP2's shards. Checkpointing has to lie inside FSDP2's hooks: outside them, recomputing a block
+would gather its parameters a second time.
+"""
+
+from typing import Literal
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from course_pp.model import DecoderLayer, Transformer
+from course_pp.parallel.recompute import Recomputed
+
+__all__ = ["Step", "applied_steps", "check_order", "decoder_layers"]
+
+Step = Literal["tensor parallel", "activation checkpointing", "FSDP2"]
+
+_CALLS: dict[Step, str] = {
+    "tensor parallel": "apply_tensor_parallel",
+    "activation checkpointing": "apply_ac",
+    "FSDP2": "apply_fsdp2",
+}
+
+
+def applied_steps(model: nn.Module) -> list[Step]:
+    """The steps ``model`` has been through, in order."""
+    tensor_parallel = any(
+        isinstance(p, DTensor) and "tp" in (p.device_mesh.mesh_dim_names or ()) for p in model.parameters()
+    )
+    modules = list(model.modules())
+    found: dict[Step, bool] = {
+        "tensor parallel": tensor_parallel,
+        "activation checkpointing": any(isinstance(module.forward, Recomputed) for module in modules),
+        "FSDP2": any(isinstance(module, FSDPModule) for module in modules),
+    }
+    return [step for step in _CALLS if found[step]]
+
+
+def check_order(model: nn.Module, step: Step) -> Transformer:
+    """Refuse to take ``step`` a second time, or after a step that must follow it.
+
+    Returns:
+        ``model``, known to be a Transformer.
+
+    Raises:
+        TypeError: if ``model`` is not this package's model or one of its stages.
+        ValueError: naming what was applied, the order, and the remedy.
+    """
+    if not isinstance(model, Transformer):
+        hint = ": pass the module the stage was built from" if hasattr(model, "submod") else ""
+        raise TypeError(f"{_CALLS[step]} takes a Transformer or a stage of one, not {type(model).__name__}{hint}")
+    order = list(_CALLS)
+    too_late = [done for done in applied_steps(model) if order.index(done) >= order.index(step)]
+    if too_late:
+        raise ValueError(
+            f"{_CALLS[step]} was called on a model that already has {' and '.join(too_late)}, but the order is stage → "
+            f"{' → '.join(order)}, each at most once: build the stage anew and call {', '.join(_CALLS.values())}"
+        )
+    return model
+
+
+def decoder_layers(model: Transformer) -> list[DecoderLayer]:
+    """The blocks of ``model``, first to last."""
+    return [layer for layer in model.layers.values() if isinstance(layer, DecoderLayer)]

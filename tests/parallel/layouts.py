@@ -1,0 +1,310 @@
+"""Training under any layout of ranks, and the same training in one process."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from course_pp.model import CrossEntropy, ModelConfig, PipelineStageModule, Transformer, build_stage_module
+from course_pp.parallel import (
+    DistributedConfig,
+    PipelineSchedule,
+    apply_ac,
+    apply_fsdp2,
+    apply_tensor_parallel,
+    build_pipeline_schedule,
+    build_pipeline_stage,
+    clip_grad_norm_,
+    get_dp_mesh,
+    get_dp_rank,
+    get_pp_rank,
+    get_stage_indices,
+    has_dp_mesh,
+    init_distributed,
+)
+from tests.equality import GRADIENT_TOLERANCE, Trained, adamw, assert_equals_one_process, batches
+
+FACTORS = (1, 2, 3, 4, 8)
+SEQ_LEN = 24  # what every tp here divides
+STEPS = 3
+MAX_NORM = 0.5
+
+Data = list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout of ranks and what runs on it."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    schedule: str = "none"
+    reshard: bool | int | str = "auto"
+
+    @property
+    def n_ranks(self) -> int:
+        return self.pp * self.n_data * self.tp
+
+    @property
+    def n_data(self) -> int:
+        """Ranks with data of their own."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def n_microbatches(self) -> int:
+        return {1: 1, 2: 4, 3: 6, 4: 4, 8: 8}[self.pp]
+
+    @property
+    def batch(self) -> int:
+        """Sequences in the global batch: one a microbatch."""
+        return self.n_data * self.n_microbatches
+
+    @property
+    def distributed(self) -> DistributedConfig:
+        return DistributedConfig(self.pp, self.dp_replicate, self.dp_shard, self.tp)
+
+    def __str__(self) -> str:
+        sizes = {"pp": self.pp, "replicate": self.dp_replicate, "shard": self.dp_shard, "tp": self.tp}
+        parts = [f"{name}{size}" for name, size in sizes.items() if size > 1]
+        parts += [self.schedule] if self.pp > 1 else []
+        return "-".join([*parts, *([f"reshard={self.reshard}"] if self.dp_shard > 1 else [])])
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What else every layout must get right."""
+
+    tied: bool
+    padded: bool
+    ac: str
+
+    def __str__(self) -> str:
+        return f"{'tied' if self.tied else 'untied'}-{'padded' if self.padded else 'whole'}-ac={self.ac}"
+
+
+PLAIN = Variant(tied=False, padded=False, ac="none")
+TIED = Variant(tied=True, padded=True, ac="full")
+SELECTIVE = Variant(tied=False, padded=True, ac="selective")
+
+
+def variants_of(case: Case) -> tuple[Variant, ...]:
+    """What runs under ``case``: without a pipeline also masks through sequence-parallel, untied blocks."""
+    return (PLAIN, TIED) if case.pp > 1 else (PLAIN, TIED, SELECTIVE)
+
+
+@dataclass
+class Run:
+    """What a training run leaves behind: clipped gradients of the first step, norms and evaluations of all."""
+
+    trained: Trained
+    norms: list[float]
+    evaluated: list[float]
+
+
+def all_cases() -> list[Case]:
+    """Every layout of at most 8 ranks, with every schedule and reshard policy it has."""
+    cases = []
+    for pp, dp_replicate, dp_shard, tp in product(FACTORS, repeat=4):
+        if not 1 < prod((pp, dp_replicate, dp_shard, tp)) <= 8:
+            continue
+        for schedule in ("gpipe", "1f1b", "interleaved_1f1b", "zb_v") if pp > 1 else ("none",):
+            for reshard in (True, False) if dp_shard > 1 else ("auto",):
+                cases.append(Case(pp, dp_replicate, dp_shard, tp, schedule, reshard))
+    return cases
+
+
+def model_config(case: Case, tied: bool) -> ModelConfig:
+    """The smallest model that the layout can cut: heads for ``tp``, layers for two stages a rank."""
+    sizes = {"n_heads": 6, "n_kv_heads": 3, "dim": 36} if case.tp == 3 else {"n_heads": 16, "n_kv_heads": 8, "dim": 64}
+    return ModelConfig(
+        **sizes,
+        n_layers=16 if case.pp == 8 else 8 if case.pp > 1 else 3,
+        ffn_dim=48,
+        vocab_size=61 if tied else 72,
+        max_seq_len=SEQ_LEN,
+        tie_embeddings=tied,
+    )
+
+
+@cache
+def data_of(config: ModelConfig, batch: int, padded: bool) -> tuple[Data, dict[str, Tensor]]:
+    """Three batches, and the keyword arguments of a batch; padded rows count different numbers of tokens."""
+    data = batches(config, batch, SEQ_LEN, STEPS)
+    if not padded:
+        return data, {}
+    lengths = torch.arange(batch) * 7 % SEQ_LEN + 1
+    mask = torch.arange(SEQ_LEN) >= SEQ_LEN - lengths[:, None]
+    data = [(inputs, target.masked_fill(~mask, -100)) for inputs, target in data]
+    return data, {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+
+
+@cache
+def reference(config: ModelConfig, batch: int, padded: bool) -> Run:
+    """Clipped training of the whole model in float64, in one process."""
+    data, kwargs = data_of(config, batch, padded)
+    torch.manual_seed(0)
+    model = Transformer(config).double()
+    optimizer, loss_fn = adamw([model]), CrossEntropy()
+    run = Run(Trained([], {}, {}), [], [])
+    run.evaluated.append(loss_fn(model(data[0][0], **kwargs), data[0][1]).item())
+    for step, (inputs, target) in enumerate(data):
+        optimizer.zero_grad()
+        loss = loss_fn(model(inputs, **kwargs), target)
+        loss.backward()
+        run.trained.losses.append(loss.item())
+        run.norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        if step == 0:
+            run.trained.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        optimizer.step()
+    run.trained.parameters = {name: p.detach() for name, p in model.named_parameters()}
+    run.evaluated.append(loss_fn(model(data[0][0], **kwargs), data[0][1]).item())
+    return run
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be sharded."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def build_modules(
+    case: Case,
+    config: ModelConfig,
+    mesh: DeviceMesh | None,
+    ac: str = "none",
+    mp_policy: MixedPrecisionPolicy | None = None,
+    **tp_options: bool,
+) -> list[PipelineStageModule]:
+    """This rank's modules in float64, transformed in order."""
+    indices = get_stage_indices(case.schedule, get_pp_rank(mesh), case.pp) if case.pp > 1 else [0]
+    modules = [build_stage_module(config, i, case.pp * len(indices)).double() for i in indices]
+    for module in modules:
+        apply_tensor_parallel(module, mesh, **tp_options)
+        apply_ac(module, ac)
+        apply_fsdp2(module, mesh, mp_policy, case.reshard)
+    return modules
+
+
+def build_pipeline(
+    case: Case,
+    modules: Sequence[PipelineStageModule],
+    mesh: DeviceMesh | None,
+    batch: int,
+    loss_fn: CrossEntropy,
+    dtype: torch.dtype = torch.float64,
+) -> PipelineSchedule:
+    """The schedule over this rank's modules, for ``batch`` sequences on each data-parallel rank."""
+    stages = [build_pipeline_stage(m, mesh, "cpu", batch // case.n_microbatches, SEQ_LEN, dtype) for m in modules]
+    schedule = case.schedule if case.pp > 1 else "gpipe"
+    return build_pipeline_schedule(stages if len(stages) > 1 else stages[0], case.n_microbatches, loss_fn, schedule)
+
+
+class WholeModel:
+    """A step without a pipeline, as a user would write it."""
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh | None, loss_fn: CrossEntropy) -> None:
+        self.model, self.loss_fn = model, loss_fn
+        dp = get_dp_mesh(mesh) if has_dp_mesh(mesh) else None
+        self.groups = [] if dp is None else [dp.get_group(name) for name in dp.mesh_dim_names]
+
+    def _average(self, value: Tensor) -> Tensor:
+        for group in self.groups:
+            dist.all_reduce(value, group=group)
+            value /= dist.get_world_size(group)
+        return value
+
+    def step(self, inputs: Tensor, target: Tensor, **kwargs: Tensor) -> Tensor:
+        """The mean loss over the tokens of all ranks; gradients where they are enabled."""
+        total = self.loss_fn.total(self.model(inputs, **kwargs), target)
+        loss = total / self._average(self.loss_fn.count(target).double())
+        if torch.is_grad_enabled():
+            loss.backward()
+        return self._average(loss.detach().clone())
+
+    def eval(self, inputs: Tensor, target: Tensor, **kwargs: Tensor) -> Tensor:
+        """The same without gradients."""
+        with torch.no_grad():
+            return self.step(inputs, target, **kwargs)
+
+
+def train_on_rank(
+    rank: int,
+    case: Case,
+    variant: Variant,
+    config: ModelConfig,
+    data: Data,
+    kwargs: dict[str, Tensor],
+    loss_fn: CrossEntropy | None = None,
+    **tp_options: bool,
+) -> Run:
+    """Three clipped AdamW steps on this rank's part of the data."""
+    mesh = init_distributed(case.distributed, seed=0)
+    loss_fn = loss_fn or CrossEntropy()
+
+    def mine(rows: Tensor) -> Tensor:
+        return rows.chunk(case.n_data)[get_dp_rank(mesh)]
+
+    data = [(mine(inputs), mine(target)) for inputs, target in data]
+    kwargs = {name: mine(value) for name, value in kwargs.items()}
+    modules = build_modules(case, config, mesh, variant.ac, **tp_options)
+    optimizer = adamw(modules)
+    runner: PipelineSchedule | WholeModel = WholeModel(modules[0], mesh, loss_fn)
+    if case.pp > 1:
+        runner = build_pipeline(case, modules, mesh, len(data[0][0]), loss_fn)
+    run = Run(Trained([], {}, {}), [], [])
+    run.evaluated.append(runner.eval(data[0][0], target=data[0][1], **kwargs).item())
+    for step, (inputs, target) in enumerate(data):
+        optimizer.zero_grad()
+        run.trained.losses.append(runner.step(inputs, target=target, **kwargs).item())
+        run.norms.append(clip_grad_norm_(modules, MAX_NORM, device_mesh=mesh).item())
+        if step == 0:
+            run.trained.gradients = {n: full(p.grad) for m in modules for n, p in m.named_parameters()}
+        optimizer.step()
+    run.trained.parameters = {n: full(p) for m in modules for n, p in m.named_parameters()}
+    run.evaluated.append(runner.eval(data[0][0], target=data[0][1], **kwargs).item())
+    return run
+
+
+Job = tuple[Variant, ModelConfig, Data, dict[str, Tensor]]
+
+
+def jobs_of(case: Case) -> list[Job]:
+    """What to train under ``case``: a model and data for each variant."""
+    configs = [(variant, model_config(case, variant.tied)) for variant in variants_of(case)]
+    return [(variant, config, *data_of(config, case.batch, variant.padded)) for variant, config in configs]
+
+
+def train_variants_on_rank(rank: int, case: Case, jobs: Sequence[Job]) -> list[Run]:
+    """Every job on one set of ranks: starting them costs more than the training."""
+    return [train_on_rank(rank, case, *job) for job in jobs]
+
+
+def assert_runs_equal(runs: Sequence[Run], expected: Run, config: ModelConfig) -> dict[str, float]:
+    """Losses, evaluations, norms on every rank; clipped gradients and trained parameters of all.
+
+    Returns:
+        The largest difference of each kind; of numbers relative to the number.
+    """
+    assert len({tuple(run.norms) for run in runs}) == 1, "the norm differs between ranks"
+    assert len({tuple(run.evaluated) for run in runs}) == 1, "the evaluated loss differs between ranks"
+    worst = {
+        "loss": _largest_difference([run.trained.losses for run in runs], expected.trained.losses),
+        "evaluation": _largest_difference([run.evaluated for run in runs], expected.evaluated),
+        "norm": _largest_difference([run.norms for run in runs], expected.norms),
+    }
+    for kind, difference in worst.items():
+        assert difference <= GRADIENT_TOLERANCE, f"{kind} differs by {difference:.1e}, more than {GRADIENT_TOLERANCE}"
+    return worst | assert_equals_one_process([run.trained for run in runs], expected.trained, config)
+
+
+def _largest_difference(values: Sequence[Sequence[float]], expected: Sequence[float]) -> float:
+    return max(abs(a - b) / abs(b) for rank in values for a, b in zip(rank, expected, strict=True))

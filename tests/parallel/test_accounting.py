@@ -1,0 +1,395 @@
+"""What a real step sends, and keeps gathered, is what formulas predict: number and bytes, on every layout."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from course_pp.launch import on_ranks
+from course_pp.model import CrossEntropy, ModelConfig
+from course_pp.parallel import (
+    CollectiveCounter,
+    CollectiveCounts,
+    DistributedConfig,
+    Tally,
+    VocabParallelCrossEntropy,
+    clip_grad_norm_,
+    count_collectives,
+    default_mp_policy,
+    get_dp_rank,
+    init_distributed,
+    measure_unsharded_bytes,
+    predict_collectives,
+    predict_unsharded_bytes,
+    wire_factor,
+)
+from tests.equality import adamw
+from tests.parallel.layouts import (
+    PLAIN,
+    SEQ_LEN,
+    Case,
+    all_cases,
+    build_modules,
+    build_pipeline,
+    data_of,
+    jobs_of,
+    model_config,
+)
+
+
+def step_of(case, mesh, modules, inputs, target, kwargs, loss_fn, mp_policy):
+    """A whole training step on one batch, as a function without arguments."""
+    dtype = torch.float64 if mp_policy is None else mp_policy.param_dtype
+    optimizer = adamw(modules)
+    runner = build_pipeline(case, modules, mesh, len(inputs), loss_fn, dtype) if case.pp > 1 else None
+
+    def step():
+        optimizer.zero_grad()
+        if runner is not None:
+            runner.step(inputs, target=target, **kwargs)
+        else:
+            loss_fn(modules[0](inputs, **kwargs), target).backward()
+        clip_grad_norm_(modules, 1.0, device_mesh=mesh)
+        optimizer.step()
+
+    return step
+
+
+def run_jobs(case, jobs, watch, mp_policy=None, **tp_options):
+    """``watch(step, modules, mesh)`` of the second step of each job."""
+    mesh = init_distributed(case.distributed, seed=0)
+
+    def mine(rows):
+        return rows.chunk(case.n_data)[get_dp_rank(mesh)]
+
+    for variant, config, data, kwargs in jobs:
+        modules = build_modules(case, config, mesh, variant.ac, mp_policy, **tp_options)
+        kwargs = {name: mine(value) for name, value in kwargs.items()}
+        loss_fn = VocabParallelCrossEntropy() if tp_options else CrossEntropy()
+        step = step_of(case, mesh, modules, mine(data[0][0]), mine(data[0][1]), kwargs, loss_fn, mp_policy)
+        step()
+        yield watch(step, modules, mesh)
+
+
+def count_on_rank(rank, case, jobs, *options, **tp_options):
+    """Collectives of the second step, for each job."""
+    return list(run_jobs(case, jobs, lambda step, modules, mesh: count_collectives(step, mesh), *options, **tp_options))
+
+
+def predict(case, variant, config, **options):
+    """The prediction for a case of the table, in float64."""
+    return predict_collectives(
+        config,
+        case.distributed,
+        batch_size=1,
+        seq_len=SEQ_LEN,
+        n_microbatches=case.n_microbatches,
+        schedule=case.schedule,
+        reshard_after_forward=case.reshard,
+        ac=variant.ac,
+        **{"dtype": torch.float64} | options,
+    )
+
+
+def assert_counted(ranks, predicted):
+    """Each rank began what was predicted for it."""
+    for rank, (counted, expected) in enumerate(zip(ranks, predicted, strict=True)):
+        assert counted == expected, f"rank {rank} counted\n{counted}\npredicted\n{expected}"
+
+
+SAMPLE = {
+    Case(tp=2),
+    Case(dp_shard=2, tp=2, reshard=True),
+    Case(dp_replicate=2, dp_shard=2, reshard=False),
+    Case(pp=2, schedule="1f1b", dp_shard=2, reshard=True),
+    Case(pp=2, schedule="gpipe", dp_shard=2, reshard=False),
+    Case(pp=2, schedule="interleaved_1f1b", dp_shard=2, reshard=True),
+    Case(pp=2, schedule="zb_v", tp=2),
+    Case(pp=2, schedule="zb_v", dp_replicate=2),
+}
+CASES = all_cases()
+assert set(CASES) >= SAMPLE
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=str(case), marks=[] if case in SAMPLE else [pytest.mark.full]) for case in CASES]
+)
+def test_predicted_collectives_are_counted_on_every_rank(case):
+    jobs = jobs_of(case)
+    ranks = on_ranks(case.n_ranks, count_on_rank, case, jobs, timeout_s=110)
+    for (variant, config, _, _), counts in zip(jobs, zip(*ranks, strict=True), strict=True):
+        assert_counted(counts, predict(case, variant, config))
+
+
+OTHER_CASES = [
+    Case(dp_shard=4, reshard=2),
+    Case(pp=2, schedule="looped_bfs", dp_shard=2, reshard=True),
+    Case(pp=2, schedule="dualpipe_v", dp_shard=2, reshard=True),
+    pytest.param(Case(pp=2, schedule="interleaved_zb", tp=2), marks=pytest.mark.full),
+    pytest.param(Case(dp_replicate=2, dp_shard=4, reshard=2), marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize("case", OTHER_CASES, ids=str)
+def test_schedules_and_policies_beyond_the_table_are_predicted_too(case):
+    test_predicted_collectives_are_counted_on_every_rank(case)
+
+
+@pytest.mark.parametrize("case", [Case(tp=2), Case(pp=2, schedule="1f1b", tp=2), Case(dp_shard=2, tp=2)], ids=str)
+def test_a_vocabulary_that_tp_does_not_divide_is_predicted(case):
+    config = replace(model_config(case, tied=False), vocab_size=61)
+    jobs = [(PLAIN, config, *data_of(config, case.batch, padded=False))]
+    ranks = on_ranks(case.n_ranks, count_on_rank, case, jobs, timeout_s=60)
+    assert_counted([counts[0] for counts in ranks], predict(case, PLAIN, config))
+
+
+@pytest.mark.parametrize("case", [Case(tp=2), Case(pp=2, schedule="1f1b", tp=2)], ids=str)
+def test_a_vocabulary_parallel_loss_is_predicted(case):
+    job = jobs_of(case)[0]
+    ranks = on_ranks(case.n_ranks, partial(count_on_rank, gather_logits=False), case, [job], timeout_s=60)
+    assert_counted([counts[0] for counts in ranks], predict(case, PLAIN, job[1], gather_logits=False))
+
+
+@pytest.mark.parametrize("case", [Case(dp_shard=2, tp=2), Case(pp=2, schedule="1f1b", dp_shard=2)], ids=str)
+def test_mixed_precision_halves_the_bytes_of_what_it_casts(case):
+    job, policy = jobs_of(case)[0], default_mp_policy()
+    ranks = on_ranks(case.n_ranks, count_on_rank, case, [job], policy, timeout_s=60)
+    assert_counted([counts[0] for counts in ranks], predict(case, PLAIN, job[1], mp_policy=policy))
+
+
+@pytest.mark.parametrize(("policy", "gathers"), [(True, 9), (False, 1)])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_each_group_is_gathered_once_or_once_a_microbatch_and_once_more(policy, gathers, schedule):
+    config = ModelConfig(dim=64, n_layers=9, n_heads=4, vocab_size=100)
+    layout = DistributedConfig(pp=3, dp_shard=2)
+    ranks = predict_collectives(
+        config,
+        layout,
+        batch_size=1,
+        seq_len=8,
+        n_microbatches=8,
+        schedule=schedule,
+        reshard_after_forward=policy,
+        clip=False,
+    )
+    groups = {0: 4, 1: 4, 2: 3, 3: 3, 4: 4, 5: 4}  # three layers each, and a root where it owns parameters
+    for rank, n_groups in groups.items():
+        assert ranks[rank]["dp_shard", "all_gather"].number == gathers * n_groups
+        assert ranks[rank]["dp_shard", "reduce_scatter"].number == n_groups
+
+
+MEMORY_CASES = [
+    Case(dp_shard=2, reshard=True),
+    Case(dp_shard=2, reshard=False),
+    Case(dp_shard=4, reshard=2),
+    Case(dp_replicate=2, dp_shard=2, reshard=True),
+    Case(dp_replicate=2),
+    Case(dp_shard=2, tp=2, reshard=True),
+    Case(pp=2, schedule="1f1b", dp_shard=2, reshard=True),
+    Case(pp=2, schedule="1f1b", dp_shard=2, reshard=False),
+    Case(pp=2, schedule="zb_v", dp_shard=2, reshard=True),
+    *(
+        pytest.param(case, marks=pytest.mark.full)
+        for case in (
+            Case(tp=2),
+            Case(pp=2, schedule="interleaved_1f1b", dp_shard=2, reshard=True),
+            Case(dp_replicate=2, dp_shard=4, reshard=2),
+        )
+    ),
+]
+
+
+def measure_on_rank(rank, case, jobs, mp_policy=None):
+    """Most bytes of gathered parameters in the second step, for each job."""
+    return list(run_jobs(case, jobs, lambda step, modules, mesh: measure_unsharded_bytes(step, modules), mp_policy))
+
+
+@pytest.mark.parametrize("case", MEMORY_CASES, ids=str)
+def test_predicted_memory_of_gathered_parameters_is_measured(case):
+    jobs = jobs_of(case)[:2]
+    ranks = on_ranks(case.n_ranks, measure_on_rank, case, jobs, timeout_s=110)
+    for (_, config, _, _), measured in zip(jobs, zip(*ranks, strict=True), strict=True):
+        predicted = predict_unsharded_bytes(
+            config,
+            case.distributed,
+            schedule=case.schedule,
+            reshard_after_forward=case.reshard,
+            dtype=torch.float64,
+        )
+        assert measured == predicted
+
+
+def test_mixed_precision_gathers_half_the_bytes():
+    case, policy = Case(dp_shard=2, reshard=True), default_mp_policy()
+    job = jobs_of(case)[0]
+    ranks = on_ranks(2, measure_on_rank, case, [job], policy, timeout_s=60)
+    sizes = {"reshard_after_forward": True, "dtype": torch.float64}
+    predicted = predict_unsharded_bytes(job[1], case.distributed, mp_policy=policy, **sizes)
+    assert [measured[0] for measured in ranks] == list(predicted)
+    assert predicted[0] * 4 == predict_unsharded_bytes(job[1], case.distributed, **sizes)[0]
+
+
+def each_collective(rank):
+    """Number and bytes of one collective of every kind, in and out of the mesh's groups."""
+    mesh = init_distributed(DistributedConfig(pp=2, dp_shard=2), seed=0)
+    pair, alone, crossing = mesh.get_group("dp_shard"), dist.new_group([rank], use_local_synchronization=True), None
+    for ranks in ([0, 3], [1, 2]):
+        group = dist.new_group(ranks)
+        crossing = group if rank in ranks else crossing
+    four, eight = torch.ones(4), torch.ones(8)
+
+    def communicate():
+        dist.all_reduce(four)
+        dist.all_reduce(four, group=alone)
+        dist.all_reduce(four, group=crossing)
+        dist.broadcast(four, group=pair, group_src=0)
+        dist.all_gather_into_tensor(eight, four, group=pair)
+        dist.all_gather([torch.empty(4), torch.empty(4)], four, group=pair)
+        dist.reduce_scatter_tensor(four, eight, group=pair)
+        dist.all_to_all_single(torch.empty(4), four, group=pair)
+        functional.all_reduce(four, "sum", pair)
+        peer = {"group": pair, "group_peer": 1 - dist.get_rank(pair)}
+        ops = [dist.P2POp(dist.isend, four, **peer), dist.P2POp(dist.irecv, torch.empty(4), **peer)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        x = DTensor.from_local(torch.ones(4, requires_grad=True), mesh["pp"], [Shard(0)])
+        x.redistribute(placements=[Replicate()]).to_local().sum().backward()
+
+    with CollectiveCounter() as without_mesh:
+        communicate()
+    return count_collectives(communicate, mesh), without_mesh.counts
+
+
+def test_every_kind_of_collective_is_counted_with_the_bytes_of_its_whole():
+    expected = {
+        ("world", "all_reduce"): Tally(1, 16),
+        ("other", "all_reduce"): Tally(1, 16),
+        ("dp_shard", "broadcast"): Tally(1, 16),
+        ("dp_shard", "all_gather"): Tally(2, 64),
+        ("dp_shard", "reduce_scatter"): Tally(1, 32),
+        ("dp_shard", "all_to_all"): Tally(1, 16),
+        ("dp_shard", "all_reduce"): Tally(1, 16),
+        ("dp_shard", "send"): Tally(1, 16),
+        ("dp_shard", "recv"): Tally(1, 16),
+        ("pp", "all_gather"): Tally(1, 32),
+    }
+    for counts, without_mesh in on_ranks(4, each_collective, timeout_s=60):
+        assert counts == CollectiveCounts(expected), str(counts)
+        assert without_mesh.total() == counts.total()
+        assert {dimension for dimension, _ in without_mesh.tallies} == {"world", "other"}
+
+
+def count_backward(rank):
+    """Collectives of a backward whose forward was not counted."""
+    mesh = init_distributed(DistributedConfig(dp_shard=2), seed=0)
+    x = torch.ones(4, requires_grad=True)
+    whole = DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[Shard(0)]).to_local()
+    return count_collectives(lambda: whole.sum().backward(), mesh)
+
+
+def test_what_backward_begins_is_counted():
+    expected = CollectiveCounts.of("dp_shard", "all_gather", 1, 16)
+    assert on_ranks(2, count_backward, timeout_s=60) == [expected, expected]
+
+
+def test_counts_add_up_repeat_and_print_as_a_table():
+    gathers = CollectiveCounts.of("dp_shard", "all_gather", 3, 1000)
+    counts = gathers * 2 + CollectiveCounts.of("tp", "all_reduce", 1, 8) + CollectiveCounts.of("pp", "send", 0, 8)
+    assert counts["dp_shard", "all_gather"] == Tally(6, 6000)
+    assert counts["pp", "send"] == Tally()
+    assert counts.total("tp") == Tally(1, 8)
+    assert counts.total(collective="all_gather") == Tally(6, 6000)
+    assert counts.total() == Tally(7, 6008)
+    assert str(counts).splitlines() == [
+        "dimension  collective  number  bytes",
+        "dp_shard   all_gather       6  6,000",
+        "tp         all_reduce       1      8",
+    ]
+    assert counts != gathers
+
+
+def sent_by_first_rank(layout, dimension, **options):
+    """Bytes that rank 0 puts on the wire over one dimension."""
+    sizes = {"config": SMALL, "batch_size": 2, "seq_len": 8, "dtype": torch.float32, "clip": False}
+    counts = predict_collectives(layout=layout, **sizes | options)[0]
+    n_ranks = getattr(layout, dimension)
+    return sum(
+        wire_factor(collective, n_ranks) * tally.n_bytes
+        for (where, collective), tally in counts.tallies.items()
+        if where == dimension
+    )
+
+
+def test_freeing_parameters_after_forward_costs_half_as_much_again():
+    model_bytes = 4 * SMALL.n_parameters  # ZeRO, section 7: 2 and 3 times the parameters; 1/2 of it stays here
+    layout = DistributedConfig(dp_shard=2)
+    assert sent_by_first_rank(layout, "dp_shard", reshard_after_forward=False) == 2 * model_bytes / 2
+    assert sent_by_first_rank(layout, "dp_shard", reshard_after_forward=True) == 3 * model_bytes / 2
+
+
+def test_sequence_parallelism_sends_in_a_block_what_plain_tensor_parallelism_does():
+    activation = 4 * 2 * 8 * SMALL.dim
+    one, two = (replace(SMALL, n_layers=n) for n in (1, 2))
+    layout = DistributedConfig(dp_shard=1, tp=2)
+    plain, parallel = (
+        sent_by_first_rank(layout, "tp", config=replace(two, tie_embeddings=tied))
+        - sent_by_first_rank(layout, "tp", config=replace(one, tie_embeddings=tied))
+        for tied in (True, False)
+    )
+    assert plain == parallel == 4 * activation  # Megatron-LM, section 3: four all-reduces, 2·(n−1)/n = 1
+
+
+def test_ranks_of_a_broadcast_send_different_amounts():
+    assert wire_factor("send", 2) == 1
+    assert wire_factor("recv", 2) == 0
+    with pytest.raises(ValueError, match="broadcast"):
+        wire_factor("broadcast", 2)
+
+
+def test_counting_without_a_process_group_is_refused():
+    with pytest.raises(RuntimeError, match="init_distributed"):
+        count_collectives(lambda: None)
+
+
+SMALL = ModelConfig(dim=48, n_layers=4, n_heads=6, vocab_size=60, n_kv_heads=2, ffn_dim=48, max_seq_len=64)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "message"),
+    [
+        (DistributedConfig(), {}, "dp_shard=-1"),
+        (DistributedConfig(dp_shard=1, tp=4), {}, r"tp=4 must divide n_heads=6.*use tp=2"),
+        (DistributedConfig(dp_shard=1, tp=2), {"seq_len": 7}, "seq_len=7 must be a multiple of tp=2.*pad it to 8"),
+        (DistributedConfig(dp_shard=1, tp=2), {"seq_len": 0}, "seq_len=0"),
+        (DistributedConfig(dp_shard=1, tp=2), {"seq_len": 65}, "seq_len=65 .*max_seq_len=64"),
+        (DistributedConfig(dp_shard=1), {"batch_size": 0}, "batch_size=0"),
+        (DistributedConfig(dp_shard=1), {"ac": "some"}, "ac='some' must be one of"),
+        (DistributedConfig(dp_shard=4), {"reshard_after_forward": 3}, "must divide dp_shard=4.*say 2"),
+        (DistributedConfig(dp_shard=4), {"reshard_after_forward": "yes"}, "'yes'"),
+        (DistributedConfig(dp_shard=4), {"reshard_after_forward": 2.0}, "=2.0 must divide"),
+        (DistributedConfig(dp_shard=4, tp=2), {"reshard_after_forward": 2}, "=2 with pp=1 and tp=2.*say True, False"),
+        (DistributedConfig(dp_shard=1, tp=2), {"gather_logits": False, "vocab": 61}, "gather_logits=False needs.*61"),
+        (DistributedConfig(dp_shard=1), {"n_microbatches": 4}, "needs a pipeline, but pp=1"),
+        (DistributedConfig(dp_shard=1, pp=4), {"n_microbatches": 2}, "needs at least as many as its 4 stages"),
+        (DistributedConfig(dp_shard=1, pp=8), {"n_microbatches": 8}, "8 stages need at least 8 layers"),
+        (DistributedConfig(dp_shard=1, pp=2), {"n_microbatches": 4, "schedule": "fast"}, "unknown schedule 'fast'"),
+        (
+            DistributedConfig(dp_shard=1, pp=2, tp=2),
+            {"n_microbatches": 4, "schedule": "dualpipe_v", "ac": "full"},
+            "no formula here",
+        ),
+    ],
+)
+def test_an_impossible_layout_is_refused(layout, options, message):
+    config = replace(SMALL, vocab_size=options.pop("vocab", 60))
+    with pytest.raises(ValueError, match=message):
+        predict_collectives(config, layout, **{"batch_size": 1, "seq_len": 8} | options)
+
+
+def test_the_memory_of_an_impossible_layout_is_refused():
+    with pytest.raises(ValueError, match="must divide dp_shard=4"):
+        predict_unsharded_bytes(SMALL, DistributedConfig(dp_shard=4), reshard_after_forward=3)

@@ -1,0 +1,225 @@
+"""FSDP2: what is sharded, when it is gathered and freed, how often it is reduced, in which precision."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from course_pp.launch import on_ranks
+from course_pp.model import CrossEntropy, ModelConfig, Transformer
+from course_pp.parallel import (
+    DistributedConfig,
+    apply_ac,
+    apply_fsdp2,
+    build_pipeline_schedule,
+    build_pipeline_stage,
+    build_stage_module,
+    count_collectives,
+    default_mp_policy,
+    get_pp_rank,
+    init_distributed,
+    resolve_reshard_after_forward,
+)
+from tests.parallel.layouts import Case, build_modules, build_pipeline, data_of, model_config
+
+CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=20, max_seq_len=16)
+
+
+class FakeMesh:
+    """Names and sizes of a mesh, without ranks."""
+
+    def __init__(self, **sizes: int) -> None:
+        self.sizes, self.mesh_dim_names = sizes, tuple(sizes)
+
+    def __getitem__(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(size=lambda: self.sizes[name])
+
+
+@pytest.mark.parametrize(
+    ("policy", "sizes", "resolved"),
+    [
+        ("auto", {"dp_shard": 4}, True),
+        ("auto", {"pp": 2, "dp_shard": 4}, False),
+        ("auto", {"pp": 2}, False),
+        ("auto", {"tp": 2}, True),
+        (True, {"pp": 2, "dp_shard": 4}, True),
+        (False, {"dp_shard": 4}, False),
+        (2, {"dp_shard": 4}, 2),
+        (3, {"dp_replicate": 2, "dp_shard": 6}, 3),
+    ],
+)
+def test_a_policy_means_what_it_says(policy: Any, sizes: dict[str, int], resolved: bool | int) -> None:
+    found = resolve_reshard_after_forward(policy, FakeMesh(**sizes))  # type: ignore[arg-type]
+    assert found == resolved
+    assert type(found) is type(resolved)
+
+
+def test_without_a_mesh_auto_frees() -> None:
+    assert resolve_reshard_after_forward("auto", None) is True
+
+
+@pytest.mark.parametrize(
+    ("policy", "sizes", "message"),
+    [
+        (3, {"dp_shard": 4}, "reshard_after_forward=3 must divide dp_shard=4 and be neither 1 nor 4: say 2 or True"),
+        (4, {"dp_shard": 4}, r"say True \(free everything\)"),
+        (1, {"dp_shard": 4}, r"say False \(keep everything\)"),
+        (8, {"dp_replicate": 2, "dp_shard": 4}, "must divide dp_shard=4"),
+        (0, {"dp_shard": 4}, "reshard_after_forward=0"),
+        (-1, {"dp_shard": 4}, "reshard_after_forward=-1"),
+        (2, {"pp": 4}, "must divide dp_shard=1 and be neither 1 nor 1: say True, False or 'auto'"),
+        ("never", {"dp_shard": 4}, "reshard_after_forward='never' must be True, False, 'auto' or a number of ranks"),
+        (None, {"dp_shard": 4}, "reshard_after_forward=None must be"),
+        (2.0, {"dp_shard": 4}, "reshard_after_forward=2.0 must be"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused(policy: Any, sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve_reshard_after_forward(policy, FakeMesh(**sizes))  # type: ignore[arg-type]
+
+
+def test_without_a_data_parallel_dimension_nothing_changes_but_a_bad_policy_is_refused() -> None:
+    model = Transformer(CONFIG)
+    apply_fsdp2(model, None)
+    assert not any(isinstance(module, FSDPModule) for module in model.modules())
+    with pytest.raises(ValueError, match="must divide dp_shard=1"):
+        apply_fsdp2(model, None, reshard_after_forward=2)
+
+
+def held_on_rank(rank: int, layout: DistributedConfig) -> dict[str, Any]:
+    """Which modules are groups, this rank's share of two matrices, and its gradient of a loss that is its number."""
+    mesh = init_distributed(layout, seed=0)
+    model = Transformer(CONFIG)
+    apply_fsdp2(model, mesh)
+    (rank * model(torch.zeros(1, 4, dtype=torch.int64)).sum()).backward()
+    return {
+        "groups": [name for name, module in model.named_modules() if isinstance(module, FSDPModule)],
+        "shapes": [tuple(w.to_local().shape) for w in (model.embed.weight, model.layers["0"].attn.q_proj.weight)],
+        "gradient": model.norm.weight.grad.full_tensor(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("layout", "rows"),
+    [
+        (DistributedConfig(dp_shard=2), [10, 16]),
+        (DistributedConfig(dp_replicate=2, dp_shard=1), [20, 32]),
+        (DistributedConfig(dp_replicate=2, dp_shard=2), [10, 16]),
+    ],
+    ids=["shard", "replicate", "hybrid"],
+)
+def test_blocks_and_root_are_sharded_over_dp_shard_and_gradients_averaged_over_all(
+    layout: DistributedConfig, rows: list[int]
+) -> None:
+    n_ranks = layout.dp_replicate * layout.dp_shard
+    torch.manual_seed(0)
+    model = Transformer(CONFIG)
+    model(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
+    expected = model.norm.weight.grad * (n_ranks - 1) / 2  # the mean of 0 … n−1 times one rank's gradient
+    for held in on_ranks(n_ranks, held_on_rank, layout):
+        assert held["groups"] == ["", "layers.0", "layers.1"]
+        assert held["shapes"] == [(n, 32) for n in rows]
+        torch.testing.assert_close(held["gradient"], expected)
+
+
+def gathered_on_rank(rank: int, policies: list[Any]) -> list[tuple[str, ...]]:
+    """What a weight of the first block and of the root is after a forward, under each policy."""
+    mesh = init_distributed(DistributedConfig(dp_shard=4), seed=0)
+    found = []
+    for policy in policies:
+        model = Transformer(CONFIG)
+        apply_fsdp2(model, mesh, reshard_after_forward=policy)
+        model(torch.zeros(1, 4, dtype=torch.int64))
+        weights = model.layers["0"].attn.q_proj.weight, model.embed.weight
+        found.append(tuple(f"{(w.to_local() if isinstance(w, DTensor) else w).shape[0]} rows" for w in weights))
+    return found
+
+
+def test_after_forward_a_parameter_is_freed_kept_or_kept_on_fewer_ranks() -> None:
+    freed, kept, on_two = ("8 rows", "5 rows"), ("32 rows", "20 rows"), ("16 rows", "10 rows")
+    for found in on_ranks(4, gathered_on_rank, [True, False, 2, "auto"]):
+        assert found == [freed, kept, on_two, freed]
+
+
+def reductions_on_rank(rank: int, cases: list[Case]) -> list[tuple[int, int]]:
+    """Of the second step under each case: reduce-scatters, and groups of parameters on this rank."""
+    found = []
+    for case in cases:
+        mesh = init_distributed(case.distributed, seed=0)
+        config = model_config(case, tied=False)
+        modules = build_modules(case, config, mesh)
+        [(inputs, target), *_], _ = data_of(config, case.n_microbatches, padded=False)
+        pipeline = build_pipeline(case, modules, mesh, len(inputs), CrossEntropy())
+        pipeline.step(inputs, target=target)
+        counts = count_collectives(lambda p=pipeline, x=inputs, y=target: p.step(x, target=y), mesh)
+        ends = sum(module.embed is not None or module.head is not None for module in modules)
+        found.append((counts["dp_shard", "reduce_scatter"].number, ends + sum(len(m.layers) for m in modules)))
+    return found
+
+
+def test_microbatch_gradients_are_reduced_once_a_step_also_with_two_stages_a_rank() -> None:
+    policies = {"1f1b": True, "interleaved_1f1b": False, "interleaved_zb": True, "zb_v": True, "dualpipe_v": False}
+    cases = [Case(pp=2, dp_shard=2, schedule=name, reshard=policy) for name, policy in policies.items()]
+    for found in on_ranks(4, reductions_on_rank, cases, timeout_s=90):
+        for case, (n_reductions, n_groups) in zip(cases, found, strict=True):
+            assert n_reductions == n_groups, case
+
+
+def test_the_default_policy_computes_in_bfloat16_and_reduces_in_float32() -> None:
+    policy = default_mp_policy()
+    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
+    assert policy.cast_forward_inputs
+    assert policy.output_dtype is None
+    assert default_mp_policy(torch.float16).param_dtype == torch.float16
+
+
+def precision_on_rank(rank: int, inputs: Tensor) -> dict[str, Any]:
+    """Dtypes in which a pipeline with mixed precision computes and keeps; and the refusal of another boundary."""
+    mesh = init_distributed(DistributedConfig(pp=2, dp_shard=2), seed=0)
+    module = build_stage_module(CONFIG, get_pp_rank(mesh), 2)
+    apply_ac(module, "full")
+    apply_fsdp2(module, mesh, default_mp_policy())
+    with pytest.raises(ValueError, match="param_dtype") as refusal:
+        build_pipeline_stage(module, mesh, "cpu", 1, 8, torch.float32)
+    computed: set[torch.dtype] = set()
+    for layer in module.layers.values():
+        layer.attn.register_forward_hook(lambda m, args, out: computed.update(x.dtype for x in (*args[:3], out)))
+    stage = build_pipeline_stage(module, mesh, "cpu", 1, inputs.shape[1], torch.bfloat16)
+    loss = build_pipeline_schedule(stage, len(inputs), CrossEntropy()).step(inputs, target=inputs)
+    kept = {tensor.dtype for p in module.parameters() for tensor in (p, p.grad)}
+    return {"refusal": str(refusal.value), "computed": computed, "kept": kept, "loss": loss.item()}
+
+
+def test_mixed_precision_computes_in_one_dtype_and_keeps_another() -> None:
+    inputs = torch.arange(4 * 16).view(4, 16) % CONFIG.vocab_size
+    torch.manual_seed(0)
+    expected = CrossEntropy()(Transformer(CONFIG)(inputs), inputs).item()
+    for rank, found in enumerate(on_ranks(4, precision_on_rank, inputs)):
+        assert f"stage {rank // 2} computes in torch.bfloat16" in found["refusal"]
+        assert (
+            "pass param_dtype=torch.bfloat16, or apply FSDP2 with default_mp_policy(torch.float32)" in found["refusal"]
+        )
+        assert found["computed"] == {torch.bfloat16}
+        assert found["kept"] == {torch.float32}
+        assert found["loss"] == pytest.approx(expected, rel=1e-2)
+
+
+def half_gradient_on_rank(rank: int) -> Tensor:
+    """Reduced gradient of a weight whose gradient is 512 on the first rank and 2 on the others."""
+    model = Transformer(CONFIG).bfloat16()
+    apply_fsdp2(model, init_distributed(DistributedConfig(dp_shard=4)))
+    model.norm.register_forward_hook(lambda module, args, out: module.weight * (2.0 if rank else 512.0))
+    model.head.register_forward_hook(lambda module, args, out: args[0] + 0 * out.sum())
+    model(torch.zeros(1, 1, dtype=torch.int64)).sum().backward()
+    return model.norm.weight.grad.full_tensor()
+
+
+def test_a_half_precision_model_reduces_its_gradients_in_float32() -> None:
+    # (512 + 2 + 2 + 2) / 4 = 129.5. A sum in bfloat16 would lose each 2, half of the spacing of numbers beyond 512.
+    for gradient in on_ranks(4, half_gradient_on_rank):
+        assert torch.equal(gradient, torch.full_like(gradient, 129.5))
+        assert gradient.dtype == torch.bfloat16

@@ -1,0 +1,70 @@
+"""Stage → tensor parallel → activation checkpointing → FSDP2: any other order is refused, on every rank."""
+
+from collections.abc import Callable
+
+import pytest
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from course_pp.launch import on_ranks
+from course_pp.model import ModelConfig, Transformer
+from course_pp.parallel import DistributedConfig, apply_ac, apply_fsdp2, apply_tensor_parallel, init_distributed
+
+CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=20, max_seq_len=16)
+
+Step = Callable[[nn.Module, DeviceMesh], None]
+STEPS: dict[str, Step] = {
+    "tensor parallel": apply_tensor_parallel,
+    "full": lambda model, mesh: apply_ac(model, "full"),
+    "selective": lambda model, mesh: apply_ac(model, "selective"),
+    "FSDP2": apply_fsdp2,
+}
+WRONG = [
+    ("full", "tensor parallel", "activation checkpointing"),
+    ("selective", "tensor parallel", "activation checkpointing"),
+    ("FSDP2", "tensor parallel", "FSDP2"),
+    ("FSDP2", "full", "FSDP2"),
+    ("FSDP2", "selective", "FSDP2"),
+    ("tensor parallel", "tensor parallel", "tensor parallel"),
+    ("full", "selective", "activation checkpointing"),
+    ("selective", "selective", "activation checkpointing"),
+    ("FSDP2", "FSDP2", "FSDP2"),
+]
+
+
+def refusals_on_rank(rank: int) -> list[str]:
+    mesh = init_distributed(DistributedConfig(dp_shard=2, tp=2))
+    messages = []
+    for first, second, _ in WRONG:
+        model = Transformer(CONFIG)
+        STEPS[first](model, mesh)
+        try:
+            STEPS[second](model, mesh)
+            messages.append(f"{second} after {first} was not refused")
+        except ValueError as refusal:
+            messages.append(str(refusal))
+    return messages
+
+
+def test_a_wrong_order_is_refused_with_what_was_applied_and_the_order() -> None:
+    first, *others = on_ranks(4, refusals_on_rank)
+    assert all(other == first for other in others)
+    for message, (_, _, applied) in zip(first, WRONG, strict=True):
+        assert f"was called on a model that already has {applied}, but the order is stage → tensor parallel" in message
+        assert message.endswith("build the stage anew and call apply_tensor_parallel, apply_ac, apply_fsdp2")
+
+
+@pytest.mark.parametrize("step", ["tensor parallel", "full", "FSDP2"])
+def test_what_is_no_model_of_ours_is_refused_by_every_step(step: str) -> None:
+    with pytest.raises(TypeError, match="takes a Transformer or a stage of one, not Linear"):
+        STEPS[step](nn.Linear(2, 2), None)  # type: ignore[arg-type]
+
+
+def test_steps_that_do_nothing_can_be_repeated() -> None:
+    model = Transformer(CONFIG)
+    for _ in range(2):
+        apply_tensor_parallel(model, None)
+        apply_ac(model, "none")
+        apply_fsdp2(model, None)
+    apply_ac(model, "selective")
+    apply_fsdp2(model, None)

@@ -1,0 +1,211 @@
+"""Tensor parallelism: who holds what, what is refused, and a loss over a vocabulary in parts."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from course_pp.launch import on_ranks
+from course_pp.model import CrossEntropy, ModelConfig, Transformer, build_stage_module
+from course_pp.parallel import (
+    DistributedConfig,
+    VocabParallelCrossEntropy,
+    apply_tensor_parallel,
+    get_tp_mesh,
+    init_distributed,
+)
+from tests.parallel.layouts import (
+    SELECTIVE,
+    Case,
+    assert_runs_equal,
+    data_of,
+    model_config,
+    reference,
+    train_on_rank,
+)
+
+CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=20, max_seq_len=16)
+
+
+def test_without_a_tp_dimension_nothing_changes() -> None:
+    model = Transformer(CONFIG)
+    apply_tensor_parallel(model, None)
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+def local_shapes_on_rank(rank: int, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    mesh = init_distributed(DistributedConfig(tp=2))
+    model = Transformer(config)
+    apply_tensor_parallel(model, mesh)
+    return {
+        name: tuple((p.to_local() if isinstance(p, DTensor) else p).shape)
+        for name, p in model.named_parameters()
+        if "layers.1" not in name
+    }
+
+
+def test_matrices_are_cut_by_columns_then_rows_and_the_rest_is_whole() -> None:
+    for shapes in on_ranks(2, local_shapes_on_rank, CONFIG):
+        assert shapes == {
+            "embed.weight": (20, 32),
+            "layers.0.attn_norm.weight": (32,),
+            "layers.0.attn.q_proj.weight": (16, 32),
+            "layers.0.attn.k_proj.weight": (8, 32),
+            "layers.0.attn.v_proj.weight": (8, 32),
+            "layers.0.attn.o_proj.weight": (32, 16),
+            "layers.0.mlp_norm.weight": (32,),
+            "layers.0.mlp.gate_proj.weight": (24, 32),
+            "layers.0.mlp.up_proj.weight": (24, 32),
+            "layers.0.mlp.down_proj.weight": (32, 24),
+            "norm.weight": (32,),
+            "head.weight": (10, 32),
+        }
+
+
+@pytest.mark.parametrize(
+    "config", [replace(CONFIG, vocab_size=21), replace(CONFIG, tie_embeddings=True)], ids=["odd", "tied"]
+)
+def test_a_head_that_is_odd_or_tied_stays_whole(config: ModelConfig) -> None:
+    for shapes in on_ranks(2, local_shapes_on_rank, config):
+        assert shapes.get("head.weight", shapes["embed.weight"]) == (config.vocab_size, 32)
+
+
+def stream_on_rank(rank: int, config: ModelConfig, n_stages: int) -> tuple[int, ...]:
+    """Shape of the residual stream between two blocks, and of the output."""
+    mesh = init_distributed(DistributedConfig(tp=2))
+    module = build_stage_module(config, 0, n_stages) if n_stages > 1 else Transformer(config)
+    apply_tensor_parallel(module, mesh)
+    seen = []
+    module.layers["0"].register_forward_hook(lambda layer, args, out: seen.append(tuple(out.shape)))
+    output = module(torch.zeros(3, 8, dtype=torch.int64))
+    return seen[0], tuple(output.shape)
+
+
+@pytest.mark.parametrize(
+    ("config", "n_stages", "stream"),
+    [(CONFIG, 1, (3, 4, 32)), (CONFIG, 2, (3, 8, 32)), (replace(CONFIG, tie_embeddings=True), 1, (3, 8, 32))],
+    ids=["whole", "stage", "tied"],
+)
+def test_only_a_whole_untied_model_shares_the_sequence(
+    config: ModelConfig, n_stages: int, stream: tuple[int, ...]
+) -> None:
+    output = (3, 8, 32 if n_stages > 1 else 20)
+    assert on_ranks(2, stream_on_rank, config, n_stages) == [(stream, output)] * 2
+
+
+def refusals_on_rank(rank: int, tp: int, attempts: list[tuple[dict[str, int], dict[str, bool]]]) -> list[str]:
+    mesh = init_distributed(DistributedConfig(tp=tp))
+    messages = []
+    for change, options in attempts:
+        with pytest.raises(ValueError) as refusal:  # noqa: PT011
+            apply_tensor_parallel(Transformer(replace(CONFIG, **change)), mesh, **options)
+        messages.append(str(refusal.value))
+    return messages
+
+
+def test_a_cut_through_a_head_is_refused_on_every_rank() -> None:
+    attempts = [
+        ({}, {}),
+        ({"n_heads": 8, "n_kv_heads": 4, "ffn_dim": 50}, {}),
+        ({"n_heads": 8, "n_kv_heads": 2}, {}),
+        ({"n_heads": 8, "n_kv_heads": 4, "vocab_size": 21}, {"gather_logits": False}),
+        ({"n_heads": 8, "n_kv_heads": 4, "tie_embeddings": True}, {"gather_logits": False}),
+    ]
+    first, *others = on_ranks(4, refusals_on_rank, 4, attempts)
+    assert all(other == first for other in others)
+    assert first[0].startswith("tp=4 must divide n_kv_heads=2")
+    assert first[0].endswith("use tp=2, or change n_kv_heads")
+    assert first[1].startswith("tp=4 must divide ffn_dim=50")
+    assert first[2].startswith("tp=4 must divide n_kv_heads=2")
+    assert "gather_logits=False needs an untied head whose vocab_size=21 is a multiple of tp=4" in first[3]
+    assert "pad the vocabulary" in first[4]
+
+
+def test_what_is_no_model_of_ours_is_refused() -> None:
+    with pytest.raises(TypeError, match="apply_tensor_parallel takes a Transformer or a stage of one, not Linear"):
+        apply_tensor_parallel(nn.Linear(2, 2), None)
+
+
+def odd_sequence_on_rank(rank: int) -> str:
+    model = Transformer(CONFIG)
+    apply_tensor_parallel(model, init_distributed(DistributedConfig(tp=2)))
+    with pytest.raises(ValueError, match="seq_len") as refusal:
+        model(torch.zeros(1, 7, dtype=torch.int64))
+    return str(refusal.value)
+
+
+def test_a_sequence_that_does_not_divide_is_refused_before_anything_is_sent() -> None:
+    message = "seq_len=7 must be a multiple of tp=2 for sequence-parallel norms: pad it to 8"
+    assert on_ranks(2, odd_sequence_on_rank) == [message] * 2
+
+
+def vocab_parallel_losses_on_rank(rank: int, logits: torch.Tensor, targets: list[torch.Tensor]) -> list[tuple]:
+    mesh = get_tp_mesh(init_distributed(DistributedConfig(tp=2)))
+    loss_fn, found = VocabParallelCrossEntropy(), []
+    for target in targets:
+        part = logits.chunk(2, -1)[rank].clone().requires_grad_()
+        loss = loss_fn(DTensor.from_local(part, mesh, [Shard(2)]), target)
+        (3 * loss).backward()
+        found.append((loss.detach(), part.grad))
+    return found
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4], ids=["small", "large"])
+def test_a_loss_over_a_vocabulary_in_parts_equals_the_plain_one(scale: float) -> None:
+    torch.manual_seed(0)
+    logits = scale * torch.randn(2, 5, 12, dtype=torch.float64)
+    target = torch.randint(12, (2, 5))
+    targets = [target, target.masked_fill(torch.rand(2, 5) < 0.5, -100), torch.full_like(target, -100)]
+    ranks = on_ranks(2, vocab_parallel_losses_on_rank, logits, targets)
+    for i, target in enumerate(targets):
+        whole = logits.clone().requires_grad_()
+        expected = CrossEntropy()(whole, target)
+        (3 * expected).backward()
+        for loss, _ in (rank[i] for rank in ranks):
+            torch.testing.assert_close(loss, expected.detach(), rtol=1e-14, atol=0)
+        gradient = torch.cat([gradient for _, gradient in (rank[i] for rank in ranks)], -1)
+        torch.testing.assert_close(gradient, whole.grad, rtol=0, atol=1e-14)
+
+
+def half_precision_loss_on_rank(rank: int, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    mesh = get_tp_mesh(init_distributed(DistributedConfig(tp=2)))
+    return VocabParallelCrossEntropy()(DTensor.from_local(logits.chunk(2, -1)[rank], mesh, [Shard(2)]), target)
+
+
+def test_the_loss_of_half_precision_logits_is_computed_in_float32() -> None:
+    logits, target = torch.randn(8, 64, 12).bfloat16(), torch.randint(12, (8, 64))
+    for loss in on_ranks(2, half_precision_loss_on_rank, logits, target):
+        torch.testing.assert_close(loss, CrossEntropy()(logits, target))
+
+
+@pytest.mark.parametrize("case", [Case(tp=2), Case(pp=2, tp=2, schedule="zb_v")], ids=str)
+def test_training_with_logits_left_in_parts_equals_one_process(case: Case) -> None:
+    config = model_config(case, tied=False)
+    data, kwargs = data_of(config, case.batch, padded=True)
+    runs = on_ranks(case.n_ranks, train_in_parts_on_rank, case, config, data, kwargs)
+    assert_runs_equal(runs, reference(config, case.batch, True), config)
+
+
+def train_in_parts_on_rank(rank, case, config, data, kwargs):
+    return train_on_rank(rank, case, SELECTIVE, config, data, kwargs, VocabParallelCrossEntropy(), gather_logits=False)
+
+
+def test_logits_that_are_not_cut_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"not cut over the vocabulary: call apply_tensor_parallel\(\.\.\., gather_lo"):
+        VocabParallelCrossEntropy()(torch.zeros(1, 2, 3), torch.zeros(1, 2, dtype=torch.int64))
+
+
+def strange_target_on_rank(rank: int) -> str:
+    mesh = get_tp_mesh(init_distributed(DistributedConfig(tp=2)))
+    logits = DTensor.from_local(torch.zeros(1, 2, 6), mesh, [Shard(2)])
+    with pytest.raises(ValueError, match="target") as refusal:
+        VocabParallelCrossEntropy()(logits, torch.tensor([[3, 12]]))
+    return str(refusal.value)
+
+
+def test_a_target_outside_the_vocabulary_is_refused() -> None:
+    message = "target holds token ids from 3 to 12, which must lie in [0, vocab_size) = [0, 12)"
+    assert all(refusal.startswith(message) for refusal in on_ranks(2, strange_target_on_rank))
