@@ -4,6 +4,8 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,36 @@ def test_training_falls_below_what_a_model_without_context_could_reach():
     assert float(match[1]) < float(match[2]) - 0.2
 
 
+LAYOUTS = [
+    "",
+    "--tp=2",
+    "--dp-shard=2 --reshard=true --ac=full",
+    "--pp=2 --tp=2",
+    "--dp-replicate=2 --dp-shard=2 --ac=selective",
+    "--pp=2 --dp-shard=-1 --reshard=true --schedule=interleaved_1f1b",
+]
+
+
+@cache
+def printed_by_layout(layout):
+    """What training prints on as many ranks as the layout's factors need, without its speed."""
+    factors = [int(size) for size in re.findall(r"--(?:pp|tp|dp-\w+)=(\d)", layout)]
+    n_ranks = prod(factors) * (2 if "=-1" in layout else 1)
+    fixed = ["--steps=3", "--dim=32", "--layers=4", "--seq-len=32", "--batch-size=16", "--microbatches=4"]
+    command = [f"--nproc-per-node={n_ranks}", "source_code/train.py", *fixed, *layout.split()]
+    lines = run_torchrun(command, timeout_s=100, local=True)
+    said = [re.fullmatch(r"\[rank (\d+)\] (.*(?:parameters|validation).*)", line) for line in lines]
+    assert len({match[1] for match in said if match}) == 1, "one rank reports"
+    return [match[2] for match in said if match]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_training_prints_the_same_losses_under_every_layout(layout):
+    with no_process_left():
+        assert printed_by_layout(layout) == printed_by_layout(LAYOUTS[0])
+    assert len(printed_by_layout(layout)) == 3
+
+
 def test_padded_documents_of_given_files_train_with_their_mask(tmp_path):
     for i in range(120):
         (tmp_path / f"{i}.txt").write_text(f"document {i} has its own length. " * (i % 7 + 1))
@@ -108,8 +140,30 @@ def run_alone(arguments):
         (["--text=README.md", "--dataset=x"], ["only one"]),
         (["--lr=-1"], ["--lr", "above 0"]),
         (["--steps=0"], ["--steps 0", "at least 1"]),
+        (["--max-norm=0"], ["--max-norm 0", "above 0"]),
+        (["--pp=1", "--tp=2", "--dp-shard=3"], ["dp_shard × tp = 3 × 2 = 6", "world size is 1"]),
+        (["--tp=2"], ["tp = 2", "world size is 1", "start 2 ranks"]),
+        (["--reshard=sometimes"], ["--reshard sometimes", "auto, true, false or a number"]),
+        (["--reshard=4"], ["reshard_after_forward=4", "dp_shard=1"]),
     ],
-    ids=["layers", "batch", "schedule", "world", "file", "empty", "vocabulary", "length", "sources", "lr", "steps"],
+    ids=[
+        "layers",
+        "batch",
+        "schedule",
+        "world",
+        "file",
+        "empty",
+        "vocabulary",
+        "length",
+        "sources",
+        "lr",
+        "steps",
+        "norm",
+        "factors",
+        "tp",
+        "policy",
+        "reshard",
+    ],
 )
 def test_train_refuses_with_one_message_that_names_value_and_remedy(arguments, named):
     done = run_alone(["train.py", *TINY, *arguments])
@@ -126,8 +180,10 @@ def test_train_refuses_with_one_message_that_names_value_and_remedy(arguments, n
     [
         (3, ["train.py", "--pp=2", *TINY], "start 2 ranks"),
         (3, ["pipeline_test.py", "--layers=2"], "3 stages need at least 3 layers"),
+        (3, ["train.py", "--tp=3", *TINY], "tp=3 must divide n_heads=4"),
+        (3, ["train.py", "--dp-shard=3", *TINY], "--batch-size 8 does not divide into --microbatches 4 on each of 3"),
     ],
-    ids=["world", "layers"],
+    ids=["world", "layers", "heads", "rows"],
 )
 def test_a_refusal_on_several_ranks_is_said_once_and_leaves_no_process(n_ranks, script, named, capfd):
     with no_process_left(), pytest.raises(LaunchError, match="exit code 2"):
