@@ -164,7 +164,7 @@ def _outcome(
     finally:
         _flush()
     try:
-        return Returned(cloudpickle.dumps(value), _own_modules(set(sys.modules) - inherited))
+        return Returned(cloudpickle.dumps(value), _own_modules(inherited))
     except Exception as e:
         what = type(value).__qualname__
         error = TypeError(
@@ -174,9 +174,21 @@ def _outcome(
         return _raised(error.with_traceback(e.__traceback__))
 
 
-def _own_modules(names: set[str]) -> tuple[str, ...]:
-    """Those of this package, which are known to start no threads when they are imported."""
-    return tuple(sorted(name for name in names if name.partition(".")[0] == __name__.partition(".")[0]))
+def _own_modules(inherited: set[str]) -> tuple[str, ...]:
+    """The modules of this package that were imported since; none if one of them may have brought along other packages.
+
+    Those may start threads, or read the environment of the call, neither of which belongs into the server.
+    """
+    own = _top(__name__)
+    new = sys.modules.keys() - inherited
+    known = {_top(name) for name in inherited} | sys.stdlib_module_names | {own}
+    if any(_top(name) not in known for name in new):
+        return ()
+    return tuple(sorted(name for name in new if _top(name) == own))
+
+
+def _top(module: str) -> str:
+    return module.partition(".")[0]
 
 
 def _enter(job: Job) -> None:

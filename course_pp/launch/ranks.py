@@ -223,10 +223,7 @@ class _Crew:
             if any(rank.running for rank in self._ranks):
                 print(explain(self._ask(), round(time.monotonic() - begun, 1)), file=sys.stderr)
             raise
-        returned = [rank.end for rank in self._ranks if isinstance(rank.end, Returned)]
-        if imported := {name for end in returned for name in end.imported}:
-            self._server.preload(tuple(sorted(imported)))
-        return [pickle.loads(end.value) for end in returned]
+        return [pickle.loads(rank.end.value) for rank in self._ranks if isinstance(rank.end, Returned)]
 
     def _wait_for_results(self) -> None:
         __tracebackhide__ = True
@@ -329,9 +326,16 @@ class _Crew:
                     rank.life.shutdown(socket.SHUT_WR)
             self._wait_for_ends()
             self._drain()
+            self._preload()
             for rank in self._ranks:
                 for lines in rank.outputs.values():
                     lines.close()
+
+    def _preload(self) -> None:
+        """Only now, because the server ends no rank while it imports."""
+        imported = {name for rank in self._ranks if isinstance(rank.end, Returned) for name in rank.end.imported}
+        if imported:
+            self._server.preload(tuple(sorted(imported)))
 
     def _wait_for_ends(self) -> None:
         limit = time.monotonic() + _END_LIMIT_S

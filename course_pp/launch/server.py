@@ -61,6 +61,7 @@ class Server:
         self._requests = requests
         self._parent = parent
         self._lives: dict[int, socket.socket] = {}
+        self._preloaded: dict[str, float] = {}
         self._selector = selectors.DefaultSelector()
         self._child_read, self._child_write = os.pipe()
         os.set_blocking(self._child_write, False)
@@ -93,11 +94,33 @@ class Server:
         """Does what is asked for; False once the caller is gone."""
         data, fds, _, _ = socket.recv_fds(self._requests, 1, 5)
         if data == FORK:
+            self._forget_what_changed()
             self._fork_rank(fds)
         elif data == _PRELOAD:
             (length,) = _LENGTH.unpack(self._requests.recv(_LENGTH.size, socket.MSG_WAITALL))
-            _preload(self._requests.recv(length, socket.MSG_WAITALL).decode().split())
+            self._preload(self._requests.recv(length, socket.MSG_WAITALL).decode().split())
         return bool(data)
+
+    def _preload(self, modules: list[str]) -> None:
+        before = set(sys.modules)
+        for name in modules:
+            # A rank has imported it, so it fails only if its file has changed; the next rank will then say so.
+            with contextlib.suppress(BaseException):
+                importlib.import_module(name)
+        package = __name__.partition(".")[0] + "."
+        own = (name for name in sys.modules.keys() - before if name.startswith(package))
+        self._preloaded |= {name: _changed_at(name) for name in own}
+        _settle()
+
+    def _forget_what_changed(self) -> None:
+        """Lets ranks import anew what was imported for them, once the file of any of it is another one."""
+        if all(_changed_at(name) == then for name, then in self._preloaded.items()):
+            return
+        for name in self._preloaded:
+            module, (parent, _, child) = sys.modules.pop(name), name.rpartition(".")
+            if getattr(sys.modules.get(parent), child, None) is module:
+                delattr(sys.modules[parent], child)
+        self._preloaded.clear()
 
     def _fork_rank(self, fds: list[int]) -> None:
         pid = os.fork()
@@ -161,12 +184,13 @@ class Server:
             life.close()
 
 
-def _preload(modules: list[str]) -> None:
-    for name in modules:
-        # A rank imported it, so here it fails only if its file has changed; the next rank will then say so.
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
-    _settle()
+def _changed_at(module: str) -> float:
+    """When the file of a module was last written; 0 if there is none."""
+    file = getattr(sys.modules[module], "__file__", None)
+    try:
+        return os.stat(file).st_mtime if file else 0.0
+    except OSError:
+        return 0.0
 
 
 def _settle() -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import importlib.util
 import io
 import os
 import signal
@@ -20,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import course_pp
 from course_pp.launch import LaunchError, RankDied, RanksHung, RankTraceback, client, on_ranks, ranks
 from course_pp.launch.output import Lines
 from tests.processes import no_process_left
@@ -367,6 +369,35 @@ def test_what_a_rank_imported_of_this_package_is_there_for_the_next_call() -> No
     on_ranks(2, threads_and_what_was_there)
     # It takes no thread into the server, from which the rank was forked.
     assert on_ranks(2, threads_and_what_was_there) == [(1, True)] * 2
+
+
+def value_of_extra(rank: int) -> int:
+    return int(importlib.import_module("course_pp.a_module_of_a_test").VALUE)
+
+
+def test_a_module_that_has_changed_is_imported_anew() -> None:
+    file = Path(course_pp.__file__).with_name("a_module_of_a_test.py")
+    try:
+        for value, written in ((1, 1_000_000_000), (1, 1_000_000_000), (22, 1_000_000_001)):
+            file.write_text(f"VALUE = {value}\n")
+            os.utime(file, (written, written))
+            assert on_ranks(2, value_of_extra) == [value] * 2
+    finally:
+        file.unlink()
+        Path(importlib.util.cache_from_source(str(file))).unlink(missing_ok=True)
+
+
+def test_what_reads_the_environment_of_the_call_is_not_kept_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backend(rank: int) -> str:
+        import matplotlib
+
+        import course_pp.show.timelines  # noqa: F401
+
+        return matplotlib.get_backend()
+
+    for chosen in ("svg", "pdf"):
+        monkeypatch.setenv("MPLBACKEND", chosen)
+        assert on_ranks(1, backend) == [chosen]
 
 
 def test_a_function_may_mention_both_dist_and_a_config() -> None:
