@@ -151,7 +151,7 @@ def test_a_run_with_too_short_actions_says_so() -> None:
     over = {each.action: each.seconds for each in found.overruns if each.rank == 1}
     assert {Action(1, "F", microbatch) for microbatch in range(M)} <= over.keys()
     assert all(over[Action(1, "F", microbatch)] >= 0.005 for microbatch in range(M))
-    assert f"of {4 * M} actions outlasted their chosen time, and rank 1 lost" in found.trouble
+    assert f"of {4 * M} actions outlasted their chosen time, by " in found.trouble
     assert "choose times of twice that" in found.trouble
     assert found.trouble in repr(found)
     for span in found.by_rank[1][:M]:
@@ -166,6 +166,25 @@ def test_overruns_of_less_than_half_a_percent_are_no_trouble() -> None:
         assert bool(found.trouble) is trouble
         assert repr(found).startswith("EmulatedTimeline(1 ranks, 4 spans, ")
         assert ("1 of 4 actions outlasted their chosen time" in repr(found)) is trouble
+
+
+def test_small_overruns_that_add_up_from_rank_to_rank_are_trouble() -> None:
+    ideal = simulate(build("gpipe", 4, 1))
+    part = 0.004 * float(ideal.makespan)
+    for n_overruns, trouble in ((1, False), (4, True)):
+        overruns = tuple(Overrun(rank, Action(rank, "F", 0), part) for rank in range(n_overruns))
+        assert bool(EmulatedTimeline(4, ideal.spans, wall=ideal, overruns=overruns).trouble) is trouble
+
+
+def test_every_rank_has_a_jitter_of_its_own() -> None:
+    cluster, schedule = EmulatedCluster(FEW_MS, jitter=0.1, seed=3), build("gpipe", 2, M)
+    assert cluster.durations(schedule, 0) != cluster.durations(schedule, 1)
+
+
+def test_a_way_over_several_links_is_as_narrow_as_its_narrowest() -> None:
+    links = [EmulatedLink(1.0, 10.0), EmulatedLink(2.0, 5.0), EmulatedLink(4.0)]
+    cluster, schedule = EmulatedCluster(FEW_MS, links), build("gpipe", 4, 1)
+    assert cluster.transfer(0, 3, 0, 20.0, schedule) == 1.0 + 2.0 + 4.0 + 20.0 / 5.0
 
 
 def test_emulating_needs_no_recorder() -> None:
@@ -218,6 +237,20 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         "the straggler factor of rank 0 is -1",
     ),
     "jitter that is none": (lambda: EmulatedCluster(FEW_MS, jitter=math.nan), "jitter is nan: give a finite number"),
+    "jitter beyond reason": (lambda: EmulatedCluster(FEW_MS, jitter=1e200), "jitter is 1e[+]200: give at most 10"),
+    "stragglers in a list": (
+        lambda: EmulatedCluster(FEW_MS, stragglers=cast(Any, [1.5])),
+        r"stragglers is \[1.5\]: give a factor for each slow rank",
+    ),
+    "a straggler by another name": (
+        lambda: EmulatedCluster(FEW_MS, stragglers=cast(Any, {"1": 1.5})),
+        "a straggler is rank '1': name ranks by whole numbers",
+    ),
+    "a straggler that is true": (lambda: EmulatedCluster(FEW_MS, stragglers={True: 1.5}), "a straggler is rank True"),
+    "links that are a number": (
+        lambda: EmulatedCluster(FEW_MS, cast(Any, 3)),
+        "links is 3: give one EmulatedLink for all ranks, or a list of them",
+    ),
     "two latencies": (
         lambda: EmulatedCluster(Costs(latency=1.0), EmulatedLink(1.0)),
         "both costs and links say how long messages take: leave one of them out",
