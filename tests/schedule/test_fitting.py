@@ -14,6 +14,7 @@ from course_pp.schedule import (
     Fit,
     Product,
     Receive,
+    Schedule,
     Span,
     Timeline,
     build,
@@ -21,6 +22,7 @@ from course_pp.schedule import (
     names,
     simulate,
 )
+from course_pp.schedule.precedence import schedule_of
 from tests.schedule.planted import CAUSES, Planted
 from tests.schedule.test_properties import costs_for, schedules
 
@@ -287,6 +289,13 @@ ONE = simulate(build("1f1b", 2, 4))
 def test_what_is_not_one_step_of_these_stages_is_refused(tl: Timeline, expected: Costs | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fit(tl, expected)
+
+
+def test_replicas_keep_the_order_in_which_they_take_microbatches() -> None:
+    rows = ("0F1 0B1", "0F0 0B0", "1F0 1B0 1F1 1B1")
+    actions = tuple(tuple(map(Action.parse, row.split())) for row in rows)
+    schedule = Schedule("replicas", ((1, 0), (2,)), actions)
+    assert schedule_of(simulate(schedule)).placement == schedule.placement
 
 
 def test_an_unknown_cause_is_refused() -> None:
