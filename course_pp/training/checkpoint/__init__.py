@@ -1,0 +1,44 @@
+"""Checkpoints that any layout can write and any other can load, on ``torch.distributed.checkpoint``.
+
+    saved = save("checkpoints", step, modules, optimizer, device_mesh=mesh, extra={"scheduler": scheduler.state_dict()})
+    loaded = load("checkpoints", modules, optimizer, device_mesh=mesh)  # the newest whole one
+    scheduler.load_state_dict(loaded.extra["scheduler"])
+
+A checkpoint is one directory::
+
+    step_00000100/
+        __0_0.distcp …   tensors, one file a rank          .metadata   which piece of which tensor is where
+        state.json       step, sizes of the model, layout, options of the optimizer, extra
+        manifest.json    size and SHA-256 of every file, written last
+
+It is written under another name and renamed when complete, so it is there whole or not at all. Loading runs nothing
+that a checkpoint holds: ``.metadata`` may name the classes that describe tensors and no others, tensors are read with
+``weights_only=True``, and the rest is JSON.
+"""
+
+from course_pp.training.checkpoint.contents import Difference, Piece, TensorEntry, contents, diff
+from course_pp.training.checkpoint.huggingface import export_hf, import_hf
+from course_pp.training.checkpoint.loading import Loaded, find_latest, load, resume
+from course_pp.training.checkpoint.manifest import verify
+from course_pp.training.checkpoint.ranks import CheckpointError
+from course_pp.training.checkpoint.saving import AsyncSaver, Saved, Saving, save
+
+__all__ = [
+    "AsyncSaver",
+    "CheckpointError",
+    "Difference",
+    "Loaded",
+    "Piece",
+    "Saved",
+    "Saving",
+    "TensorEntry",
+    "contents",
+    "diff",
+    "export_hf",
+    "find_latest",
+    "import_hf",
+    "load",
+    "resume",
+    "save",
+    "verify",
+]

@@ -1,0 +1,147 @@
+"""What a whole checkpoint consists of: the size and SHA-256 of every file, written when all of them are there."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from course_pp.training.checkpoint.ranks import CheckpointError, sentence
+
+__all__ = ["MANIFEST", "METADATA", "STATE", "Digest", "problems", "read_json", "verify", "write_file", "write_manifest"]
+
+MANIFEST, STATE, METADATA = "manifest.json", "state.json", ".metadata"
+FORMAT = "course_pp checkpoint, version 1"
+_CHUNK = 1 << 20
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Digest:
+    """Size in bytes and SHA-256 in hexadecimal digits of one file."""
+
+    bytes: int
+    sha256: str
+
+
+def write_file(path: Path, content: bytes) -> Digest:
+    """Write ``content`` and wait until it is on the disk."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return Digest(len(content), hashlib.sha256(content).hexdigest())
+
+
+def write_manifest(directory: Path, step: int, files: Mapping[str, Digest]) -> None:
+    """Declare the directory complete: the last file written to it."""
+    listed = {name: asdict(files[name]) for name in sorted(files)}
+    manifest = {"format": FORMAT, "step": step, "files": listed}
+    write_file(directory / MANIFEST, json.dumps(manifest, indent=1).encode())
+    sync_directory(directory)
+
+
+def sync_directory(directory: Path) -> None:
+    """Wait until the names in ``directory`` are on the disk: renaming alone promises an order, not that it happened."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        CheckpointError: if it cannot be read, or is not JSON.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path.name} is damaged: it is not JSON") from error
+
+
+def read_manifest(directory: Path) -> tuple[int, dict[str, Digest]]:
+    """The step and the files of a checkpoint.
+
+    Raises:
+        CheckpointError: if there is no manifest, or it is not one.
+    """
+    if not directory.is_dir():
+        raise CheckpointError("there is no such directory")
+    if not (directory / MANIFEST).exists():
+        raise CheckpointError(f"{MANIFEST} is missing: not a checkpoint of this package, or one whose writing stopped")
+    manifest = read_json(directory / MANIFEST)
+    try:
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(f"{MANIFEST} says format {manifest['format']!r}, this package reads {FORMAT!r}")
+        step, files = manifest["step"], {name: Digest(**entry) for name, entry in manifest["files"].items()}
+        intact = type(step) is int and all(map(_is_sound, files, files.values())) and {STATE, METADATA} <= set(files)
+    except (KeyError, TypeError, AttributeError):
+        intact = False
+    if not intact:
+        raise CheckpointError(f"{MANIFEST} is damaged: entries are missing or make no sense")
+    return step, files
+
+
+def _is_sound(name: str, digest: Digest) -> bool:
+    """Whether an entry names a file of this directory, and not something elsewhere."""
+    inside = bool(name) and name == os.path.basename(name) and name not in (".", "..", MANIFEST)
+    return inside and type(digest.bytes) is int and bool(_SHA256.fullmatch(str(digest.sha256)))
+
+
+def problems(directory: Path, part: int = 0, n_parts: int = 1, checksums: bool = True) -> list[str]:
+    """What is wrong with a checkpoint; empty if it is whole.
+
+    Args:
+        part, n_parts: check the manifest and every ``n_parts``-th file from ``part`` on, so that ranks share the work.
+        checksums: False compares sizes only.
+    """
+    try:
+        step, files = read_manifest(directory)
+    except CheckpointError as error:
+        return [str(error)]
+    named = re.fullmatch(r"step_(\d+)", directory.name)
+    found = [f"the directory was renamed: it holds step {step}"] if named and int(named[1]) != step else []
+    mine = sorted(files)[part::n_parts]
+    return found + [problem for name in mine if (problem := _problem_of(directory / name, files[name], checksums))]
+
+
+def verify(path: str | os.PathLike[str]) -> list[str]:
+    """What is wrong with one checkpoint, a sentence for each file; empty if every byte is as it was written."""
+    return problems(Path(path))
+
+
+def _problem_of(path: Path, expected: Digest, checksums: bool) -> str | None:
+    try:
+        if not path.is_file():
+            return f"{path.name} is missing"
+        size = path.stat().st_size
+        if size != expected.bytes:
+            return f"{path.name} has {size:,} bytes instead of {expected.bytes:,}"
+        if checksums and _sha256(path) != expected.sha256:
+            return f"{path.name} is damaged: its bytes are not those that were written"
+    except OSError as error:
+        return f"{path.name} cannot be read ({sentence(error)})"
+    return None
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_CHUNK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def spelled(path: Path, found: Iterable[str], most: int = 3) -> str:
+    """A checkpoint and its problems in one line."""
+    found = list(found)
+    more = f" and {len(found) - most} more" if len(found) > most else ""
+    return f"{path}: {'; '.join(found[:most])}{more}"

@@ -1,0 +1,341 @@
+"""Saving: take what a rank holds, write it beside, declare it complete, give it its name."""
+
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from course_pp.training.checkpoint.directory import Draft, Retention
+from course_pp.training.checkpoint.files import write_tensors
+from course_pp.training.checkpoint.manifest import MANIFEST, METADATA, STATE, Digest, write_file, write_manifest
+from course_pp.training.checkpoint.ranks import CheckpointError, Ranks
+from course_pp.training.checkpoint.rng import DIMENSIONS, coordinates_of, rng_tensors
+from course_pp.training.checkpoint.state import (
+    Group,
+    as_json,
+    as_list,
+    config_of,
+    held_by,
+    merged,
+    optimizer_groups,
+    optimizer_tensors,
+    whole_model,
+)
+
+__all__ = ["AsyncSaver", "Saved", "Saving", "save"]
+
+Attachments = Mapping[str, str | bytes]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A complete checkpoint.
+
+    Args:
+        path: its directory.
+        step: of the run.
+        n_bytes: size of all its files.
+        stall_s: seconds for which training stood still on this rank.
+        write_s: seconds from the first byte to the directory's name.
+        staged_bytes: CPU memory that this rank copied its part to; 0 for a synchronous save.
+    """
+
+    path: Path
+    step: int
+    n_bytes: int
+    stall_s: float
+    write_s: float
+    staged_bytes: int = 0
+
+
+def save(
+    root: str | os.PathLike[str],
+    step: int,
+    modules: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    device_mesh: DeviceMesh | None,
+    extra: Mapping[str, Any] | None = None,
+    attachments: Attachments | None = None,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+) -> Saved:
+    """Write ``root/step_…``. Call it on every rank, between two steps, with the same arguments but the modules.
+
+    Args:
+        root: the directory of the run's checkpoints, on a file system that all ranks share.
+        step: number of finished steps.
+        modules: this rank's stages, or the whole model, as they are trained (after FSDP2).
+        optimizer: made from their parameters; None saves weights alone.
+        device_mesh: that of :func:`init_distributed`; None for one process, or for a bare pipeline of ranks.
+        extra: whatever else the run needs to go on, as JSON: scheduler, position in the data, tokenizer's digest. Rank
+            0's counts. Tuples come back as lists, keys as text.
+        attachments: small files to travel with the checkpoint, such as ``{"tokenizer.json": definition}``; rank 0's.
+        keep_last, keep_every: which older checkpoints stay; see :class:`Retention`.
+
+    Raises:
+        CheckpointError: on every rank with the same sentence; nothing new is left in ``root`` then.
+    """
+    begin, ranks = time.perf_counter(), Ranks()
+    retention = Retention(keep_last, keep_every)
+    snapshot = _take(step, as_list(modules), optimizer, device_mesh, extra, attachments, ranks)
+    path, n_bytes, write_s = _write(Path(root), snapshot, retention, ranks)
+    return Saved(path, step, n_bytes, time.perf_counter() - begin, write_s)
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """What one rank saves."""
+
+    step: int
+    tensors: dict[str, Tensor]
+    files: dict[str, bytes]
+
+
+def _take(
+    step: int,
+    modules: list[nn.Module],
+    optimizer: torch.optim.Optimizer | None,
+    device_mesh: DeviceMesh | None,
+    extra: Mapping[str, Any] | None,
+    attachments: Attachments | None,
+    ranks: Ranks,
+) -> _Snapshot:
+    """Refer to this rank's tensors by key, and describe the run; no tensor is copied."""
+    coordinates = coordinates_of(device_mesh, ranks.rank)
+    tensors: dict[str, Tensor] = {}
+
+    def take() -> tuple[set[str], list[Group] | None]:
+        if type(step) is not int or step < 0:
+            raise CheckpointError(f"step={step!r} must be a whole number of at least 0")
+        if not modules:
+            raise CheckpointError("there are no modules: pass this rank's stages, or the model")
+        held = held_by(modules)
+        tensors.update({f"model.{name}": tensor for name, tensor in held.owned.items()})
+        if optimizer is not None:
+            tensors.update(optimizer_tensors(optimizer, held))
+        tensors.update(rng_tensors(coordinates))
+        return set(held.owned), None if optimizer is None else optimizer_groups(optimizer, held)
+
+    everyone = ranks.each(take)
+    _check_complete(set().union(*(names for names, _ in everyone)), modules)
+    groups = merged(group for _, mine in everyone for group in mine or [])
+    state = {
+        "step": step,
+        "config": config_of(modules),
+        "layout": _layout(device_mesh, ranks),
+        "seed": torch.initial_seed(),
+        "optimizer": None
+        if optimizer is None
+        else {"kind": type(optimizer).__name__, "groups": list(map(asdict, groups))},
+        "extra": dict(extra or {}),
+    }
+    files = ranks.first(lambda: {STATE: as_json(state, "extra").encode(), **_attached(attachments or {})})
+    return _Snapshot(step, tensors, files if ranks.rank == 0 else {})
+
+
+def _check_complete(found: set[str], modules: list[nn.Module]) -> None:
+    expected = whole_model(modules)
+    missing = sorted(expected - found) if expected is not None else []
+    if missing:
+        raise CheckpointError(
+            f"no rank passed a module with {missing[0]} ({len(missing)} parameters of the model are missing): "
+            "pass all stages of every rank"
+        )
+
+
+def _layout(device_mesh: DeviceMesh | None, ranks: Ranks) -> dict[str, int]:
+    if device_mesh is None:
+        return {**dict.fromkeys(DIMENSIONS, 1), "pp": ranks.size}
+    sizes = dict(zip(device_mesh.mesh_dim_names or (), device_mesh.shape, strict=True))
+    return {name: sizes.get(name, 1) for name in DIMENSIONS}
+
+
+def _attached(attachments: Attachments) -> dict[str, bytes]:
+    reserved = (MANIFEST, STATE, METADATA)
+    for name in attachments:
+        if name != os.path.basename(name) or name in (*reserved, "", ".", "..") or name.endswith(".distcp"):
+            raise CheckpointError(
+                f"{name!r} cannot be attached: choose a plain file name other than {', '.join(reserved)}"
+            )
+    return {name: content.encode() if isinstance(content, str) else content for name, content in attachments.items()}
+
+
+def _write(root: Path, snapshot: _Snapshot, retention: Retention, ranks: Ranks) -> tuple[Path, int, float]:
+    """Write a snapshot; returns the checkpoint's directory, its bytes, and the seconds it took."""
+    begin = time.perf_counter()
+    draft: Draft | None = None
+
+    def start() -> Path:
+        nonlocal draft
+        draft = Draft.begin(root, snapshot.step)
+        return draft.path
+
+    directory = ranks.first(start)
+    try:
+        written = write_tensors(directory, {key: tensor.detach() for key, tensor in snapshot.tensors.items()}, ranks)
+        everyone = ranks.gather(written)
+
+        def finish() -> tuple[Path, int]:
+            assert draft is not None  # rank 0 began it
+            _check_shared(directory, everyone)
+            files = {name: digest for mine in everyone for name, digest in mine.items()}
+            files |= {name: write_file(directory / name, content) for name, content in snapshot.files.items()}
+            write_manifest(directory, snapshot.step, files)
+            path = draft.publish()
+            retention.apply(root)
+            return path, sum(digest.bytes for digest in files.values())
+
+        path, n_bytes = ranks.first(finish)
+    except BaseException:
+        if draft is not None:
+            draft.discard()
+        raise
+    return path, n_bytes, time.perf_counter() - begin
+
+
+def _check_shared(directory: Path, written: Sequence[Mapping[str, Digest]]) -> None:
+    for rank, files in enumerate(written):
+        for name, digest in files.items():
+            path = directory / name
+            if not path.exists() or path.stat().st_size != digest.bytes:
+                raise CheckpointError(
+                    f"{name}, written by rank {rank}, is not in {directory.parent} as rank 0 sees it: "
+                    "save to a file system that all ranks share"
+                )
+
+
+class Saving:
+    """A save that goes on while training does."""
+
+    def __init__(self, step: int, staged_bytes: int) -> None:
+        self.step = step
+        self.staged_bytes = staged_bytes
+        self.stall_s = 0.0
+        self._future: Future[tuple[Path, int, float]] = Future()
+
+    def done(self) -> bool:
+        """True when it is complete, or has failed."""
+        return self._future.done()
+
+    def result(self) -> Saved:
+        """Wait for the checkpoint.
+
+        Raises:
+            CheckpointError: as :func:`save` does.
+        """
+        path, n_bytes, write_s = self._future.result()
+        return Saved(path, self.step, n_bytes, self.stall_s, write_s, self.staged_bytes)
+
+
+class AsyncSaver:
+    """Saves while training goes on: a copy in CPU memory at once, the writing in a thread.
+
+    The copy is made to the same memory each time. One save is written at a time: the next waits for it. If it failed,
+    the next :meth:`save`, :meth:`wait` or :meth:`close` says so. Use it as a context manager, or call :meth:`close`
+    before the process group is destroyed.
+
+    Args:
+        root, device_mesh, keep_last, keep_every: as for :func:`save`.
+        timeout_s: seconds that ranks wait for one another while writing. They have a process group of their own for it,
+            so that messages of the background never meet those of training.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        device_mesh: DeviceMesh | None,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        timeout_s: float = 300,
+    ) -> None:
+        self._root, self._device_mesh = Path(root), device_mesh
+        self._retention = Retention(keep_last, keep_every)
+        self._buffers: dict[str, Tensor] = {}
+        self._saving: Saving | None = None
+        alone = Ranks().size == 1
+        group = None if alone else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._background = Ranks(group)
+
+    def save(
+        self,
+        step: int,
+        modules: nn.Module | Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        attachments: Attachments | None = None,
+    ) -> Saving:
+        """Begin to write ``root/step_…``; returns as soon as training may change the tensors.
+
+        Raises:
+            CheckpointError: if these arguments cannot be saved, or the save before failed.
+        """
+        begin = time.perf_counter()
+        self.wait()
+        snapshot = _take(step, as_list(modules), optimizer, self._device_mesh, extra, attachments, Ranks())
+        staged = _Snapshot(snapshot.step, self._stage(snapshot.tensors), snapshot.files)
+        saving = Saving(step, sum(local_part(tensor).nbytes for tensor in staged.tensors.values()))
+        # A daemon: a training loop that has failed must not wait at its end for ranks that are gone.
+        threading.Thread(target=self._work, args=(saving, staged), name="checkpoint", daemon=True).start()
+        self._saving = saving
+        saving.stall_s = time.perf_counter() - begin
+        return saving
+
+    def wait(self) -> Saved | None:
+        """Wait until the last save is complete; None if there was none since the last call."""
+        saving, self._saving = self._saving, None
+        return None if saving is None else saving.result()
+
+    def close(self) -> None:
+        """Wait for the last save and let go of the memory; safe to call repeatedly."""
+        try:
+            self.wait()
+        finally:
+            self._buffers.clear()
+
+    def __enter__(self) -> "AsyncSaver":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+
+    def _work(self, saving: Saving, snapshot: _Snapshot) -> None:
+        try:
+            saving._future.set_result(_write(self._root, snapshot, self._retention, self._background))
+        except BaseException as error:
+            saving._future.set_exception(error)
+
+    @torch.no_grad()
+    def _stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of ``tensors`` on the CPU, laid out over the ranks as they are."""
+        staged = {}
+        for key, tensor in tensors.items():
+            buffer = self._buffers.get(key)
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                buffer = torch.empty_like(tensor.detach(), device="cpu")
+            local_part(buffer).copy_(local_part(tensor))
+            staged[key] = buffer
+        self._buffers = staged
+        return staged
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

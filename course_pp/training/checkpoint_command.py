@@ -1,0 +1,123 @@
+"""``python -m course_pp checkpoint``: look into checkpoints, compare them, take them to Hugging Face and back."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+HELP = "inspect, verify, compare, export and import checkpoints"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``checkpoint`` understands."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    whole_or_run = "a checkpoint, or a directory of several, of which the newest whole one is taken"
+    inspect = actions.add_parser("inspect", help="list the tensors, and what else is inside")
+    inspect.add_argument("path", type=Path, help=whole_or_run)
+    inspect.add_argument("--json", action="store_true", help="print it as JSON, with every piece of every tensor")
+    verify = actions.add_parser("verify", help="read every byte and compare it with the manifest")
+    verify.add_argument("path", type=Path, help="a checkpoint, or a directory of several, which are all verified")
+    compare = actions.add_parser("diff", help="what differs between two; exit code 1 if something does")
+    compare.add_argument("first", type=Path, help=whole_or_run)
+    compare.add_argument("second", type=Path, help=whole_or_run)
+    export = actions.add_parser("export", help="write safetensors and config.json for transformers")
+    export.add_argument("path", type=Path, help=whole_or_run)
+    export.add_argument("directory", type=Path, help="a new directory")
+    export.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="convert (the checkpoint's own)")
+    take = actions.add_parser("import", help="make a checkpoint of a Hugging Face model directory")
+    take.add_argument("source", type=Path, help="a directory with config.json and .safetensors")
+    take.add_argument("root", type=Path, help="where step_00000000 is to be")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Do one of them.
+
+    Raises:
+        ValueError: for a checkpoint that is damaged, or cannot be what was asked for.
+        SystemExit: with code 1, if two checkpoints differ.
+    """
+    {"inspect": _inspect, "verify": _verify, "diff": _diff, "export": _export, "import": _import}[arguments.action](
+        arguments
+    )
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    from course_pp.training.checkpoint.contents import contents
+    from course_pp.training.checkpoint.loading import open_checkpoint
+
+    opened = open_checkpoint(arguments.path)
+    entries = contents(opened.path)
+    if arguments.json:
+        tensors = {
+            entry.key: {
+                "dtype": str(entry.dtype).removeprefix("torch."),
+                "shape": entry.shape,
+                "pieces": [vars(piece) for piece in entry.pieces],
+            }
+            for entry in entries
+        }
+        print(json.dumps({"path": str(opened.path), "state": opened.state, "tensors": tensors}, indent=1))
+        return
+    rows: list[tuple[str, ...]] = [("tensor", "shape", "dtype", "bytes", "files")]
+    for entry in entries:
+        files = ", ".join(sorted({piece.file for piece in entry.pieces}))
+        shape = " × ".join(map(str, entry.shape)) or "scalar"
+        rows.append((entry.key, shape, str(entry.dtype).removeprefix("torch."), f"{entry.n_bytes:,}", files))
+    sizes = [f"{name}={size}" for name, size in opened.state["layout"].items() if size > 1]
+    print(f"{opened.path}: step {opened.state['step']}, written at {' '.join(sizes) or 'one process'}")
+    for name in ("config", "extra"):
+        if opened.state[name]:
+            print(f"{name}: {json.dumps(opened.state[name])}")
+    print()
+    print(_table(rows))
+    print(f"\n{len(entries):,} tensors, {sum(entry.n_bytes for entry in entries):,} bytes")
+
+
+def _verify(arguments: argparse.Namespace) -> None:
+    from course_pp.training.checkpoint.directory import is_checkpoint, step_directories
+    from course_pp.training.checkpoint.manifest import spelled, verify
+    from course_pp.training.checkpoint.ranks import CheckpointError
+
+    path: Path = arguments.path
+    paths = [path] if is_checkpoint(path) else step_directories(path)
+    if not paths:
+        raise CheckpointError(f"{path} holds no checkpoint")
+    found = {path: problems for path in paths if (problems := verify(path))}
+    for path in paths:
+        if path not in found:
+            print(f"{path}: whole")
+    if found:
+        raise CheckpointError("; ".join(spelled(path, problems) for path, problems in found.items()))
+
+
+def _diff(arguments: argparse.Namespace) -> None:
+    from course_pp.training.checkpoint.contents import diff
+
+    differences = diff(arguments.first, arguments.second)
+    if not differences:
+        print("no difference")
+        return
+    rows: list[tuple[str, ...]] = [("what", "how", "largest difference")]
+    rows += [(d.key, d.what, "" if d.max_abs is None else f"{d.max_abs:.3e}") for d in differences]
+    print(_table(rows))
+    sys.exit(1)
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    import torch
+
+    from course_pp.training.checkpoint.huggingface import export_hf
+
+    dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
+    print(export_hf(arguments.path, arguments.directory, dtype))
+
+
+def _import(arguments: argparse.Namespace) -> None:
+    from course_pp.training.checkpoint.huggingface import import_hf
+
+    print(import_hf(arguments.source, arguments.root).path)
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)

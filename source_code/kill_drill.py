@@ -1,0 +1,158 @@
+"""Kill a random rank at a random moment, resume, and again: what is lost?
+
+    python source_code/kill_drill.py --kills 50
+
+A pipeline of two ranks trains and saves after every other step, in turns synchronously and asynchronously. Every second
+kill waits until a save is going on. After each kill the drill looks for processes that are left and for checkpoints
+that were complete and are not any more, and compares every loss, bit by bit, with those of a run that nobody
+interrupted. It prints a tally; exit code 1 if anything was wrong.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from course_pp.launch import on_ranks
+from course_pp.model import CrossEntropy, ModelConfig, build_stage_module
+from course_pp.parallel import DistributedConfig, build_pipeline_schedule, build_pipeline_stage, init_distributed
+from course_pp.training.checkpoint import AsyncSaver, find_latest, resume, save, verify
+
+RANKS, STEPS, SAVE_EVERY, BATCH, SEQ_LEN, MICROBATCHES = 2, 40, 2, 4, 16, 4
+CONFIG = ModelConfig(dim=64, n_layers=4, n_heads=4, vocab_size=128, max_seq_len=SEQ_LEN)
+GOOD = ("kills", "during a save", "between saves", "checkpoints completed", "losses compared")
+BAD = ("checkpoints lost", "damaged under a final name", "wrong losses", "orphans", "leftovers after the next save")
+
+
+def train(rank: int, root: Path, log: Path, asynchronous: bool) -> None:
+    """Train to the last step from the newest checkpoint; rank 0 notes losses and complete checkpoints in ``log``."""
+    mesh = init_distributed(DistributedConfig(pp=RANKS), seed=0)
+    module = build_stage_module(CONFIG, rank, RANKS).double()
+    stage = build_pipeline_stage(module, mesh, "cpu", BATCH // MICROBATCHES, SEQ_LEN, torch.float64)
+    schedule = build_pipeline_schedule(stage, MICROBATCHES, CrossEntropy())
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    saver = AsyncSaver(root, device_mesh=mesh, keep_last=3) if asynchronous else None
+    loaded = resume(root, module, optimizer, device_mesh=mesh)
+    (log / f"pid{rank}").write_text(str(os.getpid()))
+    for step in range(loaded.step + 1 if loaded else 1, STEPS + 1):
+        tokens = torch.randint(CONFIG.vocab_size, (BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = schedule.step(tokens[:, :-1], target=tokens[:, 1:]).item()
+        optimizer.step()
+        note(rank, log / "losses", [step, float(loss).hex()])
+        if step % SAVE_EVERY == 0:
+            before = saver.wait() if saver else save(root, step, module, optimizer, device_mesh=mesh, keep_last=3)
+            note(rank, log / "complete", before.step if before else 0)
+            if saver:
+                saver.save(step, module, optimizer)
+    if saver:
+        saver.close()
+
+
+def note(rank: int, path: Path, entry: object) -> None:
+    """Append one line, whole, on rank 0."""
+    if rank == 0:
+        with path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+
+def noted(path: Path) -> list:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def cleared(directory: Path) -> Path:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+    return directory
+
+
+class Killer(threading.Thread):
+    """Waits until all ranks train, then for the moment, and kills one of them."""
+
+    def __init__(self, root: Path, log: Path, in_save: bool, dice: random.Random) -> None:
+        super().__init__(daemon=True)
+        self.root, self.log, self.in_save = root, log, in_save
+        self.victim, self.n_complete = dice.randrange(RANKS), dice.randrange(4)
+        self.delay_s = dice.uniform(0, 0.02 if in_save else 0.2)
+        self.hit, self.over = "", threading.Event()
+
+    def run(self) -> None:
+        while not self.has_come():
+            if self.over.wait(0.0005):
+                return
+        if not self.over.wait(self.delay_s):
+            self.hit = "during a save" if self.is_saving() else "between saves"
+            os.kill(int((self.log / f"pid{self.victim}").read_text()), signal.SIGKILL)
+
+    def has_come(self) -> bool:
+        training = len(list(self.log.glob("pid*"))) == RANKS and len(noted(self.log / "complete")) >= self.n_complete
+        return training and (self.is_saving() or not self.in_save)
+
+    def is_saving(self) -> bool:
+        return any(self.root.glob(".step_*.tmp-*/*"))
+
+
+def one_kill(root: Path, log: Path, number: int, dice: random.Random, expected: dict[int, str]) -> Counter:
+    """Train until the kill, then count what it left; nothing is counted if the run ended before."""
+    killer = Killer(root, cleared(log), number % 2 == 0, dice)
+    killer.start()
+    try:
+        on_ranks(RANKS, train, root, log, number % 4 < 2, timeout_s=300)
+    except Exception:
+        if not killer.hit:
+            raise
+    killer.over.set()
+    killer.join()
+    if not killer.hit:
+        cleared(root)
+        return Counter()
+    complete, losses, latest = noted(log / "complete"), noted(log / "losses"), find_latest(root)
+    newest = int(latest.name.removeprefix("step_")) if latest else 0
+    found = {
+        "kills": 1,
+        killer.hit: 1,
+        "checkpoints completed": len(complete),
+        "losses compared": len(losses),
+        "checkpoints lost": int(newest < max(complete, default=0)),
+        "damaged under a final name": sum(bool(verify(path)) for path in root.glob("step_*")),
+        "wrong losses": sum(expected[step] != loss for step, loss in losses),
+        "orphans": sum(Path(f"/proc/{path.read_text()}").exists() for path in log.glob("pid*")),
+    }
+    return Counter(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Kill ranks at random moments and count what is lost.")
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and victims")
+    arguments = parser.parse_args()
+    dice, tally = random.Random(arguments.seed), Counter[str]()
+    warnings.simplefilter("error", UserWarning)  # as of an older checkpoint in place of a damaged one
+    with tempfile.TemporaryDirectory() as folder:
+        root, log = cleared(Path(folder) / "checkpoints"), cleared(Path(folder) / "log")
+        on_ranks(RANKS, train, root, log, False, timeout_s=300)
+        expected = dict(noted(log / "losses"))
+        cleared(root)
+        while tally["kills"] < arguments.kills:
+            tally += one_kill(root, log, tally["kills"], dice, expected)
+            print(f"\r{tally['kills']} of {arguments.kills} kills ", end="", file=sys.stderr, flush=True)
+        save(root, STEPS + 1, torch.nn.Linear(1, 1), device_mesh=None)
+        tally["leftovers after the next save"] = len(list(root.glob(".step_*")))
+    print(file=sys.stderr)
+    for what in (*GOOD, *BAD):
+        print(f"{what:<32}{tally[what]:>6}")
+    sys.exit(any(tally[what] for what in BAD))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""What is not whole, not ours, or not of this model is refused by name; resuming takes the one before it."""
+
+import errno
+import os
+import pickle
+import resource
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from course_pp.launch import on_ranks
+from course_pp.training.checkpoint import CheckpointError, find_latest, load, resume, save, verify
+from tests.training.checkpoint.small import CONFIG, SHARD, Small, flip_byte, reseal
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda path: (path / name).unlink()
+
+
+def flip(name: str) -> Callable[[Path], None]:
+    return lambda path: flip_byte(path / name)
+
+
+def truncate(name: str) -> Callable[[Path], None]:
+    return lambda path: os.truncate(path / name, (path / name).stat().st_size // 2)
+
+
+def make_foreign(path: Path) -> None:
+    shutil.rmtree(path)
+    path.mkdir()
+    (path / "notes.txt").write_text("not a checkpoint")
+
+
+def take_another_step(path: Path) -> None:
+    shutil.rmtree(path)
+    shutil.copytree(path.with_name("step_00000001"), path)
+
+
+DAMAGE = {
+    "truncated shard": (truncate(SHARD), f"{SHARD} has .* bytes instead of"),
+    "flipped byte": (flip(SHARD), f"{SHARD} is damaged"),
+    "missing shard": (remove(SHARD), f"{SHARD} is missing"),
+    "flipped byte in the description": (flip(".metadata"), ".metadata is damaged"),
+    "flipped byte in the state": (flip("state.json"), "state.json is damaged"),
+    "missing manifest": (remove("manifest.json"), "manifest.json is missing"),
+    "truncated manifest": (truncate("manifest.json"), "manifest.json is damaged"),
+    "foreign directory": (make_foreign, "manifest.json is missing"),
+    "copy under another name": (take_another_step, "renamed: it holds step 1"),
+}
+
+
+@pytest.mark.parametrize(("damage", "said"), DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_checkpoint_is_refused_and_the_older_one_used(
+    damage: Callable[[Path], None], said: str, tmp_path: Path
+) -> None:
+    run = Small()
+    path = run.saved(tmp_path, 1, 2)
+    before = {name: p.clone() for name, p in run.model.named_parameters()}
+    damage(path)
+    assert verify(path)
+    with pytest.raises(CheckpointError, match=f"step_00000002.*{said}"):
+        load(path, run.model, run.optimizer, device_mesh=None)
+    assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
+    with pytest.warns(UserWarning, match=f"using .*step_00000001, because newer ones are not whole.*{said}"):
+        assert load(tmp_path, run.model, run.optimizer, device_mesh=None).step == 1
+    with pytest.warns(UserWarning, match="step_00000002"):
+        assert find_latest(tmp_path) == path.with_name("step_00000001")
+
+
+@pytest.mark.parametrize("name", [SHARD, ".metadata", "state.json", "manifest.json"])
+def test_every_byte_is_verified(name: str, tmp_path: Path) -> None:
+    path = Small().saved(tmp_path, 1)
+    assert verify(path) == []
+    n_bytes = (path / name).stat().st_size
+    # JSON's blanks are the only bytes without a meaning, and only the manifest is not itself in a manifest.
+    blanks = {32, 10} if name == "manifest.json" else set()
+    for at in range(0, n_bytes, max(1, n_bytes // 50)):
+        if (path / name).read_bytes()[at] not in blanks:
+            flip_byte(path / name, at)
+            assert verify(path), f"byte {at} of {name}"
+            flip_byte(path / name, at)
+    assert verify(path) == []
+
+
+def test_a_run_without_checkpoints_begins_and_one_with_only_damaged_ones_stops(tmp_path: Path) -> None:
+    run = Small()
+    assert find_latest(tmp_path) is None
+    assert find_latest(tmp_path / "nowhere") is None
+    assert resume(tmp_path, run.model, run.optimizer, device_mesh=None) is None
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        load(tmp_path, run.model, device_mesh=None)
+    (run.saved(tmp_path, 1) / SHARD).unlink()
+    with pytest.raises(CheckpointError, match=r"none of the checkpoints in .* is whole .*is missing"):
+        find_latest(tmp_path)
+    with pytest.raises(CheckpointError, match=r"none of the checkpoints in .* is whole"):
+        resume(tmp_path, run.model, run.optimizer, device_mesh=None)
+
+
+class Evil:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, witness: Path) -> None:
+        self.witness = witness
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return Path.touch, (self.witness,)
+
+
+def test_the_payload_works(tmp_path: Path) -> None:
+    pickle.loads(pickle.dumps(Evil(tmp_path / "witness")))
+    assert (tmp_path / "witness").exists()
+
+
+@pytest.mark.parametrize("name", [SHARD, ".metadata", "state.json", "manifest.json"])
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_a_pickle_in_place_of_a_file_is_refused_and_not_run(name: str, tmp_path: Path) -> None:
+    run, witness = Small(), tmp_path / "witness"
+    path = run.saved(tmp_path / "run", 1)
+    payload = pickle.dumps(Evil(witness))
+    (path / name).write_bytes(payload * (1 + (path / name).stat().st_size // len(payload)))
+    if name != "manifest.json":
+        reseal(path)
+    with pytest.raises(CheckpointError, match=r"refused|damaged|something other than a tensor"):
+        load(path, run.model, run.optimizer, device_mesh=None)
+    assert not witness.exists()
+
+
+def test_an_archive_with_a_pickle_in_place_of_a_tensor_is_refused_and_not_run(tmp_path: Path) -> None:
+    run, witness = Small(), tmp_path / "witness"
+    path = run.saved(tmp_path / "run", 1)
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    torch.save(Evil(witness), path / SHARD)
+    for record in metadata.storage_data.values():
+        record.offset, record.length = 0, (path / SHARD).stat().st_size
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    reseal(path)
+    with pytest.raises(CheckpointError, match="something other than a tensor"):
+        load(path, run.model, run.optimizer, device_mesh=None)
+    assert not witness.exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_an_object_among_the_tensors_is_refused(tmp_path: Path) -> None:
+    run = Small()
+    path = run.saved(tmp_path / "run", 1)
+    dcp.save({"model.extra": {"an": object}}, checkpoint_id=tmp_path / "other", no_dist=True)
+    shutil.copy(tmp_path / "other" / ".metadata", path)
+    reseal(path)
+    with pytest.raises(CheckpointError, match=r"\.metadata is refused: it asks for .*BytesStorageMetadata"):
+        load(path, run.model, device_mesh=None)
+
+
+@pytest.mark.parametrize("elsewhere", ["../other/file", "/etc/hostname"])
+def test_a_file_elsewhere_is_refused(elsewhere: str, tmp_path: Path) -> None:
+    run = Small()
+    path = run.saved(tmp_path / "run", 1)
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    for record in metadata.storage_data.values():
+        record.relative_path = elsewhere
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    reseal(path)
+    with pytest.raises(CheckpointError, match="refused: it refers to"):
+        load(path, run.model, device_mesh=None)
+
+
+@pytest.mark.parametrize("name", ["../state.json", "/etc/hostname", "..", ""])
+def test_a_manifest_that_lists_a_file_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
+    run = Small()
+    manifest = run.saved(tmp_path, 1) / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(SHARD, name))
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
+        load(manifest.parent, run.model, device_mesh=None)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"n_layers": 3}, "n_layers=2, not 3"),
+        ({"vocab_size": 12}, "vocab_size=11, not 12"),
+        ({"tie_embeddings": True}, "tie_embeddings=False, not True"),
+        ({"rope_theta": 5.0}, "rope_theta=10000.0, not 5.0"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_by_what_differs(
+    change: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    path = Small().saved(tmp_path, 1)
+    other = Small(replace(CONFIG, **change))  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=f"another model: it has {said}"):
+        load(path, other.model, other.optimizer, device_mesh=None)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (torch.nn.Linear(3, 4), r"weight is \(2, 3\) there and \(4, 3\) here"),
+        (torch.nn.Linear(3, 2, bias=False), "it has bias, which no rank's modules have"),
+        (torch.nn.BatchNorm1d(2), r"weight is \(2, 3\) there"),
+        (torch.nn.Linear(3, 2).bfloat16(), r"weight as torch.float32, but here it is torch.bfloat16: convert"),
+    ],
+)
+def test_a_module_without_a_configuration_is_told_apart_by_keys_shapes_and_dtypes(
+    other: torch.nn.Module, said: str, tmp_path: Path
+) -> None:
+    path = save(tmp_path, 1, torch.nn.Linear(3, 2), device_mesh=None).path
+    with pytest.raises(CheckpointError, match=said):
+        load(path, other, device_mesh=None)
+
+
+def test_every_rank_says_the_same_sentence(tmp_path: Path) -> None:
+    path = Small().saved(tmp_path, 1)
+    flip_byte(path / SHARD)
+    said = on_ranks(2, _refusal_of_loading, path)
+    assert said[0] == said[1]
+    assert f"{SHARD} is damaged" in said[0]
+
+
+def _refusal_of_loading(rank, path):
+    run = Small()
+    with pytest.raises(CheckpointError) as refusal:
+        load(path, run.model, device_mesh=None)
+    return str(refusal.value)
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_and_says_so_on_every_rank(tmp_path: Path) -> None:
+    said = on_ranks(2, _save_on_a_full_disk, tmp_path)
+    assert said[0] == said[1]
+    assert f"cannot be written to {tmp_path}: {os.strerror(errno.EFBIG)}" in said[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+    assert verify(tmp_path / "step_00000001") == []
+
+
+def _save_on_a_full_disk(rank, root):
+    module = torch.nn.ModuleDict({f"part{rank}": torch.nn.Linear(100, 1000)})
+    save(root, 1, module, device_mesh=None)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    with pytest.raises(CheckpointError) as refusal:
+        save(root, 2, module, device_mesh=None)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return str(refusal.value)
+
+
+def test_a_directory_that_cannot_be_written_is_refused_on_every_rank(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    said = on_ranks(2, _save_as_nobody, tmp_path)
+    assert said[0] == said[1]
+    assert f"{tmp_path} cannot hold checkpoints" in said[0]
+    assert os.strerror(errno.EACCES) in said[0]
+
+
+def _save_as_nobody(rank, root):
+    if os.geteuid() == 0:
+        os.seteuid(65534)  # root may write anywhere
+    module = torch.nn.ModuleDict({f"part{rank}": torch.nn.Linear(1, 1)})
+    with pytest.raises(CheckpointError) as refusal:
+        save(root, 1, module, device_mesh=None)
+    return str(refusal.value)

@@ -1,0 +1,110 @@
+"""A checkpoint of any layout resumes at any other, with the losses of a run that was never interrupted."""
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from course_pp.launch import on_ranks
+from tests.training.checkpoint.resuming import Case, config_of, data_of, train, train_jobs
+
+SAVED_AT, STEPS = 3, 13
+LOSS_TOLERANCE = 1e-11
+
+LAYOUTS = [
+    Case(),
+    Case(tp=2),
+    Case(dp_shard=2, reshard=True),
+    Case(dp_shard=3, reshard=True),  # shards of unequal size
+    Case(dp_replicate=2, dp_shard=2, reshard=True),
+    Case(dp_shard=2, tp=2, reshard=True),
+    Case(pp=2, schedule="1f1b"),
+    Case(pp=4, schedule="gpipe"),
+    Case(pp=2, schedule="interleaved_1f1b", dp_shard=2, reshard=False),
+    Case(pp=2, schedule="zb_v", tp=2),
+    Case(pp=2, schedule="zb_v", dp_shard=2, tp=2, reshard=False),
+    Case(pp=8, schedule="1f1b"),
+]
+
+# By the layout to resume at, those to resume from.
+SAMPLE = {
+    (LAYOUTS[3], True): [LAYOUTS[9]],
+    (LAYOUTS[9], True): [LAYOUTS[0], LAYOUTS[8]],
+    (LAYOUTS[2], False): [LAYOUTS[1]],
+}
+
+TABLE = Path(__file__).parents[3] / "runs" / "checkpoint_layouts.md"
+
+
+@pytest.fixture(scope="module")
+def roots(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[dict[tuple[str, str], float]]:
+    """Largest difference of a loss by (from, to); written if the whole grid ran."""
+    found: dict[tuple[str, str], float] = {}
+    yield found
+    names = list(map(str, LAYOUTS))
+    if any((saved, resumed) not in found for saved in names for resumed in names):
+        return
+    lines = ["from \\ to | " + " | ".join(n or "one process" for n in names), "---" + "|---:" * len(names)]
+    for saved in names:
+        cells = " | ".join(f"{found[saved, resumed]:.0e}" for resumed in names)
+        lines.append(f"{saved or 'one process'} | {cells}")
+    TABLE.parent.mkdir(exist_ok=True)
+    TABLE.write_text("\n".join([*lines, ""]))
+
+
+@cache
+def uninterrupted(tied: bool) -> list[float]:
+    """Losses of the whole run in one process."""
+    config = config_of(tied)
+    return on_ranks(1, train, Case(), config, data_of(config, STEPS), timeout_s=100)[0].losses
+
+
+def saved_by(layout: Case, tied: bool, roots: Path) -> Path:
+    """Checkpoints of a run at ``layout`` that stopped after three steps."""
+    root = roots / f"{layout}-{tied}"
+    if not root.exists():
+        config = config_of(tied)
+        on_ranks(layout.n_ranks, _stop_early, layout, config, data_of(config, SAVED_AT), root, timeout_s=100)
+    return root / "sync"
+
+
+def _stop_early(rank, layout, config, data, root):
+    train(rank, layout, config, data, root, save_at=SAVED_AT)
+
+
+def differences(layout: Case, tied: bool, sources: list[Case], roots: Path) -> list[float]:
+    """Largest difference of the next ten losses on any rank, for each layout that the run is resumed from."""
+    config = config_of(tied)
+    data, expected = data_of(config, STEPS), uninterrupted(tied)[SAVED_AT:]
+    jobs = [((layout, config, data, saved_by(source, tied, roots)), {"resume": True}) for source in sources]
+    ranks = on_ranks(layout.n_ranks, train_jobs, jobs, timeout_s=500)
+    found = []
+    for parts in zip(*ranks, strict=True):
+        assert all(len(part.losses) == STEPS - SAVED_AT for part in parts)
+        found.append(max(abs(a - b) for part in parts for a, b in zip(part.losses, expected, strict=True)))
+    return found
+
+
+@pytest.mark.parametrize(("layout", "tied"), SAMPLE, ids=str)
+def test_a_run_resumes_at_another_layout(layout: Case, tied: bool, roots: Path) -> None:
+    assert max(differences(layout, tied, SAMPLE[layout, tied], roots)) <= LOSS_TOLERANCE
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: str(layout) or "one")
+def test_a_run_resumes_from_every_layout(
+    layout: Case, tied: bool, roots: Path, table: dict[tuple[str, str], float]
+) -> None:
+    found = differences(layout, tied, LAYOUTS, roots)
+    for source, difference in zip(LAYOUTS, found, strict=True):
+        pair = (str(source), str(layout))
+        table[pair] = max(difference, table.get(pair, 0.0))
+    assert max(found) <= LOSS_TOLERANCE

@@ -1,0 +1,37 @@
+"""A run that was interrupted ends as one that was not."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from course_pp.launch import on_ranks
+from tests.training.checkpoint.resuming import Case, config_of, data_of, train, train_jobs
+
+BEFORE, AFTER = 3, 3
+
+SAME = [
+    Case(),
+    Case(pp=2, schedule="interleaved_1f1b", dp_shard=2),
+    Case(pp=2, schedule="zb_v", tp=2),
+    Case(dp_replicate=2, dp_shard=2),
+]
+
+
+@pytest.mark.parametrize("layout", SAME, ids=lambda layout: str(layout) or "one process")
+def test_at_the_same_layout_a_resumed_run_is_bit_identical(layout: Case, tmp_path: Path) -> None:
+    config = config_of(tied=layout.pp > 1, n_layers=4)
+    data = data_of(config, BEFORE + AFTER)
+    uninterrupted = on_ranks(layout.n_ranks, _in_one_piece, layout, config, data, tmp_path, timeout_s=100)
+    jobs = [((layout, config, data, tmp_path / how), {"resume": True, "seed": 1}) for how in ("sync", "async")]
+    resumed = on_ranks(layout.n_ranks, train_jobs, jobs, timeout_s=100)
+    for one, others in zip(uninterrupted, resumed, strict=True):
+        for other in others:
+            assert other.losses == one.losses[BEFORE:]
+            assert other.rng == one.rng[BEFORE:]
+            assert other.local.keys() == one.local.keys()
+            assert not [name for name, tensor in one.local.items() if not torch.equal(tensor, other.local[name])]
+
+
+def _in_one_piece(rank, layout, config, data, root):
+    return train(rank, layout, config, data, root, save_at=BEFORE)

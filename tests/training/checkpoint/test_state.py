@@ -1,0 +1,175 @@
+"""What a checkpoint holds of modules and optimizer, and what that asks of those it is loaded into."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.tensor import DTensor
+
+from course_pp.launch import on_ranks
+from course_pp.model import build_stage_module
+from course_pp.parallel import DistributedConfig, apply_fsdp2, init_distributed
+from course_pp.training.checkpoint import CheckpointError, contents, load, save
+from tests.equality import adamw
+from tests.training.checkpoint.small import CONFIG, Small
+
+
+def test_keys_are_the_full_models_names(tmp_path: Path) -> None:
+    path = Small().saved(tmp_path, 1)
+    keys = {entry.key for entry in contents(path)}
+    name = "layers.1.attn.q_proj.weight"
+    slots = {f"optimizer.{name}.{slot}" for slot in ("exp_avg", "exp_avg_sq", "step")}
+    assert keys >= {f"model.{name}", *slots, "rng.pp0.dp_replicate0.dp_shard0.tp0.cpu"}
+
+
+def test_a_tied_weight_is_saved_once(tmp_path: Path) -> None:
+    config = CONFIG.__class__(**{**vars(CONFIG), "tie_embeddings": True})
+    path = Small(config).saved(tmp_path, 1)
+    assert not [entry.key for entry in contents(path) if "head" in entry.key]
+    run = Small(config, seed=1)
+    load(path, run.model, run.optimizer, device_mesh=None)
+    assert run.model.head is not None
+    assert run.model.embed is not None
+    assert run.model.head.weight is run.model.embed.weight
+
+
+def test_an_optimizer_that_has_not_stepped_is_loaded_as_one_that_has_not(tmp_path: Path) -> None:
+    fresh, stepped = Small(), Small()
+    stepped.step()
+    save(tmp_path, 0, fresh.model, fresh.optimizer, device_mesh=None)
+    load(tmp_path, stepped.model, stepped.optimizer, device_mesh=None)
+    assert not stepped.optimizer.state
+    assert stepped.step(7) == fresh.step(7)
+
+
+def test_moments_and_counts_come_back(tmp_path: Path) -> None:
+    run, other = Small(), Small(seed=1)
+    run.saved(tmp_path, 1, 2)
+    load(tmp_path, other.model, other.optimizer, device_mesh=None)
+    assert [run.step(step) for step in (3, 4)] == [other.step(step) for step in (3, 4)]
+
+
+def test_options_come_back_by_parameter_and_implementation_does_not(tmp_path: Path) -> None:
+    def grouped(run: Small, lr: float, foreach: bool) -> torch.optim.AdamW:
+        matrices = [p for p in run.model.parameters() if p.dim() > 1]
+        norms = [p for p in run.model.parameters() if p.dim() == 1]
+        groups = [{"params": norms, "weight_decay": 0.0}, {"params": matrices, "weight_decay": lr}]
+        return torch.optim.AdamW(groups, lr=lr, betas=(0.8, 0.9), foreach=foreach)
+
+    run = Small()
+    save(tmp_path, 0, run.model, grouped(run, 0.1, foreach=True), device_mesh=None)
+    loaded = grouped(run, 0.5, foreach=False)
+    load(tmp_path, run.model, loaded, device_mesh=None)
+    assert [(g["lr"], g["weight_decay"], g["foreach"]) for g in loaded.param_groups] == [
+        (0.1, 0.0, False),
+        (0.1, 0.1, False),
+    ]
+    assert loaded.param_groups[0]["betas"] == (0.8, 0.9)
+    with pytest.raises(CheckpointError, match=r"other options for .*: make the same groups"):
+        load(tmp_path, run.model, run.optimizer, device_mesh=None)
+
+
+def test_without_an_optimizer_only_weights_are_loaded(tmp_path: Path) -> None:
+    run, other = Small(), Small(seed=1)
+    run.saved(tmp_path, 1)
+    state = torch.get_rng_state()
+    load(tmp_path, other.model, device_mesh=None)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not other.optimizer.state
+    path = save(tmp_path, 2, run.model, device_mesh=None).path
+    with pytest.raises(CheckpointError, match="saved without an optimizer"):
+        load(path, other.model, other.optimizer, device_mesh=None)
+
+
+def test_an_optimizer_of_other_modules_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"trains a parameter of shape \(11, 16\) that is in none of the modules"):
+        save(tmp_path, 1, Small().model, adamw([Small().model]), device_mesh=None)
+
+
+def test_an_optimizer_that_keeps_more_than_tensors_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    optimizer.step(lambda: model(torch.ones(1)).sum().backward() or torch.zeros(()))
+    with pytest.raises(CheckpointError, match="only optimizers whose state is tensors"):
+        save(tmp_path, 1, model, optimizer, device_mesh=None)
+
+
+def test_a_stage_that_was_not_passed_is_missed(tmp_path: Path) -> None:
+    stages = [build_stage_module(CONFIG, i, 2) for i in range(2)]
+    with pytest.raises(CheckpointError, match=r"no rank passed a module with head.weight \(11 parameters"):
+        save(tmp_path, 1, stages[:1], device_mesh=None)
+    with pytest.raises(CheckpointError, match=r"two modules of this rank hold embed\.weight"):
+        save(tmp_path, 1, [stages[0], stages[0]], device_mesh=None)
+    save(tmp_path, 1, stages, device_mesh=None)
+    with pytest.raises(CheckpointError, match=r"it has .*, which no rank's modules have"):
+        load(tmp_path, stages[1:], device_mesh=None)
+
+
+def test_the_generators_of_torch_and_python_continue(tmp_path: Path) -> None:
+    run = Small()
+    run.saved(tmp_path, 1)
+    expected = torch.rand(3), random.random()
+    torch.manual_seed(1)
+    random.seed(1)
+    load(tmp_path, run.model, run.optimizer, device_mesh=None)
+    assert torch.equal(torch.rand(3), expected[0])
+    assert random.random() == expected[1]
+
+
+def test_ranks_that_were_not_there_draw_numbers_of_their_own(tmp_path: Path) -> None:
+    run = Small()
+    run.saved(tmp_path, 1)
+    expected = torch.rand(()).item()
+    drawn = on_ranks(3, _draw_after_loading, tmp_path)
+    assert drawn[0] == expected
+    assert len(set(drawn)) == 3
+    assert drawn == on_ranks(3, _draw_after_loading, tmp_path)
+
+
+def _draw_after_loading(rank, root):
+    run = Small()
+    load(root, run.model, run.optimizer, device_mesh=None)
+    return torch.rand(()).item()
+
+
+def test_parameters_that_fsdp2_keeps_gathered_are_saved_as_shards(tmp_path: Path) -> None:
+    assert all(on_ranks(2, _save_gathered, tmp_path))
+    entries = {entry.key: entry for entry in contents(tmp_path)}
+    assert len(entries["model.embed.weight"].pieces) == len(entries["optimizer.embed.weight.exp_avg"].pieces) == 2
+
+
+def _save_gathered(rank, root):
+    mesh = init_distributed(DistributedConfig())
+    model = Small().model
+    apply_fsdp2(model, mesh, reshard_after_forward=False)
+    optimizer = adamw([model])
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    model(tokens).sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        before = model(tokens)
+    gathered = not isinstance(model.norm.weight, DTensor)
+    save(root, 1, model, optimizer, device_mesh=mesh)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    load(root, model, optimizer, device_mesh=mesh)
+    with torch.no_grad():
+        return gathered and torch.equal(model(tokens), before)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
+    run = Small()
+    path = run.saved(tmp_path / "run", 1)
+    weight = {"model.norm.weight": torch.zeros(16, dtype=torch.float64)}
+    dcp.load(weight, checkpoint_id=path, no_dist=True)
+    assert run.model.norm is not None
+    assert torch.equal(weight["model.norm.weight"], run.model.norm.weight)
+    dcp_to_torch_save(path, tmp_path / "one_file.pt")
+    everything = torch.load(tmp_path / "one_file.pt", weights_only=True)
+    assert torch.equal(everything["model.norm.weight"], run.model.norm.weight)
