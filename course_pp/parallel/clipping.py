@@ -189,8 +189,9 @@ def _total_norm(shards: Sequence[_Shard], norm_type: float, foreach: bool, devic
         groups: _combine(norms_of(gradients, norm_type, foreach, device), norm_type)
         for groups, gradients in local.items()
     }
-    while pending := [groups[-1] for groups in parts if groups]:
-        group = pending[0]
+    while any(parts):
+        # The longest first: what remains of it is then added up with the shorter ones in one collective.
+        group = max(parts, key=len)[-1]
         sharded = [groups for groups in parts if groups and groups[-1] == group]
         reduced = _over_group(torch.stack([parts.pop(groups) for groups in sharded]), group, norm_type)
         for groups, norm in zip(sharded, reduced.unbind(), strict=True):

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from course_pp.parallel.mesh import get_dp_mesh, get_pp_mesh, has_dp_mesh
+from course_pp.parallel.mesh import get_dp_mesh, has_dp_mesh, size_of
 from course_pp.parallel.order import check_order, decoder_layers
 
 __all__ = ["ReshardPolicy", "apply_fsdp2", "default_mp_policy", "reshard", "resolve_reshard_after_forward"]
@@ -39,26 +39,38 @@ def resolve_reshard_after_forward(policy: ReshardPolicy, device_mesh: DeviceMesh
 
     Args:
         policy: ``"auto"``; True or False, which mean what they say; or the world size to reshard to, which must divide
-            the size of ``dp_shard`` and be neither 1 nor all of it.
+            the size of ``dp_shard`` and be neither 1 nor all of it, and needs a mesh without ``pp`` and ``tp``.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: for anything else; every rank finds it without asking another.
     """
+    return reshard_policy_of_sizes(policy, **{name: size_of(device_mesh, name) for name in ("pp", "dp_shard", "tp")})
+
+
+def reshard_policy_of_sizes(policy: ReshardPolicy, *, pp: int, dp_shard: int, tp: int) -> bool | int:
+    """:func:`resolve_reshard_after_forward` for a mesh of these sizes, which need not be there yet."""
     if policy == "auto":
-        return get_pp_mesh(device_mesh) is None
+        return pp == 1
     if isinstance(policy, bool):
         return policy
-    if not isinstance(policy, int):
-        raise ValueError(f"reshard_after_forward={policy!r} must be True, False, 'auto' or a number of ranks")
-    n_shards = device_mesh["dp_shard"].size() if device_mesh is not None and has_dp_mesh(device_mesh) else 1
-    proper = [k for k in range(2, n_shards) if n_shards % k == 0]
-    if policy in proper:
-        return policy
-    meant = {1: "False (keep everything)", n_shards: "True (free everything)"}.get(policy)
-    use = meant or " or ".join([*map(str, proper), "True, False or 'auto'"])
-    raise ValueError(
-        f"reshard_after_forward={policy} must divide dp_shard={n_shards} and be neither 1 nor {n_shards}: say {use}"
-    )
+    words = "True, False or 'auto'"
+    if type(policy) is not int:
+        raise ValueError(f"reshard_after_forward={policy!r} must be {words}, or a number of ranks")
+    proper = [k for k in range(2, dp_shard) if dp_shard % k == 0]
+    if policy not in proper:
+        meant = {1: "False (keep everything)", dp_shard: "True (free everything)"}.get(policy)
+        use = meant or " or ".join([*(map(str, proper) if pp * tp == 1 else ()), words])
+        raise ValueError(
+            f"reshard_after_forward={policy} must divide dp_shard={dp_shard} and be neither 1 nor {dp_shard}: say {use}"
+        )
+    if pp * tp > 1:
+        # fully_shard makes the smaller groups of the ranks it shards over, where all ranks of the world would have to
+        # make them together: it would wait for ever.
+        raise ValueError(
+            f"reshard_after_forward={policy} with pp={pp} and tp={tp}: torch reshards to fewer ranks only where all "
+            f"hold shards of the same parameters: say {words}, or set pp and tp to 1"
+        )
+    return policy
 
 
 def apply_fsdp2(
@@ -69,8 +81,9 @@ def apply_fsdp2(
 ) -> None:
     """Shard ``model`` in place: every decoder layer, then what is left at the root.
 
-    The last step before the optimizer is made; a no-op where the mesh has no data-parallel dimension. Gradients are
-    averaged over the data-parallel ranks, under a pipeline once a step, after the last microbatch.
+    The last step before the optimizer is made: one made earlier would hold parameters that are no longer the model's,
+    and train nothing. A no-op where the mesh has no data-parallel dimension. Gradients are averaged over the
+    data-parallel ranks, under a pipeline once a step, after the last microbatch.
 
     Args:
         model: a :class:`Transformer` or one stage of it.

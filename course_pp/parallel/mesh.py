@@ -30,6 +30,7 @@ __all__ = [
     "get_tp_mesh",
     "has_dp_mesh",
     "init_distributed",
+    "size_of",
 ]
 
 _LONGEST_TIMEOUT_S = 365 * 24 * 3600
@@ -167,7 +168,20 @@ def get_device(backend: str | None = None) -> torch.device:
 
 
 def _dimension(device_mesh: DeviceMesh | None, name: str) -> DeviceMesh | None:
-    return device_mesh[name] if device_mesh is not None and name in (device_mesh.mesh_dim_names or ()) else None
+    """One dimension, None where the mesh does not have it; a mesh with other names would pass for one without any."""
+    names = () if device_mesh is None else device_mesh.mesh_dim_names or (None,)
+    if not set(names) <= set(_DIMENSIONS) or ("dp_replicate" in names and "dp_shard" not in names):
+        raise ValueError(
+            f"mesh dimensions {names} must be named {', '.join(_DIMENSIONS)}, and dp_replicate needs a dp_shard beside "
+            "it, of size 1 if nothing is sharded: use init_distributed, or name them so in init_device_mesh"
+        )
+    return device_mesh[name] if device_mesh is not None and name in names else None
+
+
+def size_of(device_mesh: DeviceMesh | None, name: str) -> int:
+    """Ranks along one dimension; 1 where the mesh does not have it."""
+    dimension = _dimension(device_mesh, name)
+    return 1 if dimension is None else dimension.size()
 
 
 def get_pp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
@@ -183,8 +197,7 @@ def get_pp_rank(device_mesh: DeviceMesh | None) -> int:
 
 def get_pp_size(device_mesh: DeviceMesh | None) -> int:
     """Number of pipeline ranks; 1 without pipeline parallelism."""
-    pp_mesh = get_pp_mesh(device_mesh)
-    return 1 if pp_mesh is None else pp_mesh.size()
+    return size_of(device_mesh, "pp")
 
 
 def get_tp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:

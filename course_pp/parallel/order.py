@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from course_pp.model import DecoderLayer, Transformer
-from course_pp.parallel.recompute import Recomputed
+from course_pp.parallel.recompute import is_checkpointed
 
 __all__ = ["Step", "applied_steps", "check_order", "decoder_layers"]
 
@@ -32,11 +32,10 @@ def applied_steps(model: nn.Module) -> list[Step]:
     tensor_parallel = any(
         isinstance(p, DTensor) and "tp" in (p.device_mesh.mesh_dim_names or ()) for p in model.parameters()
     )
-    modules = list(model.modules())
     found: dict[Step, bool] = {
         "tensor parallel": tensor_parallel,
-        "activation checkpointing": any(isinstance(module.forward, Recomputed) for module in modules),
-        "FSDP2": any(isinstance(module, FSDPModule) for module in modules),
+        "activation checkpointing": is_checkpointed(model),
+        "FSDP2": any(isinstance(module, FSDPModule) for module in model.modules()),
     }
     return [step for step in _CALLS if found[step]]
 

@@ -9,6 +9,7 @@ rank the loss. What torch leaves to the caller and is easy to get wrong is done 
 gradients of earlier steps are not rescaled, and all ranks refuse a bad batch together instead of hanging.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,9 +21,11 @@ from course_pp.parallel.agreement import agree, agree_on, gather
 from course_pp.parallel.forward_only import forward_only
 from course_pp.parallel.fsdp import reshard
 from course_pp.parallel.mesh import has_dp_mesh
+from course_pp.parallel.recompute import is_checkpointed
 from course_pp.parallel.schedules import check_microbatches, find_schedule, get_stage_indices
 from course_pp.parallel.stage import ModelStage, problem_of_dtype
 from course_pp.parallel.tied import tied_gradients
+from course_pp.parallel.world import is_rank_zero
 
 __all__ = ["PipelineSchedule", "TokenLoss", "build_pipeline_schedule"]
 
@@ -79,6 +82,8 @@ def build_pipeline_schedule(
         everyone,
     )
     agree(_problem_of_model(stages), everyone)
+    if find_schedule(schedule).splits_backward != "none" and any(is_checkpointed(s.submod) for s in stages):
+        _warn_of_recomputation(schedule)
     return PipelineSchedule(stages, n_microbatches, loss_fn, schedule)
 
 
@@ -99,6 +104,17 @@ def _problem_of_placement(stages: Sequence[ModelStage], n_microbatches: int, sch
     if len({(s.tokens.shape, s.boundary.dtype) for s in stages}) > 1:
         return f"rank {pp_rank} built its stages {indices} for different batches or dtypes: build them alike"
     return None
+
+
+def _warn_of_recomputation(schedule: str) -> None:
+    """Say once what every rank could say."""
+    if is_rank_zero():
+        warnings.warn(
+            f"schedule={schedule!r} splits backward in two, and torch's weight-gradient half runs the forward of a "
+            "checkpointed module again for each of its parameters: results are right, but far slower than without "
+            "checkpointing. Use a schedule that does not split, such as 'interleaved_1f1b', or apply_ac(..., 'none')",
+            stacklevel=3,
+        )
 
 
 def _everyone(stage: ModelStage) -> dist.ProcessGroup | None:
@@ -253,7 +269,8 @@ class PipelineSchedule:
         target = target if self.stages[-1].is_last else None
         agree(self._problem(inputs, target, kwargs), self._everyone)
         if inputs is not None:
-            inputs = inputs.contiguous()  # torch before 2.12 refuses a view, such as tokens[:, :-1]
+            # torch before 2.12 refuses strides like those of tokens[:, :-1], which contiguous() keeps for a single row.
+            inputs = inputs.clone(memory_format=torch.contiguous_format)
         if target is not None:
             self._divisor = self._divisor_of(target)
         return inputs, target

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from course_pp.model import ModelConfig, compute_layer_assignment
-from course_pp.parallel.fsdp import ReshardPolicy
+from course_pp.parallel.fsdp import ReshardPolicy, reshard_policy_of_sizes
 from course_pp.parallel.mesh import DistributedConfig
 from course_pp.parallel.schedules import get_stage_indices
 from course_pp.parallel.tensor import shards_head
@@ -128,28 +128,8 @@ def dtypes_of(dtype: torch.dtype, mp_policy: MixedPrecisionPolicy | None, layout
 
 
 def reshard_policy_of(policy: ReshardPolicy, layout: DistributedConfig) -> bool | int:
-    """As :func:`resolve_reshard_after_forward`, for a mesh that is not there yet.
-
-    Raises:
-        ValueError: for a number that does not divide ``dp_shard`` properly, or with ``pp`` or ``tp``.
-    """
-    if policy == "auto":
-        return layout.pp == 1
-    if isinstance(policy, bool):
-        return policy
-    proper = [k for k in range(2, layout.dp_shard) if layout.dp_shard % k == 0]
-    if type(policy) is not int or policy not in proper:
-        use = " or ".join([*map(str, proper), "True, False or 'auto'"])
-        raise ValueError(
-            f"reshard_after_forward={policy!r} must divide dp_shard={layout.dp_shard} and be neither 1 nor "
-            f"{layout.dp_shard}: say {use}"
-        )
-    if layout.pp * layout.tp > 1:  # fully_shard makes the smaller groups, which all ranks of the world must do alike
-        raise ValueError(
-            f"reshard_after_forward={policy} with pp={layout.pp} and tp={layout.tp}: torch reshards to fewer only "
-            "where all ranks hold shards of the same parameters: say True, False or 'auto', or set pp and tp to 1"
-        )
-    return policy
+    """:func:`resolve_reshard_after_forward` for a mesh that is not there yet."""
+    return reshard_policy_of_sizes(policy, pp=layout.pp, dp_shard=layout.dp_shard, tp=layout.tp)
 
 
 def _root(config: ModelConfig, tp: int, index: int, n_stages: int) -> Group:

@@ -22,6 +22,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from course_pp.model import ModelConfig
+from course_pp.parallel.checkpointing import check_mode
 from course_pp.parallel.counting import CollectiveCounts
 from course_pp.parallel.fsdp import ReshardPolicy
 from course_pp.parallel.mesh import DistributedConfig
@@ -36,13 +37,13 @@ from course_pp.parallel.planning import (
     stages_of,
 )
 from course_pp.parallel.schedules import check_microbatches, find_schedule, get_stage_indices
-from course_pp.parallel.tensor import _check_divides, shards_head
+from course_pp.parallel.stage import check_microbatch
+from course_pp.parallel.tensor import check_sequence_divides, check_tensor_parallel, shards_head
 
 __all__ = ["predict_collectives"]
 
 _NOTHING = CollectiveCounts()
 _FLOAT64 = torch.float64.itemsize
-_SPLIT_BACKWARD = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble")
 
 
 @dataclass(frozen=True)
@@ -128,29 +129,26 @@ def predict_collectives(
     Raises:
         ValueError: for a layout that the model or the schedule does not allow.
     """
-    places = coordinates_of(layout)
     _check_model(config, layout, batch_size, seq_len, gather_logits)
     _check_schedule(layout, n_microbatches, schedule, ac)
-    policy, dtypes = reshard_policy_of(reshard_after_forward, layout), dtypes_of(dtype, mp_policy, layout)
-    split = layout.pp > 1 and find_schedule(schedule).torch_class in _SPLIT_BACKWARD
-    counts = []
-    for at in places:
-        rank = _Rank(
+    ranks = (
+        _Rank(
             config=config,
             layout=layout,
             at=at,
             stages=stages_of(config, layout, schedule, at.pp),
             n_microbatches=n_microbatches,
             tokens=batch_size * seq_len,
-            reshard=policy,
+            reshard=reshard_policy_of(reshard_after_forward, layout),
             ac=ac,
-            dtypes=dtypes,
-            splits_backward=split,
+            dtypes=dtypes_of(dtype, mp_policy, layout),
+            splits_backward=layout.pp > 1 and find_schedule(schedule).splits_backward == "all",
             gathers_logits=gather_logits,
         )
-        step = _tensor_parallel(rank) + _fully_sharded(rank) + _pipeline(rank)
-        counts.append(step + _clipping(rank) if clip else step)
-    return tuple(counts)
+        for at in coordinates_of(layout)
+    )
+    parts = [_tensor_parallel, _fully_sharded, _pipeline, *([_clipping] if clip else [])]
+    return tuple(sum((part(rank) for part in parts), _NOTHING) for rank in ranks)
 
 
 def _fully_sharded(rank: _Rank) -> CollectiveCounts:
@@ -282,8 +280,7 @@ def _clipping(rank: _Rank) -> CollectiveCounts:
     """One float64 a rank and dimension: norms are gathered, and added up in the same order everywhere."""
     layout = rank.layout
     counts = rank.over("tp", "all_gather", 1, _FLOAT64 * layout.tp)
-    # With tensor parallelism there are two kinds of parameter: those it cut, and those it did not.
-    counts += rank.over("dp_shard", "all_gather", 2 if layout.tp > 1 else 1, _FLOAT64 * layout.dp_shard)
+    counts += rank.over("dp_shard", "all_gather", 1, _FLOAT64 * layout.dp_shard)
     counts += rank.over("pp", "all_gather", 1, 2 * _FLOAT64 * layout.pp)  # norm, and how many stages it is of
     if rank.sequence_parallel and not rank.sharded:
         counts += _norm_weights(rank, rank.dtypes.kept)
@@ -297,28 +294,15 @@ def _is_sequence_parallel(config: ModelConfig, layout: DistributedConfig) -> boo
 def _check_model(
     config: ModelConfig, layout: DistributedConfig, batch_size: int, seq_len: int, gather_logits: bool
 ) -> None:
-    for name, size in (("batch_size", batch_size), ("seq_len", seq_len)):
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name}={size!r} must be a whole number of at least 1")
-    if seq_len > config.max_seq_len:
-        raise ValueError(f"seq_len={seq_len} is over the model's max_seq_len={config.max_seq_len}: shorten it")
+    check_microbatch(config, batch_size, seq_len)
     if layout.tp > 1:
-        _check_divides(config, layout.tp)
-        if not gather_logits and not shards_head(config, layout.tp):
-            raise ValueError(
-                f"gather_logits=False needs an untied head whose vocab_size={config.vocab_size} is a multiple of "
-                f"tp={layout.tp}: leave it True, or pad the vocabulary"
-            )
-    if _is_sequence_parallel(config, layout) and seq_len % layout.tp:
-        raise ValueError(
-            f"seq_len={seq_len} must be a multiple of tp={layout.tp} for sequence-parallel norms: "
-            f"pad it to {-(-seq_len // layout.tp) * layout.tp}"
-        )
+        check_tensor_parallel(config, layout.tp, gather_logits)
+    if _is_sequence_parallel(config, layout):
+        check_sequence_divides(seq_len, layout.tp)
 
 
 def _check_schedule(layout: DistributedConfig, n_microbatches: int, schedule: str, ac: str) -> None:
-    if ac not in ("none", "full", "selective"):
-        raise ValueError(f"ac={ac!r} must be one of 'none', 'full', 'selective'")
+    check_mode("ac", ac)
     if layout.pp == 1:
         if n_microbatches != 1:
             raise ValueError(
@@ -328,7 +312,7 @@ def _check_schedule(layout: DistributedConfig, n_microbatches: int, schedule: st
         return
     n_stages = layout.pp * len(get_stage_indices(schedule, 0, layout.pp))
     check_microbatches(schedule, n_microbatches, n_stages, layout.pp)
-    if ac == "full" and layout.tp > 1 and find_schedule(schedule).torch_class == "ScheduleDualPipeV":
+    if ac == "full" and layout.tp > 1 and find_schedule(schedule).splits_backward == "some":
         raise ValueError(
             f"schedule={schedule!r} splits some backwards and not others, and how often torch then recomputes a block "
             "has no formula here: predict it with ac='none' or 'selective', or with 'zb_v'"

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["Recomputed", "recompute"]
+__all__ = ["is_checkpointed", "recompute"]
 
 
 class Recomputed:
@@ -26,3 +26,8 @@ class Recomputed:
 def recompute(module: nn.Module) -> None:
     """Checkpoint ``module``, in place."""
     module.forward = Recomputed(module.forward)
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Whether ``module`` or a part of it is recomputed in backward."""
+    return any(isinstance(part.forward, Recomputed) for part in module.modules())

@@ -18,12 +18,14 @@ class ScheduleKind:
             2·pp − 1 − r, so that the first and the last stage share a rank.
         at_least_stages: microbatches must be at least as many as stages.
         in_rounds: microbatches must split evenly into rounds of about one a rank.
+        splits_backward: which backwards are two actions, the gradients of inputs and those of weights.
     """
 
     torch_class: str
     placement: Literal["single", "loop", "v"]
     at_least_stages: bool = False
     in_rounds: bool = False
+    splits_backward: Literal["none", "some", "all"] = "none"
 
     @property
     def build(self) -> Any:
@@ -41,9 +43,9 @@ _KINDS = {
     "1f1b": ScheduleKind("Schedule1F1B", "single", at_least_stages=True),
     "interleaved_1f1b": ScheduleKind("ScheduleInterleaved1F1B", "loop", in_rounds=True),
     "looped_bfs": ScheduleKind("ScheduleLoopedBFS", "loop"),
-    "interleaved_zb": ScheduleKind("ScheduleInterleavedZeroBubble", "loop", in_rounds=True),
-    "zb_v": ScheduleKind("ScheduleZBVZeroBubble", "v"),
-    "dualpipe_v": ScheduleKind("ScheduleDualPipeV", "v", at_least_stages=True),
+    "interleaved_zb": ScheduleKind("ScheduleInterleavedZeroBubble", "loop", in_rounds=True, splits_backward="all"),
+    "zb_v": ScheduleKind("ScheduleZBVZeroBubble", "v", splits_backward="all"),
+    "dualpipe_v": ScheduleKind("ScheduleDualPipeV", "v", at_least_stages=True, splits_backward="some"),
 }
 
 

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from course_pp.model import PipelineStageModule
+from course_pp.model import ModelConfig, PipelineStageModule
 from course_pp.parallel._torch import LocalNeighboursStage, mixed_precision
-from course_pp.parallel.mesh import get_pp_mesh
+from course_pp.parallel.mesh import get_pp_mesh, get_pp_size
 
-__all__ = ["ModelStage", "build_pipeline_stage", "problem_of_dtype"]
+__all__ = ["ModelStage", "build_pipeline_stage", "check_microbatch", "problem_of_dtype"]
 
 
 class ModelStage(LocalNeighboursStage):
@@ -63,8 +63,9 @@ def build_pipeline_stage(
 
     Raises:
         TypeError: if ``stage_module`` is a whole model.
-        ValueError: if a size is not positive, or the module computes in another dtype than ``param_dtype``: the
-            neighbour would read the message's bytes as something else.
+        ValueError: if a size is not positive, the mesh is only a part of the ranks or cannot share the stages, or the
+            module computes in another dtype than ``param_dtype``: the neighbour would read the message's bytes as
+            something else.
         RuntimeError: if there is no process group.
     """
     if not isinstance(stage_module, PipelineStageModule):
@@ -72,13 +73,10 @@ def build_pipeline_stage(
             f"a pipeline stage must be a PipelineStageModule, not {type(stage_module).__name__}: "
             "cut the model with build_stage_module(config, stage, n_stages)"
         )
-    for name, size in (("batch_size", batch_size), ("seq_len", seq_len)):
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name}={size!r} must be a whole number of at least 1")
-    if seq_len > stage_module.config.max_seq_len:
-        raise ValueError(f"seq_len={seq_len} is over the model's max_seq_len={stage_module.config.max_seq_len}")
+    check_microbatch(stage_module.config, batch_size, seq_len)
     if not dist.is_initialized():
         raise RuntimeError("no process group: call init_distributed(config) before build_pipeline_stage")
+    _check_mesh(stage_module, device_mesh)
     problem = problem_of_dtype(stage_module, param_dtype)
     if problem is not None:
         raise ValueError(problem)
@@ -92,6 +90,37 @@ def build_pipeline_stage(
         device=torch.device(device),
         group=_pipeline_group(device_mesh),
     )
+
+
+def _check_mesh(module: PipelineStageModule, device_mesh: DeviceMesh | None) -> None:
+    """Refuse a part of the ranks, and a number of stages that the pipeline's ranks cannot share."""
+    n_ranks, pp_size = dist.get_world_size(), get_pp_size(device_mesh)
+    if device_mesh is not None and device_mesh.size() != n_ranks:
+        raise ValueError(
+            f"device_mesh {device_mesh.mesh_dim_names} has {device_mesh.size()} of {n_ranks} ranks: pass the whole "
+            "mesh of init_distributed, or losses and refusals would not reach every rank"
+        )
+    if module.num_stages % pp_size:
+        raise ValueError(
+            f"stage {module.stage_id} is one of {module.num_stages}, which {pp_size} pipeline ranks cannot share "
+            f"equally: cut the model into a multiple of {pp_size} stages"
+        )
+
+
+def check_microbatch(config: ModelConfig, batch_size: int, seq_len: int) -> None:
+    """Refuse sizes of a microbatch that are not positive, or that the model has no positions for.
+
+    Raises:
+        ValueError: naming the size and the rule.
+    """
+    for name, size in (("batch_size", batch_size), ("seq_len", seq_len)):
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name}={size!r} must be a whole number of at least 1")
+    if seq_len > config.max_seq_len:
+        raise ValueError(
+            f"seq_len={seq_len} is over the model's max_seq_len={config.max_seq_len}: shorten the sequences, or build "
+            "the model for longer ones"
+        )
 
 
 def problem_of_dtype(module: PipelineStageModule, boundary_dtype: torch.dtype) -> str | None:

@@ -31,8 +31,9 @@ from torch.distributed.tensor.parallel import (
 from course_pp.model import ModelConfig, Transformer
 from course_pp.parallel.mesh import get_tp_mesh
 from course_pp.parallel.order import check_order, decoder_layers
+from course_pp.parallel.vocab_parallel import gather_vocabulary
 
-__all__ = ["apply_tensor_parallel", "shards_head"]
+__all__ = ["apply_tensor_parallel", "check_sequence_divides", "check_tensor_parallel", "shards_head"]
 
 
 def apply_tensor_parallel(model: nn.Module, device_mesh: DeviceMesh | None, *, gather_logits: bool = True) -> None:
@@ -58,18 +59,15 @@ def apply_tensor_parallel(model: nn.Module, device_mesh: DeviceMesh | None, *, g
     mesh, config = get_tp_mesh(device_mesh), transformer.config
     if mesh is None:
         return
-    _check_divides(config, mesh.size())
+    check_tensor_parallel(config, mesh.size(), gather_logits)
     cut_head = shards_head(config, mesh.size())
-    if not gather_logits and not cut_head:
-        raise ValueError(
-            f"gather_logits=False needs an untied head whose vocab_size={config.vocab_size} is a multiple of "
-            f"tp={mesh.size()}: leave it True, or pad the vocabulary"
-        )
     sequence_parallel = _is_whole(transformer) and not config.tie_embeddings
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
     for layer in decoder_layers(transformer):
         _parallelize(layer, mesh, _layer_plan(stream))
     _parallelize(model, mesh, _ends_plan(transformer, stream, cut_head, gather_logits))
+    if cut_head and gather_logits and transformer.head is not None:
+        transformer.head.register_forward_hook(_GatherLogits(mesh))
     if sequence_parallel:
         model.register_forward_pre_hook(_SequencesDivide(mesh.size()))
 
@@ -118,7 +116,6 @@ def _ends_plan(model: Transformer, stream: Placement, cut_head: bool, gather_log
     if model.head is not None and cut_head:
         plan["head"] = ColwiseParallel(
             input_layouts=stream,
-            output_layouts=Replicate() if gather_logits else Shard(-1),
             use_local_output=gather_logits,
         )
     return plan
@@ -130,8 +127,12 @@ def _parallelize(module: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
         parallelize_module(module, mesh, plan, src_data_rank=None)
 
 
-def _check_divides(config: ModelConfig, tp: int) -> None:
-    """Refuse a cut through a head, from the configuration alone: every rank raises, and none communicates."""
+def check_tensor_parallel(config: ModelConfig, tp: int, gather_logits: bool) -> None:
+    """Refuse a cut through a head, from the configuration alone: every rank raises, and none communicates.
+
+    Raises:
+        ValueError: as :func:`apply_tensor_parallel`.
+    """
     for name, size in (("n_heads", config.n_heads), ("n_kv_heads", config.kv_heads), ("ffn_dim", config.hidden_dim)):
         if size % tp:
             works = [k for k in range(1, tp) if config.n_heads % k == config.kv_heads % k == config.hidden_dim % k == 0]
@@ -139,18 +140,42 @@ def _check_divides(config: ModelConfig, tp: int) -> None:
                 f"tp={tp} must divide {name}={size}, so that every rank holds whole heads and equal parts: "
                 f"use tp={works[-1]}, or change {name}"
             )
+    if not gather_logits and not shards_head(config, tp):
+        raise ValueError(
+            f"gather_logits=False needs an untied head whose vocab_size={config.vocab_size} is a multiple of "
+            f"tp={tp}: leave it True, or pad the vocabulary"
+        )
+
+
+def check_sequence_divides(seq_len: int, tp: int) -> None:
+    """Refuse a sequence that the ranks of ``tp`` cannot share equally: DTensor would pad it, our residuals not.
+
+    Raises:
+        ValueError: naming the next length that works.
+    """
+    if seq_len % tp:
+        raise ValueError(
+            f"seq_len={seq_len} must be a multiple of tp={tp} for sequence-parallel norms: "
+            f"pad it to {-(-seq_len // tp) * tp}"
+        )
 
 
 class _SequencesDivide:
-    """Refuses a sequence that the ranks of ``tp`` cannot share equally: DTensor would pad it, our residuals not."""
+    """Looks at every input of a whole model."""
 
     def __init__(self, tp: int) -> None:
         self.tp = tp
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if args and isinstance(args[0], Tensor) and args[0].dim() > 1 and args[0].shape[1] % self.tp:
-            seq_len = args[0].shape[1]
-            raise ValueError(
-                f"seq_len={seq_len} must be a multiple of tp={self.tp} for sequence-parallel norms: "
-                f"pad it to {-(-seq_len // self.tp) * self.tp}"
-            )
+        if args and isinstance(args[0], Tensor) and args[0].dim() > 1:
+            check_sequence_divides(args[0].shape[1], self.tp)
+
+
+class _GatherLogits:
+    """Puts the parts of the vocabulary together, after the head."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], part: Tensor) -> Tensor:
+        return gather_vocabulary(part, self.mesh.get_group())

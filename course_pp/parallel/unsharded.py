@@ -49,10 +49,11 @@ def predict_unsharded_bytes(
     Raises:
         ValueError: for a layout that the model does not allow.
     """
+    places = coordinates_of(layout)
     policy, dtypes = reshard_policy_of(reshard_after_forward, layout), dtypes_of(dtype, mp_policy, layout)
     left = Fraction(not policy) if isinstance(policy, bool) else Fraction(1, policy)
     peaks = []
-    for at in coordinates_of(layout):
+    for at in places:
         n_elements = Fraction(0)
         for stage in stages_of(config, layout, schedule, at.pp):
             root, layer = (gathered_elements(group, layout.dp_shard) for group in (stage.root, stage.layer))

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits whose vocabulary is cut over the ranks of ``tp``, without ever putting it together.
+"""Logits whose vocabulary is cut over the ranks of ``tp``: put together, or their cross-entropy without doing so.
 
     loss of a token = log Σ exp(logit) − logit of the target
 
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from course_pp.model import CrossEntropy
 
-__all__ = ["VocabParallelCrossEntropy"]
+__all__ = ["VocabParallelCrossEntropy", "gather_vocabulary"]
 
 
 @dataclass(frozen=True)
@@ -82,3 +82,27 @@ class _TotalLoss(torch.autograd.Function):
         probabilities, target, here, counted = ctx.saved_tensors
         of_logits = probabilities.scatter_add(-1, target, -here[..., None].to(probabilities.dtype))
         return of_logits * counted[..., None] * gradient, None, None, None
+
+
+def gather_vocabulary(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Logits (batch, seq, vocab / tp) of each rank -> (batch, seq, vocab), the same on every rank.
+
+    Every rank computes the same loss from them, so backward takes its part of the gradient and exchanges nothing.
+    """
+    whole: Tensor = _GatherVocabulary.apply(part, group)
+    return whole
+
+
+class _GatherVocabulary(torch.autograd.Function):
+    """As ``DTensor.full_tensor``, which however returns a view: FSDP2 warns that its hooks can be lost on one."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.chunk(dist.get_world_size(ctx.group), -1)[dist.get_rank(ctx.group)], None

@@ -25,3 +25,8 @@ def build(config, mesh, pp, rank, schedule, loss_fn, n_microbatches=N_MICROBATCH
         for m in modules
     ]
     return modules, build_pipeline_schedule(stages if len(stages) > 1 else stages[0], n_microbatches, loss_fn, schedule)
+
+
+def tokens(batch=BATCH, seq_len=SEQ_LEN):
+    """A batch of the first token only."""
+    return torch.zeros(batch, seq_len, dtype=torch.int64)

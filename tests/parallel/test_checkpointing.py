@@ -1,5 +1,6 @@
 """Activation checkpointing keeps less and changes nothing."""
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -7,8 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from course_pp.launch import on_ranks
 from course_pp.model import CrossEntropy, ModelConfig, Transformer
-from course_pp.parallel import apply_ac
+from course_pp.parallel import (
+    DistributedConfig,
+    apply_ac,
+    build_pipeline_schedule,
+    build_pipeline_stage,
+    build_stage_module,
+    get_stage_indices,
+    init_distributed,
+)
 
 CONFIG = ModelConfig(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=20, max_seq_len=64)
 MODES = ("none", "selective", "full")
@@ -81,3 +91,46 @@ def test_parameters_keep_their_names_and_weights_load() -> None:
 def test_an_unknown_mode_is_refused(mode: Any) -> None:
     with pytest.raises(ValueError, match=r"mode=.* must be one of 'none', 'full', 'selective'"):
         apply_ac(Transformer(CONFIG), mode)
+
+
+def warnings_on_rank(rank: int, schedule: str, mode: str) -> tuple[list[str], dict[int, float]]:
+    """What building the pipeline warns of; and forwards a microbatch of each stage's first attention."""
+    mesh, calls = init_distributed(DistributedConfig(pp=2)), {}
+    indices = get_stage_indices(schedule, rank, 2)
+    stages = []
+    for i in indices:
+        module = build_stage_module(replace(CONFIG, n_layers=4), i, 2 * len(indices))
+        calls[i] = 0.0
+
+        def note(*_: Any, i: int = i) -> None:
+            calls[i] += 1 / 4
+
+        next(iter(module.layers.values())).attn.q_proj.register_forward_hook(note)
+        apply_ac(module, mode)
+        stages.append(build_pipeline_stage(module, mesh, "cpu", 1, 16, torch.float32))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipeline = build_pipeline_schedule(stages, 4, CrossEntropy(), schedule)
+    pipeline.step(tokens(), target=tokens())
+    return [str(warning.message) for warning in caught], calls
+
+
+@pytest.mark.parametrize(("mode", "n_parameters"), [("full", 9), ("selective", 4)])
+@pytest.mark.parametrize("schedule", ["zb_v", "interleaved_zb"])
+def test_a_schedule_that_splits_backward_recomputes_once_a_parameter_and_says_so_once(
+    schedule: str, mode: str, n_parameters: int
+) -> None:
+    (said, calls), (others, more) = on_ranks(2, warnings_on_rank, schedule, mode)
+    [message] = said
+    assert message.startswith(f"schedule='{schedule}' splits backward in two")
+    assert message.endswith("or apply_ac(..., 'none')")
+    assert others == []
+    # Once in forward and once in each half of backward, of which the first stage's is whole.
+    assert calls | more == {0: 2, 1: 2 + n_parameters, 2: 2 + n_parameters, 3: 2 + n_parameters}
+
+
+@pytest.mark.parametrize(("schedule", "mode"), [("interleaved_1f1b", "full"), ("zb_v", "none"), ("dualpipe_v", "none")])
+def test_other_schedules_recompute_once_and_warn_of_nothing(schedule: str, mode: str) -> None:
+    for said, calls in on_ranks(2, warnings_on_rank, schedule, mode):
+        assert said == []
+        assert set(calls.values()) == {1 if mode == "none" else 2}

@@ -1,5 +1,8 @@
 """FSDP2: what is sharded, when it is gathered and freed, how often it is reduced, in which precision."""
 
+import warnings
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,16 +18,18 @@ from course_pp.parallel import (
     DistributedConfig,
     apply_ac,
     apply_fsdp2,
+    apply_tensor_parallel,
     build_pipeline_schedule,
     build_pipeline_stage,
     build_stage_module,
     count_collectives,
     default_mp_policy,
+    get_dp_rank,
     get_pp_rank,
     init_distributed,
     resolve_reshard_after_forward,
 )
-from tests.parallel.layouts import Case, build_modules, build_pipeline, data_of, model_config
+from tests.parallel.layouts import Case, Data, build_modules, build_pipeline, data_of, full, model_config
 
 CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=20, max_seq_len=16)
 
@@ -72,7 +77,14 @@ def test_without_a_mesh_auto_frees() -> None:
         (0, {"dp_shard": 4}, "reshard_after_forward=0"),
         (-1, {"dp_shard": 4}, "reshard_after_forward=-1"),
         (2, {"pp": 4}, "must divide dp_shard=1 and be neither 1 nor 1: say True, False or 'auto'"),
-        ("never", {"dp_shard": 4}, "reshard_after_forward='never' must be True, False, 'auto' or a number of ranks"),
+        (
+            2,
+            {"dp_shard": 4, "tp": 2},
+            "=2 with pp=1 and tp=2: torch reshards.*say True, False or 'auto', or set pp and tp",
+        ),
+        (2, {"pp": 2, "dp_shard": 4}, "=2 with pp=2 and tp=1"),
+        (3, {"dp_shard": 4, "tp": 2}, "must divide dp_shard=4 and be neither 1 nor 4: say True, False or 'auto'$"),
+        ("never", {"dp_shard": 4}, "reshard_after_forward='never' must be True, False or 'auto', or a number"),
         (None, {"dp_shard": 4}, "reshard_after_forward=None must be"),
         (2.0, {"dp_shard": 4}, "reshard_after_forward=2.0 must be"),
     ],
@@ -88,6 +100,23 @@ def test_without_a_data_parallel_dimension_nothing_changes_but_a_bad_policy_is_r
     assert not any(isinstance(module, FSDPModule) for module in model.modules())
     with pytest.raises(ValueError, match="must divide dp_shard=1"):
         apply_fsdp2(model, None, reshard_after_forward=2)
+
+
+def refused_on_rank(rank: int, layouts: list[DistributedConfig]) -> list[str]:
+    """The message for reshard_after_forward=2 under each layout."""
+    messages = []
+    for layout in layouts:
+        with pytest.raises(ValueError, match="reshard_after_forward=2") as refusal:
+            apply_fsdp2(Transformer(CONFIG), init_distributed(layout), reshard_after_forward=2)
+        messages.append(str(refusal.value))
+    return messages
+
+
+def test_a_number_of_ranks_beside_other_dimensions_is_refused_on_every_rank_instead_of_hanging() -> None:
+    layouts = [DistributedConfig(dp_shard=4, tp=2), DistributedConfig(pp=2, dp_shard=4)]
+    first, *others = on_ranks(8, refused_on_rank, layouts, timeout_s=60)
+    assert all(other == first for other in others)
+    assert all(message.endswith("say True, False or 'auto', or set pp and tp to 1") for message in first)
 
 
 def held_on_rank(rank: int, layout: DistributedConfig) -> dict[str, Any]:
@@ -124,6 +153,28 @@ def test_blocks_and_root_are_sharded_over_dp_shard_and_gradients_averaged_over_a
         assert held["groups"] == ["", "layers.0", "layers.1"]
         assert held["shapes"] == [(n, 32) for n in rows]
         torch.testing.assert_close(held["gradient"], expected)
+
+
+def outputs_on_rank(rank: int, n_stages: int, **tp_options: bool) -> tuple[list[str], bool]:
+    """Warnings of the last stage's forward under tensor parallelism and FSDP2, and whether its output is a view."""
+    mesh = init_distributed(DistributedConfig(dp_shard=2, tp=2))
+    module = build_stage_module(CONFIG, n_stages - 1, n_stages)
+    apply_tensor_parallel(module, mesh, **tp_options)
+    apply_fsdp2(module, mesh)
+    inputs = torch.ones(1, 4, 32, requires_grad=True) if n_stages > 1 else torch.zeros(1, 4, dtype=torch.int64)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        output = module(inputs)
+    return [str(warning.message) for warning in caught], output._is_view()
+
+
+@pytest.mark.parametrize("n_stages", [1, 2])
+@pytest.mark.parametrize("gather_logits", [True, False])
+def test_with_tensor_parallelism_the_output_is_no_view_on_which_hooks_could_be_lost(
+    n_stages: int, gather_logits: bool
+) -> None:
+    watched = partial(outputs_on_rank, gather_logits=gather_logits)
+    assert on_ranks(4, watched, n_stages) == [([], False)] * 4
 
 
 def gathered_on_rank(rank: int, policies: list[Any]) -> list[tuple[str, ...]]:
@@ -167,6 +218,59 @@ def test_microbatch_gradients_are_reduced_once_a_step_also_with_two_stages_a_ran
     for found in on_ranks(4, reductions_on_rank, cases, timeout_s=90):
         for case, (n_reductions, n_groups) in zip(cases, found, strict=True):
             assert n_reductions == n_groups, case
+
+
+def accumulated_on_rank(rank: int, case: Case, config: ModelConfig, data: Data) -> dict[str, Tensor]:
+    """Gradients of three steps without an optimizer's in between."""
+    mesh = init_distributed(case.distributed, seed=0)
+    modules = build_modules(case, config, mesh)
+    pipeline = build_pipeline(case, modules, mesh, case.n_microbatches, CrossEntropy())
+    for batch in data:
+        inputs, target = (rows.chunk(case.n_data)[get_dp_rank(mesh)] for rows in batch)
+        pipeline.step(inputs, target=target)
+    return {name: full(p.grad) for module in modules for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(("schedule", "policy"), [("1f1b", True), ("1f1b", False), ("zb_v", "auto")])
+def test_sharded_gradients_of_three_steps_add_up(schedule: str, policy: Any, tied: bool) -> None:
+    case = Case(pp=2, dp_shard=2, schedule=schedule, reshard=policy)
+    config = model_config(case, tied)
+    data, _ = data_of(config, case.batch, padded=False)
+    torch.manual_seed(0)
+    model = Transformer(config).double()
+    for inputs, target in data:
+        CrossEntropy()(model(inputs), target).backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    for gradients in on_ranks(4, accumulated_on_rank, case, config, data):
+        for name, gradient in gradients.items():
+            source = "embed.weight" if tied and name == "head.weight" else name
+            torch.testing.assert_close(gradient, expected[source], rtol=0, atol=1e-14)
+
+
+def materialised_on_rank(rank: int, layout: DistributedConfig, config: ModelConfig) -> list[str]:
+    """Parameters, and outputs, in which a stage made on the meta device differs from one made where it is."""
+    mesh = init_distributed(layout, seed=0)
+    index, n_stages = get_pp_rank(mesh), layout.pp
+    with torch.device("meta"):
+        late = build_stage_module(config, index, n_stages)
+    direct = build_stage_module(config, index, n_stages)
+    for module in (direct, late):
+        apply_tensor_parallel(module, mesh)
+        apply_fsdp2(module, mesh)
+    late.to_empty(device="cpu")
+    late.init_weights_and_freqs()
+    inputs = torch.zeros(1, 4, dtype=torch.int64) if index == 0 else torch.ones(1, 4, config.dim)
+    pairs = zip(direct.named_parameters(), late.parameters(), strict=True)
+    different = [name for (name, p), other in pairs if not torch.equal(p.to_local(), other.to_local())]
+    return different + ([] if torch.equal(direct(inputs), late(inputs)) else ["output"])
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("layout", [DistributedConfig(dp_shard=2, tp=2), DistributedConfig(pp=2, dp_shard=2)])
+def test_a_stage_sharded_on_the_meta_device_is_the_same_model(layout: DistributedConfig, tied: bool) -> None:
+    config = replace(CONFIG, tie_embeddings=tied)
+    assert on_ranks(4, materialised_on_rank, layout, config) == [[]] * 4
 
 
 def test_the_default_policy_computes_in_bfloat16_and_reduces_in_float32() -> None:

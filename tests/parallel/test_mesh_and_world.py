@@ -5,10 +5,14 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from course_pp.launch import on_ranks
+from course_pp.model import ModelConfig, Transformer
 from course_pp.parallel import (
     DistributedConfig,
+    apply_fsdp2,
+    apply_tensor_parallel,
     destroy_distributed,
     get_dp_mesh,
     get_pp_mesh,
@@ -196,6 +200,24 @@ def test_the_mesh_has_the_dimensions_above_one_outermost_first(config, dims, sha
         assert described["pp"] == ((True, rank // 2, 2) if "pp" in dims else (False, 0, 1))
         assert described["tp"] == ("tp" in dims)
     assert len({described["draw"] for described in ranks}) == 1, "every rank draws from the same seed"
+
+
+def strange_names_on_rank(rank):
+    """Refusals of meshes whose dimensions are named otherwise, or not at all."""
+    refusals = []
+    for sizes, names in [((2,), None), ((2,), ("dp",)), ((1, 2), ("data", "tp")), ((2,), ("dp_replicate",))]:
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        for step in (apply_tensor_parallel, apply_fsdp2):
+            with pytest.raises(ValueError, match="mesh dimensions") as refusal:
+                step(Transformer(ModelConfig(dim=8, n_layers=1, n_heads=2, vocab_size=5)), mesh)
+            refusals.append(str(refusal.value))
+    return refusals
+
+
+def test_a_mesh_with_other_names_is_refused_instead_of_ignored():
+    first, second = on_ranks(2, strange_names_on_rank)
+    assert first == second
+    assert all("must be named pp, dp_replicate, dp_shard, tp, and dp_replicate needs a dp_shard" in r for r in first)
 
 
 def test_one_process_gets_no_mesh_but_a_working_group(launcher):
