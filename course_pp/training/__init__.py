@@ -1,1 +1,37 @@
-"""What surrounds the model while it learns; `course_pp.training.data` turns text into batches."""
+"""What surrounds the model while it learns: the loop, its metrics and logs, data, checkpoints.
+
+    config = TrainConfig(steps=200, batch=32, microbatches=8)
+    fitted = Trainer(config, stages, train, validation, device_mesh=mesh).fit()
+
+:mod:`course_pp.training.trainer` is the place to begin reading, :mod:`course_pp.training.data` turns text into batches,
+and :mod:`course_pp.training.checkpoint` keeps what ranks that die would lose.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from course_pp.training.config import TrainConfig
+    from course_pp.training.engines import stages_of_rank
+    from course_pp.training.metrics import Peak, Speed
+    from course_pp.training.report import StepResult
+    from course_pp.training.trainer import Fitted, Trainer
+
+__all__ = ["Fitted", "Peak", "Speed", "StepResult", "TrainConfig", "Trainer", "stages_of_rank"]
+
+# Imported when asked for: the command line looks in here for one line of help and must not wait for torch.
+_MODULES = {
+    "Fitted": "trainer",
+    "Peak": "metrics",
+    "Speed": "metrics",
+    "StepResult": "report",
+    "TrainConfig": "config",
+    "Trainer": "trainer",
+    "stages_of_rank": "engines",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

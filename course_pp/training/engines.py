@@ -1,0 +1,220 @@
+"""The two ways to take a batch through the pipeline, `course_pp.parallel` and `course_pp.runtime`, made alike."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from course_pp.model import PipelineStageModule
+from course_pp.parallel import (
+    TokenLoss,
+    build_pipeline_schedule,
+    build_pipeline_stage,
+    get_dp_rank,
+    get_dp_size,
+    get_pp_size,
+    get_stage_indices,
+    get_tp_mesh,
+)
+from course_pp.parallel.agreement import agree
+from course_pp.runtime import Pipeline
+from course_pp.schedule import Schedule, build
+from course_pp.training.config import TrainConfig
+from course_pp.training.data import Sequences
+
+__all__ = ["PipelineEngine", "build_engine", "stages_of_rank", "together"]
+
+T = TypeVar("T")
+
+
+class PipelineEngine(Protocol):
+    """Takes batches of one size through the pipeline. Every rank passes the whole batch."""
+
+    def step(self, batch: Sequences, weight: float) -> float:
+        """Add ``weight`` · gradient of the batch's mean loss to ``.grad``; returns ``weight`` · loss, on every rank."""
+
+    def evaluate(self, batch: Sequences) -> float:
+        """The batch's mean loss, in nats a token, the same on every rank."""
+
+
+def stages_of_rank(config: TrainConfig, pp_rank: int, pp_size: int) -> tuple[list[int], int]:
+    """The indices of the stages to build on a pipeline rank, and the number of all stages.
+
+    Raises:
+        ValueError: a schedule that the engine does not have, or that cannot run with this many ranks or microbatches.
+    """
+    if config.engine == "parallel":
+        indices = get_stage_indices(config.schedule, pp_rank, pp_size)
+        return indices, pp_size * len(indices)
+    placement = build(config.schedule, pp_size, config.microbatches).placement
+    return [stage for stage, ranks in enumerate(placement) if pp_rank in ranks], len(placement)
+
+
+def build_engine(
+    config: TrainConfig,
+    modules: Sequence[PipelineStageModule],
+    loss_fn: TokenLoss,
+    like: Sequences,
+    *,
+    device_mesh: DeviceMesh | None,
+    device: torch.device,
+    param_dtype: torch.dtype,
+) -> PipelineEngine:
+    """The engine that ``config`` names, over this rank's stages; call it on every rank.
+
+    Args:
+        like: sequences of the run, for their length and whether they are padded.
+        param_dtype: of what crosses the stages' boundaries.
+
+    Raises:
+        ValueError: on every rank, if the stages are not those the schedule places here, or the engine cannot run them.
+    """
+    if config.engine == "parallel":
+        return _ParallelEngine(config, modules, loss_fn, like.seq_len, device_mesh, device, param_dtype)
+    return _RuntimeEngine(config, modules, loss_fn, like.attention_mask is not None, device_mesh, device)
+
+
+def together(work: Callable[[], T]) -> T:
+    """Do ``work`` on every rank.
+
+    Raises:
+        ValueError: on every rank, if it failed on any: a rank that refuses alone leaves the others waiting.
+    """
+    result: list[T] = []
+    failure: Exception | None = None
+    try:
+        result.append(work())
+    except (OSError, TypeError, ValueError) as error:
+        failure = error
+    try:
+        agree(None if failure is None else str(failure), dist.group.WORLD)
+    except ValueError as refusal:
+        raise refusal from failure
+    return result[0]
+
+
+class _WeightedLoss:
+    """A token loss times a factor that is set before each step: the batch's share of what is accumulated.
+
+    The engines divide by the tokens of one batch, and the gradients of several add up. With the factor (tokens of this
+    batch) / (tokens of all of them) the sum has one divisor, that of one big batch.
+    """
+
+    def __init__(self, loss_fn: TokenLoss) -> None:
+        self._loss_fn = loss_fn
+        self.weight = 1.0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.total(output, target) / self.count(target).clamp(min=1)
+
+    def total(self, output: Tensor, target: Tensor) -> Tensor:
+        return self._loss_fn.total(output, target) * self.weight
+
+    def count(self, target: Tensor) -> Tensor:
+        return self._loss_fn.count(target)
+
+
+class _ParallelEngine:
+    """`course_pp.parallel`: each data-parallel rank takes its rows, torch runs the schedule."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        modules: Sequence[PipelineStageModule],
+        loss_fn: TokenLoss,
+        seq_len: int,
+        device_mesh: DeviceMesh | None,
+        device: torch.device,
+        param_dtype: torch.dtype,
+    ) -> None:
+        self._loss, self._device = _WeightedLoss(loss_fn), device
+        self._dp_rank, self._dp_size = get_dp_rank(device_mesh), get_dp_size(device_mesh)
+        rows = together(lambda: config.rows_of_a_microbatch(self._dp_size))
+        stages = together(
+            lambda: [build_pipeline_stage(m, device_mesh, device, rows, seq_len, param_dtype) for m in modules]
+        )
+        self._pipeline = build_pipeline_schedule(stages, config.microbatches, self._loss, config.schedule)
+
+    def step(self, batch: Sequences, weight: float) -> float:
+        self._loss.weight = weight
+        return self._pipeline.step(**self._arguments(batch)).item()
+
+    def evaluate(self, batch: Sequences) -> float:
+        self._loss.weight = 1.0
+        return self._pipeline.eval(**self._arguments(batch)).item()
+
+    def _arguments(self, batch: Sequences) -> dict[str, Tensor]:
+        """This rank's rows; every stage gets the mask of padded sequences."""
+        arguments = {"inputs": batch.inputs, "target": batch.targets, "attention_mask": batch.attention_mask}
+        return {
+            name: value.chunk(self._dp_size)[self._dp_rank].to(self._device)
+            for name, value in arguments.items()
+            if value is not None
+        }
+
+
+class _RuntimeEngine:
+    """`course_pp.runtime`: pipeline ranks alone; a second, forward-only schedule evaluates."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        modules: Sequence[PipelineStageModule],
+        loss_fn: TokenLoss,
+        masked: bool,
+        device_mesh: DeviceMesh | None,
+        device: torch.device,
+    ) -> None:
+        def schedule_here() -> Schedule:
+            if get_dp_size(device_mesh) > 1 or get_tp_mesh(device_mesh) is not None:
+                raise ValueError(
+                    f"engine='runtime' on mesh dimensions {device_mesh and device_mesh.mesh_dim_names}: it runs "
+                    "pipeline ranks alone; take engine='parallel', or leave dp and tp at 1"
+                )
+            return build(config.schedule, get_pp_size(device_mesh), config.microbatches)
+
+        self._loss, self._device = _WeightedLoss(loss_fn), device
+        schedule = together(schedule_here)
+        stages = {module.stage_id: _MaskPassedOn(module) if masked else module for module in modules}
+        tied = []
+        if modules[0].config.tie_embeddings and schedule.n_stages > 1:
+            prefix = "module." if masked else ""
+            tied = [{0: f"{prefix}embed.weight", schedule.n_stages - 1: f"{prefix}head.weight"}]
+        self._pipeline = Pipeline(schedule, stages, self._loss, device=device, tied=tied)
+        self._forward = Pipeline(_forwards_of(schedule), stages, self._loss, device=device)
+
+    def step(self, batch: Sequences, weight: float) -> float:
+        self._loss.weight = weight
+        return sum(self._pipeline.step(*self._arguments(batch)))
+
+    def evaluate(self, batch: Sequences) -> float:
+        self._loss.weight = 1.0
+        with torch.no_grad():
+            return sum(self._forward.step(*self._arguments(batch)))
+
+    def _arguments(self, batch: Sequences) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor]:
+        inputs, targets = batch.inputs.to(self._device), batch.targets.to(self._device)
+        if batch.attention_mask is None:
+            return inputs, targets
+        return (inputs, batch.attention_mask.to(self._device)), targets
+
+
+class _MaskPassedOn(nn.Module):
+    """A stage that sends the mask on with its output: the runtime knows no arguments but what the stage before sent."""
+
+    def __init__(self, module: PipelineStageModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        output = self.module(x, attention_mask=mask)
+        return output if self.module.head is not None else (output, mask)
+
+
+def _forwards_of(schedule: Schedule) -> Schedule:
+    """The same placement and order, forwards alone."""
+    rows = tuple(tuple(part for action in row for part in action.parts if part.kind == "F") for row in schedule.actions)
+    return Schedule(f"{schedule.name}, forward only", schedule.placement, rows)

@@ -1,0 +1,100 @@
+"""What a run says about itself while it goes on: times added up, logs, progress, traces."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from course_pp.training.config import TrainConfig
+from course_pp.training.engines import together
+from course_pp.training.logs import Logs, Progress, tracing
+from course_pp.training.metrics import Speed
+
+__all__ = ["Reporter", "StepResult"]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step.
+
+    Args:
+        step: number of finished steps, this one included.
+        loss: mean over the step's tokens, in nats, before the update.
+        grad_norm: norm of the whole model's gradient, before clipping.
+        lr: learning rate of the update.
+        seconds: wall time.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    seconds: float
+
+
+class Reporter:
+    """Tells logs, progress and profiler about each step; made on every rank, though one alone speaks.
+
+    Args:
+        speed: of no steps yet.
+        step: finished steps.
+        stack: closes everything in the end.
+
+    Raises:
+        ValueError: on every rank, if ``log_folder`` cannot be written.
+    """
+
+    def __init__(self, config: TrainConfig, speed: Speed, step: int, speaks: bool, stack: ExitStack) -> None:
+        self._config, self._nothing_yet = config, speed
+        self.speed = self._window = speed
+        self._progress = Progress(step, config.steps, config.log_every, speaks)
+        stack.callback(self._progress.close)
+        self._logs = together(lambda: _open(config.log_folder, step) if speaks else None)
+        if self._logs is not None:
+            stack.callback(self._logs.close)
+        peak = speed.peak
+        self._write("start", step, {"config": config.as_dict(), "peak_flops": peak.flops, "peak_source": peak.source})
+        self._profiler: torch.profiler.profile | None = None
+        if config.profile and config.log_folder is not None:
+            self._profiler = stack.enter_context(tracing(config.log_folder, dist.get_rank(), config.profile))
+
+    def step(self, result: StepResult) -> None:
+        """A step is done."""
+        self.speed, self._window = self.speed.after(result.seconds), self._window.after(result.seconds)
+        if self._profiler is not None:
+            self._profiler.step()
+        self._progress.advance(result.loss)
+        if result.step % self._config.log_every == 0 or result.step == self._config.steps:
+            values = {
+                "loss": result.loss,
+                "grad_norm": result.grad_norm,
+                "lr": result.lr,
+                "tokens": result.step * self.speed.tokens_of_a_step,
+                "tokens_per_s": self._window.tokens_per_s,
+                "mfu": self._window.utilisation,
+            }
+            self._write("train", result.step, values)
+            self._window = self._nothing_yet
+
+    def validation(self, step: int, loss: float) -> None:
+        """An evaluation is done."""
+        self._write("validation", step, {"loss": loss})
+        self._progress.say(f"step {step}/{self._config.steps}  validation loss {loss:.3f}")
+
+    def _write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
+        if self._logs is not None:
+            self._logs.write(event, step, values)
+
+
+def _open(folder: str | None, step: int) -> Logs | None:
+    if folder is None:
+        return None
+    try:
+        return Logs(folder, step)
+    except OSError as error:
+        raise ValueError(
+            f"log_folder={folder!r} cannot be written ({error.strerror or error}): give a folder that can, or None"
+        ) from error

@@ -1,0 +1,279 @@
+"""The training loop: batch, gradient, clip, step, and now and then a look at the validation data.
+
+    mesh = init_distributed(DistributedConfig(pp=2))
+    config = TrainConfig(steps=200, batch=32, microbatches=8)
+    indices, n_stages = stages_of_rank(config, get_pp_rank(mesh), get_pp_size(mesh))
+    stages = [build_stage_module(model_config, i, n_stages) for i in indices]  # then TP, recomputation, FSDP2
+    trainer = Trainer(config, stages, train, validation, device_mesh=mesh)
+    fitted = trainer.fit()
+
+A step depends on the configuration, the data and the number of the step alone, so a run goes on from any step.
+"""
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from course_pp.model import CrossEntropy, PipelineStageModule
+from course_pp.parallel import TokenLoss, clip_grad_norm_, get_device, get_pp_size
+from course_pp.parallel.agreement import agree_on
+from course_pp.training.config import TrainConfig
+from course_pp.training.data import Batches, Sequences, validation_batches
+from course_pp.training.engines import build_engine, together
+from course_pp.training.metrics import Peak, Speed, find_peak, training_flops
+from course_pp.training.optim import build_optimizer, build_scheduler, warmup_cosine
+from course_pp.training.report import Reporter, StepResult
+
+__all__ = ["Fitted", "StepResult", "Trainer"]
+
+# What a checkpoint's run and the one that takes it up must share, or the second would not continue the first.
+_FIXED = ("batch", "seed", "lr", "min_lr", "warmup_steps", "weight_decay", "clip_norm")
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What a call of :meth:`Trainer.fit` did, the same on every rank but for the times.
+
+    Args:
+        steps: optimizer steps taken.
+        loss: of the last one; None without any.
+        validation_loss: after it, in nats a token; None without validation data.
+        speed: tokens a second and model FLOPs utilisation of these steps.
+    """
+
+    steps: int
+    loss: float | None
+    validation_loss: float | None
+    speed: Speed
+
+
+class Trainer:
+    """Trains this rank's stages. Make it on every rank, with the same arguments but the stages.
+
+    Args:
+        config: what to train and how.
+        modules: this rank's stages, those that :func:`stages_of_rank` lists, as they are trained (after FSDP2), on
+            their device.
+        train, validation: all sequences, the same on every rank; without validation data nothing is evaluated.
+        device_mesh: what :func:`course_pp.parallel.init_distributed` returned.
+        loss_fn: a loss that can tell how many tokens it averages over; :class:`CrossEntropy` by default.
+        param_dtype: of what crosses the stages' boundaries, by default that of the parameters.
+        tokenizer_digest: of the tokenizer that made the sequences; kept in :meth:`state`.
+
+    Attributes:
+        step: number of finished steps.
+        modules, optimizer, scheduler: what is trained.
+        speaks: True on the rank that logs and shows progress: of those with the last stage the first.
+
+    Raises:
+        RuntimeError: there is no process group.
+        ValueError: on every rank, for stages, data or a mesh that do not fit ``config``, or ranks that disagree.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        modules: Sequence[PipelineStageModule],
+        train: Sequences,
+        validation: Sequences | None = None,
+        *,
+        device_mesh: DeviceMesh | None,
+        loss_fn: TokenLoss | None = None,
+        param_dtype: torch.dtype | None = None,
+        tokenizer_digest: str | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError("no process group: call init_distributed(config) before Trainer")
+        self.config, self.modules, self.step = config, list(modules), 0
+        self._mesh, self._tokenizer_digest = device_mesh, tokenizer_digest
+        together(lambda: _check_modules(self.modules))
+        self._data_digest = _digest(train)
+        agree_on(
+            {
+                "config": config,
+                "data": self._data_digest,
+                "tokenizer": tokenizer_digest,
+                "validation": _digest(validation),
+            },
+            dist.group.WORLD,
+        )
+        self._batches = together(lambda: Batches(train, config.batch, config.seed))
+        self._held_out = together(
+            lambda: () if validation is None else validation_batches(validation, config.batch, config.eval_batches)
+        )
+        self._device = get_device()
+        self._dtype = param_dtype or next(self.modules[0].parameters()).dtype
+        self._engine = build_engine(
+            config,
+            self.modules,
+            CrossEntropy() if loss_fn is None else loss_fn,
+            train,
+            device_mesh=device_mesh,
+            device=self._device,
+            param_dtype=self._dtype,
+        )
+        self.optimizer = build_optimizer(self.modules, config)
+        self.scheduler = build_scheduler(self.optimizer, config)
+        holds_last = any(module.stage_id == module.num_stages - 1 for module in self.modules)
+        is_first_of_its_stage = dist.get_rank() % (dist.get_world_size() // get_pp_size(device_mesh)) == 0
+        self.speaks = holds_last and is_first_of_its_stage
+
+    def train_step(self) -> StepResult:
+        """One optimizer step.
+
+        Raises:
+            RuntimeError: on every rank, if a gradient is not finite; nothing has been updated.
+        """
+        begin = time.perf_counter()
+        batch = self._batches[self.step]
+        n_targets = max(1, batch.n_targets)
+        self.optimizer.zero_grad()
+        loss = math.fsum(self._engine.step(part, part.n_targets / n_targets) for part in self._parts(batch))
+        norm = clip_grad_norm_(
+            self.modules, self.config.clip_norm, device_mesh=self._mesh, error_if_nonfinite=True
+        ).item()
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        self.optimizer.step()
+        self.scheduler.step()
+        self.step += 1
+        return StepResult(self.step, loss, norm, lr, time.perf_counter() - begin)
+
+    def evaluate(self) -> float:
+        """Mean loss over the validation batches, in nats a token.
+
+        Raises:
+            ValueError: there is no validation data.
+        """
+        if not self._held_out:
+            raise ValueError("validation=None, so there is nothing to evaluate on: give Trainer validation data")
+        modes = [module.training for module in self.modules]
+        for module in self.modules:
+            module.eval()
+        parts = [part for batch in self._held_out for part in self._parts(batch)]
+        total = sum(part.n_targets * self._engine.evaluate(part) for part in parts)
+        for module, mode in zip(self.modules, modes, strict=True):
+            module.train(mode)
+        return total / max(1, sum(part.n_targets for part in parts))
+
+    def fit(self, after_step: Callable[["Trainer", StepResult], None] | None = None) -> Fitted:
+        """Train from the current step to ``config.steps``, with logs, progress and evaluation.
+
+        Args:
+            after_step: called after each step on every rank; the place to save a checkpoint. Its time does not count
+                as training, and what it raises ends the run with the logs closed.
+
+        Raises:
+            ValueError: on every rank, if ``log_folder`` cannot be written.
+        """
+        config, first = self.config, self.step
+        peak = find_peak(config.peak_flops, self._device, self._dtype)
+        result, validation_loss = None, None
+        with ExitStack() as stack:
+            reporter = Reporter(config, self._speed_at_first(peak), first, self.speaks, stack)
+            while self.step < config.steps:
+                result = self.train_step()
+                reporter.step(result)
+                if self._is_time_to_evaluate():
+                    validation_loss = self.evaluate()
+                    reporter.validation(self.step, validation_loss)
+                if after_step is not None:
+                    after_step(self, result)
+            if validation_loss is None and self._held_out:
+                validation_loss = self.evaluate()
+        loss = None if result is None else result.loss
+        return Fitted(self.step - first, loss, validation_loss, reporter.speed)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs besides weights, optimizer and random numbers, as JSON can hold it.
+
+        The position in the data is the step: whichever ranks go on, the batch of a step is the same.
+        """
+        return {
+            "step": self.step,
+            "scheduler": self.scheduler.state_dict(),
+            "data": {"next_batch": self.step, "digest": self._data_digest},
+            "config": self.config.as_dict(),
+            "tokenizer": self._tokenizer_digest,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state` was taken; call it on every rank, after the checkpoint filled the optimizer.
+
+        Layout, engine, schedule, microbatches, accumulation and logging may differ. So may ``steps``: the learning rate
+        then follows the new cosine.
+
+        Raises:
+            ValueError: on every rank, if the state is of other data, another tokenizer or other hyperparameters, is
+                not one at all, or lies past ``config.steps``. Nothing is changed then.
+        """
+        together(lambda: self._check_state(state))
+        self.step = state["step"]
+        self.scheduler.load_state_dict(dict(state["scheduler"]))
+        for group, base in zip(self.optimizer.param_groups, self.scheduler.base_lrs, strict=True):
+            group["lr"] = base * warmup_cosine(self.step, self.config)
+
+    def _speed_at_first(self, peak: Peak) -> Speed:
+        """Speed of no steps yet."""
+        seq_len = self._batches.sequences.seq_len
+        flops = self.config.batch * training_flops(self.modules[0].config, seq_len)
+        return Speed(self.config.batch * seq_len, flops, peak)
+
+    def _parts(self, batch: Sequences) -> Iterator[Sequences]:
+        """The batch as the pipeline steps that are accumulated."""
+        rows = len(batch) // self.config.accumulation
+        return (batch[first : first + rows] for first in range(0, len(batch), rows))
+
+    def _is_time_to_evaluate(self) -> bool:
+        every = self.config.eval_every
+        return bool(self._held_out) and (
+            self.step == self.config.steps or (every is not None and self.step % every == 0)
+        )
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        missing = sorted({"step", "scheduler", "data", "config", "tokenizer"} - set(state))
+        if missing:
+            raise ValueError(f"the state has no {', '.join(missing)}: pass what Trainer.state() returned")
+        mine = self.config.as_dict()
+        pairs = [
+            ("the digest of the training data", state["data"]["digest"], self._data_digest),
+            ("the tokenizer", state["tokenizer"], self._tokenizer_digest),
+            *((name, state["config"].get(name), mine[name]) for name in _FIXED),
+        ]
+        for name, saved, here in pairs:
+            if saved != here:
+                raise ValueError(
+                    f"{name} is {here!r} here and {saved!r} in the state: resume with what the run began with, or "
+                    "begin another in a new folder"
+                )
+        if state["step"] > self.config.steps:
+            raise ValueError(
+                f"the state is of step {state['step']}, past steps={self.config.steps}: raise steps to go on"
+            )
+
+
+def _check_modules(modules: Sequence[object]) -> None:
+    if not modules or not all(isinstance(module, PipelineStageModule) for module in modules):
+        raise TypeError(
+            f"modules holds {[type(module).__name__ for module in modules]}: pass the list of this rank's stages, "
+            "built with build_stage_module (the whole model is stage 0 of 1)"
+        )
+
+
+def _digest(sequences: Sequences | None) -> str | None:
+    """SHA-256 of all rows: equal data, equal digest."""
+    if sequences is None:
+        return None
+    tensors = (sequences.inputs, sequences.targets, sequences.attention_mask)
+    hasher = hashlib.sha256(str(tuple(sequences.inputs.shape)).encode())
+    for tensor in tensors:
+        if tensor is not None:
+            hasher.update(tensor.cpu().numpy().tobytes())
+    return hasher.hexdigest()

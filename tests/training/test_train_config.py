@@ -1,0 +1,56 @@
+"""A run that cannot be is refused when it is written down."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from course_pp.training import TrainConfig
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"steps": 0}, "steps=0 must be a whole number of at least 1"),
+        ({"batch": 2.0}, "batch=2.0 must be a whole number"),
+        ({"seed": -1}, "seed=-1 must be a whole number of at least 0"),
+        ({"accumulation": True}, "accumulation=True must be a whole number"),
+        ({"eval_every": 0}, "eval_every=0 must be a whole number of at least 1"),
+        ({"lr": 0.0}, "lr=0.0 must be above 0 and finite"),
+        ({"lr": math.nan}, "lr=nan must be above 0"),
+        ({"lr": "3e-3"}, "lr='3e-3' must be a number, not str"),
+        ({"min_lr": 1.5}, "min_lr=1.5 must lie between 0 and 1"),
+        ({"weight_decay": -0.1}, "weight_decay=-0.1 must be 0 or more"),
+        ({"clip_norm": 0.0}, "clip_norm=0.0 must be above 0: use math.inf"),
+        ({"warmup_steps": 300}, "warmup_steps=300 must be at most steps=200"),
+        ({"engine": "torch"}, "engine='torch' must be one of 'parallel', 'runtime'"),
+        ({"peak_flops": 0.0}, "peak_flops=0.0 must be above 0: leave it out"),
+        ({"profile": 2}, "profile=2 writes a trace, but log_folder is None"),
+        ({"profile": 2, "log_folder": "logs", "steps": 3}, "train at least 4 steps"),
+        ({"batch": 20}, "batch=20 does not divide into 8 microbatches = 8 parts: use a multiple of 8, such as 24"),
+        ({"accumulation": 3}, "3 accumulation × 8 microbatches = 24 parts"),
+    ],
+)
+def test_the_refusal_names_value_rule_and_remedy(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=r".") as refusal:
+        TrainConfig(**arguments)
+    assert words in str(refusal.value)
+
+
+def test_data_parallel_ranks_share_the_batch() -> None:
+    config = TrainConfig(batch=48, microbatches=4, accumulation=2)
+    assert config.rows_of_a_microbatch(3) == 2
+    with pytest.raises(ValueError, match="4 microbatches × 5 data-parallel ranks = 40 parts"):
+        config.rows_of_a_microbatch(5)
+
+
+def test_the_warm_up_is_a_tenth_of_the_run_unless_given() -> None:
+    assert [TrainConfig(steps=n).warmup for n in (3, 200, 5000)] == [0, 20, 100]
+    assert TrainConfig(warmup_steps=0).warmup == 0
+
+
+def test_as_dict_is_json_without_infinities() -> None:
+    fields = TrainConfig(clip_norm=math.inf).as_dict()
+    assert json.loads(json.dumps(fields, allow_nan=False)) == fields
+    assert fields["clip_norm"] == "inf"

@@ -1,0 +1,185 @@
+"""The trainer equals one process, whichever engine runs the pipeline and however a batch is cut."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from course_pp.launch import on_ranks
+from course_pp.model import ModelConfig
+from course_pp.parallel import DistributedConfig
+from course_pp.training import TrainConfig, Trainer
+from course_pp.training.logs import METRICS
+from course_pp.training.optim import warmup_cosine
+from tests.processes import no_process_left
+from tests.training.small import MODEL, RUN, TIED, assert_equals, in_one_process, rows, train, trainer
+
+RUNTIME = replace(RUN, engine="runtime")
+ALONE = DistributedConfig()
+
+
+def run(n_ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    with no_process_left():
+        return on_ranks(n_ranks, fn, *args, timeout_s=60)
+
+
+@pytest.mark.parametrize(
+    ("model", "padded", "accumulation"),
+    [(MODEL, False, 1), (TIED, True, 2)],
+    ids=["packed", "tied, padded and accumulated"],
+)
+@pytest.mark.parametrize("config", [RUN, RUNTIME], ids=["parallel", "runtime"])
+def test_two_stages_equal_one_process(config: TrainConfig, model: ModelConfig, padded: bool, accumulation: int) -> None:
+    config = replace(config, accumulation=accumulation)
+    ranks = run(2, train, config, model, None, padded)
+    assert_equals(ranks, in_one_process(config, model, padded))
+
+
+def test_data_parallel_ranks_with_unequal_token_counts_equal_one_process() -> None:
+    config = replace(RUN, accumulation=2)
+    ranks = run(2, train, config, MODEL, DistributedConfig(dp_shard=2), True)
+    assert_equals(ranks, in_one_process(config, MODEL, padded=True))
+
+
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "zb_v"])
+def test_both_engines_run_schedules_of_several_stages_a_rank(name: str) -> None:
+    reference = in_one_process(RUN, TIED)
+    for config in (RUN, RUNTIME):
+        assert_equals(run(2, train, replace(config, schedule=name), TIED), reference)
+
+
+def resumed(rank: int, change: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Number, loss, norm and learning rate of three steps, in one run and in a run taken up after the first step."""
+    whole, first = trainer(RUN, layout=ALONE), trainer(RUN, layout=ALONE)
+    expected = [whole.train_step() for _ in range(3)]
+    found = [first.train_step()]
+    second = trainer(replace(RUN, **change), layout=ALONE)
+    second.modules[0].load_state_dict(first.modules[0].state_dict())
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    second.load_state(json.loads(json.dumps(first.state())))
+    found += [second.train_step() for _ in range(2)]
+    return [(r.step, r.loss, r.grad_norm, r.lr) for r in expected], [(r.step, r.loss, r.grad_norm, r.lr) for r in found]
+
+
+def test_a_run_taken_up_from_its_state_goes_on_exactly() -> None:
+    expected, found = run(1, resumed, {})[0]
+    assert found == expected
+
+
+def test_a_run_may_be_taken_up_with_another_cut_of_the_batch_and_another_engine() -> None:
+    expected, found = run(1, resumed, {"accumulation": 4, "microbatches": 1, "engine": "runtime"})[0]
+    for before, after in zip(expected, found, strict=True):
+        assert after == pytest.approx(before, rel=1e-12)
+
+
+def test_a_run_may_be_taken_up_for_more_steps_and_follows_the_longer_cosine() -> None:
+    _, found = run(1, resumed, {"steps": 30})[0]
+    longer = replace(RUN, steps=30)
+    assert [lr for *_, lr in found[1:]] == [RUN.lr * warmup_cosine(step, longer) for step in (1, 2)]
+
+
+def refusals(rank: int) -> dict[str, str]:
+    """What each attempt is refused with on this rank."""
+    layout = DistributedConfig(dp_shard=2)
+    run = trainer(RUN, layout=layout)
+    state = run.state()
+
+    def other(**change: Any) -> Callable[[], object]:
+        return lambda: run.load_state({**state, **change})
+
+    attempts: dict[str, Callable[[], object]] = {
+        "other data": other(data={"next_batch": 0, "digest": "another"}),
+        "other tokenizer": other(tokenizer="another"),
+        "other seed": other(config={**state["config"], "seed": 7}),
+        "later step": other(step=4),
+        "no state": lambda: run.load_state({"step": 1}),
+        "state of one rank": lambda: run.load_state(state if rank else {**state, "step": 9}),
+        "runtime on data ranks": lambda: trainer(RUNTIME, layout=layout),
+        "ranks disagree": lambda: trainer(replace(RUN, lr=0.1 * (1 + rank)), layout=layout),
+        "data of one rank": lambda: Trainer(RUN, run.modules, rows(8 + 8 * rank), device_mesh=run._mesh),
+        "no stages on one rank": lambda: Trainer(RUN, run.modules[:rank], rows(), device_mesh=run._mesh),
+        "too few rows": lambda: Trainer(RUN, run.modules, rows(4), device_mesh=run._mesh),
+        "no validation": lambda: Trainer(RUN, run.modules, rows(), device_mesh=run._mesh).evaluate(),
+        "folder": lambda: trainer(replace(RUN, log_folder="/dev/null/logs"), layout=layout).fit(),
+    }
+    said = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+            said[name] = "nothing"
+        except ValueError as error:
+            said[name] = str(error)
+    said["step"] = str(run.step)
+    return said
+
+
+def test_every_rank_refuses_what_cannot_be_with_the_same_sentence() -> None:
+    first, second = run(2, refusals)
+    assert first == second
+    expected = {
+        "other data": "the digest of the training data is",
+        "other tokenizer": "the tokenizer is None here and 'another' in the state",
+        "other seed": "seed is 42 here and 7 in the state",
+        "later step": "step 4, past steps=3: raise steps",
+        "no state": "has no config, data, scheduler, tokenizer",
+        "state of one rank": "step 9, past steps=3",
+        "runtime on data ranks": "take engine='parallel'",
+        "ranks disagree": "rank 1 says config=",
+        "data of one rank": "rank 1 says data=",
+        "no stages on one rank": "pass the list of this rank's stages",
+        "too few rows": "larger than the data",
+        "no validation": "give Trainer validation data",
+        "folder": "log_folder='/dev/null/logs' cannot be written",
+        "step": "0",
+    }
+    for name, words in expected.items():
+        assert words in first[name], name
+
+
+def fitted(rank: int, config: TrainConfig) -> tuple[Any, list[int]]:
+    seen: list[int] = []
+    return trainer(config).fit(after_step=lambda _, result: seen.append(result.step)), seen
+
+
+def test_fit_logs_on_one_rank_evaluates_and_traces_every_rank(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    config = replace(RUN, log_folder=str(tmp_path), log_every=1, eval_every=2, profile=1)
+    (first, seen), (second, _) = run(2, fitted, config)
+    assert seen == [1, 2, 3]
+    assert (first.steps, first.loss, first.validation_loss) == (3, second.loss, second.validation_loss)
+
+    records = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
+    assert [(r["event"], r["step"]) for r in records] == [
+        ("start", 0), ("train", 1), ("train", 2), ("validation", 2), ("train", 3), ("validation", 3)
+    ]  # fmt: skip
+    assert (records[0]["peak_flops"], records[0]["peak_source"]) == (2e9, "given")
+    assert records[0]["config"] == config.as_dict()
+    assert records[-2]["loss"] == first.loss
+    assert records[-2]["tokens"] == 3 * 8 * 8
+    assert records[-1]["loss"] == first.validation_loss
+    for rank in range(2):
+        assert json.loads((tmp_path / f"trace_rank{rank}.json").read_text())["traceEvents"]
+    shown = capsys.readouterr().out.splitlines()
+    assert sum("step 3/3  loss" in line for line in shown) == 1
+
+
+def diverging(rank: int) -> tuple[str, bool]:
+    """What is said of a gradient that is not finite, and whether weights stayed as they were."""
+    run = trainer(RUN)
+    parameters = [p for module in run.modules for p in module.parameters()]
+    parameters[0].data.view(-1)[0] = math.nan
+    before = [p.detach().clone() for p in parameters]
+    try:
+        run.train_step()
+    except RuntimeError as error:
+        return str(error), all(p.equal(b) for p, b in zip(parameters[1:], before[1:], strict=True))
+    return "nothing", False
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_before_the_update() -> None:
+    for said, unchanged in run(2, diverging):
+        assert "cannot be clipped" in said
+        assert unchanged
