@@ -1,8 +1,8 @@
 """Exercises of the notebooks: graders, hints and solutions, one module a notebook.
 
-In a notebook, :func:`check` as the last line of a cell says of the function above it *pending*, *not yet* or
-*correct*; :func:`hint` reveals one hint a call, :func:`solution` shows the tested source, :func:`progress` a table over
-all notebooks. What an answer does happens in processes of its own (:mod:`course_pp.exercises.answer`), so it can
+In a notebook, :func:`check` says of a function *pending*, *not yet* or *correct*, wherever in a cell it stands;
+:func:`hint` reveals one hint a call, :func:`solution` shows the tested source, :func:`progress` a table over all
+notebooks. What an answer does happens in processes of its own (:mod:`course_pp.exercises.answer`), so it can
 neither hang nor end the kernel.
 
 Importing this imports no torch; the module of a notebook is loaded when one of its exercises is asked for.

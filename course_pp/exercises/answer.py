@@ -22,7 +22,10 @@ _LABEL = "[rank 0] "
 
 
 class Pending(Exception):
-    """The answer raises NotImplementedError: it is still the stub, or part of it."""
+    """The answer raises NotImplementedError: it is still the stub, or part of it.
+
+    Its text says in which call; it is empty for the stub itself.
+    """
 
 
 class Answer:
@@ -42,6 +45,7 @@ class Answer:
         self._fn = fn
         self.limit_s = limit_s
         self._printed = _Kept()
+        self._has_returned = False
 
     @property
     def names(self) -> set[str]:
@@ -69,7 +73,7 @@ class Answer:
         on = f"on {n} ranks" if n > 1 else "on one rank"
         try:
             with self._output_kept():
-                return on_ranks(n, run_harness, harness, self._fn, args, timeout_s=self.limit_s)
+                results = on_ranks(n, run_harness, harness, self._fn, args, timeout_s=self.limit_s)
         except Failure as e:
             raise self._stopped(e, f"`{self.name}`, {on},") from None
         except RanksHung as e:
@@ -81,6 +85,8 @@ class Answer:
             raise _broken(e, f"`{self.name}`, {on},") from None
         except (TypeError, AttributeError) as e:
             raise self._unsendable(e) from None
+        self._has_returned = True
+        return results
 
     def _call_each(self, rows: list[tuple[Any, ...]], kwargs: dict[str, Any]) -> list[Any]:
         for row in rows:
@@ -88,8 +94,11 @@ class Answer:
         with tempfile.TemporaryDirectory() as folder:
             note = Path(folder) / "row"
 
+            def index() -> int:
+                return int(note.read_text() or 0) if note.exists() else 0
+
             def call() -> str:
-                row = rows[int(note.read_text() or 0) if note.exists() else 0]
+                row = rows[index()]
                 return f"`{written_call(self.name, *row, **kwargs)}`"
 
             try:
@@ -98,6 +107,7 @@ class Answer:
                         1, call_each, self._fn, rows, kwargs, note, timeout_s=self.limit_s, backend=None
                     )
             except Failure as e:
+                self._has_returned |= index() > 0
                 raise self._stopped(e, call()) from None
             except RanksHung as e:
                 raise _endless(e.waits[0], call(), self.limit_s) from None
@@ -107,6 +117,7 @@ class Answer:
                 raise _broken(e, call()) from None
             except (TypeError, AttributeError) as e:
                 raise self._unsendable(e) from None
+        self._has_returned = True
         return list(results)
 
     def _refuse_other_parameters(self, row: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -131,7 +142,9 @@ class Answer:
         where = f", in {failure.where}" if failure.where else ""
         match failure.kind:
             case "pending":
-                return Pending(failure.what)
+                has_message = failure.what != NotImplementedError.__name__
+                told = has_message or self._has_returned
+                return Pending(f"{call} raised {failure.what}{where}." if told else "")
             case "exited":
                 return Mistake(f"{call} tried to leave Python{where}.", "Give the value back with `return` instead.")
             case "changed":

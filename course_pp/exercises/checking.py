@@ -8,7 +8,7 @@ from typing import Any
 
 from course_pp.exercises import registry
 from course_pp.exercises.answer import Answer, Pending
-from course_pp.exercises.display import Note, Verdict
+from course_pp.exercises.display import Interrupted, Note, Told, Verdict
 from course_pp.exercises.exercise import Exercise, Mistake
 from course_pp.exercises.progress import STORE
 
@@ -21,14 +21,22 @@ def check(fn: Callable[..., Any]) -> Verdict:
     Raises:
         TypeError: ``fn`` is no function with a name.
         ValueError: no exercise has that name.
+        KeyboardInterrupt: when interrupted, after the processes have ended.
     """
     if isinstance(fn, str) or not callable(fn):
-        raise TypeError(f"check takes the function itself, check(name) without quotes or brackets, not {fn!r}.")
+        raise NoExercise(f"check takes the function itself, check(name) without quotes or brackets, not {fn!r}.")
     exercise = registry.find(_name(fn))
-    verdict = judge(exercise, fn)
-    if verdict.status == "pending":
-        return verdict
-    return replace(verdict, note=STORE.record_attempt(exercise.name, verdict.status == "correct"))
+    try:
+        verdict = judge(exercise, fn)
+    except KeyboardInterrupt:
+        raise Interrupted from None
+    if verdict.status != "pending":
+        verdict = replace(verdict, note=STORE.record_attempt(exercise.name, verdict.status == "correct"))
+    return verdict.show()
+
+
+class NoExercise(Told, TypeError):
+    """What was given can be the name or the function of no exercise."""
 
 
 def judge(exercise: Exercise, fn: Callable[..., Any]) -> Verdict:
@@ -38,9 +46,9 @@ def judge(exercise: Exercise, fn: Callable[..., Any]) -> Verdict:
     help_line = f'`hint("{exercise.name}")` shows a hint.'
     try:
         exercise.grade(answer)
-    except Pending:
+    except Pending as e:
         todo = f"Complete `{exercise.name}` and run the cell again."
-        return Verdict("pending", heading, todo, printed=answer.printed, next_step=help_line)
+        return Verdict("pending", heading, f"{e} {todo}".lstrip(), printed=answer.printed, next_step=help_line)
     except Mistake as e:
         return Verdict("not yet", heading, e.symptom, e.cause, e.example, answer.printed, help_line)
     except Exception as e:
@@ -63,20 +71,20 @@ def hint(exercise: str | Callable[..., Any]) -> Note:
         shown = [f"Hint {i} of {total}: {text}" for i, text in enumerate(found.hints, 1)]
     if seen >= total:
         shown.append(f'There are no more; `solution("{found.name}")` shows an answer.')
-    return Note("\n".join(shown), "\n\n".join(shown))
+    return Note("\n".join(shown), "\n\n".join(shown)).show()
 
 
 def solution(exercise: str | Callable[..., Any]) -> Note:
     """Shows the source of an answer that passes, of an exercise given by name or function."""
     found = registry.find(_name(exercise))
     STORE.record_solution(found.name)
-    return Note(found.source, f"```python\n{found.source}\n```")
+    return Note(found.source, f"```python\n{found.source}\n```").show()
 
 
 def _name(exercise: str | Callable[..., Any]) -> str:
     name = exercise if isinstance(exercise, str) else getattr(exercise, "__name__", None)
     if name == "<lambda>":
-        raise TypeError("a lambda has no name by which its exercise could be found: write it with `def`.")
+        raise NoExercise("a lambda has no name by which its exercise could be found: write it with `def`.")
     if not isinstance(name, str):
-        raise TypeError(f"{exercise!r} is neither the name of an exercise nor its function.")
+        raise NoExercise(f"{exercise!r} is neither the name of an exercise nor its function.")
     return name

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
 from html import escape
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 Status = Literal["pending", "not yet", "correct"]
 
@@ -17,9 +18,48 @@ _LOOKS: dict[str, tuple[str, str]] = {
 }
 
 
+class Shown:
+    """What a notebook shows where the call stands, in a loop or under an ``if`` too, and once a cell.
+
+    Anywhere else it is shown as every value is.
+    """
+
+    _shown_in = -1
+
+    def show(self) -> Self:
+        """Shows it, if this is a notebook; returns it."""
+        if (shell := _notebook()) is not None:
+            from IPython.display import display
+
+            display(self)
+            # Not a field, so that two that say the same stay equal; hence past the frozen dataclass.
+            object.__setattr__(self, "_shown_in", shell.execution_count)
+        return self
+
+    def _ipython_display_(self) -> None:
+        """IPython asks this first. NotImplementedError means: show it as usual."""
+        shell = _notebook()
+        if shell is None or shell.execution_count != self._shown_in:
+            raise NotImplementedError
+
+
+class Told:
+    """An exception of which a notebook shows the message alone: its traceback leads through the course's code only."""
+
+    def _render_traceback_(self) -> list[str]:
+        return str(self).splitlines()
+
+
+class Interrupted(Told, KeyboardInterrupt):
+    """A check was interrupted, and its processes have ended. Still an interrupt: what was to run next does not."""
+
+    def __init__(self) -> None:
+        super().__init__("○ interrupted · run the cell again.")
+
+
 @dataclass(frozen=True)
-class Verdict:
-    """What a check found. The last expression of a cell shows it.
+class Verdict(Shown):
+    """What a check found.
 
     Attributes:
         status: ``"pending"`` (still the stub), ``"not yet"`` or ``"correct"``.
@@ -76,7 +116,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Note:
+class Note(Shown):
     """A hint or a solution: Markdown in a notebook, the same text elsewhere."""
 
     text: str
@@ -87,6 +127,13 @@ class Note:
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         return {"text/plain": self.text, "text/markdown": self.markdown}
+
+
+def _notebook() -> Any:
+    """The shell of the notebook that this runs in; None in a script, a terminal, a test."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell if hasattr(shell, "kernel") else None
 
 
 def _under(title: str, text: str) -> str:

@@ -37,11 +37,11 @@ def expect_number(value: Any, what: str) -> float:
     return number
 
 
-def expect_int(value: Any, what: str) -> int:
-    """A whole number; 3.0 is refused, because it can be no index and no count."""
+def expect_int(value: Any, what: str, remedy: str = "Divide with `//`.") -> int:
+    """A whole number; 3.0 is refused, because it can be no index and no count. ``remedy`` is for floats."""
     plain = _scalar(value)
-    if isinstance(plain, float) and plain.is_integer():
-        raise Mistake(f"`{what}` is {plain}, a float; a whole number (`int`) is asked for.", "Divide with `//`.")
+    if isinstance(plain, float) and math.isfinite(plain):
+        raise Mistake(f"`{what}` is {plain:.6g}, a float; a whole number (`int`) is asked for.", remedy)
     if isinstance(plain, bool) or not isinstance(plain, numbers.Integral):
         raise _wrong_kind(value, what, "a whole number")
     return int(plain)

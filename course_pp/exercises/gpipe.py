@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -9,13 +10,14 @@ from torch.nn.functional import mse_loss
 
 from course_pp.exercises.answer import Answer
 from course_pp.exercises.exercise import Exercise, Mistake
-from course_pp.exercises.expect import expect_number
+from course_pp.exercises.expect import close, expect_number
 from course_pp.exercises.gpipe_clinic import grade_mended_step, mended_step
-from course_pp.schedule import Action, Costs, Schedule, check, simulate
+from course_pp.schedule import Action, Costs, Gap, Schedule, Timeline, build, check, simulate
 
 __all__ = ["EXERCISES"]
 
 _Formula = Callable[..., float]
+_UNITS = Costs(1, 1, 1)
 
 
 def bubble(p: int, m: int) -> float:
@@ -52,7 +54,7 @@ def _match(
 
     def first_difference(formula: _Formula) -> int | None:
         pairs = enumerate(zip(cases, results, strict=True))
-        return next((i for i, (case, got) in pairs if abs(got - formula(*case)) > 1e-9 * max(1, abs(got))), None)
+        return next((i for i, (case, got) in pairs if not close(got, formula(*case))), None)
 
     if (index := first_difference(right)) is None:
         return
@@ -92,14 +94,26 @@ def _grade_order(rows: object, p: int, m: int) -> None:
                 "GPipe does all forwards before the first backward.",
                 f"rank {rank}: {' '.join(map(str, row))}",
             )
-    timeline, shortest = simulate(schedule, Costs(1, 1, 1)), 3 * (m + p - 1)
+    timeline, shortest = simulate(schedule, _UNITS), 3 * (m + p - 1)
     if timeline.makespan > shortest:
-        gap = max(timeline.idle_gaps, key=lambda gap: gap.start)
+        gap = _needless_gap(timeline, simulate(build("gpipe", p, m), _UNITS))
         raise Mistake(
             f"{call} can run, but takes {timeline.makespan} units of time; {shortest} are enough (F takes 1, B 2).",
             "The ranks take the microbatches in different orders, so one waits for what another does late.",
             f"rank {gap.rank} idles from {gap.start} to {gap.end}: {gap.cause}",
         )
+
+
+def _needless_gap(timeline: Timeline, shortest: Timeline) -> Gap:
+    """The longest gap of the rank that waits longest for what it would not wait for in the shortest timeline."""
+
+    def waited(of: Timeline, rank: int) -> float:
+        done = max(span.end for span in of.by_rank[rank])
+        return sum(float(gap.end - gap.start) for gap in of.idle_gaps if gap.rank == rank and gap.start < done)
+
+    # Of ranks that wait equally long, those before the last wait because it does.
+    rank = max(range(timeline.n_ranks), key=lambda rank: (waited(timeline, rank) - waited(shortest, rank), rank))
+    return max((gap for gap in timeline.idle_gaps if gap.rank == rank), key=lambda gap: gap.end - gap.start)
 
 
 def _as_schedule(rows: object, p: int, call: str) -> Schedule:
@@ -127,6 +141,9 @@ def _refuse_if_it_cannot_run(schedule: Schedule, m: int, call: str) -> None:
         )
     if all(part.kind == "F" for part in parts):
         raise Mistake(f"{call} has no backward.", 'After all forwards come all backwards, as `Action(rank, "B", i)`.')
+    if other := next((part for part in parts if part.kind not in "FB"), None):
+        cause = "`I` and `W` are the halves of a backward, for schedules that part them. Here it is whole: `B`."
+        raise Mistake(f"{call} has `{other}`, which is no forward and no backward.", cause)
     if problems := check(schedule):
         cause = "Every rank does the forward and the backward of each microbatch, 0 to m - 1, in its own stage."
         raise Mistake(f"{call} cannot run: {problems[0]}.", cause, "\n".join(problems[1:4]))
@@ -148,12 +165,13 @@ def accumulate(
 
 
 class _Accumulated(NamedTuple):
-    """What one and two calls of the answer left behind."""
+    """What one and two calls of the answer left behind; of how many forwards at once autograd kept activations."""
 
     loss: Any
     gradient: Tensor | None
     after_two: Tensor | None
     most_rows: int
+    most_kept: int
 
 
 _SHARES: tuple[tuple[Callable[[Sequence[int]], list[float]], str], ...] = (
@@ -191,13 +209,20 @@ def _grade_accumulate(answer: Answer) -> None:
         if len(sizes) > 1 and result.most_rows == sum(sizes):
             cause = "Give it one microbatch at a time: the whole batch at once is what does not fit."
             raise Mistake(f"{what} the gradients are right, but the model was given all rows at once.", cause)
+        if result.most_kept > 1:
+            cause = (
+                "A backward frees what its forward has kept. Call it for each microbatch's share before the next "
+                "forward, not once for the sum of all losses, and without `retain_graph`."
+            )
+            kept = f"the activations of {result.most_kept} microbatches were held at once"
+            raise Mistake(f"{what} the gradients are right, but {kept}.", cause)
         if not _close(result.after_two, 2 * right):
-            cause = "Add to .grad, as loss.backward() does: do not clear what an earlier step has left there."
+            cause = "Add to `.grad`, as `loss.backward()` does: do not clear or scale what is there."
             raise Mistake(f"{what} a second call does not add its gradients to the first's.", cause)
         loss = expect_number(result.loss, f"accumulate with microbatches of {_spelled(sizes)} rows")
         inputs, outputs = _rows(sizes)
         whole = mse_loss(_small_model()(inputs), outputs).item()
-        if abs(loss - whole) > 1e-9:
+        if not close(loss, whole):
             cause = "Return the mean over all rows, with the same weights as in the gradient."
             raise Mistake(
                 f"{what} the gradients are right, but the loss returned is {loss:.4f}, not {whole:.4f}.", cause
@@ -207,14 +232,42 @@ def _grade_accumulate(answer: Answer) -> None:
 def _accumulated(rank: int, fn: Callable[..., Any], cases: Iterable[Sequence[int]]) -> list[_Accumulated]:
     results = []
     for sizes in cases:
-        model, (x, y), seen = _small_model(), _rows(sizes), [0]
-        model.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(len(args[0])))
+        model, (x, y), kept = _small_model(), _rows(sizes), _Kept()
+        model.register_forward_pre_hook(lambda _, args, kept=kept: kept.begin_forward(len(args[0])))
         microbatches, targets = list(x.split(list(sizes))), list(y.split(list(sizes)))
-        loss = fn(model, microbatches, targets, nn.MSELoss())
+        with torch.autograd.graph.saved_tensors_hooks(kept.pack, _SavedTensor.unpack):
+            loss = fn(model, microbatches, targets, nn.MSELoss())
         once = _flat_gradient(model)
         fn(model, microbatches, targets, nn.MSELoss())
-        results.append(_Accumulated(loss, once, _flat_gradient(model), max(seen)))
+        results.append(_Accumulated(loss, once, _flat_gradient(model), kept.most_rows, kept.most_forwards))
     return results
+
+
+class _SavedTensor:
+    """What autograd keeps in place of a tensor: it lives for as long as the backward may still need it."""
+
+    def __init__(self, tensor: Tensor, forward: int) -> None:
+        self.tensor, self.forward = tensor, forward
+
+    def unpack(self) -> Tensor:
+        return self.tensor
+
+
+class _Kept:
+    """Watches the forwards of a model and what autograd keeps of them."""
+
+    def __init__(self) -> None:
+        self.most_rows = self.most_forwards = self._forward = 0
+        self._saved: WeakSet[_SavedTensor] = WeakSet()
+
+    def begin_forward(self, rows: int) -> None:
+        self.most_rows, self._forward = max(self.most_rows, rows), self._forward + 1
+
+    def pack(self, tensor: Tensor) -> _SavedTensor:
+        saved = _SavedTensor(tensor, self._forward)
+        self._saved.add(saved)
+        self.most_forwards = max(self.most_forwards, len({each.forward for each in self._saved}))
+        return saved
 
 
 def _small_model() -> nn.Module:
@@ -301,7 +354,7 @@ EXERCISES: tuple[Exercise, ...] = (
         "afab_order", "02", "all forwards, all backwards", 2, 6,
         (
             "One list for each rank; rank r holds stage r.",
-            'First Action(rank, "F", i) for every microbatch i, then Action(rank, "B", i) for every i.',
+            'First `Action(rank, "F", i)` for every microbatch i, then `Action(rank, "B", i)` for every i.',
             "All ranks take the microbatches in the same order, forward and backward.",
         ),
         afab_order, _grade_afab_order,
@@ -309,9 +362,10 @@ EXERCISES: tuple[Exercise, ...] = (
     Exercise(
         "accumulate", "02", "unequal microbatches", 2, 6,
         (
-            "loss_fn gives a mean over the rows of a microbatch. Which factor makes it its part of the mean over all?",
+            "`loss_fn` gives a mean over the rows of a microbatch. Which factor makes it a part of the mean over all?",
             "Its share: rows of this microbatch / rows of all of them.",
-            "Of each microbatch: share = loss_fn(model(x), target) * len(x) / rows; share.backward(). Return the sum.",
+            "Of each microbatch: `share = loss_fn(model(x), target) * len(x) / rows`, then `share.backward()`. Return "
+            "the sum of the shares.",
         ),
         accumulate, _grade_accumulate,
     ),
@@ -330,8 +384,8 @@ EXERCISES: tuple[Exercise, ...] = (
             "with m. A last rank that is right sends the right gradients.",
             "Are inputs and targets cut in the same way? Where is the mean over the microbatches? Which microbatch "
             "does each rank take first in its backwards?",
-            "targets.chunk(m); loss_fn(y, target) / m, and the sum of these is returned; the other ranks take the "
-            "oldest microbatch first: in_flight.pop(0).",
+            "`targets.chunk(m)`; `loss_fn(y, target) / m`, and the sum of these is returned; the other ranks take the "
+            "oldest microbatch first: `in_flight.pop(0)`.",
         ),
         mended_step, grade_mended_step, limit_s=10.0,
     ),

@@ -10,7 +10,7 @@ from torch.nn.functional import mse_loss
 
 from course_pp.exercises.answer import Answer
 from course_pp.exercises.exercise import Mistake
-from course_pp.exercises.expect import expect_number
+from course_pp.exercises.expect import close, expect_number
 from course_pp.runtime import Link, partition_model, recv_activation, recv_gradient, send_activation, send_gradient
 
 __all__ = ["PATIENTS", "grade_mended_step", "mended_step"]
@@ -95,7 +95,7 @@ _STEP_WIDTH = 3
 
 
 class _Stepped(NamedTuple):
-    """What a step left on one rank."""
+    """What one step, or several, left on one rank."""
 
     loss: Any
     gradients: dict[str, Tensor | None]
@@ -104,17 +104,23 @@ class _Stepped(NamedTuple):
 def grade_mended_step(answer: Answer) -> None:
     loss, gradients = _whole_step()
     for p, m in ((2, 1), (1, 3), (3, 3), (2, 4), (3, 2)):
-        ranks = answer.on_ranks(p, _stepped, m)
+        ranks = answer.on_ranks(p, _stepped, m, 1)
         _judge_step(f"On {p} rank{'s' * (p > 1)} with {m} microbatch{'es' * (m > 1)}", m, ranks, loss, gradients)
+    for r, rank in enumerate(answer.on_ranks(2, _stepped, 2, 2)):
+        if any(g is None or _ratio(g, gradients[name]) != 2.0 for name, g in rank.gradients.items()):
+            raise Mistake(
+                f"On rank {r} of 2 a second step does not add its gradients to the first's.",
+                "Add to `.grad`, as `backward` does: do not clear or scale what is there. 1/m belongs to the loss.",
+            )
 
 
 def _judge_step(where: str, m: int, ranks: Sequence[_Stepped], loss: float, gradients: dict[str, Tensor]) -> None:
     found = expect_number(ranks[-1].loss, "what mended_step returns on the last rank")
-    if abs(found - loss) > 1e-9:
+    if not close(found, loss):
         cause = "The loss is known before any backward: compare how inputs and targets are cut into microbatches."
-        if abs(found - m * loss) < 1e-9:
+        if close(found, m * loss):
             cause = "That is the sum of the microbatches' losses: return their mean."
-        elif abs(m * found - loss) < 1e-9:
+        elif close(m * found, loss):
             cause = "It is divided by m twice."
         raise Mistake(f"{where} the loss is {found:.4f}; one process has {loss:.4f}.", cause)
     missing = {r: name for r, rank in enumerate(ranks) for name, g in rank.gradients.items() if g is None}
@@ -137,21 +143,27 @@ def _why_wrong(ratios: Sequence[set[float | None]], m: int) -> str:
         return "Exactly m times too large on every rank: each microbatch adds its own mean, and nothing divides by m."
     if everywhere == {round(1 / m, 6)}:
         return "Exactly an m-th on every rank: 1/m enters twice. It belongs in one place, the last rank."
+    if everywhere <= {round(m**-k, 6) for k in range(len(ratios) + 1)}:
+        return (
+            "Smaller by another power of m from rank to rank: 1/m enters on more than one rank; the chain rule already "
+            "carries it. It belongs on the last one only."
+        )
+    if None not in everywhere:
+        return "Wrong by a factor: look where gradients are scaled; 1/m enters once, on the last rank."
     if len(ratios) > 1 and ratios[-1] == {1.0}:
         return (
             "The last rank is right, those before it are not: a gradient arrives, but it belongs to another "
             "microbatch. Compare the order in which the ranks do their backwards."
         )
-    if None not in everywhere:
-        return "Wrong by a factor: look where gradients are scaled; 1/m enters once, on the last rank."
     return "Look at what each backward starts from, and which microbatch it belongs to."
 
 
-def _stepped(rank: int, fn: Callable[..., Any], m: int) -> _Stepped:
+def _stepped(rank: int, fn: Callable[..., Any], m: int, n_steps: int) -> _Stepped:
     stage = partition_model(_layers(), dist.get_world_size(), rank)
     inputs, targets = _step_batch()
     link = Link((_STEP_ROWS // m, _STEP_WIDTH), torch.float64)
-    loss = fn(stage, inputs, targets, m, nn.MSELoss(), link)
+    for _ in range(n_steps):
+        loss = fn(stage, inputs, targets, m, nn.MSELoss(), link)
     gradients = {name: None if p.grad is None else p.grad.clone() for name, p in stage.named_parameters()}
     return _Stepped(loss.item() if isinstance(loss, Tensor) else loss, gradients)
 

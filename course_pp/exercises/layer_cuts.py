@@ -96,6 +96,9 @@ _CUTS: tuple[tuple[list[float], int], ...] = (
     ([1, 9, 1, 1, 9, 1, 1, 1], 3),
     ([7, 2, 5, 10, 8], 2),
     ([2.5], 1),
+    # Last: who gets all cuts of whole numbers right stumbles here over the fractions.
+    ([0.3, 0.4, 0.5, 0.6], 2),
+    ([0.0007, 0.0002, 0.0005, 0.001, 0.0008], 2),
 )
 _LONG_CUT: tuple[list[float], int] = ([float(1 + (7 * i) % 11) for i in range(60)], 12)
 
@@ -110,8 +113,8 @@ def grade_balanced_cut(answer: Answer) -> None:
             raise
         raise Mistake(
             f"The small cases are right, but 60 layers on 12 stages took more than {answer.limit_s:g} s.",
-            "There are 10^11 cuts: too many to try. Ask instead where one stage can end if no stage may cost more than "
-            "a given number, or build the best cut of the first layers from that of fewer.",
+            "There are 10^11 cuts: too many to try. Build the best cut of the first layers on k stages from the best "
+            "cuts of fewer on k - 1.",
         ) from None
     _judge_cut(*_LONG_CUT, value)
 
@@ -125,6 +128,8 @@ def _judge_cut(costs: list[float], n_stages: int, value: Any) -> None:
         return
     if ranges == compute_layer_assignment(len(costs), n_stages):
         cause = "The same number of layers is not the same cost."
+    elif any(cost % 1 for cost in costs):
+        cause = "Costs need not be whole numbers, nor near 1: a limit that goes up in steps jumps over the best one."
     else:
         cause = (
             "To fill one stage after another up to the average leaves too much for the last: where to cut first "

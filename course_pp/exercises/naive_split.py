@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from course_pp.exercises.answer import Answer
 from course_pp.exercises.exercise import Exercise, Mistake
-from course_pp.exercises.expect import expect_list, expect_number
+from course_pp.exercises.expect import close, expect_list, expect_number
 from course_pp.exercises.layer_cuts import assign_layers, balanced_cut, grade_assign_layers, grade_balanced_cut
 from course_pp.model import CrossEntropy, ModelConfig, Transformer, build_stage_module
 
@@ -66,13 +66,16 @@ def _batch(rows: int) -> tuple[Tensor, Tensor]:
     return ids[:, :-1], ids[:, 1:]
 
 
-def _step_beside_one_process(rank: int, answer: Callable[..., Any], rows: int) -> tuple[Any, float, dict[str, Any]]:
+def _step_beside_one_process(
+    rank: int, answer: Callable[..., Any], rows: int, n_steps: int
+) -> tuple[Any, float, dict[str, tuple[Tensor | None, Tensor]]]:
     """What it returned, the loss of one process, and (mine, one process's) gradient of each parameter of the stage."""
     tokens, targets = _batch(rows)
     torch.manual_seed(0)
     stage = build_stage_module(_CONFIG, rank, 2).double()
     before = {name: parameter.detach().clone() for name, parameter in stage.named_parameters()}
-    returned = answer(rank, stage, tokens, targets)
+    for _ in range(n_steps):
+        returned = answer(rank, stage, tokens, targets)
     if isinstance(returned, Tensor):
         returned = returned.detach()
     for name, parameter in stage.named_parameters():
@@ -85,21 +88,31 @@ def _step_beside_one_process(rank: int, answer: Callable[..., Any], rows: int) -
     whole = Transformer(_CONFIG).double()
     loss = CrossEntropy()(whole(tokens), targets)
     loss.backward()
-    right = dict(whole.named_parameters())
-    return returned, loss.item(), {n: (p.grad, right[n].grad) for n, p in stage.named_parameters()}
+    right = _gradients(whole)
+    return returned, loss.item(), {name: (mine, n_steps * right[name]) for name, mine in _gradients(stage).items()}
+
+
+def _gradients(model: nn.Module) -> dict[str, Any]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
 def grade_two_rank_step(answer: Answer) -> None:
     for rows in (2, 3):
-        results = answer.on_ranks(2, _step_beside_one_process, rows)
+        results = answer.on_ranks(2, _step_beside_one_process, rows, 1)
         for rank in (1, 0):
             _judge_gradients(rank, results[rank][2])
         returned, loss, _ = results[1]
         got = expect_number(returned, "two_rank_step(1, stage, tokens, targets)")
-        if abs(got - loss) > 1e-12:
+        if not close(got, loss):
             raise Mistake(
                 f"All gradients are right, but on rank 1 the step returned {got:.6f}; the loss is {loss:.6f}.",
                 "Return the loss itself, `loss.item()`.",
+            )
+    for rank, (_, _, gradients) in enumerate(answer.on_ranks(2, _step_beside_one_process, 2, 2)):
+        if not all(_near(*pair) for pair in gradients.values()):
+            raise Mistake(
+                f"On rank {rank}, the gradients of a second step are not added to those of the first.",
+                "`backward` adds to `.grad` by itself; to clear it is up to whoever calls the step.",
             )
 
 
@@ -149,7 +162,19 @@ def untrained(stage: nn.Module) -> list[str]:
 
 
 def _patients(rank: int, answer: Callable[..., Any]) -> list[Any]:
-    return [answer(make()) for make in (_healthy, _detached, _zeroed, _frozen, _sparse)]
+    found = []
+    for make in (_healthy, _detached, _zeroed, _frozen, _sparse, _cancelling, _tiny):
+        stage = make()
+        before = _gradients(stage)
+        names = answer(stage)
+        found.append(
+            (names, [name for name, after in _gradients(stage).items() if not _unchanged(before[name], after)])
+        )
+    return found
+
+
+def _unchanged(before: Tensor | None, after: Tensor | None) -> bool:
+    return before is after if before is None or after is None else torch.equal(before, after)
 
 
 def _trained() -> nn.Sequential:
@@ -191,6 +216,21 @@ def _sparse() -> nn.Module:
     return stage
 
 
+def _cancelling() -> nn.Module:
+    stage = _trained()
+    for parameter in stage.parameters():
+        parameter.grad = torch.ones_like(parameter)
+        parameter.grad.view(-1)[::2] = -1.0
+    return stage
+
+
+def _tiny() -> nn.Module:
+    stage = _trained()
+    for parameter in stage.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-6)
+    return stage
+
+
 def grade_untrained(answer: Answer) -> None:
     (results,) = answer.on_ranks(1, _patients)
     first = ["0.weight", "0.bias"]
@@ -204,8 +244,19 @@ def grade_untrained(answer: Answer) -> None:
         ),
         ("layer 2 is frozen", [], "With `requires_grad=False` no gradient is wanted."),
         ("one number of each gradient is not zero", [], "A gradient in which only some numbers are zero is healthy."),
+        (
+            "the numbers of each gradient add up to zero",
+            [],
+            "1 and -1 cancel, and both train: ask of each number whether it is zero.",
+        ),
+        ("each number of a gradient is 1e-6", [], "Small is not zero: ask whether any number differs from 0."),
     )
-    for (what, want, cause), value in zip(cases, results, strict=True):
+    for (what, want, cause), (value, changed) in zip(cases, results, strict=True):
+        if changed:
+            raise Mistake(
+                f"Where {what}, `untrained` changed the gradient of {changed[0]}.",
+                "Look at the gradients only: the optimizer still needs them.",
+            )
         names = expect_list(sorted(value) if isinstance(value, set) else value, f"untrained(stage) where {what}")
         if not all(isinstance(name, str) for name in names):
             raise Mistake(
@@ -252,12 +303,13 @@ EXERCISES: tuple[Exercise, ...] = (
         difficulty=3,
         minutes=20,
         hints=(
-            "Solve an easier question first: can the layers be cut so that no stage costs more than a given limit?",
-            "For a given limit, put layers into a stage as long as they fit: that needs the fewest stages. The right "
-            "limit is the cost of some run of neighbouring layers, so it can be searched for.",
-            "Fewer stages than asked for? Cut any stage of several layers once more: nothing gets costlier.",
-            "The other way: the best cut of the first `end` layers on k stages is, over all starts, the best cut of "
-            "the first `start` layers on k - 1 stages, and one more stage from `start` to `end`.",
+            "Solve smaller questions first: what is the best cut of the first `end` layers only, on fewer stages?",
+            "The last stage of such a cut goes from some `start` to `end`. Then the stages before it are the best cut "
+            "of the first `start` layers on one stage less, which you know already: this is dynamic programming.",
+            "Keep a dictionary: `best[end]` is the cost of the costliest stage, and the ranges. Begin with "
+            "`best = {0: (0.0, [])}`, no layer on no stage.",
+            "For each further stage make a new one: `longer[end]` is the smallest, over all `start < end` in `best`, "
+            "of `(max(worst, sum(costs[start:end])), [*ranges, (start, end)])`. The stages to come need a layer each.",
         ),
         solution=balanced_cut,
         grade=grade_balanced_cut,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from course_pp.exercises.answer import Answer
 from course_pp.exercises.exercise import Exercise, Mistake
 from course_pp.exercises.expect import expect_int, expect_list
-from course_pp.exercises.one_f_one_b_steps import grade_step, healed_step, step_without_deadlock
+from course_pp.exercises.one_f_one_b_steps import grade_healed_step, grade_step, healed_step, step_without_deadlock
 from course_pp.schedule import Action, Costs, Schedule, build, check, simulate
 
 __all__ = ["EXERCISES"]
@@ -26,7 +26,15 @@ def order_1f1b(rank: int, p: int, m: int) -> list[Action]:
 
 
 def _grade_order(answer: Answer) -> None:
-    sizes = [(4, 8), (2, 4), (4, 4), (4, 2), (3, 1), (1, 3), (5, 7), (8, 12)]
+    _grade_orders_of(answer, [(4, 8), (2, 4), (4, 4), (1, 3), (5, 7), (8, 12)])
+    try:
+        _grade_orders_of(answer, [(4, 2), (3, 1)])
+    except Mistake as e:
+        cause = "With fewer microbatches than ranks the warm-up is m at most: `min(m, p - 1 - rank)`."
+        raise Mistake(e.symptom, e.cause or cause, e.example) from None
+
+
+def _grade_orders_of(answer: Answer, sizes: Sequence[tuple[int, int]]) -> None:
     rows = [(rank, p, m) for p, m in sizes for rank in range(p)]
     orders = dict(zip(rows, answer.calls(rows), strict=True))
     for p, m in sizes:
@@ -91,7 +99,7 @@ def _judge_orders(rows: list[tuple[Action, ...]], m: int) -> None:
 
 
 def held_with_latency(rank: int, p: int, forward: float, backward: float, latency: float) -> int:
-    """The most activations that this rank has to hold to be as fast as GPipe."""
+    """The fewest places for activations with which this rank is as fast as GPipe."""
     per_link = math.ceil(2 * latency / (forward + backward))
     return 1 + (p - 1 - rank) * (1 + per_link)
 
@@ -124,7 +132,10 @@ def _grade_held(answer: Answer) -> None:
     held = dict(zip(rows, answer.calls(rows), strict=True))
     for cluster in clusters:
         calls = [(rank, *cluster) for rank in range(cluster.p)]
-        _judge_limits([expect_int(held[call], f"held_with_latency{call}") for call in calls], cluster)
+        _judge_limits([expect_int(held[call], f"held_with_latency{call}", _ROUND_UP) for call in calls], cluster)
+
+
+_ROUND_UP = "A part of a microbatch needs a whole place: round up, `math.ceil`."
 
 
 def _judge_limits(limits: list[int], cluster: _Cluster) -> None:
@@ -137,7 +148,8 @@ def _judge_limits(limits: list[int], cluster: _Cluster) -> None:
         if limit > enough:
             symptom = f"{given}, rank {rank} may hold {limit} activations, though {enough} would do."
             raise Mistake(symptom, _why_too_many(limits, cluster))
-    m, costs = 40, Costs(forward, backward, 0, latency)
+    # With few microbatches a rank may lack a place and end in time all the same.
+    m, costs = 400, Costs(forward, backward, 0, latency)
     schedule = _with_limits(limits, m)
     if problems := check(schedule):
         cause = "A rank must be allowed at least one activation more than the rank after it."
@@ -226,6 +238,13 @@ class _Case(NamedTuple):
         """Bytes on the first rank."""
         return self.state / p + in_flight * self.activations / (p * m)
 
+    def choice(self, in_flight: Callable[[int, int], int]) -> tuple[int, int] | None:
+        """What is chosen if ``in_flight(p, m)`` microbatches are counted on the first rank."""
+        counts = [m for m in range(1, self.rows // self.min_rows + 1) if self.rows % m == 0]
+        pairs = [(p, m) for p in range(1, self.max_ranks + 1) for m in counts]
+        fitting = [pair for pair in pairs if self.needed(*pair, in_flight(*pair)) <= self.budget]
+        return min(fitting, key=lambda pair: ((pair[0] - 1) / (sum(pair) - 1), *pair), default=None)
+
 
 def _grade_choose(answer: Answer) -> None:
     cases = [
@@ -236,6 +255,7 @@ def _grade_choose(answer: Answer) -> None:
         _Case(600, 240, 12, 5, 180, 16),
         _Case(400, 4000, 8, 1, 200, 16),
         _Case(800, 100, 30, 4, 170, 6),
+        _Case(395, 197, 16, 1, 111, 8),
     ]
     for case, got in zip(cases, answer.calls([tuple(case) for case in cases]), strict=True):
         _judge_choice(case, got)
@@ -265,6 +285,8 @@ def _judge_choice(case: _Case, got: Any) -> None:
     if needed > case.budget:
         example = f"{case.state} / {p} + {min(m, p)} × {case.activations} / ({p} × {m}) = {needed:g}"
         cause = "Rank 0 holds min(m, p) activations, each of 1 / (p m) of what the batch keeps in the whole model."
+        if math.floor(needed) <= case.budget:
+            cause = "It is less than 1 too much: `//` drops that, `/` does not."
         raise Mistake(f"`{call}` is {(p, m)}, and rank 0 would need {needed:g} of {case.budget}.", cause, example)
     ours, best_bubble = ((ranks - 1) / (count + ranks - 1) for ranks, count in ((p, m), best))
     if ours > best_bubble:
@@ -274,9 +296,10 @@ def _judge_choice(case: _Case, got: Any) -> None:
 
 
 def _why_missed(case: _Case, got: tuple[int, int] | None = None) -> str:
-    as_gpipe = case._replace(activations=0, state=case.state + case.activations)  # m of them in flight, whatever m is
-    if got == choose(*as_gpipe):
+    if got == case.choice(lambda p, m: m):
         return "You count m activations in flight, as GPipe has. 1F1B holds min(m, p) on rank 0."
+    if got == case.choice(lambda p, m: p):
+        return "A/m holds for m ≥ p; with fewer, rank 0 holds m: min(m, p)·A/(pm)."
     if got is not None and got[1] < case.rows // case.min_rows:
         return "More microbatches make the bubble smaller, and under 1F1B they cost no memory."
     return "Fewer ranks make the bubble smaller, as long as it fits."
@@ -291,9 +314,10 @@ EXERCISES: tuple[Exercise, ...] = (
         6,
         (
             "How many forwards does a rank do before its first backward? The last rank does 1, the one before it 2.",
-            "The warm-up has min(m, p - 1 - rank) forwards. In the steady state each further forward is followed by "
-            "the oldest backward that is left: forward i, backward i - warm_up.",
-            "The drain has as many backwards as the warm-up had forwards: those of microbatches m - warm_up to m - 1.",
+            "The warm-up has `min(m, p - 1 - rank)` forwards. In the steady state each further forward is followed by "
+            "the oldest backward that is left: forward i, backward `i - warm_up`.",
+            "The drain has as many backwards as the warm-up had forwards: those of microbatches "
+            "`m - warm_up` to m - 1.",
         ),
         order_1f1b,
         _grade_order,
@@ -305,11 +329,11 @@ EXERCISES: tuple[Exercise, ...] = (
         2,
         8,
         (
-            "Begin with a copy of first_try. Its order of forwards and backwards is right, only the sends block.",
-            "send_activation and send_gradient of 02 begin to send and return handles at once. Keep these, or the "
+            "Begin with a copy of `first_try`. Its order of forwards and backwards is right, only the sends block.",
+            "`send_activation` and `send_gradient` of 02 begin to send and return handles at once. Keep these, or the "
             "messages may be lost.",
-            "sends.extend(send_activation(y, link)), likewise for the gradient, and after the last backward: "
-            "for send in sends: send.wait().",
+            "`sends.extend(send_activation(y, link))`, likewise for the gradient, and after the last backward: "
+            "`for send in sends: send.wait()`.",
         ),
         step_without_deadlock,
         grade_step,
@@ -321,11 +345,11 @@ EXERCISES: tuple[Exercise, ...] = (
         3,
         8,
         (
-            "Without latency the answer is p - rank: one microbatch for each rank from here to the last. What else is "
-            "there for a microbatch to be on?",
-            "Each link is crossed twice. While one microbatch spends 2 × latency on it, a new one comes every "
-            "forward + backward.",
-            "Each of the p - 1 - rank links needs room for ceil(2 * latency / (forward + backward)) microbatches.",
+            "Without latency the answer is `p - rank`: one microbatch for each rank from here to the last. What else "
+            "is there for a microbatch to be on?",
+            "Each link is crossed twice. While one microbatch spends `2 * latency` on it, a new one comes every "
+            "`forward + backward`.",
+            "Each of the `p - 1 - rank` links needs room for `math.ceil(2 * latency / (forward + backward))` of them.",
         ),
         held_with_latency,
         _grade_held,
@@ -337,10 +361,10 @@ EXERCISES: tuple[Exercise, ...] = (
         2,
         7,
         (
-            "Rank 0 holds most. It needs state / p, and min(m, p) activations of one microbatch in one stage.",
-            "One microbatch in one stage keeps activations / (p * m).",
-            "Try all p up to max_ranks and all m that divide rows and leave min_rows. Of those that fit, take the one "
-            "with the smallest (p - 1) / (m + p - 1).",
+            "Rank 0 holds most. It needs `state / p`, and `min(m, p)` activations of one microbatch in one stage.",
+            "One microbatch in one stage keeps `activations / (p * m)`.",
+            "Try all p up to `max_ranks` and all m that divide `rows` and leave `min_rows`. Of those that fit, take "
+            "the one with the smallest `(p - 1) / (m + p - 1)`.",
         ),
         choose,
         _grade_choose,
@@ -354,11 +378,11 @@ EXERCISES: tuple[Exercise, ...] = (
         (
             "Which gradients are wrong? All are of the weights that multiply what a rank has received. What does their "
             "gradient need that the others do not?",
-            "x is needed from its forward until its backward. How many forwards does rank r do in between, and how "
+            "`x` is needed from its forward until its backward. How many forwards does rank r do in between, and how "
             "many slots are there?",
-            "In the steady state the forward comes first: warm_up + 1 microbatches are in flight.",
+            "In the steady state the forward comes first: `warm_up + 1` microbatches are in flight.",
         ),
         healed_step,
-        grade_step,
+        grade_healed_step,
     ),
 )

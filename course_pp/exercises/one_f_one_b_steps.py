@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest.mock import patch
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -24,7 +27,7 @@ from course_pp.runtime import (
     send_gradient,
 )
 
-__all__ = ["PATIENTS", "grade_step", "healed_step", "step_without_deadlock"]
+__all__ = ["PATIENTS", "grade_healed_step", "grade_step", "healed_step", "step_without_deadlock"]
 
 
 def step_without_deadlock(
@@ -96,13 +99,25 @@ _TOLERANCE = 1e-9
 
 
 class _Stepped(NamedTuple):
-    """What a step left on one rank: gradients by name in the whole model, and the most forwards in flight."""
+    """What a step left on one rank.
+
+    Attributes:
+        gradients: by name in the whole model.
+        peak: the most forwards in flight.
+        places: the most memory that held inputs received from the previous rank, in inputs.
+    """
 
     gradients: dict[str, Tensor | None]
     peak: int
+    places: int
 
 
-def grade_step(answer: Answer) -> None:
+def grade_healed_step(answer: Answer) -> None:
+    """As `grade_step`, and no more memory for what is received than 1F1B needs."""
+    grade_step(answer, places_count=True)
+
+
+def grade_step(answer: Answer, places_count: bool = False) -> None:
     """Gradients equal to one process's, and no more in flight than 1F1B needs, on 2 to 4 ranks."""
     for p, sizes in _MICROBATCHES.items():
         try:
@@ -114,6 +129,8 @@ def grade_step(answer: Answer) -> None:
             where = f"On {p} ranks with {m} microbatch{'es' * (m > 1)}"
             _judge_gradients(where, m, stepped)
             _judge_peaks(where, m, stepped)
+            if places_count:
+                _judge_places(where, m, stepped)
 
 
 def _explained(mistake: Mistake) -> Mistake:
@@ -136,13 +153,20 @@ def _explained(mistake: Mistake) -> Mistake:
 
 
 class _Counted(nn.Module):
-    """A stage that counts the forwards whose backward has not begun."""
+    """A stage that counts the forwards whose backward has not begun, and the memory for what it is given."""
 
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
-        self.stage, self.in_flight, self.peak = stage, 0, 0
+        self.stage, self.in_flight, self.peak, self.most_bytes = stage, 0, 0, 0
+        # A storage keeps its Python object for as long as it lives.
+        self._storages: WeakSet[torch.UntypedStorage] = WeakSet()
+
+    def note(self, received: Tensor) -> None:
+        self._storages.add(received.untyped_storage())
+        self.most_bytes = max(self.most_bytes, sum(storage.nbytes() for storage in self._storages))
 
     def forward(self, x: Tensor) -> Tensor:
+        self.note(x)
         y: Tensor = self.stage(x)
         self.in_flight += 1
         self.peak = max(self.peak, self.in_flight)
@@ -158,10 +182,28 @@ def _step_on_rank(rank: int, fn: Callable[..., Any], sizes: Sequence[int]) -> li
     for m in sizes:
         stage = _Counted(partition_model(_layers(), dist.get_world_size(), rank))
         inputs, targets = _batch(m)
-        fn(stage, inputs.chunk(m), targets.chunk(m), nn.MSELoss(), Link((_ROWS, _WIDTH), torch.float64))
+        link = Link((_ROWS, _WIDTH), torch.float64)
+        with _received_activations(rank - 1, stage.note):
+            fn(stage, inputs.chunk(m), targets.chunk(m), nn.MSELoss(), link)
         gradients = {name: p.grad for name, p in stage.stage.named_parameters()}
-        results.append(_Stepped(gradients, stage.peak))
+        places = stage.most_bytes // (_ROWS * _WIDTH * torch.float64.itemsize)
+        results.append(_Stepped(gradients, stage.peak, places))
     return results
+
+
+@contextmanager
+def _received_activations(source: int, note: Callable[[Tensor], None]) -> Iterator[None]:
+    """Calls ``note`` with each tensor into which a message of rank ``source`` is received in the block."""
+    recv = dist.ProcessGroup.recv
+
+    def noted(self: Any, tensors: list[Tensor], peer: int, *args: Any, **kwargs: Any) -> Any:
+        if peer == source:
+            for tensor in tensors:
+                note(tensor)
+        return recv(self, tensors, peer, *args, **kwargs)
+
+    with patch.object(dist.ProcessGroup, "recv", noted):
+        yield
 
 
 def _layers() -> nn.Sequential:
@@ -207,6 +249,9 @@ def _why_wrong(wrong: dict[tuple[int, str], Tensor], expected: dict[str, Tensor]
         for factor, how in ((m, "large"), (1 / m, "small")):
             if all(_same(gradient, factor * expected[name]) for (_, name), gradient in wrong.items()):
                 return f"Each is m times too {how}. `recv_gradient` gives the 1/m on the last rank, once."
+    powers = [m**-k for k in range(1, p)] if m > 1 else []
+    if all(any(_same(gradient, power * expected[name]) for power in powers) for (_, name), gradient in wrong.items()):
+        return "1/m enters on more than one rank; the chain rule already carries it from the last one."
     if all(rank > 0 and name.endswith(".0.weight") for rank, name in wrong):
         return (
             "Only weights that multiply what a rank has received: their gradient needs that input once more, in "
@@ -232,6 +277,20 @@ def _judge_peaks(where: str, m: int, ranks: Sequence[_Stepped]) -> None:
             symptom = f"{where} the gradients are right, but rank {rank} holds {stepped.peak} activations"
             cause = "In the steady state a backward follows each forward."
             raise Mistake(f"{symptom}; 1F1B holds {enough}.", cause)
+
+
+def _judge_places(where: str, m: int, ranks: Sequence[_Stepped]) -> None:
+    p = len(ranks)
+    for rank in range(1, p):
+        enough, places = min(m, p - rank), ranks[rank].places
+        # One more is let pass: a name may keep an input until it names the next one.
+        if places > enough + 1:
+            symptom = f"{where} the gradients are right, but rank {rank} has memory for {places} received activations"
+            cause = (
+                "That many are never in flight at once: a slot is free again after the backward of its microbatch. "
+                "Count the slots, and a copy of each input as well."
+            )
+            raise Mistake(f"{symptom}; 1F1B needs {enough}.", cause)
 
 
 def _patient_a(

@@ -8,8 +8,9 @@ import fcntl
 import io
 import json
 import os
+import secrets
+import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from course_pp.exercises import registry
+from course_pp.exercises.display import Shown
 from course_pp.exercises.exercise import Exercise
 
 _LOCK_LIMIT_S = 2.0
@@ -41,35 +43,40 @@ class Record:
     solution_seen: bool = False
 
 
+_Change = Callable[[Record], Record]
+
+
 class Store:
     """The file. It may be shared by several kernels: every change reads, changes and replaces it under a lock.
 
-    What is wrong with the file never stops a learner: each method returns or keeps a sentence about it.
+    What is wrong with the file never stops a learner: each method returns or keeps a sentence about it. A change that
+    cannot be kept waits, and is made again on whatever the file holds when it can next be written.
     """
 
     def __init__(self) -> None:
-        # Stands in where the file cannot be written.
-        self._unsaved: dict[str, Record] = {}
+        self._waiting: list[tuple[str, _Change]] = []
+        # What the file held when it was last read, for as long as it cannot be.
+        self._seen: dict[str, Record] = {}
 
     @property
     def path(self) -> Path:
-        """``COURSE_PP_PROGRESS``, or a file in the user's state directory."""
+        """``COURSE_PP_PROGRESS``, or a file in the user's state directory; ``~`` stays where nobody has that name."""
         if chosen := os.environ.get("COURSE_PP_PROGRESS"):
-            return Path(chosen).expanduser()
-        if sys.platform == "darwin":
-            base = Path.home() / "Library" / "Application Support"
+            path = Path(chosen)
+        elif sys.platform == "darwin":
+            path = Path("~/Library/Application Support/course_pp/progress.json")
         else:
-            base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-        return base / "course_pp" / "progress.json"
+            path = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "course_pp" / "progress.json"
+        with contextlib.suppress(RuntimeError):
+            path = path.expanduser()
+        return path
 
     def read(self) -> tuple[dict[str, Record], str]:
         """All records by name of exercise, and what was wrong with the file, if anything."""
-        try:
-            with self._locked():
-                records, note = self._load()
-        except OSError as e:
-            records, note = {}, f"Progress could not be read from {self.path}: {e.strerror or e}."
-        return {**records, **self._unsaved}, note
+        records, note, error = self._settled()
+        if error:
+            note = f"{note} Progress could not be read from {self.path}: {error}.".lstrip()
+        return records, note
 
     def record_attempt(self, name: str, correct: bool) -> str:
         """Counts a check; returns a sentence if that could not be kept as it should."""
@@ -92,26 +99,43 @@ class Store:
     def record_solution(self, name: str) -> None:
         self._change(name, lambda old: replace(old, solution_seen=old.solution_seen or not old.correct))
 
-    def _change(self, name: str, change: Callable[[Record], Record]) -> tuple[Record, str]:
+    def _change(self, name: str, change: _Change) -> tuple[Record, str]:
+        self._waiting.append((name, change))
+        records, note, error = self._settled()
+        if error:
+            remedy = "Set COURSE_PP_PROGRESS to a file that can be written."
+            note = f"{note} Progress could not be kept in {self.path}: {error}. {remedy}".lstrip()
+        return records[name], note
+
+    def _settled(self) -> tuple[dict[str, Record], str, str]:
+        """All records with every change made, those that waited included; a note; and why nothing could be kept."""
+        note = ""
         try:
-            with self._locked():
-                records, note = self._load()
-                new = change(records.get(name, Record()))
-                if new != records.get(name):
-                    self._save({**records, name: new})
-                self._unsaved.pop(name, None)
-                return new, note
+            with self._locked() as path:
+                self._seen, note = self._load(path)
+                records = self._changed(self._seen)
+                if records != self._seen:
+                    self._save(path, records)
         except OSError as e:
-            new = self._unsaved[name] = change(self._unsaved.get(name, Record()))
-            return new, (
-                f"Progress could not be kept in {self.path}: {e.strerror or e}. Set COURSE_PP_PROGRESS to a file "
-                "that can be written."
-            )
+            return self._changed(self._seen), note, str(e.strerror or e)
+        self._seen = records
+        self._waiting.clear()
+        return records, note, ""
+
+    def _changed(self, records: dict[str, Record]) -> dict[str, Record]:
+        records = dict(records)
+        for name, change in self._waiting:
+            records[name] = change(records.get(name, Record()))
+        return records
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Holds the lock of this file, which lies beside it because the file itself is replaced."""
-        path = self.path
+    def _locked(self) -> Iterator[Path]:
+        """Holds the lock of the file, whose real path it yields. The lock lies beside it, for the file is replaced."""
+        path = Path(os.path.realpath(self.path))
+        if str(self.path).startswith("~"):
+            raise OSError("nobody has that home directory")
+        if path.exists() and not path.is_file():
+            raise OSError("it is no file" if not path.is_dir() else "it is a directory")
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path.with_name(f"{path.name}.lock"), "a") as lock:
             limit = time.monotonic() + _LOCK_LIMIT_S
@@ -123,10 +147,9 @@ class Store:
                     if time.monotonic() > limit:
                         raise OSError("another process holds its lock") from None
                     time.sleep(0.01)
-            yield
+            yield path
 
-    def _load(self) -> tuple[dict[str, Record], str]:
-        path = self.path
+    def _load(self, path: Path) -> tuple[dict[str, Record], str]:
         try:
             content = path.read_bytes()
         except FileNotFoundError:
@@ -138,9 +161,9 @@ class Store:
             os.replace(path, aside)
             return {}, f"The file of your progress was not readable ({e}); it was put aside as {aside} and begun anew."
 
-    def _save(self, records: dict[str, Record]) -> None:
+    def _save(self, path: Path, records: dict[str, Record]) -> None:
         kept = {"version": _VERSION, "exercises": {name: asdict(record) for name, record in records.items()}}
-        write_atomically(self.path, json.dumps(kept, indent=1, sort_keys=True) + "\n")
+        write_atomically(path, json.dumps(kept, indent=1, sort_keys=True) + "\n")
 
 
 STORE = Store()
@@ -148,7 +171,10 @@ STORE = Store()
 
 def _parsed(content: bytes) -> dict[str, Record]:
     """Raises ValueError for anything that this class did not write; unknown fields are passed over."""
-    data = json.loads(content.decode())
+    try:
+        data = json.loads(content.decode())
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
     if not isinstance(data, dict) or not isinstance(data.get("exercises"), dict):
         raise ValueError("it holds no exercises")
     records = {}
@@ -169,15 +195,21 @@ def _free_name(path: Path) -> Path:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces the file by ``text`` so that nobody ever sees half of it."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    """Replaces the file by ``text`` so that nobody ever sees half of it; a link stays one, a mode stays as it is."""
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")  # to a device; a directory refuses
+        return
+    # Not of `tempfile`, whose files only their owner may read.
+    new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with open(handle, "w", encoding="utf-8", newline="") as file:
+        with open(new, "x", encoding="utf-8", newline="") as file:
             file.write(text)
-        os.replace(name, path)
+        if path.exists():
+            shutil.copymode(path, new)
+        os.replace(new, path)
     except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
+        new.unlink(missing_ok=True)
         raise
 
 
@@ -197,7 +229,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Progress:
+class Progress(Shown):
     """Every exercise of the course and how far the learner is; shows itself as a table."""
 
     rows: tuple[Row, ...]
@@ -210,18 +242,16 @@ class Progress:
         return f"{correct} of {len(self.rows)} correct" + (f", about {left} minutes left" if left else "")
 
     def to_csv(self, path: str | Path) -> Path:
-        """Writes one line an exercise, with a heading."""
+        """Writes one line an exercise, with a heading. Raises OSError, with the remedy, if that cannot be."""
         text = io.StringIO()
         writer = csv.DictWriter(text, [field.name for field in fields(Row)], lineterminator="\n")
         writer.writeheader()
         writer.writerows(asdict(row) for row in self.rows)
-        write_atomically(Path(path), text.getvalue())
-        return Path(path)
+        return _exported(Path(path), text.getvalue())
 
     def to_json(self, path: str | Path) -> Path:
-        """Writes a list of objects, one an exercise."""
-        write_atomically(Path(path), json.dumps([asdict(row) for row in self.rows], indent=1) + "\n")
-        return Path(path)
+        """Writes a list of objects, one an exercise. Raises OSError, with the remedy, if that cannot be."""
+        return _exported(Path(path), json.dumps([asdict(row) for row in self.rows], indent=1) + "\n")
 
     def __repr__(self) -> str:
         cells = [_HEADINGS, *map(_cells, self.rows)]
@@ -231,7 +261,7 @@ class Progress:
 
     def _repr_html_(self) -> str:
         def line(tag: str, cells: tuple[str, ...]) -> str:
-            return "<tr>" + "".join(f'<{tag} style="text-align:left">{escape(c)}</{tag}>' for c in cells) + "</tr>"
+            return "<tr>" + "".join(f'<{tag} style="{_CELL_STYLE}">{escape(c)}</{tag}>' for c in cells) + "</tr>"
 
         body = "".join(line("td", _cells(row)) for row in self.rows)
         below = "".join(f"<p>{escape(text)}</p>" for text in (self.summary, self.note) if text)
@@ -242,6 +272,7 @@ class Progress:
 
 
 _HEADINGS = ("notebook", "exercise", "difficulty", "minutes", "status", "attempts", "hints", "solution seen")
+_CELL_STYLE = "text-align:left;white-space:nowrap"
 _SYMBOLS = {"open": "○", "not yet": "✗", "correct": "✓"}
 
 
@@ -261,7 +292,19 @@ def _cells(row: Row) -> tuple[str, ...]:
 def progress() -> Progress:
     """A table over all notebooks: what is solved, with how many attempts and how much help."""
     records, note = STORE.read()
-    return Progress(tuple(_row(exercise, records.get(exercise.name)) for exercise in registry.exercises()), note)
+    return Progress(tuple(_row(exercise, records.get(exercise.name)) for exercise in registry.exercises()), note).show()
+
+
+def _exported(path: Path, text: str) -> Path:
+    try:
+        write_atomically(path, text)
+    except OSError as e:
+        # The error itself names a temporary file beside the target.
+        raise type(e)(
+            f"{path} cannot be written: {e.strerror}. Create the folder {path.parent} first, or give a path in one "
+            "that you may write to."
+        ) from None
+    return path
 
 
 def _row(exercise: Exercise, record: Record | None) -> Row:

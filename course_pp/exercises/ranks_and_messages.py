@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -131,37 +131,67 @@ def _complete(n: int) -> Tensor:
     return torch.arange(1, n + 1)
 
 
-def _gathered(rank: int, answer: Callable[..., Any], p: int, n: int) -> tuple[list[int], int, list[str]]:
-    """Afterwards: the values of the tensor, the bytes sent, the collectives called."""
+class _Gathered(NamedTuple):
+    """What a gather left on one rank: the values of the tensor, what it returned and sent, the collectives called."""
+
+    values: list[int]
+    returned: Any
+    sent: int
+    collectives: list[str]
+
+
+def _gathered(rank: int, answer: Callable[..., Any], p: int, n: int) -> _Gathered:
     x = torch.full((n,), _unfinished(rank))
     chunks = x.tensor_split(p)
     complete = _complete(n).tensor_split(p)
     chunks[(rank + 1) % p].copy_(complete[(rank + 1) % p])
     with watched_traffic() as traffic:
-        answer(chunks, rank, p)
-    return x.tolist(), traffic.n_bytes, traffic.collectives
+        returned = answer(chunks, rank, p)
+    return _Gathered(x.tolist(), returned, traffic.n_bytes, traffic.collectives)
 
 
 def grade_all_gather(answer: Answer) -> None:
+    counts = []
     for p, n in ((2, 4), (3, 6), (4, 8), (3, 7), (4, 3), (1, 2)):
         results = answer.on_ranks(p, _gathered, p, n)
         lengths = [len(chunk) for chunk in _complete(n).tensor_split(p)]
         uneven = f", with chunks of {', '.join(map(str, lengths))} numbers" if len(set(lengths)) > 1 else ""
         run = f"On {p} rank{'s' if p > 1 else ''}{uneven}"
-        values = [values for values, _, _ in results]
+        values = [result.values for result in results]
         if values != [_complete(n).tolist()] * p:
             raise _wrong_gather(run, values, p, n)
-        if collectives := results[0][2]:
+        if collectives := results[0].collectives:
             raise Mistake(
                 f"{run}, the chunks are right, but `{collectives[0]}` of PyTorch brought them there.",
                 "Here the question is what it has to do: use `exchange` only, with the two neighbours.",
             )
         allowed = _complete(n).element_size() * (p - 1) * max(lengths)
-        if (most := max(sent for _, sent, _ in results)) > allowed:
+        if (most := max(result.sent for result in results)) > allowed:
             raise Mistake(
                 f"{run}, the chunks are right, but a rank sent {most} bytes where {allowed} are enough.",
                 "In each of the p - 1 steps a rank passes on one chunk, the one that it received last.",
             )
+        counts += [(run, rank, result, lengths) for rank, result in enumerate(results)]
+    for count in counts:
+        _judge_returned(*count)
+
+
+def _judge_returned(run: str, rank: int, result: _Gathered, lengths: Sequence[int]) -> None:
+    p, size, sent = len(lengths), _complete(1).element_size(), result.sent
+    got = expect_number(result.returned, f"all_gather(chunks, {rank}, {p})")
+    if close(got, sent):
+        return
+    causes = {
+        sum(lengths) * size - lengths[(rank + 1) % p] * size: "That is what it received: what it sent is asked for.",
+        (p - 1) * lengths[rank] * size: "Chunks differ in length: add up what each `exchange` returned.",
+        (p - 1) * lengths[0] * size: "Chunks differ in length: add up what each `exchange` returned.",
+        p - 1: "That is the number of steps. `exchange` returns the bytes of one: add these up.",
+        sent // size: f"That counts numbers, and each has {size} bytes. `exchange` returns bytes: add these up.",
+    }
+    raise Mistake(
+        f"{run}, the chunks are right, but rank {rank} returned {got:g}; it sent {sent} bytes.",
+        causes.get(int(got), "Add up what each `exchange` returned."),
+    )
 
 
 def _wrong_gather(run: str, values: list[list[int]], p: int, n: int) -> Mistake:
@@ -207,6 +237,7 @@ _RING_MISTAKES: tuple[tuple[_RingFormula, str], ...] = (
     (lambda n, p, a, b: 2 * (p - 1) * n / p / b, "The latency of the rounds is missing."),
     (lambda n, p, a, b: 2 * p * (a + n / p / b), "A chunk is complete after p - 1 hops, not p."),
     (lambda n, p, a, b: 2 * (p - 1) * (a + n / p * b), "Bytes divided by bytes a second are seconds."),
+    (lambda n, p, a, b: 2 * (p - 1) * (a + n // p / b), "`//` drops the rest of the bytes: divide with `/`."),
     (lambda n, p, a, b: (p - 1) * (a + n / b), "That is everyone sending everything, not a ring."),
 )
 
@@ -218,6 +249,7 @@ def grade_ring_seconds(answer: Answer) -> None:
         (3e9, 2, 2e-6, 5e10),
         (1e6, 1000, 1e-5, 1e9),
         (1e6, 1, 1e-5, 1e9),
+        (1001, 4, 1e-6, 1e8),
     ]
     results = answer.calls(cases)
     numbers = [

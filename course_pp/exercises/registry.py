@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 
+from course_pp.exercises.display import Told
 from course_pp.exercises.exercise import Exercise
 
 MODULES = {
@@ -14,6 +15,8 @@ MODULES = {
     "01": "naive_split",
     "02": "gpipe",
     "03": "one_f_one_b",
+    "07": "tp_pp",
+    "08": "fsdp_reshard_policy",
 }
 
 
@@ -48,18 +51,24 @@ def exercises() -> Iterator[Exercise]:
         yield from exercises_of(notebook)
 
 
+class UnknownExercise(Told, ValueError):
+    """No exercise has this name."""
+
+
 def find(name: str) -> Exercise:
-    """The exercise called ``name``. Raises ValueError, with the nearest name, if there is none."""
+    """The exercise called ``name``. Raises UnknownExercise, with the name that was probably meant, if there is none."""
     known = []
     for exercise in exercises():
         if exercise.name == name:
             return exercise
         known.append(exercise.name)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    nearest = f" The nearest is {near[0]!r}." if near else ""
-    raise ValueError(
-        f"there is no exercise called {name!r}.{nearest} An exercise is found by the name of its function: "
-        f"keep the name of the stub. They are {', '.join(known)}."
+    if near := difflib.get_close_matches(name, known, n=1):
+        meant = f"The nearest is {near[0]!r}."
+    else:
+        meant = f"They are {', '.join(known)}."
+    raise UnknownExercise(
+        f"there is no exercise called {name!r}. {meant} An exercise is found by the name of its function: keep the "
+        "name of the stub."
     )
 
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_pp.exercises import Exercise, Mistake, check, hint, in_process, solution
-from course_pp.exercises.answer import Answer
+from course_pp.exercises import Exercise, Mistake, check, hint, in_process, progress, solution
+from course_pp.exercises.answer import Answer, Pending
 from tests.exercises.toy import EXERCISE, only_the_toy, shape_of_result
 from tests.processes import no_process_left
 
@@ -241,6 +241,45 @@ def test_a_stub_is_pending_and_says_where_help_is() -> None:
     assert 'hint("double")' in verdict.text
 
 
+def lacks_lists(x):
+    if isinstance(x, list):
+        raise NotImplementedError("lists")
+    return 2 * x
+
+
+def lacks_three(x):
+    if x == 3:
+        raise NotImplementedError
+    return 2 * x
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lacks_lists, "`double([2])` raised NotImplementedError: lists, in line"),
+        (lacks_three, "`double(3)` raised NotImplementedError, in line"),
+    ],
+)
+def test_a_case_that_is_left_is_pending_and_named(answer: Callable[..., Any], words: str) -> None:
+    verdict = check(named(answer))
+    assert verdict.status == "pending"
+    assert words in verdict.text
+    assert "Complete `double`" in verdict.text
+
+
+def test_the_stub_itself_is_not_told_what_it_raised() -> None:
+    assert "raised" not in check(named(stub)).text
+
+
+def test_a_case_that_is_left_on_a_rank_is_named_too() -> None:
+    def answer(rank, p):
+        if rank == 1:
+            raise NotImplementedError("the last rank")
+
+    with pytest.raises(Pending, match="`answer`, on 2 ranks, raised NotImplementedError: the last rank"):
+        Answer(answer).on_ranks(2, meet, 2)
+
+
 @pytest.mark.parametrize("answer", [lambda x: 2 * x, lambda x: x + x, EXERCISE.solution])
 def test_right_answers_are_correct_however_they_are_written(answer: Callable[..., Any]) -> None:
     assert check(named(answer)).status == "correct"
@@ -316,6 +355,22 @@ def test_an_interrupt_still_interrupts() -> None:
     interrupt.join()
 
 
+def test_an_interrupted_check_says_so_in_a_line_and_still_interrupts() -> None:
+    interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with no_process_left(), pytest.raises(KeyboardInterrupt, match=r"^○ interrupted · run the cell again\.$"):
+        check(named(sleeps))
+    interrupt.join()
+
+
+def test_an_interrupted_check_is_no_attempt() -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Answer, "calls", lambda *args: interrupts(args))
+        with pytest.raises(KeyboardInterrupt):
+            check(named(is_wrong))
+    assert [row.attempts for row in progress().rows] == [0]
+
+
 def test_an_unknown_function_is_refused_with_the_nearest_name() -> None:
     def dubble(x):
         return 2 * x
@@ -326,6 +381,12 @@ def test_an_unknown_function_is_refused_with_the_nearest_name() -> None:
         hint("dooble")
     with pytest.raises(ValueError, match="nearest is 'double'"):
         solution("dooble")
+
+
+def test_a_name_like_no_other_is_refused_with_all_names() -> None:
+    with pytest.raises(ValueError, match="They are double") as caught:
+        check(len)
+    assert "nearest" not in str(caught.value)
 
 
 def test_a_lambda_is_refused_with_the_remedy() -> None:

@@ -45,7 +45,13 @@ def bubble_with_times(p: int, m: int) -> float:
     return 1 - m * (forward + backward) / makespan
 
 
-@pytest.mark.parametrize("answer", [bubble_with_times, lambda p, m: Fraction(p - 1, m + p - 1)])
+def bubble_as_a_tensor_of_float32(p: int, m: int) -> torch.Tensor:
+    return torch.tensor((p - 1) / (m + p - 1))
+
+
+@pytest.mark.parametrize(
+    "answer", [bubble_with_times, bubble_as_a_tensor_of_float32, lambda p, m: Fraction(p - 1, m + p - 1)]
+)
 def test_another_way_to_the_bubble_is_correct(answer: Answer) -> None:
     accepts("bubble", answer)
 
@@ -62,6 +68,7 @@ def test_another_way_to_the_bubble_is_correct(answer: Answer) -> None:
         (lambda p, m: (p - 1) / (2 * (m + p - 1)), "each have a bubble"),
         (lambda p, m: 100 * (p - 1) / (m + p - 1), "not per cent"),
         (lambda p, m: (p - 1) // (m + p - 1), "divide with `/`"),
+        (lambda p, m: torch.tensor((p - 1) / (m + p - 1)) + 1e-4, "should be 0.5"),
         (lambda p, m: 0.25, "(2, 1)` gave 0.25, which should be 0.5"),
         (lambda p, m: None, "None"),
     ],
@@ -95,6 +102,10 @@ def last_rank_newest_first(p: int, m: int) -> list[list[Action]]:
     return rows
 
 
+def in_halves(p: int, m: int) -> list[list[Action]]:
+    return order(p, lambda rank: [Action(rank, kind, i) for kind in "FIW" for i in range(m)])
+
+
 @pytest.mark.parametrize("answer", [newest_first, lambda p, m: tuple(order(p, lambda r: both(r, range(m))))])
 def test_every_order_of_all_forwards_then_all_backwards_is_correct(answer: Answer) -> None:
     accepts("afab_order", answer)
@@ -107,6 +118,7 @@ def test_every_order_of_all_forwards_then_all_backwards_is_correct(answer: Answe
         (lambda p, m: order(p, lambda r: [Action(r, "F", i) for i in range(m)]), "has no backward"),
         (lambda p, m: order(p, lambda r: both(r, range(1, m + 1))), "number them from 0"),
         (lambda p, m: order(p, lambda r: [Action(r, k, i) for i in range(m) for k in "FB"]), "all forwards before"),
+        (in_halves, "has `0I0`, which is no forward and no backward"),
         (last_rank_newest_first, "different orders"),
         (lambda p, m: both(0, range(m)), "one such list for each rank"),
         (lambda p, m: order(p, lambda r: both(r, range(max(1, m - 1)))), "m is 3"),
@@ -118,6 +130,27 @@ def test_every_order_of_all_forwards_then_all_backwards_is_correct(answer: Answe
 )  # fmt: skip
 def test_a_wrong_order_is_told_what_is_wrong(answer: Answer, words: str) -> None:
     refuses("afab_order", answer, words)
+
+
+def both_rows(p: int, m: int) -> list[list[Action]]:
+    return order(p, lambda rank: both(rank, range(m)))
+
+
+def last_rank_forwards_newest_first(p: int, m: int) -> list[list[Action]]:
+    rows = both_rows(p, m)
+    rows[-1][:m] = reversed(rows[-1][:m])
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("answer", "gap"),
+    [
+        (last_rank_newest_first, "rank 0 idles from 3 to 10: "),
+        (last_rank_forwards_newest_first, "rank 1 idles from 0 to 3: "),
+    ],
+)
+def test_the_wait_that_is_shown_is_the_one_that_a_mixed_order_makes(answer: Answer, gap: str) -> None:
+    refuses("afab_order", answer, "`afab_order(2, 3)` can run", gap)
 
 
 def accumulating(share: Callable[..., Any]) -> Answer:
@@ -132,6 +165,9 @@ def accumulating(share: Callable[..., Any]) -> Answer:
         return mean
 
     return accumulate
+
+
+weighted = accumulating(lambda loss, n, rows, m: loss * n / rows)
 
 
 def one_backward(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> Any:
@@ -155,14 +191,52 @@ def scaled_afterwards(model: Any, microbatches: Any, targets: Any, loss_fn: Any)
     return total / rows
 
 
-@pytest.mark.parametrize("answer", [one_backward, scaled_afterwards])
+def forward_again_for_the_loss(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> torch.Tensor:
+    weighted(model, microbatches, targets, loss_fn)
+    with torch.no_grad():
+        shares = [len(x) * loss_fn(model(x), y) for x, y in zip(microbatches, targets, strict=True)]
+    return sum(shares) / sum(map(len, targets))
+
+
+def mean_in_float32(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> torch.Tensor:
+    return torch.tensor(weighted(model, microbatches, targets, loss_fn))
+
+
+def mean_with_its_graph(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> Any:
+    mean: Any = 0.0
+    for x, target in zip(microbatches, targets, strict=True):
+        share = loss_fn(model(x), target) * len(x) / sum(map(len, targets))
+        share.backward()
+        mean = mean + share
+    return mean
+
+
+@pytest.mark.parametrize(
+    "answer", [weighted, scaled_afterwards, forward_again_for_the_loss, mean_in_float32, mean_with_its_graph]
+)
 def test_gradients_may_be_accumulated_in_several_ways(answer: Answer) -> None:
     accepts("accumulate", answer)
 
 
 def clears_first(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> float:
     model.zero_grad()
-    return float(one_backward(model, microbatches, targets, loss_fn))
+    return float(weighted(model, microbatches, targets, loss_fn))
+
+
+def scales_what_is_there(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> float:
+    rows = sum(map(len, targets))
+    mean = accumulating(lambda loss, n, rows, m: loss * n)(model, microbatches, targets, loss_fn)
+    for p in model.parameters():
+        p.grad /= rows
+    return float(mean)
+
+
+def keeps_every_graph(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> float:
+    losses = []
+    for x, target in zip(microbatches, targets, strict=True):
+        losses.append(loss_fn(model(x), target) * len(x) / sum(map(len, targets)))
+        losses[-1].backward(retain_graph=True)
+    return float(sum(losses))
 
 
 def clears_in_between(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> float:
@@ -179,7 +253,7 @@ def all_at_once(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> fl
 
 
 def mean_of_means(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> float:
-    one_backward(model, microbatches, targets, loss_fn)
+    weighted(model, microbatches, targets, loss_fn)
     with torch.no_grad():
         losses = [loss_fn(model(x), target) for x, target in zip(microbatches, targets, strict=True)]
     return float(sum(losses) / len(losses))
@@ -198,7 +272,10 @@ def no_backward(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> fl
         (accumulating(lambda loss, n, rows, m: loss / rows), "multiply it by n first"),
         (accumulating(lambda loss, n, rows, m: loss * n / rows / m), "one of the two"),
         (clears_in_between, "Only the last microbatch's gradient"),
-        (clears_first, "do not clear what an earlier step has left"),
+        (clears_first, "do not clear or scale what is there"),
+        (scales_what_is_there, "do not clear or scale what is there"),
+        (one_backward, "microbatches were held at once"),
+        (keeps_every_graph, "without `retain_graph`"),
         (all_at_once, "all rows at once"),
         (mean_of_means, "the loss returned is"),
         (no_backward, "no gradient"),
@@ -241,6 +318,7 @@ def stepping(
     returned: Callable[..., Any] = lambda losses, m: sum(losses) / m,
     sends_gradients: bool = True,
     detaches: bool = False,
+    arriving: Callable[[Any, int], Any] = lambda dy, m: dy,
 ) -> Answer:
     """A step of the bug clinic, right unless told otherwise."""
 
@@ -261,7 +339,7 @@ def stepping(
             if link.is_last:
                 share(y, m).backward()
             else:
-                y.backward(recv_gradient(y, m, link))
+                y.backward(arriving(recv_gradient(y, m, link), m))
             if sends_gradients:
                 sends += send_gradient(x.grad, link)
         for send in sends:
@@ -269,6 +347,18 @@ def stepping(
         return returned([loss.detach() for loss in losses], m) if link.is_last else None
 
     return step
+
+
+def scales_the_gradients(stage: Any, inputs: Any, targets: Any, m: int, loss_fn: Any, link: Any) -> Any:
+    loss = stepping(share=lambda loss, m: loss)(stage, inputs, targets, m, loss_fn, link)
+    for p in stage.parameters():
+        p.grad /= m
+    return loss
+
+
+def clears_the_gradients(stage: Any, inputs: Any, targets: Any, m: int, loss_fn: Any, link: Any) -> Any:
+    stage.zero_grad()
+    return stepping()(stage, inputs, targets, m, loss_fn, link)
 
 
 @pytest.mark.parametrize("answer", [stepping(), stepping(take=lambda is_last: -1)])
@@ -289,10 +379,14 @@ def strided(targets: Any, m: int) -> list[Any]:
         (stepping(cut=strided), "how inputs and targets are cut"),
         (stepping(share=lambda loss, m: loss), "Exactly m times too large"),
         (stepping(share=lambda loss, m: loss / m / m), "1/m enters twice"),
+        (stepping(arriving=lambda dy, m: dy / m), "1/m enters on more than one rank; the chain rule already carries"),
+        (stepping(arriving=lambda dy, m: dy * 3), "Wrong by a factor"),
         (stepping(take=lambda is_last: 0 if is_last else -1), "order in which the ranks do their backwards"),
         (stepping(returned=lambda losses, m: sum(losses)), "return their mean"),
         (stepping(returned=lambda losses, m: None), "None"),
         (stepping(detaches=True), "has no gradient"),
+        (scales_the_gradients, "a second step does not add its gradients"),
+        (clears_the_gradients, "do not clear or scale what is there"),
     ],
 )
 def test_a_step_that_is_still_ill_is_told_from_its_symptom(answer: Answer, words: str) -> None:

@@ -16,6 +16,7 @@ from course_pp.exercises.naive_split import (
     send_activation,
     send_gradient,
 )
+from course_pp.exercises.registry import find
 from course_pp.model import partition_by_cost
 from tests.exercises.grading import verdict_of
 
@@ -259,6 +260,22 @@ def trains_too(rank, stage, tokens, targets):
     return loss
 
 
+def clears_first(rank, stage, tokens, targets):
+    stage.zero_grad()
+    return starts_right(stage, tokens) if rank == 0 else last_half(stage, tokens, targets)
+
+
+def assigns_the_gradient(rank, stage, tokens, targets):
+    if rank == 1:
+        return last_half(stage, tokens, targets)
+    output = stage(tokens)
+    send_activation(output, 1)
+    parameters = list(stage.parameters())
+    found = torch.autograd.grad(output, parameters, recv_gradient(output, 1))
+    for parameter, gradient in zip(parameters, found, strict=True):
+        parameter.grad = gradient
+
+
 @pytest.mark.parametrize("answer", [with_plain_messages, with_asynchronous_messages])
 def test_a_step_is_correct_however_it_is_written(answer: Callable[..., Any]) -> None:
     is_correct("two_rank_step", answer)
@@ -276,6 +293,8 @@ def test_a_step_is_correct_however_it_is_written(answer: Callable[..., Any]) -> 
         (forgets_to_require_a_gradient, ["raised", "in line"]),
         (forgets_the_loss, ["is None", "Is a `return` missing?"]),
         (returns_the_sum, ["All gradients are right", "loss.item()"]),
+        (clears_first, ["On rank 0, the gradients of a second step are not added", "up to whoever calls"]),
+        (assigns_the_gradient, ["On rank 0, the gradients of a second step are not added"]),
         (trains_too, ["changed the weights", "The optimizer is the caller's business"]),
     ],
 )
@@ -307,6 +326,38 @@ def by_limit(costs, n_stages):
 
 def by_the_package(costs, n_stages):
     return partition_by_cost(costs, n_stages)
+
+
+def filled_up_to(limit, costs, n_stages):
+    ranges, start = [], 0
+    for i in range(len(costs)):
+        if i > start and (sum(costs[start : i + 1]) > limit or n_stages - len(ranges) - 1 == len(costs) - i):
+            ranges.append((start, i))
+            start = i
+    return [*ranges, (start, len(costs))]
+
+
+def by_bisection(costs, n_stages):
+    """As a well-known puzzle asks for it, where all numbers are whole."""
+    low, high = max(costs), sum(costs)
+    while low < high:
+        middle = (low + high) // 2
+        if len(filled_up_to(middle, costs, n_stages)) <= n_stages:
+            high = middle
+        else:
+            low = middle + 1
+    return filled_up_to(low, costs, n_stages)
+
+
+def by_bisection_to_a_thousandth(costs, n_stages):
+    low, high = 0, sum(costs)
+    while high - low > 1e-3:
+        middle = (low + high) / 2
+        if len(filled_up_to(middle, costs, n_stages)) <= n_stages and middle >= max(costs):
+            high = middle
+        else:
+            low = middle
+    return filled_up_to(high, costs, n_stages)
 
 
 def by_number(costs, n_stages):
@@ -345,7 +396,31 @@ def leaves_stages_empty(costs, n_stages):
     return ranges + [(len(costs), len(costs))] * (n_stages - 1)
 
 
-@pytest.mark.parametrize("answer", [by_limit, by_the_package])
+def best_of_fewer(costs, n_stages):
+    """As the hints lead to it."""
+    best = {0: (0.0, [])}
+    for _ in range(n_stages):
+        longer = {}
+        for end in range(1, len(costs) + 1):
+            options = [
+                (max(worst, sum(costs[start:end])), [*ranges, (start, end)])
+                for start, (worst, ranges) in best.items()
+                if start < end
+            ]
+            if options:
+                longer[end] = min(options)
+        best = longer
+    return best[len(costs)][1]
+
+
+def test_the_hints_lead_to_the_solution() -> None:
+    exercise = find("balanced_cut")
+    steps = ["best = {0: (0.0, [])}", "max(worst, sum(costs[start:end])), [*ranges, (start, end)]"]
+    assert [step for step in steps if step not in "".join(exercise.hints) or step not in exercise.source] == []
+    assert "limit" not in "".join(exercise.hints)
+
+
+@pytest.mark.parametrize("answer", [by_limit, best_of_fewer, by_the_package])
 def test_a_best_cut_is_correct_however_it_is_found(answer: Callable[..., Any]) -> None:
     is_correct("balanced_cut", answer)
 
@@ -355,6 +430,8 @@ def test_a_best_cut_is_correct_however_it_is_found(answer: Callable[..., Any]) -
     [
         (by_number, ["`balanced_cut([1, 1, 1, 1, 4], 2)`", "costs 5; 4 is possible", "same number of layers"]),
         (up_to_the_average, ["is possible", "costs of the stages"]),
+        (by_bisection, ["`balanced_cut([0.3, 0.4, 0.5, 0.6], 2)`", "costs 1.2; 1.1 is possible", "whole numbers"]),
+        (by_bisection_to_a_thousandth, ["`balanced_cut([0.0007,", "nor near 1"]),
         (sorts_first, ["changed its argument `costs`"]),
         (only_the_cost, ["a list is asked for"]),
         (leaves_stages_empty, ["stage 1 has no layer"]),
@@ -381,12 +458,31 @@ def with_a_loop(stage):
     return names
 
 
+def by_the_largest(stage):
+    wanted = ((name, p.grad) for name, p in stage.named_parameters() if p.requires_grad)
+    return [name for name, grad in wanted if grad is None or grad.abs().max() == 0]
+
+
 def as_a_set(stage):
     wanted = {name: p.grad for name, p in stage.named_parameters() if p.requires_grad}
     return {name for name, grad in wanted.items() if grad is None or torch.count_nonzero(grad) == 0}
 
 
-@pytest.mark.parametrize("answer", [with_a_loop, as_a_set])
+def zeroes_what_is_missing(stage):
+    names = with_a_loop(stage)
+    for parameter in stage.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    return names
+
+
+def clears_them_all(stage):
+    names = with_a_loop(stage)
+    stage.zero_grad(set_to_none=False)
+    return names
+
+
+@pytest.mark.parametrize("answer", [with_a_loop, by_the_largest, as_a_set])
 def test_a_search_for_the_untrained_is_correct_however_it_is_written(answer: Callable[..., Any]) -> None:
     is_correct("untrained", answer)
 
@@ -406,8 +502,20 @@ def test_a_search_for_the_untrained_is_correct_however_it_is_written(answer: Cal
             ],
             ["only some numbers are zero is healthy"],
         ),
+        (
+            lambda s: [n for n, p in s.named_parameters() if p.requires_grad and (p.grad is None or p.grad.sum() == 0)],
+            ["1 and -1 cancel", "add up to zero"],
+        ),
         (lambda s: sum(p.grad is None for p in s.parameters()), ["is an int; a list is asked for"]),
         (lambda s: all(p.grad is not None for p in s.parameters()), ["is a bool; a list is asked for"]),
+        (
+            lambda s: [
+                n for n, p in s.named_parameters() if p.requires_grad and (p.grad is None or p.grad.norm() < 1e-3)
+            ],
+            ["each number of a gradient is 1e-6", "Small is not zero"],
+        ),
+        (zeroes_what_is_missing, ["layer 0 has `grad` None, `untrained` changed the gradient of 0.weight"]),
+        (clears_them_all, ["every gradient is there, `untrained` changed the gradient of 0.weight"]),
         (lambda s: [n for n, p in s.named_parameters() if p.grad is not None], ["every gradient is there"]),
     ],
 )

@@ -104,6 +104,14 @@ def without_min(rank: int, p: int, m: int) -> list[Action]:
     return [*forwards(rank, warm_up), *steady, *backwards(rank, m)[-warm_up:]] if warm_up else [*steady]
 
 
+def by_index_without_min(rank: int, p: int, m: int) -> list[Action]:
+    warm_up = p - 1 - rank
+    order = [Action(rank, "F", i) for i in range(min(m, warm_up))]
+    for i in range(warm_up, m):
+        order += [Action(rank, "F", i), Action(rank, "B", i - warm_up)]
+    return order + [Action(rank, "B", i) for i in range(m - warm_up, m)]
+
+
 WRONG_ORDERS = [
     (lambda rank, p, m: forwards(rank, m) + backwards(rank, m), "holds 8 activations", "what GPipe holds"),
     (lambda rank, p, m: in_phases(rank, m, 0), "takes", "starve"),
@@ -114,6 +122,11 @@ WRONG_ORDERS = [
     (without_drain, "lacks", "the drain"),
     (counting_anew, "2 times", "goes on where the warm-up stopped"),
     (without_min, "does not exist", "take a min"),
+    (
+        by_index_without_min,
+        "(0, 4, 2)` raised ValueError: microbatch -1",
+        "With fewer microbatches than ranks the warm-up is m",
+    ),
     (lambda rank, p, m: [Action(0, a.kind, a.microbatch) for a in order_1f1b(rank, p, m)], "not rank 1's"),
     (lambda rank, p, m: [f"{a.kind}{a.microbatch}" for a in order_1f1b(rank, p, m)], "no action"),
     (lambda rank, p, m: None, "Is a `return` missing?"),
@@ -140,6 +153,7 @@ def step_with(
     keep: bool = True,
     times: Callable[[int], float] = lambda m: 1.0,
     begin: Callable[[Any], Any] = lambda y: y,
+    arriving: Callable[[Any, int], Any] = lambda dy, m: dy,
 ) -> Answer:
     def step(stage: Any, microbatches: Any, targets: Any, loss_fn: Any, link: Any) -> None:
         m, in_flight, sends = len(microbatches), deque[Any](), []
@@ -152,7 +166,8 @@ def step_with(
 
         def backward() -> None:
             x, y = take(in_flight)
-            dy = recv_gradient(y, m, link) * (times(m) if link.is_last else 1)
+            dy = recv_gradient(y, m, link)
+            dy = dy * times(m) if link.is_last else arriving(dy, m)
             dx = backward_stage(x, begin(y), dy)
             sends.extend(send(send_gradient, dx, link) if keep else send(send_gradient, dx, link)[:0])
 
@@ -183,18 +198,20 @@ def waiting_at_once(start: Callable[..., Any], message: Any, link: Any) -> list[
     return []
 
 
-def step_with_slots(n_slots: Callable[[int, int], int]) -> Answer:
+def step_with_slots(
+    n_slots: Callable[[int, int], int], copies: bool = False, allocate: Callable[..., Any] = list
+) -> Answer:
     def step(stage: Any, microbatches: Any, targets: Any, loss_fn: Any, link: Any) -> None:
         m, in_flight, sends = len(microbatches), deque[Any](), []
         warm_up = min(m, link.n_ranks - 1 - link.rank)
-        slots = [torch.empty(link.shape, dtype=link.dtype) for _ in range(n_slots(warm_up, m))]
+        slots = allocate(torch.empty(link.shape, dtype=link.dtype) for _ in range(n_slots(warm_up, m)))
 
         def forward(i: int) -> None:
             x = microbatches[i]
             if not link.is_first:
                 slot = slots[i % len(slots)]
                 dist.recv(slot, link.rank - 1)
-                x = slot.detach().requires_grad_()
+                x = (slot.clone() if copies else slot.detach()).requires_grad_()
             y = forward_stage(stage, x, targets[i], loss_fn, link)
             in_flight.append((x, y))
             sends.extend(send_activation(y, link))
@@ -220,6 +237,7 @@ WRONG_STEPS = [
     (step_with(take=lambda in_flight: in_flight.pop()), "The last rank is right", "oldest microbatch"),
     (step_with(times=lambda m: m), "m times too large"),
     (step_with(times=lambda m: 1 / m), "m times too small"),
+    (step_with(arriving=lambda dy, m: dy / m), "1/m enters on more than one rank; the chain rule already carries"),
     (step_with(begin=lambda y: y.detach().requires_grad_()), "no gradient for rank"),
 ]
 
@@ -234,10 +252,36 @@ def test_a_step_may_be_written_in_another_way() -> None:
     accepts("step_without_deadlock", step_with())
 
 
-ALWAYS_ENOUGH = [
-    ("one more than the warm-up", lambda warm_up, m: warm_up + 1),
-    ("one for each microbatch", lambda warm_up, m: m),
-]
+def in_one_tensor(slots: Any) -> torch.Tensor:
+    return torch.stack(list(slots))
+
+
+def with_every_name_in_one_function(stage: Any, microbatches: Any, targets: Any, loss_fn: Any, link: Any) -> None:
+    m, in_flight, sends = len(microbatches), deque[Any](), []
+    warm_up = min(m, link.n_ranks - 1 - link.rank)
+    for i in range(m + warm_up):
+        if i < m:
+            x = recv_activation(microbatches[i], link)
+            y = forward_stage(stage, x, targets[i], loss_fn, link)
+            in_flight.append((x, y))
+            sends += send_activation(y, link)
+        if i >= warm_up:
+            x, y = in_flight.popleft()
+            sends += send_gradient(backward_stage(x, y, recv_gradient(y, m, link)), link)
+    for each in sends:
+        each.wait()
+
+
+ENOUGH = {
+    "as separate tensors": step_with_slots(lambda warm_up, m: warm_up + 1),
+    "in one tensor": step_with_slots(lambda warm_up, m: warm_up + 1, allocate=in_one_tensor),
+    "fresh, in one function": with_every_name_in_one_function,
+}
+TOO_MANY = {
+    "one for each microbatch": step_with_slots(lambda warm_up, m: m),
+    "one for each microbatch, in one tensor": step_with_slots(lambda warm_up, m: m, allocate=in_one_tensor),
+    "the sick slots and a copy of each input": step_with_slots(lambda warm_up, m: max(1, warm_up), copies=True),
+}
 TOO_FEW = [
     ("as many as the warm-up", lambda warm_up, m: max(1, warm_up)),
     ("one", lambda warm_up, m: 1),
@@ -245,9 +289,14 @@ TOO_FEW = [
 ]
 
 
-@pytest.mark.parametrize("n_slots", [n for _, n in ALWAYS_ENOUGH], ids=[name for name, _ in ALWAYS_ENOUGH])
-def test_the_patient_is_healed_by_enough_slots(n_slots: Callable[[int, int], int]) -> None:
-    accepts("healed_step", step_with_slots(n_slots))
+@pytest.mark.parametrize("answer", ENOUGH.values(), ids=ENOUGH)
+def test_the_patient_is_healed_by_enough_slots(answer: Answer) -> None:
+    accepts("healed_step", answer)
+
+
+@pytest.mark.parametrize("answer", TOO_MANY.values(), ids=TOO_MANY)
+def test_more_memory_than_1f1b_needs_for_what_is_received_is_not_the_cure(answer: Answer) -> None:
+    refuses("healed_step", answer, "the gradients are right", "received activations; 1F1B needs 3", "Count the slots")
 
 
 @pytest.mark.parametrize("n_slots", [n for _, n in TOO_FEW], ids=[name for name, _ in TOO_FEW])
@@ -302,6 +351,11 @@ def test_with_one_microbatch_no_buffer_is_written_twice(name: str) -> None:
 
 # Room for what is on its way.
 
+
+def one_too_few_on_rank_0(rank: int, p: int, f: float, b: float, latency: float) -> int:
+    return held_with_latency(rank, p, f, b, latency) - (rank == 0 and latency in (31, 80))
+
+
 WRONG_LIMITS = [
     (lambda rank, p, f, b, latency: p - rank, "1F1B without latency"),
     (lambda rank, p, f, b, latency: 1 + (p - 1 - rank) * (1 + ceil(latency / (f + b))), "crosses each link twice"),
@@ -310,7 +364,8 @@ WRONG_LIMITS = [
     (lambda rank, p, f, b, latency: 1 + (p - 1 - rank) * (1 + 2 * ceil(latency / (f + b))), "round up once a link"),
     (lambda rank, p, f, b, latency: 2 * (p - rank) - 1, "would do", "Without latency it is 1F1B"),
     (lambda rank, p, f, b, latency: 1 + (p - 1 - rank) * (1 + ceil(2 * latency / f)), "every forward + backward"),
-    (lambda rank, p, f, b, latency: 1 + (p - 1 - rank) * (1 + 2 * latency / (f + b)), "a whole number"),
+    (lambda rank, p, f, b, latency: 1 + (p - 1 - rank) * (1 + 2 * latency / (f + b)), "a whole place", "math.ceil"),
+    (one_too_few_on_rank_0, "400 microbatches take"),
     (lambda rank, p, f, b, latency: 0, "must hold 1"),
     (lambda rank, p, f, b, latency: 2 if rank == 1 else 1, "cannot run"),
 ]
@@ -326,6 +381,10 @@ def from_the_last_rank_up(rank: int, p: int, forward: float, backward: float, la
         return 1
     here, there_and_back = 1, -(-2 * latency // (forward + backward))
     return int(here + there_and_back) + from_the_last_rank_up(rank + 1, p, forward, backward, latency)
+
+
+def test_the_solution_says_that_the_fewest_places_are_asked_for() -> None:
+    assert "The fewest places for activations" in (held_with_latency.__doc__ or "")
 
 
 def test_room_may_be_counted_rank_by_rank() -> None:
@@ -367,8 +426,12 @@ def on_first_rank(state: float, activations: float, p: int, m: int) -> float:
 
 WRONG_CHOICES = [
     (chosen_by(lambda s, a, p, m: s / p + a / p), "as GPipe has"),
+    (chosen_by(lambda s, a, p, m: s / p + a / m), "A/m holds for m ≥ p; with fewer, rank 0 holds m: min(m, p)·A/(pm)"),
     (chosen_by(lambda s, a, p, m: s / p + a / (p * m)), "would need", "min(m, p) activations"),
     (chosen_by(lambda s, a, p, m: s / p), "would need"),
+    (chosen_by(lambda s, a, p, m: s // p + min(m, p) * a // (p * m)), "`//` drops that"),
+    (chosen_by(lambda s, a, p, m: s // p + min(m, p) * a / (p * m)), "`//` drops that"),
+    (chosen_by(lambda s, a, p, m: s / p + min(m, p) * a // (p * m)), "`//` drops that"),
     (chosen_by(on_first_rank, lambda p, m: (-p, -m)), "Fewer ranks make the bubble smaller"),
     (chosen_by(on_first_rank, lambda p, m: m), "More microbatches make the bubble smaller"),
     (chosen_by(on_first_rank, sizes=lambda rows, least: range(1, rows // least + 1)), "m must divide the rows"),

@@ -191,12 +191,38 @@ def from_received_index(chunks, rank, p):
 
 
 def from_its_owner(chunks, rank, p):
+    sent = torch.tensor(0)
     for distance in range(1, p):
         left = (rank - distance) % p
-        exchange(chunks[(rank + 1) % p], (rank + distance) % p, chunks[(left + 1) % p], left)
+        sent += exchange(chunks[(rank + 1) % p], (rank + distance) % p, chunks[(left + 1) % p], left)
+    return sent
 
 
 # all_gather: wrong
+
+
+def counts_numbers(chunks, rank, p):
+    return from_received_index(chunks, rank, p) // chunks[0].element_size()
+
+
+def counts_steps(chunks, rank, p):
+    from_received_index(chunks, rank, p)
+    return p - 1
+
+
+def counts_what_it_receives(chunks, rank, p):
+    total = sum(chunk.nbytes for chunk in chunks)
+    from_received_index(chunks, rank, p)
+    return total - chunks[(rank + 1) % p].nbytes
+
+
+def counts_as_if_chunks_were_equal(chunks, rank, p):
+    from_received_index(chunks, rank, p)
+    return (p - 1) * chunks[rank].nbytes
+
+
+def counts_nothing(chunks, rank, p):
+    from_received_index(chunks, rank, p)
 
 
 def begins_with_the_chunk_before(chunks, rank, p):
@@ -292,6 +318,11 @@ def test_a_gather_is_correct_however_it_is_written(answer: Callable[..., Any]) -
         (equal_lengths_only, ["on 3 ranks, raised RuntimeError: The size of tensor a"]),
         (everything_at_every_step, ["a rank sent 32 bytes where 16 are enough"]),
         (by_the_library, ["broadcast", "use `exchange` only"]),
+        (counts_numbers, ["rank 0 returned 2; it sent 16 bytes", "counts numbers, and each has 8 bytes"]),
+        (counts_steps, ["rank 0 returned 1; it sent 16 bytes", "the number of steps"]),
+        (counts_what_it_receives, ["with chunks of 3, 2, 2 numbers", "That is what it received"]),
+        (counts_as_if_chunks_were_equal, ["with chunks of 3, 2, 2 numbers", "Chunks differ in length"]),
+        (counts_nothing, ["`all_gather(chunks, 0, 2)` is None", "Is a `return` missing?"]),
     ],
 )
 def test_a_gather_that_is_wrong_is_told_why(answer: Callable[..., Any], words: list[str]) -> None:
@@ -323,6 +354,7 @@ def test_the_time_is_correct_however_it_is_written(answer: Callable[..., Any]) -
         (lambda n, p, a, b: 2 * (p - 1) * n / p / b, "latency of the rounds is missing"),
         (lambda n, p, a, b: 2 * (p - 1) * (a + n / p * b), "Bytes divided by bytes a second"),
         (lambda n, p, a, b: 2 * p * (a + n / p / b), "p - 1 hops"),
+        (lambda n, p, a, b: 2 * (p - 1) * (a + n // p / b), "`//` drops the rest of the bytes"),
         (lambda n, p, a, b: (a + n / b) * max(1, 2 * p - 2), "one chunk"),
         (lambda n, p, a, b: 2 * (p - 1) * (a + n / p / b) or a, "One rank has nobody to send to"),
         (lambda n, p, a, b: None, "Is a `return` missing?"),

@@ -1,5 +1,6 @@
 """What holds for every exercise of the course, whichever notebook it belongs to."""
 
+import re
 from collections import Counter
 from collections.abc import Callable
 
@@ -44,6 +45,12 @@ def test_the_source_of_the_solution_defines_the_function_without_annotations(exe
     assert exercise.source.startswith(f"def {exercise.name}(")
     assert "->" not in exercise.source.splitlines()[0]
     compile(exercise.source, exercise.name, "exec")
+
+
+@pytest.mark.parametrize("exercise", ALL, ids=lambda exercise: exercise.name)
+def test_hints_write_the_names_of_code_as_code(exercise: Exercise) -> None:
+    prose = re.sub(r"`[^`]*`", "", " ".join(exercise.hints))
+    assert re.findall(r"\w+_\w+|\w+\(|\w+\.\w+\b", prose) == []
 
 
 def test_no_two_exercises_have_the_same_name() -> None:

@@ -34,11 +34,11 @@ def printed(text: str) -> nbformat.NotebookNode:
 def good_notebook() -> nbformat.NotebookNode:
     """Keeps every rule, some of them only just."""
     cells = [
-        new_markdown_cell("# 07 · Rings\n\n**30 minutes** · **1 to 4 ranks**"),
+        new_markdown_cell("# 97 · Rings\n\n**30 minutes** · **1 to 4 ranks**"),
         new_code_cell("1 + 1", execution_count=1, outputs=[printed("https://example.org/home/page and 3/tmp/4")]),
         new_code_cell("a = 1\n" * 30, execution_count=2, outputs=[picture("One bar, 2 bytes")]),
         new_code_cell("b != a  # 100 %", execution_count=3),
-        new_markdown_cell("[itself](07_rings.ipynb#top) and [elsewhere](https://example.org/x.ipynb)"),
+        new_markdown_cell("[itself](97_rings.ipynb#top) and [elsewhere](https://example.org/x.ipynb)"),
     ]
     return new_notebook(cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}})
 
@@ -48,7 +48,7 @@ def broken_rules(notebook: nbformat.NotebookNode, path: Path) -> set[str]:
 
 
 def test_a_good_notebook_breaks_no_rule(tmp_path: Path) -> None:
-    path = tmp_path / "07_rings.ipynb"
+    path = tmp_path / "97_rings.ipynb"
     path.touch()
     assert broken_rules(good_notebook(), path) == set()
 
@@ -80,8 +80,8 @@ BREAKAGES: list[tuple[str, Callable[[nbformat.NotebookNode], None]]] = [
     ("runs_on_the_kernel_everyone_has", lambda notebook: notebook.metadata.kernelspec.update(name="mine")),
     ("runs_on_the_kernel_everyone_has", lambda notebook: notebook.metadata.clear()),
     (TITLE, _set_source(0, "# Rings\n\n**30 minutes** · **1 to 4 ranks**")),
-    (TITLE, _set_source(0, "# 07 · Rings\n\n**1 to 4 ranks**")),
-    (TITLE, _set_source(0, "# 07 · Rings\n\n**30 minutes**")),
+    (TITLE, _set_source(0, "# 97 · Rings\n\n**1 to 4 ranks**")),
+    (TITLE, _set_source(0, "# 97 · Rings\n\n**30 minutes**")),
     ("stays_short", _add_code_cells(["1"] * 23)),
     ("stays_short", _add_code_cells(["1\n" * 7] * 4)),
     ("stays_short", _set_source(2, "1\n" * 31)),
@@ -104,8 +104,8 @@ BREAKAGES: list[tuple[str, Callable[[nbformat.NotebookNode], None]]] = [
     ("names_nobodys_machine", _set_source(4, "see `/Users/a`")),
     ("describes_every_picture", _add_output(UNDESCRIBED)),
     ("describes_every_picture", _add_output(picture(" "))),
-    ("describes_every_picture", _set_source(4, "![](07_rings.ipynb)")),
-    ("describes_every_picture", _set_source(4, "<img src='07_rings.ipynb' alt=''>")),
+    ("describes_every_picture", _set_source(4, "![](97_rings.ipynb)")),
+    ("describes_every_picture", _set_source(4, "<img src='97_rings.ipynb' alt=''>")),
     ("links_to_what_exists", _set_source(4, "[next](08_rings.ipynb)")),
     ("links_to_what_exists", _set_source(4, "<a href='../missing.md'>more</a>")),
 ]
@@ -115,7 +115,7 @@ BREAKAGES: list[tuple[str, Callable[[nbformat.NotebookNode], None]]] = [
 def test_a_broken_rule_is_noticed_and_no_other(
     tmp_path: Path, rule: str, break_it: Callable[[nbformat.NotebookNode], None]
 ) -> None:
-    path, notebook = tmp_path / "07_rings.ipynb", good_notebook()
+    path, notebook = tmp_path / "97_rings.ipynb", good_notebook()
     path.touch()
     break_it(notebook)
     assert broken_rules(notebook, path) == {rule}
@@ -143,12 +143,12 @@ def toy(name: str) -> Exercise:
         return x / 2
 
     solution.__name__ = name
-    return Exercise(name, "07", "a part", 2, 5, ("Divide.",), solution, lambda answer: None)
+    return Exercise(name, "97", "a part", 2, 5, ("Divide.",), solution, lambda answer: None)
 
 
 @pytest.mark.usefixtures("three_exercises")
 def test_a_notebook_with_its_exercises_breaks_no_rule(tmp_path: Path) -> None:
-    path = tmp_path / "07_rings.ipynb"
+    path = tmp_path / "97_rings.ipynb"
     path.touch()
     assert broken_rules(notebook_with_exercises(), path) == set()
 
@@ -187,12 +187,12 @@ EXERCISE_BREAKAGES: list[tuple[str, Callable[[nbformat.NotebookNode], None]]] = 
 def test_a_broken_rule_of_exercises_is_noticed_and_no_other(
     tmp_path: Path, rule: str, break_it: Callable[[nbformat.NotebookNode], None]
 ) -> None:
-    path, notebook = tmp_path / "07_rings.ipynb", notebook_with_exercises()
+    path, notebook = tmp_path / "97_rings.ipynb", notebook_with_exercises()
     path.touch()
     break_it(notebook)
     assert broken_rules(notebook, path) == {rule}
 
 
-@pytest.mark.parametrize("name", ["rings.ipynb", "7_rings.ipynb", "07_Rings.ipynb", "07-rings.ipynb", "07_.ipynb"])
+@pytest.mark.parametrize("name", ["rings.ipynb", "7_rings.ipynb", "97_Rings.ipynb", "97-rings.ipynb", "97_.ipynb"])
 def test_a_name_without_order_or_topic_is_noticed(tmp_path: Path, name: str) -> None:
     assert "name_says_order_and_topic" in broken_rules(good_notebook(), tmp_path / name)

@@ -1,0 +1,140 @@
+"""The table of progress, and what an instructor gets of it."""
+
+import fcntl
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from course_pp.exercises import progress
+from course_pp.exercises.progress import Record, Store
+from tests.exercises.toy import only_the_toy
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch: pytest.MonkeyPatch):
+    with only_the_toy(monkeypatch):
+        yield
+
+
+@pytest.mark.parametrize("export", ["to_csv", "to_json"])
+def test_an_export_into_a_missing_folder_names_the_target_and_the_remedy(export: str, tmp_path: Path) -> None:
+    target = tmp_path / "class" / "mine.csv"
+    with pytest.raises(FileNotFoundError) as caught:
+        getattr(progress(), export)(target)
+    assert str(caught.value).startswith(f"{target} cannot be written: No such file or directory. Create the folder")
+
+
+def test_an_export_lies_where_it_was_asked_for_and_nothing_beside_it(tmp_path: Path) -> None:
+    folder = tmp_path / "class"
+    folder.mkdir()
+    assert progress().to_csv(folder / "mine.csv").read_text().startswith("notebook,exercise,")
+    assert [path.name for path in folder.iterdir()] == ["mine.csv"]
+
+
+def test_no_cell_of_the_table_breaks_over_two_lines() -> None:
+    html = progress()._repr_html_()
+    assert html.count("<td") == html.count('<td style="text-align:left;white-space:nowrap"') > 0
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Within, the file is locked as another process would lock it."""
+    with open(f"{path}.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[Store.__module__], "_LOCK_LIMIT_S", 0.02)
+
+
+def test_what_could_not_be_kept_is_kept_with_the_next_change(progress_file: Path) -> None:
+    store = Store()
+    store.record_attempt("solved", correct=True)
+    store.record_attempt("double", correct=False)
+    with locked(progress_file):
+        assert "another process holds its lock" in store.record_attempt("double", correct=True)
+        assert store.record_attempt("solved", correct=False) != ""
+        assert store.record_hint("double", 2) == 1
+        assert store.record_hint("double", 2) == 2
+        assert store.read()[0]["double"] == Record(correct=True, attempts=2, hints=2)
+    other = Store()
+    other.record_hint("meanwhile", 2)
+    assert store.record_attempt("double", correct=False) == ""
+    assert Store().read() == (
+        {
+            "solved": Record(correct=True, attempts=1),
+            "double": Record(correct=True, attempts=2, hints=2),
+            "meanwhile": Record(hints=1),
+        },
+        "",
+    )
+
+
+def test_what_could_not_be_kept_is_kept_by_a_look_at_the_table(progress_file: Path) -> None:
+    store = Store()
+    with locked(progress_file):
+        store.record_solution("double")
+    store.read()
+    assert Store().read()[0] == {"double": Record(solution_seen=True)}
+
+
+@pytest.mark.parametrize("content", [b"[" * 200_000, b"\xff", b"", b"[]", b'{"exercises": {"double": {"hints": -1}}}'])
+def test_a_file_that_cannot_be_read_is_put_aside(content: bytes, progress_file: Path) -> None:
+    progress_file.write_bytes(content)
+    assert "was not readable" in Store().record_attempt("double", correct=True)
+    assert progress_file.with_name("progress.json.broken").read_bytes() == content
+    assert Store().read() == ({"double": Record(correct=True, attempts=1)}, "")
+
+
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [
+        ("/", "it is a directory"),
+        (".", "it is a directory"),
+        ("/dev/null", "it is no file"),
+        ("~nouser/x", "nobody has that home"),
+        ("/dev/null/x", "File exists"),
+    ],
+)
+def test_a_place_that_can_be_no_file_is_noted(place: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COURSE_PP_PROGRESS", place)
+    store = Store()
+    note = store.record_attempt("double", correct=True)
+    assert f"could not be kept in {place}: {why}" in note
+    records, note = store.read()
+    assert records == {"double": Record(correct=True, attempts=1)}
+    assert why in note
+    assert why in progress().note
+
+
+def test_a_link_to_the_file_stays_a_link(progress_file: Path, tmp_path: Path) -> None:
+    real = tmp_path / "elsewhere" / "mine.json"
+    real.parent.mkdir()
+    progress_file.symlink_to(real)
+    Store().record_attempt("double", correct=True)
+    Store().record_attempt("other", correct=True)
+    assert progress_file.is_symlink()
+    assert set(Store().read()[0]) == {"double", "other"}
+    assert sorted(path.name for path in real.parent.iterdir()) == ["mine.json", "mine.json.lock"]
+
+
+@pytest.fixture(params=[0o022, 0o027])
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+@pytest.mark.parametrize("export", ["to_csv", "to_json"])
+def test_an_export_may_be_read_by_whom_the_umask_lets(export: str, umask: int, tmp_path: Path) -> None:
+    target = getattr(progress(), export)(tmp_path / "mine")
+    assert target.stat().st_mode & 0o777 == 0o666 & ~umask
+    target.chmod(0o640)
+    getattr(progress(), export)(target)
+    assert target.stat().st_mode & 0o777 == 0o640
