@@ -77,18 +77,22 @@ class Executor:
             self.current = step.action
             for message in step.receives:
                 with self._receiving(message.content):
-                    value = mailbox.take(message)
-                products[message.content] = value if emulator is None else emulator.opened(message, value)
+                    products[message.content] = mailbox.take(message)
+                if emulator is not None:
+                    products[message.content] = emulator.opened(message, products[message.content])
             mailbox.arrived(step.arrived)
             with self._span(step.action):
                 for part in step.action.parts:
                     self._do[part.kind](part, batch)
             for message in step.sends:
-                value = products.pop(message.content)
-                mailbox.send(message, value if emulator is None else emulator.stamped(value))
+                # Bound to no name here, which would keep an output alive until the next is sent.
+                mailbox.send(message, self._stamped(products.pop(message.content)))
         self.current = "the end of the step"
         if emulator is not None and self._recorder is not None:
             self._recorder.add_emulated(emulator.done, emulator.received)
+
+    def _stamped(self, value: Any) -> Any:
+        return value if self._emulator is None else self._emulator.stamped(value)
 
     def _forward(self, action: Action, batch: Batch) -> None:
         stage, microbatch = action.stage, action.microbatch
