@@ -101,7 +101,8 @@ _WRONG_BYTES: _Wrong = (
      "`reshard` makes no difference in your answer; without a pipeline it does."),
     (_bytes_with(plain=lambda *_: 0, pipelined=lambda *_: 0, whole_gradients=lambda pp: False),
      "Those are the shards, between steps. In a step, gathered parameters come on top."),
-    (_bytes_with(shards=2), "AdamW keeps two moments for each parameter: of shards there are four kinds."),
+    (_bytes_with(shards=2),
+     "One kind of shard is missing: the parameters' own stay beside what is gathered, and AdamW has two moments."),
     (_bytes_with(shards=1), "The optimizer's state counts: AdamW keeps two moments for each parameter."),
 )  # fmt: skip
 
@@ -122,7 +123,7 @@ def choose_reshard(
     hidden = gather <= forward
     if fits and not hidden:
         return False
-    return True if 2 * layer <= room else None
+    return True if min(2, layers) * layer <= room else None
 
 
 def _choice(

@@ -20,11 +20,11 @@ __all__ = ["EXERCISES"]
 
 
 def shard_linear(
-    weight: torch.Tensor, bias: torch.Tensor, how: str, rank: int, n: int
+    weight: torch.Tensor, bias: torch.Tensor | None, how: str, rank: int, n: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """This rank's (weight, bias) of a linear layer cut into n by "column" or by "row"."""
     if how == "column":
-        return weight.chunk(n, dim=0)[rank], bias.chunk(n)[rank]
+        return weight.chunk(n, dim=0)[rank], None if bias is None else bias.chunk(n)[rank]
     return weight.chunk(n, dim=1)[rank], bias if rank == 0 else None
 
 
@@ -126,7 +126,7 @@ def enter(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The whole input of a block: as it is in forward; in backward its gradients are summed over the group."""
 
     def summed(gradient: torch.Tensor) -> torch.Tensor:
-        total = gradient.clone()
+        total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
 

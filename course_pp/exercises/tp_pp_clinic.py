@@ -146,6 +146,9 @@ class _Squares:
     def of_the_stage(self, stage: int, _: int) -> float:
         return self._root(sum(self.cut[stage, t] for t in range(self.tp)) + self.copied[stage, 0])
 
+    def copies_of_the_own_stage(self, stage: int, _: int) -> float:
+        return self._root(sum(self.cut.values()) + self.copied[stage, 0])
+
     def of_the_stage_with_copies(self, stage: int, _: int) -> float:
         return self._root(sum(self.cut[stage, t] + self.copied[stage, t] for t in range(self.tp)))
 
@@ -179,6 +182,7 @@ _WRONG: tuple[tuple[Callable[[_Squares, int, int], float], str], ...] = (
         "Every rank of a stage has the same `copied`, and each adds them: they count tp times instead of once.",
     ),
     (_Squares.without_copies, "`copied` is missing."),
+    (_Squares.copies_of_the_own_stage, "Other stages have other `copied`: sum these over `pp` as well."),
     (_Squares.of_the_stage, "That is the norm of one stage: sum over `pp` as well."),
     (
         _Squares.of_the_stage_with_copies,

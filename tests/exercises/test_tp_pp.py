@@ -282,6 +282,7 @@ def norm_of(cut: Any, copied: Any) -> Any:
     [
         (lambda cut, copied, mesh: total(square(cut) + square(copied)).sqrt(), "tp times instead of once"),
         (lambda cut, copied, mesh: total(square(cut)).sqrt(), "`copied` is missing"),
+        (lambda cut, copied, mesh: (total(square(cut)) + square(copied)).sqrt(), "Other stages have other `copied`"),
         (lambda cut, copied, mesh: (summed(square(cut), mesh, "tp") + square(copied)).sqrt(), "the norm of one stage"),
         (lambda cut, copied, mesh: summed(square(cut) + square(copied), mesh, "tp").sqrt(), "counts tp times"),
         (lambda cut, copied, mesh: summed(square(cut) + square(copied), mesh, "pp").sqrt(), "other parts of the same"),
