@@ -30,3 +30,16 @@ def verdict_of(name: str, fn: Callable[..., Any], limit_s: float | None = None) 
             cloudpickle.unregister_pickle_by_value(module)
     assert "The check itself stopped" not in verdict.text, verdict.text
     return verdict
+
+
+def refuses(name: str, answer: Callable[..., Any], *words: str, limit_s: float | None = None) -> None:
+    """The answer is not yet correct, and the learner reads all of ``words``."""
+    verdict = verdict_of(name, answer, limit_s)
+    assert verdict.status == "not yet", verdict.text
+    assert [word for word in words if word not in verdict.text] == [], verdict.text
+
+
+def accepts(name: str, answer: Callable[..., Any]) -> None:
+    """The answer is correct."""
+    verdict = verdict_of(name, answer)
+    assert verdict.status == "correct", verdict.text

@@ -8,35 +8,12 @@ import pytest
 import torch
 from torch.nn.functional import mse_loss
 
-from course_pp.exercises.gpipe import EXERCISES
 from course_pp.exercises.gpipe_clinic import PATIENTS
 from course_pp.runtime import recv_activation, recv_gradient, send_activation, send_gradient
 from course_pp.schedule import Action
-from tests.exercises.grading import verdict_of
+from tests.exercises.grading import accepts, refuses
 
 Answer = Callable[..., Any]
-
-
-def stub(*args: Any) -> Any:
-    raise NotImplementedError
-
-
-@pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.name)
-def test_the_stub_is_pending_and_the_solution_correct(exercise: Any) -> None:
-    assert verdict_of(exercise.name, stub).status == "pending"
-    verdict = verdict_of(exercise.name, exercise.solution)
-    assert verdict.status == "correct", verdict.text
-
-
-def refuses(name: str, answer: Answer, *words: str) -> None:
-    verdict = verdict_of(name, answer)
-    assert verdict.status == "not yet", verdict.text
-    assert [word for word in words if word not in verdict.text] == [], verdict.text
-
-
-def accepts(name: str, answer: Answer) -> None:
-    verdict = verdict_of(name, answer)
-    assert verdict.status == "correct", verdict.text
 
 
 def bubble_with_times(p: int, m: int) -> float:

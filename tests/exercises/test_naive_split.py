@@ -18,20 +18,7 @@ from course_pp.exercises.naive_split import (
 )
 from course_pp.exercises.registry import find
 from course_pp.model import partition_by_cost
-from tests.exercises.grading import verdict_of
-
-
-def says(name: str, answer: Callable[..., Any], *words: str) -> None:
-    verdict = verdict_of(name, answer)
-    assert verdict.status == "not yet"
-    for word in words:
-        assert word in verdict.text, verdict.text
-
-
-def is_correct(name: str, answer: Callable[..., Any]) -> None:
-    verdict = verdict_of(name, answer)
-    assert verdict.status == "correct", verdict.text
-
+from tests.exercises.grading import accepts, refuses
 
 # assign_layers
 
@@ -95,7 +82,7 @@ def one_too_few(n_layers, n_stages):
 
 @pytest.mark.parametrize("answer", [by_formula, from_cumulated])
 def test_an_even_split_is_correct_however_it_is_written(answer: Callable[..., Any]) -> None:
-    is_correct("assign_layers", answer)
+    accepts("assign_layers", answer)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +101,7 @@ def test_an_even_split_is_correct_however_it_is_written(answer: Callable[..., An
     ],
 )
 def test_an_uneven_split_is_told_why(answer: Callable[..., Any], words: list[str]) -> None:
-    says("assign_layers", answer, *words)
+    refuses("assign_layers", answer, *words)
 
 
 # two_rank_step
@@ -278,7 +265,7 @@ def assigns_the_gradient(rank, stage, tokens, targets):
 
 @pytest.mark.parametrize("answer", [with_plain_messages, with_asynchronous_messages])
 def test_a_step_is_correct_however_it_is_written(answer: Callable[..., Any]) -> None:
-    is_correct("two_rank_step", answer)
+    accepts("two_rank_step", answer)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +286,7 @@ def test_a_step_is_correct_however_it_is_written(answer: Callable[..., Any]) -> 
     ],
 )
 def test_a_step_that_is_wrong_is_told_why(answer: Callable[..., Any], words: list[str]) -> None:
-    says("two_rank_step", answer, *words)
+    refuses("two_rank_step", answer, *words)
 
 
 # balanced_cut
@@ -422,7 +409,7 @@ def test_the_hints_lead_to_the_solution() -> None:
 
 @pytest.mark.parametrize("answer", [by_limit, best_of_fewer, by_the_package])
 def test_a_best_cut_is_correct_however_it_is_found(answer: Callable[..., Any]) -> None:
-    is_correct("balanced_cut", answer)
+    accepts("balanced_cut", answer)
 
 
 @pytest.mark.parametrize(
@@ -438,11 +425,11 @@ def test_a_best_cut_is_correct_however_it_is_found(answer: Callable[..., Any]) -
     ],
 )
 def test_a_cut_that_is_not_the_best_is_told_why(answer: Callable[..., Any], words: list[str]) -> None:
-    says("balanced_cut", answer, *words)
+    refuses("balanced_cut", answer, *words)
 
 
 def test_trying_all_cuts_is_told_that_there_are_too_many() -> None:
-    says("balanced_cut", tries_all, "The small cases are right", "10^11 cuts")
+    refuses("balanced_cut", tries_all, "The small cases are right", "10^11 cuts")
 
 
 # untrained
@@ -484,7 +471,7 @@ def clears_them_all(stage):
 
 @pytest.mark.parametrize("answer", [with_a_loop, by_the_largest, as_a_set])
 def test_a_search_for_the_untrained_is_correct_however_it_is_written(answer: Callable[..., Any]) -> None:
-    is_correct("untrained", answer)
+    accepts("untrained", answer)
 
 
 @pytest.mark.parametrize(
@@ -520,4 +507,4 @@ def test_a_search_for_the_untrained_is_correct_however_it_is_written(answer: Cal
     ],
 )
 def test_a_search_that_misses_is_told_what(answer: Callable[..., Any], words: list[str]) -> None:
-    says("untrained", answer, *words)
+    refuses("untrained", answer, *words)

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from math import ceil, floor
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_pp.exercises.one_f_one_b import EXERCISES, _with_limits, choose, held_with_latency, order_1f1b
+from course_pp.exercises.one_f_one_b import _with_limits, choose, held_with_latency, order_1f1b
 from course_pp.exercises.one_f_one_b_steps import PATIENTS, _batch, _layers, _one_process
 from course_pp.launch import on_ranks
 from course_pp.runtime import (
@@ -27,30 +28,13 @@ from course_pp.runtime import (
     train_step_pipeline_afab,
 )
 from course_pp.schedule import Action, Costs, build, simulate
-from tests.exercises.grading import verdict_of
+from tests.exercises import grading
+from tests.exercises.grading import accepts
 
 Answer = Callable[..., Any]
 
 
-def stub(*args: Any) -> Any:
-    raise NotImplementedError
-
-
-@pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.name)
-def test_the_stub_is_pending_and_the_solution_correct(exercise: Any) -> None:
-    assert verdict_of(exercise.name, stub).status == "pending"
-    accepts(exercise.name, exercise.solution)
-
-
-def accepts(name: str, answer: Answer) -> None:
-    verdict = verdict_of(name, answer)
-    assert verdict.status == "correct", verdict.text
-
-
-def refuses(name: str, answer: Answer, *words: str) -> None:
-    verdict = verdict_of(name, answer, limit_s=2.5)
-    assert verdict.status == "not yet", verdict.text
-    assert [word for word in words if word not in verdict.text] == [], verdict.text
+refuses = partial(grading.refuses, limit_s=2.5)
 
 
 # The order.
