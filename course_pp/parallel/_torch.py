@@ -1,5 +1,8 @@
 """The one place that touches private names of torch, which move between releases."""
 
+import functools
+import gc
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,6 +21,7 @@ __all__ = [
     "CollectiveWatcher",
     "GatheredWatcher",
     "LocalNeighboursStage",
+    "forget_meshes",
     "mixed_precision",
     "multiply",
     "norms_of",
@@ -28,6 +32,25 @@ __all__ = [
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Limit how long messages of ``group`` may take: a mesh gives its groups torch's default of half an hour."""
     distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def forget_meshes() -> None:
+    """Empty the caches in which DTensor would keep every mesh, with its process groups, to the end of the process.
+
+    Gloo's threads then end with the groups, and not while the interpreter is being taken down around them.
+    """
+    for found in gc.get_objects():
+        is_cache = type(found) is functools._lru_cache_wrapper
+        if is_cache and str(getattr(found, "__module__", "")).startswith("torch.distributed.tensor"):
+            found.cache_clear()
+    for module, name in (
+        ("torch.distributed.tensor._redistribute", "clear_redistribute_planner_cache"),
+        ("torch._C", "_clear_DTensor_sharding_propagator_cache"),
+    ):
+        clear = getattr(sys.modules.get(module), name, None)  # not in every release
+        if clear is not None:
+            clear()
+    gc.collect()
 
 
 class LocalNeighboursStage(PipelineStage):

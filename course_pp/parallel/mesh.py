@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from course_pp.parallel._torch import set_timeout
-from course_pp.parallel.world import get_world_info
+from course_pp.parallel._torch import forget_meshes, set_timeout
+from course_pp.parallel.world import get_node, get_world_info
 
 __all__ = [
     "DistributedConfig",
@@ -106,7 +106,7 @@ def init_distributed(config: DistributedConfig, seed: int = 42) -> DeviceMesh | 
 
     A group that exists already (as inside ``on_ranks``) is used as it is. Dimensions of size 1 are left out of the
     mesh; ``dp_shard`` stays when ``dp_replicate > 1``, because ``fully_shard`` takes the last dimension as the one to
-    shard over.
+    shard over. Rank 0 warns if the ``tp`` ranks of a group are not all on one node.
 
     Returns:
         The mesh, or None for one process (which still gets a group of its own, so that collectives work).
@@ -132,13 +132,35 @@ def init_distributed(config: DistributedConfig, seed: int = 42) -> DeviceMesh | 
     mesh = init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
     for name in kept:
         set_timeout(mesh.get_group(name), timedelta(seconds=config.timeout_s))
+    if config.tp > 1:
+        _warn_if_tp_leaves_a_node(config.tp)
     return mesh
 
 
+def _warn_if_tp_leaves_a_node(tp: int) -> None:
+    """Collective. Asks every rank for its node: no rank can tell from its own variables how tasks were dealt out."""
+    nodes = [""] * dist.get_world_size()
+    dist.all_gather_object(nodes, get_node())
+    groups = (range(first, first + tp) for first in range(0, len(nodes), tp))
+    torn = next((group for group in groups if len({nodes[rank] for rank in group}) > 1), None)
+    if torn is not None and dist.get_rank() == 0:
+        warnings.warn(
+            f"tp={tp} crosses nodes: ranks {torn[0]} to {torn[-1]} share each layer but not a node, so every layer "
+            f"waits for the network. Start a multiple of {tp} ranks on every node, numbered node by node "
+            "(srun --distribution=block), or lower tp and raise pp, whose messages are few",
+            stacklevel=3,
+        )
+
+
 def destroy_distributed() -> None:
-    """Leave the process group; a no-op without one, so it is safe to call repeatedly."""
+    """Leave the process group; a no-op without one, so it is safe to call repeatedly.
+
+    Groups whose mesh, stages and sharded parameters nobody holds any more are gone afterwards, threads included: call
+    it where these have gone out of scope, rather than leave them to the end of the interpreter.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+        forget_meshes()
 
 
 def get_device(backend: str | None = None) -> torch.device:

@@ -2,6 +2,8 @@
 
 import os
 import re
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -9,9 +11,10 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-__all__ = ["get_world_info", "is_rank_zero", "refusals_said_once"]
+__all__ = ["get_node", "get_world_info", "is_rank_zero", "refusals_said_once"]
 
 _PORTS = range(15_000, 30_000)  # below Linux's ephemeral ports (32768 and up), so nothing else is handed one
+_SCONTROL_LIMIT_S = 20
 
 
 def get_world_info() -> tuple[int, int, int]:
@@ -42,6 +45,15 @@ def get_world_info() -> tuple[int, int, int]:
 def is_rank_zero() -> bool:
     """True on global rank 0, by the process group if there is one, else by the launcher's variables."""
     return (dist.get_rank() if dist.is_initialized() else get_world_info()[0]) == 0
+
+
+def get_node() -> str:
+    """A name of this rank's node that ranks on other nodes do not have.
+
+    Slurm's number of the node comes with the host's name: virtual nodes share one host, and a number that was inherited
+    from a batch script is 0 everywhere.
+    """
+    return f"{os.environ.get('SLURM_NODEID', '')}@{socket.gethostname()}"
 
 
 @contextmanager
@@ -91,7 +103,23 @@ def _slurm_local_world_size(world_size: int) -> int:
 def _slurm_master_address() -> str:
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
     n_nodes = os.environ.get("SLURM_STEP_NUM_NODES") or os.environ.get("SLURM_JOB_NUM_NODES", "1")
-    return first_host(nodes) if n_nodes != "1" and nodes else "127.0.0.1"
+    return _address(first_host(nodes)) if n_nodes != "1" and nodes else "127.0.0.1"
+
+
+def _address(node: str) -> str:
+    """The node's name if it is a host's, else the address under which Slurm itself reaches it (virtual nodes)."""
+    try:
+        socket.getaddrinfo(node, None)
+        return node
+    except OSError:
+        pass
+    try:
+        asked = ["scontrol", "show", "node", node]
+        answer = subprocess.run(asked, capture_output=True, text=True, timeout=_SCONTROL_LIMIT_S).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        answer = ""
+    match = re.search(r"\bNodeAddr=(\S+)", answer)
+    return match[1] if match else node
 
 
 def _slurm_master_port() -> int:

@@ -5,11 +5,11 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 __all__ = ["METRICS", "JsonLines", "Logs", "Progress", "tracing"]
@@ -18,9 +18,7 @@ METRICS = "metrics.jsonl"
 
 
 class Logs:
-    """Records of a run, to every place that takes them.
-
-    TensorBoard's files are written where the package ``tensorboard`` is installed.
+    """Records of a run, as JSON lines and for TensorBoard.
 
     Args:
         folder: made if it is not there.
@@ -32,25 +30,19 @@ class Logs:
 
     def __init__(self, folder: str | os.PathLike[str], step: int = 0) -> None:
         self._lines = JsonLines(Path(folder) / METRICS, step)
-        self._board: Any = None
-        if find_spec("tensorboard") is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(folder), purge_step=step + 1)
+        self._board = SummaryWriter(str(folder), purge_step=step + 1)
 
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
         """One record; its numbers are TensorBoard's scalars, named ``event/name``."""
         self._lines.write({"event": event, "step": step, **values})
-        if self._board is not None:
-            for name, value in values.items():
-                if isinstance(value, int | float):
-                    self._board.add_scalar(f"{event}/{name}", value, step)
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                self._board.add_scalar(f"{event}/{name}", value, step)
 
     def close(self) -> None:
         """Write what is still in memory; safe to call repeatedly."""
         self._lines.close()
-        if self._board is not None:
-            self._board.close()
+        self._board.close()
 
 
 class JsonLines:

@@ -82,7 +82,8 @@ class Reporter:
     def validation(self, step: int, loss: float) -> None:
         """An evaluation is done."""
         self._write("validation", step, {"loss": loss})
-        self._progress.say(f"step {step}/{self._config.steps}  validation loss {loss:.3f}")
+        if step < self._config.steps:  # the last is the result, which whoever called fit reports
+            self._progress.say(f"step {step}/{self._config.steps}  validation loss {loss:.3f}")
 
     def _write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
         if self._logs is not None:

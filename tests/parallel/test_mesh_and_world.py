@@ -1,6 +1,7 @@
 """Ranks find each other under torchrun, Slurm or nothing, and the mesh has the dimensions asked for."""
 
 import os
+import warnings
 
 import pytest
 import torch
@@ -75,6 +76,36 @@ def test_slurm_on_one_node_needs_no_host_name(launcher):
     launcher(SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NTASKS="2", SLURM_STEP_NODELIST="n1", SLURM_STEP_NUM_NODES="1")
     get_world_info()
     assert os.environ["MASTER_ADDR"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("answer", "address"),
+    [
+        ("NodeName=vn1 Arch=x86_64\\n   NodeAddr=10.1.2.3 NodeHostName=vm Version=22", "10.1.2.3"),
+        ("slurm_load_node error", "vn1.invalid"),
+    ],
+    ids=["virtual", "unknown"],
+)
+def test_a_node_whose_name_is_no_hosts_is_reached_as_slurm_reaches_it(launcher, tmp_path, answer, address):
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\n[ "$*" = "show node vn1.invalid" ] && printf "{answer}\\n"\n')
+    scontrol.chmod(0o755)
+    launcher(
+        SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NTASKS="2", SLURM_STEP_NODELIST="vn1.invalid,vn2.invalid",
+        SLURM_STEP_NUM_NODES="2", PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+    )  # fmt: skip
+    get_world_info()
+    assert os.environ["MASTER_ADDR"] == address
+
+
+def test_a_node_whose_name_is_a_hosts_goes_by_its_name(launcher, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    launcher(
+        SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NTASKS="2", SLURM_STEP_NODELIST="localhost,n2",
+        SLURM_STEP_NUM_NODES="2",
+    )  # fmt: skip
+    get_world_info()
+    assert os.environ["MASTER_ADDR"] == "localhost"
 
 
 def slurm_port(launcher, job, step):
@@ -200,6 +231,35 @@ def test_the_mesh_has_the_dimensions_above_one_outermost_first(config, dims, sha
         assert described["pp"] == ((True, rank // 2, 2) if "pp" in dims else (False, 0, 1))
         assert described["tp"] == ("tp" in dims)
     assert len({described["draw"] for described in ranks}) == 1, "every rank draws from the same seed"
+
+
+def warnings_on_rank(rank, node_of_rank, config):
+    os.environ["SLURM_NODEID"] = node_of_rank[rank]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        init_distributed(config)
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(
+    ("node_of_rank", "config", "ranks"),
+    [
+        ("0011", DistributedConfig(pp=2, tp=2), None),
+        ("0101", DistributedConfig(pp=2, tp=2), "ranks 0 to 1"),
+        ("0001", DistributedConfig(pp=2, tp=2), "ranks 2 to 3"),
+        ("0011", DistributedConfig(tp=4), "ranks 0 to 3"),
+        ("0011", DistributedConfig(pp=4), None),
+    ],
+    ids=["pp-across", "dealt-in-turn", "uneven", "wider-than-a-node", "no-tp"],
+)
+def test_a_layout_with_tensor_parallelism_across_nodes_warns_once(node_of_rank, config, ranks):
+    first, *others = on_ranks(4, warnings_on_rank, node_of_rank, config)
+    assert not any(others)
+    if ranks is None:
+        assert first == []
+    else:
+        (message,) = first
+        assert message.startswith(f"tp={config.tp} crosses nodes: {ranks} share each layer but not a node")
 
 
 def strange_names_on_rank(rank):

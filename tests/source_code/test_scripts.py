@@ -74,6 +74,7 @@ LAYOUTS = [
     "--tp=2",
     "--dp-shard=2 --reshard=true --ac=full",
     "--pp=2 --tp=2",
+    "--pp=2 --engine=runtime",
     "--dp-replicate=2 --dp-shard=2 --ac=selective",
     "--pp=2 --dp-shard=-1 --reshard=true --schedule=interleaved_1f1b",
 ]
@@ -81,22 +82,47 @@ LAYOUTS = [
 
 @cache
 def printed_by_layout(layout):
-    """What training prints on as many ranks as the layout's factors need, without its speed."""
+    """Everything that training prints on as many ranks as the layout's factors need, but for its speed."""
     factors = [int(size) for size in re.findall(r"--(?:pp|tp|dp-\w+)=(\d)", layout)]
     n_ranks = prod(factors) * (2 if "=-1" in layout else 1)
-    fixed = ["--steps=3", "--dim=32", "--layers=4", "--seq-len=32", "--batch-size=16", "--microbatches=4"]
+    fixed = [
+        "--steps=3",
+        "--dim=32",
+        "--layers=4",
+        "--seq-len=32",
+        "--batch-size=16",
+        "--microbatches=4",
+        "--sample=12",
+        "--prompt=def ",
+    ]
     command = [f"--nproc-per-node={n_ranks}", "source_code/train.py", *fixed, *layout.split()]
     lines = run_torchrun(command, timeout_s=100, local=True)
-    said = [re.fullmatch(r"\[rank (\d+)\] (.*(?:parameters|validation).*)", line) for line in lines]
+    said = [re.fullmatch(r"\[rank (\d+)\] (.*(?:parameters|validation|sample).*)", line) for line in lines]
     assert len({match[1] for match in said if match}) == 1, "one rank reports"
     return [match[2] for match in said if match]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
-def test_training_prints_the_same_losses_under_every_layout(layout):
+def test_training_prints_the_same_losses_and_the_same_sample_under_every_layout(layout):
     with no_process_left():
         assert printed_by_layout(layout) == printed_by_layout(LAYOUTS[0])
-    assert len(printed_by_layout(layout)) == 3
+    assert len(printed_by_layout(layout)) == 4
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads are listed in Linux's /proc")
+def test_no_thread_of_a_process_group_is_left_to_the_end_of_the_interpreter(tmp_path):
+    script = tmp_path / "threads.py"
+    script.write_text(
+        "import runpy\nfrom pathlib import Path\n"
+        "train = runpy.run_path('source_code/train.py', run_name='train')\n"
+        "train['main']()\ntrain['destroy_distributed']()\n"
+        "print('threads', {path.read_text().strip() for path in Path('/proc/self/task').glob('*/comm')})\n"
+    )
+    command = ["--nproc-per-node=4", str(script), "--pp=2", "--tp=2", "--sample=2", *TINY]
+    lines = run_torchrun(command, timeout_s=100, local=True)
+    threads = [line for line in lines if "threads {" in line]
+    assert len(threads) == 4
+    assert not any("gloo" in line for line in threads)
 
 
 def test_padded_documents_of_given_files_train_with_their_mask(tmp_path):
@@ -130,7 +156,7 @@ def run_alone(arguments):
     ("arguments", "named"),
     [
         (["--layers=1", "--schedule=zb_v"], ["2 stages", "n_layers=1"]),
-        (["--batch-size=9"], ["--batch-size 9", "--microbatches 4", "such as 12"]),
+        (["--batch-size=9"], ["--batch-size 9", "4 microbatches", "such as 12"]),
         (["--schedule=2f2b"], ["unknown schedule '2f2b'", "gpipe"]),
         (["--pp=3"], ["pp = 3", "world size is 1", "start 3 ranks"]),
         (["--text", "no/such.txt"], ["no/such.txt"]),
@@ -145,6 +171,10 @@ def run_alone(arguments):
         (["--tp=2"], ["tp = 2", "world size is 1", "start 2 ranks"]),
         (["--reshard=sometimes"], ["--reshard sometimes", "auto, true, false or a number"]),
         (["--reshard=4"], ["reshard_after_forward=4", "dp_shard=1"]),
+        (["--engine=torch"], ["--engine 'torch'", "'runtime'"]),
+        (["--save-every=5"], ["--save-every needs --checkpoint-dir"]),
+        (["--resume=runs/mine"], ["--resume needs --checkpoint-dir"]),
+        (["--checkpoint-dir=runs/none", "--keep-every=5"], ["--keep-every 5 needs keep_last"]),
     ],
     ids=[
         "layers",
@@ -163,6 +193,10 @@ def run_alone(arguments):
         "tp",
         "policy",
         "reshard",
+        "engine",
+        "every",
+        "resume",
+        "retention",
     ],
 )
 def test_train_refuses_with_one_message_that_names_value_and_remedy(arguments, named):
@@ -181,7 +215,11 @@ def test_train_refuses_with_one_message_that_names_value_and_remedy(arguments, n
         (3, ["train.py", "--pp=2", *TINY], "start 2 ranks"),
         (3, ["pipeline_test.py", "--layers=2"], "3 stages need at least 3 layers"),
         (3, ["train.py", "--tp=3", *TINY], "tp=3 must divide n_heads=4"),
-        (3, ["train.py", "--dp-shard=3", *TINY], "--batch-size 8 does not divide into --microbatches 4 on each of 3"),
+        (
+            3,
+            ["train.py", "--dp-shard=3", *TINY],
+            "--batch-size 8 does not divide into 4 microbatches × 3 data",
+        ),
     ],
     ids=["world", "layers", "heads", "rows"],
 )

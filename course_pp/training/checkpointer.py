@@ -1,0 +1,150 @@
+"""When a trainer's run is saved, and from what it goes on."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from course_pp.training.checkpoint import AsyncSaver, CheckpointError, Loaded, load, resume, save
+from course_pp.training.checkpoint.directory import Retention, step_directories
+from course_pp.training.engines import together
+from course_pp.training.preemption import Preempted, Preemption
+from course_pp.training.report import StepResult
+from course_pp.training.trainer import Trainer
+
+__all__ = ["Checkpointer"]
+
+
+class Checkpointer:
+    """Saves a run every few steps, after its last one, and when it is preempted. Make it on every rank.
+
+        with Checkpointer(trainer, "checkpoints", device_mesh=mesh, save_every=100) as checkpointer:
+            checkpointer.resume()
+            trainer.fit(checkpointer.after_step)
+
+    Args:
+        trainer: whose modules, optimizer and :meth:`~Trainer.state` are saved.
+        root: the directory of the run's checkpoints, on a file system that all ranks share; None saves nothing and asks
+            for no signal.
+        device_mesh: the trainer's.
+        save_every: steps between checkpoints; None leaves the last, and that of a preemption.
+        asynchronous: write while training goes on.
+        keep_last, keep_every, attachments: as for :func:`course_pp.training.checkpoint.save`.
+        preemption: asked after each step; None leaves signals alone.
+
+    Raises:
+        ValueError: for a number that is not at least 1.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        root: str | os.PathLike[str] | None,
+        *,
+        device_mesh: DeviceMesh | None,
+        save_every: int | None = None,
+        asynchronous: bool = False,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        attachments: Mapping[str, str | bytes] | None = None,
+        preemption: Preemption | None = None,
+    ) -> None:
+        if save_every is not None and (type(save_every) is not int or save_every < 1):
+            raise ValueError(f"save_every={save_every!r} must be a whole number of at least 1, or None")
+        self._retention = Retention(keep_last, keep_every)
+        self._trainer, self._mesh = trainer, device_mesh
+        self._root = None if root is None else Path(root)
+        self._save_every, self._attachments, self._preemption = save_every, attachments, preemption
+        self._saver: AsyncSaver | None = None
+        if asynchronous and root is not None:
+            self._saver = AsyncSaver(root, device_mesh=device_mesh, keep_last=keep_last, keep_every=keep_every)
+        self._saved_step: int | None = None
+
+    def resume(self, source: str | os.PathLike[str] = "auto") -> Loaded | None:
+        """Take up a run; None if it is to begin. Call it on every rank, before training.
+
+        Args:
+            source: ``"auto"`` takes the newest whole checkpoint in the directory, and begins where there is none;
+                ``"never"`` begins; anything else is a checkpoint, or the directory of another run's.
+
+        Raises:
+            ValueError: on every rank, if the checkpoint is damaged or of another run, or if the directory already
+                holds checkpoints of steps that this run would come to.
+        """
+        trainer, loaded = self._trainer, None
+        if source == "auto" and self._root is not None:
+            loaded = resume(self._root, trainer.modules, trainer.optimizer, device_mesh=self._mesh)
+        elif source not in ("auto", "never"):
+            loaded = load(source, trainer.modules, trainer.optimizer, device_mesh=self._mesh)
+        if loaded is not None:
+            trainer.load_state(loaded.extra)
+        if source != "auto":
+            together(self._check_room)
+        elif loaded is not None:
+            self._saved_step = loaded.step
+        return loaded
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        """Save if it is time; for :meth:`Trainer.fit`.
+
+        Raises:
+            Preempted: on every rank, after saving, if a signal asked any of them to end.
+            CheckpointError: on every rank, if a checkpoint cannot be written.
+        """
+        if self._root is None:
+            return
+        every, step = self._save_every, trainer.step
+        if step == trainer.config.steps or (every is not None and step % every == 0):
+            self._save(self._root, self._saver)
+        asked = None if self._preemption is None else self._preemption.agreed()
+        if asked is not None:
+            if self._saver is not None:
+                self._saver.wait()
+            if self._saved_step != step:
+                self._save(self._root, None)
+            raise Preempted(asked, step, self._root)
+
+    def close(self) -> None:
+        """Wait until the last checkpoint is complete; before the process group is destroyed."""
+        if self._saver is not None:
+            self._saver.close()
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:  # ranks that have failed cannot be waited for
+            self.close()
+
+    def _save(self, root: Path, saver: AsyncSaver | None) -> None:
+        trainer, keep = self._trainer, self._retention
+        state, attachments = trainer.state(), self._attachments
+        if saver is not None:
+            saver.save(trainer.step, trainer.modules, trainer.optimizer, extra=state, attachments=attachments)
+        else:
+            save(
+                root,
+                trainer.step,
+                trainer.modules,
+                trainer.optimizer,
+                device_mesh=self._mesh,
+                extra=state,
+                attachments=attachments,
+                keep_last=keep.keep_last,
+                keep_every=keep.keep_every,
+            )
+        self._saved_step = trainer.step
+
+    def _check_room(self) -> None:
+        step = self._trainer.step
+        there = [] if self._root is None else step_directories(self._root)
+        later = [path for path in there if int(path.name.removeprefix("step_")) > step]
+        if later:
+            raise CheckpointError(
+                f"{later[0]} is there already, and this run, which begins after step {step}, would come to it: resume "
+                "with auto, or save to another directory"
+            )

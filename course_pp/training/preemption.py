@@ -1,0 +1,90 @@
+"""Leave in good order when a scheduler wants the machine back: finish the step, save, and exit so as to be requeued.
+
+    with Preemption() as preemption:  # from here on SIGTERM and SIGUSR1 leave a note and nothing else
+        ...                           # after each step, on every rank:
+        if (asked := preemption.agreed()) is not None:
+            save(...)                 # together: some ranks may not have heard the signal
+            raise Preempted(asked, step, root)
+
+The script turns :class:`Preempted` into :data:`EXIT_CODE`, on which a batch script requeues the job. Who hears what,
+and which exit code comes out, depends on what stands between the scheduler and the ranks:
+
+    ranks started directly, by srun   the signal reaches the ranks; each ends with 75
+    torchrun, SIGTERM                 torchrun passes it on, waits 30 s (TORCH_ELASTIC_SHUTDOWN_TIMEOUT, and in newer
+                                      releases --shutdown-timeout, where that is too short to save), then kills; it
+                                      ends with 1
+    torchrun, SIGUSR1                 torchrun dies of it and leaves the ranks without a parent and unsaved, unless
+                                      started with --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1; then
+                                      as SIGTERM
+    torchrun, a signal to one rank    all ranks save and end with 75; torchrun reports them as failed and ends with 1.
+                                      With --max-restarts it would start them again: leave that at 0
+
+So torchrun never hands 75 on: a batch script around it requeues because it has caught the signal itself (``trap``).
+"""
+
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["EXIT_CODE", "Preempted", "Preemption"]
+
+EXIT_CODE = 75
+"""``EX_TEMPFAIL`` of sysexits.h: not done, and worth another try."""
+
+
+class Preempted(Exception):
+    """The run was asked to end and has saved what it had; raised on every rank.
+
+    Args:
+        asked: the signal, the same on every rank.
+        step: number of finished steps.
+        root: the directory that holds its checkpoint.
+    """
+
+    def __init__(self, asked: signal.Signals, step: int, root: Path) -> None:
+        super().__init__(f"{asked.name}: saved in {root} after step {step}; the same command goes on from there")
+        self.asked, self.step, self.root = asked, step, root
+
+
+class Preemption:
+    """Listens for the signals that ask a run to end; a context manager, for the main thread.
+
+    Inside, the signals interrupt nothing, however often they come: a save is never cut short. After a
+    :class:`Preempted` they are ignored, so that a launcher that ends all ranks because one has ended cannot change the
+    exit code; after anything else they mean again what they meant before.
+    """
+
+    def __init__(self, signals: Iterable[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
+        self._signals = tuple(signals)
+        self._before: dict[signal.Signals, Any] = {}
+        self._heard = 0
+
+    def agreed(self) -> signal.Signals | None:
+        """The signal that any rank has heard, None if none has; the same on every rank. Call it on all.
+
+        Of several, the one with the largest number.
+        """
+        heard = torch.tensor(self._heard)
+        if dist.is_initialized():
+            dist.all_reduce(heard, op=dist.ReduceOp.MAX)
+        return signal.Signals(int(heard)) if heard else None
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._heard = number
+
+    def __enter__(self) -> "Preemption":
+        for number in self._signals:
+            self._before[number] = signal.signal(number, self._hear)
+            signal.siginterrupt(number, False)  # what libraries wait for in the kernel goes on
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, signal.SIG_IGN if isinstance(error, Preempted) else before)

@@ -1,0 +1,96 @@
+"""Text from the model as it is trained, without gathering it: every token is one forward through the pipeline.
+
+The window has the length the model was trained with, so shapes never change and sequence parallelism keeps dividing it;
+what follows the text in it is padding, which causal attention never looks at. There is no cache of keys and values:
+a token costs a whole window, which a short sample at the end of a run can afford.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from course_pp.model import PipelineStageModule
+from course_pp.parallel import build_pipeline_stage, get_pp_size
+from course_pp.parallel.agreement import gather
+from course_pp.parallel.forward_only import forward_only
+from course_pp.parallel.fsdp import reshard
+from course_pp.training.data import BOT_ID, EOT_ID, PAD_ID
+
+__all__ = ["sample"]
+
+
+def sample(
+    modules: Sequence[PipelineStageModule],
+    prompt: Sequence[int],
+    n_tokens: int,
+    *,
+    device_mesh: DeviceMesh | None,
+    vocab_size: int | None = None,
+    temperature: float = 0.8,
+    seed: int = 0,
+    param_dtype: torch.dtype | None = None,
+) -> list[int]:
+    """Continue ``[BOT] prompt`` by up to ``n_tokens`` tokens, until ``[EOT]``; the same at every layout.
+
+    Call it on every rank of the mesh, between steps. The text is a function of weights, prompt and seed; layouts whose
+    logits differ in their last bits draw the same token unless two are that close.
+
+    Args:
+        modules: this rank's stages, as they are trained.
+        vocab_size: ids from here on are never drawn: those that the tokenizer does not have.
+        temperature: logits are divided by it; 0 takes the most likely token.
+        param_dtype: of what crosses the stages' boundaries, by default that of the parameters.
+
+    Returns:
+        The new tokens, on every rank.
+
+    Raises:
+        ValueError: for a negative temperature or number of tokens.
+    """
+    if n_tokens < 0 or not temperature >= 0:
+        raise ValueError(f"n_tokens={n_tokens} and temperature={temperature} must be 0 or more")
+    weight = next(modules[0].parameters())
+    window = modules[0].config.max_seq_len
+    stages = [
+        build_pipeline_stage(module, device_mesh, weight.device, 1, window, param_dtype or weight.dtype)
+        for module in modules
+    ]
+    pp_size, last_stage = get_pp_size(device_mesh), modules[0].num_stages - 1
+    held = gather([module.stage_id for module in modules], stages[0].group)
+    owner = {stage: rank for rank, indices in enumerate(held) for stage in indices}
+    for stage in stages:
+        stage.stage_index_to_group_rank = owner
+    # One rank draws for all, so that none can be of another mind about where the text ends.
+    speaker = owner[last_stage] * (dist.get_world_size() // pp_size)
+    generator = torch.Generator().manual_seed(seed)
+    tokens, n_prompt = [BOT_ID, *prompt], 1 + len(prompt)
+    while len(tokens) < n_prompt + n_tokens and tokens[-1] != EOT_ID:
+        visible = tokens[-window:]
+        inputs = torch.tensor([visible + [PAD_ID] * (window - len(visible))], device=weight.device)
+        drawn = torch.zeros((), dtype=torch.int64, device=weight.device)
+
+        def draw(_: int, logits: Tensor, at: int = len(visible) - 1, drawn: Tensor = drawn) -> None:
+            drawn.fill_(_draw(logits[0, at, :vocab_size], temperature, generator))
+
+        forward_only(stages, [inputs], [{}], stages[0].boundary, draw)
+        dist.broadcast(drawn, src=speaker)
+        tokens.append(int(drawn))
+    for module in modules:
+        reshard(module)
+    return tokens[n_prompt:]
+
+
+def _draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
+    """A token id from logits (vocab,), by the largest of logit / temperature + Gumbel noise.
+
+    On the CPU in float64, so that every device draws the same. Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030.
+    """
+    logits = logits.cpu().double()
+    logits[[PAD_ID, BOT_ID]] = -torch.inf
+    if temperature == 0:
+        return int(logits.argmax())
+    noise = -torch.empty_like(logits).exponential_(generator=generator).log()
+    return int((logits / temperature + noise).argmax())
