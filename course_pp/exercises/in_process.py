@@ -145,6 +145,8 @@ def _refuse_changes(fn: Callable[..., Any], before: tuple[tuple, dict], after: t
 
 def _same(a: Any, b: Any) -> bool:
     """Whether two values look the same, however deep; what cannot be compared counts as the same."""
+    if a is b:
+        return True
     if type(a) is not type(b):
         return False
     if isinstance(a, list | tuple):

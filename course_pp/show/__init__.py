@@ -1,4 +1,4 @@
-"""Figures of schedules, timelines, lost time, memory, ranks that wait, and of where the bytes go.
+"""Figures of schedules, timelines, lost time, memory, ranks that wait, of where the bytes go and who wrote them.
 
 Each figure is a :class:`ChartFigure`: a matplotlib figure that carries its finding as alt text, shows itself in a
 notebook, and saves itself to PNG or SVG. None of them imports torch or touches pyplot. Colours are Okabe and Ito's;
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from course_pp.show.explorer import explore
     from course_pp.show.lost_bars import lost_time
     from course_pp.show.memory_curves import memory
+    from course_pp.show.piece_boxes import pieces
     from course_pp.show.text import timeline_text
     from course_pp.show.timelines import timeline
     from course_pp.show.trace import to_trace
@@ -37,6 +38,7 @@ _HOMES = {
     "lost_time": "lost_bars",
     "memory": "memory_curves",
     "pareto": "curves",
+    "pieces": "piece_boxes",
     "timeline": "timelines",
     "timeline_text": "text",
     "to_trace": "trace",
@@ -54,6 +56,7 @@ __all__ = [
     "lost_time",
     "memory",
     "pareto",
+    "pieces",
     "timeline",
     "timeline_text",
     "to_trace",

@@ -235,6 +235,11 @@ def test_a_result_too_long_to_send_is_refused(monkeypatch: pytest.MonkeyPatch) -
         in_process._sendable([0] * 1000)
 
 
+def test_an_argument_that_is_or_holds_nothing_is_compared_like_any_other() -> None:
+    assert in_process._same([None, {"a": None}], [None, {"a": None}])
+    assert not in_process._same([None], [0])
+
+
 def test_a_stub_is_pending_and_says_where_help_is() -> None:
     verdict = check(named(stub))
     assert verdict.status == "pending"

@@ -1,0 +1,112 @@
+"""An exercise of notebook 09: a save by several ranks, with its two barriers."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from course_pp.exercises.answer import Answer
+from course_pp.exercises.exercise import Mistake
+
+__all__ = ["grade_save_together", "save_together"]
+
+
+def save_together(rank: int, write: Callable[[], None], publish: Callable[[], None]) -> None:
+    """Write this rank's piece; publish once, when all pieces are there; return when it is published."""
+    write()
+    dist.barrier()
+    if rank == 0:
+        publish()
+    dist.barrier()
+
+
+_N_RANKS, _PATIENCE_S = 3, 0.5
+
+
+class _Desk:
+    """The draft and the published checkpoint of one save, as marks in a directory that all ranks see."""
+
+    def __init__(self, folder: Path, rank: int, slow: int | None) -> None:
+        self._folder, self._rank, self._slow = folder, rank, slow
+        self.complaints: list[str] = []
+
+    def write(self) -> None:
+        """This rank's piece; the slow rank's comes after the publishing, unless that waits for it."""
+        if self._rank == self._slow:
+            self._wait_for("published.*")
+        if list(self._folder.glob("published.*")):
+            self.complaints.append(f"rank {self._rank} wrote its piece after the checkpoint was published without it")
+        (self._folder / f"piece.{self._rank}").touch()
+
+    def publish(self) -> None:
+        """Give the draft its name; takes as long as another rank needs to return, unless that waits for it."""
+        pieces = len(list(self._folder.glob("piece.*")))
+        (self._folder / f"published.{self._rank}.{time.monotonic_ns()}").touch()
+        if pieces < _N_RANKS:
+            self.complaints.append(f"rank {self._rank} published when {pieces} of {_N_RANKS} pieces were there")
+        if self._slow is None:
+            self._wait_for("returned.*")
+        (self._folder / "named").touch()
+
+    def returned(self) -> None:
+        """The answer came back on this rank."""
+        if not (self._folder / "named").exists():
+            self.complaints.append(f"rank {self._rank} returned before the checkpoint was published")
+        (self._folder / f"returned.{self._rank}").touch()
+
+    def judge(self) -> None:
+        """After everyone is back."""
+        published = [path.name.split(".")[1] for path in self._folder.glob("published.*")]
+        if len(published) != 1:
+            self.complaints.append(
+                f"publish was called {len(published)} times, by ranks {', '.join(sorted(published))}"
+            )
+        if not (self._folder / f"piece.{self._rank}").exists():
+            self.complaints.append(f"rank {self._rank} never wrote its piece")
+
+    def _wait_for(self, pattern: str) -> None:
+        end = time.monotonic() + _PATIENCE_S
+        while not list(self._folder.glob(pattern)) and time.monotonic() < end:
+            time.sleep(0.002)
+
+
+def _saved_on_rank(rank: int, fn: Callable[..., Any], folder: str) -> list[list[str]]:
+    """Complaints of this rank: with each rank slow to write in turn, then with a slow publishing."""
+    found = []
+    for slow in (*range(_N_RANKS), None):
+        place = Path(folder) / str(slow)
+        place.mkdir(exist_ok=True)
+        desk = _Desk(place, rank, slow)
+        dist.barrier()
+        fn(rank, desk.write, desk.publish)
+        desk.returned()
+        dist.barrier()
+        desk.judge()
+        found.append(desk.complaints)
+    return found
+
+
+_CAUSES = (
+    ("never wrote", "Every rank writes its own piece."),
+    ("publish was called 0", "One rank has to publish."),
+    ("publish was called", "One rank publishes, the others wait for it."),
+    ("pieces were there", "Who publishes must know that all the others have written: a barrier after `write()`."),
+    ("published without it", "Who publishes must know that all the others have written: a barrier after `write()`."),
+    ("returned before", "Who returns takes the checkpoint for granted, and may load it or delete the one before: a "
+                        "barrier after `publish()`, on all ranks."),
+)  # fmt: skip
+
+
+def grade_save_together(answer: Answer) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = answer.on_ranks(_N_RANKS, _saved_on_rank, folder)
+    said = [complaint for scenario in zip(*ranks, strict=True) for rank in scenario for complaint in rank]
+    for words, cause in _CAUSES:
+        for complaint in said:
+            if words in complaint:
+                raise Mistake(complaint[0].upper() + complaint[1:] + ".", cause)

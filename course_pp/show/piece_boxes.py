@@ -1,0 +1,202 @@
+"""Which rank wrote which rectangle of which tensor."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import Protocol
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+
+from course_pp.show import chart
+from course_pp.show.chart import ChartFigure
+from course_pp.show.wording import counted, listed
+
+# Neighbouring ranks differ in lightness; the number in each piece says the same without colour.
+_COLOURS = (
+    (chart.SKY_BLUE, "black"),
+    (chart.VERMILION, "black"),
+    (chart.YELLOW, "black"),
+    (chart.BLUE, "white"),
+    (chart.ORANGE, "black"),
+    (chart.GREEN, "black"),
+    (chart.PURPLE, "black"),
+)
+_HATCHES = ("", "////", "....", "\\\\\\\\")
+_BOX_HEIGHT, _LEAST_WIDTH, _MOST_WIDTH = 0.8, 0.34, 2.0
+_ROW_HEIGHT, _GAP = 1.0, 0.45
+_SIZE = 8.5
+
+
+class Piece(Protocol):
+    """A rectangle of a tensor of at most two dimensions, and the rank that wrote it."""
+
+    @property
+    def offsets(self) -> Sequence[int]: ...
+    @property
+    def sizes(self) -> Sequence[int]: ...
+    @property
+    def rank(self) -> int: ...
+
+
+_Tensors = dict[str, list[Piece]]
+
+
+def pieces(
+    tensors: Mapping[str, Iterable[Piece]] | Mapping[str, Mapping[str, Iterable[Piece]]], title: str | None = None
+) -> ChartFigure:
+    """Draw each tensor as a box cut into its pieces, each with the number of the rank that wrote it.
+
+    The first dimension goes down, the second to the right. Boxes are equally high, whatever the tensor's size; what
+    no piece covers is grey.
+
+    Args:
+        tensors: the pieces of each tensor by its name, or several such mappings by name, to be drawn side by side
+            (``{"PP = 4": {…}, "PP = 2, TP = 2": {…}}``).
+        title: instead of the finding.
+
+    Raises:
+        ValueError: when there is nothing to draw, or the pieces of a tensor have more than two dimensions, or
+            different numbers of them.
+    """
+    columns = _as_columns(tensors)
+    names = dict.fromkeys(name for held in columns.values() for name in held)
+    shapes = {
+        name: _extent(name, [piece for held in columns.values() for piece in held.get(name, [])]) for name in names
+    }
+    widths = {name: _width_of(shape) for name, shape in shapes.items()}
+    column_width = max([*widths.values(), *(chart.text_width(name, 10) / 72 for name in columns)]) + _GAP
+    spelled = {name: " × ".join(map(str, shape)) or "one number" for name, shape in shapes.items()}
+    finding = _finding(columns)
+    left = max(chart.text_width(text, 9) for name in shapes for text in (name, spelled[name])) / 72 + 0.35
+    top, bottom, height = 0.5 + 0.3 * any(columns), 0.34, _ROW_HEIGHT * len(shapes)
+    width = left + column_width * len(columns)
+    figure = ChartFigure(max(width, chart.text_width(title or finding, 11.5) / 72 + 0.3), height + top + bottom)
+    axes = figure.axes_with_margins(left=left, right=figure.get_figwidth() - width, bottom=bottom, top=top)
+    axes.set_xlim(0, column_width * len(columns))
+    axes.set_ylim(height, 0)
+    axes.set_axis_off()
+    for row, (name, shape) in enumerate(shapes.items()):
+        middle = _ROW_HEIGHT * (row + 0.5)
+        axes.text(-0.15, middle, f"{name}\n{spelled[name]}", ha="right", va="center", size=9)
+        for column, held in enumerate(columns.values()):
+            x, y = column * column_width, middle - _BOX_HEIGHT / 2
+            _draw_tensor(axes, held.get(name, []), shape, (x, y), (widths[name], _BOX_HEIGHT))
+    for column, checkpoint in enumerate(columns):
+        axes.text(column * column_width, -0.1, checkpoint, ha="left", va="bottom", size=10, weight="bold")
+    axes.text(0, height + 0.1, "number: the rank that wrote the piece", va="top", size=_SIZE, color=chart.TEXT_GREY)
+    figure.text(
+        0.15 / figure.get_figwidth(), 1 - 0.24 / figure.get_figheight(), title or finding, va="center", size=11.5
+    )
+    figure.alt_text = _alt_text(columns, spelled, finding)
+    return figure
+
+
+def _as_columns(
+    tensors: Mapping[str, Iterable[Piece]] | Mapping[str, Mapping[str, Iterable[Piece]]],
+) -> dict[str, _Tensors]:
+    columns: dict[str, _Tensors] = {}
+    for name, value in tensors.items():
+        if isinstance(value, Mapping):
+            columns[name] = {key: list(cut) for key, cut in value.items()}
+        else:
+            columns.setdefault("", {})[name] = list(value)
+    if "" in columns and len(columns) > 1:
+        raise ValueError("tensors and checkpoints are mixed: give pieces for every name, or a mapping for every name")
+    if not any(cut for held in columns.values() for cut in held.values()):
+        raise ValueError("no pieces to draw: give at least one tensor with the pieces it was written in")
+    return columns
+
+
+def _extent(name: str, cut: Sequence[Piece]) -> tuple[int, ...]:
+    """The smallest shape that holds all pieces."""
+    n_dims = {len(numbers) for piece in cut for numbers in (piece.offsets, piece.sizes)}
+    if len(n_dims) > 1 or max(n_dims, default=0) > 2:
+        raise ValueError(f"{name} has pieces of {listed([str(n) for n in sorted(n_dims)])} dimensions: draw up to two")
+    ends = [tuple(map(sum, zip(piece.offsets, piece.sizes, strict=True))) for piece in cut]
+    return tuple(map(max, zip(*ends, strict=True)))
+
+
+def _width_of(shape: tuple[int, ...]) -> float:
+    if len(shape) < 2:
+        return _LEAST_WIDTH
+    rows, numbers_in_row = shape
+    return min(_MOST_WIDTH, max(_LEAST_WIDTH, _BOX_HEIGHT * numbers_in_row / max(rows, 1)))
+
+
+def _draw_tensor(
+    axes: Axes, cut: Sequence[Piece], shape: tuple[int, ...], corner: tuple[float, float], box: tuple[float, float]
+) -> None:
+    (x, y), (width, height) = corner, box
+    if not cut:
+        axes.text(x, y + height / 2, "absent", va="center", size=_SIZE, color=chart.TEXT_GREY)
+        return
+    axes.add_patch(
+        Rectangle(corner, width, height, facecolor=chart.IDLE_GREY, edgecolor=chart.TEXT_GREY, linestyle=":")
+    )
+    rows, numbers_in_row = (max(size, 1) for size in (*shape, 1, 1)[:2])
+    for piece in cut:
+        (first, start), (n, m) = (*piece.offsets, 0, 0)[:2], (*piece.sizes, 1, 1)[:2]
+        if n * m == 0:
+            continue
+        place = (x + width * start / numbers_in_row, y + height * first / rows)
+        _draw_piece(axes, piece.rank, place, (width * m / numbers_in_row, height * n / rows))
+
+
+def _draw_piece(axes: Axes, rank: int, corner: tuple[float, float], size: tuple[float, float]) -> None:
+    (x, y), (width, height) = corner, size
+    colour, ink = _COLOURS[rank % len(_COLOURS)]
+    hatch = _HATCHES[rank // len(_COLOURS) % len(_HATCHES)]
+    axes.add_patch(
+        Rectangle(
+            corner,
+            width,
+            height,
+            facecolor=colour,
+            edgecolor="white",
+            linewidth=1.2,
+            hatch=hatch or None,
+            hatchcolor="#FFFFFF80",
+        )
+    )
+    points = min(_SIZE, 72 * height - 1)
+    for text in (f"rank {rank}", str(rank)):
+        if points >= 5 and chart.text_width(text, points) + 4 <= 72 * width:
+            middle = (x + width / 2, y + height / 2)
+            axes.text(*middle, text, size=points, color=ink, ha="center", va="center_baseline", zorder=3)
+            return
+
+
+def _finding(columns: dict[str, _Tensors]) -> str:
+    told = []
+    for name, held in columns.items():
+        cut = [piece for pieces_of_one in held.values() for piece in pieces_of_one]
+        if name:
+            told.append(f"{name}: {counted(len(cut), 'piece')}")
+        else:
+            tensors = counted(sum(map(bool, held.values())), "tensor")
+            told.append(f"{tensors} in {counted(len(cut), 'piece')}, by {_spelled_ranks({p.rank for p in cut})}")
+    return "; ".join(told)
+
+
+def _spelled_ranks(ranks: set[int]) -> str:
+    ordered = sorted(ranks)
+    if len(ordered) > 2 and ordered == list(range(ordered[0], ordered[-1] + 1)):
+        return f"ranks {ordered[0]} to {ordered[-1]}"
+    return f"rank{'s' if len(ordered) > 1 else ''} {listed([str(rank) for rank in ordered])}"
+
+
+def _alt_text(columns: dict[str, _Tensors], spelled: Mapping[str, str], finding: str) -> str:
+    told = []
+    for checkpoint, held in columns.items():
+        for name, shape in spelled.items():
+            cut = held.get(name, [])
+            parts = listed([f"rank {piece.rank} wrote {_slices(piece)}" for piece in cut]) or "absent"
+            missing = prod(_extent(name, cut)) - sum(prod(piece.sizes) for piece in cut) if cut else 0
+            hole = f", {missing:,} numbers are in no piece" * (missing > 0)
+            told.append(f"{checkpoint}{', ' * bool(checkpoint)}{name} ({shape}): {parts}{hole}")
+    return f"Tensors as boxes, cut into the pieces that ranks wrote. {finding}. {'; '.join(told)}."
+
+
+def _slices(piece: Piece) -> str:
+    spans = [f"{start}:{start + size}" for start, size in zip(piece.offsets, piece.sizes, strict=True)]
+    return f"[{', '.join(spans)}]"

@@ -1,0 +1,361 @@
+"""The graders of notebook 09, by what learners hand in."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from course_pp.exercises.dcp_checkpointing import overlaps, rectangle
+from course_pp.exercises.dcp_clinic import PATIENTS
+from course_pp.launch import on_ranks
+from course_pp.training.checkpoint import contents, save
+from tests.exercises.grading import accepts, refuses, verdict_of
+
+Answer = Callable[..., Any]
+
+
+DIMS = {"rows": 0, "columns": 1}
+
+
+def by_cutting_a_tensor(shape: Any, tp_cuts: str, tp: int, tp_rank: int, dp: int, dp_rank: int) -> Any:
+    numbers = torch.arange(shape[0] * shape[1]).view(shape)
+    if tp_cuts in DIMS:
+        numbers = numbers.chunk(tp, DIMS[tp_cuts])[tp_rank]
+    parts = numbers.chunk(dp)
+    if dp_rank >= len(parts):
+        return [0, 0], [0, numbers.shape[1]]
+    mine = parts[dp_rank]
+    return list(divmod(int(mine[0, 0]), shape[1])), list(mine.shape)
+
+
+def test_a_rectangle_may_be_found_by_cutting_a_tensor() -> None:
+    accepts("rectangle", by_cutting_a_tensor)
+
+
+def part(rows: int, parts: int, index: int) -> tuple[int, int]:
+    most = -(-rows // parts)
+    return min(index * most, rows), min(most, rows - min(index * most, rows))
+
+
+def cutting(
+    rows_of: Answer = part,
+    tp_first: bool = True,
+    tp_offset: bool = True,
+    dim_of: Answer = DIMS.get,
+    ends: bool = False,
+    fsdp: bool = True,
+) -> Answer:
+    """The rectangle, right unless told otherwise."""
+
+    def answer(shape: Any, tp_cuts: str, tp: int, t: int, dp: int, d: int) -> Any:
+        dim, offsets, sizes = dim_of(tp_cuts), [0, 0], list(shape)
+        if not tp_first and dim == 0:
+            first, rows = part(shape[0], dp, d)
+            return (first + t * (rows // tp), 0), (rows // tp, shape[1])
+        if dim is not None:
+            sizes[dim] //= tp
+            offsets[dim] = t * sizes[dim]
+        if fsdp:
+            first, sizes[0] = rows_of(sizes[0], dp, d)
+            offsets[0] = first + offsets[0] * tp_offset
+        return tuple(offsets), tuple(a + n for a, n in zip(offsets, sizes, strict=True)) if ends else tuple(sizes)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (cutting(tp_first=False), "Here it is reversed"),
+        (cutting(tp_offset=False), "those of both cuts add up"),
+        (cutting(lambda rows, n, i: (i * (rows // n), rows // n)), "some of them to nobody"),
+        (
+            cutting(lambda rows, n, i: (i * (rows // n), rows - i * (rows // n) if i == n - 1 else rows // n)),
+            "rounds up",
+        ),
+        (cutting(lambda rows, n, i: (i * -(-rows // n), -(-rows // n))), "where the matrix ends"),
+        (cutting(lambda rows, n, i: (i * -(-rows // n), min(-(-rows // n), rows - i * -(-rows // n)))), "0 and not"),
+        (cutting(ends=True), "not the end"),
+        (cutting(dim_of=lambda cut: int(cut == "columns")), "has the matrix whole"),
+        (cutting(dim_of=lambda cut: None), "Tensor parallelism does not cut"),
+        (cutting(fsdp=False), "FSDP does not cut"),
+        (lambda *case: (0, 0, 1, 1), "4 entries, not 2"),
+        (lambda *case: ((0.0, 0), (1, 1)), "a whole number"),
+    ],
+)
+def test_a_wrong_rectangle_is_told_why(answer: Answer, words: str) -> None:
+    refuses("rectangle", answer, words)
+
+
+@pytest.mark.timeout(60)
+def test_the_rectangles_are_those_of_a_real_checkpoint(tmp_path: Path) -> None:
+    on_ranks(4, saved_by_four, tmp_path)
+    entries = {entry.key: entry for entry in contents(tmp_path)}
+    cuts = {"layers.0.mlp.up_proj": "rows", "layers.0.mlp.down_proj": "columns", "embed": "nothing"}
+    for name, tp_cuts in cuts.items():
+        entry = entries[f"model.{name}.weight"]
+        rows, columns = entry.shape
+        expected = {rectangle((rows, columns), tp_cuts, 2, t, 2, d) for t in range(2) for d in range(2)}
+        assert {(piece.offsets, piece.sizes) for piece in entry.pieces} == expected
+
+
+def saved_by_four(rank: int, root: Path) -> None:
+    from course_pp.model import ModelConfig, Transformer
+    from course_pp.parallel import DistributedConfig, apply_fsdp2, apply_tensor_parallel, init_distributed
+
+    mesh = init_distributed(DistributedConfig(dp_shard=2, tp=2))
+    model = Transformer(ModelConfig(dim=8, n_layers=1, n_heads=2, ffn_dim=12, vocab_size=16, max_seq_len=8))
+    apply_tensor_parallel(model, mesh)
+    apply_fsdp2(model, mesh)
+    save(root, 1, model, device_mesh=mesh)
+
+
+def number_by_number(wanted: Any, pieces: Any) -> Any:
+    def numbers(box: Any) -> set[tuple[int, int]]:
+        (row, column), (n, m) = box
+        return {(i, j) for i in range(row, row + n) for j in range(column, column + m)}
+
+    reads = {}
+    for file, box in pieces.items():
+        if both := numbers(wanted) & numbers(box):
+            (top, left), (bottom, right) = min(both), max(both)
+            reads[file] = [top, left], [bottom - top + 1, right - left + 1]
+    return reads
+
+
+def test_overlaps_may_be_found_number_by_number() -> None:
+    accepts("overlaps", number_by_number)
+
+
+def reading(counts: Answer = lambda sizes: min(sizes) > 0, told: Answer | None = None) -> Answer:
+    def answer(wanted: Any, pieces: Any) -> Any:
+        reads = {}
+        for file, piece in pieces.items():
+            first = tuple(map(max, piece[0], wanted[0]))
+            sizes = tuple(min(a + n, b + k) - c for a, n, b, k, c in zip(*piece, *wanted, first, strict=True))
+            if counts(sizes):
+                reads[file] = told(first, sizes, piece, wanted) if told else (first, sizes)
+        return reads
+
+    return answer
+
+
+def less(a: Any, b: Any) -> tuple[int, ...]:
+    return tuple(x - y for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (reading(lambda sizes: min(sizes) >= 0), "only touch"),
+        (reading(lambda sizes: max(sizes) > 0), "in *every* dimension"),
+        (reading(lambda sizes: sizes[0] > 0), "the rows alone"),
+        (reading(lambda sizes: True), "leave it out"),
+        (reading(told=lambda first, sizes, piece, wanted: (first, less(first, [-n for n in sizes]))), "not the end"),
+        (reading(told=lambda first, sizes, piece, wanted: piece), "whole pieces"),
+        (reading(told=lambda first, sizes, piece, wanted: (less(first, piece[0]), sizes)), "corner of the piece"),
+        (reading(told=lambda first, sizes, piece, wanted: (less(first, wanted[0]), sizes)), "of what is wanted"),
+        (lambda wanted, pieces: {}, "reads nothing"),
+        (lambda wanted, pieces: list(pieces), "a dictionary is asked for"),
+    ],
+)
+def test_wrong_overlaps_are_told_why(answer: Answer, words: str) -> None:
+    refuses("overlaps", answer, words)
+
+
+def test_a_dictionary_of_one_file_overlaps_itself() -> None:
+    box = (2, 0), (3, 4)
+    assert overlaps(box, {"a": ((0, 0), (10, 4))}) == {"a": box}
+
+
+def choosing(
+    named: Answer = lambda name: name.startswith("step_") and name[5:].isdigit(),
+    whole: Answer = lambda manifest, files: manifest is not None and manifest.items() <= files.items(),
+    order: Answer = lambda name: int(name[5:]),
+    pick: Answer = lambda names, order: max(names, key=order, default=None),
+) -> Answer:
+    """The newest whole checkpoint, right unless told otherwise."""
+
+    def answer(directories: Any, manifests: Any) -> Any:
+        found = [name for name, files in directories.items() if named(name) and whole(manifests.get(name), files)]
+        return pick(found, order)
+
+    return answer
+
+
+def test_the_newest_may_be_chosen_from_a_list() -> None:
+    accepts("newest_whole", choosing())
+
+
+def newest_if_whole(directories: Any, manifests: Any) -> Any:
+    names = sorted((name for name in directories if name[5:].isdigit()), key=lambda name: int(name[5:]))
+    if names and names[-1] in manifests and manifests[names[-1]].items() <= directories[names[-1]].items():
+        return names[-1]
+    return None
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (choosing(order=str), "compare numbers"),
+        (choosing(whole=lambda manifest, files: (manifest or {}).items() <= files.items()), "never declared whole"),
+        (choosing(whole=lambda manifest, files: manifest is not None), "a file that is not there"),
+        (choosing(whole=lambda manifest, files: manifest is not None and set(manifest) <= set(files)), "but shorter"),
+        (choosing(whole=lambda manifest, files: manifest == files), "does no harm"),
+        (choosing(named=lambda name: name.startswith("step_"), order=lambda name: name[5:13]), "somebody's copies"),
+        (choosing(pick=lambda names, order: names[-1] if names else None), "whatever the order"),
+        (choosing(pick=lambda names, order: max(names, key=order)), "ValueError"),
+        (newest_if_whole, "The one before it"),
+        (lambda directories, manifests: 8, "a name or None"),
+    ],
+)
+def test_a_wrong_newest_is_told_why(answer: Answer, words: str) -> None:
+    refuses("newest_whole", answer, words)
+
+
+def saving(
+    rank: int, write: Answer, publish: Answer, barriers: str, publisher: Answer = lambda rank: rank == 0
+) -> None:
+    write()
+    if "a" in barriers:
+        dist.barrier()
+    if publisher(rank):
+        publish()
+    if "b" in barriers:
+        dist.barrier()
+
+
+def by_gathering(rank: int, write: Answer, publish: Answer) -> None:
+    write()
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, rank)
+    if rank == dist.get_world_size() - 1:
+        publish()
+    dist.all_reduce(torch.zeros(1))
+
+
+def test_ranks_may_wait_for_each_other_in_other_ways() -> None:
+    accepts("save_together", by_gathering)
+
+
+def barriers_first(rank: int, write: Answer, publish: Answer) -> None:
+    dist.barrier()
+    dist.barrier()
+    write()
+    if rank == 0:
+        publish()
+
+
+def rank_0_writes(rank: int, write: Answer, publish: Answer) -> None:
+    if rank == 0:
+        write()
+        publish()
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda rank, write, publish: saving(rank, write, publish, ""), "a barrier after `write()`"),
+        (lambda rank, write, publish: saving(rank, write, publish, "b"), "published when"),
+        (lambda rank, write, publish: saving(rank, write, publish, "a"), "a barrier after `publish()`"),
+        (lambda rank, write, publish: saving(rank, write, publish, "ab", lambda rank: True), "One rank publishes"),
+        (lambda rank, write, publish: saving(rank, write, publish, "ab", lambda rank: False), "One rank has to"),
+        (barriers_first, "a barrier after `write()`"),
+        (rank_0_writes, "Every rank writes its own"),
+    ],
+)
+def test_a_save_with_a_gap_is_told_where(answer: Answer, words: str) -> None:
+    refuses("save_together", answer, words)
+
+
+def barrier_of_rank_0(rank: int, write: Answer, publish: Answer) -> None:
+    write()
+    if rank == 0:
+        dist.barrier()
+        publish()
+
+
+def test_a_barrier_that_one_rank_calls_is_told_as_a_hang() -> None:
+    refuses("save_together", barrier_of_rank_0, "rank 0", limit_s=2)
+
+
+def entries(
+    optimizer_key: Answer = lambda name, number, place: name,
+    generator: Answer = lambda place: {f"rng.{sorted(place.items())}": torch.get_rng_state()},
+    position: Answer = lambda step, place: {"step": torch.tensor(step)},
+    slots: tuple[str, ...] = ("step", "exp_avg", "exp_avg_sq"),
+) -> Answer:
+    """What a rank saves, right unless told otherwise."""
+
+    def answer(stage: Any, optimizer: Any, coordinates: Any, step: int) -> Any:
+        found = {**position(step, coordinates), **generator(coordinates)}
+        for number, (name, parameter) in enumerate(stage.named_parameters()):
+            found[name] = parameter
+            for slot in slots:
+                found[f"{optimizer_key(name, number, coordinates)}/{slot}"] = optimizer.state[parameter][slot]
+        return found
+
+    return answer
+
+
+def in_one_place(*order: str) -> Answer:
+    return lambda place: {".".join(str(place[name]) for name in order): torch.get_rng_state()}
+
+
+@pytest.mark.parametrize(
+    "answer", [entries(), entries(generator=in_one_place("dp_shard", "pp"))], ids=["", "other keys"]
+)
+def test_keys_may_be_spelled_in_several_ways(answer: Answer) -> None:
+    accepts("checkpoint_entries", answer)
+
+
+def as_shown(stage: Any, optimizer: Any, coordinates: Any, step: int) -> Any:
+    found = {f"model.{name}": parameter.detach() for name, parameter in stage.named_parameters()}
+    for number, state in optimizer.state_dict()["state"].items():
+        for slot, value in state.items():
+            found[f"optimizer.{number}.{slot}"] = value
+    if not any(coordinates.values()):
+        found["rng"] = torch.get_rng_state()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (as_shown, "numbers the parameters of *its* rank"),
+        (entries(lambda name, number, place: f"{place['pp']}.{number}"), "another layout looks for it"),
+        (entries(generator=lambda place: {"rng": torch.get_rng_state()}), "a generator of its own"),
+        (
+            entries(generator=lambda place: {} if any(place.values()) else {"rng": torch.get_rng_state()}),
+            "the generator of rank 1",
+        ),
+        (entries(generator=lambda place: {}), "no rank's random number generator"),
+        (entries(generator=in_one_place("pp")), "a generator of its own"),
+        (entries(generator=lambda place: {f"rng.{dist.get_rank()}": torch.get_rng_state()}), "all coordinates"),
+        (entries(position=lambda step, place: {}), "the data begin again"),
+        (entries(position=lambda step, place: {"step": (step, place["dp_shard"])}), "different values"),
+        (entries(slots=("exp_avg", "exp_avg_sq")), "no entry holds step of"),
+        (entries(slots=("step",)), "no entry holds exp_avg of"),
+        (lambda stage, optimizer, coordinates, step: stage.state_dict().keys(), "a dictionary is asked for"),
+    ],
+)
+def test_what_a_rank_forgets_is_told_from_its_symptom(answer: Answer, words: str) -> None:
+    verdict = verdict_of("checkpoint_entries", answer)
+    assert verdict.status == "not yet", verdict.text
+    assert words.lower() in verdict.text.lower(), verdict.text
+
+
+@pytest.mark.timeout(60)
+def test_patients_have_the_symptoms_that_the_notebook_tells() -> None:
+    wrong = {
+        (name, dropout): [difference > 0 for difference in on_ranks(2, patient, dropout)[0]]
+        for name, patient in PATIENTS.items()
+        for dropout in (0.0, 0.1)
+    }
+    assert wrong["A", 0.0] == wrong["A", 0.1] == [False, True, True]
+    assert wrong["B", 0.0] == wrong["B", 0.1] == [True, True, True]
+    assert (wrong["C", 0.0], wrong["C", 0.1]) == ([False] * 3, [True] * 3)
