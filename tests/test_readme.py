@@ -6,9 +6,10 @@ import shlex
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from course_pp.__main__ import main
-from course_pp.launch import on_ranks
+from course_pp.launch import on_ranks, run_torchrun
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -52,11 +53,27 @@ def test_the_example_without_torch_runs(capsys):
     assert peaks.startswith("(4, 3, 2, 1) rank ")
 
 
-@pytest.mark.parametrize("command", re.findall(r"^python -m course_pp ([^#\n]*)", README, re.M))
+@pytest.mark.parametrize("command", re.findall(r"^python -m course_pp (schedule [^#\n]*)", README, re.M))
 def test_commands_of_the_package_run(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(shlex.split(command)) == 0
     assert "bubble" in capsys.readouterr().out
+
+
+def test_the_commands_about_checkpoints_follow_each_other(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "source_code").symlink_to(ROOT / "source_code")
+    [block] = re.findall(r"### Checkpoints\n\n```bash\n(.*?)```", README, re.S)
+    first, second, *others = (shlex.split(line, comments=True) for line in block.splitlines())
+    tiny = ["--dim=16", "--seq-len=16", "--batch-size=8", "--save-every=2"]
+    run_torchrun([*first[2:], *tiny, "--steps=4"], timeout_s=60, local=True)
+    printed = run_torchrun([*second[2:], *tiny, "--steps=6"], timeout_s=60, local=True)
+    assert any("resumed runs/mine/step_00000004" in line for line in printed)
+    for program in others:
+        assert program[:3] == ["python", "-m", "course_pp"]
+        assert main(program[3:]) == 0
+    assert "step_00000006: whole" in capsys.readouterr().out
+    assert AutoModelForCausalLM.from_pretrained("hf").config.num_hidden_layers == 4
 
 
 def run_example(rank, source):
