@@ -7,7 +7,7 @@ from typing import NamedTuple
 from course_pp.schedule.action import Product
 from course_pp.schedule.execution import execute
 from course_pp.schedule.legality import check
-from course_pp.schedule.schedule import Schedule
+from course_pp.schedule.schedule import Schedule, implied_placement
 from course_pp.schedule.span import Span
 from course_pp.schedule.timeline import Timeline
 from course_pp.schedule.tokens import Tokens
@@ -151,16 +151,12 @@ def schedule_of(tl: Timeline) -> Schedule:
                 "with clear() of the recorder before it"
             )
         seen.add(action)
-    first: list[dict[int, int]] = [{} for _ in range(tl.n_stages)]
-    for span in tl.spans:
-        for part in span.action.parts:
-            takes = first[part.stage]
-            takes[span.rank] = min(part.microbatch, takes.get(span.rank, part.microbatch))
-    if not all(first):
-        raise ValueError(f"{tl!r} has nothing of stage {first.index({})}: give a timeline of all ranks")
-    # Replicas take the microbatches in turn, so they are listed by the first that each takes.
-    placement = tuple(tuple(sorted(takes, key=takes.__getitem__)) for takes in first)
-    schedule = Schedule(tl.name, placement, tuple(tuple(span.action for span in row) for row in tl.by_rank))
+    rows = tuple(tuple(span.action for span in row) for row in tl.by_rank)
+    found = implied_placement(rows)
+    missing = next((stage for stage in range(tl.n_stages) if stage not in found), None)
+    if missing is not None:
+        raise ValueError(f"{tl!r} has nothing of stage {missing}: give a timeline of all ranks")
+    schedule = Schedule(tl.name, tuple(found[stage] for stage in range(tl.n_stages)), rows)
     if problems := check(schedule):
         raise ValueError(f"{tl!r} is not one whole step: {problems[0]}; record all of one step on every rank")
     return schedule

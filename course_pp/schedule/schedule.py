@@ -83,6 +83,22 @@ def v_shaped(n_ranks: int) -> tuple[tuple[int, ...], ...]:
     return tuple((rank,) for rank in (*ranks, *reversed(ranks)))
 
 
+def implied_placement(rows: Iterable[Sequence[Action | Overlap]]) -> dict[int, tuple[int, ...]]:
+    """The ranks that each stage was found on, by stage; stages on which nothing is done are not there.
+
+    Args:
+        rows: for each rank its actions.
+    """
+    takes: dict[int, dict[int, int]] = {}
+    for rank, row in enumerate(rows):
+        for action in row:
+            for part in action.parts:
+                first = takes.setdefault(part.stage, {})
+                first[rank] = min(part.microbatch, first.get(rank, part.microbatch))
+    # Replicas take the microbatches in turn, so they are listed by the first that each takes.
+    return {stage: tuple(sorted(first, key=first.__getitem__)) for stage, first in takes.items()}
+
+
 def normalised(placement: Sequence[int | Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     """``placement`` with a tuple of ranks for each stage; an integer stands for one rank.
 

@@ -10,7 +10,7 @@ from io import StringIO
 
 from course_pp.schedule.action import Action, Overlap
 from course_pp.schedule.legality import problems_of_bookkeeping
-from course_pp.schedule.schedule import Schedule, normalised
+from course_pp.schedule.schedule import Schedule, implied_placement, normalised
 
 
 def to_torch_csv(schedule: Schedule) -> str:
@@ -77,16 +77,11 @@ def _read(cell: str, rank: int, column: int) -> Action | Overlap:
 
 def _placement_of(rows: Sequence[Sequence[Action | Overlap]]) -> tuple[tuple[int, ...], ...]:
     """For each stage the ranks whose rows have it, in the order in which they take microbatches."""
-    takes: dict[int, dict[int, int]] = {}
-    for rank, row in enumerate(rows):
-        for action in row:
-            for part in action.parts:
-                first = takes.setdefault(part.stage, {})
-                first[rank] = min(part.microbatch, first.get(rank, part.microbatch))
-    missing = next((stage for stage in range(max(takes)) if stage not in takes), None)
+    found = implied_placement(rows)
+    missing = next((stage for stage in range(max(found)) if stage not in found), None)
     if missing is not None:
         raise ValueError(
-            f"stage {missing} is in no row of the CSV, yet stage {max(takes)} is: "
+            f"stage {missing} is in no row of the CSV, yet stage {max(found)} is: "
             "number the stages from 0 without gaps, and give every rank its row"
         )
-    return tuple(tuple(sorted(takes[stage], key=takes[stage].__getitem__)) for stage in range(max(takes) + 1))
+    return tuple(found[stage] for stage in range(max(found) + 1))
