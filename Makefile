@@ -14,13 +14,14 @@ WHEELS := --extra-index-url https://download.pytorch.org/whl/cpu
 endif
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: FORCE help setup lab run test test-solutions test-full lint types images notebooks clean
+.PHONY: FORCE help setup lab run test test-solutions test-slurm test-full lint types images notebooks clean
 
 help:
 	@echo "make lab             open the course in JupyterLab (ARGS=... goes to jupyter lab)"
 	@echo "make run             train a pipeline on two ranks and check it against one process"
 	@echo "make test            linter, type checker, all tests, all notebooks"
 	@echo "make test-solutions  all notebooks with the exercises solved"
+	@echo "make test-slurm      the scripts, %torchrun and the notebooks on a throw-away Slurm cluster"
 	@echo "make test-full       every size of every grid of tests"
 	@echo "make images          redraw the figures used in prose"
 	@echo "make notebooks       run the notebooks again and save them in place"
@@ -58,20 +59,23 @@ types: $(READY)
 	@$(BIN)/mypy
 
 test: lint types
-	@$(BIN)/python -m pytest tests
-	@$(BIN)/python -m pytest --nbmake --nbmake-timeout=120 notebooks
+	@$(BIN)/python -m pytest tests --ignore=tests/slurm
+	@COURSE_PP_WHERE=local $(BIN)/python -m pytest --nbmake --nbmake-timeout=120 notebooks
 
 test-solutions: $(READY)
 	@$(BIN)/python -m pytest tests/notebooks -m solutions
 
+test-slurm: $(READY)
+	@$(BIN)/python -m pytest --verbose --durations=10 tests/slurm
+
 test-full: $(READY)
-	@$(BIN)/python -m pytest tests -m 'full or not full'
+	@$(BIN)/python -m pytest tests --ignore=tests/slurm -m 'full or not full'
 
 images: $(READY)
 	@$(BIN)/python images/make.py
 
 notebooks: $(READY)
-	@$(BIN)/jupyter nbconvert --to notebook --execute --inplace --log-level=WARN \
+	@COURSE_PP_WHERE=local $(BIN)/jupyter nbconvert --to notebook --execute --inplace --log-level=WARN \
 	  --ExecutePreprocessor.record_timing=False notebooks/*.ipynb
 
 clean:

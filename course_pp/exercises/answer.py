@@ -73,7 +73,7 @@ class Answer:
         on = f"on {n} ranks" if n > 1 else "on one rank"
         try:
             with self._output_kept():
-                results = on_ranks(n, run_harness, harness, self._fn, args, timeout_s=self.limit_s)
+                results = on_ranks(n, run_harness, harness, self._fn, args, timeout_s=self.limit_s, where="local")
         except Failure as e:
             raise self._stopped(e, f"`{self.name}`, {on},") from None
         except RanksHung as e:
@@ -104,7 +104,7 @@ class Answer:
             try:
                 with self._output_kept():
                     [results] = on_ranks(
-                        1, call_each, self._fn, rows, kwargs, note, timeout_s=self.limit_s, backend=None
+                        1, call_each, self._fn, rows, kwargs, note, timeout_s=self.limit_s, backend=None, where="local"
                     )
             except Failure as e:
                 self._has_returned |= index() > 0

@@ -3,7 +3,8 @@
 `on_ranks` runs a function on real processes and returns what it returned on each; `run_torchrun`, and the
 ``%torchrun`` magic that ``%load_ext course_pp.launch`` adds, run a script as it would be typed. Both print the
 ranks' output labelled, raise when a rank fails, say who waits for whom when the time is over, and leave no
-process behind. Importing this imports no torch.
+process behind. Beside a Slurm cluster both run there, with the settings of `course_pp.launch.site`, unless told
+otherwise (``where="local"``, ``%torchrun --local``, or COURSE_PP_WHERE=local for all). Importing this imports no torch.
 """
 
 from typing import Any

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
+from course_pp.launch.where import Ask, Place, decide
+
 _FLAGS = {"--standalone", "-m", "--module", "--no-python", "--run-path", "--virtual-local-rank", "-h", "--help"}
-_ANSWER_LIMIT_S = 5.0
 # What torchrun, a cluster or `get_world_info` sets for a rank: a launcher that inherits it would pass for a rank.
 _OF_A_RANK = {
     *(f"{prefix}RANK" for prefix in ("", "LOCAL_", "GROUP_", "ROLE_")),
     *(f"{prefix}WORLD_SIZE" for prefix in ("", "LOCAL_", "GROUP_", "ROLE_")),
     *("MASTER_ADDR", "MASTER_PORT"),
     *(f"TORCHELASTIC_{what}" for what in ("RESTART_COUNT", "MAX_RESTARTS", "RUN_ID", "USE_AGENT_STORE", "ERROR_FILE")),
+    *(f"SLURM_{what}" for what in ("PROCID", "LOCALID", "NODEID", "GTIDS", "TASK_PID", "NTASKS", "NPROCS")),
+    *(f"SLURM_{what}" for what in ("NTASKS_PER_NODE", "TASKS_PER_NODE", "CPUS_PER_TASK", "TRES_PER_TASK")),
 }
+_OF_A_STEP = ("SLURM_STEP", "SLURM_CPU_BIND", "SLURM_MEM_BIND")
 _RENDEZVOUS = ("--rdzv-", "--master-", "--node-rank", "--standalone")
+# Nodes number themselves as Slurm does, and meet at the first one, by address: its name may resolve nowhere.
+_MEETING = """\
+head=$(scontrol show node "$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)" \
+| sed -n "s/.*NodeAddr=\\([^ ]*\\).*/\\1/p")
+port=$((15000 + (7919 * SLURM_JOB_ID + SLURM_STEP_ID) % 15000))"""
+_NODE_OPTIONS = " --node-rank=$SLURM_NODEID --master-addr=$head --master-port=$port"
 
 
 @dataclass(frozen=True)
@@ -32,23 +40,33 @@ class Command:
         argv: what is executed.
         shown: the same as a learner would type it in the current folder.
         environ: variables to add; they keep ``shown`` as short as it was typed.
-        local: whether the ranks run on this machine.
+        place: where the ranks run.
     """
 
     argv: tuple[str, ...]
     shown: str
     environ: Mapping[str, str]
-    local: bool
+    place: Place
+
+    @property
+    def local(self) -> bool:
+        """Whether the ranks run on this machine."""
+        return self.place.local
 
 
-def build(args: Sequence[str], local: bool = False, environ: Mapping[str, str] | None = None) -> Command:
+def build(
+    args: Sequence[str],
+    where: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    timeout_s: float = 300.0,
+) -> Command:
     """Builds the launch of ``torchrun ARGS``.
 
-    Inside or next to Slurm (``srun`` is on PATH and a cluster answers) torchrun itself runs as one Slurm task on each
-    node, unless ``local``. On one node, the rendezvous takes a free port; variables that are set already win.
+    Under Slurm torchrun itself runs as one task on each node. On one node, the rendezvous takes a free port; several
+    nodes meet at the first one. Variables that are set already win, and so does a rendezvous among the options.
 
     Raises:
-        ValueError: no script is named.
+        ValueError: no script is named; `where.decide` and `load_site` refuse.
         FileNotFoundError: the script is neither here nor below the folder that holds pyproject.toml or source_code.
     """
     environ = os.environ if environ is None else environ
@@ -62,19 +80,40 @@ def build(args: Sequence[str], local: bool = False, environ: Mapping[str, str] |
     options = [_dashed(option) for option in args[:at]]
     if not {"-m", "--module", "--no-python"} & set(options):
         args[at] = _found(args[at])
-    nodes = _n_nodes(args[:at])
-    slurm = _srun(nodes) if not local and _has_slurm(environ) else []
+    nodes = _number(options, "--nnodes") or 1
+    ranks = _number(options, "--nproc-per-node") if any(o.startswith("--nproc-per-node") for o in options) else 1
+    chosen = any(o.startswith(_RENDEZVOUS) for o in options)
+    place = decide(Ask(nodes, ranks, timeout_s), where, environ)
+    meets = nodes > 1 and not chosen and not place.local
+    run = [place.site.python or sys.executable, "-m", "torch.distributed.run"]
     return Command(
-        argv=(*slurm, sys.executable, "-m", "torch.distributed.run", *args),
-        shown=shlex.join([*slurm, "torchrun", *args]),
-        environ=_defaults(nodes == 1 and not any(o.startswith(_RENDEZVOUS) for o in options), environ),
-        local=not slurm,
+        argv=tuple(on_nodes(place, run, args, meets)),
+        shown=shlex.join(on_nodes(place, ["torchrun"], args, meets)),
+        environ=_defaults(nodes == 1 and not chosen, environ),
+        place=place,
     )
 
 
+def on_nodes(place: Place, program: Sequence[str], args: Sequence[str], meets: bool = False) -> list[str]:
+    """``program args`` as it runs at a place: behind srun, inside its container, after its set-up lines.
+
+    ``meets`` adds torchrun's options by which several nodes find each other.
+    """
+    if place.local:
+        return [*program, *args]
+    program = [*shlex.split(place.site.container), *program]
+    if not place.site.setup and not meets:
+        return [*place.srun, *program, *args]
+    last = f'exec {shlex.join(program)}{_NODE_OPTIONS if meets else ""} "$@"'
+    lines = [*place.site.setup, *([_MEETING] if meets else []), last]
+    return [*place.srun, "bash", "-c", "\n".join(lines), "bash", *args]
+
+
 def of_no_rank(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` without what describes one rank of another run."""
-    return {name: value for name, value in environ.items() if name not in _OF_A_RANK}
+    """``environ`` without what describes one rank, or one step, of another run."""
+    return {
+        name: value for name, value in environ.items() if name not in _OF_A_RANK and not name.startswith(_OF_A_STEP)
+    }
 
 
 def script_index(args: Sequence[str]) -> int | None:
@@ -93,33 +132,14 @@ def _dashed(option: str) -> str:
     return name.replace("_", "-") + equals + value
 
 
-def _n_nodes(options: Sequence[str]) -> int:
+def _number(options: Sequence[str], wanted: str) -> int | None:
+    """The value of an option, of ``MIN:MAX`` the larger; None if it is not given or no number."""
     for option, following in zip_longest(options, options[1:], fillvalue=""):
         name, _, value = option.partition("=")
-        if name == "--nnodes":
+        if name == wanted:
             most = (value or following).rsplit(":", 1)[-1]
-            return int(most) if most.isdigit() else 1
-    return 1
-
-
-def _has_slurm(environ: Mapping[str, str]) -> bool:
-    """Whether there is a cluster behind ``srun``: Slurm's tools may be installed without one."""
-    path = environ.get("PATH")
-    if not shutil.which("srun", path=path):
-        return False
-    if "SLURM_JOB_ID" in environ:
-        return True
-    sinfo = shutil.which("sinfo", path=path)
-    if sinfo is None:
-        return False
-    try:
-        return not subprocess.run([sinfo], env=environ, capture_output=True, timeout=_ANSWER_LIMIT_S).returncode
-    except subprocess.TimeoutExpired:
-        return False
-
-
-def _srun(nodes: int) -> list[str]:
-    return ["srun", "-N", str(nodes), "-n", str(nodes)]
+            return int(most) if most.isdigit() else None
+    return None
 
 
 def _found(script: str) -> str:

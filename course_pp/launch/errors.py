@@ -68,3 +68,7 @@ class RankTraceback(Exception):
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(f"on rank {rank}:\n{text.rstrip()}")
+        self._given = rank, text
+
+    def __reduce__(self) -> tuple[type[RankTraceback], tuple[int, str]]:
+        return type(self), self._given

@@ -12,8 +12,8 @@ from course_pp.launch.torchrun import run_torchrun
 def torchrun(line: str) -> None:
     """``%torchrun [--timeout SECONDS] [--local] ARGS...``: runs ``torchrun ARGS...`` and fails if a rank fails.
 
-    ``--timeout`` is the limit for the whole run (300 s unless given); ``--local`` keeps off Slurm. Both come
-    before the script.
+    ``--timeout`` is the limit for the run, once it has left a queue (300 s unless given); ``--local`` keeps off
+    Slurm. Both come before the script.
     """
     args, timeout_s, local = split(line)
     run_torchrun(args, timeout_s=timeout_s, local=local)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import linecache
 import os
 import pickle
-import reprlib
 import selectors
 import socket
 import sys
@@ -21,17 +19,21 @@ from types import TracebackType
 from typing import Any
 
 from course_pp.launch import rank as in_rank
+from course_pp.launch.arguments import refuse_bad_arguments
 from course_pp.launch.client import SERVERS, Server, search_path
 from course_pp.launch.errors import LaunchError, RankDied, RanksHung, RankTraceback, is_echo, signal_name
-from course_pp.launch.limits import refuse_bad_timeout
 from course_pp.launch.output import Lines
 from course_pp.launch.pickling import pickled
-from course_pp.launch.rank import Ask, Job, Left, Raised, Ready, Returned
+from course_pp.launch.rank import Ask as AskRank
+from course_pp.launch.rank import Job, Left, Raised, Ready, Returned
 from course_pp.launch.server import STATUS
 from course_pp.launch.waits import Wait, explain, waits_from
 from course_pp.launch.watch import Report
+from course_pp.launch.where import Ask, Place, decide
 
 _START_LIMIT_S = 90.0
+# Beside the call's own limit, in a job: to start Python and torch from files that come over the network, and to end.
+START_AND_END_S = 120.0
 _ANSWER_LIMIT_S = 2.0
 _END_LIMIT_S = 10.0
 # How long the echo of a lost peer waits for the news of what happened to the peer.
@@ -47,6 +49,7 @@ def on_ranks(
     timeout_s: float = 60.0,
     backend: str | None = "gloo",
     threads: int = 1,
+    where: str | None = None,
 ) -> list[Any]:
     """Runs ``fn(rank, *args)`` on ``n`` processes, with the process group ready, and returns their results.
 
@@ -60,6 +63,8 @@ def on_ranks(
         backend: of the process group: ``"gloo"``, ``"nccl"`` (device = rank), or None for no process group, in
             which case ``init_process_group`` with ``env://`` works in ``fn``.
         threads: intra-operation threads of each rank.
+        where: ``"local"``; ``"slurm"``, one node of a cluster; or None: the node of the Slurm job in which this runs,
+            else a job of its own where a cluster answers, which is kept for the next calls, else this machine.
 
     Returns:
         ``[fn(0, *args), …, fn(n - 1, *args)]``.
@@ -68,58 +73,56 @@ def on_ranks(
         Whatever the first failing rank raised, with that rank's traceback as its cause.
         RankDied: a rank was killed or left the process.
         RanksHung: at the time limit; says which rank waits for whom.
-        LaunchError: the ranks could not be started, or an exception cannot be sent back.
+        LaunchError: the ranks could not be started, an exception cannot be sent back, or Slurm refused or ended the
+            job.
         ValueError, TypeError: an argument is of no use.
         RuntimeError: called from inside a rank.
     """
     __tracebackhide__ = True  # a reader looks for the line of the rank, not for ours
-    _refuse_bad(n, fn, args, timeout_s, threads)
+    refuse_bad_arguments(n, fn, args, timeout_s, threads)
     payload = pickled(fn, args)
+    place = _place(n, timeout_s, where)
+    if place.local:
+        results = run_ranks(n, payload, timeout_s, backend, threads)
+    else:
+        from course_pp.launch import handover, on_slurm
+
+        own_interpreter = place.site.python or place.site.container or place.site.setup
+        call = handover.Call(
+            n=n,
+            payload=payload,
+            backend=backend,
+            threads=threads,
+            timeout_s=timeout_s,
+            sys_path=None if own_interpreter else tuple(search_path()),
+            environ={},
+            cwd=os.getcwd(),
+            argv=tuple(sys.argv),
+            sources=_cells(),
+        )
+        results = on_slurm.TASKS.results(place, call)
+    return [pickle.loads(result) for result in results]
+
+
+def run_ranks(n: int, payload: bytes, timeout_s: float, backend: str | None, threads: int) -> list[bytes]:
+    """`on_ranks` on this machine, for a function and arguments that are pickled; its results are, too."""
+    __tracebackhide__ = True
     with _Crew(n, timeout_s) as crew:
         crew.start(payload, backend, threads)
         return crew.results()
 
 
-def _refuse_bad(n: int, fn: object, args: tuple[Any, ...], timeout_s: float, threads: int) -> None:
+def _place(n: int, timeout_s: float, where: str | None) -> Place:
     __tracebackhide__ = True
-    if in_rank.inside():
-        raise RuntimeError(
-            f"on_ranks was called on rank {os.environ['RANK']}, inside a rank of on_ranks. "
-            "Call it once, outside, with as many ranks as you need."
-        )
-    if callable(n) and isinstance(fn, int):
-        raise TypeError(f"the number of ranks comes first: on_ranks({fn}, {_name(n)}), not on_ranks({_name(n)}, {fn}).")
-    for name, value in (("n", n), ("threads", threads)):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r}; it must be a whole number, for example {name}=2.")
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1.")
-    if not callable(fn):
-        raise TypeError(
-            f"fn is {fn!r}, which cannot be called. Pass the function itself: on_ranks({n}, fn), not fn(0)."
-        )
-    refuse_bad_timeout(timeout_s)
-    _refuse_bad_call(fn, args)
+    if where is None and "SLURMD_NODENAME" in os.environ:
+        # Already on a node of the job: a step would bring the same ranks to the same cores, seconds later.
+        where = "local"
+    return decide(Ask(nodes=1, ranks=n, seconds=timeout_s + START_AND_END_S, calls=True), where)
 
 
-def _refuse_bad_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    __tracebackhide__ = True
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # some functions written in C have none
-        return
-    try:
-        signature.bind(0, *args)
-    except TypeError as e:
-        given = ", ".join(["rank", *(_name(arg) for arg in args)])
-        raise TypeError(
-            f"on_ranks calls fn(rank, *args), here {_name(fn)}({given}), but {_name(fn)}{signature} has {e}. "
-            f"Its first parameter is the rank; pass the others after it: on_ranks(n, {_name(fn)}, …)."
-        ) from None
-
-
-def _name(value: object) -> str:
-    return getattr(value, "__name__", None) or reprlib.repr(value)
+def _cells() -> dict[str, Any]:
+    """Source text that is in no file: entries with a modification time can be read from theirs."""
+    return {k: v for k, v in linecache.cache.items() if len(v) == 4 and v[1] is None}
 
 
 class _Rank:
@@ -187,8 +190,7 @@ class _Crew:
             sys_path=tuple(search_path()),
             cwd=os.getcwd(),
             argv=tuple(sys.argv),
-            # Entries with a modification time can be read from their file.
-            sources={k: v for k, v in linecache.cache.items() if len(v) == 4 and v[1] is None},
+            sources=_cells(),
             threads=threads,
             backend=backend,
             timeout_s=self._timeout_s,
@@ -212,8 +214,8 @@ class _Crew:
         for pipe, lines in rank.outputs.items():
             register(pipe, data=partial(self._read_output, pipe, lines))
 
-    def results(self) -> list[Any]:
-        """Waits for every rank; returns what they returned or raises what the first failing one did."""
+    def results(self) -> list[bytes]:
+        """Waits for every rank; returns what they returned, pickled, or raises what the first failing one did."""
         __tracebackhide__ = True
         begun = time.monotonic()
         try:
@@ -223,7 +225,7 @@ class _Crew:
             if any(rank.running for rank in self._ranks):
                 print(explain(self._ask(), round(time.monotonic() - begun, 1)), file=sys.stderr)
             raise
-        return [pickle.loads(rank.end.value) for rank in self._ranks if isinstance(rank.end, Returned)]
+        return [rank.end.value for rank in self._ranks if isinstance(rank.end, Returned)]
 
     def _wait_for_results(self) -> None:
         __tracebackhide__ = True
@@ -304,7 +306,7 @@ class _Crew:
         asked = [rank for rank in self._ranks if rank.running]
         for rank in asked:
             with contextlib.suppress(OSError):
-                rank.control.send(Ask())
+                rank.control.send(AskRank())
         limit = time.monotonic() + _ANSWER_LIMIT_S
         while time.monotonic() < limit and any(rank.report is None for rank in asked):
             self._poll(limit - time.monotonic())

@@ -1,6 +1,6 @@
 """Copied as ``sitecustomize.py`` to a folder on PYTHONPATH: runs first in every Python process under torchrun.
 
-``COURSE_PP_WATCH`` holds the watchdog's socket and the file of `watch`, which is loaded by path so that a script
+``COURSE_PP_WATCH`` holds the watchdog's address and the file of `watch`, which is loaded by path so that a script
 needs nothing of this package.
 """
 
@@ -39,7 +39,7 @@ def _run_shadowed_sitecustomize() -> None:
 
 
 if "COURSE_PP_WATCH" in os.environ:
-    # On another node neither the socket nor this file exists: the run goes on without a watchdog.
-    with contextlib.suppress(OSError):
+    # Where the address cannot be reached, or the package is not seen, the run goes on without a watchdog.
+    with contextlib.suppress(OSError, KeyError):
         _watch()
     _run_shadowed_sitecustomize()

@@ -6,62 +6,60 @@ import contextlib
 import json
 import os
 import re
-import selectors
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 import uuid
-from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from course_pp.launch.command import Command, build, of_no_rank
+from course_pp.launch.command import Command, build
 from course_pp.launch.errors import LaunchError, RanksHung, is_echo, signal_name
 from course_pp.launch.limits import refuse_bad_timeout
 from course_pp.launch.output import Lines
+from course_pp.launch.process import LAST_LINES, Process, shared_folder
 from course_pp.launch.waits import explain, waits_from
 from course_pp.launch.watch import Report
 
 _ANSWER_LIMIT_S = 2.0
-_POLL_S = 0.2
-_GRACE_S = 5.0
-_LAST_LINES = 12
-_LABELLED = re.compile(r"\[rank (\d+)\] ?(.*)", re.S)
 _MARK = "COURSE_PP_TORCHRUN"
 _SOCKET = "watch"
 # The address of a Unix socket, with the zero at its end, has 104 bytes on macOS and 108 on Linux.
 _MOST_ADDRESS_BYTES = 103
 
 
-def run_torchrun(args: Sequence[str], *, timeout_s: float = 300.0, local: bool = False) -> tuple[str, ...]:
-    """Runs ``torchrun ARGS`` and prints the exact command, then what the ranks print, labelled line by line.
+def run_torchrun(
+    args: Sequence[str], *, timeout_s: float = 300.0, local: bool = False, where: str | None = None
+) -> tuple[str, ...]:
+    """Runs ``torchrun ARGS`` and prints where, the exact command, and what the ranks print, labelled line by line.
 
-    torchrun labels whatever it finds when it looks, so a line that a rank writes in pieces may come out in pieces,
-    with labels of several ranks in it.
+    Inside a Slurm job the ranks run in it, next to a cluster in a job of their own, whose place in the queue is
+    printed; otherwise on this machine. torchrun labels whatever it finds when it looks, so a line that a rank writes
+    in pieces may come out in pieces, with labels of several ranks in it.
 
     Args:
         args: what a learner types after ``torchrun``. The script is looked for here, then from the root of the
             repository.
-        timeout_s: limit in seconds for the whole run.
-        local: do not use Slurm, even where ``srun`` is at hand.
+        timeout_s: limit in seconds for the whole run, not counting the wait in a queue.
+        local: do not use Slurm, even where ``srun`` is at hand; the same as ``where="local"``.
+        where: ``"local"``, ``"slurm"``, or None to choose as above.
 
     Returns:
         The labelled lines, in the order in which they were printed.
 
     Raises:
-        LaunchError: a rank failed; names the first, its exit code and its last lines.
+        LaunchError: a rank failed; names the first, its exit code and its last lines. Or Slurm refused or ended the
+            job; says why.
         RanksHung: the limit is over; says which rank waits for whom.
         ValueError, FileNotFoundError: no script, no such script, or a limit that is no number of seconds.
     """
     refuse_bad_timeout(timeout_s)
-    command = build(args, local)
-    print(f"$ {command.shown}", flush=True)
+    command = build(args, "local" if local else where, timeout_s=timeout_s)
+    print(f"{command.place.said}\n$ {command.shown}", flush=True)
     with _Run(command) as run:
         return run.follow(timeout_s)
 
@@ -69,8 +67,11 @@ def run_torchrun(args: Sequence[str], *, timeout_s: float = 300.0, local: bool =
 class _Peer:
     """A process of the run that has introduced itself over the watchdog's socket."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, mark: str, one_clock: bool) -> None:
         self.connection = connection
+        self._mark = mark
+        self._one_clock = one_clock
+        self.known = False
         self.rank: int | None = None
         self.pid = 0
         self.report: Report | None = None
@@ -78,94 +79,57 @@ class _Peer:
         self.gone = False
 
     def tell(self, line: str) -> None:
-        fields: dict[str, Any] = json.loads(line)
-        if "pid" in fields:
-            self.rank, self.pid = fields["rank"], fields["pid"]
+        try:
+            fields: dict[str, Any] = json.loads(line)
+        except ValueError:
+            return
+        if not self.known:
+            # A port can be called by anyone; the mark is known to our own processes only.
+            self.known = isinstance(fields, dict) and fields.get("mark") == self._mark
+            if self.known:
+                self.rank, self.pid = fields["rank"], fields["pid"]
         elif "report" in fields:
             self.report = Report.from_dict(fields["report"])
         else:
-            self.raised = fields["raised"], fields["at"]
+            # Clocks of several nodes cannot be compared; the moment of arrival has to do.
+            self.raised = fields["raised"], fields["at"] if self._one_clock else time.monotonic()
 
 
-class _Run:
-    """One launcher with its ranks. Leaving the context ends them all."""
+class _Run(Process):
+    """One launcher with its ranks, who answer over a watchdog's socket. Leaving the context ends them all."""
 
     def __init__(self, command: Command) -> None:
         self._mark = uuid.uuid4().hex
         self._peers: list[_Peer] = []
-        self._printed: list[str] = []
-        self._ranks_said: dict[tuple[int, str], deque[str]] = defaultdict(partial(deque, maxlen=_LAST_LINES))
-        self._launcher_said: list[str] = []
-        self._open_streams = 2
         with contextlib.ExitStack() as started:
-            self._folder = Path(started.enter_context(_short_folder()))
-            self._selector = started.enter_context(selectors.DefaultSelector())
-            self._listener = started.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            self._listener.bind(str(self._folder / _SOCKET))
-            self._listener.listen()
-            self._process = subprocess.Popen(
-                command.argv,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=self._environ(command),
-                # An interrupt is for us; the launcher is then told to end its ranks first.
-                start_new_session=True,
-            )
-            self._open = started.pop_all()
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        for stream, name in ((self._process.stdout, "stdout"), (self._process.stderr, "stderr")):
-            assert stream is not None
-            self._open.enter_context(stream)
-            lines = Lines(partial(self._take_line, name))
-            self._selector.register(stream, selectors.EVENT_READ, partial(self._read, stream, lines))
+            made = _short_folder() if command.local else shared_folder(command.place.site.folder)
+            folder = Path(started.enter_context(made))
+            self._listener = started.enter_context(_listener(folder / _SOCKET if command.local else None))
+            super().__init__(command, self._environ(folder), started)
+        self.watch(self._listener, self._accept)
 
-    def _environ(self, command: Command) -> dict[str, str]:
-        site = self._folder / "site"
+    def _environ(self, folder: Path) -> dict[str, str]:
+        site = folder / "site"
         site.mkdir()
         here = Path(__file__).parent
         shutil.copyfile(here / "startup.py", site / "sitecustomize.py")
-        (self._folder / "logs").mkdir()
+        (folder / "logs").mkdir()
+        address = self._listener.getsockname()
         return {
-            **of_no_rank(os.environ),
-            **command.environ,
-            **({} if "PET_LOG_DIR" in os.environ else {"PET_LOG_DIR": str(self._folder / "logs")}),
+            **({} if "PET_LOG_DIR" in os.environ else {"PET_LOG_DIR": str(folder / "logs")}),
             "PYTHONPATH": os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")])),
-            "COURSE_PP_WATCH": os.pathsep.join([str(self._folder / _SOCKET), str(here / "watch.py")]),
+            "COURSE_PP_WATCH": os.pathsep.join(
+                [address if isinstance(address, str) else str(address[1]), str(here / "watch.py")]
+            ),
             _MARK: self._mark,
         }
-
-    def __enter__(self) -> _Run:
-        return self
-
-    def follow(self, timeout_s: float) -> tuple[str, ...]:
-        limit = time.monotonic() + timeout_s
-        while self._open_streams:
-            # Something that outlives the launcher may hold its streams open: hence the look at the process.
-            if not self._poll(min(_POLL_S, limit - time.monotonic())) and self._process.poll() is not None:
-                break
-            if time.monotonic() >= limit:
-                self._raise_hung(timeout_s)
-        code = self._process.wait(max(_POLL_S, limit - time.monotonic()))
-        if code:
-            raise self._failure(code)
-        for line in self._launcher_said:
-            print(line, file=sys.stderr)
-        return tuple(self._printed)
-
-    def _poll(self, seconds: float) -> bool:
-        ready = self._selector.select(max(0.0, seconds))
-        for key, _ in ready:
-            key.data()
-        return bool(ready)
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
         self._open.enter_context(connection)
-        peer = _Peer(connection)
+        peer = _Peer(connection, self._mark, self.job is None)
         self._peers.append(peer)
-        lines = Lines(peer.tell)
-        self._selector.register(connection, selectors.EVENT_READ, partial(self._hear, peer, lines))
+        self.watch(connection, partial(self._hear, peer, Lines(peer.tell)))
 
     def _hear(self, peer: _Peer, lines: Lines) -> None:
         data = b""
@@ -173,37 +137,22 @@ class _Run:
             data = peer.connection.recv(1 << 16)
         if data:
             lines.feed(data)
+            if self.job is not None and peer.known:
+                self.job.started = True
         else:
             peer.gone = True
-            self._selector.unregister(peer.connection)
+            self.forget(peer.connection)
             peer.connection.close()
 
-    def _read(self, stream: IO[bytes], lines: Lines) -> None:
-        data = os.read(stream.fileno(), 1 << 16)
-        if data:
-            lines.feed(data)
-        else:
-            lines.close()
-            self._selector.unregister(stream)
-            self._open_streams -= 1
+    def a_rank_failed(self) -> bool:
+        return any(_failed_ranks("\n".join(self.launcher_said)))
 
-    def _take_line(self, stream: str, line: str) -> None:
-        if match := _LABELLED.match(line):
-            self._printed.append(line)
-            said = self._ranks_said[int(match[1]), stream]
-            # torch marks a traceback's lines with the rank, too.
-            said.append(re.sub(r"^\[rank\d+\]: ?", "", match[2]))
-            print(line, file=getattr(sys, stream))
-        else:
-            # The launcher's own words: a page for a failed rank, which one sentence of ours replaces.
-            self._launcher_said.append(line)
-
-    def _failure(self, code: int) -> LaunchError:
-        failed = dict(_failed_ranks("\n".join(self._launcher_said)))
+    def failure(self, code: int) -> LaunchError:
+        failed = dict(_failed_ranks("\n".join(self.launcher_said)))
         raised = {peer.rank: peer.raised for peer in self._peers if peer.rank is not None and peer.raised}
         if not failed:
             # Exit code 2: the arguments are wrong, and the last line says which; before it comes the usage.
-            said = "\n".join(self._launcher_said[-1 if code == 2 else -_LAST_LINES :])
+            said = "\n".join(self.launcher_said[-1 if code == 2 else -LAST_LINES :])
             return LaunchError(f"torchrun ended with exit code {code} and named no rank. It said:\n{said}")
 
         def precedence(rank: int) -> tuple[bool, float, bool]:
@@ -213,49 +162,46 @@ class _Run:
 
         first = min(failed, key=precedence)
         because = f": {raised[first][0]}" if first in raised else ""
-        last = self._ranks_said[first, "stderr"] or self._ranks_said[first, "stdout"]
+        last = self.ranks_said[first, "stderr"] or self.ranks_said[first, "stdout"]
         lines = "\n".join(["Its last lines:", *last]) if last else "It printed nothing."
         return LaunchError(f"rank {first} failed with {_exit(failed[first])}{because}. {lines}")
 
-    def _raise_hung(self, seconds: float) -> None:
+    def hung(self, seconds: float) -> RanksHung:
         asked = [peer for peer in self._peers if peer.rank is not None and not peer.gone]
         for peer in asked:
             with contextlib.suppress(OSError):
                 peer.connection.sendall(b"?")
         limit = time.monotonic() + _ANSWER_LIMIT_S
         while time.monotonic() < limit and any(peer.report is None and not peer.gone for peer in asked):
-            self._poll(limit - time.monotonic())
+            self.poll(limit - time.monotonic())
         known = {peer.rank: peer for peer in self._peers if peer.rank is not None}
         waits = waits_from((rank, known[rank].report, known[rank].gone) for rank in sorted(known))
         if not waits:
-            raise RanksHung(f"still running after {seconds:g} s, and no rank has started that could be asked.", ())
-        raise RanksHung(explain(waits, seconds), waits)
+            return RanksHung(f"still running after {seconds:g} s, and no rank has started that could be asked.", ())
+        return RanksHung(explain(waits, seconds), waits)
 
-    def __exit__(self, *_: object) -> None:
-        with self._open:
-            self._end()
-
-    def _end(self) -> None:
-        """The launcher first: only it knows all its ranks, and each of them leads a session of its own."""
-        if self._process.poll() is None:
-            self._process.terminate()
-            limit = time.monotonic() + _GRACE_S
-            while self._process.poll() is None and time.monotonic() < limit:
-                # Reads on, or a launcher that writes to a full pipe would never end.
-                self._poll(_POLL_S)
-        self._kill_ranks()
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
-        self._kill_ranks()
-
-    def _kill_ranks(self) -> None:
+    def end_ranks(self) -> None:
+        """What torchrun leaves behind on this machine: each rank leads a session of its own."""
+        if self.job is not None:
+            return  # process ids of other machines; srun ends what it started
         for peer in self._peers:
             if not peer.gone and peer.rank is not None:
                 _kill(peer.pid)
         for pid in _marked(self._mark):
-            if pid != self._process.pid:
+            if pid != self.pid:
                 _kill(pid)
+
+
+def _listener(path: Path | None) -> socket.socket:
+    """Listens at a Unix socket, or, for ranks on other nodes, at a free port."""
+    listener = socket.socket(socket.AF_UNIX if path else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.bind(str(path) if path else ("", 0))
+        listener.listen(socket.SOMAXCONN)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def _short_folder() -> tempfile.TemporaryDirectory[str]:

@@ -57,6 +57,7 @@ _COLLECTIVES = {
     "barrier": "barrier",
     "monitored_barrier": "barrier",
 }
+_CONNECT_S = 2.0
 _POINT_TO_POINT = {"send": "send", "recv": "recv", "recv_anysource": "recv"}
 
 
@@ -256,13 +257,13 @@ def attend(address: str, rank: int | None) -> None:
     """Connects a process under torchrun to whoever started it, and answers there until it ends.
 
     Args:
-        address: path of a Unix socket. One JSON object a line goes out: who this is, then an answer to each
-            line that comes in, then, if the script raises, the exception.
+        address: path of a Unix socket, or a TCP port of the machine from which srun was called. One JSON object a
+            line goes out: who this is, then an answer to each line that comes in, then, if the script raises, the
+            exception.
         rank: None for the launcher. When the connection ends, a rank ends its process group at once; the
             launcher is asked to terminate, which it does in order.
     """
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.connect(address)
+    connection = _connected(address)
     lock = threading.Lock()
 
     def tell(fields: dict[str, Any]) -> None:
@@ -281,7 +282,7 @@ def attend(address: str, rank: int | None) -> None:
         else:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    tell({"rank": rank, "pid": os.getpid()})
+    tell({"rank": rank, "pid": os.getpid(), "mark": os.environ.get("COURSE_PP_TORCHRUN")})
     threading.Thread(target=answer, name="course_pp-watch", daemon=True).start()
     if rank is not None:
         show = sys.excepthook
@@ -292,6 +293,17 @@ def attend(address: str, rank: int | None) -> None:
             show(kind, value, tb)
 
         sys.excepthook = tell_and_show
+
+
+def _connected(address: str) -> socket.socket:
+    if address.isdigit():
+        # A firewall between the nodes and where the notebook runs drops the call, and the run goes on unwatched.
+        connection = socket.create_connection((os.environ["SLURM_LAUNCH_NODE_IPADDR"], int(address)), _CONNECT_S)
+        connection.settimeout(None)
+        return connection
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(address)
+    return connection
 
 
 class InstrumentOnImport(importlib.abc.MetaPathFinder):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from course_pp.parallel._torch import forget_meshes, set_timeout
+from course_pp.parallel.placement import share_cores
 from course_pp.parallel.world import get_node, get_world_info
 
 __all__ = [
@@ -102,11 +103,11 @@ def _spelled(sizes: dict[str, int]) -> str:
 
 
 def init_distributed(config: DistributedConfig, seed: int = 42) -> DeviceMesh | None:
-    """Join the process group, seed every rank alike, and build the mesh.
+    """Join the process group, seed every rank alike, share the node's cores out, and build the mesh.
 
-    A group that exists already (as inside ``on_ranks``) is used as it is. Dimensions of size 1 are left out of the
-    mesh; ``dp_shard`` stays when ``dp_replicate > 1``, because ``fully_shard`` takes the last dimension as the one to
-    shard over. Rank 0 warns if the ``tp`` ranks of a group are not all on one node.
+    A group that exists already (as inside ``on_ranks``) is used as it is, and so are the cores. Dimensions of size 1
+    are left out of the mesh; ``dp_shard`` stays when ``dp_replicate > 1``, because ``fully_shard`` takes the last
+    dimension as the one to shard over. Rank 0 warns if the ``tp`` ranks of a group are not all on one node.
 
     Returns:
         The mesh, or None for one process (which still gets a group of its own, so that collectives work).
@@ -121,6 +122,7 @@ def init_distributed(config: DistributedConfig, seed: int = 42) -> DeviceMesh | 
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
+        share_cores()
         # Both backends at once: control messages then stay on the CPU and never wait for the GPU.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         store = dist.HashStore() if world_size == 1 else None

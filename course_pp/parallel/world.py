@@ -28,7 +28,8 @@ def get_world_info() -> tuple[int, int, int]:
     started: start it with ``srun``, also for one task.
 
     Raises:
-        ValueError: if a launcher set some of its variables but not all, or one is not a number.
+        ValueError: if a launcher set some of its variables but not all, or one is not a number; or if the address of
+            the job's first node cannot be found.
     """
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         return _read("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -119,7 +120,11 @@ def _address(node: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         answer = ""
     match = re.search(r"\bNodeAddr=(\S+)", answer)
-    return match[1] if match else node
+    if match is None:
+        raise ValueError(
+            f"Slurm node {node!r} is no host's name and scontrol knows no address: set MASTER_ADDR yourself"
+        )
+    return match[1]
 
 
 def _slurm_master_port() -> int:

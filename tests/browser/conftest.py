@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.optional import lacking
+
 _CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 _FLAGS = (
     "--no-sandbox",
@@ -29,11 +31,11 @@ _FLAGS = (
 def page() -> Iterator[Any]:
     """A page of a headless Chromium that keeps what it throws in ``page.thrown``."""
     if not (executable := next(filter(None, map(shutil.which, _CHROMIUM)), None)):
-        pytest.skip("no Chromium here: apt-get install chromium enables the browser tests")
+        lacking("browser", "there is no Chromium here: apt-get install chromium enables the browser tests")
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
-        pytest.skip("no playwright here: pip install playwright enables the browser tests")
+        lacking("browser", "there is no playwright here: pip install playwright enables the browser tests")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=executable, args=list(_FLAGS))
         page = browser.new_page(viewport={"width": 1280, "height": 900})

@@ -55,11 +55,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def fake_srun(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An ``srun`` on PATH that says what it was asked and runs it, with a cluster that answers ``sinfo``."""
+    monkeypatch.delenv("COURSE_PP_WHERE")
     srun = folder / "bin" / "srun"
     srun.parent.mkdir()
-    srun.write_text('#!/bin/sh\necho "[rank 0] srun $1 $2 $3 $4"\nshift 4\nexec "$@"\n')
+    srun.write_text('#!/bin/sh\necho "[rank 0] srun $1 $2 $3 $4 $5 $6 $7 $8"\nshift 8\nexec "$@"\n')
     srun.chmod(0o755)
     (srun.parent / "sinfo").symlink_to("/bin/true")
+    (srun.parent / "squeue").symlink_to("/bin/true")
+    (folder / "site.toml").write_text(f'folder = "{folder / "shared"}"')
+    monkeypatch.setenv("COURSE_PP_SITE", str(folder / "site.toml"))
     monkeypatch.setenv("PATH", str(srun.parent), prepend=os.pathsep)
     return srun
 
@@ -82,7 +86,7 @@ def test_the_script_is_the_first_word_that_belongs_to_no_option(line: str, scrip
 
 
 def test_a_path_from_the_root_works_in_a_notebook_and_is_shown_as_it_is_run(folder: Path) -> None:
-    command = build(["--nproc-per-node=2", "source_code/train.py", "--out", "here"], local=True)
+    command = build(["--nproc-per-node=2", "source_code/train.py", "--out", "here"], "local")
     assert command.shown == "torchrun --nproc-per-node=2 ../source_code/train.py --out here"
     assert command.argv[:3] == (sys.executable, "-m", "torch.distributed.run")
     assert command.argv[3:] == tuple(shlex.split(command.shown)[1:])
@@ -90,9 +94,9 @@ def test_a_path_from_the_root_works_in_a_notebook_and_is_shown_as_it_is_run(fold
 
 def test_a_missing_script_is_named(folder: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no script 'source_code/trian\.py'"):
-        build(["source_code/trian.py"], local=True)
+        build(["source_code/trian.py"], "local")
     with pytest.raises(ValueError, match="no script in `torchrun --nproc-per-node=2`"):
-        build(["--nproc-per-node=2"], local=True)
+        build(["--nproc-per-node=2"], "local")
 
 
 @pytest.mark.parametrize(
@@ -109,21 +113,25 @@ def test_a_missing_script_is_named(folder: Path) -> None:
 def test_one_node_takes_a_free_port_unless_the_user_chose_a_rendezvous(
     folder: Path, options: str, free_port: bool
 ) -> None:
-    command = build([*shlex.split(options), "source_code/train.py"], local=True)
+    command = build([*shlex.split(options), "source_code/train.py"], "local")
     assert ("PET_STANDALONE" in command.environ) == free_port
     assert command.environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] == "[rank ${rank}] "
 
 
 def test_what_the_user_set_in_the_environment_stays(folder: Path) -> None:
-    command = build(["source_code/train.py"], local=True, environ={"OMP_NUM_THREADS": "4", "PET_TEE": "1"})
+    command = build(["source_code/train.py"], "local", environ={"OMP_NUM_THREADS": "4", "PET_TEE": "1"})
     assert not {"OMP_NUM_THREADS", "PET_TEE"} & set(command.environ)
 
 
 def test_next_to_slurm_the_launcher_runs_under_srun_unless_told_otherwise(fake_srun: Path) -> None:
     args = ["--nproc-per-node=2", "source_code/train.py"]
-    assert build(args).shown == "srun -N 1 -n 1 torchrun --nproc-per-node=2 ../source_code/train.py"
-    assert build(["--nnodes=2", *args]).shown.startswith("srun -N 2 -n 2 torchrun --nnodes=2")
-    assert build(args, local=True).shown.startswith("torchrun")
+    assert build(args).shown == "srun -N 1 -n 1 -c 2 -t 6 torchrun --nproc-per-node=2 ../source_code/train.py"
+    assert build(["--nnodes=2", *args]).shown.startswith("srun -N 2 -n 2 -K1 -c 2 -t 6 bash -c ")
+    assert "exec torchrun --node-rank=$SLURM_NODEID" in build(["--nnodes=2", *args]).shown
+    assert build(["--nnodes=2", "--rdzv-endpoint=n1:1", *args]).shown.startswith(
+        "srun -N 2 -n 2 -K1 -c 2 -t 6 torchrun"
+    )
+    assert build(args, "local").shown.startswith("torchrun")
 
 
 def test_slurm_tools_without_a_cluster_behind_them_are_not_used_unless_inside_a_job(fake_srun: Path) -> None:
@@ -138,8 +146,10 @@ def test_a_run_under_srun_executes_what_it_shows(
 ) -> None:
     (folder / "source_code" / "train.py").write_text("print('trained')")
     lines = run_torchrun(["source_code/train.py"], timeout_s=60)
-    assert lines == ("[rank 0] srun -N 1 -n 1", "[rank 0] trained")
-    assert capsys.readouterr().out.startswith("$ srun -N 1 -n 1 torchrun ../source_code/train.py\n")
+    assert lines == ("[rank 0] srun -N 1 -n 1 -c 1 -t 2", "[rank 0] trained")
+    said, shown, *_ = capsys.readouterr().out.splitlines()
+    assert said == "Ranks run in a Slurm job of their own: 1 node, CPU only."
+    assert shown == "$ srun -N 1 -n 1 -c 1 -t 2 torchrun ../source_code/train.py"
 
 
 @pytest.mark.parametrize(
@@ -176,8 +186,10 @@ def test_lines_are_labelled_and_nothing_is_added_to_the_command(
     (folder / "s.py").write_text(HEAD + "print('a\\nb', os.environ['OWN_SITE']); print('c', file=sys.stderr)")
     lines = run_torchrun(["--nproc-per-node=2", "../s.py"], timeout_s=60, local=True)
     out, err = capsys.readouterr()
-    assert out.splitlines()[0] == "$ torchrun --nproc-per-node=2 ../s.py"
-    assert sorted(lines) == sorted([*out.splitlines()[1:], *err.splitlines()])
+    said, shown, *rest = out.splitlines()
+    assert said.startswith("Ranks run on this machine")
+    assert shown == "$ torchrun --nproc-per-node=2 ../s.py"
+    assert sorted(lines) == sorted([*rest, *err.splitlines()])
     assert sorted(lines) == [f"[rank {rank}] {text}" for rank in range(2) for text in ("a", "b kept", "c")]
 
 
@@ -268,7 +280,7 @@ def test_a_notebook_starts_ranks_both_ways_and_its_cells_fail_when_ranks_do(fold
     _, hung, ranks, run, failed = [cell.outputs for cell in notebook.cells]
     assert "cell line 3: dist.recv(torch.zeros(1), src=1 - rank)" in hung[-1]["evalue"]
     assert ranks[-1]["data"]["text/plain"] == "[0, 1]"
-    assert "".join(o["text"] for o in run) == "$ torchrun ../source_code/train.py\n[rank 0] trained\n"
+    assert "".join(o["text"] for o in run).endswith("\n$ torchrun ../source_code/train.py\n[rank 0] trained\n")
     assert failed[-1]["ename"] == "ZeroDivisionError"
     assert "Cell, line 1" in "\n".join(failed[-1]["traceback"])
 

@@ -59,7 +59,8 @@ def test_torchrun_comes_before_slurm(launcher):
     assert not is_rank_zero()
 
 
-def test_slurm_variables_are_exported_for_env_rendezvous(launcher):
+def test_slurm_variables_are_exported_for_env_rendezvous(launcher, monkeypatch):
+    monkeypatch.setattr("socket.getaddrinfo", lambda host, port: [host])
     launcher(
         SLURM_PROCID="3", SLURM_LOCALID="1", SLURM_NTASKS="4", SLURM_JOB_ID="77", SLURM_STEP_ID="0",
         SLURM_STEP_NODELIST="gpu[03-04]", SLURM_STEP_NUM_NODES="2", SLURM_NODEID="1", SLURM_STEP_TASKS_PER_NODE="2(x2)",
@@ -78,24 +79,37 @@ def test_slurm_on_one_node_needs_no_host_name(launcher):
     assert os.environ["MASTER_ADDR"] == "127.0.0.1"
 
 
-@pytest.mark.parametrize(
-    ("answer", "address"),
-    [
-        ("NodeName=vn1 Arch=x86_64\\n   NodeAddr=10.1.2.3 NodeHostName=vm Version=22", "10.1.2.3"),
-        ("slurm_load_node error", "vn1.invalid"),
-    ],
-    ids=["virtual", "unknown"],
-)
-def test_a_node_whose_name_is_no_hosts_is_reached_as_slurm_reaches_it(launcher, tmp_path, answer, address):
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text(f'#!/bin/sh\n[ "$*" = "show node vn1.invalid" ] && printf "{answer}\\n"\n')
-    scontrol.chmod(0o755)
-    launcher(
-        SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NTASKS="2", SLURM_STEP_NODELIST="vn1.invalid,vn2.invalid",
-        SLURM_STEP_NUM_NODES="2", PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
-    )  # fmt: skip
+@pytest.fixture
+def scontrol_answers(tmp_path, monkeypatch):
+    """Two virtual nodes, and the ``scontrol`` that a rank on them finds."""
+
+    def answer_with(text):
+        scontrol = tmp_path / "scontrol"
+        scontrol.write_text(f'#!/bin/sh\n[ "$*" = "show node vn1.invalid" ] && printf "{text}\\n"\n')
+        scontrol.chmod(0o755)
+
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    return answer_with
+
+
+VIRTUAL_NODES = {
+    "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2",
+    "SLURM_STEP_NODELIST": "vn1.invalid,vn2.invalid", "SLURM_STEP_NUM_NODES": "2",
+}  # fmt: skip
+
+
+def test_a_node_whose_name_is_no_hosts_is_reached_as_slurm_reaches_it(launcher, scontrol_answers):
+    scontrol_answers("NodeName=vn1 Arch=x86_64\\n   NodeAddr=10.1.2.3 NodeHostName=vm Version=22")
+    launcher(**VIRTUAL_NODES)
     get_world_info()
-    assert os.environ["MASTER_ADDR"] == address
+    assert os.environ["MASTER_ADDR"] == "10.1.2.3"
+
+
+def test_a_node_that_nobody_knows_is_refused_before_ranks_wait_for_it(launcher, scontrol_answers):
+    scontrol_answers("slurm_load_node error")
+    launcher(**VIRTUAL_NODES)
+    with pytest.raises(ValueError, match=r"'vn1.invalid' is no host's name .* set MASTER_ADDR yourself"):
+        get_world_info()
 
 
 def test_a_node_whose_name_is_a_hosts_goes_by_its_name(launcher, monkeypatch):

@@ -1,0 +1,55 @@
+"""What ``on_ranks`` refuses before it starts anything."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import reprlib
+from collections.abc import Callable
+from typing import Any
+
+from course_pp.launch import rank as in_rank
+from course_pp.launch.limits import refuse_bad_timeout
+
+
+def refuse_bad_arguments(n: int, fn: object, args: tuple[Any, ...], timeout_s: float, threads: int) -> None:
+    """Raises RuntimeError inside a rank, and TypeError or ValueError for an argument that is of no use."""
+    __tracebackhide__ = True
+    if in_rank.inside():
+        raise RuntimeError(
+            f"on_ranks was called on rank {os.environ['RANK']}, inside a rank of on_ranks. "
+            "Call it once, outside, with as many ranks as you need."
+        )
+    if callable(n) and isinstance(fn, int):
+        raise TypeError(f"the number of ranks comes first: on_ranks({fn}, {_name(n)}), not on_ranks({_name(n)}, {fn}).")
+    for name, value in (("n", n), ("threads", threads)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}; it must be a whole number, for example {name}=2.")
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1.")
+    if not callable(fn):
+        raise TypeError(
+            f"fn is {fn!r}, which cannot be called. Pass the function itself: on_ranks({n}, fn), not fn(0)."
+        )
+    refuse_bad_timeout(timeout_s)
+    _refuse_bad_call(fn, args)
+
+
+def _refuse_bad_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    __tracebackhide__ = True
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # some functions written in C have none
+        return
+    try:
+        signature.bind(0, *args)
+    except TypeError as e:
+        given = ", ".join(["rank", *(_name(arg) for arg in args)])
+        raise TypeError(
+            f"on_ranks calls fn(rank, *args), here {_name(fn)}({given}), but {_name(fn)}{signature} has {e}. "
+            f"Its first parameter is the rank; pass the others after it: on_ranks(n, {_name(fn)}, …)."
+        ) from None
+
+
+def _name(value: object) -> str:
+    return getattr(value, "__name__", None) or reprlib.repr(value)

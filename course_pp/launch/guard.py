@@ -1,0 +1,58 @@
+"""Runs srun so that its job cannot outlive whoever started it: ``python guard.py JOB_NAME srun ...``.
+
+Standard input is a pipe that the starter holds open; what it writes is passed on to srun. When it closes, on purpose
+or because the starter was killed, srun is told to terminate, which cancels the job whether it runs or still queues; a
+job of the name that is left after that is cancelled by name. Imports the standard library only, and is run by path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import getpass
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+_GRACE_S = 5.0
+_PR_SET_PDEATHSIG = 1
+
+
+def main(name: str, argv: list[str]) -> int:
+    libc = ctypes.CDLL(None)
+
+    def end_with_guard() -> None:
+        if sys.platform.startswith("linux"):
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+    child = subprocess.Popen(argv, stdin=subprocess.PIPE, preexec_fn=end_with_guard, bufsize=0)
+    assert child.stdin is not None
+    passed_on = child.stdin
+    wanted = threading.Event()
+    ended = threading.Event()
+
+    def end() -> None:
+        while data := os.read(0, 1 << 16):
+            with contextlib.suppress(OSError):
+                passed_on.write(data)
+        wanted.set()
+        child.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_GRACE_S)
+        child.kill()
+        user = getpass.getuser()
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.run(["scancel", "--quiet", f"--name={name}", f"--user={user}"], timeout=_GRACE_S)
+        ended.set()
+
+    threading.Thread(target=end, daemon=True).start()
+    code = child.wait()
+    if wanted.is_set():
+        ended.wait(3 * _GRACE_S)
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

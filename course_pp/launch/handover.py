@@ -1,0 +1,68 @@
+"""What ``on_ranks`` under Slurm leaves in a folder for the node, and what the node leaves there for it.
+
+What is pickled is read by the same user on both ends.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Printed by the node when the end of a call, by number, lies in the folder.
+ENDED = "course_pp ended call"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of ``on_ranks`` on its way to a node.
+
+    Attributes:
+        n, backend, threads, timeout_s: as given.
+        payload: function and arguments, pickled.
+        sys_path: of the caller, None if the nodes have an interpreter of their own.
+        environ: variables that have changed since the call before, or the job's begin; None if they are gone.
+        cwd, argv, sources: of the caller; `sources` are ``linecache`` entries that exist in no file.
+    """
+
+    n: int
+    payload: bytes
+    backend: str | None
+    threads: int
+    timeout_s: float
+    sys_path: tuple[str, ...] | None
+    environ: Mapping[str, str | None]
+    cwd: str
+    argv: tuple[str, ...]
+    sources: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class End:
+    """How it ended on the node.
+
+    Attributes:
+        results: one pickle a rank, or None if ``raised`` says why there are none.
+        raised: exception, its cause and its notes, pickled.
+    """
+
+    results: tuple[bytes, ...] | None
+    raised: bytes | None = None
+
+
+def call_file(folder: Path, number: int) -> Path:
+    return folder / f"call-{number}"
+
+
+def end_file(folder: Path, number: int) -> Path:
+    return folder / f"end-{number}"
+
+
+def write(file: Path, value: object) -> None:
+    """Writes a pickle whole or not at all, as seen from another node."""
+    half = file.with_suffix(".part")
+    half.write_bytes(pickle.dumps(value))
+    os.replace(half, file)

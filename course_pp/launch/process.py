@@ -1,0 +1,232 @@
+"""A command that starts ranks, followed line by line: on this machine, or through srun as a job of ours."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import selectors
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import IO, Self
+
+from course_pp.launch.command import Command, of_no_rank
+from course_pp.launch.errors import LaunchError
+from course_pp.launch.output import Lines
+from course_pp.launch.slurm import Job
+
+POLL_S = 0.2
+GRACE_S = 5.0
+LAST_LINES = 12
+_LABELLED = re.compile(r"\[rank (\d+)\] ?(.*)", re.S)
+_NEWS_OF_THE_QUEUE = re.compile(r"srun: job \d+ (queued and waiting for|has been allocated) resources")
+
+
+class Process:
+    """A running command. Leaving the context ends it, and with it its job.
+
+    Args:
+        command: what to run.
+        environ: variables to add to this process's own.
+        opened: what to close at the end; taken over once the command has started.
+    """
+
+    def __init__(self, command: Command, environ: Mapping[str, str], opened: contextlib.ExitStack) -> None:
+        self.command = command
+        self._selector = opened.enter_context(selectors.DefaultSelector())
+        self.printed: list[str] = []
+        self.ranks_said: dict[tuple[int, str], deque[str]] = defaultdict(partial(deque, maxlen=LAST_LINES))
+        self.launcher_said: list[str] = []
+        environ = {**of_no_rank(os.environ), **command.environ, **environ}
+        argv: tuple[str, ...] = command.argv
+        self.job = None
+        if not command.local:
+            name = f"course_pp-{uuid.uuid4().hex[:8]}"
+            self.job = Job(name, environ, command.place.job)
+            guard = Path(__file__).with_name("guard.py")
+            argv = (sys.executable, "-I", "-S", str(guard), name, *argv)
+            environ = {**environ, "SLURM_JOB_NAME": name}
+        self._process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL if self.job is None else subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environ,
+            # An interrupt is for us; the launcher is then told to end its ranks first.
+            start_new_session=True,
+        )
+        self._open_streams = 2
+        for stream, name in ((self._process.stdout, "stdout"), (self._process.stderr, "stderr")):
+            assert stream is not None
+            opened.enter_context(stream)
+            self.watch(stream, partial(self._read, stream, Lines(partial(self.take_line, name))))
+        self._open = opened.pop_all()
+
+    def watch(self, file: object, ready: Callable[[], None]) -> None:
+        """Calls ``ready`` whenever ``file`` can be read."""
+        self._selector.register(file, selectors.EVENT_READ, ready)  # type: ignore[arg-type]
+
+    def forget(self, file: object) -> None:
+        self._selector.unregister(file)  # type: ignore[arg-type]
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._open:
+            self._end()
+
+    def follow(self, timeout_s: float) -> tuple[str, ...]:
+        """Prints what the ranks print until all have ended.
+
+        Args:
+            timeout_s: limit in seconds, from the moment the job has left the queue.
+
+        Raises:
+            LaunchError: the command failed.
+            RanksHung: the limit is over.
+        """
+        self.wait(timeout_s)
+        if (error := self.error()) is not None:
+            raise error
+        for line in self.launcher_said:
+            if not _NEWS_OF_THE_QUEUE.match(line):
+                print(line, file=sys.stderr)
+        return tuple(self.printed)
+
+    def wait(self, timeout_s: float) -> None:
+        """Prints what comes until the command has ended, or said what it was to say."""
+        limit = None
+        while self._open_streams and not self.answered():
+            if limit is None and self._has_started():
+                limit = time.monotonic() + timeout_s
+            wait = POLL_S if limit is None else min(POLL_S, limit - time.monotonic())
+            # Something that outlives the launcher may hold its streams open: hence the look at the process.
+            if not self.poll(wait) and not self.running:
+                break
+            if limit is not None and time.monotonic() >= limit:
+                raise self.hung(timeout_s)
+
+    def error(self) -> BaseException | None:
+        """What to raise for a command that has ended; None if it ended well."""
+        code = self._process.wait(GRACE_S)
+        # When its node is lost, srun says so and ends with exit code 0.
+        if not code and not any(line.startswith("srun: error:") for line in self.launcher_said):
+            return None
+        return self._verdict() or (self.failure(code) if code else None)
+
+    def answered(self) -> bool:
+        """Whether there is nothing to wait for although the command still runs."""
+        return False
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def tell(self, line: str) -> None:
+        """Writes a line to the job's standard input."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
+
+    def failure(self, code: int) -> BaseException:
+        """What to raise for an exit code that Slurm does not explain."""
+        return LaunchError(f"`{self.command.shown}` ended with exit code {code}. It said:\n{self.last_words()}")
+
+    def hung(self, seconds: float) -> BaseException:
+        """What to raise at the time limit."""
+        return TimeoutError(f"still running after {seconds:g} s.")
+
+    def a_rank_failed(self) -> bool:
+        """Whether there is a rank to blame, so that a step that was cancelled because of it needs no other reason."""
+        return False
+
+    def last_words(self) -> str:
+        return "\n".join(self.launcher_said[-LAST_LINES:])
+
+    def poll(self, seconds: float) -> bool:
+        ready = self._selector.select(max(0.0, seconds))
+        for key, _ in ready:
+            key.data()
+        return bool(ready)
+
+    def _has_started(self) -> bool:
+        if self.job is None or self.job.started:
+            return True
+        if line := self.job.queue_line():
+            print(line, flush=True)
+        return self.job.started
+
+    def _verdict(self) -> LaunchError | None:
+        if self.job is None:
+            return None
+        return self.job.verdict(self.launcher_said, shlex.join(self.command.place.srun), self.a_rank_failed())
+
+    def _read(self, stream: IO[bytes], lines: Lines) -> None:
+        data = os.read(stream.fileno(), 1 << 16)
+        if data:
+            lines.feed(data)
+        else:
+            lines.close()
+            self.forget(stream)
+            self._open_streams -= 1
+
+    def take_line(self, stream: str, line: str) -> None:
+        if match := _LABELLED.match(line):
+            if self.job is not None:
+                self.job.started = True
+            self.printed.append(line)
+            said = self.ranks_said[int(match[1]), stream]
+            # torch marks a traceback's lines with the rank, too.
+            said.append(re.sub(r"^\[rank\d+\]: ?", "", match[2]))
+            print(line, file=getattr(sys, stream))
+        else:
+            # The launcher's own words: a page for a failed rank, which one sentence of ours replaces.
+            self.launcher_said.append(line)
+
+    def _end(self) -> None:
+        if self._process.stdin is not None:
+            # The guard cancels the job; it may take twice its own patience.
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        elif self._process.poll() is None:
+            self._process.terminate()
+        limit = time.monotonic() + (GRACE_S if self.job is None else 4 * GRACE_S)
+        while self._process.poll() is None and time.monotonic() < limit:
+            # Reads on, or a launcher that writes to a full pipe would never end.
+            self.poll(POLL_S)
+        self.end_ranks()
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        self.end_ranks()
+
+    def end_ranks(self) -> None:
+        """Ends what a launcher on this machine may have left."""
+
+
+def shared_folder(parent: str) -> contextlib.AbstractContextManager[str]:
+    """A temporary folder that every node sees. Raises ValueError if the site's folder cannot be made."""
+    # Absolute: ranks may work in another folder.
+    folder = Path(parent).expanduser().absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"folder is {parent!r}, which cannot be made ({error}). "
+            "Set folder in site.toml to one that you may write to and all nodes see."
+        ) from None
+    return tempfile.TemporaryDirectory(prefix="run_", dir=folder, ignore_cleanup_errors=True)

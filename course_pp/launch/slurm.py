@@ -1,0 +1,155 @@
+"""A job of ours as its starter sees it: its place in the queue, and how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import re
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+
+from course_pp.launch.errors import LaunchError
+
+_ANSWER_LIMIT_S = 5.0
+_FIRST_LOOK_S, _LOOK_S = 0.3, 2.0
+_COMPLETING_S = 3.0
+_REASONS = {
+    "Resources": "it is next, when nodes become free",
+    "Priority": "jobs of higher priority come first",
+    "ReqNodeNotAvail": "nodes it needs are down or reserved",
+    "PartitionTimeLimit": "its time limit is above the partition's",
+    "QOSMaxJobsPerUserLimit": "you have as many jobs as you may",
+    "AssocGrpGRES": "your account's GPUs are all in use",
+    "BeginTime": "it begins later",
+}
+# The last word of a job, and what to make of it.
+_STATES = {
+    "TIMEOUT": "reached its time limit in Slurm. Raise time_limit in site.toml, or do less in one run.",
+    "NODE_FAIL": "lost a node. Run it again; if it happens again, tell whoever runs the cluster which node it was.",
+    "CANCELLED": "was cancelled from outside, by scancel or by an administrator.",
+    "PREEMPTED": "was pre-empted by a job of higher priority. Run it again.",
+    "OUT_OF_MEMORY": 'used more memory than it had asked for. Ask for more: options = ["--mem=…"] in site.toml.',
+    "DEADLINE": "could not end before its deadline.",
+}
+_SAID = (
+    ("DUE TO TIME LIMIT", "TIMEOUT"),
+    ("DUE TO NODE FAILURE", "NODE_FAIL"),
+    ("Node failure on", "NODE_FAIL"),
+    ("DUE TO PREEMPTION", "PREEMPTED"),
+    ("oom-kill", "OUT_OF_MEMORY"),
+)
+_REFUSED = re.compile(
+    r"srun: error: Unable to (?:allocate resources|create step for job \d+|confirm allocation[^:]*): (.*)"
+)
+
+
+class Job:
+    """One job, known by its name until Slurm has given it a number.
+
+    Args:
+        name: unique among this user's jobs.
+        environ: in which Slurm's tools are called.
+        inside: number of the job in which this one is only a step.
+    """
+
+    def __init__(self, name: str, environ: Mapping[str, str], inside: str | None = None) -> None:
+        self.name = name
+        self.number = inside
+        self.step = inside is not None
+        self.started = self.step
+        self._environ = environ
+        self._next_look = time.monotonic() + _FIRST_LOOK_S
+        self._last_line = ""
+
+    def queue_line(self) -> str | None:
+        """Where the job stands in the queue, if that has changed since the last call; asks every other second."""
+        if self.started or time.monotonic() < self._next_look:
+            return None
+        self._next_look = time.monotonic() + _LOOK_S
+        rows = self._ours("%i|%t|%P|%r")
+        if not rows:
+            return None
+        self.number, state, partition, reason = rows[0].split("|", 3)
+        self.started = state != "PD"
+        if self.started:
+            return None
+        line = (
+            f"job {self.number} waits in partition {partition}: {self._place(self.number, partition)}{_because(reason)}"
+        )
+        news, self._last_line = line != self._last_line, line
+        return line if news else None
+
+    def seconds_left(self) -> float:
+        """Until Slurm ends the job; 0 if it does not say, or the job is gone."""
+        rows = self._ask("squeue", "--noheader", f"--jobs={self._found()}", "-o", "%L")
+        if rows and rows[0].strip() in ("UNLIMITED", "NOT_SET"):
+            return float("inf")
+        match = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", rows[0].strip() if rows else "")
+        if match is None:
+            return 0.0
+        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+        return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
+
+    def _found(self) -> str:
+        """The number of the job, which may have begun or ended before the first look; empty if there is none."""
+        if self.number is None:
+            found = self._ours("%i", "--states=all")
+            self.number = found[0] if found else None
+        return self.number or ""
+
+    def _place(self, number: str, partition: str) -> str:
+        queue = self._ask("squeue", "--noheader", f"--partition={partition}", "--states=PD", "--sort=-p,i", "-o", "%i")
+        return f"place {queue.index(number) + 1} of {len(queue)}" if number in queue else "place unknown"
+
+    def _ours(self, columns: str, *options: str) -> list[str]:
+        user = f"--user={getpass.getuser()}"
+        return self._ask("squeue", "--noheader", user, f"--name={self.name}", *options, "-o", columns)
+
+    def verdict(self, said: Sequence[str], asked: str, a_rank_failed: bool) -> LaunchError | None:
+        """What Slurm itself ended the run for; None if it only passes on that the command failed.
+
+        Args:
+            said: lines of srun and slurmstepd.
+            asked: the srun command, as shown.
+            a_rank_failed: whether there is a failed rank to name instead.
+        """
+        text = "\n".join(said)
+        state = "" if self.step else self._state()
+        state = next((known for words, known in _SAID if words in text), state)
+        if state not in _STATES and not a_rank_failed and ("CANCELLED AT" in text or "has been revoked" in text):
+            state = "CANCELLED"
+        if state in _STATES:
+            who = f"Slurm job {self.number}" if self.number else "the Slurm job"
+            return LaunchError(f"{who} {_STATES[state]}")
+        if match := _REFUSED.search(text):
+            return LaunchError(
+                f"Slurm refused the request: {match[1]}. It was: {asked}. "
+                "`sinfo` shows what there is; partition, gres and options are set in site.toml."
+            )
+        return None
+
+    def _state(self) -> str:
+        if not (number := self._found()):
+            return ""
+        limit = time.monotonic() + _COMPLETING_S
+        while True:
+            match = re.search(r"JobState=(\w+)", "\n".join(self._ask("scontrol", "show", "job", number)))
+            state = match[1] if match else ""
+            # Nodes still clean up after it; what it ended with is said afterwards.
+            if state != "COMPLETING" or time.monotonic() > limit:
+                return state
+            time.sleep(_FIRST_LOOK_S)
+
+    def _ask(self, *argv: str) -> list[str]:
+        """The lines of an answer; none if there is no answer, which is no reason to give up."""
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            answer = subprocess.run(argv, env=self._environ, capture_output=True, text=True, timeout=_ANSWER_LIMIT_S)
+            if not answer.returncode:
+                return answer.stdout.split("\n")[:-1]
+        return []
+
+
+def _because(reason: str) -> str:
+    meaning = _REASONS.get(reason.split(",")[0])
+    return f" ({reason}: {meaning})" if meaning else f" ({reason})"

@@ -1,0 +1,189 @@
+"""The one place that decides where ranks run: on this machine, inside a Slurm job, or in a job of their own."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from course_pp.launch.site import Site, load_site
+
+_ANSWER_LIMIT_S = 5.0
+_CHOICES = ("local", "slurm")
+# Left over between a run's own time limit, which says who waits for whom, and the job's, which does not.
+_SLACK_S = 60
+# For the calls that follow the first one in the same job.
+_CALLS_S = 600
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a run needs.
+
+    Attributes:
+        nodes: number of nodes.
+        ranks: on each of them, None if the launcher finds out by itself.
+        seconds: the run's own time limit.
+        calls: whether the job is kept for more of the kind.
+    """
+
+    nodes: int
+    ranks: int | None
+    seconds: float
+    calls: bool = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where ranks run.
+
+    Attributes:
+        said: the decision as a sentence.
+        srun: what goes before the command of each node; empty on this machine.
+        job: id of the surrounding job, if ranks run inside one.
+        site: settings of the cluster.
+    """
+
+    said: str
+    srun: tuple[str, ...] = ()
+    job: str | None = None
+    site: Site = field(default_factory=Site)
+
+    @property
+    def local(self) -> bool:
+        return not self.srun
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """What a partition's nodes have at most."""
+
+    cpus: int
+    gpus: int
+
+
+def decide(ask: Ask, where: str | None = None, environ: Mapping[str, str] | None = None) -> Place:
+    """Decides for a Slurm job we are in, else for a job of our own if a cluster answers, else for this machine.
+
+    Args:
+        ask: what the run needs.
+        where: ``"local"`` or ``"slurm"`` leave no choice; None takes ``$COURSE_PP_WHERE`` or decides.
+
+    Raises:
+        ValueError: ``where`` is neither, or the surrounding job has too few nodes.
+        RuntimeError: ``where="slurm"`` and there is no cluster.
+    """
+    environ = os.environ if environ is None else environ
+    where = where or environ.get("COURSE_PP_WHERE") or None
+    if where not in (None, *_CHOICES):
+        raise ValueError(f"where is {where!r}; it must be 'local', 'slurm' or None, which decides by itself.")
+    if where == "local":
+        return Place(_on_this_machine(ask, environ))
+    if not shutil.which("srun", path=environ.get("PATH")):
+        if where == "slurm":
+            raise RuntimeError("where is 'slurm', but there is no srun on PATH. Load Slurm's module, or leave it out.")
+        return Place(_on_this_machine(ask, environ))
+    if "SLURM_JOB_ID" in environ:
+        return _inside(ask, load_site(environ), environ)
+    site = load_site(environ)
+    nodes = _nodes(site.partition, environ)
+    if nodes is None:
+        if where == "slurm":
+            raise RuntimeError("where is 'slurm', but no cluster answers: `sinfo` fails. Ask whoever runs it.")
+        return Place(f"{_on_this_machine(ask, environ)} No cluster answers behind srun.")
+    return _submitted(ask, site, nodes)
+
+
+def _on_this_machine(ask: Ask, environ: Mapping[str, str]) -> str:
+    gpus = _gpus_here(environ)
+    if gpus == 0:
+        return "Ranks run on this machine, on the CPU."
+    if ask.ranks is not None and ask.ranks > gpus:
+        return f"Ranks run on this machine, on the CPU: it has {_count(gpus, 'GPU')} for {_count(ask.ranks, 'rank')}."
+    return f"Ranks run on this machine, which has {_count(gpus, 'GPU')}."
+
+
+def _inside(ask: Ask, site: Site, environ: Mapping[str, str]) -> Place:
+    job = environ["SLURM_JOB_ID"]
+    held = _leading_number(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES")) or ask.nodes
+    if ask.nodes > held:
+        raise ValueError(
+            f"--nnodes={ask.nodes}, but Slurm job {job}, in which this runs, holds {_count(held, 'node')}. "
+            "Take fewer, or start a job with more."
+        )
+    # A step that asks for more cores than the job holds on a node is refused.
+    cores = _leading_number(environ.get("SLURM_JOB_CPUS_PER_NODE")) or math.inf
+    cpus = min((ask.ranks or 1) * site.cpus_per_rank, cores)
+    # Without --overlap the step would wait for what the step of the notebook holds.
+    srun = ("srun", "--overlap", *_tasks(ask), "-c", str(cpus), *site.options)
+    return Place(f"Ranks run inside Slurm job {job}, on {_count(ask.nodes, 'node')}.", srun, job, site)
+
+
+def _submitted(ask: Ask, site: Site, nodes: Nodes) -> Place:
+    most = nodes.gpus if site.gpus_per_node is None else site.gpus_per_node
+    gpus = min(ask.ranks or most, most) if site.gres else 0
+    cpus = min((ask.ranks or max(1, gpus)) * site.cpus_per_rank, nodes.cpus)
+    srun = ["srun"]
+    srun += ["-p", site.partition] if site.partition else []
+    srun += ["-A", site.account] if site.account else []
+    srun += [*_tasks(ask), "-c", str(cpus)]
+    if gpus:
+        gres = site.gres.format(n=gpus)
+        srun.append(gres if gres.startswith("-") else f"--gres={gres}")
+    seconds = ask.seconds + _SLACK_S + (_CALLS_S if ask.calls and site.keep_s else 0)
+    srun += ["-t", site.time_limit or str(math.ceil(seconds / 60)), *site.options]
+    each = f", {_count(gpus, 'GPU')} on each" if ask.nodes > 1 else f", {_count(gpus, 'GPU')}"
+    what = f"{_count(ask.nodes, 'node')}{each if gpus else ', CPU only'}"
+    return Place(f"Ranks run in a Slurm job of their own: {what}.", tuple(srun), None, site)
+
+
+def _tasks(ask: Ask) -> tuple[str, ...]:
+    """One task a node; where one fails, those of other nodes would wait for it for ever."""
+    return ("-N", str(ask.nodes), "-n", str(ask.nodes), *(("-K1",) if ask.nodes > 1 else ()))
+
+
+def _nodes(partition: str, environ: Mapping[str, str]) -> Nodes | None:
+    """What the partition has, ours or the default one; None if no cluster answers: tools may be there without one."""
+    sinfo = shutil.which("sinfo", path=environ.get("PATH"))
+    if sinfo is None:
+        return None
+    try:
+        answer = subprocess.run(
+            [sinfo, "--noheader", "--format=%P|%c|%G"],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=_ANSWER_LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    if answer.returncode:
+        return None
+    rows = [row.split("|", 2) for row in answer.stdout.splitlines() if row.count("|") >= 2]
+    ours = [row for row in rows if (row[0].rstrip("*") == partition if partition else row[0].endswith("*"))] or rows
+    return Nodes(
+        cpus=max((_leading_number(row[1]) or 1 for row in ours), default=sys.maxsize),
+        gpus=max((sum(map(int, re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", row[2]))) for row in ours), default=0),
+    )
+
+
+def _gpus_here(environ: Mapping[str, str]) -> int:
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return sum(1 for device in visible.split(",") if device.strip() not in ("", "-1"))
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def _leading_number(text: str | None) -> int | None:
+    match = re.match(r"\d+", text or "")
+    return int(match[0]) if match else None
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"

@@ -1,0 +1,162 @@
+"""Where ranks run, decided in one place, beside a Slurm that only pretends."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from course_pp.launch.command import build
+from course_pp.launch.slurm import Job
+from course_pp.launch.where import Ask, decide
+
+TWO = Ask(nodes=1, ranks=2, seconds=100)
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for pretended tools, all that is on PATH, and no settings but those in site.toml."""
+    (tmp_path / "bin").mkdir()
+    for name in [name for name in os.environ if name.startswith("SLURM")]:
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("COURSE_PP_WHERE", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("COURSE_PP_SITE", str(tmp_path / "site.toml"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    (tmp_path / "site.toml").touch()
+    return tmp_path / "bin"
+
+
+def pretend(tools: Path, name: str, shell: str) -> None:
+    (tools / name).write_text(f"#!/bin/sh\n{shell}\n")
+    (tools / name).chmod(0o755)
+
+
+@pytest.fixture
+def cluster(tools: Path) -> Path:
+    """Two partitions; the default one has nodes of 8 cores and 4 GPUs of a kind with a name."""
+    pretend(tools, "srun", "exit 1")
+    pretend(tools, "sinfo", "echo 'cpu|64|(null)'; echo 'gpu*|8|gpu:a100:4(S:0-1)'")
+    return tools
+
+
+def srun(ask: Ask, site: str = "") -> str:
+    Path(os.environ["COURSE_PP_SITE"]).write_text(site)
+    return " ".join(decide(ask).srun)
+
+
+@pytest.mark.parametrize(
+    ("visible", "said"),
+    [
+        ("", "Ranks run on this machine, on the CPU."),
+        ("0", "Ranks run on this machine, on the CPU: it has 1 GPU for 2 ranks."),
+        ("0,1,2", "Ranks run on this machine, which has 3 GPUs."),
+    ],
+)
+def test_where_local_says_whether_there_are_gpus_enough(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch, visible: str, said: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    place = decide(TWO, "local")
+    assert place.local
+    assert place.said == said
+
+
+@pytest.mark.parametrize(
+    ("ask", "site", "expected"),
+    [
+        (TWO, "", "srun -N 1 -n 1 -c 2 --gres=gpu:2 -t 3"),
+        (Ask(1, 6, 100), "", "srun -N 1 -n 1 -c 6 --gres=gpu:4 -t 3"),
+        (Ask(1, 99, 100), "", "srun -N 1 -n 1 -c 8 --gres=gpu:4 -t 3"),
+        (Ask(2, 4, 100), "", "srun -N 2 -n 2 -K1 -c 4 --gres=gpu:4 -t 3"),
+        (Ask(1, None, 100), "", "srun -N 1 -n 1 -c 4 --gres=gpu:4 -t 3"),
+        (TWO, 'partition = "cpu"', "srun -p cpu -N 1 -n 1 -c 2 -t 3"),
+        (TWO, 'account = "a"\ntime_limit = "1:00:00"', "srun -A a -N 1 -n 1 -c 2 --gres=gpu:2 -t 1:00:00"),
+        (TWO, 'gres = "--gpus-per-node={n}"', "srun -N 1 -n 1 -c 2 --gpus-per-node=2 -t 3"),
+        (TWO, 'gres = ""\ncpus_per_rank = 3', "srun -N 1 -n 1 -c 6 -t 3"),
+        (TWO, 'gpus_per_node = 1\noptions = ["--mem=1G"]', "srun -N 1 -n 1 -c 2 --gres=gpu:1 -t 3 --mem=1G"),
+    ],
+)
+def test_a_job_asks_for_what_the_run_needs_and_the_site_calls_it(
+    cluster: Path, ask: Ask, site: str, expected: str
+) -> None:
+    assert srun(ask, site) == expected
+
+
+def test_inside_a_job_its_cores_are_not_exceeded_and_its_nodes_are_counted(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("JOB_ID", "7"), ("JOB_NUM_NODES", "2"), ("JOB_CPUS_PER_NODE", "3(x2)")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert srun(Ask(2, 4, 100)) == "srun --overlap -N 2 -n 2 -K1 -c 3"
+    assert decide(TWO).said == "Ranks run inside Slurm job 7, on 1 node."
+    with pytest.raises(ValueError, match="--nnodes=3, but Slurm job 7, in which this runs, holds 2 nodes"):
+        decide(Ask(3, 4, 100))
+
+
+def test_a_choice_is_kept_to_or_refused(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COURSE_PP_WHERE", "local")
+    assert decide(TWO).local
+    assert not decide(TWO, "slurm").local
+    with pytest.raises(ValueError, match="where is 'gpu'; it must be 'local', 'slurm' or None"):
+        decide(TWO, "gpu")
+    pretend(cluster, "sinfo", "exit 1")
+    with pytest.raises(RuntimeError, match="no cluster answers"):
+        decide(TWO, "slurm")
+    monkeypatch.delenv("COURSE_PP_WHERE")
+    assert decide(TWO).said.endswith("No cluster answers behind srun.")
+    (cluster / "srun").unlink()
+    with pytest.raises(RuntimeError, match="there is no srun on PATH"):
+        decide(TWO, "slurm")
+
+
+def test_set_up_lines_and_container_come_before_torchrun_and_are_shown(cluster: Path, tmp_path: Path) -> None:
+    site = 'setup = ["module load cuda"]\ncontainer = "apptainer exec x.sif"\npython = "/opt/python"'
+    Path(os.environ["COURSE_PP_SITE"]).write_text(site)
+    (tmp_path / "x.py").touch()
+    command = build([str(tmp_path / "x.py"), "--flag"])
+    script = 'module load cuda\nexec apptainer exec x.sif {} "$@"'
+    assert command.argv[-5:-2] == ("-c", script.format("/opt/python -m torch.distributed.run"), "bash")
+    assert f"bash -c '{script.format('torchrun')}' bash" in command.shown
+    assert command.argv[-2:] == (str(tmp_path / "x.py"), "--flag")
+
+
+def test_the_place_in_the_queue_is_told_when_it_changes(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("course_pp.launch.slurm._LOOK_S", 0)
+    monkeypatch.setattr("course_pp.launch.slurm._FIRST_LOOK_S", 0)
+    answers = 'case "$*" in *name=*) cat mine;; *) cat all;; esac'
+    pretend(tools, "squeue", f"PATH=/usr/bin:/bin; cd {tools}; {answers}")
+    (tools / "mine").write_text("9|PD|gpu|Priority\n")
+    (tools / "all").write_text("7\n8\n9\n")
+    job = Job("course_pp-x", os.environ)
+    place = "job 9 waits in partition gpu: place"
+    assert job.queue_line() == f"{place} 3 of 3 (Priority: jobs of higher priority come first)"
+    assert job.queue_line() is None
+    (tools / "all").write_text("9\n10\n")
+    (tools / "mine").write_text("9|PD|gpu|Licenses\n")
+    assert job.queue_line() == f"{place} 1 of 2 (Licenses)"
+    (tools / "mine").write_text("9|R|gpu|None\n")
+    assert job.queue_line() is None
+    assert job.started
+
+
+@pytest.mark.parametrize(
+    ("said", "state", "words"),
+    [
+        (
+            "srun: error: Unable to allocate resources: Invalid account",
+            "",
+            "Slurm refused the request: Invalid account",
+        ),
+        ("*** STEP 9.0 ON n1 CANCELLED AT now DUE TO TIME LIMIT ***", "", "Slurm job 9 reached its time limit"),
+        ("*** STEP 9.0 ON n1 CANCELLED AT now ***", "", "Slurm job 9 was cancelled from outside"),
+        ("srun: error: Node failure on n1", "", "Slurm job 9 lost a node"),
+        ("srun: error: n1: task 0: Killed", "OUT_OF_MEMORY", "Slurm job 9 used more memory"),
+        ("srun: error: n1: task 0: Exited with exit code 1", "FAILED", None),
+    ],
+)
+def test_what_slurm_ended_is_told_in_one_sentence(tools: Path, said: str, state: str, words: str | None) -> None:
+    pretend(tools, "scontrol", f"echo '   JobState={state} Reason=None'")
+    pretend(tools, "squeue", "echo 9")
+    verdict = Job("course_pp-x", os.environ).verdict([said], "srun -A x", a_rank_failed=False)
+    assert (verdict is None) == (words is None)
+    assert words is None or words in str(verdict)

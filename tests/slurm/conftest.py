@@ -1,0 +1,48 @@
+"""A real Slurm for every test in this folder, and the question after each: is anything left?"""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from course_pp.launch.on_slurm import TASKS
+from tests.optional import lacking
+from tests.slurm.cluster import INSTALL, Cluster, missing_programs, temporary_cluster
+from tests.slurm.running import clone_into
+
+_LEFT_LIMIT_S = 20
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """Two nodes with four GPUs each; skips, and says what would enable it, where Slurm is not installed."""
+    if missing := missing_programs():
+        lacking("slurm", f"there is no {', '.join(missing)} here: {INSTALL} enables the Slurm tests")
+    with temporary_cluster(nodes=2, gpus=4) as cluster:
+        yield cluster
+
+
+@pytest.fixture(autouse=True)
+def on_the_cluster(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Point the test at the cluster, from outside any job; fail it if it leaves a job or a process of one behind."""
+    for name in list(os.environ):
+        if name.startswith("SLURM_"):
+            monkeypatch.delenv(name)
+    for name, value in cluster.environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("COURSE_PP_WHERE")
+    yield
+    TASKS.stop()
+    if left := cluster.wait_until_empty(_LEFT_LIMIT_S):
+        cluster.cancel_all()
+        pytest.fail(f"left behind: {left}", pytrace=False)
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A folder that looks like a clone of the repository."""
+    return clone_into(tmp_path)

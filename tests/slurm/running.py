@@ -1,0 +1,115 @@
+"""What the tests here do with Slurm: run a command line, submit a script, watch a job."""
+
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TINY = (
+    "--steps=4 --log-every=1 --dim=16 --heads=2 --layers=2 --seq-len=16 --batch-size=8 --microbatches=4 "
+    "--text README.md --tokenizer-size=300"
+)
+ENDLESS = TINY.replace("--steps=4", "--steps=1000000")
+_LIMIT_S = 110
+
+
+def run(command: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """A command line as one types it in ``folder``."""
+    return subprocess.run(
+        ["bash", "-c", command], cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIMIT_S
+    )
+
+
+def clone_into(folder: Path) -> Path:
+    """Make ``folder`` look like a clone of the repository to a job, and keep what the job writes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("README.md", "source_code"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+def losses(printed: str) -> list[str]:
+    """The lines of train.py that name a loss."""
+    return [line for line in printed.splitlines() if "loss" in line]
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Fails if the condition does not hold within the limit."""
+    limit = time.monotonic() + _LIMIT_S
+    while not condition():
+        assert time.monotonic() < limit, f"waited {_LIMIT_S} s until {what}"
+        time.sleep(0.05)
+
+
+@contextmanager
+def training(command: str) -> Iterator[subprocess.Popen[str]]:
+    """A command that runs train.py for ever, given over once the first step is done; ended with the block."""
+    with subprocess.Popen(
+        ["bash", "-c", f"exec {command} {ENDLESS}"],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert any("step 1/" in line for line in process.stdout), process.stderr.read()  # type: ignore[union-attr]
+            yield process
+        finally:
+            process.kill()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A job that was submitted with sbatch."""
+
+    id: str
+    folder: Path
+
+    @property
+    def state(self) -> str:
+        """``"COMPLETED"``, ``"FAILED"``, …"""
+        return self._shown(r"JobState=(\S+)")
+
+    @property
+    def restarts(self) -> int:
+        """How often it was requeued and started again."""
+        return int(self._shown(r"Restarts=(\d+)"))
+
+    @property
+    def output(self) -> str:
+        """What it has written so far."""
+        return "".join(path.read_text() for path in sorted(self.folder.glob(f"*-{self.id}*.out")))
+
+    def wait(self) -> str:
+        """Wait for its end; returns the state."""
+        wait_until(lambda: self.state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), f"job {self.id} ends")
+        return self.state
+
+    def _shown(self, pattern: str) -> str:
+        shown = run(f"scontrol show job {self.id}")
+        match = re.search(pattern, shown.stdout)
+        assert match, shown
+        return match[1]
+
+
+def submit(script: str, folder: Path, arguments: str, options: str = "") -> Batch:
+    """``sbatch OPTIONS source_code/slurm/SCRIPT ARGUMENTS`` in ``folder``."""
+    done = run(f"sbatch --parsable {options} source_code/slurm/{script} {arguments}", folder)
+    assert done.returncode == 0, done.stderr
+    return Batch(done.stdout.strip(), folder)
+
+
+def process_of_rank(rank: int, processes: dict[int, str]) -> int:
+    """The process that runs train.py as ``rank``, of those given by id with what they run."""
+    for pid, command in processes.items():
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        own = {f"RANK={rank}".encode(), f"SLURM_PROCID={rank}".encode()}
+        if re.match(r"\S*python\S* (-u )?source_code/train.py", command) and own & set(variables):
+            return pid
+    raise LookupError(f"no process of rank {rank} among {processes}")

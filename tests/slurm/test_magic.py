@@ -1,0 +1,317 @@
+"""`run_torchrun` and `on_ranks` on a cluster: where ranks run, what the learner sees, and how it ends."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from course_pp.launch import LaunchError, RankDied, RanksHung, RankTraceback, on_ranks, run_torchrun
+from tests.processes import no_process_left
+from tests.slurm.cluster import Cluster
+
+pytestmark = pytest.mark.timeout(150)
+
+SAYS_WHERE = """
+import os
+e = os.environ
+print(e["RANK"], e["LOCAL_RANK"], e["WORLD_SIZE"], e["SLURMD_NODENAME"], e["CUDA_VISIBLE_DEVICES"], flush=True)
+"""
+HANGS = """
+import os, sys, time
+from pathlib import Path
+Path(sys.argv[1], "started-" + os.environ["RANK"]).touch()
+time.sleep(1000)
+"""
+
+
+@pytest.fixture(autouse=True)
+def site(on_the_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository of one script and one file of site settings, seen from its own folder."""
+    file = tmp_path / "site.toml"
+    file.write_text(f'partition = "gpu"\nfolder = "{tmp_path / "shared"}"\n')
+    (tmp_path / "pyproject.toml").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    return file
+
+
+@contextlib.contextmanager
+def whole_cluster_taken(cluster: Cluster) -> Iterator[Callable[[], None]]:
+    """A job that holds every core; what is yielded ends it."""
+    holder = subprocess.Popen(["srun", "-N", "2", "-n", "2", "-c", "8", "sleep", "1000"], stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: [job.state for job in cluster.jobs()] == ["RUNNING"])
+        yield holder.terminate
+    finally:
+        holder.terminate()
+        holder.wait()
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float = 60) -> None:
+    limit = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+
+
+def script(text: str, name: str = "script.py") -> str:
+    Path(name).write_text(textwrap.dedent(text))
+    return name
+
+
+@pytest.mark.parametrize(
+    ("options", "srun", "says"),
+    [
+        (["--nproc-per-node=2"], "srun -p gpu -N 1 -n 1 -c 2 --gres=gpu:2 -t 3 torchrun ", ["n1", "n1"]),
+        (["--nnodes=2"], "srun -p gpu -N 2 -n 2 -K1 -c 1 --gres=gpu:1 -t 3 bash -c ", ["n1", "n2"]),
+    ],
+    ids=["one node", "two nodes"],
+)
+def test_on_a_login_node_a_job_of_its_own_runs_the_command_that_is_shown(
+    capfd: pytest.CaptureFixture[str], options: list[str], srun: str, says: list[str]
+) -> None:
+    lines = run_torchrun([*options, script(SAYS_WHERE)], timeout_s=120)
+    gpus = "0,1" if len(options) == 1 and "nproc" in options[0] else "0"
+    local = [0, 1] if says == ["n1", "n1"] else [0, 0]
+    expected = [f"{r} {local[r]} 2 {says[r]} {gpus}" for r in range(2)]
+    assert sorted(lines) == [f"[rank {r}] {text}" for r, text in enumerate(expected)]
+
+    said, _, shown = capfd.readouterr().out.partition("\n$ ")
+    assert said.startswith(f"Ranks run in a Slurm job of their own: {len(set(says))} node")
+    shown = shown.partition("\n[rank")[0]
+    assert shown.startswith(srun)
+    by_hand = subprocess.run(shown, shell=True, check=True, capture_output=True, text=True)
+    assert sorted(by_hand.stdout.split("\n")[:-1]) == expected
+
+
+def test_inside_a_job_ranks_take_no_second_one_and_see_its_gpus(site: Path) -> None:
+    notebook = f"""
+        import os
+        from course_pp.launch import on_ranks, run_torchrun
+
+        def where(rank):
+            return os.environ["SLURM_JOB_ID"], os.environ["CUDA_VISIBLE_DEVICES"]
+
+        print("on_ranks", on_ranks(2, where))
+        run_torchrun(["--nproc-per-node=2", {script(SAYS_WHERE)!r}], timeout_s=100)
+        print("job", os.environ["SLURM_JOB_ID"])
+    """
+    done = subprocess.run(
+        ["srun", "-N", "1", "-n", "1", "-c", "2", "--gres=gpu:3", sys.executable, script(notebook, "notebook.py")],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    job = re.findall(r"^job (\d+)$", done.stdout, re.M)[0]
+    assert f"on_ranks [('{job}', '0,1,2'), ('{job}', '0,1,2')]" in done.stdout
+    assert f"Ranks run inside Slurm job {job}, on 1 node.\n$ srun --overlap -N 1 -n 1 -c 2 torchrun" in done.stdout
+    assert "[rank 1] 1 1 2 n1 0,1,2" in done.stdout
+
+
+def test_while_it_waits_it_shows_its_place_in_the_queue_once(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with whole_cluster_taken(cluster) as free:
+        behind = subprocess.Popen(["srun", "-N", "2", "-n", "2", "-c", "8", "true"], stderr=subprocess.DEVNULL)
+        wait_until(lambda: len(cluster.jobs()) == 2)
+        threading.Timer(5, free).start()
+        assert run_torchrun([script("print('ran')")], timeout_s=60) == ("[rank 0] ran",)
+        behind.wait()
+    waits = [line for line in capsys.readouterr().out.splitlines() if " waits in " in line]
+    assert re.fullmatch(r"job \d+ waits in partition gpu: place 2 of 2 \((Priority|Resources).*\)", waits[0])
+    assert len(waits) == len(set(waits))
+
+
+def test_the_rank_that_failed_is_named_with_its_exit_code_and_last_lines() -> None:
+    failing = """
+        import os, sys
+        if os.environ["RANK"] == "3":
+            print("about to divide", file=sys.stderr)
+            1 / 0
+        import time; time.sleep(1000)
+    """
+    with pytest.raises(LaunchError) as failure:
+        run_torchrun(["--nnodes=2", "--nproc-per-node=2", script(failing)], timeout_s=120)
+    assert str(failure.value).startswith("rank 3 failed with exit code 1: ZeroDivisionError: division by zero.")
+    assert "about to divide" in str(failure.value)
+
+
+def test_at_the_time_limit_it_says_who_waits_for_whom_across_nodes() -> None:
+    swap = """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.recv(torch.zeros(1), src=1 - dist.get_rank())
+    """
+    with pytest.raises(RanksHung, match="Rank 0 waits for rank 1 and rank 1 for rank 0"):
+        run_torchrun(["--nnodes=2", script(swap)], timeout_s=20)
+
+
+def test_a_request_that_cannot_be_met_is_refused_in_slurms_words() -> None:
+    with pytest.raises(LaunchError, match="Slurm refused the request: Node count specification invalid"):
+        run_torchrun(["--nnodes=3", script(SAYS_WHERE)])
+
+
+@pytest.mark.parametrize("started", [False, True], ids=["queued", "running"])
+def test_a_job_that_somebody_cancels_is_said_to_be_cancelled(cluster: Cluster, tmp_path: Path, started: bool) -> None:
+    def cancel() -> None:
+        wait_until(lambda: any(job.name.startswith("course_pp-") for job in cluster.jobs()))
+        wait_until(lambda: (tmp_path / "started-0").exists() or not started)
+        subprocess.run(["scancel", *(j.id for j in cluster.jobs() if j.name.startswith("course_pp-"))], check=True)
+
+    with contextlib.nullcontext() if started else whole_cluster_taken(cluster):
+        threading.Thread(target=cancel).start()
+        with pytest.raises(LaunchError, match=r"Slurm job \d+ was cancelled from outside"):
+            run_torchrun([script(HANGS), str(tmp_path)], timeout_s=100)
+
+
+def test_a_lost_node_is_named_as_the_reason(cluster: Cluster, tmp_path: Path) -> None:
+    def lose() -> None:
+        wait_until(lambda: (tmp_path / "started-0").exists())
+        cluster.stop_node("n1")
+
+    try:
+        threading.Thread(target=lose).start()
+        with pytest.raises(LaunchError, match=r"Slurm job \d+ lost a node"):
+            run_torchrun([script(HANGS), str(tmp_path)], timeout_s=140)
+    finally:
+        cluster.start_node("n1")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(240)
+def test_slurms_own_time_limit_is_named_as_the_reason(site: Path, tmp_path: Path) -> None:
+    site.write_text(site.read_text() + 'time_limit = "00:01:00"\n')
+    with pytest.raises(LaunchError, match=r"Slurm job \d+ reached its time limit in Slurm"):
+        run_torchrun([script(HANGS), str(tmp_path)], timeout_s=200)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("started", [False, True], ids=["queued", "running"])
+@pytest.mark.parametrize("call", ["torchrun", "on_ranks"])
+def test_when_the_kernel_is_interrupted_or_killed_the_job_goes(
+    cluster: Cluster, tmp_path: Path, call: str, started: bool, how: signal.Signals
+) -> None:
+    kernel = f"""
+        import os, time
+        from pathlib import Path
+        from course_pp.launch import on_ranks, run_torchrun
+
+        def hang(rank):
+            Path({str(tmp_path)!r}, f"started-{{rank}}").touch()
+            time.sleep(1000)
+
+        if {call!r} == "on_ranks":
+            on_ranks(2, hang)
+        run_torchrun(["--nproc-per-node=2", {script(HANGS)!r}, {str(tmp_path)!r}])
+    """
+    with contextlib.ExitStack() as stack:
+        if not started:
+            stack.enter_context(whole_cluster_taken(cluster))
+        # Beside the jobs, which the cluster's fixture looks for: neither srun nor its guard.
+        stack.enter_context(no_process_left(within_s=15))
+        process = subprocess.Popen(
+            [sys.executable, script(kernel, "kernel.py")], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        if started:
+            wait_until(lambda: (tmp_path / "started-0").exists() and (tmp_path / "started-1").exists())
+        else:
+            wait_until(lambda: [job.state for job in cluster.jobs()].count("PENDING") == 1)
+        process.send_signal(how)
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == -how
+        assert ("KeyboardInterrupt" in errors) == (how == signal.SIGINT)
+        wait_until(lambda: not any(job.name.startswith("course_pp-") for job in cluster.jobs()), 15)
+
+
+class Odd(Exception):
+    """Known to the test only."""
+
+
+def test_on_ranks_sends_a_closure_to_a_node_and_brings_back_what_the_ranks_return(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    weights = torch.arange(3.0)
+
+    def summed(rank: int, factor: float) -> tuple[str, torch.Tensor]:
+        x = weights * factor * rank
+        dist.all_reduce(x)
+        print("here")
+        return os.environ["SLURMD_NODENAME"], x
+
+    results = on_ranks(2, summed, 5.0)
+    assert [node for node, _ in results] == ["n1", "n1"]
+    assert all(torch.equal(x, 5 * weights) for _, x in results)
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "Ranks run in a Slurm job of their own: 1 node, 2 GPUs."
+    assert out[1].startswith("$ srun -p gpu -N 1 -n 1 -c 2 --gres=gpu:2 -t 14 python -m course_pp.launch.remote ")
+    assert sorted(out[2:]) == ["[rank 0] here", "[rank 1] here"]
+
+
+def test_the_next_calls_run_in_the_same_job_and_see_what_has_changed_here(
+    cluster: Cluster, site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def seen(rank: int) -> tuple[str, str | None, str]:
+        return os.environ["SLURM_JOB_ID"], os.environ.get("CHANGES"), os.getcwd()
+
+    [(job, unset, here)] = on_ranks(1, seen)
+    monkeypatch.setenv("CHANGES", "set")
+    (site.parent / "below").mkdir()
+    monkeypatch.chdir(site.parent / "below")
+    assert on_ranks(1, seen) == [(job, "set", f"{here}/below")]
+    with pytest.raises(ZeroDivisionError):
+        on_ranks(1, lambda rank: 1 / 0)
+    monkeypatch.delenv("CHANGES")
+    assert on_ranks(1, seen) == [(job, unset, f"{here}/below")]
+    assert capsys.readouterr().out.count(f"Ranks run in Slurm job {job}, kept since the last call.\n") == 3
+
+    [(larger, _, _), _] = on_ranks(2, seen)
+    assert larger != job
+    assert [found.id for found in cluster.jobs() if found.state == "RUNNING"] == [larger]
+
+
+def test_a_job_that_is_kept_ends_when_no_call_comes(cluster: Cluster, site: Path) -> None:
+    site.write_text(site.read_text() + "keep_s = 1\n")
+    on_ranks(1, print)
+    wait_until(lambda: not cluster.jobs(), 15)
+    assert on_ranks(1, lambda rank: "again") == ["again"]
+
+
+def test_on_ranks_raises_here_what_a_rank_raised_there() -> None:
+    def odd(rank: int) -> None:
+        if rank == 1:
+            raise Odd("seven")
+        time.sleep(1000)
+
+    with pytest.raises(Odd, match="seven") as failure:
+        on_ranks(2, odd)
+    assert isinstance(failure.value.__cause__, RankTraceback)
+    assert 'raise Odd("seven")' in str(failure.value.__cause__)
+    assert failure.value.__notes__ == ["Raised first on rank 1 of 2."]
+
+
+@pytest.mark.parametrize("ends", ["dies", "hangs"])
+def test_on_ranks_says_how_ranks_ended_that_did_not_return(ends: str) -> None:
+    def run(rank: int) -> None:
+        if ends == "dies":
+            os._exit(3)
+        time.sleep(1000)
+
+    expected, words = (RankDied, "exit code 3") if ends == "dies" else (RanksHung, "2 ranks still running after 1 s")
+    with pytest.raises(expected, match=words):
+        on_ranks(2, run, timeout_s=1)
+
+
+def test_local_ranks_need_no_cluster_even_beside_one(cluster: Cluster) -> None:
+    assert on_ranks(2, lambda rank: "SLURM_JOB_ID" in os.environ, where="local") == [False, False]

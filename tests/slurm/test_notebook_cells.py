@@ -1,0 +1,74 @@
+"""Every notebook as shipped, on a login node: each cell that starts ranks starts them through srun."""
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.notebooks.test_notebooks import NOTEBOOKS
+
+REPOSITORY = Path(__file__).parents[2]
+CELL_LIMIT_S = 240
+# Whatever would start ranks in the kernel's own machine ends the notebook.
+NOTHING_LOCAL = """
+from course_pp.launch import ranks
+
+def refused(*args):
+    raise RuntimeError("ranks were started outside Slurm")
+
+ranks.run_ranks = refused
+"""
+_SAID = re.compile(r"Ranks run in (a Slurm job of their own|Slurm job \d+, kept since the last call)")
+
+
+def launching_cells(cells: list[nbformat.NotebookNode]) -> list[int]:
+    """Those that call ``on_ranks``, ``run_torchrun`` or a function of the notebook that does, or ``%torchrun``."""
+    launchers, found = {"on_ranks", "run_torchrun"}, []
+    for i, cell in enumerate(cells):
+        statements = ast.parse(re.sub(r"^%(?:time )?(torchrun.*|load_ext.*)?", "", cell.source, flags=re.M)).body
+        defined = [node for node in statements if isinstance(node, ast.FunctionDef)]
+        launchers |= {node.name for node in defined if launchers & called(node)}
+        at_once = set().union(*(called(node) for node in statements if node not in defined))
+        if "%torchrun" in cell.source or launchers & at_once:
+            found.append(i)
+    return found
+
+
+def called(tree: ast.AST) -> set[str]:
+    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return {function.id for function in calls if isinstance(function, ast.Name)}
+
+
+def our_jobs() -> set[str]:
+    """Numbers of the jobs of `on_ranks` and ``%torchrun``; Slurm remembers those of the last five minutes."""
+    shown = subprocess.run(["scontrol", "show", "jobs", "-o"], check=True, capture_output=True, text=True).stdout
+    return set(re.findall(r"^JobId=(\d+) JobName=course_pp-", shown, re.M))
+
+
+def printed(cell: nbformat.NotebookNode) -> str:
+    return "".join(output.get("text", "") for output in cell.outputs if output.output_type == "stream")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_every_launching_cell_goes_through_slurm(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "source_code").symlink_to(REPOSITORY / "source_code")
+    (tmp_path / "site.toml").write_text(f'partition = "gpu"\nfolder = "{tmp_path / "shared"}"\n')
+    monkeypatch.setenv("COURSE_PP_SITE", str(tmp_path / "site.toml"))
+    monkeypatch.setenv("COURSE_PP_PROGRESS", str(tmp_path / "progress.json"))
+    notebook = nbformat.read(path, as_version=4)
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(NOTHING_LOCAL))
+    before = our_jobs()
+    folder = {"metadata": {"path": str(tmp_path / "notebooks")}}
+    NotebookClient(notebook, timeout=CELL_LIMIT_S, resources=folder).execute()
+
+    cells = [cell for cell in notebook.cells[1:] if cell.cell_type == "code"]
+    said = [_SAID.findall(printed(cell)) for cell in cells]
+    assert [i for i, lines in enumerate(said) if lines] == launching_cells(cells)
+    announced = sum(line.startswith("a Slurm job") for lines in said for line in lines)
+    assert announced == len(our_jobs() - before) > 0, "each job that is announced is one, and there is no other"

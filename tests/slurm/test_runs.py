@@ -1,0 +1,95 @@
+"""What the README promises of a cluster runs on one, and trains as it does without."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.running import ROOT, TINY, losses, run, submit
+
+TORCHRUN_ON_TWO_NODES = (
+    "bash -c 'torchrun --nnodes=2 --node-rank=$SLURM_NODEID --nproc-per-node=2 "
+    "--master-addr=127.0.0.1 --master-port=$((15000 + SLURM_JOB_ID)) {}'"
+)
+
+
+@pytest.fixture(scope="module")
+def losses_without_slurm() -> list[str]:
+    command = [sys.executable, "source_code/train.py", *TINY.split()]
+    return losses(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True).stdout)
+
+
+def readme_line(beginning: str) -> str:
+    [line] = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(beginning)]
+    return line
+
+
+def test_the_readmes_srun_torchrun_line_runs_pipeline_test():
+    line = readme_line("srun -p gpu -N 1 --gres=gpu:2 torchrun --nnodes=1")
+    assert line.endswith("--nproc-per-node=2 source_code/pipeline_test.py")
+    done = run(line)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "losses: [6.9105, 6.9306, 6.9415, 6.9331]\n"
+
+
+def test_bare_srun_starts_four_ranks_that_train_as_one_process_does(losses_without_slurm):
+    line = readme_line("srun -p gpu -N 1 -n 4 --gres=gpu:4 python source_code/train.py").partition("#")[0]
+    done = run(f"{line} {TINY}")
+    assert done.returncode == 0, done.stderr
+    assert losses(done.stdout) == losses_without_slurm
+
+
+def test_bare_srun_on_two_nodes_trains_as_one_process_does(losses_without_slurm):
+    done = run(f"srun -N 2 --ntasks-per-node=2 --gres=gpu:2 python source_code/train.py --pp 2 --tp 2 {TINY}")
+    assert done.returncode == 0, done.stderr
+    assert losses(done.stdout) == losses_without_slurm
+    assert "crosses nodes" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("launcher", "tasks"), [(TORCHRUN_ON_TWO_NODES, 1), ("python {}", 2)], ids=["torchrun", "bare-srun"]
+)
+def test_the_pipeline_goes_across_the_nodes_and_tensor_parallelism_stays_inside_one(launcher, tasks):
+    done = run(f"srun -N 2 --ntasks-per-node={tasks} {launcher.format('tests/slurm/where.py 2 2')}")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "n1: rank 0, pp 0, tp 0",
+        "n1: rank 1, pp 0, tp 1",
+        "n2: rank 2, pp 1, tp 0",
+        "n2: rank 3, pp 1, tp 1",
+    ]
+    assert "crosses nodes" not in done.stderr
+
+
+def test_tensor_parallelism_across_nodes_runs_and_warns_once():
+    done = run("srun -N 2 --ntasks-per-node=1 python tests/slurm/where.py 1 2")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 2
+    assert done.stderr.count("tp=2 crosses nodes: ranks 0 to 1") == done.stderr.count("crosses nodes") == 1
+
+
+def test_one_node_sbatch_trains_as_one_process_does(clone: Path, losses_without_slurm):
+    job = submit("one_node.sbatch", clone, TINY)
+    assert job.wait() == "COMPLETED", job.output
+    assert losses(job.output) == losses_without_slurm
+
+
+def test_several_nodes_sbatch_trains_as_one_process_does(clone: Path, losses_without_slurm):
+    job = submit("several_nodes.sbatch", clone, TINY)
+    assert job.wait() == "COMPLETED", job.output
+    assert losses(job.output) == losses_without_slurm
+    assert "crosses nodes" not in job.output
+
+
+def test_layouts_sbatch_ends_in_one_table_that_owns_up_to_failures(cluster, clone: Path):
+    job = submit("layouts.sbatch", clone, TINY.replace("--heads=2 --layers=2", "--heads=1 --layers=2"))
+    cluster.wait_until_empty(100)
+    head, _, *rows = (clone / f"table-{job.id}.out").read_text().splitlines()
+    assert head == "| layout | validation loss | tokens a second |"
+    trained = [re.fullmatch(r"\| (\S+) \| (\d\.\d{3}) \| [\d,]+ \|", row) for row in rows[:3]]
+    assert [match and match[1] for match in trained] == ["pp=2", "dp-shard=2", "dp-replicate=2"]
+    assert len({match and match[2] for match in trained}) == 1, "every layout trains the same model"
+    assert rows[3:] == ["| tp=2 | did not finish | |"]
+    assert "tp=2 must divide n_heads=1" in job.output
