@@ -73,7 +73,7 @@ def test_the_commands_about_checkpoints_follow_each_other(tmp_path, monkeypatch,
         assert program[:3] == ["python", "-m", "course_pp"]
         assert main(program[3:]) == 0
     assert "step_00000006: whole" in capsys.readouterr().out
-    assert AutoModelForCausalLM.from_pretrained("hf").config.num_hidden_layers == 4
+    assert AutoModelForCausalLM.from_pretrained("runs/hf").config.num_hidden_layers == 4
 
 
 def run_example(rank, source):
