@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count
 from typing import Any
 
 from course_pp.exercises.answer import Answer, written_call
@@ -88,7 +87,7 @@ def _nothing_as_rows(shape: Any, cut: str, tp: int, t: int, dp: int, d: int) -> 
 
 _WRONG_RECTANGLES: Sequence[tuple[_Formula, str]] = (
     (_fsdp_first, "Tensor parallelism cuts first; FSDP cuts the rows of what is left (08). Here it is reversed."),
-    (_without_offset_of_tp, "Offsets count from the corner of the *whole* matrix: those of both cuts add up."),
+    (_without_offset_of_tp, "Offsets count from the corner of the whole matrix: those of both cuts add up."),
     (_rounded_down, "Where dp does not divide the rows, rounding down leaves some of them to nobody."),
     (_rest_to_the_last, "torch.chunk rounds up: all parts are equally large but the last ones, which may be empty."),
     (_not_shortened, "The last parts end where the matrix ends: take the smaller of the part and what is left."),
@@ -176,7 +175,7 @@ _WRONG_OVERLAPS: Sequence[tuple[_Formula, str]] = (
     (_overlaps_with(lambda sizes: min(sizes) >= 0),
      "Rectangles that only touch share nothing: an overlap has more than 0 rows and columns."),
     (_overlaps_with(lambda sizes: max(sizes) > 0),
-     "They have to overlap in *every* dimension, not in one of them."),
+     "They have to overlap in every dimension, not in one of them."),
     (_overlaps_with(lambda sizes: sizes[0] > 0), "They have to overlap in every dimension, not in the rows alone."),
     (_overlaps_with(lambda sizes: True), "A file that has nothing of what is wanted is not read: leave it out."),
     (_overlaps_with(told=lambda first, sizes, piece, wanted: (first, _plus(first, sizes))),
@@ -211,10 +210,19 @@ def _grade_overlaps(answer: Answer) -> None:
     if found == [overlaps(*case) for case in cases]:
         return
     causes = [why for wrong, why in _WRONG_OVERLAPS if found == [wrong(*case) for case in cases]]
-    index = next(i for i in count() if found[i] != overlaps(*cases[i]))
-    symptom = f"Wanted is {cases[index][0]}, and your answer reads {found[index] or 'nothing'}."
-    written = "; ".join(f"{file} has {box}" for file, box in cases[index][1].items())
-    raise Mistake(symptom, causes[0] if causes else "", f"{written}. To be read: {overlaps(*cases[index])}.")
+    raise _misread(found, cases, causes[0] if causes else "")
+
+
+def _misread(found: list[dict[str, Box]], cases: list[tuple[Box, dict[str, Box]]], cause: str) -> Mistake:
+    """What is wrong with the first file that is."""
+    for reads, (wanted, pieces) in zip(found, cases, strict=True):
+        right = overlaps(wanted, pieces)
+        for file in (*pieces, *reads):
+            if reads.get(file) != right.get(file):
+                symptom = f"Wanted is {wanted}. Of {file} your answer reads {reads.get(file, 'nothing')}."
+                holds = f"{file} has {pieces[file]}" if file in pieces else f"{file} is not among `pieces`"
+                return Mistake(symptom, cause, f"{holds}; to be read: {right.get(file, 'nothing')}.")
+    raise AssertionError("there is a wrong answer, but no wrong file")
 
 
 Sizes = dict[str, int]
@@ -271,12 +279,18 @@ def _grade_newest_whole(answer: Answer) -> None:
         )
         for listing, _, _ in _LISTINGS
     ]
-    for case, (_, right, why), got in zip(cases, _LISTINGS, answer.calls(cases), strict=True):
+    for i, (case, (_, right, why)) in enumerate(zip(cases, _LISTINGS, strict=True)):
+        example = "directories = {}\nmanifests = {}".format(*case)
+        try:
+            got = answer(*case)
+        except Mistake as e:
+            # The first listing has nothing in it that an answer could stumble over in particular.
+            cause = e.cause or (why if i else "")
+            raise Mistake(e.symptom.replace(written_call(answer.name, *case), answer.name), cause, example) from None
         if got == right:
             continue
         if got is not None and not isinstance(got, str):
             raise Mistake(f"`newest_whole` gave {got!r:.60}; a name or None is asked for.")
-        example = "directories = {}\nmanifests = {}".format(*case)
         raise Mistake(f"`newest_whole` gave {got!r}, which should be {right!r}.", why, example)
 
 

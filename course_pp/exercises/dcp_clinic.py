@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from course_pp.exercises.answer import Answer
 from course_pp.exercises.exercise import Mistake
 from course_pp.exercises.expect import expect_dict
 
-__all__ = ["PATIENTS", "checkpoint_entries", "grade_checkpoint_entries"]
+__all__ = ["PATIENTS", "Symptoms", "checkpoint_entries", "grade_checkpoint_entries"]
 
 
 def checkpoint_entries(
@@ -31,7 +32,7 @@ def checkpoint_entries(
     return entries
 
 
-_WIDTH, _ROWS, _N_BATCHES, _SAVED_AT, _LAST = 8, 8, 6, 3, 6
+_WIDTH, _ROWS, _SAVED_AT, _LAST = 8, 8, 3, 6
 _Restore = Callable[["_Trainee", dict[str, Any]], None]
 
 
@@ -62,6 +63,19 @@ class _Trainee:
             found.append(sum(shares) / len(shares))
             self.step += 1
         return found
+
+    @torch.no_grad()
+    def probe(self) -> float:
+        """Loss of one fixed batch, without dropout, so that nothing is drawn; on every rank."""
+        x, target = _batch(_LAST)
+        self.stage.eval()
+        if dist.get_rank() == 0:
+            x = self.stage(x)
+        dist.broadcast(x, src=0)
+        loss = mse_loss(self.stage(x), target)
+        dist.broadcast(loss, src=1)
+        self.stage.train()
+        return loss.item()
 
     def saved(self) -> dict[str, Any]:
         """Everything that a trainer has to save of this rank."""
@@ -102,30 +116,45 @@ def _one_generator(saved: dict[str, Any], everyone: list[dict[str, Any]]) -> dic
 _ILLNESSES = {"A": _keys_by_number, "B": _no_position, "C": _one_generator}
 
 
-def _patient(
-    illness: Callable[..., dict[str, Any]],
-) -> Callable[[int, float], list[float]]:
-    def run(rank: int, dropout: float) -> list[float]:
+@dataclass(frozen=True)
+class Symptoms:
+    """How a patient resumed.
+
+    Attributes:
+        gaps: by how much the losses of the next steps differ from those of the run that went on.
+        before, after: loss of one fixed batch, before saving and after resuming, without dropout.
+    """
+
+    gaps: list[float]
+    before: float
+    after: float
+
+
+def _patient(illness: Callable[..., dict[str, Any]]) -> Callable[[int, float], Symptoms]:
+    def run(rank: int, dropout: float) -> Symptoms:
         trainee = _Trainee(rank, dropout)
         trainee.losses(_SAVED_AT)
+        before = trainee.probe()
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, trainee.saved())
         right = trainee.losses(_LAST)
         resumed = _Trainee(rank, dropout)
         resumed.restore(illness(everyone[rank], everyone))
+        after = resumed.probe()
         found = resumed.losses(resumed.step + _LAST - _SAVED_AT)
-        return [abs(a - b) for a, b in zip(found, right, strict=True)]
+        return Symptoms([abs(a - b) for a, b in zip(found, right, strict=True)], before, after)
 
     return run
 
 
-PATIENTS: dict[str, Callable[[int, float], list[float]]] = {name: _patient(ill) for name, ill in _ILLNESSES.items()}
-"""Trainers on two ranks, each ill in another way: called with rank and dropout, they save after three steps and say by
-how much the losses of the next three differ after resuming from those of the run that went on."""
+PATIENTS: dict[str, Callable[[int, float], Symptoms]] = {name: _patient(ill) for name, ill in _ILLNESSES.items()}
+"""Trainers on two ranks, each ill in another way: called with rank and dropout, they save after three steps, resume,
+and take three more."""
 
 
 _N_RANKS, _N_LAYERS, _STEP = 4, 4, 1234
 _LAYOUTS = ((4, 1), (2, 2), (1, 4))
+_REGROUPED = (2, 2)
 
 
 class _Stage(nn.Module):
@@ -141,9 +170,11 @@ class _Stage(nn.Module):
         self.layers = nn.ModuleDict(layers)
 
 
-def _trained(pp: int, index: int) -> tuple[_Stage, torch.optim.AdamW]:
+def _trained(pp: int, index: int, regrouped: bool = False) -> tuple[_Stage, torch.optim.AdamW]:
+    """A stage after one step; regrouped, the optimizer has the same parameters in two groups, biases first."""
     stage = _Stage(pp, index)
-    optimizer = torch.optim.AdamW(stage.parameters())
+    groups = [[p for p in stage.parameters() if p.dim() == dims] for dims in (1, 2)]
+    optimizer = torch.optim.AdamW([{"params": each} for each in groups] if regrouped else stage.parameters())
     for parameter in stage.parameters():
         parameter.grad = parameter.detach() ** 2
     optimizer.step()
@@ -151,10 +182,10 @@ def _trained(pp: int, index: int) -> tuple[_Stage, torch.optim.AdamW]:
 
 
 def _entries_on_rank(rank: int, fn: Callable[..., Any]) -> list[tuple[Any, Tensor]]:
-    """What the answer gives in each layout, and the state of the generator at the time."""
+    """What the answer gives in each layout, and the state of the generator at the time; the last is regrouped."""
     found = []
-    for pp, dp in _LAYOUTS:
-        stage, optimizer = _trained(pp, rank // dp)
+    for (pp, dp), regrouped in (*((layout, False) for layout in _LAYOUTS), (_REGROUPED, True)):
+        stage, optimizer = _trained(pp, rank // dp, regrouped)
         torch.manual_seed(1000 * pp + rank)
         state = torch.get_rng_state()
         entries = fn(stage, optimizer, _coordinates(rank, dp), _STEP)
@@ -172,6 +203,7 @@ def _coordinates(rank: int, dp: int) -> dict[str, int]:
 
 def grade_checkpoint_entries(answer: Answer) -> None:
     ranks = answer.on_ranks(_N_RANKS, _entries_on_rank)
+    regrouped = [rank.pop()[0] for rank in ranks]
     merged = []
     for index, (pp, dp) in enumerate(_LAYOUTS):
         everyone = [expect_dict(rank[index][0], f"checkpoint_entries on rank {r}") for r, rank in enumerate(ranks)]
@@ -184,6 +216,7 @@ def grade_checkpoint_entries(answer: Answer) -> None:
         _demand_generators(merged[index], states, f"With pp × dp_shard = {pp} × {dp}")
     _compare_layouts(merged)
     _compare_places(ranks)
+    _compare_groups(merged[_LAYOUTS.index(_REGROUPED)], regrouped)
 
 
 def _merge(everyone: list[dict[Any, Any]], where: str) -> dict[Any, Any]:
@@ -198,11 +231,11 @@ def _merge(everyone: list[dict[Any, Any]], where: str) -> dict[Any, Any]:
                     cause = "Every rank has a generator of its own: its key needs the rank's coordinates."
                 elif any(part.isdigit() for part in str(key).split(".")) and "layers" not in str(key):
                     cause = (
-                        "An optimizer numbers the parameters of *its* rank: number 0 is another one on each stage. "
+                        "An optimizer numbers the parameters of its own rank: 0 is another one on each stage. "
                         "Take the parameter's name."
                     )
-                symptom = f"{where} ranks {writer[key]} and {rank} both write `{key}`, with different values."
-                raise Mistake(symptom, cause, "Whoever writes last wins.")
+                symptom = f"{where} ranks {writer[key]} and {rank} both write `{key}`, with different values"
+                raise Mistake(f"{symptom}: whoever writes last wins.", cause)
             merged[key], writer[key] = value, rank
     return merged
 
@@ -261,6 +294,20 @@ def _compare_places(ranks: list[list[tuple[Any, Tensor]]]) -> None:
                     f"`{key}` does not follow from the coordinates: other layouts have another rank there.",
                     "Rank 1 of 4 × 1 and rank 1 of 2 × 2 are in different places. Write all coordinates into the key.",
                 )
+
+
+def _compare_groups(found: dict[Any, Any], regrouped: list[dict[Any, Any]]) -> None:
+    """In which groups and order the optimizer has the parameters must make no difference."""
+    where = "With the parameters in two groups of the optimizer, biases first,"
+    others = _merge([expect_dict(each, f"checkpoint_entries on rank {r}") for r, each in enumerate(regrouped)], where)
+    for key, value in found.items():
+        if key not in others or not _equal(value, others[key]):
+            told = "holds what belongs to another parameter" if key in others else "is missing"
+            raise Mistake(
+                f"{where} `{key}` {told}.",
+                "`optimizer.state_dict()` numbers parameters in the order of its groups, which need not be that of "
+                "`named_parameters()`. `optimizer.state[parameter]` needs no number.",
+            )
 
 
 def _right() -> dict[str, Any]:

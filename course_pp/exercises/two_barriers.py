@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -25,7 +26,7 @@ def save_together(rank: int, write: Callable[[], None], publish: Callable[[], No
     dist.barrier()
 
 
-_N_RANKS, _PATIENCE_S = 3, 0.5
+_N_RANKS, _PATIENCE_S, _POLL_S = 3, 0.5, 0.002
 
 
 class _Desk:
@@ -34,6 +35,12 @@ class _Desk:
     def __init__(self, folder: Path, rank: int, slow: int | None) -> None:
         self._folder, self._rank, self._slow = folder, rank, slow
         self.complaints: list[str] = []
+        self._barrier = dist.barrier
+
+    def barrier(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of ``dist.barrier``, which it calls: leaves a mark for each call."""
+        (self._folder / f"barrier.{self._rank}.{time.monotonic_ns()}").touch()
+        return self._barrier(*args, **kwargs)
 
     def write(self) -> None:
         """This rank's piece; the slow rank's comes after the publishing, unless that waits for it."""
@@ -59,6 +66,25 @@ class _Desk:
             self.complaints.append(f"rank {self._rank} returned before the checkpoint was published")
         (self._folder / f"returned.{self._rank}").touch()
 
+    def meet(self) -> None:
+        """Wait until the answer has come back on every rank.
+
+        By marks: a barrier here would be taken for the other half of one that the answer calls on some ranks alone.
+
+        Raises:
+            Mistake: if another rank waits in a barrier that this one has never called.
+        """
+        while len(list(self._folder.glob("returned.*"))) < _N_RANKS:
+            calls = [len(list(self._folder.glob(f"barrier.{rank}.*"))) for rank in range(_N_RANKS)]
+            most = max(calls)
+            # A barrier returns when all have called it, so nobody is behind a rank that is back.
+            if most > (own := calls[self._rank]):
+                raise Mistake(
+                    f"Rank {calls.index(most)} called `barrier` {_times(most)}, rank {self._rank} {_times(own)}.",
+                    "A barrier returns when all ranks have called it: every rank has to call each.",
+                )
+            time.sleep(_POLL_S)
+
     def judge(self) -> None:
         """After everyone is back."""
         published = [path.name.split(".")[1] for path in self._folder.glob("published.*")]
@@ -72,20 +98,25 @@ class _Desk:
     def _wait_for(self, pattern: str) -> None:
         end = time.monotonic() + _PATIENCE_S
         while not list(self._folder.glob(pattern)) and time.monotonic() < end:
-            time.sleep(0.002)
+            time.sleep(_POLL_S)
+
+
+def _times(n: int) -> str:
+    return ("never", "once", "twice")[n] if n < 3 else f"{n} times"
 
 
 def _saved_on_rank(rank: int, fn: Callable[..., Any], folder: str) -> list[list[str]]:
     """Complaints of this rank: with each rank slow to write in turn, then with a slow publishing."""
     found = []
+    dist.barrier()  # so that nobody's patience ends while another is still starting
     for slow in (*range(_N_RANKS), None):
         place = Path(folder) / str(slow)
         place.mkdir(exist_ok=True)
         desk = _Desk(place, rank, slow)
-        dist.barrier()
-        fn(rank, desk.write, desk.publish)
+        with mock.patch.object(dist, "barrier", desk.barrier):
+            fn(rank, desk.write, desk.publish)
         desk.returned()
-        dist.barrier()
+        desk.meet()
         desk.judge()
         found.append(desk.complaints)
     return found

@@ -151,14 +151,15 @@ def less(a: Any, b: Any) -> tuple[int, ...]:
     ("answer", "words"),
     [
         (reading(lambda sizes: min(sizes) >= 0), "only touch"),
-        (reading(lambda sizes: max(sizes) > 0), "in *every* dimension"),
+        (reading(lambda sizes: max(sizes) > 0), "not in one of them"),
         (reading(lambda sizes: sizes[0] > 0), "the rows alone"),
         (reading(lambda sizes: True), "leave it out"),
         (reading(told=lambda first, sizes, piece, wanted: (first, less(first, [-n for n in sizes]))), "not the end"),
         (reading(told=lambda first, sizes, piece, wanted: piece), "whole pieces"),
         (reading(told=lambda first, sizes, piece, wanted: (less(first, piece[0]), sizes)), "corner of the piece"),
         (reading(told=lambda first, sizes, piece, wanted: (less(first, wanted[0]), sizes)), "of what is wanted"),
-        (lambda wanted, pieces: {}, "reads nothing"),
+        (lambda wanted, pieces: {}, "__0_0.distcp your answer reads nothing"),
+        (lambda wanted, pieces: {**overlaps(wanted, pieces), "x": wanted}, "x is not among"),
         (lambda wanted, pieces: list(pieces), "a dictionary is asked for"),
     ],
 )
@@ -214,6 +215,20 @@ def newest_if_whole(directories: Any, manifests: Any) -> Any:
 )
 def test_a_wrong_newest_is_told_why(answer: Answer, words: str) -> None:
     refuses("newest_whole", answer, words)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (choosing(named=lambda name: name.startswith("step_"), order=lambda name: int(name[5:])), "somebody's copies"),
+        (choosing(whole=lambda manifest, files: manifest.items() <= files.items()), "never declared whole"),
+    ],
+)
+def test_an_answer_that_raises_is_told_at_what(answer: Answer, words: str) -> None:
+    verdict = verdict_of("newest_whole", answer)
+    assert words in verdict.cause
+    assert "raised" in verdict.symptom
+    assert len(verdict.symptom) < 250
 
 
 def saving(
@@ -279,8 +294,26 @@ def barrier_of_rank_0(rank: int, write: Answer, publish: Answer) -> None:
         publish()
 
 
-def test_a_barrier_that_one_rank_calls_is_told_as_a_hang() -> None:
-    refuses("save_together", barrier_of_rank_0, "rank 0", limit_s=2)
+def test_a_barrier_that_one_rank_calls_is_told_by_its_count() -> None:
+    refuses("save_together", barrier_of_rank_0, "Rank 0 called `barrier` once, rank", "never", "every rank")
+
+
+def one_more_on_rank_0(rank: int, write: Answer, publish: Answer) -> None:
+    saving(rank, write, publish, "ab")
+    if rank == 0:
+        dist.barrier()
+
+
+def one_fewer_on_rank_0(rank: int, write: Answer, publish: Answer) -> None:
+    saving(rank, write, publish, "a" if rank == 0 else "ab")
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [(one_more_on_rank_0, ("Rank 0 called `barrier` 3 times", "twice")), (one_fewer_on_rank_0, ("rank 0 once",))],
+)
+def test_barriers_that_do_not_pair_are_counted(answer: Answer, words: tuple[str, ...]) -> None:
+    refuses("save_together", answer, *words)
 
 
 def entries(
@@ -323,10 +356,20 @@ def as_shown(stage: Any, optimizer: Any, coordinates: Any, step: int) -> Any:
     return found
 
 
+def by_number_under_the_name(stage: Any, optimizer: Any, coordinates: Any, step: int) -> Any:
+    found = {f"rng.{sorted(coordinates.items())}": torch.get_rng_state(), "step": step}
+    for (name, parameter), state in zip(
+        stage.named_parameters(), optimizer.state_dict()["state"].values(), strict=True
+    ):
+        found |= {name: parameter, **{f"{name}/{slot}": value for slot, value in state.items()}}
+    return found
+
+
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (as_shown, "numbers the parameters of *its* rank"),
+        (as_shown, "numbers the parameters of its own rank"),
+        (by_number_under_the_name, "in the order of its groups"),
         (entries(lambda name, number, place: f"{place['pp']}.{number}"), "another layout looks for it"),
         (entries(generator=lambda place: {"rng": torch.get_rng_state()}), "a generator of its own"),
         (
@@ -351,11 +394,13 @@ def test_what_a_rank_forgets_is_told_from_its_symptom(answer: Answer, words: str
 
 @pytest.mark.timeout(60)
 def test_patients_have_the_symptoms_that_the_notebook_tells() -> None:
-    wrong = {
-        (name, dropout): [difference > 0 for difference in on_ranks(2, patient, dropout)[0]]
+    symptoms = {
+        (name, dropout): on_ranks(2, patient, dropout)[0]
         for name, patient in PATIENTS.items()
         for dropout in (0.0, 0.1)
     }
+    wrong = {case: [gap > 0 for gap in found.gaps] for case, found in symptoms.items()}
     assert wrong["A", 0.0] == wrong["A", 0.1] == [False, True, True]
     assert wrong["B", 0.0] == wrong["B", 0.1] == [True, True, True]
     assert (wrong["C", 0.0], wrong["C", 0.1]) == ([False] * 3, [True] * 3)
+    assert [case for case, found in symptoms.items() if found.before != found.after] == []
