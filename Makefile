@@ -69,7 +69,7 @@ test-slurm: $(READY)
 	@$(BIN)/python -m pytest --verbose --durations=10 tests/slurm
 
 test-full: $(READY)
-	@$(BIN)/python -m pytest tests --ignore=tests/slurm -m 'full or not full'
+	@$(BIN)/python -m pytest tests -m 'full or not full'
 
 images: $(READY)
 	@$(BIN)/python images/make.py

@@ -76,51 +76,42 @@ def cleared(directory: Path) -> Path:
     return directory
 
 
-class Killer(threading.Thread):
-    """Waits until all ranks train, then for the moment, and kills one of them."""
+def kill(root: Path, log: Path, in_save: bool, dice: random.Random, over: threading.Event, hit: list[str]) -> None:
+    """Wait until all ranks train, then for the moment, and kill one of them; ``hit`` says when it was."""
+    left = set(root.glob(".step_*"))  # by the kill before: they go when the next save begins
+    victim, least, delay_s = dice.randrange(RANKS), dice.randrange(4), dice.uniform(0, 0.02 if in_save else 0.2)
 
-    def __init__(self, root: Path, log: Path, in_save: bool, dice: random.Random) -> None:
-        super().__init__(daemon=True)
-        self.root, self.log, self.in_save = root, log, in_save
-        self.victim, self.n_complete = dice.randrange(RANKS), dice.randrange(4)
-        self.delay_s = dice.uniform(0, 0.02 if in_save else 0.2)
-        self.hit, self.over = "", threading.Event()
+    def is_saving() -> bool:
+        return any(file.parent not in left for file in root.glob(".step_*.tmp-*/*"))
 
-    def run(self) -> None:
-        while not self.has_come():
-            if self.over.wait(0.0005):
-                return
-        if not self.over.wait(self.delay_s):
-            self.hit = "during a save" if self.is_saving() else "between saves"
-            os.kill(int((self.log / f"pid{self.victim}").read_text()), signal.SIGKILL)
-
-    def has_come(self) -> bool:
-        training = len(list(self.log.glob("pid*"))) == RANKS and len(noted(self.log / "complete")) >= self.n_complete
-        return training and (self.is_saving() or not self.in_save)
-
-    def is_saving(self) -> bool:
-        return any(self.root.glob(".step_*.tmp-*/*"))
+    while len(list(log.glob("pid*"))) < RANKS or len(noted(log / "complete")) < least or (in_save and not is_saving()):
+        if over.wait(0.0005):
+            return
+    if not over.wait(delay_s):
+        hit.append("during a save" if is_saving() else "between saves")
+        os.kill(int((log / f"pid{victim}").read_text()), signal.SIGKILL)
 
 
 def one_kill(root: Path, log: Path, number: int, dice: random.Random, expected: dict[int, str]) -> Counter:
     """Train until the kill, then count what it left; nothing is counted if the run ended before."""
-    killer = Killer(root, cleared(log), number % 2 == 0, dice)
+    over, hit = threading.Event(), list[str]()
+    killer = threading.Thread(target=kill, args=(root, cleared(log), number % 2 == 0, dice, over, hit), daemon=True)
     killer.start()
     try:
         on_ranks(RANKS, train, root, log, number % 4 < 2, timeout_s=300)
     except Exception:
-        if not killer.hit:
+        if not hit:
             raise
-    killer.over.set()
+    over.set()
     killer.join()
-    if not killer.hit:
+    if not hit:
         cleared(root)
         return Counter()
     complete, losses, latest = noted(log / "complete"), noted(log / "losses"), find_latest(root)
     newest = int(latest.name.removeprefix("step_")) if latest else 0
     found = {
         "kills": 1,
-        killer.hit: 1,
+        hit[0]: 1,
         "checkpoints completed": len(complete),
         "losses compared": len(losses),
         "checkpoints lost": int(newest < max(complete, default=0)),
@@ -145,10 +136,9 @@ def main() -> None:
         cleared(root)
         while tally["kills"] < arguments.kills:
             tally += one_kill(root, log, tally["kills"], dice, expected)
-            print(f"\r{tally['kills']} of {arguments.kills} kills ", end="", file=sys.stderr, flush=True)
+            print(f"{tally['kills']} of {arguments.kills} kills", end="\r", file=sys.stderr, flush=True)
         save(root, STEPS + 1, torch.nn.Linear(1, 1), device_mesh=None)
         tally["leftovers after the next save"] = len(list(root.glob(".step_*")))
-    print(file=sys.stderr)
     for what in (*GOOD, *BAD):
         print(f"{what:<32}{tally[what]:>6}")
     sys.exit(any(tally[what] for what in BAD))

@@ -34,11 +34,13 @@ from course_pp.training import TrainConfig, Trainer, stages_of_rank
 from course_pp.training.arguments import (
     add_checkpoint_arguments,
     add_layout_arguments,
+    add_sample_arguments,
     add_train_arguments,
     checkpoint_options,
     distributed_config,
     flags_named,
     reshard_policy,
+    sample_options,
     train_config,
 )
 from course_pp.training.checkpointer import Checkpointer
@@ -59,7 +61,7 @@ from course_pp.training.sampling import sample
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for add_arguments in (add_layout_arguments, add_train_arguments, add_checkpoint_arguments):
+    for add_arguments in (add_layout_arguments, add_train_arguments, add_checkpoint_arguments, add_sample_arguments):
         add_arguments(parser)
     add = parser.add_argument
     add("--dim", type=int, default=128, help="model width (default 128)")
@@ -72,8 +74,6 @@ def parse_args() -> argparse.Namespace:
     add("--text", nargs="+", help="text files or folders to train on")
     add("--dataset", help="name or path of a Hugging Face dataset to train on")
     add("--padded", action="store_true", help="one document a sequence, padded, instead of packed sequences")
-    add("--sample", type=int, default=0, help="tokens to write with the trained model (default 0)")
-    add("--prompt", default="", help="what they continue (default: the beginning of a text)")
     return parser.parse_args()
 
 
@@ -93,7 +93,8 @@ def build_stages(
     indices, n_stages = stages_of_rank(config, get_pp_rank(mesh), get_pp_size(mesh))
     flops = layer_costs(model, args.seq_len)
     layer_ranges = partition_by_cost(flops.layers, n_stages, first=flops.embed, last=flops.head)
-    modules = [build_stage_module(model, i, n_stages, layer_ranges).to(get_device()) for i in indices]
+    device = get_device(share=args.share_gpus)
+    modules = [build_stage_module(model, i, n_stages, layer_ranges).to(device) for i in indices]
     for module in modules:
         apply_tensor_parallel(module, mesh)
         apply_ac(module, args.ac)
@@ -102,7 +103,8 @@ def build_stages(
 
 
 def run(args: argparse.Namespace, preemption: Preemption | None) -> None:
-    config, keep, layout = train_config(args), checkpoint_options(args), distributed_config(args, get_world_info()[2])
+    config, keep, text = train_config(args), checkpoint_options(args), sample_options(args)
+    layout = distributed_config(args, get_world_info()[2])
     train, validation, tokenizer = load_data(args)
     vocab_size = tokenizer.vocab_size if args.vocab_size is None else args.vocab_size
     check_vocabulary(vocab_size, tokenizer)
@@ -120,8 +122,7 @@ def run(args: argparse.Namespace, preemption: Preemption | None) -> None:
             print(f"{model.n_parameters:,} parameters, {len(train):,} sequences of {args.seq_len} tokens")
             print(f"resumed {loaded.path}" if loaded else f"validation loss before training {before:.3f}", flush=True)
         fitted = trainer.fit(checkpointer.after_step)
-    prompt, known = tokenizer.encode(args.prompt), tokenizer.vocab_size
-    written = sample(modules, prompt, args.sample, device_mesh=mesh, vocab_size=known, seed=args.seed)
+    written = sample(modules, tokenizer.encode(args.prompt), device_mesh=mesh, vocab_size=tokenizer.vocab_size, **text)
     if trainer.speaks:
         entropy = unigram_entropy(validation.targets, vocab_size)
         print(f"validation loss {fitted.validation_loss:.3f} nats a token; unigram entropy {entropy:.3f}")

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from course_pp.parallel._torch import forget_meshes, set_timeout
 from course_pp.parallel.placement import share_cores
-from course_pp.parallel.world import get_node, get_world_info
+from course_pp.parallel.world import get_node, get_world_info, has_gpus_of_its_own
 
 __all__ = [
     "DistributedConfig",
@@ -49,6 +49,9 @@ class DistributedConfig:
         tp: tensor-parallel ranks.
         backend: ``"gloo"`` or ``"nccl"``; None takes NCCL where every local rank has a GPU, else gloo.
         timeout_s: seconds a collective may wait for its peers.
+        share_gpus: where a host has fewer GPUs than ranks, several ranks compute on one, and what they send goes
+            through host memory (gloo). Only `course_pp.runtime` can do that. Build the stages on
+            ``get_device(share=True)``, too.
     """
 
     pp: int = 1
@@ -57,6 +60,7 @@ class DistributedConfig:
     tp: int = 1
     backend: str | None = None
     timeout_s: float = 300
+    share_gpus: bool = False
 
     def __post_init__(self) -> None:
         for name in _DIMENSIONS:
@@ -66,6 +70,11 @@ class DistributedConfig:
                 raise ValueError(f"{name}={size!r} must be a whole number of at least 1{or_left}")
         if self.backend not in (None, "gloo", "nccl"):
             raise ValueError(f"backend={self.backend!r} must be 'gloo', 'nccl' or None (chosen by what is there)")
+        if self.share_gpus and self.backend is not None:
+            raise ValueError(
+                f"share_gpus=True with backend={self.backend!r}: NCCL has no two ranks on one GPU, and 'gloo' means "
+                "the CPU. Leave backend at None"
+            )
         if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < _LONGEST_TIMEOUT_S:
             raise ValueError(f"timeout_s={self.timeout_s!r} must be a number of seconds above 0 and below a year")
 
@@ -118,13 +127,13 @@ def init_distributed(config: DistributedConfig, seed: int = 42) -> DeviceMesh | 
     world_size = dist.get_world_size() if dist.is_initialized() else get_world_info()[2]
     sizes = config.sizes(world_size)
     torch.manual_seed(seed)
-    device = get_device(config.backend)
+    device = get_device(config.backend, share=config.share_gpus)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         share_cores()
         # Both backends at once: control messages then stay on the CPU and never wait for the GPU.
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and _visible_gpus().enough else "gloo"
         store = dist.HashStore() if world_size == 1 else None
         rendezvous = {"store": store, "rank": 0, "world_size": 1} if store else {"init_method": "env://"}
         dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s), **rendezvous)
@@ -165,30 +174,58 @@ def destroy_distributed() -> None:
         forget_meshes()
 
 
-def get_device(backend: str | None = None) -> torch.device:
-    """This rank's device: its own GPU if every rank of this host has one, else the CPU.
+def get_device(backend: str | None = None, *, share: bool = False) -> torch.device:
+    """This rank's device: a GPU of its own if every rank of this host has one, else the CPU, with a warning.
+
+    Where Slurm shows each task GPUs of its own, it is the first of these.
+
+    Args:
+        backend: as in :class:`DistributedConfig`; ``"gloo"`` means the CPU.
+        share: with fewer GPUs than ranks, neighbouring ranks get one GPU together. `course_pp.runtime` can run them.
 
     Raises:
         ValueError: if ``backend="nccl"`` and there are fewer GPUs than ranks on this host.
     """
-    _, local_rank, world_size = get_world_info()
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    n_gpus = torch.cuda.device_count()
-    enough = n_gpus >= local_world_size
-    if backend == "nccl" and not enough:
+    gpus = _visible_gpus()
+    counted = f"{gpus.n} GPUs for {gpus.n_ranks} ranks"
+    if backend == "nccl" and not gpus.enough:
         raise ValueError(
-            f"backend='nccl' needs a GPU a rank, but this host has {n_gpus} GPUs for {local_world_size} ranks: "
-            "start fewer ranks, or use backend='gloo'"
+            f"backend='nccl' needs a GPU a rank, but this host has {counted}: start fewer ranks, or use backend='gloo'"
         )
-    if backend is None and n_gpus and not enough:
-        warnings.warn(
-            f"this host has {n_gpus} GPUs for {local_world_size} ranks: computing on the CPU. Start a rank a GPU, "
-            "or say backend='gloo' if that is what you want",
-            stacklevel=2,
-        )
-    if backend == "gloo" or not enough:
+    if backend == "gloo" or not gpus.n:
         return torch.device("cpu")
-    return torch.device("cuda", local_rank)
+    if gpus.enough:
+        return torch.device("cuda", gpus.rank)
+    if share:
+        return torch.device("cuda", gpus.rank * gpus.n // gpus.n_ranks)
+    warnings.warn(
+        f"this host has {counted}: computing on the CPU. Start a rank a GPU, let the runtime's ranks share them "
+        "(share_gpus=True), or say backend='gloo' if that is what you want",
+        stacklevel=2,
+    )
+    return torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class _Gpus:
+    """``n`` GPUs that this rank sees, as do ``n_ranks`` ranks together, of which it is number ``rank``."""
+
+    n: int
+    n_ranks: int
+    rank: int
+
+    @property
+    def enough(self) -> bool:
+        """Whether each of these ranks can have one for itself."""
+        return self.n >= self.n_ranks
+
+
+def _visible_gpus() -> _Gpus:
+    _, local_rank, world_size = get_world_info()
+    n, n_local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if n and has_gpus_of_its_own(os.environ, n, n_local):
+        return _Gpus(n, 1, 0)
+    return _Gpus(n, n_local, local_rank)
 
 
 def _dimension(device_mesh: DeviceMesh | None, name: str) -> DeviceMesh | None:

@@ -3,12 +3,16 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
 
 import torch
 
-from course_pp.parallel.world import get_world_info
+from course_pp.parallel.world import get_world_info, is_task_of_srun
 
 __all__ = ["CoreShare", "cores_of", "share_cores"]
+
+_TOPOLOGY = Path("/sys/devices/system/cpu")
 
 # Which process has been bound: a second call finds only its part, and must not divide it again.
 _DONE = "COURSE_PP_PINNED_PID"
@@ -34,31 +38,47 @@ def share_cores() -> CoreShare:
 
     Threads that exist already stay where they are; later ones inherit the binding. Nothing is bound where a node has
     fewer cores than ranks, where Slurm has bound each task to cores of its own (its task/affinity plugin does), and
-    on systems other than Linux. OMP_NUM_THREADS wins where it is set; torchrun sets it to 1 for more than one rank.
+    on systems other than Linux. The hardware threads of a core count as cores, and go to one rank. OMP_NUM_THREADS
+    wins where it is set; torchrun sets it to 1 for more than one rank.
     Safe to call repeatedly.
     """
     _, local_rank, world_size = get_world_info()
     n_local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     usable, done = _usable(), os.environ.get(_DONE) == str(os.getpid())
-    cores = usable if done or _bound_by_slurm(os.environ) else cores_of(usable, local_rank, n_local)
+    bound = _bound_by_slurm(os.environ, len(usable), n_local)
+    cores = usable if done or bound else cores_of(usable, local_rank, n_local, _places(usable))
     if len(cores) < len(usable) and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
         os.environ[_DONE], done = str(os.getpid()), True
     if "OMP_NUM_THREADS" not in os.environ:
-        own = done or n_local == 1 or _bound_by_slurm(os.environ)
+        own = done or n_local == 1 or bound
         threads = len(cores) if own else max(1, len(cores) // n_local)
         os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)
     return CoreShare(tuple(cores), done, torch.get_num_threads())
 
 
-def cores_of(usable: Sequence[int], local_rank: int, n_local: int) -> tuple[int, ...]:
+def cores_of(
+    usable: Sequence[int], local_rank: int, n_local: int, places: Mapping[int, tuple[int, int]]
+) -> tuple[int, ...]:
     """Local rank's part of the usable cores: neighbours, as many for each; all of them if there are too few.
+
+    Args:
+        places: (package, core) of a core by its number, where it is known. Numbers with the same place are hardware
+            threads of one core (often i and i + N/2), which are torn apart only if there are more ranks than cores.
 
     Cores that do not divide are left to the system.
     """
-    each = len(usable) // n_local
-    return tuple(usable[local_rank * each : (local_rank + 1) * each]) if each else tuple(usable)
+
+    def place(core: int) -> tuple[int, int]:
+        return places.get(core, (0, core))
+
+    ordered = sorted(usable, key=lambda core: (place(core), core))
+    whole = [tuple(threads) for _, threads in groupby(ordered, key=place)]
+    units = whole if len(whole) >= n_local else [(core,) for core in ordered]
+    each = len(units) // n_local
+    mine = units[local_rank * each : (local_rank + 1) * each] if each else units
+    return tuple(sorted(core for unit in mine for core in unit))
 
 
 def _usable() -> tuple[int, ...]:
@@ -67,8 +87,25 @@ def _usable() -> tuple[int, ...]:
     return tuple(range(os.cpu_count() or 1))
 
 
-def _bound_by_slurm(environ: Mapping[str, str]) -> bool:
-    """Whether this rank is a task that srun has bound; under torchrun, the task is all ranks of the node."""
-    under_a_launcher = any(name.startswith("TORCHELASTIC_") for name in environ)
-    kind = environ.get("SLURM_CPU_BIND_TYPE", "none")
-    return "SLURM_PROCID" in environ and not under_a_launcher and kind.rstrip(":") not in ("", "none")
+def _places(usable: Sequence[int], folder: Path = _TOPOLOGY) -> dict[int, tuple[int, int]]:
+    """(package, core) of each usable core; empty where the system does not say it of all."""
+    try:
+        return {
+            core: (
+                int((folder / f"cpu{core}/topology/physical_package_id").read_text()),
+                int((folder / f"cpu{core}/topology/core_id").read_text()),
+            )
+            for core in usable
+        }
+    except (OSError, ValueError):
+        return {}
+
+
+def _bound_by_slurm(environ: Mapping[str, str], n_usable: int, n_local: int) -> bool:
+    """Whether this rank is a task that srun has bound to no more cores than its part of the node's.
+
+    SLURM_CPU_BIND_TYPE alone does not tell: it repeats what was asked, also where no plugin has done it.
+    """
+    kind = environ.get("SLURM_CPU_BIND_TYPE", "none").rstrip(":")
+    on_node = int(environ.get("SLURM_CPUS_ON_NODE", os.cpu_count() or 1))
+    return is_task_of_srun(environ) and kind not in ("", "none") and n_usable <= max(1, on_node // n_local)

@@ -65,7 +65,7 @@ def build_pipeline_stage(
         TypeError: if ``stage_module`` is a whole model.
         ValueError: if a size is not positive, the mesh is only a part of the ranks or cannot share the stages, or the
             module computes in another dtype than ``param_dtype``: the neighbour would read the message's bytes as
-            something else.
+            something else. Also on a GPU without NCCL, over which torch's pipeline sends nothing.
         RuntimeError: if there is no process group.
     """
     if not isinstance(stage_module, PipelineStageModule):
@@ -77,6 +77,7 @@ def build_pipeline_stage(
     if not dist.is_initialized():
         raise RuntimeError("no process group: call init_distributed(config) before build_pipeline_stage")
     _check_mesh(stage_module, device_mesh)
+    _check_transport(torch.device(device), device_mesh)
     problem = problem_of_dtype(stage_module, param_dtype)
     if problem is not None:
         raise ValueError(problem)
@@ -104,6 +105,15 @@ def _check_mesh(module: PipelineStageModule, device_mesh: DeviceMesh | None) -> 
         raise ValueError(
             f"stage {module.stage_id} is one of {module.num_stages}, which {pp_size} pipeline ranks cannot share "
             f"equally: cut the model into a multiple of {pp_size} stages"
+        )
+
+
+def _check_transport(device: torch.device, device_mesh: DeviceMesh | None) -> None:
+    """Refuse GPUs over gloo, whose sends and receives take a pointer to GPU memory for one to host memory."""
+    if device.type == "cuda" and get_pp_size(device_mesh) > 1 and "cuda:gloo" in dist.get_backend_config():
+        raise ValueError(
+            f"device={str(device)!r} over gloo: torch's pipeline cannot send GPU tensors through host memory, so train "
+            "with engine='runtime' (course_pp.runtime) to share GPUs, or take backend='gloo' to compute on the CPU"
         )
 
 

@@ -6,12 +6,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch.distributed as dist
 
-__all__ = ["get_node", "get_world_info", "is_rank_zero", "refusals_said_once"]
+__all__ = ["get_node", "get_world_info", "has_gpus_of_its_own", "is_rank_zero", "is_task_of_srun", "refusals_said_once"]
 
 _PORTS = range(15_000, 30_000)  # below Linux's ephemeral ports (32768 and up), so nothing else is handed one
 _SCONTROL_LIMIT_S = 20
@@ -55,6 +55,29 @@ def get_node() -> str:
     from a batch script is 0 everywhere.
     """
     return f"{os.environ.get('SLURM_NODEID', '')}@{socket.gethostname()}"
+
+
+def is_task_of_srun(environ: Mapping[str, str]) -> bool:
+    """Whether this rank is a task of bare ``srun``; under torchrun, the task is all ranks of the node."""
+    return "SLURM_PROCID" in environ and not any(name.startswith("TORCHELASTIC_") for name in environ)
+
+
+def has_gpus_of_its_own(environ: Mapping[str, str], n_visible: int, n_local: int) -> bool:
+    """Whether the ``n_visible`` GPUs that this rank sees are shown to none of the other ``n_local - 1`` on its node.
+
+    So it is with srun's ``--gpus-per-task``, ``--ntasks-per-gpu=1`` and ``--gpu-bind=single:1``. Told by what the tasks
+    have got, since srun says in no variable what it was asked; where Slurm does not count the node's GPUs, by what the
+    batch script was asked.
+    """
+    if not is_task_of_srun(environ):
+        return False
+    dealt_out = n_visible * n_local <= int(environ.get("SLURM_GPUS_ON_NODE", 0))
+    asked = (
+        "SLURM_GPUS_PER_TASK" in environ
+        or "1" in (environ.get("SLURM_NTASKS_PER_GPU"), environ.get("SLURM_NTASKS_PER_TRES"))
+        or re.search(r"\b(single:1$|per_task:|map_gpu:)", environ.get("SLURM_GPU_BIND", "")) is not None
+    )
+    return dealt_out or (n_visible < n_local and asked)
 
 
 @contextmanager

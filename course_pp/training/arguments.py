@@ -13,11 +13,13 @@ from course_pp.training.config import ENGINES, TrainConfig
 __all__ = [
     "add_checkpoint_arguments",
     "add_layout_arguments",
+    "add_sample_arguments",
     "add_train_arguments",
     "checkpoint_options",
     "distributed_config",
     "flags_named",
     "reshard_policy",
+    "sample_options",
     "train_config",
 ]
 
@@ -51,6 +53,7 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dp-shard", type=int, default=1, help="ranks that FSDP2 shards over; -1 takes what is left (default 1)")
     add("--dp-replicate", type=int, default=1, help="copies of the sharded model (default 1)")
     add("--reshard", default="auto", help="after forward: auto, true, false or a number of ranks (default auto)")
+    add("--share-gpus", action="store_true", help="several ranks compute on one GPU, with --engine runtime")
     add("--ac", default="none", choices=("none", "selective", "full"), help="activation checkpointing (default none)")
 
 
@@ -63,7 +66,8 @@ def distributed_config(arguments: argparse.Namespace, world_size: int) -> Distri
     others = (arguments.dp_replicate, arguments.dp_shard, arguments.tp)
     taken = prod(others)
     left = world_size // taken if taken > 0 and world_size % taken == 0 else 1
-    return DistributedConfig(left if arguments.pp is None else arguments.pp, *others)
+    pp = left if arguments.pp is None else arguments.pp
+    return DistributedConfig(pp, *others, share_gpus=arguments.share_gpus)
 
 
 def reshard_policy(text: str) -> ReshardPolicy:
@@ -127,6 +131,23 @@ def checkpoint_options(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the text that is written at the end."""
+    parser.add_argument("--sample", type=int, default=0, help="tokens to write with the trained model (default 0)")
+    parser.add_argument("--prompt", default="", help="what they continue (default: the beginning of a text)")
+
+
+def sample_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of :func:`~course_pp.training.sampling.sample` that were asked for.
+
+    Raises:
+        ValueError: for a negative number of tokens.
+    """
+    if arguments.sample < 0:
+        raise ValueError(f"--sample {arguments.sample} must be at least 0: it is the number of tokens to write")
+    return {"n_tokens": arguments.sample, "seed": arguments.seed}
+
+
 @contextmanager
 def flags_named() -> Iterator[None]:
     """What is refused inside speaks of ``--batch-size 9`` where the package says ``batch=9``.
@@ -135,7 +156,7 @@ def flags_named() -> Iterator[None]:
         ValueError: the one from inside, in these words.
     """
     flags = {field: flag for field, (flag, _, _) in _FIELDS.items()}
-    flags |= {name: f"--{name.replace('_', '-')}" for name in _NEED_DIRECTORY}
+    flags |= {name: f"--{name.replace('_', '-')}" for name in (*_NEED_DIRECTORY, "resume")}
     try:
         yield
     except ValueError as error:

@@ -1,18 +1,20 @@
 """When a trainer's run is saved, and from what it goes on."""
 
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from course_pp.parallel import is_rank_zero
 from course_pp.training.checkpoint import AsyncSaver, CheckpointError, Loaded, load, resume, save
-from course_pp.training.checkpoint.directory import Retention, step_directories
+from course_pp.training.checkpoint.directory import Retention, check_free, check_writable, step_directories, step_of
 from course_pp.training.engines import together
 from course_pp.training.preemption import Preempted, Preemption
 from course_pp.training.report import StepResult
-from course_pp.training.trainer import Trainer
+from course_pp.training.trainer import NonFiniteGradient, Trainer
 
 __all__ = ["Checkpointer"]
 
@@ -35,7 +37,7 @@ class Checkpointer:
         preemption: asked after each step; None leaves signals alone.
 
     Raises:
-        ValueError: for a number that is not at least 1.
+        ValueError: for a number that is not at least 1; on every rank, if ``root`` cannot be written.
     """
 
     def __init__(
@@ -57,6 +59,9 @@ class Checkpointer:
         self._trainer, self._mesh = trainer, device_mesh
         self._root = None if root is None else Path(root)
         self._save_every, self._attachments, self._preemption = save_every, attachments, preemption
+        if self._root is not None:
+            writable = self._root
+            together(lambda: check_writable(writable) if is_rank_zero() else None)
         self._saver: AsyncSaver | None = None
         if asynchronous and root is not None:
             self._saver = AsyncSaver(root, device_mesh=device_mesh, keep_last=keep_last, keep_every=keep_every)
@@ -71,8 +76,10 @@ class Checkpointer:
 
         Raises:
             ValueError: on every rank, if the checkpoint is damaged or of another run, or if the directory already
-                holds checkpoints of steps that this run would come to.
+                holds something under the name of a step that this run would come to; with ``"auto"`` a damaged
+                checkpoint makes way.
         """
+        together(lambda: _check_source(source))
         trainer, loaded = self._trainer, None
         if source == "auto" and self._root is not None:
             loaded = resume(self._root, trainer.modules, trainer.optimizer, device_mesh=self._mesh)
@@ -80,9 +87,8 @@ class Checkpointer:
             loaded = load(source, trainer.modules, trainer.optimizer, device_mesh=self._mesh)
         if loaded is not None:
             trainer.load_state(loaded.extra)
-        if source != "auto":
-            together(self._check_room)
-        elif loaded is not None:
+        together(lambda: self._check_room(take_up=source == "auto"))
+        if source == "auto" and loaded is not None:
             self._saved_step = loaded.step
         return loaded
 
@@ -96,15 +102,14 @@ class Checkpointer:
         if self._root is None:
             return
         every, step = self._save_every, trainer.step
-        if step == trainer.config.steps or (every is not None and step % every == 0):
-            self._save(self._root, self._saver)
         asked = None if self._preemption is None else self._preemption.agreed()
         if asked is not None:
-            if self._saver is not None:
-                self._saver.wait()
+            self._finish_writing()
             if self._saved_step != step:
                 self._save(self._root, None)
             raise Preempted(asked, step, self._root)
+        if step == trainer.config.steps or (every is not None and step % every == 0):
+            self._save(self._root, self._saver)
 
     def close(self) -> None:
         """Wait until the last checkpoint is complete; before the process group is destroyed."""
@@ -117,8 +122,22 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:  # ranks that have failed cannot be waited for
+        if kind is None:
             self.close()
+        elif issubclass(kind, NonFiniteGradient):
+            self._finish_writing()  # every rank is here; after other failures nobody can be waited for
+
+    def _finish_writing(self) -> None:
+        """Wait for a save that goes on in the background; if it fails, that is no reason to leave without another."""
+        if self._saver is None:
+            return
+        try:
+            saved = self._saver.wait()
+        except CheckpointError as error:
+            if is_rank_zero():
+                warnings.warn(f"a checkpoint was not completed in the background: {error}", stacklevel=3)
+        else:
+            self._saved_step = self._saved_step if saved is None else saved.step
 
     def _save(self, root: Path, saver: AsyncSaver | None) -> None:
         trainer, keep = self._trainer, self._retention
@@ -137,14 +156,24 @@ class Checkpointer:
                 keep_last=keep.keep_last,
                 keep_every=keep.keep_every,
             )
-        self._saved_step = trainer.step
+            self._saved_step = trainer.step
 
-    def _check_room(self) -> None:
+    def _check_room(self, take_up: bool) -> None:
         step = self._trainer.step
         there = [] if self._root is None else step_directories(self._root)
-        later = [path for path in there if int(path.name.removeprefix("step_")) > step]
-        if later:
+        later = [path for path in there if step_of(path) > step]
+        if take_up:
+            for path in later:
+                check_free(path)
+        elif later:
             raise CheckpointError(
                 f"{later[0]} is there already, and this run, which begins after step {step}, would come to it: resume "
                 "with auto, or save to another directory"
             )
+
+
+def _check_source(source: str | os.PathLike[str]) -> None:
+    if source not in ("auto", "never") and not (os.fspath(source) and os.path.lexists(source)):
+        raise CheckpointError(
+            f"resume={os.fspath(source)!r} must be auto, never, or the path of a checkpoint, and nothing is there"
+        )

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.model import CrossEntropy, PipelineStageModule
-from course_pp.parallel import TokenLoss, clip_grad_norm_, get_device, get_pp_size
+from course_pp.parallel import TokenLoss, clip_grad_norm_, get_pp_size
 from course_pp.parallel.agreement import agree_on
 from course_pp.training.config import TrainConfig
 from course_pp.training.data import Batches, Sequences, validation_batches
@@ -32,10 +32,14 @@ from course_pp.training.metrics import Peak, Speed, find_peak, training_flops
 from course_pp.training.optim import build_optimizer, build_scheduler, warmup_cosine
 from course_pp.training.report import Reporter, StepResult
 
-__all__ = ["Fitted", "StepResult", "Trainer"]
+__all__ = ["Fitted", "NonFiniteGradient", "StepResult", "Trainer"]
 
 # What a checkpoint's run and the one that takes it up must share, or the second would not continue the first.
 _FIXED = ("batch", "seed", "lr", "min_lr", "warmup_steps", "weight_decay", "clip_norm")
+
+
+class NonFiniteGradient(RuntimeError):
+    """A step whose gradient is infinite or not a number; raised on every rank, with nothing updated."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ class Trainer:
         self._held_out = together(
             lambda: () if validation is None else validation_batches(validation, config.batch, config.eval_batches)
         )
-        self._device = get_device()
+        self._device = next(self.modules[0].parameters()).device
         self._dtype = param_dtype or next(self.modules[0].parameters()).dtype
         self._engine = build_engine(
             config,
@@ -130,16 +134,19 @@ class Trainer:
         """One optimizer step.
 
         Raises:
-            RuntimeError: on every rank, if a gradient is not finite; nothing has been updated.
+            NonFiniteGradient: on every rank, if a gradient is not finite; nothing has been updated.
         """
         begin = time.perf_counter()
         batch = self._batches[self.step]
         n_targets = max(1, batch.n_targets)
         self.optimizer.zero_grad()
         loss = math.fsum(self._engine.step(part, part.n_targets / n_targets) for part in self._parts(batch))
-        norm = clip_grad_norm_(
-            self.modules, self.config.clip_norm, device_mesh=self._mesh, error_if_nonfinite=True
-        ).item()
+        norm = clip_grad_norm_(self.modules, self.config.clip_norm, device_mesh=self._mesh).item()
+        if not math.isfinite(norm):
+            raise NonFiniteGradient(
+                f"step {self.step + 1}: the norm of the gradient is {norm}, so it cannot be clipped: go on from a "
+                "checkpoint with a lower learning rate, or look for the batch that does it"
+            )
         lr = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.scheduler.step()
@@ -208,7 +215,7 @@ class Trainer:
         """Go on where :meth:`state` was taken; call it on every rank, after the checkpoint filled the optimizer.
 
         Layout, engine, schedule, microbatches, accumulation and logging may differ. So may ``steps``: the learning rate
-        then follows the new cosine.
+        then follows the new cosine, and with ``warmup_steps=None`` the new warm-up, a tenth of the new number.
 
         Raises:
             ValueError: on every rank, if the state is of other data, another tokenizer or other hyperparameters, is

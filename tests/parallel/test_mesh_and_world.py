@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ from course_pp.parallel import (
     DistributedConfig,
     apply_fsdp2,
     apply_tensor_parallel,
+    build_pipeline_stage,
+    build_stage_module,
     destroy_distributed,
+    get_device,
     get_dp_mesh,
     get_pp_mesh,
     get_pp_rank,
@@ -204,6 +208,7 @@ def test_factors_that_do_not_multiply_to_the_world_size_are_refused(config, worl
         ({"timeout_s": float("inf")}, "timeout_s=inf must be"),
         ({"timeout_s": "5"}, "timeout_s='5' must be"),
         ({"pp": True}, "pp=True must be"),
+        ({"share_gpus": True, "backend": "nccl"}, "share_gpus=True with backend='nccl'"),
     ],
 )
 def test_impossible_configurations_are_refused(kwargs, message):
@@ -314,3 +319,94 @@ def test_nccl_without_a_gpu_for_every_rank_is_refused(launcher):
     launcher(RANK="0", LOCAL_RANK="0", WORLD_SIZE="99", LOCAL_WORLD_SIZE="99", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     with pytest.raises(ValueError, match="99 ranks"):
         init_distributed(DistributedConfig(pp=99, backend="nccl"))
+
+
+@pytest.fixture
+def slurm_task(launcher, monkeypatch):
+    """Be the last of the tasks on one node, of which each sees some GPUs."""
+    for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
+        monkeypatch.delenv(name)
+
+    def become(n_tasks, n_visible, **variables):
+        last = str(n_tasks - 1)
+        launcher(SLURM_PROCID=last, SLURM_LOCALID=last, SLURM_NTASKS=str(n_tasks), **variables)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: n_visible)
+
+    return become
+
+
+@pytest.mark.parametrize(
+    ("n_tasks", "n_visible", "variables", "device"),
+    [
+        (4, 1, {"SLURM_GPUS_ON_NODE": "4"}, "cuda:0"),
+        (2, 2, {"SLURM_GPUS_ON_NODE": "4"}, "cuda:0"),
+        (4, 4, {"SLURM_GPUS_ON_NODE": "4"}, "cuda:3"),
+        (4, 1, {"SLURM_GPUS_PER_TASK": "1"}, "cuda:0"),
+        (4, 1, {"SLURM_NTASKS_PER_GPU": "1"}, "cuda:0"),
+        (4, 1, {"SLURM_GPU_BIND": "verbose,single:1"}, "cuda:0"),
+        (4, 4, {"SLURM_GPUS_PER_TASK": "1", "SLURM_GPU_BIND": "none"}, "cuda:3"),
+    ],
+    ids=["one each", "two each", "all see all", "gpus-per-task", "ntasks-per-gpu", "gpu-bind", "not bound"],
+)
+@pytest.mark.parametrize("backend", [None, "nccl"])
+@pytest.mark.filterwarnings("error")
+def test_a_task_takes_the_gpu_that_slurm_shows_it_alone(slurm_task, n_tasks, n_visible, variables, device, backend):
+    slurm_task(n_tasks, n_visible, **variables)
+    assert get_device(backend) == torch.device(device)
+
+
+@pytest.mark.parametrize(
+    ("n_visible", "variables"),
+    [
+        (1, {"SLURM_GPUS_ON_NODE": "2", "SLURM_NTASKS_PER_GPU": "2", "SLURM_GPU_BIND": "single:2"}),
+        (2, {"SLURM_GPUS_ON_NODE": "2"}),
+        (1, {"SLURM_GPUS_ON_NODE": "4", "SLURM_GPUS_PER_TASK": "1", "TORCHELASTIC_RUN_ID": "1"}),
+    ],
+    ids=["two tasks a GPU", "all see all", "torchrun is the task"],
+)
+def test_ranks_that_see_the_same_too_few_gpus_compute_on_the_cpu_and_say_so(slurm_task, n_visible, variables):
+    slurm_task(4, n_visible, **variables)
+    with pytest.warns(UserWarning, match=f"this host has {n_visible} GPUs for 4 ranks: computing on the CPU"):
+        assert get_device() == torch.device("cpu")
+    with pytest.raises(ValueError, match="needs a GPU a rank"):
+        get_device("nccl")
+
+
+@pytest.mark.parametrize(("n_gpus", "devices"), [(2, [0, 0, 1, 1]), (3, [0, 0, 1, 2]), (4, [0, 1, 2, 3])])
+@pytest.mark.filterwarnings("error")
+def test_more_ranks_than_gpus_may_share_them(launcher, monkeypatch, n_gpus, devices):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
+    for rank, device in enumerate(devices):
+        launcher(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="4", LOCAL_WORLD_SIZE="4")
+        assert get_device(share=True) == torch.device("cuda", device)
+    assert get_device("gloo") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(("n_ranks", "backend"), [(1, "cpu:gloo,cuda:nccl"), (2, "gloo")], ids=["own", "shared"])
+def test_ranks_that_share_a_gpu_talk_through_host_memory(launcher, monkeypatch, n_ranks, backend):
+    made = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: made.append(device))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: made.append(backend))
+    monkeypatch.setattr("course_pp.parallel.mesh.share_cores", lambda: None)
+    mesh = SimpleNamespace(get_group=lambda name: None)
+    monkeypatch.setattr("course_pp.parallel.mesh.init_device_mesh", lambda *_, **__: mesh)
+    monkeypatch.setattr("course_pp.parallel.mesh.set_timeout", lambda *_: None)
+    launcher(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(n_ranks), LOCAL_WORLD_SIZE=str(n_ranks))
+    init_distributed(DistributedConfig(pp=n_ranks, share_gpus=True))
+    assert made == [torch.device("cuda", 0), backend]
+
+
+def refusal_of_a_shared_gpu(rank):
+    mesh = init_distributed(DistributedConfig(pp=2))
+    config = ModelConfig(dim=8, n_layers=2, n_heads=2, vocab_size=5)
+    module = build_stage_module(config, rank, 2)
+    with pytest.raises(ValueError, match=r"^device='cuda:0' over gloo: ") as refusal:
+        build_pipeline_stage(module, mesh, "cuda:0", batch_size=1, seq_len=4, param_dtype=torch.float32)
+    return str(refusal.value)
+
+
+def test_torchs_pipeline_refuses_gpus_over_gloo_and_names_the_engine_that_can():
+    for refusal in on_ranks(2, refusal_of_a_shared_gpu, where="local"):
+        assert "engine='runtime'" in refusal
+        assert "backend='gloo'" in refusal

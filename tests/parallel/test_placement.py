@@ -2,10 +2,13 @@
 
 import os
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from course_pp.launch import on_ranks
+from course_pp.parallel import placement
 from course_pp.parallel.placement import CoreShare, cores_of, share_cores
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux binds processes to cores")
@@ -25,7 +28,40 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Li
 def test_ranks_get_neighbouring_cores_or_share_all(
     usable: tuple[int, ...], n_local: int, parts: list[tuple[int, ...]]
 ) -> None:
-    assert [cores_of(usable, rank, n_local) for rank in range(n_local)] == parts
+    assert [cores_of(usable, rank, n_local, {}) for rank in range(n_local)] == parts
+
+
+@pytest.fixture
+def two_packages_of_two_cores(tmp_path: Path) -> Path:
+    """What Linux says of eight hardware threads: the second ones of the cores are numbered after all first ones."""
+    for number in range(8):
+        topology = tmp_path / f"cpu{number}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "physical_package_id").write_text(f"{number % 4 // 2}\n")
+        (topology / "core_id").write_text(f"{number % 2}\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("usable", "parts"),
+    [
+        (range(8), [(0, 1, 4, 5), (2, 3, 6, 7)]),
+        (range(8), [(0, 4), (1, 5), (2, 6), (3, 7)]),
+        (range(8), [(0,), (4,), (1,), (5,), (2,), (6,), (3,), (7,)]),
+        (range(8), [(0, 4), (1, 5), (2, 6)]),
+        ((1, 3, 5, 6), [(1, 5), (6,), (3,)]),
+    ],
+    ids=["a package each", "a core each", "a thread each", "a core left over", "part of the machine"],
+)
+def test_hardware_threads_of_a_core_stay_together(
+    two_packages_of_two_cores: Path, usable: Sequence[int], parts: list[tuple[int, ...]]
+) -> None:
+    places = placement._places(usable, two_packages_of_two_cores)
+    assert [cores_of(usable, rank, len(parts), places) for rank in range(len(parts))] == parts
+
+
+def test_a_system_that_does_not_tell_its_cores_apart_is_divided_by_their_numbers(tmp_path: Path) -> None:
+    assert placement._places(range(4), tmp_path) == {}
 
 
 def bound_twice(rank: int, environ: dict[str, str]) -> tuple[CoreShare, CoreShare, set[int]]:
@@ -66,14 +102,25 @@ def test_threads_are_at_least_one_and_a_choice_wins(n: int, environ: dict[str, s
 
 
 @linux
-def test_a_task_that_slurm_has_bound_keeps_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("n_cores", "bound"), [(4, True), (8, False)], ids=["a core of its own", "asked for, and not done"]
+)
+def test_a_task_keeps_the_cores_that_slurm_has_really_bound_it_to(
+    n_cores: int, bound: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
         monkeypatch.delenv(name)
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+    variables = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    slurm = {"SLURM_PROCID": "1", "SLURM_CPU_BIND_TYPE": "mask_cpu:", "SLURM_CPUS_ON_NODE": "8"}
+    for name, value in (variables | slurm).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("SLURM_PROCID", "0")
-    monkeypatch.setenv("SLURM_CPU_BIND_TYPE", "mask_cpu:")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    before = os.sched_getaffinity(0)
-    assert set(share_cores().cores) == before == os.sched_getaffinity(0)
-    assert not share_cores().pinned
+    asked: list[tuple[int, ...]] = []
+    monkeypatch.setattr(placement, "_usable", lambda: tuple(range(n_cores)))
+    monkeypatch.setattr(placement, "_places", lambda usable: {core: (0, core % 4) for core in usable})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: asked.append(cores))
+    monkeypatch.delenv(placement._DONE, raising=False)
+    share = share_cores()
+    os.environ.pop(placement._DONE, None)
+    assert (share.cores, share.pinned, asked) == (
+        ((0, 1, 2, 3), False, []) if bound else ((2, 3, 6, 7), True, [(2, 3, 6, 7)])
+    )

@@ -71,12 +71,12 @@ def test_training_falls_below_what_a_model_without_context_could_reach():
 
 LAYOUTS = [
     "",
-    "--tp=2",
-    "--dp-shard=2 --reshard=true --ac=full",
     "--pp=2 --tp=2",
     "--pp=2 --engine=runtime",
-    "--dp-replicate=2 --dp-shard=2 --ac=selective",
     "--pp=2 --dp-shard=-1 --reshard=true --schedule=interleaved_1f1b",
+    "--tp=2",
+    "--dp-shard=2 --reshard=true --ac=full",
+    "--dp-replicate=2 --dp-shard=2 --ac=selective",
 ]
 
 
@@ -102,7 +102,9 @@ def printed_by_layout(layout):
     return [match[2] for match in said if match]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[1:])
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS[1:4], *(pytest.param(layout, marks=pytest.mark.full) for layout in LAYOUTS[4:])]
+)
 def test_training_prints_the_same_losses_and_the_same_sample_under_every_layout(layout):
     with no_process_left():
         assert printed_by_layout(layout) == printed_by_layout(LAYOUTS[0])
@@ -175,6 +177,9 @@ def run_alone(arguments):
         (["--save-every=5"], ["--save-every needs --checkpoint-dir"]),
         (["--resume=runs/mine"], ["--resume needs --checkpoint-dir"]),
         (["--checkpoint-dir=runs/none", "--keep-every=5"], ["--keep-every 5 needs keep_last"]),
+        (["--sample=-1"], ["--sample -1 must be at least 0"]),
+        (["--checkpoint-dir=README.md"], ["README.md cannot hold checkpoints", "choose another directory"]),
+        (["--checkpoint-dir=runs/none", "--resume=always"], ["--resume 'always' must be auto, never, or the path"]),
     ],
     ids=[
         "layers",
@@ -197,6 +202,9 @@ def run_alone(arguments):
         "every",
         "resume",
         "retention",
+        "sample",
+        "directory",
+        "word",
     ],
 )
 def test_train_refuses_with_one_message_that_names_value_and_remedy(arguments, named):

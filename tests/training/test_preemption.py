@@ -88,7 +88,7 @@ def test_a_run_is_refused_where_it_would_meet_other_checkpoints(tmp_path: Path) 
     (said,) = on_ranks(1, refusals, tmp_path, timeout_s=60)
     expected = (
         "step_00000003 is there already",
-        "nothing holds no checkpoint",
+        "nothing' must be auto, never, or the path of a checkpoint",
         "none of the checkpoints",
         "save_every=0 must be a whole number of at least 1",
     )

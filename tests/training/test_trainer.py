@@ -15,6 +15,7 @@ from course_pp.parallel import DistributedConfig
 from course_pp.training import TrainConfig, Trainer
 from course_pp.training.logs import METRICS
 from course_pp.training.optim import warmup_cosine
+from course_pp.training.trainer import NonFiniteGradient
 from tests.processes import no_process_left
 from tests.training.small import MODEL, RUN, TIED, assert_equals, in_one_process, rows, train, trainer
 
@@ -80,6 +81,33 @@ def test_a_run_may_be_taken_up_for_more_steps_and_follows_the_longer_cosine() ->
     _, found = run(1, resumed, {"steps": 30})[0]
     longer = replace(RUN, steps=30)
     assert [lr for *_, lr in found[1:]] == [RUN.lr * warmup_cosine(step, longer) for step in (1, 2)]
+
+
+def refusals_of_others(rank: int) -> dict[str, str]:
+    """What is said of a state when one hyperparameter is another."""
+    state, said = trainer(RUN, layout=ALONE).state(), {}
+    for name, value in OTHERS.items():
+        with pytest.raises(ValueError, match=name) as refusal:
+            trainer(replace(RUN, **{name: value}), layout=ALONE).load_state(state)
+        said[name] = str(refusal.value)
+    return said
+
+
+OTHERS: dict[str, Any] = {
+    "batch": 16,
+    "seed": 7,
+    "lr": 0.1,
+    "min_lr": 0.5,
+    "warmup_steps": 0,
+    "weight_decay": 0.5,
+    "clip_norm": 9.0,
+}
+
+
+def test_a_run_goes_on_only_with_the_hyperparameters_it_began_with() -> None:
+    (said,) = run(1, refusals_of_others)
+    for name, value in OTHERS.items():
+        assert f"{name} is {value} here and {getattr(RUN, name)} in the state: resume with what" in said[name]
 
 
 def refusals(rank: int) -> dict[str, str]:
@@ -174,7 +202,7 @@ def diverging(rank: int) -> tuple[str, bool]:
     before = [p.detach().clone() for p in parameters]
     try:
         run.train_step()
-    except RuntimeError as error:
+    except NonFiniteGradient as error:
         return str(error), all(p.equal(b) for p, b in zip(parameters[1:], before[1:], strict=True))
     return "nothing", False
 

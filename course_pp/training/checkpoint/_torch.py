@@ -5,7 +5,7 @@ import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import PosixPath
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.serialization import _get_layout
 
 __all__ = [
     "Metadata",
+    "Record",
     "TensorStorageMetadata",
     "files_of",
     "quiet_alone",
@@ -30,7 +31,7 @@ __all__ = [
     "record_of",
 ]
 
-_CLASSES = (
+_KINDS = (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -39,22 +40,46 @@ _CLASSES = (
     TensorStorageMetadata,
     _MEM_FORMAT_ENCODING,
     _StorageInfo,
+    torch.Size,
+    _get_layout,
 )
-_ALLOWED: dict[tuple[str, str], Any] = {
-    **{(kind.__module__, kind.__qualname__): kind for kind in _CLASSES},
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): _get_layout,
-    ("pathlib", "PosixPath"): PosixPath,
-    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
-}
+_DTYPES = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_LARGEST = 1 << 60  # of a size or an offset: their sums still fit 64 bits
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Builds descriptions of tensors and nothing else: a pickle can only call what this finds for it."""
+class _Described:
+    """What a pickle says of one object: what it is made with, and its state. It can do nothing.
+
+    A pickle can not only call what it names but also set attributes of it. So it gets none of the real classes: those
+    belong to the whole process.
+    """
+
+    kind: Any = None
+    arguments: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *arguments: Any) -> "_Described":
+        self = super().__new__(cls)
+        self.arguments, self.state = arguments, None
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads a description of tensors as a tree of :class:`_Described`; dtypes are what they are, and cannot change."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(io.BytesIO(content))
+        stand_ins = {
+            (kind.__module__, kind.__qualname__): type(kind.__name__, (_Described,), {"kind": kind}) for kind in _KINDS
+        }
+        self._known: dict[tuple[str, str], Any] = {**stand_ins, **_DTYPES}
 
     def find_class(self, module: str, name: str) -> Any:
         try:
-            return _ALLOWED[module, name]
+            return self._known[module, name]
         except KeyError:
             raise pickle.UnpicklingError(
                 f"it asks for {module}.{name}, which no description of tensors needs"
@@ -62,44 +87,92 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(content: bytes) -> Metadata:
-    """What DCP's ``.metadata`` file describes.
+    """What DCP's ``.metadata`` file says of tensors and of where they are, built anew from checked numbers and names.
 
     Raises:
-        pickle.UnpicklingError: if it holds anything else; nothing of it has been run.
+        pickle.UnpicklingError: if it holds anything else; nothing of it has been run, and nothing changed.
     """
     try:
-        metadata = _MetadataUnpickler(io.BytesIO(content)).load()
+        return _metadata(_Unpickler(content).load())
     except pickle.UnpicklingError:
         raise
     except Exception as error:  # damaged pickles raise whatever the byte they trip over makes them
         raise pickle.UnpicklingError(f"it is not readable ({type(error).__name__}: {error})") from error
-    parts = (getattr(metadata, "state_dict_metadata", None), getattr(metadata, "storage_data", None))
-    if not isinstance(metadata, Metadata) or not all(isinstance(part, dict) for part in parts):
+
+
+def _metadata(found: Any) -> Metadata:
+    fields = _fields(found, Metadata)
+    entries: Any = {_checked(key, str): _entry(entry) for key, entry in fields["state_dict_metadata"].items()}
+    records = {_index(index): _record(record) for index, record in fields["storage_data"].items()}
+    return Metadata(entries, storage_data=records)
+
+
+def _entry(found: Any) -> TensorStorageMetadata:
+    fields = _fields(found, TensorStorageMetadata)
+    dtype, *_ = _fields(fields["properties"], TensorProperties, tuple)
+    chunks = [_fields(chunk, ChunkStorageMetadata) for chunk in fields["chunks"]]
+    return TensorStorageMetadata(
+        TensorProperties(dtype=_checked(dtype, torch.dtype)),
+        _size(fields["size"]),
+        [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks],
+    )
+
+
+def _index(found: Any) -> MetadataIndex:
+    fields = _fields(found, MetadataIndex)
+    return MetadataIndex(_checked(fields["fqn"], str), _size(fields["offset"]))
+
+
+def _record(found: Any) -> _StorageInfo:
+    fields = _fields(found, _StorageInfo)
+    if fields.get("transform_descriptors"):
+        raise pickle.UnpicklingError("it describes records that are not plain tensors")
+    return _StorageInfo(_checked(fields["relative_path"], str), _whole(fields["offset"]), _whole(fields["length"]))
+
+
+def _fields(found: Any, kind: type, state: type = dict) -> Any:
+    """The state of a ``kind``."""
+    if not isinstance(found, _Described) or found.kind is not kind:
         raise pickle.UnpicklingError("it does not describe a checkpoint")
-    return metadata
+    return _checked(found.state, state)
+
+
+def _size(found: Any) -> torch.Size:
+    if not isinstance(found, _Described) or found.kind is not torch.Size or len(found.arguments) != 1:
+        raise pickle.UnpicklingError("it does not describe a checkpoint")
+    return torch.Size([_whole(n) for n in _checked(found.arguments[0], tuple)])
+
+
+def _whole(found: Any) -> int:
+    if not 0 <= _checked(found, int) < _LARGEST:
+        raise pickle.UnpicklingError(f"it holds {found}, which is no size of anything")
+    return found
+
+
+def _checked(found: Any, kind: type) -> Any:
+    if type(found) is not kind:
+        raise pickle.UnpicklingError("it does not describe a checkpoint")
+    return found
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where a piece of a tensor is: ``n_bytes`` of ``file`` from byte ``begin`` on, torch's framing included."""
+
+    file: str
+    begin: int
+    n_bytes: int
 
 
 def files_of(metadata: Metadata) -> list[str]:
-    """Every name of a file that the description refers to.
-
-    Raises:
-        pickle.UnpicklingError: if a record is to be transformed on reading, which ours never are.
-    """
-    records = metadata.storage_data.values()
-    if not all(map(_is_plain, records)):
-        raise pickle.UnpicklingError("it describes records that are not plain tensors")
-    return [record.relative_path for record in records]
+    """Every name of a file that the description refers to."""
+    return [record.relative_path for record in metadata.storage_data.values()]
 
 
-def _is_plain(record: Any) -> bool:
-    plain = isinstance(record, _StorageInfo) and not record.transform_descriptors
-    return plain and isinstance(record.relative_path, str)
-
-
-def record_of(metadata: Metadata, key: str, offsets: torch.Size) -> tuple[str, int]:
-    """File name and bytes of the piece of ``key`` that begins at ``offsets``."""
-    record = metadata.storage_data[MetadataIndex(key, offsets)]
-    return record.relative_path, record.length
+def record_of(metadata: Metadata, key: str, offsets: torch.Size) -> Record | None:
+    """Where the piece of ``key`` that begins at ``offsets`` is; None if it is nowhere."""
+    found = metadata.storage_data.get(MetadataIndex(key, offsets))
+    return None if found is None else Record(found.relative_path, found.offset, found.length)
 
 
 @contextmanager

@@ -68,10 +68,11 @@ def contents(path: str | os.PathLike[str]) -> list[TensorEntry]:
 def _entry_of(opened: Opened, key: str) -> TensorEntry:
     entry = opened.entry(key)
     assert entry is not None
-    pieces = [
-        Piece(tuple(chunk.offsets), tuple(chunk.sizes), *record_of(opened.metadata, key, chunk.offsets))
-        for chunk in entry.chunks
-    ]
+    pieces = []
+    for chunk in entry.chunks:
+        record = record_of(opened.metadata, key, chunk.offsets)
+        assert record is not None
+        pieces.append(Piece(tuple(chunk.offsets), tuple(chunk.sizes), record.file, record.n_bytes))
     return TensorEntry(key, entry.properties.dtype, tuple(entry.size), tuple(pieces))
 
 
@@ -109,7 +110,8 @@ class Difference:
 def diff(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> list[Difference]:
     """What differs between two checkpoints, however they are laid out; empty if they hold the same.
 
-    One tensor of each is in memory at a time. The layout they were written at does not count.
+    One tensor of each is in memory at a time. The layout they were written at does not count, but each rank of it has
+    random number generators of its own: those of ranks that only one of them knows are named. NaN equals NaN.
     """
     one, other = open_checkpoint(first), open_checkpoint(second)
     found = list(_state_differences(one.state, other.state))
@@ -130,9 +132,13 @@ def _tensor_differences(one: Opened, other: Opened, key: str) -> Iterator[Differ
         if key.startswith("rng."):
             if not torch.equal(x, y):
                 yield Difference(key, "another state")
-        elif dtypes or not torch.equal(x, y):
-            gap = (x.double() - y.double()).abs()
-            yield Difference(key, f"{dtypes}{int((gap != 0).sum()):,} of {gap.numel():,} numbers", gap.max().item())
+        else:
+            x, y = x.double(), y.double()
+            differ = (x != y) & ~(x.isnan() & y.isnan())
+            if dtypes or differ.any():
+                gaps = (x - y).abs()[differ]
+                largest = gaps.max().item() if gaps.numel() else 0.0
+                yield Difference(key, f"{dtypes}{gaps.numel():,} of {differ.numel():,} numbers", largest)
 
 
 def _state_differences(one: dict[str, Any], other: dict[str, Any]) -> Iterator[Difference]:

@@ -15,13 +15,14 @@ import re
 import secrets
 import shutil
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from course_pp.training.checkpoint.manifest import problems, sync_directory
+from course_pp.training.checkpoint.manifest import is_ours, problems, sync_directory
 from course_pp.training.checkpoint.ranks import CheckpointError, sentence
 
-__all__ = ["Draft", "Retention", "is_checkpoint", "step_directories"]
+__all__ = ["Draft", "Retention", "check_free", "check_writable", "is_checkpoint", "step_directories", "step_of"]
 
 _STEP = re.compile(r"step_(\d{8,})")
 _LEFTOVER = re.compile(r"\.step_\d{8,}\.(tmp|old)-\w+")
@@ -32,17 +33,67 @@ def step_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint's directory."""
+    return int(path.name.removeprefix("step_"))
+
+
 def step_directories(root: Path) -> list[Path]:
-    """Every directory named as a checkpoint, newest first; whether it is whole is another question."""
-    if not root.is_dir():
-        return []
-    found = [(int(match[1]), path) for path in root.iterdir() if (match := _STEP.fullmatch(path.name))]
-    return [path for _, path in sorted(found, reverse=True)]
+    """Every directory named as a checkpoint, newest first; whether it is whole is another question.
+
+    Raises:
+        CheckpointError: if ``root`` cannot be read.
+    """
+    with _readable(root):
+        found = [path for path in root.iterdir() if _STEP.fullmatch(path.name)] if root.is_dir() else []
+    return sorted(found, key=step_of, reverse=True)
 
 
 def is_checkpoint(path: Path) -> bool:
-    """True if ``path`` is meant as one checkpoint and not as the directory of a run's."""
-    return bool(_STEP.fullmatch(path.name)) or (path / "manifest.json").exists() or (path / ".metadata").exists()
+    """True if ``path`` is meant as one checkpoint and not as the directory of a run's.
+
+    Raises:
+        CheckpointError: if ``path`` cannot be read.
+    """
+    with _readable(path):
+        return bool(_STEP.fullmatch(path.name)) or (path / "manifest.json").exists() or (path / ".metadata").exists()
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CheckpointError(f"{path} cannot be read ({reason}): ask for access to it, or give another") from error
+
+
+def check_free(final: Path) -> None:
+    """Refuse to write to ``final`` unless nothing is there, or a damaged checkpoint of ours that may make way.
+
+    Raises:
+        CheckpointError: if a whole checkpoint is there, one of another version, or something else altogether.
+    """
+    if not os.path.lexists(final):
+        return
+    if not problems(final):
+        raise CheckpointError(
+            f"{final} is a whole checkpoint already: resume from it, remove it, or save to another directory"
+        )
+    if final.is_symlink() or not is_ours(final):
+        raise CheckpointError(
+            f"{final} has the name of a checkpoint, but this version has not written it: move it away, or save to "
+            "another directory"
+        )
+
+
+def check_writable(root: Path) -> None:
+    """Make the directory of a run's checkpoints and try to write there, before hours of training depend on it.
+
+    Raises:
+        CheckpointError: if it cannot be made, or written to.
+    """
+    Draft.open(root, 0).discard()
 
 
 @dataclass(frozen=True)
@@ -65,14 +116,18 @@ class Retention:
         if self.keep_every is not None and self.keep_last is None:
             raise ValueError(f"keep_every={self.keep_every} needs keep_last: without it everything is kept anyway")
 
-    def apply(self, root: Path) -> None:
-        """Delete what need not stay. Damaged checkpoints neither count nor go: someone may want to look at them."""
+    def apply(self, newest: Path) -> None:
+        """Delete what need not stay beside ``newest``, the checkpoint that has just been written.
+
+        Damaged checkpoints neither count nor go: someone may want to look at them. Nor do those of later steps, which
+        a run that went back to an earlier one has left, whole or damaged where only checksums would tell.
+        """
         if self.keep_last is None:
             return
-        whole = [path for path in step_directories(root) if not problems(path, checksums=False)]
-        for path in whole[self.keep_last :]:
-            step = int(path.name.removeprefix("step_"))
-            if self.keep_every is None or step % self.keep_every:
+        before = [path for path in step_directories(newest.parent) if step_of(path) < step_of(newest)]
+        whole = [path for path in before if not problems(path, checksums=False)]
+        for path in whole[self.keep_last - 1 :]:
+            if self.keep_every is None or step_of(path) % self.keep_every:
                 try:
                     _delete(path)
                 except OSError as error:  # the new checkpoint is there: no reason to stop
@@ -91,16 +146,27 @@ class Draft:
         """Make the directory to write to, and remove what killed saves have left.
 
         Raises:
-            CheckpointError: if there is a whole checkpoint of this step, or the directory cannot be written.
+            CheckpointError: if something is there that must stay (:func:`check_free`), or nothing can be written.
+        """
+        draft = cls.open(root, step)
+        try:
+            check_free(draft.final)
+        except BaseException:
+            draft.discard()
+            raise
+        return draft
+
+    @classmethod
+    def open(cls, root: Path, step: int) -> "Draft":
+        """Make the directory to write to, whatever has the final name.
+
+        Raises:
+            CheckpointError: if nothing can be written.
         """
         final = root / step_name(step)
         try:
             root.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(root)
-            if final.exists() and not problems(final):
-                raise CheckpointError(
-                    f"{final} is a whole checkpoint already: resume from it, remove it, or save to another directory"
-                )
             while True:
                 path = _unique(final, "tmp")
                 path.mkdir()
@@ -115,9 +181,19 @@ class Draft:
                 f"{root} cannot hold checkpoints ({sentence(error)}): choose another directory"
             ) from error
 
+    @property
+    def final(self) -> Path:
+        """The name it gets when it is complete."""
+        return self.path.with_name(self.path.name.removeprefix(".").partition(".")[0])
+
     def publish(self) -> Path:
-        """Give the checkpoint its name; a damaged one that has it makes way."""
-        final = self.path.with_name(self.path.name.removeprefix(".").partition(".")[0])
+        """Give the checkpoint its name; a damaged one that has it makes way.
+
+        Raises:
+            CheckpointError: if another run has come to the same step meanwhile (:func:`check_free`).
+        """
+        final = self.final
+        check_free(final)
         if final.exists():
             _delete(final)
         self.path.rename(final)

@@ -6,7 +6,6 @@ DCP writes one file a rank, holding each tensor as ``torch.save`` would, and des
 import hashlib
 import io
 import os
-import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,17 +17,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from course_pp.training.checkpoint._torch import (
-    Metadata,
-    TensorStorageMetadata,
-    files_of,
-    quiet_alone,
-    read_metadata,
-)
-from course_pp.training.checkpoint.manifest import METADATA, Digest
+from course_pp.training.checkpoint._torch import Metadata, quiet_alone
+from course_pp.training.checkpoint.manifest import Digest
 from course_pp.training.checkpoint.ranks import CheckpointError, Ranks, sentence
 
-__all__ = ["open_metadata", "read_tensors", "write_tensors"]
+__all__ = ["cannot_write", "read_tensors", "write_tensors"]
+
+_MAKE_ROOM = "make room there, or save to another directory"
 
 
 class _HashedFile:
@@ -112,8 +107,13 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor], ranks: Ranks) 
         dcp.save(dict(tensors), storage_writer=writer, process_group=ranks.group, no_dist=ranks.size == 1)
 
     with _without_crc32():
-        _run(write, ranks, writer.files.failures, f"the checkpoint cannot be written to {directory.parent}")
+        _run(write, ranks, writer.files.failures, f"a checkpoint cannot be written to {directory.parent}")
     return writer.files.digests
+
+
+def cannot_write(root: Path, error: OSError) -> str:
+    """What a full disk, or one that cannot be written, does to a save."""
+    return f"a checkpoint cannot be written to {root}: {error.strerror or error}; {_MAKE_ROOM}"
 
 
 def read_tensors(directory: Path, metadata: Metadata, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
@@ -130,26 +130,6 @@ def read_tensors(directory: Path, metadata: Metadata, tensors: Mapping[str, Tens
     _run(read, ranks, [], f"{directory} cannot be loaded")
 
 
-def open_metadata(directory: Path, files: Mapping[str, Digest]) -> Metadata:
-    """What the files hold.
-
-    Raises:
-        CheckpointError: if ``.metadata`` is more than a description of tensors in ``files``.
-    """
-    try:
-        metadata = read_metadata((directory / METADATA).read_bytes())
-        strange = sorted(set(files_of(metadata)) - set(files))
-    except (OSError, pickle.UnpicklingError) as error:
-        reason = str(error) if isinstance(error, pickle.UnpicklingError) else sentence(error)
-        raise CheckpointError(f"{directory}: {METADATA} is refused: {reason}") from error
-    for key, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(f"{directory}: {key} is refused: it is not a tensor")
-    if strange:
-        raise CheckpointError(f"{directory}: {METADATA} is refused: it refers to {strange[0]!r}, not in the manifest")
-    return metadata
-
-
 def _run(work: Any, ranks: Ranks, failures: list[OSError], problem: str) -> None:
     """Do what DCP does together, and say what went wrong in one sentence instead of a traceback a rank."""
     failure: BaseException | None = None
@@ -158,7 +138,7 @@ def _run(work: Any, ranks: Ranks, failures: list[OSError], problem: str) -> None
             work()
         except (dcp.CheckpointException, Exception) as error:
             failure = error
-    mine = sentence(failures[0]) if failures else None
+    mine = f"{failures[0].strerror or failures[0]}; {_MAKE_ROOM}" if failures else None
     reasons = [reason for reason in ranks.gather(mine) if reason is not None]
     if failure is None and not reasons:
         return

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.training.checkpoint._torch import Metadata, TensorStorageMetadata
+from course_pp.training.checkpoint.description import open_metadata
 from course_pp.training.checkpoint.directory import is_checkpoint, step_directories
-from course_pp.training.checkpoint.files import open_metadata, read_tensors
+from course_pp.training.checkpoint.files import read_tensors
 from course_pp.training.checkpoint.manifest import STATE, problems, read_json, read_manifest, spelled
 from course_pp.training.checkpoint.ranks import CheckpointError, Ranks
 from course_pp.training.checkpoint.rng import coordinates_of, restore_rng, rng_keys
@@ -71,9 +72,10 @@ def find_latest(root: str | os.PathLike[str]) -> Path | None:
     Newer ones that are damaged are named in a warning.
 
     Raises:
-        CheckpointError: if there are checkpoints, but none is whole: starting anew is then for a person to decide.
+        CheckpointError: if there are checkpoints, but none is whole: starting anew is then for a person to decide; if
+            ``root`` cannot be read.
     """
-    return _newest(Path(root), step_directories(Path(root)), problems, warn=True)
+    return _newest(Path(root), lambda: step_directories(Path(root)), _problems_now, warn=True)
 
 
 def load(
@@ -124,7 +126,7 @@ def resume(
         held = held_by(modules)
         _check_model(opened, modules, held)
         if optimizer is not None:
-            _check_optimizer(opened, optimizer_groups(optimizer, held))
+            _check_optimizer(opened, optimizer, held)
         return set(dict(held.ends))
 
     here = set().union(*ranks.each(compare))
@@ -160,19 +162,18 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Opened:
 def _open_together(path: Path, ranks: Ranks) -> Opened | None:
     """Find, check and describe a checkpoint, if there is one; the ranks share the reading of its bytes."""
 
-    def check(candidate: Path) -> list[str]:
-        found = ranks.each(lambda: problems(candidate, ranks.rank, ranks.size))
-        return sorted({problem for mine in found for problem in mine})
+    def check(candidate: Path) -> list[str] | None:
+        found = ranks.each(lambda: _problems_now(candidate, ranks.rank, ranks.size))
+        return None if None in found else sorted({problem for mine in found for problem in mine or ()})
 
-    # Asked on one rank: a save that is going on must not show itself to some ranks only.
-    single, candidates = ranks.first(lambda: (is_checkpoint(path), step_directories(path)))
-    if not single:
-        newest = _newest(path, candidates, check, warn=ranks.rank == 0)
+    # Listed on one rank: a save that is going on must not show itself to some ranks only.
+    if not ranks.first(lambda: is_checkpoint(path)):
+        newest = _newest(path, lambda: ranks.first(lambda: step_directories(path)), check, warn=ranks.rank == 0)
         if newest is None:
             return None
         path = newest
-    elif found := check(path):
-        raise CheckpointError(spelled(path, found))
+    elif (found := check(path)) is None or found:
+        raise CheckpointError(spelled(path, found or ["there is no such directory"]))
     opened: list[Opened] = []
     ranks.each(lambda: opened.append(_describe(path)))
     return opened[0]
@@ -183,15 +184,28 @@ def _describe(path: Path) -> Opened:
     return Opened(path, open_metadata(path, files), _state_of(path))
 
 
-def _newest(root: Path, candidates: Sequence[Path], check: Callable[[Path], list[str]], warn: bool) -> Path | None:
-    """The first of ``candidates`` that is whole."""
+def _problems_now(path: Path, part: int = 0, n_parts: int = 1) -> list[str] | None:
+    """As :func:`problems`; None if a run has deleted the checkpoint since it was listed, or while it was read."""
+    found = problems(path, part, n_parts)
+    return found if not found or os.path.lexists(path) else None
+
+
+def _newest(
+    root: Path, listed: Callable[[], Sequence[Path]], check: Callable[[Path], list[str] | None], warn: bool
+) -> Path | None:
+    """The first of those ``listed`` that is whole; they are listed again if one has gone, for a newer one has come."""
     damaged: list[str] = []
-    for path in candidates:
-        if not (found := check(path)):
+    candidates = iter(listed())
+    while (path := next(candidates, None)) is not None:
+        found = check(path)
+        if found is None:
+            damaged, candidates = [], iter(listed())
+        elif found:
+            damaged.append(spelled(path, found))
+        else:
             if damaged and warn:
                 warnings.warn(f"using {path}, because newer ones are not whole: {'; '.join(damaged)}", stacklevel=3)
             return path
-        damaged.append(spelled(path, found))
     if damaged:
         raise CheckpointError(
             f"none of the checkpoints in {root} is whole ({'; '.join(damaged)}): "
@@ -232,11 +246,19 @@ def _check_model(opened: Opened, modules: list[nn.Module], held: Held) -> None:
             )
 
 
-def _check_optimizer(opened: Opened, mine: list[Group]) -> None:
+def _check_optimizer(opened: Opened, optimizer: torch.optim.Optimizer, held: Held) -> None:
+    mine = optimizer_groups(optimizer, held)
     if opened.groups is None:
         raise CheckpointError(
             f"{opened.path} was saved without an optimizer: load it with optimizer=None to begin from its weights"
         )
+    saved, here = opened.state["optimizer"].get("kind"), type(optimizer).__name__
+    if saved != here:
+        raise CheckpointError(
+            f"{opened.path} holds the state of {saved}, and this optimizer is {here}: "
+            f"make {saved}, or load the weights alone with optimizer=None"
+        )
+    _check_slots(opened, opened.groups, {name: tensor.shape for name, tensor in held.ends})
     options = {name: group.options for group in opened.groups for name in group.parameters}
     for group in mine:
         for name in group.parameters:
@@ -247,6 +269,36 @@ def _check_optimizer(opened: Opened, mine: list[Group]) -> None:
                     f"{opened.path}: its optimizer has other options for {name} than for {group.parameters[0]}, "
                     "this one has them in one group: make the same groups"
                 )
+
+
+def _check_slots(opened: Opened, groups: Sequence[Group], shapes: Mapping[str, torch.Size]) -> None:
+    """Each parameter has the state that others of its group have, in its shape, or none as before its first update."""
+    saved = _saved_slots(opened)
+    for group in groups:
+        slots = {name: saved[name] for name in group.parameters if name in saved}
+        expected = set().union(*slots.values())
+        for name, found in slots.items():
+            if missing := sorted(expected - set(found)):
+                raise CheckpointError(
+                    f"{opened.path} is damaged: it holds no {missing[0]} of {name}, as it does of others"
+                )
+    for name, shape in shapes.items():
+        for slot in saved.get(name, []):
+            entry = opened.entry(f"optimizer.{name}.{slot}")
+            if entry is not None and entry.size not in (shape, torch.Size()):
+                raise CheckpointError(
+                    f"{opened.path} is damaged: {slot} of {name} is {tuple(entry.size)}, and {name} {tuple(shape)}"
+                )
+
+
+def _saved_slots(opened: Opened) -> dict[str, list[str]]:
+    """What the optimizer keeps of each parameter, by the parameter's name."""
+    saved: dict[str, list[str]] = {}
+    for key in opened.keys:
+        if key.startswith("optimizer."):
+            name, _, slot = key.removeprefix("optimizer.").rpartition(".")
+            saved.setdefault(name, []).append(slot)
+    return saved
 
 
 class _Request:
@@ -287,11 +339,7 @@ Slots = dict[str, Tensor]
 
 def _request_slots(request: _Request, optimizer: torch.optim.Optimizer, held: Held) -> list[Slots]:
     """New state for each end in ``held``, to be filled; empty where the checkpoint has none."""
-    saved: dict[str, list[str]] = {}
-    for key in request._opened.keys:
-        if key.startswith("optimizer."):
-            name, _, slot = key.removeprefix("optimizer.").rpartition(".")
-            saved.setdefault(name, []).append(slot)
+    saved = _saved_slots(request._opened)
     counts_on_device = {
         id(p)
         for group in optimizer.param_groups

@@ -90,6 +90,22 @@ def read_manifest(directory: Path) -> tuple[int, dict[str, Digest]]:
     return step, files
 
 
+def is_ours(directory: Path) -> bool:
+    """Whether this version wrote what is, perhaps damaged, in ``directory``.
+
+    The manifest says so by its format; where it is gone or illegible, the description of the run by its entries.
+    """
+    for name in (MANIFEST, STATE):
+        try:
+            found = read_json(directory / name)
+        except CheckpointError:
+            continue
+        if not isinstance(found, dict):
+            return False
+        return found.get("format") == FORMAT if name == MANIFEST else {"step", "layout", "config"} <= set(found)
+    return False
+
+
 def _is_sound(name: str, digest: Digest) -> bool:
     """Whether an entry names a file of this directory, and not something elsewhere."""
     inside = bool(name) and name == os.path.basename(name) and name not in (".", "..", MANIFEST)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from course_pp.training.checkpoint.directory import Draft, Retention
-from course_pp.training.checkpoint.files import write_tensors
+from course_pp.training.checkpoint.files import cannot_write, write_tensors
 from course_pp.training.checkpoint.manifest import MANIFEST, METADATA, STATE, Digest, write_file, write_manifest
 from course_pp.training.checkpoint.ranks import CheckpointError, Ranks
 from course_pp.training.checkpoint.rng import DIMENSIONS, coordinates_of, rng_tensors
@@ -192,10 +192,13 @@ def _write(root: Path, snapshot: _Snapshot, retention: Retention, ranks: Ranks) 
             assert draft is not None  # rank 0 began it
             _check_shared(directory, everyone)
             files = {name: digest for mine in everyone for name, digest in mine.items()}
-            files |= {name: write_file(directory / name, content) for name, content in snapshot.files.items()}
-            write_manifest(directory, snapshot.step, files)
-            path = draft.publish()
-            retention.apply(root)
+            try:
+                files |= {name: write_file(directory / name, content) for name, content in snapshot.files.items()}
+                write_manifest(directory, snapshot.step, files)
+                path = draft.publish()
+            except OSError as error:
+                raise CheckpointError(cannot_write(root, error)) from error
+            retention.apply(newest=path)
             return path, sum(digest.bytes for digest in files.values())
 
         path, n_bytes = ranks.first(finish)

@@ -161,9 +161,9 @@ def as_json(value: Any, what: str) -> str:
     """``value`` as text.
 
     Raises:
-        CheckpointError: if JSON has no way to say it.
+        CheckpointError: if JSON has no way to say it; infinity and NaN are not in it, though ``json`` writes them.
     """
     try:
-        return json.dumps(value, indent=1)
+        return json.dumps(value, indent=1, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{what} must be JSON (numbers, text, lists, dictionaries): {error}") from error
+        raise CheckpointError(f"{what} must be JSON (finite numbers, text, lists, dictionaries): {error}") from error

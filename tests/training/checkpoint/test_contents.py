@@ -1,6 +1,7 @@
 """Looking into checkpoints, comparing them, and the commands that do it."""
 
 import json
+import math
 from math import prod
 from pathlib import Path
 
@@ -69,6 +70,17 @@ def test_each_kind_of_difference_is_named(tmp_path: Path) -> None:
     assert found["extra.lr"] == ("1 and 2", None)
     assert found["step"] == ("1 and 2", None)
     assert diff(first, first) == []
+
+
+def test_nan_is_no_difference_where_both_have_it(tmp_path: Path) -> None:
+    one, other = torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        one.weight.copy_(torch.tensor([[math.nan, 1]]))
+        other.weight.copy_(torch.tensor([[math.nan, 3]]))
+    first, second = (save(tmp_path / name, 1, m, device_mesh=None).path for name, m in (("a", one), ("b", other)))
+    again = save(tmp_path / "c", 1, one, device_mesh=None).path
+    assert diff(first, again) == []
+    assert [(d.what, d.max_abs) for d in diff(first, second)] == [("1 of 2 numbers", 2.0)]
 
 
 def test_inspect_lists_tensors_with_shape_dtype_bytes_and_files(

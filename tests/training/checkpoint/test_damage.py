@@ -1,5 +1,6 @@
 """What is not whole, not ours, or not of this model is refused by name; resuming takes the one before it."""
 
+import contextlib
 import errno
 import os
 import pickle
@@ -8,13 +9,16 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from course_pp.launch import on_ranks
-from course_pp.training.checkpoint import CheckpointError, find_latest, load, resume, save, verify
+from course_pp.training.checkpoint import CheckpointError, find_latest, load, loading, resume, save, saving, verify
+from course_pp.training.checkpoint.description import fills
 from tests.training.checkpoint.small import CONFIG, SHARD, Small, flip_byte, reseal
 
 
@@ -101,6 +105,22 @@ def test_a_run_without_checkpoints_begins_and_one_with_only_damaged_ones_stops(t
         resume(tmp_path, run.model, run.optimizer, device_mesh=None)
 
 
+def test_checkpoints_are_listed_again_if_one_is_deleted_while_it_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Small()
+    old = run.saved(tmp_path, 1)
+
+    def replaced(path: Path, *options: Any) -> list[str]:
+        if path == old and path.exists():
+            save(tmp_path, 2, run.model, run.optimizer, device_mesh=None, keep_last=1)
+        return real(path, *options)
+
+    real = loading.problems
+    monkeypatch.setattr(loading, "problems", replaced)
+    assert load(tmp_path, run.model, run.optimizer, device_mesh=None).step == 2
+
+
 class Evil:
     """Creates a file when it is unpickled."""
 
@@ -134,7 +154,7 @@ def test_an_archive_with_a_pickle_in_place_of_a_tensor_is_refused_and_not_run(tm
     run, witness = Small(), tmp_path / "witness"
     path = run.saved(tmp_path / "run", 1)
     metadata = dcp.FileSystemReader(path).read_metadata()
-    torch.save(Evil(witness), path / SHARD)
+    torch.save((Evil(witness), b"0" * 10_000), path / SHARD)
     for record in metadata.storage_data.values():
         record.offset, record.length = 0, (path / SHARD).stat().st_size
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -142,6 +162,108 @@ def test_an_archive_with_a_pickle_in_place_of_a_tensor_is_refused_and_not_run(tm
     with pytest.raises(CheckpointError, match="something other than a tensor"):
         load(path, run.model, run.optimizer, device_mesh=None)
     assert not witness.exists()
+
+
+TORCHS = b"ctorch.distributed.checkpoint.metadata\n"
+NAMED = {
+    "class": TORCHS + b"MetadataIndex\n",
+    "function": b"ctorch.serialization\n_get_layout\n",
+    "member of an enumeration": TORCHS + b"_MEM_FORMAT_ENCODING\nK\x00\x85R",
+}
+
+
+def changed() -> list[object]:
+    """Those of the process that a pickle has set an attribute of."""
+    member = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING(0)
+    return [each for each in (MetadataIndex, torch.serialization._get_layout, member) if hasattr(each, "witness")]
+
+
+@pytest.mark.parametrize("named", NAMED.values(), ids=NAMED)
+def test_a_description_cannot_change_what_belongs_to_the_process(named: bytes, tmp_path: Path) -> None:
+    run = Small()
+    path = run.saved(tmp_path, 1)
+    honest = (path / ".metadata").read_bytes()
+    # BUILD with a second state sets attributes; the description follows as it was.
+    (path / ".metadata").write_bytes(honest[:2] + named + b"N}\x8c\x07witnessK\x01s\x86b0" + honest[2:])
+    reseal(path)
+    with contextlib.suppress(CheckpointError):
+        load(path, run.model, run.optimizer, device_mesh=None)
+    assert changed() == []
+
+
+WEIGHT, MOMENT = "model.embed.weight", "optimizer.embed.weight.exp_avg"
+
+
+def shorten_a_piece(metadata: Any) -> None:
+    metadata.state_dict_metadata[WEIGHT].chunks[0].sizes = torch.Size((5, 16))
+
+
+def enlarge_a_tensor(metadata: Any) -> None:
+    metadata.state_dict_metadata[MOMENT].size = torch.Size((10**15,))
+
+
+def enlarge_a_tensor_and_its_piece(metadata: Any) -> None:
+    entry = metadata.state_dict_metadata[WEIGHT]
+    entry.size = entry.chunks[0].sizes = torch.Size((10**15, 16))
+
+
+def lose_a_record(metadata: Any) -> None:
+    del metadata.storage_data[MetadataIndex(WEIGHT, (0, 0))]
+
+
+def lose_a_moment(metadata: Any) -> None:
+    del metadata.state_dict_metadata[MOMENT]
+
+
+def reshape_a_moment(metadata: Any) -> None:
+    entry = metadata.state_dict_metadata[MOMENT]
+    entry.size = entry.chunks[0].sizes = torch.Size((16, 11))
+
+
+HOLES = {
+    shorten_a_piece: f"the pieces of {WEIGHT} do not make up its shape \\(11, 16\\)",
+    enlarge_a_tensor: f"the pieces of {MOMENT} do not make up its shape",
+    enlarge_a_tensor_and_its_piece: f"no file holds the 128,000,000,000,000,000 bytes of {WEIGHT}",
+    lose_a_record: f"no file holds the 1,408 bytes of {WEIGHT}",
+    lose_a_moment: "it holds no exp_avg of embed.weight, as it does of others",
+    reshape_a_moment: "exp_avg of embed.weight is \\(16, 11\\), and embed.weight \\(11, 16\\)",
+}
+
+
+@pytest.mark.parametrize(("make", "said"), HOLES.items(), ids=[make.__name__ for make in HOLES])
+def test_a_description_with_a_hole_is_refused_and_nothing_changed(
+    make: Callable[[Any], None], said: str, tmp_path: Path
+) -> None:
+    run = Small()
+    path = run.saved(tmp_path, 1)
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    make(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    reseal(path)
+    run.step(2)
+    before = [p.clone() for p in run.model.parameters()]
+    with pytest.raises(CheckpointError, match=said):
+        load(path, run.model, run.optimizer, device_mesh=None)
+    assert all(map(torch.equal, run.model.parameters(), before))
+
+
+@pytest.mark.parametrize(
+    ("boxes", "shape", "filled"),
+    [
+        ([((), ())], (), True),
+        ([((), ()), ((), ())], (), False),
+        ([], (0,), True),
+        ([((0, 0), (2, 3)), ((2, 0), (4, 3))], (4, 3), True),
+        ([((0, 2), (4, 3)), ((0, 0), (4, 2)), ((4, 0), (4, 3))], (4, 3), True),
+        ([((0, 0), (2, 3)), ((3, 0), (4, 3))], (4, 3), False),
+        ([((0, 0), (3, 3)), ((1, 0), (2, 3))], (4, 3), False),
+        ([((0, 0), (2, 3)), ((1, 0), (3, 3))], (4, 3), False),
+        ([((0, 0), (2, 6))], (4, 3), False),
+        ([((0,), (12,))], (4, 3), False),
+    ],
+)
+def test_pieces_make_up_a_tensor_if_they_cover_it_once(boxes: list[Any], shape: tuple[int, ...], filled: bool) -> None:
+    assert fills(boxes, shape) is filled
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -243,6 +365,43 @@ def _save_on_a_full_disk(rank, root):
     with pytest.raises(CheckpointError) as refusal:
         save(root, 2, module, device_mesh=None)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return str(refusal.value)
+
+
+def test_ranks_that_do_not_share_the_directory_are_told_so(tmp_path: Path) -> None:
+    said = on_ranks(2, _save_elsewhere_on_one_rank, tmp_path)
+    assert said[0] == said[1]
+    assert f"__1_0.distcp, written by rank 1, is not in {tmp_path} as rank 0 sees it" in said[0]
+    assert not list(tmp_path.iterdir())
+
+
+def _save_elsewhere_on_one_rank(rank, root):
+    def write(directory, *arguments):
+        written = real(directory, *arguments)
+        for name in written if rank == 1 else ():
+            (directory / name).unlink()
+        return written
+
+    real, saving.write_tensors = saving.write_tensors, write
+    try:
+        with pytest.raises(CheckpointError) as refusal:
+            save(root, 1, torch.nn.ModuleDict({f"part{rank}": torch.nn.Linear(1, 1)}), device_mesh=None)
+    finally:
+        saving.write_tensors = real
+    return str(refusal.value)
+
+
+def test_a_directory_that_cannot_be_read_is_no_run_without_checkpoints(tmp_path: Path) -> None:
+    tmp_path.chmod(0o000)
+    [said] = on_ranks(1, _find_as_nobody, tmp_path)
+    assert said == f"{tmp_path} cannot be read ({os.strerror(errno.EACCES)}): ask for access to it, or give another"
+
+
+def _find_as_nobody(rank, root):
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+    with pytest.raises(CheckpointError) as refusal:
+        find_latest(root)
     return str(refusal.value)
 
 

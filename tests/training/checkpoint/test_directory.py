@@ -1,13 +1,17 @@
 """Which directories appear, stay and go."""
 
+import errno
 import fcntl
+import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from course_pp.training.checkpoint import AsyncSaver, CheckpointError, find_latest, load, save, verify
+from course_pp.training.checkpoint import AsyncSaver, CheckpointError, find_latest, load, save, saving, verify
+from course_pp.training.checkpoint.directory import Draft
 from tests.training.checkpoint.small import SHARD, Small, flip_byte
 
 
@@ -30,6 +34,13 @@ def test_a_damaged_checkpoint_neither_counts_as_one_to_keep_nor_goes(tmp_path: P
     (tmp_path / "step_00000003" / "manifest.json").unlink()
     save_steps(tmp_path, 4, keep_last=2)
     assert names(tmp_path) == [f"step_{step:08d}" for step in (2, 3, 4)]
+
+
+def test_a_run_that_went_back_keeps_what_it_writes_beside_later_ones(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10, 20, 30)
+    flip_byte(tmp_path / "step_00000030" / SHARD)
+    assert save(tmp_path, 25, torch.nn.Linear(1, 1), device_mesh=None, keep_last=1).path.is_dir()
+    assert names(tmp_path) == ["step_00000025", "step_00000030"]
 
 
 @pytest.mark.parametrize(
@@ -64,6 +75,79 @@ def test_a_whole_checkpoint_of_the_step_is_not_replaced_but_a_damaged_one_is(tmp
     assert verify(tmp_path / "step_00000001") == []
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "state.json"])
+def test_a_checkpoint_of_ours_makes_way_even_if_one_of_its_descriptions_is_gone(name: str, tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    (tmp_path / "step_00000001" / name).unlink()
+    save_steps(tmp_path, 1)
+    assert verify(tmp_path / "step_00000001") == []
+
+
+def of_a_later_version(path: Path) -> None:
+    save_steps(path.parent, 1)
+    manifest = path / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("version 1", "version 2"))
+
+
+def years_of_work(path: Path) -> None:
+    path.mkdir()
+    (path / "thesis.txt").touch()
+
+
+STRANGERS: dict[str, Callable[[Path], object]] = {
+    "another's directory": years_of_work,
+    "a later version": of_a_later_version,
+    "a file": Path.touch,
+    "a link to a directory": lambda path: path.symlink_to(path.parent, target_is_directory=True),
+    "a link to nothing": lambda path: path.symlink_to(path.parent / "nothing"),
+}
+
+
+@pytest.mark.parametrize("make", STRANGERS.values(), ids=STRANGERS)
+def test_what_this_version_has_not_written_does_not_make_way(make: Callable[[Path], object], tmp_path: Path) -> None:
+    final = tmp_path / "step_00000001"
+    make(final)
+    before = os.lstat(final)
+    with pytest.raises(CheckpointError, match=r"step_00000001 has the name of a checkpoint, but .* move it away"):
+        save_steps(tmp_path, 1)
+    assert names(tmp_path) == ["step_00000001"]
+    assert os.lstat(final).st_ino == before.st_ino
+
+
+def test_of_two_runs_that_write_the_same_step_the_first_stays(tmp_path: Path) -> None:
+    late = Draft.begin(tmp_path, 1)
+    save_steps(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="is a whole checkpoint already"):
+        late.publish()
+    late.discard()
+    assert names(tmp_path) == ["step_00000001"]
+    assert verify(tmp_path / "step_00000001") == []
+
+
+def save_in_background(root: Path) -> None:
+    with AsyncSaver(root, device_mesh=None) as saver:
+        saver.save(1, torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("name", ["state.json", "manifest.json"])
+def test_a_disk_that_is_full_at_the_end_leaves_nothing(
+    name: str, asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(path: Path, content: bytes) -> object:
+        if path.name == name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(path, content)
+
+    real = saving.write_file
+    monkeypatch.setattr(saving, "write_file", write)
+    monkeypatch.setattr("course_pp.training.checkpoint.manifest.write_file", write)
+    said = f"cannot be written to {tmp_path}: {os.strerror(errno.ENOSPC)}; make room there, or save to another"
+    with pytest.raises(CheckpointError, match=said):
+        save_in_background(tmp_path) if asynchronous else save_steps(tmp_path, 1)
+    assert names(tmp_path) == []
+
+
 def test_nothing_in_a_checkpoint_names_this_machine(tmp_path: Path) -> None:
     path = Small().saved(tmp_path, 1)
     for file in path.iterdir():
@@ -81,9 +165,10 @@ def test_small_files_travel_along_and_cannot_take_the_place_of_others(tmp_path: 
             save(tmp_path, 2, model, device_mesh=None, attachments={name: ""})
 
 
-def test_extra_must_be_json(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [torch.ones(1), math.nan, -math.inf], ids=str)
+def test_extra_must_be_json(value: object, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="extra must be JSON"):
-        save(tmp_path, 1, torch.nn.Linear(1, 1), device_mesh=None, extra={"tensor": torch.ones(1)})
+        save(tmp_path, 1, torch.nn.Linear(1, 1), device_mesh=None, extra={"value": value})
 
 
 def test_an_asynchronous_save_holds_what_was_there_when_it_began(tmp_path: Path) -> None:

@@ -1,10 +1,15 @@
 """Checkpoints that transformers loads, and transformers' models at any layout."""
 
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from course_pp.__main__ import main
@@ -12,7 +17,7 @@ from course_pp.launch import on_ranks
 from course_pp.model import build_stage_module, config_from_hf
 from course_pp.parallel import DistributedConfig, init_distributed
 from course_pp.training.checkpoint import CheckpointError, export_hf, import_hf, load, save
-from course_pp.training.data import Tokenizer
+from course_pp.training.data import BOT_ID, EOT_ID, PAD_ID, Tokenizer
 from tests.training.checkpoint.resuming import Case, config_of, data_of, train
 from tests.training.checkpoint.small import CONFIG, Small
 
@@ -87,10 +92,76 @@ def _logits(rank, config, root, tokens):
     return x
 
 
+@dataclass
+class OtherConfig:
+    width: int = 1
+
+
+class Other(torch.nn.Linear):
+    """A model whose configuration is not ours."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.config = OtherConfig()
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+BROKEN: dict[str, Callable[[dict[str, Tensor]], object]] = {
+    f"has no {UP}": lambda weights: weights.pop(UP),
+    f"has, beside what config.json asks for, {UP}.more": lambda weights: weights.update({f"{UP}.more": torch.ones(1)}),
+    f"has, in another shape than config.json asks for, {UP}": lambda weights: weights.update({UP: torch.ones(3, 32)}),
+}
+
+
+@pytest.mark.parametrize(("said", "break_it"), BROKEN.items(), ids=["missing", "unexpected", "of another shape"])
+def test_weights_that_transformers_would_draw_at_random_or_leave_out_are_refused(
+    said: str, break_it: Callable[[dict[str, Tensor]], object], tmp_path: Path
+) -> None:
+    LlamaForCausalLM(LLAMA).save_pretrained(tmp_path / "hf")
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    break_it(weights)
+    save_file(weights, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{said}: get the directory anew"):
+        import_hf(tmp_path / "hf", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("described", [True, False], ids=["generation_config.json", "config.json alone"])
+def test_the_ids_that_begin_end_and_pad_a_text_survive_both_ways(described: bool, tmp_path: Path) -> None:
+    ids = {"bos_token_id": 16, "eos_token_id": [17, 18], "pad_token_id": 15}
+    LlamaForCausalLM(LlamaConfig(**{**LLAMA.to_dict(), **ids})).save_pretrained(tmp_path / "hf")
+    if not described:
+        (tmp_path / "hf" / "generation_config.json").unlink()
+    import_hf(tmp_path / "hf", tmp_path / "run")
+    exported = AutoModelForCausalLM.from_pretrained(export_hf(tmp_path / "run", tmp_path / "back"))
+    for config in (exported.config, exported.generation_config):
+        assert {name: getattr(config, name) for name in ids} == ids
+
+
+def test_a_vocabulary_larger_than_the_tokenizers_is_exported_with_the_tokenizers_ids(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    run = Small(replace(CONFIG, vocab_size=tokenizer.vocab_size + 12))
+    attachments = {"tokenizer.json": tokenizer.definition}
+    save(tmp_path / "run", 1, run.model, device_mesh=None, attachments=attachments)
+    theirs = AutoModelForCausalLM.from_pretrained(export_hf(tmp_path / "run", tmp_path / "hf"))
+    tokens = torch.randint(tokenizer.vocab_size + 12, (2, 8))
+    with torch.no_grad():
+        assert (theirs(tokens).logits - run.model(tokens)).abs().max() < 1e-6
+    for config in (theirs.config, theirs.generation_config):
+        assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (PAD_ID, BOT_ID, EOT_ID)
+    described = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (described["vocab_size"], described["pad_token_id"]) == (tokenizer.vocab_size + 12, 0)
+
+
 def test_what_cannot_be_taken_along_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "run", 1, torch.nn.Linear(1, 1), device_mesh=None)
     with pytest.raises(CheckpointError, match="does not say which model"):
         export_hf(tmp_path / "run", tmp_path / "hf")
+    save(tmp_path / "other", 1, Other(), device_mesh=None)
+    with pytest.raises(CheckpointError, match="does not say which model"):
+        export_hf(tmp_path / "other", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
     with pytest.raises(CheckpointError, match="is not empty"):
         export_hf(Small(CONFIG).saved(tmp_path / "small", 1), tmp_path / "run")
     LLAMA.save_pretrained(tmp_path / "pickled")

@@ -14,6 +14,7 @@ from course_pp.launch import on_ranks
 from course_pp.model import build_stage_module
 from course_pp.parallel import DistributedConfig, apply_fsdp2, init_distributed
 from course_pp.training.checkpoint import CheckpointError, contents, load, save
+from course_pp.training.checkpoint.rng import rng_keys
 from tests.equality import adamw
 from tests.training.checkpoint.small import CONFIG, Small
 
@@ -73,6 +74,16 @@ def test_options_come_back_by_parameter_and_implementation_does_not(tmp_path: Pa
         load(tmp_path, run.model, run.optimizer, device_mesh=None)
 
 
+@pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.Adam])
+def test_the_state_of_another_kind_of_optimizer_is_refused(other: type[torch.optim.Optimizer], tmp_path: Path) -> None:
+    run = Small()
+    path = run.saved(tmp_path, 1)
+    optimizer = other(run.model.parameters(), lr=0.1)  # type: ignore[call-arg]
+    with pytest.raises(CheckpointError, match=f"holds the state of AdamW, and this optimizer is {other.__name__}: "):
+        load(path, run.model, optimizer, device_mesh=None)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
 def test_without_an_optimizer_only_weights_are_loaded(tmp_path: Path) -> None:
     run, other = Small(), Small(seed=1)
     run.saved(tmp_path, 1)
@@ -128,6 +139,13 @@ def test_ranks_that_were_not_there_draw_numbers_of_their_own(tmp_path: Path) -> 
     assert drawn[0] == expected
     assert len(set(drawn)) == 3
     assert drawn == on_ranks(3, _draw_after_loading, tmp_path)
+
+
+def test_a_new_tensor_parallel_rank_takes_the_generator_of_its_neighbour() -> None:
+    saved = {f"rng.pp{pp}.dp_replicate0.dp_shard0.tp0.cpu": None for pp in range(2)}
+    place = {"pp": 1, "dp_replicate": 0, "dp_shard": 0, "tp": 3}
+    assert rng_keys(place, saved) == {"cpu": "rng.pp1.dp_replicate0.dp_shard0.tp0.cpu"}
+    assert rng_keys({**place, "dp_shard": 1}, saved) == {}
 
 
 def _draw_after_loading(rank, root):

@@ -1,0 +1,211 @@
+"""A trainer's run through real checkpoints: what is saved when something fails, and what another run takes up."""
+
+import math
+import os
+import random
+import signal
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from course_pp.launch import on_ranks
+from course_pp.parallel import DistributedConfig
+from course_pp.training import TrainConfig, Trainer
+from course_pp.training.checkpoint import CheckpointError, diff, find_latest, saving, verify
+from course_pp.training.checkpointer import Checkpointer
+from course_pp.training.preemption import Preempted, Preemption
+from course_pp.training.trainer import NonFiniteGradient
+from tests.processes import no_process_left
+from tests.training.checkpoint.small import SHARD, flip_byte
+from tests.training.small import MODEL, RUN, trainer
+
+ALONE, PIPELINE, SHARDED = DistributedConfig(), DistributedConfig(pp=2), DistributedConfig(dp_shard=2)
+RUNTIME = replace(RUN, engine="runtime")
+
+
+def run(n_ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    with no_process_left():
+        return on_ranks(n_ranks, fn, *args, timeout_s=60)
+
+
+def trained(
+    rank: int, config: TrainConfig, layout: DistributedConfig, root: Path, source: Path | str = "auto"
+) -> tuple[list[float], list[list[Any]], list[str]]:
+    """Losses of the steps to the last, the rows that this rank's first stage saw in each, and warnings."""
+    losses: list[float] = []
+    rows: list[list[Any]] = []
+    run = trainer(config, MODEL, layout)
+
+    def look(_: Any, inputs: tuple[Any, ...]) -> None:
+        if run.modules[0].training:
+            rows[-1].extend(inputs[0].tolist())
+
+    def after_step(_: Trainer, result: Any) -> None:
+        losses.append(result.loss)
+        checkpointer.after_step(run, result)
+        rows.append([])
+
+    if run.modules[0].stage_id == 0:
+        run.modules[0].register_forward_pre_hook(look)
+    random.seed(0)
+    with (
+        warnings.catch_warnings(record=True) as said,
+        Checkpointer(run, root, device_mesh=run._mesh, save_every=1) as checkpointer,
+    ):
+        checkpointer.resume(source)
+        rows.append([])
+        run.fit(after_step)
+    return losses, rows[:-1], [str(warning.message) for warning in said if warning.category is UserWarning]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float], list[list[Any]]]:
+    """Folder, losses and rows of a run of one rank."""
+    root = tmp_path_factory.mktemp("uninterrupted")
+    ((losses, rows, _),) = run(1, trained, RUN, ALONE, root)
+    return root, losses, rows
+
+
+def test_another_number_of_data_parallel_ranks_goes_on_with_the_same_rows(
+    uninterrupted: tuple[Path, list[float], list[list[Any]]], tmp_path: Path
+) -> None:
+    root, losses, rows = uninterrupted
+    ranks = run(2, trained, RUN, SHARDED, tmp_path, root / "step_00000001")
+    for mine, _, _ in ranks:
+        assert mine == pytest.approx(losses[1:], rel=1e-11)
+    parts = zip(*(seen for _, seen, _ in ranks), strict=True)
+    assert [[*first, *second] for first, second in parts] == rows[1:]
+    assert all(len(part) == RUN.batch // 2 for _, seen, _ in ranks for part in seen)
+
+
+def test_a_run_goes_on_with_the_other_engine_and_back(
+    uninterrupted: tuple[Path, list[float], list[list[Any]]], tmp_path: Path
+) -> None:
+    root, losses, _ = uninterrupted
+    there = run(2, trained, RUNTIME, PIPELINE, tmp_path / "there", root / "step_00000001")
+    back = run(1, trained, RUN, ALONE, tmp_path / "back", tmp_path / "there" / "step_00000002")
+    for ranks, first in ((there, 1), (back, 2)):
+        for mine, *_ in ranks:
+            assert mine == pytest.approx(losses[first:], rel=1e-11)
+
+
+def test_auto_takes_the_checkpoint_before_a_damaged_one_and_replaces_that(
+    uninterrupted: tuple[Path, list[float], list[list[Any]]], tmp_path: Path
+) -> None:
+    root, losses, _ = uninterrupted
+    run(1, trained, RUN, ALONE, tmp_path)
+    flip_byte(tmp_path / "step_00000003" / SHARD)
+    ((again, _, said),) = run(1, trained, RUN, ALONE, tmp_path)
+    assert again == losses[2:]
+    assert any("step_00000002, because newer ones are not whole" in words for words in said)
+    assert diff(tmp_path / "step_00000003", root / "step_00000003") == []
+
+
+def ending(rank: int, root: Path, what: str) -> tuple[str, list[str]]:
+    """What ends a run whose save of step 2 goes wrong or is slow, when something happens in step 3; and warnings."""
+    real = saving._write
+
+    def write(root: Path, snapshot: Any, *rest: Any) -> Any:
+        if snapshot.step == 2 and what == "signal":
+            raise CheckpointError("the disk is full for a moment")
+        return real(root, snapshot, *rest)
+
+    def after_step(_: Trainer, result: Any) -> None:
+        if run.step == 3 and rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        checkpointer.after_step(run, result)
+        if run.step == 2 and what == "divergence":
+            next(run.modules[0].parameters()).data.view(-1)[0] = math.nan
+
+    run = trainer(replace(RUN, steps=6))
+    saving._write = write
+    try:
+        with warnings.catch_warnings(record=True) as said, Preemption() as preemption:
+            checkpointer = Checkpointer(
+                run, root, device_mesh=run._mesh, save_every=2, asynchronous=True, preemption=preemption
+            )
+            with checkpointer:
+                run.fit(after_step)
+    except (Preempted, NonFiniteGradient) as error:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        return str(error), [str(warning.message) for warning in said if warning.category is UserWarning]
+    finally:
+        saving._write = real
+    return "nothing", []
+
+
+def test_a_run_that_is_preempted_after_a_save_failed_saves_nevertheless(tmp_path: Path) -> None:
+    (first, said), (second, _) = run(2, ending, tmp_path, "signal")
+    assert first == second
+    assert first.startswith(f"SIGTERM: saved in {tmp_path} after step 3")
+    assert any("not completed in the background: the disk is full" in words for words in said)
+    found = find_latest(tmp_path)
+    assert found is not None
+    assert found.name == "step_00000003"
+
+
+def test_a_run_that_diverges_completes_the_save_that_goes_on(tmp_path: Path) -> None:
+    (first, _), (second, _) = run(2, ending, tmp_path, "divergence")
+    assert first == second
+    assert "step 3: the norm of the gradient is nan" in first
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000002"]
+    assert verify(tmp_path / "step_00000002") == []
+
+
+def refusals(rank: int, root: Path, source: Path) -> list[str]:
+    """What is said before training of runs that could not be taken up, or not be saved."""
+    run, said = trainer(RUN), []
+    (root / "file").touch()
+    (root / "later" / "step_00000003").mkdir(parents=True, exist_ok=True)
+    attempts: list[tuple[str, Any]] = [
+        ("file", "auto"),
+        ("new", ""),
+        ("new", "always"),
+        ("later", source),
+    ]
+    for folder, resume_from in attempts:
+        with pytest.raises(ValueError, match=r"cannot hold|must be auto|is there already") as refusal:
+            Checkpointer(run, root / folder, device_mesh=run._mesh).resume(resume_from)
+        said.append(str(refusal.value))
+    return said
+
+
+def test_what_could_not_be_saved_or_taken_up_is_refused_on_every_rank_before_training(
+    uninterrupted: tuple[Path, list[float], list[list[Any]]], tmp_path: Path
+) -> None:
+    first, second = run(2, refusals, tmp_path, uninterrupted[0] / "step_00000001")
+    assert first == second
+    expected = (
+        "cannot hold checkpoints",
+        "resume='' must be auto, never, or the path of a checkpoint",
+        "resume='always' must be auto, never, or the path of a checkpoint",
+        "step_00000003 is there already, and this run, which begins after step 1, would come to it",
+    )
+    for words, sentence in zip(expected, first, strict=True):
+        assert words in sentence
+
+
+def test_a_stranger_under_a_later_name_is_refused_before_training(
+    uninterrupted: tuple[Path, list[float], list[list[Any]]], tmp_path: Path
+) -> None:
+    (said,) = run(1, refusal_of_a_stranger, tmp_path)
+    assert "step_00000002 has the name of a checkpoint, but this version has not written it" in said
+
+
+def refusal_of_a_stranger(rank: int, root: Path) -> str:
+    run = trainer(RUN)
+    checkpointer = Checkpointer(run, root, device_mesh=run._mesh, save_every=1)
+    run.train_step()
+    checkpointer._save(root, None)
+    (root / "step_00000002").mkdir()
+    with (
+        pytest.warns(UserWarning, match="newer ones are not whole"),
+        pytest.raises(ValueError, match="move") as refusal,
+    ):
+        checkpointer.resume()
+    return str(refusal.value)
