@@ -1,5 +1,6 @@
 """What the tests here do with Slurm: run a command line, submit a script, watch a job."""
 
+import os
 import re
 import subprocess
 import time
@@ -103,6 +104,32 @@ def submit(script: str, folder: Path, arguments: str, options: str = "") -> Batc
     done = run(f"sbatch --parsable {options} source_code/slurm/{script} {arguments}", folder)
     assert done.returncode == 0, done.stderr
     return Batch(done.stdout.strip(), folder)
+
+
+def run_by_hand(
+    script: str, folder: Path, programs: dict[str, str], variables: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """A batch script of source_code/slurm under bash alone.
+
+    Args:
+        folder: a clone.
+        programs: what stands in for Slurm's programs, by name; lines of sh.
+        variables: what Slurm would have set.
+    """
+    stand_ins = folder / "bin"
+    stand_ins.mkdir(exist_ok=True)
+    for name, lines in programs.items():
+        (stand_ins / name).write_text(f"#!/bin/sh\n{lines}\n")
+        (stand_ins / name).chmod(0o755)
+    return subprocess.run(
+        ["bash", f"source_code/slurm/{script}"],
+        cwd=folder,
+        env={"PATH": f"{stand_ins}:{os.environ['PATH']}", **variables},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT_S,
+    )
 
 
 def process_of_rank(rank: int, processes: dict[int, str]) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.running import ROOT, TINY, losses, run, submit
+from tests.slurm.running import ROOT, TINY, losses, run, run_by_hand, submit
 
 TORCHRUN_ON_TWO_NODES = (
     "bash -c 'torchrun --nnodes=2 --node-rank=$SLURM_NODEID --nproc-per-node=2 "
@@ -76,8 +76,8 @@ def test_one_node_sbatch_trains_as_one_process_does(clone: Path, losses_without_
     assert losses(job.output) == losses_without_slurm
 
 
-def test_several_nodes_sbatch_trains_as_one_process_does(clone: Path, losses_without_slurm):
-    job = submit("several_nodes.sbatch", clone, TINY)
+def test_several_nodes_sbatch_trains_as_one_process_does_whatever_sbatch_exports(clone: Path, losses_without_slurm):
+    job = submit("several_nodes.sbatch", clone, TINY, "--export=PATH,SLURM_CONF")
     assert job.wait() == "COMPLETED", job.output
     assert losses(job.output) == losses_without_slurm
     assert "crosses nodes" not in job.output
@@ -93,3 +93,64 @@ def test_layouts_sbatch_ends_in_one_table_that_owns_up_to_failures(cluster, clon
     assert len({match and match[2] for match in trained}) == 1, "every layout trains the same model"
     assert rows[3:] == ["| tp=2 | did not finish | |"]
     assert "tp=2 must divide n_heads=1" in job.output
+
+
+NOT_STARTED = {"srun": "echo started"}
+TWO_NODES = {"SLURM_CPUS_PER_TASK": "2", "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7"}
+ARRAY = {
+    "SLURM_JOB_NAME": "layouts", "SLURM_JOB_PARTITION": "gpu", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0",
+    "SLURM_ARRAY_TASK_MIN": "0",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("script", ["one_node.sbatch", "several_nodes.sbatch"])
+def test_a_job_without_gpus_is_refused_with_the_option_it_lacks(clone: Path, script: str):
+    done = run_by_hand(script, clone, NOT_STARTED, {"SLURM_CPUS_PER_TASK": "2"})
+    assert (done.returncode != 0, done.stdout) == (True, "")
+    assert "this job has no GPUs to start ranks on: give sbatch --gres=gpu:N" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "show_node", ["exit 1", "echo NodeName=n1 NodeHostName=n1"], ids=["no answer", "an answer without an address"]
+)
+def test_ranks_that_could_not_meet_are_not_started(clone: Path, show_node: str):
+    scontrol = f'[ "$2" = hostnames ] && echo n1 && exit\n{show_node}'
+    done = run_by_hand("several_nodes.sbatch", clone, NOT_STARTED | {"scontrol": scontrol}, TWO_NODES)
+    assert (done.returncode != 0, done.stdout) == (True, "")
+
+
+@pytest.mark.parametrize(
+    ("script", "cores", "gpus", "threads"),
+    [
+        ("one_node.sbatch", "16", "4", "4"),
+        ("one_node.sbatch", "2", "4", "1"),
+        ("several_nodes.sbatch", "8", "2", "4"),
+        ("preempted.sbatch", "6", "2", "6"),
+        ("layouts.sbatch", "6", "2", "6"),
+    ],
+)
+def test_the_ranks_share_out_the_tasks_cores(clone: Path, script: str, cores: str, gpus: str, threads: str):
+    programs = {"srun": "echo threads $OMP_NUM_THREADS $*", "sbatch": "", "scontrol": "echo NodeAddr=127.0.0.1"}
+    variables = TWO_NODES | ARRAY | {"SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": gpus}
+    done = run_by_hand(script, clone, programs, variables | {"SLURM_CPUS_PER_TASK": cores})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"threads {threads} ")
+    assert f"--cpus-per-task={cores} " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("variables", "asked"),
+    [({"SLURM_JOB_ACCOUNT": "lab"}, "--account=lab "), ({}, ""), ({"SLURM_RESTART_COUNT": "1"}, None)],
+    ids=["account", "no account", "requeued"],
+)
+def test_a_layout_is_trained_though_the_table_is_refused_or_already_queued(clone: Path, variables, asked):
+    programs = {"srun": "echo trained", "sbatch": 'echo "$*" >> asked; exit 1'}
+    done = run_by_hand("layouts.sbatch", clone, programs, ARRAY | variables)
+    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
+    if asked is None:
+        assert (done.stderr, (clone / "asked").exists()) == ("", False)
+        return
+    [options] = (clone / "asked").read_text().splitlines()
+    assert f"--time=00:05:00 {asked}--job-name=table" in options
+    by_hand = "python source_code/slurm/table.py runs/layouts-7 pp=2 dp-shard=2 dp-replicate=2 tp=2"
+    assert done.stderr.endswith(f"make it with: {by_hand}\n")
