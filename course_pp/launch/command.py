@@ -21,6 +21,11 @@ _OF_A_RANK = {
     *(f"TORCHELASTIC_{what}" for what in ("RESTART_COUNT", "MAX_RESTARTS", "RUN_ID", "USE_AGENT_STORE", "ERROR_FILE")),
     *(f"SLURM_{what}" for what in ("PROCID", "LOCALID", "NODEID", "GTIDS", "TASK_PID", "NTASKS", "NPROCS")),
     *(f"SLURM_{what}" for what in ("NTASKS_PER_NODE", "TASKS_PER_NODE", "CPUS_PER_TASK", "TRES_PER_TASK")),
+    # What the surrounding job asked for its own tasks; srun would ask the same for ours, of which there is one a node.
+    *(f"SLURM_{what}" for what in ("GPUS_PER_TASK", "NTASKS_PER_GPU", "CPUS_PER_GPU", "GPU_BIND", "DISTRIBUTION")),
+    *(f"SLURM_{what}" for what in ("THREADS_PER_CORE", "HINT", "EXACT")),
+    # Would cut the ranks off from labels and watchdog, or label their lines a second time.
+    *("SLURM_EXPORT_ENV", "SRUN_EXPORT_ENV", "SLURM_LABELIO"),
 }
 _OF_A_STEP = ("SLURM_STEP", "SLURM_CPU_BIND", "SLURM_MEM_BIND")
 _RENDEZVOUS = ("--rdzv-", "--master-", "--node-rank", "--standalone")
@@ -89,7 +94,7 @@ def build(
     return Command(
         argv=tuple(on_nodes(place, run, args, meets)),
         shown=shlex.join(on_nodes(place, ["torchrun"], args, meets)),
-        environ=_defaults(nodes == 1 and not chosen, environ),
+        environ=_defaults(nodes == 1 and not chosen, 1 if place.local else place.site.cpus_per_rank, environ),
         place=place,
     )
 
@@ -105,7 +110,9 @@ def on_nodes(place: Place, program: Sequence[str], args: Sequence[str], meets: b
     if not place.site.setup and not meets:
         return [*place.srun, *program, *args]
     last = f'exec {shlex.join(program)}{_NODE_OPTIONS if meets else ""} "$@"'
-    lines = [*place.site.setup, *([_MEETING] if meets else []), last]
+    # What stands on standard input is for the program.
+    setup = ["{", *place.site.setup, "} </dev/null"] if place.site.setup else []
+    lines = [*setup, *([_MEETING] if meets else []), last]
     return [*place.srun, "bash", "-c", "\n".join(lines), "bash", *args]
 
 
@@ -156,9 +163,9 @@ def _found(script: str) -> str:
     raise FileNotFoundError(f"there is no script {script!r} in {where}. Check its name and folder.")
 
 
-def _defaults(one_node: bool, environ: Mapping[str, str]) -> dict[str, str]:
+def _defaults(one_node: bool, threads: int, environ: Mapping[str, str]) -> dict[str, str]:
     wanted = {
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": str(threads),
         "PYTHONUNBUFFERED": "1",
         "PET_TEE": "3",
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}] ",

@@ -1,26 +1,29 @@
-"""Runs srun so that its job cannot outlive whoever started it: ``python guard.py JOB_NAME srun ...``.
+"""Runs srun so that its job cannot outlive whoever started it: ``python guard.py JOB_NAME STARTER FOLDER srun ...``.
 
 Standard input is a pipe that the starter holds open; what it writes is passed on to srun. When it closes, on purpose
-or because the starter was killed, srun is told to terminate, which cancels the job whether it runs or still queues; a
-job of the name that is left after that is cancelled by name. Imports the standard library only, and is run by path.
+or because the starter was killed, or when process STARTER is no longer our parent, srun is told to terminate, which
+cancels the job whether it runs or still queues; a job of the name that is left after that is cancelled by name, and
+FOLDER goes. Imports the standard library only, and is run by path.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import getpass
 import os
+import select
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 
 _GRACE_S = 5.0
+_CHECK_PARENT_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
 
-def main(name: str, argv: list[str]) -> int:
+def main(name: str, starter: int, folder: str, argv: list[str]) -> int:
     libc = ctypes.CDLL(None)
 
     def end_with_guard() -> None:
@@ -34,17 +37,21 @@ def main(name: str, argv: list[str]) -> int:
     ended = threading.Event()
 
     def end() -> None:
-        while data := os.read(0, 1 << 16):
-            with contextlib.suppress(OSError):
-                passed_on.write(data)
+        # What the starter forked keeps the pipe open beyond its death: hence the look at the parent.
+        while os.getppid() == starter:
+            if select.select([0], [], [], _CHECK_PARENT_S)[0]:
+                if not (data := os.read(0, 1 << 16)):
+                    break
+                with contextlib.suppress(OSError):
+                    passed_on.write(data)
         wanted.set()
         child.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_GRACE_S)
         child.kill()
-        user = getpass.getuser()
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            subprocess.run(["scancel", "--quiet", f"--name={name}", f"--user={user}"], timeout=_GRACE_S)
+            subprocess.run(["scancel", "--quiet", f"--name={name}", f"--user={os.getuid()}"], timeout=_GRACE_S)
+        shutil.rmtree(folder, ignore_errors=True)
         ended.set()
 
     threading.Thread(target=end, daemon=True).start()
@@ -55,4 +62,4 @@ def main(name: str, argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2:]))
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4:]))

@@ -5,6 +5,7 @@ What is pickled is read by the same user on both ends.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 from collections.abc import Mapping
@@ -62,7 +63,12 @@ def end_file(folder: Path, number: int) -> Path:
 
 
 def write(file: Path, value: object) -> None:
-    """Writes a pickle whole or not at all, as seen from another node."""
+    """Writes a pickle whole or not at all, as seen from another node. Raises OSError, and leaves nothing then."""
     half = file.with_suffix(".part")
-    half.write_bytes(pickle.dumps(value))
-    os.replace(half, file)
+    try:
+        half.write_bytes(pickle.dumps(value))
+        os.replace(half, file)
+    except OSError:
+        with contextlib.suppress(OSError):
+            half.unlink()
+        raise

@@ -12,6 +12,8 @@ import os
 import pickle
 import shlex
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +23,12 @@ from course_pp.launch.errors import LaunchError, RanksHung
 from course_pp.launch.handover import ENDED, Call, End, call_file, end_file, write
 from course_pp.launch.process import Process, shared_folder
 from course_pp.launch.ranks import START_AND_END_S
+from course_pp.launch.site import Site
 from course_pp.launch.where import Place
+
+# By so much a job outlasts the time for which it is given calls: one that is just on its way finds it waiting.
+_ON_ITS_WAY_S = 5
+_ROOM = "Make room there, or set folder in site.toml to another one that all nodes see."
 
 
 class _Task(Process):
@@ -32,47 +39,59 @@ class _Task(Process):
         self.keep_s = place.site.keep_s
         self._environ: Mapping[str, str] = of_no_rank(os.environ)
         self._calls = self._answers = 0
+        self._answered_at = 0.0
         with contextlib.ExitStack() as started:
             self._folder = Path(started.enter_context(shared_folder(place.site.folder)))
-            program = ["-m", "course_pp.launch.remote", str(self._folder), str(self.keep_s)]
+            program = ["-m", "course_pp.launch.remote", str(self._folder), str(self.keep_s + _ON_ITS_WAY_S)]
             command = Command(
                 argv=tuple(on_nodes(place, [place.site.python or sys.executable], program)),
                 shown=shlex.join(on_nodes(place, [place.site.python or "python"], program)),
                 environ={"PYTHONUNBUFFERED": "1"},
                 place=place,
             )
-            super().__init__(command, {}, started)
+            super().__init__(command, {}, self._folder, started)
 
-    def fits(self, place: Place, call: Call) -> bool:
-        """Whether a call may be handed to this job: it has the ranks and the time."""
+    def fits(self, n: int, seconds: float, site: Site, job: str | None) -> bool:
+        """Whether ``n`` ranks may run for so many seconds in this job, given the settings and surrounding job now."""
         ours = self.command.place
-        alike = self.owner == os.getpid() and (ours.site, ours.job) == (place.site, place.job) and call.n <= self.n
-        return (
-            alike and self.running and (self.job is None or self.job.seconds_left() > call.timeout_s + START_AND_END_S)
-        )
+        alike = self.owner == os.getpid() and (ours.site, ours.job) == (site, job) and n <= self.n
+        waits = not self.answered() or time.monotonic() < self._answered_at + self.keep_s
+        return alike and waits and self.running and (self.job is None or self.job.seconds_left() > seconds)
 
-    def results(self, call: Call) -> list[bytes]:
-        """What every rank of the call returned, pickled."""
+    def end(self, call: Call) -> End | None:
+        """How the call ended; None if this job has served others and ended before it took this one."""
         __tracebackhide__ = True
         before, self._environ = self._environ, of_no_rank(os.environ)
         changed = {name: self._environ.get(name) for name, _ in before.items() ^ self._environ.items()}
         self._calls += 1
-        write(call_file(self._folder, self._calls), replace(call, environ=changed))
-        self.tell(str(self._calls))
+        number = self._calls
+        handed_over = call_file(self._folder, number)
+        try:
+            write(handed_over, replace(call, environ=changed))
+        except OSError as error:
+            raise LaunchError(f"the call cannot be written to {self._folder} ({error.strerror}). {_ROOM}") from None
+        self.tell(str(number))
         self.wait(call.timeout_s + START_AND_END_S)
-        if not self.answered():
+        if self._answers < number:
+            if number > 1 and handed_over.exists():
+                return None
             raise self.error() or LaunchError("the Slurm job ended before the ranks had answered. Call again.")
-        end: End = pickle.loads(end_file(self._folder, self._calls).read_bytes())
-        if end.results is None:
-            raise _rebuilt(end)
-        return list(end.results)
+        return self._taken(end_file(self._folder, number))
+
+    def _taken(self, file: Path) -> End:
+        try:
+            end: End = pickle.loads(file.read_bytes())
+            file.unlink()
+        except OSError as error:
+            raise LaunchError(f"the ranks have ended, but {file} cannot be read ({error.strerror}). {_ROOM}") from None
+        return end
 
     def answered(self) -> bool:
-        return self._answers == self._calls
+        return self._answers >= self._calls
 
     def take_line(self, stream: str, line: str) -> None:
         if line.startswith(ENDED):
-            self._answers = int(line.removeprefix(ENDED))
+            self._answers, self._answered_at = int(line.removeprefix(ENDED)), time.monotonic()
         else:
             super().take_line(stream, line)
 
@@ -85,7 +104,18 @@ class Tasks:
 
     def __init__(self) -> None:
         self._task: _Task | None = None
+        self._forget_threads()
         atexit.register(self.stop)
+        os.register_at_fork(after_in_child=self._forget_threads)
+
+    def _forget_threads(self) -> None:
+        # One call after another: threads of one process share the job.
+        self._lock = threading.Lock()
+
+    def kept(self, n: int, seconds: float, site: Site, job: str | None) -> Place | None:
+        """Where a job waits in which ``n`` ranks may run for so many seconds, if there is one."""
+        task = self._task
+        return task.command.place if task is not None and task.fits(n, seconds, site, job) else None
 
     def results(self, place: Place, call: Call) -> list[bytes]:
         """What every rank of the call returned, pickled, having run at a place that is not this machine.
@@ -95,20 +125,29 @@ class Tasks:
             ValueError: there is no folder in which to hand over the call.
         """
         __tracebackhide__ = True
-        answered = False
+        with self._lock:
+            # None at most once: then the job is a new one.
+            while (end := self._end(place, call)) is None:
+                pass
+        if end.results is None:
+            raise _rebuilt(end)
+        return list(end.results)
+
+    def _end(self, place: Place, call: Call) -> End | None:
+        __tracebackhide__ = True
+        kept = False
         try:
             task = self._get(place, call)
-            try:
-                return task.results(call)
-            finally:
-                answered = task.answered() and task.keep_s > 0
+            end = task.end(call)
+            kept = end is not None and task.keep_s > 0
+            return end
         finally:
-            if not answered:
+            if not kept:
                 self.stop()
 
     def _get(self, place: Place, call: Call) -> _Task:
-        task = self._task
-        if task is not None and task.owner == os.getpid() and task.job is not None and task.fits(place, call):
+        task, seconds = self._task, call.timeout_s + START_AND_END_S
+        if task is not None and task.job is not None and task.fits(call.n, seconds, place.site, place.job):
             print(f"Ranks run in Slurm job {task.job.number}, kept since the last call.", flush=True)
             return task
         self.stop()

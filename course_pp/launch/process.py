@@ -7,6 +7,7 @@ import os
 import re
 import selectors
 import shlex
+import stat
 import subprocess
 import sys
 import tempfile
@@ -21,13 +22,12 @@ from typing import IO, Self
 from course_pp.launch.command import Command, of_no_rank
 from course_pp.launch.errors import LaunchError
 from course_pp.launch.output import Lines
-from course_pp.launch.slurm import Job
+from course_pp.launch.slurm import Job, is_news
 
 POLL_S = 0.2
 GRACE_S = 5.0
 LAST_LINES = 12
 _LABELLED = re.compile(r"\[rank (\d+)\] ?(.*)", re.S)
-_NEWS_OF_THE_QUEUE = re.compile(r"srun: job \d+ (queued and waiting for|has been allocated) resources")
 
 
 class Process:
@@ -36,10 +36,13 @@ class Process:
     Args:
         command: what to run.
         environ: variables to add to this process's own.
+        folder: what the run shares with its nodes; the job's guard removes it if this process is killed.
         opened: what to close at the end; taken over once the command has started.
     """
 
-    def __init__(self, command: Command, environ: Mapping[str, str], opened: contextlib.ExitStack) -> None:
+    def __init__(
+        self, command: Command, environ: Mapping[str, str], folder: Path, opened: contextlib.ExitStack
+    ) -> None:
         self.command = command
         self._selector = opened.enter_context(selectors.DefaultSelector())
         self.printed: list[str] = []
@@ -52,7 +55,7 @@ class Process:
             name = f"course_pp-{uuid.uuid4().hex[:8]}"
             self.job = Job(name, environ, command.place.job)
             guard = Path(__file__).with_name("guard.py")
-            argv = (sys.executable, "-I", "-S", str(guard), name, *argv)
+            argv = (sys.executable, "-I", "-S", str(guard), name, str(os.getpid()), str(folder), *argv)
             environ = {**environ, "SLURM_JOB_NAME": name}
         self._process = subprocess.Popen(
             argv,
@@ -102,7 +105,7 @@ class Process:
         if (error := self.error()) is not None:
             raise error
         for line in self.launcher_said:
-            if not _NEWS_OF_THE_QUEUE.match(line):
+            if not is_news(line):
                 print(line, file=sys.stderr)
         return tuple(self.printed)
 
@@ -173,7 +176,8 @@ class Process:
     def _verdict(self) -> LaunchError | None:
         if self.job is None:
             return None
-        return self.job.verdict(self.launcher_said, shlex.join(self.command.place.srun), self.a_rank_failed())
+        asked = shlex.join(self.command.place.srun)
+        return self.job.verdict(self.launcher_said, asked, self.a_rank_failed(), bool(self.printed))
 
     def _read(self, stream: IO[bytes], lines: Lines) -> None:
         data = os.read(stream.fileno(), 1 << 16)
@@ -196,6 +200,8 @@ class Process:
         else:
             # The launcher's own words: a page for a failed rank, which one sentence of ours replaces.
             self.launcher_said.append(line)
+            if self.job is not None and is_news(line):
+                self.job.started |= "allocated" in line
 
     def _end(self) -> None:
         if self._process.stdin is not None:
@@ -219,14 +225,23 @@ class Process:
 
 
 def shared_folder(parent: str) -> contextlib.AbstractContextManager[str]:
-    """A temporary folder that every node sees. Raises ValueError if the site's folder cannot be made."""
-    # Absolute: ranks may work in another folder.
-    folder = Path(parent).expanduser().absolute()
+    """A temporary folder that every node sees, and that nobody else can put another one in the place of.
+
+    Raises ValueError if it cannot be made in the site's folder, or not safely: what lies in it is unpickled.
+    """
+    remedy = "Set folder in site.toml to one that is yours and that all nodes see."
+    if not parent:
+        raise ValueError(f"folder is {parent!r}, which names none. {remedy}")
     try:
+        # Absolute: ranks may work in another folder.
+        folder = Path(parent).expanduser().absolute()
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"folder is {parent!r}, which cannot be made ({error}). "
-            "Set folder in site.toml to one that you may write to and all nodes see."
-        ) from None
-    return tempfile.TemporaryDirectory(prefix="run_", dir=folder, ignore_cleanup_errors=True)
+        found = folder.stat()
+        made = tempfile.TemporaryDirectory(prefix="run_", dir=folder, ignore_cleanup_errors=True)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"folder is {parent!r}, in which none can be made ({error}). {remedy}") from None
+    ours = found.st_uid == os.geteuid() and not found.st_mode & stat.S_IWOTH
+    if not ours and not found.st_mode & stat.S_ISVTX:
+        made.cleanup()
+        raise ValueError(f"folder is {parent!r}, where others may exchange what ranks are given. {remedy}")
+    return made

@@ -27,6 +27,7 @@ from course_pp.launch.pickling import pickled
 from course_pp.launch.rank import Ask as AskRank
 from course_pp.launch.rank import Job, Left, Raised, Ready, Returned
 from course_pp.launch.server import STATUS
+from course_pp.launch.site import Site
 from course_pp.launch.waits import Wait, explain, waits_from
 from course_pp.launch.watch import Report
 from course_pp.launch.where import Ask, Place, decide
@@ -82,12 +83,14 @@ def on_ranks(
     refuse_bad_arguments(n, fn, args, timeout_s, threads)
     payload = pickled(fn, args)
     place = _place(n, timeout_s, where)
+    if place.fallen_back:
+        print(place.said, flush=True)
     if place.local:
         results = run_ranks(n, payload, timeout_s, backend, threads)
     else:
         from course_pp.launch import handover, on_slurm
 
-        own_interpreter = place.site.python or place.site.container or place.site.setup
+        own_interpreter = place.site.python or place.site.container
         call = handover.Call(
             n=n,
             payload=payload,
@@ -117,7 +120,14 @@ def _place(n: int, timeout_s: float, where: str | None) -> Place:
     if where is None and "SLURMD_NODENAME" in os.environ:
         # Already on a node of the job: a step would bring the same ranks to the same cores, seconds later.
         where = "local"
-    return decide(Ask(nodes=1, ranks=n, seconds=timeout_s + START_AND_END_S, calls=True), where)
+    seconds = timeout_s + START_AND_END_S
+    return decide(Ask(nodes=1, ranks=n, seconds=seconds, calls=True), where, kept=partial(_kept, n, seconds))
+
+
+def _kept(n: int, seconds: float, site: Site, job: str | None) -> Place | None:
+    from course_pp.launch import on_slurm
+
+    return on_slurm.TASKS.kept(n, seconds, site, job)
 
 
 def _cells() -> dict[str, Any]:

@@ -1,11 +1,12 @@
-"""The node's end of ``on_ranks`` under Slurm: ``python -m course_pp.launch.remote FOLDER KEEP``, one task of srun.
+"""The node's end of ``on_ranks`` under Slurm: ``python -m course_pp.launch.remote FOLDER PATIENCE``, one task of srun.
 
 Standard input brings the numbers of calls, whose files lie in FOLDER. The ranks are started here as they are in a
-notebook, and how each call ended is written beside it. After KEEP seconds without a call the job ends.
+notebook, and how each call ended is written beside it. After PATIENCE seconds without a call the job ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import pickle
@@ -23,33 +24,71 @@ from course_pp.launch.ranks import run_ranks
 _FIRST_CALL_S = 60.0
 
 
-def main(folder: Path, keep_s: float) -> None:
-    """Answers calls until none has come for ``keep_s`` seconds, or the caller is gone."""
+def main(folder: Path, patience_s: float) -> None:
+    """Answers calls until none has come for ``patience_s`` seconds, or the caller is gone."""
     SERVERS.get()  # begins to import torch
     patience = _FIRST_CALL_S
     while select.select([0], [], [], patience)[0] and (numbers := os.read(0, 4096).split()):
         for number in map(int, numbers):
-            call: Call = pickle.loads(call_file(folder, number).read_bytes())
-            write(end_file(folder, number), _end(call))
+            _answer(folder, number)
             print(f"{ENDED} {number}", flush=True)
-        patience = keep_s
+        patience = patience_s
 
 
-def _end(call: Call) -> End:
+def _answer(folder: Path, number: int) -> None:
+    """Runs a call and leaves its end in the folder; where there is no room for that, a sentence that says so."""
+    end = _end(call_file(folder, number))
+    try:
+        write(end_file(folder, number), end)
+    except OSError as error:
+        unwritten = LaunchError(
+            f"the ranks have ended, but what they returned cannot be written to {folder} ({error.strerror}). "
+            "Make room there, let them return less, or set folder in site.toml to another one that all nodes see."
+        )
+        with contextlib.suppress(OSError):  # the caller finds nothing then, and says that
+            write(end_file(folder, number), End(None, _dumped(unwritten)))
+
+
+def _end(file: Path) -> End:
+    try:
+        call = _read(file)
+        _become(call)
+        return End(tuple(run_ranks(call.n, call.payload, call.timeout_s, call.backend, call.threads)))
+    except BaseException as error:
+        return End(None, _dumped(error))
+
+
+def _read(file: Path) -> Call:
+    try:
+        call: Call = pickle.loads(file.read_bytes())
+        # Also says that the call has begun: the caller hands over again what is still there when the job has ended.
+        file.unlink()
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
+        raise LaunchError(
+            f"the node cannot read the call in {file.parent} ({error}). "
+            "Set folder in site.toml to one that all nodes see."
+        ) from None
+    return call
+
+
+def _become(call: Call) -> None:
+    """Takes over what a rank is to find as the caller has it."""
+    try:
+        os.chdir(call.cwd)
+    except OSError as error:
+        raise LaunchError(
+            f"the node cannot enter the folder you are in, {call.cwd} ({error.strerror}). "
+            "Work in one that all nodes see, as folder in site.toml has to be."
+        ) from None
     if call.sys_path is not None:
         sys.path[:] = call.sys_path
     sys.argv[:] = call.argv
-    os.chdir(call.cwd)
     for name, value in call.environ.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
     linecache.cache.update(call.sources)
-    try:
-        return End(tuple(run_ranks(call.n, call.payload, call.timeout_s, call.backend, call.threads)))
-    except BaseException as error:
-        return End(None, _dumped(error))
 
 
 def _dumped(error: BaseException) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from typing import Any
 
 _FILE = "site.toml"
 _ROOT_MARKS = (".git", "pyproject.toml")
+# Minutes, minutes:seconds, hours:minutes:seconds, and days before a dash.
+_TIME_LIMIT = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}|UNLIMITED")
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,11 @@ def _checked(file: Path, key: str, value: Any, fields: Mapping[str, dataclasses.
         raise ValueError(f'{file}: {key} is {value!r}; it must be a string: {key} = "{value}".')
     if key == "gres":
         _refuse_bad_gres(file, value)
+    if key == "time_limit" and value and not _TIME_LIMIT.fullmatch(value):
+        raise ValueError(
+            f'{file}: time_limit is {value!r}; it must be a time as Slurm writes it, such as "00:10:00" or '
+            '"1-12:00:00", or empty.'
+        )
     return value
 
 

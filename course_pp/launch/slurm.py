@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
+import os
 import re
 import subprocess
 import time
@@ -12,17 +12,30 @@ from collections.abc import Mapping, Sequence
 from course_pp.launch.errors import LaunchError
 
 _ANSWER_LIMIT_S = 5.0
-_FIRST_LOOK_S, _LOOK_S = 0.3, 2.0
+# Every user's looks at the queue end at one controller: the longer a job has waited, the rarer they are.
+_FIRST_LOOK_S, _LOOK_S, _RAREST_LOOK_S = 0.3, 2.0, 30.0
 _COMPLETING_S = 3.0
 _REASONS = {
-    "Resources": "it is next, when nodes become free",
+    "Resources": "it begins when enough of the nodes is free",
     "Priority": "jobs of higher priority come first",
     "ReqNodeNotAvail": "nodes it needs are down or reserved",
     "PartitionTimeLimit": "its time limit is above the partition's",
+    "PartitionNodeLimit": "it asks for more nodes than the partition gives to one job",
+    "PartitionDown": "the partition is closed",
+    "PartitionInactive": "the partition is closed",
+    "BadConstraints": "no node has what it asks for",
+    "InvalidAccount": "there is no such account",
+    "InvalidQOS": "there is no such quality of service",
     "QOSMaxJobsPerUserLimit": "you have as many jobs as you may",
     "AssocGrpGRES": "your account's GPUs are all in use",
     "BeginTime": "it begins later",
 }
+# Slurm refuses such a request only where EnforcePartLimits is set, and else queues it, for ever.
+_INCURABLE = re.compile(
+    r"PartitionTimeLimit|PartitionNodeLimit|PartitionDown|PartitionInactive|BadConstraints|InvalidAccount|InvalidQOS"
+    r"|(?:Assoc|QOS)Max\w*PerJob\w*"
+)
+_INCURABLE_LOOKS = 2
 # The last word of a job, and what to make of it.
 _STATES = {
     "TIMEOUT": "reached its time limit in Slurm. Raise time_limit in site.toml, or do less in one run.",
@@ -37,11 +50,14 @@ _SAID = (
     ("DUE TO NODE FAILURE", "NODE_FAIL"),
     ("Node failure on", "NODE_FAIL"),
     ("DUE TO PREEMPTION", "PREEMPTED"),
-    ("oom-kill", "OUT_OF_MEMORY"),
+    ("oom.kill", "OUT_OF_MEMORY"),
 )
 _REFUSED = re.compile(
     r"srun: error: Unable to (?:allocate resources|create step for job \d+|confirm allocation[^:]*): (.*)"
 )
+_OF_A_TASK = re.compile(r"srun: error: .*\btasks? [\d,-]+: ")
+_NEWS = re.compile(r"srun: job \d+ (queued and waiting for|has been allocated) resources")
+_SETTINGS = "`sinfo` shows what there is; partition, account, time_limit, gres and options are set in site.toml."
 
 
 class Job:
@@ -60,13 +76,20 @@ class Job:
         self.started = self.step
         self._environ = environ
         self._next_look = time.monotonic() + _FIRST_LOOK_S
+        self._pause_s = _LOOK_S
+        self._incurable_looks = 0
         self._last_line = ""
 
     def queue_line(self) -> str | None:
-        """Where the job stands in the queue, if that has changed since the last call; asks every other second."""
+        """Where the job stands in the queue, if that has changed since the last call; asks now and then.
+
+        Raises:
+            LaunchError: Slurm keeps the job in the queue for a reason that waiting does not cure.
+        """
         if self.started or time.monotonic() < self._next_look:
             return None
-        self._next_look = time.monotonic() + _LOOK_S
+        self._next_look = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _RAREST_LOOK_S)
         rows = self._ours("%i|%t|%P|%r")
         if not rows:
             return None
@@ -74,6 +97,9 @@ class Job:
         self.started = state != "PD"
         if self.started:
             return None
+        self._incurable_looks = self._incurable_looks + 1 if _INCURABLE.match(reason) else 0
+        if self._incurable_looks == _INCURABLE_LOOKS:
+            raise LaunchError(f"Slurm cannot run this: partition {partition}{_because(reason)}. {_SETTINGS}")
         line = (
             f"job {self.number} waits in partition {partition}: {self._place(self.number, partition)}{_because(reason)}"
         )
@@ -103,30 +129,38 @@ class Job:
         return f"place {queue.index(number) + 1} of {len(queue)}" if number in queue else "place unknown"
 
     def _ours(self, columns: str, *options: str) -> list[str]:
-        user = f"--user={getpass.getuser()}"
+        user = f"--user={os.getuid()}"
         return self._ask("squeue", "--noheader", user, f"--name={self.name}", *options, "-o", columns)
 
-    def verdict(self, said: Sequence[str], asked: str, a_rank_failed: bool) -> LaunchError | None:
+    def verdict(
+        self, said: Sequence[str], asked: str, a_rank_failed: bool, a_rank_spoke: bool = False
+    ) -> LaunchError | None:
         """What Slurm itself ended the run for; None if it only passes on that the command failed.
 
         Args:
             said: lines of srun and slurmstepd.
             asked: the srun command, as shown.
             a_rank_failed: whether there is a failed rank to name instead.
+            a_rank_spoke: whether a rank has printed anything.
         """
         text = "\n".join(said)
         state = "" if self.step else self._state()
-        state = next((known for words, known in _SAID if words in text), state)
+        state = next((known for words, known in _SAID if re.search(words, text)), state)
         if state not in _STATES and not a_rank_failed and ("CANCELLED AT" in text or "has been revoked" in text):
             state = "CANCELLED"
         if state in _STATES:
             who = f"Slurm job {self.number}" if self.number else "the Slurm job"
             return LaunchError(f"{who} {_STATES[state]}")
         if match := _REFUSED.search(text):
-            return LaunchError(
-                f"Slurm refused the request: {match[1]}. It was: {asked}. "
-                "`sinfo` shows what there is; partition, gres and options are set in site.toml."
-            )
+            return LaunchError(f"Slurm refused the request: {match[1]}. It was: {asked}. {_SETTINGS}")
+        own = [line for line in said if not is_news(line)]
+        if (
+            own
+            and all(line.startswith(("srun: ", 'Try "srun ')) and not _OF_A_TASK.match(line) for line in own)
+            and not a_rank_spoke
+        ):
+            lines = "\n".join(own)
+            return LaunchError(f"srun refused to start: {asked}. {_SETTINGS} It said:\n{lines}")
         return None
 
     def _state(self) -> str:
@@ -148,6 +182,11 @@ class Job:
             if not answer.returncode:
                 return answer.stdout.split("\n")[:-1]
         return []
+
+
+def is_news(line: str) -> bool:
+    """Whether srun only says how the job gets on in the queue."""
+    return bool(_NEWS.match(line))
 
 
 def _because(reason: str) -> str:

@@ -1,7 +1,7 @@
 """Copied as ``sitecustomize.py`` to a folder on PYTHONPATH: runs first in every Python process under torchrun.
 
-``COURSE_PP_WATCH`` holds the watchdog's address and the file of `watch`, which is loaded by path so that a script
-needs nothing of this package.
+``COURSE_PP_WATCH`` holds the watchdog's address, ``COURSE_PP_WATCH_FILE`` the file of `watch`, which is loaded by
+path so that a script needs nothing of this package.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import sys
 
 
 def _watch() -> None:
-    address, file = os.environ["COURSE_PP_WATCH"].split(os.pathsep)
+    address, file = os.environ["COURSE_PP_WATCH"], os.environ["COURSE_PP_WATCH_FILE"]
     spec = importlib.util.spec_from_file_location("_course_pp_watch", file)
     if spec is None or spec.loader is None:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import os
 import re
@@ -26,6 +27,9 @@ from course_pp.launch.waits import explain, waits_from
 from course_pp.launch.watch import Report
 
 _ANSWER_LIMIT_S = 2.0
+# A port can be called by anyone: who has not said in this time, in so many bytes, that it is ours, is not heard.
+_INTRODUCTION_LIMIT_S = 5.0
+_MOST_INTRODUCTION_BYTES = 4096
 _MARK = "COURSE_PP_TORCHRUN"
 _SOCKET = "watch"
 # The address of a Unix socket, with the zero at its end, has 104 bytes on macOS and 108 on Linux.
@@ -72,6 +76,8 @@ class _Peer:
         self._mark = mark
         self._one_clock = one_clock
         self.known = False
+        self.heard_bytes = 0
+        self.limit = time.monotonic() + _INTRODUCTION_LIMIT_S
         self.rank: int | None = None
         self.pid = 0
         self.report: Report | None = None
@@ -81,13 +87,14 @@ class _Peer:
     def tell(self, line: str) -> None:
         try:
             fields: dict[str, Any] = json.loads(line)
-        except ValueError:
+            # The mark is known to our own processes only.
+            introduced = self.known or hmac.compare_digest(fields["mark"].encode(), self._mark.encode())
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            return
+        if not introduced:
             return
         if not self.known:
-            # A port can be called by anyone; the mark is known to our own processes only.
-            self.known = isinstance(fields, dict) and fields.get("mark") == self._mark
-            if self.known:
-                self.rank, self.pid = fields["rank"], fields["pid"]
+            self.known, self.rank, self.pid = True, fields["rank"], fields["pid"]
         elif "report" in fields:
             self.report = Report.from_dict(fields["report"])
         else:
@@ -105,7 +112,8 @@ class _Run(Process):
             made = _short_folder() if command.local else shared_folder(command.place.site.folder)
             folder = Path(started.enter_context(made))
             self._listener = started.enter_context(_listener(folder / _SOCKET if command.local else None))
-            super().__init__(command, self._environ(folder), started)
+            super().__init__(command, self._environ(folder), folder, started)
+        self._open.callback(self._close_peers)
         self.watch(self._listener, self._accept)
 
     def _environ(self, folder: Path) -> dict[str, str]:
@@ -118,15 +126,16 @@ class _Run(Process):
         return {
             **({} if "PET_LOG_DIR" in os.environ else {"PET_LOG_DIR": str(folder / "logs")}),
             "PYTHONPATH": os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")])),
-            "COURSE_PP_WATCH": os.pathsep.join(
-                [address if isinstance(address, str) else str(address[1]), str(here / "watch.py")]
-            ),
+            "COURSE_PP_WATCH": address if isinstance(address, str) else str(address[1]),
+            "COURSE_PP_WATCH_FILE": str(here / "watch.py"),
             _MARK: self._mark,
         }
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
-        self._open.enter_context(connection)
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # gone again, or as many as may be open
+            return
         peer = _Peer(connection, self._mark, self.job is None)
         self._peers.append(peer)
         self.watch(connection, partial(self._hear, peer, Lines(peer.tell)))
@@ -135,13 +144,31 @@ class _Run(Process):
         data = b""
         with contextlib.suppress(OSError):
             data = peer.connection.recv(1 << 16)
-        if data:
-            lines.feed(data)
-            if self.job is not None and peer.known:
-                self.job.started = True
-        else:
-            peer.gone = True
-            self.forget(peer.connection)
+        lines.feed(data)
+        peer.heard_bytes += len(data)
+        if not data or not (peer.known or (peer.heard_bytes <= _MOST_INTRODUCTION_BYTES and b"\n" not in data)):
+            self._drop(peer)
+        elif self.job is not None and peer.known:
+            self.job.started = True
+
+    def poll(self, seconds: float) -> bool:
+        # Those who have had their time already: what they have sent in it is read first.
+        late = [peer for peer in self._peers if not peer.known and time.monotonic() > peer.limit]
+        ready = super().poll(0 if late else seconds)
+        for peer in late:
+            if not peer.known and not peer.gone:
+                self._drop(peer)
+        return ready
+
+    def _drop(self, peer: _Peer) -> None:
+        peer.gone = True
+        self.forget(peer.connection)
+        peer.connection.close()
+        if not peer.known:
+            self._peers.remove(peer)
+
+    def _close_peers(self) -> None:
+        for peer in self._peers:
             peer.connection.close()
 
     def a_rank_failed(self) -> bool:
@@ -205,10 +232,12 @@ def _listener(path: Path | None) -> socket.socket:
 
 
 def _short_folder() -> tempfile.TemporaryDirectory[str]:
-    """A temporary folder in which a socket can be bound; in /tmp if the usual place has too long a name."""
+    """A temporary folder in which a socket can be bound; in /tmp if the usual place has no name for that."""
     make = partial(tempfile.TemporaryDirectory, prefix="course_pp_", ignore_cleanup_errors=True)
     folder = make()
-    if len(os.fsencode(os.path.join(folder.name, _SOCKET))) <= _MOST_ADDRESS_BYTES:
+    # It goes on PYTHONPATH, too.
+    listed = os.pathsep not in folder.name
+    if listed and len(os.fsencode(os.path.join(folder.name, _SOCKET))) <= _MOST_ADDRESS_BYTES:
         return folder
     folder.cleanup()
     return make(dir="/tmp")

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,12 +48,14 @@ class Place:
         srun: what goes before the command of each node; empty on this machine.
         job: id of the surrounding job, if ranks run inside one.
         site: settings of the cluster.
+        fallen_back: whether ranks run on this machine although srun is at hand and nobody asked for that.
     """
 
     said: str
     srun: tuple[str, ...] = ()
     job: str | None = None
     site: Site = field(default_factory=Site)
+    fallen_back: bool = False
 
     @property
     def local(self) -> bool:
@@ -68,16 +70,22 @@ class Nodes:
     gpus: int
 
 
-def decide(ask: Ask, where: str | None = None, environ: Mapping[str, str] | None = None) -> Place:
+def decide(
+    ask: Ask,
+    where: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    kept: Callable[[Site, str | None], Place | None] = lambda site, job: None,
+) -> Place:
     """Decides for a Slurm job we are in, else for a job of our own if a cluster answers, else for this machine.
 
     Args:
         ask: what the run needs.
         where: ``"local"`` or ``"slurm"`` leave no choice; None takes ``$COURSE_PP_WHERE`` or decides.
+        kept: where a job waits that would do, given the cluster's settings and the surrounding job.
 
     Raises:
         ValueError: ``where`` is neither, or the surrounding job has too few nodes.
-        RuntimeError: ``where="slurm"`` and there is no cluster.
+        RuntimeError: ``where="slurm"`` and there is no cluster, or there is one that does not answer in time.
     """
     environ = os.environ if environ is None else environ
     where = where or environ.get("COURSE_PP_WHERE") or None
@@ -89,14 +97,16 @@ def decide(ask: Ask, where: str | None = None, environ: Mapping[str, str] | None
         if where == "slurm":
             raise RuntimeError("where is 'slurm', but there is no srun on PATH. Load Slurm's module, or leave it out.")
         return Place(_on_this_machine(ask, environ))
-    if "SLURM_JOB_ID" in environ:
-        return _inside(ask, load_site(environ), environ)
-    site = load_site(environ)
+    site, job = load_site(environ), environ.get("SLURM_JOB_ID")
+    if waiting := kept(site, job):
+        return waiting
+    if job is not None:
+        return _inside(ask, site, job, environ)
     nodes = _nodes(site.partition, environ)
     if nodes is None:
         if where == "slurm":
             raise RuntimeError("where is 'slurm', but no cluster answers: `sinfo` fails. Ask whoever runs it.")
-        return Place(f"{_on_this_machine(ask, environ)} No cluster answers behind srun.")
+        return Place(f"{_on_this_machine(ask, environ)} No cluster answers behind srun.", fallen_back=True)
     return _submitted(ask, site, nodes)
 
 
@@ -109,8 +119,7 @@ def _on_this_machine(ask: Ask, environ: Mapping[str, str]) -> str:
     return f"Ranks run on this machine, which has {_count(gpus, 'GPU')}."
 
 
-def _inside(ask: Ask, site: Site, environ: Mapping[str, str]) -> Place:
-    job = environ["SLURM_JOB_ID"]
+def _inside(ask: Ask, site: Site, job: str, environ: Mapping[str, str]) -> Place:
     held = _leading_number(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES")) or ask.nodes
     if ask.nodes > held:
         raise ValueError(
@@ -138,7 +147,9 @@ def _submitted(ask: Ask, site: Site, nodes: Nodes) -> Place:
         srun.append(gres if gres.startswith("-") else f"--gres={gres}")
     seconds = ask.seconds + _SLACK_S + (_CALLS_S if ask.calls and site.keep_s else 0)
     srun += ["-t", site.time_limit or str(math.ceil(seconds / 60)), *site.options]
-    each = f", {_count(gpus, 'GPU')} on each" if ask.nodes > 1 else f", {_count(gpus, 'GPU')}"
+    each = f", {_count(gpus, 'GPU')}{' on each' if ask.nodes > 1 else ''}"
+    if ask.ranks is not None and ask.ranks > gpus:
+        each += f" for {_count(ask.ranks, 'rank')}"
     what = f"{_count(ask.nodes, 'node')}{each if gpus else ', CPU only'}"
     return Place(f"Ranks run in a Slurm job of their own: {what}.", tuple(srun), None, site)
 
@@ -149,7 +160,11 @@ def _tasks(ask: Ask) -> tuple[str, ...]:
 
 
 def _nodes(partition: str, environ: Mapping[str, str]) -> Nodes | None:
-    """What the partition has, ours or the default one; None if no cluster answers: tools may be there without one."""
+    """What the partition has, ours or the default one; None if there is no cluster behind the tools, only they.
+
+    Raises RuntimeError if there is one that does not answer: a controller may be slow, and a login node is no place
+    for ranks.
+    """
     sinfo = shutil.which("sinfo", path=environ.get("PATH"))
     if sinfo is None:
         return None
@@ -162,7 +177,10 @@ def _nodes(partition: str, environ: Mapping[str, str]) -> Nodes | None:
             timeout=_ANSWER_LIMIT_S,
         )
     except subprocess.TimeoutExpired:
-        return None
+        raise RuntimeError(
+            f"the cluster does not answer: `sinfo` took more than {_ANSWER_LIMIT_S:g} s. Call again later, or run on "
+            'this machine: where="local", %torchrun --local, or COURSE_PP_WHERE=local.'
+        ) from None
     if answer.returncode:
         return None
     rows = [row.split("|", 2) for row in answer.stdout.splitlines() if row.count("|") >= 2]

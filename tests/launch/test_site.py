@@ -53,6 +53,7 @@ def test_the_example_keeps_the_defaults_but_for_the_partition(monkeypatch: pytes
         ('setup = "module load cuda"', "setup is 'module load cuda'; it must be a list of strings"),
         ('gpus_per_node = "4"', "gpus_per_node is '4'; it must be a whole number"),
         ("cpus_per_rank = 0", "cpus_per_rank is 0; it must be a whole number, at least 1"),
+        ('time_limit = "ten minutes"', "time_limit is 'ten minutes'; it must be a time as Slurm writes it"),
         ('gres = "gpu:2"', r"the number of GPUs goes where \{n\} stands"),
         ('gres = "gpu:{x}"', r"the number of GPUs goes where \{n\} stands"),
         ("partition =", "is not TOML"),

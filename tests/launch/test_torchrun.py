@@ -1,10 +1,14 @@
 """`run_torchrun` and ``%torchrun``: the command that is built, and how a run ends."""
 
+import contextlib
 import os
 import shlex
+import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +18,11 @@ import psutil
 import pytest
 from nbclient import NotebookClient
 
-from course_pp.launch import LaunchError, RanksHung, run_torchrun
-from course_pp.launch.command import build, script_index
+from course_pp.launch import LaunchError, RanksHung, run_torchrun, torchrun
+from course_pp.launch.command import Command, build, script_index
 from course_pp.launch.magic import split
+from course_pp.launch.site import Site
+from course_pp.launch.where import Place
 from tests.processes import no_process_left
 
 pytestmark = pytest.mark.timeout(90)
@@ -211,20 +217,54 @@ def test_the_rank_that_failed_first_is_named(folder: Path, failing: str, words: 
 
 
 @pytest.mark.usefixtures("_nothing_left")
-def test_a_temporary_folder_with_too_long_a_name_for_a_socket_is_no_obstacle(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["long" * 30, "a:b"], ids=["too long", "two entries of a path"])
+def test_a_temporary_folder_with_a_name_that_fits_no_socket_or_path_is_no_obstacle(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     (folder / "source_code" / "train.py").write_text("import os; print(os.environ['PET_LOG_DIR'])")
     monkeypatch.delenv("PET_LOG_DIR", raising=False)
-    long = folder / ("long" * 30)
-    long.mkdir()
-    monkeypatch.setenv("TMPDIR", str(long))
+    awkward = folder / name
+    awkward.mkdir()
+    monkeypatch.setenv("TMPDIR", str(awkward))
     monkeypatch.setattr(tempfile, "tempdir", None)
     (line,) = run_torchrun(["source_code/train.py"], timeout_s=60, local=True)
     used = Path(line.removeprefix("[rank 0] ")).parent
     assert used.name.startswith("course_pp_")
     assert not used.exists()
-    assert not list(long.glob("course_pp_*"))
+    assert not list(awkward.glob("course_pp_*"))
+
+
+def test_the_watchdog_is_found_in_a_folder_with_any_name(tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "a:b").mkdir()
+    shutil.copy(Path(torchrun.__file__).with_name("startup.py"), tmp_path / "site" / "sitecustomize.py")
+    (tmp_path / "a:b" / "watch.py").write_text("def attend(address, rank): print(address, rank)")
+    watch = {"COURSE_PP_WATCH": "address", "COURSE_PP_WATCH_FILE": str(tmp_path / "a:b" / "watch.py")}
+    environ = {**os.environ, **watch, "PYTHONPATH": str(tmp_path / "site")}
+    said = subprocess.run([sys.executable, "-c", ""], env=environ, capture_output=True, text=True, timeout=30)
+    assert said.stdout == "address None\n"
+
+
+@pytest.mark.usefixtures("_nothing_left")
+def test_strangers_at_the_watchdogs_port_are_dropped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchrun, "_INTRODUCTION_LIMIT_S", 1000)
+    place = Place("", ("srun",), site=Site(folder=str(folder / "shared")))
+    sleeps = Command(("sleep", "1000"), "sleep 1000", {}, place)
+    with torchrun._Run(sleeps) as run, contextlib.ExitStack() as opened:
+        ours = f'{{"rank": 3, "pid": 1, "mark": "{run._mark}"}}\n'
+        first_words = [ours, ours.replace("mark", "Mark"), '{"mark": "é"}\n', "[]\n", "[" * 4000 + "\n", "x" * 5000, ""]
+        peers = [opened.enter_context(socket.create_connection(run._listener.getsockname())) for _ in first_words]
+        for peer, words in zip(peers, first_words, strict=True):
+            peer.sendall(words.encode())
+        limit = time.monotonic() + 20
+        silent = peers[-1].getsockname()
+        while [peer.connection.getpeername() for peer in run._peers] != [peers[0].getsockname(), silent]:
+            assert time.monotonic() < limit, "who says anything else is dropped at once"
+            run.poll(0.05)
+        run._peers[1].limit = 0
+        run.poll(0)
+        assert [peer.rank for peer in run._peers] == [3], "who says nothing is dropped at the limit"
+        assert [peer.recv(1) for peer in peers[1:]] == [b""] * len(peers[1:])
 
 
 def test_a_launcher_that_cannot_be_started_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

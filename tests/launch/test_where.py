@@ -1,13 +1,17 @@
 """Where ranks run, decided in one place, beside a Slurm that only pretends."""
 
 import os
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from course_pp.launch.command import build
+from course_pp.launch import LaunchError, where
+from course_pp.launch.command import build, of_no_rank, on_nodes
+from course_pp.launch.site import Site
 from course_pp.launch.slurm import Job
-from course_pp.launch.where import Ask, decide
+from course_pp.launch.where import Ask, Place, decide
 
 TWO = Ask(nodes=1, ranks=2, seconds=100)
 
@@ -114,16 +118,88 @@ def test_set_up_lines_and_container_come_before_torchrun_and_are_shown(cluster: 
     Path(os.environ["COURSE_PP_SITE"]).write_text(site)
     (tmp_path / "x.py").touch()
     command = build([str(tmp_path / "x.py"), "--flag"])
-    script = 'module load cuda\nexec apptainer exec x.sif {} "$@"'
+    script = '{{\nmodule load cuda\n}} </dev/null\nexec apptainer exec x.sif {} "$@"'
     assert command.argv[-5:-2] == ("-c", script.format("/opt/python -m torch.distributed.run"), "bash")
     assert f"bash -c '{script.format('torchrun')}' bash" in command.shown
     assert command.argv[-2:] == (str(tmp_path / "x.py"), "--flag")
 
 
+def test_a_controller_that_stalls_is_no_reason_to_run_on_the_login_node(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(where, "_ANSWER_LIMIT_S", 0.2)
+    pretend(cluster, "sinfo", "exec /bin/sleep 30")
+    for choice in (None, "slurm"):
+        with pytest.raises(RuntimeError, match=r'the cluster does not answer.*where="local", %torchrun --local'):
+            decide(TWO, choice)
+
+
+def test_set_up_lines_leave_standard_input_to_the_program() -> None:
+    place = Place("", ("srun",), site=Site(setup=("read -r stolen", "export SET=up")))
+    srun, *command = on_nodes(place, ["sh", "-c", 'cat; echo " $SET"'], [])
+    done = subprocess.run(command, input="for the program", capture_output=True, text=True)
+    assert (srun, done.stdout) == ("srun", "for the program up\n")
+
+
+def test_threads_are_as_many_as_the_cores_that_a_rank_is_given(cluster: Path, tmp_path: Path) -> None:
+    Path(os.environ["COURSE_PP_SITE"]).write_text("cpus_per_rank = 3")
+    (tmp_path / "x.py").touch()
+    environ = {name: os.environ[name] for name in ("PATH", "COURSE_PP_SITE")}
+    for choice, threads in (("slurm", "3"), ("local", "1")):
+        assert build([str(tmp_path / "x.py")], choice, environ).environ["OMP_NUM_THREADS"] == threads
+
+
+def test_a_run_inside_a_job_inherits_nothing_that_srun_takes_for_options() -> None:
+    asked = {
+        f"SLURM_{name}": "1"
+        for name in (
+            *("GPUS_PER_TASK", "NTASKS_PER_GPU", "GPU_BIND", "DISTRIBUTION", "THREADS_PER_CORE", "HINT", "EXACT"),
+            *("EXPORT_ENV", "CPUS_PER_TASK", "STEP_GPUS"),
+        )
+    }
+    assert of_no_rank({**asked, "SLURM_JOB_ID": "7"}) == {"SLURM_JOB_ID": "7"}
+
+
+@pytest.mark.parametrize(
+    ("reason", "curable"),
+    [
+        *[(reason, False) for reason in ("PartitionTimeLimit", "PartitionDown", "InvalidAccount")],
+        *[(reason, False) for reason in ("AssocMaxWallDurationPerJobLimit", "QOSMaxGRESPerJob")],
+        *[(reason, True) for reason in ("Priority", "QOSMaxJobsPerUserLimit", "AssocMaxJobsLimit")],
+    ],
+)
+def test_a_job_that_can_never_run_is_given_up_at_the_second_look(
+    tools: Path, monkeypatch: pytest.MonkeyPatch, reason: str, curable: bool
+) -> None:
+    for name in ("_FIRST_LOOK_S", "_LOOK_S"):
+        monkeypatch.setattr(f"course_pp.launch.slurm.{name}", 0)
+    pretend(tools, "squeue", f"echo '9|PD|gpu|{reason}'")
+    job = Job("course_pp-x", os.environ)
+    assert reason in str(job.queue_line())
+    if curable:
+        assert job.queue_line() is None
+        return
+    with pytest.raises(LaunchError, match=f"Slurm cannot run this: partition gpu .{reason}"):
+        job.queue_line()
+
+
+def test_the_queue_is_looked_at_ever_more_rarely(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("course_pp.launch.slurm.time.monotonic", lambda: now)
+    pretend(tools, "squeue", f"echo look >> {tools / 'looks'}; echo '9|PD|gpu|Priority'")
+    job = Job("course_pp-x", os.environ)
+    for _ in range(600):
+        now += 1
+        job.queue_line()
+    # Each look asks twice: for the job, and for its place.
+    assert 2 * 600 / 30 < len((tools / "looks").read_text().splitlines()) < 2 * (600 / 30 + 8)
+
+
 def test_the_place_in_the_queue_is_told_when_it_changes(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOGNAME", "somebody-else")
     monkeypatch.setattr("course_pp.launch.slurm._LOOK_S", 0)
     monkeypatch.setattr("course_pp.launch.slurm._FIRST_LOOK_S", 0)
-    answers = 'case "$*" in *name=*) cat mine;; *) cat all;; esac'
+    answers = f'case "$*" in *--user={os.getuid()}*name=*) cat mine;; *) cat all;; esac'
     pretend(tools, "squeue", f"PATH=/usr/bin:/bin; cd {tools}; {answers}")
     (tools / "mine").write_text("9|PD|gpu|Priority\n")
     (tools / "all").write_text("7\n8\n9\n")
@@ -151,12 +227,19 @@ def test_the_place_in_the_queue_is_told_when_it_changes(tools: Path, monkeypatch
         ("*** STEP 9.0 ON n1 CANCELLED AT now ***", "", "Slurm job 9 was cancelled from outside"),
         ("srun: error: Node failure on n1", "", "Slurm job 9 lost a node"),
         ("srun: error: n1: task 0: Killed", "OUT_OF_MEMORY", "Slurm job 9 used more memory"),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=9.0.", "", "Slurm job 9 used more memory"),
+        (
+            "srun: unrecognized option '--x'\nTry \"srun --help\" for more information",
+            "",
+            "srun refused to start: srun -A x. .*options are set in site.toml",
+        ),
         ("srun: error: n1: task 0: Exited with exit code 1", "FAILED", None),
+        ("srun: job 9 has been allocated resources", "FAILED", None),
     ],
 )
 def test_what_slurm_ended_is_told_in_one_sentence(tools: Path, said: str, state: str, words: str | None) -> None:
     pretend(tools, "scontrol", f"echo '   JobState={state} Reason=None'")
     pretend(tools, "squeue", "echo 9")
-    verdict = Job("course_pp-x", os.environ).verdict([said], "srun -A x", a_rank_failed=False)
+    verdict = Job("course_pp-x", os.environ).verdict(said.splitlines(), "srun -A x", a_rank_failed=False)
     assert (verdict is None) == (words is None)
-    assert words is None or words in str(verdict)
+    assert words is None or re.search(words, str(verdict), re.S)

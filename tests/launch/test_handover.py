@@ -1,0 +1,203 @@
+"""Calls of `on_ranks` on their way to a Slurm that only pretends: whose result is whose, and what is left behind."""
+
+import errno
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from course_pp.launch import LaunchError, guard, on_ranks, remote
+from course_pp.launch.handover import Call, End, call_file, end_file, write
+from course_pp.launch.on_slurm import TASKS
+from course_pp.launch.process import shared_folder
+from course_pp.launch.site import load_site
+from course_pp.launch.where import Place
+from tests.processes import no_process_left
+
+pytestmark = pytest.mark.timeout(60)
+
+SERVE = 'shift 8; exec "$@"'
+# The node has left after one call, and srun has not noticed yet.
+SERVE_ONCE = 'shift 8; [ -e {0} ] && exec "$@"; touch {0}; head -n 1 | "$@"; sleep 2'
+SQUEUE = "case \"$*\" in *%L*) echo UNLIMITED;; *%t*) echo '9|R|gpu|None';; *) echo 9;; esac"
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cluster of one node, which is this machine; nothing is left of it, in the shared folder neither."""
+    for name in [name for name in os.environ if name.startswith("SLURM")]:
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("COURSE_PP_WHERE")
+    monkeypatch.setenv("COURSE_PP_SITE", str(tmp_path / "site.toml"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    (tmp_path / "site.toml").write_text(f'folder = "{tmp_path / "shared"}"\n')
+    (tmp_path / "bin").mkdir()
+    for name, shell in (("srun", SERVE), ("squeue", SQUEUE), ("sinfo", "true"), ("scancel", "true")):
+        pretend(tmp_path / "bin" / name, shell)
+    with no_process_left(within_s=15):
+        yield tmp_path / "bin"
+        TASKS.stop()
+    assert not list(tmp_path.glob("shared/*"))
+
+
+def pretend(tool: Path, shell: str) -> None:
+    tool.write_text(f"#!/bin/sh\n{shell}\n")
+    tool.chmod(0o755)
+
+
+def test_threads_of_one_kernel_get_each_their_own_results(tools: Path, tmp_path: Path) -> None:
+    def slow(rank: int, mine: str, seconds: float) -> str:
+        (tmp_path / mine).touch()
+        time.sleep(seconds)
+        return mine
+
+    def call(mine: str, seconds: float) -> None:
+        results[mine] = on_ranks(1, slow, mine, seconds, backend=None)
+
+    results: dict[str, list[str]] = {}
+    first = threading.Thread(target=call, args=("first", 0.7))
+    first.start()
+    while not (tmp_path / "first").exists():
+        time.sleep(0.02)
+    call("second", 0.0)
+    first.join()
+    assert results == {"first": ["first"], "second": ["second"]}
+
+
+def test_a_kept_job_needs_no_look_at_the_cluster_and_keeps_no_files(
+    tools: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert on_ranks(1, lambda rank: "first", backend=None) == ["first"]
+    pretend(tools / "sinfo", f"touch {tmp_path / 'asked'}")
+    assert on_ranks(1, lambda rank: "second", backend=None) == ["second"]
+    assert "kept since the last call" in capsys.readouterr().out
+    assert not (tmp_path / "asked").exists()
+    [folder] = (tmp_path / "shared").iterdir()
+    assert not list(folder.iterdir())
+
+    assert TASKS.kept(1, 60, load_site(), None)
+    assert TASKS._task is not None
+    TASKS._task._answered_at -= load_site().keep_s
+    assert not TASKS.kept(1, 60, load_site(), None), "it may leave before a call arrives"
+
+
+def test_a_call_that_the_kept_job_did_not_take_any_more_runs_in_a_new_one(
+    tools: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend(tools / "srun", SERVE_ONCE.format(tmp_path / "served"))
+    assert on_ranks(1, lambda rank: "first", backend=None) == ["first"]
+    assert on_ranks(1, lambda rank: "second", backend=None) == ["second"]
+    out = capsys.readouterr().out
+    assert out.count("kept since the last call") == 1
+    assert out.count("Ranks run in a Slurm job of their own") == 2
+
+
+def test_ranks_that_run_here_although_srun_is_at_hand_say_so(tools: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pretend(tools / "sinfo", "exit 1")
+    assert on_ranks(1, lambda rank: "here", backend=None) == ["here"]
+    assert "No cluster answers behind srun." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("line", "sent"), [('setup = ["module load x"]', True), ('python = "/opt/python"', False)])
+def test_the_search_path_goes_to_nodes_that_run_the_same_interpreter(
+    tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, sent: bool
+) -> None:
+    def results(place: Place, call: Call) -> list[bytes]:
+        return [pickle.dumps(call.sys_path is not None)]
+
+    (tmp_path / "site.toml").write_text(line)
+    monkeypatch.setattr(TASKS, "results", results)
+    assert on_ranks(1, print) == [sent]
+
+
+def left_by_the_node(folder: Path) -> str:
+    remote._answer(folder, 1)
+    end: End = pickle.loads(end_file(folder, 1).read_bytes())
+    assert end.results is None
+    error, _, _ = pickle.loads(end.raised or b"")
+    assert isinstance(error, LaunchError)
+    assert not list(folder.glob("*.part"))
+    return str(error)
+
+
+def test_what_fails_around_a_call_is_told_with_the_folder_and_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert f"cannot read the call in {tmp_path}" in left_by_the_node(tmp_path)
+
+    write(call_file(tmp_path, 1), Call(1, b"", None, 1, 1.0, None, {}, "/no/such/folder", (), {}))
+    assert "cannot enter the folder you are in, /no/such/folder" in left_by_the_node(tmp_path)
+    assert not call_file(tmp_path, 1).exists()
+
+    def full(file: Path, data: bytes) -> int:
+        with file.open("wb") as opened:
+            opened.write(data[:4000])
+        if len(data) > 4000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return len(data)
+
+    monkeypatch.setattr(remote, "_end", lambda file: End((b"x" * 5000,)))
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert f"cannot be written to {tmp_path} (No space left on device)" in left_by_the_node(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("parent", "words"),
+    [
+        ("", "folder is '', which names none"),
+        ("~no-such-user/x", "in which none can be made"),
+        ("/dev/null", "in which none can be made"),
+        ("open", "where others may exchange what ranks are given"),
+    ],
+)
+def test_a_shared_folder_that_is_of_no_use_or_not_ours_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(ValueError, match=f"{words}.*Set folder in site.toml"):
+        shared_folder(parent)
+    assert not list((tmp_path / "open").iterdir())
+    (tmp_path / "open").chmod(0o1777)
+    with shared_folder("open") as folder:
+        assert Path(folder).parent == tmp_path / "open"
+
+
+STARTER = """
+import os, subprocess, sys, time
+guard, folder, home = sys.argv[1:]
+subprocess.Popen([sys.executable, guard, "job", str(os.getpid()), folder, "sleep", "1000"], stdin=subprocess.PIPE)
+if os.fork() == 0:
+    time.sleep(1000)
+open(f"{home}/started", "w").close()
+time.sleep(1000)
+"""
+
+
+def test_job_and_folder_go_with_a_killed_kernel_though_its_child_holds_the_pipe(tools: Path, tmp_path: Path) -> None:
+    pretend(tools / "scancel", f'echo "$@" > {tmp_path / "cancelled"}')
+    (tmp_path / "shared" / "run").mkdir(parents=True)
+    (tmp_path / "shared" / "run" / "call-1").touch()
+    argv = [sys.executable, "-c", STARTER, str(guard.__file__), str(tmp_path / "shared" / "run"), str(tmp_path)]
+    starter = subprocess.Popen(argv, start_new_session=True)
+    limit = time.monotonic() + 30
+    while not (tmp_path / "started").exists():
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+    starter.kill()
+    starter.wait()
+    try:
+        while (tmp_path / "shared" / "run").exists():
+            assert time.monotonic() < limit, "the guard waits for the end of the pipe"
+            time.sleep(0.05)
+    finally:
+        os.killpg(starter.pid, signal.SIGKILL)
+    assert (tmp_path / "cancelled").read_text() == f"--quiet --name=job --user={os.getuid()}\n"
