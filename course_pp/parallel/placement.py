@@ -38,8 +38,8 @@ def share_cores() -> CoreShare:
 
     Threads that exist already stay where they are; later ones inherit the binding. Nothing is bound where a node has
     fewer cores than ranks, where Slurm has bound each task to cores of its own (its task/affinity plugin does), and
-    on systems other than Linux. The hardware threads of a core count as cores, and go to one rank. OMP_NUM_THREADS
-    wins where it is set; torchrun sets it to 1 for more than one rank.
+    on systems other than Linux. The hardware threads of a core count as cores, and go to one rank. A rank alone on its
+    node keeps the threads it has. OMP_NUM_THREADS wins where it is set; torchrun sets it to 1 for more than one rank.
     Safe to call repeatedly.
     """
     _, local_rank, world_size = get_world_info()
@@ -50,9 +50,8 @@ def share_cores() -> CoreShare:
     if len(cores) < len(usable) and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
         os.environ[_DONE], done = str(os.getpid()), True
-    if "OMP_NUM_THREADS" not in os.environ:
-        own = done or n_local == 1 or bound
-        threads = len(cores) if own else max(1, len(cores) // n_local)
+    if n_local > 1 and "OMP_NUM_THREADS" not in os.environ:
+        threads = len(cores) if done or bound else max(1, len(cores) // n_local)
         os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)
     return CoreShare(tuple(cores), done, torch.get_num_threads())

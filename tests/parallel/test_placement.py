@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from course_pp.launch import on_ranks
 from course_pp.parallel import placement
@@ -124,3 +125,15 @@ def test_a_task_keeps_the_cores_that_slurm_has_really_bound_it_to(
     assert (share.cores, share.pinned, asked) == (
         ((0, 1, 2, 3), False, []) if bound else ((2, 3, 6, 7), True, [(2, 3, 6, 7)])
     )
+
+
+def test_a_rank_alone_on_its_node_keeps_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    before = torch.get_num_threads()
+    try:
+        for chosen in (1, 2):
+            torch.set_num_threads(chosen)
+            assert share_cores().threads == torch.get_num_threads() == chosen
+    finally:
+        torch.set_num_threads(before)
