@@ -155,6 +155,14 @@ class Tasks:
         print(f"{place.said}\n$ {task.command.shown}", flush=True)
         return task
 
+    def release(self) -> None:
+        """Ends a job that only waits for its next call, so that another one of ours does not queue behind it."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self.stop()
+            finally:
+                self._lock.release()
+
     def stop(self) -> None:
         """Ends the job, if it is ours and not a parent process's."""
         task, self._task = self._task, None

@@ -21,6 +21,7 @@ from typing import Any
 from course_pp.launch.command import Command, build
 from course_pp.launch.errors import LaunchError, RanksHung, is_echo, signal_name
 from course_pp.launch.limits import refuse_bad_timeout
+from course_pp.launch.on_slurm import TASKS
 from course_pp.launch.output import Lines
 from course_pp.launch.process import LAST_LINES, Process, shared_folder
 from course_pp.launch.waits import explain, waits_from
@@ -41,9 +42,10 @@ def run_torchrun(
 ) -> tuple[str, ...]:
     """Runs ``torchrun ARGS`` and prints where, the exact command, and what the ranks print, labelled line by line.
 
-    Inside a Slurm job the ranks run in it, next to a cluster in a job of their own, whose place in the queue is
-    printed; otherwise on this machine. torchrun labels whatever it finds when it looks, so a line that a rank writes
-    in pieces may come out in pieces, with labels of several ranks in it.
+    Inside a Slurm job the ranks run in it. Next to a cluster they run in a job of their own, for which the one that
+    `on_ranks` keeps for its next call is given up, and whose place in the queue is printed; otherwise on this machine.
+    torchrun labels whatever it finds when it looks, so a line that a rank writes in pieces may come out in pieces, with
+    labels of several ranks in it.
 
     Args:
         args: what a learner types after ``torchrun``. The script is looked for here, then from the root of the
@@ -64,6 +66,8 @@ def run_torchrun(
     refuse_bad_timeout(timeout_s)
     command = build(args, "local" if local else where, timeout_s=timeout_s)
     print(f"{command.place.said}\n$ {command.shown}", flush=True)
+    if not command.local and command.place.job is None:
+        TASKS.release()
     with _Run(command) as run:
         return run.follow(timeout_s)
 

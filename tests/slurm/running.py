@@ -38,11 +38,11 @@ def losses(printed: str) -> list[str]:
     return [line for line in printed.splitlines() if "loss" in line]
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
+def wait_until(condition: Callable[[], bool], what: str, limit_s: float = _LIMIT_S) -> None:
     """Fails if the condition does not hold within the limit."""
-    limit = time.monotonic() + _LIMIT_S
+    limit = time.monotonic() + limit_s
     while not condition():
-        assert time.monotonic() < limit, f"waited {_LIMIT_S} s until {what}"
+        assert time.monotonic() < limit, f"waited {limit_s} s until {what}"
         time.sleep(0.05)
 
 

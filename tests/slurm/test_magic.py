@@ -3,20 +3,23 @@
 import contextlib
 import os
 import re
-import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from jupyter_client.blocking import BlockingKernelClient
+from jupyter_client.manager import start_new_kernel
 
 from course_pp.launch import LaunchError, RankDied, RanksHung, RankTraceback, on_ranks, run_torchrun
 from tests.processes import no_process_left
 from tests.slurm.cluster import Cluster
+from tests.slurm.running import wait_until
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -41,27 +44,22 @@ def site(on_the_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     file.write_text(f'partition = "gpu"\nfolder = "{tmp_path / "shared"}"\n')
     (tmp_path / "pyproject.toml").touch()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     return file
 
 
 @contextlib.contextmanager
 def whole_cluster_taken(cluster: Cluster) -> Iterator[Callable[[], None]]:
-    """A job that holds every core; what is yielded ends it."""
-    holder = subprocess.Popen(["srun", "-N", "2", "-n", "2", "-c", "8", "sleep", "1000"], stderr=subprocess.DEVNULL)
+    """An allocation of every core, without a process anywhere; what is yielded ends it."""
+    subprocess.run(["salloc", "--quiet", "--no-shell", "-N", "2", "-n", "2", "-c", "8"], check=True, timeout=60)
+    [job] = cluster.jobs()
+
+    def free() -> None:
+        subprocess.run(["scancel", job.id], check=True)
+
     try:
-        wait_until(lambda: [job.state for job in cluster.jobs()] == ["RUNNING"])
-        yield holder.terminate
+        yield free
     finally:
-        holder.terminate()
-        holder.wait()
-
-
-def wait_until(condition: Callable[[], bool], limit_s: float = 60) -> None:
-    limit = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.05)
+        free()
 
 
 def script(text: str, name: str = "script.py") -> str:
@@ -118,12 +116,57 @@ def test_inside_a_job_ranks_take_no_second_one_and_see_its_gpus(site: Path) -> N
     assert "[rank 1] 1 1 2 n1 0,1,2" in done.stdout
 
 
+def test_on_a_login_node_ranks_use_the_nodes_that_salloc_holds(cluster: Cluster) -> None:
+    notebook = f"""
+        from course_pp.launch import run_torchrun
+        run_torchrun(["--nnodes=2", {script(SAYS_WHERE)!r}], timeout_s=100)
+    """
+    salloc = ["salloc", "--quiet", "-N", "2", "--gres=gpu:2"]
+    done = subprocess.run([*salloc, sys.executable, script(notebook, "notebook.py")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said, shown, *lines = done.stdout.splitlines()
+    assert re.fullmatch(r"Ranks run inside Slurm job \d+, on 2 nodes.", said)
+    assert shown.startswith("$ srun --overlap -N 2 -n 2 -K1 -c 1 bash -c ")
+    assert sorted(line for line in lines if line.startswith("[rank")) == [
+        "[rank 0] 0 0 2 n1 0,1",
+        "[rank 1] 1 0 2 n2 0,1",
+    ]
+
+
+def test_the_sites_account_set_up_and_container_reach_the_ranks(
+    cluster: Cluster, site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site.write_text(
+        site.read_text()
+        + """account = "physics"
+setup = ["module() { export LOADED=$2; }", "module load cuda"]
+container = "env INSIDE=yes"
+options = ["--comment=course"]
+"""
+    )
+    accounts = r"scontrol show job $SLURM_JOB_ID | grep -oE '(Account|Comment)=\S+'"
+
+    def seen(rank: int) -> tuple[str, str]:
+        return os.environ["LOADED"], os.environ["INSIDE"]
+
+    assert on_ranks(2, seen) == [("cuda", "yes")] * 2
+    prints = f"""
+        import os
+        os.write(1, (os.environ["LOADED"] + " " + os.environ["INSIDE"] + "\\n").encode())
+        os.system({accounts!r})
+    """
+    run_torchrun([script(prints)])
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "[rank 0] cuda yes", "[rank 0] Account=physics", "[rank 0] Comment=course"
+    ]  # fmt: skip
+
+
 def test_while_it_waits_it_shows_its_place_in_the_queue_once(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with whole_cluster_taken(cluster) as free:
         behind = subprocess.Popen(["srun", "-N", "2", "-n", "2", "-c", "8", "true"], stderr=subprocess.DEVNULL)
-        wait_until(lambda: len(cluster.jobs()) == 2)
+        wait_until(lambda: len(cluster.jobs()) == 2, "the second job is queued", 60)
         threading.Timer(5, free).start()
         assert run_torchrun([script("print('ran')")], timeout_s=60) == ("[rank 0] ran",)
         behind.wait()
@@ -164,9 +207,9 @@ def test_a_request_that_cannot_be_met_is_refused_in_slurms_words() -> None:
 @pytest.mark.parametrize("started", [False, True], ids=["queued", "running"])
 def test_a_job_that_somebody_cancels_is_said_to_be_cancelled(cluster: Cluster, tmp_path: Path, started: bool) -> None:
     def cancel() -> None:
-        wait_until(lambda: any(job.name.startswith("course_pp-") for job in cluster.jobs()))
-        wait_until(lambda: (tmp_path / "started-0").exists() or not started)
-        subprocess.run(["scancel", *(j.id for j in cluster.jobs() if j.name.startswith("course_pp-"))], check=True)
+        wait_until(lambda: bool(ours(cluster)), "our job is there", 60)
+        wait_until(lambda: (tmp_path / "started-0").exists() or not started, "the rank runs", 60)
+        subprocess.run(["scancel", *ours(cluster)], check=True)
 
     with contextlib.nullcontext() if started else whole_cluster_taken(cluster):
         threading.Thread(target=cancel).start()
@@ -175,21 +218,26 @@ def test_a_job_that_somebody_cancels_is_said_to_be_cancelled(cluster: Cluster, t
 
 
 def test_a_lost_node_is_named_as_the_reason(cluster: Cluster, tmp_path: Path) -> None:
-    def lose() -> None:
-        wait_until(lambda: (tmp_path / "started-0").exists())
-        cluster.stop_node("n1")
+    def hang(rank: int) -> None:
+        (tmp_path / "started-on_ranks").touch()
+        time.sleep(1000)
 
-    try:
-        threading.Thread(target=lose).start()
-        with pytest.raises(LaunchError, match=r"Slurm job \d+ lost a node"):
-            run_torchrun([script(HANGS), str(tmp_path)], timeout_s=140)
-    finally:
-        cluster.start_node("n1")
+    with ThreadPoolExecutor() as calls:
+        torchrun = calls.submit(run_torchrun, [script(HANGS), str(tmp_path)], timeout_s=140)
+        ranks = calls.submit(on_ranks, 1, hang, timeout_s=140)
+        started = [tmp_path / "started-0", tmp_path / "started-on_ranks"]
+        wait_until(lambda: all(rank.exists() for rank in started), "the ranks run", 60)
+        cluster.stop_node("n1")
+        try:
+            for call in (torchrun, ranks):
+                assert re.match(r"Slurm job \d+ lost a node", str(call.exception()))
+        finally:
+            cluster.start_node("n1")
 
 
 def test_slurms_own_time_limit_is_named_as_the_reason(cluster: Cluster, tmp_path: Path) -> None:
     def reach() -> None:
-        wait_until(lambda: (tmp_path / "started-0").exists())
+        wait_until(lambda: (tmp_path / "started-0").exists(), "the rank runs", 60)
         [job] = cluster.jobs()
         # Limits are whole minutes; this does not make the test wait for one.
         subprocess.run(["scontrol", "update", f"JobId={job.id}", "EndTime=now+1seconds"], check=True)
@@ -199,42 +247,61 @@ def test_slurms_own_time_limit_is_named_as_the_reason(cluster: Cluster, tmp_path
         run_torchrun([script(HANGS), str(tmp_path)], timeout_s=100)
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", ["interrupted", "killed"])
 @pytest.mark.parametrize("started", [False, True], ids=["queued", "running"])
 @pytest.mark.parametrize("call", ["torchrun", "on_ranks"])
 def test_when_the_kernel_is_interrupted_or_killed_the_job_goes(
-    cluster: Cluster, tmp_path: Path, call: str, started: bool, how: signal.Signals
+    cluster: Cluster, tmp_path: Path, call: str, started: bool, how: str
 ) -> None:
-    kernel = f"""
-        import os, time
-        from pathlib import Path
-        from course_pp.launch import on_ranks, run_torchrun
+    Path("hangs.py").write_text(HANGS)
+    cells = {"torchrun": f"%load_ext course_pp.launch\n%torchrun --nproc-per-node=2 hangs.py {tmp_path}"}
+    cells["on_ranks"] = f"""
+import time
+from pathlib import Path
+from course_pp.launch import on_ranks
 
-        def hang(rank):
-            Path({str(tmp_path)!r}, f"started-{{rank}}").touch()
-            time.sleep(1000)
+def hang(rank):
+    Path({str(tmp_path)!r}, f"started-{{rank}}").touch()
+    time.sleep(1000)
 
-        if {call!r} == "on_ranks":
-            on_ranks(2, hang)
-        run_torchrun(["--nproc-per-node=2", {script(HANGS)!r}, {str(tmp_path)!r}])
-    """
+on_ranks(2, hang)
+"""
     with contextlib.ExitStack() as stack:
         if not started:
             stack.enter_context(whole_cluster_taken(cluster))
         # Beside the jobs, which the cluster's fixture looks for: neither srun nor its guard.
         stack.enter_context(no_process_left(within_s=15))
-        process = subprocess.Popen(
-            [sys.executable, script(kernel, "kernel.py")], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
-        if started:
-            wait_until(lambda: (tmp_path / "started-0").exists() and (tmp_path / "started-1").exists())
-        else:
-            wait_until(lambda: [job.state for job in cluster.jobs()].count("PENDING") == 1)
-        process.send_signal(how)
-        _, errors = process.communicate(timeout=30)
-        assert process.returncode == -how
-        assert ("KeyboardInterrupt" in errors) == (how == signal.SIGINT)
-        wait_until(lambda: not any(job.name.startswith("course_pp-") for job in cluster.jobs()), 15)
+        manager, client = start_new_kernel()
+        try:
+            cell = client.execute(cells[call])
+            if started:
+                ranks = [tmp_path / "started-0", tmp_path / "started-1"]
+                wait_until(lambda: all(rank.exists() for rank in ranks), "both ranks run", 60)
+            else:
+                wait_until(lambda: [job.state for job in cluster.jobs()].count("PENDING") == 1, "our job waits", 60)
+            if how == "interrupted":
+                manager.interrupt_kernel()
+                assert answer(client, cell)["ename"] == "KeyboardInterrupt"
+            else:
+                manager.shutdown_kernel(now=True)
+            wait_until(lambda: not ours(cluster), "our job is gone", 15)
+            assert manager.is_alive() == (how == "interrupted")
+        finally:
+            client.stop_channels()
+            manager.shutdown_kernel(now=True)
+
+
+def ours(cluster: Cluster) -> list[str]:
+    """The ids of our own jobs in the queue."""
+    return [job.id for job in cluster.jobs() if job.name.startswith("course_pp-")]
+
+
+def answer(client: BlockingKernelClient, cell: str) -> dict[str, str]:
+    """How a cell that was sent to the kernel has ended."""
+    while (reply := client.get_shell_msg(timeout=60))["parent_header"]["msg_id"] != cell:
+        pass
+    content: dict[str, str] = reply["content"]
+    return content
 
 
 class Odd(Exception):
@@ -289,8 +356,16 @@ def test_the_next_calls_run_in_the_same_job_and_see_what_has_changed_here(
 def test_a_job_that_is_kept_ends_when_no_call_comes(cluster: Cluster, site: Path) -> None:
     site.write_text(site.read_text() + "keep_s = 1\n")
     on_ranks(1, print)
-    wait_until(lambda: not cluster.jobs(), 15)
+    wait_until(lambda: not cluster.jobs(), "the queue is empty", 15)
     assert on_ranks(1, lambda rank: "again") == ["again"]
+
+
+def test_torchrun_lets_the_kept_job_go_before_it_asks_for_its_own() -> None:
+    [kept] = on_ranks(1, lambda rank: os.environ["SLURM_JOB_ID"])
+    prints = "import os, subprocess; subprocess.run(['squeue', '--noheader', '--states=PD,R', '--format=job %i'])"
+    [line] = run_torchrun([script(prints)])
+    assert re.fullmatch(r"\[rank 0\] job \d+", line)
+    assert line != f"[rank 0] job {kept}"
 
 
 def test_on_ranks_raises_here_what_a_rank_raised_there() -> None:
