@@ -126,7 +126,7 @@ def run(args: argparse.Namespace, preemption: Preemption | None) -> None:
     if trainer.speaks:
         entropy = unigram_entropy(validation.targets, vocab_size)
         print(f"validation loss {fitted.validation_loss:.3f} nats a token; unigram entropy {entropy:.3f}")
-        print(f"{fitted.speed.tokens_per_s:,.0f} tokens a second")
+        print(f"{fitted.speed.tokens_per_s:,.0f} tokens a second" if fitted.steps else "no step was left to train")
         if written:
             print(f"sample: {args.prompt}{tokenizer.decode(written)}")
 

@@ -141,10 +141,15 @@ def sample_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The arguments of :func:`~course_pp.training.sampling.sample` that were asked for.
 
     Raises:
-        ValueError: for a negative number of tokens.
+        ValueError: for a negative number of tokens, or one of them on shared GPUs.
     """
     if arguments.sample < 0:
         raise ValueError(f"--sample {arguments.sample} must be at least 0: it is the number of tokens to write")
+    if arguments.sample and arguments.share_gpus:
+        raise ValueError(
+            f"--sample {arguments.sample} with --share-gpus: text is written by torch's pipeline, which cannot share "
+            "GPUs. Leave --sample out, or write it from the checkpoint on a GPU a rank"
+        )
     return {"n_tokens": arguments.sample, "seed": arguments.seed}
 
 

@@ -52,6 +52,8 @@ def sample(
     """
     if n_tokens < 0 or not temperature >= 0:
         raise ValueError(f"n_tokens={n_tokens} and temperature={temperature} must be 0 or more")
+    if n_tokens == 0:
+        return []
     weight = next(modules[0].parameters())
     window = modules[0].config.max_seq_len
     stages = [

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from functools import cache
 from math import prod
@@ -12,8 +11,10 @@ import pytest
 
 from course_pp.launch import LaunchError, run_torchrun
 from tests.processes import no_process_left
+from tests.source_code.scripts import labelled_lines, run_script
 
 ROOT = Path(__file__).parents[2]
+SCRIPT, TRAIN = "source_code/pipeline_test.py", "source_code/train.py"
 TINY = ["--steps=3", "--dim=32", "--layers=2", "--seq-len=32", "--batch-size=8", "--microbatches=4"]
 
 
@@ -28,15 +29,18 @@ def losses_of(lines):
     return [(int(match[1]), match[2]) for match in found if match]
 
 
-@pytest.mark.parametrize("n_ranks", [1, 2, 3])
-def test_pipeline_test_prints_the_same_losses_from_the_last_of_any_number_of_ranks(n_ranks):
+LOSSES = "[6.9105, 6.9306, 6.9415, 6.9331]"
+
+
+def test_torchrun_runs_pipeline_test():
     with no_process_left():
-        lines = run_torchrun(
-            ["--nnodes=1", f"--nproc-per-node={n_ranks}", "source_code/pipeline_test.py"], timeout_s=90, local=True
-        )
-    [(rank, losses)] = losses_of(lines)
-    assert rank == n_ranks - 1
-    assert losses == "[6.9105, 6.9306, 6.9415, 6.9331]"
+        lines = run_torchrun(["--nnodes=1", "--nproc-per-node=2", SCRIPT], timeout_s=90, local=True)
+    assert losses_of(lines) == [(1, LOSSES)]
+
+
+@pytest.mark.parametrize("n_ranks", [1, 3])
+def test_pipeline_test_prints_the_same_losses_from_the_last_of_any_number_of_ranks(n_ranks):
+    assert losses_of(labelled_lines(n_ranks, [SCRIPT])) == [(n_ranks - 1, LOSSES)]
 
 
 def test_plain_torchrun_runs_pipeline_test_on_one_rank_from_its_own_folder(monkeypatch):
@@ -48,12 +52,7 @@ def test_plain_torchrun_runs_pipeline_test_on_one_rank_from_its_own_folder(monke
 @pytest.mark.parametrize(("schedule", "last"), [("1f1b", 1), ("zb_v", 0)])
 def test_train_reports_from_the_last_stage_only(schedule, last):
     layers = "--layers=4" if schedule == "zb_v" else "--layers=2"
-    with no_process_left():
-        lines = run_torchrun(
-            ["--nproc-per-node=2", "source_code/train.py", "--pp=2", f"--schedule={schedule}", *TINY, layers],
-            timeout_s=100,
-            local=True,
-        )
+    lines = labelled_lines(2, [TRAIN, "--pp=2", f"--schedule={schedule}", *TINY, layers])
     text = "\n".join(lines)
     assert re.search(rf"\[rank {last}\] validation loss [\d.]+ nats a token; unigram entropy [\d.]+", text)
     assert re.search(rf"\[rank {last}\] [\d,]+ tokens a second", text)
@@ -63,7 +62,7 @@ def test_train_reports_from_the_last_stage_only(schedule, last):
 
 def test_training_falls_below_what_a_model_without_context_could_reach():
     small = ["--steps=60", "--dim=64", "--layers=2", "--seq-len=64", "--batch-size=16"]
-    lines = run_torchrun(["--nproc-per-node=2", "source_code/train.py", "--pp=2", *small], timeout_s=100, local=True)
+    lines = labelled_lines(2, [TRAIN, "--pp=2", *small])
     match = re.search(r"validation loss ([\d.]+) nats a token; unigram entropy ([\d.]+)", "\n".join(lines))
     assert match is not None
     assert float(match[1]) < float(match[2]) - 0.2
@@ -95,8 +94,7 @@ def printed_by_layout(layout):
         "--sample=12",
         "--prompt=def ",
     ]
-    command = [f"--nproc-per-node={n_ranks}", "source_code/train.py", *fixed, *layout.split()]
-    lines = run_torchrun(command, timeout_s=100, local=True)
+    lines = labelled_lines(n_ranks, [TRAIN, *fixed, *layout.split()])
     said = [re.fullmatch(r"\[rank (\d+)\] (.*(?:parameters|validation|sample).*)", line) for line in lines]
     assert len({match[1] for match in said if match}) == 1, "one rank reports"
     return [match[2] for match in said if match]
@@ -106,8 +104,7 @@ def printed_by_layout(layout):
     "layout", [*LAYOUTS[1:4], *(pytest.param(layout, marks=pytest.mark.full) for layout in LAYOUTS[4:])]
 )
 def test_training_prints_the_same_losses_and_the_same_sample_under_every_layout(layout):
-    with no_process_left():
-        assert printed_by_layout(layout) == printed_by_layout(LAYOUTS[0])
+    assert printed_by_layout(layout) == printed_by_layout(LAYOUTS[0])
     assert len(printed_by_layout(layout)) == 4
 
 
@@ -130,9 +127,8 @@ def test_no_thread_of_a_process_group_is_left_to_the_end_of_the_interpreter(tmp_
 def test_padded_documents_of_given_files_train_with_their_mask(tmp_path):
     for i in range(120):
         (tmp_path / f"{i}.txt").write_text(f"document {i} has its own length. " * (i % 7 + 1))
-    done = run_alone(["train.py", *TINY, "--padded", "--tie-embeddings", f"--text={tmp_path}", "--tokenizer-size=300"])
-    assert done.returncode == 0, done.stderr
-    assert "validation loss" in done.stdout
+    documents = ["--padded", "--tie-embeddings", f"--text={tmp_path}", "--tokenizer-size=300"]
+    assert any("validation loss" in line for line in labelled_lines(1, [TRAIN, *TINY, *documents]))
 
 
 def test_first_run_equals_one_process_and_writes_its_picture():
@@ -143,15 +139,6 @@ def test_first_run_equals_one_process_and_writes_its_picture():
     assert len(re.findall(r"step +\d+ +loss", text)) == 10
     assert "equal to one process" in text
     assert "<svg" in picture.read_text()
-
-
-def run_alone(arguments):
-    """A script as one process, without a launcher; the messages are the same and it starts faster."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    return subprocess.run(
-        [sys.executable, f"source_code/{arguments[0]}", *arguments[1:]],
-        env=environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -178,6 +165,7 @@ def run_alone(arguments):
         (["--resume=runs/mine"], ["--resume needs --checkpoint-dir"]),
         (["--checkpoint-dir=runs/none", "--keep-every=5"], ["--keep-every 5 needs keep_last"]),
         (["--sample=-1"], ["--sample -1 must be at least 0"]),
+        (["--sample=5", "--share-gpus"], ["--sample 5 with --share-gpus", "Leave --sample out"]),
         (["--checkpoint-dir=README.md"], ["README.md cannot hold checkpoints", "choose another directory"]),
         (["--checkpoint-dir=runs/none", "--resume=always"], ["--resume 'always' must be auto, never, or the path"]),
     ],
@@ -203,39 +191,41 @@ def run_alone(arguments):
         "resume",
         "retention",
         "sample",
+        "sample on shared GPUs",
         "directory",
         "word",
     ],
 )
 def test_train_refuses_with_one_message_that_names_value_and_remedy(arguments, named):
-    done = run_alone(["train.py", *TINY, *arguments])
-    assert done.returncode == 2, done.stderr
-    message = done.stderr.strip().splitlines()
-    assert len(message) == 1, done.stderr
+    [ended] = run_script(1, [TRAIN, *TINY, *arguments])
+    assert ended.code == 2, ended.err
+    message = ended.err.strip().splitlines()
+    assert len(message) == 1, ended.err
     assert message[0].startswith("train.py: error: ")
     for words in named:
         assert words in message[0]
 
 
 @pytest.mark.parametrize(
-    ("n_ranks", "script", "named"),
+    ("script", "named"),
     [
-        (3, ["train.py", "--pp=2", *TINY], "start 2 ranks"),
-        (3, ["pipeline_test.py", "--layers=2"], "3 stages need at least 3 layers"),
-        (3, ["train.py", "--tp=3", *TINY], "tp=3 must divide n_heads=4"),
-        (
-            3,
-            ["train.py", "--dp-shard=3", *TINY],
-            "--batch-size 8 does not divide into 4 microbatches × 3 data",
-        ),
+        ([SCRIPT, "--layers=2"], "3 stages need at least 3 layers"),
+        ([TRAIN, "--tp=3", *TINY], "tp=3 must divide n_heads=4"),
+        ([TRAIN, "--dp-shard=3", *TINY], "--batch-size 8 does not divide into 4 microbatches × 3 data"),
     ],
-    ids=["world", "layers", "heads", "rows"],
+    ids=["layers", "heads", "rows"],
 )
-def test_a_refusal_on_several_ranks_is_said_once_and_leaves_no_process(n_ranks, script, named, capfd):
+def test_a_refusal_on_several_ranks_is_said_once(script, named):
+    ranks = run_script(3, script)
+    assert [rank.code for rank in ranks] == [2] * 3
+    said = "".join(rank.out + rank.err for rank in ranks)
+    assert said.count("error: ") == 1
+    assert named in said
+
+
+def test_a_refusal_under_torchrun_is_said_once_and_leaves_no_process(capfd):
     with no_process_left(), pytest.raises(LaunchError, match="exit code 2"):
-        run_torchrun(
-            [f"--nproc-per-node={n_ranks}", f"source_code/{script[0]}", *script[1:]], timeout_s=100, local=True
-        )
-    printed = capfd.readouterr()
-    assert (printed.out + printed.err).count("error: ") == 1
-    assert named in printed.out + printed.err
+        run_torchrun(["--nproc-per-node=3", TRAIN, "--pp=2", *TINY], timeout_s=100, local=True)
+    said = "".join(capfd.readouterr())
+    assert said.count("error: ") == 1
+    assert "start 2 ranks" in said

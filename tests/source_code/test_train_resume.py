@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from course_pp.launch import run_torchrun
 from course_pp.training.checkpoint import Difference, diff, export_hf, find_latest, verify
 from course_pp.training.logs import METRICS
 from course_pp.training.preemption import EXIT_CODE
 from tests.processes import no_process_left
+from tests.source_code.scripts import labelled_lines
 
 ROOT = Path(__file__).parents[2]
 STEPS = 40
@@ -40,8 +40,7 @@ def command(folder: Path, *more: str) -> list[str]:
 
 def complete(folder: Path, *more: str, n_ranks: int = 2) -> None:
     """Run to the last step."""
-    with no_process_left():
-        run_torchrun([f"--nproc-per-node={n_ranks}", *command(folder, *more)], timeout_s=100, local=True)
+    labelled_lines(n_ranks, command(folder, *more))
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +172,11 @@ def test_another_layout_goes_on_from_a_checkpoint_with_the_same_losses(
     for (event, step, loss), found in zip(expected, losses(tmp_path), strict=True):
         assert found == (event, step, pytest.approx(loss, rel=1e-5))
     assert [path.name for path in tmp_path.glob("step_*")] == [LAST]
+
+
+def test_a_run_that_has_ended_says_that_nothing_is_left(uninterrupted: Path, tmp_path: Path) -> None:
+    lines = labelled_lines(2, command(tmp_path, f"--resume={uninterrupted / LAST}"))
+    assert "[rank 1] no step was left to train" in lines
 
 
 def test_the_last_checkpoint_holds_what_an_export_needs(uninterrupted: Path, tmp_path: Path) -> None:

@@ -1,0 +1,42 @@
+"""Runs a script as a rank does that a launcher has started, in a moment: processes that have imported torch fork."""
+
+import runpy
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any
+
+from course_pp.launch import on_ranks
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a script ended on one rank."""
+
+    code: Any
+    out: str
+    err: str
+
+
+def run_script(n_ranks: int, arguments: Sequence[str], timeout_s: float = 100.0) -> list[Ended]:
+    """The script and its arguments on ``n_ranks`` ranks, in the current folder."""
+    return on_ranks(n_ranks, _run, list(arguments), backend=None, timeout_s=timeout_s)
+
+
+def labelled_lines(n_ranks: int, arguments: Sequence[str], timeout_s: float = 100.0) -> list[str]:
+    """What a script that succeeds prints, each line labelled with its rank as torchrun would."""
+    ranks = run_script(n_ranks, arguments, timeout_s)
+    assert [rank.code for rank in ranks] == [0] * n_ranks, "\n".join(rank.err for rank in ranks)
+    return [f"[rank {i}] {line}" for i, rank in enumerate(ranks) for line in (rank.out + rank.err).splitlines()]
+
+
+def _run(rank: int, arguments: list[str]) -> Ended:
+    sys.argv, code = arguments, 0
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        try:
+            runpy.run_path(arguments[0], run_name="__main__")
+        except SystemExit as end:
+            code = end.code or 0
+    return Ended(code, out.getvalue(), err.getvalue())
