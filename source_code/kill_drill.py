@@ -27,6 +27,7 @@ from course_pp.launch import on_ranks
 from course_pp.model import CrossEntropy, ModelConfig, build_stage_module
 from course_pp.parallel import DistributedConfig, build_pipeline_schedule, build_pipeline_stage, init_distributed
 from course_pp.training.checkpoint import AsyncSaver, find_latest, resume, save, verify
+from course_pp.training.checkpoint.directory import step_of
 
 RANKS, STEPS, SAVE_EVERY, BATCH, SEQ_LEN, MICROBATCHES = 2, 40, 2, 4, 16, 4
 CONFIG = ModelConfig(dim=64, n_layers=4, n_heads=4, vocab_size=128, max_seq_len=SEQ_LEN)
@@ -108,7 +109,7 @@ def one_kill(root: Path, log: Path, number: int, dice: random.Random, expected: 
         cleared(root)
         return Counter()
     complete, losses, latest = noted(log / "complete"), noted(log / "losses"), find_latest(root)
-    newest = int(latest.name.removeprefix("step_")) if latest else 0
+    newest = step_of(latest) if latest else 0
     found = {
         "kills": 1,
         hit[0]: 1,

@@ -162,15 +162,19 @@ def refusals(rank: int, root: Path, source: Path) -> list[str]:
     run, said = trainer(RUN), []
     (root / "file").touch()
     (root / "later" / "step_00000003").mkdir(parents=True, exist_ok=True)
-    attempts: list[tuple[str, Any]] = [
-        ("file", "auto"),
-        ("new", ""),
-        ("new", "always"),
-        ("later", source),
+    attempts: list[tuple[str, Any, int]] = [
+        ("file", "auto", 1),
+        ("new", "", 1),
+        ("new", "always", 1),
+        ("new", root / "nothing", 1),
+        ("new", "auto", 0),
+        ("later", source, 1),
+        ("later", "never", 1),
+        ("later", "auto", 1),
     ]
-    for folder, resume_from in attempts:
-        with pytest.raises(ValueError, match=r"cannot hold|must be auto|is there already") as refusal:
-            Checkpointer(run, root / folder, device_mesh=run._mesh).resume(resume_from)
+    for folder, resume_from, save_every in attempts:
+        with pytest.raises(ValueError, match=r"must be|cannot hold|is there already|none of") as refusal:
+            Checkpointer(run, root / folder, device_mesh=run._mesh, save_every=save_every).resume(resume_from)
         said.append(str(refusal.value))
     return said
 
@@ -184,7 +188,11 @@ def test_what_could_not_be_saved_or_taken_up_is_refused_on_every_rank_before_tra
         "cannot hold checkpoints",
         "resume='' must be auto, never, or the path of a checkpoint",
         "resume='always' must be auto, never, or the path of a checkpoint",
+        "nothing' must be auto, never, or the path of a checkpoint",
+        "save_every=0 must be a whole number of at least 1",
         "step_00000003 is there already, and this run, which begins after step 1, would come to it",
+        "step_00000003 is there already",
+        "none of the checkpoints",
     )
     for words, sentence in zip(expected, first, strict=True):
         assert words in sentence

@@ -65,32 +65,3 @@ def test_signals_mean_again_what_they_meant_when_a_run_ends_by_itself() -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
         assert preemption.agreed() is signal.SIGUSR1
     assert [signal.getsignal(number) for number in ASKING] == before
-
-
-def refusals(rank: int, root: Path) -> list[str]:
-    """What is said of a directory in which the run would meet what is there."""
-    run, said = trainer(RUN), []
-    (root / "step_00000003").mkdir(exist_ok=True)
-    for attempt in (
-        lambda: Checkpointer(run, root, device_mesh=run._mesh).resume("never"),
-        lambda: Checkpointer(run, root, device_mesh=run._mesh).resume(root / "nothing"),
-        lambda: Checkpointer(run, root, device_mesh=run._mesh).resume(),
-        lambda: Checkpointer(run, root, device_mesh=run._mesh, save_every=0),
-    ):
-        try:
-            attempt()
-        except ValueError as error:
-            said.append(str(error))
-    return said
-
-
-def test_a_run_is_refused_where_it_would_meet_other_checkpoints(tmp_path: Path) -> None:
-    (said,) = on_ranks(1, refusals, tmp_path, timeout_s=60)
-    expected = (
-        "step_00000003 is there already",
-        "nothing' must be auto, never, or the path of a checkpoint",
-        "none of the checkpoints",
-        "save_every=0 must be a whole number of at least 1",
-    )
-    for words, sentence in zip(expected, said, strict=True):
-        assert words in sentence
