@@ -18,8 +18,9 @@ __all__ = ["LaunchError", "RankDied", "RankTraceback", "RanksHung", "Wait", "on_
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """Called by ``%load_ext course_pp.launch``: adds ``%torchrun`` and begins to import torch for the ranks."""
-    from course_pp.launch import client, magic
+    """Called by ``%load_ext course_pp.launch``: adds ``%torchrun``, and begins to import torch if ranks run here."""
+    from course_pp.launch import client, magic, where
 
     magic.register(ipython)
-    client.SERVERS.get()
+    if where.certainly_here():
+        client.SERVERS.get()

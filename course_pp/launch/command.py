@@ -22,7 +22,8 @@ _OF_A_RANK = {
     *(f"SLURM_{what}" for what in ("PROCID", "LOCALID", "NODEID", "GTIDS", "TASK_PID", "NTASKS", "NPROCS")),
     *(f"SLURM_{what}" for what in ("NTASKS_PER_NODE", "TASKS_PER_NODE", "CPUS_PER_TASK", "TRES_PER_TASK")),
     # What the surrounding job asked for its own tasks; srun would ask the same for ours, of which there is one a node.
-    *(f"SLURM_{what}" for what in ("GPUS_PER_TASK", "NTASKS_PER_GPU", "CPUS_PER_GPU", "GPU_BIND", "DISTRIBUTION")),
+    *(f"SLURM_{what}" for what in ("GPUS", "GPUS_PER_TASK", "GPUS_PER_SOCKET", "NTASKS_PER_GPU", "CPUS_PER_GPU")),
+    *(f"SLURM_{what}" for what in ("NTASKS_PER_CORE", "NTASKS_PER_SOCKET", "GPU_BIND", "DISTRIBUTION")),
     *(f"SLURM_{what}" for what in ("THREADS_PER_CORE", "HINT", "EXACT")),
     # Would cut the ranks off from labels and watchdog, or label their lines a second time.
     *("SLURM_EXPORT_ENV", "SRUN_EXPORT_ENV", "SLURM_LABELIO"),
@@ -33,6 +34,7 @@ _RENDEZVOUS = ("--rdzv-", "--master-", "--node-rank", "--standalone")
 _MEETING = """\
 head=$(scontrol show node "$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)" \
 | sed -n "s/.*NodeAddr=\\([^ ]*\\).*/\\1/p")
+: "${head:?Slurm tells no address of the first node}"
 port=$((15000 + (7919 * SLURM_JOB_ID + SLURM_STEP_ID) % 15000))"""
 _NODE_OPTIONS = " --node-rank=$SLURM_NODEID --master-addr=$head --master-port=$port"
 

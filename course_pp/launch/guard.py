@@ -17,8 +17,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 _GRACE_S = 5.0
+# A client of Slurm waits for 10 s by default before it gives up; a controller may be away for a moment.
+_ANSWER_LIMIT_S, _CANCEL_S = 15.0, 60.0
 _CHECK_PARENT_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
@@ -49,16 +52,28 @@ def main(name: str, starter: int, folder: str, argv: list[str]) -> int:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_GRACE_S)
         child.kill()
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            subprocess.run(["scancel", "--quiet", f"--name={name}", f"--user={os.getuid()}"], timeout=_GRACE_S)
+        limit = time.monotonic() + _CANCEL_S
+        while not cancelled(name) and time.monotonic() < limit:
+            time.sleep(_GRACE_S)
         shutil.rmtree(folder, ignore_errors=True)
         ended.set()
 
     threading.Thread(target=end, daemon=True).start()
     code = child.wait()
     if wanted.is_set():
-        ended.wait(3 * _GRACE_S)
+        ended.wait(2 * _GRACE_S + _CANCEL_S + _ANSWER_LIMIT_S)
     return code if code >= 0 else 128 - code
+
+
+def cancelled(name: str) -> bool:
+    """Whether nothing is won by trying again; a controller that is busy or restarts has not heard of it yet."""
+    argv = ["scancel", "--quiet", f"--name={name}", f"--user={os.getuid()}"]
+    try:
+        return b"controller" not in subprocess.run(argv, stderr=subprocess.PIPE, timeout=_ANSWER_LIMIT_S).stderr
+    except subprocess.TimeoutExpired:
+        return False
+    except OSError:
+        return True
 
 
 if __name__ == "__main__":

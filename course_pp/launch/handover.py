@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Printed by the node when the end of a call, by number, lies in the folder.
-ENDED = "course_pp ended call"
+# Printed by the node when it has taken a call, by number, and when the call's end lies in the folder.
+BEGUN, ENDED = "course_pp begins call", "course_pp ended call"
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Call:
         sys_path: of the caller, None if the nodes have an interpreter of their own.
         environ: variables that have changed since the call before, or the job's begin; None if they are gone.
         cwd, argv, sources: of the caller; `sources` are ``linecache`` entries that exist in no file.
+        python: version of the caller's interpreter; functions travel between equal ones only.
     """
 
     n: int
@@ -39,6 +41,7 @@ class Call:
     cwd: str
     argv: tuple[str, ...]
     sources: Mapping[str, Any]
+    python: tuple[int, int] = sys.version_info[:2]
 
 
 @dataclass(frozen=True)

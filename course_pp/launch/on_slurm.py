@@ -20,7 +20,7 @@ from pathlib import Path
 
 from course_pp.launch.command import Command, of_no_rank, on_nodes
 from course_pp.launch.errors import LaunchError, RanksHung
-from course_pp.launch.handover import ENDED, Call, End, call_file, end_file, write
+from course_pp.launch.handover import BEGUN, ENDED, Call, End, call_file, end_file, write
 from course_pp.launch.process import Process, shared_folder
 from course_pp.launch.ranks import START_AND_END_S
 from course_pp.launch.site import Site
@@ -38,7 +38,7 @@ class _Task(Process):
         self.n, self.owner = n, os.getpid()
         self.keep_s = place.site.keep_s
         self._environ: Mapping[str, str] = of_no_rank(os.environ)
-        self._calls = self._answers = 0
+        self._calls = self._begun = self._answers = 0
         self._answered_at = 0.0
         with contextlib.ExitStack() as started:
             self._folder = Path(started.enter_context(shared_folder(place.site.folder)))
@@ -65,15 +65,14 @@ class _Task(Process):
         changed = {name: self._environ.get(name) for name, _ in before.items() ^ self._environ.items()}
         self._calls += 1
         number = self._calls
-        handed_over = call_file(self._folder, number)
         try:
-            write(handed_over, replace(call, environ=changed))
+            write(call_file(self._folder, number), replace(call, environ=changed))
         except OSError as error:
             raise LaunchError(f"the call cannot be written to {self._folder} ({error.strerror}). {_ROOM}") from None
         self.tell(str(number))
         self.wait(call.timeout_s + START_AND_END_S)
         if self._answers < number:
-            if number > 1 and handed_over.exists():
+            if 1 < number > self._begun:
                 return None
             raise self.error() or LaunchError("the Slurm job ended before the ranks had answered. Call again.")
         return self._taken(end_file(self._folder, number))
@@ -90,7 +89,9 @@ class _Task(Process):
         return self._answers >= self._calls
 
     def take_line(self, stream: str, line: str) -> None:
-        if line.startswith(ENDED):
+        if line.startswith(BEGUN):
+            self._begun = int(line.removeprefix(BEGUN))
+        elif line.startswith(ENDED):
             self._answers, self._answered_at = int(line.removeprefix(ENDED)), time.monotonic()
         else:
             super().take_line(stream, line)

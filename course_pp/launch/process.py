@@ -66,6 +66,9 @@ class Process:
             # An interrupt is for us; the launcher is then told to end its ranks first.
             start_new_session=True,
         )
+        if self._process.stdin is not None:
+            # From here on whatever goes wrong, an interrupt too, ends the job: its guard looks at the end of this pipe.
+            opened.callback(self._hang_up)
         self._open_streams = 2
         for stream, name in ((self._process.stdout, "stdout"), (self._process.stderr, "stderr")):
             assert stream is not None
@@ -201,24 +204,28 @@ class Process:
             # The launcher's own words: a page for a failed rank, which one sentence of ours replaces.
             self.launcher_said.append(line)
             if self.job is not None and is_news(line):
-                self.job.started |= "allocated" in line
+                self.job.look_soon()
 
     def _end(self) -> None:
-        if self._process.stdin is not None:
-            # The guard cancels the job; it may take twice its own patience.
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
-        elif self._process.poll() is None:
+        self._hang_up()
+        if self.job is None and self._process.poll() is None:
             self._process.terminate()
         limit = time.monotonic() + (GRACE_S if self.job is None else 4 * GRACE_S)
         while self._process.poll() is None and time.monotonic() < limit:
             # Reads on, or a launcher that writes to a full pipe would never end.
             self.poll(POLL_S)
         self.end_ranks()
-        if self._process.poll() is None:
+        if self.job is None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
+        # A guard that is not done yet goes on by itself: the controller is slow to take the job back.
         self.end_ranks()
+
+    def _hang_up(self) -> None:
+        """Tells the guard to cancel the job."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
 
     def end_ranks(self) -> None:
         """Ends what a launcher on this machine may have left."""
@@ -235,12 +242,12 @@ def shared_folder(parent: str) -> contextlib.AbstractContextManager[str]:
     try:
         # Absolute: ranks may work in another folder.
         folder = Path(parent).expanduser().absolute()
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
         made = tempfile.TemporaryDirectory(prefix="run_", dir=folder, ignore_cleanup_errors=True)
     except (OSError, RuntimeError) as error:
         raise ValueError(f"folder is {parent!r}, in which none can be made ({error}). {remedy}") from None
-    ours = found.st_uid == os.geteuid() and not found.st_mode & stat.S_IWOTH
+    ours = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if not ours and not found.st_mode & stat.S_ISVTX:
         made.cleanup()
         raise ValueError(f"folder is {parent!r}, where others may exchange what ranks are given. {remedy}")

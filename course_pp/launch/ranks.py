@@ -30,7 +30,7 @@ from course_pp.launch.server import STATUS
 from course_pp.launch.site import Site
 from course_pp.launch.waits import Wait, explain, waits_from
 from course_pp.launch.watch import Report
-from course_pp.launch.where import Ask, Place, decide
+from course_pp.launch.where import Ask, Place, decide, on_a_node
 
 _START_LIMIT_S = 90.0
 # Beside the call's own limit, in a job: to start Python and torch from files that come over the network, and to end.
@@ -38,7 +38,7 @@ START_AND_END_S = 120.0
 _ANSWER_LIMIT_S = 2.0
 _END_LIMIT_S = 10.0
 # How long the echo of a lost peer waits for the news of what happened to the peer.
-_ECHO_S = 0.5
+_ECHO_S = 2.0
 # A pipe holds 16 pages, and a page has 64 KiB at most: one read empties it.
 _PIPE_BYTES = 1 << 20
 
@@ -117,8 +117,7 @@ def run_ranks(n: int, payload: bytes, timeout_s: float, backend: str | None, thr
 
 def _place(n: int, timeout_s: float, where: str | None) -> Place:
     __tracebackhide__ = True
-    if where is None and "SLURMD_NODENAME" in os.environ:
-        # Already on a node of the job: a step would bring the same ranks to the same cores, seconds later.
+    if where is None and on_a_node():
         where = "local"
     seconds = timeout_s + START_AND_END_S
     return decide(Ask(nodes=1, ranks=n, seconds=seconds, calls=True), where, kept=partial(_kept, n, seconds))
@@ -287,11 +286,10 @@ class _Crew:
         first = self._first_failure()
         if first is None:
             return
-        if isinstance(first.end, Raised) and is_echo(first.end.summary):
-            # A peer of this rank is dead or about to say what went wrong; its news decides.
-            settled = time.monotonic() + _ECHO_S
-            while time.monotonic() < settled and not any(r.exit_code is not None for r in self._ranks):
-                self._poll(settled - time.monotonic())
+        settled = time.monotonic() + _ECHO_S
+        # A peer of this rank is dead or about to say what went wrong; its news decides.
+        while _is_echo(first) and any(rank.running for rank in self._ranks) and time.monotonic() < settled:
+            self._poll(settled - time.monotonic())
             first = self._first_failure() or first
         raise self._error(first)
 
@@ -361,9 +359,11 @@ class _Crew:
 
 def _precedence(rank: _Rank) -> tuple[bool, float]:
     """Order of failures: what is only the echo of another's comes last, then by time; a death is never an echo."""
-    if isinstance(rank.end, Raised):
-        return is_echo(rank.end.summary), rank.end.at
-    return False, time.monotonic()
+    return _is_echo(rank), rank.end.at if isinstance(rank.end, Raised) else time.monotonic()
+
+
+def _is_echo(rank: _Rank) -> bool:
+    return isinstance(rank.end, Raised) and is_echo(rank.end.summary)
 
 
 def _death(rank: int, exit_code: int) -> str:

@@ -18,7 +18,7 @@ import cloudpickle
 
 from course_pp.launch.client import SERVERS
 from course_pp.launch.errors import LaunchError
-from course_pp.launch.handover import ENDED, Call, End, call_file, end_file, write
+from course_pp.launch.handover import BEGUN, ENDED, Call, End, call_file, end_file, write
 from course_pp.launch.ranks import run_ranks
 
 _FIRST_CALL_S = 60.0
@@ -30,6 +30,7 @@ def main(folder: Path, patience_s: float) -> None:
     patience = _FIRST_CALL_S
     while select.select([0], [], [], patience)[0] and (numbers := os.read(0, 4096).split()):
         for number in map(int, numbers):
+            print(f"{BEGUN} {number}", flush=True)
             _answer(folder, number)
             print(f"{ENDED} {number}", flush=True)
         patience = patience_s
@@ -61,7 +62,6 @@ def _end(file: Path) -> End:
 def _read(file: Path) -> Call:
     try:
         call: Call = pickle.loads(file.read_bytes())
-        # Also says that the call has begun: the caller hands over again what is still there when the job has ended.
         file.unlink()
     except (OSError, EOFError, pickle.UnpicklingError) as error:
         raise LaunchError(
@@ -73,6 +73,12 @@ def _read(file: Path) -> Call:
 
 def _become(call: Call) -> None:
     """Takes over what a rank is to find as the caller has it."""
+    if call.python != sys.version_info[:2]:
+        theirs, ours = (".".join(map(str, version)) for version in (call.python, sys.version_info[:2]))
+        raise LaunchError(
+            f"you call from Python {theirs}, and the node runs Python {ours}, between which functions cannot travel. "
+            f"Set python in site.toml to a Python {theirs} on the nodes."
+        )
     try:
         os.chdir(call.cwd)
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import os
@@ -79,7 +80,9 @@ def _places() -> list[Path]:
     else:
         # Outside any repository, a file of the same name further up is somebody else's.
         found = found[:1]
-    return [*found, Path.home() / ".config" / "course_pp" / _FILE]
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        found.append(Path.home() / ".config" / "course_pp" / _FILE)
+    return found
 
 
 def _read(file: Path) -> Site:
@@ -108,6 +111,8 @@ def _checked(file: Path, key: str, value: Any, fields: Mapping[str, dataclasses.
         return tuple(value)
     if not isinstance(value, str):
         raise ValueError(f'{file}: {key} is {value!r}; it must be a string: {key} = "{value}".')
+    if key == "python":
+        return os.path.expanduser(value)
     if key == "gres":
         _refuse_bad_gres(file, value)
     if key == "time_limit" and value and not _TIME_LIMIT.fullmatch(value):

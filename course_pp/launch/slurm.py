@@ -36,6 +36,7 @@ _INCURABLE = re.compile(
     r"|(?:Assoc|QOS)Max\w*PerJob\w*"
 )
 _INCURABLE_LOOKS = 2
+_QUEUED, _BOOTING = "PD", "CF"
 # The last word of a job, and what to make of it.
 _STATES = {
     "TIMEOUT": "reached its time limit in Slurm. Raise time_limit in site.toml, or do less in one run.",
@@ -56,6 +57,7 @@ _REFUSED = re.compile(
     r"srun: error: Unable to (?:allocate resources|create step for job \d+|confirm allocation[^:]*): (.*)"
 )
 _OF_A_TASK = re.compile(r"srun: error: .*\btasks? [\d,-]+: ")
+_FAILED_TASK = re.compile(_OF_A_TASK.pattern + "Exited with exit code")
 _NEWS = re.compile(r"srun: job \d+ (queued and waiting for|has been allocated) resources")
 _SETTINGS = "`sinfo` shows what there is; partition, account, time_limit, gres and options are set in site.toml."
 
@@ -94,15 +96,23 @@ class Job:
         if not rows:
             return None
         self.number, state, partition, reason = rows[0].split("|", 3)
-        self.started = state != "PD"
+        self.started = state not in (_QUEUED, _BOOTING)
         if self.started:
             return None
+        if state == _BOOTING:
+            return self._news(f"job {self.number}: its nodes are starting")
         self._incurable_looks = self._incurable_looks + 1 if _INCURABLE.match(reason) else 0
         if self._incurable_looks == _INCURABLE_LOOKS:
             raise LaunchError(f"Slurm cannot run this: partition {partition}{_because(reason)}. {_SETTINGS}")
-        line = (
+        return self._news(
             f"job {self.number} waits in partition {partition}: {self._place(self.number, partition)}{_because(reason)}"
         )
+
+    def look_soon(self) -> None:
+        """The next `queue_line` asks, however long the job has waited: srun has just said how it gets on."""
+        self._next_look, self._pause_s = 0.0, _LOOK_S
+
+    def _news(self, line: str) -> str | None:
         news, self._last_line = line != self._last_line, line
         return line if news else None
 
@@ -146,7 +156,9 @@ class Job:
         text = "\n".join(said)
         state = "" if self.step else self._state()
         state = next((known for words, known in _SAID if re.search(words, text)), state)
-        if state not in _STATES and not a_rank_failed and ("CANCELLED AT" in text or "has been revoked" in text):
+        # Where one task fails, srun cancels the others in the same words.
+        blamed = a_rank_failed or _FAILED_TASK.search(text)
+        if not state and not blamed and ("CANCELLED AT" in text or "has been revoked" in text):
             state = "CANCELLED"
         if state in _STATES:
             who = f"Slurm job {self.number}" if self.number else "the Slurm job"

@@ -110,6 +110,16 @@ def decide(
     return _submitted(ask, site, nodes)
 
 
+def certainly_here() -> bool:
+    """Whether the next `on_ranks` runs on this machine, as far as can be said without asking a cluster."""
+    return os.environ.get("COURSE_PP_WHERE") == "local" or on_a_node() or not shutil.which("srun")
+
+
+def on_a_node() -> bool:
+    """Whether this is a node of a Slurm job: a step would bring the same ranks to the same cores, seconds later."""
+    return "SLURMD_NODENAME" in os.environ
+
+
 def _on_this_machine(ask: Ask, environ: Mapping[str, str]) -> str:
     gpus = _gpus_here(environ)
     if gpus == 0:

@@ -16,7 +16,7 @@ import pytest
 from course_pp.launch import LaunchError, guard, on_ranks, remote
 from course_pp.launch.handover import Call, End, call_file, end_file, write
 from course_pp.launch.on_slurm import TASKS
-from course_pp.launch.process import shared_folder
+from course_pp.launch.process import Process, shared_folder
 from course_pp.launch.site import load_site
 from course_pp.launch.where import Place
 from tests.processes import no_process_left
@@ -136,6 +136,10 @@ def test_what_fails_around_a_call_is_told_with_the_folder_and_a_remedy(
     assert "cannot enter the folder you are in, /no/such/folder" in left_by_the_node(tmp_path)
     assert not call_file(tmp_path, 1).exists()
 
+    write(call_file(tmp_path, 1), Call(1, b"", None, 1, 1.0, None, {}, str(tmp_path), (), {}, python=(3, 1)))
+    ours = ".".join(map(str, sys.version_info[:2]))
+    assert f"you call from Python 3.1, and the node runs Python {ours}" in left_by_the_node(tmp_path)
+
     def full(file: Path, data: bytes) -> int:
         with file.open("wb") as opened:
             opened.write(data[:4000])
@@ -162,13 +166,25 @@ def test_a_shared_folder_that_is_of_no_use_or_not_ours_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-    with pytest.raises(ValueError, match=f"{words}.*Set folder in site.toml"):
-        shared_folder(parent)
+    for mode in (0o777, 0o2770):
+        (tmp_path / "open").chmod(mode)
+        with pytest.raises(ValueError, match=f"{words}.*Set folder in site.toml"):
+            shared_folder(parent)
     assert not list((tmp_path / "open").iterdir())
     (tmp_path / "open").chmod(0o1777)
     with shared_folder("open") as folder:
         assert Path(folder).parent == tmp_path / "open"
+
+
+def test_an_interrupt_just_after_the_job_was_submitted_ends_it(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Process, "watch", interrupted)
+    # A notebook keeps the traceback, and in it whatever the frames hold.
+    with no_process_left(within_s=15), pytest.raises(KeyboardInterrupt) as kept:
+        on_ranks(1, print)
+    assert kept.tb
 
 
 STARTER = """
@@ -183,7 +199,8 @@ time.sleep(1000)
 
 
 def test_job_and_folder_go_with_a_killed_kernel_though_its_child_holds_the_pipe(tools: Path, tmp_path: Path) -> None:
-    pretend(tools / "scancel", f'echo "$@" > {tmp_path / "cancelled"}')
+    away = f'[ -e {tmp_path / "cancelled"} ] || echo "scancel: error: Unable to contact slurm controller" >&2'
+    pretend(tools / "scancel", f'{away}; echo "$@" >> {tmp_path / "cancelled"}')
     (tmp_path / "shared" / "run").mkdir(parents=True)
     (tmp_path / "shared" / "run" / "call-1").touch()
     argv = [sys.executable, "-c", STARTER, str(guard.__file__), str(tmp_path / "shared" / "run"), str(tmp_path)]
@@ -200,4 +217,4 @@ def test_job_and_folder_go_with_a_killed_kernel_though_its_child_holds_the_pipe(
             time.sleep(0.05)
     finally:
         os.killpg(starter.pid, signal.SIGKILL)
-    assert (tmp_path / "cancelled").read_text() == f"--quiet --name=job --user={os.getuid()}\n"
+    assert (tmp_path / "cancelled").read_text() == 2 * f"--quiet --name=job --user={os.getuid()}\n"

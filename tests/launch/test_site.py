@@ -65,6 +65,20 @@ def test_what_is_wrong_in_the_file_is_named_with_a_remedy(repository: Path, line
         load_site()
 
 
+def test_a_home_is_found_in_the_nodes_interpreter_and_not_needed(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(repository / "site.toml", 'python = "~/venv/bin/python"')
+    assert load_site().python == f"{Path.home()}/venv/bin/python"
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    (repository / "site.toml").unlink()
+    assert load_site() == Site()
+
+
 def test_a_file_that_is_named_must_exist() -> None:
     with pytest.raises(FileNotFoundError, match=r"COURSE_PP_SITE is 'nowhere\.toml', which is no file"):
         load_site({"COURSE_PP_SITE": "nowhere.toml"})

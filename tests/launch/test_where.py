@@ -210,6 +210,9 @@ def test_the_place_in_the_queue_is_told_when_it_changes(tools: Path, monkeypatch
     (tools / "all").write_text("9\n10\n")
     (tools / "mine").write_text("9|PD|gpu|Licenses\n")
     assert job.queue_line() == f"{place} 1 of 2 (Licenses)"
+    (tools / "mine").write_text("9|CF|gpu|None\n")
+    assert job.queue_line() == "job 9: its nodes are starting"
+    assert not job.started, "the time that they take to boot is not the run's"
     (tools / "mine").write_text("9|R|gpu|None\n")
     assert job.queue_line() is None
     assert job.started
@@ -234,6 +237,8 @@ def test_the_place_in_the_queue_is_told_when_it_changes(tools: Path, monkeypatch
             "srun refused to start: srun -A x. .*options are set in site.toml",
         ),
         ("srun: error: n1: task 0: Exited with exit code 1", "FAILED", None),
+        ("srun: error: n2: task 1: Exited with exit code 3\n*** STEP 9.0 ON n1 CANCELLED AT now ***", "FAILED", None),
+        ("srun: error: n2: task 1: Exited with exit code 3\n*** STEP 9.0 ON n1 CANCELLED AT now ***", "", None),
         ("srun: job 9 has been allocated resources", "FAILED", None),
     ],
 )

@@ -1,5 +1,6 @@
 """What the tests here do with Slurm: run a command line, submit a script, watch a job."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -135,8 +136,13 @@ def run_by_hand(
 def process_of_rank(rank: int, processes: dict[int, str]) -> int:
     """The process that runs train.py as ``rank``, of those given by id with what they run."""
     for pid, command in processes.items():
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        own = {f"RANK={rank}".encode(), f"SLURM_PROCID={rank}".encode()}
-        if re.match(r"\S*python\S* (-u )?source_code/train.py", command) and own & set(variables):
-            return pid
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            # Under torchrun every rank is of the same task.
+            named = [v for v in variables if v.startswith(b"RANK=")] or [
+                v for v in variables if v.startswith(b"SLURM_PROCID=")
+            ]
+            ours = re.match(r"\S*python\S* (-u )?source_code/train.py", command)
+            if ours and any(v.endswith(b"=%d" % rank) for v in named):
+                return pid
     raise LookupError(f"no process of rank {rank} among {processes}")

@@ -29,27 +29,6 @@ def test_a_rank_that_dies_under_torchrun_fails_the_batch_job_which_names_it(clus
     assert re.search(r"exitcode\s*: -9", job.output)
 
 
-def test_a_node_that_is_lost_ends_srun_which_names_it(cluster: Cluster):
-    with training(f"srun -N 2 --ntasks-per-node=1 {TRAIN} --pp 2") as srun:
-        cluster.stop_node("n2")
-        try:
-            said = srun.communicate(timeout=100)[1]
-        finally:
-            cluster.start_node("n2")
-        assert srun.returncode != 0
-    assert "Node failure on n2" in said
-
-
-def test_a_time_limit_ends_srun_which_says_so(cluster: Cluster):
-    with training(f"srun -n 2 --time=1 {TRAIN} --pp 2") as srun:
-        [job] = cluster.jobs()
-        # Limits are whole minutes; this does not make the test wait for one.
-        run(f"scontrol update JobId={job.id} EndTime=now+1seconds")
-        said = srun.communicate(timeout=100)[1]
-        assert srun.returncode != 0
-    assert "DUE TO TIME LIMIT" in said
-
-
 def test_a_job_cancelled_from_outside_ends_srun_which_says_so(cluster: Cluster):
     with training(f"srun -n 2 {TRAIN} --pp 2") as srun:
         [job] = cluster.jobs()

@@ -44,7 +44,7 @@ def called(tree: ast.AST) -> set[str]:
 
 
 def our_jobs() -> set[str]:
-    """Numbers of the jobs of `on_ranks` and ``%torchrun``; Slurm remembers those of the last five minutes."""
+    """Numbers of the jobs of `on_ranks` and ``%torchrun``; Slurm remembers those of the last hour."""
     shown = subprocess.run(["scontrol", "show", "jobs", "-o"], check=True, capture_output=True, text=True).stdout
     return set(re.findall(r"^JobId=(\d+) JobName=course_pp-", shown, re.M))
 
@@ -65,10 +65,12 @@ def test_every_launching_cell_goes_through_slurm(path: Path, tmp_path: Path, mon
     notebook.cells.insert(0, nbformat.v4.new_code_cell(NOTHING_LOCAL))
     before = our_jobs()
     folder = {"metadata": {"path": str(tmp_path / "notebooks")}}
-    NotebookClient(notebook, timeout=CELL_LIMIT_S, resources=folder).execute()
+    patience = {"timeout": CELL_LIMIT_S, "iopub_timeout": 60, "raise_on_iopub_timeout": True}
+    NotebookClient(notebook, resources=folder, **patience).execute()
 
     cells = [cell for cell in notebook.cells[1:] if cell.cell_type == "code"]
     said = [_SAID.findall(printed(cell)) for cell in cells]
     assert [i for i, lines in enumerate(said) if lines] == launching_cells(cells)
     announced = sum(line.startswith("a Slurm job") for lines in said for line in lines)
-    assert announced == len(our_jobs() - before) > 0, "each job that is announced is one, and there is no other"
+    ours = our_jobs() - before
+    assert announced == len(ours) > 0, f"each job that is announced is one, and there is no other: {said}, {ours}"
