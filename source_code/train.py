@@ -119,7 +119,7 @@ def run(args: argparse.Namespace, preemption: Preemption | None) -> None:
         loaded = checkpointer.resume(args.resume)
         before = trainer.evaluate()
         if trainer.speaks:
-            print(f"{model.n_parameters:,} parameters, {len(train):,} sequences of {args.seq_len} tokens")
+            print(f"{model.n_parameters:,} parameters, {len(train):,} × {args.seq_len} tokens, on {trainer.device}")
             print(f"resumed {loaded.path}" if loaded else f"validation loss before training {before:.3f}", flush=True)
         fitted = trainer.fit(checkpointer.after_step)
     written = sample(modules, tokenizer.encode(args.prompt), device_mesh=mesh, vocab_size=tokenizer.vocab_size, **text)

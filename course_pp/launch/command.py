@@ -76,6 +76,7 @@ def build(
         ValueError: no script is named; `where.decide` and `load_site` refuse.
         FileNotFoundError: the script is neither here nor below the folder that holds pyproject.toml or source_code.
     """
+    __tracebackhide__ = True
     environ = os.environ if environ is None else environ
     args = list(args)
     at = script_index(args)
@@ -113,7 +114,7 @@ def on_nodes(place: Place, program: Sequence[str], args: Sequence[str], meets: b
         return [*place.srun, *program, *args]
     last = f'exec {shlex.join(program)}{_NODE_OPTIONS if meets else ""} "$@"'
     # What stands on standard input is for the program.
-    setup = ["{", *place.site.setup, "} </dev/null"] if place.site.setup else []
+    setup = [f"{{ {line}\n}} </dev/null || exit" for line in place.site.setup]
     lines = [*setup, *([_MEETING] if meets else []), last]
     return [*place.srun, "bash", "-c", "\n".join(lines), "bash", *args]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
+import traceback
+from pathlib import Path
 
 from course_pp.launch.waits import Wait
 
@@ -27,7 +29,19 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-class LaunchError(RuntimeError):
+class _Sentence(BaseException):
+    """In a notebook: the line of the cell and the message. Our own frames would only hide both."""
+
+    def _render_traceback_(self) -> list[str]:
+        # What IPython calls in place of printing a traceback.
+        own = str(Path(__file__).parent)
+        callers = [frame for frame in traceback.extract_tb(self.__traceback__) if not frame.filename.startswith(own)]
+        shown = [f"----> {callers[-1].lineno} {callers[-1].line}"] if callers else []
+        because = [str(self.__cause__)] if self.__cause__ else []
+        return [*because, *shown, f"{type(self).__name__}: {self}", *getattr(self, "__notes__", ())]
+
+
+class LaunchError(_Sentence, RuntimeError):
     """A run failed. The message names the rank, what happened to it, and its last lines where there are any."""
 
 
@@ -48,7 +62,7 @@ class RankDied(LaunchError):
         return type(self), (str(self), self.rank, self.exit_code)
 
 
-class RanksHung(TimeoutError):
+class RanksHung(_Sentence, TimeoutError):
     """Ranks were still running at the time limit.
 
     Attributes:

@@ -15,6 +15,7 @@ def torchrun(line: str) -> None:
     ``--timeout`` is the limit for the run, once it has left a queue (300 s unless given); ``--local`` keeps off
     Slurm. Both come before the script.
     """
+    __tracebackhide__ = True
     args, timeout_s, local = split(line)
     run_torchrun(args, timeout_s=timeout_s, local=local)
 

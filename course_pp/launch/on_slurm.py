@@ -22,9 +22,9 @@ from course_pp.launch.command import Command, of_no_rank, on_nodes
 from course_pp.launch.errors import LaunchError, RanksHung
 from course_pp.launch.handover import BEGUN, ENDED, Call, End, call_file, end_file, write
 from course_pp.launch.process import Process, shared_folder
-from course_pp.launch.ranks import START_AND_END_S
 from course_pp.launch.site import Site
-from course_pp.launch.where import Place
+from course_pp.launch.slurm import Job
+from course_pp.launch.where import Ask, Place
 
 # By so much a job outlasts the time for which it is given calls: one that is just on its way finds it waiting.
 _ON_ITS_WAY_S = 5
@@ -32,14 +32,15 @@ _ROOM = "Make room there, or set folder in site.toml to another one that all nod
 
 
 class _Task(Process):
-    """The one task of a job, which answers calls of at most ``n`` ranks."""
+    """The one task of a job, which answers calls that need no more than the first one did."""
 
-    def __init__(self, place: Place, n: int) -> None:
-        self.n, self.owner = n, os.getpid()
+    def __init__(self, place: Place, ask: Ask) -> None:
+        self.ask, self.owner = ask, os.getpid()
         self.keep_s = place.site.keep_s
         self._environ: Mapping[str, str] = of_no_rank(os.environ)
         self._calls = self._begun = self._answers = 0
         self._answered_at = 0.0
+        self.said_in: int | None = None  # number of the notebook cell that has shown where its ranks run
         with contextlib.ExitStack() as started:
             self._folder = Path(started.enter_context(shared_folder(place.site.folder)))
             program = ["-m", "course_pp.launch.remote", str(self._folder), str(self.keep_s + _ON_ITS_WAY_S)]
@@ -51,14 +52,15 @@ class _Task(Process):
             )
             super().__init__(command, {}, self._folder, started)
 
-    def fits(self, n: int, seconds: float, site: Site, job: str | None) -> bool:
-        """Whether ``n`` ranks may run for so many seconds in this job, given the settings and surrounding job now."""
+    def fits(self, ask: Ask, site: Site, job: str | None) -> bool:
+        """Whether what is asked can be had in this job, given the settings and surrounding job now."""
         ours = self.command.place
-        alike = self.owner == os.getpid() and (ours.site, ours.job) == (site, job) and n <= self.n
+        alike = self.owner == os.getpid() and (ours.site, ours.job) == (site, job)
+        enough = (ask.ranks or 1) <= (self.ask.ranks or 1) and ask.gpus <= self.ask.gpus
         waits = not self.answered() or time.monotonic() < self._answered_at + self.keep_s
-        return alike and waits and self.running and (self.job is None or self.job.seconds_left() > seconds)
+        return alike and enough and waits and self.running and self._job.seconds_left() > ask.seconds
 
-    def end(self, call: Call) -> End | None:
+    def end(self, call: Call, limit_s: float) -> End | None:
         """How the call ended; None if this job has served others and ended before it took this one."""
         __tracebackhide__ = True
         before, self._environ = self._environ, of_no_rank(os.environ)
@@ -70,7 +72,7 @@ class _Task(Process):
         except OSError as error:
             raise LaunchError(f"the call cannot be written to {self._folder} ({error.strerror}). {_ROOM}") from None
         self.tell(str(number))
-        self.wait(call.timeout_s + START_AND_END_S)
+        self.wait(limit_s)
         if self._answers < number:
             if 1 < number > self._begun:
                 return None
@@ -84,6 +86,16 @@ class _Task(Process):
         except OSError as error:
             raise LaunchError(f"the ranks have ended, but {file} cannot be read ({error.strerror}). {_ROOM}") from None
         return end
+
+    @property
+    def number(self) -> str | None:
+        """Of the job, once Slurm has said it."""
+        return self._job.number
+
+    @property
+    def _job(self) -> Job:
+        assert self.job is not None, "a task is of a job"
+        return self.job
 
     def answered(self) -> bool:
         return self._answers >= self._calls
@@ -113,12 +125,12 @@ class Tasks:
         # One call after another: threads of one process share the job.
         self._lock = threading.Lock()
 
-    def kept(self, n: int, seconds: float, site: Site, job: str | None) -> Place | None:
-        """Where a job waits in which ``n`` ranks may run for so many seconds, if there is one."""
+    def kept(self, ask: Ask, site: Site, job: str | None) -> Place | None:
+        """Where a job waits that has what is asked, if there is one."""
         task = self._task
-        return task.command.place if task is not None and task.fits(n, seconds, site, job) else None
+        return task.command.place if task is not None and task.fits(ask, site, job) else None
 
-    def results(self, place: Place, call: Call) -> list[bytes]:
+    def results(self, place: Place, ask: Ask, call: Call) -> list[bytes]:
         """What every rank of the call returned, pickled, having run at a place that is not this machine.
 
         Raises:
@@ -128,31 +140,34 @@ class Tasks:
         __tracebackhide__ = True
         with self._lock:
             # None at most once: then the job is a new one.
-            while (end := self._end(place, call)) is None:
+            while (end := self._end(place, ask, call)) is None:
                 pass
         if end.results is None:
             raise _rebuilt(end)
         return list(end.results)
 
-    def _end(self, place: Place, call: Call) -> End | None:
+    def _end(self, place: Place, ask: Ask, call: Call) -> End | None:
         __tracebackhide__ = True
-        kept = False
         try:
-            task = self._get(place, call)
-            end = task.end(call)
-            kept = end is not None and task.keep_s > 0
-            return end
-        finally:
-            if not kept:
-                self.stop()
+            task = self._get(place, ask)
+            end = task.end(call, ask.seconds)
+        except BaseException as error:
+            self.stop(type(error))
+            raise
+        if end is None or not task.keep_s:
+            self.stop()
+        return end
 
-    def _get(self, place: Place, call: Call) -> _Task:
-        task, seconds = self._task, call.timeout_s + START_AND_END_S
-        if task is not None and task.job is not None and task.fits(call.n, seconds, place.site, place.job):
-            print(f"Ranks run in Slurm job {task.job.number}, kept since the last call.", flush=True)
+    def _get(self, place: Place, ask: Ask) -> _Task:
+        task = self._task
+        if task is not None and task.fits(ask, place.site, place.job):
+            if task.said_in != (cell := _cell()) or cell is None:
+                print(f"Ranks run in Slurm job {task.number}, kept since the last call.", flush=True)
+            task.said_in = cell
             return task
         self.stop()
-        task = self._task = _Task(place, call.n)
+        task = self._task = _Task(place, ask)
+        task.said_in = _cell()
         print(f"{place.said}\n$ {task.command.shown}", flush=True)
         return task
 
@@ -164,14 +179,21 @@ class Tasks:
             finally:
                 self._lock.release()
 
-    def stop(self) -> None:
+    def stop(self, because: type[BaseException] | None = None) -> None:
         """Ends the job, if it is ours and not a parent process's."""
         task, self._task = self._task, None
         if task is not None and task.owner == os.getpid():
-            task.__exit__()
+            task.__exit__(because)
 
 
 TASKS = Tasks()
+
+
+def _cell() -> int | None:
+    """Number of the notebook cell that runs; None in a script."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return shell.execution_count if shell else None
 
 
 def _rebuilt(end: End) -> BaseException:

@@ -90,9 +90,11 @@ class Process:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         with self._open:
             self._end()
+        if self.job is not None and kind is KeyboardInterrupt:
+            print(f"Slurm job {self.job.number or ''}".rstrip(), "is cancelled.", flush=True)
 
     def follow(self, timeout_s: float) -> tuple[str, ...]:
         """Prints what the ranks print until all have ended.
@@ -104,6 +106,7 @@ class Process:
             LaunchError: the command failed.
             RanksHung: the limit is over.
         """
+        __tracebackhide__ = True
         self.wait(timeout_s)
         if (error := self.error()) is not None:
             raise error
@@ -114,6 +117,7 @@ class Process:
 
     def wait(self, timeout_s: float) -> None:
         """Prints what comes until the command has ended, or said what it was to say."""
+        __tracebackhide__ = True
         limit = None
         while self._open_streams and not self.answered():
             if limit is None and self._has_started():
@@ -164,6 +168,7 @@ class Process:
         return "\n".join(self.launcher_said[-LAST_LINES:])
 
     def poll(self, seconds: float) -> bool:
+        __tracebackhide__ = True
         ready = self._selector.select(max(0.0, seconds))
         for key, _ in ready:
             key.data()

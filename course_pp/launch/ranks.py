@@ -33,8 +33,6 @@ from course_pp.launch.watch import Report
 from course_pp.launch.where import Ask, Place, decide, on_a_node
 
 _START_LIMIT_S = 90.0
-# Beside the call's own limit, in a job: to start Python and torch from files that come over the network, and to end.
-START_AND_END_S = 120.0
 _ANSWER_LIMIT_S = 2.0
 _END_LIMIT_S = 10.0
 # How long the echo of a lost peer waits for the news of what happened to the peer.
@@ -65,7 +63,8 @@ def on_ranks(
             which case ``init_process_group`` with ``env://`` works in ``fn``.
         threads: intra-operation threads of each rank.
         where: ``"local"``; ``"slurm"``, one node of a cluster; or None: the node of the Slurm job in which this runs,
-            else a job of its own where a cluster answers, which is kept for the next calls, else this machine.
+            else a job of its own where a cluster answers, which is kept for the next calls and has GPUs unless
+            ``backend`` is gloo; else this machine.
 
     Returns:
         ``[fn(0, *args), …, fn(n - 1, *args)]``.
@@ -82,7 +81,8 @@ def on_ranks(
     __tracebackhide__ = True  # a reader looks for the line of the rank, not for ours
     refuse_bad_arguments(n, fn, args, timeout_s, threads)
     payload = pickled(fn, args)
-    place = _place(n, timeout_s, where)
+    ask = Ask.of_call(n, timeout_s, backend)
+    place = _place(ask, where)
     if place.fallen_back:
         print(place.said, flush=True)
     if place.local:
@@ -103,7 +103,7 @@ def on_ranks(
             argv=tuple(sys.argv),
             sources=_cells(),
         )
-        results = on_slurm.TASKS.results(place, call)
+        results = on_slurm.TASKS.results(place, ask, call)
     return [pickle.loads(result) for result in results]
 
 
@@ -115,18 +115,17 @@ def run_ranks(n: int, payload: bytes, timeout_s: float, backend: str | None, thr
         return crew.results()
 
 
-def _place(n: int, timeout_s: float, where: str | None) -> Place:
+def _place(ask: Ask, where: str | None) -> Place:
     __tracebackhide__ = True
     if where is None and on_a_node():
         where = "local"
-    seconds = timeout_s + START_AND_END_S
-    return decide(Ask(nodes=1, ranks=n, seconds=seconds, calls=True), where, kept=partial(_kept, n, seconds))
+    return decide(ask, where, kept=_kept)
 
 
-def _kept(n: int, seconds: float, site: Site, job: str | None) -> Place | None:
+def _kept(ask: Ask, site: Site, job: str | None) -> Place | None:
     from course_pp.launch import on_slurm
 
-    return on_slurm.TASKS.kept(n, seconds, site, job)
+    return on_slurm.TASKS.kept(ask, site, job)
 
 
 def _cells() -> dict[str, Any]:

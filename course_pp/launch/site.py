@@ -25,12 +25,14 @@ class Site:
 
     Attributes:
         partition, account: of the jobs; empty takes the cluster's own default.
-        time_limit: of a job, as Slurm writes it (``"00:10:00"``); empty asks for little more than the run's own limit.
+        cpu_partition: of jobs without GPUs, such as those of ``on_ranks`` over gloo; empty takes ``partition``.
+        time_limit: of a job, as Slurm writes it (``"00:10:00"``); empty asks for little more than the run's own limit,
+            and for ten minutes of further calls of ``on_ranks``.
         gres: how GPUs are asked for. ``"gpu:{n}"`` becomes ``--gres=gpu:2``; what begins with a dash, such as
             ``"--gpus-per-node={n}"``, is taken as it is; empty asks for none.
         gpus_per_node: at most so many are asked for on a node; None asks the cluster.
         cpus_per_rank: cores asked for, a rank.
-        setup: lines of bash that a task runs first, for example ``module load cuda``.
+        setup: lines of bash that a task runs first, for example ``module load cuda``; one that fails ends it.
         container: goes before the command, for example ``apptainer exec --nv course.sif``.
         python: the interpreter on the nodes; empty is the one that runs here.
         options: more options of srun.
@@ -39,6 +41,7 @@ class Site:
     """
 
     partition: str = ""
+    cpu_partition: str = ""
     account: str = ""
     time_limit: str = ""
     gres: str = "gpu:{n}"
@@ -49,7 +52,7 @@ class Site:
     python: str = ""
     options: tuple[str, ...] = ()
     folder: str = "~/.cache/course_pp"
-    keep_s: int = 60
+    keep_s: int = 300
 
 
 def load_site(environ: Mapping[str, str] | None = None) -> Site:

@@ -59,7 +59,10 @@ _REFUSED = re.compile(
 _OF_A_TASK = re.compile(r"srun: error: .*\btasks? [\d,-]+: ")
 _FAILED_TASK = re.compile(_OF_A_TASK.pattern + "Exited with exit code")
 _NEWS = re.compile(r"srun: job \d+ (queued and waiting for|has been allocated) resources")
-_SETTINGS = "`sinfo` shows what there is; partition, account, time_limit, gres and options are set in site.toml."
+_SETTINGS = (
+    '`sinfo -o "%P %D %c %G"` shows partitions, their nodes, cores and GPUs; partition, account, time_limit, gres and '
+    "options are set in site.toml."
+)
 
 
 class Job:
@@ -104,17 +107,17 @@ class Job:
         self._incurable_looks = self._incurable_looks + 1 if _INCURABLE.match(reason) else 0
         if self._incurable_looks == _INCURABLE_LOOKS:
             raise LaunchError(f"Slurm cannot run this: partition {partition}{_because(reason)}. {_SETTINGS}")
-        return self._news(
-            f"job {self.number} waits in partition {partition}: {self._place(self.number, partition)}{_because(reason)}"
-        )
+        how = "" if self._last_line else "; interrupt the cell to cancel it"
+        place = self._place(self.number, partition)
+        return self._news(f"job {self.number} waits in partition {partition}: {place}{_because(reason)}", how)
 
     def look_soon(self) -> None:
         """The next `queue_line` asks, however long the job has waited: srun has just said how it gets on."""
         self._next_look, self._pause_s = 0.0, _LOOK_S
 
-    def _news(self, line: str) -> str | None:
+    def _news(self, line: str, more: str = "") -> str | None:
         news, self._last_line = line != self._last_line, line
-        return line if news else None
+        return line + more if news else None
 
     def seconds_left(self) -> float:
         """Until Slurm ends the job; 0 if it does not say, or the job is gone."""

@@ -63,6 +63,7 @@ def run_torchrun(
         RanksHung: the limit is over; says which rank waits for whom.
         ValueError, FileNotFoundError: no script, no such script, or a limit that is no number of seconds.
     """
+    __tracebackhide__ = True  # a reader looks for the line of the cell, not for ours
     refuse_bad_timeout(timeout_s)
     command = build(args, "local" if local else where, timeout_s=timeout_s)
     print(f"{command.place.said}\n$ {command.shown}", flush=True)

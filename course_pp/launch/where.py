@@ -20,6 +20,8 @@ _CHOICES = ("local", "slurm")
 _SLACK_S = 60
 # For the calls that follow the first one in the same job.
 _CALLS_S = 600
+# Beside a call's own limit, in a job: to start Python and torch from files that come over the network, and to end.
+_START_AND_END_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,19 @@ class Ask:
         ranks: on each of them, None if the launcher finds out by itself.
         seconds: the run's own time limit.
         calls: whether the job is kept for more of the kind.
+        gpus: whether ranks compute on GPUs where there are some.
     """
 
     nodes: int
     ranks: int | None
     seconds: float
     calls: bool = False
+    gpus: bool = True
+
+    @classmethod
+    def of_call(cls, n: int, timeout_s: float, backend: str | None) -> Ask:
+        """What a call of ``on_ranks`` needs. Ranks that meet over gloo compute on the CPU, and leave GPUs to others."""
+        return cls(1, n, timeout_s + _START_AND_END_S, calls=True, gpus=backend != "gloo")
 
 
 @dataclass(frozen=True)
@@ -74,14 +83,14 @@ def decide(
     ask: Ask,
     where: str | None = None,
     environ: Mapping[str, str] | None = None,
-    kept: Callable[[Site, str | None], Place | None] = lambda site, job: None,
+    kept: Callable[[Ask, Site, str | None], Place | None] = lambda ask, site, job: None,
 ) -> Place:
     """Decides for a Slurm job we are in, else for a job of our own if a cluster answers, else for this machine.
 
     Args:
         ask: what the run needs.
         where: ``"local"`` or ``"slurm"`` leave no choice; None takes ``$COURSE_PP_WHERE`` or decides.
-        kept: where a job waits that would do, given the cluster's settings and the surrounding job.
+        kept: where a job waits that would do, given what is asked, the cluster's settings and the surrounding job.
 
     Raises:
         ValueError: ``where`` is neither, or the surrounding job has too few nodes.
@@ -98,11 +107,11 @@ def decide(
             raise RuntimeError("where is 'slurm', but there is no srun on PATH. Load Slurm's module, or leave it out.")
         return Place(_on_this_machine(ask, environ))
     site, job = load_site(environ), environ.get("SLURM_JOB_ID")
-    if waiting := kept(site, job):
+    if waiting := kept(ask, site, job):
         return waiting
     if job is not None:
         return _inside(ask, site, job, environ)
-    nodes = _nodes(site.partition, environ)
+    nodes = _nodes(_partition(ask, site), environ)
     if nodes is None:
         if where == "slurm":
             raise RuntimeError("where is 'slurm', but no cluster answers: `sinfo` fails. Ask whoever runs it.")
@@ -121,7 +130,7 @@ def on_a_node() -> bool:
 
 
 def _on_this_machine(ask: Ask, environ: Mapping[str, str]) -> str:
-    gpus = _gpus_here(environ)
+    gpus = _gpus_here(environ) if ask.gpus else 0
     if gpus == 0:
         return "Ranks run on this machine, on the CPU."
     if ask.ranks is not None and ask.ranks > gpus:
@@ -137,19 +146,22 @@ def _inside(ask: Ask, site: Site, job: str, environ: Mapping[str, str]) -> Place
             "Take fewer, or start a job with more."
         )
     # A step that asks for more cores than the job holds on a node is refused.
-    cores = _leading_number(environ.get("SLURM_JOB_CPUS_PER_NODE")) or math.inf
-    cpus = min((ask.ranks or 1) * site.cpus_per_rank, cores)
+    cores = _leading_number(environ.get("SLURM_JOB_CPUS_PER_NODE")) or sys.maxsize
+    ranks = ask.ranks or 1
+    cpus = min(ranks * site.cpus_per_rank, cores)
+    few = f", where {_count(ranks, 'rank')} share {_count(cores, 'core')}" if cores < ranks else ""
     # Without --overlap the step would wait for what the step of the notebook holds.
     srun = ("srun", "--overlap", *_tasks(ask), "-c", str(cpus), *site.options)
-    return Place(f"Ranks run inside Slurm job {job}, on {_count(ask.nodes, 'node')}.", srun, job, site)
+    return Place(f"Ranks run inside Slurm job {job}, on {_count(ask.nodes, 'node')}{few}.", srun, job, site)
 
 
 def _submitted(ask: Ask, site: Site, nodes: Nodes) -> Place:
     most = nodes.gpus if site.gpus_per_node is None else site.gpus_per_node
-    gpus = min(ask.ranks or most, most) if site.gres else 0
+    gpus = min(ask.ranks or most, most) if site.gres and ask.gpus else 0
     cpus = min((ask.ranks or max(1, gpus)) * site.cpus_per_rank, nodes.cpus)
     srun = ["srun"]
-    srun += ["-p", site.partition] if site.partition else []
+    partition = _partition(ask, site)
+    srun += ["-p", partition] if partition else []
     srun += ["-A", site.account] if site.account else []
     srun += [*_tasks(ask), "-c", str(cpus)]
     if gpus:
@@ -162,6 +174,10 @@ def _submitted(ask: Ask, site: Site, nodes: Nodes) -> Place:
         each += f" for {_count(ask.ranks, 'rank')}"
     what = f"{_count(ask.nodes, 'node')}{each if gpus else ', CPU only'}"
     return Place(f"Ranks run in a Slurm job of their own: {what}.", tuple(srun), None, site)
+
+
+def _partition(ask: Ask, site: Site) -> str:
+    return site.partition if ask.gpus else site.cpu_partition or site.partition
 
 
 def _tasks(ask: Ask) -> tuple[str, ...]:

@@ -50,7 +50,7 @@ class Preempted(Exception):
     """
 
     def __init__(self, asked: signal.Signals, step: int, root: Path) -> None:
-        super().__init__(f"{asked.name}: saved in {root} after step {step}; the same command goes on from there")
+        super().__init__(f"{asked.name}: saved in {root} after step {step}; go on with --checkpoint-dir {root}")
         self.asked, self.step, self.root = asked, step, root
 
 

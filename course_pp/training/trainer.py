@@ -113,7 +113,7 @@ class Trainer:
         self._held_out = together(
             lambda: () if validation is None else validation_batches(validation, config.batch, config.eval_batches)
         )
-        self._device = next(self.modules[0].parameters()).device
+        self.device = next(self.modules[0].parameters()).device
         self._dtype = param_dtype or next(self.modules[0].parameters()).dtype
         self._engine = build_engine(
             config,
@@ -121,7 +121,7 @@ class Trainer:
             CrossEntropy() if loss_fn is None else loss_fn,
             train,
             device_mesh=device_mesh,
-            device=self._device,
+            device=self.device,
             param_dtype=self._dtype,
         )
         self.optimizer = build_optimizer(self.modules, config)
@@ -181,7 +181,7 @@ class Trainer:
             ValueError: on every rank, if ``log_folder`` cannot be written.
         """
         config, first = self.config, self.step
-        peak = find_peak(config.peak_flops, self._device, self._dtype)
+        peak = find_peak(config.peak_flops, self.device, self._dtype)
         result, validation_loss = None, None
         with ExitStack() as stack:
             reporter = Reporter(config, self._speed_at_first(peak), first, self.speaks, stack)

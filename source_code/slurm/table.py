@@ -3,16 +3,25 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def row(folder: Path) -> str:
-    """Last validation loss (nats a token) and speed (tokens a second), from the run's metrics.jsonl."""
+    """Last validation loss (nats a token) and speed, from the run's metrics.jsonl."""
     metrics = folder / "metrics.jsonl"
     records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     last = {record["event"]: record for record in records}
     if "validation" not in last:
         return f"| {folder.name} | did not finish | |"
-    return f"| {folder.name} | {last['validation']['loss']:.3f} | {last['train']['tokens_per_s']:,.0f} |"
+    return f"| {folder.name} | {last['validation']['loss']:.3f} | {speed(records):,.0f} |"
+
+
+def speed(records: list[dict[str, Any]]) -> float:
+    """Tokens a second of the whole run, from the records of its parts, each with its own speed."""
+    parts = [record for record in records if record["event"] == "train"]
+    ends = [record["tokens"] for record in parts]
+    seconds = sum((e - b) / r["tokens_per_s"] for b, e, r in zip([0, *ends], ends, parts, strict=False))
+    return ends[-1] / seconds
 
 
 def main() -> None:

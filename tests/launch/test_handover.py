@@ -3,6 +3,7 @@
 import errno
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from course_pp.launch.handover import Call, End, call_file, end_file, write
 from course_pp.launch.on_slurm import TASKS
 from course_pp.launch.process import Process, shared_folder
 from course_pp.launch.site import load_site
-from course_pp.launch.where import Place
+from course_pp.launch.where import Ask, Place
 from tests.processes import no_process_left
 
 pytestmark = pytest.mark.timeout(60)
@@ -82,10 +83,11 @@ def test_a_kept_job_needs_no_look_at_the_cluster_and_keeps_no_files(
     [folder] = (tmp_path / "shared").iterdir()
     assert not list(folder.iterdir())
 
-    assert TASKS.kept(1, 60, load_site(), None)
+    ask = Ask.of_call(1, 60, None)
+    assert TASKS.kept(ask, load_site(), None)
     assert TASKS._task is not None
     TASKS._task._answered_at -= load_site().keep_s
-    assert not TASKS.kept(1, 60, load_site(), None), "it may leave before a call arrives"
+    assert not TASKS.kept(ask, load_site(), None), "it may leave before a call arrives"
 
 
 def test_a_call_that_the_kept_job_did_not_take_any_more_runs_in_a_new_one(
@@ -109,7 +111,7 @@ def test_ranks_that_run_here_although_srun_is_at_hand_say_so(tools: Path, capsys
 def test_the_search_path_goes_to_nodes_that_run_the_same_interpreter(
     tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, sent: bool
 ) -> None:
-    def results(place: Place, call: Call) -> list[bytes]:
+    def results(place: Place, ask: Ask, call: Call) -> list[bytes]:
         return [pickle.dumps(call.sys_path is not None)]
 
     (tmp_path / "site.toml").write_text(line)
@@ -185,6 +187,18 @@ def test_an_interrupt_just_after_the_job_was_submitted_ends_it(tools: Path, monk
     with no_process_left(within_s=15), pytest.raises(KeyboardInterrupt) as kept:
         on_ranks(1, print)
     assert kept.tb
+
+
+def test_a_job_that_an_interrupt_cancels_is_said_to_be(
+    tools: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Process, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        on_ranks(1, print)
+    assert re.fullmatch(r"Slurm job .*is cancelled\.", capsys.readouterr().out.splitlines()[-1])
 
 
 STARTER = """

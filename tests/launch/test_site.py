@@ -48,7 +48,7 @@ def test_the_example_keeps_the_defaults_but_for_the_partition(monkeypatch: pytes
     ("line", "words"),
     [
         ('partion = "gpu"', "sets 'partion', which is no setting; did you mean 'partition'"),
-        ("zzz = 1", "sets 'zzz', which is no setting; known are partition, account"),
+        ("zzz = 1", "sets 'zzz', which is no setting; known are partition, cpu_partition"),
         ("partition = 3", "partition is 3; it must be a string"),
         ('setup = "module load cuda"', "setup is 'module load cuda'; it must be a list of strings"),
         ('gpus_per_node = "4"', "gpus_per_node is '4'; it must be a whole number"),

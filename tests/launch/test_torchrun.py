@@ -317,6 +317,9 @@ def test_a_notebook_starts_ranks_both_ways_and_its_cells_fail_when_ranks_do(fold
     client.execute()
     _, hung, ranks, run, failed = [cell.outputs for cell in notebook.cells]
     assert "cell line 3: dist.recv(torch.zeros(1), src=1 - rank)" in hung[-1]["evalue"]
+    line, sentence = hung[-1]["traceback"]
+    assert line == "----> 4 on_ranks(2, swap, timeout_s=0.5)"
+    assert sentence == f"RanksHung: {hung[-1]['evalue']}", "and no frame of ours"
     assert ranks[-1]["data"]["text/plain"] == "[0, 1]"
     assert "".join(o["text"] for o in run).endswith("\n$ torchrun ../source_code/train.py\n[rank 0] trained\n")
     assert failed[-1]["ename"] == "ZeroDivisionError"

@@ -74,6 +74,9 @@ def test_where_local_says_whether_there_are_gpus_enough(
         (Ask(2, 4, 100), "", "srun -N 2 -n 2 -K1 -c 4 --gres=gpu:4 -t 3"),
         (Ask(1, None, 100), "", "srun -N 1 -n 1 -c 4 --gres=gpu:4 -t 3"),
         (TWO, 'partition = "cpu"', "srun -p cpu -N 1 -n 1 -c 2 -t 3"),
+        (Ask.of_call(2, 60, "gloo"), "", "srun -N 1 -n 1 -c 2 -t 14"),
+        (Ask.of_call(2, 60, "gloo"), 'partition = "x"\ncpu_partition = "cpu"', "srun -p cpu -N 1 -n 1 -c 2 -t 14"),
+        (Ask.of_call(2, 60, "nccl"), "keep_s = 0", "srun -N 1 -n 1 -c 2 --gres=gpu:2 -t 4"),
         (TWO, 'account = "a"\ntime_limit = "1:00:00"', "srun -A a -N 1 -n 1 -c 2 --gres=gpu:2 -t 1:00:00"),
         (TWO, 'gres = "--gpus-per-node={n}"', "srun -N 1 -n 1 -c 2 --gpus-per-node=2 -t 3"),
         (TWO, 'gres = ""\ncpus_per_rank = 3', "srun -N 1 -n 1 -c 6 -t 3"),
@@ -92,6 +95,7 @@ def test_inside_a_job_its_cores_are_not_exceeded_and_its_nodes_are_counted(
     for name, value in (("JOB_ID", "7"), ("JOB_NUM_NODES", "2"), ("JOB_CPUS_PER_NODE", "3(x2)")):
         monkeypatch.setenv(f"SLURM_{name}", value)
     assert srun(Ask(2, 4, 100)) == "srun --overlap -N 2 -n 2 -K1 -c 3"
+    assert decide(Ask(2, 4, 100)).said == "Ranks run inside Slurm job 7, on 2 nodes, where 4 ranks share 3 cores."
     assert decide(TWO).said == "Ranks run inside Slurm job 7, on 1 node."
     with pytest.raises(ValueError, match="--nnodes=3, but Slurm job 7, in which this runs, holds 2 nodes"):
         decide(Ask(3, 4, 100))
@@ -118,7 +122,7 @@ def test_set_up_lines_and_container_come_before_torchrun_and_are_shown(cluster: 
     Path(os.environ["COURSE_PP_SITE"]).write_text(site)
     (tmp_path / "x.py").touch()
     command = build([str(tmp_path / "x.py"), "--flag"])
-    script = '{{\nmodule load cuda\n}} </dev/null\nexec apptainer exec x.sif {} "$@"'
+    script = '{{ module load cuda\n}} </dev/null || exit\nexec apptainer exec x.sif {} "$@"'
     assert command.argv[-5:-2] == ("-c", script.format("/opt/python -m torch.distributed.run"), "bash")
     assert f"bash -c '{script.format('torchrun')}' bash" in command.shown
     assert command.argv[-2:] == (str(tmp_path / "x.py"), "--flag")
@@ -135,10 +139,19 @@ def test_a_controller_that_stalls_is_no_reason_to_run_on_the_login_node(
 
 
 def test_set_up_lines_leave_standard_input_to_the_program() -> None:
-    place = Place("", ("srun",), site=Site(setup=("read -r stolen", "export SET=up")))
-    srun, *command = on_nodes(place, ["sh", "-c", 'cat; echo " $SET"'], [])
-    done = subprocess.run(command, input="for the program", capture_output=True, text=True)
-    assert (srun, done.stdout) == ("srun", "for the program up\n")
+    assert with_set_up("cat >/dev/null", "export SET=up").stdout == "for the program up\n"
+
+
+def test_a_set_up_line_that_fails_ends_the_task_in_its_own_words() -> None:
+    done = with_set_up("source no/such/activate", "export SET=up")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no/such/activate: No such file or directory" in done.stderr
+
+
+def with_set_up(*lines: str) -> subprocess.CompletedProcess[str]:
+    srun, *command = on_nodes(Place("", ("srun",), site=Site(setup=lines)), ["sh", "-c", 'cat; echo " $SET"'], [])
+    assert srun == "srun"
+    return subprocess.run(command, input="for the program", capture_output=True, text=True)
 
 
 def test_threads_are_as_many_as_the_cores_that_a_rank_is_given(cluster: Path, tmp_path: Path) -> None:
@@ -205,7 +218,8 @@ def test_the_place_in_the_queue_is_told_when_it_changes(tools: Path, monkeypatch
     (tools / "all").write_text("7\n8\n9\n")
     job = Job("course_pp-x", os.environ)
     place = "job 9 waits in partition gpu: place"
-    assert job.queue_line() == f"{place} 3 of 3 (Priority: jobs of higher priority come first)"
+    how = "; interrupt the cell to cancel it"
+    assert job.queue_line() == f"{place} 3 of 3 (Priority: jobs of higher priority come first){how}"
     assert job.queue_line() is None
     (tools / "all").write_text("9\n10\n")
     (tools / "mine").write_text("9|PD|gpu|Licenses\n")

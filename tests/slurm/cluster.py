@@ -316,7 +316,8 @@ def main() -> None:
         signal.signal(number, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt), temporary_cluster(args.nodes, args.gpus, args.cpus) as cluster:
         print(f"export SLURM_CONF={cluster.environ['SLURM_CONF']}", flush=True)
-        print("# Ctrl-C ends it", file=sys.stderr, flush=True)
+        hint = "# for each terminal that is to see the cluster, also the one that starts JupyterLab"
+        print(f"{hint}\n# Ctrl-C here, or kill {os.getpid()}, ends it", file=sys.stderr, flush=True)
         signal.pause()
 
 

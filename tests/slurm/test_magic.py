@@ -173,7 +173,7 @@ def test_while_it_waits_it_shows_its_place_in_the_queue_once(
         assert run_torchrun([script("print('ran')")], timeout_s=60) == ("[rank 0] ran",)
         behind.wait()
     waits = [line for line in capsys.readouterr().out.splitlines() if " waits in " in line]
-    assert re.fullmatch(r"job \d+ waits in partition gpu: place 2 of 2 \((Priority|Resources).*\)", waits[0])
+    assert re.match(r"job \d+ waits in partition gpu: place 2 of 2 \((Priority|Resources).*\); interrupt", waits[0])
     assert len(waits) == len(set(waits))
 
 
@@ -339,8 +339,8 @@ def test_on_ranks_sends_a_closure_to_a_node_and_brings_back_what_the_ranks_retur
     assert [node for node, _ in results] == ["n1", "n1"]
     assert all(torch.equal(x, 5 * weights) for _, x in results)
     out = capsys.readouterr().out.splitlines()
-    assert out[0] == "Ranks run in a Slurm job of their own: 1 node, 2 GPUs."
-    assert out[1].startswith("$ srun -p gpu -N 1 -n 1 -c 2 --gres=gpu:2 -t 14 python -m course_pp.launch.remote ")
+    assert out[0] == "Ranks run in a Slurm job of their own: 1 node, CPU only."
+    assert out[1].startswith("$ srun -p gpu -N 1 -n 1 -c 2 -t 14 python -m course_pp.launch.remote ")
     assert sorted(out[2:]) == ["[rank 0] here", "[rank 1] here"]
 
 
@@ -364,6 +364,17 @@ def test_the_next_calls_run_in_the_same_job_and_see_what_has_changed_here(
     [(larger, _, _), _] = on_ranks(2, seen)
     assert larger != job
     assert [found.id for found in cluster.jobs() if found.state == "RUNNING"] == [larger]
+
+
+def test_ranks_that_may_use_gpus_get_them_in_a_job_that_serves_the_others_too() -> None:
+    def seen(rank: int) -> tuple[str, str | None]:
+        return os.environ["SLURM_JOB_ID"], os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    [(without, none)] = on_ranks(1, seen)
+    [(job, shown)] = on_ranks(1, seen, backend=None)
+    assert (none, shown) == (None, "0")
+    assert on_ranks(1, seen) == [(job, "0")]
+    assert job != without
 
 
 def test_a_job_that_is_kept_ends_when_no_call_comes(cluster: Cluster, site: Path) -> None:

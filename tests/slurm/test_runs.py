@@ -1,5 +1,6 @@
 """What the README promises of a cluster runs on one, and trains as it does without."""
 
+import json
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from tests.slurm.running import ROOT, TINY, losses, run, run_by_hand, submit
 
 TORCHRUN_ON_TWO_NODES = (
     "bash -c 'torchrun --nnodes=2 --node-rank=$SLURM_NODEID --nproc-per-node=2 "
-    "--master-addr=127.0.0.1 --master-port=$((15000 + SLURM_JOB_ID)) {}'"
+    "--master-addr=127.0.0.1 --master-port=$((15000 + SLURM_JOB_ID % 15000)) {}'"
 )
 
 
@@ -101,6 +102,25 @@ ARRAY = {
     "SLURM_JOB_NAME": "layouts", "SLURM_JOB_PARTITION": "gpu", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0",
     "SLURM_ARRAY_TASK_MIN": "0",
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "source_code" / "slurm").glob("*.sbatch")))
+def test_a_job_that_was_submitted_elsewhere_says_so_at_once(tmp_path: Path, script: str):
+    done = run(f"bash {ROOT}/source_code/slurm/{script}", tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"{tmp_path} is not the root of the repository: call sbatch from there\n"
+
+
+def test_the_table_shows_the_speed_of_whole_runs(tmp_path: Path):
+    parts = [
+        {"event": "train", "tokens": 100, "tokens_per_s": 10.0},
+        {"event": "train", "tokens": 400, "tokens_per_s": 30.0},
+    ]
+    (tmp_path / "pp=2").mkdir()
+    records = [*parts, {"event": "validation", "loss": 2.5}]
+    (tmp_path / "pp=2" / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    done = run(f"python source_code/slurm/table.py {tmp_path} pp=2")
+    assert done.stdout.splitlines()[-1] == "| pp=2 | 2.500 | 20 |", "400 tokens in 20 seconds"
 
 
 @pytest.mark.parametrize("script", ["one_node.sbatch", "several_nodes.sbatch"])

@@ -49,7 +49,7 @@ def test_all_ranks_save_and_stop_when_one_hears_a_signal_and_go_on_later(
     with no_process_left():
         first, second = on_ranks(2, preempted, tmp_path, options, timeout_s=60)
         assert first == second
-        assert first == (f"SIGTERM: saved in {tmp_path} after step 2; the same command goes on from there", [1, 1])
+        assert first == (f"SIGTERM: saved in {tmp_path} after step 2; go on with --checkpoint-dir {tmp_path}", [1, 1])
         found = find_latest(tmp_path)
         assert found is not None
         assert found.name == "step_00000002"
