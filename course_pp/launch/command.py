@@ -36,6 +36,8 @@ head=$(scontrol show node "$(scontrol show hostnames "$SLURM_STEP_NODELIST" | he
 | sed -n "s/.*NodeAddr=\\([^ ]*\\).*/\\1/p")
 : "${head:?Slurm tells no address of the first node}"
 port=$((15000 + (7919 * SLURM_JOB_ID + SLURM_STEP_ID) % 15000))"""
+# A set-up line that fails ends the task, and is named: many fail without a word.
+_STRICT = 'set -e; trap "echo set-up failed: \\$BASH_COMMAND >&2" ERR'
 _NODE_OPTIONS = " --node-rank=$SLURM_NODEID --master-addr=$head --master-port=$port"
 
 
@@ -114,7 +116,7 @@ def on_nodes(place: Place, program: Sequence[str], args: Sequence[str], meets: b
         return [*place.srun, *program, *args]
     last = f'exec {shlex.join(program)}{_NODE_OPTIONS if meets else ""} "$@"'
     # What stands on standard input is for the program.
-    setup = [f"{{ {line}\n}} </dev/null || exit" for line in place.site.setup]
+    setup = [_STRICT, "{", *place.site.setup, "} </dev/null"] if place.site.setup else []
     lines = [*setup, *([_MEETING] if meets else []), last]
     return [*place.srun, "bash", "-c", "\n".join(lines), "bash", *args]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 import signal
 import traceback
-from pathlib import Path
 
 from course_pp.launch.waits import Wait
 
@@ -34,11 +34,20 @@ class _Sentence(BaseException):
 
     def _render_traceback_(self) -> list[str]:
         # What IPython calls in place of printing a traceback.
-        own = str(Path(__file__).parent)
-        callers = [frame for frame in traceback.extract_tb(self.__traceback__) if not frame.filename.startswith(own)]
-        shown = [f"----> {callers[-1].lineno} {callers[-1].line}"] if callers else []
-        because = [str(self.__cause__)] if self.__cause__ else []
-        return [*because, *shown, f"{type(self).__name__}: {self}", *getattr(self, "__notes__", ())]
+        cells = [frame for frame in traceback.extract_tb(self.__traceback__) if _is_cell(frame.filename)]
+        shown = [f"----> {cells[-1].lineno} {cells[-1].line}"] if cells else []
+        before = self.__cause__ or (None if self.__suppress_context__ else self.__context__)
+        if isinstance(before, RankTraceback):
+            shown.insert(0, str(before))
+        elif before is not None:
+            shown.insert(0, "".join(traceback.format_exception(before)))
+        return [*shown, f"{type(self).__name__}: {self}", *getattr(self, "__notes__", ())]
+
+
+def _is_cell(filename: str) -> bool:
+    """Whether source text of this name is in no file, as that of a notebook's cells."""
+    entry = linecache.cache.get(filename, ())
+    return len(entry) == 4 and entry[1] is None
 
 
 class LaunchError(_Sentence, RuntimeError):

@@ -20,8 +20,8 @@ import threading
 import time
 
 _GRACE_S = 5.0
-# A client of Slurm waits for 10 s by default before it gives up; a controller may be away for a moment.
-_ANSWER_LIMIT_S, _CANCEL_S = 15.0, 60.0
+# scancel itself tries for some 20 s; a controller that restarts may be away for longer.
+_ANSWER_LIMIT_S, _CANCEL_S = 30.0, 60.0
 _CHECK_PARENT_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
@@ -69,7 +69,8 @@ def cancelled(name: str) -> bool:
     """Whether nothing is won by trying again; a controller that is busy or restarts has not heard of it yet."""
     argv = ["scancel", "--quiet", f"--name={name}", f"--user={os.getuid()}"]
     try:
-        return b"controller" not in subprocess.run(argv, stderr=subprocess.PIPE, timeout=_ANSWER_LIMIT_S).stderr
+        done = subprocess.run(argv, stderr=subprocess.PIPE, timeout=_ANSWER_LIMIT_S)
+        return not done.returncode or b"fatal" in done.stderr
     except subprocess.TimeoutExpired:
         return False
     except OSError:

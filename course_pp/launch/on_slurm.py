@@ -56,7 +56,9 @@ class _Task(Process):
         """Whether what is asked can be had in this job, given the settings and surrounding job now."""
         ours = self.command.place
         alike = self.owner == os.getpid() and (ours.site, ours.job) == (site, job)
-        enough = (ask.ranks or 1) <= (self.ask.ranks or 1) and ask.gpus <= self.ask.gpus
+        # Inside another job there are the GPUs of that one.
+        gpus = ask.gpus and job is None and bool(site.gres)
+        enough = (ask.ranks or 1) <= (self.ask.ranks or 1) and gpus <= self.ask.gpus
         waits = not self.answered() or time.monotonic() < self._answered_at + self.keep_s
         return alike and enough and waits and self.running and self._job.seconds_left() > ask.seconds
 

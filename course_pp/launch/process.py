@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections import defaultdict, deque
@@ -94,7 +95,7 @@ class Process:
         with self._open:
             self._end()
         if self.job is not None and kind is KeyboardInterrupt:
-            print(f"Slurm job {self.job.number or ''}".rstrip(), "is cancelled.", flush=True)
+            print(f"{self.job.called} is {'being ' if self.running else ''}cancelled.", flush=True)
 
     def follow(self, timeout_s: float) -> tuple[str, ...]:
         """Prints what the ranks print until all have ended.
@@ -223,8 +224,10 @@ class Process:
         if self.job is None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
-        # A guard that is not done yet goes on by itself: the controller is slow to take the job back.
         self.end_ranks()
+        if self.running:
+            # The controller is slow to take the job back, and its guard goes on trying.
+            threading.Thread(target=self._process.wait, daemon=True).start()
 
     def _hang_up(self) -> None:
         """Tells the guard to cancel the job."""
@@ -252,8 +255,9 @@ def shared_folder(parent: str) -> contextlib.AbstractContextManager[str]:
         made = tempfile.TemporaryDirectory(prefix="run_", dir=folder, ignore_cleanup_errors=True)
     except (OSError, RuntimeError) as error:
         raise ValueError(f"folder is {parent!r}, in which none can be made ({error}). {remedy}") from None
-    ours = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if not ours and not found.st_mode & stat.S_ISVTX:
+    ours = found.st_uid == os.geteuid()
+    if not found.st_mode & stat.S_ISVTX and not (ours and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
         made.cleanup()
+        remedy = f"`chmod go-w {folder}` mends that." if ours else remedy
         raise ValueError(f"folder is {parent!r}, where others may exchange what ranks are given. {remedy}")
     return made

@@ -85,6 +85,12 @@ class Job:
         self._incurable_looks = 0
         self._last_line = ""
 
+    @property
+    def called(self) -> str:
+        """``Slurm job 12``, ``the run in Slurm job 12``, or ``the Slurm job`` as long as it has no number."""
+        who = f"Slurm job {self.number}" if self.number else "the Slurm job"
+        return f"the run in {who}" if self.step else who
+
     def queue_line(self) -> str | None:
         """Where the job stands in the queue, if that has changed since the last call; asks now and then.
 
@@ -161,11 +167,10 @@ class Job:
         state = next((known for words, known in _SAID if re.search(words, text)), state)
         # Where one task fails, srun cancels the others in the same words.
         blamed = a_rank_failed or _FAILED_TASK.search(text)
-        if not state and not blamed and ("CANCELLED AT" in text or "has been revoked" in text):
+        if state not in _STATES and not blamed and ("CANCELLED AT" in text or "has been revoked" in text):
             state = "CANCELLED"
         if state in _STATES:
-            who = f"Slurm job {self.number}" if self.number else "the Slurm job"
-            return LaunchError(f"{who} {_STATES[state]}")
+            return LaunchError(f"{self.called} {_STATES[state]}")
         if match := _REFUSED.search(text):
             return LaunchError(f"Slurm refused the request: {match[1]}. It was: {asked}. {_SETTINGS}")
         own = [line for line in said if not is_news(line)]

@@ -311,11 +311,12 @@ def test_a_notebook_starts_ranks_both_ways_and_its_cells_fail_when_ranks_do(fold
         "on_ranks(2, lambda rank: rank)",
         "%torchrun --local --timeout 60 source_code/train.py",
         "on_ranks(2, lambda rank: 1 / 0)",
+        "x = 1\n%torchrun --local --timeout 60 --no-such-option=1 source_code/train.py",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     client = NotebookClient(notebook, timeout=60, allow_errors=True, resources={"metadata": {"path": os.getcwd()}})
     client.execute()
-    _, hung, ranks, run, failed = [cell.outputs for cell in notebook.cells]
+    _, hung, ranks, run, failed, refused = [cell.outputs for cell in notebook.cells]
     assert "cell line 3: dist.recv(torch.zeros(1), src=1 - rank)" in hung[-1]["evalue"]
     line, sentence = hung[-1]["traceback"]
     assert line == "----> 4 on_ranks(2, swap, timeout_s=0.5)"
@@ -323,6 +324,10 @@ def test_a_notebook_starts_ranks_both_ways_and_its_cells_fail_when_ranks_do(fold
     assert ranks[-1]["data"]["text/plain"] == "[0, 1]"
     assert "".join(o["text"] for o in run).endswith("\n$ torchrun ../source_code/train.py\n[rank 0] trained\n")
     assert failed[-1]["ename"] == "ZeroDivisionError"
+    line, sentence = refused[-1]["traceback"]
+    assert line.startswith("----> 2 ")
+    assert "torchrun" in line
+    assert sentence.startswith("LaunchError: torchrun ended with exit code 2")
     assert "Cell, line 1" in "\n".join(failed[-1]["traceback"])
 
 

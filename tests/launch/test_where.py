@@ -122,7 +122,8 @@ def test_set_up_lines_and_container_come_before_torchrun_and_are_shown(cluster: 
     Path(os.environ["COURSE_PP_SITE"]).write_text(site)
     (tmp_path / "x.py").touch()
     command = build([str(tmp_path / "x.py"), "--flag"])
-    script = '{{ module load cuda\n}} </dev/null || exit\nexec apptainer exec x.sif {} "$@"'
+    strict = 'set -e; trap "echo set-up failed: \\$BASH_COMMAND >&2" ERR'
+    script = strict + '\n{{\nmodule load cuda\n}} </dev/null\nexec apptainer exec x.sif {} "$@"'
     assert command.argv[-5:-2] == ("-c", script.format("/opt/python -m torch.distributed.run"), "bash")
     assert f"bash -c '{script.format('torchrun')}' bash" in command.shown
     assert command.argv[-2:] == (str(tmp_path / "x.py"), "--flag")
@@ -142,10 +143,23 @@ def test_set_up_lines_leave_standard_input_to_the_program() -> None:
     assert with_set_up("cat >/dev/null", "export SET=up").stdout == "for the program up\n"
 
 
-def test_a_set_up_line_that_fails_ends_the_task_in_its_own_words() -> None:
-    done = with_set_up("source no/such/activate", "export SET=up")
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("source no/such/activate", "no/such/activate: No such file or directory"),
+        ("false", "set-up failed: false"),
+        ("test -d no-such\ntrue", "set-up failed: test -d no-such"),
+    ],
+)
+def test_a_set_up_line_that_fails_ends_the_task_and_is_named(line: str, said: str) -> None:
+    done = with_set_up(line, "export SET=up")
     assert (done.returncode, done.stdout) == (1, "")
-    assert "no/such/activate: No such file or directory" in done.stderr
+    assert said in done.stderr
+
+
+def test_set_up_lines_may_be_any_bash() -> None:
+    lines = "# modules", "[ -f no-such ] && source no-such", "if true; then", "export SET=up", "fi"
+    assert with_set_up(*lines).stdout == "for the program up\n"
 
 
 def with_set_up(*lines: str) -> subprocess.CompletedProcess[str]:
@@ -242,6 +256,7 @@ def test_the_place_in_the_queue_is_told_when_it_changes(tools: Path, monkeypatch
         ),
         ("*** STEP 9.0 ON n1 CANCELLED AT now DUE TO TIME LIMIT ***", "", "Slurm job 9 reached its time limit"),
         ("*** STEP 9.0 ON n1 CANCELLED AT now ***", "", "Slurm job 9 was cancelled from outside"),
+        ("*** STEP 9.0 ON n1 CANCELLED AT now ***", "FAILED", "Slurm job 9 was cancelled from outside"),
         ("srun: error: Node failure on n1", "", "Slurm job 9 lost a node"),
         ("srun: error: n1: task 0: Killed", "OUT_OF_MEMORY", "Slurm job 9 used more memory"),
         ("slurmstepd: error: Detected 1 oom_kill event in StepId=9.0.", "", "Slurm job 9 used more memory"),
