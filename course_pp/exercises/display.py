@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import dataclass
 from html import escape
 from typing import Any, Literal, Self
+
+from course_pp.launch.cells import shell
 
 Status = Literal["pending", "not yet", "correct"]
 
@@ -28,18 +29,18 @@ class Shown:
 
     def show(self) -> Self:
         """Shows it, if this is a notebook; returns it."""
-        if (shell := _notebook()) is not None:
+        if (notebook := _notebook()) is not None:
             from IPython.display import display
 
             display(self)
             # Not a field, so that two that say the same stay equal; hence past the frozen dataclass.
-            object.__setattr__(self, "_shown_in", shell.execution_count)
+            object.__setattr__(self, "_shown_in", notebook.execution_count)
         return self
 
     def _ipython_display_(self) -> None:
         """IPython asks this first. NotImplementedError means: show it as usual."""
-        shell = _notebook()
-        if shell is None or shell.execution_count != self._shown_in:
+        notebook = _notebook()
+        if notebook is None or notebook.execution_count != self._shown_in:
             raise NotImplementedError
 
 
@@ -131,9 +132,8 @@ class Note(Shown):
 
 def _notebook() -> Any:
     """The shell of the notebook that this runs in; None in a script, a terminal, a test."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return shell if hasattr(shell, "kernel") else None
+    found = shell()
+    return found if hasattr(found, "kernel") else None
 
 
 def _under(title: str, text: str) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import linecache
 import re
 import signal
 import traceback
 
+from course_pp.launch.cells import is_cell
 from course_pp.launch.waits import Wait
 
 _ECHO = re.compile(
@@ -34,7 +34,7 @@ class _Sentence(BaseException):
 
     def _render_traceback_(self) -> list[str]:
         # What IPython calls in place of printing a traceback.
-        cells = [frame for frame in traceback.extract_tb(self.__traceback__) if _is_cell(frame.filename)]
+        cells = [frame for frame in traceback.extract_tb(self.__traceback__) if is_cell(frame.filename)]
         shown = [f"----> {cells[-1].lineno} {cells[-1].line}"] if cells else []
         before = self.__cause__ or (None if self.__suppress_context__ else self.__context__)
         if isinstance(before, RankTraceback):
@@ -42,12 +42,6 @@ class _Sentence(BaseException):
         elif before is not None:
             shown.insert(0, "".join(traceback.format_exception(before)))
         return [*shown, f"{type(self).__name__}: {self}", *getattr(self, "__notes__", ())]
-
-
-def _is_cell(filename: str) -> bool:
-    """Whether source text of this name is in no file, as that of a notebook's cells."""
-    entry = linecache.cache.get(filename, ())
-    return len(entry) == 4 and entry[1] is None
 
 
 class LaunchError(_Sentence, RuntimeError):

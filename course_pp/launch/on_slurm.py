@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from course_pp.launch.cells import shell
 from course_pp.launch.command import Command, of_no_rank, on_nodes
 from course_pp.launch.errors import LaunchError, RanksHung
 from course_pp.launch.handover import BEGUN, ENDED, Call, End, call_file, end_file, write
@@ -193,9 +194,8 @@ TASKS = Tasks()
 
 def _cell() -> int | None:
     """Number of the notebook cell that runs; None in a script."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    return shell.execution_count if shell else None
+    found = shell()
+    return found.execution_count if found else None
 
 
 def _rebuilt(end: End) -> BaseException:

@@ -221,13 +221,13 @@ class Process:
             # Reads on, or a launcher that writes to a full pipe would never end.
             self.poll(POLL_S)
         self.end_ranks()
-        if self.job is None and self._process.poll() is None:
+        if self.running and self.job is not None:
+            # The controller is slow to take the job back, and its guard goes on trying.
+            threading.Thread(target=self._process.wait, daemon=True).start()
+        elif self.running:
             self._process.kill()
             self._process.wait()
         self.end_ranks()
-        if self.running:
-            # The controller is slow to take the job back, and its guard goes on trying.
-            threading.Thread(target=self._process.wait, daemon=True).start()
 
     def _hang_up(self) -> None:
         """Tells the guard to cancel the job."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import linecache
 import os
 import pickle
 import selectors
@@ -18,16 +17,18 @@ from multiprocessing.connection import Connection, Pipe
 from types import TracebackType
 from typing import Any
 
+from course_pp.launch import cells
 from course_pp.launch import rank as in_rank
 from course_pp.launch.arguments import refuse_bad_arguments
 from course_pp.launch.client import SERVERS, Server, search_path
 from course_pp.launch.errors import LaunchError, RankDied, RanksHung, RankTraceback, is_echo, signal_name
+from course_pp.launch.handover import Call
+from course_pp.launch.on_slurm import TASKS
 from course_pp.launch.output import Lines
 from course_pp.launch.pickling import pickled
 from course_pp.launch.rank import Ask as AskRank
 from course_pp.launch.rank import Job, Left, Raised, Ready, Returned
 from course_pp.launch.server import STATUS
-from course_pp.launch.site import Site
 from course_pp.launch.waits import Wait, explain, waits_from
 from course_pp.launch.watch import Report
 from course_pp.launch.where import Ask, Place, decide, on_a_node
@@ -88,10 +89,8 @@ def on_ranks(
     if place.local:
         results = run_ranks(n, payload, timeout_s, backend, threads)
     else:
-        from course_pp.launch import handover, on_slurm
-
         own_interpreter = place.site.python or place.site.container
-        call = handover.Call(
+        call = Call(
             n=n,
             payload=payload,
             backend=backend,
@@ -101,9 +100,9 @@ def on_ranks(
             environ={},
             cwd=os.getcwd(),
             argv=tuple(sys.argv),
-            sources=_cells(),
+            sources=cells.sources(),
         )
-        results = on_slurm.TASKS.results(place, ask, call)
+        results = TASKS.results(place, ask, call)
     return [pickle.loads(result) for result in results]
 
 
@@ -119,18 +118,7 @@ def _place(ask: Ask, where: str | None) -> Place:
     __tracebackhide__ = True
     if where is None and on_a_node():
         where = "local"
-    return decide(ask, where, kept=_kept)
-
-
-def _kept(ask: Ask, site: Site, job: str | None) -> Place | None:
-    from course_pp.launch import on_slurm
-
-    return on_slurm.TASKS.kept(ask, site, job)
-
-
-def _cells() -> dict[str, Any]:
-    """Source text that is in no file: entries with a modification time can be read from theirs."""
-    return {k: v for k, v in linecache.cache.items() if len(v) == 4 and v[1] is None}
+    return decide(ask, where, kept=TASKS.kept)
 
 
 class _Rank:
@@ -198,7 +186,7 @@ class _Crew:
             sys_path=tuple(search_path()),
             cwd=os.getcwd(),
             argv=tuple(sys.argv),
-            sources=_cells(),
+            sources=cells.sources(),
             threads=threads,
             backend=backend,
             timeout_s=self._timeout_s,

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ def row(folder: Path) -> str:
 def speed(records: list[dict[str, Any]]) -> float:
     """Tokens a second of the whole run, from the records of its parts, each with its own speed."""
     parts = [record for record in records if record["event"] == "train"]
-    ends = [record["tokens"] for record in parts]
-    seconds = sum((e - b) / r["tokens_per_s"] for b, e, r in zip([0, *ends], ends, parts, strict=False))
-    return ends[-1] / seconds
+    tokens = pairwise([0, *(part["tokens"] for part in parts)])
+    seconds = sum((e - b) / part["tokens_per_s"] for (b, e), part in zip(tokens, parts, strict=True))
+    return parts[-1]["tokens"] / seconds
 
 
 def main() -> None:

@@ -177,10 +177,11 @@ def test_a_shared_folder_that_is_of_no_use_or_not_ours_is_refused(
         assert Path(folder).parent == tmp_path / "open"
 
 
-def test_an_interrupt_just_after_the_job_was_submitted_ends_it(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
 
+
+def test_an_interrupt_just_after_the_job_was_submitted_ends_it(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Process, "watch", interrupted)
     # A notebook keeps the traceback, and in it whatever the frames hold.
     with no_process_left(within_s=15), pytest.raises(KeyboardInterrupt) as kept:
@@ -191,9 +192,6 @@ def test_an_interrupt_just_after_the_job_was_submitted_ends_it(tools: Path, monk
 def test_a_job_that_an_interrupt_cancels_is_said_to_be(
     tools: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(Process, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         on_ranks(1, print)

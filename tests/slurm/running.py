@@ -135,14 +135,12 @@ def run_by_hand(
 
 def process_of_rank(rank: int, processes: dict[int, str]) -> int:
     """The process that runs train.py as ``rank``, of those given by id with what they run."""
+    wanted = [[b"RANK=%d" % rank], [b"SLURM_PROCID=%d" % rank]]
     for pid, command in processes.items():
         with contextlib.suppress(OSError):  # it has ended meanwhile
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             # Under torchrun every rank is of the same task.
-            named = [v for v in variables if v.startswith(b"RANK=")] or [
-                v for v in variables if v.startswith(b"SLURM_PROCID=")
-            ]
-            ours = re.match(r"\S*python\S* (-u )?source_code/train.py", command)
-            if ours and any(v.endswith(b"=%d" % rank) for v in named):
+            own = [v for name in (b"RANK=", b"SLURM_PROCID=") for v in variables if v.startswith(name)]
+            if re.match(r"\S*python\S* (-u )?source_code/train.py", command) and own[:1] in wanted:
                 return pid
     raise LookupError(f"no process of rank {rank} among {processes}")

@@ -9,6 +9,7 @@ from io import StringIO
 from typing import Any
 
 from course_pp.launch import on_ranks
+from tests.processes import no_process_left
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class Ended:
 
 def run_script(n_ranks: int, arguments: Sequence[str], timeout_s: float = 100.0) -> list[Ended]:
     """The script and its arguments on ``n_ranks`` ranks, in the current folder."""
-    return on_ranks(n_ranks, _run, list(arguments), backend=None, timeout_s=timeout_s)
+    with no_process_left():
+        return on_ranks(n_ranks, _run, list(arguments), backend=None, timeout_s=timeout_s)
 
 
 def labelled_lines(n_ranks: int, arguments: Sequence[str], timeout_s: float = 100.0) -> list[str]:
