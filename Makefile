@@ -6,7 +6,6 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/ready
-FIRST  := notebooks/00_ranks_and_messages.ipynb
 
 # From the command line only: some clusters have a CPU in their environment.
 ifeq ($(origin CPU),command line)
@@ -17,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: FORCE help setup lab run test test-solutions test-slurm test-full lint types images notebooks clean
 
 help:
-	@echo "make lab             open the course in JupyterLab (ARGS=... goes to jupyter lab)"
+	@echo "make lab             open your own copy of the course, my_course/ (ARGS=... goes to jupyter lab)"
 	@echo "make run             train a pipeline on two ranks and check it against one process"
 	@echo "make test            linter, type checker, all tests, all notebooks"
 	@echo "make test-solutions  all notebooks with the exercises solved"
@@ -46,7 +45,7 @@ $(READY): pyproject.toml constraints.txt $(if $(MOVED),FORCE)
 	@echo '$(CURDIR)' > $@
 
 lab: $(READY)
-	@PATH='$(CURDIR)/$(BIN)':"$$PATH" $(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/$(FIRST) $(ARGS)
+	@$(BIN)/python -m course_pp lab -- $(ARGS)
 
 run: $(READY)
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node=2 source_code/first_run.py

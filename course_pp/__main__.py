@@ -8,7 +8,11 @@ from importlib import import_module
 from typing import NoReturn
 
 # Each module has HELP, add_arguments(parser) and run(arguments), and imports nothing heavy before run.
-_COMMANDS = {"checkpoint": "course_pp.training.checkpoint_command", "schedule": "course_pp.show.command"}
+_COMMANDS = {
+    "checkpoint": "course_pp.training.checkpoint_command",
+    "lab": "course_pp.notebook.command",
+    "schedule": "course_pp.show.command",
+}
 
 
 class _Parser(argparse.ArgumentParser):

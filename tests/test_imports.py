@@ -11,7 +11,7 @@ import course_pp
 
 ROOT = Path(course_pp.__file__).parent
 
-# What each package may import from its siblings. `exercises` may import anything, nothing imports it.
+# What each package may import from its siblings. `exercises` and `notebook` are for cells: nothing imports them.
 ARROWS = {
     "schedule": set(),
     "show": {"schedule"},
@@ -20,6 +20,7 @@ ARROWS = {
     "parallel": {"model"},
     "training": {"model", "parallel", "runtime", "schedule"},
     "launch": set(),
+    "notebook": {"launch", "runtime", "schedule"},
 }
 
 HEAVY = {"torch", "transformers", "datasets"}
@@ -32,6 +33,7 @@ HEAVY = {"torch", "transformers", "datasets"}
         ("course_pp.schedule", HEAVY | {"numpy", "matplotlib"}),
         ("course_pp.show", HEAVY | {"matplotlib.pyplot"}),
         ("course_pp.launch", HEAVY),
+        ("course_pp.notebook", HEAVY | {"matplotlib"}),
     ],
 )
 def test_importing_a_light_package_keeps_the_heavy_ones_out(module: str, kept_out: set[str]) -> None:

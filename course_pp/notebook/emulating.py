@@ -1,0 +1,187 @@
+"""One step of any schedule on real ranks that pretend to be a cluster, in times that do not depend on this machine.
+
+Costs are in a unit of their own, usually the time of one forward. How many seconds the unit lasts is measured: long
+enough for the real work to fit into every action. So a run on a slow or busy machine takes longer and shows the same
+picture. Where nothing fits, the simulated timeline is shown instead, and says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from course_pp.launch import on_ranks
+from course_pp.schedule import Costs, Receive, Schedule, Span, Timeline
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from course_pp.runtime import EmulatedCluster, EmulatedLink, RankMemory
+    from course_pp.runtime.emulation import EmulatedTimeline
+
+__all__ = ["EmulatedRun", "emulate"]
+
+_TRIES = 3
+_FIRST_UNIT_S = 0.008
+# The unit is this many times the longest real work seen: ranks that share a core take turns of several milliseconds.
+_MARGIN = 2.0
+_LONGEST_RUN_S = 8.0
+
+
+@dataclass(frozen=True, repr=False)
+class EmulatedRun(Timeline):
+    """The timeline of one emulated step in the unit of its costs, and what it kept.
+
+    Attributes:
+        memory: what each rank really kept, in bytes.
+        losses: each microbatch's share of the loss.
+        unit_s: seconds that one unit lasted.
+        emulated: False if this machine was too busy, and the times are the simulator's.
+    """
+
+    memory: tuple[RankMemory, ...] = ()
+    losses: tuple[float, ...] = ()
+    unit_s: float = 1.0
+    emulated: bool = True
+
+
+def emulate(
+    schedule: Schedule,
+    cluster: Costs | EmulatedCluster | None = None,
+    *,
+    model: nn.Sequential | None = None,
+    inputs: Tensor | None = None,
+    targets: Tensor | None = None,
+    recompute: bool = False,
+) -> EmulatedRun:
+    """Run one step of ``schedule`` on as many real ranks, at the pace of ``cluster``.
+
+    Args:
+        schedule: any that :class:`course_pp.runtime.Pipeline` runs, of at most 8 ranks.
+        cluster: times in a unit of your choice, bandwidths in bytes a unit; unless given, ``Costs()``: a forward takes
+            1, a backward 2, a message nothing.
+        model: cut evenly into stages; unless given, a small block of two linear layers for each stage.
+        inputs: the batch; unless given, 16 rows a microbatch.
+        targets: likewise; the loss is the mean squared error.
+        recompute: keep each microbatch's input only.
+
+    Raises:
+        ValueError: for a schedule that the cluster or the runtime cannot run.
+    """
+    from course_pp.runtime import EmulatedCluster
+
+    if cluster is None:
+        cluster = Costs()
+    if isinstance(cluster, Costs):
+        cluster = EmulatedCluster(cluster)
+    predicted = replace(cluster.predict(schedule), unit="")
+    step = _Step(schedule, model, inputs, targets, recompute)
+    unit_s = _FIRST_UNIT_S
+    for _ in range(_TRIES):
+        run, memory, losses = on_ranks(schedule.n_ranks, step, _in_seconds(cluster, unit_s))[0]
+        if not run.trouble:
+            return _in_units(run, unit_s, memory, losses)
+        unit_s = max(1.5 * unit_s, _MARGIN * _longest_work(run, predicted))
+        if unit_s * float(predicted.makespan) > _LONGEST_RUN_S:
+            break
+    print("This machine is too busy to emulate a cluster: times are simulated; messages, losses and memory are real.")
+    name = f"{schedule.name}, simulated"
+    fields = {**_fields(predicted), "name": name, "memory": memory, "losses": losses, "emulated": False}
+    return EmulatedRun(**fields)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What each rank does. A class and not a closure: it is sent to the ranks by name."""
+
+    schedule: Schedule
+    model: nn.Sequential | None
+    inputs: Tensor | None
+    targets: Tensor | None
+    recompute: bool
+
+    def __call__(self, rank: int, cluster: EmulatedCluster) -> tuple[Any, Any, tuple[float, ...]]:
+        import torch
+
+        from course_pp.runtime import Recorder, partition_model, run_step
+
+        schedule, recorder = self.schedule, Recorder(memory=True)
+        model = _blocks(schedule.n_stages) if self.model is None else self.model
+        rows = torch.randn(16 * schedule.n_microbatches, 32, generator=torch.Generator().manual_seed(0))
+        inputs = rows if self.inputs is None else self.inputs
+        targets = torch.zeros_like(rows) if self.targets is None else self.targets
+        stages = {
+            stage: partition_model(model, schedule.n_stages, stage)
+            for stage, ranks in enumerate(schedule.placement)
+            if rank in ranks
+        }
+        losses, run = run_step(
+            schedule,
+            stages,
+            inputs,
+            targets,
+            torch.nn.functional.mse_loss,
+            recorder=recorder,
+            cluster=cluster,
+            recompute=self.recompute,
+        )
+        return run, recorder.memory(), losses
+
+
+def _blocks(n: int) -> nn.Sequential:
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(n)))
+
+
+def _in_seconds(cluster: EmulatedCluster, unit_s: float) -> EmulatedCluster:
+    """The same cluster where one unit of time lasts ``unit_s``."""
+    from course_pp.runtime import EmulatedLink
+
+    costs = cluster.costs
+    times = ("forward", "input_grad", "weight_grad", "latency", "recompute", "overlapped", "update")
+    scaled: dict[str, Any] = {name: _times(unit_s, getattr(costs, name)) for name in times}
+    scaled["bandwidth"] = costs.bandwidth and float(costs.bandwidth) / unit_s
+    links = cluster.links
+    if isinstance(links, EmulatedLink):
+        links = _link_in_seconds(links, unit_s)
+    elif links is not None:
+        links = [_link_in_seconds(link, unit_s) for link in links]
+    return replace(cluster, costs=replace(costs, **scaled), links=links)
+
+
+def _link_in_seconds(link: EmulatedLink, unit_s: float) -> EmulatedLink:
+    return replace(link, latency=link.latency * unit_s, bandwidth=link.bandwidth and link.bandwidth / unit_s)
+
+
+def _times(factor: float, value: Any) -> Any:
+    if value is None:
+        return None
+    return tuple(factor * float(each) for each in value) if isinstance(value, tuple) else factor * float(value)
+
+
+def _longest_work(run: EmulatedTimeline, predicted: Timeline) -> float:
+    """The longest real work, in seconds for each unit that it was given."""
+    given = {(span.rank, span.action): float(span.duration) for span in predicted.spans}
+    ratios = [
+        float(span.duration) / given[span.rank, span.action] for span in run.wall.spans if given[span.rank, span.action]
+    ]
+    return max(ratios, default=0.0)
+
+
+def _in_units(
+    run: EmulatedTimeline, unit_s: float, memory: tuple[RankMemory, ...], losses: tuple[float, ...]
+) -> EmulatedRun:
+    def scale(each: Any) -> Any:
+        return replace(each, start=each.start / unit_s, end=each.end / unit_s)
+
+    spans: tuple[Span, ...] = tuple(map(scale, run.spans))
+    receives: tuple[Receive, ...] = tuple(map(scale, run.receives))
+    return EmulatedRun(run.n_ranks, spans, "", (), receives, run.name, memory, losses, unit_s)
+
+
+def _fields(timeline: Timeline) -> dict[str, Any]:
+    names = ("n_ranks", "spans", "unit", "transfers", "receives")
+    return {name: getattr(timeline, name) for name in names}

@@ -1,0 +1,82 @@
+"""A guess beside its measurement. As shipped, a guess is ``...``: it is the learner's to make."""
+
+import math
+from collections.abc import Mapping, Sequence, Set
+from fractions import Fraction
+from numbers import Real
+
+__all__ = ["reveal"]
+
+# A guess this near counts as right: nobody guesses the third digit.
+_NEAR = 0.05
+
+
+def reveal(what: str, guess: object, measured: object, unit: str = "") -> None:
+    """Print what was measured beside the learner's guess, and how the two compare.
+
+    Goes on without a guess, and with one that cannot be compared: the notebook must run to its end.
+
+    Args:
+        what: was measured: "bubble on 4 ranks".
+        guess: ``...`` if there is none yet; else of the kind of ``measured``.
+        measured: a number, text, a truth value, or several numbers in a sequence, a set or a mapping.
+        unit: of the numbers: "ms".
+    """
+    print(f"{what}: {_verdict(guess, measured, f' {unit}' if unit else '')}")
+
+
+def _verdict(guess: object, measured: object, unit: str) -> str:
+    seen = f"measured {_text(measured)}{unit}"
+    if guess is ...:
+        return f"{seen}; you have not guessed"
+    if _kind(guess) != _kind(measured):
+        return f"{seen}; your guess {guess!r} is {_kind(guess)}, so it cannot be compared: give {_kind(measured)}"
+    return f"{seen}, guessed {_text(guess)}{unit}: {_comparison(guess, measured)}"
+
+
+def _kind(value: object) -> str:
+    kinds: tuple[tuple[type | tuple[type, ...], str], ...] = (
+        (bool, "True or False"),
+        (Real, "a number"),
+        (str, "text in quotes"),
+        (Mapping, "a dict"),
+        (Sequence, "several values in brackets, [a, b, …]"),
+        (Set, "a set, {a, b, …}"),
+    )
+    return next((name for kind, name in kinds if isinstance(value, kind)), f"a {type(value).__name__}")
+
+
+def _comparison(guess: object, measured: object) -> str:
+    if _same(guess, measured):
+        return "right"
+    if isinstance(guess, Real) and isinstance(measured, Real) and not isinstance(guess, bool):
+        ratio = float(measured) / float(guess) if guess else math.nan
+        if math.isfinite(ratio) and ratio > 0:
+            return f"off by a factor of {_text(max(ratio, 1 / ratio))}"
+    return "not so"
+
+
+def _same(guess: object, measured: object) -> bool:
+    if isinstance(guess, Real) and isinstance(measured, Real) and not isinstance(guess, bool):
+        return math.isclose(guess, measured, rel_tol=_NEAR, abs_tol=1e-12)
+    if isinstance(guess, Mapping) and isinstance(measured, Mapping):
+        return guess.keys() == measured.keys() and all(_same(guess[key], measured[key]) for key in measured)
+    if isinstance(guess, Sequence) and isinstance(measured, Sequence) and not isinstance(guess, str):
+        return len(guess) == len(measured) and all(map(_same, guess, measured))
+    return guess == measured
+
+
+def _text(value: object) -> str:
+    """Numbers to three digits, wherever they stand."""
+    if isinstance(value, float | Fraction):
+        number = float(value)
+        return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_text(key)}: {_text(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, Set):
+        return "{" + ", ".join(sorted(map(_text, value))) + "}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "[" + ", ".join(map(_text, value)) + "]"
+    return str(value)

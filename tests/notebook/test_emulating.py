@@ -1,0 +1,68 @@
+"""Emulated runs in units of their costs: the same on a quick machine, a slow one, and one that is too busy."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import nn
+
+from course_pp.notebook import emulate, emulating
+from course_pp.runtime import EmulatedCluster, EmulatedLink
+from course_pp.schedule import Costs, build, simulate
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_v"])
+def test_a_run_has_the_times_of_its_costs_whatever_the_unit_lasts(name: str) -> None:
+    schedule, costs = build(name, 2, 4), Costs(forward=1, input_grad=Fraction(3, 2), weight_grad=1, latency=0.5)
+    run = emulate(schedule, costs)
+    predicted = simulate(schedule, costs)
+    assert run.emulated
+    assert run.unit == ""
+    assert float(run.makespan) == pytest.approx(float(predicted.makespan), rel=0.006)
+    assert [span.action for span in run.spans] == [span.action for span in predicted.spans]
+    assert run.peak_activations == predicted.peak_activations
+    assert len(run.losses) == 4
+    assert all(kept.peaks["activation"] > 0 for kept in run.memory)
+
+
+def test_links_and_stragglers_are_in_units_too() -> None:
+    cluster = EmulatedCluster(Costs(), links=[EmulatedLink(latency=2.0, bandwidth=2048.0)], stragglers={1: 2.0})
+    run = emulate(build("gpipe", 2, 2), cluster)  # 16 rows of 32 floats: 2,048 bytes, one unit
+    assert run.emulated
+    # Two forwards of 1 on rank 0; 3 on the way; 2 + 2 and 4 + 4 on rank 1; 3 on the way back; 2.
+    assert float(run.makespan) == pytest.approx(1 + 3 + 4 + 8 + 3 + 2, rel=0.006)
+
+
+def test_a_machine_too_busy_to_emulate_shows_the_simulated_times_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(emulating, "_FIRST_UNIT_S", 1e-6)
+    monkeypatch.setattr(emulating, "_LONGEST_RUN_S", 1e-3)
+    schedule = build("1f1b", 2, 4)
+    run = emulate(schedule)
+    assert not run.emulated
+    assert run.name == "1f1b, simulated"
+    assert run.spans == simulate(schedule).spans
+    assert len(run.losses) == 4
+    assert "too busy" in capsys.readouterr().out
+
+
+def test_a_unit_too_short_for_the_work_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emulating, "_FIRST_UNIT_S", 1e-5)
+    run = emulate(build("naive", 2, 1))
+    assert run.emulated
+    assert run.unit_s > 1e-5
+    assert float(run.makespan) == pytest.approx(6, rel=0.006)
+
+
+def test_a_model_and_a_batch_of_ones_own_are_cut_over_the_ranks() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()).double()
+    inputs, targets = torch.randn(2, 6, 8, dtype=torch.float64)
+    run = emulate(build("1f1b", 2, 3), model=model, inputs=inputs, targets=targets)
+    assert sum(run.losses) == pytest.approx(nn.functional.mse_loss(model(inputs), targets).item(), rel=1e-12)
+
+
+def test_a_schedule_that_the_cluster_cannot_run_is_refused_before_ranks_start() -> None:
+    with pytest.raises(ValueError, match="3 values for 2 stages"):
+        emulate(build("1f1b", 2, 4), Costs(forward=[1, 2, 3]))

@@ -1,0 +1,45 @@
+"""A guess and its measurement, side by side; no guess ends a notebook."""
+
+from fractions import Fraction
+
+import pytest
+
+from course_pp.notebook import reveal
+
+
+@pytest.mark.parametrize(
+    ("guess", "measured", "said"),
+    [
+        (..., 0.2727, "measured 0.273; you have not guessed"),
+        (0.28, Fraction(3, 11), "measured 0.273, guessed 0.28: right"),
+        (0.5, 0.25, "measured 0.25, guessed 0.5: off by a factor of 2"),
+        (4, 8, "measured 8, guessed 4: off by a factor of 2"),
+        (0, 0.25, "measured 0.25, guessed 0: not so"),
+        (-1.0, 0.25, "measured 0.25, guessed -1: not so"),
+        (120_000, 1_234_567, "measured 1,234,567, guessed 120,000: off by a factor of 10.3"),
+        ((4, 4), [4, 4], "measured [4, 4], guessed [4, 4]: right"),
+        ([4.0], (4, 3), "measured [4, 3], guessed [4]: not so"),
+        ({2, 3}, {3, 2}, "measured {2, 3}, guessed {2, 3}: right"),
+        ({2: 1.0}, {2: 1}, "measured {2: 1}, guessed {2: 1}: right"),
+        ({2: 1.0}, {3: 1}, "measured {3: 1}, guessed {2: 1}: not so"),
+        (True, False, "measured False, guessed True: not so"),
+        ("it hangs", "it hangs", "measured it hangs, guessed it hangs: right"),
+        (
+            "half",
+            0.25,
+            "measured 0.25; your guess 'half' is text in quotes, so it cannot be compared: give a number",
+        ),
+        (None, True, "measured True; your guess None is a NoneType, so it cannot be compared: give True or False"),
+        (1, True, "measured True; your guess 1 is a number, so it cannot be compared: give True or False"),
+    ],
+)
+def test_a_guess_is_compared_with_what_was_measured(
+    guess: object, measured: object, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reveal("bubble", guess, measured)
+    assert capsys.readouterr().out == f"bubble: {said}\n"
+
+
+def test_a_unit_follows_both_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    reveal("step", 20, 33.2, "ms")
+    assert capsys.readouterr().out == "step: measured 33.2 ms, guessed 20 ms: off by a factor of 1.66\n"
