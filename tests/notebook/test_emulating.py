@@ -1,6 +1,8 @@
 """Emulated runs in units of their costs: the same on a quick machine, a slow one, and one that is too busy."""
 
+from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -8,9 +10,18 @@ from torch import nn
 
 from course_pp.notebook import emulate, emulating
 from course_pp.runtime import EmulatedCluster, EmulatedLink
-from course_pp.schedule import Costs, build, simulate
+from course_pp.runtime.emulation import EmulatedTimeline, Overrun
+from course_pp.schedule import Costs, Timeline, build, simulate
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long enough for a machine on which other tests run."""
+    monkeypatch.setattr(emulating, "_FIRST_UNIT_S", 0.04)
+    monkeypatch.setattr(emulating, "_LONGEST_RUN_S", 60)
+
+
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("name", ["1f1b", "zb_v"])
 def test_a_run_has_the_times_of_its_costs_whatever_the_unit_lasts(name: str) -> None:
     schedule, costs = build(name, 2, 4), Costs(forward=1, input_grad=Fraction(3, 2), weight_grad=1, latency=0.5)
@@ -25,6 +36,7 @@ def test_a_run_has_the_times_of_its_costs_whatever_the_unit_lasts(name: str) -> 
     assert all(kept.peaks["activation"] > 0 for kept in run.memory)
 
 
+@pytest.mark.usefixtures("patient")
 def test_links_and_stragglers_are_in_units_too() -> None:
     cluster = EmulatedCluster(Costs(), links=[EmulatedLink(latency=2.0, bandwidth=2048.0)], stragglers={1: 2.0})
     run = emulate(build("gpipe", 2, 2), cluster)  # 16 rows of 32 floats: 2,048 bytes, one unit
@@ -47,12 +59,24 @@ def test_a_machine_too_busy_to_emulate_shows_the_simulated_times_and_says_so(
     assert "too busy" in capsys.readouterr().out
 
 
-def test_a_unit_too_short_for_the_work_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(emulating, "_FIRST_UNIT_S", 1e-5)
-    run = emulate(build("naive", 2, 1))
+def test_the_unit_grows_until_the_work_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without ranks: work of 20 ms an action, whatever unit is tried."""
+    schedule, tried = build("naive", 2, 1), []
+
+    def fake(n: int, step: object, cluster: EmulatedCluster) -> list[Any]:
+        chosen = cluster.predict(schedule)
+        spans = tuple(replace(span, end=span.start + 0.02) for span in chosen.spans)
+        late = tuple(Overrun(span.rank, span.action, 0.02) for span in chosen.spans if span.duration < 0.02)
+        tried.append(float(cluster.costs.forward))  # type: ignore[arg-type]
+        apart = tuple(replace(span, start=100 * i, end=100 * i + 0.02) for i, span in enumerate(spans))
+        return [(EmulatedTimeline(2, chosen.spans, "s", wall=Timeline(2, apart, "s"), overruns=late), (), (1.0,))]
+
+    monkeypatch.setattr(emulating, "on_ranks", fake)
+    run = emulate(schedule)
+    assert tried == pytest.approx([0.008, 0.04])
     assert run.emulated
-    assert run.unit_s > 1e-5
-    assert float(run.makespan) == pytest.approx(6, rel=0.006)
+    assert run.unit_s == pytest.approx(0.04)
+    assert float(run.makespan) == pytest.approx(6)
 
 
 def test_a_model_and_a_batch_of_ones_own_are_cut_over_the_ranks() -> None:
