@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -10,12 +11,37 @@ from typing import Any
 import nbformat
 
 from course_pp.exercises.registry import exercises_of
+from tests.notebooks import quotes
 
 MAX_CODE_CELLS = 25
 MAX_MEDIAN_LINES = 6
 MAX_LINES = 30
 MAX_WORDS = 2500
 MIN_EXERCISES, MAX_EXERCISES = 3, 5
+
+MIN_CELLS, MAX_CELLS = 15, 20
+MAX_CELL_LINES = 20
+MAX_PROSE = 2000
+MIN_CONCEPTS = 3
+# A cell with this tag may be longer: the text above asks the reader to read it.
+READ_TAG = "read"
+# Their scripts are launched, as the owner of the course asked.
+LAUNCHING = ("01", "02", "03", "07", "08", "09")
+# What draws a concept and not a measurement.
+CONCEPTS = {
+    "autograd",
+    "course_map",
+    "cut",
+    "fsdp_step",
+    "mesh",
+    "message",
+    "microbatches",
+    "parallelisms",
+    "placement",
+    "play",
+    "ring",
+    "tensor_cut",
+}
 
 Notebook = nbformat.NotebookNode
 Rule = Callable[[Notebook, Path], Iterator[str]]
@@ -132,6 +158,8 @@ def leaves_each_exercise_to_the_learner(notebook: Notebook, path: Path) -> Itera
 
 
 def announces_each_exercise(notebook: Notebook, path: Path) -> Iterator[str]:
+    if quotes.sources_of(path) is not None:
+        return  # `announces_each_exercise_in_a_heading` is stricter
     before = ""
     exercises = {exercise.name: (i, exercise) for i, exercise in enumerate(exercises_of(path.name[:2]), 1)}
     for cell in notebook.cells:
@@ -145,6 +173,90 @@ def announces_each_exercise(notebook: Notebook, path: Path) -> Iterator[str]:
                 if line not in before.splitlines():
                     yield f"above cell {cell.id} there is no line {line!r}"
 
+
+@dataclass(frozen=True)
+class Counts:
+    """What the house rules count in a notebook."""
+
+    cells: int
+    median_lines: float
+    longest: int
+    words: int
+    concepts: int
+    launches: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.cells:2} code cells, median {self.median_lines:3.1f} lines, longest {self.longest:2}, "
+            f"{self.words:4} words, {self.concepts} concept figures, {self.launches} %torchrun"
+        )
+
+
+def counts(notebook: Notebook) -> Counts:
+    """Cells tagged for reading do not count for the longest."""
+    code = _code_cells(notebook)
+    lines = [len(cell.source.splitlines()) for cell in code]
+    short = [n for n, cell in zip(lines, code, strict=True) if READ_TAG not in cell.metadata.get("tags", ())]
+    prose = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+    return Counts(
+        cells=len(code),
+        median_lines=median(lines or [0]),
+        longest=max(short, default=0),
+        words=sum(len(text.split()) for text in prose),
+        concepts=sum(bool(_shown_by(cell) & CONCEPTS) for cell in code),
+        launches=sum("%torchrun" in cell.source for cell in code),
+    )
+
+
+def is_light(notebook: Notebook, path: Path) -> Iterator[str]:
+    found = counts(notebook)
+    if not MIN_CELLS <= found.cells <= MAX_CELLS:
+        yield f"{found.cells} code cells, not {MIN_CELLS} to {MAX_CELLS}"
+    if found.median_lines > MAX_MEDIAN_LINES:
+        yield f"a median of {found.median_lines} lines a code cell, more than {MAX_MEDIAN_LINES}"
+    if found.longest > MAX_CELL_LINES:
+        yield f"a code cell of {found.longest} lines, more than {MAX_CELL_LINES}, and not tagged {READ_TAG!r}"
+    if found.words > MAX_PROSE:
+        yield f"{found.words} words, more than {MAX_PROSE}"
+    if found.concepts < MIN_CONCEPTS:
+        yield f"{found.concepts} figures of concepts, fewer than {MIN_CONCEPTS}"
+
+
+def launches_its_script(notebook: Notebook, path: Path) -> Iterator[str]:
+    if path.name[:2] in LAUNCHING and not counts(notebook).launches:
+        yield "no %torchrun cell launches a script"
+    if path.name[:2] in LAUNCHING and not any("On the cluster" in cell.source for cell in notebook.cells):
+        yield "no section 'On the cluster'"
+
+
+def leaves_each_guess_to_the_learner(notebook: Notebook, path: Path) -> Iterator[str]:
+    for cell in _code_cells(notebook):
+        for node in ast.walk(_parsed(cell)):
+            if not isinstance(node, ast.Assign) or not ast.unparse(node.targets[0]).startswith("guess_"):
+                continue
+            if ast.unparse(node.value) != "...":
+                yield f"cell {cell.id} makes the guess {ast.unparse(node)}: ship it as ..."
+
+
+def knows_where_its_numbers_come_from(notebook: Notebook, path: Path) -> Iterator[str]:
+    yield from quotes.problems(notebook, quotes.sources_of(path) or {})
+
+
+def announces_each_exercise_in_a_heading(notebook: Notebook, path: Path) -> Iterator[str]:
+    headings = [line for cell in notebook.cells if cell.cell_type == "markdown" for line in cell.source.splitlines()]
+    for i, exercise in enumerate(exercises_of(path.name[:2]), 1):
+        begins, ends = f"### Exercise {i} · ", f" · {exercise.stars} · {exercise.minutes} minutes"
+        if not any(line.startswith(begins) and ends in line for line in headings):
+            yield f"no heading '{begins}what it is about{ends}'"
+
+
+LIGHTER: tuple[Rule, ...] = (
+    is_light,
+    launches_its_script,
+    leaves_each_guess_to_the_learner,
+    knows_where_its_numbers_come_from,
+    announces_each_exercise_in_a_heading,
+)
 
 RULES: tuple[Rule, ...] = (
     name_says_order_and_topic,
@@ -161,6 +273,18 @@ RULES: tuple[Rule, ...] = (
     leaves_each_exercise_to_the_learner,
     announces_each_exercise,
 )
+
+
+def _shown_by(cell: Notebook) -> set[str]:
+    """The names in ``show.name(...)``."""
+    return {
+        node.func.attr
+        for node in ast.walk(_parsed(cell))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "show"
+    }
 
 
 def _parsed(cell: Notebook) -> ast.Module:

@@ -1,0 +1,97 @@
+"""Where the numbers in the notebooks' prose come from: each is computed here, printed by the notebook, or cited.
+
+A sentence that quotes a measurement must be true on every machine, a busy one too. So it quotes a formula, a number
+that the notebook prints however long anything takes (bytes, counts, emulated units), or somebody's paper.
+"""
+
+import math
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+from course_pp import schedule
+from course_pp.schedule import Costs, build, simulate, theory
+
+# One file a notebook, 03.toml: the quoted number as it stands, and an expression that gives it; "printed" if the
+# notebook's own outputs show it; "[3] table 1" for reference 3 at the end of the notebook; "chosen" for a value that
+# the text itself sets.
+SOURCES = Path(__file__).parent / "quoted"
+
+_UNITS = r"(?:%|×|ms|µs|s|seconds|minutes|hours|days|bytes|[KMGT]i?B|TFLOP/s)"
+_NUMBER = r"\d{1,3}(?:,\d{3})+|\d+(?:\.\d+)?"
+_QUOTED = re.compile(rf"×\s*(?P<factor>{_NUMBER})|(?P<united>{_NUMBER})\s?{_UNITS}(?!\w)|(?P<decimal>\d+\.\d+)")
+_NOT_PROSE = re.compile(r"```.*?```|`[^`]*`|\$\$.*?\$\$|\$[^$]*\$|\]\([^)]*\)|<[^>]*>|^#.*$", re.DOTALL | re.MULTILINE)
+_MINUTES = re.compile(r"^\*\*\d+ minutes\*\*.*$", re.MULTILINE)
+
+
+def quoted(notebook: nbformat.NotebookNode) -> Iterator[str]:
+    """The numbers in the prose that claim something: decimals, shares, factors, and those with a unit."""
+    for cell in notebook.cells:
+        if cell.cell_type != "markdown":
+            continue
+        prose = _MINUTES.sub("", _NOT_PROSE.sub(" ", cell.source.partition("**References**")[0]))
+        for match in _QUOTED.finditer(prose):
+            yield next(group for group in match.groups() if group is not None)
+
+
+def sources_of(path: Path) -> Mapping[str, str] | None:
+    """Where the numbers of a notebook come from; None if nobody has said."""
+    file = SOURCES / f"{path.name[:2]}.toml"
+    return tomllib.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+
+
+def problems(notebook: nbformat.NotebookNode, sources: Mapping[str, str]) -> Iterator[str]:
+    """What is wrong with the numbers in a notebook's prose, given where they are said to come from."""
+    found = set(quoted(notebook))
+    shown = _printed(notebook)
+    references = {
+        match for cell in notebook.cells for match in re.findall(r"^(\d+)\. ", _references(cell), re.MULTILINE)
+    }
+    for number in sorted(found):
+        source = sources.get(number)
+        if source is None:
+            yield f"the prose quotes {number}, and nothing says where it comes from"
+        elif source == "printed" and number not in shown:
+            yield f"the prose quotes {number}, and no output shows it"
+        elif (cited := re.fullmatch(r"\[(\d+)\].*", source)) and cited[1] not in references:
+            yield f"the prose quotes {number} from {source}, which is no reference of this notebook"
+        elif source not in ("printed", "chosen") and not cited and not _gives(source, number):
+            yield f"the prose quotes {number}, but {source} is {_value(source)}"
+    for number in sorted(set(sources) - found):
+        yield f"the prose no longer quotes {number}"
+
+
+def _gives(expression: str, number: str) -> bool:
+    digits = len(number.partition(".")[2])
+    return f"{float(_value(expression)):.{digits}f}" == number.replace(",", "")
+
+
+def _value(expression: str) -> Any:
+    names = {"math": math, "schedule": schedule, "theory": theory, "build": build, "simulate": simulate}
+    return eval(expression, {**names, "Costs": Costs, "Fraction": Fraction, "bubble": _bubble})
+
+
+def _bubble(name: str, n_ranks: int, n_microbatches: int, **costs: Any) -> float:
+    return float(simulate(build(name, n_ranks, n_microbatches), Costs(**costs)).bubble_fraction)
+
+
+def _references(cell: nbformat.NotebookNode) -> str:
+    return str(cell.source.partition("**References**")[2]) if cell.cell_type == "markdown" else ""
+
+
+def _printed(notebook: nbformat.NotebookNode) -> set[str]:
+    """Every number in the outputs, as it stands."""
+    texts: list[str] = []
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            texts.append(output.get("text", ""))
+            texts += [value for kind, value in output.get("data", {}).items() if kind.startswith("text/")]
+            texts += [
+                str(data.get("alt", "")) for data in output.get("metadata", {}).values() if isinstance(data, dict)
+            ]
+    return set(re.findall(_NUMBER, "\n".join(map(str, texts))))
