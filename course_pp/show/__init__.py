@@ -1,5 +1,7 @@
 """Figures of schedules, timelines, lost time, memory, ranks that wait, of where the bytes go and who wrote them.
 
+Pictures of concepts come before timings: a message, a ring, a model and how it is cut, the map of the course.
+
 Each figure is a :class:`ChartFigure`: a matplotlib figure that carries its finding as alt text, shows itself in a
 notebook, and saves itself to PNG or SVG. None of them imports torch or touches pyplot. Colours are Okabe and Ito's;
 letters, hatches or line styles say the same for those who see no colours.
@@ -17,11 +19,15 @@ if TYPE_CHECKING:
     from course_pp.show.chains import dependencies
     from course_pp.show.chart import ChartFigure
     from course_pp.show.comparison import compare
+    from course_pp.show.course import course_map
     from course_pp.show.curves import bubble_curve, pareto
     from course_pp.show.explorer import explore
     from course_pp.show.lost_bars import lost_time
     from course_pp.show.memory_curves import memory
     from course_pp.show.piece_boxes import pieces
+    from course_pp.show.processes import message
+    from course_pp.show.ring_steps import ring
+    from course_pp.show.stage_cuts import cut
     from course_pp.show.text import timeline_text
     from course_pp.show.timelines import timeline
     from course_pp.show.trace import to_trace
@@ -32,13 +38,17 @@ _HOMES = {
     "bubble_curve": "curves",
     "bytes_by_kind": "byte_bars",
     "compare": "comparison",
+    "course_map": "course",
+    "cut": "stage_cuts",
     "dependencies": "chains",
     "explore": "explorer",
     "format_bytes": "byte_bars",
     "lost_time": "lost_bars",
     "memory": "memory_curves",
+    "message": "processes",
     "pareto": "curves",
     "pieces": "piece_boxes",
+    "ring": "ring_steps",
     "timeline": "timelines",
     "timeline_text": "text",
     "to_trace": "trace",
@@ -50,13 +60,17 @@ __all__ = [
     "bubble_curve",
     "bytes_by_kind",
     "compare",
+    "course_map",
+    "cut",
     "dependencies",
     "explore",
     "format_bytes",
     "lost_time",
     "memory",
+    "message",
     "pareto",
     "pieces",
+    "ring",
     "timeline",
     "timeline_text",
     "to_trace",

@@ -30,4 +30,4 @@ def _placed(figure: ChartFigure) -> list[tuple[str, float, float, float]]:
 
 def title(figure: ChartFigure) -> str:
     figure_texts = [text.get_text() for text in figure.texts]
-    return (figure.axes[0].get_title(loc="left") or figure_texts[0]).strip()
+    return " ".join((figure.axes[0].get_title(loc="left") or figure_texts[0]).split())

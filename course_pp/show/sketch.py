@@ -1,0 +1,204 @@
+"""Drawing concepts: boxes, arrows and words on a sheet measured in inches, whose title is the finding."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
+from matplotlib.path import Path
+
+from course_pp.show import chart
+from course_pp.show.chart import WIDTH, ChartFigure
+
+Point = tuple[float, float]
+
+TITLE, WORDS, SMALL, LEAST = 11.5, 9.0, 8.0, 7.0
+"""Sizes of letters in points: of a title, of words, of what explains them, and the least that can be read."""
+MARGIN = 0.15
+_POINTS_PER_INCH = 72
+_LINE = 1.35  # height of a line of text over the size of its letters
+_PADDING = 0.04
+
+# Masataka Okabe and Kei Ito's colours in an order in which neighbours differ in lightness, with letters that show.
+SERIES = (
+    (chart.SKY_BLUE, "black"),
+    (chart.VERMILION, "black"),
+    (chart.YELLOW, "black"),
+    (chart.BLUE, "white"),
+    (chart.ORANGE, "black"),
+    (chart.GREEN, "black"),
+    (chart.PURPLE, "black"),
+)
+HATCHES = ("", "////", "....", "\\\\\\\\")
+
+
+def width_of(text: str, size: float = WORDS) -> float:
+    """Inches that the longest line of ``text`` takes."""
+    return max(chart.text_width(line, size) for line in text.split("\n")) / _POINTS_PER_INCH
+
+
+def height_of(text: str, size: float = WORDS) -> float:
+    """Inches that the lines of ``text`` take."""
+    return _LINE * size * (text.count("\n") + 1) / _POINTS_PER_INCH
+
+
+def wrapped(text: str, width: float, size: float = WORDS) -> str:
+    """``text`` with line breaks in place of spaces, so that no line is wider than ``width`` inches."""
+    lines = [""]
+    for word in text.split(" "):
+        longer = f"{lines[-1]} {word}".strip()
+        if lines[-1] and width_of(longer, size) > width:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return "\n".join(lines)
+
+
+def fitting_size(text: str, width: float, height: float, sizes: Sequence[float] = (WORDS, SMALL, LEAST)) -> float:
+    """The largest of ``sizes`` in which ``text`` fits a box of so many inches; 0 if none does."""
+    for size in sizes:
+        if width_of(text, size) <= width - 2 * _PADDING and height_of(text, size) <= height:
+            return size
+    return 0.0
+
+
+class Sketch:
+    """A figure of ``width × height`` inches below its title; x and y are inches from the left and from the title.
+
+    Attributes:
+        figure: what is drawn on; give it an alt text with :meth:`finish`.
+    """
+
+    def __init__(self, width: float, height: float, title: str) -> None:
+        # A title may be wider than what it is about.
+        sheet = min(WIDTH, max(width + 2 * MARGIN, min(7.5, width_of(title, TITLE) + 2 * MARGIN + 0.1)))
+        sheet = max(sheet, width + 2 * MARGIN)
+        words = wrapped(title, sheet - 2 * MARGIN - 0.1, TITLE)
+        top = 0.28 + height_of(words, TITLE)
+        self.width, self.height = width, height
+        self.figure = ChartFigure(sheet, top + height + MARGIN)
+        self._axes = self.figure.axes_with_margins(left=MARGIN, right=sheet - MARGIN - width, bottom=MARGIN, top=top)
+        self._axes.set_xlim(0, width)
+        self._axes.set_ylim(height, 0)
+        self._axes.set_axis_off()
+        place = (MARGIN / sheet, 1 - 0.14 / self.figure.get_figheight())
+        self.figure.text(*place, words, size=TITLE, va="top", linespacing=1.2)
+
+    def finish(self, alt_text: str) -> ChartFigure:
+        """The figure, described for those who do not see it."""
+        self.figure.alt_text = alt_text
+        return self.figure
+
+    def box(
+        self,
+        corner: Point,
+        size: Point,
+        text: str = "",
+        *,
+        fill: str = "white",
+        ink: str = "black",
+        edge: str = chart.TEXT_GREY,
+        hatch: str = "",
+        line: float = 1.0,
+        dashed: bool = False,
+        rounded: bool = False,
+        bold: bool = False,
+        sizes: Sequence[float] = (WORDS, SMALL, LEAST),
+        zorder: float = 2,
+    ) -> bool:
+        """A rectangle from its upper left ``corner``, with ``text`` in its middle if that fits.
+
+        Returns:
+            Whether the text is there.
+        """
+        (x, y), (width, height) = corner, size
+        style: dict[str, Any] = {
+            "facecolor": fill,
+            "edgecolor": edge,
+            "linewidth": line,
+            "linestyle": (0, (4, 2.5)) if dashed else "-",
+            "hatch": hatch or None,
+            "hatchcolor": "#FFFFFF90",
+            "zorder": zorder,
+            "clip_on": False,
+        }
+        patch: Patch
+        if rounded:
+            patch = FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0,rounding_size=0.08", **style)
+        else:
+            patch = Rectangle((x, y), width, height, **style)
+        self._axes.add_artist(patch)
+        points = fitting_size(text, width, height, sizes) if text else 0.0
+        if points:
+            middle = (x + width / 2, y + height / 2)
+            weight = "bold" if bold else "normal"
+            behind = {"facecolor": fill, "edgecolor": "none", "pad": 0.6} if hatch else None
+            self._write(middle, text, points, "center", ink, weight, behind, zorder + 0.5)
+        return bool(points)
+
+    def text(
+        self,
+        place: Point,
+        text: str,
+        size: float = WORDS,
+        *,
+        align: str = "left",
+        ink: str = "black",
+        bold: bool = False,
+        on_white: bool = False,
+        zorder: float = 5,
+    ) -> None:
+        """Words whose vertical middle, and left end, middle or right end, is ``place``."""
+        behind = {"facecolor": "white", "edgecolor": "none", "pad": 1.2} if on_white else None
+        self._write(place, text, size, align, ink, "bold" if bold else "normal", behind, zorder)
+
+    def _write(
+        self, place: Point, text: str, size: float, align: str, ink: str, weight: str, behind: Any, zorder: float
+    ) -> None:
+        one_line = "\n" not in text
+        self._axes.text(
+            *place,
+            text,
+            size=size,
+            ha=align,
+            va="center_baseline" if one_line else "center",
+            color=ink,
+            weight=weight,
+            bbox=behind,
+            zorder=zorder,
+            linespacing=1.2,
+        )
+
+    def arrow(
+        self,
+        *points: Point,
+        ink: str = "black",
+        line: float = 1.4,
+        dashed: bool = False,
+        bend: float = 0.0,
+        head: float = 10,
+        zorder: float = 4,
+    ) -> None:
+        """An arrow through ``points``; between two of them it may ``bend``, to the left of its way if positive."""
+        style: dict[str, Any] = {
+            "arrowstyle": "-|>" if head else "-",
+            "mutation_scale": head or 1,
+            "linewidth": line,
+            "linestyle": (0, (3.5, 2)) if dashed else "-",
+            "color": ink,
+            "shrinkA": 0,
+            "shrinkB": 0,
+            "zorder": zorder,
+            "joinstyle": "miter",
+            "clip_on": False,
+        }
+        if len(points) == 2:
+            patch = FancyArrowPatch(*points, connectionstyle=f"arc3,rad={bend}", **style)
+        else:
+            patch = FancyArrowPatch(path=Path(list(points)), **style)
+        self._axes.add_artist(patch)
+
+    def line(
+        self, *points: Point, ink: str = chart.TEXT_GREY, line: float = 1.0, dashed: bool = False, zorder: float = 1
+    ) -> None:
+        """A line through ``points``, without a head."""
+        self.arrow(*points, ink=ink, line=line, dashed=dashed, head=0, zorder=zorder)
