@@ -6,7 +6,9 @@ from tests.notebooks import quotes
 
 PROSE = """# 03 · A title with 0.5
 
-**40 minutes**, and 20 more. The bubble is 0.27, or 27 %; it took × 1.33, with 1,024 bytes. `x = 0.1` and $0.2$ are code
+**40 minutes**, and 20 more.
+
+The bubble is 0.27, or 27 %; it took × 1.33, with 1,024 bytes. `x = 0.1` and $0.2$ are code
 and maths, 4 ranks and 8 microbatches are sizes. Others saw 52 % [1].
 
 **References**
