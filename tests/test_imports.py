@@ -11,14 +11,15 @@ import course_pp
 
 ROOT = Path(course_pp.__file__).parent
 
-# What each package may import from its siblings. `exercises` and `notebook` are for cells: nothing imports them.
+# What each package may import from its siblings. `loss` is a module that stands alone. `exercises` and `notebook` are for
+# cells: nothing imports them.
 ARROWS = {
     "schedule": set(),
     "show": {"schedule"},
     "model": set(),
-    "runtime": {"schedule"},
-    "parallel": {"model"},
-    "training": {"model", "parallel", "runtime", "schedule"},
+    "runtime": {"schedule", "loss"},
+    "parallel": {"model", "loss"},
+    "training": {"model", "parallel", "runtime", "schedule", "loss"},
     "launch": set(),
     "notebook": {"launch", "runtime", "schedule"},
 }

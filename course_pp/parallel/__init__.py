@@ -18,6 +18,7 @@ Order of use::
 Steps whose dimension the mesh does not have do nothing, so the same lines run on one process and on a thousand.
 """
 
+from course_pp.loss import TokenLoss
 from course_pp.model import (
     ModelConfig,
     PipelineStageModule,
@@ -43,11 +44,7 @@ from course_pp.parallel.mesh import (
     has_dp_mesh,
     init_distributed,
 )
-from course_pp.parallel.pipeline import (
-    PipelineSchedule,
-    TokenLoss,
-    build_pipeline_schedule,
-)
+from course_pp.parallel.pipeline import PipelineSchedule, build_pipeline_schedule
 from course_pp.parallel.predicting import predict_collectives
 from course_pp.parallel.schedules import get_stage_indices, schedule_names
 from course_pp.parallel.stage import build_pipeline_stage

@@ -9,14 +9,16 @@ rank the loss. What torch leaves to the caller and is easy to get wrong is done 
 gradients of earlier steps are not rescaled, and all ranks refuse a bad batch together instead of hanging.
 """
 
+import math
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from course_pp.loss import LossFn, TokenLoss, counted, loss_share
 from course_pp.parallel.agreement import agree, agree_on, gather
 from course_pp.parallel.forward_only import forward_only
 from course_pp.parallel.fsdp import reshard
@@ -27,24 +29,13 @@ from course_pp.parallel.stage import ModelStage, problem_of_dtype
 from course_pp.parallel.tied import tied_gradients
 from course_pp.parallel.world import is_rank_zero
 
-__all__ = ["PipelineSchedule", "TokenLoss", "build_pipeline_schedule"]
-
-
-@runtime_checkable
-class TokenLoss(Protocol):
-    """A loss that averages over tokens and can say over how many, so that unequal microbatches are weighted right."""
-
-    def total(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Sum of the loss over the tokens of ``target`` that count; a scalar."""
-
-    def count(self, target: torch.Tensor) -> torch.Tensor:
-        """Number of tokens of ``target`` that count; a scalar."""
+__all__ = ["PipelineSchedule", "build_pipeline_schedule"]
 
 
 def build_pipeline_schedule(
     stage: ModelStage | Sequence[ModelStage],
     n_microbatches: int,
-    loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    loss_fn: LossFn | TokenLoss,
     schedule: str = "1f1b",
 ) -> "PipelineSchedule":
     """Put stages under a schedule. Call it on every rank of the mesh at once: the ranks compare what they were given.
@@ -143,6 +134,12 @@ def _problem_of_model(stages: Sequence[ModelStage]) -> str | None:
     return None
 
 
+def _problem_of_divisor(divisor: float | None) -> str | None:
+    if divisor is None or 0 < divisor < math.inf:
+        return None
+    return f"divisor is {divisor!r}: give the number of tokens that the mean is over, above 0"
+
+
 def _data_parallel_groups(device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
     if device_mesh is None or not has_dp_mesh(device_mesh):
         return []
@@ -157,17 +154,17 @@ class PipelineSchedule:
         self,
         stages: Sequence[ModelStage],
         n_microbatches: int,
-        loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        loss_fn: LossFn | TokenLoss,
         schedule: str,
     ) -> None:
         kind = find_schedule(schedule)
         self.stages = list(stages)
         self.n_microbatches = n_microbatches
-        self._loss_fn = loss_fn
+        self._loss, self._counts_tokens = counted(loss_fn), isinstance(loss_fn, TokenLoss)
         self._group = stages[0].group
         self._everyone = _everyone(stages[0])
         self._dp_groups = _data_parallel_groups(stages[0].device_mesh)
-        self._divisor: torch.Tensor | float = float(n_microbatches)
+        self._divisor: torch.Tensor | float = 1.0
         self._schedule = kind.build(
             self.stages if kind.multi_stage else self.stages[0],
             n_microbatches,
@@ -183,7 +180,12 @@ class PipelineSchedule:
         return self.stages[-1].is_last
 
     def step(
-        self, inputs: torch.Tensor | None = None, *, target: torch.Tensor | None = None, **kwargs: Any
+        self,
+        inputs: torch.Tensor | None = None,
+        *,
+        target: torch.Tensor | None = None,
+        divisor: float | None = None,
+        **kwargs: Any,
     ) -> torch.Tensor:
         """Forward and backward over a whole batch; gradients are added to what is already there.
 
@@ -191,6 +193,8 @@ class PipelineSchedule:
             inputs: tokens (n_microbatches · batch_size, seq_len) int64; needed where the first stage is, ignored
                 elsewhere.
             target: (n_microbatches · batch_size, seq_len); needed where the last stage is, ignored elsewhere.
+            divisor: over how many tokens (samples, if the loss does not count tokens) of the global batch the mean is;
+                None is over those of this batch. Where the gradients of several steps add up, give the number in all.
             kwargs: keyword arguments for every stage, such as ``attention_mask``. Tensors have the whole batch as
                 their first dimension and are cut into microbatches.
 
@@ -200,7 +204,7 @@ class PipelineSchedule:
         Raises:
             ValueError: on every rank, before any message, if an argument does not fit the declared shapes.
         """
-        inputs, target = self._prepare(inputs, target, kwargs)
+        inputs, target = self._prepare(inputs, target, kwargs, divisor)
         losses: list[torch.Tensor] = []
         with tied_gradients(*self._tie(), group=self._group):
             args = () if inputs is None else (inputs,)
@@ -233,19 +237,18 @@ class PipelineSchedule:
         return self._tell_everyone(losses)
 
     def _share_of_loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """What one microbatch adds to the batch's mean loss. The only place where the loss is divided."""
-        if isinstance(self._loss_fn, TokenLoss):
-            return self._loss_fn.total(output, target) / self._divisor
-        return self._loss_fn(output, target) / self._divisor
+        return loss_share(self._loss, output, target, self._divisor)
 
-    def _divisor_of(self, target: torch.Tensor) -> torch.Tensor | float:
-        """What the microbatches' losses are divided by.
+    def _divisor_of(self, target: torch.Tensor, divisor: float | None) -> torch.Tensor | float:
+        """What the microbatches' sums are divided by.
 
         Data-parallel ranks average their gradients, so this is the global batch's number of tokens over theirs.
         """
-        if not isinstance(self._loss_fn, TokenLoss):
-            return float(self.n_microbatches)
-        count = self._loss_fn.count(target).double()
+        if divisor is not None:
+            return divisor / math.prod(dist.get_world_size(group) for group in self._dp_groups)
+        if not self._counts_tokens:
+            return float(len(target))  # as many on every data-parallel rank
+        count = self._loss.count(target).double()
         self._average_over_data(count)
         return torch.where(count > 0, count, 1.0)
 
@@ -262,17 +265,21 @@ class PipelineSchedule:
         return mine, self._last_rank if self.stages[0].is_first else self._first_rank
 
     def _prepare(
-        self, inputs: torch.Tensor | None, target: torch.Tensor | None, kwargs: dict[str, Any]
+        self,
+        inputs: torch.Tensor | None,
+        target: torch.Tensor | None,
+        kwargs: dict[str, Any],
+        divisor: float | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Drop what this rank does not need, refuse what does not fit (all ranks together), and count the tokens."""
         inputs = inputs if self.stages[0].is_first else None
         target = target if self.stages[-1].is_last else None
-        agree(self._problem(inputs, target, kwargs), self._everyone)
+        agree(self._problem(inputs, target, kwargs) or _problem_of_divisor(divisor), self._everyone)
         if inputs is not None:
             # torch before 2.12 refuses strides like those of tokens[:, :-1], which contiguous() keeps for a single row.
             inputs = inputs.clone(memory_format=torch.contiguous_format)
         if target is not None:
-            self._divisor = self._divisor_of(target)
+            self._divisor = self._divisor_of(target, divisor)
         return inputs, target
 
     def _problem(self, inputs: torch.Tensor | None, target: torch.Tensor | None, kwargs: dict[str, Any]) -> str | None:
@@ -314,7 +321,7 @@ class PipelineSchedule:
             )
         if tokens.shape[1] != seq_len:
             return f"{name} has shape {tuple(tokens.shape)}, but the pipeline was built for seq_len={seq_len}"
-        if name == "target" and not isinstance(self._loss_fn, TokenLoss):
+        if name == "target" and not self._counts_tokens:
             return None  # what it may be is the loss function's own business
         if tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
             return (

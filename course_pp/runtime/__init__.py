@@ -8,7 +8,7 @@
 * :class:`PipelineError`: what every rank raises when something goes wrong on one of them.
 """
 
-from course_pp.runtime.batch import TokenLoss
+from course_pp.loss import TokenLoss
 from course_pp.runtime.by_hand import (
     Link,
     backward_stage,

@@ -1,28 +1,15 @@
 """A batch as microbatches, and the loss of the batch as shares of its microbatches."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from course_pp.loss import LossFn, TokenLoss, counted, loss_share
 from course_pp.runtime.payload import map_tensors, tensors_of
 
-__all__ = ["LossFn", "TokenLoss", "loss_shares", "split"]
-
-LossFn = Callable[[Any, Any], Tensor]
-"""``loss_fn(output, target)``: a scalar, the mean loss of one microbatch."""
-
-
-@runtime_checkable
-class TokenLoss(Protocol):
-    """A loss that averages over tokens and can say over how many, so that unequal microbatches are weighted right."""
-
-    def total(self, output: Any, target: Any) -> Tensor:
-        """Sum of the loss over the tokens of ``target`` that count; a scalar."""
-
-    def count(self, target: Any) -> Tensor:
-        """Number of tokens of ``target`` that count; a scalar."""
+__all__ = ["loss_shares", "split"]
 
 
 def split(name: str, batch: Any, n: int) -> Sequence[Any]:
@@ -56,31 +43,27 @@ def _piece(batch: Any, pieces: Sequence[Sequence[Tensor]], index: int) -> Any:
     return map_tensors(lambda _: next(numbered)[index], batch)
 
 
-def loss_shares(loss_fn: LossFn, targets: Sequence[Any]) -> Callable[[int, Any], Tensor]:
-    """A function that gives microbatch i's share of the batch's loss from i and the output; the shares add up to it.
+def loss_shares(
+    loss_fn: LossFn | TokenLoss, targets: Sequence[Any], divisor: float | None = None
+) -> Callable[[int, Any], Tensor]:
+    """Return a function of i and the output: microbatch i's share of the batch's loss. The shares add up to it.
 
-    Dividing happens here and nowhere else. The mean of a :class:`TokenLoss` is over the counted tokens of all
-    microbatches; any other mean is over samples (the first dimension of the targets), which for equal microbatches is
-    the factor 1/m.
+    Args:
+        divisor: over how many tokens (or samples) the mean is; None counts those of ``targets``.
+
+    Raises:
+        ValueError: for targets without a sample, where the loss is a mean over samples.
     """
-    if isinstance(loss_fn, TokenLoss):
-        counted = sum(loss_fn.count(target) for target in targets)
-        divisor = torch.as_tensor(counted).clamp(min=1)
-        return lambda i, output: _scalar(loss_fn.total(output, targets[i])) / divisor
-    sizes = [_samples(target) for target in targets]
-    if not sum(sizes):
-        raise ValueError(f"targets has no samples in any of {len(sizes)} microbatches: give at least one")
-    weights = [size / sum(sizes) for size in sizes]
-    return lambda i, output: _scalar(loss_fn(output, targets[i])) * weights[i]
+    loss = counted(loss_fn, _samples)
+    if divisor is not None:
+        return lambda i, output: loss_share(loss, output, targets[i], divisor)
+    total = torch.as_tensor(sum(loss.count(target) for target in targets))
+    if loss is not loss_fn and not total:
+        raise ValueError(f"targets has no samples in any of {len(targets)} microbatches: give at least one")
+    every_token = total.clamp(min=1)
+    return lambda i, output: loss_share(loss, output, targets[i], every_token)
 
 
 def _samples(target: Any) -> int:
     tensors = tensors_of(target)
     return len(tensors[0]) if tensors and tensors[0].dim() else 1
-
-
-def _scalar(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.dim():
-        shape = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"loss_fn returned {shape}: return a scalar tensor, the mean over the microbatch")
-    return loss

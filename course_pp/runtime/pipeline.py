@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from course_pp.loss import LossFn, TokenLoss, counted
 from course_pp.runtime.agreement import agree_on_pipeline, digest
-from course_pp.runtime.batch import LossFn, loss_shares, split
+from course_pp.runtime.batch import loss_shares, split
 from course_pp.runtime.clocks import host_identity, wait_for
 from course_pp.runtime.cluster import EmulatedCluster
 from course_pp.runtime.emulation import Emulator
@@ -71,7 +72,7 @@ class Pipeline:
         self,
         schedule: Schedule,
         stages: Stages,
-        loss_fn: LossFn,
+        loss_fn: LossFn | TokenLoss,
         *,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
@@ -96,6 +97,7 @@ class Pipeline:
         modules: Mapping[int, nn.Module | None] = {}
         facts: dict[str, Any] = {}
         try:  # whatever is wrong on one rank alone must not keep the others waiting
+            counted(loss_fn)
             modules = _by_stage(stages, here)
             problem = _problem_of_pipeline(schedule, n_ranks, timeout_s, transport) or _problem_of_stages(modules, here)
             self._device = torch.device(device) if device is not None else _device_of(modules)
@@ -140,7 +142,14 @@ class Pipeline:
         self._executor = Executor(schedule, self._plan, self._stages, self._mailbox, recorder, self._device, emulator)
         self._failed: str | None = None
 
-    def step(self, inputs: Any = None, targets: Any = None, *, seeds: Sequence[int] | None = None) -> tuple[float, ...]:
+    def step(
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        seeds: Sequence[int] | None = None,
+        divisor: float | None = None,
+    ) -> tuple[float, ...]:
         """Run the schedule once. Gradients are added to ``.grad``, as by ``loss.backward()``.
 
         Args:
@@ -149,6 +158,8 @@ class Pipeline:
             targets: likewise, where the last stage is.
             seeds: one for each microbatch, on every rank: its random numbers (dropout) are then what a single process
                 draws after ``torch.manual_seed(seed)``. The generators are left as they were.
+            divisor: over how many tokens (samples, if the loss does not count tokens) the mean is; None is over those
+                of ``targets``. Where the gradients of several steps add up, give the number in all of them.
 
         Returns:
             Each microbatch's share of the loss, on every rank; the loss of the batch is their sum. Equal microbatches
@@ -166,7 +177,7 @@ class Pipeline:
         self._executor.current = None
         try:
             self._mailbox.begin()
-            batch = self._batch(inputs, targets, seeds)
+            batch = self._batch(inputs, targets, seeds, divisor)
             with self._shared.apart(), random_state_kept(self._device) if seeds is not None else nullcontext():
                 self._executor.run(batch)
                 self._exchange_shared_gradients()
@@ -188,7 +199,7 @@ class Pipeline:
         self._refuse_not_finite(losses)
         return losses
 
-    def _batch(self, inputs: Any, targets: Any, seeds: Sequence[int] | None) -> Batch:
+    def _batch(self, inputs: Any, targets: Any, seeds: Sequence[int] | None, divisor: float | None) -> Batch:
         n = self.schedule.n_microbatches
         if self._executor.trains and not torch.is_grad_enabled():
             raise RuntimeError(
@@ -196,12 +207,14 @@ class Pipeline:
             )
         if seeds is not None and len(seeds) != n:
             raise ValueError(f"{len(seeds)} seeds for {n} microbatches: give one for each")
+        if divisor is not None and not 0 < divisor < math.inf:
+            raise ValueError(f"divisor is {divisor!r}: give the number of tokens that the mean is over, above 0")
         if self._meter is not None:
             self._meter.ignore(tensors_of([inputs, targets]))
         first, last = 0 in self._stages, self.schedule.n_stages - 1 in self._stages
         return Batch(
             split("inputs", inputs, n) if first else (),
-            loss_shares(self._loss_fn, split("targets", targets, n)) if last else None,
+            loss_shares(self._loss_fn, split("targets", targets, n), divisor) if last else None,
             seeds,
         )
 
@@ -254,7 +267,7 @@ def run_step(
     stages: Stages,
     inputs: Any,
     targets: Any,
-    loss_fn: LossFn,
+    loss_fn: LossFn | TokenLoss,
     *,
     seeds: Sequence[int] | None = None,
     recorder: Recorder | None = None,

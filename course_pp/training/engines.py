@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from course_pp.loss import TokenLoss
 from course_pp.model import PipelineStageModule
 from course_pp.parallel import (
-    TokenLoss,
     build_pipeline_schedule,
     build_pipeline_stage,
     get_dp_rank,
@@ -33,8 +33,12 @@ T = TypeVar("T")
 class PipelineEngine(Protocol):
     """Takes batches of one size through the pipeline. Every rank passes the whole batch."""
 
-    def step(self, batch: Sequences, weight: float) -> float:
-        """Add ``weight`` · gradient of the batch's mean loss to ``.grad``; returns ``weight`` · loss, on every rank."""
+    def step(self, batch: Sequences, divisor: int) -> float:
+        """Add the gradient of the batch's summed loss over ``divisor`` to ``.grad``; returns that loss on every rank.
+
+        Args:
+            divisor: the number of tokens in all batches whose gradients add up.
+        """
 
     def evaluate(self, batch: Sequences) -> float:
         """The batch's mean loss, in nats a token, the same on every rank."""
@@ -96,27 +100,6 @@ def together(work: Callable[[], T]) -> T:
     return result[0]
 
 
-class _WeightedLoss:
-    """A token loss times a factor that is set before each step: the batch's share of what is accumulated.
-
-    The engines divide by the tokens of one batch, and the gradients of several add up. With the factor (tokens of this
-    batch) / (tokens of all of them) the sum has one divisor, that of one big batch.
-    """
-
-    def __init__(self, loss_fn: TokenLoss) -> None:
-        self._loss_fn = loss_fn
-        self.weight = 1.0
-
-    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        return self.total(output, target) / self.count(target).clamp(min=1)
-
-    def total(self, output: Tensor, target: Tensor) -> Tensor:
-        return self._loss_fn.total(output, target) * self.weight
-
-    def count(self, target: Tensor) -> Tensor:
-        return self._loss_fn.count(target)
-
-
 class _ParallelEngine:
     """`course_pp.parallel`: each data-parallel rank takes its rows, torch runs the schedule."""
 
@@ -130,20 +113,18 @@ class _ParallelEngine:
         device: torch.device,
         param_dtype: torch.dtype,
     ) -> None:
-        self._loss, self._device = _WeightedLoss(loss_fn), device
+        self._device = device
         self._dp_rank, self._dp_size = get_dp_rank(device_mesh), get_dp_size(device_mesh)
         rows = together(lambda: config.rows_of_a_microbatch(self._dp_size))
         stages = together(
             lambda: [build_pipeline_stage(m, device_mesh, device, rows, seq_len, param_dtype) for m in modules]
         )
-        self._pipeline = build_pipeline_schedule(stages, config.microbatches, self._loss, config.schedule)
+        self._pipeline = build_pipeline_schedule(stages, config.microbatches, loss_fn, config.schedule)
 
-    def step(self, batch: Sequences, weight: float) -> float:
-        self._loss.weight = weight
-        return self._pipeline.step(**self._arguments(batch)).item()
+    def step(self, batch: Sequences, divisor: int) -> float:
+        return self._pipeline.step(**self._arguments(batch), divisor=divisor).item()
 
     def evaluate(self, batch: Sequences) -> float:
-        self._loss.weight = 1.0
         return self._pipeline.eval(**self._arguments(batch)).item()
 
     def _arguments(self, batch: Sequences) -> dict[str, Tensor]:
@@ -176,22 +157,20 @@ class _RuntimeEngine:
                 )
             return build(config.schedule, get_pp_size(device_mesh), config.microbatches)
 
-        self._loss, self._device = _WeightedLoss(loss_fn), device
+        self._device = device
         schedule = together(schedule_here)
         stages = {module.stage_id: _MaskPassedOn(module) if masked else module for module in modules}
         tied = []
         if modules[0].config.tie_embeddings and schedule.n_stages > 1:
             prefix = "module." if masked else ""
             tied = [{0: f"{prefix}embed.weight", schedule.n_stages - 1: f"{prefix}head.weight"}]
-        self._pipeline = Pipeline(schedule, stages, self._loss, device=device, tied=tied)
-        self._forward = Pipeline(_forwards_of(schedule), stages, self._loss, device=device)
+        self._pipeline = Pipeline(schedule, stages, loss_fn, device=device, tied=tied)
+        self._forward = Pipeline(_forwards_of(schedule), stages, loss_fn, device=device)
 
-    def step(self, batch: Sequences, weight: float) -> float:
-        self._loss.weight = weight
-        return sum(self._pipeline.step(*self._arguments(batch)))
+    def step(self, batch: Sequences, divisor: int) -> float:
+        return sum(self._pipeline.step(*self._arguments(batch), divisor=divisor))
 
     def evaluate(self, batch: Sequences) -> float:
-        self._loss.weight = 1.0
         with torch.no_grad():
             return sum(self._forward.step(*self._arguments(batch)))
 

@@ -140,7 +140,7 @@ class Trainer:
         batch = self._batches[self.step]
         n_targets = max(1, batch.n_targets)
         self.optimizer.zero_grad()
-        loss = math.fsum(self._engine.step(part, part.n_targets / n_targets) for part in self._parts(batch))
+        loss = math.fsum(self._engine.step(part, n_targets) for part in self._parts(batch))
         norm = clip_grad_norm_(self.modules, self.config.clip_norm, device_mesh=self._mesh).item()
         if not math.isfinite(norm):
             raise NonFiniteGradient(

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_pp.launch import on_ranks
+from course_pp.loss import TokenLoss
 from course_pp.runtime import Pipeline, Recorder
-from course_pp.runtime.batch import TokenLoss, split
+from course_pp.runtime.batch import split
 from course_pp.runtime.wire import Wire
 from course_pp.schedule import Schedule
 from tests.processes import no_process_left
@@ -35,6 +36,7 @@ class Step:
     Attributes:
         prepare: called with the stages before the step.
         around: what the step runs inside.
+        divisor: over how many tokens the mean is, if not over those of ``targets``.
     """
 
     inputs: Any
@@ -43,6 +45,7 @@ class Step:
     prepare: Callable[[Stages], None] = lambda stages: None
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     keep_gradients: bool = False
+    divisor: float | None = None
 
 
 @dataclass
@@ -111,7 +114,8 @@ def stepped(
         _begin(step, stages)
         wire.sent.clear()
         with step.around():
-            losses = pipeline.step(*for_rank(rank, schedule, step.inputs, step.targets), seeds=step.seeds)
+            arguments = for_rank(rank, schedule, step.inputs, step.targets)
+            losses = pipeline.step(*arguments, seeds=step.seeds, divisor=step.divisor)
         done.append(Done(list(losses), gradients(mine), [*wire.sent]))
     return done
 

@@ -372,6 +372,21 @@ def test_a_loss_over_tokens_is_the_mean_over_the_counted_tokens_of_the_whole_bat
         assert (found[0][0].losses[i] > 0) == (count > 0)
 
 
+@pytest.mark.parametrize("loss_fn", [CrossEntropy(ignore_index=-1), cross_entropy], ids=["tokens", "samples"])
+def test_with_one_divisor_steps_of_unequal_batches_add_up_to_one_large_batch(loss_fn: Any) -> None:
+    make, whole = partial(language_model, 2), tokens()
+    whole.targets[:3, 1:] = -1 if isinstance(loss_fn, CrossEntropy) else 1
+    count = int((whole.targets >= 0).sum()) if isinstance(loss_fn, CrossEntropy) else len(whole.targets)
+    steps = [
+        Step(whole.inputs[:5], whole.targets[:5], divisor=count),
+        Step(whole.inputs[5:], whole.targets[5:], divisor=count, keep_gradients=True),
+    ]
+    found = run_steps(build("1f1b", 2, 2), make, steps, loss_fn)
+    reference = in_one_process(1, make, [whole], loss_fn if loss_fn is cross_entropy else loss_fn.__call__)
+    summed = [[Done([sum(sum(done.losses) for done in rank)], rank[-1].gradients)] for rank in found]
+    assert_equal_steps(summed, reference)
+
+
 # Gradients of the batch
 
 

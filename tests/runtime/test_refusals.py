@@ -36,18 +36,19 @@ BAD_STEPS: dict[str, tuple[dict[str, Any], int, str]] = {
     "unequal tensors": ({"inputs": (torch.ones(8, 4), torch.ones(6, 4))}, 0, "inputs has tensors of 6, 8 samples"),
     "an array": ({"inputs": object()}, 0, "a object cannot"),
     "too few seeds": ({"seeds": [1, 2, 3]}, -1, "3 seeds for 4 microbatches: give one for each"),
+    "a mean over nothing": ({"divisor": 0}, -1, "divisor is 0: give the number of tokens that the mean is over"),
 }
 
 
 def bad_step(rank: int, schedule: Schedule, given: Mapping[str, Any]) -> tuple[Caught, Caught]:
     pipeline = Pipeline(schedule, Fragile(rank), F.mse_loss, timeout_s=20)
     inputs, targets = batch()
-    arguments: dict[str, Any] = {"inputs": inputs, "targets": targets, "seeds": None, **given}
+    arguments: dict[str, Any] = {"inputs": inputs, "targets": targets, "seeds": None, "divisor": None, **given}
     ended = []
     for _ in range(2):
         started = time.monotonic()
         try:
-            pipeline.step(arguments["inputs"], arguments["targets"], seeds=arguments["seeds"])
+            pipeline.step(**arguments)
             ended.append(Caught(1))
         except Exception as error:
             took = time.monotonic() - started
@@ -116,7 +117,7 @@ def refused(rank: int, arguments: Sequence[tuple[Schedule, Any, Mapping[str, Any
     schedule, stages, options = arguments[rank]
     started = time.monotonic()
     try:
-        Pipeline(schedule, stages, F.mse_loss, **{"timeout_s": 20, **options})
+        Pipeline(schedule, stages, **{"loss_fn": F.mse_loss, "timeout_s": 20, **options})
     except ValueError as error:
         return str(error), time.monotonic() - started
     return "nothing", time.monotonic() - started
@@ -137,6 +138,10 @@ BAD_PIPELINES: dict[str, tuple[list[tuple[Schedule, Any, Mapping[str, Any]]], st
     "updates": ([(UPDATING, LAYER, {})] * 2, r"updates weights within the step \(U\): run a synchronous schedule"),
     "no time": ([(GOOD, LAYER, {"timeout_s": 0})] * 2, r"timeout_s is 0: give the longest wait for a message"),
     "endless time": ([(GOOD, LAYER, {"timeout_s": float("inf")})] * 2, r"timeout_s is inf: give the longest wait"),
+    "a number as loss on one rank": (
+        [(GOOD, LAYER, {}), (GOOD, LAYER, {"loss_fn": 3})],
+        r"rank 1: .*loss_fn is 3: pass",
+    ),
     "an unknown transport": (
         [(GOOD, LAYER, {"transport": "mpi"})] * 2,
         r"transport is 'mpi': use one of 'nccl', 'gloo'",

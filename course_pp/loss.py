@@ -1,0 +1,78 @@
+"""The mean loss of a batch, put together from its microbatches. A loss is divided here and nowhere else.
+
+The mean of the microbatches' means is the mean of the batch only if all of them average over equally many tokens. So
+each microbatch adds its sum over the divisor, which is the same for all: the number of all tokens of the batch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+__all__ = ["LossFn", "TokenLoss", "counted", "loss_share"]
+
+LossFn = Callable[[Any, Any], Tensor]
+"""``loss_fn(output, target)``: a scalar, the mean loss of one microbatch."""
+
+
+@runtime_checkable
+class TokenLoss(Protocol):
+    """A loss that averages over tokens and can say over how many, so that unequal microbatches are weighted right."""
+
+    def total(self, output: Any, target: Any) -> Tensor:
+        """Sum of the loss over the tokens of ``target`` that count; a scalar."""
+
+    def count(self, target: Any) -> Tensor:
+        """Number of tokens of ``target`` that count; a scalar."""
+
+
+@dataclass(frozen=True)
+class _OverSamples:
+    """A mean over samples, seen as a :class:`TokenLoss`: each sample is a token."""
+
+    loss_fn: LossFn
+    samples: Callable[[Any], int]
+
+    def total(self, output: Any, target: Any) -> Tensor:
+        return _scalar(self.loss_fn(output, target)) * self.samples(target)
+
+    def count(self, target: Any) -> Any:
+        return self.samples(target)
+
+
+def counted(loss_fn: LossFn | TokenLoss, samples: Callable[[Any], int] = len) -> TokenLoss:
+    """Return ``loss_fn`` if it counts its tokens; else the same mean as a loss that counts samples.
+
+    Args:
+        samples: how many samples a target has.
+
+    Raises:
+        TypeError: for what is neither a function nor a :class:`TokenLoss`.
+    """
+    if isinstance(loss_fn, TokenLoss):
+        return loss_fn
+    if not callable(loss_fn):
+        raise TypeError(
+            f"loss_fn is {loss_fn!r}: pass a function of (output, target) that returns the mean loss, or a TokenLoss"
+        )
+    return _OverSamples(loss_fn, samples)
+
+
+def loss_share(loss: TokenLoss, output: Any, target: Any, divisor: Tensor | float) -> Tensor:
+    """Return what a microbatch adds to the mean loss of its batch, a scalar.
+
+    Args:
+        divisor: the sum of ``loss.count`` over all microbatches whose gradients add up, at least 1.
+
+    Raises:
+        ValueError: for a loss that is not a scalar tensor.
+    """
+    return _scalar(loss.total(output, target)) / divisor
+
+
+def _scalar(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.dim():
+        shape = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"loss_fn returned {shape}: return a scalar tensor, the mean over the microbatch")
+    return loss
