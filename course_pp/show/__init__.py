@@ -1,6 +1,7 @@
 """Figures of schedules, timelines, lost time, memory, ranks that wait, of where the bytes go and who wrote them.
 
-Pictures of concepts come before timings: a message, a ring, a model and how it is cut, the map of the course.
+Pictures of concepts come before timings: a message, a ring, a model and how it is cut between and within layers, a
+mesh on its nodes, what FSDP holds, where stages live, the map of the course.
 
 Each figure is a :class:`ChartFigure`: a matplotlib figure that carries its finding as alt text, shows itself in a
 notebook, and saves itself to PNG or SVG. None of them imports torch or touches pyplot. Colours are Okabe and Ito's;
@@ -23,10 +24,14 @@ if TYPE_CHECKING:
     from course_pp.show.curves import bubble_curve, pareto
     from course_pp.show.explorer import explore
     from course_pp.show.lost_bars import lost_time
+    from course_pp.show.matrix_cuts import tensor_cut
     from course_pp.show.memory_curves import memory
+    from course_pp.show.mesh_grid import mesh
     from course_pp.show.piece_boxes import pieces
+    from course_pp.show.placements import placement
     from course_pp.show.processes import message
     from course_pp.show.ring_steps import ring
+    from course_pp.show.sharded_steps import fsdp_step
     from course_pp.show.stage_cuts import cut
     from course_pp.show.text import timeline_text
     from course_pp.show.timelines import timeline
@@ -43,12 +48,16 @@ _HOMES = {
     "dependencies": "chains",
     "explore": "explorer",
     "format_bytes": "byte_bars",
+    "fsdp_step": "sharded_steps",
     "lost_time": "lost_bars",
     "memory": "memory_curves",
+    "mesh": "mesh_grid",
     "message": "processes",
     "pareto": "curves",
     "pieces": "piece_boxes",
+    "placement": "placements",
     "ring": "ring_steps",
+    "tensor_cut": "matrix_cuts",
     "timeline": "timelines",
     "timeline_text": "text",
     "to_trace": "trace",
@@ -65,12 +74,16 @@ __all__ = [
     "dependencies",
     "explore",
     "format_bytes",
+    "fsdp_step",
     "lost_time",
     "memory",
+    "mesh",
     "message",
     "pareto",
     "pieces",
+    "placement",
     "ring",
+    "tensor_cut",
     "timeline",
     "timeline_text",
     "to_trace",

@@ -62,7 +62,8 @@ def course_map(here: str | None = None, title: str | None = None) -> ChartFigure
     places = _places()
     n_columns, n_rows = (1 + max(place[i] for place in places.values()) for i in (0, 1))
     each = (WIDTH - 2 * MARGIN - (n_columns - 1) * _GAP_X) / n_columns
-    sketch = Sketch(WIDTH - 2 * MARGIN, n_rows * (_HIGH + _GAP_Y) - _GAP_Y + 0.3, title or finding)
+    key = "dashed: to come" + (f"; thick frame: you are here, {here}" if here else "")
+    sketch = Sketch(WIDTH - 2 * MARGIN, n_rows * (_HIGH + _GAP_Y) - _GAP_Y, title or finding, key)
 
     def corner(number: str) -> tuple[float, float]:
         column, row = places[number]
@@ -72,8 +73,6 @@ def course_map(here: str | None = None, title: str | None = None) -> ChartFigure
         _draw_notebook(sketch, notebook, corner(notebook.number), each, notebook.number == here)
         for before in notebook.after:
             _draw_arrow(sketch, corner(before), corner(notebook.number), each, notebook.is_written)
-    key = "dashed: to come" + (f"; thick frame: you are here, {here}" if here else "")
-    sketch.text((0, sketch.height - 0.09), key, SMALL, ink=chart.TEXT_GREY)
     what = "Map of the course, an arrow from each notebook to those that build on it"
     you = f" You are at {here}." if here else ""
     return sketch.finish(f"{what}. {finding}. {'; '.join(map(_told, NOTEBOOKS))}.{you}")

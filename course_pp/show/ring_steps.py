@@ -90,12 +90,12 @@ def ring(
     cell = min(_MOST_CELL, max(_LEAST_CELL, room / n_ranks))
     side, n_rows = cell * n_ranks, -(-len(frames) // columns)
     left, high = 0.55, _HEAD + side + _FOOT
-    sketch = Sketch(left + columns * side + (columns - 1) * _GAP + 0.05, n_rows * high + 0.25, title or finding)
+    told = "digits: whose parts are in the sum" if n_ranks <= 5 else "number: how many parts are in the sum"
+    note = f"column: chunk; {told}; ✓ all of them"
+    sketch = Sketch(left + columns * side + (columns - 1) * _GAP + 0.05, n_rows * high, title or finding, note)
     for i, frame in enumerate(frames):
         x, y = left + i % columns * (side + _GAP), i // columns * high
         _draw_frame(sketch, frame, (x, y + _HEAD), cell, with_names=i % columns == 0)
-    told = "digits: whose parts are in the sum" if n_ranks <= 5 else "number: how many parts are in the sum"
-    sketch.text((0, n_rows * high + 0.12), f"column: chunk; {told}; ✓ all of them", SMALL, ink=chart.TEXT_GREY)
     return sketch.finish(_alt_text(n_ranks, finding, frames))
 
 

@@ -62,26 +62,29 @@ def fitting_size(text: str, width: float, height: float, sizes: Sequence[float] 
 
 
 class Sketch:
-    """A figure of ``width × height`` inches below its title; x and y are inches from the left and from the title.
+    """A drawing of ``width × height`` inches between a title and a note; x and y are inches from its upper left corner.
 
     Attributes:
         figure: what is drawn on; give it an alt text with :meth:`finish`.
     """
 
-    def __init__(self, width: float, height: float, title: str) -> None:
+    def __init__(self, width: float, height: float, title: str, note: str = "") -> None:
         # A title may be wider than what it is about.
         sheet = min(WIDTH, max(width + 2 * MARGIN, min(7.5, width_of(title, TITLE) + 2 * MARGIN + 0.1)))
         sheet = max(sheet, width + 2 * MARGIN)
         words = wrapped(title, sheet - 2 * MARGIN - 0.1, TITLE)
         top = 0.28 + height_of(words, TITLE)
-        self.width, self.height = width, height
-        self.figure = ChartFigure(sheet, top + height + MARGIN)
-        self._axes = self.figure.axes_with_margins(left=MARGIN, right=sheet - MARGIN - width, bottom=MARGIN, top=top)
+        small = wrapped(note, sheet - 2 * MARGIN, SMALL)
+        bottom = MARGIN + (height_of(small, SMALL) + 0.08 if note else 0.0)
+        self.figure = ChartFigure(sheet, top + height + bottom)
+        self._axes = self.figure.axes_with_margins(left=MARGIN, right=sheet - MARGIN - width, bottom=bottom, top=top)
         self._axes.set_xlim(0, width)
         self._axes.set_ylim(height, 0)
         self._axes.set_axis_off()
         place = (MARGIN / sheet, 1 - 0.14 / self.figure.get_figheight())
         self.figure.text(*place, words, size=TITLE, va="top", linespacing=1.2)
+        below = (place[0], 0.1 / self.figure.get_figheight())
+        self.figure.text(*below, small, size=SMALL, va="bottom", linespacing=1.2, color=chart.TEXT_GREY)
 
     def finish(self, alt_text: str) -> ChartFigure:
         """The figure, described for those who do not see it."""

@@ -54,7 +54,8 @@ def cut(
 
     gap = min(1.15, 3.2 / max(p - 1, 1)) if p > 1 else 0.0
     each = min(2.9, (WIDTH - 2 * MARGIN - (p - 1) * gap) / p)
-    sketch = Sketch(p * each + (p - 1) * gap, _TOP + _HIGH + 0.62, title or finding)
+    note = f"{tokens:,} tokens; solid arrow: activation, dashed: gradient, {format_bytes(crossing)} each" * (p > 1)
+    sketch = Sketch(p * each + (p - 1) * gap, _TOP + _HIGH + 0.4, title or finding, note)
     for stage in range(p):
         _draw_stage(sketch, config, layers, stage, (stage * (each + gap), each))
         middle = stage * (each + gap) + each / 2
@@ -63,8 +64,6 @@ def cut(
         sketch.text((middle, _TOP + _HIGH + 0.29), words[1], SMALL, align="center", ink=chart.TEXT_GREY)
     for stage in range(p - 1):
         _draw_crossing(sketch, stage * (each + gap) + each, gap, format_bytes(crossing))
-    each_way = f"{tokens:,} tokens; solid arrow: activation, dashed: gradient, {format_bytes(crossing)} each" * (p > 1)
-    sketch.text((0, _TOP + _HIGH + 0.53), each_way, SMALL, ink=chart.TEXT_GREY)
     held = "; ".join(
         f"stage {stage} holds {_contents(config, layers, stage)}, {format_bytes(weights[stage])} of weights"
         for stage in range(p)

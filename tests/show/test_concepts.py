@@ -7,11 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from course_pp import show
 from course_pp.model import ModelConfig, compute_layer_assignment
+from course_pp.parallel import DistributedConfig, predict_collectives, predict_unsharded_bytes
+from course_pp.schedule import Action, Schedule, build
 from course_pp.show.course import NOTEBOOKS
+from course_pp.show.mesh_grid import dimensions_of
 from course_pp.show.ring_steps import ring_steps
+from course_pp.show.sharded_steps import gathers_of, most_held, sharded_step
 from tests.show.layout import flaws
 from tests.show.reading import texts, title
 
@@ -31,6 +36,21 @@ FIGURES = {
     **{f"ring of {n}": lambda n=n: show.ring(n) for n in (2, 3, 4, 5, 8)},
     **{f"cut in {p}": lambda p=p: cut(CONFIG, p) for p in (1, 2, 4, 8)},
     **{f"large cut in {p}": lambda p=p: cut(LARGE, p) for p in (2, 8)},
+    **{f"tensor cut over {n}": lambda n=n: show.tensor_cut(n) for n in (2, 4, 8)},
+    **{f"{a}, {b}": lambda a=a, b=b: show.tensor_cut(2, (a, b)) for a in ("column", "row") for b in ("column", "row")},
+    "2 × 2": lambda: show.mesh({"pp": 2, "tp": 2}, gpus_per_node=2),
+    "2 × 8": lambda: show.mesh({"pp": 2, "tp": 8}),
+    "8 × 2, sums across": lambda: show.mesh({"tp": 8, "pp": 2}, rank=3),
+    "4 × 2 × 2 × 4": lambda: show.mesh(DistributedConfig(pp=4, dp_replicate=2, dp_shard=2, tp=4), rank=5),
+    "one node": lambda: show.mesh({"tp": 4}),
+    "fsdp": lambda: show.fsdp_step(),
+    "fsdp, a number": lambda: show.fsdp_step((True, 2, False), n_layers=4),
+    **{f"fsdp, 1f1b of {m}": lambda m=m: show.fsdp_step(schedule=build("1f1b", 2, m), n_shards=2) for m in (2, 8)},
+    **{
+        f"{name} placed on {p}": lambda name=name, p=p: show.placement(build(name, p, 2 * p))
+        for name in ("1f1b", "interleaved_1f1b", "zb_v")
+        for p in (2, 4, 8, 16)
+    },
     "course map": lambda: show.course_map(),
     "course map here": lambda: show.course_map(here="03"),
 }
@@ -59,8 +79,6 @@ def test_words_over_each_other_or_out_of_their_box_are_flaws() -> None:
 
 
 def test_a_message_tells_its_bytes_and_who_learns_nothing() -> None:
-    import torch
-
     figure = show.message(torch.ones(3, dtype=torch.float64), n_ranks=3, sender=2, receiver=0)
     assert title(figure) == "24 B go from the memory of rank 2 to that of rank 0; rank 1 learns nothing"
     assert {"x before", "x after", "no x"} <= set(texts(figure))
@@ -113,6 +131,115 @@ def test_stages_that_leave_out_a_layer_are_refused(layers: list[tuple[int, int]]
 def test_a_model_of_ones_own_needs_sizes_only() -> None:
     sizes = {"n_embedding_parameters": 8, "n_layer_parameters": 100, "n_head_parameters": 8}
     assert title(show.cut(SimpleNamespace(dim=4, n_layers=2, **sizes), [(0, 1), (1, 2)], tokens=1))
+
+
+@pytest.mark.parametrize(
+    ("plan", "exchanges"),
+    [
+        (("column", "row"), "one exchange in forward, all-reduce of 32 KiB"),
+        (("column", "column"), "two exchanges in forward, all-gather of 128 KiB and all-gather of 32 KiB"),
+        (("row", "row"), "two exchanges in forward, all-reduce of 128 KiB and all-reduce of 32 KiB"),
+        (("row", "column"), "two exchanges in forward, all-reduce of 128 KiB and all-gather of 32 KiB"),
+    ],
+)
+def test_only_column_then_row_needs_one_exchange(plan: tuple[Any, Any], exchanges: str) -> None:
+    assert title(show.tensor_cut(2, plan)).endswith(exchanges)
+
+
+def test_sizes_that_the_ranks_do_not_divide_are_refused() -> None:
+    with pytest.raises(ValueError, match="hidden=256 does not divide among 3"):
+        show.tensor_cut(3)
+    with pytest.raises(ValueError, match="dim=6 does not divide"):
+        show.tensor_cut(4, ("row", "row"), dim=6)
+
+
+def test_a_mesh_knows_whose_groups_leave_their_node() -> None:
+    inside = {each.name: each for each in dimensions_of({"pp": 2, "dp": 1, "tp": 8}, 8)}
+    assert {name: (each.stride, each.crosses) for name, each in inside.items()} == {"pp": (8, 8), "tp": (1, 0)}
+    assert inside["pp"].groups[3] == (3, 11)
+    across = {each.name: each.crosses for each in dimensions_of({"tp": 8, "pp": 2}, 8)}
+    assert across == {"tp": 2, "pp": 0}
+    assert title(show.mesh({"pp": 2, "tp": 8})) == (
+        "16 ranks, 8 a node: tp stays inside a node, pp crosses the slow links"
+    )
+
+
+def test_a_mesh_numbers_ranks_as_torch_does() -> None:
+    sizes = {"pp": 2, "dp_shard": 3, "tp": 4}
+    grid = torch.arange(24).reshape(*sizes.values())
+    for axis, dimension in enumerate(dimensions_of(sizes, 8)):
+        lines = grid.movedim(axis, -1).reshape(-1, list(sizes.values())[axis])
+        assert sorted(dimension.groups) == sorted(map(tuple, lines.tolist()))
+
+
+@pytest.mark.parametrize("wrong", [{"pp": 0}, {"pp": 3, "tp": 4}, {"pp": 256}])
+def test_a_mesh_that_fills_no_nodes_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"give|fill|drawn"):
+        show.mesh(wrong)
+
+
+MODEL = ModelConfig(dim=64, n_layers=6, n_heads=4, vocab_size=128, max_seq_len=32)
+
+
+@pytest.mark.parametrize("policy", [True, 2, False])
+def test_fsdp_holds_and_gathers_what_the_package_predicts(policy: bool | int) -> None:
+    moments = sharded_step(6, policy, 4, [Action(0, "F", 0), Action(0, "B", 0)], pipeline=False)
+    layout = DistributedConfig(dp_shard=4)
+    (peak, *_) = predict_unsharded_bytes(MODEL, layout, reshard_after_forward=policy)
+    ends = MODEL.n_embedding_parameters + MODEL.n_head_parameters
+    assert 4 * (ends + most_held(moments) * MODEL.n_layer_parameters) == peak
+    assert {gathers_of(moments, layer) for layer in range(6)} == {1 if policy is False else 2}
+    assert all(sum(layer in moment.reduces for moment in moments) == 1 for layer in range(6))
+
+
+@pytest.mark.parametrize("policy", [True, False])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_fsdp_in_a_pipeline_gathers_what_the_package_predicts(policy: bool, name: str) -> None:
+    layout, schedule = DistributedConfig(pp=2, dp_shard=2), build(name, 2, 8)
+    counted = predict_collectives(
+        MODEL,
+        layout,
+        batch_size=1,
+        seq_len=32,
+        n_microbatches=8,
+        schedule=name,
+        reshard_after_forward=policy,
+        clip=False,
+    )
+    for rank in range(2):
+        moments = sharded_step(3, policy, 2, list(schedule.actions[rank]), pipeline=True)
+        groups = 4  # three layers and the root
+        assert groups * gathers_of(moments, 0) == counted[2 * rank]["dp_shard", "all_gather"].number
+        assert most_held(moments) == 3
+
+
+@pytest.mark.parametrize("wrong", [{"reshard": 3}, {"reshard": ()}, {"n_shards": 1}])
+def test_fsdp_steps_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="give"):
+        show.fsdp_step(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("reshard", "schedule", "message"),
+    [(True, build("zb_v", 2, 4), "several stages"), (2, build("1f1b", 2, 4), "only without one")],
+)
+def test_fsdp_in_a_pipeline_needs_one_stage_a_rank_and_true_or_false(
+    reshard: bool | int, schedule: Schedule, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        show.fsdp_step(reshard, schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    ("name", "finding"),
+    [
+        ("1f1b", "A line: 4 stages on 4 ranks, 3 messages each way, first and last stage far apart"),
+        ("interleaved_1f1b", "A loop: 8 stages on 4 ranks, 7 messages each way, first and last stage far apart"),
+        ("zb_v", "A V: 8 stages on 4 ranks, 6 messages each way, first and last stage on one rank"),
+    ],
+)
+def test_a_placement_tells_its_shape_and_its_messages(name: str, finding: str) -> None:
+    assert title(show.placement(build(name, 4, 8))) == finding
 
 
 def test_the_map_agrees_with_the_notebooks_about_what_there_is_and_what_comes_before() -> None:

@@ -1,0 +1,201 @@
+"""A mesh of ranks laid over nodes: who is whose neighbour in which dimension, and over which link."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from string import ascii_lowercase
+from typing import Protocol
+
+from course_pp.show import chart
+from course_pp.show.chart import WIDTH, ChartFigure
+from course_pp.show.sketch import LEAST, MARGIN, SERIES, SMALL, WORDS, Point, Sketch, width_of, wrapped
+from course_pp.show.wording import counted, listed
+
+_MOST_RANKS = 128
+_DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
+_HEAD, _LABEL, _GAP, _BETWEEN = 0.55, 0.3, 0.3, 0.28
+
+
+class Layout(Protocol):
+    """Sizes of the four dimensions; :class:`course_pp.parallel.DistributedConfig` has them."""
+
+    @property
+    def pp(self) -> int: ...
+    @property
+    def dp_replicate(self) -> int: ...
+    @property
+    def dp_shard(self) -> int: ...
+    @property
+    def tp(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """The groups of ranks along one dimension of a mesh.
+
+    Attributes:
+        stride: how far apart two neighbours of a group are numbered.
+        groups: the ranks of each group, in order.
+        crosses: how many groups have ranks on more than one node.
+    """
+
+    name: str
+    stride: int
+    groups: tuple[tuple[int, ...], ...]
+    crosses: int
+
+
+def dimensions_of(sizes: Mapping[str, int], gpus_per_node: int) -> tuple[Dimension, ...]:
+    """The dimensions of more than one rank, for ranks numbered node by node and the last dimension fastest."""
+    n_ranks, found, stride = prod(sizes.values()), [], 1
+    for name, size in reversed(list(sizes.items())):
+        if size > 1:
+            firsts = (rank for rank in range(n_ranks) if rank // stride % size == 0)
+            groups = tuple(tuple(first + i * stride for i in range(size)) for first in firsts)
+            crosses = sum(len({rank // gpus_per_node for rank in group}) > 1 for group in groups)
+            found.append(Dimension(name, stride, groups, crosses))
+        stride *= size
+    return tuple(reversed(found))
+
+
+def mesh(
+    layout: Layout | Mapping[str, int], gpus_per_node: int = 8, rank: int = 0, title: str | None = None
+) -> ChartFigure:
+    """Draw the ranks on their nodes, once for each dimension: one letter a group, and the links of ``rank``'s group.
+
+    Solid links stay inside a node, dashed ones leave it and are slow.
+
+    Args:
+        layout: the sizes of a mesh, as a configuration or by name, outermost dimension first:
+            ``{"pp": 2, "tp": 8}``. Dimensions of one rank are left out.
+        rank: whose neighbours to mark.
+        title: instead of the finding.
+
+    Raises:
+        ValueError: for sizes below 1, more than 128 ranks, nodes that the ranks do not fill, and a rank that does not
+            exist.
+    """
+    sizes = dict(layout) if isinstance(layout, Mapping) else {name: getattr(layout, name) for name in _DIMENSIONS}
+    n_ranks = _check(sizes, gpus_per_node, rank)
+    gpus_per_node = min(gpus_per_node, n_ranks)
+    dimensions = dimensions_of(sizes, gpus_per_node) or (Dimension("one rank", 1, ((0,),), 0),)
+    finding = _finding(dimensions, n_ranks, gpus_per_node)
+
+    n_panels, n_nodes = len(dimensions), n_ranks // gpus_per_node
+    room = (WIDTH - 2 * MARGIN - _LABEL - 0.05 - (n_panels - 1) * _GAP) / n_panels
+    cell = min(0.62, room / gpus_per_node)
+    if cell * gpus_per_node < 1.9:
+        cell = min(room / gpus_per_node, 1.9 / gpus_per_node)
+    panel = cell * gpus_per_node
+    high = min(cell, 0.42)
+    row = high + _BETWEEN
+    key = f"n0: node; letter: group; thick: the group of rank {rank}; dashed link: leaves the node, slow"
+    width = _LABEL + n_panels * panel + (n_panels - 1) * _GAP + 0.05
+    sketch = Sketch(width, _HEAD + n_nodes * row + 0.08, title or finding, key)
+    for i, dimension in enumerate(dimensions):
+        left = _LABEL + i * (panel + _GAP)
+        _draw_panel(sketch, dimension, left, (cell, high), gpus_per_node, n_nodes, rank)
+    for node in range(n_nodes):
+        sketch.text((0, _HEAD + _BETWEEN + node * row + high / 2), f"n{node}", SMALL, ink=chart.TEXT_GREY)
+    return sketch.finish(_alt_text(dimensions, finding, rank, n_nodes, gpus_per_node))
+
+
+def _check(sizes: Mapping[str, int], gpus_per_node: int, rank: int) -> int:
+    for name, size in {**sizes, "gpus_per_node": gpus_per_node}.items():
+        if type(size) is not int or size < 1:
+            raise ValueError(f"{name} is {size!r}: give an integer of at least 1")
+    n_ranks = prod(sizes.values())
+    if n_ranks > _MOST_RANKS:
+        raise ValueError(f"{n_ranks} ranks: up to {_MOST_RANKS} are drawn")
+    if n_ranks > gpus_per_node and n_ranks % gpus_per_node:
+        raise ValueError(f"{n_ranks} ranks do not fill nodes of {gpus_per_node}: change a size or gpus_per_node")
+    if not 0 <= rank < n_ranks:
+        raise ValueError(f"rank {rank}: give one from 0 to {n_ranks - 1}")
+    return n_ranks
+
+
+def _draw_panel(
+    sketch: Sketch, dimension: Dimension, left: float, cell: Point, per_node: int, n_nodes: int, rank: int
+) -> None:
+    (width, high), row = cell, cell[1] + _BETWEEN
+    panel = width * per_node
+    sketch.text((left, 0.08), dimension.name, WORDS + 1, bold=True)
+    size, number = len(dimension.groups[0]), len(dimension.groups)
+    where = f"across nodes: {dimension.crosses} of {number}" if dimension.crosses else "inside a node: all"
+    words = f"{counted(number, 'group')} of {size}, {dimension.stride} apart\n{where}"
+    sketch.text((left, 0.4), words if width_of(words, SMALL) < panel + _GAP else wrapped(words, panel, LEAST), SMALL)
+
+    def corner(of: int) -> Point:
+        return left + of % per_node * width, _HEAD + _BETWEEN + of // per_node * row
+
+    for node in range(n_nodes):
+        frame = (left - 0.04, _HEAD + _BETWEEN + node * row - 0.04)
+        sketch.box(frame, (panel + 0.08, high + 0.08), edge="#999999", line=0.8, rounded=True, zorder=1)
+    for index, group in enumerate(dimension.groups):
+        fill, ink = SERIES[index % len(SERIES)]
+        mine = rank in group
+        for each in group:
+            edge, line, depth = ("black", 2.4, 3.0) if mine else ("white", 0.8, 2.0)
+            for words in (f"{each}{_letter(index)}", str(each)):
+                if sketch.box(
+                    corner(each),
+                    (width, high),
+                    words,
+                    fill=fill,
+                    ink=ink,
+                    edge=edge,
+                    line=line,
+                    bold=mine,
+                    zorder=depth,
+                ):
+                    break
+        if mine:
+            for one, other in pairwise(group):
+                _draw_link(sketch, corner(one), corner(other), cell)
+
+
+def _letter(index: int) -> str:
+    first, last = divmod(index, len(ascii_lowercase))
+    return (ascii_lowercase[first - 1] if first else "") + ascii_lowercase[last]
+
+
+def _draw_link(sketch: Sketch, one: Point, other: Point, cell: Point) -> None:
+    width, high = cell
+    (x0, y0), (x1, y1) = one, other
+    if y0 == y1:  # over the boxes between
+        top, lift = y0 - 0.02, 0.11
+        points = [
+            (x0 + width * 0.5, top),
+            (x0 + width * 0.5, top - lift),
+            (x1 + width * 0.4, top - lift),
+            (x1 + width * 0.4, top),
+        ]
+        sketch.arrow(*points, ink="black", line=1.4, head=6, zorder=6)
+        return
+    # Down the left edge of the boxes, where no number is.
+    points = [(x0 + 0.05, y0 + high), (x1 + 0.05, y1)]
+    if x0 != x1:
+        lane = y0 + high + 0.09
+        points = [points[0], (points[0][0], lane), (points[1][0], lane), points[1]]
+    sketch.arrow(*points, ink=chart.VERMILION, line=2, dashed=True, head=9, zorder=6)
+
+
+def _finding(dimensions: tuple[Dimension, ...], n_ranks: int, gpus_per_node: int) -> str:
+    inside = [each.name for each in dimensions if not each.crosses]
+    across = [each.name for each in dimensions if each.crosses]
+    parts = [f"{listed(inside)} {'stays' if len(inside) == 1 else 'stay'} inside a node"] * bool(inside)
+    parts += [f"{listed(across)} {'crosses' if len(across) == 1 else 'cross'} the slow links"] * bool(across)
+    return f"{counted(n_ranks, 'rank')}, {gpus_per_node} a node: {', '.join(parts)}"
+
+
+def _alt_text(dimensions: tuple[Dimension, ...], finding: str, rank: int, n_nodes: int, per_node: int) -> str:
+    told = []
+    for dimension in dimensions:
+        mine = next(group for group in dimension.groups if rank in group)
+        told.append(
+            f"{dimension.name}: {counted(len(dimension.groups), 'group')} of {len(mine)}, {dimension.stride} apart, "
+            f"{dimension.crosses} of them across nodes; rank {rank} is with {listed([str(each) for each in mine])}"
+        )
+    grid = f"{counted(n_nodes, 'node')} of {per_node}, once for each dimension of the mesh"
+    return f"Ranks on {grid}. {finding}. {'. '.join(told)}."
