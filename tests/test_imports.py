@@ -11,15 +11,15 @@ import course_pp
 
 ROOT = Path(course_pp.__file__).parent
 
-# What each package may import from its siblings. `loss` is a module that stands alone. `exercises` and `notebook` are for
-# cells: nothing imports them.
+# What each package may import from its siblings. `collective` and `loss` are modules that stand alone. `exercises` and
+# `notebook` are for cells: nothing imports them.
 ARROWS = {
     "schedule": set(),
     "show": {"schedule"},
     "model": set(),
-    "runtime": {"schedule", "loss"},
-    "parallel": {"model", "loss"},
-    "training": {"model", "parallel", "runtime", "schedule", "loss"},
+    "runtime": {"collective", "loss", "schedule"},
+    "parallel": {"collective", "loss", "model"},
+    "training": {"collective", "loss", "model", "parallel", "runtime", "schedule"},
     "launch": set(),
     "notebook": {"launch", "runtime", "schedule"},
 }

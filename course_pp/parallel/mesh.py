@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from course_pp.collective import Ranks
 from course_pp.parallel._torch import forget_meshes, set_timeout
 from course_pp.parallel.placement import share_cores
 from course_pp.parallel.world import get_node, get_world_info, has_gpus_of_its_own
@@ -150,8 +151,7 @@ def init_distributed(config: DistributedConfig, seed: int = 42) -> DeviceMesh | 
 
 def _warn_if_tp_leaves_a_node(tp: int) -> None:
     """Collective. Asks every rank for its node: no rank can tell from its own variables how tasks were dealt out."""
-    nodes = [""] * dist.get_world_size()
-    dist.all_gather_object(nodes, get_node())
+    nodes = Ranks().gather(get_node())
     groups = (range(first, first + tp) for first in range(0, len(nodes), tp))
     torn = next((group for group in groups if len({nodes[rank] for rank in group}) > 1), None)
     if torn is not None and dist.get_rank() == 0:

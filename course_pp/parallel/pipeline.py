@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from course_pp.collective import Ranks
 from course_pp.loss import LossFn, TokenLoss, counted, loss_share
-from course_pp.parallel.agreement import agree, agree_on, gather
 from course_pp.parallel.forward_only import forward_only
 from course_pp.parallel.fsdp import reshard
 from course_pp.parallel.mesh import has_dp_mesh
@@ -37,6 +37,8 @@ def build_pipeline_schedule(
     n_microbatches: int,
     loss_fn: LossFn | TokenLoss,
     schedule: str = "1f1b",
+    *,
+    timeout_s: float = 300.0,
 ) -> "PipelineSchedule":
     """Put stages under a schedule. Call it on every rank of the mesh at once: the ranks compare what they were given.
 
@@ -47,8 +49,10 @@ def build_pipeline_schedule(
         loss_fn: ``loss_fn(output, target)`` gives the mean loss of one microbatch. A :class:`TokenLoss` is averaged
             over the counted tokens of the whole batch instead of over microbatches.
         schedule: one of :func:`schedule_names`, or torch's class name.
+        timeout_s: the longest that a rank waits here for the others. Steps wait as long as the process group says.
 
     Raises:
+        RankMissing: if a rank has ended or does not come.
         TypeError: if given something other than stages from :func:`build_pipeline_stage`.
         ValueError: for an unknown schedule, stages placed otherwise than it needs, a number of microbatches it cannot
             run, or ranks that were given different pipelines.
@@ -60,19 +64,18 @@ def build_pipeline_schedule(
             "build_stage_module and wrap this rank's stages"
         )
     stages.sort(key=lambda s: s.stage_index)
-    everyone = _everyone(stages[0])
-    agree(_problem_of_placement(stages, n_microbatches, schedule), everyone)
-    agree_on(
+    everyone = Ranks(_everyone(stages[0]), limit_s=timeout_s)
+    everyone.refuse(_problem_of_placement(stages, n_microbatches, schedule))
+    everyone.require_equal(
         {
             "schedule": find_schedule(schedule).torch_class,
             "n_microbatches": n_microbatches,
             "(batch_size, seq_len)": tuple(stages[0].tokens.shape),
             "param_dtype": stages[0].boundary.dtype,
             "config": stages[0].submod.config,
-        },
-        everyone,
+        }
     )
-    agree(_problem_of_model(stages), everyone)
+    everyone.refuse(_problem_of_model(stages, Ranks(stages[0].group, limit_s=timeout_s)))
     if find_schedule(schedule).splits_backward != "none" and any(is_checkpointed(s.submod) for s in stages):
         _warn_of_recomputation(schedule)
     return PipelineSchedule(stages, n_microbatches, loss_fn, schedule)
@@ -113,10 +116,10 @@ def _everyone(stage: ModelStage) -> dist.ProcessGroup | None:
     return stage.group if stage.device_mesh is None else dist.group.WORLD
 
 
-def _problem_of_model(stages: Sequence[ModelStage]) -> str | None:
+def _problem_of_model(stages: Sequence[ModelStage], pipeline: Ranks) -> str | None:
     """What keeps all stages from making up the model: each layer once, both ends of a tie trained or none."""
     mine = [(s.stage_index, s.submod.layer_range, s.submod.tied_weight) for s in stages]
-    ranks = gather([(i, layers, tie is not None and tie.requires_grad) for i, layers, tie in mine], stages[0].group)
+    ranks = pipeline.gather([(i, layers, tie is not None and tie.requires_grad) for i, layers, tie in mine])
     parts = sorted(part for rank in ranks for part in rank)
     end = 0
     for stage, (start, stop), _ in parts:
@@ -162,7 +165,7 @@ class PipelineSchedule:
         self.n_microbatches = n_microbatches
         self._loss, self._counts_tokens = counted(loss_fn), isinstance(loss_fn, TokenLoss)
         self._group = stages[0].group
-        self._everyone = _everyone(stages[0])
+        self._everyone = Ranks(_everyone(stages[0]))
         self._dp_groups = _data_parallel_groups(stages[0].device_mesh)
         self._divisor: torch.Tensor | float = 1.0
         self._schedule = kind.build(
@@ -274,7 +277,7 @@ class PipelineSchedule:
         """Drop what this rank does not need, refuse what does not fit (all ranks together), and count the tokens."""
         inputs = inputs if self.stages[0].is_first else None
         target = target if self.stages[-1].is_last else None
-        agree(self._problem(inputs, target, kwargs) or _problem_of_divisor(divisor), self._everyone)
+        self._everyone.refuse(self._problem(inputs, target, kwargs) or _problem_of_divisor(divisor))
         if inputs is not None:
             # torch before 2.12 refuses strides like those of tokens[:, :-1], which contiguous() keeps for a single row.
             inputs = inputs.clone(memory_format=torch.contiguous_format)

@@ -8,7 +8,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from course_pp.collective import Ranks, difference
+
 __all__ = ["Agreed", "agree_on_pipeline", "digest"]
+
+_LIMIT_S = 300.0  # one rank may take minutes longer than another to build its stages
 
 
 @dataclass(frozen=True)
@@ -38,22 +42,17 @@ def agree_on_pipeline(
         parameters: of this rank's stages, by name: shape, dtype and whether it is trained.
 
     Raises:
+        RankMissing: if a rank has ended or does not come.
         ValueError: on every rank, with the first rank's problem or the first fact that differs.
     """
     mine = (problem, dict(facts), dict(parameters), 1 + secrets.randbelow(2**15 - 1))
-    everyone = [mine]
-    if dist.is_initialized():
-        everyone = [mine] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, mine, group=group)
+    everyone = Ranks(group, limit_s=_LIMIT_S).gather(mine)
     for rank, (trouble, _, _, _) in enumerate(everyone):
         if trouble is not None:
             raise ValueError(f"rank {rank}: {trouble}")
-    for rank, (_, theirs, _, _) in enumerate(everyone):
-        for name, value in everyone[0][1].items():
-            if theirs[name] != value:
-                raise ValueError(
-                    f"rank {rank} was given {name}={theirs[name]!r}, rank 0 {value!r}: give all ranks the same pipeline"
-                )
+    problem = difference([theirs for _, theirs, _, _ in everyone])
+    if problem is not None:
+        raise ValueError(problem)
     held = _same_on_replicas([theirs for _, _, theirs, _ in everyone])
     return Agreed(everyone[0][3], {stage: tuple(parameters) for stage, parameters in held.items()})
 

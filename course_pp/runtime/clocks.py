@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from course_pp.collective import Ranks
+
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _TIME_NAMESPACE = Path("/proc/self/ns/time")
 _ROUNDS = 32
@@ -126,9 +128,9 @@ def align(
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Alignment(0, 0)
-    rank, n_ranks = dist.get_rank(group), dist.get_world_size(group)
-    hosts: list[str] = [""] * n_ranks
-    dist.all_gather_object(hosts, host_identity() if host is None else host, group=group)
+    rank = dist.get_rank(group)
+    ranks = Ranks(group)
+    hosts = ranks.gather(host_identity() if host is None else host)
     first_on_host = [hosts.index(name) for name in hosts]
     measuring = sorted(set(first_on_host) - {0})
     mine = Alignment(0, 0)
@@ -139,9 +141,7 @@ def align(
             _answer(other, group, clock)
     elif rank in measuring:
         mine = min((_ask(group, clock) for _ in range(_ROUNDS)), key=lambda alignment: alignment.error_ns)
-    alignments = [mine] * n_ranks
-    dist.all_gather_object(alignments, mine, group=group)
-    return alignments[first_on_host[rank]]
+    return ranks.gather(mine)[first_on_host[rank]]
 
 
 def _ask(group: dist.ProcessGroup | None, clock: Callable[[], int]) -> Alignment:

@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from course_pp.collective import Ranks
 from course_pp.runtime.clocks import Alignment, HostClock, align, clock_of
 from course_pp.runtime.emulation import Emulated, EmulatedTimeline, Overrun
 from course_pp.runtime.memory import Meter, MeterLog, RankMemory
@@ -22,7 +23,6 @@ from course_pp.schedule import Action, Overlap, Product, Receive, Span, Timeline
 _NANOSECONDS = 10**9
 
 _What = Action | Overlap | Product
-_T = TypeVar("_T")
 
 
 class Stage(Protocol):
@@ -285,7 +285,7 @@ class Recorder:
             raise RuntimeError(f"{_name(self._running)} is still being recorded: ask for what was recorded afterwards")
         self._settle()
         memory = None if self.meter is None else self.meter.log()
-        records = _from_all(_RankRecord(self._done, self._emulated, memory, self._align(group)), group)
+        records = Ranks(group).gather(_RankRecord(self._done, self._emulated, memory, self._align(group)))
         self._clock_error = max(record.clock.error_ns for record in records) / _NANOSECONDS
         starts = [start for record in records for start in record.starts(Action, Overlap)]
         starts = starts or [start for record in records for start in record.starts(Product)]
@@ -298,7 +298,7 @@ class Recorder:
         assert group is not None  # there is a default group once torch.distributed is initialised
         # One alignment for all that is recorded until clear(), or timeline and memory would differ in their zero.
         # Ranks may have cleared differently, and must measure together.
-        if not all(_from_all(group in self._alignments, group)):
+        if not all(Ranks(group).gather(group in self._alignments)):
             self._alignments[group] = align(group)
         return self._alignments[group]
 
@@ -344,15 +344,6 @@ def _refuse_unsuitable(stage: Stage) -> None:
 
 def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
-
-
-def _from_all(mine: _T, group: dist.ProcessGroup | None) -> list[_T]:
-    """``mine`` of every rank of ``group``, in order."""
-    everyone = [mine]
-    if _distributed():
-        everyone *= dist.get_world_size(group)
-        dist.all_gather_object(everyone, mine, group=group)
-    return everyone
 
 
 def _name(what: _What) -> str:

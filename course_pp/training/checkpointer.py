@@ -8,10 +8,10 @@ from types import TracebackType
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from course_pp.collective import Ranks
 from course_pp.parallel import is_rank_zero
 from course_pp.training.checkpoint import AsyncSaver, CheckpointError, Loaded, load, resume, save
 from course_pp.training.checkpoint.directory import Retention, check_free, check_writable, step_directories, step_of
-from course_pp.training.engines import together
 from course_pp.training.preemption import Preempted, Preemption
 from course_pp.training.report import StepResult
 from course_pp.training.trainer import NonFiniteGradient, Trainer
@@ -61,7 +61,7 @@ class Checkpointer:
         self._save_every, self._attachments, self._preemption = save_every, attachments, preemption
         if self._root is not None:
             writable = self._root
-            together(lambda: check_writable(writable) if is_rank_zero() else None)
+            Ranks().collectively(lambda: check_writable(writable) if is_rank_zero() else None)
         self._saver: AsyncSaver | None = None
         if asynchronous and root is not None:
             self._saver = AsyncSaver(root, device_mesh=device_mesh, keep_last=keep_last, keep_every=keep_every)
@@ -79,7 +79,7 @@ class Checkpointer:
                 holds something under the name of a step that this run would come to; with ``"auto"`` a damaged
                 checkpoint makes way.
         """
-        together(lambda: _check_source(source))
+        Ranks().collectively(lambda: _check_source(source))
         trainer, loaded = self._trainer, None
         if source == "auto" and self._root is not None:
             loaded = resume(self._root, trainer.modules, trainer.optimizer, device_mesh=self._mesh)
@@ -87,7 +87,7 @@ class Checkpointer:
             loaded = load(source, trainer.modules, trainer.optimizer, device_mesh=self._mesh)
         if loaded is not None:
             trainer.load_state(loaded.extra)
-        together(lambda: self._check_room(take_up=source == "auto"))
+        Ranks().collectively(lambda: self._check_room(take_up=source == "auto"))
         if source == "auto" and loaded is not None:
             self._saved_step = loaded.step
         return loaded

@@ -1,13 +1,13 @@
 """The two ways to take a batch through the pipeline, `course_pp.parallel` and `course_pp.runtime`, made alike."""
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from course_pp.collective import Ranks
 from course_pp.loss import TokenLoss
 from course_pp.model import PipelineStageModule
 from course_pp.parallel import (
@@ -19,15 +19,12 @@ from course_pp.parallel import (
     get_stage_indices,
     get_tp_mesh,
 )
-from course_pp.parallel.agreement import agree
 from course_pp.runtime import Pipeline
 from course_pp.schedule import Schedule, build
 from course_pp.training.config import TrainConfig
 from course_pp.training.data import Sequences
 
-__all__ = ["PipelineEngine", "build_engine", "stages_of_rank", "together"]
-
-T = TypeVar("T")
+__all__ = ["PipelineEngine", "build_engine", "stages_of_rank"]
 
 
 class PipelineEngine(Protocol):
@@ -81,25 +78,6 @@ def build_engine(
     return _RuntimeEngine(config, modules, loss_fn, like.attention_mask is not None, device_mesh, device)
 
 
-def together(work: Callable[[], T]) -> T:
-    """Do ``work`` on every rank.
-
-    Raises:
-        ValueError: on every rank, if it failed on any: a rank that refuses alone leaves the others waiting.
-    """
-    result: list[T] = []
-    failure: Exception | None = None
-    try:
-        result.append(work())
-    except (OSError, TypeError, ValueError) as error:
-        failure = error
-    try:
-        agree(None if failure is None else str(failure), dist.group.WORLD)
-    except ValueError as refusal:
-        raise refusal from failure
-    return result[0]
-
-
 class _ParallelEngine:
     """`course_pp.parallel`: each data-parallel rank takes its rows, torch runs the schedule."""
 
@@ -115,8 +93,8 @@ class _ParallelEngine:
     ) -> None:
         self._device = device
         self._dp_rank, self._dp_size = get_dp_rank(device_mesh), get_dp_size(device_mesh)
-        rows = together(lambda: config.rows_of_a_microbatch(self._dp_size))
-        stages = together(
+        rows = Ranks().collectively(lambda: config.rows_of_a_microbatch(self._dp_size))
+        stages = Ranks().collectively(
             lambda: [build_pipeline_stage(m, device_mesh, device, rows, seq_len, param_dtype) for m in modules]
         )
         self._pipeline = build_pipeline_schedule(stages, config.microbatches, loss_fn, config.schedule)
@@ -158,7 +136,7 @@ class _RuntimeEngine:
             return build(config.schedule, get_pp_size(device_mesh), config.microbatches)
 
         self._device = device
-        schedule = together(schedule_here)
+        schedule = Ranks().collectively(schedule_here)
         stages = {module.stage_id: _MaskPassedOn(module) if masked else module for module in modules}
         tied = []
         if modules[0].config.tie_embeddings and schedule.n_stages > 1:

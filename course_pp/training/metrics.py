@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from course_pp.collective import Ranks
 from course_pp.model import ModelConfig, layer_costs
 
 __all__ = ["Peak", "Speed", "find_peak", "matmul_flops", "training_flops"]
@@ -85,9 +86,7 @@ def find_peak(given: float | None, device: torch.device, dtype: torch.dtype) -> 
     if given is not None:
         return Peak(given * dist.get_world_size(), "given")
     dist.barrier()
-    everyone = [0.0] * dist.get_world_size()
-    dist.all_gather_object(everyone, matmul_flops(device, dtype))
-    return Peak(sum(everyone), "measured")
+    return Peak(sum(Ranks().gather(matmul_flops(device, dtype))), "measured")
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype, size: int | None = None, repeats: int = 5) -> float:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from course_pp.collective import Ranks
 from course_pp.training.config import TrainConfig
-from course_pp.training.engines import together
 from course_pp.training.logs import Logs, Progress, tracing
 from course_pp.training.metrics import Speed
 
@@ -52,7 +52,7 @@ class Reporter:
         self.speed = self._window = speed
         self._progress = Progress(step, config.steps, config.log_every, speaks)
         stack.callback(self._progress.close)
-        self._logs = together(lambda: _open(config.log_folder, step) if speaks else None)
+        self._logs = Ranks().collectively(lambda: _open(config.log_folder, step) if speaks else None)
         if self._logs is not None:
             stack.callback(self._logs.close)
         peak = speed.peak

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from course_pp.collective import Ranks
 from course_pp.model import PipelineStageModule
 from course_pp.parallel import build_pipeline_stage, get_pp_size
-from course_pp.parallel.agreement import gather
 from course_pp.parallel.forward_only import forward_only
 from course_pp.parallel.fsdp import reshard
 from course_pp.training.data import BOT_ID, EOT_ID, PAD_ID
@@ -61,7 +61,7 @@ def sample(
         for module in modules
     ]
     pp_size, last_stage = get_pp_size(device_mesh), modules[0].num_stages - 1
-    held = gather([module.stage_id for module in modules], stages[0].group)
+    held = Ranks(stages[0].group).gather([module.stage_id for module in modules])
     owner = {stage: rank for rank, indices in enumerate(held) for stage in indices}
     for stage in stages:
         stage.stage_index_to_group_rank = owner

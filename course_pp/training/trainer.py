@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from course_pp.collective import Ranks
 from course_pp.model import CrossEntropy, PipelineStageModule
 from course_pp.parallel import TokenLoss, clip_grad_norm_, get_pp_size
-from course_pp.parallel.agreement import agree_on
 from course_pp.training.config import TrainConfig
 from course_pp.training.data import Batches, Sequences, validation_batches
-from course_pp.training.engines import build_engine, together
+from course_pp.training.engines import build_engine
 from course_pp.training.metrics import Peak, Speed, find_peak, training_flops
 from course_pp.training.optim import build_optimizer, build_scheduler, warmup_cosine
 from course_pp.training.report import Reporter, StepResult
@@ -98,19 +98,19 @@ class Trainer:
             raise RuntimeError("no process group: call init_distributed(config) before Trainer")
         self.config, self.modules, self.step = config, list(modules), 0
         self._mesh, self._tokenizer_digest = device_mesh, tokenizer_digest
-        together(lambda: _check_modules(self.modules))
+        everyone = Ranks()
+        everyone.collectively(lambda: _check_modules(self.modules))
         self._data_digest = _digest(train)
-        agree_on(
+        everyone.require_equal(
             {
                 "config": config,
                 "data": self._data_digest,
                 "tokenizer": tokenizer_digest,
                 "validation": _digest(validation),
-            },
-            dist.group.WORLD,
+            }
         )
-        self._batches = together(lambda: Batches(train, config.batch, config.seed))
-        self._held_out = together(
+        self._batches = everyone.collectively(lambda: Batches(train, config.batch, config.seed))
+        self._held_out = everyone.collectively(
             lambda: () if validation is None else validation_batches(validation, config.batch, config.eval_batches)
         )
         self.device = next(self.modules[0].parameters()).device
@@ -221,7 +221,7 @@ class Trainer:
             ValueError: on every rank, if the state is of other data, another tokenizer or other hyperparameters, is
                 not one at all, or lies past ``config.steps``. Nothing is changed then.
         """
-        together(lambda: self._check_state(state))
+        Ranks().collectively(lambda: self._check_state(state))
         self.step = state["step"]
         self.scheduler.load_state_dict(dict(state["scheduler"]))
         for group, base in zip(self.optimizer.param_groups, self.scheduler.base_lrs, strict=True):

@@ -110,7 +110,7 @@ def build_on_rank(rank, pp, change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda rank: {"schedule": "gpipe" if rank else "1f1b"}, "rank 1 says schedule='ScheduleGPipe'"),
+        (lambda rank: {"schedule": "gpipe" if rank else "1f1b"}, "rank 1 was given schedule='ScheduleGPipe'"),
         (lambda rank: {"batch_size": 2 + rank}, "(batch_size, seq_len)=(3, 8)"),
         (lambda rank: {"n_microbatches": 4 + rank}, "n_microbatches=5"),
         (lambda rank: {"n_microbatches": 1 if rank else 4}, "n_microbatches=1, but schedule '1f1b' needs at least"),

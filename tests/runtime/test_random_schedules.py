@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from course_pp.collective import Ranks
 from course_pp.launch import on_ranks
 from course_pp.runtime import Pipeline
 from course_pp.schedule import Overlap, Schedule, check
@@ -162,8 +163,8 @@ def skips_ranks(schedule: Schedule) -> bool:
 def silent_group(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     """Makes this process a rank of a group whose other ranks were given the same; no message can be sent."""
 
-    def all_gather_object(everyone: list[object], mine: object, group: object = None) -> None:
-        everyone[:] = [mine] * len(everyone)
+    def gather(ranks: Ranks, mine: object) -> list[object]:
+        return [mine] * ranks.size
 
     def no_message(*args: object, **kwargs: object) -> None:
         raise AssertionError("a message")
@@ -173,7 +174,7 @@ def silent_group(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
         monkeypatch.setattr(dist, "get_world_size", lambda group=None: n_ranks)
 
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+    monkeypatch.setattr(Ranks, "gather", gather)
     for sending in ("isend", "irecv", "send", "recv", "new_group"):
         monkeypatch.setattr(dist, sending, no_message)
     return be

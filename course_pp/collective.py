@@ -1,0 +1,184 @@
+"""How ranks agree, gather and refuse together: the one place.
+
+A rank that raises alone leaves its peers waiting for a message that never comes. So what can go wrong on one rank is
+settled by all of them before the next message, and either all go on or all raise the same sentence:
+
+    ranks = Ranks(group)
+    data = ranks.collectively(lambda: load(path))      # fails on one: all raise
+    ranks.require_equal({"n_microbatches": 8})         # differs anywhere: all raise
+    ranks.refuse(None if fits else "batch of 7 …")     # one has a problem: all raise
+    sizes = ranks.gather(len(data))                    # everyone's value, by rank
+"""
+
+import pickle
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["RankMissing", "Ranks", "difference"]
+
+T = TypeVar("T")
+
+
+class RankMissing(RuntimeError):
+    """A rank of the group has ended, or did not come within the time limit. The group is of no use afterwards.
+
+    Attributes:
+        rank: the rank that noticed, numbered within the group.
+        n_ranks: size of the group.
+        waited_s: seconds it had waited: less than the time limit if a rank has ended.
+    """
+
+    def __init__(self, rank: int, n_ranks: int, waited_s: float) -> None:
+        self.rank, self.n_ranks, self.waited_s = rank, n_ranks, waited_s
+        super().__init__(
+            f"rank {rank} of {n_ranks} waited {waited_s:.1f} s for the others, and one of them has ended or did not "
+            "come: look at what they printed, and make this call on every rank of the group"
+        )
+
+    def __reduce__(self) -> tuple[type["RankMissing"], tuple[int, int, float]]:
+        return type(self), (self.rank, self.n_ranks, self.waited_s)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a process group. A process without one is alone, and every method works there too.
+
+    Call each method on all ranks of the group, in the same order.
+
+    Attributes:
+        group: None is the default group.
+        alone: this process does not communicate, although there is a process group.
+        limit_s: the longest that a rank waits for the others, in seconds; None is the group's own limit.
+    """
+
+    group: dist.ProcessGroup | None = None
+    alone: bool = False
+    limit_s: float | None = None
+
+    refusal: ClassVar[type[Exception]] = ValueError
+    """What all ranks raise."""
+    refused: ClassVar[tuple[type[Exception], ...]] = (OSError, TypeError, ValueError)
+    """What :meth:`collectively` turns into a refusal; anything else is a bug and is raised where it happened."""
+
+    @property
+    def rank(self) -> int:
+        """This process among them."""
+        return 0 if self._is_alone else dist.get_rank(self.group)
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return 1 if self._is_alone else dist.get_world_size(self.group)
+
+    @property
+    def _is_alone(self) -> bool:
+        return self.alone or not (dist.is_available() and dist.is_initialized())
+
+    def gather(self, value: T) -> list[T]:
+        """Everyone's ``value``, by rank, on every rank. Values travel pickled.
+
+        Raises:
+            RankMissing: if a rank has ended, or the time limit is over.
+        """
+        if self.size == 1:
+            return [value]
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self._device)
+        sizes = [int(size) for size in self._all_gather(torch.tensor([len(mine)], device=self._device))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self._device)
+        padded[: len(mine)] = mine
+        parts = zip(self._all_gather(padded), sizes, strict=True)
+        return [pickle.loads(part[:size].cpu().numpy().tobytes()) for part, size in parts]
+
+    def refuse(self, problem: str | None) -> None:
+        """Raise on every rank if any has a problem; otherwise one small all-reduce.
+
+        Raises:
+            ValueError: with the problem of the lowest rank that has one (in a subclass, its ``refusal``).
+            RankMissing: as :meth:`gather`.
+        """
+        if self.size > 1:
+            trouble = torch.tensor(problem is not None, dtype=torch.int32, device=self._device)
+            self._wait(lambda timeout: self._group.allreduce([trouble], dist.ReduceOp.MAX, timeout=timeout))
+            if not trouble.item():
+                return
+        for found in self.gather(problem):
+            if found is not None:
+                raise self.refusal(found)
+
+    def require_equal(self, facts: Mapping[str, Any]) -> None:
+        """Raise on every rank unless all ranks pass equal ``facts``, compared by name.
+
+        Raises:
+            ValueError: naming the first fact that differs, and both ranks' values.
+            RankMissing: as :meth:`gather`.
+        """
+        problem = difference(self.gather(dict(facts)))
+        if problem is not None:
+            raise self.refusal(problem)
+
+    def collectively(self, work: Callable[[], T]) -> T:
+        """Do ``work`` on every rank; its result on this one.
+
+        Raises:
+            ValueError: on every rank, if it failed on any, in the words of the lowest rank on which it did.
+            RankMissing: as :meth:`gather`.
+        """
+        result: list[T] = []
+        failure: Exception | None = None
+        try:
+            result.append(work())
+        except self.refused as error:
+            failure = error
+        try:
+            self.refuse(None if failure is None else self.sentence(failure))
+        except self.refusal as refusal:
+            raise refusal from failure
+        return result[0]
+
+    @staticmethod
+    def sentence(error: Exception) -> str:
+        """What a failure of :meth:`collectively` is called on the other ranks."""
+        return str(error)
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self.group or dist.group.WORLD
+        assert group is not None  # there is a default group once torch.distributed is initialised
+        return group
+
+    @property
+    def _device(self) -> torch.device:
+        """Where small messages live: the CPU if the group can carry them there, so that no GPU is waited for."""
+        return torch.device("cpu" if "cpu" in dist.get_backend_config(self.group) else "cuda")
+
+    def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        self._wait(lambda timeout: self._group.allgather(everyone, mine, timeout=timeout))
+        return everyone
+
+    def _wait(self, begin: Callable[[timedelta | None], dist.Work]) -> None:
+        """Begin a collective with the time limit, and wait for it."""
+        started = time.monotonic()
+        try:
+            begin(None if self.limit_s is None else timedelta(seconds=self.limit_s)).wait()
+        except RuntimeError as error:
+            raise RankMissing(self.rank, self.size, time.monotonic() - started) from error
+
+
+def difference(facts: Sequence[Mapping[str, Any]]) -> str | None:
+    """The first fact, by name, that a rank was given otherwise than rank 0, in a sentence; None if there is none.
+
+    Args:
+        facts: each rank's, with the same names.
+    """
+    for rank, theirs in enumerate(facts):
+        for name, value in facts[0].items():
+            if theirs[name] != value:
+                return f"rank {rank} was given {name}={theirs[name]!r}, rank 0 {value!r}: give every rank the same"
+    return None

@@ -1,0 +1,64 @@
+"""Ranks go on together or refuse together, and none waits for a rank that will not come."""
+
+import pickle
+from typing import Any
+
+import pytest
+
+from course_pp.collective import RankMissing, Ranks
+from course_pp.launch import on_ranks
+
+
+def what_ranks_say(rank: int) -> dict[str, Any]:
+    """Each method with what one rank alone finds wrong."""
+    ranks = Ranks(limit_s=20.0)
+
+    def work(failing_rank: int, error: Exception) -> object:
+        if rank == failing_rank:
+            raise error
+        return lambda: rank  # what cannot be pickled stays on its rank
+
+    def refusal_of(call: Any) -> str:
+        with pytest.raises(ValueError, match=r"\w") as refused:
+            call()
+        return str(refused.value)
+
+    said = {
+        "gather": ranks.gather("x" * rank),
+        "a problem of rank 1": refusal_of(lambda: ranks.refuse("no room" if rank == 1 else None)),
+        "problems of two": refusal_of(lambda: ranks.refuse(f"rank {rank} is ill" if rank else None)),
+        "different facts": refusal_of(lambda: ranks.require_equal({"m": 8, "seq_len": 4 + (rank == 2)})),
+        "failed work": refusal_of(lambda: ranks.collectively(lambda: work(2, OSError("disk full")))),
+    }
+    ranks.refuse(None)
+    ranks.require_equal({"m": 8})
+    said["done work"] = ranks.collectively(lambda: work(-1, OSError()))() == rank
+    # A bug is no refusal: it is raised where it is, and the others wait no longer than the limit.
+    with pytest.raises((KeyError, RankMissing)) as error:
+        Ranks(limit_s=0.5).collectively(lambda: work(0, KeyError("bug")))
+    said["a bug of rank 0"] = pickle.loads(pickle.dumps(error.value))
+    return said
+
+
+def test_all_ranks_go_on_or_all_refuse_with_one_sentence() -> None:
+    for rank, said in enumerate(on_ranks(3, what_ranks_say, timeout_s=60.0)):
+        error = said.pop("a bug of rank 0")
+        assert (error.rank, error.n_ranks) == (rank, 3) if rank else isinstance(error, KeyError)
+        assert said == {
+            "gather": ["", "x", "xx"],
+            "a problem of rank 1": "no room",
+            "problems of two": "rank 1 is ill",
+            "different facts": "rank 2 was given seq_len=5, rank 0 4: give every rank the same",
+            "failed work": "disk full",
+            "done work": True,
+        }
+
+
+def test_a_process_without_a_group_is_alone() -> None:
+    ranks = Ranks()
+    assert (ranks.rank, ranks.size, ranks.gather("x")) == (0, 1, ["x"])
+    ranks.refuse(None)
+    ranks.require_equal({"m": 8})
+    assert ranks.collectively(lambda: 3) == 3
+    with pytest.raises(ValueError, match="no room"):
+        ranks.refuse("no room")
