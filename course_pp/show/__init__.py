@@ -1,7 +1,8 @@
 """Figures of schedules, timelines, lost time, memory, ranks that wait, of where the bytes go and who wrote them.
 
 Pictures of concepts come before timings: a message, a ring, a model and how it is cut between and within layers, a
-mesh on its nodes, what FSDP holds, where stages live, the map of the course.
+mesh on its nodes, what FSDP holds, where stages live, microbatches on their way, the graph of a step, the map of the
+course. :func:`parallelisms` is a table: data, FSDP, tensor and pipeline parallelism for one model.
 
 Each figure is a :class:`ChartFigure`: a matplotlib figure that carries its finding as alt text, shows itself in a
 notebook, and saves itself to PNG or SVG. None of them imports torch or touches pyplot. Colours are Okabe and Ito's;
@@ -23,10 +24,12 @@ if TYPE_CHECKING:
     from course_pp.show.course import course_map
     from course_pp.show.curves import bubble_curve, pareto
     from course_pp.show.explorer import explore
+    from course_pp.show.gradient_graph import autograd
     from course_pp.show.lost_bars import lost_time
     from course_pp.show.matrix_cuts import tensor_cut
     from course_pp.show.memory_curves import memory
     from course_pp.show.mesh_grid import mesh
+    from course_pp.show.parallel_table import ParallelismTable, parallelisms
     from course_pp.show.piece_boxes import pieces
     from course_pp.show.placements import placement
     from course_pp.show.processes import message
@@ -36,10 +39,13 @@ if TYPE_CHECKING:
     from course_pp.show.text import timeline_text
     from course_pp.show.timelines import timeline
     from course_pp.show.trace import to_trace
+    from course_pp.show.travelling import microbatches
     from course_pp.show.waiting import waits
 
 _HOMES = {
     "ChartFigure": "chart",
+    "ParallelismTable": "parallel_table",
+    "autograd": "gradient_graph",
     "bubble_curve": "curves",
     "bytes_by_kind": "byte_bars",
     "compare": "comparison",
@@ -53,6 +59,8 @@ _HOMES = {
     "memory": "memory_curves",
     "mesh": "mesh_grid",
     "message": "processes",
+    "microbatches": "travelling",
+    "parallelisms": "parallel_table",
     "pareto": "curves",
     "pieces": "piece_boxes",
     "placement": "placements",
@@ -66,6 +74,8 @@ _HOMES = {
 
 __all__ = [
     "ChartFigure",
+    "ParallelismTable",
+    "autograd",
     "bubble_curve",
     "bytes_by_kind",
     "compare",
@@ -79,6 +89,8 @@ __all__ = [
     "memory",
     "mesh",
     "message",
+    "microbatches",
+    "parallelisms",
     "pareto",
     "pieces",
     "placement",

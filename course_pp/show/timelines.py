@@ -36,7 +36,7 @@ def finding(tl: Timeline) -> str:
     shares = (
         f"busy {percent(tl.utilisation)} of {format_time(tl.makespan, tl.unit)}, bubble {percent(tl.bubble_fraction)}"
     )
-    if tl.n_ranks > 1 and _most_busy_at_once(tl) == 1:
+    if tl.n_ranks > 1 and most_busy_at_once(tl) == 1:
         return f"One rank works at a time: {sizes(tl)}, {shares}"
     return f"{sizes(tl)}: {shares}"
 
@@ -65,7 +65,8 @@ def spelled_peaks(peaks: Sequence[Time], spell: Callable[[Time], str] = amount) 
     return f"at most {most}; at least {least}"
 
 
-def _most_busy_at_once(tl: Timeline) -> int:
+def most_busy_at_once(tl: Timeline) -> int:
+    """How many ranks work at the same time, at the most."""
     # At equal times an end sorts before a start: handing over is not working at the same time.
     changes = sorted((time, step) for s in tl.spans if s.duration for time, step in ((s.start, 1), (s.end, -1)))
     busy = most = 0

@@ -11,12 +11,14 @@ import torch
 
 from course_pp import show
 from course_pp.model import ModelConfig, compute_layer_assignment
-from course_pp.parallel import DistributedConfig, predict_collectives, predict_unsharded_bytes
-from course_pp.schedule import Action, Schedule, build
+from course_pp.parallel import DistributedConfig, predict_collectives, predict_unsharded_bytes, wire_factor
+from course_pp.schedule import Action, Schedule, build, simulate
 from course_pp.show.course import NOTEBOOKS
 from course_pp.show.mesh_grid import dimensions_of
 from course_pp.show.ring_steps import ring_steps
 from course_pp.show.sharded_steps import gathers_of, most_held, sharded_step
+from course_pp.show.travelling import frame_at
+from tests.schedule.layouts import naive
 from tests.show.layout import flaws
 from tests.show.reading import texts, title
 
@@ -51,6 +53,12 @@ FIGURES = {
         for name in ("1f1b", "interleaved_1f1b", "zb_v")
         for p in (2, 4, 8, 16)
     },
+    **{f"{p} stages, {m}": lambda p=p, m=m: show.autograd(p, m) for p, m in ((1, 1), (2, 3), (4, 4), (8, 8))},
+    **{
+        f"{name} of {p} and {m} on the way": lambda name=name, p=p, m=m: show.microbatches(build(name, p, m))
+        for name, p, m in (("naive", 4, 1), ("gpipe", 2, 4), ("1f1b", 8, 16), ("gpipe", 8, 64), ("dualpipe_v", 4, 8))
+    },
+    "measured, on the way": lambda: show.microbatches(naive(2, 0.2, 0.4, unit="s")),
     "course map": lambda: show.course_map(),
     "course map here": lambda: show.course_map(here="03"),
 }
@@ -240,6 +248,51 @@ def test_fsdp_in_a_pipeline_needs_one_stage_a_rank_and_true_or_false(
 )
 def test_a_placement_tells_its_shape_and_its_messages(name: str, finding: str) -> None:
     assert title(show.placement(build(name, 4, 8))) == finding
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_v", "dualpipe_v"])
+def test_frames_keep_what_the_timeline_says_and_lose_no_microbatch(name: str) -> None:
+    tl = simulate(build(name, 4, 8))
+    frames = [frame_at(tl, span.start) for span in tl.spans]
+    assert tuple(max(len(frame.kept[rank]) for frame in frames) for rank in range(4)) == tl.peak_activations
+    for frame in frames:
+        assert set(frame.waiting).isdisjoint(frame.done)
+        assert not {microbatch for row in frame.kept for microbatch in row} & set(frame.waiting)
+    assert frame_at(tl, tl.makespan).done == tuple(range(8))
+
+
+def test_the_bytes_of_each_parallelism_are_those_of_its_formula() -> None:
+    table = show.parallelisms(MODEL, n_ranks=4, tokens=256, itemsize=4)
+    weights, activation = 4 * MODEL.n_parameters, 4 * 256 * 64
+    sent = {row.name: row.sent for row in table.rows}
+    assert sent == {
+        "data": 1.5 * weights,
+        "FSDP": 2.25 * weights,
+        "tensor": 6 * 6 * activation,
+        "pipeline": 2 * activation,
+    }
+    even = show.parallelisms(MODEL, n_ranks=4, tokens=round(table.break_even_tokens), itemsize=4)
+    assert even["data"].sent == pytest.approx(even["pipeline"].sent, rel=1e-3)
+    assert str(table).count("\n| ") == 5
+    assert table._repr_html_().count("<tr>") == 5
+    with pytest.raises(ValueError, match="at least 2 ranks"):
+        show.parallelisms(MODEL, n_ranks=1, tokens=256)
+
+
+def test_the_bytes_of_the_table_are_those_that_the_package_predicts() -> None:
+    sizes = {"batch_size": 2, "seq_len": 32, "clip": False}
+    table = show.parallelisms(MODEL, n_ranks=2, tokens=64, itemsize=4)
+
+    def sent(layout: DistributedConfig, dimension: str, kind: str, **more: Any) -> float:
+        # A rank in the middle: of two stages, what goes down from the first and up from the second.
+        ranks = predict_collectives(MODEL, layout, **(sizes | more))
+        return sum(wire_factor(kind, 2) * each[dimension, kind].n_bytes for each in ranks[:1])
+
+    shards = DistributedConfig(dp_shard=2)
+    gathered = sent(shards, "dp_shard", "all_gather") + sent(shards, "dp_shard", "reduce_scatter")
+    assert table["FSDP"].sent == gathered
+    piped = sent(DistributedConfig(pp=2, dp_shard=1), "pp", "send", n_microbatches=2, batch_size=1)
+    assert table["pipeline"].sent == 2 * piped
 
 
 def test_the_map_agrees_with_the_notebooks_about_what_there_is_and_what_comes_before() -> None:

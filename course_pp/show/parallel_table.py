@@ -1,0 +1,167 @@
+"""Four ways to spread training over ranks: what each cuts, what it sends, and when it is the better choice."""
+
+from dataclasses import dataclass
+from html import escape
+from typing import Protocol
+
+from course_pp.show.byte_bars import format_bytes
+
+_STATE = 16  # bytes a parameter: weights, gradients and AdamW's two moments in float32, or their mixed-precision kin
+
+
+class Sizes(Protocol):
+    """What the formulas need to know of a model; :class:`course_pp.model.ModelConfig` has it."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def n_layers(self) -> int: ...
+    @property
+    def n_parameters(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """One row of the table.
+
+    Attributes:
+        cuts: what is spread over the ranks.
+        formula: what a rank sends in a step, in letters.
+        sent: the same in bytes.
+        state: bytes of weights, gradients and optimizer that a rank keeps.
+        better: when to choose it.
+    """
+
+    name: str
+    cuts: str
+    formula: str
+    sent: float
+    state: float
+    better: str
+
+
+_HEADINGS = ("", "cuts", "a rank sends in a step", "bytes", "a rank keeps", "the better choice when")
+
+
+@dataclass(frozen=True)
+class ParallelismTable:
+    """Data, FSDP, tensor and pipeline parallelism beside each other, for one model on n ranks.
+
+    Shows itself as a table in a notebook; prints as Markdown.
+
+    Attributes:
+        break_even_tokens: tokens in a step below which a pipeline sends less than data parallelism.
+        note: what the letters mean, and the sizes that were put in.
+    """
+
+    rows: tuple[Parallelism, ...]
+    break_even_tokens: float
+    note: str
+
+    def __getitem__(self, name: str) -> Parallelism:
+        """The row called ``name``. Raises KeyError for another name."""
+        return {row.name: row for row in self.rows}[name]
+
+    @property
+    def finding(self) -> str:
+        """Data against pipeline parallelism, in a sentence."""
+        data, pipeline = self["data"].sent, self["pipeline"].sent
+        ratio = max(data, pipeline) / min(data, pipeline)
+        more, less = ("Data parallelism", "a pipeline") if pipeline < data else ("A pipeline", "data parallelism")
+        meet = f"they meet at {self.break_even_tokens:,.0f} tokens a step"
+        return f"{more} sends {ratio:.2g} times as much as {less}; {meet}"
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        return [
+            (row.name, row.cuts, row.formula, format_bytes(row.sent), format_bytes(row.state), row.better)
+            for row in self.rows
+        ]
+
+    def _repr_markdown_(self) -> str:
+        lines = [_HEADINGS, ("---",) * len(_HEADINGS), *self._cells()]
+        return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + f"\n\n{self.finding}. {self.note}"
+
+    def __str__(self) -> str:
+        return self._repr_markdown_()
+
+    def _repr_html_(self) -> str:
+        style = 'style="text-align:left;vertical-align:top;padding:3px 10px 3px 0"'
+        head = "".join(f'<th scope="col" {style}>{escape(cell)}</th>' for cell in _HEADINGS)
+        body = "".join(
+            f'<tr><th scope="row" {style}>{escape(first)}</th>'
+            + "".join(f"<td {style}>{escape(cell)}</td>" for cell in rest)
+            + "</tr>"
+            for first, *rest in self._cells()
+        )
+        caption = escape(self.finding) + "."
+        table = f'<table><caption style="text-align:left;font-weight:bold">{caption}</caption>'
+        return f"{table}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{escape(self.note)}</p>"
+
+
+def parallelisms(config: Sizes, n_ranks: int, tokens: int, itemsize: int = 2) -> ParallelismTable:
+    """Compare data, FSDP, tensor and pipeline parallelism for one model: what each cuts, sends and keeps.
+
+    With N parameters, L layers of width d, and A = tokens · d numbers in the activations of a step, n ranks send, each:
+
+        data       2 (n - 1)/n N      an all-reduce of the gradients: Patarasuk and Yuan 2009,
+                                      doi:10.1016/j.jpdc.2008.09.002
+        FSDP       3 (n - 1)/n N      two gathers and a reduction: Rajbhandari et al. 2020, arXiv:1910.02054, section 7
+        tensor     8 (n - 1)/n L A    four all-reduces a layer: Shoeybi et al. 2019, arXiv:1909.08053, section 3
+        pipeline   2 A                an activation down, a gradient up: Narayanan et al. 2021, arXiv:2104.04473,
+                                      section 3.2
+
+    The first two do not depend on the tokens, the last two not on N (but through L and d). Embedding and head of the
+    tensor-parallel model are left out, and a pipeline's rank is one in the middle.
+
+    Args:
+        n_ranks: in the one dimension that each way uses.
+        tokens: of the whole batch of a step.
+        itemsize: bytes of a weight, a gradient, an activation.
+
+    Raises:
+        ValueError: for fewer than 2 ranks, or no tokens.
+    """
+    if n_ranks < 2 or tokens < 1:
+        raise ValueError(f"{n_ranks} ranks and {tokens} tokens: give at least 2 ranks and 1 token")
+    ring = (n_ranks - 1) / n_ranks
+    weights, activation = itemsize * config.n_parameters, itemsize * tokens * config.dim
+    state = _STATE * config.n_parameters
+    rows = (
+        Parallelism(
+            "data",
+            "the batch",
+            "2 (n − 1)/n · N: its gradients, summed",
+            2 * ring * weights,
+            state,
+            "the model fits on one rank",
+        ),
+        Parallelism(
+            "FSDP",
+            "the batch, and what is stored of weights, gradients and optimizer",
+            "3 (n − 1)/n · N: two gathers of the weights, one reduction",
+            3 * ring * weights,
+            state / n_ranks,
+            "the model does not fit, and a rank has tokens enough to hide the gathers",
+        ),
+        Parallelism(
+            "tensor",
+            "every matrix of a layer",
+            "8 (n − 1)/n · L · A: four sums a layer, waited for",
+            8 * ring * config.n_layers * activation,
+            state / n_ranks,
+            "the ranks share a node with fast links",
+        ),
+        Parallelism(
+            "pipeline",
+            "the model, between layers",
+            "2 · A: one activation down, one gradient up",
+            2 * activation,
+            state / n_ranks,
+            "links are slow, and there are many microbatches to fill it",
+        ),
+    )
+    note = (
+        f"n = {n_ranks} ranks; N = {config.n_parameters:,} parameters; L = {config.n_layers} layers; A = {tokens:,} "
+        f"tokens × {config.dim:,} wide; {itemsize} bytes a number. A rank keeps 16 bytes for each parameter it stores."
+    )
+    return ParallelismTable(rows, ring * config.n_parameters / config.dim, note)
