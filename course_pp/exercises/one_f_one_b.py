@@ -13,7 +13,7 @@ from course_pp.exercises.expect import expect_int, expect_list
 from course_pp.exercises.one_f_one_b_steps import grade_healed_step, grade_step, healed_step, step_without_deadlock
 from course_pp.schedule import Action, Costs, Schedule, build, check, simulate
 
-__all__ = ["EXERCISES"]
+__all__ = ["EXERCISES", "room_for_latency", "with_room"]
 
 
 def order_1f1b(rank: int, p: int, m: int) -> list[Action]:
@@ -104,6 +104,11 @@ def held_with_latency(rank: int, p: int, forward: float, backward: float, latenc
     return 1 + (p - 1 - rank) * (1 + per_link)
 
 
+def room_for_latency(p: int, forward: float, backward: float, latency: float) -> list[int]:
+    """For each rank the fewest microbatches in flight with which a step is as short as GPipe's on the same links."""
+    return [held_with_latency(rank, p, forward, backward, latency) for rank in range(p)]
+
+
 class _Cluster(NamedTuple):
     """The arguments of ``held_with_latency`` but for the rank."""
 
@@ -150,7 +155,7 @@ def _judge_limits(limits: list[int], cluster: _Cluster) -> None:
             raise Mistake(symptom, _why_too_many(limits, cluster))
     # With few microbatches a rank may lack a place and end in time all the same.
     m, costs = 400, Costs(forward, backward, 0, latency)
-    schedule = _with_limits(limits, m)
+    schedule = with_room(limits, m)
     if problems := check(schedule):
         cause = "A rank must be allowed at least one activation more than the rank after it."
         raise Mistake(f"{given}, your ranks may hold {limits}, and the order cannot run: {problems[0]}.", cause)
@@ -162,7 +167,8 @@ def _judge_limits(limits: list[int], cluster: _Cluster) -> None:
         raise Mistake(symptom, _why_too_few(limits, cluster))
 
 
-def _with_limits(limits: Sequence[int], m: int) -> Schedule:
+def with_room(limits: Sequence[int], m: int) -> Schedule:
+    """Each rank goes forward while fewer than its limit of microbatches are in flight, else backward."""
     ranks = range(len(limits))
     rows = tuple(tuple(_held_order(limits[rank], m, rank)) for rank in ranks)
     return Schedule("yours", tuple((rank,) for rank in ranks), rows)

@@ -25,7 +25,9 @@ SOURCES = Path(__file__).parent / "quoted"
 _UNITS = r"(?:%|×|ms|µs|s|seconds|minutes|hours|days|bytes|[KMGT]i?B|TFLOP/s)"
 _NUMBER = r"\d{1,3}(?:,\d{3})+|\d+(?:\.\d+)?"
 _QUOTED = re.compile(rf"×\s*(?P<factor>{_NUMBER})|(?P<united>{_NUMBER})\s?{_UNITS}(?!\w)|(?P<decimal>\d+\.\d+)")
-_NOT_PROSE = re.compile(r"```.*?```|`[^`]*`|\$\$.*?\$\$|\$[^$]*\$|\]\([^)]*\)|<[^>]*>|^#[^\n]*$", re.DOTALL | re.MULTILINE)
+_NOT_PROSE = re.compile(
+    r"```.*?```|`[^`]*`|\$\$.*?\$\$|\$[^$]*\$|\]\([^)]*\)|<[^>]*>|^#[^\n]*$", re.DOTALL | re.MULTILINE
+)
 _MINUTES = re.compile(r"^\*\*\d+ minutes\*\*.*$", re.MULTILINE)
 
 
