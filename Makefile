@@ -13,11 +13,13 @@ WHEELS := --extra-index-url https://download.pytorch.org/whl/cpu
 endif
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: FORCE help setup lab run test test-solutions test-slurm test-full lint types images notebooks clean
+.PHONY: FORCE help setup lab run lint types images notebooks clean \
+  test test-fast test-solutions test-slurm test-full without-ranks tests as-shipped
 
 help:
 	@echo "make lab             open your own copy of the course, my_course/ (ARGS=... goes to jupyter lab)"
 	@echo "make run             train a pipeline on two ranks and check it against one process"
+	@echo "make test-fast       linter, type checker, the tests that start no ranks"
 	@echo "make test            linter, type checker, all tests, all notebooks"
 	@echo "make test-solutions  all notebooks with the exercises solved"
 	@echo "make test-slurm      the scripts, %torchrun and the notebooks on a throw-away Slurm cluster"
@@ -57,18 +59,35 @@ lint: $(READY)
 types: $(READY)
 	@$(BIN)/mypy
 
-test: lint types
-	@$(BIN)/python -m pytest tests --ignore=tests/slurm
-	@COURSE_PP_WHERE=local $(BIN)/python -m pytest --nbmake --nbmake-timeout=120 notebooks
+# Tests wait for their ranks half of the time, so that two cores serve three workers; notebooks measure, so two.
+PYTEST := $(BIN)/python -m pytest
+SHARED := --dist loadgroup --no-loadscope-reorder
+PARTS  := MAKE='$(MAKE)' $(BIN)/python .ci/parts.py
+
+test-fast: $(READY)
+	@$(PARTS) without-ranks lint types
+
+test: $(READY)
+	@$(PARTS) tests lint types as-shipped
+
+without-ranks: $(READY)
+	@$(PYTEST) tests -n 2 $(SHARED) -m 'not ranks and not full and not solutions'
+
+tests: $(READY)
+	@$(PYTEST) tests --ignore=tests/slurm -n 3 $(SHARED) --durations=10
+
+as-shipped: $(READY)
+	@COURSE_PP_WHERE=local $(PYTEST) -n 2 --nbmake --nbmake-timeout=120 notebooks
 
 test-solutions: $(READY)
-	@$(BIN)/python -m pytest tests/notebooks -m solutions
+	@$(PYTEST) tests/notebooks -n 2 --dist load -m solutions
 
+# Each worker starts a cluster of its own.
 test-slurm: $(READY)
-	@$(BIN)/python -m pytest --verbose --durations=10 tests/slurm
+	@$(PYTEST) --verbose --durations=10 -n 2 --dist load tests/slurm
 
 test-full: $(READY)
-	@$(BIN)/python -m pytest tests -m 'full or not full'
+	@$(PYTEST) tests -n 3 $(SHARED) -m 'full or not full'
 
 images: $(READY)
 	@$(BIN)/python images/make.py

@@ -1,5 +1,84 @@
-"""Beside a cluster, too, tests start their ranks here; those in tests/slurm say otherwise."""
+"""Where tests start their ranks, which of them start any, and which stay together under pytest-xdist."""
 
 import os
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from inspect import unwrap
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
 
+import pytest
+
+from course_pp.exercises import check, checking
+from course_pp.launch import client, on_ranks, run_torchrun
+
+# Beside a cluster, too, ranks start here; the tests in tests/slurm say otherwise.
 os.environ["COURSE_PP_WHERE"] = "local"
+# Workers of pytest-xdist get the width of a terminal that is not theirs.
+os.environ.pop("COLUMNS", None)
+
+STARTERS = (on_ranks, run_torchrun, check, checking.judge, subprocess.Popen)
+STARTING_FIXTURES = {"kernel", "lab", "page", "cluster"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts ranks; keep the tests of a file together, so that a grid which they share runs once."""
+    for item in items:
+        if starts_ranks(item):
+            item.add_marker("ranks")
+        if not item.get_closest_marker("apart"):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    # What waits goes first, or the last worker would wait alone.
+    items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
+
+
+def starts_ranks(item: pytest.Item) -> bool:
+    """Whether the test, a fixture of it, or a function of these tests that they reach, mentions a starter."""
+    if not isinstance(item, pytest.Function):
+        return False
+    fixtures = item._fixtureinfo.name2fixturedefs
+    if STARTING_FIXTURES & fixtures.keys():
+        return True
+    todo = {item.function, *(definition.func for definitions in fixtures.values() for definition in definitions)}
+    seen: set[Any] = set()
+    while todo:
+        seen.add(function := todo.pop())
+        mentioned = mentioned_by(function)
+        if any(starter in mentioned for starter in STARTERS):
+            return True
+        todo |= {f for f in mentioned if str(getattr(f, "__module__", "")).startswith("tests.")} - seen
+    return False
+
+
+@cache
+def mentioned_by(function: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """The functions and classes of other modules and its own that a function names."""
+    function = unwrap(function)
+    if not isinstance(function, FunctionType):
+        return []
+    names = set(names_in(function.__code__))
+    found = [function.__globals__.get(name) for name in names]
+    found += [getattr(m, name, None) for m in found if isinstance(m, ModuleType) for name in names]
+    found = [value.func if isinstance(value, partial) else value for value in found]
+    return [value for value in found if callable(value) and getattr(value, "__hash__", None)]
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    """The names that code uses, in inner functions too."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from names_in(constant)
+
+
+@pytest.fixture(autouse=True)
+def _starts_no_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where tests that start ranks are left out, one that went unnoticed is told to say so."""
+    if "not ranks" in request.config.option.markexpr and not request.node.get_closest_marker("ranks"):
+        monkeypatch.setattr(client.Server, "__init__", _refuse)
+
+
+def _refuse(*_: object) -> None:
+    pytest.fail("this test starts ranks unnoticed: mark it @pytest.mark.ranks", pytrace=False)

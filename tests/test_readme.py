@@ -106,6 +106,7 @@ def test_the_measured_example_gives_both_ranks_the_same_and_draws_it(tmp_path):
     assert (tmp_path / "measured.svg").stat().st_size
 
 
+@pytest.mark.ranks
 def test_the_emulated_example_is_as_predicted(capsys):
     [source] = [text for text in PYTHON if "EmulatedCluster" in text]
     exec(source, {"__name__": "__main__"})

@@ -22,6 +22,8 @@ from course_pp.exercises.answer import Answer, Pending
 from tests.exercises.toy import EXERCISE, only_the_toy, shape_of_result
 from tests.processes import no_process_left
 
+pytestmark = pytest.mark.ranks
+
 LOCK = threading.Lock()
 
 

@@ -318,6 +318,7 @@ def test_a_call_inside_a_rank_is_refused() -> None:
         on_ranks(1, lambda rank: on_ranks(1, print))
 
 
+@pytest.mark.ranks
 def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text(

@@ -301,6 +301,7 @@ def test_at_the_time_limit_it_says_who_waits_for_whom_also_if_the_caller_is_a_ra
     assert [wait.where for wait in hung.value.waits] == ["s.py line 6: dist.recv(torch.zeros(1), src=1 - rank)"] * 2
 
 
+@pytest.mark.ranks
 @pytest.mark.usefixtures("_nothing_left")
 def test_a_notebook_starts_ranks_both_ways_and_its_cells_fail_when_ranks_do(folder: Path) -> None:
     (folder / "source_code" / "train.py").write_text("print('trained')")

@@ -24,6 +24,7 @@ def drill(kills: int) -> dict[str, int]:
     return {what: int(number) for what, number in lines}
 
 
+@pytest.mark.ranks
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.full)])
 def test_nothing_is_lost(kills: int) -> None:
