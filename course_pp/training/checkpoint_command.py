@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _inspect(arguments: argparse.Namespace) -> None:
     from course_pp.training.checkpoint.contents import contents
-    from course_pp.training.checkpoint.loading import open_checkpoint
+    from course_pp.training.checkpoint.opening import open_checkpoint
 
     opened = open_checkpoint(arguments.path)
     entries = contents(opened.path)

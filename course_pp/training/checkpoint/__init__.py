@@ -18,8 +18,9 @@ that a checkpoint holds: ``.metadata`` may name the classes that describe tensor
 
 from course_pp.training.checkpoint.contents import Difference, Piece, TensorEntry, contents, diff
 from course_pp.training.checkpoint.huggingface import export_hf, import_hf
-from course_pp.training.checkpoint.loading import Loaded, find_latest, load, resume
+from course_pp.training.checkpoint.loading import Loaded, load, resume
 from course_pp.training.checkpoint.manifest import verify
+from course_pp.training.checkpoint.opening import find_latest
 from course_pp.training.checkpoint.ranks import CheckpointError
 from course_pp.training.checkpoint.saving import AsyncSaver, Saved, Saving, save
 

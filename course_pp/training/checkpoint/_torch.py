@@ -19,12 +19,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.tensor import DTensor
 from torch.serialization import _get_layout
 
 __all__ = [
     "Metadata",
     "Record",
     "TensorStorageMetadata",
+    "chunk_of",
     "files_of",
     "quiet_alone",
     "read_metadata",
@@ -173,6 +175,12 @@ def record_of(metadata: Metadata, key: str, offsets: torch.Size) -> Record | Non
     """Where the piece of ``key`` that begins at ``offsets`` is; None if it is nowhere."""
     found = metadata.storage_data.get(MetadataIndex(key, offsets))
     return None if found is None else Record(found.relative_path, found.offset, found.length)
+
+
+def chunk_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and sizes of this rank's part of a sharded tensor."""
+    [chunk] = tensor.__create_chunk_list__()
+    return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
 @contextmanager

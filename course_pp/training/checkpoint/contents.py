@@ -12,7 +12,7 @@ from torch import Tensor
 
 from course_pp.training.checkpoint._torch import record_of
 from course_pp.training.checkpoint.files import read_tensors
-from course_pp.training.checkpoint.loading import Opened, open_checkpoint
+from course_pp.training.checkpoint.opening import Opened, open_checkpoint
 from course_pp.training.checkpoint.ranks import Ranks
 
 __all__ = ["Difference", "Piece", "TensorEntry", "contents", "diff", "read_whole"]
@@ -144,7 +144,7 @@ def _tensor_differences(one: Opened, other: Opened, key: str) -> Iterator[Differ
 def _state_differences(one: dict[str, Any], other: dict[str, Any]) -> Iterator[Difference]:
     a, b = dict(_flat(one)), dict(_flat(other))
     for key in sorted({*a, *b}):
-        if a.get(key) != b.get(key) and not key.startswith("layout."):
+        if a.get(key) != b.get(key) and not key.startswith(("layout.", "tied")):
             yield Difference(key, f"{a.get(key, 'absent')!r} and {b.get(key, 'absent')!r}")
 
 

@@ -10,7 +10,7 @@ import torch
 from course_pp.model import ModelConfig, Transformer, config_to_hf, from_hf
 from course_pp.model.hf import HEAD, name_to_hf
 from course_pp.training.checkpoint.contents import read_whole
-from course_pp.training.checkpoint.loading import Opened, open_checkpoint
+from course_pp.training.checkpoint.opening import Opened, open_checkpoint
 from course_pp.training.checkpoint.ranks import CheckpointError
 from course_pp.training.checkpoint.saving import Saved, save
 from course_pp.training.data import SPECIAL_TOKENS

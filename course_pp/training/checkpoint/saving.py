@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -13,30 +13,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
+from course_pp.training.checkpoint.copies import local_part
 from course_pp.training.checkpoint.directory import Draft, Retention
 from course_pp.training.checkpoint.files import cannot_write, write_tensors
-from course_pp.training.checkpoint.manifest import MANIFEST, METADATA, STATE, Digest, write_file, write_manifest
+from course_pp.training.checkpoint.manifest import Digest, write_file, write_manifest
 from course_pp.training.checkpoint.ranks import CheckpointError, Ranks
-from course_pp.training.checkpoint.rng import DIMENSIONS, coordinates_of, rng_tensors
-from course_pp.training.checkpoint.state import (
-    Group,
-    as_json,
-    as_list,
-    config_of,
-    held_by,
-    merged,
-    optimizer_groups,
-    optimizer_tensors,
-    whole_model,
-)
+from course_pp.training.checkpoint.snapshot import Attachments, Snapshot, take
+from course_pp.training.checkpoint.state import Modules, Ties
 
 __all__ = ["AsyncSaver", "Saved", "Saving", "save"]
-
-Attachments = Mapping[str, str | bytes]
 
 
 @dataclass(frozen=True)
@@ -63,12 +51,13 @@ class Saved:
 def save(
     root: str | os.PathLike[str],
     step: int,
-    modules: nn.Module | Sequence[nn.Module],
+    modules: Modules,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     device_mesh: DeviceMesh | None,
     extra: Mapping[str, Any] | None = None,
     attachments: Attachments | None = None,
+    tied: Ties = (),
     keep_last: int | None = None,
     keep_every: int | None = None,
 ) -> Saved:
@@ -77,103 +66,32 @@ def save(
     Args:
         root: the directory of the run's checkpoints, on a file system that all ranks share.
         step: number of finished steps.
-        modules: this rank's stages, or the whole model, as they are trained (after FSDP2).
+        modules: this rank's stages, or the whole model, as they are trained (after FSDP2). Where the names in a stage
+            are not the full model's, as in a plain ``nn.Sequential``, pass ``{index: stage}``: names then begin with
+            the stage, and the checkpoint fits any placement of the same stages.
         optimizer: made from their parameters; None saves weights alone.
         device_mesh: that of :func:`init_distributed`; None for one process, or for a bare pipeline of ranks.
         extra: whatever else the run needs to go on, as JSON: scheduler, position in the data, tokenizer's digest. Rank
             0's counts. Tuples come back as lists, keys as text.
         attachments: small files to travel with the checkpoint, such as ``{"tokenizer.json": definition}``; rank 0's.
+        tied: weights that are one but lie on several ranks: for each its names, ``["embed.weight", "head.weight"]``, or
+            with ``{index: stage}`` those by stage, ``{0: "embed.weight", 3: "head.weight"}``, as for
+            :class:`course_pp.runtime.Pipeline`. Such a weight is saved once, and loads under each of its names. Ties
+            within a rank are found, as are those of our own model.
         keep_last, keep_every: which older checkpoints stay; see :class:`Retention`.
 
     Raises:
-        CheckpointError: on every rank with the same sentence; nothing new is left in ``root`` then.
+        CheckpointError: on every rank with the same sentence, if the ranks do not hold one whole model, if two of them
+            hold different tensors under one name, or if it cannot be written; nothing new is left in ``root`` then.
     """
     begin, ranks = time.perf_counter(), Ranks()
     retention = Retention(keep_last, keep_every)
-    snapshot = _take(step, as_list(modules), optimizer, device_mesh, extra, attachments, ranks)
+    snapshot = take(step, modules, optimizer, device_mesh, extra, attachments, tied, ranks)
     path, n_bytes, write_s = _write(Path(root), snapshot, retention, ranks)
     return Saved(path, step, n_bytes, time.perf_counter() - begin, write_s)
 
 
-@dataclass(frozen=True)
-class _Snapshot:
-    """What one rank saves."""
-
-    step: int
-    tensors: dict[str, Tensor]
-    files: dict[str, bytes]
-
-
-def _take(
-    step: int,
-    modules: list[nn.Module],
-    optimizer: torch.optim.Optimizer | None,
-    device_mesh: DeviceMesh | None,
-    extra: Mapping[str, Any] | None,
-    attachments: Attachments | None,
-    ranks: Ranks,
-) -> _Snapshot:
-    """Refer to this rank's tensors by key, and describe the run; no tensor is copied."""
-    coordinates = coordinates_of(device_mesh, ranks.rank)
-    tensors: dict[str, Tensor] = {}
-
-    def take() -> tuple[set[str], list[Group] | None]:
-        if type(step) is not int or step < 0:
-            raise CheckpointError(f"step={step!r} must be a whole number of at least 0")
-        if not modules:
-            raise CheckpointError("there are no modules: pass this rank's stages, or the model")
-        held = held_by(modules)
-        tensors.update({f"model.{name}": tensor for name, tensor in held.owned.items()})
-        if optimizer is not None:
-            tensors.update(optimizer_tensors(optimizer, held))
-        tensors.update(rng_tensors(coordinates))
-        return set(held.owned), None if optimizer is None else optimizer_groups(optimizer, held)
-
-    everyone = ranks.each(take)
-    _check_complete(set().union(*(names for names, _ in everyone)), modules)
-    groups = merged(group for _, mine in everyone for group in mine or [])
-    state = {
-        "step": step,
-        "config": config_of(modules),
-        "layout": _layout(device_mesh, ranks),
-        "seed": torch.initial_seed(),
-        "optimizer": None
-        if optimizer is None
-        else {"kind": type(optimizer).__name__, "groups": list(map(asdict, groups))},
-        "extra": dict(extra or {}),
-    }
-    files = ranks.first(lambda: {STATE: as_json(state, "extra").encode(), **_attached(attachments or {})})
-    return _Snapshot(step, tensors, files if ranks.rank == 0 else {})
-
-
-def _check_complete(found: set[str], modules: list[nn.Module]) -> None:
-    expected = whole_model(modules)
-    missing = sorted(expected - found) if expected is not None else []
-    if missing:
-        raise CheckpointError(
-            f"no rank passed a module with {missing[0]} ({len(missing)} parameters of the model are missing): "
-            "pass all stages of every rank"
-        )
-
-
-def _layout(device_mesh: DeviceMesh | None, ranks: Ranks) -> dict[str, int]:
-    if device_mesh is None:
-        return {**dict.fromkeys(DIMENSIONS, 1), "pp": ranks.size}
-    sizes = dict(zip(device_mesh.mesh_dim_names or (), device_mesh.shape, strict=True))
-    return {name: sizes.get(name, 1) for name in DIMENSIONS}
-
-
-def _attached(attachments: Attachments) -> dict[str, bytes]:
-    reserved = (MANIFEST, STATE, METADATA)
-    for name in attachments:
-        if name != os.path.basename(name) or name in (*reserved, "", ".", "..") or name.endswith(".distcp"):
-            raise CheckpointError(
-                f"{name!r} cannot be attached: choose a plain file name other than {', '.join(reserved)}"
-            )
-    return {name: content.encode() if isinstance(content, str) else content for name, content in attachments.items()}
-
-
-def _write(root: Path, snapshot: _Snapshot, retention: Retention, ranks: Ranks) -> tuple[Path, int, float]:
+def _write(root: Path, snapshot: Snapshot, retention: Retention, ranks: Ranks) -> tuple[Path, int, float]:
     """Write a snapshot; returns the checkpoint's directory, its bytes, and the seconds it took."""
     begin = time.perf_counter()
     draft: Draft | None = None
@@ -276,11 +194,12 @@ class AsyncSaver:
     def save(
         self,
         step: int,
-        modules: nn.Module | Sequence[nn.Module],
+        modules: Modules,
         optimizer: torch.optim.Optimizer | None = None,
         *,
         extra: Mapping[str, Any] | None = None,
         attachments: Attachments | None = None,
+        tied: Ties = (),
     ) -> Saving:
         """Begin to write ``root/step_…``; returns as soon as training may change the tensors.
 
@@ -289,8 +208,8 @@ class AsyncSaver:
         """
         begin = time.perf_counter()
         self.wait()
-        snapshot = _take(step, as_list(modules), optimizer, self._device_mesh, extra, attachments, Ranks())
-        staged = _Snapshot(snapshot.step, self._stage(snapshot.tensors), snapshot.files)
+        snapshot = take(step, modules, optimizer, self._device_mesh, extra, attachments, tied, Ranks())
+        staged = Snapshot(snapshot.step, self._stage(snapshot.tensors), snapshot.files)
         saving = Saving(step, sum(local_part(tensor).nbytes for tensor in staged.tensors.values()))
         # A daemon: a training loop that has failed must not wait at its end for ranks that are gone.
         threading.Thread(target=self._work, args=(saving, staged), name="checkpoint", daemon=True).start()
@@ -319,7 +238,7 @@ class AsyncSaver:
         if kind is None:
             self.close()
 
-    def _work(self, saving: Saving, snapshot: _Snapshot) -> None:
+    def _work(self, saving: Saving, snapshot: Snapshot) -> None:
         try:
             saving._future.set_result(_write(self._root, snapshot, self._retention, self._background))
         except BaseException as error:
@@ -337,8 +256,3 @@ class AsyncSaver:
             staged[key] = buffer
         self._buffers = staged
         return staged
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor that may be sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

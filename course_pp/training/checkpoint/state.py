@@ -1,15 +1,16 @@
 """What a checkpoint holds, under names that do not depend on the layout.
 
     model.layers.3.attn.q_proj.weight                 the full model's name, on whichever rank it is
+    model.stages.3.weight                             of a stage whose own names are not the full model's
     optimizer.layers.3.attn.q_proj.weight.exp_avg     by that name too, not by a number in this rank's optimizer
 
-The output head of a model with tied embeddings is the embedding: it is not saved a second time, and a stage that holds
-only the head fills it from the embedding.
+A tied weight is saved once, under the first of its names, and the description of the run lists the others. A stage that
+holds only another end, such as the output head of a model with tied embeddings, fills it from there.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any
 
 import torch
@@ -19,71 +20,174 @@ from course_pp.model import ModelConfig, Transformer
 from course_pp.model.hf import EMBEDDING, HEAD
 from course_pp.training.checkpoint.ranks import CheckpointError
 
-__all__ = ["Group", "Held", "as_json", "config_of", "held_by", "merged", "optimizer_groups", "optimizer_tensors"]
+__all__ = [
+    "STAGES",
+    "Ends",
+    "Group",
+    "Held",
+    "Modules",
+    "Part",
+    "Ties",
+    "as_json",
+    "config_of",
+    "held_by",
+    "merged",
+    "optimizer_groups",
+    "optimizer_tensors",
+    "parts_of",
+    "whole_model",
+]
+
+Modules = nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module]
+Ties = Iterable[Mapping[int, str] | Collection[str]]
+Ends = Iterable[tuple[str, Tensor]]
+
+STAGES = "stages."
 
 # How the optimizer computes, which may differ from machine to machine; what it computes is restored.
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
 @dataclass(frozen=True)
-class Held:
-    """The parameters and persistent buffers of one rank, by full name.
+class Part:
+    """One of this rank's modules.
 
-    Args:
-        owned: what this rank saves.
-        mirrors: second ends of a tie, by the name of the first.
+    Attributes:
+        module: a stage, or the whole model.
+        index: of the stage; None where nobody has said.
+        prefix: what its names get in the checkpoint; empty if they are the full model's already.
     """
 
-    owned: dict[str, Tensor]
-    mirrors: dict[str, Tensor]
+    module: nn.Module
+    index: int | None = None
+    prefix: str = ""
+
+
+@dataclass(frozen=True)
+class Held:
+    """The parameters and persistent buffers of one rank, by their names in a checkpoint.
+
+    Attributes:
+        owned: what this rank saves, a tied weight under the first of its names.
+        copies: ends of ties beside that, by the first name of the tie: filled on loading, but not saved.
+        aliases: the other names of ties, each with the first one.
+        buffers: the names of those that no optimizer trains.
+        own_names: what the modules here call a tensor, by its ``id``.
+    """
+
+    owned: dict[str, Tensor] = field(default_factory=dict)
+    copies: list[tuple[str, Tensor]] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
+    buffers: set[str] = field(default_factory=set)
+    own_names: dict[int, str] = field(default_factory=dict)
 
     @property
     def ends(self) -> list[tuple[str, Tensor]]:
         """Every tensor here with its name."""
-        return [*self.owned.items(), *self.mirrors.items()]
+        return [*self.owned.items(), *self.copies]
 
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that an optimizer treats alike: their names and its options, such as the learning rate."""
+    """Parameters that an optimizer treats alike.
+
+    Attributes:
+        options: such as the learning rate, by name.
+        parameters: their names.
+    """
 
     options: dict[str, Any]
     parameters: list[str]
 
 
-def as_list(modules: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """One module, or all stages of this rank, as a list."""
-    return [modules] if isinstance(modules, nn.Module) else list(modules)
-
-
-def held_by(modules: Sequence[nn.Module]) -> Held:
-    """What ``modules`` hold.
+def parts_of(modules: Modules) -> list[Part]:
+    """One module, or all stages of this rank, as a list.
 
     Raises:
-        CheckpointError: if two of them hold the same name, or one keeps something other than tensors.
+        CheckpointError: if there is none, or one is not a module; if a stage's index is not a whole number.
     """
-    held = Held({}, {})
-    for module in modules:
-        tied_end = getattr(module, "tied_weight", None)
-        seen: set[int] = set()
+    if isinstance(modules, Mapping):
+        for index in modules:
+            if type(index) is not int or index < 0:
+                raise CheckpointError(f"stage {index!r} must be a whole number of at least 0: pass {{index: stage}}")
+            if _index_of(modules[index]) not in (None, index):
+                raise CheckpointError(f"stage {_index_of(modules[index])} was passed as {index}: pass {{index: stage}}")
+        # The names of our own stages are the full model's, so that they need no index.
+        parts = [
+            Part(module, index, "" if isinstance(module, Transformer) else f"{STAGES}{index}.")
+            for index, module in modules.items()
+        ]
+    else:
+        listed = [modules] if isinstance(modules, nn.Module) else list(modules)
+        parts = [Part(module, _index_of(module)) for module in listed]
+    if not parts:
+        raise CheckpointError("there are no modules: pass this rank's stages, or the model")
+    for part in parts:
+        if not isinstance(part.module, nn.Module):
+            raise CheckpointError(f"modules must be nn.Module, and one is {type(part.module).__name__}")
+    return parts
+
+
+def _index_of(module: object) -> int | None:
+    index = getattr(module, "stage_id", None)
+    return index if type(index) is int else None
+
+
+def held_by(parts: Sequence[Part], tied: Ties = ()) -> Held:
+    """What this rank's modules hold.
+
+    Args:
+        tied: for each weight that is one, its names on all ranks; ends that are one parameter here are found.
+
+    Raises:
+        CheckpointError: if two modules hold the same name, or one keeps something other than tensors; for a tie of
+            fewer than two names.
+    """
+    held = Held(aliases=_declared(parts, tied))
+    met: set[str] = set()
+    firsts: dict[int, str] = {}
+    for part in parts:
+        if isinstance(part.module, Transformer) and part.module.config.tie_embeddings:
+            held.aliases[HEAD] = EMBEDDING
         # Not named_parameters: state_dict first brings back the shards of parameters that FSDP2 keeps gathered.
-        state: dict[str, Any] = module.state_dict(keep_vars=True)
+        state: dict[str, Any] = part.module.state_dict(keep_vars=True, prefix=part.prefix)
         for name, tensor in state.items():
             if not isinstance(tensor, Tensor):
                 raise CheckpointError(
                     f"{name} is a {type(tensor).__name__}: checkpoints hold tensors; pass it as extra"
                 )
-            if id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
-            is_mirror = tensor is tied_end and name == HEAD
-            if is_mirror:
-                held.mirrors[EMBEDDING] = tensor
-            elif name in held.owned:
-                raise CheckpointError(f"two modules of this rank hold {name}: pass each stage once")
-            else:
+            if name in met:
+                raise CheckpointError(
+                    f"two modules of this rank hold {name}: pass each stage once; if they are different stages, pass "
+                    "{index: stage}, so that their names begin with the stage"
+                )
+            met.add(name)
+            held.own_names.setdefault(id(tensor), name)
+            first = firsts.setdefault(id(tensor), held.aliases.get(name, name))
+            if first != name:
+                held.aliases.setdefault(name, first)
+            if name == first:
                 held.owned[name] = tensor
+            elif tensor is not held.owned.get(first):
+                held.copies.append((first, tensor))
+            if not isinstance(tensor, nn.Parameter):
+                held.buffers.add(first)
     return held
+
+
+def _declared(parts: Sequence[Part], tied: Ties) -> dict[str, str]:
+    """The other names of ``tied``, each with the first; a stage's index stands for its prefix."""
+    prefixed = any(part.prefix for part in parts)
+    aliases: dict[str, str] = {}
+    for tie in tied:
+        if isinstance(tie, Mapping):
+            names = [f"{STAGES}{index}.{name}" if prefixed else name for index, name in sorted(tie.items())]
+        else:
+            names = sorted(tie) if isinstance(tie, set | frozenset) else list(tie)
+        if isinstance(tie, str) or len(set(names)) < 2 or not all(isinstance(name, str) for name in names):
+            raise CheckpointError(f"tied={tie!r} must give at least two names of one weight")
+        aliases |= dict.fromkeys(names[1:], names[0])
+    return aliases
 
 
 def optimizer_groups(optimizer: torch.optim.Optimizer, held: Held) -> list[Group]:
@@ -120,14 +224,14 @@ def merged(groups: Iterable[Group]) -> list[Group]:
     return [Group(group.options, sorted(set(group.parameters))) for group in by_options.values() if group.parameters]
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, held: Held) -> dict[str, Tensor]:
-    """The optimizer's state by key; nothing for parameters that have not been updated yet.
+def optimizer_tensors(optimizer: torch.optim.Optimizer, ends: Ends) -> dict[str, Tensor]:
+    """The optimizer's state of ``ends`` by key; nothing for parameters that have not been updated yet.
 
     Raises:
         CheckpointError: if the state is more than tensors like the parameter, and scalars.
     """
     tensors: dict[str, Tensor] = {}
-    for name, parameter in held.owned.items():
+    for name, parameter in ends:
         for slot, value in optimizer.state.get(parameter, {}).items():
             if value is None:
                 continue
@@ -140,21 +244,21 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, held: Held) -> dict[str,
     return tensors
 
 
-def config_of(modules: Sequence[nn.Module]) -> dict[str, Any] | None:
+def config_of(parts: Sequence[Part]) -> dict[str, Any] | None:
     """The sizes of the model, with the optional ones resolved; None for modules that have no configuration."""
-    config = getattr(modules[0], "config", None) if modules else None
+    config = getattr(parts[0].module, "config", None)
     if isinstance(config, ModelConfig):
         return {**asdict(config), "n_kv_heads": config.kv_heads, "ffn_dim": config.hidden_dim}
     return asdict(config) if is_dataclass(config) and not isinstance(config, type) else None
 
 
-def whole_model(modules: Sequence[nn.Module]) -> set[str] | None:
-    """The names that all ranks together must hold; None where only the caller can know."""
-    config = getattr(modules[0], "config", None) if modules else None
-    if not isinstance(config, ModelConfig):
-        return None
+def whole_model(parts: Sequence[Part]) -> set[str]:
+    """The names that all ranks together must hold, as far as the modules know them: those of our own model."""
+    configs = [part.module.config for part in parts if isinstance(part.module, Transformer)]
+    if not configs:
+        return set()
     with torch.device("meta"):
-        return {name for name, _ in Transformer(config).named_parameters()}
+        return {name for name, _ in Transformer(configs[0]).named_parameters()}
 
 
 def as_json(value: Any, what: str) -> str:

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from course_pp.launch import on_ranks
-from course_pp.training.checkpoint import CheckpointError, find_latest, load, loading, resume, save, saving, verify
+from course_pp.training.checkpoint import CheckpointError, find_latest, load, opening, resume, save, saving, verify
 from course_pp.training.checkpoint.description import fills
 from tests.training.checkpoint.small import CONFIG, SHARD, Small, flip_byte, reseal
 
@@ -116,8 +116,8 @@ def test_checkpoints_are_listed_again_if_one_is_deleted_while_it_is_looked_at(
             save(tmp_path, 2, run.model, run.optimizer, device_mesh=None, keep_last=1)
         return real(path, *options)
 
-    real = loading.problems
-    monkeypatch.setattr(loading, "problems", replaced)
+    real = opening.problems
+    monkeypatch.setattr(opening, "problems", replaced)
     assert load(tmp_path, run.model, run.optimizer, device_mesh=None).step == 2
 
 
