@@ -9,12 +9,16 @@ import reprlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
-from course_pp.exercises.exercise import Mistake
+from course_pp.exercises.causes import cause_of
+from course_pp.exercises.code_of import codes_of, names_in
+from course_pp.exercises.exercise import Stopped
 from course_pp.exercises.in_process import Failure, call_each, run_harness
 from course_pp.launch import LaunchError, RankDied, RanksHung, Wait, on_ranks
+from course_pp.launch.errors import signal_name, why_ended
+from course_pp.launch.pickling import CACHED
+from course_pp.launch.waits import RETURNED, diagnosis, state
 
 _KEPT_CHARACTERS = 2000
 _KEPT_LINES = 50
@@ -31,17 +35,18 @@ class Pending(Exception):
 class Answer:
     """A function to be judged.
 
-    Calling it, :meth:`calls` and :meth:`on_ranks` raise `Mistake`, in a sentence, for an answer that does not end,
+    Calling it, :meth:`calls` and :meth:`on_ranks` raise `Stopped`, in a sentence, for an answer that does not end,
     raises, exits, ends its process, changes its arguments or waits for a message that never comes, and `Pending` for
     the stub.
 
     Args:
-        fn: the function.
+        fn: the function, or whatever else can be called.
         limit_s: seconds that each run may take, not counting the start of the processes.
+        name: what messages call it; its own name if None.
     """
 
-    def __init__(self, fn: Callable[..., Any], limit_s: float = 5.0) -> None:
-        self.name = getattr(fn, "__name__", type(fn).__name__)
+    def __init__(self, fn: Callable[..., Any], limit_s: float = 5.0, name: str | None = None) -> None:
+        self.name = name or str(getattr(fn, "__name__", type(fn).__name__))
         self._fn = fn
         self.limit_s = limit_s
         self._printed = _Kept()
@@ -49,8 +54,8 @@ class Answer:
 
     @property
     def names(self) -> set[str]:
-        """Functions, attributes and global variables that its code mentions: a clue for the cause of a mistake."""
-        return _names_in(getattr(self._fn, "__code__", None))
+        """Functions, attributes and global variables that its code and its helpers mention: a clue for a cause."""
+        return set().union(*map(names_in, codes_of(self._fn)))
 
     @property
     def printed(self) -> str:
@@ -61,9 +66,12 @@ class Answer:
         """``fn(*args, **kwargs)``, in another process."""
         return self._call_each([args], kwargs)[0]
 
-    def calls(self, rows: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """``[fn(*row) for row in rows]``, all in one other process and within one time limit."""
-        return self._call_each([tuple(row) for row in rows], {})
+    def calls(self, rows: Sequence[tuple[Any, ...]], call: str | None = None) -> list[Any]:
+        """``[fn(*row) for row in rows]``, all in one other process and within one time limit.
+
+        ``call`` is how messages write a call whose arguments would be too long to read.
+        """
+        return self._call_each([tuple(row) for row in rows], {}, call)
 
     def on_ranks(self, n: int, harness: Callable[..., Any], *args: Any) -> list[Any]:
         """``harness(rank, fn, *args)`` on ``n`` ranks with a process group; the results in the order of the ranks.
@@ -77,10 +85,10 @@ class Answer:
         except Failure as e:
             raise self._stopped(e, f"`{self.name}`, {on},") from None
         except RanksHung as e:
-            raise _hung(e, f"`{self.name}` {on}", self.limit_s) from None
+            raise _hung(e.waits, f"`{self.name}` {on}", self.limit_s) from None
         except RankDied as e:
-            what, _, cause = str(e).partition(". ")
-            raise Mistake(f"`{self.name}`, {on}: {what}.", cause) from None
+            symptom = f"`{self.name}`, {on}: rank {e.rank} {_how_died(e)} before its function returned."
+            raise Stopped("died", symptom, _why_died(e)) from None
         except LaunchError as e:
             raise _broken(e, f"`{self.name}`, {on},") from None
         except (TypeError, AttributeError) as e:
@@ -88,37 +96,37 @@ class Answer:
         self._has_returned = True
         return results
 
-    def _call_each(self, rows: list[tuple[Any, ...]], kwargs: dict[str, Any]) -> list[Any]:
+    def _call_each(self, rows: list[tuple[Any, ...]], kwargs: dict[str, Any], written: str | None = None) -> list[Any]:
         for row in rows:
             self._refuse_other_parameters(row, kwargs)
         with tempfile.TemporaryDirectory() as folder:
             note = Path(folder) / "row"
-
-            def index() -> int:
-                return int(note.read_text() or 0) if note.exists() else 0
-
-            def call() -> str:
-                row = rows[index()]
-                return f"`{written_call(self.name, *row, **kwargs)}`"
-
             try:
                 with self._output_kept():
                     [results] = on_ranks(
                         1, call_each, self._fn, rows, kwargs, note, timeout_s=self.limit_s, backend=None, where="local"
                     )
-            except Failure as e:
-                self._has_returned |= index() > 0
-                raise self._stopped(e, call()) from None
-            except RanksHung as e:
-                raise _endless(e.waits[0], call(), self.limit_s) from None
-            except RankDied as e:
-                raise Mistake(f"{call()} ended its whole process.", _why_died(e)) from None
-            except LaunchError as e:
-                raise _broken(e, call()) from None
-            except (TypeError, AttributeError) as e:
-                raise self._unsendable(e) from None
+            except Exception as e:
+                i = int(note.read_text() or 0) if note.exists() else 0
+                self._has_returned |= i > 0
+                call = f"`{written or written_call(self.name, *rows[i], **kwargs)}`"
+                raise self._why_no_value(e, call, i) from None
         self._has_returned = True
         return list(results)
+
+    def _why_no_value(self, error: Exception, call: str, row: int) -> Exception:
+        match error:
+            case Failure():
+                return self._stopped(error, call, row)
+            case RanksHung(waits=[wait]):
+                return _endless(wait, call, self.limit_s, row)
+            case RankDied():
+                return Stopped("died", f"{call} ended its whole process.", _why_died(error), row=row)
+            case LaunchError():
+                return _broken(error, call)
+            case TypeError() | AttributeError():
+                return self._unsendable(error)
+        return error
 
     def _refuse_other_parameters(self, row: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
@@ -128,7 +136,8 @@ class Answer:
         try:
             signature.bind(*row, **kwargs)
         except TypeError as e:
-            raise Mistake(
+            raise Stopped(
+                "parameters",
                 f"`{self.name}{signature}` cannot be called as `{written_call(self.name, *row, **kwargs)}`: {e}.",
                 "Keep the parameters of the stub.",
             ) from None
@@ -138,34 +147,47 @@ class Answer:
         with contextlib.redirect_stdout(self._printed), contextlib.redirect_stderr(self._printed):
             yield
 
-    def _stopped(self, failure: Failure, call: str) -> Exception:
+    def _stopped(self, failure: Failure, call: str, row: int = 0) -> Exception:
         where = f", in {failure.where}" if failure.where else ""
         match failure.kind:
             case "pending":
-                has_message = failure.what != NotImplementedError.__name__
-                told = has_message or self._has_returned
+                told = failure.what != failure.error or self._has_returned
                 return Pending(f"{call} raised {failure.what}{where}." if told else "")
             case "exited":
-                return Mistake(f"{call} tried to leave Python{where}.", "Give the value back with `return` instead.")
+                symptom, cause = f"tried to leave Python{where}", "Give the value back with `return` instead."
             case "changed":
+                symptom = f"changed its argument {failure.what}"
                 cause = "Whoever called still needs it: work on a copy, or build something new."
-                return Mistake(f"{call} changed its argument {failure.what}.", cause)
             case "unsendable":
-                return Mistake(f"{call} returned {_a(failure.what)}.", _instead_of(failure.what))
+                symptom, cause = f"returned {_a(failure.what)}", _instead_of(failure.what)
             case _:
-                cause = "" if where else "It happened outside your function, probably because of what it returned."
-                return Mistake(f"{call} raised {failure.what}{where}.", cause)
+                symptom, cause = f"raised {failure.what}{where}", self._why_raised(failure)
+        return Stopped(failure.kind, f"{call} {symptom}.", cause, row=row, error=failure.error)
 
-    def _unsendable(self, error: Exception) -> Mistake:
+    def _why_raised(self, failure: Failure) -> str:
+        if failure.where:
+            return cause_of(failure.what)
+        if not failure.inside:
+            return "It happened outside your function, probably because of what it returned."
+        if isinstance(self._fn, CACHED) and failure.error == TypeError.__name__:
+            return (
+                "`functools.cache` looks a result up by the arguments, and a list or a dictionary cannot be looked up "
+                "by: cache a helper that is given tuples or numbers, or nothing."
+            )
+        return ""
+
+    def _unsendable(self, error: Exception) -> Stopped:
         if leaving := self.names & {"exit", "quit"}:
-            return Mistake(
+            return Stopped(
+                "exited",
                 f"`{self.name}` calls `{min(leaving)}`, which would end the whole process.",
                 "Give the value back with `return` instead.",
             )
-        return Mistake(
+        return Stopped(
+            "unsendable",
             f"`{self.name}` cannot be sent to another process, which is where it is checked.",
             "It is, or uses, something of the notebook that exists only here, such as an open file, a lock or a "
-            "`functools.cache`: make it inside the function.",
+            "generator: make it inside the function.",
             str(error.__cause__ or error),
         )
 
@@ -200,32 +222,42 @@ class _Kept(io.TextIOBase):
         return self._kept.rstrip() + rest
 
 
-def _endless(wait: Wait, call: str, limit_s: float) -> Mistake:
+def _endless(wait: Wait, call: str, limit_s: float, row: int = 0) -> Stopped:
     where = f", {wait.where}" if wait.where else ""
-    return Mistake(
+    return Stopped(
+        "endless",
         f"{call} was still running after {limit_s:g} s{where}.",
         "Look for a loop whose condition never changes, or for something that waits.",
+        row=row,
+        waits=(wait,),
     )
 
 
-def _hung(hung: RanksHung, run: str, limit_s: float) -> Mistake:
-    if any(wait.peers for wait in hung.waits):
-        _, *states, diagnosis = str(hung).splitlines()
-        return Mistake(f"{run} was still running after {limit_s:g} s.", diagnosis, "\n".join(map(str.strip, states)))
-    slowest = next((wait for wait in hung.waits if wait.operation != "returned"), hung.waits[0])
-    return _endless(slowest, f"{run}, rank {slowest.rank},", limit_s)
+def _hung(waits: tuple[Wait, ...], run: str, limit_s: float) -> Stopped:
+    running = [wait for wait in waits if wait.operation != RETURNED]
+    if any(wait.peers for wait in waits):
+        symptom = f"{run} was still running after {limit_s:g} s."
+        return Stopped("endless", symptom, diagnosis(waits), "\n".join(map(state, running)), waits=waits)
+    slowest = next(iter(running), waits[0])
+    stopped = _endless(slowest, f"{run}, rank {slowest.rank},", limit_s)
+    stopped.waits = waits
+    return stopped
+
+
+def _how_died(died: RankDied) -> str:
+    code = died.exit_code
+    return f"ended with exit code {code}" if code >= 0 else f"was ended by {signal_name(-code)}"
 
 
 def _why_died(died: RankDied) -> str:
     if died.exit_code >= 0:
         return "Something in it called `os._exit`: give the value back with `return` instead."
-    return str(died).partition("returned. ")[2]
+    return why_ended(died.exit_code)
 
 
-def _broken(error: LaunchError, run: str) -> Mistake:
-    return Mistake(
-        f"{run} broke the process that it ran in.", "It changes Python itself, or ends processes.", str(error)
-    )
+def _broken(error: LaunchError, run: str) -> Stopped:
+    symptom, cause = f"{run} broke the process that it ran in.", "It changes Python itself, or ends processes."
+    return Stopped("broken", symptom, cause, str(error))
 
 
 def _a(noun: str) -> str:
@@ -238,10 +270,3 @@ def _instead_of(kind: str) -> str:
     if kind == "coroutine":
         return "It begins with `async def`: an ordinary `def` is asked for."
     return "Return numbers, strings, tensors, or lists of them."
-
-
-def _names_in(code: CodeType | None) -> set[str]:
-    if code is None:
-        return set()
-    inner = [const for const in code.co_consts if isinstance(const, CodeType)]
-    return set(code.co_names).union(*map(_names_in, inner))

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 from course_pp.exercises import registry
 from course_pp.exercises.answer import Answer, Pending
+from course_pp.exercises.code_of import innermost
 from course_pp.exercises.display import Interrupted, Note, Told, Verdict
 from course_pp.exercises.exercise import Exercise, Mistake
 from course_pp.exercises.progress import STORE
 
 
 def check(fn: Callable[..., Any]) -> Verdict:
-    """Judges a function by what it does. The exercise is found by the function's name.
+    """Judge a function by what it does.
 
-    Never raises for what the function does: it runs in processes of its own, under a time limit.
+    The exercise is found by the function's name, or by that of the caller's variable that holds it: ``fn`` may be
+    decorated, cached, a partial, a lambda with a name, or an object that can be called. Whatever it does, this does
+    not raise: it runs in processes of its own, under a time limit.
 
     Raises:
         TypeError: ``fn`` is no function with a name.
@@ -25,7 +30,7 @@ def check(fn: Callable[..., Any]) -> Verdict:
     """
     if isinstance(fn, str) or not callable(fn):
         raise NoExercise(f"check takes the function itself, check(name) without quotes or brackets, not {fn!r}.")
-    exercise = registry.find(_name(fn))
+    exercise = _exercise_of(fn, sys._getframe(1))
     try:
         verdict = judge(exercise, fn)
     except KeyboardInterrupt:
@@ -41,7 +46,7 @@ class NoExercise(Told, TypeError):
 
 def judge(exercise: Exercise, fn: Callable[..., Any]) -> Verdict:
     """What `check` finds, without keeping it."""
-    answer = Answer(fn, exercise.limit_s)
+    answer = Answer(fn, exercise.limit_s, exercise.name)
     heading = f"Exercise {registry.number_of(exercise)}, {exercise.title}"
     help_line = f'`hint("{exercise.name}")` shows a hint.'
     try:
@@ -62,8 +67,8 @@ def judge(exercise: Exercise, fn: Callable[..., Any]) -> Verdict:
 
 
 def hint(exercise: str | Callable[..., Any]) -> Note:
-    """Shows the next hint of an exercise, given by name or function; once all were seen, all of them."""
-    found = registry.find(_name(exercise))
+    """Show the next hint of an exercise, given by name or function; once all were seen, all of them."""
+    found = _exercise_of(exercise, sys._getframe(1))
     total, seen = len(found.hints), STORE.record_hint(found.name, len(found.hints))
     if seen <= total:
         shown = [f"Hint {seen} of {total}: {found.hints[seen - 1]}"]
@@ -75,16 +80,23 @@ def hint(exercise: str | Callable[..., Any]) -> Note:
 
 
 def solution(exercise: str | Callable[..., Any]) -> Note:
-    """Shows the source of an answer that passes, of an exercise given by name or function."""
-    found = registry.find(_name(exercise))
+    """Show the source of an answer that passes, of an exercise given by name or function."""
+    found = _exercise_of(exercise, sys._getframe(1))
     STORE.record_solution(found.name)
     return Note(found.source, f"```python\n{found.source}\n```").show()
 
 
-def _name(exercise: str | Callable[..., Any]) -> str:
-    name = exercise if isinstance(exercise, str) else getattr(exercise, "__name__", None)
+def _exercise_of(asked: str | Callable[..., Any], caller: FrameType) -> Exercise:
+    if isinstance(asked, str):
+        return registry.find(asked)
+    own = getattr(innermost(asked), "__name__", None)
+    variables = [name for names in (caller.f_locals, caller.f_globals) for name in names if names[name] is asked]
+    for name in (getattr(asked, "__name__", None), *variables, own):
+        if isinstance(name, str) and (exercise := registry.named(name)) is not None:
+            return exercise
+    name = getattr(asked, "__name__", own)
     if name == "<lambda>":
         raise NoExercise("a lambda has no name by which its exercise could be found: write it with `def`.")
-    if not isinstance(name, str):
-        raise NoExercise(f"{exercise!r} is neither the name of an exercise nor its function.")
-    return name
+    if not isinstance(name, str) or not callable(asked):
+        raise NoExercise(f"{asked!r:.100} is neither the name of an exercise nor its function.")
+    return registry.find(name)

@@ -7,7 +7,7 @@ from typing import Any
 
 from course_pp.exercises.answer import Answer, written_call
 from course_pp.exercises.dcp_clinic import checkpoint_entries, grade_checkpoint_entries
-from course_pp.exercises.exercise import Exercise, Mistake
+from course_pp.exercises.exercise import Exercise, Mistake, Stopped
 from course_pp.exercises.expect import expect_dict, expect_int, expect_list
 from course_pp.exercises.two_barriers import grade_save_together, save_together
 
@@ -279,14 +279,14 @@ def _grade_newest_whole(answer: Answer) -> None:
         )
         for listing, _, _ in _LISTINGS
     ]
-    for i, (case, (_, right, why)) in enumerate(zip(cases, _LISTINGS, strict=True)):
-        example = "directories = {}\nmanifests = {}".format(*case)
-        try:
-            got = answer(*case)
-        except Mistake as e:
-            # The first listing has nothing in it that an answer could stumble over in particular.
-            cause = e.cause or (why if i else "")
-            raise Mistake(e.symptom.replace(written_call(answer.name, *case), answer.name), cause, example) from None
+    examples = ["directories = {}\nmanifests = {}".format(*case) for case in cases]
+    try:
+        found = answer.calls(cases, call=answer.name)
+    except Stopped as e:
+        # The first listing has nothing in it that an answer could stumble over in particular.
+        cause = e.cause or (_LISTINGS[e.row][2] if e.row else "")
+        raise Mistake(e.symptom, cause, examples[e.row]) from None
+    for got, (_, right, why), example in zip(found, _LISTINGS, examples, strict=True):
         if got == right:
             continue
         if got is not None and not isinstance(got, str):

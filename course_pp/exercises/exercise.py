@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from course_pp.exercises.answer import Answer
+    from course_pp.launch import Wait
 
 
 class Mistake(Exception):
@@ -31,6 +32,35 @@ class Mistake(Exception):
 
     def __str__(self) -> str:
         return " ".join(filter(None, (self.symptom, self.cause, self.example)))
+
+
+class Stopped(Mistake):
+    """An answer did not come back with a value.
+
+    Attributes:
+        how: ``"raised"``, ``"endless"`` (still running at the time limit), ``"exited"``, ``"died"``, ``"changed"`` (an
+            argument), ``"unsendable"`` (its result), ``"parameters"`` (others than the stub's) or ``"broken"``.
+        row: which of several calls it was, from 0; 0 on ranks.
+        waits: what each rank was doing at the time limit; empty unless it was reached.
+        error: the name of the class of the exception; empty where none was raised.
+    """
+
+    def __init__(
+        self,
+        how: str,
+        symptom: str,
+        cause: str = "",
+        example: str = "",
+        *,
+        row: int = 0,
+        waits: tuple[Wait, ...] = (),
+        error: str = "",
+    ) -> None:
+        super().__init__(symptom, cause, example)
+        self.how = how
+        self.row = row
+        self.waits = waits
+        self.error = error
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 
 from course_pp.exercises.answer import Answer
 from course_pp.exercises.exercise import Mistake
+from course_pp.exercises.in_process import unchanged
+from course_pp.exercises.lopsided import LopsidedLoss
 
 if TYPE_CHECKING:  # the other graders need not wait for these
     from torch.distributed.fsdp import FSDPModule
@@ -144,7 +145,14 @@ _N_RANKS, _WIDTH = 2, 6
 
 
 class _Step(NamedTuple):
-    """What two steps of the answer left on one rank; gradients are whole, and of the second step."""
+    """What one step of the answer left on one rank.
+
+    Attributes:
+        gradients: whole, by the parameter's name.
+        reductions: reduce-scatters that were begun.
+        n_groups: FSDP groups of the model.
+        most_rows: the most rows that one forward was given.
+    """
 
     gradients: dict[str, Tensor | None]
     reductions: int
@@ -154,13 +162,19 @@ class _Step(NamedTuple):
 
 def grade_accumulate_sharded(answer: Answer) -> None:
     for m in (3, 1):
-        step = answer.on_ranks(_N_RANKS, _stepped, m)[0]
-        _judge_step(f"With {m} microbatch{'es' * (m > 1)} on each of {_N_RANKS} ranks", m, step)
+        where = f"With {m} microbatch{'es' * (m > 1)} on each of {_N_RANKS} ranks"
+        first, second = answer.on_ranks(_N_RANKS, _stepped, m)[0]
+        _judge_step(where, m, first)
+        try:
+            _judge_step(f"{where}, the first step is right. In the second, after `model.zero_grad()`,", m, second)
+        except Mistake as e:
+            cause = "The first step left something behind: look at what it tells the model, and what it keeps."
+            raise Mistake(e.symptom, cause, e.example) from None
 
 
 def _judge_step(where: str, m: int, step: _Step) -> None:
     model, (x, target) = _model(), _rows(m)
-    mse_loss(model(x), target).backward()
+    LopsidedLoss()(model(x), target).backward()
     right = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     missing = [name for name, gradient in step.gradients.items() if gradient is None]
     if missing:
@@ -173,10 +187,9 @@ def _judge_step(where: str, m: int, step: _Step) -> None:
         raise Mistake(f"{where} `{missing[0]}.grad` is None after the step.", cause)
     ratio = _common_ratio(step.gradients, right)
     if ratio is None:
-        cause = "Every microbatch counts, with 1/m each, and the gradients of all of them are reduced."
-        if step.reductions > step.n_groups and m > 1:
-            cause = "What is divided or cleared after one backward is lost for, or divided again with, the next."
-        raise Mistake(f"{where} the gradients differ from one process's, and by no single factor.", cause)
+        raise Mistake(
+            f"{where} the gradients differ from one process's, and by no single factor.", _why_no_factor(step, m)
+        )
     if abs(ratio - 1) > 1e-9:
         raise Mistake(f"{where} the gradients are {ratio:.4g} times one process's.", _why(ratio, m))
     if step.reductions != step.n_groups:
@@ -189,6 +202,19 @@ def _judge_step(where: str, m: int, step: _Step) -> None:
     if m > 1 and step.most_rows > _ROWS_EACH:
         cause = "Give it one microbatch at a time: the whole batch at once is what does not fit."
         raise Mistake(f"{where} the gradients are right, but the model was given {step.most_rows} rows at once.", cause)
+
+
+def _why_no_factor(step: _Step, m: int) -> str:
+    for name, index in (("first", 0), ("last", -1)):
+        part = _gradients_of_microbatch(m, index)
+        if m > 1 and _common_ratio(step.gradients, part) is not None:
+            return (
+                f"Only the {name} microbatch is in them. Gradients add up over microbatches unless they are cleared, "
+                "and what `model.set_requires_gradient_sync(…)` says holds for the backwards after it."
+            )
+    if step.reductions > step.n_groups and m > 1:
+        return "What is divided or cleared after one backward is lost for, or divided again with, the next."
+    return "Every microbatch counts, with 1/m each, and the gradients of all of them are reduced."
 
 
 def _why(ratio: float, m: int) -> str:
@@ -206,25 +232,31 @@ def _why(ratio: float, m: int) -> str:
 _ROWS_EACH = 3
 
 
-def _stepped(rank: int, fn: Callable[..., Any], m: int) -> _Step:
+def _stepped(rank: int, fn: Callable[..., Any], m: int) -> tuple[_Step, _Step]:
+    """The first step of a new model, and a second one as training takes it: gradients are cleared in between."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-
-    from course_pp.parallel import CollectiveCounter
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = _model()
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    seen = [0]
-    model.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
     x, target = (rows.chunk(dist.get_world_size())[rank] for rows in _rows(m))
-    args = (model, list(x.chunk(m)), list(target.chunk(m)), nn.MSELoss())
-    fn(*args)
+    microbatches, targets = list(x.chunk(m)), list(target.chunk(m))
+    first = _one_step(fn, model, microbatches, targets)
     model.zero_grad()
-    with CollectiveCounter() as counter:
-        fn(*args)
+    return first, _one_step(fn, model, microbatches, targets)
+
+
+def _one_step(fn: Callable[..., Any], model: nn.Sequential, microbatches: list[Tensor], targets: list[Tensor]) -> _Step:
+    from course_pp.parallel import CollectiveCounter
+
+    seen = [0]
+    hook = model.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    with unchanged(microbatches=microbatches, targets=targets), CollectiveCounter() as counter:
+        fn(model, microbatches, targets, LopsidedLoss())
+    hook.remove()
     reductions = counter.counts.total(collective="reduce_scatter").number
     gradients = {name: None if p.grad is None else _whole(p.grad).clone() for name, p in model.named_parameters()}
     return _Step(gradients, reductions, len(model), max(seen))
@@ -239,6 +271,14 @@ def _rows(m: int) -> tuple[Tensor, Tensor]:
     seeded = torch.Generator().manual_seed(1)
     both = torch.randn(2, _N_RANKS * m * _ROWS_EACH, _WIDTH, dtype=torch.float64, generator=seeded)
     return both[0], both[1]
+
+
+def _gradients_of_microbatch(m: int, index: int) -> dict[str, Tensor]:
+    """Of the mean loss over one microbatch of every rank."""
+    model, (x, target) = _model(), _rows(m)
+    chunks = [torch.cat([part.chunk(m)[index] for part in rows.chunk(_N_RANKS)]) for rows in (x, target)]
+    LopsidedLoss()(model(chunks[0]), chunks[1]).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def _common_ratio(found: dict[str, Tensor | None], right: dict[str, Tensor]) -> float | None:

@@ -6,12 +6,13 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 
 from course_pp.exercises.answer import Answer
 from course_pp.exercises.exercise import Exercise, Mistake
-from course_pp.exercises.expect import close, expect_number
+from course_pp.exercises.expect import close, expect_list, expect_number
 from course_pp.exercises.gpipe_clinic import grade_mended_step, mended_step
+from course_pp.exercises.in_process import unchanged
+from course_pp.exercises.lopsided import LopsidedLoss
 from course_pp.schedule import Action, Costs, Gap, Schedule, Timeline, build, check, simulate
 
 __all__ = ["EXERCISES"]
@@ -117,12 +118,12 @@ def _needless_gap(timeline: Timeline, shortest: Timeline) -> Gap:
 
 
 def _as_schedule(rows: object, p: int, call: str) -> Schedule:
-    if not isinstance(rows, list | tuple):
-        raise Mistake(f"{call} gave a {type(rows).__name__}.", "Return a list with one list of actions for each rank.")
+    rows = expect_list(rows, call.strip("`"))
     if any(isinstance(row, Action) for row in rows):
         raise Mistake(f"{call} gave one list of actions.", "Return a list with one such list for each rank.")
     if len(rows) != p:
-        raise Mistake(f"{call} gave {len(rows)} lists.", f"There are {p} ranks: one list for each.")
+        lists, ranks = (f"{n} {word}{'s' * (n != 1)}" for n, word in ((len(rows), "list"), (p, "rank")))
+        raise Mistake(f"{call} gave {lists} for {ranks}.", "Each rank has one list.")
     for rank, row in enumerate(rows):
         if not isinstance(row, list | tuple) or not all(isinstance(action, Action) for action in row):
             cause = 'Write a list of actions such as `Action(rank, "F", 0)`.'
@@ -139,6 +140,9 @@ def _refuse_if_it_cannot_run(schedule: Schedule, m: int, call: str) -> None:
             "Stage and microbatch have changed places: `Action(stage, kind, microbatch)`.",
             f"rank 0: {' '.join(map(str, schedule.actions[0]))}",
         )
+    if strange := next((part for part in parts if not 0 <= part.microbatch < m), None):
+        cause = f"m is {m}: number them from 0 to {m - 1}."
+        raise Mistake(f"{call} has `{strange}`, a microbatch that does not exist.", cause)
     if all(part.kind == "F" for part in parts):
         raise Mistake(f"{call} has no backward.", 'After all forwards come all backwards, as `Action(rank, "B", i)`.')
     if other := next((part for part in parts if part.kind not in "FB"), None):
@@ -185,6 +189,8 @@ _SHARES: tuple[tuple[Callable[[Sequence[int]], list[float]], str], ...] = (
      "A mean over n rows is divided by all rows: multiply it by n first."),
     (lambda n: [k / sum(n) / len(n) for k in n],
      "The weights are n / (all rows), and then everything is divided by m as well: one of the two."),
+    (lambda n: [n[0] / sum(n)] + [0.0] * (len(n) - 1),
+     "Only the first microbatch's gradient is there: is the `return` inside the loop?"),
     (lambda n: [0.0] * (len(n) - 1) + [n[-1] / sum(n)],
      "Only the last microbatch's gradient is there: do not zero gradients in between, and call backward for each."),
     (lambda n: [0.0] * (len(n) - 1) + [1.0],
@@ -193,7 +199,7 @@ _SHARES: tuple[tuple[Callable[[Sequence[int]], list[float]], str], ...] = (
 
 
 def _grade_accumulate(answer: Answer) -> None:
-    cases = [(4, 4), (1, 2, 5), (3, 1), (6,)]
+    cases = [(1, 2, 5), (4, 4), (3, 1), (6,)]
     (results,) = answer.on_ranks(1, _accumulated, cases)
     for sizes, result in zip(cases, results, strict=True):
         what = f"With microbatches of {_spelled(sizes)} rows"
@@ -221,7 +227,7 @@ def _grade_accumulate(answer: Answer) -> None:
             raise Mistake(f"{what} a second call does not add its gradients to the first's.", cause)
         loss = expect_number(result.loss, f"accumulate with microbatches of {_spelled(sizes)} rows")
         inputs, outputs = _rows(sizes)
-        whole = mse_loss(_small_model()(inputs), outputs).item()
+        whole = LopsidedLoss()(_small_model()(inputs), outputs).item()
         if not close(loss, whole):
             cause = "Return the mean over all rows, with the same weights as in the gradient."
             raise Mistake(
@@ -235,10 +241,12 @@ def _accumulated(rank: int, fn: Callable[..., Any], cases: Iterable[Sequence[int
         model, (x, y), kept = _small_model(), _rows(sizes), _Kept()
         model.register_forward_pre_hook(lambda _, args, kept=kept: kept.begin_forward(len(args[0])))
         microbatches, targets = list(x.split(list(sizes))), list(y.split(list(sizes)))
-        with torch.autograd.graph.saved_tensors_hooks(kept.pack, _SavedTensor.unpack):
-            loss = fn(model, microbatches, targets, nn.MSELoss())
-        once = _flat_gradient(model)
-        fn(model, microbatches, targets, nn.MSELoss())
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+        with unchanged(microbatches=microbatches, targets=targets, model=weights):
+            with torch.autograd.graph.saved_tensors_hooks(kept.pack, _SavedTensor.unpack):
+                loss = fn(model, microbatches, targets, LopsidedLoss())
+            once = _flat_gradient(model)
+            fn(model, microbatches, targets, LopsidedLoss())
         results.append(_Accumulated(loss, once, _flat_gradient(model), kept.most_rows, kept.most_forwards))
     return results
 
@@ -293,7 +301,7 @@ def _gradients_of_each(sizes: Sequence[int]) -> list[Tensor]:
     parts = []
     for x, y in zip(*(t.split(list(sizes)) for t in _rows(sizes)), strict=True):
         model = _small_model()
-        mse_loss(model(x), y).backward()
+        LopsidedLoss()(model(x), y).backward()
         gradient = _flat_gradient(model)
         assert gradient is not None
         parts.append(gradient)

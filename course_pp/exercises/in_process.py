@@ -1,25 +1,33 @@
-"""What happens to an answer in a process of its own: the calls, and how they ended in words."""
+"""What happens to an answer in a process of its own: the calls, and how each of them ended."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dis
 import inspect
 import linecache
 import os
 import pickle
+import re
 import reprlib
 import resource
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+from course_pp.exercises.code_of import files_of
 from course_pp.exercises.exercise import Mistake
 from course_pp.launch.watch import is_cell
 
 _MEMORY_BYTES = 2 << 30
 _RESULT_BYTES = 64 << 20
 _SHOWN_CHARACTERS = 300
+# Where in its own source a C++ library gave up, and the condition: "[enforce fail at /…/pair.cc:801] state_ >= 1. "
+_LIBRARY_PLACE = re.compile(
+    r"\[enforce fail at [^\]]*\] (?:[^.]*\. )?(?:[^.]* vs [^.]*\. )?|\[[^\]\s]*\.(?:cc|cpp|h):\d+\] "
+)
 
 
 class Failure(Exception):
@@ -29,13 +37,17 @@ class Failure(Exception):
         kind: ``"raised"``, ``"exited"``, ``"pending"``, ``"changed"`` or ``"unsendable"``.
         what: the exception in a line, or what was changed or returned.
         where: ``"line 3: `return 1 / 0`"``, the innermost line of the answer; empty if it is not in there.
+        error: the name of the exception's class; empty where none was raised.
+        inside: whether the answer was being called, as opposed to what the check does with its result.
     """
 
-    def __init__(self, kind: str, what: str, where: str = "") -> None:
-        super().__init__(kind, what, where)
+    def __init__(self, kind: str, what: str, where: str = "", error: str = "", inside: bool = True) -> None:
+        super().__init__(kind, what, where, error, inside)
         self.kind = kind
         self.what = what
         self.where = where
+        self.error = error
+        self.inside = inside
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.what}"
@@ -49,14 +61,14 @@ def call_each(rank: int, fn: Callable[..., Any], rows: Sequence[tuple[Any, ...]]
     """
     _bound_memory()
     results = []
-    with _failures_of(fn), open(note, "w", encoding="ascii") as noted:
+    with _failures_of(fn) as called, open(note, "w", encoding="ascii") as noted:
         for i, row in enumerate(rows):
             noted.seek(0)
             noted.write(f"{i:09}")
             noted.flush()
             args, named = copy.deepcopy((row, kwargs))
-            value = fn(*args, **named)
-            _refuse_changes(fn, (row, kwargs), (args, named))
+            with unchanged(**_by_name(fn, args, named)):
+                value = called(*args, **named)
             results.append(_sendable(value))
     return results
 
@@ -64,8 +76,8 @@ def call_each(rank: int, fn: Callable[..., Any], rows: Sequence[tuple[Any, ...]]
 def run_harness(rank: int, harness: Callable[..., Any], fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Calls ``harness(rank, fn, *args)`` on a rank. Raises Failure where ``fn`` stops, Mistake where harness does."""
     _bound_memory()
-    with _failures_of(fn):
-        return _sendable(harness(rank, fn, *args))
+    with _failures_of(fn) as called:
+        return _sendable(harness(rank, called, *args))
 
 
 def _bound_memory() -> None:
@@ -76,19 +88,54 @@ def _bound_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY_BYTES, hard))
 
 
+class _Called:
+    """The answer; knows whether it is being called."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._fn = fn
+        self.inside = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.inside = True
+        value = self._fn(*args, **kwargs)
+        self.inside = False
+        return value
+
+
 @contextlib.contextmanager
-def _failures_of(fn: Callable[..., Any]) -> Iterator[None]:
+def _failures_of(fn: Callable[..., Any]) -> Iterator[_Called]:
+    called = _Called(fn)
     try:
-        yield
+        yield called
     except (Failure, Mistake):
         raise
     except SystemExit as e:
         raise Failure("exited", "", _where(e, fn)) from e
     except BaseException as e:
-        where = _where(e, fn)
-        # torch raises NotImplementedError, too: for an operation that a dtype has not.
-        pending = isinstance(e, NotImplementedError) and (not e.args or "NotImplementedError" in where)
-        raise Failure("pending" if pending else "raised", _in_a_line(e), where) from e
+        pending = isinstance(e, NotImplementedError) and (not e.args or _is_own_raise(e, fn))
+        kind = "pending" if pending else "raised"
+        raise Failure(kind, _in_a_line(e), _where(e, fn), type(e).__name__, called.inside) from e
+
+
+def _is_own_raise(error: BaseException, fn: Callable[..., Any]) -> bool:
+    """Whether a ``raise`` of the answer raised it. torch raises NotImplementedError, too, where a dtype lacks an
+    operation, and its own frames are not in the traceback.
+    """
+    *_, innermost = _frames(error)
+    code = innermost.tb_frame.f_code
+    is_raise = dis.opname[code.co_code[innermost.tb_lasti]] == "RAISE_VARARGS"
+    return is_raise and _is_own(code.co_filename, fn)
+
+
+def _frames(error: BaseException) -> Iterator[TracebackType]:
+    tb = error.__traceback__
+    while tb is not None:
+        yield tb
+        tb = tb.tb_next
+
+
+def _is_own(file: str, fn: Callable[..., Any]) -> bool:
+    return file in files_of(fn) or is_cell(file)
 
 
 def _in_a_line(error: BaseException) -> str:
@@ -97,23 +144,18 @@ def _in_a_line(error: BaseException) -> str:
     except Exception:
         lines = ["(its message cannot be shown)"]
     text = lines[-1] if len(lines) > 3 else " ".join(lines)
+    text = _LIBRARY_PLACE.sub("", text)
     if len(text) > _SHOWN_CHARACTERS:
         text = text[:_SHOWN_CHARACTERS] + " …"
     return f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def _where(error: BaseException, fn: Callable[..., Any]) -> str:
-    own = getattr(getattr(inspect.unwrap(fn), "__code__", None), "co_filename", None)
-    tb, found = error.__traceback__, None
-    while tb is not None:
-        file = tb.tb_frame.f_code.co_filename
-        if file == own or is_cell(file):
-            found = file, tb.tb_lineno
-        tb = tb.tb_next
-    if found is None:
+    own = [tb for tb in _frames(error) if _is_own(tb.tb_frame.f_code.co_filename, fn)]
+    if not own:
         return ""
-    text = linecache.getline(*found).strip()
-    return f"line {found[1]}" + (f": `{text}`" if text else "")
+    text = linecache.getline(own[-1].tb_frame.f_code.co_filename, own[-1].tb_lineno).strip()
+    return f"line {own[-1].tb_lineno}" + (f": `{text}`" if text else "")
 
 
 def _sendable(value: Any) -> Any:
@@ -132,15 +174,43 @@ def _sendable(value: Any) -> Any:
     return value
 
 
-def _refuse_changes(fn: Callable[..., Any], before: tuple[tuple, dict], after: tuple[tuple, dict]) -> None:
-    if _same(before, after):
-        return
-    parameters = inspect.signature(fn)
-    names = dict(parameters.bind(*before[0], **before[1]).arguments)
-    now = parameters.bind(*after[0], **after[1]).arguments
-    for name, value in names.items():
-        if not _same(value, now[name]):
-            raise Failure("changed", f"`{name}` from {reprlib.repr(value)} to {reprlib.repr(now[name])}")
+def _by_name(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by the names of their parameters; by number, where these are not known."""
+    try:
+        return dict(inspect.signature(fn).bind(*args, **kwargs).arguments)
+    except (TypeError, ValueError):
+        return {f"argument {i}": arg for i, arg in enumerate(args)} | kwargs
+
+
+@contextlib.contextmanager
+def unchanged(**arguments: Any) -> Iterator[None]:
+    """Refuses an answer that changes what it was given, by name: lists, tensors, whatever can be copied.
+
+    Raises:
+        Failure: with the first argument that is not what it was before the block.
+    """
+    before = copy.deepcopy(arguments)
+    yield
+    for name, value in arguments.items():
+        if not _same(before[name], value):
+            raise Failure("changed", _change(name, before[name], value))
+
+
+def _change(name: str, before: Any, after: Any) -> str:
+    """What has changed, told by its innermost place; tensors are not printed."""
+    if type(before) is type(after):
+        if isinstance(before, list | tuple) and len(before) == len(after):
+            i = next(i for i, pair in enumerate(zip(before, after, strict=True)) if not _same(*pair))
+            if isinstance(before[i], list | tuple | dict) or _tensor_comparison(before[i]) is not None:
+                return _change(f"{name}[{i}]", before[i], after[i])
+        if isinstance(before, dict) and list(before) == list(after):
+            key = next(key for key in before if not _same(before[key], after[key]))
+            return _change(f"{name}[{key!r}]", before[key], after[key])
+        elif _tensor_comparison(before) is not None:
+            return f"`{name}`"
+        elif isinstance(before, list) and any(map(_tensor_comparison, before)):
+            return f"`{name}`, which had {len(before)} entries and now has {len(after)}"
+    return f"`{name}` from {reprlib.repr(before)} to {reprlib.repr(after)}"
 
 
 def _same(a: Any, b: Any) -> bool:

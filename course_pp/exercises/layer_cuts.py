@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from course_pp.exercises.answer import Answer, written_call
-from course_pp.exercises.exercise import Mistake
+from course_pp.exercises.exercise import Mistake, Stopped
 from course_pp.exercises.expect import expect_int, expect_list
 from course_pp.model import compute_layer_assignment, partition_by_cost
 
@@ -34,7 +34,7 @@ def _as_ranges(value: Any, call: str, n_layers: int, n_stages: int) -> list[tupl
     it_is = f"It is {ranges}."
     for stage, (start, end) in enumerate(ranges):
         if end <= start:
-            raise Mistake(f"In `{call}`, stage {stage} has no layer.", "Each stage holds at least one.", it_is)
+            raise Mistake(f"In `{call}`, stage {stage} has no layer.", _why_empty(ranges, n_layers), it_is)
     for stage, ((_, end), (start, _)) in enumerate(pairwise(ranges)):
         if start != end:
             lost = f"layers {end} to {start - 1} are on no stage" if start > end else f"layer {start} is on two stages"
@@ -44,8 +44,27 @@ def _as_ranges(value: Any, call: str, n_layers: int, n_stages: int) -> list[tupl
             raise Mistake(f"In `{call}`, after stage {stage}, {lost}.", cause, it_is)
     if ranges[0][0] != 0 or ranges[-1][1] != n_layers:
         covered = f"layers {ranges[0][0]} to {ranges[-1][1] - 1}, not 0 to {n_layers - 1}"
-        raise Mistake(f"`{call}` covers {covered}.", "When they do not divide, `//` leaves some over.", it_is)
+        raise Mistake(f"`{call}` covers {covered}.", _why_not_all(ranges, n_layers), it_is)
     return ranges
+
+
+def _why_empty(ranges: list[tuple[int, int]], n_layers: int) -> str:
+    if any(end < start for start, end in ranges):
+        return "A stage is (start, end): the first layer it holds, then the first one after it."
+    if sum(size for _, size in ranges) == n_layers:
+        return "The second number is where a stage ends, not how many layers it has."
+    return "Each stage holds at least one."
+
+
+def _why_not_all(ranges: list[tuple[int, int]], n_layers: int) -> str:
+    left = n_layers - ranges[-1][1]
+    if ranges[0][0] != 0:
+        return "The first stage starts with layer 0."
+    if left < 0:
+        return "Together the stages have more layers than there are."
+    if left == n_layers % len(ranges):
+        return f"The layers do not divide evenly, and `//` leaves some over: here {left}."
+    return "The last stage ends with the last layer."
 
 
 def grade_assign_layers(answer: Answer) -> None:
@@ -108,8 +127,8 @@ def grade_balanced_cut(answer: Answer) -> None:
         _judge_cut(costs, n_stages, value)
     try:
         value = answer(*_LONG_CUT)
-    except Mistake as e:
-        if "still running" not in e.symptom:
+    except Stopped as e:
+        if e.how != "endless":
             raise
         raise Mistake(
             f"The small cases are right, but 60 layers on 12 stages took more than {answer.limit_s:g} s.",
@@ -130,11 +149,13 @@ def _judge_cut(costs: list[float], n_stages: int, value: Any) -> None:
         cause = "The same number of layers is not the same cost."
     elif any(cost % 1 for cost in costs):
         cause = "Costs need not be whole numbers, nor near 1: a limit that goes up in steps jumps over the best one."
-    else:
+    elif got[-1] > max(got[:-1]):
         cause = (
             "To fill one stage after another up to the average leaves too much for the last: where to cut first "
             "depends on what comes later."
         )
+    else:
+        cause = "A cut is as good as its costliest stage: of all cuts, take the one whose largest sum is smallest."
     example = f"costs of the stages  {got}, at {ranges}\npossible             {best}, at {want}"
     raise Mistake(f"`{call}` has a stage that costs {max(got):g}; {max(best):g} is possible.", cause, example)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from course_pp.exercises.answer import Answer
 from course_pp.exercises.exercise import Exercise, Mistake
 from course_pp.exercises.expect import close, expect_list, expect_number
+from course_pp.exercises.in_process import unchanged
 from course_pp.exercises.layer_cuts import assign_layers, balanced_cut, grade_assign_layers, grade_balanced_cut
 from course_pp.model import CrossEntropy, ModelConfig, Transformer, build_stage_module
 
@@ -75,7 +76,8 @@ def _step_beside_one_process(
     stage = build_stage_module(_CONFIG, rank, 2).double()
     before = {name: parameter.detach().clone() for name, parameter in stage.named_parameters()}
     for _ in range(n_steps):
-        returned = answer(rank, stage, tokens, targets)
+        with unchanged(tokens=tokens, targets=targets):
+            returned = answer(rank, stage, tokens, targets)
     if isinstance(returned, Tensor):
         returned = returned.detach()
     for name, parameter in stage.named_parameters():
@@ -123,7 +125,7 @@ def _judge_gradients(rank: int, gradients: dict[str, tuple[Tensor | None, Tensor
         cause = (
             "Its backward must start from the `output` that has its graph: was that output detached?"
             if rank == 0
-            else "Call `loss.backward()`."
+            else "Rank 1 computes the loss from `stage(x)`, and calls `loss.backward()`."
         )
         raise Mistake(f"{n} of rank {rank} has a gradient.", cause)
     wrong = {name: (mine, right) for name, (mine, right) in gradients.items() if not _near(mine, right)}
@@ -132,11 +134,11 @@ def _judge_gradients(rank: int, gradients: dict[str, tuple[Tensor | None, Tensor
     name, (mine, right) = next(iter(wrong.items()))
     assert mine is not None
     ratio = float((mine * right).sum() / (right * right).sum())
-    cause = "On rank 0, `backward` takes the gradient that came from rank 1."
+    cause = "Its `backward` takes what came from rank 1, and that is the activation's gradient: `send_gradient`."
     if len(wrong) == len(gradients) and all(_near(mine, right * ratio) for mine, right in wrong.values()):
         cause = f"All are {ratio:.6g} times what they should be: once too often added up, or scaled?"
     elif rank == 1:
-        cause = "Rank 1 must compute on what rank 0 sent, with these targets."
+        cause = "Rank 0 computes on these tokens and sends what comes out; rank 1 computes on that, with these targets."
     raise Mistake(
         f"On rank {rank}, {len(wrong)} of {len(gradients)} gradients differ from those of one process.",
         cause,

@@ -12,10 +12,12 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 
 from course_pp.exercises.answer import Answer
-from course_pp.exercises.exercise import Mistake
+from course_pp.exercises.exercise import Mistake, Stopped
+from course_pp.exercises.in_process import unchanged
+from course_pp.exercises.lopsided import LopsidedLoss
+from course_pp.launch.waits import RETURNED
 from course_pp.runtime import (
     Link,
     backward_stage,
@@ -96,13 +98,16 @@ def healed_step(
 _ROWS, _WIDTH, _LAYERS = 3, 4, 4
 _MICROBATCHES = {4: (8, 2), 3: (5,), 2: (1, 3)}
 _TOLERANCE = 1e-9
+_BEFORE = 1.0
+"""What each number of each gradient is before the step, which adds to it as a backward does."""
 
 
 class _Stepped(NamedTuple):
     """What a step left on one rank.
 
     Attributes:
-        gradients: by name in the whole model.
+        gradients: what was added to the gradients that were there before, by name in the whole model; None where
+            nothing was.
         peak: the most forwards in flight.
         places: the most memory that held inputs received from the previous rank, in inputs.
     """
@@ -122,8 +127,8 @@ def grade_step(answer: Answer, places_count: bool = False) -> None:
     for p, sizes in _MICROBATCHES.items():
         try:
             ranks = answer.on_ranks(p, _step_on_rank, sizes)
-        except Mistake as mistake:
-            raise _explained(mistake) from None
+        except Stopped as stopped:
+            raise _explained(stopped) from None
         for index, m in enumerate(sizes):
             stepped = [rank[index] for rank in ranks]
             where = f"On {p} ranks with {m} microbatch{'es' * (m > 1)}"
@@ -133,23 +138,30 @@ def grade_step(answer: Answer, places_count: bool = False) -> None:
                 _judge_places(where, m, stepped)
 
 
-def _explained(mistake: Mistake) -> Mistake:
+def _explained(stopped: Stopped) -> Mistake:
     """A hang, told in terms of what this step sends; anything else as it is."""
-    if "still running" not in mistake.symptom or "waits in" not in mistake.example:
-        return mistake
-    if ".wait(" in mistake.example:
+    waiting = [wait for wait in stopped.waits if wait.peers]
+    if not waiting:
+        return stopped
+    sending = [wait for wait in waiting if wait.operation == "send"]
+    returned = {wait.rank for wait in stopped.waits if wait.operation == RETURNED}
+    lost = (
+        "Either a message was never sent, or it was lost: it lives as long as the handle that `isend` or "
+        "`send_activation` returns. Keep that, and `wait()` for it at the end."
+    )
+    # Of the learner's own lines: torch waits for a blocking send in the same way.
+    if any(".wait(" in wait.where for wait in sending):
         cause = "To wait for a message at once is to send it blocking: wait after the last backward."
-    elif " in send for " in mistake.example:
+    elif sending:
         cause = (
             "A blocking `send` ends when its receiver takes the message, and that one is sending, too. Begin to send "
             "with `isend` or `send_activation`, and go on."
         )
+    elif returned.intersection(*(wait.peers for wait in waiting)):
+        cause = f"{stopped.cause} {lost}"
     else:
-        cause = (
-            "Everyone receives, nobody sends. Either a message was never sent, or it was lost: it lives as long as the "
-            "handle that `isend` or `send_activation` returns. Keep that, and `wait()` for it at the end."
-        )
-    return Mistake(mistake.symptom, cause, mistake.example)
+        cause = f"Everyone receives, nobody sends. {lost}"
+    return Mistake(stopped.symptom, cause, stopped.example)
 
 
 class _Counted(nn.Module):
@@ -183,12 +195,24 @@ def _step_on_rank(rank: int, fn: Callable[..., Any], sizes: Sequence[int]) -> li
         stage = _Counted(partition_model(_layers(), dist.get_world_size(), rank))
         inputs, targets = _batch(m)
         link = Link((_ROWS, _WIDTH), torch.float64)
-        with _received_activations(rank - 1, stage.note):
-            fn(stage, inputs.chunk(m), targets.chunk(m), nn.MSELoss(), link)
-        gradients = {name: p.grad for name, p in stage.stage.named_parameters()}
+        microbatches, parts = inputs.chunk(m), targets.chunk(m)
+        weights = {name: p.detach() for name, p in stage.stage.named_parameters()}
+        for parameter in stage.parameters():
+            parameter.grad = torch.full_like(parameter, _BEFORE)
+        with (
+            _received_activations(rank - 1, stage.note),
+            unchanged(microbatches=microbatches, targets=parts, stage=weights),
+        ):
+            fn(stage, microbatches, parts, LopsidedLoss(), link)
+        gradients = {name: _added(p) for name, p in stage.stage.named_parameters()}
         places = stage.most_bytes // (_ROWS * _WIDTH * torch.float64.itemsize)
         results.append(_Stepped(gradients, stage.peak, places))
     return results
+
+
+def _added(parameter: Tensor) -> Tensor | None:
+    gradient = parameter.grad
+    return None if gradient is None or bool((gradient == _BEFORE).all()) else gradient - _BEFORE
 
 
 @contextmanager
@@ -222,7 +246,7 @@ def _batch(m: int) -> tuple[Tensor, Tensor]:
 
 def _one_process(m: int) -> dict[str, Tensor]:
     model, (inputs, targets) = _layers(), _batch(m)
-    mse_loss(model(inputs), targets).backward()
+    LopsidedLoss()(model(inputs), targets).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -246,6 +270,8 @@ def _judge_gradients(where: str, m: int, ranks: Sequence[_Stepped]) -> None:
 
 def _why_wrong(wrong: dict[tuple[int, str], Tensor], expected: dict[str, Tensor], m: int, p: int) -> str:
     if len(wrong) == len(expected):
+        if all(_same(gradient + _BEFORE, expected[name]) for (_, name), gradient in wrong.items()):
+            return "What `.grad` held before the step is gone: add to it, as `backward` does, and clear nothing."
         for factor, how in ((m, "large"), (1 / m, "small")):
             if all(_same(gradient, factor * expected[name]) for (_, name), gradient in wrong.items()):
                 return f"Each is m times too {how}. `recv_gradient` gives the 1/m on the last rank, once."

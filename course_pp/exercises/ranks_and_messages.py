@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_pp.exercises.answer import Answer, written_call
-from course_pp.exercises.exercise import Exercise, Mistake
+from course_pp.exercises.exercise import Exercise, Mistake, Stopped
 from course_pp.exercises.expect import close, expect_number, expect_tensor
 from course_pp.exercises.traffic import watched_traffic
 
@@ -63,18 +63,31 @@ def grade_shift(answer: Answer) -> None:
     for p, dtype, late in _RINGS:
         try:
             results = answer.on_ranks(p, _shifted, p, dtype, late)
-        except Mistake as e:
-            raise Mistake(e.symptom, _why_stopped(answer, p) or e.cause, e.example) from None
+        except Stopped as e:
+            raise Mistake(e.symptom, _why_stopped(answer, p, e) or e.cause, e.example) from None
         for rank, (got, left) in enumerate(results):
             _judge_shift(rank, p, dtype, got, left)
 
 
-def _why_stopped(answer: Answer, p: int) -> str:
-    if p == 1:
+def _why_stopped(answer: Answer, p: int, stopped: Stopped) -> str:
+    """The cause, where the diagnosis of the launcher is not all that can be said; empty if it is."""
+    if p == 1 and (stopped.how == "endless" or stopped.error == "ValueError"):
         return "In a ring of one, left and right are the rank itself, which cannot send to itself."
-    if "isend" in answer.names and "wait" not in answer.names:
+    if stopped.how != "endless":
+        return ""
+    if "isend" in answer.names and not answer.names & {"wait", "is_completed"}:
         return "`isend` only starts to send: keep what it returns and call `wait()` on it, or the send may be given up."
-    return ""
+    return _why_nothing_comes(stopped, p) if "isend" in answer.names else ""
+
+
+def _why_nothing_comes(stopped: Stopped, p: int) -> str:
+    """Where every rank has sent and now waits, for the wrong neighbour or for what went to the wrong one."""
+    receiving = [wait for wait in stopped.waits if wait.operation == "recv"]
+    if p < 3 or len(receiving) < p:
+        return ""
+    if all(wait.peers == ((wait.rank - 1) % p,) for wait in receiving):
+        return "Everyone waits for its left neighbour, and nothing comes: is it sent to the right, `(rank + 1) % p`?"
+    return "A rank receives from its left neighbour: `(rank - 1) % p`."
 
 
 def _judge_shift(rank: int, p: int, dtype: torch.dtype, got: Any, left: list[float]) -> None:
@@ -153,7 +166,10 @@ def _gathered(rank: int, answer: Callable[..., Any], p: int, n: int) -> _Gathere
 def grade_all_gather(answer: Answer) -> None:
     counts = []
     for p, n in ((2, 4), (3, 6), (4, 8), (3, 7), (4, 3), (1, 2)):
-        results = answer.on_ranks(p, _gathered, p, n)
+        try:
+            results = answer.on_ranks(p, _gathered, p, n)
+        except Stopped as e:
+            raise Mistake(e.symptom, _why_nothing_comes(e, p) or e.cause, e.example) from None
         lengths = [len(chunk) for chunk in _complete(n).tensor_split(p)]
         uneven = f", with chunks of {', '.join(map(str, lengths))} numbers" if len(set(lengths)) > 1 else ""
         run = f"On {p} rank{'s' if p > 1 else ''}{uneven}"

@@ -56,13 +56,16 @@ class UnknownExercise(Told, ValueError):
     """No exercise has this name."""
 
 
+def named(name: str) -> Exercise | None:
+    """The exercise called ``name``, None if there is none."""
+    return next((exercise for exercise in exercises() if exercise.name == name), None)
+
+
 def find(name: str) -> Exercise:
     """The exercise called ``name``. Raises UnknownExercise, with the name that was probably meant, if there is none."""
-    known = []
-    for exercise in exercises():
-        if exercise.name == name:
-            return exercise
-        known.append(exercise.name)
+    if (found := named(name)) is not None:
+        return found
+    known = [exercise.name for exercise in exercises()]
     if near := difflib.get_close_matches(name, known, n=1):
         meant = f"The nearest is {near[0]!r}."
     else:

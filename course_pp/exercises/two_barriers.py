@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,12 +30,26 @@ def save_together(rank: int, write: Callable[[], None], publish: Callable[[], No
 _N_RANKS, _PATIENCE_S, _POLL_S = 3, 0.5, 0.002
 
 
+class Fault(Enum):
+    """What can be wrong with a save, and why; in the order in which it is told."""
+
+    UNWRITTEN = "Every rank writes its own piece."
+    UNPUBLISHED = "One rank has to publish."
+    REPEATED = "One rank publishes, once; the others wait for it."
+    EARLY = "Who publishes must know that all the others have written: a barrier after `write()`."
+    LATE = "Who publishes must know that all the others have written before: a barrier after `write()`."
+    UNAWAITED = (
+        "Who returns takes the checkpoint for granted, and may load it or delete the one before: a barrier after "
+        "`publish()`, on all ranks."
+    )
+
+
 class _Desk:
     """The draft and the published checkpoint of one save, as marks in a directory that all ranks see."""
 
     def __init__(self, folder: Path, rank: int, slow: int | None) -> None:
         self._folder, self._rank, self._slow = folder, rank, slow
-        self.complaints: list[str] = []
+        self.complaints: list[tuple[Fault, str]] = []
         self._barrier = dist.barrier
 
     def barrier(self, *args: Any, **kwargs: Any) -> Any:
@@ -47,7 +62,8 @@ class _Desk:
         if self._rank == self._slow:
             self._wait_for("published.*")
         if list(self._folder.glob("published.*")):
-            self.complaints.append(f"rank {self._rank} wrote its piece after the checkpoint was published without it")
+            told = f"Rank {self._rank} wrote its piece after the checkpoint was published without it."
+            self.complaints.append((Fault.LATE, told))
         (self._folder / f"piece.{self._rank}").touch()
 
     def publish(self) -> None:
@@ -55,7 +71,8 @@ class _Desk:
         pieces = len(list(self._folder.glob("piece.*")))
         (self._folder / f"published.{self._rank}.{time.monotonic_ns()}").touch()
         if pieces < _N_RANKS:
-            self.complaints.append(f"rank {self._rank} published when {pieces} of {_N_RANKS} pieces were there")
+            told = f"Rank {self._rank} published when {pieces} of {_N_RANKS} pieces were there."
+            self.complaints.append((Fault.EARLY, told))
         if self._slow is None:
             self._wait_for("returned.*")
         (self._folder / "named").touch()
@@ -63,7 +80,8 @@ class _Desk:
     def returned(self) -> None:
         """The answer came back on this rank."""
         if not (self._folder / "named").exists():
-            self.complaints.append(f"rank {self._rank} returned before the checkpoint was published")
+            told = f"Rank {self._rank} returned before the checkpoint was published."
+            self.complaints.append((Fault.UNAWAITED, told))
         (self._folder / f"returned.{self._rank}").touch()
 
     def meet(self) -> None:
@@ -88,12 +106,13 @@ class _Desk:
     def judge(self) -> None:
         """After everyone is back."""
         published = [path.name.split(".")[1] for path in self._folder.glob("published.*")]
-        if len(published) != 1:
-            self.complaints.append(
-                f"publish was called {len(published)} times, by ranks {', '.join(sorted(published))}"
-            )
+        if not published:
+            self.complaints.append((Fault.UNPUBLISHED, "Nobody called `publish()`."))
+        elif len(published) > 1:
+            by = f"by rank{'s' * (len(set(published)) > 1)} {', '.join(sorted(set(published)))}"
+            self.complaints.append((Fault.REPEATED, f"`publish()` was called {_times(len(published))}, {by}."))
         if not (self._folder / f"piece.{self._rank}").exists():
-            self.complaints.append(f"rank {self._rank} never wrote its piece")
+            self.complaints.append((Fault.UNWRITTEN, f"Rank {self._rank} never wrote its piece."))
 
     def _wait_for(self, pattern: str) -> None:
         end = time.monotonic() + _PATIENCE_S
@@ -105,7 +124,7 @@ def _times(n: int) -> str:
     return ("never", "once", "twice")[n] if n < 3 else f"{n} times"
 
 
-def _saved_on_rank(rank: int, fn: Callable[..., Any], folder: str) -> list[list[str]]:
+def _saved_on_rank(rank: int, fn: Callable[..., Any], folder: str) -> list[list[tuple[Fault, str]]]:
     """Complaints of this rank: with each rank slow to write in turn, then with a slow publishing."""
     found = []
     dist.barrier()  # so that nobody's patience ends while another is still starting
@@ -122,22 +141,11 @@ def _saved_on_rank(rank: int, fn: Callable[..., Any], folder: str) -> list[list[
     return found
 
 
-_CAUSES = (
-    ("never wrote", "Every rank writes its own piece."),
-    ("publish was called 0", "One rank has to publish."),
-    ("publish was called", "One rank publishes, the others wait for it."),
-    ("pieces were there", "Who publishes must know that all the others have written: a barrier after `write()`."),
-    ("published without it", "Who publishes must know that all the others have written: a barrier after `write()`."),
-    ("returned before", "Who returns takes the checkpoint for granted, and may load it or delete the one before: a "
-                        "barrier after `publish()`, on all ranks."),
-)  # fmt: skip
-
-
 def grade_save_together(answer: Answer) -> None:
     with tempfile.TemporaryDirectory() as folder:
         ranks = answer.on_ranks(_N_RANKS, _saved_on_rank, folder)
     said = [complaint for scenario in zip(*ranks, strict=True) for rank in scenario for complaint in rank]
-    for words, cause in _CAUSES:
-        for complaint in said:
-            if words in complaint:
-                raise Mistake(complaint[0].upper() + complaint[1:] + ".", cause)
+    for fault in Fault:
+        for found, symptom in said:
+            if found is fault:
+                raise Mistake(symptom, fault.value)

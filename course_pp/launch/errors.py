@@ -29,6 +29,17 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def why_ended(exit_code: int) -> str:
+    """What probably ended a process, from its exit code as ``subprocess`` gives it."""
+    if exit_code >= 0:
+        return "Something in it called os._exit, or a library ended the process."
+    return {
+        "SIGKILL": "Something killed it; if nobody did, the system ran out of memory.",
+        "SIGABRT": "A library gave up; with gloo, often a message larger than the buffer that receives it.",
+        "SIGSEGV": "Native code touched memory it does not own.",
+    }.get(signal_name(-exit_code), "Something sent it that signal.")
+
+
 class _Sentence(BaseException):
     """In a notebook: the line of the cell and the message. Our own frames would only hide both."""
 

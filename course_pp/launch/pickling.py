@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import io
 import os
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -37,11 +39,28 @@ def _dumps(value: object) -> bytes:
             # only: `dist` beside any `.config` would drag in torch.distributed.config, which is of a class of its own.
             if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
                 return importlib.import_module, (obj.__name__,)
+            # Left alone it is sent by its name, which no rank knows.
+            if isinstance(obj, CACHED) and _is_sent_whole(obj.__wrapped__):
+                return _cached, (obj.__wrapped__, obj.cache_parameters())
             return super().reducer_override(obj)
 
     file = io.BytesIO()
     Pickler(file).dump(value)
     return file.getvalue()
+
+
+CACHED = type(functools.cache(len))
+
+
+def _cached(fn: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(fn)
+
+
+def _is_sent_whole(fn: Any) -> bool:
+    import cloudpickle
+
+    name = getattr(fn, "__module__", None)
+    return name not in sys.modules or name in ("__main__", *cloudpickle.list_registry_pickle_by_value())
 
 
 def _is_script(module: ModuleType) -> bool:

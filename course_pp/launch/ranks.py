@@ -21,7 +21,7 @@ from course_pp.launch import cells
 from course_pp.launch import rank as in_rank
 from course_pp.launch.arguments import refuse_bad_arguments
 from course_pp.launch.client import SERVERS, Server, search_path
-from course_pp.launch.errors import LaunchError, RankDied, RanksHung, RankTraceback, is_echo, signal_name
+from course_pp.launch.errors import LaunchError, RankDied, RanksHung, RankTraceback, is_echo, signal_name, why_ended
 from course_pp.launch.handover import Call
 from course_pp.launch.on_slurm import TASKS
 from course_pp.launch.output import Lines
@@ -354,18 +354,8 @@ def _is_echo(rank: _Rank) -> bool:
 
 
 def _death(rank: int, exit_code: int) -> str:
-    if exit_code >= 0:
-        return (
-            f"rank {rank} ended with exit code {exit_code} before its function returned. "
-            "Something in it called os._exit, or a library ended the process."
-        )
-    name = signal_name(-exit_code)
-    hint = {
-        "SIGKILL": "Something killed it; if nobody did, the system ran out of memory.",
-        "SIGABRT": "A library gave up; with gloo, often a message larger than the buffer that receives it.",
-        "SIGSEGV": "Native code touched memory it does not own.",
-    }.get(name, "Something sent it that signal.")
-    return f"rank {rank} was ended by {name} before its function returned. {hint}"
+    how = f"ended with exit code {exit_code}" if exit_code >= 0 else f"was ended by {signal_name(-exit_code)}"
+    return f"rank {rank} {how} before its function returned. {why_ended(exit_code)}"
 
 
 def _rebuilt(rank: int, n: int, raised: Raised) -> BaseException:

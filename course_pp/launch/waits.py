@@ -66,11 +66,12 @@ def explain(waits: Sequence[Wait], seconds: float) -> str:
     """One message, a line a rank: who waits for whom and where, the cycle if there is one, and what to change."""
     running = [wait for wait in waits if wait.operation != RETURNED]
     count = "1 rank" if len(running) == 1 else f"{len(running)} ranks"
-    states = "\n".join(f"  {_state(wait)}" for wait in running)
-    return f"{count} still running after {seconds:g} s:\n{states}\n{_diagnosis(waits)}".rstrip()
+    states = "\n".join(f"  {state(wait)}" for wait in running)
+    return f"{count} still running after {seconds:g} s:\n{states}\n{diagnosis(waits)}".rstrip()
 
 
-def _state(wait: Wait) -> str:
+def state(wait: Wait) -> str:
+    """What one rank was doing, in a line."""
     where = f" ({wait.where})" if wait.where else ""
     if wait.operation in (COMPUTES, SILENT):
         return f"rank {wait.rank} {wait.operation}{where}"
@@ -103,7 +104,8 @@ def find_cycle(waits: Sequence[Wait]) -> tuple[Wait, ...]:
     return next((tuple(by_rank[r] for r in ring) for wait in waits if (ring := walk((wait.rank,)))), ())
 
 
-def _diagnosis(waits: Sequence[Wait]) -> str:
+def diagnosis(waits: Sequence[Wait]) -> str:
+    """Who holds up whom, and what to change."""
     cycle = find_cycle(waits)
     if cycle:
         following = (*cycle[1:], cycle[0])

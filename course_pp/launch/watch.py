@@ -195,6 +195,9 @@ def _call(c10d: ModuleType, calls: Calls, group: Any, name: str, operation: str,
                 f"rank {group.rank()} {to_or_from} rank {args[1]}, but the group's ranks are 0 to {len(ranks) - 1}: "
                 f"in a ring, take it modulo {len(ranks)}"
             )
+        if args[1] == group.rank() and "gloo" in str(group.name()):
+            to_or_from = "send to" if name == "send" else "receive from"
+            raise ValueError(f"rank {args[1]} cannot {to_or_from} itself: messages go to another rank")
         peer = ranks[args[1]]
     return Call(operation, ranks, peer, collective=name not in _POINT_TO_POINT)
 

@@ -223,12 +223,83 @@ def test_the_line_of_the_answer_that_raised_is_shown() -> None:
     assert f"in line {line}: `return x[0] * 2`" in check(named(raises)).symptom
 
 
-def test_a_cached_function_of_a_notebook_is_said_to_be_unsendable(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What cloudpickle sends by its name only, a rank does not find in its own __main__.
+def test_a_function_cached_in_a_notebook_is_pending_while_it_is_the_stub(monkeypatch: pytest.MonkeyPatch) -> None:
+    # cloudpickle would send it by its name, which a rank does not find in its own __main__.
     cached = functools.cache(stub)
     cached.__module__, cached.__qualname__ = "__main__", "double"
     monkeypatch.setattr(sys.modules["__main__"], "double", cached, raising=False)
-    assert "cannot be sent to another process" in check(named(cached)).symptom
+    assert check(named(cached)).status == "pending"
+
+
+def twice(x):
+    return x + x
+
+
+@functools.cache
+def powers(n):
+    return 1 if n == 0 else 2 * powers(n - 1)
+
+
+def by_a_cached_recursion(x):
+    return x * powers(1)
+
+
+def logged(fn):
+    def wrapper(*args):
+        return fn(*args)
+
+    return wrapper
+
+
+def logged_by_name(fn):
+    return functools.wraps(fn)(logged(fn))
+
+
+def plus(x, y):
+    return x + y if y is not None else x + x
+
+
+class Doubler:
+    def __call__(self, x):
+        return twice(x)
+
+    def twice(self, x):
+        return twice(x)
+
+
+@pytest.mark.parametrize(
+    "double",
+    [
+        by_a_cached_recursion,
+        lambda x: twice(x),
+        logged(twice),
+        logged_by_name(twice),
+        logged_by_name(logged_by_name(twice)),
+        functools.partial(plus, y=None),
+        functools.partial(functools.partial(plus), y=None),
+        Doubler(),
+        Doubler().twice,
+    ],
+    ids=["cached helper", "lambda", "wrapped", "wraps", "wraps twice", "partial", "partial twice", "object", "method"],
+)
+def test_a_right_answer_is_correct_whatever_it_is_wrapped_in(double: Callable[..., Any]) -> None:
+    verdict = check(double)
+    assert verdict.status == "correct", verdict.text
+    assert "double" in solution(double).text
+
+
+@pytest.mark.parametrize("cached", [functools.cache, functools.lru_cache(maxsize=3)], ids=["cache", "lru_cache"])
+def test_a_cached_answer_is_correct_where_its_arguments_can_be_looked_up(cached: Callable[..., Any]) -> None:
+    assert Answer(cached(twice)).calls([(1,), (2,), (2,)]) == [2, 4, 4]
+    double = cached(twice)
+    assert "`functools.cache` looks a result up by the arguments, and a list" in check(double).cause
+
+
+@pytest.mark.parametrize("wrap", [functools.cache, logged, functools.partial], ids=["cache", "wrapped", "partial"])
+def test_a_wrapped_answer_that_raises_is_told_its_own_line(wrap: Callable[..., Any]) -> None:
+    double = wrap(raises)
+    line = raises.__code__.co_firstlineno + 1
+    assert f"`double(1)` raised TypeError: 'int' object is not subscriptable, in line {line}: " in check(double).symptom
 
 
 def test_a_result_too_long_to_send_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -512,7 +583,7 @@ def test_a_harness_that_stumbles_over_a_result_says_that_it_was_outside() -> Non
     ],
 )
 def test_a_change_deep_in_an_argument_is_noticed(change: Callable[[Any], Any]) -> None:
-    with pytest.raises(Mistake, match="changed its argument `x`"):
+    with pytest.raises(Mistake, match="changed its argument `x"):
         Answer(lambda x: [change(x), None][1])(nested())
 
 

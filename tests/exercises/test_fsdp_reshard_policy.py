@@ -241,9 +241,39 @@ def divides_in_the_loop(model: Any, microbatches: Any, targets: Any, loss_fn: An
             parameter.grad /= len(microbatches)
 
 
+def says_too_late(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> None:
+    """Its first call leaves two gradients unreduced, which its second one completes."""
+    m = len(microbatches)
+    for i, (x, target) in enumerate(zip(microbatches, targets, strict=True)):
+        (loss_fn(model(x), target) / m).backward()
+        model.set_requires_gradient_sync(i == m - 1)
+
+
+def right_once(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> None:
+    """It leaves the model as it must not be for the next step."""
+    accumulating()(model, microbatches, targets, loss_fn)
+    model.set_requires_gradient_sync(False)
+    loss_fn(model(microbatches[0]), targets[0]).backward()
+
+
+def keeps_the_last(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> None:
+    for x, target in zip(microbatches, targets, strict=True):
+        model.zero_grad()
+        (loss_fn(model(x), target) / len(microbatches)).backward()
+
+
+def empties_its_lists(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> None:
+    accumulating()(model, list(microbatches), list(targets), loss_fn)
+    microbatches.clear()
+
+
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
+        (says_too_late, "Only the first microbatch is in them"),
+        (keeps_the_last, "Only the last microbatch is in them"),
+        (right_once, "In the second, after `model.zero_grad()`, the gradients differ"),
+        (empties_its_lists, "changed its argument `microbatches`, which had 3 entries and now has 0"),
         (as_shown, "0.5 times one process's"),
         (accumulating(share=lambda loss, m, n: loss / m / n), "averages over its ranks"),
         (accumulating(sync=lambda i, m: True), "9 reduce-scatters were begun for 3 groups"),

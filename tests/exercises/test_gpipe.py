@@ -100,9 +100,9 @@ def test_every_order_of_all_forwards_then_all_backwards_is_correct(answer: Answe
         (lambda p, m: both(0, range(m)), "one such list for each rank"),
         (lambda p, m: order(p, lambda r: both(r, range(max(1, m - 1)))), "m is 3"),
         (lambda p, m: order(p, lambda r: [f"{a}" for a in both(r, range(m))]), "something else than actions"),
-        (lambda p, m: order(1, lambda r: both(r, range(m))), "There are 2 ranks"),
+        (lambda p, m: order(1, lambda r: both(r, range(m))), "gave 1 list for 2 ranks"),
         (lambda p, m: order(p, lambda r: both(0, range(m))), "cannot run: rank 1 has 0F0"),
-        (lambda p, m: None, "NoneType"),
+        (lambda p, m: None, "is None; a list is asked for"),
     ],
 )  # fmt: skip
 def test_a_wrong_order_is_told_what_is_wrong(answer: Answer, words: str) -> None:

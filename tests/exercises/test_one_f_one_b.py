@@ -212,7 +212,19 @@ def step_with_slots(
     return step
 
 
+def clears_first(stage: Any, *rest: Any) -> None:
+    stage.zero_grad()
+    step_with()(stage, *rest)
+
+
+def changes_its_targets(stage: Any, microbatches: Any, targets: Any, *rest: Any) -> None:
+    step_with()(stage, microbatches, targets, *rest)
+    targets[0].zero_()
+
+
 WRONG_STEPS = [
+    (clears_first, "add to it, as `backward` does"),
+    (changes_its_targets, "changed its argument `targets[0]`"),
     (step_with(send=blocking), "waits in send for", "A blocking `send`"),
     (step_with(send=waiting_at_once), "wait after the last backward"),
     (step_with(keep=False), "Keep that, and `wait()`"),

@@ -1,0 +1,63 @@
+"""What an exception of torch or gloo means for who wrote the line that raised it.
+
+Their messages name their own insides. Each is recognised by words of theirs; one that is reworded loses its cause.
+"""
+
+from __future__ import annotations
+
+_KNOWN: tuple[tuple[str, str], ...] = (
+    (
+        "grad can be implicitly created only for scalar outputs",
+        "`backward()` without an argument starts from a single number, the loss. Any other tensor needs the gradient "
+        "that came back for it: `output.backward(gradient)`.",
+    ),
+    (
+        "does not require grad and does not have a grad_fn",
+        "This backward starts from a tensor without a history: it was detached, or does not come from the model.",
+    ),
+    (
+        "Trying to backward through the graph a second time",
+        "A backward frees what its forward has kept: one backward for each forward.",
+    ),
+    (
+        "modified by an inplace operation",
+        "Somebody wrote to a tensor that this backward still needs. Work on a copy, or on memory of its own.",
+    ),
+    (
+        "is being used in an in-place operation",
+        "A tensor that wants a gradient cannot be written to: work on a copy, or detach it first.",
+    ),
+    (
+        "Boolean value of Tensor with more than one value is ambiguous",
+        "A tensor stands here where a single number belongs: are the arguments in their order?",
+    ),
+    (
+        "not implemented for 'Long'",
+        "Whole numbers stand here where floats belong: are the arguments in their order?",
+    ),
+    (
+        "mat1 and mat2 shapes cannot be multiplied",
+        "The layer was given a tensor of another width: is it the input that belongs to it?",
+    ),
+    (
+        "must match the size of tensor b",
+        "Two tensors of different shapes meet here: do they belong to the same microbatch, and is neither of them cut?",
+    ),
+    (
+        "derivative for aten::floor_divide is not implemented",
+        "`//` has no gradient: divide with `/`.",
+    ),
+    (
+        "Must specify global_rank or group_rank",
+        "A message needs the rank at its other end: `dst=…` or `src=…`.",
+    ),
+    (
+        "Expected parameter `tensor` of type torch.Tensor",
+        "What is sent or received has to be a tensor: are the arguments in their order?",
+    ),
+)
+
+
+def cause_of(error: str) -> str:
+    """A sentence or two for the message of an exception, ``""`` if it is none of these."""
+    return next((cause for words, cause in _KNOWN if words in error), "")
