@@ -63,18 +63,18 @@ class Answer:
         return self._printed.text
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """``fn(*args, **kwargs)``, in another process."""
+        """Return ``fn(*args, **kwargs)``, called in another process."""
         return self._call_each([args], kwargs)[0]
 
     def calls(self, rows: Sequence[tuple[Any, ...]], call: str | None = None) -> list[Any]:
-        """``[fn(*row) for row in rows]``, all in one other process and within one time limit.
+        """Return ``[fn(*row) for row in rows]``, called in one other process and within one time limit.
 
         ``call`` is how messages write a call whose arguments would be too long to read.
         """
         return self._call_each([tuple(row) for row in rows], {}, call)
 
     def on_ranks(self, n: int, harness: Callable[..., Any], *args: Any) -> list[Any]:
-        """``harness(rank, fn, *args)`` on ``n`` ranks with a process group; the results in the order of the ranks.
+        """Run ``harness(rank, fn, *args)`` on ``n`` ranks with a process group; return their results in rank order.
 
         ``harness`` is a function of the grader's module. It may raise `Mistake` itself.
         """
@@ -193,7 +193,7 @@ class Answer:
 
 
 def written_call(name: str, *args: Any, **kwargs: Any) -> str:
-    """A call as it would be typed, long values shortened: ``bubble(4, [1, 2, 3, …])``."""
+    """Write a call as it would be typed, long values shortened: ``bubble(4, [1, 2, 3, …])``."""
     short = reprlib.Repr()
     short.maxlist = short.maxtuple = short.maxset = 8
     short.maxother = short.maxstring = 60

@@ -41,11 +41,11 @@ def check(fn: Callable[..., Any]) -> Verdict:
 
 
 class NoExercise(Told, TypeError):
-    """What was given can be the name or the function of no exercise."""
+    """What was given is neither the name nor the function of an exercise."""
 
 
 def judge(exercise: Exercise, fn: Callable[..., Any]) -> Verdict:
-    """What `check` finds, without keeping it."""
+    """Return what `check` finds, and keep nothing of it."""
     answer = Answer(fn, exercise.limit_s, exercise.name)
     heading = f"Exercise {registry.number_of(exercise)}, {exercise.title}"
     help_line = f'`hint("{exercise.name}")` shows a hint.'

@@ -104,7 +104,7 @@ def _keys_by_number(saved: dict[str, Any], everyone: list[dict[str, Any]]) -> di
 
 
 def _no_position(saved: dict[str, Any], everyone: list[dict[str, Any]]) -> dict[str, Any]:
-    """The data begin again."""
+    """The position in the data is lost, so they begin again."""
     return {**saved, "step": 0}
 
 
@@ -220,7 +220,7 @@ def grade_checkpoint_entries(answer: Answer) -> None:
 
 
 def _merge(everyone: list[dict[Any, Any]], where: str) -> dict[Any, Any]:
-    """All ranks' entries as one dictionary; refuses two meanings of one key."""
+    """Join all ranks' entries in one dictionary; refuse two meanings of one key."""
     merged: dict[Any, Any] = {}
     writer: dict[Any, int] = {}
     for rank, entries in enumerate(everyone):
@@ -265,7 +265,7 @@ def _demand_generators(found: dict[Any, Any], states: list[Tensor], where: str) 
 
 
 def _compare_layouts(merged: list[dict[Any, Any]]) -> None:
-    """Anything but generators has to have the same name in every layout."""
+    """Every entry but the generators needs the same key in every layout."""
     first, *others = ({key: v for key, v in found.items() if not _is_generator(v)} for found in merged)
     for (pp, dp), other in zip(_LAYOUTS[1:], others, strict=True):
         strange = sorted(map(str, set(first) ^ set(other)))
@@ -282,7 +282,7 @@ def _compare_layouts(merged: list[dict[Any, Any]]) -> None:
 
 
 def _compare_places(ranks: list[list[tuple[Any, Tensor]]]) -> None:
-    """The same coordinates have to give the same key for the generator in every layout, others another."""
+    """Equal coordinates need equal keys for the generator in every layout, other coordinates another."""
     keys: dict[tuple[int, ...], Any] = {}
     for rank, found in enumerate(ranks):
         for (_, dp), (entries, state) in zip(_LAYOUTS, found, strict=True):
@@ -297,7 +297,7 @@ def _compare_places(ranks: list[list[tuple[Any, Tensor]]]) -> None:
 
 
 def _compare_groups(found: dict[Any, Any], regrouped: list[dict[Any, Any]]) -> None:
-    """In which groups and order the optimizer has the parameters must make no difference."""
+    """Entries must not depend on the order or the groups in which the optimizer has the parameters."""
     where = "With the parameters in two groups of the optimizer, biases first,"
     others = _merge([expect_dict(each, f"checkpoint_entries on rank {r}") for r, each in enumerate(regrouped)], where)
     for key, value in found.items():

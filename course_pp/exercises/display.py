@@ -20,7 +20,7 @@ _LOOKS: dict[str, tuple[str, str]] = {
 
 
 class Shown:
-    """What a notebook shows where the call stands, in a loop or under an ``if`` too, and once a cell.
+    """A value that a notebook shows where the call stands, in a loop or under an ``if`` too, and once a cell.
 
     Anywhere else it is shown as every value is.
     """
@@ -28,7 +28,7 @@ class Shown:
     _shown_in = -1
 
     def show(self) -> Self:
-        """Shows it, if this is a notebook; returns it."""
+        """Show it, if this is a notebook; return it."""
         if (notebook := _notebook()) is not None:
             from IPython.display import display
 
@@ -45,7 +45,7 @@ class Shown:
 
 
 class Told:
-    """An exception of which a notebook shows the message alone: its traceback leads through the course's code only."""
+    """An exception of which a notebook shows the message alone: its traceback is the course's own code."""
 
     def _render_traceback_(self) -> list[str]:
         return str(self).splitlines()

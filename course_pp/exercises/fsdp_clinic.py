@@ -33,7 +33,7 @@ def accumulate_sharded(
 
 
 class Symptoms(NamedTuple):
-    """Of one step: gathers and reductions of each FSDP group, and the size of gradients beside the right ones."""
+    """What one step shows: gathers and reductions of each FSDP group, and the size of gradients over the right one."""
 
     gathers: float
     reductions: float
@@ -274,7 +274,7 @@ def _rows(m: int) -> tuple[Tensor, Tensor]:
 
 
 def _gradients_of_microbatch(m: int, index: int) -> dict[str, Tensor]:
-    """Of the mean loss over one microbatch of every rank."""
+    """Return the gradients of the mean loss over one microbatch of every rank."""
     model, (x, target) = _model(), _rows(m)
     chunks = [torch.cat([part.chunk(m)[index] for part in rows.chunk(_N_RANKS)]) for rows in (x, target)]
     LopsidedLoss()(model(chunks[0]), chunks[1]).backward()

@@ -169,7 +169,7 @@ def accumulate(
 
 
 class _Accumulated(NamedTuple):
-    """What one and two calls of the answer left behind; of how many forwards at once autograd kept activations."""
+    """What one call of the answer left behind, and a second; of how many forwards autograd kept activations at once."""
 
     loss: Any
     gradient: Tensor | None

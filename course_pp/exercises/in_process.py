@@ -54,7 +54,7 @@ class Failure(Exception):
 
 
 def call_each(rank: int, fn: Callable[..., Any], rows: Sequence[tuple[Any, ...]], kwargs: dict, note: Path) -> list:
-    """Calls ``fn(*row, **kwargs)`` for each row; writes to ``note`` which one is being called, for the caller to read.
+    """Call ``fn(*row, **kwargs)`` for each row; write to ``note`` which one is being called, for the caller to read.
 
     Raises:
         Failure: at the first call that does not end well.
@@ -74,14 +74,14 @@ def call_each(rank: int, fn: Callable[..., Any], rows: Sequence[tuple[Any, ...]]
 
 
 def run_harness(rank: int, harness: Callable[..., Any], fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Calls ``harness(rank, fn, *args)`` on a rank. Raises Failure where ``fn`` stops, Mistake where harness does."""
+    """Call ``harness(rank, fn, *args)`` on a rank. Raises Failure where ``fn`` stops, Mistake where harness does."""
     _bound_memory()
     with _failures_of(fn) as called:
         return _sendable(harness(rank, called, *args))
 
 
 def _bound_memory() -> None:
-    """Lets this process take 2 GiB more and no further, so that an answer gets a MemoryError and the system lives."""
+    """Let this process take 2 GiB more and no further, so that an answer gets a MemoryError and the system lives."""
     with contextlib.suppress(OSError, ValueError):
         used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -118,8 +118,9 @@ def _failures_of(fn: Callable[..., Any]) -> Iterator[_Called]:
 
 
 def _is_own_raise(error: BaseException, fn: Callable[..., Any]) -> bool:
-    """Whether a ``raise`` of the answer raised it. torch raises NotImplementedError, too, where a dtype lacks an
-    operation, and its own frames are not in the traceback.
+    """Whether a ``raise`` statement of the answer raised it.
+
+    torch raises NotImplementedError, too, where a dtype lacks an operation, and leaves no frame in the traceback.
     """
     *_, innermost = _frames(error)
     code = innermost.tb_frame.f_code
@@ -184,7 +185,7 @@ def _by_name(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 
 @contextlib.contextmanager
 def unchanged(**arguments: Any) -> Iterator[None]:
-    """Refuses an answer that changes what it was given, by name: lists, tensors, whatever can be copied.
+    """Refuse an answer that changes what it was given, by name: lists, tensors, whatever can be copied.
 
     Raises:
         Failure: with the first argument that is not what it was before the block.

@@ -23,7 +23,7 @@ def assign_layers(n_layers: int, n_stages: int) -> list[tuple[int, int]]:
 
 
 def _as_ranges(value: Any, call: str, n_layers: int, n_stages: int) -> list[tuple[int, int]]:
-    """The value as ranges that cover all layers in order, each stage with one at least; Mistake if it is not that."""
+    """Return the value as ranges that cover all layers in order, one layer a stage at least. Raises Mistake if not."""
     rows = expect_list(value, call, n_stages)
     ranges = []
     for stage, row in enumerate(rows):

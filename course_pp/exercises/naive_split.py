@@ -20,7 +20,7 @@ _CONFIG = ModelConfig(dim=32, n_layers=3, n_heads=2, vocab_size=29, max_seq_len=
 
 
 def send_activation(output: Tensor, to: int) -> None:
-    """As in the notebook, like the four below: what an answer is made of."""
+    """Send an activation. This and the four below are the notebook's: an answer is made of them."""
     dist.send(output.detach(), to)
 
 

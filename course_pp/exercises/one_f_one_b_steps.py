@@ -118,12 +118,12 @@ class _Stepped(NamedTuple):
 
 
 def grade_healed_step(answer: Answer) -> None:
-    """As `grade_step`, and no more memory for what is received than 1F1B needs."""
+    """Judge as `grade_step` does, and allow no more memory for what is received than 1F1B needs."""
     grade_step(answer, places_count=True)
 
 
 def grade_step(answer: Answer, places_count: bool = False) -> None:
-    """Gradients equal to one process's, and no more in flight than 1F1B needs, on 2 to 4 ranks."""
+    """Ask for gradients equal to one process's, and for no more in flight than 1F1B needs, on 2 to 4 ranks."""
     for p, sizes in _MICROBATCHES.items():
         try:
             ranks = answer.on_ranks(p, _step_on_rank, sizes)
@@ -139,7 +139,7 @@ def grade_step(answer: Answer, places_count: bool = False) -> None:
 
 
 def _explained(stopped: Stopped) -> Mistake:
-    """A hang, told in terms of what this step sends; anything else as it is."""
+    """Tell a hang in terms of what this step sends; leave anything else as it is."""
     waiting = [wait for wait in stopped.waits if wait.peers]
     if not waiting:
         return stopped
@@ -217,7 +217,7 @@ def _added(parameter: Tensor) -> Tensor | None:
 
 @contextmanager
 def _received_activations(source: int, note: Callable[[Tensor], None]) -> Iterator[None]:
-    """Calls ``note`` with each tensor into which a message of rank ``source`` is received in the block."""
+    """Call ``note`` with each tensor into which a message of rank ``source`` is received in the block."""
     recv = dist.ProcessGroup.recv
 
     def noted(self: Any, tensors: list[Tensor], peer: int, *args: Any, **kwargs: Any) -> Any:

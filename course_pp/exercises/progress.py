@@ -47,7 +47,7 @@ _Change = Callable[[Record], Record]
 
 
 class Store:
-    """The file. It may be shared by several kernels: every change reads, changes and replaces it under a lock.
+    """The file of a learner's progress. Several kernels may share it: each change is made under a lock.
 
     What is wrong with the file never stops a learner: each method returns or keeps a sentence about it. A change that
     cannot be kept waits, and is made again on whatever the file holds when it can next be written.
@@ -79,13 +79,13 @@ class Store:
         return records, note
 
     def record_attempt(self, name: str, correct: bool) -> str:
-        """Counts a check; returns a sentence if that could not be kept as it should."""
+        """Count a check; return a sentence if that could not be kept as it should."""
         return self._change(
             name, lambda old: old if old.correct else replace(old, correct=correct, attempts=old.attempts + 1)
         )[1]
 
     def record_hint(self, name: str, n_hints: int) -> int:
-        """Counts a hint; returns its number from 1, or ``n_hints + 1`` when there is none left."""
+        """Count a hint; return its number from 1, or ``n_hints + 1`` when there is none left."""
         seen = 0
 
         def one_more(old: Record) -> Record:
@@ -130,7 +130,7 @@ class Store:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[Path]:
-        """Holds the lock of the file, whose real path it yields. The lock lies beside it, for the file is replaced."""
+        """Hold the lock of the file and yield its real path. The lock lies beside the file, which is replaced."""
         path = Path(os.path.realpath(self.path))
         if str(self.path).startswith("~"):
             raise OSError("nobody has that home directory")
@@ -170,7 +170,7 @@ STORE = Store()
 
 
 def _parsed(content: bytes) -> dict[str, Record]:
-    """Raises ValueError for anything that this class did not write; unknown fields are passed over."""
+    """Read records; unknown fields are passed over. Raises ValueError for anything that `Store` did not write."""
     try:
         data = json.loads(content.decode())
     except RecursionError:
@@ -195,7 +195,7 @@ def _free_name(path: Path) -> Path:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces the file by ``text`` so that nobody ever sees half of it; a link stays one, a mode stays as it is."""
+    """Replace the file by ``text`` so that nobody ever sees half of it; a link stays one, a mode stays as it is."""
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")  # to a device; a directory refuses
@@ -242,7 +242,7 @@ class Progress(Shown):
         return f"{correct} of {len(self.rows)} correct" + (f", about {left} minutes left" if left else "")
 
     def to_csv(self, path: str | Path) -> Path:
-        """Writes one line an exercise, with a heading. Raises OSError, with the remedy, if that cannot be."""
+        """Write one line an exercise, with a heading. Raises OSError, with the remedy, if that cannot be."""
         text = io.StringIO()
         writer = csv.DictWriter(text, [field.name for field in fields(Row)], lineterminator="\n")
         writer.writeheader()
@@ -250,7 +250,7 @@ class Progress(Shown):
         return _exported(Path(path), text.getvalue())
 
     def to_json(self, path: str | Path) -> Path:
-        """Writes a list of objects, one an exercise. Raises OSError, with the remedy, if that cannot be."""
+        """Write a list of objects, one an exercise. Raises OSError, with the remedy, if that cannot be."""
         return _exported(Path(path), json.dumps([asdict(row) for row in self.rows], indent=1) + "\n")
 
     def __repr__(self) -> str:

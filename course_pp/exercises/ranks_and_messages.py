@@ -70,7 +70,7 @@ def grade_shift(answer: Answer) -> None:
 
 
 def _why_stopped(answer: Answer, p: int, stopped: Stopped) -> str:
-    """The cause, where the diagnosis of the launcher is not all that can be said; empty if it is."""
+    """Return a better cause than the launcher's diagnosis; empty if there is none."""
     if p == 1 and (stopped.how == "endless" or stopped.error == "ValueError"):
         return "In a ring of one, left and right are the rank itself, which cannot send to itself."
     if stopped.how != "endless":
@@ -81,7 +81,7 @@ def _why_stopped(answer: Answer, p: int, stopped: Stopped) -> str:
 
 
 def _why_nothing_comes(stopped: Stopped, p: int) -> str:
-    """Where every rank has sent and now waits, for the wrong neighbour or for what went to the wrong one."""
+    """Explain why every rank waits after it has sent: for the wrong neighbour, or for what went to the wrong one."""
     receiving = [wait for wait in stopped.waits if wait.operation == "recv"]
     if p < 3 or len(receiving) < p:
         return ""
@@ -136,7 +136,7 @@ def all_gather(chunks: Sequence[Tensor], rank: int, p: int) -> int:
 
 
 def _unfinished(rank: int) -> int:
-    """What an incomplete chunk is full of, before; far enough from the rest that a sum can be told."""
+    """The value of an incomplete chunk before the gather; far from all others, so that a sum can be told."""
     return -100 * (rank + 1)
 
 

@@ -44,7 +44,7 @@ class Traffic:
 
 @contextmanager
 def watched_traffic() -> Iterator[Traffic]:
-    """Notes every message and collective that this process begins in the block, over any process group."""
+    """Note every message and collective that this process begins in the block, over any process group."""
     traffic, group = Traffic(), dist.ProcessGroup
     send = group.send
 

@@ -53,12 +53,12 @@ class _Desk:
         self._barrier = dist.barrier
 
     def barrier(self, *args: Any, **kwargs: Any) -> Any:
-        """In place of ``dist.barrier``, which it calls: leaves a mark for each call."""
+        """Call ``dist.barrier``, in whose place it stands, and leave a mark."""
         (self._folder / f"barrier.{self._rank}.{time.monotonic_ns()}").touch()
         return self._barrier(*args, **kwargs)
 
     def write(self) -> None:
-        """This rank's piece; the slow rank's comes after the publishing, unless that waits for it."""
+        """Write this rank's piece; the slow rank's comes after the publishing, unless that waits for it."""
         if self._rank == self._slow:
             self._wait_for("published.*")
         if list(self._folder.glob("published.*")):
@@ -78,7 +78,7 @@ class _Desk:
         (self._folder / "named").touch()
 
     def returned(self) -> None:
-        """The answer came back on this rank."""
+        """Note that the answer came back on this rank."""
         if not (self._folder / "named").exists():
             told = f"Rank {self._rank} returned before the checkpoint was published."
             self.complaints.append((Fault.UNAWAITED, told))
@@ -104,7 +104,7 @@ class _Desk:
             time.sleep(_POLL_S)
 
     def judge(self) -> None:
-        """After everyone is back."""
+        """Add the complaints that can be seen once everyone is back."""
         published = [path.name.split(".")[1] for path in self._folder.glob("published.*")]
         if not published:
             self.complaints.append((Fault.UNPUBLISHED, "Nobody called `publish()`."))
