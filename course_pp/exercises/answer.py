@@ -194,11 +194,17 @@ class Answer:
 
 def written_call(name: str, *args: Any, **kwargs: Any) -> str:
     """Write a call as it would be typed, long values shortened: ``bubble(4, [1, 2, 3, …])``."""
-    short = reprlib.Repr()
+    short = _Short()
     short.maxlist = short.maxtuple = short.maxset = 8
     short.maxother = short.maxstring = 60
     typed = [short.repr(arg) for arg in args] + [f"{key}={short.repr(value)}" for key, value in kwargs.items()]
     return f"{name}({', '.join(typed)})"
+
+
+class _Short(reprlib.Repr):
+    def repr_Tensor(self, tensor: Any, level: int) -> str:  # noqa: N802
+        """By its shape: ``<tensor of 6 × 4>``. `reprlib` looks for a method by the name of the class."""
+        return f"<tensor of {' × '.join(map(str, tensor.shape))}>" if tensor.dim() else f"tensor({tensor.item():g})"
 
 
 class _Kept(io.TextIOBase):
@@ -267,6 +273,8 @@ def _a(noun: str) -> str:
 def _instead_of(kind: str) -> str:
     if kind == "generator":
         return "It contains `yield`: collect the values in a list and return that."
+    if "generator" in kind:
+        return "A generator has not computed its values yet: put `list(…)` or `tuple(…)` around it."
     if kind == "coroutine":
         return "It begins with `async def`: an ordinary `def` is asked for."
     return "Return numbers, strings, tensors, or lists of them."

@@ -36,6 +36,10 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         "Whole numbers stand here where floats belong: are the arguments in their order?",
     ),
     (
+        "Mismatch in shape: grad_output",
+        "The gradient must have the shape of the tensor that its backward starts from: is that the stage's output?",
+    ),
+    (
         "mat1 and mat2 shapes cannot be multiplied",
         "The layer was given a tensor of another width: is it the input that belongs to it?",
     ),

@@ -262,6 +262,10 @@ _LISTINGS: tuple[tuple[dict[str, tuple[Sizes, Sizes | None]], str | None, str], 
      "A file is there, but shorter than the manifest says."),
     ({"step_00000004": _whole(), ".step_00000008.tmp-3f2a": _whole(), "step_00000008.bak": _whole()}, "step_00000004",
      "Only `step_` and a number is the name of a checkpoint: the others are being written, or somebody's copies."),
+    ({".step_00000008.tmp-3f2a": _whole(), "step_00000004": _whole()}, "step_00000004",
+     "What is no checkpoint is passed over, and the search goes on after it."),
+    ({"step_00000004": _whole(), "copy_00000008": _whole()}, "step_00000004",
+     "Only `step_` and a number is the name of a checkpoint: the others are being written, or somebody's copies."),
     ({"step_99999999": _whole(), "step_100000000": _whole()}, "step_100000000",
      "As text, 9 comes after 1: compare numbers."),
     ({"step_00000004": _whole(), "step_00000008": _whole(extra="tokenizer.json")}, "step_00000008",
@@ -291,6 +295,8 @@ def _grade_newest_whole(answer: Answer) -> None:
             continue
         if got is not None and not isinstance(got, str):
             raise Mistake(f"`newest_whole` gave {got!r:.60}; a name or None is asked for.")
+        if got is None:
+            why = f"`{right}` is whole: it has a manifest, and every file in that is there with its size."
         raise Mistake(f"`newest_whole` gave {got!r}, which should be {right!r}.", why, example)
 
 

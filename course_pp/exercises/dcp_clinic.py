@@ -227,7 +227,9 @@ def _merge(everyone: list[dict[Any, Any]], where: str) -> dict[Any, Any]:
         for key, value in entries.items():
             if key in merged and not _equal(merged[key], value):
                 cause = "The key does not say of which parameter it is: two ranks mean different things by it."
-                if _is_generator(value):
+                if not isinstance(value, Tensor | int | float):
+                    cause = f"An entry is a tensor or a number, and this is a {type(value).__name__}."
+                elif _is_generator(value):
                     cause = "Every rank has a generator of its own: its key needs the rank's coordinates."
                 elif any(part.isdigit() for part in str(key).split(".")) and "layers" not in str(key):
                     cause = (

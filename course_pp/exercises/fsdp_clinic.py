@@ -179,8 +179,8 @@ def _judge_step(where: str, m: int, step: _Step) -> None:
     missing = [name for name, gradient in step.gradients.items() if gradient is None]
     if missing:
         cause = (
-            "Gradients were never reduced, so no shard of them is left: before the last microbatch's backward, "
-            "`model.set_requires_gradient_sync(True)`."
+            "Either no backward has run, or its gradients were never reduced, so that no shard of them is left: before "
+            "the last microbatch's backward, `model.set_requires_gradient_sync(True)`."
         )
         if step.reductions:
             cause = "Parameters are gathered still, and the gradient is the shards': let the last backward free them."
@@ -212,9 +212,11 @@ def _why_no_factor(step: _Step, m: int) -> str:
                 f"Only the {name} microbatch is in them. Gradients add up over microbatches unless they are cleared, "
                 "and what `model.set_requires_gradient_sync(…)` says holds for the backwards after it."
             )
+    if step.n_groups < step.reductions < m * step.n_groups:
+        return "Some backwards reduce and some do not: it is the last microbatch's, and no other, that has to."
     if step.reductions > step.n_groups and m > 1:
         return "What is divided or cleared after one backward is lost for, or divided again with, the next."
-    return "Every microbatch counts, with 1/m each, and the gradients of all of them are reduced."
+    return "Every microbatch counts, with its own target and 1/m, and the gradients of all of them are reduced."
 
 
 def _why(ratio: float, m: int) -> str:

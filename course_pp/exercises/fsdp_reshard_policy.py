@@ -108,7 +108,7 @@ _WRONG_BYTES: _Wrong = (
 
 
 def _grade_rank_bytes(answer: Answer) -> None:
-    sizes = [(6, 1000, 300, 4), (1, 512, 64, 2), (12, 4096, 0, 8), (2, 10, 4, 2)]
+    sizes = [(6, 1000, 300, 4), (1, 512, 64, 2), (12, 4096, 0, 8), (2, 10, 4, 2), (5, 7, 3, 4)]
     cases = [(*size, again, pp) for size in sizes for again in (True, False) for pp in (False, True)]
     _match(answer, cases, rank_bytes, _WRONG_BYTES)
 
@@ -178,6 +178,7 @@ def _grade_choose_reshard(answer: Answer) -> None:
         for forward, gather in ((4, 1), (4, 4), (4, 6), (4, 8), (4, 40))
         for pp in (False, True)
     ]
+    cases += [(room, 8, 1, 1, 1, False) for room in (8, 2, 1)]
     answers = answer.calls(cases)
     for case, got in zip(cases, answers, strict=True):
         if got is not None and not isinstance(got, bool):
@@ -232,7 +233,7 @@ _WRONG_HSDP: _Wrong = (
 
 
 def _grade_hsdp_bytes(answer: Answer) -> None:
-    cases = [(b, r, s, again) for b, r, s in ((1200, 2, 2), (4096, 1, 4), (960, 3, 8), (70, 4, 1))
+    cases = [(b, r, s, again) for b, r, s in ((1200, 2, 2), (4096, 1, 4), (960, 3, 8), (70, 4, 1), (1001, 3, 4))
              for again in (True, False)]  # fmt: skip
     _match(answer, cases, hsdp_bytes, _WRONG_HSDP)
 

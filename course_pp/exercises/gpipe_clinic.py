@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_pp.exercises.answer import Answer
-from course_pp.exercises.exercise import Mistake
+from course_pp.exercises.exercise import Mistake, Stopped
 from course_pp.exercises.expect import close, expect_number
+from course_pp.exercises.hangs import explained
 from course_pp.exercises.in_process import unchanged
 from course_pp.exercises.lopsided import LopsidedLoss
 from course_pp.runtime import Link, partition_model, recv_activation, recv_gradient, send_activation, send_gradient
@@ -105,7 +106,10 @@ class _Stepped(NamedTuple):
 def grade_mended_step(answer: Answer) -> None:
     loss, gradients = _whole_step()
     for p, m in ((2, 1), (1, 3), (3, 3), (2, 4), (3, 2)):
-        ranks = answer.on_ranks(p, _stepped, m, 1)
+        try:
+            ranks = answer.on_ranks(p, _stepped, m, 1)
+        except Stopped as e:
+            raise explained(e) from None
         _judge_step(f"On {p} rank{'s' * (p > 1)} with {m} microbatch{'es' * (m > 1)}", m, ranks, loss, gradients)
     for r, rank in enumerate(answer.on_ranks(2, _stepped, 2, 2)):
         if any(g is None or _ratio(g, gradients[name]) != 2.0 for name, g in rank.gradients.items()):
@@ -123,7 +127,11 @@ def _judge_step(where: str, m: int, ranks: Sequence[_Stepped], loss: float, grad
             cause = "That is the sum of the microbatches' losses: return their mean."
         elif close(m * found, loss):
             cause = "It is divided by m twice."
-        raise Mistake(f"{where} the loss is {found:.4f}; one process has {loss:.4f}.", cause)
+        elif found == 0:
+            cause = "No microbatch's loss is in it."
+        elif any(close(found, part) or close(m * found, part) for part in _losses_of_microbatches(m)):
+            cause = "That is what a single microbatch adds: sum over all of them."
+        raise Mistake(f"{where} the loss is {found:.8g}; one process has {loss:.8g}.", cause)
     missing = {r: name for r, rank in enumerate(ranks) for name, g in rank.gradients.items() if g is None}
     if missing:
         r = min(missing)
@@ -168,7 +176,9 @@ def _stepped(rank: int, fn: Callable[..., Any], m: int, n_steps: int) -> _Steppe
         with unchanged(inputs=inputs, targets=targets, stage=weights):
             loss = fn(stage, inputs, targets, m, LopsidedLoss(), link)
     gradients = {name: None if p.grad is None else p.grad.clone() for name, p in stage.named_parameters()}
-    return _Stepped(loss.item() if isinstance(loss, Tensor) else loss, gradients)
+    if isinstance(loss, Tensor):
+        loss = loss.item() if loss.numel() == 1 else loss.detach()
+    return _Stepped(loss, gradients)
 
 
 def _whole_step() -> tuple[float, dict[str, Tensor]]:
@@ -177,6 +187,12 @@ def _whole_step() -> tuple[float, dict[str, Tensor]]:
     loss = LopsidedLoss()(model(inputs), targets)
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _losses_of_microbatches(m: int) -> list[float]:
+    model, (inputs, targets) = _layers(), _step_batch()
+    pairs = zip(inputs.chunk(m), targets.chunk(m), strict=True)
+    return [LopsidedLoss()(model(x), target).item() for x, target in pairs]
 
 
 def _layers() -> nn.Sequential:

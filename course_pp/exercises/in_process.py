@@ -169,10 +169,24 @@ def _sendable(value: Any) -> Any:
         data = cloudpickle.dumps(value)
         reprlib.repr(pickle.loads(data))
     except Exception as e:
-        raise Failure("unsendable", type(value).__name__) from e
+        raise Failure("unsendable", _unsendable(value)) from e
     if len(data) > _RESULT_BYTES:
         raise Failure("unsendable", f"{type(value).__name__} of {len(data):,} bytes")
     return value
+
+
+def _unsendable(value: Any) -> str:
+    """What is to blame: the kind of the value, or of the first entry in it that is."""
+    import cloudpickle
+
+    kind = type(value).__name__
+    for entry in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+        try:
+            cloudpickle.dumps(entry)
+        except Exception:
+            inner = _unsendable(entry).split(" with a ")[-1]
+            return f"{kind} with a {inner} in it".replace(" in it in it", " in it")
+    return kind
 
 
 def _by_name(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def grade_two_rank_step(answer: Answer) -> None:
         got = expect_number(returned, "two_rank_step(1, stage, tokens, targets)")
         if not close(got, loss):
             raise Mistake(
-                f"All gradients are right, but on rank 1 the step returned {got:.6f}; the loss is {loss:.6f}.",
+                f"All gradients are right, but on rank 1 the step returned {got:.8g}; the loss is {loss:.8g}.",
                 "Return the loss itself, `loss.item()`.",
             )
     for rank, (_, _, gradients) in enumerate(answer.on_ranks(2, _step_beside_one_process, 2, 2)):
@@ -131,7 +131,7 @@ def _judge_gradients(rank: int, gradients: dict[str, tuple[Tensor | None, Tensor
     wrong = {name: (mine, right) for name, (mine, right) in gradients.items() if not _near(mine, right)}
     if not wrong:
         return
-    name, (mine, right) = next(iter(wrong.items()))
+    name, (mine, right) = max(wrong.items(), key=lambda item: _furthest(*item[1]))
     assert mine is not None
     ratio = float((mine * right).sum() / (right * right).sum())
     cause = "Its `backward` takes what came from rank 1, and that is the activation's gradient: `send_gradient`."
@@ -139,10 +139,11 @@ def _judge_gradients(rank: int, gradients: dict[str, tuple[Tensor | None, Tensor
         cause = f"All are {ratio:.6g} times what they should be: once too often added up, or scaled?"
     elif rank == 1:
         cause = "Rank 0 computes on these tokens and sends what comes out; rank 1 computes on that, with these targets."
+    places = (mine - right).abs().flatten().topk(min(4, right.numel())).indices
     raise Mistake(
         f"On rank {rank}, {len(wrong)} of {len(gradients)} gradients differ from those of one process.",
         cause,
-        f"{name}\n  split        {_first(mine)}\n  one process  {_first(right)}",
+        f"{name}, where they differ most\n  split        {_at(mine, places)}\n  one process  {_at(right, places)}",
     )
 
 
@@ -150,8 +151,12 @@ def _near(mine: Tensor | None, right: Tensor) -> bool:
     return mine is not None and mine.shape == right.shape and torch.allclose(mine, right, rtol=1e-12, atol=1e-14)
 
 
-def _first(tensor: Tensor) -> str:
-    return ", ".join(f"{value:.3e}" for value in tensor.flatten()[:4].tolist()) + ", …"
+def _furthest(mine: Tensor | None, right: Tensor) -> float:
+    return 0.0 if mine is None or mine.shape != right.shape else float((mine - right).abs().max())
+
+
+def _at(tensor: Tensor, places: Tensor) -> str:
+    return ", ".join(f"{value:.6e}" for value in tensor.flatten()[places].tolist()) + ", …"
 
 
 def untrained(stage: nn.Module) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from course_pp.exercises.answer import Answer
 from course_pp.exercises.exercise import Exercise, Mistake
 from course_pp.exercises.expect import expect_int, expect_list
+from course_pp.exercises.memory_budget import choose, grade_choose
 from course_pp.exercises.one_f_one_b_steps import grade_healed_step, grade_step, healed_step, step_without_deadlock
 from course_pp.schedule import Action, Costs, Schedule, build, check, simulate
 
@@ -55,17 +56,22 @@ def _read_order(value: Any, rank: int, p: int, m: int) -> tuple[Action, ...]:
             cause = f"Rank {rank} holds stage {rank}: its actions are `{rank}F0`, `{rank}B0` and so on."
             raise Mistake(f"`{what}` has `{action}`, which is not rank {rank}'s to do.", cause, example)
         if action.microbatch >= m:
-            cause = (
-                f"The microbatches are 0 to {m - 1}. When m is small, the warm-up is all there is of them: take a min."
-            )
+            cause = f"The microbatches are 0 to {m - 1}."
+            if m < p - 1 - rank:
+                cause += " When m is small, the warm-up is all there is of them: take a min."
             raise Mistake(f"`{what}` has `{action}`, a microbatch that does not exist.", cause, example)
     counts = Counter(row)
     for action in (Action(rank, kind, i) for kind in "FB" for i in range(m)):
         if not counts[action]:
-            cause = "After the last forward, as many backwards are left as the warm-up had forwards: the drain."
-            raise Mistake(f"`{what}` lacks `{action}`.", cause if action.kind == "B" else "", example)
+            cause = ""
+            if action.kind == "B" and action.microbatch < m - (p - 1 - rank):
+                cause = "In the steady state each forward is followed by the oldest backward that is left, 0 first."
+            elif action.kind == "B":
+                cause = "After the last forward, as many backwards are left as the warm-up had forwards: the drain."
+            raise Mistake(f"`{what}` lacks `{action}`.", cause, example)
         if counts[action] > 1:
-            cause = "The steady state goes on where the warm-up stopped."
+            before, after = ("warm-up", "steady state") if action.kind == "F" else ("steady state", "drain")
+            cause = f"The {after} goes on where the {before} stopped."
             raise Mistake(f"`{what}` has `{action}` {counts[action]} times.", cause, example)
     for kind, word in (("F", "forwards"), ("B", "backwards")):
         numbers = [action.microbatch for action in row if action.kind == kind]
@@ -87,6 +93,8 @@ def _judge_orders(rows: list[tuple[Action, ...]], m: int) -> None:
         enough = min(m, p - rank)
         if peak == m > enough:
             cause = "That is what GPipe holds: a backward has to come as soon as it can be done."
+        elif rank and peak == timeline.peak_activations[rank - 1]:
+            cause = "The warm-up gets shorter from rank to rank: `p - 1 - rank`."
         else:
             cause = "A forward is in flight from its start: the first one after the warm-up counts, too."
         if peak > enough:
@@ -135,15 +143,21 @@ def _grade_held(answer: Answer) -> None:
     ]
     rows = [(rank, *cluster) for cluster in clusters for rank in range(cluster.p)]
     held = dict(zip(rows, answer.calls(rows), strict=True))
+    found: _Limits = {}
     for cluster in clusters:
         calls = [(rank, *cluster) for rank in range(cluster.p)]
-        _judge_limits([expect_int(held[call], f"held_with_latency{call}", _ROUND_UP) for call in calls], cluster)
+        found[cluster] = [expect_int(held[call], f"held_with_latency{call}", _ROUND_UP) for call in calls]
+    for cluster in clusters:
+        _judge_limits(found, cluster)
 
 
+_Limits = dict[_Cluster, list[int]]
+"""What the answer gives for each rank of each cluster."""
 _ROUND_UP = "A part of a microbatch needs a whole place: round up, `math.ceil`."
 
 
-def _judge_limits(limits: list[int], cluster: _Cluster) -> None:
+def _judge_limits(found: _Limits, cluster: _Cluster) -> None:
+    limits = found[cluster]
     p, forward, backward, latency = cluster
     given = f"With {p} ranks, forward {forward}, backward {backward} and latency {latency}"
     if min(limits) < 1:
@@ -152,7 +166,7 @@ def _judge_limits(limits: list[int], cluster: _Cluster) -> None:
         enough = held_with_latency(rank, *cluster)
         if limit > enough:
             symptom = f"{given}, rank {rank} may hold {limit} activations, though {enough} would do."
-            raise Mistake(symptom, _why_too_many(limits, cluster))
+            raise Mistake(symptom, _why_too_many(found, cluster))
     # With few microbatches a rank may lack a place and end in time all the same.
     m, costs = 400, Costs(forward, backward, 0, latency)
     schedule = with_room(limits, m)
@@ -164,7 +178,7 @@ def _judge_limits(limits: list[int], cluster: _Cluster) -> None:
         symptom = (
             f"{given}, your ranks may hold {limits}. Then {m} microbatches take {makespan:g}; GPipe takes {gpipe:g}."
         )
-        raise Mistake(symptom, _why_too_few(limits, cluster))
+        raise Mistake(symptom, _why_too_few(found))
 
 
 def with_room(limits: Sequence[int], m: int) -> Schedule:
@@ -186,10 +200,10 @@ def _held_order(limit: int, m: int, stage: int) -> list[Action]:
     return order
 
 
-def _why_too_many(limits: list[int], cluster: _Cluster) -> str:
+def _why_too_many(found: _Limits, cluster: _Cluster) -> str:
     if cluster.latency == 0:
         return "Without latency it is 1F1B: a microbatch is on one of the p - rank ranks from here to the last."
-    if cluster.follows(limits, lambda links, share: 1 + links * (1 + 2 * math.ceil(share))):
+    if _follow(found, lambda links, share: 1 + links * (1 + 2 * math.ceil(share))):
         return "There and back is one trip of 2 × latency: add first, and round up once a link."
     return (
         "A rank takes in a microbatch every forward + backward. How many of those fit into 2 × latency, and how many "
@@ -197,7 +211,11 @@ def _why_too_many(limits: list[int], cluster: _Cluster) -> str:
     )
 
 
-def _why_too_few(limits: list[int], cluster: _Cluster) -> str:
+def _follow(found: _Limits, rule: Callable[[int, float], float]) -> bool:
+    return all(cluster.follows(limits, rule) for cluster, limits in found.items())
+
+
+def _why_too_few(found: _Limits) -> str:
     rules: tuple[tuple[Callable[[int, float], float], str], ...] = (
         (lambda links, _: 1 + links, "That is 1F1B without latency. Microbatches are also on the links."),
         (
@@ -213,102 +231,8 @@ def _why_too_few(limits: list[int], cluster: _Cluster) -> str:
             "You round the sum over all links. Each link holds whole microbatches: round up for each.",
         ),
     )
-    causes = [cause for rule, cause in rules if cluster.follows(limits, rule)]
+    causes = [cause for rule, cause in rules if _follow(found, rule)]
     return causes[0] if causes else "A microbatch is on a rank from here to the last, or on a link, there or back."
-
-
-def choose(
-    state: int, activations: int, rows: int, min_rows: int, budget: int, max_ranks: int
-) -> tuple[int, int] | None:
-    """Ranks and microbatches with the smallest bubble that fits under 1F1B, or None."""
-    found = []
-    for p in range(1, max_ranks + 1):
-        for m in range(1, rows // min_rows + 1):
-            fits = state / p + min(m, p) * activations / (p * m) <= budget
-            if rows % m == 0 and fits:
-                found.append(((p - 1) / (m + p - 1), p, m))
-    return min(found)[1:] if found else None
-
-
-class _Case(NamedTuple):
-    """The arguments of ``choose``."""
-
-    state: int
-    activations: int
-    rows: int
-    min_rows: int
-    budget: int
-    max_ranks: int
-
-    def needed(self, p: int, m: int, in_flight: int) -> float:
-        """Bytes on the first rank."""
-        return self.state / p + in_flight * self.activations / (p * m)
-
-    def choice(self, in_flight: Callable[[int, int], int]) -> tuple[int, int] | None:
-        """What is chosen if ``in_flight(p, m)`` microbatches are counted on the first rank."""
-        counts = [m for m in range(1, self.rows // self.min_rows + 1) if self.rows % m == 0]
-        pairs = [(p, m) for p in range(1, self.max_ranks + 1) for m in counts]
-        fitting = [pair for pair in pairs if self.needed(*pair, in_flight(*pair)) <= self.budget]
-        return min(fitting, key=lambda pair: ((pair[0] - 1) / (sum(pair) - 1), *pair), default=None)
-
-
-def _grade_choose(answer: Answer) -> None:
-    cases = [
-        _Case(400, 200, 16, 1, 120, 8),
-        _Case(400, 200, 16, 4, 120, 8),
-        _Case(400, 800, 32, 2, 200, 8),
-        _Case(100, 50, 8, 1, 200, 8),
-        _Case(600, 240, 12, 5, 180, 16),
-        _Case(400, 4000, 8, 1, 200, 16),
-        _Case(800, 100, 30, 4, 170, 6),
-        _Case(395, 197, 16, 1, 111, 8),
-    ]
-    for case, got in zip(cases, answer.calls([tuple(case) for case in cases]), strict=True):
-        _judge_choice(case, got)
-
-
-def _judge_choice(case: _Case, got: Any) -> None:
-    call, best = f"choose({', '.join(map(str, case))})", choose(*case)
-    if best is None:
-        if got is not None:
-            raise Mistake(f"`{call}` is {got!r}, and nothing fits there.", "Return None if no p and m fit.")
-        return
-    if got is None:
-        p, m = best
-        example = f"{p} ranks and {m} microbatches need {case.needed(p, m, min(m, p)):g} of {case.budget} on rank 0."
-        raise Mistake(f"`{call}` is None, though something fits.", _why_missed(case), example)
-    p, m = (expect_int(each, f"{call}[{index}]") for index, each in enumerate(expect_list(got, call, 2)))
-    if not 1 <= p <= case.max_ranks:
-        raise Mistake(
-            f"`{call}` takes {p} ranks, and there are 1 to {case.max_ranks}.", "The ranks come first: (p, m)."
-        )
-    if m < 1 or case.rows % m:
-        raise Mistake(f"`{call}` cuts {case.rows} rows into {m} microbatches.", "m must divide the rows.")
-    if case.rows // m < case.min_rows:
-        symptom = f"`{call}` makes microbatches of {case.rows // m} rows; {case.min_rows} are the least."
-        raise Mistake(symptom, "m is at most rows // min_rows.")
-    needed = case.needed(p, m, min(m, p))
-    if needed > case.budget:
-        example = f"{case.state} / {p} + {min(m, p)} × {case.activations} / ({p} × {m}) = {needed:g}"
-        cause = "Rank 0 holds min(m, p) activations, each of 1 / (p m) of what the batch keeps in the whole model."
-        if math.floor(needed) <= case.budget:
-            cause = "It is less than 1 too much: `//` drops that, `/` does not."
-        raise Mistake(f"`{call}` is {(p, m)}, and rank 0 would need {needed:g} of {case.budget}.", cause, example)
-    ours, best_bubble = ((ranks - 1) / (count + ranks - 1) for ranks, count in ((p, m), best))
-    if ours > best_bubble:
-        example = f"{best} fits too: bubble {best_bubble:.1%} instead of {ours:.1%}."
-        symptom = f"`{call}` is {(p, m)}, which fits, but its bubble is not the smallest."
-        raise Mistake(symptom, _why_missed(case, (p, m)), example)
-
-
-def _why_missed(case: _Case, got: tuple[int, int] | None = None) -> str:
-    if got == case.choice(lambda p, m: m):
-        return "You count m activations in flight, as GPipe has. 1F1B holds min(m, p) on rank 0."
-    if got == case.choice(lambda p, m: p):
-        return "A/m holds for m ≥ p; with fewer, rank 0 holds m: min(m, p)·A/(pm)."
-    if got is not None and got[1] < case.rows // case.min_rows:
-        return "More microbatches make the bubble smaller, and under 1F1B they cost no memory."
-    return "Fewer ranks make the bubble smaller, as long as it fits."
 
 
 EXERCISES: tuple[Exercise, ...] = (
@@ -373,7 +297,7 @@ EXERCISES: tuple[Exercise, ...] = (
             "the one with the smallest `(p - 1) / (m + p - 1)`.",
         ),
         choose,
-        _grade_choose,
+        grade_choose,
     ),
     Exercise(
         "healed_step",

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from course_pp.exercises.answer import Answer
 from course_pp.exercises.exercise import Mistake, Stopped
+from course_pp.exercises.hangs import explained
 from course_pp.exercises.in_process import unchanged
 from course_pp.exercises.lopsided import LopsidedLoss
-from course_pp.launch.waits import RETURNED
 from course_pp.runtime import (
     Link,
     backward_stage,
@@ -128,7 +128,7 @@ def grade_step(answer: Answer, places_count: bool = False) -> None:
         try:
             ranks = answer.on_ranks(p, _step_on_rank, sizes)
         except Stopped as stopped:
-            raise _explained(stopped) from None
+            raise explained(stopped) from None
         for index, m in enumerate(sizes):
             stepped = [rank[index] for rank in ranks]
             where = f"On {p} ranks with {m} microbatch{'es' * (m > 1)}"
@@ -136,32 +136,6 @@ def grade_step(answer: Answer, places_count: bool = False) -> None:
             _judge_peaks(where, m, stepped)
             if places_count:
                 _judge_places(where, m, stepped)
-
-
-def _explained(stopped: Stopped) -> Mistake:
-    """Tell a hang in terms of what this step sends; leave anything else as it is."""
-    waiting = [wait for wait in stopped.waits if wait.peers]
-    if not waiting:
-        return stopped
-    sending = [wait for wait in waiting if wait.operation == "send"]
-    returned = {wait.rank for wait in stopped.waits if wait.operation == RETURNED}
-    lost = (
-        "Either a message was never sent, or it was lost: it lives as long as the handle that `isend` or "
-        "`send_activation` returns. Keep that, and `wait()` for it at the end."
-    )
-    # Of the learner's own lines: torch waits for a blocking send in the same way.
-    if any(".wait(" in wait.where for wait in sending):
-        cause = "To wait for a message at once is to send it blocking: wait after the last backward."
-    elif sending:
-        cause = (
-            "A blocking `send` ends when its receiver takes the message, and that one is sending, too. Begin to send "
-            "with `isend` or `send_activation`, and go on."
-        )
-    elif returned.intersection(*(wait.peers for wait in waiting)):
-        cause = f"{stopped.cause} {lost}"
-    else:
-        cause = f"Everyone receives, nobody sends. {lost}"
-    return Mistake(stopped.symptom, cause, stopped.example)
 
 
 class _Counted(nn.Module):

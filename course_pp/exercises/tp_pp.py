@@ -20,11 +20,11 @@ __all__ = ["EXERCISES"]
 
 
 def shard_linear(
-    weight: torch.Tensor, bias: torch.Tensor | None, how: str, rank: int, n: int
+    weight: torch.Tensor, bias: torch.Tensor, how: str, rank: int, n: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """This rank's (weight, bias) of a linear layer cut into n by "column" or by "row"."""
     if how == "column":
-        return weight.chunk(n, dim=0)[rank], None if bias is None else bias.chunk(n)[rank]
+        return weight.chunk(n, dim=0)[rank], bias.chunk(n)[rank]
     return weight.chunk(n, dim=1)[rank], bias if rank == 0 else None
 
 
@@ -90,7 +90,8 @@ def _judge_product(
         return
     joined = "side by side" if how == "column" else "added up"
     symptom = f"{given} the ranks' outputs, {joined}, are not those of the whole layer."
-    example = f"first row: whole {_numbers(whole)}, yours {_numbers(found)}"
+    row = int((found - whole).abs().sum(-1).argmax())
+    example = f"row {row}: whole {_numbers(whole[row])}, yours {_numbers(found[row])}"
     raise Mistake(symptom, _why_no_product(shards, how, (weight, bias, x), found), example)
 
 
@@ -101,8 +102,10 @@ def _why_no_product(
     n, whole = len(shards), linear(x, weight, bias)
     if all(torch.equal(shard[0], shards[0][0]) for shard in shards):
         return "Every rank has the same part: use `rank`."
-    if how == "row" and torch.allclose(found, whole + (n - 1) * bias):
-        return "Every rank adds the whole bias, and the sum has it n times: it must enter once."
+    n_biased = sum(shard[1] is not None for shard in shards)
+    if how == "row" and n_biased > 1 and torch.allclose(found, whole + (n_biased - 1) * bias):
+        who = "Every rank adds" if n_biased == n else f"{n_biased} ranks add"
+        return f"{who} the whole bias, and the sum has it {n_biased} times: it must enter once."
     if torch.allclose(found, whole - bias):
         return "No rank has the bias; it must enter once."
     if how == "column" and torch.allclose(found.sort(-1).values, whole.sort(-1).values):
@@ -118,8 +121,8 @@ def _spelled(shape: Sequence[int]) -> str:
     return " × ".join(map(str, shape))
 
 
-def _numbers(rows: Tensor) -> str:
-    return ", ".join(f"{number:g}" for number in rows[0].tolist())
+def _numbers(row: Tensor) -> str:
+    return ", ".join(f"{number:g}" for number in row.tolist())
 
 
 def enter(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -194,8 +197,9 @@ def _judge_gradient(rank: int, result: _Entered) -> None:
     )
     if not torch.allclose(result.gradient, total + beside):
         cause = next((why for wrong, why in known if torch.allclose(result.gradient, wrong)), "")
-        ratio = (result.gradient - beside).norm() / total.norm()
-        example = f"the block's share of the gradient on rank {rank} is {ratio:.3f} times as long as it should be"
+        share = result.gradient - beside
+        yours, away = (float(part.norm() / total.norm()) for part in (share, share - total))
+        example = f"norms over that of the right gradient from the block: yours {yours:.3f}, the difference {away:.3f}"
         raise Mistake("The gradient of x is wrong.", cause, example)
     if result.spoiled:
         raise Mistake(

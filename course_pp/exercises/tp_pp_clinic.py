@@ -93,11 +93,11 @@ def grade_whole_norm(answer: Answer) -> None:
         right = _Squares(pp, tp).right()
         if all(close(norm, right) for norm in found):
             continue
-        per_rank = ", ".join(f"{norm:.4f}" for norm in found)
+        per_rank = ", ".join(f"{norm:.8g}" for norm in found)
         if all(close(norm, found[0]) for norm in found):
-            symptom = f"With pp × tp = {pp} × {tp} every rank says {found[0]:.4f}; the norm is {right:.4f}."
+            symptom = f"With pp × tp = {pp} × {tp} every rank says {found[0]:.8g}; the norm is {right:.8g}."
         else:
-            symptom = f"With pp × tp = {pp} × {tp} the ranks say {per_rank}; the norm is {right:.4f} on all of them."
+            symptom = f"With pp × tp = {pp} × {tp} the ranks say {per_rank}; the norm is {right:.8g} on all of them."
         raise Mistake(symptom, _why(found, _Squares(pp, tp)))
 
 

@@ -133,6 +133,8 @@ class _Names:
 def _mistakes(tree: ast.Module, index: int, names: _Names) -> Iterator[Callable[[], None]]:
     """What can be done to the ``index``-th node: each changes the tree when called."""
     node = list(ast.walk(tree))[index]
+    if any(isinstance(each, ast.keyword) and each.arg == "strict" and each.value is node for each in ast.walk(tree)):
+        return
     yield from _on_statements(node)
     for replacement in _replacements(node, names):
         if (put := _putter(tree, node)) is not None:
@@ -243,15 +245,18 @@ def _other_constants(value: object) -> Iterator[ast.AST]:
 
 def _other_calls(call: ast.Call) -> Iterator[ast.AST]:
     args = call.args
+    name = call.func.id if isinstance(call.func, ast.Name) else ""
     for i in range(len(args) - 1):
-        if not any(isinstance(each, ast.Starred) for each in args[i : i + 2]):
+        # In any order these are the same.
+        if name not in ("min", "max") and not any(isinstance(each, ast.Starred) for each in args[i : i + 2]):
             yield ast.Call(call.func, _swapped(args, i), call.keywords)
     if len(args) > 1 or call.keywords:
         yield from (ast.Call(call.func, args[:i] + args[i + 1 :], call.keywords) for i in range(len(args)))
-    yield from (
-        ast.Call(call.func, args, call.keywords[:i] + call.keywords[i + 1 :]) for i in range(len(call.keywords))
-    )
-    if isinstance(call.func, ast.Name) and call.func.id == "range":
+    for i, keyword in enumerate(call.keywords):
+        # Without `strict` a zip is the same wherever it does not raise.
+        if keyword.arg != "strict":
+            yield ast.Call(call.func, args, call.keywords[:i] + call.keywords[i + 1 :])
+    if name == "range":
         for i, arg in enumerate(args):
             for op in (ast.Add(), ast.Sub()):
                 yield ast.Call(call.func, [*args[:i], ast.BinOp(arg, op, ast.Constant(1)), *args[i + 1 :]], [])

@@ -273,7 +273,7 @@ def test_a_step_is_correct_however_it_is_written(answer: Callable[..., Any]) -> 
     [
         (starts_from_a_detached_output, ["No parameter of rank 0 has a gradient", "detached"]),
         (no_gradient_comes_back, ["rank 0 waits in recv for rank 1", "Rank 1 has returned"]),
-        (gradient_of_ones, ["On rank 0", "takes the gradient that came from rank 1", "one process"]),
+        (gradient_of_ones, ["On rank 0", "takes what came from rank 1", "one process"]),
         (backward_twice, ["All are 2 times what they should be"]),
         (backward_of_a_tensor, ["grad can be implicitly created only for scalar outputs"]),
         (both_receive, ["none can move"]),

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from course_pp.exercises.lopsided import LopsidedLoss
 from course_pp.exercises.one_f_one_b import _with_limits, choose, held_with_latency, order_1f1b
 from course_pp.exercises.one_f_one_b_steps import PATIENTS, _batch, _layers, _one_process
 from course_pp.launch import on_ranks
@@ -314,7 +315,7 @@ def spoilt(rank: int, name: str, m: int) -> list[str]:
     dist.barrier()
     time.sleep(0.1 * rank)
     link = Link((len(inputs) // m, inputs.shape[1]), torch.float64)
-    PATIENTS[name](stage, inputs.chunk(m), targets.chunk(m), torch.nn.MSELoss(), link)
+    PATIENTS[name](stage, inputs.chunk(m), targets.chunk(m), LopsidedLoss(), link)
     right = _one_process(m)
     healthy = [n for n, p in stage.named_parameters() if p.grad is not None and torch.allclose(p.grad, right[n])]
     return [n for n, _ in stage.named_parameters() if n not in healthy]

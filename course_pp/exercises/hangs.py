@@ -1,0 +1,36 @@
+"""What it means when the ranks of a step wait for messages that never come."""
+
+from __future__ import annotations
+
+from course_pp.exercises.exercise import Mistake, Stopped
+from course_pp.launch.waits import RETURNED
+
+_LOST = (
+    "Either a message was never sent, or it was lost: it lives as long as the handle that `isend` or "
+    "`send_activation` returns. Keep that, and `wait()` for it at the end."
+)
+
+
+def explained(stopped: Stopped) -> Mistake:
+    """Tell a hang in terms of what a pipeline's step sends; leave anything else as it is."""
+    waiting = [wait for wait in stopped.waits if wait.peers]
+    if not waiting:
+        return stopped
+    sending = [wait for wait in waiting if wait.operation == "send"]
+    returned = {wait.rank for wait in stopped.waits if wait.operation == RETURNED}
+    unheard = [wait for wait in waiting if returned.intersection(wait.peers)]
+    if any(wait.operation == "send" for wait in unheard):
+        cause = f"{stopped.cause} Each message that is sent to it has to be received there, by a `recv_…` of its own."
+    elif unheard:
+        cause = f"{stopped.cause} {_LOST}"
+    # Of the learner's own lines: torch waits for a blocking send in the same way.
+    elif any(".wait(" in wait.where for wait in sending):
+        cause = "To wait for a message at once is to send it blocking: wait after the last backward."
+    elif sending:
+        cause = (
+            "A blocking `send` ends when its receiver takes the message, and that one is sending, too. Begin to send "
+            "with `isend` or `send_activation`, and go on."
+        )
+    else:
+        cause = f"Everyone receives, nobody sends. {_LOST}"
+    return Mistake(stopped.symptom, cause, stopped.example)

@@ -1,0 +1,41 @@
+"""Graders refuse mutants of the solutions: what they once accepted here, every one of them in ``make test-full``."""
+
+import pytest
+
+from course_pp.exercises import registry
+from course_pp.exercises.exercise import Exercise
+from tests.exercises.mutants import LIMIT_S, judged, judged_all, mutants_of, survivors
+
+ALL = list(registry.exercises())
+
+# Accepted until the graders were tested with them.
+FOUND: tuple[tuple[str, str], ...] = ()
+
+
+@pytest.mark.parametrize(("name", "change"), FOUND)
+def test_a_mutant_that_was_once_accepted_is_refused(name: str, change: str) -> None:
+    [mutant] = [each for each in mutants_of(registry.find(name)) if each.change == change]
+    verdict = judged(name, mutant, LIMIT_S).verdict
+    assert verdict.status == "not yet", verdict.text
+
+
+def test_survivors_are_mutants_and_each_has_a_reason() -> None:
+    for name, reasons in survivors().items():
+        changes = {mutant.change for mutant in mutants_of(registry.find(name))}
+        assert [change for change in reasons if change not in changes] == [], name
+        assert all(reasons.values())
+
+
+def test_survivors_are_few() -> None:
+    n_mutants = [len(mutants_of(exercise)) for exercise in ALL]
+    assert min(n_mutants) >= 20
+    assert sum(n >= 40 for n in n_mutants) >= len(ALL) - 4
+    assert sum(map(len, survivors().values())) < 0.1 * sum(n_mutants)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("exercise", ALL, ids=lambda exercise: exercise.name)
+def test_every_mutant_is_refused_or_as_right_as_the_solution(exercise: Exercise) -> None:
+    accepted = [each.change for each in judged_all([exercise]) if each.verdict.status != "not yet"]
+    assert [change for change in accepted if change not in survivors().get(exercise.name, {})] == []
