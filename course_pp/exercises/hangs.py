@@ -25,7 +25,10 @@ def explained(stopped: Stopped) -> Mistake:
         cause = f"{stopped.cause} {_LOST}"
     # Of the learner's own lines: torch waits for a blocking send in the same way.
     elif any(".wait(" in wait.where for wait in sending):
-        cause = "To wait for a message at once is to send it blocking: wait after the last backward."
+        cause = (
+            "To wait for a message at once is to send it blocking: wait after the last backward. Or nobody takes it: "
+            "each forward and each backward receives one message."
+        )
     elif sending:
         cause = (
             "A blocking `send` ends when its receiver takes the message, and that one is sending, too. Begin to send "

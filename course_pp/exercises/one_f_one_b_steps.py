@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, NamedTuple
 from unittest.mock import patch
 from weakref import WeakSet
@@ -108,13 +109,18 @@ class _Stepped(NamedTuple):
     Attributes:
         gradients: what was added to the gradients that were there before, by name in the whole model; None where
             nothing was.
-        peak: the most forwards in flight.
+        order: its forwards and backwards as they began, ``"FFBFBB"``.
         places: the most memory that held inputs received from the previous rank, in inputs.
     """
 
     gradients: dict[str, Tensor | None]
-    peak: int
+    order: str
     places: int
+
+    @property
+    def peak(self) -> int:
+        """The most forwards in flight."""
+        return max(accumulate((1 if kind == "F" else -1 for kind in self.order), initial=0))
 
 
 def grade_healed_step(answer: Answer) -> None:
@@ -133,17 +139,17 @@ def grade_step(answer: Answer, places_count: bool = False) -> None:
             stepped = [rank[index] for rank in ranks]
             where = f"On {p} ranks with {m} microbatch{'es' * (m > 1)}"
             _judge_gradients(where, m, stepped)
-            _judge_peaks(where, m, stepped)
+            _judge_orders(where, m, stepped)
             if places_count:
                 _judge_places(where, m, stepped)
 
 
 class _Counted(nn.Module):
-    """A stage that counts the forwards whose backward has not begun, and the memory for what it is given."""
+    """A stage that notes its forwards and backwards, and the memory for what it is given."""
 
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
-        self.stage, self.in_flight, self.peak, self.most_bytes = stage, 0, 0, 0
+        self.stage, self.order, self.most_bytes = stage, "", 0
         # A storage keeps its Python object for as long as it lives.
         self._storages: WeakSet[torch.UntypedStorage] = WeakSet()
 
@@ -154,13 +160,12 @@ class _Counted(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.note(x)
         y: Tensor = self.stage(x)
-        self.in_flight += 1
-        self.peak = max(self.peak, self.in_flight)
+        self.order += "F"
         y.register_hook(self._begin_backward)
         return y
 
     def _begin_backward(self, _: Tensor) -> None:
-        self.in_flight -= 1
+        self.order += "B"
 
 
 def _step_on_rank(rank: int, fn: Callable[..., Any], sizes: Sequence[int]) -> list[_Stepped]:
@@ -180,7 +185,7 @@ def _step_on_rank(rank: int, fn: Callable[..., Any], sizes: Sequence[int]) -> li
             fn(stage, microbatches, parts, LopsidedLoss(), link)
         gradients = {name: _added(p) for name, p in stage.stage.named_parameters()}
         places = stage.most_bytes // (_ROWS * _WIDTH * torch.float64.itemsize)
-        results.append(_Stepped(gradients, stage.peak, places))
+        results.append(_Stepped(gradients, stage.order, places))
     return results
 
 
@@ -269,14 +274,24 @@ def _same(found: Tensor, expected: Tensor) -> bool:
     return float((found - expected).abs().max()) <= _TOLERANCE * float(expected.abs().max())
 
 
-def _judge_peaks(where: str, m: int, ranks: Sequence[_Stepped]) -> None:
+def _judge_orders(where: str, m: int, ranks: Sequence[_Stepped]) -> None:
     p = len(ranks)
     for rank, stepped in enumerate(ranks):
         enough = min(m, p - rank)
         if stepped.peak > enough:
             symptom = f"{where} the gradients are right, but rank {rank} holds {stepped.peak} activations"
             cause = "In the steady state a backward follows each forward."
+            if rank and stepped.peak == ranks[rank - 1].peak:
+                cause = "The warm-up gets shorter from rank to rank: `p - 1 - rank` forwards."
             raise Mistake(f"{symptom}; 1F1B holds {enough}.", cause)
+    for rank, stepped in enumerate(ranks):
+        warm_up = min(m, p - 1 - rank)
+        if stepped.order != (order := "F" * warm_up + "FB" * (m - warm_up) + "B" * warm_up):
+            raise Mistake(
+                f"{where} the gradients are right, but rank {rank} does not work in the order of 1F1B.",
+                "One backward follows each forward of the steady state, and the drain comes after the last forward.",
+                f"rank {rank}  {stepped.order}\n1F1B    {order}",
+            )
 
 
 def _judge_places(where: str, m: int, ranks: Sequence[_Stepped]) -> None:

@@ -223,7 +223,25 @@ def changes_its_targets(stage: Any, microbatches: Any, targets: Any, *rest: Any)
     targets[0].zero_()
 
 
+def runs_dry(stage: Any, microbatches: Any, targets: Any, loss_fn: Any, link: Any) -> None:
+    """As many forwards as 1F1B holds, then all their backwards, and again: a GPipe of short steps."""
+    m, in_flight, sends = len(microbatches), deque[Any](), []
+    for i in range(m):
+        x = recv_activation(microbatches[i], link)
+        y = forward_stage(stage, x, targets[i], loss_fn, link)
+        in_flight.append((x, y))
+        sends.extend(send_activation(y, link))
+        while in_flight and (len(in_flight) == link.n_ranks - link.rank or i % 4 == 3 or i == m - 1):
+            x, y = in_flight.popleft()
+            sends.extend(send_gradient(backward_stage(x, y, recv_gradient(y, m, link)), link))
+            if len(in_flight) == link.n_ranks - link.rank - 1 and i % 4 != 3 and i != m - 1:
+                break
+    for send in sends:
+        send.wait()
+
+
 WRONG_STEPS = [
+    (runs_dry, "does not work in the order of 1F1B"),
     (clears_first, "add to it, as `backward` does"),
     (changes_its_targets, "changed its argument `targets[0]`"),
     (step_with(send=blocking), "waits in send for", "A blocking `send`"),
