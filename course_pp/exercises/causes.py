@@ -45,7 +45,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         "must match the size of tensor b",
-        "Two tensors of different shapes meet here: do they belong to the same microbatch, and is neither of them cut?",
+        "Two tensors of different shapes meet here: compare what they are with what they should be, by their `.shape`.",
     ),
     (
         "derivative for aten::floor_divide is not implemented",

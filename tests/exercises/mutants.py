@@ -1,6 +1,6 @@
 """What graders say of mutants of the solutions: ``python -m tests.exercises.mutants [NAME ...]``.
 
-Each mutant has to be refused, or be as right as the solution: then it stands in ``survivors.toml`` with the reason.
+Each mutant has to be refused, or be as right as the solution: then it stands in ``mutants.toml`` with the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from course_pp.exercises.checking import judge
 from course_pp.exercises.exercise import Exercise
 from tests.exercises.mutator import Mutant, mutants
 
-SURVIVORS = Path(__file__).with_name("survivors.toml")
+TABLE = Path(__file__).with_name("mutants.toml")
 LIMIT_S = 3.0
 N_PROCESSES = 2
 
@@ -39,10 +39,21 @@ class Judged(NamedTuple):
 
 def survivors() -> dict[str, dict[str, str]]:
     """Mutants that are as right as the solution, by exercise and change, with the reason."""
-    return tomllib.loads(SURVIVORS.read_text(encoding="utf-8"))
+    table: dict[str, dict[str, str]] = _table()["survivors"]
+    return table
 
 
-def mutants_of(exercise: Exercise) -> list[Mutant]:
+def found() -> dict[str, list[str]]:
+    """Mutants that graders accepted until they were tested with them."""
+    table: dict[str, list[str]] = _table()["found"]
+    return table
+
+
+def _table() -> dict[str, Any]:
+    return tomllib.loads(TABLE.read_text(encoding="utf-8"))
+
+
+def mutants_of(exercise: Exercise) -> tuple[Mutant, ...]:
     return mutants(exercise.source)
 
 
@@ -99,7 +110,7 @@ def main() -> int:
         for (_, text), group in told.items():
             print("", "=" * 100, *(f"{each.change}   [{each.seconds:.1f} s]" for each in group), text, sep="\n")
     n = sum(map(len, told.values()))
-    print(f"{n} mutants, {alive} accepted that are not in {SURVIVORS.name}")
+    print(f"{n} mutants, {alive} accepted that are not in {TABLE.name}")
     return min(alive, 1)
 
 

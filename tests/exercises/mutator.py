@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-import copy
 import difflib
+import functools
+import pickle
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -60,7 +61,8 @@ class Mutant(NamedTuple):
     source: str
 
 
-def mutants(source: str) -> list[Mutant]:
+@functools.cache
+def mutants(source: str) -> tuple[Mutant, ...]:
     """Every source that differs from ``source``, which defines a function, by one mistake; none twice."""
     original = ast.parse(source)
     _drop_docstrings(original)
@@ -76,7 +78,7 @@ def mutants(source: str) -> list[Mutant]:
         name = next(name for k in range(1, 100) if (name := f"{change} ({k})" if k > 1 else change) not in taken)
         taken.add(name)
         found[text] = Mutant(name, text)
-    return list(found.values())
+    return tuple(found.values())
 
 
 def _drop_docstrings(tree: ast.Module) -> None:
@@ -103,11 +105,11 @@ def _difference(before: str, after: str) -> str:
 def _changed_trees(tree: ast.Module) -> Iterator[ast.Module]:
     """A copy of the tree for each mistake that can be made at each of its places."""
     n_nodes = sum(1 for _ in ast.walk(tree))
-    names = _Names(tree)
+    names, original = _Names(tree), pickle.dumps(tree)
     for index in range(n_nodes):
         n_changes = len(list(_mistakes(tree, index, names)))
         for k in range(n_changes):
-            changed = copy.deepcopy(tree)
+            changed = pickle.loads(original)
             list(_mistakes(changed, index, names))[k]()
             yield changed
 

@@ -80,6 +80,21 @@ def to_the_left(x, rank, p):
     return received
 
 
+def sends_where_it_receives_from(x, rank, p):
+    if p == 1:
+        return x.clone()
+    received = torch.empty_like(x)
+    sending = dist.isend(x, (rank - 1) % p)
+    dist.recv(received, (rank - 1) % p)
+    sending.wait()
+    return received
+
+
+def sends_to_itself(x, rank, p):
+    dist.isend(x, rank).wait()
+    return x.clone()
+
+
 def forgets_the_ring_of_one(x, rank, p):
     received = torch.empty_like(x)
     sending = dist.isend(x, (rank + 1) % p)
@@ -156,6 +171,11 @@ def test_a_ring_without_a_deadlock_is_correct_however_it_is_written(answer: Call
         (sends_first, ["waits in send", "none can move", "use isend"]),
         (receives_first, ["waits in recv", "none can move", "send first"]),
         (to_the_left, ["comes from the right", "(rank + 1) % p"]),
+        (sends_where_it_receives_from, ["on 3 ranks was still running", "is it sent to the right, `(rank + 1) % p`?"]),
+        (
+            sends_to_itself,
+            ["on 2 ranks, raised ValueError: rank", "cannot send to itself: messages go to another rank"],
+        ),
         (forgets_the_ring_of_one, ["on one rank", "cannot send to itself"]),
         (does_not_wrap_round, ["modulo 2"]),
         (does_not_wait, ["still running", "keep what it returns and call `wait()`"]),
