@@ -290,14 +290,14 @@ def _grade_newest_whole(answer: Answer) -> None:
         # The first listing has nothing in it that an answer could stumble over in particular.
         cause = e.cause or (_LISTINGS[e.row][2] if e.row else "")
         raise Mistake(e.symptom, cause, examples[e.row]) from None
-    for got, (_, right, why), example in zip(found, _LISTINGS, examples, strict=True):
+    for i, (got, (_, right, why)) in enumerate(zip(found, _LISTINGS, strict=True)):
         if got == right:
             continue
         if got is not None and not isinstance(got, str):
             raise Mistake(f"`newest_whole` gave {got!r:.60}; a name or None is asked for.")
-        if got is None and right in _LISTINGS[0][0]:
+        if got is None and i == 0:
             why = f"`{right}` is whole: it has a manifest, and every file in that is there with its size."
-        raise Mistake(f"`newest_whole` gave {got!r}, which should be {right!r}.", why, example)
+        raise Mistake(f"`newest_whole` gave {got!r}, which should be {right!r}.", why, examples[i])
 
 
 EXERCISES: tuple[Exercise, ...] = (

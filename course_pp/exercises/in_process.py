@@ -99,6 +99,9 @@ class _Called:
         self.inside = True
         value = self._fn(*args, **kwargs)
         self.inside = False
+        if inspect.isgenerator(value) or inspect.iscoroutine(value):
+            value.close()  # or Python warns that a coroutine was never awaited
+            raise Failure("unsendable", type(value).__name__)
         return value
 
 
@@ -163,8 +166,6 @@ def _sendable(value: Any) -> Any:
     """The value, if the caller can receive and print it: whatever that does happens here first, under the limits."""
     import cloudpickle
 
-    if inspect.iscoroutine(value):
-        value.close()  # or Python warns that it was never awaited
     try:
         data = cloudpickle.dumps(value)
         reprlib.repr(pickle.loads(data))

@@ -93,7 +93,9 @@ def _judge_choice(case: _Case, found: dict[_Case, Any]) -> None:
     if needed > case.budget:
         example = f"{case.state} / {p} + {min(m, p)} × {case.activations} / ({p} × {m}) = {needed:g}"
         cause = "Rank 0 holds min(m, p) activations, each of 1 / (p m) of what the batch keeps in the whole model."
-        if math.floor(needed) <= case.budget:
+        if best is None:
+            cause = "No p and m fit there: return None."
+        elif math.floor(needed) <= case.budget:
             cause = "It is less than 1 too much: `//` drops that, `/` does not."
         raise Mistake(f"`{call}` is {(p, m)}, and rank 0 would need {needed:g} of {case.budget}.", cause, example)
     assert best is not None  # or something above was wrong with what was found

@@ -531,6 +531,10 @@ def rank_2_exits(rank, p):
     dist.barrier()
 
 
+def yields_on_a_rank(rank, p):
+    yield rank
+
+
 def rank_1_spins(rank, p):
     while rank == 1:
         pass
@@ -544,6 +548,7 @@ def rank_1_spins(rank, p):
         (receives_too_much, "a message larger than the buffer"),
         (rank_1_raises, "on 3 ranks, raised IndexError: list index out of range, in line"),
         (rank_2_exits, "tried to leave Python"),
+        (yields_on_a_rank, "returned a generator. It contains `yield`"),
         (rank_1_spins, "rank 1, was still running after 1 s"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

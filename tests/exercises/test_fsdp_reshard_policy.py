@@ -281,7 +281,7 @@ def empties_its_lists(model: Any, microbatches: Any, targets: Any, loss_fn: Any)
         (accumulating(share=lambda loss, m, n: loss / n), "not over microbatches"),
         (accumulating(share=lambda loss, m, n: loss * n / m), "leave it alone"),
         (accumulating(share=lambda loss, m, n: loss / m / m), "1/m enters twice"),
-        (accumulating(sync=lambda i, m: False), "Gradients were never reduced"),
+        (accumulating(sync=lambda i, m: False), "its gradients were never reduced"),
         (accumulating(reshard=lambda i, m: False), "let the last backward free them"),
         (divides_in_the_loop, "divided again"),
         (all_at_once, "rows at once"),

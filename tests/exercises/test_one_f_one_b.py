@@ -455,7 +455,7 @@ WRONG_CHOICES = [
         "are the least",
     ),
     (lambda *args: (choose(*args) or (1, 1))[::-1], "The ranks come first"),
-    (lambda *args: choose(*args) or (16, 8), "nothing fits"),
+    (lambda *args: choose(*args) or (16, 8), "would need 275 of 200", "No p and m fit there"),
     (lambda *args: None, "though something fits"),
 ]
 

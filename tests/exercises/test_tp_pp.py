@@ -55,7 +55,7 @@ def cutting(
         (cutting(column=lambda w, b, r, n: (w.chunk(n)[r], None)), "No rank has the bias"),
         (cutting(column=lambda w, b, r, n: (w.chunk(n)[0], b.chunk(n)[0])), "use `rank`"),
         (cutting(column=lambda w, b, r, n: (w[r::n], b[r::n])), "in another order"),
-        (cutting(row=lambda w, b, r, n: (w.chunk(n, 1)[r], b)), "the sum has it n times"),
+        (cutting(row=lambda w, b, r, n: (w.chunk(n, 1)[r], b)), "the sum has it 2 times"),
         (cutting(row=lambda w, b, r, n: (w.chunk(n, 1)[r], None)), "No rank has the bias"),
         (cutting(row=lambda w, b, r, n: (w.chunk(n, 1)[r], b.chunk(n)[r])), "as long as these"),
         (cutting(row=lambda w, b, r, n: (w[:, r::n], b if r == 0 else None)), "not where x is"),
