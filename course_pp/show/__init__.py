@@ -8,7 +8,8 @@ Each figure is a :class:`ChartFigure`: a matplotlib figure that carries its find
 notebook, and saves itself to PNG or SVG. None of them imports torch or touches pyplot. Colours are Okabe and Ito's;
 letters, hatches or line styles say the same for those who see no colours.
 
-:func:`explore` is a panel of widgets, :func:`timeline_text` draws in a terminal, :func:`to_trace` writes for Perfetto.
+:func:`play` is a timeline that moves, :func:`explore` a panel of widgets, :func:`timeline_text` draws in a terminal,
+:func:`to_trace` writes for Perfetto.
 
 Names are loaded when first used, so that drawing with text in a terminal does not wait for matplotlib.
 """
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from course_pp.show.parallel_table import ParallelismTable, parallelisms
     from course_pp.show.piece_boxes import pieces
     from course_pp.show.placements import placement
+    from course_pp.show.player import Player, play
     from course_pp.show.processes import message
     from course_pp.show.ring_steps import ring
     from course_pp.show.sharded_steps import fsdp_step
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "ChartFigure": "chart",
     "ParallelismTable": "parallel_table",
+    "Player": "player",
     "autograd": "gradient_graph",
     "bubble_curve": "curves",
     "bytes_by_kind": "byte_bars",
@@ -64,6 +67,7 @@ _HOMES = {
     "pareto": "curves",
     "pieces": "piece_boxes",
     "placement": "placements",
+    "play": "player",
     "ring": "ring_steps",
     "tensor_cut": "matrix_cuts",
     "timeline": "timelines",
@@ -75,6 +79,7 @@ _HOMES = {
 __all__ = [
     "ChartFigure",
     "ParallelismTable",
+    "Player",
     "autograd",
     "bubble_curve",
     "bytes_by_kind",
@@ -94,6 +99,7 @@ __all__ = [
     "pareto",
     "pieces",
     "placement",
+    "play",
     "ring",
     "tensor_cut",
     "timeline",

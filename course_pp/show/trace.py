@@ -4,7 +4,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from course_pp.schedule import KINDS, Product, Span, Time, Timeline
+from course_pp.schedule import KINDS, Time, Timeline
+from course_pp.show.intervals import messages
 
 _PROCESS = 1  # both viewers take process 0 and thread 0 for the idle task
 
@@ -55,20 +56,11 @@ def _slice(
 
 def _arrows(tl: Timeline) -> Iterator[dict[str, Any]]:
     """From the action that makes an activation or gradient to the one on another rank that takes it."""
-    makers: dict[Product, Span] = {}
-    number = 0
-    for span in sorted(tl.spans, key=lambda each: (each.end, each.start)):
-        for part in span.action.parts:
-            for product in part.needs(tl.n_stages):
-                maker = makers.get(product)
-                if maker is None or maker.rank == span.rank or maker.end > span.start:
-                    continue
-                number += 1
-                sent, taken = _microseconds(tl, (maker.start + maker.end) / 2), _microseconds(tl, span.start)
-                yield _event("s", maker.rank, id=number, name=product.what, cat="message", ts=sent)
-                yield _event("f", span.rank, id=number, name=product.what, cat="message", ts=taken, bp="e")
-        for part in span.action.parts:
-            makers.update(dict.fromkeys(part.provides, span))
+    for number, message in enumerate(messages(tl), start=1):
+        maker, taker, what = message.maker, message.taker, message.product.what
+        sent, taken = _microseconds(tl, (maker.start + maker.end) / 2), _microseconds(tl, taker.start)
+        yield _event("s", maker.rank, id=number, name=what, cat="message", ts=sent)
+        yield _event("f", taker.rank, id=number, name=what, cat="message", ts=taken, bp="e")
 
 
 def _counters(tl: Timeline) -> Iterator[dict[str, Any]]:

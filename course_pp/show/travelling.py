@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from course_pp.schedule import Action, Schedule, Span, Time, Timeline, format_time, simulate
 from course_pp.show import chart
 from course_pp.show.chart import WIDTH, ChartFigure
+from course_pp.show.intervals import held_activations
 from course_pp.show.rows import LOOKS
 from course_pp.show.sketch import LEAST, MARGIN, SMALL, WORDS, Sketch, width_of
 from course_pp.show.timelines import most_busy_at_once
@@ -36,28 +37,25 @@ class Frame:
 def frame_at(tl: Timeline, time: Time) -> Frame:
     """The state of a timeline at ``time``: what begins just then has begun, what ends has ended."""
     at_work: list[Span | None] = [None] * tl.n_ranks
-    kept: list[dict[tuple[int, int], None]] = [{} for _ in range(tl.n_ranks)]
+    ends: dict[int, Time] = {}
     begun: set[int] = set()
-    left: dict[int, Time] = {}
     for span in tl.spans:
-        for part in span.action.parts:
-            left[part.microbatch] = max(left.get(part.microbatch, span.end), span.end)
+        numbers = {part.microbatch for part in span.action.parts}
+        ends.update({number: max(ends.get(number, span.end), span.end) for number in numbers})
         if span.start <= time < span.end:
             at_work[span.rank] = span
-        if span.start > time:
-            continue
-        for part in span.action.parts:
-            begun.add(part.microbatch)
-            if part.kind == "F":
-                kept[span.rank][part.stage, part.microbatch] = None
-            elif part.kind in "BW" and span.end <= time:
-                kept[span.rank].pop((part.stage, part.microbatch), None)
+        if span.start <= time:
+            begun |= numbers
+    kept: list[list[int]] = [[] for _ in range(tl.n_ranks)]
+    for held in sorted(held_activations(tl), key=lambda each: (each.stage, each.microbatch)):
+        if held.start <= time < held.end:
+            kept[held.rank].append(held.microbatch)
     return Frame(
         time,
         tuple(at_work),
-        tuple(sorted(set(left) - begun)),
-        tuple(tuple(microbatch for _, microbatch in row) for row in kept),
-        tuple(sorted(microbatch for microbatch, end in left.items() if end <= time)),
+        tuple(sorted(set(ends) - begun)),
+        tuple(map(tuple, kept)),
+        tuple(sorted(number for number, end in ends.items() if end <= time)),
     )
 
 

@@ -1,28 +1,13 @@
 import re
 from typing import Any
 
-import nbformat
 import pytest
 
 from tests.browser.conftest import Lab
+from tests.browser.notebook import SOON, errors, open_and_run
 
 pytestmark = pytest.mark.timeout(240)
 FIGURE = ".jp-OutputArea-output img[alt*='microbatches']"
-SOON = 30_000  # milliseconds
-
-
-def open_and_run(page: Any, lab: Lab, *cells: str) -> None:
-    """Open a notebook of these cells in JupyterLab and run all of them."""
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}  # or JupyterLab asks for one
-    nbformat.write(notebook, lab.folder / "panel.ipynb")
-    page.goto(lab.address("doc/tree/panel.ipynb"))
-    page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=2 * SOON)
-    # The toolbar says idle before there is a kernel; the status bar does not.
-    page.wait_for_selector("#jp-main-statusbar .jp-StatusBar-TextItem:text-matches('\\\\| Idle$')", timeout=2 * SOON)
-    page.click("li.lm-MenuBar-item:has-text('Run')")
-    page.click("li.lm-Menu-item[data-command='runmenu:run-all']")
-    page.wait_for_selector(FIGURE, timeout=2 * SOON)
 
 
 def slider(page: Any, name: str) -> Any:
@@ -33,19 +18,8 @@ def choose(page: Any, name: str, option: str) -> None:
     page.locator(f".widget-dropdown:has(label:text-is('{name}')) select").select_option(label=option)
 
 
-def errors(page: Any) -> list[str]:
-    """Tracebacks in outputs, those inside of widgets included, and what the page itself threw."""
-    kinds = ("stderr", "error")
-    shown = [
-        text
-        for kind in kinds
-        for text in page.locator(f"[data-mime-type='application/vnd.jupyter.{kind}']").all_inner_texts()
-    ]
-    return [*shown, *page.thrown]
-
-
 def test_moving_a_slider_changes_the_figure_and_the_numbers(page: Any, lab: Lab) -> None:
-    open_and_run(page, lab, "from course_pp import show\nshow.explore()")
+    open_and_run(page, lab, "from course_pp import show\nshow.explore()", until=FIGURE)
     figure, outputs = page.locator(FIGURE), page.locator(".jp-OutputArea-output").first
     before = figure.get_attribute("src")
     assert "4 ranks, 8 microbatches" in figure.get_attribute("alt")

@@ -1,0 +1,143 @@
+"""A timeline that moves: a time cursor, what each rank holds, messages under way; and a still picture elsewhere."""
+
+import json
+from base64 import b64encode
+from hashlib import sha256
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from course_pp.schedule import Action, Time, Timeline
+from course_pp.show.chart import ChartFigure
+from course_pp.show.intervals import held_activations, messages
+from course_pp.show.rows import LOOKS, axis_unit, has_several_stages_a_rank
+from course_pp.show.timelines import finding, timeline
+from course_pp.show.wording import named
+
+_MOST_SPANS = 5000
+
+
+class Player:
+    """A timeline with a cursor that plays, pauses and steps, in a notebook or on a page of its own.
+
+    In JupyterLab, and on a page made from a notebook, its script draws it; nothing is loaded from elsewhere. Where
+    scripts do not run there is :attr:`figure`.
+
+    Attributes:
+        figure: the still picture, with its alt text.
+    """
+
+    def __init__(self, tl: Timeline, title: str | None = None) -> None:
+        self.figure: ChartFigure = timeline(tl, title)
+        self._data = _data(tl, title or named(tl.name, finding(tl)), self.figure.alt_text)
+
+    def html(self) -> str:
+        """A piece of a page: the still picture, and the script that puts the moving one in its place."""
+        data = json.dumps(self._data, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
+        name = f"cpp-{sha256(data.encode()).hexdigest()[:12]}"
+        picture = b64encode(self.figure.png()).decode("ascii")
+        alt = escape(self.figure.alt_text)
+        still = f'<img src="data:image/png;base64,{picture}" alt="{alt}" style="max-width:100%">'
+        # The attribute keeps JupyterLab's shortcuts away from the arrow keys.
+        root = f'<div class="cpp-player" data-player="{name}" data-lm-suppress-shortcuts="true" role="group"'
+        label = f'aria-label="timeline that moves: {escape(self._data["title"])}"'
+        return (
+            f"<style>{_asset('player.css')}</style>{root} {label}>{still}</div>"
+            f"<script>{_asset('player.js').strip()}({json.dumps(name)}, {data});</script>"
+        )
+
+    def save(self, path: str | Path) -> Path:
+        """Write a page of its own, which needs nothing else. Raises ValueError for a name that does not end in .html"""
+        path = Path(path)
+        if path.suffix.lower() != ".html":
+            raise ValueError(f"cannot save a timeline that moves as {path.name!r}: end the name in .html")
+        head = f'<meta charset="utf-8"><title>{escape(self._data["title"])}</title>'
+        page = f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{self.html()}</body></html>\n'
+        path.write_text(page, encoding="utf-8")
+        return path
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict, dict]:
+        data, metadata = self.figure._repr_mimebundle_()
+        return {**data, "text/html": self.html()}, metadata
+
+
+def play(tl: Timeline, title: str | None = None) -> Player:
+    """A timeline that moves, simulated or measured: play, pause and step with buttons or keys.
+
+    Left of the cursor is what has happened; each rank says which microbatches' activations it holds; messages under way
+    go from row to row. Space plays and pauses, the arrow keys step from event to event.
+
+    Args:
+        title: instead of the finding.
+
+    Raises:
+        ValueError: for a timeline of nothing, or of more than 5000 spans.
+    """
+    if not 0 < len(tl.spans) <= _MOST_SPANS or not tl.makespan:
+        raise ValueError(f"{len(tl.spans)} spans, makespan {tl.makespan}: give 1 to {_MOST_SPANS} that take time")
+    return Player(tl, title)
+
+
+def _asset(name: str) -> str:
+    return files("course_pp.show").joinpath(name).read_text(encoding="utf-8")
+
+
+def _data(tl: Timeline, title: str, alt: str) -> dict[str, Any]:
+    """What the script needs to know, with times as numbers."""
+    scale, unit = axis_unit(tl)
+    several = has_several_stages_a_rank(tl)
+    times = {float(time) for span in tl.spans for time in (span.start, span.end)}
+    longest = float(tl.makespan) * scale
+    return {
+        "title": title,
+        "alt": alt,
+        "ranks": tl.n_ranks,
+        "end": float(tl.makespan),
+        "scale": scale,
+        "unit": unit if tl.unit else "",
+        "digits": 1 if longest >= 10 else 2,
+        "looks": {kind: {"colour": look.colour, "hatch": look.hatch[:1]} for kind, look in LOOKS.items()},
+        "events": sorted({0.0, *times}),
+        "spans": [
+            {
+                "rank": span.rank,
+                "start": float(span.start),
+                "end": float(span.end),
+                "parts": [_part(part, several) for part in span.action.parts],
+            }
+            for span in tl.spans
+        ],
+        "held": [
+            {
+                "rank": held.rank,
+                "start": float(held.start),
+                "end": float(held.end),
+                "name": f"{held.stage}·{held.microbatch}" if several else str(held.microbatch),
+            }
+            for held in sorted(held_activations(tl), key=lambda each: (each.rank, each.stage, each.microbatch))
+        ],
+        "messages": [
+            {
+                "from": message.maker.rank,
+                "to": message.taker.rank,
+                "sent": float(message.maker.end),
+                "there": float(_arrival(tl, message.arrival, message.taker.start)),
+                "taken": float(message.taker.start),
+                "what": message.product.what,
+                "forward": message.product.what == "activation",
+                "microbatch": message.product.microbatch,
+            }
+            for message in messages(tl)
+        ],
+    }
+
+
+def _arrival(tl: Timeline, known: Time, taken: Time) -> Time:
+    """Where a measured timeline does not say how long messages take, one is there when it is taken."""
+    return known if tl.transfers or not tl.unit else taken
+
+
+def _part(part: Action, several: bool) -> dict[str, str]:
+    name = f"{part.stage if several else ''}{part.kind}{part.microbatch}"
+    return {"kind": part.kind, "name": name, "short": str(part.microbatch)}

@@ -1,0 +1,67 @@
+"""A timeline that moves, in JupyterLab and on a page of its own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from course_pp import show
+from course_pp.schedule import Costs, build, simulate
+from tests.browser.conftest import Lab
+from tests.browser.notebook import SOON, errors, open_and_run
+
+pytestmark = pytest.mark.timeout(240)
+CELL = """
+from course_pp import show
+from course_pp.schedule import Costs, build, simulate
+show.play(simulate(build("zb_v", 4, 8), Costs(latency=0.5)))
+"""
+
+
+def test_in_jupyterlab_keys_step_and_play_and_do_not_reach_the_notebook(page: Any, lab: Lab) -> None:
+    open_and_run(page, lab, CELL, "1", until=".cpp-player svg")
+    now, player = page.locator(".cpp-now"), page.locator(".cpp-player")
+    assert now.inner_text().startswith("0.0: rank 0 0F0.")
+    player.focus()
+    chosen = "[...document.querySelectorAll('.jp-Cell')].findIndex(each => each.classList.contains('jp-mod-active'))"
+    before = page.evaluate(chosen)
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert now.inner_text().startswith("1.5: rank 0 0F1, rank 1 1F0.")
+    page.keyboard.press("ArrowLeft")
+    assert now.inner_text() == "1.0: rank 0 0F1. Sent, not yet taken: activation of 0 to rank 1."
+    page.keyboard.press(" ")
+    page.wait_for_selector(".cpp-player button:text-is('❚❚ pause')", timeout=SOON)
+    page.wait_for_function("parseFloat(document.querySelector('.cpp-player input').value) > 30", timeout=SOON)
+    page.keyboard.press(" ")
+    page.wait_for_selector(".cpp-player button:text-is('▶ play')", timeout=SOON)
+    page.keyboard.press("End")
+    assert now.inner_text() == "57.5: nobody works. Sent, not yet taken: nothing."
+    assert page.evaluate(chosen) == before
+    assert errors(page) == []
+
+
+def test_a_page_of_its_own_needs_nothing_else(page: Any, tmp_path: Path) -> None:
+    path = show.play(simulate(build("dualpipe_v", 4, 8), Costs(latency=0.5))).save(tmp_path / "moves.html")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(path.as_uri())
+    page.wait_for_selector(".cpp-player svg", timeout=SOON)
+    page.click("button[aria-label='one step on']")
+    assert page.locator(".cpp-now").inner_text().startswith("1.0: rank 0 0F1.")
+    assert page.locator(".cpp-player svg").get_attribute("aria-label").startswith("dualpipe_v: ")
+    page.locator(".cpp-player input").fill("1000")
+    assert "nobody works" in page.locator(".cpp-now").inner_text()
+    assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
+    assert page.thrown == []
+
+
+def test_without_scripts_there_is_the_still_picture(page: Any, tmp_path: Path) -> None:
+    path = show.play(simulate(build("1f1b", 4, 8))).save(tmp_path / "still.html")
+    context = page.context.browser.new_context(java_script_enabled=False)
+    still = context.new_page()
+    still.goto(path.as_uri())
+    picture = still.locator(".cpp-player img")
+    assert "4 ranks, 8 microbatches" in picture.get_attribute("alt")
+    assert picture.bounding_box()["width"] > 600
+    context.close()
