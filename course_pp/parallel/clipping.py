@@ -10,7 +10,7 @@ Pascanu et al. 2013, "On the difficulty of training recurrent neural networks", 
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,23 +19,25 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from course_pp.model import PipelineStageModule, Transformer
+from course_pp.collective import Ranks
 from course_pp.parallel._torch import multiply, norms_of
-from course_pp.parallel.mesh import get_pp_mesh, get_pp_size
-from course_pp.parallel.stage import ModelStage
+from course_pp.parallel.mesh import get_pp_mesh
+from course_pp.parallel.parts import Part, Parts, Tie, agree_on_parts, check_own_parts, parts_of
 
 __all__ = ["clip_grad_norm_"]
 
-Part = nn.Module | ModelStage
+# How far, relatively, norms may lie apart that are of equal gradients: reduced in another order, in half precision.
+_SAME = 1e-2
 Groups = tuple[dist.ProcessGroup, ...]
 
 
 def clip_grad_norm_(
-    model_or_stages: Part | Iterable[Part],
+    model_or_stages: Part | Iterable[Part] | Mapping[int, Part],
     max_norm: float,
     foreach: bool = True,
     *,
     device_mesh: DeviceMesh | None = None,
+    tied: Sequence[Tie] | None = None,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
@@ -44,11 +46,16 @@ def clip_grad_norm_(
     A collective: call it on every rank, after the step and before the optimizer's.
 
     Args:
-        model_or_stages: a model, a stage, or all of this rank's stages (modules, or what
-            :func:`build_pipeline_stage` returned).
+        model_or_stages: a model, a stage, or all of this rank's stages: modules, or stages of torch's pipelining such
+            as :func:`build_pipeline_stage` returns. Modules that are not this package's go by stage, ``{1: module}``;
+            one alone is stage r on pipeline rank r.
         max_norm: largest norm allowed; ``math.inf`` only measures.
         foreach: handle all gradients of a kind at once instead of one by one.
-        device_mesh: the mesh of :func:`init_distributed`; required where this rank holds only part of the model.
+        device_mesh: the mesh of :func:`init_distributed`; required where this rank holds only part of the model, or
+            where a foreign module does not show that it is the whole.
+        tied: foreign weights that are one: for each the parameter's name by stage, the same on every rank, as in
+            ``[{0: "embed.weight", 3: "head.weight"}]``. Such a weight counts once; its gradients must have been summed,
+            as :class:`course_pp.runtime.Pipeline` does. A parameter that is there under two names counts once anyway.
         norm_type: p of the p-norm, above 0; ``math.inf`` for the largest absolute value.
         error_if_nonfinite: raise instead of scaling by a norm that is not finite.
 
@@ -56,19 +63,25 @@ def clip_grad_norm_(
         The norm before clipping, a float64 scalar, the same on every rank; 0 where there is no gradient at all.
 
     Raises:
+        TypeError: for what is neither a module nor a stage.
         ValueError: for a norm that is none, stages without a mesh, or a whole model on a mesh that has a ``pp``
-            dimension; on every rank, if the ranks together did not pass every stage once.
+            dimension; on every rank, if the ranks together did not pass every stage once, or, of a foreign model, if
+            tied weights have different gradients or data-parallel ranks find different norms.
         RuntimeError: on every rank, if ``error_if_nonfinite`` and the norm is infinite or not a number; gradients are
             left as they are.
     """
     norm_type, max_norm = _checked(norm_type, max_norm)
-    modules = _modules(model_or_stages)
-    problem = _problem_of_parts(modules, device_mesh)
-    if problem is not None:
-        raise ValueError(problem)
-    shards = _shards(modules)
-    total = _total_norm(shards, norm_type, foreach, _device(modules))
-    total = _over_stages(total, modules, device_mesh, norm_type)
+    parts = parts_of(model_or_stages, tied, device_mesh)
+    if parts.are_ours:
+        check_own_parts(parts, device_mesh)
+        everyone = None
+    else:
+        everyone = agree_on_parts(parts, device_mesh)
+    shards = _shards(parts)
+    total = _total_norm(shards, norm_type, foreach, _device(parts.modules))
+    total = _over_stages(total, parts, device_mesh, norm_type)
+    if everyone is not None:
+        _check_equal_gradients(total, parts, everyone)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the {norm_type}-norm of the whole model's gradient is {total.item()}, so gradients cannot be clipped: "
@@ -103,55 +116,11 @@ def _checked(norm_type: float, max_norm: float) -> tuple[float, float]:
     return norm_type, max_norm
 
 
-def _modules(model_or_stages: Part | Iterable[Part]) -> list[nn.Module]:
-    single = isinstance(model_or_stages, nn.Module | ModelStage)
-    parts: list[Part] = [model_or_stages] if single else list(model_or_stages)  # type: ignore[list-item,arg-type]
-    modules = [part.submod if isinstance(part, ModelStage) else part for part in parts]
-    strangers = [type(module).__name__ for module in modules if not isinstance(module, nn.Module)]
-    if strangers or not modules:
-        raise TypeError(
-            f"model_or_stages holds {strangers or 'nothing'}: pass a model, a stage, or the list of this rank's stages"
-        )
-    return modules
-
-
-def _n_stages(modules: Sequence[nn.Module]) -> int | None:
-    """Stages of the whole pipeline, where the modules can tell."""
-    return next((module.num_stages for module in modules if isinstance(module, PipelineStageModule)), None)
-
-
-def _is_part(module: nn.Module) -> bool:
-    return isinstance(module, Transformer) and (module.embed is None or module.head is None)
-
-
-def _problem_of_parts(modules: Sequence[nn.Module], device_mesh: DeviceMesh | None) -> str | None:
-    """What keeps a rank from knowing the whole model's norm, as far as it can tell alone."""
-    n_stages = _n_stages(modules)
-    complete = n_stages is not None and len({id(module) for module in modules}) == n_stages
-    if device_mesh is None and any(map(_is_part, modules)) and not complete:
-        held = f"{len(modules)} of {n_stages} stages" if n_stages else "part of the model"
-        return (
-            f"this rank holds {held} but device_mesh is None, so its norm would not be the whole model's: "
-            "pass device_mesh=, the mesh of init_distributed"
-        )
-    if get_pp_mesh(device_mesh) is not None and not any(map(_is_part, modules)) and isinstance(modules[0], Transformer):
-        return (
-            f"this rank holds the whole model, but the mesh has pp={get_pp_size(device_mesh)} ranks of stages, whose "
-            "norms would be added up: pass this rank's stages, or build the mesh with pp=1"
-        )
-    return None
-
-
-def _shards(modules: Iterable[nn.Module]) -> list[_Shard]:
+def _shards(parts: Parts) -> list[_Shard]:
     """This rank's gradients, each parameter once."""
-    shards, seen = [], set()
-    for module in modules:
-        mirror = module.tied_weight if isinstance(module, Transformer) and module.head is not None else None
-        for parameter in module.parameters():
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                shards.append(_shard(parameter, counted=parameter is not mirror))
-    return shards
+    uncounted = parts.uncounted()
+    parameters = {id(p): p for module in parts.modules for p in module.parameters()}
+    return [_shard(parameter, counted=known not in uncounted) for known, parameter in parameters.items()]
 
 
 def _shard(parameter: nn.Parameter, counted: bool) -> _Shard:
@@ -185,19 +154,19 @@ def _total_norm(shards: Sequence[_Shard], norm_type: float, foreach: bool, devic
             local.setdefault(shard.groups, [])
             if shard.gradient is not None:
                 local[shard.groups].append(shard.gradient)
-    parts = {
+    norms = {
         groups: _combine(norms_of(gradients, norm_type, foreach, device), norm_type)
         for groups, gradients in local.items()
     }
-    while any(parts):
+    while any(norms):
         # The longest first: what remains of it is then added up with the shorter ones in one collective.
-        group = max(parts, key=len)[-1]
-        sharded = [groups for groups in parts if groups and groups[-1] == group]
-        reduced = _over_group(torch.stack([parts.pop(groups) for groups in sharded]), group, norm_type)
+        group = max(norms, key=len)[-1]
+        sharded = [groups for groups in norms if groups and groups[-1] == group]
+        reduced = _over_group(torch.stack([norms.pop(groups) for groups in sharded]), group, norm_type)
         for groups, norm in zip(sharded, reduced.unbind(), strict=True):
             rest = groups[:-1]
-            parts[rest] = _combine(torch.stack([norm, *([parts[rest]] if rest in parts else [])]), norm_type)
-    return parts.get((), torch.zeros((), dtype=torch.float64, device=device))
+            norms[rest] = _combine(torch.stack([norm, *([norms[rest]] if rest in norms else [])]), norm_type)
+    return norms.get((), torch.zeros((), dtype=torch.float64, device=device))
 
 
 def _over_group(norms: Tensor, group: dist.ProcessGroup, norm_type: float) -> Tensor:
@@ -210,17 +179,16 @@ def _over_group(norms: Tensor, group: dist.ProcessGroup, norm_type: float) -> Te
     return torch.stack([_combine(column, norm_type) for column in torch.stack(everyone, dim=1).unbind()])
 
 
-def _over_stages(
-    norm: Tensor, modules: Sequence[nn.Module], device_mesh: DeviceMesh | None, norm_type: float
-) -> Tensor:
+def _over_stages(norm: Tensor, parts: Parts, device_mesh: DeviceMesh | None, norm_type: float) -> Tensor:
     """Norm over all stages, and a refusal on every rank if some were left out."""
-    pp_mesh, n_stages = get_pp_mesh(device_mesh), _n_stages(modules)
-    stages_here = torch.tensor(float(len({id(module) for module in modules})), dtype=norm.dtype, device=norm.device)
+    pp_mesh, n_stages = get_pp_mesh(device_mesh), parts.n_stages
+    n_modules = float(len({id(module) for module in parts.modules}))
+    stages_here = torch.tensor(n_modules, dtype=norm.dtype, device=norm.device)
     everyone = torch.stack([norm, stages_here])[None]
     if pp_mesh is not None:
-        parts = [torch.empty_like(everyone[0]) for _ in range(pp_mesh.size())]
-        dist.all_gather(parts, everyone[0], group=pp_mesh.get_group())
-        everyone = torch.stack(parts)
+        gathered = [torch.empty_like(everyone[0]) for _ in range(pp_mesh.size())]
+        dist.all_gather(gathered, everyone[0], group=pp_mesh.get_group())
+        everyone = torch.stack(gathered)
     found = int(everyone[:, 1].sum().item())
     if n_stages is not None and found != n_stages:
         raise ValueError(
@@ -228,6 +196,38 @@ def _over_stages(
             "the list of all of this rank's stages on every rank"
         )
     return _combine(everyone[:, 0], norm_type)
+
+
+def _check_equal_gradients(total: Tensor, parts: Parts, everyone: Ranks) -> None:
+    """Refuse, on every rank, gradients that should be equal and are not: of a tie's ends, of data-parallel ranks.
+
+    A foreign model shows neither, and clipping them by different factors would drive equal weights apart.
+    """
+    norms = {
+        (number, stage): _total_norm([_shard(end, counted=True)], 2.0, True, end.device).item()
+        for number, tie in enumerate(parts.ties)
+        for stage, end in parts.ends(tie)
+    }
+    found = everyone.gather((total.item(), norms))
+    totals = [one for one, _ in found]
+    if not _all_close(totals):
+        low, high = totals.index(min(totals)), totals.index(max(totals))
+        raise ValueError(
+            f"rank {low} finds a gradient of norm {totals[low]:.6g}, rank {high} one of {totals[high]:.6g}: average "
+            "gradients over the data-parallel ranks before clipping (FSDP2 or DDP), and pass every rank's own stages"
+        )
+    for number, tie in enumerate(parts.ties):
+        ends = {stage: norm for _, ends in found for (known, stage), norm in ends.items() if known == number}
+        if not _all_close(list(ends.values())):
+            spelled = ", ".join(f"{norm:.6g} on stage {stage}" for stage, norm in sorted(ends.items()))
+            raise ValueError(
+                f"the gradients of the tied weight {dict(tie)} have norms {spelled}: sum them over its stages before "
+                "clipping, as course_pp.runtime.Pipeline(tied=...) does"
+            )
+
+
+def _all_close(norms: Sequence[float]) -> bool:
+    return not all(map(math.isfinite, norms)) or max(norms) - min(norms) <= _SAME * max(norms)
 
 
 def _combine(norms: Tensor, norm_type: float) -> Tensor:
