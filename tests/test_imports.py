@@ -18,7 +18,7 @@ ARROWS = {
     "show": {"schedule"},
     "model": set(),
     "runtime": {"collective", "loss", "schedule"},
-    "parallel": {"collective", "loss", "model"},
+    "parallel": {"collective", "loss", "model", "schedule"},
     "training": {"collective", "loss", "model", "parallel", "runtime", "schedule"},
     "launch": set(),
     "notebook": {"launch", "runtime", "schedule"},

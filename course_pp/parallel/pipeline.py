@@ -24,7 +24,14 @@ from course_pp.parallel.forward_only import forward_only
 from course_pp.parallel.fsdp import reshard
 from course_pp.parallel.mesh import has_dp_mesh
 from course_pp.parallel.recompute import is_checkpointed
-from course_pp.parallel.schedules import check_microbatches, find_schedule, get_stage_indices
+from course_pp.parallel.schedules import (
+    check_microbatches,
+    get_stage_indices,
+    runnable,
+    splits_backward,
+    takes_one_stage,
+    torch_class,
+)
 from course_pp.parallel.stage import ModelStage, problem_of_dtype
 from course_pp.parallel.tied import tied_gradients
 from course_pp.parallel.world import is_rank_zero
@@ -68,7 +75,7 @@ def build_pipeline_schedule(
     everyone.refuse(_problem_of_placement(stages, n_microbatches, schedule))
     everyone.require_equal(
         {
-            "schedule": find_schedule(schedule).torch_class,
+            "schedule": runnable(schedule).name,
             "n_microbatches": n_microbatches,
             "(batch_size, seq_len)": tuple(stages[0].tokens.shape),
             "param_dtype": stages[0].boundary.dtype,
@@ -76,7 +83,7 @@ def build_pipeline_schedule(
         }
     )
     everyone.refuse(_problem_of_model(stages, Ranks(stages[0].group, limit_s=timeout_s)))
-    if find_schedule(schedule).splits_backward != "none" and any(is_checkpointed(s.submod) for s in stages):
+    if splits_backward(schedule) != "none" and any(is_checkpointed(s.submod) for s in stages):
         _warn_of_recomputation(schedule)
     return PipelineSchedule(stages, n_microbatches, loss_fn, schedule)
 
@@ -160,7 +167,6 @@ class PipelineSchedule:
         loss_fn: LossFn | TokenLoss,
         schedule: str,
     ) -> None:
-        kind = find_schedule(schedule)
         self.stages = list(stages)
         self.n_microbatches = n_microbatches
         self._loss, self._counts_tokens = counted(loss_fn), isinstance(loss_fn, TokenLoss)
@@ -168,8 +174,8 @@ class PipelineSchedule:
         self._everyone = Ranks(_everyone(stages[0]))
         self._dp_groups = _data_parallel_groups(stages[0].device_mesh)
         self._divisor: torch.Tensor | float = 1.0
-        self._schedule = kind.build(
-            self.stages if kind.multi_stage else self.stages[0],
+        self._schedule = torch_class(schedule)(
+            self.stages[0] if takes_one_stage(schedule) else self.stages,
             n_microbatches,
             loss_fn=self._share_of_loss,
             scale_grads=False,  # the loss is divided instead: torch would divide gradients of earlier steps again

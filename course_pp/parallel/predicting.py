@@ -36,7 +36,7 @@ from course_pp.parallel.planning import (
     reshard_policy_of,
     stages_of,
 )
-from course_pp.parallel.schedules import check_microbatches, find_schedule, get_stage_indices
+from course_pp.parallel.schedules import check_microbatches, get_stage_indices, splits_backward
 from course_pp.parallel.stage import check_microbatch
 from course_pp.parallel.tensor import check_sequence_divides, check_tensor_parallel, shards_head
 
@@ -142,7 +142,7 @@ def predict_collectives(
             reshard=reshard_policy_of(reshard_after_forward, layout),
             ac=ac,
             dtypes=dtypes_of(dtype, mp_policy, layout),
-            splits_backward=layout.pp > 1 and find_schedule(schedule).splits_backward == "all",
+            splits_backward=layout.pp > 1 and splits_backward(schedule) == "all",
             gathers_logits=gather_logits,
         )
         for at in coordinates_of(layout)
@@ -312,7 +312,7 @@ def _check_schedule(layout: DistributedConfig, n_microbatches: int, schedule: st
         return
     n_stages = layout.pp * len(get_stage_indices(schedule, 0, layout.pp))
     check_microbatches(schedule, n_microbatches, n_stages, layout.pp)
-    if ac == "full" and layout.tp > 1 and find_schedule(schedule).splits_backward == "some":
+    if ac == "full" and layout.tp > 1 and splits_backward(schedule) == "some":
         raise ValueError(
             f"schedule={schedule!r} splits some backwards and not others, and how often torch then recomputes a block "
             "has no formula here: predict it with ac='none' or 'selective', or with 'zb_v'"

@@ -16,7 +16,7 @@
 from course_pp.schedule import theory
 from course_pp.schedule.action import KINDS, Action, Overlap, Product
 from course_pp.schedule.bounds import bound
-from course_pp.schedule.catalogue import build, names
+from course_pp.schedule.catalogue import Entry, build, find, names
 from course_pp.schedule.costs import Costs
 from course_pp.schedule.fitting import Fit, Loss, fit
 from course_pp.schedule.legality import check
@@ -30,6 +30,7 @@ __all__ = [
     "KINDS",
     "Action",
     "Costs",
+    "Entry",
     "Fit",
     "Gap",
     "Loss",
@@ -43,6 +44,7 @@ __all__ = [
     "bound",
     "build",
     "check",
+    "find",
     "fit",
     "format_time",
     "from_torch_csv",

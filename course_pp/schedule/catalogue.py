@@ -1,7 +1,7 @@
-"""The schedules by name."""
+"""The schedules by name: the only list of names, sizes and placements. `runtime` and `parallel` ask it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from course_pp.schedule.families.dualpipe import dualpipe_v
 from course_pp.schedule.families.looped import interleaved_1f1b, looped_bfs
@@ -9,44 +9,103 @@ from course_pp.schedule.families.pipedream import pipedream
 from course_pp.schedule.families.single import gpipe, naive, one_f_one_b
 from course_pp.schedule.families.v_shape import zb_v
 from course_pp.schedule.families.zero_bubble import zb_h1, zb_h2
-from course_pp.schedule.schedule import Schedule
+from course_pp.schedule.schedule import Schedule, looped, v_shaped
 
 
 @dataclass(frozen=True)
-class _Entry:
-    """How to build a schedule, how many stages a rank it has, and which other numbers it accepts."""
+class Entry:
+    """What the catalogue knows of a schedule before it has a size.
 
+    Attributes:
+        name: as :func:`names` lists it, also where it was found under an alias.
+        order: makes the schedule of given sizes.
+        n_chunks: stages a rank, unless another number is asked for.
+        any_chunks: whether another number can be.
+        placed: the ranks of each stage, for a number of ranks and chunks; of ``pipedream``, without replicas.
+        torch_name: what torch calls it, empty where torch has none: ``"GPipe"`` is the class ``ScheduleGPipe``.
+    """
+
+    name: str
     order: Callable[..., Schedule]
     n_chunks: int = 1
     any_chunks: bool = False
+    placed: Callable[[int, int], tuple[tuple[int, ...], ...]] = looped
     torch_name: str = ""
+
+    def placement(self, n_ranks: int, n_chunks: int | None = None) -> tuple[tuple[int, ...], ...]:
+        """For each stage the ranks that hold it, as :attr:`Schedule.placement` has them.
+
+        Raises:
+            ValueError: for a number of ranks or chunks that the schedule does not allow.
+        """
+        return self.placed(_whole("n_ranks", n_ranks, self.name), self.chunks(n_chunks))
+
+    def chunks(self, n_chunks: int | None = None) -> int:
+        """Stages a rank: those asked for, or as many as is usual.
+
+        Raises:
+            ValueError: for a number that the schedule does not allow; names those that allow it.
+        """
+        n_chunks = self.n_chunks if n_chunks is None else _whole("n_chunks", n_chunks, self.name)
+        if n_chunks != self.n_chunks and not self.any_chunks:
+            able = ", ".join(entry.name for entry in _CATALOGUE.values() if entry.any_chunks)
+            raise ValueError(
+                f"n_chunks is {n_chunks}: {self.name} has {self.n_chunks} a rank; "
+                f"leave n_chunks out, or take one of {able} for another number"
+            )
+        return n_chunks
+
+
+def _v_shaped(n_ranks: int, n_chunks: int) -> tuple[tuple[int, ...], ...]:
+    return v_shaped(n_ranks)
 
 
 _CATALOGUE = {
-    "naive": _Entry(naive),
-    "gpipe": _Entry(gpipe, torch_name="GPipe"),
-    "1f1b": _Entry(one_f_one_b, torch_name="1F1B"),
-    "interleaved_1f1b": _Entry(interleaved_1f1b, 2, any_chunks=True, torch_name="Interleaved1F1B"),
-    "looped_bfs": _Entry(looped_bfs, 2, any_chunks=True, torch_name="LoopedBFS"),
-    "zb_h1": _Entry(zb_h1, 1, any_chunks=True, torch_name="InterleavedZeroBubble"),
-    "zb_h2": _Entry(zb_h2),
-    "zb_v": _Entry(zb_v, 2, torch_name="ZBVZeroBubble"),
-    "dualpipe_v": _Entry(dualpipe_v, 2, torch_name="DualPipeV"),
-    "pipedream": _Entry(pipedream),
+    entry.name: entry
+    for entry in (
+        Entry("naive", naive),
+        Entry("gpipe", gpipe, torch_name="GPipe"),
+        Entry("1f1b", one_f_one_b, torch_name="1F1B"),
+        Entry("interleaved_1f1b", interleaved_1f1b, 2, any_chunks=True, torch_name="Interleaved1F1B"),
+        Entry("looped_bfs", looped_bfs, 2, any_chunks=True, torch_name="LoopedBFS"),
+        Entry("zb_h1", zb_h1, any_chunks=True, torch_name="InterleavedZeroBubble"),
+        Entry("zb_h2", zb_h2),
+        Entry("zb_v", zb_v, 2, placed=_v_shaped, torch_name="ZBVZeroBubble"),
+        Entry("dualpipe_v", dualpipe_v, 2, placed=_v_shaped, torch_name="DualPipeV"),
+        Entry("pipedream", pipedream),
+    )
 }
 
 # torch's get_schedule_class takes "GPipe" in any case; its class is ScheduleGPipe.
 _ALIASES = {
-    prefix + entry.torch_name.lower(): name
-    for name, entry in _CATALOGUE.items()
+    prefix + entry.torch_name.lower(): entry
+    for entry in _CATALOGUE.values()
     for prefix in ("", "schedule")
     if entry.torch_name
 }
+# ZB-H1 with several stages a rank is what torch calls InterleavedZeroBubble: the same order, action by action.
+_INTERLEAVED_ZB = replace(_CATALOGUE["zb_h1"], n_chunks=2)
+_ALIASES |= dict.fromkeys(("interleaved_zb", "interleavedzerobubble", "scheduleinterleavedzerobubble"), _INTERLEAVED_ZB)
 
 
 def names() -> tuple[str, ...]:
     """The names that :func:`build` knows, simplest first."""
     return tuple(_CATALOGUE)
+
+
+def find(name: str) -> Entry:
+    """Look a schedule up by its name, or by torch's: ``"Interleaved1F1B"``, ``"ScheduleInterleaved1F1B"``.
+
+    ``"interleaved_zb"`` is ``zb_h1`` with two stages a rank, as torch's InterleavedZeroBubble is.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    lowered = str(name).lower()
+    entry = _ALIASES.get(lowered) or _CATALOGUE.get(lowered)
+    if entry is None:
+        raise ValueError(f"unknown schedule {name!r}: use one of {', '.join(_CATALOGUE)}, or torch's name for it")
+    return entry
 
 
 def build(
@@ -60,7 +119,7 @@ def build(
     """The schedule called ``name``.
 
     Args:
-        name: one of :func:`names`, or torch's name for it: ``"Interleaved1F1B"`` or ``"ScheduleInterleaved1F1B"``.
+        name: one of :func:`names`, or torch's name for it: see :func:`find`.
         n_ranks: p, the pipeline-parallel size.
         n_microbatches: m.
         n_chunks: stages a rank. Two for the interleaved, breadth-first and V-shaped schedules, else one, unless given.
@@ -69,31 +128,19 @@ def build(
     Raises:
         ValueError: for an unknown name and for sizes the schedule does not allow; says which ones it does.
     """
-    known = _canonical(name)
-    entry = _CATALOGUE[known]
-    n_chunks = entry.n_chunks if n_chunks is None else n_chunks
-    for what, value in (("n_ranks", n_ranks), ("n_microbatches", n_microbatches), ("n_chunks", n_chunks)):
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{what} is {value!r}: {known} needs an integer of at least 1")
-    if n_chunks != entry.n_chunks and not entry.any_chunks:
-        able = ", ".join(other for other, e in _CATALOGUE.items() if e.any_chunks)
-        raise ValueError(
-            f"n_chunks is {n_chunks}: {known} has {entry.n_chunks} a rank; "
-            f"leave n_chunks out, or take one of {able} for another number"
-        )
+    entry = find(name)
+    sizes = [_whole("n_ranks", n_ranks, entry.name), _whole("n_microbatches", n_microbatches, entry.name)]
+    n_chunks = entry.chunks(n_chunks)
     if replicas is not None:
-        if known != "pipedream":
+        if entry.order is not pipedream:
             raise ValueError(
-                f"replicas {replicas!r} given for {known}: only pipedream shares a stage; leave replicas out"
+                f"replicas {replicas!r} given for {entry.name}: only pipedream shares a stage; leave replicas out"
             )
         return pipedream(n_ranks, n_microbatches, replicas)
-    sizes = (n_ranks, n_microbatches, n_chunks) if entry.any_chunks else (n_ranks, n_microbatches)
-    return entry.order(*sizes)
+    return entry.order(*sizes, n_chunks) if entry.any_chunks else entry.order(*sizes)
 
 
-def _canonical(name: str) -> str:
-    lowered = str(name).lower()
-    known = _ALIASES.get(lowered, lowered)
-    if known not in _CATALOGUE:
-        raise ValueError(f"unknown schedule {name!r}: use one of {', '.join(_CATALOGUE)}, or torch's name for it")
-    return known
+def _whole(what: str, value: int, name: str) -> int:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{what} is {value!r}: {name} needs an integer of at least 1")
+    return value

@@ -20,6 +20,7 @@ from tests.equality import (
 from tests.parallel.small import BATCH, SEQ_LEN, build, model_config
 
 STEPS = 3
+SCHEDULES = (*schedule_names(), "interleaved_zb")
 
 
 def train_on_rank(rank, pp, config, data, schedules, loss_fn, kwargs):
@@ -49,19 +50,19 @@ def trained(pp, tied):
     config = model_config(tied)
     data = batches(config, BATCH, SEQ_LEN, STEPS)
     reference = train_in_one_process(config, data, CrossEntropy())
-    return on_ranks(pp, train_on_rank, pp, config, data, schedule_names(), CrossEntropy(), {}), reference, config
+    return on_ranks(pp, train_on_rank, pp, config, data, SCHEDULES, CrossEntropy(), {}), reference, config
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("pp", [1, 2, 3, 4])
-@pytest.mark.parametrize("schedule", schedule_names())
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_equals_one_process(schedule, pp, tied):
     ranks, reference, config = trained(pp, tied)
     assert_equals_one_process([rank[schedule][0] for rank in ranks], reference, config)
 
 
 @pytest.mark.parametrize("pp", [1, 2, 3, 4])
-@pytest.mark.parametrize("schedule", schedule_names())
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_evaluation_before_training_gives_the_first_loss_on_every_rank(schedule, pp):
     ranks, reference, _ = trained(pp, False)
     assert [rank[schedule][1] for rank in ranks] == pytest.approx([reference.losses[0]] * pp, rel=1e-12)

@@ -72,7 +72,7 @@ def step_on_rank(rank, pp, config, data, schedule, loss_fn, kwargs):
     return Trained(losses, snapshot_gradients(modules), snapshot_parameters(modules)), evaluated
 
 
-@pytest.mark.parametrize("schedule", schedule_names())
+@pytest.mark.parametrize("schedule", [*schedule_names(), "interleaved_zb"])
 def test_keywords_reach_every_stage_and_unequal_microbatches_are_weighted_by_their_tokens(schedule):
     config = model_config(tied=True)
     inputs, target, kwargs = padded_batch(config)
@@ -94,9 +94,15 @@ def test_a_plain_loss_function_is_averaged_over_microbatches():
     assert_equals_one_process([trained for trained, _ in ranks], reference, config)
 
 
-@pytest.mark.parametrize("alias", ["Interleaved1F1B", "ScheduleInterleaved1F1B", "INTERLEAVED_1F1B"])
+@pytest.mark.parametrize("alias", ["Interleaved1F1B", "ScheduleInterleaved1F1B", "INTERLEAVED_1F1B", "interleaved_zb"])
 def test_torch_class_names_are_accepted(alias):
     assert get_stage_indices(alias, 1, 3) == [1, 4]
+
+
+@pytest.mark.parametrize("pp_rank", [1.5, -1, 3, True])
+def test_a_rank_that_is_none_is_refused(pp_rank):
+    with pytest.raises(ValueError, match=f"pp_rank={pp_rank} must be a whole number"):
+        get_stage_indices("1f1b", pp_rank, 3)
 
 
 def uncounted_on_rank(rank, pp, config):

@@ -110,10 +110,10 @@ def build_on_rank(rank, pp, change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda rank: {"schedule": "gpipe" if rank else "1f1b"}, "rank 1 was given schedule='ScheduleGPipe'"),
+        (lambda rank: {"schedule": "gpipe" if rank else "1f1b"}, "rank 1 was given schedule='gpipe'"),
         (lambda rank: {"batch_size": 2 + rank}, "(batch_size, seq_len)=(3, 8)"),
         (lambda rank: {"n_microbatches": 4 + rank}, "n_microbatches=5"),
-        (lambda rank: {"n_microbatches": 1 if rank else 4}, "n_microbatches=1, but schedule '1f1b' needs at least"),
+        (lambda rank: {"n_microbatches": 1 if rank else 4}, "n_microbatches=1, but torch's 1F1B needs at least"),
         (lambda rank: {"schedule": "2f2b" if rank else "1f1b"}, "unknown schedule '2f2b'"),
         (lambda rank: {"config": replace(model_config(False), rope_theta=5.0 + rank)}, "rope_theta=6.0"),
         (lambda rank: {"schedule": "zb_v", "indices": [rank, 2 + rank]}, "places stages [0, 3] there"),
@@ -137,22 +137,30 @@ def lone_rank():
 @pytest.mark.parametrize(
     ("schedule", "n_microbatches", "pp", "message"),
     [
-        ("1f1b", 3, 4, "needs at least as many as its 4 stages: use 4 or more"),
-        ("dualpipe_v", 7, 4, "needs at least as many as its 8 stages"),
-        ("interleaved_1f1b", 7, 2, "does not split into 3 equal rounds.*use 6 or 8"),
-        ("gpipe", 0, 2, "n_microbatches=0 must be"),
-        ("2f2b", 4, 2, "unknown schedule '2f2b': choose one of gpipe, 1f1b"),
+        ("1f1b", 3, 4, "torch's 1F1B needs at least as many as its 4 stages: use 4 or more"),
+        ("dualpipe_v", 7, 4, "fills all 8 stages .* give at least 8 microbatches"),
+        ("interleaved_1f1b", 7, 2, "make 3 rounds of unequal size: .* such as 6 or 8"),
+        ("zb_h1", 7, 3, "make 2 rounds of unequal size: .* such as 6 or 8"),
+        ("interleaved_zb", 7, 3, "make 2 rounds of unequal size: .* such as 6 or 8"),
+        ("gpipe", 0, 2, "n_microbatches is 0: gpipe needs"),
+        ("2f2b", 4, 2, "unknown schedule '2f2b': use one of naive, gpipe, 1f1b"),
+        ("zb_h2", 8, 2, "torch cannot run schedule 'zb_h2': use one of gpipe, 1f1b, .*engine='runtime'"),
     ],
 )
 def test_a_number_of_microbatches_a_schedule_cannot_run_is_refused(schedule, n_microbatches, pp, message):
-    n_stages = 2 * pp if schedule == "dualpipe_v" else pp
+    n_stages = 2 * pp if schedule in ("dualpipe_v", "interleaved_1f1b", "interleaved_zb") else pp
     with pytest.raises(ValueError, match=message):
         check_microbatches(schedule, n_microbatches, n_stages, pp)
 
 
 @pytest.mark.parametrize(
     ("schedule", "stages_per_rank", "message"),
-    [("1f1b", 2, "takes exactly 1"), ("zb_v", 3, "takes exactly 2"), ("looped_bfs", 0, "takes at least 1")],
+    [
+        ("1f1b", 2, "n_chunks is 2: 1f1b has 1 a rank"),
+        ("zb_v", 3, "n_chunks is 3: zb_v has 2 a rank"),
+        ("looped_bfs", 0, "n_chunks is 0: looped_bfs needs an integer of at least 1"),
+        ("looped_bfs", 1.5, "n_chunks is 1.5: looped_bfs needs an integer of at least 1"),
+    ],
 )
 def test_stages_a_rank_that_a_schedule_does_not_allow_are_refused(schedule, stages_per_rank, message):
     with pytest.raises(ValueError, match=message):

@@ -1,6 +1,6 @@
 import pytest
 
-from course_pp.schedule import Action, Costs, Schedule, build, check, names, simulate
+from course_pp.schedule import Action, Costs, Schedule, build, check, find, names, simulate
 from tests.schedule.orders import torch_rows
 
 UNIT = Costs(1, 1, 1)
@@ -120,6 +120,21 @@ def test_zb_v_leaves_out_microbatches_that_do_not_exist_as_torch_does(p: int, m:
 @pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "Interleaved1F1B", "interleaved1f1b", "INTERLEAVED_1F1B"])
 def test_torchs_names_are_understood(name: str) -> None:
     assert build(name, 2, 4).name == "interleaved_1f1b"
+
+
+@pytest.mark.parametrize("name", [*names(), "interleaved_zb"])
+@pytest.mark.parametrize("p", [1, 2, 5])
+def test_a_placement_is_known_before_there_are_microbatches(name: str, p: int) -> None:
+    for chunks in (None, *((1, 3) if find(name).any_chunks else ())):
+        assert find(name).placement(p, chunks) == build(name, p, 2 * p, chunks).placement
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 4), (3, 6), (4, 10)])
+@pytest.mark.parametrize("name", ["interleaved_zb", "InterleavedZeroBubble", "ScheduleInterleavedZeroBubble"])
+def test_interleaved_zero_bubble_is_zb_h1_with_two_stages_a_rank(name: str, p: int, m: int) -> None:
+    assert build(name, p, m) == build("zb_h1", p, m, 2)
+    assert build(name, p, m, 3) == build("zb_h1", p, m, 3)
+    assert name not in names()
 
 
 def test_every_schedule_class_of_torch_has_an_alias() -> None:

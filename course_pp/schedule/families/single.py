@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from course_pp.schedule.action import Action
 from course_pp.schedule.families.merge import merge
 from course_pp.schedule.schedule import Schedule, looped
 
@@ -17,12 +18,23 @@ def gpipe(n_ranks: int, n_microbatches: int) -> Schedule:
 
 
 def one_f_one_b(n_ranks: int, n_microbatches: int) -> Schedule:
-    """Forwards to fill the ranks behind, then one forward, one backward.
+    """Warm-up: forwards to fill the ranks behind. Steady state: one forward, one backward. Drain: the backwards left.
 
     PipeDream-Flush in Narayanan et al. 2021, "Memory-efficient pipeline-parallel DNN training", section 3.2; also Fan
     et al. 2021, "DAPPLE".
     """
-    return _running_ahead("1f1b", n_microbatches, range(n_ranks)[::-1])
+    rows = []
+    for rank in range(n_ranks):
+        ahead = min(n_ranks - 1 - rank, n_microbatches)
+        warm_up = [Action(rank, "F", i) for i in range(ahead)]
+        steady_state = [
+            action
+            for i in range(n_microbatches - ahead)
+            for action in (Action(rank, "F", ahead + i), Action(rank, "B", i))
+        ]
+        drain = [Action(rank, "B", i) for i in range(n_microbatches - ahead, n_microbatches)]
+        rows.append((*warm_up, *steady_state, *drain))
+    return Schedule("1f1b", looped(n_ranks), tuple(rows))
 
 
 def _running_ahead(name: str, n_microbatches: int, warm_up: Sequence[int]) -> Schedule:
