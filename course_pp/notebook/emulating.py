@@ -33,7 +33,7 @@ class EmulatedRun(Timeline):
     """The timeline of one emulated step in the unit of its costs, and what it kept.
 
     Attributes:
-        memory: what each rank really kept, in bytes.
+        memory: what each rank really kept, in bytes; its times are in the same unit.
         losses: each microbatch's share of the loss.
         unit_s: seconds that one unit lasted.
         emulated: False if this machine was too busy, and the times are the simulator's.
@@ -86,6 +86,7 @@ def emulate(
             break
     print("This machine is too busy to emulate a cluster: times are simulated; messages, losses and memory are real.")
     name = f"{schedule.name}, simulated"
+    memory = _stretched(memory, float(predicted.makespan) / float(run.makespan))
     fields = {**_fields(predicted), "name": name, "memory": memory, "losses": losses, "emulated": False}
     return EmulatedRun(**fields)
 
@@ -179,7 +180,15 @@ def _in_units(
 
     spans: tuple[Span, ...] = tuple(map(scale, run.spans))
     receives: tuple[Receive, ...] = tuple(map(scale, run.receives))
-    return EmulatedRun(run.n_ranks, spans, "", (), receives, run.name, memory, losses, unit_s)
+    kept = _stretched(memory, 1 / unit_s)
+    return EmulatedRun(run.n_ranks, spans, "", (), receives, run.name, kept, losses, unit_s)
+
+
+def _stretched(memory: tuple[RankMemory, ...], factor: float) -> tuple[RankMemory, ...]:
+    def stretch(curve: tuple[tuple[float, int], ...]) -> tuple[tuple[float, int], ...]:
+        return tuple((factor * when, amount) for when, amount in curve)
+
+    return tuple(replace(kept, curves={kind: stretch(curve) for kind, curve in kept.curves.items()}) for kept in memory)
 
 
 def _fields(timeline: Timeline) -> dict[str, Any]:

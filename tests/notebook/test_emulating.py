@@ -33,7 +33,9 @@ def test_a_run_has_the_times_of_its_costs_whatever_the_unit_lasts(name: str) -> 
     assert [span.action for span in run.spans] == [span.action for span in predicted.spans]
     assert run.peak_activations == predicted.peak_activations
     assert len(run.losses) == 4
-    assert all(kept.peaks["activation"] > 0 for kept in run.memory)
+    for kept in run.memory:
+        times = [when for when, _ in kept.curves["activation"]]
+        assert 1 < max(times) <= run.makespan, "the times of what is kept are in units, too"
 
 
 @pytest.mark.usefixtures("patient")
