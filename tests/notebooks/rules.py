@@ -27,11 +27,12 @@ MIN_CONCEPTS = 3
 READ_TAG = "read"
 # Their scripts are launched, as the owner of the course asked.
 LAUNCHING = ("01", "02", "03", "07", "08", "09")
-# What draws a concept and not a measurement.
+# What draws a concept, and not a timeline, a curve or bars.
 CONCEPTS = {
     "autograd",
     "course_map",
     "cut",
+    "dependencies",
     "fsdp_step",
     "mesh",
     "message",
@@ -41,6 +42,7 @@ CONCEPTS = {
     "play",
     "ring",
     "tensor_cut",
+    "waits",
 }
 
 Notebook = nbformat.NotebookNode
