@@ -55,14 +55,14 @@ class ChartFigure(Figure):
             (left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height)
         )
 
-    def png(self) -> bytes:
-        """The figure as PNG, at twice its nominal resolution and in a reduced palette."""
+    def png(self, quick: bool = False) -> bytes:
+        """The figure as PNG, at twice its nominal resolution, in a reduced palette; larger and sooner if ``quick``."""
         canvas = FigureCanvasAgg(self)
         canvas.draw()
         drawn = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
         data = BytesIO()
         small = drawn.quantize(_PALETTE_SIZE, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
-        small.save(data, format="png")
+        small.save(data, format="png", compress_level=1 if quick else 6)
         return data.getvalue()
 
     def svg(self) -> str:

@@ -24,7 +24,9 @@ from course_pp.show.wording import percent
 # Sharper than one dot a pixel, and little enough to draw while a slider moves.
 _DOTS_PER_INCH = 120
 _NONE = -1  # a menu whose value is None shows nothing
-_CELL = "padding:1px 14px 1px 0;text-align:left"
+_CELL = "padding:0 14px 0 0;text-align:left"
+# Wide enough to hit the value one wants.
+_WIDE: dict[str, Any] = {"style": {"description_width": "9em"}, "layout": {"width": "34em"}}
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ def report_of(settings: Settings) -> Report:
         ValueError: for sizes that the schedule does not allow, and a slow stage that it does not have.
     """
     sizes = (settings.schedule, settings.n_ranks, settings.n_microbatches, settings.n_chunks)
-    n_stages = build(*sizes).n_stages
+    schedule = build(*sizes)
+    n_stages = schedule.n_stages
     factors = [1.0] * n_stages
     if settings.slow_stage is not None:
         if not 0 <= settings.slow_stage < n_stages:
@@ -78,6 +81,7 @@ def report_of(settings: Settings) -> Report:
         latency=settings.latency,
     )
     report = Report(*sizes, costs)
+    vars(report)["schedule"] = schedule  # where cached_property keeps what it has worked out
     report.timeline  # noqa: B018 - what cannot be simulated is refused here
     return report
 
@@ -109,7 +113,7 @@ def figure_of(report: Report, gap: Gap | None) -> ChartFigure:
 def figure_html(figure: ChartFigure) -> str:
     """The figure as an image with its alt text."""
     figure.set_dpi(_DOTS_PER_INCH)
-    data = b64encode(figure.png()).decode("ascii")
+    data = b64encode(figure.png(quick=True)).decode("ascii")
     alt = escape(figure.alt_text)
     return f'<img src="data:image/png;base64,{data}" alt="{alt}" style="display:block;width:100%;max-width:912px">'
 
@@ -120,7 +124,16 @@ def numbers_html(report: Report) -> str:
     rows = [
         ("", "simulated", "closed form"),
         ("makespan", format_time(tl.makespan), format_time(form.makespan) if form else "–"),
-        ("bubble, of all rank time", percent(tl.bubble_fraction), percent(form.bubble_fraction) if form else "–"),
+        (
+            "bubble b, of all rank time",
+            percent(tl.bubble_fraction),
+            percent(form.bubble_fraction) if form else "–",
+        ),
+        (
+            "b / (1 − b), of the work",
+            percent(_of_the_work(tl.bubble_fraction)),
+            percent(_of_the_work(form.bubble_fraction)) if form else "–",
+        ),
         (
             "bubble, of the longest span",
             percent(tl.span_bubble_fraction),
@@ -128,6 +141,20 @@ def numbers_html(report: Report) -> str:
         ),
     ]
     return _table(rows)
+
+
+def _of_the_work(bubble: Time) -> Time:
+    return bubble / (1 - bubble) if bubble < 1 else 0
+
+
+def definitions_html() -> str:
+    """What is called a bubble here, and by others."""
+    return _sentence(
+        "The bubble b is the idle share of all rank time, up to the makespan. Megatron-LM (Narayanan et al. 2021) "
+        "divides the idle time by the work instead, which is b / (1 − b), and (p − 1) / m for GPipe and 1F1B; the "
+        "zero-bubble papers (Qi et al. 2024) put T, the longest time from a rank's first action to its last, in place "
+        "of the makespan: (T − work of the busiest rank) / T"
+    )
 
 
 def formula_html(report: Report) -> str:
@@ -138,7 +165,7 @@ def formula_html(report: Report) -> str:
 
 
 def _sentence(text: str) -> str:
-    return f'<div style="line-height:28px">{escape(text)}.</div>'
+    return f'<div style="line-height:1.4;padding:3px 0;max-width:912px">{escape(text)}.</div>'
 
 
 def ranks_html(report: Report) -> str:
@@ -167,7 +194,7 @@ def _table(rows: Sequence[tuple[str, ...]]) -> str:
     head, *body = rows
     cells = ["".join(f'<th scope="col" style="{_CELL}">{cell}</th>' for cell in head)]
     cells += ["".join(f'<td style="{_CELL}">{cell}</td>' for cell in row) for row in body]
-    return f'<table style="line-height:1.4">{"".join(f"<tr>{row}</tr>" for row in cells)}</table>'
+    return f'<table style="line-height:1.35">{"".join(f"<tr>{row}</tr>" for row in cells)}</table>'
 
 
 def gap_options(gaps: tuple[Gap, ...]) -> Iterator[tuple[str, int]]:
@@ -183,17 +210,20 @@ class Panel(VBox):
         self.settings = settings
         self.controls = _controls(settings)
         self.picture, self.cause, self.numbers, self.ranks, self.formula = (HTML() for _ in range(5))
-        self.gap = Dropdown(description="why idle:", style={"description_width": "9.5em"}, layout=Layout(width="23em"))
+        self.gap = Dropdown(description="why idle:", **_WIDE)
         self._report: Report | None = None
         self._figure: ChartFigure | None = None
-        columns = [list(self.controls.values())[i::3] for i in range(3)]
+        columns = [list(self.controls.values())[i::2] for i in range(2)]
+        side_by_side = Layout(flex_flow="row wrap", grid_gap="0 1em")
         super().__init__(
             [
-                HBox([VBox(column) for column in columns], layout=Layout(flex_flow="row wrap")),
+                HBox([VBox(column) for column in columns], layout=side_by_side),
                 self.picture,
-                HBox([self.gap, self.cause], layout=Layout(flex_flow="row wrap")),
-                HBox([self.numbers, self.ranks], layout=Layout(flex_flow="row wrap", grid_gap="0 3em")),
-                self.formula,
+                HBox([self.gap, self.cause], layout=side_by_side),
+                HBox(
+                    [VBox([self.numbers, self.formula], layout=Layout(width="34em")), self.ranks], layout=side_by_side
+                ),
+                HTML(definitions_html()),
             ]
         )
         for control in self.controls.values():
@@ -246,29 +276,29 @@ class Panel(VBox):
 
 def _controls(settings: Settings) -> dict[str, Widget]:
     """A widget for each setting, by its name."""
-    wide = {"style": {"description_width": "9.5em"}, "layout": Layout(width="23em")}
 
     def choice(text: str, options: dict[str, Any]) -> Widget:
-        return Dropdown(description=text, options=list(options.items()), **wide)
+        return Dropdown(description=text, options=list(options.items()), **_WIDE)
 
     def whole(text: str, most: int) -> Widget:
-        return IntSlider(description=text, min=1, max=most, **wide)
+        return IntSlider(description=text, min=1, max=most, **_WIDE)
 
     def times(text: str, least: float = 0.0, most: float = 4.0) -> Widget:
         # Quarters are exact in binary, so simulation and formula agree to the last digit.
-        return FloatSlider(description=text, min=least, max=most, step=0.25, readout_format=".2f", **wide)
+        return FloatSlider(description=text, min=least, max=most, step=0.25, readout_format=".2f", **_WIDE)
 
+    # In two columns, from left to right.
     controls = {
         "schedule": choice("schedule", {name: name for name in names()}),
         "forward": times("forward f"),
         "n_chunks": choice("chunks a rank", {"the schedule's own": _NONE, **_numbers(1, 4)}),
-        "n_ranks": whole("ranks p", 16),
         "input_grad": times("input gradient b"),
-        "slow_stage": choice("slow stage", {"none": _NONE, **_numbers(0, 31)}),
-        "n_microbatches": whole("microbatches m", 64),
+        "n_ranks": whole("ranks p", 16),
         "weight_grad": times("weight gradient w"),
-        "slowdown": times("times slower", 1.0),
+        "n_microbatches": whole("microbatches m", 64),
+        "slow_stage": choice("slow stage", {"none": _NONE, **_numbers(0, 31)}),
         "latency": times("latency L"),
+        "slowdown": times("times slower", 1.0),
     }
     for field in fields(Settings):
         value = getattr(settings, field.name)

@@ -26,6 +26,7 @@ from course_pp.show.chart import WIDTH, ChartFigure
 ROW_FILL = 0.86
 _LABEL_SIZES = (8.5, 7.0, 6.0)
 _LABEL_PADDING = 1.6
+_FOOT, _ALL_FEET = 0.11, 0.22  # of a row: one step at most, and the highest
 
 
 def begin(tl: Timeline, heights: tuple[float, float, float], right: float) -> tuple[ChartFigure, Axes, float, str]:
@@ -180,6 +181,29 @@ def _corners(left: float, right: float, bottom: float, top: float) -> list[tuple
     return [(left, bottom), (right, bottom), (right, top), (left, top)]
 
 
+def draw_feet(axes: Axes, boxes: Collection[Box], chunk_of: Mapping[int, int]) -> None:
+    """Give each box a dark foot as high as its chunk's number on the rank, none for the first: colours tell kinds.
+
+    Args:
+        chunk_of: for each stage, the how-manieth of its rank it is, from 0.
+    """
+    step = min(_FOOT, _ALL_FEET / max([1, *chunk_of.values()]))
+    feet = [
+        _corners(box.left, box.right, box.top - step * chunk_of[box.action.stage], box.top)
+        for box in boxes
+        if chunk_of[box.action.stage]
+    ]
+    if feet:
+        path = Path.make_compound_path_from_polys(np.array(feet))
+        axes.add_artist(PathPatch(path, facecolor=chart.TEXT_GREY, edgecolor="white", linewidth=0.4, zorder=1.5))
+
+
+def chunks_of(tl: Timeline) -> dict[int, int]:
+    """For each stage, the how-manieth of its rank it is, from 0."""
+    held = [sorted({part.stage for span in row for part in span.action.parts}) for row in tl.by_rank]
+    return {stage: chunk for stages in held for chunk, stage in enumerate(stages)}
+
+
 def label_boxes(axes: Axes, boxes: Iterable[Box], with_stage: bool) -> None:
     """Label what has room. Boxes of one size are labelled alike: room is judged by the widest letter and number."""
     boxes = list(boxes)
@@ -221,12 +245,17 @@ def axis_unit(tl: Timeline) -> tuple[float, str]:
 
 
 def name_ranks(axes: Axes, n_ranks: int) -> range:
-    """Label the rows, every fourth where they are thin; returns the ranks that have a label."""
-    _, points_y = chart.points_per_unit(axes)
+    """Name the rows, every fourth where they are thin; returns the ranks that have a name."""
+    points_x, points_y = chart.points_per_unit(axes)
     every = 1 if points_y >= 9 else 4
-    ranks = range(0, n_ranks, every)
-    axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks], fontsize=min(9, every * points_y))
-    axes.tick_params(axis="y", length=0)
+    ranks, size = range(0, n_ranks, every), min(9, every * points_y)
+    # Tick labels would be a third of the time that the panel has for a picture.
+    names = Labels()
+    for rank in ranks:
+        middle = axes.get_xlim()[0] - (5 + chart.text_width(f"rank {rank}", size) / 2) / points_x
+        names.add(middle, rank, f"rank {rank}", size)
+    axes.add_artist(names)
+    axes.yaxis.set_visible(False)
     axes.spines[["top", "right", "left"]].set_visible(False)
     return ranks
 
@@ -258,8 +287,8 @@ def note_ranks(axes: Axes, notes: Mapping[int, str], heading: str = "", size: fl
     )
 
 
-def draw_key(axes: Axes, kinds: Collection[str], has_idle: bool) -> None:
-    """Name every colour in use, on the line of the axis label."""
+def draw_key(axes: Axes, kinds: Collection[str], has_idle: bool, n_chunks: int = 1) -> None:
+    """Name every colour in use, and the foot of a rank's later chunks, on the line of the axis label."""
     handles = [
         Patch(facecolor=look.colour, hatch=look.hatch, edgecolor="white", label=f"{kind}  {KINDS[kind]}")
         for kind, look in LOOKS.items()
@@ -267,6 +296,9 @@ def draw_key(axes: Axes, kinds: Collection[str], has_idle: bool) -> None:
     ]
     if has_idle:
         handles.append(Patch(facecolor=chart.IDLE_GREY, label="idle"))
+    if n_chunks > 1:
+        label = "foot: 2nd chunk" if n_chunks == 2 else "foot: later chunk"
+        handles.append(Patch(facecolor=chart.TEXT_GREY, label=label))
     if handles:
         add_legend(axes, handles)
 
@@ -282,6 +314,6 @@ def add_legend(axes: Axes, handles: Sequence[Patch]) -> None:
         frameon=False,
         fontsize=8.5,
         handlelength=1.3,
-        columnspacing=1.4,
+        columnspacing=1.1,
         borderaxespad=0,
     )

@@ -12,18 +12,22 @@ def timeline(tl: Timeline, title: str | None = None) -> ChartFigure:
     """Draw a predicted or measured timeline. The title is its finding unless one is given.
 
     A box reads ``F3``, forward of microbatch 3, or ``2F3`` where a rank has several stages; a label that
-    does not fit is shortened to the microbatch, then left out. The right margin has each rank's busy share.
+    does not fit is shortened to the microbatch, then left out. A dark foot tells a rank's later chunks from its first.
+    The right margin has each rank's busy share.
     """
     figure, axes, scale, unit = rows.begin(tl, heights=(0.13, 0.42, 4.2), right=0.75)
     rows.draw_idle(axes, tl.n_ranks, float(tl.makespan) * scale)
     boxes = rows.boxes_of(tl, scale)
     rows.draw_boxes(axes, boxes)
+    chunks = rows.chunks_of(tl)
+    rows.draw_feet(axes, boxes, chunks)
     rows.label_boxes(axes, boxes, with_stage=rows.has_several_stages_a_rank(tl))
     ranks = rows.name_ranks(axes, tl.n_ranks)
     rows.name_time(axes, unit)
     if tl.makespan:
         rows.note_ranks(axes, {rank: percent(tl.busy[rank] / tl.makespan) for rank in ranks}, "busy")
-    rows.draw_key(axes, {box.action.kind for box in boxes}, has_idle=tl.bubble_fraction > 0)
+    n_chunks = 1 + max(chunks.values(), default=0)
+    rows.draw_key(axes, {box.action.kind for box in boxes}, tl.bubble_fraction > 0, n_chunks)
     axes.set_title(finding(tl) if title is None else title, loc="left", fontsize=11.5, pad=9)
     figure.alt_text = describe(tl)
     return figure

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from itertools import combinations
 
+from matplotlib.axis import Axis
 from matplotlib.patches import FancyBboxPatch, Rectangle
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
@@ -46,10 +47,19 @@ def _holds(box: Bbox, words: Bbox) -> bool:
     return bool(box.x0 - _SLACK <= words.x0 and words.x1 <= box.x1 + _SLACK)
 
 
+def _beyond(axis: Axis) -> Iterator[Text]:
+    """Labels of ticks that matplotlib keeps ready beyond the ends of an axis, and does not draw."""
+    low, high = sorted(axis.get_view_interval())
+    for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks()):
+        if not low <= tick.get_loc() <= high:
+            yield from (tick.label1, tick.label2)
+
+
 def _words(figure: ChartFigure) -> Iterator[tuple[str, float, Bbox]]:
     """Text, size and extent, in pixels, of all words."""
+    hidden = {label for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) for label in _beyond(axis)}
     for text in figure.findobj(Text):
-        if text.get_visible() and text.get_text().strip():
+        if text not in hidden and text.get_visible() and text.get_text().strip():
             extent = Text.get_window_extent(text)
             if extent.width:
                 yield text.get_text(), float(text.get_fontsize()), extent

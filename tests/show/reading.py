@@ -13,8 +13,14 @@ def texts(figure: ChartFigure) -> list[str]:
 
 
 def labels(figure: ChartFigure) -> list[tuple[str, float, float, float]]:
-    """Text, size and place of each label in a box, without the notes in the right margin."""
-    return [each for each in _placed(figure) if each[2] <= figure.axes[0].get_xlim()[1]]
+    """Text, size and place of each label in a box, without the names and notes in the margins."""
+    left, right = figure.axes[0].get_xlim()
+    return [each for each in _placed(figure) if left <= each[2] <= right]
+
+
+def rank_names(figure: ChartFigure) -> list[tuple[str, float]]:
+    """The name of each row, and which row it is."""
+    return [(text, y) for text, _, x, y in _placed(figure) if x < figure.axes[0].get_xlim()[0]]
 
 
 def notes(figure: ChartFigure) -> list[str]:

@@ -19,8 +19,8 @@ def words(html: str) -> str:
 def test_the_numbers_stand_beside_the_closed_form() -> None:
     report = report_of(Settings("1f1b", 4, 8))
     assert words(numbers_html(report)) == (
-        "simulated closed form makespan 33.0 33.0 bubble, of all rank time 27.3 % 27.3 % "
-        "bubble, of the longest span 27.3 % 27.3 %"
+        "simulated closed form makespan 33.0 33.0 bubble b, of all rank time 27.3 % 27.3 % "
+        "b / (1 − b), of the work 37.5 % 37.5 % bubble, of the longest span 27.3 % 27.3 %"
     )
     assert words(ranks_html(report)).startswith("rank busy peak held closed form 0 72.7 % 4 4 1 72.7 % 3 3 ")
     assert "makespan = (m + p - 1)(f + B)" in formula_html(report)

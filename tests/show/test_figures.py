@@ -13,7 +13,7 @@ from course_pp.show import chart
 from course_pp.show.chart import ChartFigure
 from course_pp.show.timelines import spelled_peaks
 from tests.schedule.layouts import gpipe, naive
-from tests.show.reading import labels, texts, title
+from tests.show.reading import labels, rank_names, texts, title
 
 
 def wait(rank: int, operation: str, *peers: int) -> SimpleNamespace:
@@ -145,9 +145,9 @@ def test_peaks_of_many_ranks_are_told_by_their_ends_only_if_nothing_between_stic
 
 
 def test_rank_0_is_the_top_row() -> None:
-    axes = show.timeline(gpipe(3, 2)).axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1", "rank 2"]
-    assert axes.get_ylim()[0] > axes.get_ylim()[1]
+    figure = show.timeline(gpipe(3, 2))
+    assert rank_names(figure) == [("rank 0", 0), ("rank 1", 1), ("rank 2", 2)]
+    assert figure.axes[0].get_ylim()[0] > figure.axes[0].get_ylim()[1]
 
 
 def test_boxes_are_labelled_by_kind_and_microbatch_where_that_fits() -> None:
