@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -170,6 +170,20 @@ class _Stage(nn.Module):
         self.layers = nn.ModuleDict(layers)
 
 
+class _Given(NamedTuple):
+    """What the answer gave on one rank in one layout.
+
+    Attributes:
+        entries: as it returned them, tensors copied.
+        generator: the state of the random number generator at the time.
+        later: the keys it gave after one more step of the optimizer.
+    """
+
+    entries: Any
+    generator: Tensor
+    later: list[Any]
+
+
 def _trained(pp: int, index: int, regrouped: bool = False) -> tuple[_Stage, torch.optim.AdamW]:
     """A stage after one step; regrouped, the optimizer has the same parameters in two groups, biases first."""
     stage = _Stage(pp, index)
@@ -181,8 +195,8 @@ def _trained(pp: int, index: int, regrouped: bool = False) -> tuple[_Stage, torc
     return stage, optimizer
 
 
-def _entries_on_rank(rank: int, fn: Callable[..., Any]) -> list[tuple[Any, Tensor]]:
-    """What the answer gives in each layout, and the state of the generator at the time; the last is regrouped."""
+def _entries_on_rank(rank: int, fn: Callable[..., Any]) -> list[_Given]:
+    """What the answer gives in each layout; the last is regrouped."""
     found = []
     for (pp, dp), regrouped in (*((layout, False) for layout in _LAYOUTS), (_REGROUPED, True)):
         stage, optimizer = _trained(pp, rank // dp, regrouped)
@@ -193,7 +207,9 @@ def _entries_on_rank(rank: int, fn: Callable[..., Any]) -> list[tuple[Any, Tenso
             entries = {
                 key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in entries.items()
             }
-        found.append((entries, state))
+        optimizer.step()
+        later = fn(stage, optimizer, _coordinates(rank, dp), _STEP)
+        found.append(_Given(entries, state, list(later) if isinstance(later, dict) else []))
     return found
 
 
@@ -203,17 +219,18 @@ def _coordinates(rank: int, dp: int) -> dict[str, int]:
 
 def grade_checkpoint_entries(answer: Answer) -> None:
     ranks = answer.on_ranks(_N_RANKS, _entries_on_rank)
-    regrouped = [rank.pop()[0] for rank in ranks]
+    regrouped = [rank.pop().entries for rank in ranks]
     merged = []
     for index, (pp, dp) in enumerate(_LAYOUTS):
-        everyone = [expect_dict(rank[index][0], f"checkpoint_entries on rank {r}") for r, rank in enumerate(ranks)]
+        everyone = [expect_dict(rank[index].entries, f"checkpoint_entries on rank {r}") for r, rank in enumerate(ranks)]
         merged.append(_merge(everyone, f"With pp × dp_shard = {pp} × {dp}"))
     right = _right()
     for (pp, dp), found in zip(_LAYOUTS, merged, strict=True):
         _demand_numbers(found, right, f"With pp × dp_shard = {pp} × {dp}")
     for index, (pp, dp) in enumerate(_LAYOUTS):
-        states = [rank[index][1] for rank in ranks]
+        states = [rank[index].generator for rank in ranks]
         _demand_generators(merged[index], states, f"With pp × dp_shard = {pp} × {dp}")
+    _compare_times(ranks)
     _compare_layouts(merged)
     _compare_places(ranks)
     _compare_groups(merged[_LAYOUTS.index(_REGROUPED)], regrouped)
@@ -228,7 +245,7 @@ def _merge(everyone: list[dict[Any, Any]], where: str) -> dict[Any, Any]:
             if key in merged and not _equal(merged[key], value):
                 cause = "The key does not say of which parameter it is: two ranks mean different things by it."
                 if not isinstance(value, Tensor | int | float):
-                    cause = f"An entry is a tensor or a number, and this is a {type(value).__name__}."
+                    cause = f"An entry is a tensor or a number, not an object of class {type(value).__name__}."
                 elif _is_generator(value):
                     cause = "Every rank has a generator of its own: its key needs the rank's coordinates."
                 elif any(part.isdigit() for part in str(key).split(".")) and "layers" not in str(key):
@@ -266,6 +283,17 @@ def _demand_generators(found: dict[Any, Any], states: list[Tensor], where: str) 
         )
 
 
+def _compare_times(ranks: Sequence[Sequence[_Given]]) -> None:
+    """Keys must not depend on values: who loads knows none of them."""
+    for rank, layouts in enumerate(ranks):
+        for given in layouts:
+            if changed := sorted(map(str, set(given.entries) ^ set(given.later))):
+                raise Mistake(
+                    f"After one more step of the optimizer, rank {rank} writes other keys, such as `{' '.join(changed[0].split()):.60}`.",
+                    "Who loads knows names and coordinates, and none of the values: make the keys of those.",
+                )
+
+
 def _compare_layouts(merged: list[dict[Any, Any]]) -> None:
     """Every entry but the generators needs the same key in every layout."""
     first, *others = ({key: v for key, v in found.items() if not _is_generator(v)} for found in merged)
@@ -283,11 +311,11 @@ def _compare_layouts(merged: list[dict[Any, Any]]) -> None:
             )
 
 
-def _compare_places(ranks: list[list[tuple[Any, Tensor]]]) -> None:
+def _compare_places(ranks: list[list[_Given]]) -> None:
     """Equal coordinates need equal keys for the generator in every layout, other coordinates another."""
     keys: dict[tuple[int, ...], Any] = {}
     for rank, found in enumerate(ranks):
-        for (_, dp), (entries, state) in zip(_LAYOUTS, found, strict=True):
+        for (_, dp), (entries, state, _) in zip(_LAYOUTS, found, strict=True):
             place = tuple(_coordinates(rank, dp).values())
             key = next(key for key, value in entries.items() if _equal(value, state))
             same_key = keys.setdefault(place, key) == key

@@ -127,10 +127,16 @@ def _judge_step(where: str, m: int, ranks: Sequence[_Stepped], loss: float, grad
             cause = "That is the sum of the microbatches' losses: return their mean."
         elif close(m * found, loss):
             cause = "It is divided by m twice."
+        elif close(found, m * m * loss):
+            cause = "It is multiplied by m; the mean over m microbatches divides by it."
         elif found == 0:
             cause = "No microbatch's loss is in it."
         elif any(close(found, part) or close(m * found, part) for part in _losses_of_microbatches(m)):
             cause = "That is what a single microbatch adds: sum over all of them."
+        elif m == 1:
+            cause = (
+                "With one microbatch nothing is cut: look at what the stage and `loss_fn(output, target)` are given."
+            )
         raise Mistake(f"{where} the loss is {found:.8g}; one process has {loss:.8g}.", cause)
     missing = {r: name for r, rank in enumerate(ranks) for name, g in rank.gradients.items() if g is None}
     if missing:
