@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from course_pp.exercises.exercise import Mistake, Stopped
-from course_pp.launch.waits import RETURNED
+from course_pp.launch.waits import COMPUTES, RETURNED
 
 _LOST = (
     "Either a message was never sent, or it was lost: it lives as long as the handle that `isend` or "
@@ -18,8 +18,11 @@ def explained(stopped: Stopped) -> Mistake:
         return stopped
     sending = [wait for wait in waiting if wait.operation == "send"]
     returned = {wait.rank for wait in stopped.waits if wait.operation == RETURNED}
+    computing = {wait.rank for wait in stopped.waits if wait.operation == COMPUTES}
     unheard = [wait for wait in waiting if returned.intersection(wait.peers)]
-    if any(wait.operation == "send" for wait in unheard):
+    if any(computing.intersection(wait.peers) for wait in waiting):
+        cause = f"{stopped.cause} It computes and waits for nobody: does a loop of it never end?"
+    elif any(wait.operation == "send" for wait in unheard):
         cause = f"{stopped.cause} Each message that is sent to it has to be received there, by a `recv_…` of its own."
     elif unheard:
         cause = f"{stopped.cause} {_LOST}"
