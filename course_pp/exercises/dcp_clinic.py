@@ -288,8 +288,9 @@ def _compare_times(ranks: Sequence[Sequence[_Given]]) -> None:
     for rank, layouts in enumerate(ranks):
         for given in layouts:
             if changed := sorted(map(str, set(given.entries) ^ set(given.later))):
+                key = " ".join(changed[0].split())
                 raise Mistake(
-                    f"After one more step of the optimizer, rank {rank} writes other keys, such as `{' '.join(changed[0].split()):.60}`.",
+                    f"After one more step of the optimizer, rank {rank} writes other keys, such as `{key:.60}`.",
                     "Who loads knows names and coordinates, and none of the values: make the keys of those.",
                 )
 
