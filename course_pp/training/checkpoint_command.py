@@ -2,8 +2,11 @@
 
 import argparse
 import json
+import signal
 import sys
 from pathlib import Path
+
+_INTERRUPTED = 128 + signal.SIGINT  # as a shell reports a program that the signal has ended
 
 HELP = "inspect, verify, compare, export and import checkpoints"
 
@@ -34,11 +37,23 @@ def run(arguments: argparse.Namespace) -> None:
 
     Raises:
         ValueError: for a checkpoint that is damaged, or cannot be what was asked for.
-        SystemExit: with code 1, if two checkpoints differ.
+        SystemExit: with code 1, if two checkpoints differ; with code 130, after Ctrl-C.
     """
-    {"inspect": _inspect, "verify": _verify, "diff": _diff, "export": _export, "import": _import}[arguments.action](
-        arguments
-    )
+    actions = {"inspect": _inspect, "verify": _verify, "diff": _diff, "export": _export, "import": _import}
+    try:
+        actions[arguments.action](arguments)
+    except KeyboardInterrupt:
+        print(f"python -m course_pp checkpoint: {_interrupted(arguments)}", file=sys.stderr)
+        sys.exit(_INTERRUPTED)
+
+
+def _interrupted(arguments: argparse.Namespace) -> str:
+    """What an interrupt leaves."""
+    if arguments.action == "export":
+        return f"interrupted: nothing was left in {arguments.directory}"
+    if arguments.action == "import":
+        return f"interrupted: nothing was left in {arguments.root}"
+    return f"interrupted while reading {arguments.first if arguments.action == 'diff' else arguments.path}"
 
 
 def _inspect(arguments: argparse.Namespace) -> None:

@@ -144,7 +144,7 @@ def _tensor_differences(one: Opened, other: Opened, key: str) -> Iterator[Differ
 def _state_differences(one: dict[str, Any], other: dict[str, Any]) -> Iterator[Difference]:
     a, b = dict(_flat(one)), dict(_flat(other))
     for key in sorted({*a, *b}):
-        if a.get(key) != b.get(key) and not key.startswith(("layout.", "tied")):
+        if a.get(key) != b.get(key) and not key.startswith(("layout.", "tied", "writer")):
             yield Difference(key, f"{a.get(key, 'absent')!r} and {b.get(key, 'absent')!r}")
 
 

@@ -6,16 +6,19 @@ are, and one that claims more than the files hold would have it ask for all of t
 
 import pickle
 from collections.abc import Mapping, Sequence
+from itertools import product
 from math import prod
 from pathlib import Path
 
 from course_pp.training.checkpoint._torch import Metadata, TensorStorageMetadata, files_of, read_metadata, record_of
-from course_pp.training.checkpoint.manifest import METADATA, Digest
-from course_pp.training.checkpoint.ranks import CheckpointError, sentence
+from course_pp.training.checkpoint.manifest import METADATA, Digest, read_plain
+from course_pp.training.checkpoint.ranks import CheckpointError
 
 __all__ = ["fills", "open_metadata"]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+_MOST_CUT = 8  # dimensions along which a tensor is in pieces
 
 
 def open_metadata(directory: Path, files: Mapping[str, Digest]) -> Metadata:
@@ -25,12 +28,11 @@ def open_metadata(directory: Path, files: Mapping[str, Digest]) -> Metadata:
         CheckpointError: if ``.metadata`` is more than a description of tensors in ``files``, or less.
     """
     try:
-        metadata = read_metadata((directory / METADATA).read_bytes())
+        metadata = read_metadata(read_plain(directory / METADATA))
         strange = sorted(set(files_of(metadata)) - set(files))
         problem = f"it refers to {strange[0]!r}, not in the manifest" if strange else None
-    except (OSError, pickle.UnpicklingError) as error:
-        problem = str(error) if isinstance(error, pickle.UnpicklingError) else sentence(error)
-        raise CheckpointError(f"{directory}: {METADATA} is refused: {problem}") from error
+    except (CheckpointError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{directory}: {METADATA} is refused: {error}") from error
     for key, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)  # read_metadata makes no other
         problem = problem or _problem_of(key, entry, metadata, files)
@@ -40,6 +42,8 @@ def open_metadata(directory: Path, files: Mapping[str, Digest]) -> Metadata:
 
 
 def _problem_of(key: str, entry: TensorStorageMetadata, metadata: Metadata, files: Mapping[str, Digest]) -> str | None:
+    if any(len(chunk.offsets) != len(chunk.sizes) for chunk in entry.chunks):
+        return f"a piece of {key} has more dimensions than its place"
     boxes = [
         (tuple(chunk.offsets), tuple(a + n for a, n in zip(chunk.offsets, chunk.sizes, strict=True)))
         for chunk in entry.chunks
@@ -55,17 +59,26 @@ def _problem_of(key: str, entry: TensorStorageMetadata, metadata: Metadata, file
 
 
 def fills(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
-    """Whether ``boxes``, each as (begin, end), lie inside ``shape``, overlap nowhere and leave nothing out."""
+    """Whether ``boxes``, each as (begin, end), lie inside ``shape``, overlap nowhere and leave nothing out.
+
+    In linear time. Which points are in an odd number of boxes follows from the corners that occur an odd number of
+    times: if those are the corners of ``shape``, every point of it is in at least one box, and if the boxes have no
+    more room than ``shape`` together, in no second one. Boxes cut along more than eight dimensions are refused: a mesh
+    has four.
+    """
     if not all(len(end) == len(shape) and all(e <= n for e, n in zip(end, shape, strict=True)) for _, end in boxes):
         return False
-    solid = sorted(box for box in boxes if _volume(box))
-    for i, (begin, end) in enumerate(solid):
-        for other_begin, other_end in solid[i + 1 :]:
-            if other_begin[:1] >= end[:1]:
-                break  # sorted: so does every later one
-            if all(map(int.__lt__, other_begin, end)) and all(map(int.__lt__, begin, other_end)):
-                return False
-    return sum(map(_volume, solid)) == prod(shape)
+    solid = [box for box in boxes if _volume(box)]
+    if not solid:
+        return prod(shape) == 0
+    cut = [i for i, n in enumerate(shape) if any(begin[i] > 0 or end[i] < n for begin, end in solid)]
+    if sum(map(_volume, solid)) != prod(shape) or len(cut) > _MOST_CUT:
+        return False
+    odd: set[tuple[int, ...]] = set()
+    for begin, end in solid:
+        for corner in product(*((begin[i], end[i]) for i in cut)):
+            odd ^= {corner}
+    return odd == set(product(*((0, shape[i]) for i in cut)))
 
 
 def _volume(box: Box) -> int:

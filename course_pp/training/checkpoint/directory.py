@@ -19,8 +19,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from course_pp.training.checkpoint.manifest import is_ours, problems, sync_directory
+from course_pp.training.checkpoint.manifest import STATE, is_ours, problems, read_json, sync_directory
 from course_pp.training.checkpoint.ranks import CheckpointError, sentence
+from course_pp.training.checkpoint.writer import life_of
 
 __all__ = ["Draft", "Retention", "check_free", "check_writable", "is_checkpoint", "step_directories", "step_of"]
 
@@ -77,6 +78,13 @@ def check_free(final: Path) -> None:
     if not os.path.lexists(final):
         return
     if not problems(final):
+        state = read_json(final / STATE)
+        alive = life_of(state.get("writer")) if isinstance(state, dict) else None
+        if alive is not None:
+            raise CheckpointError(
+                f"{final} is a whole checkpoint already, and {alive}; end that run before you resume from it, or save "
+                "to another directory"
+            )
         raise CheckpointError(
             f"{final} is a whole checkpoint already: resume from it, remove it, or save to another directory"
         )

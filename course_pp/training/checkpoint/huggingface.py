@@ -2,17 +2,22 @@
 
 import json
 import os
+import secrets
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from course_pp.model import ModelConfig, Transformer, config_to_hf, from_hf
+from course_pp.model import ModelConfig, Transformer, config_from_hf, config_to_hf
 from course_pp.model.hf import HEAD, name_to_hf
 from course_pp.training.checkpoint.contents import read_whole
+from course_pp.training.checkpoint.manifest import read_json, read_manifest, read_plain
 from course_pp.training.checkpoint.opening import Opened, open_checkpoint
-from course_pp.training.checkpoint.ranks import CheckpointError
+from course_pp.training.checkpoint.ranks import CheckpointError, sentence
 from course_pp.training.checkpoint.saving import Saved, save
+from course_pp.training.checkpoint.weights import read_weights
 from course_pp.training.data import SPECIAL_TOKENS
 
 __all__ = ["export_hf", "import_hf"]
@@ -20,6 +25,7 @@ __all__ = ["export_hf", "import_hf"]
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 _GENERATION = "generation_config.json"
 _ROLES = ("pad", "bos", "eos")
+_IDS = [f"{role}_token_id" for role in _ROLES]
 
 
 def export_hf(
@@ -31,35 +37,75 @@ def export_hf(
 
     Args:
         path: a checkpoint, or the directory of a run's.
-        directory: new or empty.
+        directory: new or empty; it appears when it is complete.
         dtype: None keeps the checkpoint's.
 
     Raises:
-        CheckpointError: if the checkpoint is damaged or not of :class:`~course_pp.model.Transformer`, or
-            ``directory`` holds something.
+        CheckpointError: if the checkpoint is damaged or not of :class:`~course_pp.model.Transformer`; if ``directory``
+            holds something, or cannot be written.
     """
+    opened, target = open_checkpoint(path), Path(os.path.abspath(directory))
+    config, attached = _config_of(opened), _attached_to(opened)
+    draft = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise CheckpointError(f"{directory} is not empty: export to a new directory")
+        draft.mkdir(parents=True)
+        _write(draft, opened, config, attached, dtype)
+        draft.rename(target)
+    except CheckpointError:
+        raise
+    except Exception as error:  # safetensors has an error of its own for a full disk
+        raise CheckpointError(
+            f"{directory} cannot be written ({sentence(error)}): make room there, or export to another directory"
+        ) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return Path(directory)
+
+
+def _write(
+    directory: Path, opened: Opened, config: ModelConfig, attached: Mapping[str, bytes], dtype: torch.dtype | None
+) -> None:
+    """Write everything that transformers needs."""
     from huggingface_hub import save_torch_state_dict
 
-    opened, target = open_checkpoint(path), Path(directory)
-    config = _config_of(opened)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} is not empty: export to a new directory")
-    target.mkdir(parents=True, exist_ok=True)
     weights = read_whole(opened, [key for key in opened.keys if key.startswith("model.")])
     renamed = {name_to_hf(key.removeprefix("model.")): tensor.to(dtype) for key, tensor in weights.items()}
-    save_torch_state_dict(renamed, target)
-    for name in (*_TOKENIZER, _GENERATION):
-        if (opened.path / name).exists():
-            (target / name).write_bytes((opened.path / name).read_bytes())
-    ours = _special_ids(target)
-    _describe_tokenizer(target, ours)
+    save_torch_state_dict(renamed, directory)
+    for name, content in attached.items():
+        (directory / name).write_bytes(content)
+    ours = _special_ids(attached)
+    if ours:  # other tokenizers bring their description along
+        roles = {f"{role}_token": token for role, (token, _) in ours.items()}
+        text = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **roles}, indent=1)
+        (directory / _TOKENIZER[1]).write_text(text, encoding="utf-8")
     hf_config = config_to_hf(config)
     hf_config.architectures = ["LlamaForCausalLM"]
     hf_config.dtype = next(iter(renamed.values())).dtype
-    for role, token in _token_ids(target, ours).items():
-        setattr(hf_config, role, token)
-    hf_config.save_pretrained(target)
-    return target
+    for name, token in _token_ids(attached, ours).items():
+        setattr(hf_config, name, token)
+    hf_config.save_pretrained(directory)
+
+
+def _attached_to(opened: Opened) -> dict[str, bytes]:
+    """The tokenizer's files in a checkpoint; nothing that its manifest does not name."""
+    _, files = read_manifest(opened.path)
+    return {name: _json_in(opened.path / name) for name in (*_TOKENIZER, _GENERATION) if name in files}
+
+
+def _json_in(path: Path) -> bytes:
+    """The content of a file that holds a JSON object.
+
+    Raises:
+        CheckpointError: if it holds anything else, is a link, or cannot be read.
+    """
+    try:
+        if not isinstance(read_json(path), dict):
+            raise CheckpointError(f"{path.name} is damaged: it is not a JSON object")
+        return read_plain(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path.parent}: {error}") from error
 
 
 def _config_of(opened: Opened) -> ModelConfig:
@@ -83,71 +129,78 @@ def _config_of(opened: Opened) -> ModelConfig:
     return config
 
 
-def _special_ids(directory: Path) -> dict[str, tuple[str, int]]:
-    """Role, token and id of the special tokens, if the tokenizer in ``directory`` is ours."""
-    definition, description = (directory / name for name in _TOKENIZER[:2])
-    if not definition.exists() or description.exists():
+def _special_ids(attached: Mapping[str, bytes]) -> dict[str, tuple[str, int]]:
+    """Role, token and id of the special tokens, if the tokenizer is ours."""
+    definition, description = _TOKENIZER[:2]
+    if definition not in attached or description in attached:
         return {}
-    ids = {token["content"]: token["id"] for token in json.loads(definition.read_bytes()).get("added_tokens", [])}
+    added = json.loads(attached[definition]).get("added_tokens")
+    tokens = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    ids = {token.get("content"): token["id"] for token in tokens if type(token.get("id")) is int}
     return {role: (token, ids[token]) for role, token in zip(_ROLES, SPECIAL_TOKENS, strict=True) if token in ids}
 
 
-def _describe_tokenizer(directory: Path, special: dict[str, tuple[str, int]]) -> None:
-    """Say what the special tokens of our tokenizer are for; others bring their description along."""
-    if special:
-        roles = {f"{role}_token": token for role, (token, _) in special.items()}
-        text = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **roles}, indent=1)
-        (directory / _TOKENIZER[1]).write_text(text, encoding="utf-8")
-
-
-def _token_ids(directory: Path, special: dict[str, tuple[str, int]]) -> dict[str, Any]:
+def _token_ids(attached: Mapping[str, bytes], special: Mapping[str, tuple[str, int]]) -> dict[str, Any]:
     """``eos_token_id`` and the others for ``config.json``, as the model came with or as our tokenizer has them."""
-    names = [f"{role}_token_id" for role in _ROLES]
-    generation = directory / _GENERATION
-    if generation.exists():
-        known = json.loads(generation.read_bytes())
-        return {name: known.get(name) for name in names}
+    if _GENERATION in attached:
+        known = json.loads(attached[_GENERATION])
+        return {name: known.get(name) for name in _IDS}
     return {f"{role}_token_id": token_id for role, (_, token_id) in special.items()}
 
 
 def import_hf(source: str | os.PathLike[str], root: str | os.PathLike[str]) -> Saved:
     """Make a checkpoint, step 0 without an optimizer, of a Hugging Face model directory.
 
-    Only safetensors are read, never pickled weights or the model's own code. Load it with ``optimizer=None``, at any
-    layout, in the dtype it has.
+    Only JSON and safetensors are read, by this package: never pickled weights, nor code that the directory holds or
+    names, so attention is always the built-in one. No link is followed. Load the checkpoint with ``optimizer=None``, at
+    any layout, in the dtype it has.
 
     Raises:
-        CheckpointError: if there is no such directory, no safetensors in it, or not exactly the weights that its
-            ``config.json`` asks for.
+        CheckpointError: if there is no such directory, a file in it is damaged or a link, or it does not hold exactly
+            the weights that its ``config.json`` asks for; nothing is left in ``root`` then.
         ValueError: if the model uses something our decoder does not have.
     """
-    from transformers import AutoModelForCausalLM
-
     folder = Path(source)
-    if not (folder / "config.json").is_file() or not list(folder.glob("*.safetensors")):
+    if not os.path.lexists(folder / "config.json") or not list(folder.glob("*.safetensors")):
         raise CheckpointError(f"{folder} is not a model directory: it needs config.json and .safetensors files")
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype="auto",
-        use_safetensors=True,
-        trust_remote_code=False,
-        local_files_only=True,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-    )
-    hf_model, found = loaded
-    for kind, problem in _PROBLEMS.items():
-        if keys := sorted(key if isinstance(key, str) else key[0] for key in found[kind]):
-            more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-            raise CheckpointError(f"{folder} {problem} {keys[0]}{more}: get the directory anew, whole")
-    attachments = {name: (folder / name).read_bytes() for name in _TOKENIZER if (folder / name).is_file()}
-    attachments[_GENERATION] = hf_model.generation_config.to_json_string().encode()
-    return save(root, 0, from_hf(hf_model), device_mesh=None, attachments=attachments)
+    described = json.loads(_json_in(folder / "config.json"))
+    hf_config = _hf_config(folder, described)
+    config = _readable(folder, lambda: config_from_hf(hf_config))
+    model = read_weights(folder, config, _dtype_of(described))
+    names = (*_TOKENIZER, _GENERATION)
+    attachments = {name: _json_in(folder / name) for name in names if os.path.lexists(folder / name)}
+    if _GENERATION not in attachments:
+        ids = {name: getattr(hf_config, name, None) for name in _IDS}
+        attachments[_GENERATION] = json.dumps({"_from_model_config": True, **ids}, indent=1).encode()
+    return save(root, 0, model, device_mesh=None, attachments=attachments)
 
 
-# What transformers fills with random numbers or leaves out, and would only warn of.
-_PROBLEMS = {
-    "missing_keys": "has no",
-    "mismatched_keys": "has, in another shape than config.json asks for,",
-    "unexpected_keys": "has, beside what config.json asks for,",
-}
+def _hf_config(folder: Path, described: Mapping[str, Any]) -> Any:
+    """What ``config.json`` says, as the class of its model reads it."""
+    from transformers import LlamaConfig, MistralConfig
+
+    kinds: dict[str, Any] = {"llama": LlamaConfig, "mistral": MistralConfig}
+    kind = described.get("model_type")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ValueError(f"model_type={kind!r} is not supported; use a model of type 'llama' or 'mistral'")
+    # How transformers computes attention, and whose code it fetches for that, is not a matter of the model.
+    kept = {name: value for name, value in described.items() if "attn_implementation" not in name}
+    return _readable(folder, lambda: kinds[kind].from_dict(kept))
+
+
+def _readable(folder: Path, work: Callable[[], Any]) -> Any:
+    """What ``work`` makes of ``config.json``: refusals of what we do not have as they are, all else as damage."""
+    try:
+        return work()
+    except Exception as error:
+        if type(error) is ValueError:
+            raise
+        what = " ".join(str(error).split())
+        raise CheckpointError(f"{folder}: config.json is damaged ({type(error).__name__}: {what})") from error
+
+
+def _dtype_of(described: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype that ``config.json`` asks for; None if it names none."""
+    name = str(described.get("dtype") or described.get("torch_dtype"))
+    found = getattr(torch, name.removeprefix("torch."), None)
+    return found if found in (torch.float64, torch.float32, torch.bfloat16, torch.float16) else None

@@ -1,17 +1,33 @@
 """What a whole checkpoint consists of: the size and SHA-256 of every file, written when all of them are there."""
 
+import errno
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from course_pp.training.checkpoint.ranks import CheckpointError, sentence
+from course_pp.training.checkpoint.ranks import CheckpointError
 
-__all__ = ["MANIFEST", "METADATA", "STATE", "Digest", "problems", "read_json", "verify", "write_file", "write_manifest"]
+__all__ = [
+    "MANIFEST",
+    "METADATA",
+    "STATE",
+    "Digest",
+    "is_plain_name",
+    "opened",
+    "problems",
+    "read_json",
+    "read_plain",
+    "verify",
+    "write_file",
+    "write_manifest",
+]
 
 MANIFEST, STATE, METADATA = "manifest.json", "state.json", ".metadata"
 FORMAT = "course_pp checkpoint, version 1"
@@ -53,17 +69,46 @@ def sync_directory(directory: Path) -> None:
         os.close(handle)
 
 
+def read_plain(path: Path) -> bytes:
+    """The content of a file that is one: no link is followed, and no pipe or device waited for.
+
+    Raises:
+        CheckpointError: if it cannot be read.
+    """
+    with opened(path) as file:
+        return file.read()
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """A file opened for reading, as :func:`read_plain` does.
+
+    Raises:
+        CheckpointError: if it cannot be opened, or read.
+    """
+    try:
+        # Without O_NONBLOCK a named pipe would be waited for before anybody could see that it is one.
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(handle, "rb") as file:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise CheckpointError(f"{path.name} is not a plain file")
+            yield file
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise CheckpointError(f"{path.name} is a link: put the file itself in its place") from error
+        raise CheckpointError(f"{path.name} cannot be read ({error.strerror})") from error
+
+
 def read_json(path: Path) -> Any:
     """The content of a JSON file.
 
     Raises:
         CheckpointError: if it cannot be read, or is not JSON.
     """
+    content = read_plain(path)
     try:
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path.name} cannot be read ({error.strerror})") from error
-    except ValueError as error:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path.name} is damaged: it is not JSON") from error
 
 
@@ -75,7 +120,7 @@ def read_manifest(directory: Path) -> tuple[int, dict[str, Digest]]:
     """
     if not directory.is_dir():
         raise CheckpointError("there is no such directory")
-    if not (directory / MANIFEST).exists():
+    if not os.path.lexists(directory / MANIFEST):
         raise CheckpointError(f"{MANIFEST} is missing: not a checkpoint of this package, or one whose writing stopped")
     manifest = read_json(directory / MANIFEST)
     try:
@@ -108,8 +153,17 @@ def is_ours(directory: Path) -> bool:
 
 def _is_sound(name: str, digest: Digest) -> bool:
     """Whether an entry names a file of this directory, and not something elsewhere."""
-    inside = bool(name) and name == os.path.basename(name) and name not in (".", "..", MANIFEST)
-    return inside and type(digest.bytes) is int and bool(_SHA256.fullmatch(str(digest.sha256)))
+    return (
+        is_plain_name(name)
+        and name != MANIFEST
+        and type(digest.bytes) is int
+        and bool(_SHA256.fullmatch(str(digest.sha256)))
+    )
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether ``name`` can be that of a file in a checkpoint's directory."""
+    return name.isprintable() and name == os.path.basename(name) and name not in ("", ".", "..")
 
 
 def problems(directory: Path, part: int = 0, n_parts: int = 1, checksums: bool = True) -> list[str]:
@@ -135,24 +189,24 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
 
 
 def _problem_of(path: Path, expected: Digest, checksums: bool) -> str | None:
+    if not os.path.lexists(path):
+        return f"{path.name} is missing"
     try:
-        if not path.is_file():
-            return f"{path.name} is missing"
-        size = path.stat().st_size
-        if size != expected.bytes:
-            return f"{path.name} has {size:,} bytes instead of {expected.bytes:,}"
-        if checksums and _sha256(path) != expected.sha256:
-            return f"{path.name} is damaged: its bytes are not those that were written"
-    except OSError as error:
-        return f"{path.name} cannot be read ({sentence(error)})"
+        with opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != expected.bytes:
+                return f"{path.name} has {size:,} bytes instead of {expected.bytes:,}"
+            if checksums and _sha256(file) != expected.sha256:
+                return f"{path.name} is damaged: its bytes are not those that were written"
+    except CheckpointError as error:
+        return str(error)
     return None
 
 
-def _sha256(path: Path) -> str:
+def _sha256(file: BinaryIO) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_CHUNK):
-            digest.update(block)
+    while block := file.read(_CHUNK):
+        digest.update(block)
     return digest.hexdigest()
 
 

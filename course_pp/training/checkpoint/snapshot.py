@@ -1,6 +1,5 @@
 """What one rank saves: its tensors by key, and on rank 0 the description of the run."""
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.training.checkpoint.copies import Copy, check_copies
-from course_pp.training.checkpoint.manifest import MANIFEST, METADATA, STATE
+from course_pp.training.checkpoint.manifest import MANIFEST, METADATA, STATE, is_plain_name
 from course_pp.training.checkpoint.ranks import CheckpointError, Ranks
 from course_pp.training.checkpoint.rng import DIMENSIONS, coordinates_of, rng_tensors
 from course_pp.training.checkpoint.state import (
@@ -28,6 +27,7 @@ from course_pp.training.checkpoint.state import (
     parts_of,
     whole_model,
 )
+from course_pp.training.checkpoint.writer import this_process
 
 __all__ = ["Attachments", "Snapshot", "take"]
 
@@ -122,6 +122,7 @@ def take(
         else {"kind": type(optimizer).__name__, "groups": list(map(asdict, groups))},
         "extra": dict(extra or {}),
         "tied": {alias: first for told in everyone for alias, first in told.aliases.items()},
+        "writer": this_process(),
     }
     files = ranks.first(lambda: {STATE: as_json(state, "extra").encode(), **_attached(attachments or {})})
     return Snapshot(step, tensors, files if ranks.rank == 0 else {})
@@ -189,7 +190,7 @@ def _layout(device_mesh: DeviceMesh | None, ranks: Ranks) -> dict[str, int]:
 def _attached(attachments: Attachments) -> dict[str, bytes]:
     reserved = (MANIFEST, STATE, METADATA)
     for name in attachments:
-        if name != os.path.basename(name) or name in (*reserved, "", ".", "..") or name.endswith(".distcp"):
+        if not is_plain_name(name) or name in reserved or name.endswith(".distcp"):
             raise CheckpointError(
                 f"{name!r} cannot be attached: choose a plain file name other than {', '.join(reserved)}"
             )

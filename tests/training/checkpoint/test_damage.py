@@ -45,7 +45,43 @@ def take_another_step(path: Path) -> None:
     shutil.copytree(path.with_name("step_00000001"), path)
 
 
+def replace_by(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        (path / name).unlink()
+        make(path / name)
+
+    return damage
+
+
+def link_to_itself_elsewhere(path: Path) -> None:
+    copy = path.parents[1] / f"copy of {path.name}"
+    copy.write_bytes((path.with_name("..") / "step_00000001" / path.name).read_bytes())
+    path.symlink_to(copy)
+
+
+def rewrite_name(path: Path) -> None:
+    path.write_text(path.read_text().replace(SHARD, "\\ud800\\u0000"))
+
+
 DAMAGE = {
+    "pipe for a manifest": (replace_by("manifest.json", os.mkfifo), "manifest.json is not a plain file"),
+    "device for a manifest": (
+        replace_by("manifest.json", lambda path: path.symlink_to("/dev/zero")),
+        "manifest.json is a link: put the file itself in its place",
+    ),
+    "directory for a manifest": (replace_by("manifest.json", Path.mkdir), "manifest.json"),
+    "brackets for a manifest": (
+        replace_by("manifest.json", lambda path: path.write_text("[" * 400_000)),
+        "manifest.json is damaged: it is not JSON",
+    ),
+    "number for a manifest": (
+        replace_by("manifest.json", lambda path: path.write_text("9" * 400_000)),
+        "manifest.json is damaged: it is not JSON",
+    ),
+    "name that is none": (lambda path: rewrite_name(path / "manifest.json"), "manifest.json is damaged: entries"),
+    "pipe for a shard": (replace_by(SHARD, os.mkfifo), f"{SHARD} is not a plain file"),
+    "link for the state": (replace_by("state.json", link_to_itself_elsewhere), "state.json is a link"),
+    "pipe for the description": (replace_by(".metadata", os.mkfifo), ".metadata is not a plain file"),
     "truncated shard": (truncate(SHARD), f"{SHARD} has .* bytes instead of"),
     "flipped byte": (flip(SHARD), f"{SHARD} is damaged"),
     "missing shard": (remove(SHARD), f"{SHARD} is missing"),
@@ -260,7 +296,13 @@ def test_a_description_with_a_hole_is_refused_and_nothing_changed(
         ([((0, 0), (2, 3)), ((1, 0), (3, 3))], (4, 3), False),
         ([((0, 0), (2, 6))], (4, 3), False),
         ([((0,), (12,))], (4, 3), False),
+        ([((0, 0), (2, 2)), ((0, 2), (1, 3)), ((1, 2), (3, 3)), ((2, 0), (3, 2))], (3, 3), True),
+        ([((0, 0), (1, 2)), ((0, 1), (1, 2)), ((1, 0), (2, 1))], (2, 2), False),  # a hole and an overlap, equal in size
+        ([((0, 0, 0), (1, 1, 1)), ((1, 1, 0), (2, 2, 1))] * 2, (2, 2, 1), False),
+        ([((0,) * 60, (1,) * 60)], (2,) * 60, False),
+        ([((0, i), (2, i + 1)) for i in range(30_000)], (2, 30_000), True),  # all begin in row 0
     ],
+    ids=lambda value: None if isinstance(value, bool) else "",
 )
 def test_pieces_make_up_a_tensor_if_they_cover_it_once(boxes: list[Any], shape: tuple[int, ...], filled: bool) -> None:
     assert fills(boxes, shape) is filled

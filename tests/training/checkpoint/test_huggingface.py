@@ -1,6 +1,8 @@
 """Checkpoints that transformers loads, and transformers' models at any layout."""
 
 import json
+import os
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -168,3 +170,152 @@ def test_what_cannot_be_taken_along_is_refused(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "pickled" / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"needs config\.json and \.safetensors"):
         import_hf(tmp_path / "pickled", tmp_path / "imported")
+
+
+def edited(**changes: object) -> Callable[[Path], None]:
+    """Changes entries of config.json."""
+
+    def edit(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return edit
+
+
+def rewritten(name: str, content: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(content)
+
+
+def truncated(folder: Path) -> None:
+    os.truncate(folder / WEIGHTS, (folder / WEIGHTS).stat().st_size // 2)
+
+
+def lying(folder: Path) -> None:
+    """A header that claims more than the file holds."""
+    content = (folder / WEIGHTS).read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    (folder / WEIGHTS).write_bytes(
+        content[:8] + content[8 : 8 + size].replace(b"[61,32]", b"[99,32]") + content[8 + size :]
+    )
+
+
+def quantized(folder: Path) -> None:
+    weights = load_file(folder / WEIGHTS)
+    save_file({**weights, UP: torch.zeros(48, 32, dtype=torch.int8)}, folder / WEIGHTS)
+
+
+def linked(name: str) -> Callable[[Path], None]:
+    def link(folder: Path) -> None:
+        target = folder.parent / f"secret {name}"
+        if (folder / name).exists():
+            (folder / name).rename(target)
+        else:
+            target.write_text("{}")
+        (folder / name).symlink_to(target)
+
+    return link
+
+
+WEIGHTS = "model.safetensors"
+HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated weights": (truncated, f"{WEIGHTS} is damaged"),
+    "lying weights": (lying, f"{WEIGHTS} is damaged"),
+    "quantized weights": (quantized, f"holds {UP} as I8"),
+    "empty weights": (rewritten(WEIGHTS, ""), f"{WEIGHTS} is damaged"),
+    "a link for weights": (linked(WEIGHTS), f"{WEIGHTS} is a link"),
+    "a link for a tokenizer": (linked("tokenizer.json"), "tokenizer.json is a link"),
+    "a tokenizer that is not JSON": (rewritten("tokenizer.json", "{"), "tokenizer.json is damaged: it is not JSON"),
+    "a tokenizer that is a list": (rewritten("tokenizer.json", "[]"), "tokenizer.json is damaged"),
+    "brackets for a configuration": (rewritten("config.json", "[" * 400_000), "config.json is damaged: it is not JSON"),
+    "sizes that are none": (edited(hidden_size="x"), "config.json is damaged"),
+    "more layers than weights": (edited(num_hidden_layers=10**9), "too few for the 1,000,000,000 layers"),
+    "an enormous vocabulary": (edited(vocab_size=10**15), "in another shape than config.json asks for"),
+    "an index elsewhere": (
+        lambda folder: (
+            (folder / WEIGHTS).rename(folder / "weights.safetensors"),
+            (folder / f"{WEIGHTS}.index.json").write_text('{"weight_map": {"a": "../../x.safetensors"}}'),
+        ),
+        "is refused: it names '../../x.safetensors'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "said"), HOSTILE.values(), ids=HOSTILE)
+def test_a_damaged_model_directory_is_refused_by_file_and_leaves_nothing(
+    damage: Callable[[Path], object], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    LlamaForCausalLM(LLAMA).save_pretrained(tmp_path / "hf")
+    damage(tmp_path / "hf")
+    capsys.readouterr()
+    assert main(["checkpoint", "import", str(tmp_path / "hf"), str(tmp_path / "run")]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_attention_is_the_built_in_one_whatever_code_a_configuration_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    LlamaForCausalLM(LLAMA).save_pretrained(tmp_path / "hf")
+    hub = {"_attn_implementation": "someone/kernels", "attn_implementation": "someone/kernels"}
+    remote = {
+        "auto_map": {"AutoModelForCausalLM": "someone/code--model.Model"},
+        "quantization_config": {"quant_method": "x"},
+    }
+    edited(**hub, **remote, max_position_embeddings=10**12)(tmp_path / "hf")
+    monkeypatch.setattr(LlamaForCausalLM, "__init__", None)  # no model of transformers is made
+    path = import_hf(tmp_path / "hf", tmp_path / "run").path
+    assert not [file.name for file in path.iterdir() if b"someone" in file.read_bytes()]
+    assert not list(tmp_path.glob("**/*.py"))
+
+
+def test_an_export_that_fails_leaves_nothing_that_blocks_the_next(tmp_path: Path) -> None:
+    run = Small()
+    attached = save(tmp_path / "run", 1, run.model, device_mesh=None, attachments={"tokenizer.json": "{"}).path
+    with pytest.raises(CheckpointError, match=r"step_00000001: tokenizer\.json is damaged: it is not JSON"):
+        export_hf(attached, tmp_path / "out")
+    path = save(tmp_path / "run", 2, run.model, device_mesh=None).path
+    (path / "tokenizer.json").symlink_to("/etc/passwd")  # not in the manifest
+    said = on_ranks(1, _export_on_a_full_disk, path, tmp_path / "out")[0]
+    assert said.startswith(f"{tmp_path / 'out'} cannot be written (")
+    assert said.endswith("make room there, or export to another directory")
+    assert [found.name for found in tmp_path.iterdir()] == ["run"]
+    (tmp_path / "out").mkdir()
+    exported = export_hf(path, tmp_path / "out")
+    assert not (exported / "tokenizer.json").exists()
+    AutoModelForCausalLM.from_pretrained(exported)
+
+
+def _export_on_a_full_disk(rank: int, path: Path, out: Path) -> str:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, resource.RLIM_INFINITY))
+    with pytest.raises(CheckpointError) as refused:
+        export_hf(path, out)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("action", ["export", "import", "verify", "diff"])
+def test_an_interrupt_ends_a_command_in_one_line(
+    action: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    path, out = Small().saved(tmp_path / "run", 1), tmp_path / "out"
+    export_hf(path, tmp_path / "hf")
+    monkeypatch.setattr("course_pp.training.checkpoint.huggingface._special_ids", interrupt)
+    monkeypatch.setattr("course_pp.training.checkpoint.saving.write_tensors", interrupt)
+    monkeypatch.setattr("course_pp.training.checkpoint.manifest._sha256", interrupt)
+    if action == "export":
+        monkeypatch.setattr("course_pp.training.checkpoint.manifest._sha256", lambda file: None)
+        monkeypatch.setattr("course_pp.training.checkpoint.opening.problems", lambda *arguments: [])
+    arguments = {"export": [path, out], "import": [tmp_path / "hf", out], "verify": [path], "diff": [path, path]}
+    with pytest.raises(SystemExit) as ended:
+        main(["checkpoint", action, *map(str, arguments[action])])
+    assert ended.value.code == 130
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "interrupted" in err
+    assert str(arguments[action][-1]) in err
+    assert not out.exists() or not list(out.iterdir())
