@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from course_pp.exercises.lopsided import LopsidedLoss
-from course_pp.exercises.one_f_one_b import _with_limits, choose, held_with_latency, order_1f1b
+from course_pp.exercises.one_f_one_b import choose, held_with_latency, order_1f1b, with_room
 from course_pp.exercises.one_f_one_b_steps import PATIENTS, _batch, _layers, _one_process
 from course_pp.launch import on_ranks
 from course_pp.runtime import (
@@ -412,7 +412,7 @@ def test_room_may_be_counted_rank_by_rank() -> None:
 def test_with_that_room_latency_costs_what_it_costs_gpipe(p: int, latency: int, m: int) -> None:
     costs = Costs(1, 1, 1, latency)
     limits = [held_with_latency(rank, p, 1, 2, latency) for rank in range(p)]
-    assert simulate(_with_limits(limits, m), costs).makespan == simulate(build("gpipe", p, m), costs).makespan
+    assert simulate(with_room(limits, m), costs).makespan == simulate(build("gpipe", p, m), costs).makespan
 
 
 # A budget.
