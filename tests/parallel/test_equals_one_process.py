@@ -1,7 +1,5 @@
 """Training through the pipeline equals training in one process: loss, every gradient, every parameter."""
 
-from functools import cache
-
 import pytest
 import torch
 
@@ -17,6 +15,7 @@ from tests.equality import (
     snapshot_parameters,
     train_in_one_process,
 )
+from tests.once import once
 from tests.parallel.small import BATCH, SEQ_LEN, build, model_config
 
 STEPS = 3
@@ -44,7 +43,7 @@ def train_on_rank(rank, pp, config, data, schedules, loss_fn, kwargs):
     return results
 
 
-@cache
+@once
 def trained(pp, tied):
     """All schedules on one set of ranks: starting ranks costs more than training this model."""
     config = model_config(tied)

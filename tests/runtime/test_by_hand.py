@@ -2,7 +2,6 @@
 
 import weakref
 from collections import Counter
-from functools import cache
 from itertools import product
 from types import SimpleNamespace
 
@@ -23,6 +22,7 @@ from course_pp.runtime.by_hand import (
 )
 from course_pp.schedule import Costs, build, simulate
 from tests.equality import GRADIENT_TOLERANCE, snapshot_gradients
+from tests.once import once
 
 STEPS = {"gpipe": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}
 EVEN, UNEVEN = 12, 7  # layers: 12 divide by 1, 2, 3 and 4 ranks, 7 by 1 only
@@ -86,7 +86,7 @@ def every_case_on_rank(rank, pp):
     return results
 
 
-@cache
+@once
 def every_case(pp):
     return on_ranks(pp, every_case_on_rank, pp)
 

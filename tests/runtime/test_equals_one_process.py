@@ -14,6 +14,7 @@ from course_pp.launch import on_ranks
 from course_pp.runtime import Pipeline, run_step
 from course_pp.schedule import Schedule, build, names
 from tests.equality import GRADIENT_TOLERANCE, Trained, assert_equals_one_process, snapshot_gradients
+from tests.once import once
 from tests.runtime.small import (
     BATCH,
     Batches,
@@ -139,7 +140,7 @@ def job_of(case: Case) -> Job:
     return Job(case.schedule, case.n_layers, case.layer_ranges)
 
 
-@cache
+@once
 def trained(pp: int, of_sample: bool) -> dict[Case, tuple[Trained, ...]]:
     """What every rank was left with, for each case on ``pp`` ranks."""
     mine = [case for case in (SAMPLE if of_sample else THE_REST) if case.pp == pp]
@@ -193,7 +194,7 @@ def replicated(replicas: tuple[int, ...], m: int) -> Schedule:
     return Schedule("replicated", asynchronous.placement, tuple(rows))
 
 
-@cache
+@once
 def trained_with_options() -> dict[str, tuple[Trained, ...]]:
     jobs = with_options()
     ranks = on_ranks(3, train_on_rank, list(jobs.values()), timeout_s=100)
@@ -249,7 +250,7 @@ def both_on_rank(rank: int, pp: int, m: int) -> dict[str, tuple[Any, Trained]]:
     return results
 
 
-@cache
+@once
 def both(pp: int) -> list[dict[str, tuple[Any, Trained]]]:
     return on_ranks(pp, both_on_rank, pp, 8, timeout_s=100)
 

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -15,6 +14,7 @@ from course_pp.launch import on_ranks
 from course_pp.runtime import Pipeline
 from course_pp.schedule import Overlap, Schedule, check
 from tests.equality import GRADIENT_TOLERANCE
+from tests.once import once
 from tests.runtime.random_schedules import broken_schedule, random_schedule
 from tests.runtime.small import for_rank, stages_of
 
@@ -96,7 +96,7 @@ def run_all_on_rank(rank: int) -> dict[int, tuple[list[float], dict[str, Tensor]
     return results
 
 
-@cache
+@once
 def run_all() -> list[dict[int, tuple[list[float], dict[str, Tensor]]]]:
     return on_ranks(4, run_all_on_rank, timeout_s=110)
 

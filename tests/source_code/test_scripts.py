@@ -3,13 +3,13 @@
 import os
 import re
 import sys
-from functools import cache
 from math import prod
 from pathlib import Path
 
 import pytest
 
 from course_pp.launch import LaunchError, run_torchrun
+from tests.once import once
 from tests.processes import no_process_left
 from tests.source_code.scripts import labelled_lines, run_script
 
@@ -79,7 +79,7 @@ LAYOUTS = [
 ]
 
 
-@cache
+@once
 def printed_by_layout(layout):
     """Everything that training prints on as many ranks as the layout's factors need, but for its speed."""
     factors = [int(size) for size in re.findall(r"--(?:pp|tp|dp-\w+)=(\d)", layout)]

@@ -1,12 +1,12 @@
 """A checkpoint of any layout resumes at any other, with the losses of a run that was never interrupted."""
 
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 from course_pp.launch import on_ranks
+from tests.once import once
 from tests.training.checkpoint.resuming import Case, config_of, data_of, train, train_jobs
 
 SAVED_AT, STEPS = 3, 13
@@ -58,7 +58,7 @@ def table() -> Iterator[dict[tuple[str, str], float]]:
     TABLE.write_text("\n".join([*lines, ""]))
 
 
-@cache
+@once
 def uninterrupted(tied: bool) -> list[float]:
     """Losses of the whole run in one process."""
     config = config_of(tied)
