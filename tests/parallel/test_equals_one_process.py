@@ -15,7 +15,6 @@ from tests.equality import (
     snapshot_parameters,
     train_in_one_process,
 )
-from tests.once import once
 from tests.parallel.small import BATCH, SEQ_LEN, build, model_config
 
 STEPS = 3
@@ -43,27 +42,18 @@ def train_on_rank(rank, pp, config, data, schedules, loss_fn, kwargs):
     return results
 
 
-@once
-def trained(pp, tied):
-    """All schedules on one set of ranks: starting ranks costs more than training this model."""
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("pp", [1, 2, 3, 4])
+def test_every_schedule_equals_one_process_and_evaluates_before_and_after_on_every_rank(pp, tied, subtests):
     config = model_config(tied)
     data = batches(config, BATCH, SEQ_LEN, STEPS)
     reference = train_in_one_process(config, data, CrossEntropy())
-    return on_ranks(pp, train_on_rank, pp, config, data, SCHEDULES, CrossEntropy(), {}), reference, config
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("pp", [1, 2, 3, 4])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_equals_one_process(schedule, pp, tied):
-    ranks, reference, config = trained(pp, tied)
-    assert_equals_one_process([rank[schedule][0] for rank in ranks], reference, config)
-
-
-@pytest.mark.parametrize("pp", [1, 2, 3, 4])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_evaluation_before_training_gives_the_first_loss_on_every_rank(schedule, pp):
-    ranks, reference, _ = trained(pp, False)
-    assert [rank[schedule][1] for rank in ranks] == pytest.approx([reference.losses[0]] * pp, rel=1e-12)
-    assert len({rank[schedule][2] for rank in ranks}) == 1, "evaluation after training differs between ranks"
-    assert ranks[0][schedule][2] < reference.losses[0], "training on a batch must lower its evaluated loss"
+    # All on one set of ranks: starting ranks costs more than training this model.
+    ranks = on_ranks(pp, train_on_rank, pp, config, data, SCHEDULES, CrossEntropy(), {})
+    for schedule in SCHEDULES:
+        with subtests.test(schedule):
+            trained, before, after = zip(*(rank[schedule] for rank in ranks), strict=True)
+            assert_equals_one_process(list(trained), reference, config)
+            assert before == pytest.approx([reference.losses[0]] * pp, rel=1e-12)
+            assert len(set(after)) == 1, "evaluation after training differs between ranks"
+            assert after[0] < reference.losses[0], "training on a batch must lower its evaluated loss"

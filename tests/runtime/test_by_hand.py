@@ -22,7 +22,6 @@ from course_pp.runtime.by_hand import (
 )
 from course_pp.schedule import Costs, build, simulate
 from tests.equality import GRADIENT_TOLERANCE, snapshot_gradients
-from tests.once import once
 
 STEPS = {"gpipe": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}
 EVEN, UNEVEN = 12, 7  # layers: 12 divide by 1, 2, 3 and 4 ranks, 7 by 1 only
@@ -86,18 +85,17 @@ def every_case_on_rank(rank, pp):
     return results
 
 
-@once
-def every_case(pp):
-    return on_ranks(pp, every_case_on_rank, pp)
-
-
-@pytest.mark.parametrize("n_layers", [EVEN, UNEVEN], ids=["even", "uneven"])
-@pytest.mark.parametrize("m", MICROBATCHES)
 @each_size
-@each_step
-def test_loss_and_every_gradient_equal_one_process(name, pp, m, n_layers):
-    [loss], gradients = in_one_process(n_layers)
-    assert_equal([rank[name, m, n_layers] for rank in every_case(pp)], loss, gradients)
+def test_loss_and_every_gradient_equal_one_process(pp, subtests):
+    assert_every_case_equal(on_ranks(pp, every_case_on_rank, pp), subtests)
+
+
+def assert_every_case_equal(ranks, subtests):
+    for n_layers in (EVEN, UNEVEN):
+        [loss], gradients = in_one_process(n_layers)
+        for name, m in product(STEPS, MICROBATCHES):
+            with subtests.test(name=name, m=m, n_layers=n_layers):
+                assert_equal([rank[name, m, n_layers] for rank in ranks], loss, gradients)
 
 
 @each_step
@@ -235,13 +233,8 @@ def blocking_sends_on_rank(rank, pp):
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4])
-def test_the_order_of_messages_could_do_with_blocking_sends_as_nccl_requires(pp):
-    ranks = on_ranks(pp, blocking_sends_on_rank, pp, timeout_s=20)
-    for n_layers in (EVEN, UNEVEN):
-        [loss], gradients = in_one_process(n_layers)
-        for name in STEPS:
-            for m in MICROBATCHES:
-                assert_equal([rank[name, m, n_layers] for rank in ranks], loss, gradients)
+def test_the_order_of_messages_could_do_with_blocking_sends_as_nccl_requires(pp, subtests):
+    assert_every_case_equal(on_ranks(pp, blocking_sends_on_rank, pp, timeout_s=20), subtests)
 
 
 class Held:

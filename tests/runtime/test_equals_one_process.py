@@ -31,6 +31,7 @@ from tests.runtime.small import (
     uneven_layers,
 )
 
+SIZES = (1, 2, 3, 4, 8)
 SYNCHRONOUS = tuple(name for name in names() if name != "pipedream")
 TORCH_CLASSES = {
     "GPipe": 1,
@@ -86,7 +87,7 @@ def microbatch_counts(name: str, pp: int) -> tuple[int, ...]:
 
 
 def cases() -> Iterator[Case]:
-    for pp in (1, 2, 3, 4, 8):
+    for pp in SIZES:
         for name in SYNCHRONOUS:
             for layers in ("even", "uneven"):
                 for m in microbatch_counts(name, pp):
@@ -140,24 +141,25 @@ def job_of(case: Case) -> Job:
     return Job(case.schedule, case.n_layers, case.layer_ranges)
 
 
-@once
-def trained(pp: int, of_sample: bool) -> dict[Case, tuple[Trained, ...]]:
-    """What every rank was left with, for each case on ``pp`` ranks."""
-    mine = [case for case in (SAMPLE if of_sample else THE_REST) if case.pp == pp]
-    ranks = on_ranks(pp, train_on_rank, [job_of(case) for case in mine], timeout_s=110 if of_sample else 570)
-    return dict(zip(mine, zip(*ranks, strict=True), strict=True))
+def assert_all_right(pp: int, cases: Sequence[Case], timeout_s: float, subtests: pytest.Subtests) -> None:
+    """Each of the cases on ``pp`` ranks leaves every rank as one process would."""
+    mine = [case for case in cases if case.pp == pp]
+    ranks = on_ranks(pp, train_on_rank, [job_of(case) for case in mine], timeout_s=timeout_s)
+    for case, trained in zip(mine, zip(*ranks, strict=True), strict=True):
+        with subtests.test(str(case)):
+            assert_right(trained, job_of(case))
 
 
-@pytest.mark.parametrize("case", SAMPLE, ids=str)
-def test_training_equals_one_process(case: Case) -> None:
-    assert_right(trained(case.pp, of_sample=True)[case], job_of(case))
+@pytest.mark.parametrize("pp", SIZES)
+def test_training_equals_one_process(pp: int, subtests: pytest.Subtests) -> None:
+    assert_all_right(pp, SAMPLE, 110, subtests)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", THE_REST, ids=str)
-def test_training_equals_one_process_at_every_size(case: Case) -> None:
-    assert_right(trained(case.pp, of_sample=False)[case], job_of(case))
+@pytest.mark.parametrize("pp", SIZES)
+def test_training_equals_one_process_at_every_size(pp: int, subtests: pytest.Subtests) -> None:
+    assert_all_right(pp, THE_REST, 570, subtests)
 
 
 def test_every_synchronous_schedule_is_tried_on_one_to_four_ranks_with_even_and_uneven_layers() -> None:
@@ -201,9 +203,11 @@ def trained_with_options() -> dict[str, tuple[Trained, ...]]:
     return dict(zip(jobs, zip(*ranks, strict=True), strict=True))
 
 
-@pytest.mark.parametrize("what", with_options())
-def test_training_without_tags_recomputed_tied_or_replicated_equals_one_process(what: str) -> None:
-    assert_right(trained_with_options()[what], with_options()[what])
+def test_training_without_tags_recomputed_tied_or_replicated_equals_one_process(subtests: pytest.Subtests) -> None:
+    trained = trained_with_options()
+    for what, job in with_options().items():
+        with subtests.test(what):
+            assert_right(trained[what], job)
 
 
 def test_replicas_of_a_stage_stay_equal_bit_by_bit() -> None:
@@ -250,21 +254,16 @@ def both_on_rank(rank: int, pp: int, m: int) -> dict[str, tuple[Any, Trained]]:
     return results
 
 
-@once
-def both(pp: int) -> list[dict[str, tuple[Any, Trained]]]:
-    return on_ranks(pp, both_on_rank, pp, 8, timeout_s=100)
-
-
 @pytest.mark.parametrize("pp", [2, 4])
-@pytest.mark.parametrize("name", TORCH_CLASSES)
-def test_a_step_equals_that_of_torch_s_own_schedule(name: str, pp: int) -> None:
-    for rank, results in enumerate(both(pp)):
-        (loss, gradients), ours = results[name]
-        assert loss is None or ours.losses == [pytest.approx(loss, rel=GRADIENT_TOLERANCE)], f"rank {rank}"
-        assert ours.gradients.keys() == gradients.keys()
-        for parameter, gradient in ours.gradients.items():
-            difference = (gradient - gradients[parameter]).abs().max()
-            assert difference <= GRADIENT_TOLERANCE, f"{parameter} on rank {rank}"
+def test_a_step_equals_that_of_torch_s_own_schedule(pp: int, subtests: pytest.Subtests) -> None:
+    for rank, results in enumerate(on_ranks(pp, both_on_rank, pp, 8, timeout_s=100)):
+        for name, ((loss, gradients), ours) in results.items():
+            with subtests.test(name, rank=rank):
+                assert loss is None or ours.losses == [pytest.approx(loss, rel=GRADIENT_TOLERANCE)]
+                assert ours.gradients.keys() == gradients.keys()
+                for parameter, gradient in ours.gradients.items():
+                    difference = (gradient - gradients[parameter]).abs().max()
+                    assert difference <= GRADIENT_TOLERANCE, parameter
 
 
 def loss_without_graph(logits: Tensor, target: Tensor) -> Tensor:

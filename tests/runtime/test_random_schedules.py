@@ -14,7 +14,6 @@ from course_pp.launch import on_ranks
 from course_pp.runtime import Pipeline
 from course_pp.schedule import Overlap, Schedule, check
 from tests.equality import GRADIENT_TOLERANCE
-from tests.once import once
 from tests.runtime.random_schedules import broken_schedule, random_schedule
 from tests.runtime.small import for_rank, stages_of
 
@@ -96,24 +95,22 @@ def run_all_on_rank(rank: int) -> dict[int, tuple[list[float], dict[str, Tensor]
     return results
 
 
-@once
-def run_all() -> list[dict[int, tuple[list[float], dict[str, Tensor]]]]:
-    return on_ranks(4, run_all_on_rank, timeout_s=110)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_random_legal_schedule_runs_with_the_loss_and_gradients_of_one_process(seed: int) -> None:
-    schedule = random_schedule(seed)
-    assert check(schedule) == []
-    loss, expected = in_one_process(schedule)
-    seen: set[str] = set()
-    for rank, results in enumerate(run_all()[: schedule.n_ranks]):
-        losses, found = results[seed]
-        assert losses == pytest.approx([loss] * STEPS, rel=GRADIENT_TOLERANCE), f"loss on rank {rank}"
-        for name, grad in found.items():
-            assert (grad - expected[name]).abs().max() <= GRADIENT_TOLERANCE, f"gradient of {name} on rank {rank}"
-        seen |= found.keys()
-    assert seen == expected.keys(), "parameters without a gradient"
+def test_a_random_legal_schedule_runs_with_the_loss_and_gradients_of_one_process(subtests: pytest.Subtests) -> None:
+    ranks = on_ranks(4, run_all_on_rank, timeout_s=110)
+    for seed in SEEDS:
+        with subtests.test(seed=seed):
+            schedule = random_schedule(seed)
+            assert check(schedule) == []
+            loss, expected = in_one_process(schedule)
+            seen: set[str] = set()
+            for rank, results in enumerate(ranks[: schedule.n_ranks]):
+                losses, found = results[seed]
+                assert losses == pytest.approx([loss] * STEPS, rel=GRADIENT_TOLERANCE), f"loss on rank {rank}"
+                for name, grad in found.items():
+                    error = (grad - expected[name]).abs().max()
+                    assert error <= GRADIENT_TOLERANCE, f"gradient of {name} on rank {rank}"
+                seen |= found.keys()
+            assert seen == expected.keys(), "parameters without a gradient"
 
 
 def test_the_random_schedules_are_of_every_kind() -> None:
@@ -180,18 +177,19 @@ def silent_group(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     return be
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 def test_a_broken_schedule_is_refused_on_every_rank_before_any_message(
-    seed: int, silent_group: Callable[[int, int], None]
+    silent_group: Callable[[int, int], None], subtests: pytest.Subtests
 ) -> None:
-    way, schedule = broken_schedule(seed)
-    problems = check(schedule)
-    assert problems, way
-    for rank in range(schedule.n_ranks):
-        silent_group(rank, schedule.n_ranks)
-        with pytest.raises(ValueError, match="cannot run") as refused:
-            Pipeline(schedule, stages_for(rank, schedule), nn.functional.mse_loss)
-        assert problems[0] in str(refused.value)
+    for seed in SEEDS:
+        way, schedule = broken_schedule(seed)
+        with subtests.test(way, seed=seed):
+            problems = check(schedule)
+            assert problems
+            for rank in range(schedule.n_ranks):
+                silent_group(rank, schedule.n_ranks)
+                with pytest.raises(ValueError, match="cannot run") as refused:
+                    Pipeline(schedule, stages_for(rank, schedule), nn.functional.mse_loss)
+                assert problems[0] in str(refused.value)
 
 
 def stages_for(rank: int, schedule: Schedule) -> dict[int, nn.Module | None]:
