@@ -95,8 +95,11 @@ class Ranks:
         parts = zip(self._all_gather(padded), sizes, strict=True)
         return [pickle.loads(part[:size].cpu().numpy().tobytes()) for part, size in parts]
 
-    def refuse(self, problem: str | None) -> None:
+    def refuse(self, problem: str | Exception | None) -> None:
         """Raise on every rank if any has a problem; otherwise one small all-reduce.
+
+        Args:
+            problem: in a sentence; or the exception to raise, which is pickled.
 
         Raises:
             ValueError: with the problem of the lowest rank that has one (in a subclass, its ``refusal``).
@@ -109,7 +112,7 @@ class Ranks:
                 return
         for found in self.gather(problem):
             if found is not None:
-                raise self.refusal(found)
+                raise found if isinstance(found, Exception) else self.refusal(found)
 
     def require_equal(self, facts: Mapping[str, Any]) -> None:
         """Raise on every rank unless all ranks pass equal ``facts``, compared by name.
@@ -135,11 +138,21 @@ class Ranks:
             result.append(work())
         except self.refused as error:
             failure = error
+        problem: str | Exception | None = None
+        if failure is not None:
+            problem = failure if self._travels(failure) else self.sentence(failure)
         try:
-            self.refuse(None if failure is None else self.sentence(failure))
+            self.refuse(problem)
         except self.refusal as refusal:
             raise refusal from failure
         return result[0]
+
+    def _travels(self, error: Exception) -> bool:
+        """Whether ``error`` can be raised on all ranks as it is, with its fields."""
+        try:
+            return isinstance(error, self.refusal) and str(pickle.loads(pickle.dumps(error))) == str(error)
+        except Exception:
+            return False
 
     @staticmethod
     def sentence(error: Exception) -> str:

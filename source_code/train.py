@@ -118,12 +118,12 @@ def run(args: argparse.Namespace, preemption: Preemption | None) -> None:
     with Checkpointer(trainer, device_mesh=mesh, **keep) as checkpointer:
         loaded = checkpointer.resume(args.resume)
         before = trainer.evaluate()
-        if trainer.speaks:
+        if trainer.is_logging_rank:
             print(f"{model.n_parameters:,} parameters, {len(train):,} × {args.seq_len} tokens, on {trainer.device}")
             print(f"resumed {loaded.path}" if loaded else f"validation loss before training {before:.3f}", flush=True)
         fitted = trainer.fit(checkpointer.after_step)
     written = sample(modules, tokenizer.encode(args.prompt), device_mesh=mesh, vocab_size=tokenizer.vocab_size, **text)
-    if trainer.speaks:
+    if trainer.is_logging_rank:
         entropy = unigram_entropy(validation.targets, vocab_size)
         print(f"validation loss {fitted.validation_loss:.3f} nats a token; unigram entropy {entropy:.3f}")
         print(f"{fitted.speed.tokens_per_s:,.0f} tokens a second" if fitted.steps else "no step was left to train")

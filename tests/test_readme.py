@@ -65,7 +65,7 @@ def test_the_commands_about_checkpoints_follow_each_other(tmp_path, monkeypatch,
     (tmp_path / "source_code").symlink_to(ROOT / "source_code")
     [block] = re.findall(r"### Checkpoints\n\n```bash\n(.*?)```", README, re.S)
     first, second, *others = (shlex.split(line, comments=True) for line in block.splitlines())
-    tiny = ["--dim=16", "--seq-len=16", "--batch-size=8", "--save-every=2"]
+    tiny = ["--dim=16", "--seq-len=16", "--global-batch-size=8", "--save-every=2"]
     run_torchrun([*first[2:], *tiny, "--steps=4"], timeout_s=60, local=True)
     printed = run_torchrun([*second[2:], *tiny, "--steps=6"], timeout_s=60, local=True)
     assert any("resumed runs/mine/step_00000004" in line for line in printed)

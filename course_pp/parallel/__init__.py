@@ -26,7 +26,7 @@ from course_pp.model import (
     compute_layer_assignment,
     partition_by_cost,
 )
-from course_pp.parallel.checkpointing import apply_ac
+from course_pp.parallel.activation_checkpointing import apply_ac
 from course_pp.parallel.clipping import clip_grad_norm_
 from course_pp.parallel.counting import CollectiveCounter, CollectiveCounts, Tally, count_collectives, wire_factor
 from course_pp.parallel.fsdp import ReshardPolicy, apply_fsdp2, default_mp_policy, resolve_reshard_after_forward

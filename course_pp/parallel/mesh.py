@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from course_pp.collective import Ranks
 from course_pp.parallel._torch import forget_meshes, set_timeout
-from course_pp.parallel.placement import share_cores
+from course_pp.parallel.core_binding import share_cores
 from course_pp.parallel.world import get_node, get_world_info, has_gpus_of_its_own
 
 __all__ = [

@@ -156,7 +156,7 @@ def _ties(tied: Sequence[Tie] | None) -> tuple[Tie, ...]:
 
 def _problem_of_ties(parts: Parts) -> str | None:
     if parts.ties and None in parts.stages:
-        return f"tied={list(parts.ties)} speaks of stages, but which these are is unknown: pass {{stage: module, …}}"
+        return f"tied={list(parts.ties)}, but it is unknown which stages the modules are: pass {{stage: module, …}}"
     for tie in parts.ties:
         for stage, module in zip(parts.stages, parts.modules, strict=True):
             names = [name for name, _ in module.named_parameters(remove_duplicate=False)]

@@ -22,7 +22,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from course_pp.model import ModelConfig
-from course_pp.parallel.checkpointing import check_mode
+from course_pp.parallel.activation_checkpointing import check_mode
 from course_pp.parallel.counting import CollectiveCounts
 from course_pp.parallel.fsdp import ReshardPolicy
 from course_pp.parallel.mesh import DistributedConfig

@@ -4,9 +4,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from course_pp.schedule.products import Products
 from course_pp.schedule.schedule import Schedule
 from course_pp.schedule.span import Time
-from course_pp.schedule.tokens import Tokens
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ def execute(schedule: Schedule, durations: Sequence[Sequence[Time]], transfers: 
         durations: of each action, rank by rank.
         transfers: for each boundary between stages, the time of a message between different ranks.
     """
-    tokens = Tokens(schedule.n_stages, schedule.n_microbatches)
-    delays = _delays(schedule, tokens, transfers)
+    products = Products(schedule.n_stages, schedule.n_microbatches)
+    delays = _delays(schedule, products, transfers)
     arrival: list[Time | None] = [None] * len(delays)
     starts: tuple[list[Time], ...] = tuple([] for _ in schedule.actions)
     ends: tuple[list[Time], ...] = tuple([] for _ in schedule.actions)
@@ -46,10 +46,10 @@ def execute(schedule: Schedule, durations: Sequence[Sequence[Time]], transfers: 
         for index in range(len(done), len(row)):
             action = row[index]
             start = clock
-            for token in tokens.needed_by(action):
-                here_at = arrival[token]
+            for product in products.needed_by(action):
+                here_at = arrival[product]
                 if here_at is None:
-                    waiting[token].append(rank)
+                    waiting[product].append(rank)
                     break
                 if here_at > start:
                     start = here_at
@@ -57,23 +57,23 @@ def execute(schedule: Schedule, durations: Sequence[Sequence[Time]], transfers: 
                 clock = start + took[index]
                 starts[rank].append(start)
                 done.append(clock)
-                for token in tokens.made_by(action):
-                    arrival[token] = clock + delays[token]
-                    if token in waiting:
-                        able.extend(waiting.pop(token))
+                for product in products.made_by(action):
+                    arrival[product] = clock + delays[product]
+                    if product in waiting:
+                        able.extend(waiting.pop(product))
                 continue
             break
     stuck = {rank: len(ends[rank]) for rank, row in enumerate(schedule.actions) if len(ends[rank]) < len(row)}
     return Run(starts, ends, stuck)
 
 
-def _delays(schedule: Schedule, tokens: Tokens, transfers: Sequence[Time]) -> list[Time]:
-    """For each token how long it is on its way: only what is sent between different ranks takes time."""
+def _delays(schedule: Schedule, products: Products, transfers: Sequence[Time]) -> list[Time]:
+    """For each product how long it is on its way: only what is sent between different ranks takes time."""
     m = schedule.n_microbatches
-    delays: list[Time] = [0] * (5 * tokens.per_kind)
+    delays: list[Time] = [0] * (5 * products.per_kind)
     for stage, transfer in enumerate(transfers):
         if transfer:
-            activations, gradients = tokens.per_kind + stage * m, 3 * tokens.per_kind + (stage + 1) * m
+            activations, gradients = products.per_kind + stage * m, 3 * products.per_kind + (stage + 1) * m
             for microbatch in range(m):
                 if schedule.rank_of(stage, microbatch) != schedule.rank_of(stage + 1, microbatch):
                     delays[activations + microbatch] = delays[gradients + microbatch] = transfer

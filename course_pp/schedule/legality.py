@@ -6,8 +6,8 @@ from itertools import count
 
 from course_pp.schedule.action import KINDS
 from course_pp.schedule.execution import execute
+from course_pp.schedule.products import Products
 from course_pp.schedule.schedule import Schedule
-from course_pp.schedule.tokens import Tokens
 
 
 def check(schedule: Schedule) -> list[str]:
@@ -86,17 +86,17 @@ def _problems_of_order(schedule: Schedule) -> list[str]:
     run = execute(schedule, no_time, [0] * (schedule.n_stages - 1))
     if not run.stuck:
         return []
-    tokens = Tokens(schedule.n_stages, schedule.n_microbatches)
+    products = Products(schedule.n_stages, schedule.n_microbatches)
     places = {
-        token: (rank, index)
+        product: (rank, index)
         for rank, row in enumerate(schedule.actions)
         for index, action in enumerate(row)
-        for token in tokens.made_by(action)
+        for product in products.made_by(action)
     }
 
     def needed(rank: int, index: int) -> list[tuple[int, int]]:
         """Where the inputs of an action are made: rank and index."""
-        return [places[token] for token in tokens.needed_by(schedule.actions[rank][index])]
+        return [places[product] for product in products.needed_by(schedule.actions[rank][index])]
 
     return [*_out_of_order(schedule, needed), *_circles(schedule, run.stuck, needed)]
 

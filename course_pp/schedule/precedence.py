@@ -7,10 +7,10 @@ from typing import NamedTuple
 from course_pp.schedule.action import Product
 from course_pp.schedule.execution import execute
 from course_pp.schedule.legality import check
+from course_pp.schedule.products import Products
 from course_pp.schedule.schedule import Schedule, implied_placement
 from course_pp.schedule.span import Span
 from course_pp.schedule.timeline import Timeline
-from course_pp.schedule.tokens import Tokens
 
 Link = tuple[int, int]
 """Two ranks, the lower one first."""
@@ -116,14 +116,14 @@ def precedence_of(tl: Timeline) -> Precedence:
     places = sorted((start, rank, i) for rank, starts in enumerate(run.starts) for i, start in enumerate(starts))
     number = {(rank, i): n for n, (_, rank, i) in enumerate(places)}
     spans = tuple(tl.by_rank[rank][i] for _, rank, i in places)
-    tokens = Tokens(schedule.n_stages, schedule.n_microbatches)
-    makers = {token: n for n, span in enumerate(spans) for token in tokens.made_by(span.action)}
+    products = Products(schedule.n_stages, schedule.n_microbatches)
+    makers = {product: n for n, span in enumerate(spans) for product in products.made_by(span.action)}
 
     def messages_to(span: Span) -> tuple[Message, ...]:
-        needed = ((token, makers[token]) for token in tokens.needed_by(span.action))
+        needed = ((product, makers[product]) for product in products.needed_by(span.action))
         return tuple(
-            Message(tokens.product(token), link_between(span.rank, spans[maker].rank), maker)
-            for token, maker in needed
+            Message(products.describe(product), link_between(span.rank, spans[maker].rank), maker)
+            for product, maker in needed
             if spans[maker].rank != span.rank
         )
 

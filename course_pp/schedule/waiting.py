@@ -7,14 +7,14 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from course_pp.schedule.action import Product
+from course_pp.schedule.products import Products
 from course_pp.schedule.span import Gap, Span, Time, format_time
-from course_pp.schedule.tokens import Tokens
 
 
 class Input(NamedTuple):
     """Something a span needs, when it was at hand, and which span made it."""
 
-    token: int
+    product: int
     arrival: Time
     maker: Span
 
@@ -28,16 +28,16 @@ class Inputs:
     def __init__(self, spans: Sequence[Span], transfers: Sequence[Time]) -> None:
         parts = [part for span in spans for part in span.action.parts]
         n_stages = 1 + max((part.stage for part in parts), default=0)
-        self._tokens = Tokens(n_stages, 1 + max((part.microbatch for part in parts), default=0))
+        self._products = Products(n_stages, 1 + max((part.microbatch for part in parts), default=0))
         self._transfers = transfers
         self._maker: dict[int, Span] = {}
         self._others: defaultdict[int, list[Span]] = defaultdict(list)
         for span in spans:
-            for token in self._tokens.made_by(span.action):
-                if token in self._maker:
-                    self._others[token].append(span)
+            for product in self._products.made_by(span.action):
+                if product in self._maker:
+                    self._others[product].append(span)
                 else:
-                    self._maker[token] = span
+                    self._maker[product] = span
 
     @property
     def repeat(self) -> bool:
@@ -45,22 +45,22 @@ class Inputs:
         return bool(self._others)
 
     def name(self, item: Input) -> Product:
-        return self._tokens.product(item.token)
+        return self._products.describe(item.product)
 
     def of(self, span: Span) -> list[Input]:
         """The inputs of ``span`` that the timeline shows being made."""
         found = []
-        for token in self._tokens.needed_by(span.action):
-            maker = self._latest(token, span.start) if token in self._others else self._maker.get(token)
+        for product in self._products.needed_by(span.action):
+            maker = self._latest(product, span.start) if product in self._others else self._maker.get(product)
             if maker is not None and maker.end <= span.start:
                 arrival = maker.end
                 if self._transfers and maker.rank != span.rank:
-                    arrival += self._transfers[self._tokens.boundary(token) or 0]
-                found.append(Input(token, arrival, maker))
+                    arrival += self._transfers[self._products.boundary(product) or 0]
+                found.append(Input(product, arrival, maker))
         return found
 
-    def _latest(self, token: int, until: Time) -> Span | None:
-        makers = (self._maker[token], *self._others[token])
+    def _latest(self, product: int, until: Time) -> Span | None:
+        makers = (self._maker[product], *self._others[product])
         return max((each for each in makers if each.end <= until), key=lambda each: each.end, default=None)
 
 

@@ -1,7 +1,6 @@
 """A training run on the command line: its layout, a flag a field of :class:`TrainConfig`, and its checkpoints."""
 
 import argparse
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
@@ -9,6 +8,7 @@ from typing import Any
 
 from course_pp.parallel import DistributedConfig, ReshardPolicy, schedule_names
 from course_pp.training.config import ENGINES, TrainConfig
+from course_pp.training.setting import SettingError
 
 __all__ = [
     "add_checkpoint_arguments",
@@ -29,7 +29,7 @@ _FIELDS: dict[str, tuple[str, type, str]] = {
     "engine": ("--engine", str, f"what runs the pipeline: {' or '.join(ENGINES)}"),
     "microbatches": ("--microbatches", int, "microbatches of a pipeline step"),
     "accumulation": ("--accumulation", int, "pipeline steps whose gradients make one optimizer step"),
-    "batch": ("--batch-size", int, "sequences an optimizer step"),
+    "batch": ("--global-batch-size", int, "sequences an optimizer step, over all ranks"),
     "steps": ("--steps", int, "optimizer steps"),
     "lr": ("--lr", float, "peak learning rate of AdamW, after warm-up"),
     "min_lr": ("--min-lr", float, "learning rate at the end of the cosine, as a share of the peak"),
@@ -88,6 +88,18 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         default = getattr(TrainConfig, field)
         shown = text if default is None else f"{text} (default {default})"
         parser.add_argument(flag, dest=field, type=kind, default=default, help=shown)
+    parser.add_argument("--batch-size", action=_Renamed, help=argparse.SUPPRESS)
+
+
+class _Renamed(argparse.Action):
+    """Refuses the old name of a flag: elsewhere ``batch_size`` is one microbatch's."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, option: str | None = None
+    ) -> None:
+        raise ValueError(
+            f"{option} {values} is now --global-batch-size {values}: sequences an optimizer step, over all ranks"
+        )
 
 
 def train_config(arguments: argparse.Namespace) -> TrainConfig:
@@ -117,6 +129,8 @@ def checkpoint_options(arguments: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: for a flag that means nothing without a directory.
     """
+    if arguments.checkpoint_dir == "":
+        raise ValueError("--checkpoint-dir '' names no directory: give one, or leave the flag out to save nothing")
     given = [name for name in _NEED_DIRECTORY if getattr(arguments, name)]
     if arguments.resume not in ("auto", "never"):
         given.append("resume")
@@ -155,7 +169,7 @@ def sample_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def flags_named() -> Iterator[None]:
-    """What is refused inside speaks of ``--batch-size 9`` where the package says ``batch=9``.
+    """Refuse in the command line's words: ``--global-batch-size 9`` where the package says ``batch=9``.
 
     Raises:
         ValueError: the one from inside, in these words.
@@ -164,6 +178,6 @@ def flags_named() -> Iterator[None]:
     flags |= {name: f"--{name.replace('_', '-')}" for name in (*_NEED_DIRECTORY, "resume")}
     try:
         yield
-    except ValueError as error:
-        said = re.sub(rf"(?<![\w.-])({'|'.join(flags)})=", lambda match: f"{flags[match[1]]} ", str(error))
+    except SettingError as error:
+        said = error.spelled(lambda name, value: f"{flags[name]} {value!r}" if name in flags else f"{name}={value!r}")
         raise ValueError(said) from error

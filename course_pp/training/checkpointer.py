@@ -14,6 +14,7 @@ from course_pp.training.checkpoint import AsyncSaver, CheckpointError, Loaded, l
 from course_pp.training.checkpoint.directory import Retention, check_free, check_writable, step_directories, step_of
 from course_pp.training.preemption import Preempted, Preemption
 from course_pp.training.report import StepResult
+from course_pp.training.setting import SettingError, check_whole
 from course_pp.training.trainer import NonFiniteGradient, Trainer
 
 __all__ = ["Checkpointer"]
@@ -53,8 +54,10 @@ class Checkpointer:
         attachments: Mapping[str, str | bytes] | None = None,
         preemption: Preemption | None = None,
     ) -> None:
-        if save_every is not None and (type(save_every) is not int or save_every < 1):
-            raise ValueError(f"save_every={save_every!r} must be a whole number of at least 1, or None")
+        if save_every is not None:
+            check_whole("save_every", save_every, 1)
+        if root is not None and not os.fspath(root):
+            raise ValueError("root='' names no directory: give one, or None to save nothing")
         self._retention = Retention(keep_last, keep_every)
         self._trainer, self._mesh = trainer, device_mesh
         self._root = None if root is None else Path(root)
@@ -174,6 +177,7 @@ class Checkpointer:
 
 def _check_source(source: str | os.PathLike[str]) -> None:
     if source not in ("auto", "never") and not (os.fspath(source) and os.path.lexists(source)):
-        raise CheckpointError(
-            f"resume={os.fspath(source)!r} must be auto, never, or the path of a checkpoint, and nothing is there"
+        raise SettingError(
+            "{resume} must be auto, never, or the path of a checkpoint, and nothing is there",
+            {"resume": os.fspath(source)},
         )

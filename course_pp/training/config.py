@@ -4,6 +4,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from course_pp.training.setting import SettingError, check_number, check_whole
+
 __all__ = ["ENGINES", "Engine", "TrainConfig"]
 
 Engine = Literal["parallel", "runtime"]
@@ -12,10 +14,10 @@ ENGINES: tuple[Engine, ...] = ("parallel", "runtime")
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train, the same on every rank. Where the ranks stand is the mesh's business, not this one's.
+    """How to train, the same on every rank. The layout of the ranks is not part of it: that is the mesh.
 
     Raises:
-        ValueError: a value that no run can have; the message names the value, the rule and the remedy.
+        SettingError: a value that no run can have; the message names the value, the rule and the remedy.
     """
 
     steps: int = 200
@@ -55,40 +57,51 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "microbatches", "accumulation", "eval_batches", "log_every"):
-            _check_whole(name, getattr(self, name), 1)
+            check_whole(name, getattr(self, name), 1)
         for name in ("profile", "seed"):
-            _check_whole(name, getattr(self, name), 0)
+            check_whole(name, getattr(self, name), 0)
         for name, least in (("warmup_steps", 0), ("eval_every", 1)):
             if getattr(self, name) is not None:
-                _check_whole(name, getattr(self, name), least)
+                check_whole(name, getattr(self, name), least)
         for name in ("lr", "min_lr", "weight_decay", "clip_norm"):
-            _check_number(name, getattr(self, name))
+            check_number(name, getattr(self, name))
         self._check_rules()
 
     def _check_rules(self) -> None:
-        if self.engine not in ENGINES:
-            raise ValueError(f"engine={self.engine!r} must be one of {', '.join(map(repr, ENGINES))}")
-        if not 0 < self.lr < math.inf:
-            raise ValueError(f"lr={self.lr} must be above 0 and finite, such as 3e-3")
-        if not 0 <= self.min_lr <= 1:
-            raise ValueError(f"min_lr={self.min_lr} must lie between 0 and 1: it is a share of the peak, such as 0.1")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"weight_decay={self.weight_decay} must be 0 or more and finite, such as 0.01")
-        if not self.clip_norm > 0:
-            raise ValueError(f"clip_norm={self.clip_norm} must be above 0: use math.inf to measure without clipping")
+        def refuse_unless(allowed: bool, sentence: str, *names: str) -> None:
+            if not allowed:
+                raise SettingError(sentence, {name: getattr(self, name) for name in names})
+
+        refuse_unless(self.engine in ENGINES, f"{{engine}} must be one of {', '.join(map(repr, ENGINES))}", "engine")
+        is_name = isinstance(self.schedule, str) and self.schedule != ""
+        refuse_unless(is_name, "{schedule} must be the name of a schedule, such as '1f1b'", "schedule")
+        is_folder = self.log_folder is None or (isinstance(self.log_folder, str) and self.log_folder != "")
+        refuse_unless(is_folder, "{log_folder} must be a folder to write into, or None to write none", "log_folder")
+        refuse_unless(0 < self.lr < math.inf, "{lr} must be above 0 and finite, such as 3e-3", "lr")
+        is_share = 0 <= self.min_lr <= 1
+        refuse_unless(is_share, "{min_lr} must lie between 0 and 1: it is a share of the peak, such as 0.1", "min_lr")
+        decays = 0 <= self.weight_decay < math.inf
+        refuse_unless(decays, "{weight_decay} must be 0 or more and finite, such as 0.01", "weight_decay")
+        refuse_unless(
+            self.clip_norm > 0, "{clip_norm} must be above 0: use inf to measure without clipping", "clip_norm"
+        )
         if self.warmup > self.steps:
-            raise ValueError(f"warmup_steps={self.warmup} must be at most steps={self.steps}: shorten the warm-up")
-        if self.peak_flops is not None:
-            _check_number("peak_flops", self.peak_flops)
-            if not 0 < self.peak_flops < math.inf:
-                raise ValueError(f"peak_flops={self.peak_flops} must be above 0: leave it out to have it measured")
-        if self.profile and self.log_folder is None:
-            raise ValueError(f"profile={self.profile} writes a trace, but log_folder is None: give a folder")
-        if self.profile and self.profile + 2 > self.steps:
-            raise ValueError(
-                f"profile={self.profile} steps are traced after 2 that warm up, but steps={self.steps}: "
-                f"train at least {self.profile + 2} steps, or trace fewer"
+            raise SettingError(
+                "{warmup_steps} must be at most {steps}: shorten the warm-up",
+                {"warmup_steps": self.warmup, "steps": self.steps},
             )
+        if self.peak_flops is not None:
+            check_number("peak_flops", self.peak_flops)
+            is_peak = 0 < self.peak_flops < math.inf
+            refuse_unless(is_peak, "{peak_flops} must be above 0: leave it out to have it measured", "peak_flops")
+        nowhere = self.profile > 0 and self.log_folder is None
+        refuse_unless(not nowhere, "{profile} writes a trace, but {log_folder}: give a folder", "profile", "log_folder")
+        refuse_unless(
+            not self.profile or self.profile + 2 <= self.steps,
+            f"{{profile}} steps are traced after 2 that warm up, but {{steps}}: train at least {self.profile + 2} "
+            "steps, or trace fewer",
+            *("profile", "steps"),
+        )
         self.rows_of_a_microbatch(1)
 
     @property
@@ -106,9 +119,10 @@ class TrainConfig:
         parts = math.prod(factors.values())
         if self.batch % parts:
             spelled = " × ".join(f"{size} {name}" for name, size in factors.items() if size > 1)
-            raise ValueError(
-                f"batch={self.batch} does not divide into {spelled} = {parts} parts: use a multiple of {parts}, such "
-                f"as {-(-self.batch // parts) * parts}"
+            raise SettingError(
+                f"{{batch}} does not divide into {spelled} = {parts} parts: use a multiple of {parts}, such as "
+                f"{-(-self.batch // parts) * parts}",
+                {"batch": self.batch},
             )
         return self.batch // parts
 
@@ -120,13 +134,3 @@ class TrainConfig:
 def _plain(value: Any) -> Any:
     # JSON has no infinity; in words it survives every parser.
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _check_whole(name: str, value: object, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
-
-
-def _check_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name}={value!r} must be a number, not {type(value).__name__}")

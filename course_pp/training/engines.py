@@ -23,6 +23,7 @@ from course_pp.runtime import Pipeline
 from course_pp.schedule import Schedule, build
 from course_pp.training.config import TrainConfig
 from course_pp.training.data import Sequences
+from course_pp.training.setting import SettingError
 
 __all__ = ["PipelineEngine", "build_engine", "stages_of_rank"]
 
@@ -129,9 +130,10 @@ class _RuntimeEngine:
     ) -> None:
         def schedule_here() -> Schedule:
             if get_dp_size(device_mesh) > 1 or get_tp_mesh(device_mesh) is not None:
-                raise ValueError(
-                    f"engine='runtime' on mesh dimensions {device_mesh and device_mesh.mesh_dim_names}: it runs "
-                    "pipeline ranks alone; take engine='parallel', or leave dp and tp at 1"
+                raise SettingError(
+                    f"{{engine}} on mesh dimensions {device_mesh and device_mesh.mesh_dim_names}: it runs pipeline "
+                    "ranks alone; take engine='parallel', or leave dp and tp at 1",
+                    {"engine": config.engine},
                 )
             return build(config.schedule, get_pp_size(device_mesh), config.microbatches)
 

@@ -87,13 +87,13 @@ class Progress:
     """A bar in a terminal; where output is kept, a line now and then reads better.
 
     Args:
-        speaks: whether this rank shows anything.
+        is_logging_rank: whether this rank shows anything.
     """
 
-    def __init__(self, step: int, steps: int, every: int, speaks: bool) -> None:
+    def __init__(self, step: int, steps: int, every: int, is_logging_rank: bool) -> None:
         self._step, self._steps, self._every = step, steps, every
-        self._speaks, self._in_terminal = speaks, sys.stderr.isatty()
-        self._bar = tqdm(total=steps, initial=step, unit="step", disable=not (speaks and self._in_terminal))
+        self._shown, self._in_terminal = is_logging_rank, sys.stderr.isatty()
+        self._bar = tqdm(total=steps, initial=step, unit="step", disable=not (is_logging_rank and self._in_terminal))
 
     def advance(self, loss: float) -> None:
         """One more step, with its loss."""
@@ -105,7 +105,7 @@ class Progress:
 
     def say(self, line: str) -> None:
         """Print a line, above the bar if there is one."""
-        if self._speaks:
+        if self._shown:
             tqdm.write(line, file=sys.stdout)
             sys.stdout.flush()
 

@@ -12,6 +12,7 @@ from course_pp.collective import Ranks
 from course_pp.training.config import TrainConfig
 from course_pp.training.logs import Logs, Progress, tracing
 from course_pp.training.metrics import Speed
+from course_pp.training.setting import SettingError
 
 __all__ = ["Reporter", "StepResult"]
 
@@ -36,10 +37,10 @@ class StepResult:
 
 
 class Reporter:
-    """Tells logs, progress and profiler about each step; made on every rank, though one alone speaks.
+    """Tells logs, progress and profiler about each step; made on every rank, of which one writes.
 
     Args:
-        speed: of no steps yet.
+        speed: of no steps yet: its batch, its FLOPs and the peak.
         step: finished steps.
         stack: closes everything in the end.
 
@@ -47,12 +48,12 @@ class Reporter:
         ValueError: on every rank, if ``log_folder`` cannot be written.
     """
 
-    def __init__(self, config: TrainConfig, speed: Speed, step: int, speaks: bool, stack: ExitStack) -> None:
+    def __init__(self, config: TrainConfig, speed: Speed, step: int, is_logging_rank: bool, stack: ExitStack) -> None:
         self._config, self._nothing_yet = config, speed
         self.speed = self._window = speed
-        self._progress = Progress(step, config.steps, config.log_every, speaks)
+        self._progress = Progress(step, config.steps, config.log_every, is_logging_rank)
         stack.callback(self._progress.close)
-        self._logs = Ranks().collectively(lambda: _open(config.log_folder, step) if speaks else None)
+        self._logs = Ranks().collectively(lambda: _open(config.log_folder, step) if is_logging_rank else None)
         if self._logs is not None:
             stack.callback(self._logs.close)
         peak = speed.peak
@@ -96,6 +97,7 @@ def _open(folder: str | None, step: int) -> Logs | None:
     try:
         return Logs(folder, step)
     except OSError as error:
-        raise ValueError(
-            f"log_folder={folder!r} cannot be written ({error.strerror or error}): give a folder that can, or None"
+        raise SettingError(
+            f"{{log_folder}} cannot be written ({error.strerror or 'no folder'}): give a folder that can, or None",
+            {"log_folder": folder},
         ) from error

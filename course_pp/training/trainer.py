@@ -31,6 +31,7 @@ from course_pp.training.engines import build_engine
 from course_pp.training.metrics import Peak, Speed, find_peak, training_flops
 from course_pp.training.optim import build_optimizer, build_scheduler, warmup_cosine
 from course_pp.training.report import Reporter, StepResult
+from course_pp.training.setting import SettingError
 
 __all__ = ["Fitted", "NonFiniteGradient", "StepResult", "Trainer"]
 
@@ -75,7 +76,8 @@ class Trainer:
     Attributes:
         step: number of finished steps.
         modules, optimizer, scheduler: what is trained.
-        speaks: True on the rank that logs and shows progress: of those with the last stage the first.
+        is_logging_rank: True on the one rank that writes logs and shows progress. It holds the last stage, which knows
+            the loss.
 
     Raises:
         RuntimeError: there is no process group.
@@ -100,6 +102,8 @@ class Trainer:
         self._mesh, self._tokenizer_digest = device_mesh, tokenizer_digest
         everyone = Ranks()
         everyone.collectively(lambda: _check_modules(self.modules))
+        loss_fn = CrossEntropy() if loss_fn is None else loss_fn
+        everyone.collectively(lambda: _check_loss(loss_fn))
         self._data_digest = _digest(train)
         everyone.require_equal(
             {
@@ -118,7 +122,7 @@ class Trainer:
         self._engine = build_engine(
             config,
             self.modules,
-            CrossEntropy() if loss_fn is None else loss_fn,
+            loss_fn,
             train,
             device_mesh=device_mesh,
             device=self.device,
@@ -128,7 +132,7 @@ class Trainer:
         self.scheduler = build_scheduler(self.optimizer, config)
         holds_last = any(module.stage_id == module.num_stages - 1 for module in self.modules)
         is_first_of_its_stage = dist.get_rank() % (dist.get_world_size() // get_pp_size(device_mesh)) == 0
-        self.speaks = holds_last and is_first_of_its_stage
+        self.is_logging_rank = holds_last and is_first_of_its_stage
 
     def train_step(self) -> StepResult:
         """One optimizer step.
@@ -184,7 +188,7 @@ class Trainer:
         peak = find_peak(config.peak_flops, self.device, self._dtype)
         result, validation_loss = None, None
         with ExitStack() as stack:
-            reporter = Reporter(config, self._speed_at_first(peak), first, self.speaks, stack)
+            reporter = Reporter(config, self._speed_at_first(peak), first, self.is_logging_rank, stack)
             while self.step < config.steps:
                 result = self.train_step()
                 reporter.step(result)
@@ -261,8 +265,9 @@ class Trainer:
                     "begin another in a new folder"
                 )
         if state["step"] > self.config.steps:
-            raise ValueError(
-                f"the state is of step {state['step']}, past steps={self.config.steps}: raise steps to go on"
+            raise SettingError(
+                f"the state is of step {state['step']}, past {{steps}}: raise steps to go on",
+                {"steps": self.config.steps},
             )
 
 
@@ -271,6 +276,13 @@ def _check_modules(modules: Sequence[object]) -> None:
         raise TypeError(
             f"modules holds {[type(module).__name__ for module in modules]}: pass the list of this rank's stages, "
             "built with build_stage_module (the whole model is stage 0 of 1)"
+        )
+
+
+def _check_loss(loss_fn: object) -> None:
+    if not isinstance(loss_fn, TokenLoss):
+        raise TypeError(
+            f"loss_fn is {loss_fn!r}: pass a loss that tells its total and its count of tokens, such as CrossEntropy()"
         )
 
 

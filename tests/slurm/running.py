@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TINY = (
-    "--steps=4 --log-every=1 --dim=16 --heads=2 --layers=2 --seq-len=16 --batch-size=8 --microbatches=4 "
+    "--steps=4 --log-every=1 --dim=16 --heads=2 --layers=2 --seq-len=16 --global-batch-size=8 --microbatches=4 "
     "--text README.md --tokenizer-size=300"
 )
 ENDLESS = TINY.replace("--steps=4", "--steps=1000000")

@@ -15,7 +15,7 @@ from tests.source_code.scripts import labelled_lines, run_script
 
 ROOT = Path(__file__).parents[2]
 SCRIPT, TRAIN = "source_code/pipeline_test.py", "source_code/train.py"
-TINY = ["--steps=3", "--dim=32", "--layers=2", "--seq-len=32", "--batch-size=8", "--microbatches=4"]
+TINY = ["--steps=3", "--dim=32", "--layers=2", "--seq-len=32", "--global-batch-size=8", "--microbatches=4"]
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def test_train_reports_from_the_last_stage_only(schedule, last):
 
 
 def test_training_falls_below_what_a_model_without_context_could_reach():
-    small = ["--steps=60", "--dim=64", "--layers=2", "--seq-len=64", "--batch-size=16"]
+    small = ["--steps=60", "--dim=64", "--layers=2", "--seq-len=64", "--global-batch-size=16"]
     lines = labelled_lines(2, [TRAIN, "--pp=2", *small])
     match = re.search(r"validation loss ([\d.]+) nats a token; unigram entropy ([\d.]+)", "\n".join(lines))
     assert match is not None
@@ -89,7 +89,7 @@ def printed_by_layout(layout):
         "--dim=32",
         "--layers=4",
         "--seq-len=32",
-        "--batch-size=16",
+        "--global-batch-size=16",
         "--microbatches=4",
         "--sample=12",
         "--prompt=def ",
@@ -145,11 +145,15 @@ def test_first_run_equals_one_process_and_writes_its_picture():
     ("arguments", "named"),
     [
         (["--layers=1", "--schedule=zb_v"], ["2 stages", "n_layers=1"]),
-        (["--batch-size=9"], ["--batch-size 9", "4 microbatches", "such as 12"]),
+        (["--global-batch-size=9"], ["--global-batch-size 9", "4 microbatches", "such as 12"]),
         (["--schedule=2f2b"], ["unknown schedule '2f2b'", "gpipe"]),
         (["--pp=3"], ["pp = 3", "world size is 1", "start 3 ranks"]),
         (["--text", "no/such.txt"], ["no/such.txt"]),
         (["--text", os.devnull], ["no text"]),
+        (["--text", ""], ["texts=['']", "names no file"]),
+        (["--batch-size=8"], ["--batch-size 8 is now --global-batch-size 8"]),
+        (["--checkpoint-dir="], ["--checkpoint-dir '' names no directory"]),
+        (["--log-folder="], ["--log-folder '' must be a folder"]),
         (["--vocab-size=500"], ["500", "1024"]),
         (["--microbatches=8", "--schedule=gpipe", "--seq-len=0"], ["seq_len", "0"]),
         (["--text=README.md", "--dataset=x"], ["only one"]),
@@ -176,6 +180,10 @@ def test_first_run_equals_one_process_and_writes_its_picture():
         "world",
         "file",
         "empty",
+        "no name",
+        "old name",
+        "no directory",
+        "no folder",
         "vocabulary",
         "length",
         "sources",
@@ -211,7 +219,7 @@ def test_train_refuses_with_one_message_that_names_value_and_remedy(arguments, n
     [
         ([SCRIPT, "--layers=2"], "3 stages need at least 3 layers"),
         ([TRAIN, "--tp=3", *TINY], "tp=3 must divide n_heads=4"),
-        ([TRAIN, "--dp-shard=3", *TINY], "--batch-size 8 does not divide into 4 microbatches × 3 data"),
+        ([TRAIN, "--dp-shard=3", *TINY], "--global-batch-size 8 does not divide into 4 microbatches × 3 data"),
     ],
     ids=["layers", "heads", "rows"],
 )

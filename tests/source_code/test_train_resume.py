@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 STEPS = 40
 LAST = f"step_{STEPS:08d}"
 RUN = [
-    *("source_code/train.py", f"--steps={STEPS}", "--dim=32", "--layers=4", "--seq-len=32", "--batch-size=8"),
+    *("source_code/train.py", f"--steps={STEPS}", "--dim=32", "--layers=4", "--seq-len=32", "--global-batch-size=8"),
     *("--microbatches=4", "--log-every=1", "--save-every=10", "--eval-every=15"),
 ]
 

@@ -131,6 +131,7 @@ def refusals(rank: int) -> dict[str, str]:
         "data of one rank": lambda: Trainer(RUN, run.modules, rows(8 + 8 * rank), device_mesh=run._mesh),
         "no stages on one rank": lambda: Trainer(RUN, run.modules[:rank], rows(), device_mesh=run._mesh),
         "too few rows": lambda: Trainer(RUN, run.modules, rows(4), device_mesh=run._mesh),
+        "no loss": lambda: Trainer(RUN, run.modules, rows(), device_mesh=run._mesh, loss_fn=3),
         "no validation": lambda: Trainer(RUN, run.modules, rows(), device_mesh=run._mesh).evaluate(),
         "folder": lambda: trainer(replace(RUN, log_folder="/dev/null/logs"), layout=layout).fit(),
     }
@@ -160,6 +161,7 @@ def test_every_rank_refuses_what_cannot_be_with_the_same_sentence() -> None:
         "data of one rank": "rank 1 was given data=",
         "no stages on one rank": "pass the list of this rank's stages",
         "too few rows": "larger than the data",
+        "no loss": "loss_fn is 3: pass a loss that tells its total and its count",
         "no validation": "give Trainer validation data",
         "folder": "log_folder='/dev/null/logs' cannot be written",
         "step": "0",

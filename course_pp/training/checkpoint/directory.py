@@ -22,6 +22,7 @@ from pathlib import Path
 from course_pp.training.checkpoint.manifest import STATE, is_ours, problems, read_json, sync_directory
 from course_pp.training.checkpoint.ranks import CheckpointError, sentence
 from course_pp.training.checkpoint.writer import life_of
+from course_pp.training.setting import SettingError, check_whole
 
 __all__ = ["Draft", "Retention", "check_free", "check_writable", "is_checkpoint", "step_directories", "step_of"]
 
@@ -119,10 +120,11 @@ class Retention:
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every"):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1, or None")
+            if value is not None:
+                check_whole(name, value, 1)
         if self.keep_every is not None and self.keep_last is None:
-            raise ValueError(f"keep_every={self.keep_every} needs keep_last: without it everything is kept anyway")
+            sentence = "{keep_every} needs keep_last: without it everything is kept anyway"
+            raise SettingError(sentence, {"keep_every": self.keep_every})
 
     def apply(self, newest: Path) -> None:
         """Delete what need not stay beside ``newest``, the checkpoint that has just been written.

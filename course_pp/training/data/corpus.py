@@ -130,7 +130,10 @@ def load_corpus(
     if max_bytes is not None and max_bytes < 1:
         raise ValueError(f"max_bytes={max_bytes}: must be at least 1; leave it out to read everything")
     if texts is not None:
-        named = [Path(texts)] if isinstance(texts, str | os.PathLike) else [Path(text) for text in texts]
+        texts = [texts] if isinstance(texts, str | os.PathLike) else list(texts)
+        if "" in texts:
+            raise ValueError(f"texts={texts!r}: an empty name names no file; leave it out to read the standard library")
+        named = [Path(text) for text in texts]
         name = ", ".join(map(str, named[:3])) + (", …" if len(named) > 3 else "") or "an empty list of texts"
         documents = _from_texts(named)
     elif dataset is not None:

@@ -1,6 +1,6 @@
-"""What actions hand to one another, as numbers, so that a hundred thousand of them take a fraction of a second.
+"""What actions hand to one another, as numbers, so that a hundred thousand products take a fraction of a second.
 
-There are five kinds of tokens, one of each for every stage s and microbatch:
+There are five kinds of products, one of each for every stage s and microbatch:
 
 * the activation that ``F`` leaves on its own rank, and the one it sends to stage s + 1;
 * the gradient that ``I`` or ``B`` leaves on its own rank, and the one it sends to stage s - 1;
@@ -22,8 +22,8 @@ _WHAT: tuple[Literal["activation", "gradient", "weight gradient"], ...] = (
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """The numbers of the tokens of a schedule of ``n_stages`` and ``n_microbatches``."""
+class Products:
+    """Numbers the products of a schedule of ``n_stages`` and ``n_microbatches``."""
 
     n_stages: int
     n_microbatches: int
@@ -60,13 +60,13 @@ class Tokens:
             return (2 * n + here, 3 * n + here, 4 * n + here)
         return (4 * n + here,) if kind == "W" else ()
 
-    def product(self, token: int) -> Product:
-        """What the number stands for."""
-        kind, here = divmod(token, self.per_kind)
+    def describe(self, product: int) -> Product:
+        """Return what the number stands for."""
+        kind, here = divmod(product, self.per_kind)
         return Product(_WHAT[kind], *divmod(here, self.n_microbatches))
 
-    def boundary(self, token: int) -> int | None:
+    def boundary(self, product: int) -> int | None:
         """The boundary between stages that it crosses, s for the one between s and s + 1; None if it stays."""
-        kind, here = divmod(token, self.per_kind)
+        kind, here = divmod(product, self.per_kind)
         stage = here // self.n_microbatches
         return {1: stage, 3: stage - 1}.get(kind)

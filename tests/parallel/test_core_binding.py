@@ -10,7 +10,7 @@ import torch
 
 from course_pp.launch import on_ranks
 from course_pp.parallel import placement
-from course_pp.parallel.placement import CoreShare, cores_of, share_cores
+from course_pp.parallel.core_binding import CoreShare, cores_of, share_cores
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux binds processes to cores")
 
