@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from course_pp.arguments import checked
+
 FFN_MULTIPLE = 32
 
 
+@checked
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes of a decoder as in Touvron et al. 2023 (LLaMA), arXiv:2302.13971.
@@ -44,8 +47,6 @@ class ModelConfig:
                 _check_size(name, getattr(self, name))
         for name in ("rope_theta", "norm_eps"):
             _check_positive(name, getattr(self, name))
-        if not isinstance(self.tie_embeddings, bool):
-            raise ValueError(f"tie_embeddings={self.tie_embeddings!r} must be True or False")
         self._check_heads()
 
     def _check_heads(self) -> None:
@@ -112,15 +113,11 @@ class ModelConfig:
         return total - self.n_embedding_parameters if self.tie_embeddings else total
 
 
-def _check_size(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name}={value!r} must be a whole number (int), not {type(value).__name__}")
+def _check_size(name: str, value: int) -> None:
     if value < 1:
         raise ValueError(f"{name}={value} must be at least 1")
 
 
-def _check_positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name}={value!r} must be a number, not {type(value).__name__}")
+def _check_positive(name: str, value: float) -> None:
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{name}={value} must be finite and greater than 0")

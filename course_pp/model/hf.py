@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from course_pp.arguments import checked
 from course_pp.model.config import ModelConfig
 from course_pp.model.transformer import Transformer
 
@@ -45,6 +46,7 @@ def name_from_hf(name: str) -> str:
     return ".".join(["layers", index, _IN_LAYER_BACK.get(part, part), *tail])
 
 
+@checked
 def config_from_hf(hf_config: Any) -> ModelConfig:
     """Sizes of a Hugging Face Llama (or Mistral, which has the same layers) as ours.
 
@@ -66,6 +68,7 @@ def config_from_hf(hf_config: Any) -> ModelConfig:
     )
 
 
+@checked
 def config_to_hf(config: ModelConfig) -> LlamaConfig:
     """The `transformers.LlamaConfig` of the same model."""
     from transformers import LlamaConfig
@@ -84,11 +87,13 @@ def config_to_hf(config: ModelConfig) -> LlamaConfig:
     )
 
 
+@checked
 def hf_state_dict(module: Transformer) -> dict[str, Tensor]:
     """The weights of a model or stage under Hugging Face's names, sharing storage with `module`."""
     return {name_to_hf(name): tensor for name, tensor in module.state_dict().items()}
 
 
+@checked
 @torch.no_grad()
 def load_hf_state_dict(module: Transformer, state: Mapping[str, Tensor]) -> None:
     """Copy into a model or stage the weights it holds; entries of other stages are left alone.
@@ -116,6 +121,7 @@ def load_hf_state_dict(module: Transformer, state: Mapping[str, Tensor]) -> None
     module.load_state_dict(found)
 
 
+@checked
 def from_hf(hf_model: PreTrainedModel) -> Transformer:
     """A copy of a Hugging Face causal Llama, on its device and in its dtype.
 

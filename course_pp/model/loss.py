@@ -5,9 +5,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from course_pp.arguments import checked
+
 __all__ = ["CrossEntropy"]
 
 
+@checked
 @dataclass(frozen=True)
 class CrossEntropy:
     """Cross-entropy of logits (batch, seq, vocab) with target token ids (batch, seq), in nats a token.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from course_pp.arguments import checked
 from course_pp.model.config import ModelConfig
 from course_pp.model.transformer import Transformer
 
@@ -19,6 +20,7 @@ LayerRange = tuple[int, int]
 """(start, end) of consecutive layers, end excluded."""
 
 
+@checked
 class PipelineStageModule(Transformer):
     """Stage `stage_id` of `num_stages`: the embedding on the first, norm and head on the last.
 
@@ -48,6 +50,7 @@ class PipelineStageModule(Transformer):
         return f"stage {self.stage_id} of {self.num_stages}, layers {start} to {end - 1}"
 
 
+@checked
 def build_stage_module(
     config: ModelConfig,
     pp_rank: int,
@@ -73,6 +76,7 @@ def build_stage_module(
     return PipelineStageModule(config, pp_rank, pp_size, (start, end))
 
 
+@checked
 def drop_other_stages(model: Transformer, stage_id: int, num_stages: int, layer_range: LayerRange) -> Transformer:
     """Turn a whole model, in place, into one stage: delete the other layers, set absent ends to None.
 
@@ -111,6 +115,7 @@ def drop_other_stages(model: Transformer, stage_id: int, num_stages: int, layer_
     return model
 
 
+@checked
 def compute_layer_assignment(n_layers: int, pp_size: int) -> list[LayerRange]:
     """Split layers into contiguous stages as evenly as possible; earlier stages take the extras.
 
@@ -126,6 +131,7 @@ def compute_layer_assignment(n_layers: int, pp_size: int) -> list[LayerRange]:
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
+@checked
 def partition_by_cost(costs: Sequence[float], n_stages: int, first: float = 0.0, last: float = 0.0) -> list[LayerRange]:
     """Contiguous split of the layers that makes the slowest stage as fast as it can be.
 
@@ -165,6 +171,7 @@ def partition_by_cost(costs: Sequence[float], n_stages: int, first: float = 0.0,
     return ranges
 
 
+@checked
 @dataclass(frozen=True)
 class ForwardFlops:
     """Floating-point operations of one forward pass, part by part, for `partition_by_cost`."""
@@ -178,6 +185,7 @@ class ForwardFlops:
         return self.embed + sum(self.layers) + self.head
 
 
+@checked
 def layer_costs(config: ModelConfig, seq_len: int) -> ForwardFlops:
     """Forward FLOPs of each part for one sequence of `seq_len` tokens.
 
@@ -244,9 +252,6 @@ def _as_whole_numbers(costs: Sequence[float]) -> list[int]:
 
 
 def _check_stage_count(n_layers: int, n_stages: int) -> None:
-    for name, value in (("n_layers", n_layers), ("number of stages", n_stages)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"{name} {value!r} must be a whole number (int), not {type(value).__name__}")
     if n_stages < 1:
         raise ValueError(f"{n_stages} stages: a pipeline needs at least 1")
     if n_stages > n_layers:

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from course_pp.arguments import checked
 from course_pp.model.config import ModelConfig
 
 INIT_STD = 0.02
@@ -67,6 +68,7 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+@checked
 class DecoderLayer(nn.Module):
     """Pre-norm block: attention, then SwiGLU, each added to the residual stream."""
 
@@ -89,6 +91,7 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+@checked
 class Transformer(nn.Module):
     """The decoder, or the contiguous part of it that one pipeline stage holds.
 
@@ -180,6 +183,7 @@ class Transformer(nn.Module):
             x = self.head(x)
         return x
 
+    @checked
     @torch.no_grad()
     def init_weights_and_freqs(self, seed: int | None = None) -> None:
         """Draw every parameter from (seed, its full name) and compute the rotary tables.

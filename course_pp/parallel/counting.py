@@ -18,6 +18,7 @@ from types import TracebackType
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from course_pp.arguments import checked
 from course_pp.parallel._torch import CollectiveWatcher
 
 __all__ = ["CollectiveCounter", "CollectiveCounts", "Tally", "count_collectives", "wire_factor"]
@@ -102,14 +103,17 @@ class CollectiveCounts:
         )
 
 
+@checked
 def wire_factor(collective: str, n_ranks: int) -> float:
     """Bytes that a rank of ``n_ranks`` sends for each byte counted, with ring algorithms.
 
     An all-reduce is a reduce-scatter and an all-gather: Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054, section 7.1.
 
     Raises:
-        ValueError: for a collective whose ranks do not all send the same.
+        ValueError: for a collective whose ranks do not all send the same, and for fewer than one rank.
     """
+    if n_ranks < 1:
+        raise ValueError(f"n_ranks is {n_ranks}: give an integer of at least 1")
     rounds = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
     if collective in rounds:
         return rounds[collective] * (n_ranks - 1) / n_ranks
@@ -120,6 +124,7 @@ def wire_factor(collective: str, n_ranks: int) -> float:
     )
 
 
+@checked
 def count_collectives(fn: Callable[[], object], device_mesh: DeviceMesh | None = None) -> CollectiveCounts:
     """Call ``fn`` and count every collective and message that this process begins meanwhile, on any process group.
 

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from course_pp.arguments import checked
 from course_pp.schedule import Entry, build, find, names
 
 __all__ = ["get_stage_indices", "schedule_names"]
@@ -15,6 +16,7 @@ def schedule_names() -> tuple[str, ...]:
     return tuple(name for name in names() if find(name).torch_name)
 
 
+@checked
 def get_stage_indices(schedule: str, pp_rank: int, pp_size: int, stages_per_rank: int | None = None) -> list[int]:
     """Indices of the stages that ``pp_rank`` holds under ``schedule``.
 
@@ -26,8 +28,8 @@ def get_stage_indices(schedule: str, pp_rank: int, pp_size: int, stages_per_rank
             the schedule does not allow.
     """
     placement = runnable(schedule).placement(pp_size, stages_per_rank)
-    if type(pp_rank) is not int or not 0 <= pp_rank < pp_size:
-        raise ValueError(f"pp_rank={pp_rank!r} must be a whole number of at least 0 and below pp_size={pp_size}")
+    if not 0 <= pp_rank < pp_size:
+        raise ValueError(f"pp_rank={pp_rank} must be at least 0 and below pp_size={pp_size}")
     return [stage for stage, ranks in enumerate(placement) if pp_rank in ranks]
 
 

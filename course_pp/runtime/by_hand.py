@@ -27,6 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from course_pp.arguments import checked
+
 __all__ = [
     "Link",
     "backward_stage",
@@ -45,6 +47,7 @@ LossFn = Callable[[Tensor, Tensor], Tensor]
 """(output of the last stage, target of the microbatch) -> one number."""
 
 
+@checked
 @dataclass(frozen=True)
 class Link:
     """This rank's place in the line, and the one kind of tensor that crosses to a neighbour.
@@ -56,7 +59,7 @@ class Link:
         group: the ranks of the line, in order. None means all ranks, or a single process if there is no process group.
 
     Raises:
-        ValueError: this process is not in the group.
+        ValueError: a size below 1, a dtype that has no gradients, no such device, or this process is not in the group.
     """
 
     shape: tuple[int, ...]
@@ -65,6 +68,14 @@ class Link:
     group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
+        if any(size < 1 for size in self.shape):
+            raise ValueError(f"shape is {tuple(self.shape)}: give sizes of at least 1, as in (batch, seq, dim)")
+        if not self.dtype.is_floating_point:
+            raise ValueError(f"dtype is {self.dtype}, which has no gradients: give a floating-point dtype")
+        try:
+            torch.device(self.device)
+        except RuntimeError as problem:
+            raise ValueError(f"device is {self.device!r}: {str(problem).splitlines()[0]}") from None
         if self.rank < 0:
             raise ValueError("this process is not in the link's group: pass the group of the pipeline it belongs to")
 

@@ -16,6 +16,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from course_pp.arguments import refuse_unless
+
 KINDS = {
     "F": "forward",
     "B": "full backward",
@@ -67,6 +69,7 @@ class Action:
     @classmethod
     def parse(cls, text: str) -> "Action":
         """Read ``"2F0"``: stage 2, forward, microbatch 0. Raises ValueError for anything else."""
+        refuse_unless(isinstance(text, str), "Action.parse", "text", text, "pass text such as '2F0'")
         match = _ACTION.fullmatch(text.strip())
         if match is None:
             raise ValueError(
@@ -123,6 +126,8 @@ class Overlap:
     backward: Action
 
     def __post_init__(self) -> None:
+        for name, action in (("forward", self.forward), ("backward", self.backward)):
+            refuse_unless(isinstance(action, Action), "Overlap", name, action, "pass an Action")
         if self.forward.kind != "F" or self.backward.kind not in ("B", "I"):
             raise ValueError(
                 f"cannot overlap {self.forward} with {self.backward}: "
@@ -135,6 +140,7 @@ class Overlap:
     @classmethod
     def parse(cls, text: str) -> "Overlap":
         """Read ``"(0F1;7B0)OVERLAP_F_B"``. Raises ValueError for anything else."""
+        refuse_unless(isinstance(text, str), "Overlap.parse", "text", text, "pass text such as '(0F1;7B0)OVERLAP_F_B'")
         match = _OVERLAP.fullmatch(text.strip())
         if match is None:
             raise ValueError(f"cannot read {text!r} as an overlapped pair: write '(0F1;7B0)OVERLAP_F_B'")

@@ -3,16 +3,18 @@
 from collections.abc import Iterator, Sequence
 from math import lcm
 
+from course_pp.arguments import checked
 from course_pp.schedule.costs import Costs, divide, refuse_impossible_number
 from course_pp.schedule.schedule import looped, normalised, refuse_impossible_placement
 from course_pp.schedule.span import Time
 
 
+@checked
 def bound(
     n_ranks: int,
     n_microbatches: int,
     costs: Costs | None = None,
-    memory_limit: Time | Sequence[Time] | None = None,
+    memory_limit: Time | Sequence[Time | None] | None = None,
     *,
     placement: Sequence[int | Sequence[int]] | None = None,
 ) -> Time:
@@ -38,11 +40,11 @@ def bound(
             stages, and a memory limit that is not finite, is below 0 or does not hold one microbatch.
     """
     for what, value in (("n_ranks", n_ranks), ("n_microbatches", n_microbatches)):
-        if type(value) is not int or value < 1:
+        if value < 1:
             raise ValueError(f"{what} is {value!r}: give an integer of at least 1")
     ranks_of = looped(n_ranks) if placement is None else normalised(placement)
     refuse_impossible_placement(ranks_of, n_ranks)
-    pipeline = _Pipeline(ranks_of, n_microbatches, costs or Costs())
+    pipeline = _Pipeline(ranks_of, n_microbatches, Costs() if costs is None else costs)
     limits = _limits(memory_limit, n_ranks)
     of_ranks = [time for rank, limit in enumerate(limits) for time in pipeline.of_rank(rank, limit)]
     return max(pipeline.one_microbatch, *of_ranks)
@@ -152,7 +154,7 @@ def _how_many(room: Time, each: Time) -> int:
     return int(divide(room, each) + slack)
 
 
-def _limits(limit: Time | Sequence[Time] | None, n_ranks: int) -> Sequence[Time | None]:
+def _limits(limit: Time | Sequence[Time | None] | None, n_ranks: int) -> Sequence[Time | None]:
     limits = tuple(limit) if isinstance(limit, Sequence) else (limit,) * n_ranks
     if len(limits) != n_ranks:
         raise ValueError(f"memory_limit has {len(limits)} values for {n_ranks} ranks: give one number, or one for each")

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from course_pp.arguments import checked
 from course_pp.schedule.families.dualpipe import dualpipe_v
 from course_pp.schedule.families.looped import interleaved_1f1b, looped_bfs
 from course_pp.schedule.families.pipedream import pipedream
@@ -93,6 +94,7 @@ def names() -> tuple[str, ...]:
     return tuple(_CATALOGUE)
 
 
+@checked
 def find(name: str) -> Entry:
     """Look a schedule up by its name, or by torch's: ``"Interleaved1F1B"``, ``"ScheduleInterleaved1F1B"``.
 
@@ -101,13 +103,14 @@ def find(name: str) -> Entry:
     Raises:
         ValueError: for an unknown name.
     """
-    lowered = str(name).lower()
+    lowered = name.lower()
     entry = _ALIASES.get(lowered) or _CATALOGUE.get(lowered)
     if entry is None:
         raise ValueError(f"unknown schedule {name!r}: use one of {', '.join(_CATALOGUE)}, or torch's name for it")
     return entry
 
 
+@checked
 def build(
     name: str,
     n_ranks: int,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 
+from course_pp.arguments import checked
 from course_pp.schedule.attribution import Setting, Shares, attribute, imagine, step
 from course_pp.schedule.costs import Costs
 from course_pp.schedule.estimation import (
@@ -27,6 +28,7 @@ _WORTH_A_PLACE = 0.001
 _ROWS = 16
 
 
+@checked
 @dataclass(frozen=True)
 class Loss:
     """What one cause adds to the makespan, and where.
@@ -51,6 +53,7 @@ class Loss:
         return worst if parts[worst] > 0 else None
 
 
+@checked
 @dataclass(frozen=True, repr=False)
 class Fit:
     """What a measured timeline tells about stages, ranks and links, and what each of them cost. Prints as a table.
@@ -83,6 +86,7 @@ class Fit:
         """How much longer the measured run is than the ideal one."""
         return float(self.measured.makespan - self.ideal.makespan)
 
+    @checked
     def lost_to(self, cause: str) -> Loss:
         """What is lost to one cause. Raises ValueError for an unknown one."""
         for loss in self.lost:
@@ -150,6 +154,7 @@ class Fit:
         }[loss.cause]
 
 
+@checked
 def fit(measured: Timeline, expected: Costs | None = None) -> Fit:
     """Estimate from one measured step what stages, ranks and links cost, and what was lost to which of them.
 
@@ -178,7 +183,7 @@ def fit(measured: Timeline, expected: Costs | None = None) -> Fit:
             number of stages.
     """
     graph = precedence_of(measured)
-    work = estimate_work(graph, expected or Costs())
+    work = estimate_work(graph, Costs() if expected is None else expected)
     waits = estimate_waits(graph, measured.receives)
 
     def lengths_with(causes: frozenset[str]) -> Lengths:

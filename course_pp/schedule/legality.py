@@ -4,12 +4,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import count
 
+from course_pp.arguments import checked
 from course_pp.schedule.action import KINDS
 from course_pp.schedule.execution import execute
 from course_pp.schedule.products import Products
 from course_pp.schedule.schedule import Schedule
 
 
+@checked
 def check(schedule: Schedule) -> list[str]:
     """Everything that keeps ``schedule`` from running, each problem in a sentence; empty if it can run.
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from course_pp.arguments import refuse_unless
 from course_pp.schedule.action import Action, Overlap
 
 Work = tuple[int, int]
@@ -32,6 +33,9 @@ class Schedule:
     actions: tuple[tuple[Action | Overlap, ...], ...]
 
     def __post_init__(self) -> None:
+        refuse_unless(isinstance(self.name, str), "Schedule", "name", self.name, "pass text")
+        is_table = isinstance(self.actions, Iterable) and all(isinstance(row, Iterable) for row in self.actions)
+        refuse_unless(is_table, "Schedule", "actions", self.actions, "pass for each rank a sequence of its actions")
         object.__setattr__(self, "placement", normalised(self.placement))
         object.__setattr__(self, "actions", tuple(map(tuple, self.actions)))
         if not self.actions or not self.placement:

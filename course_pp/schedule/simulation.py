@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from course_pp.arguments import checked
 from course_pp.schedule.action import Action, Overlap
 from course_pp.schedule.costs import Costs
 from course_pp.schedule.execution import execute
@@ -11,6 +12,7 @@ from course_pp.schedule.span import Span, Time
 from course_pp.schedule.timeline import Timeline
 
 
+@checked
 def simulate(
     schedule: Schedule, costs: Costs | None = None, durations: Sequence[Sequence[Time]] | None = None
 ) -> Timeline:
@@ -28,7 +30,7 @@ def simulate(
         ValueError: for a schedule that cannot run, with what :func:`course_pp.schedule.check` says about it, and for
             costs that do not fit its number of stages.
     """
-    costs = costs or Costs()
+    costs = Costs() if costs is None else costs
     problems = problems_of_bookkeeping(schedule)
     if not problems:
         transfers = costs.transfers(schedule.n_stages)

@@ -13,6 +13,7 @@ time (``bubble_overhead``), the zero-bubble papers idle time between a rank's fi
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from course_pp.arguments import checked
 from course_pp.schedule.catalogue import build
 from course_pp.schedule.costs import Costs, divide
 from course_pp.schedule.families.looped import microbatches_a_round
@@ -79,6 +80,7 @@ class Case:
             )
 
 
+@checked
 def predict(
     name: str, n_ranks: int, n_microbatches: int, costs: Costs | None = None, n_chunks: int | None = None
 ) -> Prediction:
@@ -89,7 +91,8 @@ def predict(
     """
     schedule = build(name, n_ranks, n_microbatches, n_chunks)
     form = _FORMS[schedule.name]
-    return form(Case(n_ranks, n_microbatches, schedule.n_stages // n_ranks, costs or Costs()))
+    costs = Costs() if costs is None else costs
+    return form(Case(n_ranks, n_microbatches, schedule.n_stages // n_ranks, costs))
 
 
 def naive(case: Case) -> Prediction:

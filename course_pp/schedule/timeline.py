@@ -11,6 +11,7 @@ from itertools import pairwise
 from math import inf
 from operator import attrgetter
 
+from course_pp.arguments import checked
 from course_pp.schedule.action import Action
 from course_pp.schedule.costs import Costs
 from course_pp.schedule.memory import Curve, curve_of_rank, most_versions
@@ -20,6 +21,7 @@ from course_pp.schedule.waiting import Inputs, critical_path, gaps_of_rank
 __all__ = ["Gap", "Receive", "Span", "Time", "Timeline", "format_time"]
 
 
+@checked
 @dataclass(frozen=True, repr=False)
 class Timeline:
     """The spans of ``n_ranks`` ranks, kept sorted by rank, then by time.
@@ -42,10 +44,10 @@ class Timeline:
     name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        if type(self.n_ranks) is not int or self.n_ranks < 1:
-            raise ValueError(f"a timeline of {self.n_ranks!r} ranks: give an integer of at least 1")
+        if self.n_ranks < 1:
+            raise ValueError(f"n_ranks is {self.n_ranks}: give an integer of at least 1")
         if self.unit not in ("", "s"):
-            raise ValueError(f"unknown unit {self.unit!r}: use '' for relative costs or 's' for seconds")
+            raise ValueError(f"unit is {self.unit!r}: use '' for relative costs or 's' for seconds")
         done: tuple[Span | Receive, ...] = (*self.spans, *self.receives)
         # The comparison is false for NaN; only then is it worth a second look at each.
         if not all(0 <= each.rank < self.n_ranks and 0 <= each.start <= each.end < inf for each in done):
@@ -150,6 +152,7 @@ class Timeline:
         """
         return tuple(map(most_versions, self.by_rank))
 
+    @checked
     def memory_curve(self, costs: Costs | None = None) -> tuple[Curve, ...]:
         """For each rank, what it holds from when on: (time, amount) at each change, first at 0.
 
@@ -160,11 +163,12 @@ class Timeline:
         Raises:
             ValueError: for costs of another number of stages.
         """
-        costs = costs or Costs()
+        costs = Costs() if costs is None else costs
         kept, early = costs.each("activation", self.n_stages), costs.each("released_by_input_grad", self.n_stages)
         weights = costs.each("weights", self.n_stages)
         return tuple(curve_of_rank(row, kept, early, weights) for row in self.by_rank)
 
+    @checked
     def peak_memory(self, costs: Costs | None = None) -> tuple[Time, ...]:
         """For each rank the highest point of its :meth:`memory_curve`.
 

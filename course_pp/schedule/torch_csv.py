@@ -8,11 +8,13 @@ import csv
 from collections.abc import Sequence
 from io import StringIO
 
+from course_pp.arguments import checked
 from course_pp.schedule.action import Action, Overlap
 from course_pp.schedule.legality import problems_of_bookkeeping
 from course_pp.schedule.schedule import Schedule, implied_placement, normalised
 
 
+@checked
 def to_torch_csv(schedule: Schedule) -> str:
     """``schedule`` as CSV, a row a rank, without idle slots.
 
@@ -28,6 +30,7 @@ def to_torch_csv(schedule: Schedule) -> str:
     return text.getvalue()
 
 
+@checked
 def from_torch_csv(text: str, placement: Sequence[int | Sequence[int]] | None = None, name: str = "csv") -> Schedule:
     """Read what :func:`to_torch_csv` or torch wrote.
 

@@ -6,6 +6,7 @@ from functools import cache
 
 from matplotlib.axes import Axes
 
+from course_pp.arguments import checked
 from course_pp.schedule import Time
 from course_pp.show import chart
 from course_pp.show.chart import ChartFigure
@@ -24,6 +25,7 @@ _LOOKS = (
 _SMALL = 8.5
 
 
+@checked
 def format_bytes(n_bytes: Time) -> str:
     """Write a number of bytes for people, in powers of 1024: ``512 B``, ``1.5 KiB``, ``12.3 MiB``."""
     value = float(n_bytes)
@@ -34,8 +36,9 @@ def format_bytes(n_bytes: Time) -> str:
     return f"{value:.3g} TiB"
 
 
+@checked
 def bytes_by_kind(
-    parts: Mapping[str, float] | Mapping[str, Mapping[str, float]],
+    parts: Mapping[str, float | Mapping[str, float]],
     budget: float | None = None,
     title: str | None = None,
 ) -> ChartFigure:
@@ -77,12 +80,12 @@ def bytes_by_kind(
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     finding = _finding(totals, budget)
-    axes.set_title(title or finding, loc="left", fontsize=11.5, pad=9 if budget is None else 22)
+    axes.set_title(finding if title is None else title, loc="left", fontsize=11.5, pad=9 if budget is None else 22)
     figure.alt_text = _alt_text(bars, finding)
     return figure
 
 
-def _as_bars(parts: Mapping[str, float] | Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+def _as_bars(parts: Mapping[str, float | Mapping[str, float]]) -> dict[str, dict[str, float]]:
     bars: dict[str, dict[str, float]] = {}
     for name, value in parts.items():
         if isinstance(value, Mapping):

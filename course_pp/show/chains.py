@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
+from course_pp.arguments import checked
 from course_pp.schedule import Action, Overlap, Product, Span, Time, Timeline, format_time
 from course_pp.show import chart, rows
 from course_pp.show.chart import ChartFigure
@@ -24,6 +25,7 @@ class _Cause:
     product: Product | None = None
 
 
+@checked
 def dependencies(tl: Timeline, action: Action | Overlap | str, title: str | None = None) -> ChartFigure:
     """Draw the chain of actions that set the start of ``action``; everything else fades.
 

@@ -15,6 +15,8 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
 from PIL import Image
 
+from course_pp.arguments import checked
+
 # Masataka Okabe and Kei Ito, "Color Universal Design", 2008: told apart under every common colour blindness.
 BLACK = "#000000"
 ORANGE = "#E69F00"
@@ -36,6 +38,7 @@ _SHARPNESS = 2
 _PALETTE_SIZE = 128
 
 
+@checked
 class ChartFigure(Figure):
     """A figure of ``width × height`` inches with :attr:`alt_text`, independent of pyplot's global state.
 
@@ -48,6 +51,7 @@ class ChartFigure(Figure):
         FigureCanvasAgg(self)
         self.alt_text = ""
 
+    @checked
     def axes_with_margins(self, left: float, right: float, bottom: float, top: float) -> Axes:
         """Axes that leave margins of so many inches. Fixed margins spare a second drawing to find them."""
         width, height = self.get_size_inches()
@@ -76,6 +80,7 @@ class ChartFigure(Figure):
         described = f'role="img" {attributes}{close}\n <title>{alt}</title>\n <desc>{alt}</desc>'
         return head + tag + described + body
 
+    @checked
     def save(self, path: str | Path) -> Path:
         """Write ``.png`` or ``.svg``, by the ending of ``path``. Raises ValueError for another ending."""
         path = Path(path)

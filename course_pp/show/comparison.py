@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 
+from course_pp.arguments import checked
 from course_pp.schedule import Timeline, format_time
 from course_pp.show import chart, rows
 from course_pp.show.chart import WIDTH, ChartFigure
@@ -48,6 +49,7 @@ class _Pair:
         return float(after) * self.measured_scale - float(before) * self.predicted_scale
 
 
+@checked
 def compare(
     predicted: Timeline,
     measured: Timeline,

@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
+from course_pp.arguments import checked
 from course_pp.schedule import Costs, Timeline, build, names, simulate, theory
 from course_pp.show import chart
 from course_pp.show.chart import WIDTH, ChartFigure
@@ -36,6 +37,7 @@ _LOOKS: dict[str, dict[str, Any]] = {
 }
 
 
+@checked
 def bubble_curve(
     schedules: str | Sequence[str] = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1"),
     n_ranks: int = 4,
@@ -63,7 +65,7 @@ def bubble_curve(
         raise ValueError("nothing to draw: give at least one schedule and one number of microbatches")
     if min(microbatches) < 1:
         raise ValueError(f"a curve from {min(microbatches)} microbatches: give numbers of at least 1")
-    costs = costs or Costs()
+    costs = Costs() if costs is None else costs
     simulated = {name: dict(_simulated(name, n_ranks, microbatches, costs, within_span)) for name in schedules}
     for name, points in simulated.items():
         if not points:
@@ -242,6 +244,7 @@ class _Point:
         )
 
 
+@checked
 def pareto(
     n_ranks: int = 4,
     n_microbatches: int = 8,
@@ -264,7 +267,11 @@ def pareto(
         ValueError: when no schedule allows these sizes, for an unknown schedule, and for costs with a value for each
             stage.
     """
-    points, refused = _points(_as_names(schedules or names()), n_ranks, n_microbatches, costs or Costs(), within_span)
+    chosen = names() if schedules is None else _as_names(schedules)
+    if not chosen:
+        raise ValueError("schedules is empty, so there is nothing to draw: give at least one, or leave it out for all")
+    of_layers = Costs() if costs is None else costs
+    points, refused = _points(chosen, n_ranks, n_microbatches, of_layers, within_span)
     best = sorted((p for p in points if _is_best(p, points)), key=lambda point: point.memory)
     figure = ChartFigure(WIDTH, 4.6)
     axes = figure.axes_with_margins(left=0.75, right=0.4, bottom=0.6, top=0.47)

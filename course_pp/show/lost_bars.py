@@ -7,6 +7,7 @@ from functools import cache
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
+from course_pp.arguments import checked
 from course_pp.schedule import Fit, Loss, format_time
 from course_pp.schedule.fitting import name_of
 from course_pp.show import chart, rows
@@ -33,6 +34,7 @@ _LOOKS = {
 }
 
 
+@checked
 def lost_time(fit: Fit, title: str | None = None) -> ChartFigure:
     """Draw for each rank a bar of the time by which the makespan is longer for what happens there, stacked by cause.
 

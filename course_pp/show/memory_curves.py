@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.patches import Patch
 
+from course_pp.arguments import checked
 from course_pp.schedule import Costs, Time, Timeline
 from course_pp.show import chart, rows
 from course_pp.show.byte_bars import format_bytes
@@ -40,6 +41,7 @@ class _Held:
         return tuple(max(held for _, held in curve) for curve in self.curves)
 
 
+@checked
 def memory(
     tl: Timeline,
     costs: Costs | None = None,

@@ -7,6 +7,7 @@ from typing import Protocol
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
+from course_pp.arguments import checked
 from course_pp.show import chart
 from course_pp.show.chart import ChartFigure
 from course_pp.show.wording import counted, listed
@@ -41,8 +42,9 @@ class Piece(Protocol):
 _Tensors = dict[str, list[Piece]]
 
 
+@checked
 def pieces(
-    tensors: Mapping[str, Iterable[Piece]] | Mapping[str, Mapping[str, Iterable[Piece]]], title: str | None = None
+    tensors: Mapping[str, Iterable[Piece] | Mapping[str, Iterable[Piece]]], title: str | None = None
 ) -> ChartFigure:
     """Draw each tensor as a box cut into its pieces, each with the number of the rank that wrote it.
 
@@ -70,7 +72,8 @@ def pieces(
     left = max(chart.text_width(text, 9) for name in shapes for text in (name, spelled[name])) / 72 + 0.35
     top, bottom, height = 0.5 + 0.3 * any(columns), 0.34, _ROW_HEIGHT * len(shapes)
     width = left + column_width * len(columns)
-    figure = ChartFigure(max(width, chart.text_width(title or finding, 11.5) / 72 + 0.3), height + top + bottom)
+    heading = finding if title is None else title
+    figure = ChartFigure(max(width, chart.text_width(heading, 11.5) / 72 + 0.3), height + top + bottom)
     axes = figure.axes_with_margins(left=left, right=figure.get_figwidth() - width, bottom=bottom, top=top)
     axes.set_xlim(0, column_width * len(columns))
     axes.set_ylim(height, 0)
@@ -84,15 +87,13 @@ def pieces(
     for column, checkpoint in enumerate(columns):
         axes.text(column * column_width, -0.1, checkpoint, ha="left", va="bottom", size=10, weight="bold")
     axes.text(0, height + 0.1, "number: the rank that wrote the piece", va="top", size=_SIZE, color=chart.TEXT_GREY)
-    figure.text(
-        0.15 / figure.get_figwidth(), 1 - 0.24 / figure.get_figheight(), title or finding, va="center", size=11.5
-    )
+    figure.text(0.15 / figure.get_figwidth(), 1 - 0.24 / figure.get_figheight(), heading, va="center", size=11.5)
     figure.alt_text = _alt_text(columns, spelled, finding)
     return figure
 
 
 def _as_columns(
-    tensors: Mapping[str, Iterable[Piece]] | Mapping[str, Mapping[str, Iterable[Piece]]],
+    tensors: Mapping[str, Iterable[Piece] | Mapping[str, Iterable[Piece]]],
 ) -> dict[str, _Tensors]:
     columns: dict[str, _Tensors] = {}
     for name, value in tensors.items():

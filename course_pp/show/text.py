@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from course_pp.arguments import checked
 from course_pp.schedule import Span, Timeline
 from course_pp.show.wording import counted
 
@@ -23,6 +24,7 @@ class _Cell:
     kind: str = ""
 
 
+@checked
 def timeline_text(tl: Timeline, width: int = 100, colour: bool = False) -> str:
     """Write a timeline as lines of at most ``width`` characters: a rank per row, ``·`` where it is idle.
 

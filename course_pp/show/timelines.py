@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Sequence
 
+from course_pp.arguments import checked
 from course_pp.schedule import Time, Timeline, format_time
 from course_pp.show import rows
 from course_pp.show.chart import ChartFigure
 from course_pp.show.wording import amount, counted, listed, named, percent
 
 
+@checked
 def timeline(tl: Timeline, title: str | None = None) -> ChartFigure:
     """Draw a predicted or measured timeline. The title is its finding unless one is given.
 

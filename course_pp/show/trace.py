@@ -4,12 +4,14 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from course_pp.arguments import checked
 from course_pp.schedule import KINDS, Time, Timeline
 from course_pp.show.intervals import messages
 
 _PROCESS = 1  # both viewers take process 0 and thread 0 for the idle task
 
 
+@checked
 def to_trace(tl: Timeline, name: str = "pipeline") -> str:
     """The timeline in the Trace Event Format, as JSON: a thread per rank, an arrow per message.
 

@@ -7,6 +7,7 @@ from typing import Protocol
 from matplotlib.axes import Axes
 from matplotlib.patches import Circle, FancyArrowPatch
 
+from course_pp.arguments import checked
 from course_pp.show import chart
 from course_pp.show.chart import ChartFigure
 from course_pp.show.wording import listed
@@ -31,6 +32,7 @@ class Wait(Protocol):
     def peers(self) -> Collection[int]: ...
 
 
+@checked
 def waits(waits: Iterable[Wait]) -> ChartFigure:
     """Draw an arrow from each waiting rank to each rank it waits for, and highlight a cycle.
 

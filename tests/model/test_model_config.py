@@ -51,9 +51,9 @@ def test_parameter_counts_are_those_of_the_built_model(more: dict[str, int], tie
     [
         ({"dim": 0}, "dim=0 must be at least 1"),
         ({"n_layers": -1}, "n_layers=-1 must be at least 1"),
-        ({"vocab_size": 50.0}, r"vocab_size=50\.0 must be a whole number \(int\), not float"),
-        ({"n_heads": True}, "n_heads=True must be a whole number"),
-        ({"max_seq_len": "16"}, "max_seq_len='16' must be a whole number"),
+        ({"vocab_size": 50.0}, r"vocab_size is 50\.0 \(a float\): pass an integer"),
+        ({"n_heads": True}, "n_heads is True: pass an integer"),
+        ({"max_seq_len": "16"}, r"max_seq_len is '16' \(a str\): pass an integer"),
         ({"ffn_dim": 0}, "ffn_dim=0 must be at least 1"),
         ({"n_kv_heads": 0}, "n_kv_heads=0 must be at least 1"),
         ({"dim": 50}, r"dim=50 must be a multiple of 2 \* n_heads = 12.*dim=48 or 60"),
@@ -64,8 +64,8 @@ def test_parameter_counts_are_those_of_the_built_model(more: dict[str, int], tie
         ({"rope_theta": 0.0}, r"rope_theta=0\.0 must be finite and greater than 0"),
         ({"norm_eps": float("nan")}, "norm_eps=nan must be finite and greater than 0"),
         ({"norm_eps": float("inf")}, "norm_eps=inf must be finite"),
-        ({"rope_theta": "10000"}, "rope_theta='10000' must be a number, not str"),
-        ({"tie_embeddings": 1}, "tie_embeddings=1 must be True or False"),
+        ({"rope_theta": "10000"}, r"rope_theta is '10000' \(a str\): pass a number"),
+        ({"tie_embeddings": 1}, r"tie_embeddings is 1 \(an int\): pass True or False"),
     ],
 )
 def test_an_impossible_size_is_refused(change: dict[str, Any], message: str) -> None:

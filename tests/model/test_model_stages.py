@@ -213,8 +213,8 @@ class TestLayerAssignment:
             (3, 4, "4 stages need at least 4 layers, and this model has n_layers=3"),
             (3, 0, "0 stages: a pipeline needs at least 1"),
             (3, -1, "-1 stages"),
-            (3, 1.0, r"number of stages 1\.0 must be a whole number"),
-            (True, 1, "n_layers True must be a whole number"),
+            (3, 1.0, r"pp_size is 1\.0 \(a float\): pass an integer"),
+            (True, 1, "n_layers is True: pass an integer"),
         ],
     )
     def test_refuses_what_cannot_be_split(self, n_layers: int, pp_size: int, message: str) -> None:

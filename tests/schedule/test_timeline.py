@@ -310,7 +310,7 @@ def test_a_rank_out_of_range_is_refused(rank: int) -> None:
         Timeline(2, on_rank(rank, ("0F0", 0, 1)))
 
 
-@pytest.mark.parametrize(("n_ranks", "unit"), [(0, ""), (-1, ""), (1.5, ""), (1, "ms")])
+@pytest.mark.parametrize(("n_ranks", "unit"), [(0, ""), (-1, ""), (1, "ms")])
 def test_impossible_sizes_and_units_are_refused(n_ranks: int, unit: str) -> None:
     with pytest.raises(ValueError, match=r"at least 1|'s' for seconds"):
         Timeline(n_ranks, (), unit)

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from course_pp.arguments import checked
 from course_pp.training.data.tokenizer import BOT_ID, EOT_ID, PAD_ID
 
 IGNORE_INDEX = -100
 """Target where nothing is to be predicted; the default of `torch.nn.functional.cross_entropy`."""
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class Sequences:
     """Inputs and the tokens to be predicted from them: `targets[i, t]` follows `inputs[i, t]`.
@@ -20,11 +22,25 @@ class Sequences:
         inputs: int64 (n, seq_len).
         targets: int64 (n, seq_len), `IGNORE_INDEX` where nothing is to be predicted.
         attention_mask: bool (n, seq_len), True on tokens and False on padding; None where nothing is padded.
+
+    Raises:
+        ValueError: tensors of another dtype, or of unequal shapes.
     """
 
     inputs: Tensor
     targets: Tensor
     attention_mask: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.inputs.dim() != 2:
+            raise ValueError(f"inputs have shape {tuple(self.inputs.shape)}: give token ids (n, seq_len)")
+        named = (("inputs", self.inputs, torch.int64), ("targets", self.targets, torch.int64))
+        for name, tensor, dtype in (*named, ("attention_mask", self.attention_mask, torch.bool)):
+            if tensor is not None and (tensor.dtype != dtype or tensor.shape != self.inputs.shape):
+                raise ValueError(
+                    f"{name} are {tensor.dtype} of shape {tuple(tensor.shape)}: "
+                    f"give {dtype} of the inputs' shape, {tuple(self.inputs.shape)}"
+                )
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -44,6 +60,7 @@ class Sequences:
         return int((self.targets != IGNORE_INDEX).sum())
 
 
+@checked
 def packed(documents: Sequence[Tensor], seq_len: int) -> Sequences:
     """Documents as `[BOT] … [EOT]`, joined and cut into rows; a row may begin and end within a document.
 
@@ -68,6 +85,7 @@ def packed(documents: Sequence[Tensor], seq_len: int) -> Sequences:
     return Sequences(stream[: n * seq_len].view(n, seq_len), stream[1 : n * seq_len + 1].view(n, seq_len))
 
 
+@checked
 def padded(documents: Sequence[Tensor], seq_len: int) -> Sequences:
     """Each document as a row `[BOT] … [EOT] [PAD] …` of its own; a longer one continues on the next row.
 
@@ -100,6 +118,12 @@ def _check(documents: Sequence[Tensor], seq_len: int) -> None:
         raise ValueError(f"seq_len={seq_len}: a sequence has at least 2 tokens; choose 2 or more")
     if not documents:
         raise ValueError("no documents: 0 tokens do not make a sequence; give more text")
+    for i, document in enumerate(documents):
+        if document.dtype != torch.int64 or document.dim() != 1:
+            raise ValueError(
+                f"documents[{i}] is {document.dtype} of shape {tuple(document.shape)}: "
+                "give int64 token ids (length,), as from encode"
+            )
 
 
 def _enclosed(document: Tensor) -> Tensor:

@@ -1,0 +1,221 @@
+"""Arguments of a wrong class, refused by name at the door of a public function.
+
+:func:`checked` compares each argument with the annotation of its parameter, so a function whose annotations are right
+needs no check of its own for classes; values (a size of at least 1, a known name) remain the function's. Annotations
+are read at the first call, and the check costs a few microseconds: decorate what a user calls, not what runs for every
+microbatch.
+
+Numbers are stricter than ``isinstance`` in one way and looser in another: True is no integer, and an integer or NumPy
+scalar will do for a float, a NumPy integer for an int. A list will do for a tuple; text is no sequence of anything.
+"""
+
+from abc import ABCMeta
+from collections.abc import Callable, Collection, Mapping
+from fractions import Fraction
+from functools import cache, partial, wraps
+from inspect import Parameter, signature
+from numbers import Integral, Real
+from os import PathLike
+from reprlib import Repr
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+__all__ = ["WrongArgument", "checked", "refuse_unless"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 40
+_NUMBERS = (int, float)
+_PLAIN = (NoneType, bool, int, float, str, bytes, list, tuple, dict, set)
+
+
+class WrongArgument(TypeError, ValueError):
+    """An argument that is not of the class its parameter takes.
+
+    A TypeError; and a ValueError too, so that whoever expects a wrong value catches both.
+
+    Attributes:
+        function: whose argument it is, such as ``simulate``.
+        argument: the name of the parameter.
+    """
+
+    def __init__(self, message: str, function: str = "", argument: str = "") -> None:
+        super().__init__(message)
+        self.function, self.argument = function, argument
+
+
+def checked(thing: _F) -> _F:
+    """Refuse arguments whose class the annotations rule out, before ``thing`` runs.
+
+    Args:
+        thing: a function, a method (below ``@classmethod``), or a class with annotated ``__init__`` (above
+            ``@dataclass``). It keeps its name, signature and docstring.
+
+    Raises:
+        WrongArgument: from each call with such an argument.
+    """
+    if isinstance(thing, type):
+        thing.__init__ = _with_door(thing.__init__, thing.__qualname__)  # type: ignore[misc]
+        return thing
+    return cast(_F, _with_door(thing, thing.__qualname__))
+
+
+def refuse_unless(holds: bool, function: str, argument: str, value: object, remedy: str) -> None:
+    """Raise WrongArgument unless ``holds``: for what annotations cannot say, in the same words."""
+    if not holds:
+        raise WrongArgument(f"{function}: {argument} is {_described(value)}: {remedy}", function, argument)
+
+
+def _with_door(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+    door = cache(partial(_Door, fn, name))
+
+    @wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        let_in = door()
+        args = tuple(map(let_in.value, let_in.names_of(args), args))
+        return fn(*args, **{key: let_in.value(key, value) for key, value in kwargs.items()})
+
+    return call
+
+
+class _Door:
+    """What one function takes, read off its annotations."""
+
+    def __init__(self, fn: Callable[..., Any], name: str) -> None:
+        self.name = name
+        self.parameters = signature(fn).parameters
+        self.hints = _hints_of(fn)
+        kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+        self._positional = tuple(p.name for p in self.parameters.values() if p.kind in kinds)
+        self._rest = next((p.name for p in self.parameters.values() if p.kind is Parameter.VAR_POSITIONAL), "")
+
+    def names_of(self, args: tuple[Any, ...]) -> tuple[str, ...]:
+        """The parameter of each positional argument."""
+        return self._positional + (self._rest,) * max(0, len(args) - len(self._positional))
+
+    def value(self, parameter: str, value: Any) -> Any:
+        """``value`` if its class will do, NumPy's scalars as Python's; raises WrongArgument otherwise."""
+        hint = self.hints.get(parameter, Any)
+        if hint is type(value) or parameter not in self.parameters:
+            return value  # an unknown keyword is Python's to refuse
+        value = _as_python(value, hint)
+        if fits(value, hint):
+            return value
+        left_out = ", or leave it out" if self.parameters[parameter].default is not Parameter.empty else ""
+        refuse_unless(False, self.name, parameter, value, f"pass {spelled(hint, bool(left_out))}{left_out}")
+
+
+def _hints_of(fn: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return get_type_hints(fn)
+    except NameError:
+        # Imported for the type checker alone, perhaps from a package that is not installed: that one goes unchecked.
+        known = {}
+        for name, hint in fn.__annotations__.items():
+            try:
+                known[name] = eval(hint, fn.__globals__) if isinstance(hint, str) else hint
+            except NameError:
+                continue
+        return known
+
+
+def _as_python(value: object, hint: Any) -> Any:
+    if isinstance(value, bool | int | float) or not isinstance(value, Real):
+        return value
+    wanted = {hint, *get_args(hint)}
+    if isinstance(value, Integral) and wanted & {int, float}:
+        return int(value)
+    return float(value) if float in wanted and type(value) not in wanted else value
+
+
+def fits(value: object, hint: Any) -> bool:
+    """Whether ``value`` is what an annotation promises, as far as can be told without consuming an iterator."""
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, UnionType):
+        return any(fits(value, each) for each in inner)
+    if kind is Literal:
+        return any(type(value) is type(each) and value == each for each in inner)
+    if hint is None:
+        return value is None
+    if kind is float or kind is int:
+        return isinstance(value, Real if kind is float else Integral) and not isinstance(value, bool)
+    if kind is Any or not isinstance(kind, type):  # or a type variable
+        return True
+    if getattr(kind, "_is_protocol", False):
+        return not isinstance(value, type) and all(hasattr(value, name) for name in _members(kind))
+    if not isinstance(value, (tuple, list) if kind is tuple else kind):
+        return False
+    if not inner or kind is Callable or not isinstance(value, Collection):
+        return True
+    if isinstance(value, Mapping):
+        return all(fits(key, inner[0]) and fits(each, inner[-1]) for key, each in value.items())
+    if isinstance(value, str | bytes):
+        return False
+    if kind is tuple and Ellipsis not in inner:
+        return len(value) == len(inner) and all(map(fits, value, inner))
+    if classes := _plain_classes(inner[0]):
+        return all(isinstance(each, classes) for each in value)  # a timeline may have a hundred thousand spans
+    return all(fits(each, inner[0]) for each in value)
+
+
+@cache
+def _plain_classes(hint: Any) -> tuple[type, ...]:
+    """The classes between which a hint chooses, if ``isinstance`` says all there is to say; else none."""
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return options if all(type(each) in (type, ABCMeta) and each not in _NUMBERS for each in options) else ()
+
+
+def _members(protocol: type) -> list[str]:
+    return [name for name in vars(protocol) if not name.startswith("_")]
+
+
+def spelled(hint: Any, may_be_left_out: bool = False, many: bool = False) -> str:
+    """An annotation in words: ``an integer``, ``a Costs``, ``a sequence of numbers``; in the plural if ``many``."""
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, UnionType):
+        rest = [each for each in inner if not (each is NoneType and may_be_left_out)]
+        return " or ".join(dict.fromkeys(spelled(each, many=many) for each in rest))
+    if kind is Literal:
+        return f"one of {', '.join(map(repr, inner))}"
+    if kind in _WORDS:
+        return _WORDS[kind][many]
+    name = str(getattr(kind, "__name__", kind))
+    if not inner:
+        name += " values" if many else ""
+        like = f" (anything with {', '.join(_members(kind))})" if getattr(kind, "_is_protocol", False) else ""
+        return (name if many else _with_article(name)) + like
+    name = name.lower() + "s" if many else _with_article(name.lower())
+    if kind is tuple and Ellipsis not in inner:
+        return f"{name} of {' and '.join(map(spelled, inner))}"
+    joint = " from {} to {}" if len(inner) == 2 and Ellipsis not in inner else " of {}"
+    return name + joint.format(*(spelled(each, many=True) for each in inner))
+
+
+_WORDS: dict[Any, tuple[str, str]] = {
+    int: ("an integer", "integers"),
+    float: ("a number", "numbers"),
+    Fraction: ("a number", "numbers"),
+    str: ("text", "texts"),
+    bytes: ("bytes", "bytes"),
+    bool: ("True or False", "True or False"),
+    NoneType: ("None", "None"),
+    Any: ("anything", "anything"),
+    object: ("anything", "anything"),
+    PathLike: ("a path", "paths"),
+    Callable: ("a function", "functions"),
+}
+
+
+def _described(value: object) -> str:
+    """A short value as it prints, with its class; of anything else, which may be large, the class alone."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    kind = _with_article(type(value).__name__)
+    if value is None or isinstance(value, bool):
+        return repr(value)
+    shown = _SHORT.repr(value) if type(value) in _PLAIN or isinstance(value, Real) else ""
+    return f"{shown} ({kind})" if 0 < len(shown) <= 60 else kind
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
