@@ -1,4 +1,4 @@
-"""Draw every figure used in prose, from real runs, and write its alt text beside it in the README.
+"""Draw every figure used in prose, timelines from real runs, and write its alt text beside it in the README.
 
 make images
 """
@@ -53,6 +53,7 @@ def put(name: str, figure: show.ChartFigure) -> None:
 
 
 def main() -> None:
+    put("course_map.svg", show.course_map())
     timeline = on_ranks(2, measure_pipeline, 2, 8)[0]
     put("1f1b_on_two_ranks.svg", show.timeline(timeline))
 

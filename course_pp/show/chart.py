@@ -1,6 +1,7 @@
 """A matplotlib figure that says in words what it shows."""
 
 from base64 import b64encode
+from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,7 @@ class ChartFigure(Figure):
         display(data, metadata=metadata, raw=True)
 
 
+@lru_cache(maxsize=4096)
 def text_width(text: str, size: float) -> float:
     """Width of ``text`` in points, in the default font at ``size`` points."""
     width, _, _ = text_to_path.get_text_width_height_descent(text, FontProperties(size=size), ismath=False)

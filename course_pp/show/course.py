@@ -39,7 +39,7 @@ NOTEBOOKS = (
     Notebook("09", "checkpoints", ("08",)),
     Notebook("10", "models of others", ("03",), is_written=False),
     Notebook("11", "your own schedule", ("05",), is_written=False),
-    Notebook("12", "capstone", ("05", "09", "10"), is_written=False),
+    Notebook("12", "capstone", ("09", "10", "11"), is_written=False),
 )
 
 _HIGH, _GAP_X, _GAP_Y = 0.78, 0.3, 0.24

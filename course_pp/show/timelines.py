@@ -42,7 +42,8 @@ def finding(tl: Timeline) -> str:
     shares = (
         f"busy {percent(tl.utilisation)} of {format_time(tl.makespan, tl.unit)}, bubble {percent(tl.bubble_fraction)}"
     )
-    if tl.n_ranks > 1 and most_busy_at_once(tl) == 1:
+    # More work than time has been done by several at once; only otherwise is it worth a look.
+    if tl.n_ranks > 1 and sum(tl.busy) <= 1.001 * tl.makespan and most_busy_at_once(tl) == 1:
         return f"One rank works at a time: {sizes(tl)}, {shares}"
     return f"{sizes(tl)}: {shares}"
 

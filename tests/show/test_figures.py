@@ -5,14 +5,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.patches import PathPatch
 from PIL import Image
 
 from course_pp import show
-from course_pp.schedule import Action, Overlap, Span, Timeline, build, simulate
+from course_pp.schedule import Action, Overlap, Span, Timeline, build, names, simulate
 from course_pp.show import chart
 from course_pp.show.chart import ChartFigure
 from course_pp.show.timelines import spelled_peaks
 from tests.schedule.layouts import gpipe, naive
+from tests.show.layout import flaws
 from tests.show.reading import labels, rank_names, texts, title
 
 
@@ -61,6 +64,28 @@ def test_a_notebook_with_matplotlib_inline_still_gets_the_alt_text_once(figure: 
     (output,) = captured.outputs
     assert output.metadata["image/png"]["alt"] == figure.alt_text
     assert output.data["text/plain"] == figure.alt_text
+
+
+def test_no_words_are_over_each_other_or_out_of_their_place(figure: ChartFigure) -> None:
+    assert flaws(figure) == []
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 8), (8, 32)])
+def test_the_timeline_of_every_schedule_is_legible(name: str, sizes: tuple[int, int]) -> None:
+    assert flaws(show.timeline(simulate(build(name, *sizes)))) == []
+
+
+def test_later_chunks_of_a_rank_have_a_foot_as_high_as_their_number() -> None:
+    def feet(name: str, n_chunks: int) -> set[float]:
+        patches = show.timeline(simulate(build(name, 2, 4, n_chunks))).axes[0].findobj(PathPatch)
+        dark = [patch.get_path().vertices for patch in patches if patch.get_facecolor()[:3] == to_rgb(chart.TEXT_GREY)]
+        return {round(float(box[2, 1] - box[0, 1]), 6) for vertices in dark for box in vertices.reshape(-1, 5, 2)}
+
+    assert feet("1f1b", 1) == set()
+    assert len(feet("zb_v", 2)) == 1
+    lowest, middle, highest = sorted(feet("interleaved_1f1b", 4))
+    assert (middle, highest) == pytest.approx((2 * lowest, 3 * lowest))
 
 
 def test_figures_leave_pyplot_alone(figure: ChartFigure) -> None:
@@ -179,8 +204,8 @@ def test_a_rank_with_several_stages_names_the_stage() -> None:
 def test_every_kind_differs_in_letter_and_in_lightness_or_hatch() -> None:
     spans = tuple(Span(0, Action(0, kind, 0), i, i + 1) for i, kind in enumerate("FBIWU"))
     legend = show.timeline(Timeline(2, spans)).axes[0].get_legend()
-    names = [text.get_text() for text in legend.get_texts()]
-    assert [name[0] for name in names] == ["F", "B", "I", "W", "U", "i"]
+    keys = [text.get_text() for text in legend.get_texts()]
+    assert [key[0] for key in keys] == ["F", "B", "I", "W", "U", "i"]
     looks = []
     for patch in legend.get_patches():
         red, green, blue, _ = patch.get_facecolor()
