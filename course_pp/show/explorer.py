@@ -26,7 +26,7 @@ _DOTS_PER_INCH = 120
 _NONE = -1  # a menu whose value is None shows nothing
 _CELL = "padding:0 14px 0 0;text-align:left"
 # Wide enough to hit the value one wants.
-_WIDE: dict[str, Any] = {"style": {"description_width": "9em"}, "layout": {"width": "34em"}}
+_WIDE: dict[str, Any] = {"style": {"description_width": "10em"}, "layout": {"width": "35em"}}
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def figure_html(figure: ChartFigure) -> str:
     figure.set_dpi(_DOTS_PER_INCH)
     data = b64encode(figure.png(quick=True)).decode("ascii")
     alt = escape(figure.alt_text)
-    return f'<img src="data:image/png;base64,{data}" alt="{alt}" style="display:block;width:100%;max-width:912px">'
+    return f'<img src="data:image/png;base64,{data}" alt="{alt}" style="display:block;width:100%;max-width:860px">'
 
 
 def numbers_html(report: Report) -> str:
@@ -221,7 +221,7 @@ class Panel(VBox):
                 self.picture,
                 HBox([self.gap, self.cause], layout=side_by_side),
                 HBox(
-                    [VBox([self.numbers, self.formula], layout=Layout(width="34em")), self.ranks], layout=side_by_side
+                    [VBox([self.numbers, self.formula], layout=Layout(width="35em")), self.ranks], layout=side_by_side
                 ),
                 HTML(definitions_html()),
             ]

@@ -1,8 +1,10 @@
 """A timeline that moves, in JupyterLab and on a page of its own."""
 
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 
 from course_pp import show
@@ -65,3 +67,17 @@ def test_without_scripts_there_is_the_still_picture(page: Any, tmp_path: Path) -
     assert "4 ranks, 8 microbatches" in picture.get_attribute("alt")
     assert picture.bounding_box()["width"] > 600
     context.close()
+
+
+def test_a_notebook_that_is_not_trusted_shows_the_still_picture(page: Any, lab: Lab) -> None:
+    data, metadata = show.play(simulate(build("1f1b", 4, 8)))._repr_mimebundle_()
+    data["image/png"] = b64encode(data["image/png"]).decode("ascii")
+    output = nbformat.v4.new_output("execute_result", data, metadata=metadata, execution_count=1)
+    cell = nbformat.v4.new_code_cell("show.play(timeline)", outputs=[output], execution_count=1)
+    notebook = nbformat.v4.new_notebook(cells=[cell])
+    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
+    nbformat.write(notebook, lab.folder / "received.ipynb")
+    page.goto(lab.address("doc/tree/received.ipynb"))
+    page.wait_for_selector(".cpp-player img[alt*='4 ranks, 8 microbatches']", timeout=2 * SOON)
+    assert page.locator(".cpp-player img").bounding_box()["width"] > 600
+    assert page.locator(".cpp-player svg").count() == 0

@@ -85,7 +85,7 @@ def test_later_chunks_of_a_rank_have_a_foot_as_high_as_their_number() -> None:
     assert feet("1f1b", 1) == set()
     assert len(feet("zb_v", 2)) == 1
     lowest, middle, highest = sorted(feet("interleaved_1f1b", 4))
-    assert (middle, highest) == pytest.approx((2 * lowest, 3 * lowest))
+    assert (middle, highest) == pytest.approx((2 * lowest, 3 * lowest), rel=1e-4)
 
 
 def test_figures_leave_pyplot_alone(figure: ChartFigure) -> None:
