@@ -110,7 +110,7 @@ class _Step:
         model = _blocks(schedule.n_stages) if self.model is None else self.model
         rows = torch.randn(16 * schedule.n_microbatches, 32, generator=torch.Generator().manual_seed(0))
         inputs = rows if self.inputs is None else self.inputs
-        targets = torch.zeros_like(rows) if self.targets is None else self.targets
+        targets = torch.zeros_like(inputs) if self.targets is None else self.targets
         stages = {
             stage: partition_model(model, schedule.n_stages, stage)
             for stage, ranks in enumerate(schedule.placement)
