@@ -1,15 +1,14 @@
-"""What a checkpoint costs: against writing and reading the same bytes plainly, and how long training stands still.
+"""What a checkpoint costs: against torch's own, against plain files, and how long training stands still.
 
     python benchmarks/checkpoint_speed.py [repeats] [ranks]
 
 The ranks share a model by FSDP2, in float32 with AdamW's two moments. In each repeat they write their parts to one
-plain file each and wait for the disk, save synchronously, save asynchronously, read the plain files back, and load.
-Printed are medians of ratios within a repeat. What was written lately is read from memory, so reading has no disk in
-it, in either case. A save computes a SHA-256 of all it writes and a load of all it reads; the row "with SHA-256" does
-that to the plain files too.
+plain file each and wait for the disk, and read them back; save and load the same tensors with
+``torch.distributed.checkpoint``, which has no checksums but CRC-32 of what it writes; and with the course's, which
+computes XXH3 of all it writes and of all it reads. Both save synchronously and while training goes on. Printed are
+medians of ratios within a repeat. What was written lately is read from memory, so reading has no disk in it anywhere.
 """
 
-import hashlib
 import os
 import shutil
 import statistics
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from course_pp.launch import on_ranks
@@ -41,26 +41,25 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def write_plainly(path: Path, tensors: list[Tensor], sha256: bool) -> None:
-    digest = hashlib.sha256()
+def write_plainly(path: Path, tensors: list[Tensor]) -> None:
     with path.open("wb") as file:
         for tensor in tensors:
-            content = tensor.numpy().reshape(-1).view("uint8").data
-            if sha256:
-                digest.update(content)
-            file.write(content)
+            file.write(tensor.numpy().reshape(-1).view("uint8").data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def read_plainly(path: Path, tensors: list[Tensor], sha256: bool) -> None:
-    digest = hashlib.sha256()
+def read_plainly(path: Path, tensors: list[Tensor]) -> None:
     with path.open("rb") as file:
         for tensor in tensors:
-            content = tensor.numpy().reshape(-1).view("uint8").data
-            file.readinto(content)
-            if sha256:
-                digest.update(content)
+            file.readinto(tensor.numpy().reshape(-1).view("uint8").data)
+
+
+def tensors_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What both kinds of checkpoint hold, by name."""
+    found = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    slots = {f"{name}.{slot}": v for name, p in model.named_parameters() for slot, v in optimizer.state[p].items()}
+    return found | slots
 
 
 def measure(rank: int, folder: Path, repeats: int) -> dict[str, list[float]]:
@@ -77,9 +76,8 @@ def measure(rank: int, folder: Path, repeats: int) -> dict[str, list[float]]:
         optimizer.step()
 
     step()
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    tensors = [t.to_local() if hasattr(t, "to_local") else t for t in (*model.parameters(), *states)]
-    parts = [t.detach().contiguous() for t in tensors if t.dim()]
+    shared = [t.to_local() if hasattr(t, "to_local") else t for t in tensors_of(model, optimizer).values()]
+    parts = [t.detach().contiguous() for t in shared if t.dim()]
     copies = [torch.empty_like(part) for part in parts]
     taken: dict[str, list[float]] = {}
 
@@ -88,22 +86,35 @@ def measure(rank: int, folder: Path, repeats: int) -> dict[str, list[float]]:
 
     with AsyncSaver(folder / "async", device_mesh=mesh, keep_last=1) as saver:
         for repeat in range(repeats + 1):
-            plain, at = folder / f"plain{rank}", repeat + 1
-            for sha256, name in ((False, "plain"), (True, "plain with SHA-256")):
-                note(f"write {name}", seconds(partial(write_plainly, plain, parts, sha256)))
+            plain, torchs, at = folder / f"plain{rank}", folder / f"torch{repeat}", repeat + 1
+            state = tensors_of(model, optimizer)
+            note("write plainly", seconds(partial(write_plainly, plain, parts)))
+            note("torch's save", seconds(partial(dcp.save, state, checkpoint_id=torchs)))
             note("save", seconds(partial(save, folder / "sync", at, model, optimizer, device_mesh=mesh, keep_last=1)))
             note("step", seconds(step))
+            begin = time.perf_counter()
+            future = dcp.async_save(state, checkpoint_id=folder / f"torch{repeat} async")
+            note("torch's stall", time.perf_counter() - begin)
+            note("step while torch saves", seconds(step))
+            future.result()
+            note("torch's save in the background", time.perf_counter() - begin)
+            dist.barrier()
+            begin = time.perf_counter()
             saving = saver.save(at, model, optimizer)
             note("step while saving", seconds(step))
             saved = saving.result()
+            note("save in the background", time.perf_counter() - begin)
             note("stall", saved.stall_s)
-            note("write in the background", saved.write_s)
             note("bytes", saved.n_bytes / 1e6)
             note("staged", saved.staged_bytes / 1e6)
             dist.barrier()
-            for sha256, name in ((False, "plain"), (True, "plain with SHA-256")):
-                note(f"read {name}", seconds(partial(read_plainly, plain, copies, sha256)))
+            note("read plainly", seconds(partial(read_plainly, plain, copies)))
+            note("torch's load", seconds(partial(dcp.load, state, checkpoint_id=torchs)))
             note("load", seconds(partial(load, folder / "sync", model, optimizer, device_mesh=mesh)))
+            if rank == 0:
+                for path in folder.glob("torch*"):
+                    shutil.rmtree(path)
+            dist.barrier()
     return {what: values[1:] for what, values in taken.items()}  # the first repeat warms up
 
 
@@ -123,12 +134,16 @@ def main(repeats: int = 5, ranks: int = 2) -> None:
     print(f"torch {torch.__version__}, {ranks} ranks, {median('bytes'):.0f} MB, medians of {repeats} repeats\n")
     print("| what | seconds | against | ratio |\n|---|---:|---|---:|")
     for what, to in (
-        ("save", "write plain"),
-        ("save", "write plain with SHA-256"),
-        ("load", "read plain"),
-        ("load", "read plain with SHA-256"),
+        ("save", "torch's save"),
+        ("load", "torch's load"),
+        ("stall", "torch's stall"),
+        ("save in the background", "torch's save in the background"),
+        ("step while saving", "step while torch saves"),
+        ("save", "write plainly"),
+        ("torch's save", "write plainly"),
+        ("load", "read plainly"),
+        ("torch's load", "read plainly"),
         ("stall", "save"),
-        ("write in the background", "save"),
         ("step while saving", "step"),
     ):
         print(f"| {what} | {median(what):.3f} | {to} | {ratio(what, to)} |")

@@ -9,7 +9,7 @@ A checkpoint is one directory::
     step_00000100/
         __0_0.distcp …   tensors, one file a rank          .metadata   which piece of which tensor is where
         state.json       step, sizes of the model, layout, options of the optimizer, extra
-        manifest.json    size and SHA-256 of every file, written last
+        manifest.json    size and checksum of every file, written last
 
 It is written under another name and renamed when complete, so it is there whole or not at all. Loading runs nothing
 that a checkpoint holds: ``.metadata`` may name the classes that describe tensors and no others, tensors are read with

@@ -3,7 +3,6 @@
 DCP writes one file a rank, holding each tensor as ``torch.save`` would, and describes them all in ``.metadata``.
 """
 
-import hashlib
 import io
 import os
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from course_pp.training.checkpoint._torch import Metadata, quiet_alone
-from course_pp.training.checkpoint.manifest import Digest
+from course_pp.training.checkpoint.manifest import Digest, new_checksum
 from course_pp.training.checkpoint.ranks import CheckpointError, Ranks, sentence
 
 __all__ = ["cannot_write", "read_tensors", "write_tensors"]
@@ -27,11 +26,11 @@ _MAKE_ROOM = "make room there, or save to another directory"
 
 
 class _HashedFile:
-    """A file for writing that knows the SHA-256 of what went into it, so that nothing is read back."""
+    """A file for writing that knows the checksum of what went into it, so that nothing is read back."""
 
     def __init__(self, file: io.BufferedWriter, failures: list[OSError]) -> None:
         self._file, self._failures = file, failures
-        self._sha256 = hashlib.sha256()
+        self._checksum = new_checksum()
         self._size = 0
 
     def write(self, data: Any) -> int:
@@ -41,12 +40,12 @@ class _HashedFile:
             # torch.save turns it into a sentence about the format of archives.
             self._failures.append(error)
             raise
-        self._sha256.update(data)
+        self._checksum.update(data)
         self._size += written
         return written
 
     def digest(self) -> Digest:
-        return Digest(self._size, self._sha256.hexdigest())
+        return Digest(self._size, self._checksum.hexdigest())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)

@@ -90,7 +90,7 @@ def test_a_checkpoint_of_ours_makes_way_even_if_one_of_its_descriptions_is_gone(
 def of_a_later_version(path: Path) -> None:
     save_steps(path.parent, 1)
     manifest = path / "manifest.json"
-    manifest.write_text(manifest.read_text().replace("version 1", "version 2"))
+    manifest.write_text(manifest.read_text().replace("version 2", "version 3"))
 
 
 def years_of_work(path: Path) -> None:

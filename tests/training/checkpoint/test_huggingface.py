@@ -306,9 +306,9 @@ def test_an_interrupt_ends_a_command_in_one_line(
     export_hf(path, tmp_path / "hf")
     monkeypatch.setattr("course_pp.training.checkpoint.huggingface._special_ids", interrupt)
     monkeypatch.setattr("course_pp.training.checkpoint.saving.write_tensors", interrupt)
-    monkeypatch.setattr("course_pp.training.checkpoint.manifest._sha256", interrupt)
+    monkeypatch.setattr("course_pp.training.checkpoint.manifest._checksum", interrupt)
     if action == "export":
-        monkeypatch.setattr("course_pp.training.checkpoint.manifest._sha256", lambda file: None)
+        monkeypatch.setattr("course_pp.training.checkpoint.manifest._checksum", lambda file, kind: None)
         monkeypatch.setattr("course_pp.training.checkpoint.opening.problems", lambda *arguments: [])
     arguments = {"export": [path, out], "import": [tmp_path / "hf", out], "verify": [path], "diff": [path, path]}
     with pytest.raises(SystemExit) as ended:
