@@ -185,3 +185,9 @@ def test_a_process_forked_after_training_encodes_without_a_warning(cache_dir: Pa
     done = subprocess.run([sys.executable, "-c", program, str(cache_dir)], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert len(set(done.stdout.splitlines())) == 1
+
+
+@pytest.mark.parametrize("definition", ["", "{", "[]", "{}", '{"model": 3}', "[" * 100_000])
+def test_a_definition_that_is_none_is_refused_in_one_sentence(definition: str) -> None:
+    with pytest.raises(ValueError, match="is not a tokenizer of the tokenizers library"):
+        Tokenizer(definition).encode("x")

@@ -22,7 +22,7 @@ __all__ = ["Difference", "Piece", "TensorEntry", "contents", "diff", "read_whole
 class Piece:
     """A rectangle of a tensor, in one file.
 
-    Args:
+    Attributes:
         offsets, sizes: where it begins in the tensor and how far it reaches, an entry a dimension.
         file: name of the file.
         n_bytes: what it takes there, torch's framing included.
@@ -96,7 +96,7 @@ def read_whole(opened: Opened, keys: list[str]) -> dict[str, Tensor]:
 class Difference:
     """Something that two checkpoints do not have in common.
 
-    Args:
+    Attributes:
         key: of a tensor, or a dotted path into ``state.json``.
         what: how it differs.
         max_abs: largest absolute difference of a number, for tensors of numbers of one shape.

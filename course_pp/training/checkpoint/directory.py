@@ -109,7 +109,7 @@ def check_writable(root: Path) -> None:
 class Retention:
     """Which checkpoints stay when a new one is complete.
 
-    Args:
+    Attributes:
         keep_last: this many of the newest; None keeps all.
         keep_every: also those whose step is a multiple of this, for ever.
     """

@@ -31,7 +31,7 @@ __all__ = ["Loaded", "load", "resume"]
 class Loaded:
     """What was loaded.
 
-    Args:
+    Attributes:
         path: the checkpoint.
         step: number of steps that were finished.
         extra: what :func:`save` was given.

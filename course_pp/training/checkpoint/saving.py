@@ -31,7 +31,7 @@ __all__ = ["AsyncSaver", "Saved", "Saving", "save"]
 class Saved:
     """A complete checkpoint.
 
-    Args:
+    Attributes:
         path: its directory.
         step: of the run.
         n_bytes: size of all its files.

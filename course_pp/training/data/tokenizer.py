@@ -38,15 +38,22 @@ class Tokenizer:
 
     Text never encodes to a special token: the characters `[PAD]` in a document are ordinary characters.
 
-    Args:
-        definition: the tokenizer as JSON in the format of the `tokenizers` library.
+    Attributes:
+        definition: the tokenizer as JSON in the format of the `tokenizers` library, as in a `tokenizer.json`. Read
+            at the first use, which raises `ValueError` if it is none.
     """
 
     definition: str = field(repr=False)
 
     @cached_property
     def _backend(self) -> tokenizers.Tokenizer:
-        backend = tokenizers.Tokenizer.from_str(self.definition)
+        try:
+            backend = tokenizers.Tokenizer.from_str(self.definition)
+        except Exception as error:  # the library raises nothing more special
+            raise ValueError(
+                f"the definition is not a tokenizer of the tokenizers library ({error}): give the content of a "
+                "tokenizer.json"
+            ) from error
         # The library does not save this switch, hence also __reduce__.
         backend.encode_special_tokens = True
         return backend
