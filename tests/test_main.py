@@ -73,7 +73,7 @@ def test_sizes_without_a_closed_form_say_under_which_condition_there_is_one(caps
         (command("1f1b", "--latency", "-1"), "at least 0"),
         (command("1f1b", "--forward", "1,2"), "one for each"),
         (command("1f1b", "--save", "chart.pdf"), "end the name in .png or .svg"),
-        (command("1f1b", "--json", "no/such/folder/x.json"), "cannot write 'no/such/folder/x.json': No such file"),
+        (command("1f1b", "--json", "no/such/folder/x.json"), "schedule: no/such/folder/x.json: No such file"),
         (command("1f1b", "--json", "--trace"), "give the others a FILE"),
         (command("1f1b", "--csv", ""), "--csv has an empty name"),
     ],
@@ -161,8 +161,35 @@ def test_drawing_as_text_imports_neither_matplotlib_nor_torch() -> None:
     assert run("-c", code).returncode == 0
 
 
-def test_a_reader_that_stops_early_sees_no_traceback() -> None:
-    code = "import sys; from course_pp.__main__ import main; sys.exit(main(['schedule', '1f1b', '--json']))"
-    shell = f'{sys.executable} -c "{code}" | head -c 1 > /dev/null'
-    done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, timeout=60)
-    assert done.stderr == ""
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ('"$@" --json | head -c 1 > /dev/null; exit ${PIPESTATUS[0]}', 141, ""),
+        ('"$@" > /dev/full', 2, "python -m course_pp schedule: standard output: No space left on device\n"),
+        ('"$@" --json > /dev/full', 2, "python -m course_pp schedule: standard output: No space left on device\n"),
+        ('"$@" --help > /dev/full', 2, "python -m course_pp: standard output: No space left on device\n"),
+        ('"$@" >&-', 2, "python -m course_pp: standard output: it is closed\n"),
+        ('"$@" 2>&- >&-', 2, ""),
+        ('"$@" --csv /dev/full', 2, "python -m course_pp schedule: /dev/full: No space left on device\n"),
+        ('"$@" --save full.svg', 2, "python -m course_pp schedule: full.svg: No space left on device\n"),
+    ],
+)
+def test_what_cannot_be_written_is_named_in_one_line(line: str, code: int, said: str, tmp_path: Path) -> None:
+    (tmp_path / "full.svg").symlink_to("/dev/full")
+    command = [sys.executable, "-m", "course_pp", "schedule", "zb_v", "--microbatches", "64"]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(
+        ["bash", "-c", line, "bash", *command], stderr=subprocess.PIPE, text=True, timeout=60, cwd=tmp_path, env=environ
+    )
+    assert (done.returncode, done.stderr) == (code, said)
+
+
+def test_an_interrupt_ends_a_command_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("course_pp.show.command.run", interrupted)
+    assert main(command("1f1b")) == 130
+    assert capsys.readouterr() == ("", "")

@@ -52,4 +52,7 @@ def _refuse_bad_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 
 def _name(value: object) -> str:
-    return getattr(value, "__name__", None) or reprlib.repr(value)
+    if name := getattr(value, "__name__", None):
+        return str(name)
+    # A repr of one's own may take for ever, or fail.
+    return reprlib.repr(value) if type(value).__module__ == "builtins" else f"a {type(value).__name__}"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from typing import IO
+from pathlib import Path
 
 from course_pp.launch.errors import LaunchError
 from course_pp.launch.server import FORK, preload_request
@@ -19,35 +20,37 @@ _END_LIMIT_S = 10.0
 
 
 def search_path() -> list[str]:
-    """``sys.path`` without what is no string: the import system passes over it, too."""
-    return [entry for entry in sys.path if isinstance(entry, str)]
+    """``sys.path`` without what the import system passes over or cannot look into."""
+    return [entry for entry in sys.path if isinstance(entry, str) and "\0" not in entry]
 
 
 class Server:
-    """The caller's end of the process that forks ranks."""
+    """The caller's end of the process that forks ranks. Raises OSError if it cannot be started."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        self._socket = ours
         self.owner = os.getpid()
         self.warm = False
+        self._last_words = ""
         self._lock = threading.Lock()
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
-        code = (
-            f"import sys; sys.path[:] = {search_path()!r}; "
-            f"from course_pp.launch.server import serve; serve({theirs.fileno()})"
-        )
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=self._errors,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-            pass_fds=[theirs.fileno()],
-            # Away from the terminal's interrupts: the caller decides when ranks end.
-            start_new_session=True,
-        )
-        theirs.close()
+        with contextlib.ExitStack() as opened:
+            self._socket, theirs = map(opened.enter_context, socket.socketpair())
+            self._errors = opened.enter_context(tempfile.TemporaryFile())
+            path = opened.enter_context(tempfile.TemporaryFile("w+"))
+            json.dump(search_path(), path)
+            path.seek(0)
+            self.process = subprocess.Popen(
+                [_interpreter(), "-P", str(Path(__file__).with_name("boot.py")), str(theirs.fileno())],
+                stdin=path,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                pass_fds=[theirs.fileno()],
+                # Away from the terminal's interrupts: the caller decides when ranks end.
+                start_new_session=True,
+            )
+            path.close()
+            theirs.close()
+            self._open = opened.pop_all()
 
     def fork(self, fds: list[int]) -> None:
         try:
@@ -63,17 +66,29 @@ class Server:
 
     def lost(self) -> LaunchError:
         self.stop()
-        self._errors.seek(0)
-        last = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
         return LaunchError(
-            f"the process that starts ranks ended{': ' + last[0] if last else ''}. "
+            f"the process that starts ranks ended{self._last_words and f': {self._last_words}'}. "
             f"Check that `{sys.executable} -c 'import torch.distributed.pipelining'` works, then call again."
         )
 
     def stop(self) -> None:
+        """Ends the process. Closing the socket does, unless the process is stopped or stuck in an import."""
         self._socket.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
             self.process.wait(_END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        if not self._errors.closed:
+            self._errors.seek(0)
+            self._last_words = "".join(self._errors.read().decode(errors="replace").strip().splitlines()[-1:])
+        self._open.close()
+
+
+def _interpreter() -> str:
+    if not sys.executable:
+        raise LaunchError(f"sys.executable is {sys.executable!r}; it must name the Python that ranks run.")
+    return sys.executable
 
 
 class Servers:
@@ -87,6 +102,7 @@ class Servers:
         server = self._server
         # After a fork the server belongs to the parent process.
         if server is None or server.owner != os.getpid() or server.process.poll() is not None:
+            self.stop()
             server = self._server = Server()
         return server
 

@@ -10,15 +10,18 @@ from course_pp.launch.cells import is_cell
 from course_pp.launch.waits import Wait
 
 _ECHO = re.compile(
-    r"connection (closed|reset|refused|was)|broken pipe|closed by peer|pair closure|remote process exited"
-    r"|\(rank \d+ was told at",  # a PipelineError of the runtime that began elsewhere
-    re.I,
+    r"connection (closed|reset|refused|was)|broken pipe|closed by peer|pair closure|remote process exited", re.I
 )
 
 
-def is_echo(summary: str) -> bool:
-    """Whether an exception only says that a peer is gone or has failed: the reason lies with that peer."""
-    return bool(_ECHO.search(summary))
+def is_echo(summary: str, began_elsewhere: bool) -> bool:
+    """Whether an exception only says that a peer is gone or has failed: the reason lies with that peer.
+
+    Args:
+        summary: ``Type: message``, in which torch and gloo name a lost connection.
+        began_elsewhere: attribute of that name of the exception, by which ours say it.
+    """
+    return began_elsewhere or bool(_ECHO.search(summary))
 
 
 def signal_name(number: int) -> str:

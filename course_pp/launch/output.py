@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
+from typing import TextIO
+
+from course_pp.launch.errors import LaunchError
 
 
 class Lines:
@@ -17,6 +22,7 @@ class Lines:
         self._rest: list[bytes] = []
 
     def feed(self, data: bytes) -> None:
+        """Takes the next bytes of the stream."""
         *lines, rest = data.split(b"\n")
         if lines:
             lines[0] = self._take_rest() + lines[0]
@@ -38,3 +44,38 @@ class Lines:
 def _text(line: bytes) -> str:
     # A progress bar rewrites its line after a carriage return: what it showed last is what is kept.
     return line.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1]
+
+
+def show(stream: str, line: str) -> None:
+    """Prints a line of a rank on ``sys.stdout`` or ``sys.stderr``, and like ``print`` nothing where that is None.
+
+    Characters that the stream has no code for become escapes.
+
+    Args:
+        stream: ``"stdout"`` or ``"stderr"``.
+
+    Raises:
+        LaunchError: the stream is closed.
+        OSError: the line cannot be written, to a full disk for example.
+    """
+    __tracebackhide__ = True
+    file: TextIO | None = getattr(sys, stream)
+    if file is None:
+        return
+    try:
+        _write(file, f"{line}\n")
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else error
+        raise OSError(error.errno, f"what the ranks print cannot be shown on sys.{stream}: {reason}") from None
+    except ValueError as error:
+        raise LaunchError(
+            f"what the ranks print cannot be shown on sys.{stream}: {error} "
+            f"Give it an open file, or None to drop what they print: sys.{stream} = None."
+        ) from None
+
+
+def _write(file: TextIO, text: str) -> None:
+    try:
+        file.write(text)
+    except UnicodeEncodeError as error:
+        file.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))

@@ -20,17 +20,18 @@ def pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     module = inspect.getmodule(fn)
     try:
         if module is None or not _is_script(module):
-            return _dumps((fn, args))
+            return dumps((fn, args))
         with _by_value(module):
-            return _dumps((fn, args))
-    except Exception as e:
+            return dumps((fn, args))
+    except (Exception, SystemExit) as e:
         raise TypeError(
             f"{getattr(fn, '__name__', fn)!r} or its arguments cannot be sent to the ranks ({e}). "
             "Make what cannot be pickled (files, locks, connections) inside the function."
         ) from e
 
 
-def _dumps(value: object) -> bytes:
+def dumps(value: object) -> bytes:
+    """Pickles with cloudpickle, and what that cannot: modules of a class of their own, such as torch's settings."""
     import cloudpickle
 
     class Pickler(cloudpickle.CloudPickler):

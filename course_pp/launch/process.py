@@ -22,7 +22,7 @@ from typing import IO, Self
 
 from course_pp.launch.command import Command, of_no_rank
 from course_pp.launch.errors import LaunchError
-from course_pp.launch.output import Lines
+from course_pp.launch.output import Lines, show
 from course_pp.launch.slurm import Job, is_news
 
 POLL_S = 0.2
@@ -113,7 +113,7 @@ class Process:
             raise error
         for line in self.launcher_said:
             if not is_news(line):
-                print(line, file=sys.stderr)
+                show("stderr", line)
         return tuple(self.printed)
 
     def wait(self, timeout_s: float) -> None:
@@ -205,7 +205,7 @@ class Process:
             said = self.ranks_said[int(match[1]), stream]
             # torch marks a traceback's lines with the rank, too.
             said.append(re.sub(r"^\[rank\d+\]: ?", "", match[2]))
-            print(line, file=getattr(sys, stream))
+            show(stream, line)
         else:
             # The launcher's own words: a page for a failed rank, which one sentence of ours replaces.
             self.launcher_said.append(line)

@@ -8,7 +8,6 @@ import linecache
 import os
 import pickle
 import re
-import signal
 import socket
 import sys
 import threading
@@ -17,10 +16,10 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from typing import Any
 
-from course_pp.launch import watch
+from course_pp.launch import channel, watch
+from course_pp.launch.pickling import dumps
 
 _INSIDE = "COURSE_PP_RANK_PID"
 
@@ -57,6 +56,11 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class Over:
+    """The function has returned or raised. What, is about to be pickled and sent."""
+
+
+@dataclass(frozen=True)
 class Returned:
     """The function returned.
 
@@ -78,12 +82,14 @@ class Raised:
         summary: ``Type: message``.
         text: the rank's traceback.
         at: monotonic clock, seconds; comparable between processes of one machine.
+        began_elsewhere: whether the exception itself says that another rank failed first.
     """
 
     exception: bytes | None
     summary: str
     text: str
     at: float
+    began_elsewhere: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,24 +107,29 @@ class Ask:
 class Mailbox:
     """A rank's end of the control connection; the main thread and the watching thread both write to it."""
 
-    def __init__(self, connection: Connection, rank: int) -> None:
+    def __init__(self, connection: socket.socket, rank: int) -> None:
         self._connection = connection
         self._lock = threading.Lock()
         self._rank = rank
+        self._pid = os.getpid()
         threading.Thread(target=self._answer, name="course_pp-watch", daemon=True).start()
 
     def send(self, message: object) -> None:
+        """Sends nothing from a process that the function forked. Raises OSError if the connection is closed."""
+        if os.getpid() != self._pid:
+            return
+        data = pickle.dumps(message)
         with self._lock:
-            self._connection.send(message)
+            channel.send(self._connection, data)
 
     def _answer(self) -> None:
         while True:
             try:
-                self._connection.recv()
+                channel.receive(self._connection)
                 self.send(watch.report(self._rank))
             except (EOFError, OSError):
                 # The caller is gone, and perhaps the server with it.
-                os.killpg(0, signal.SIGKILL)
+                watch.end_this_process()
 
 
 def inside() -> bool:
@@ -132,26 +143,40 @@ def main(control: int, listener: int | None) -> None:
     It never returns of itself: a rank that left would close its connections, and its peers' errors about that
     could reach the caller before the reason does.
     """
-    connection = Connection(control)
-    job: Job = pickle.loads(connection.recv_bytes())
-    payload = connection.recv_bytes()
+    pid = os.getpid()  # fn may fork
+    connection = socket.socket(fileno=control)
+    job: Job = pickle.loads(channel.receive(connection))
+    payload = channel.receive(connection)
     mailbox = Mailbox(connection, job.rank)
     # Held here until the end: rank 0's store serves ranks that are slower than rank 0's function.
     stores: list[object] = []
-    mailbox.send(_outcome(job, payload, listener, mailbox, stores))
+    outcome = _outcome(job, payload, listener, mailbox, stores)
+    if os.getpid() != pid:
+        _end_child(outcome)
+    try:
+        mailbox.send(outcome)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.write(2, f"this rank cannot reach its caller any more: {error}. Did fn close descriptors?\n".encode())
+        os._exit(1)
     threading.Event().wait()
 
 
-def _outcome(
-    job: Job, payload: bytes, listener: int | None, mailbox: Mailbox, stores: list[object]
-) -> Returned | Raised | Left:
-    import cloudpickle
+def _end_child(outcome: Returned | Raised | Left) -> None:
+    """Ends what the function forked where that comes out of the function, too: the result is the rank's to send."""
+    if isinstance(outcome, Raised):
+        print(outcome.text, file=sys.stderr)
+    os._exit(outcome.exit_code if isinstance(outcome, Left) else isinstance(outcome, Raised))
 
+
+def _outcome(
+    job: Job, payload: bytes | bytearray, listener: int | None, mailbox: Mailbox, stores: list[object]
+) -> Returned | Raised | Left:
     inherited = set(sys.modules)
     try:
         _enter(job)
         stores.append(_join(job, listener))
-        fn, args = pickle.loads(payload)
+        fn, args = _unpickled(payload)
         mailbox.send(Ready())
         value = fn(job.rank, *args)
     except SystemExit as e:
@@ -160,18 +185,40 @@ def _outcome(
             print(e.code, file=sys.stderr)
         return Left(code)
     except BaseException as e:
+        _say_over(mailbox)
         return _raised(e)
     finally:
         _flush()
+    _say_over(mailbox)
     try:
-        return Returned(cloudpickle.dumps(value), _own_modules(inherited))
-    except Exception as e:
+        data = dumps(value)
+        # What cannot be built again, never comes to an end of it, or ends the process, does so here and not there.
+        pickle.loads(data)
+    except BaseException as e:
         what = type(value).__qualname__
         error = TypeError(
-            f"rank {job.rank} returned a {what} that cannot be sent back ({e}). "
+            f"rank {job.rank} returned a {what} that cannot be sent back ({type(e).__name__}: {e}). "
             "Return tensors, numbers, strings or containers of them."
         )
         return _raised(error.with_traceback(e.__traceback__))
+    return Returned(data, _own_modules(inherited))
+
+
+def _say_over(mailbox: Mailbox) -> None:
+    # Whoever cannot say this will hear so again with the outcome.
+    with contextlib.suppress(OSError):
+        mailbox.send(Over())
+
+
+def _unpickled(payload: bytes | bytearray) -> tuple[Any, tuple[Any, ...]]:
+    try:
+        fn, args = pickle.loads(payload)
+    except BaseException as error:
+        raise TypeError(
+            f"fn or its arguments cannot be rebuilt on a rank ({type(error).__name__}: {error}). "
+            "Make what only works in one process inside the function."
+        ) from error
+    return fn, args
 
 
 def _own_modules(inherited: set[str]) -> tuple[str, ...]:
@@ -215,8 +262,9 @@ def _enter(job: Job) -> None:
     sys.argv[:] = job.argv
     os.chdir(job.cwd)
     linecache.cache.update(job.sources)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    # The caller reads UTF-8, whatever the locale.
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        setattr(sys, name, open(number, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False))  # noqa: SIM115
 
 
 def _join(job: Job, listener: int | None) -> Any:
@@ -258,20 +306,18 @@ def _join(job: Job, listener: int | None) -> Any:
 
 
 def _raised(error: BaseException) -> Raised:
-    import cloudpickle
-
     at = time.monotonic()
     own_frames = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(traceback.format_exception(type(error), error, own_frames))
     text = re.sub(r'File "[^"]*(?:ipykernel_|<ipython-input)[^"]*", line', "Cell, line", text)
     summary = "".join(traceback.format_exception_only(error)).strip()
     try:
-        blob = cloudpickle.dumps(error)
+        blob = dumps(error)
         # Many an exception class pickles and then cannot be built again.
         pickle.loads(blob)
-    except Exception:
+    except BaseException:
         blob = None
-    return Raised(blob, summary, text, at)
+    return Raised(blob, summary, text, at, bool(getattr(error, "began_elsewhere", False)))
 
 
 def _flush() -> None:

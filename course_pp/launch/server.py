@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import gc
 import importlib
 import os
@@ -28,6 +29,7 @@ import sys
 FORK, _PRELOAD = b"f", b"p"
 STATUS = struct.Struct("i")
 _LENGTH = struct.Struct("I")
+_FEWEST_DESCRIPTORS, _MOST_DESCRIPTORS = 4, 5
 _CHECK_PARENT_S = 2.0
 _HUGE_PAGE = 2 << 20
 _MADV_COLLAPSE = 25
@@ -43,7 +45,10 @@ def preload_request(modules: tuple[str, ...]) -> bytes:
 def serve(sock_fd: int) -> None:
     """Forks ranks until the caller at the other end of ``sock_fd`` is gone, then ends those that are left."""
     parent = os.getppid()
+    # Of a caller that blocks them we would never hear that a rank has ended.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     # Imported here so that no rank has to.
+    import cloudpickle  # noqa: F401
     import torch.distributed.pipelining  # noqa: F401
 
     from course_pp.launch import rank, watch  # noqa: F401
@@ -92,8 +97,10 @@ class Server:
 
     def _answer(self) -> bool:
         """Does what is asked for; False once the caller is gone."""
-        data, fds, _, _ = socket.recv_fds(self._requests, 1, 5)
+        data, fds, _, _ = socket.recv_fds(self._requests, 1, _MOST_DESCRIPTORS)
         if data == FORK:
+            if len(fds) < _FEWEST_DESCRIPTORS:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             self._forget_what_changed()
             self._fork_rank(fds)
         elif data == _PRELOAD:
@@ -216,8 +223,10 @@ def _reaped(pid: int) -> int | None:
 
 
 def _end_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+    """Ends a rank that is not reaped yet, and its group; the rank may have moved to another one."""
+    for end in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            end(pid, signal.SIGKILL)
 
 
 def _adopt_orphans() -> None:

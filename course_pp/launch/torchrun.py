@@ -86,7 +86,7 @@ class _Peer:
         self.rank: int | None = None
         self.pid = 0
         self.report: Report | None = None
-        self.raised: tuple[str, float] | None = None
+        self.raised: tuple[str, float, bool] | None = None
         self.gone = False
 
     def tell(self, line: str) -> None:
@@ -104,7 +104,8 @@ class _Peer:
             self.report = Report.from_dict(fields["report"])
         else:
             # Clocks of several nodes cannot be compared; the moment of arrival has to do.
-            self.raised = fields["raised"], fields["at"] if self._one_clock else time.monotonic()
+            at = fields["at"] if self._one_clock else time.monotonic()
+            self.raised = fields["raised"], at, fields["elsewhere"]
 
 
 class _Run(Process):
@@ -188,9 +189,9 @@ class _Run(Process):
             return LaunchError(f"torchrun ended with exit code {code} and named no rank. It said:\n{said}")
 
         def precedence(rank: int) -> tuple[bool, float, bool]:
-            summary, at = raised.get(rank, ("", float("inf")))
+            summary, at, elsewhere = raised.get(rank, ("", float("inf"), False))
             # What ended with SIGTERM was most likely ended by the launcher, because of another rank.
-            return is_echo(summary), at, failed[rank] == -signal.SIGTERM
+            return is_echo(summary, elsewhere), at, failed[rank] == -signal.SIGTERM
 
         first = min(failed, key=precedence)
         because = f": {raised[first][0]}" if first in raised else ""

@@ -11,6 +11,7 @@ from course_pp.launch.watch import Call, Report, is_cell
 COMPUTES = "computes"
 RETURNED = "returned"
 SILENT = "does not answer"
+SENDING = "sends what its function returned or raised"
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,8 @@ class Wait:
 
     Attributes:
         rank: the rank that was asked.
-        operation: name of the call of ``torch.distributed`` it waits in, or ``"computes"``, ``"returned"``,
-            ``"does not answer"`` (native code that lets no other thread run).
+        operation: name of the call of ``torch.distributed`` it waits in, or `COMPUTES`, `RETURNED`, `SILENT` (native
+            code that lets no other thread run), or `SENDING` (pickles and sends its result or exception).
         peers: ranks it waits for; empty when it waits for none.
         where: the user's source line, for example ``"cell line 4: dist.recv(x, src=1)"``; may be empty.
     """
@@ -73,7 +74,7 @@ def explain(waits: Sequence[Wait], seconds: float) -> str:
 def state(wait: Wait) -> str:
     """What one rank was doing, in a line."""
     where = f" ({wait.where})" if wait.where else ""
-    if wait.operation in (COMPUTES, SILENT):
+    if wait.operation in (COMPUTES, SILENT, SENDING):
         return f"rank {wait.rank} {wait.operation}{where}"
     return f"rank {wait.rank} waits in {wait.operation} for {_named(wait.peers)}{where}"
 
@@ -127,7 +128,7 @@ def _way_out(cycle: Sequence[Wait]) -> str:
 def _about_missing(waits: Sequence[Wait]) -> list[str]:
     awaited = {peer for wait in waits for peer in wait.peers}
     idle = [wait for wait in waits if wait.rank in awaited and not wait.peers]
-    gone = [wait.rank for wait in idle if wait.operation == RETURNED]
+    gone = [wait.rank for wait in idle if wait.operation in (RETURNED, SENDING)]
     sentences = []
     if gone:
         have, it = ("has", "it") if len(gone) == 1 else ("have", "they")
@@ -135,8 +136,10 @@ def _about_missing(waits: Sequence[Wait]) -> list[str]:
             f"{_named(gone).capitalize()} {have} returned: {it} will neither send, receive nor join any more."
         )
     for wait in idle:
-        if wait.operation != RETURNED:
+        if wait.rank not in gone:
             sentences.append(f"Look at rank {wait.rank} first: the others wait for it.")
+    if not sentences and any(wait.operation == SENDING for wait in waits):
+        sentences.append("Raise timeout_s, or let the ranks return less.")
     if not sentences and all(wait.operation == COMPUTES for wait in waits if wait.operation != RETURNED):
         sentences.append("Nobody waits for a message: raise timeout_s, or look for a loop that does not end.")
     return sentences

@@ -280,10 +280,8 @@ def attend(address: str, rank: int | None) -> None:
                     tell({"report": report(rank).to_dict()})
         if rank is None:
             os.kill(os.getpid(), signal.SIGTERM)
-        elif os.getpgrp() == os.getpid():
-            os.killpg(0, signal.SIGKILL)
         else:
-            os.kill(os.getpid(), signal.SIGKILL)
+            end_this_process()
 
     tell({"rank": rank, "pid": os.getpid(), "mark": os.environ.get("COURSE_PP_TORCHRUN")})
     threading.Thread(target=answer, name="course_pp-watch", daemon=True).start()
@@ -292,10 +290,18 @@ def attend(address: str, rank: int | None) -> None:
 
         def tell_and_show(kind: type[BaseException], value: BaseException, tb: TracebackType | None) -> None:
             summary = "".join(traceback.format_exception_only(kind, value)).strip()
-            tell({"raised": summary, "at": time.monotonic()})
+            elsewhere = bool(getattr(value, "began_elsewhere", False))
+            tell({"raised": summary, "at": time.monotonic(), "elsewhere": elsewhere})
             show(kind, value, tb)
 
         sys.excepthook = tell_and_show
+
+
+def end_this_process() -> None:
+    """Kills this process, and the group it leads."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _connected(address: str) -> socket.socket:

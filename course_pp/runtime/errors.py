@@ -8,6 +8,7 @@ class PipelineError(RuntimeError):
 
     Attributes:
         origin: what happened, beginning with rank, stage, microbatch and action.
+        began_elsewhere: whether another rank failed first, and this one was told of it.
 
     After it a pipeline cannot go on: its ranks are at different places of the schedule, and the gradients of the step
     are incomplete. Build another one, and zero the gradients.
@@ -15,4 +16,5 @@ class PipelineError(RuntimeError):
 
     def __init__(self, origin: str, here: str = "") -> None:
         self.origin = origin
+        self.began_elsewhere = bool(here)
         super().__init__(f"{origin}\n{here}" if here else origin)

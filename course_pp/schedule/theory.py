@@ -55,6 +55,22 @@ class Prediction:
         return _ratio(self.longest_span - max(self.work), self.longest_span)
 
 
+class NoClosedForm(ValueError):
+    """The closed form does not hold for these sizes and costs.
+
+    Attributes:
+        condition: under which it does.
+    """
+
+    def __init__(self, case: str, condition: str) -> None:
+        super().__init__(case, condition)
+        self._case = case
+        self.condition = condition
+
+    def __str__(self) -> str:
+        return f"{self._case}: the closed form holds only if {self.condition}; simulate the schedule instead"
+
+
 @dataclass(frozen=True)
 class Case:
     """p ranks, m microbatches, v chunks a rank, and what an action costs."""
@@ -72,12 +88,9 @@ class Case:
         return times["F"][0], times["I"][0], times["W"][0], transfers[0] if self.p > 1 else 0
 
     def require(self, holds: bool, condition: str) -> None:
-        """Raise ValueError unless ``condition`` holds."""
+        """Raise NoClosedForm unless ``condition`` holds."""
         if not holds:
-            raise ValueError(
-                f"p={self.p}, m={self.m}, v={self.v} with {self.costs}: the closed form holds only if {condition}; "
-                "simulate the schedule instead"
-            )
+            raise NoClosedForm(f"p={self.p}, m={self.m}, v={self.v} with {self.costs}", condition)
 
 
 @checked
@@ -87,7 +100,7 @@ def predict(
     """The closed form for the schedule that :func:`course_pp.schedule.build` makes of the same name and sizes.
 
     Raises:
-        ValueError: where ``build`` does, and where the conditions of the form do not hold.
+        ValueError: where ``build`` does; a :class:`NoClosedForm` where the conditions of the form do not hold.
     """
     schedule = build(name, n_ranks, n_microbatches, n_chunks)
     form = _FORMS[schedule.name]

@@ -12,6 +12,7 @@ from math import inf
 from pathlib import Path
 from typing import TextIO
 
+from course_pp.files import naming
 from course_pp.schedule import Costs, Time, format_time, names, to_torch_csv
 from course_pp.show.report import Report
 from course_pp.show.text import timeline_text
@@ -62,10 +63,14 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.save:
         from course_pp import show
 
-        show.timeline(report.timeline).save(arguments.save)
+        figure = show.timeline(report.timeline)
+        with naming(arguments.save):
+            figure.save(arguments.save)
     for option, target in targets.items():
         if target != "-":
-            Path(target).write_text(_WRITE[option](report) + "\n", encoding="utf-8")
+            text = _WRITE[option](report)
+            with naming(target):
+                Path(target).write_text(f"{text}\n", encoding="utf-8")
     if printed:
         print(_WRITE[printed[0]](report))
     else:

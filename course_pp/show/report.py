@@ -31,18 +31,16 @@ class Report:
         return simulate(self.schedule, self.costs)
 
     @cached_property
-    def _form_or_reason(self) -> theory.Prediction | str:
-        self.timeline  # noqa: B018 - what raises here is not a missing form
+    def _form_or_missing(self) -> theory.Prediction | theory.NoClosedForm:
         try:
             return theory.predict(self.name, self.n_ranks, self.n_microbatches, self.costs, self.n_chunks)
-        except ValueError as reason:
-            # The sizes and costs with which the message begins are on show already.
-            return str(reason).rpartition("the closed form ")[2].removesuffix("; simulate the schedule instead")
+        except theory.NoClosedForm as missing:
+            return missing
 
     @property
     def closed_form(self) -> theory.Prediction | None:
         """None where the sizes and costs are outside the conditions of the form."""
-        return self._form_or_reason if isinstance(self._form_or_reason, theory.Prediction) else None
+        return self._form_or_missing if isinstance(self._form_or_missing, theory.Prediction) else None
 
     @cached_property
     def longest_gap(self) -> Gap | None:
@@ -53,11 +51,11 @@ class Report:
     @property
     def verdict(self) -> str:
         """How the closed form compares with the simulation, in a sentence."""
-        if isinstance(self._form_or_reason, str):
-            return f"no closed form here: it {self._form_or_reason}"
+        if isinstance(self._form_or_missing, theory.NoClosedForm):
+            return f"no closed form here: it holds only if {self._form_or_missing.condition}"
         differences = [
             f"{what} {format_time(predicted)} instead of {format_time(simulated)}"
-            for what, simulated, predicted in _compared(self.timeline, self._form_or_reason)
+            for what, simulated, predicted in _compared(self.timeline, self._form_or_missing)
             if not math.isclose(simulated, predicted, rel_tol=1e-9, abs_tol=1e-12)
         ]
         if differences:

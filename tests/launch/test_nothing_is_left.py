@@ -14,7 +14,7 @@ import pytest
 
 from course_pp.launch import RanksHung, on_ranks
 from course_pp.launch.client import SERVERS, Server
-from course_pp.launch.ranks import _Crew
+from course_pp.launch.crew import Crew
 from tests.processes import descendants, no_process_left
 
 pytestmark = pytest.mark.timeout(60)
@@ -129,10 +129,10 @@ def test_calls_leave_no_descriptor_open_here_or_where_ranks_fork_from() -> None:
     [
         (Server, "fork", 1),
         (Server, "fork", 2),
-        (_Crew, "_watch", 2),
-        (_Crew, "_poll", 1),
-        (_Crew, "_wait_for_ends", 1),
-        (_Crew, "_drain", 1),
+        (Crew, "_watch", 2),
+        (Crew, "_poll", 1),
+        (Crew, "_wait_for_ends", 1),
+        (Crew, "_drain", 1),
     ],
 )
 def test_an_interrupt_at_any_moment_leaves_no_descriptor_open(

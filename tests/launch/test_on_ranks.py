@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import course_pp
-from course_pp.launch import LaunchError, RankDied, RanksHung, RankTraceback, client, on_ranks, ranks
+from course_pp.launch import LaunchError, RankDied, RanksHung, RankTraceback, client, crew, on_ranks
 from course_pp.launch.output import Lines
 from tests.processes import no_process_left
 
@@ -105,7 +105,7 @@ def test_a_rank_sees_torchruns_variables_and_the_callers_folder_path_arguments_a
 
 def test_what_is_no_string_in_the_callers_path_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "SERVERS", client.Servers())
-    monkeypatch.setattr(ranks, "SERVERS", client.SERVERS)
+    monkeypatch.setattr(crew, "SERVERS", client.SERVERS)
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
     try:
         assert on_ranks(1, lambda rank: tmp_path in sys.path) == [False]

@@ -1,0 +1,299 @@
+"""The ranks of one call of ``on_ranks``, as their caller sees them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import selectors
+import socket
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from io import FileIO
+from types import TracebackType
+
+from course_pp.launch import cells, endings
+from course_pp.launch import rank as in_rank
+from course_pp.launch.channel import Channel
+from course_pp.launch.client import SERVERS, Server, search_path
+from course_pp.launch.errors import LaunchError, RanksHung, is_echo
+from course_pp.launch.output import Lines, show
+from course_pp.launch.rank import Ask, Job, Left, Over, Raised, Ready, Returned
+from course_pp.launch.server import STATUS
+from course_pp.launch.waits import SENDING, Wait, explain, waits_from
+from course_pp.launch.watch import Report
+
+_START_LIMIT_S = 90.0
+_ANSWER_LIMIT_S = 2.0
+_END_LIMIT_S = 10.0
+# How long the echo of a lost peer waits for the news of what happened to the peer.
+_ECHO_S = 2.0
+# A pipe holds 16 pages, and a page has 64 KiB at most: one read empties it.
+_PIPE_BYTES = 1 << 20
+
+
+class _Rank:
+    """The caller's view of one rank: three connections and how it ended."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        with contextlib.ExitStack() as opened:
+            control, far_control = map(opened.enter_context, socket.socketpair())
+            self.life, far_life = map(opened.enter_context, socket.socketpair())
+            (out, far_out), (err, far_err) = (map(opened.enter_context, _pipe()) for _ in range(2))
+            self._open = opened.pop_all()
+        self._far: tuple[socket.socket | FileIO, ...] = (far_control, far_life, far_out, far_err)
+        self.channel = Channel(control)
+        self.outputs = {out: Lines(partial(self._show, "stdout")), err: Lines(partial(self._show, "stderr"))}
+        self.ready = False
+        self.over = False
+        self.end: Returned | Raised | Left | None = None
+        self.exit_code: int | None = None
+        self.report: Report | None = None
+
+    def _show(self, stream: str, line: str) -> None:
+        __tracebackhide__ = True
+        show(stream, f"[rank {self.number}] {line}")
+
+    def fork(self, server: Server, listener: list[int]) -> None:
+        """Has the server fork the rank, which takes over the far ends of its connections."""
+        try:
+            server.fork([end.fileno() for end in self._far] + listener)
+        finally:
+            for end in self._far:
+                end.close()
+
+    def close(self) -> None:
+        """Closes every connection, which ends the rank."""
+        self._open.close()
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not said how its function ended, and lives."""
+        return self.end is None and self.exit_code is None
+
+    @property
+    def can_answer(self) -> bool:
+        """Whether it is free to say what it does: not in the middle of a message, in either direction."""
+        return self.running and not self.channel.is_sending and not self.channel.is_receiving
+
+    @property
+    def failed(self) -> bool:
+        """Whether there will be no result."""
+        return isinstance(self.end, Raised | Left) or self.exit_code is not None
+
+    @property
+    def is_echo(self) -> bool:
+        """Whether it only failed because another rank did."""
+        return isinstance(self.end, Raised) and is_echo(self.end.summary, self.end.began_elsewhere)
+
+    @property
+    def precedence(self) -> tuple[bool, float]:
+        """Order of failures: the echo of another's comes last, then by time; a death is never an echo."""
+        return self.is_echo, self.end.at if isinstance(self.end, Raised) else time.monotonic()
+
+    def error(self, n: int) -> BaseException:
+        """What to raise for this rank, one of ``n``, that has failed."""
+        if self.exit_code is not None:
+            return endings.of_death(self.number, self.exit_code, self.over)
+        if isinstance(self.end, Left):
+            return endings.of_leaving(self.number, self.end)
+        assert isinstance(self.end, Raised)
+        return endings.of_exception(self.number, n, self.end)
+
+
+def _pipe() -> tuple[FileIO, FileIO]:
+    """A pipe whose ends close with the objects that own them, even when an interrupt comes between two lines."""
+    read, write = os.pipe()
+    return FileIO(read, "r"), FileIO(write, "w")
+
+
+class Crew:
+    """The ranks of one call. Leaving the context ends them all."""
+
+    def __init__(self, n: int, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._open = contextlib.ExitStack()
+        self._selector = self._open.enter_context(selectors.DefaultSelector())
+        self._ranks: list[_Rank] = []
+        self._n = n
+        self._server = SERVERS.get()
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def start(self, payload: bytes, backend: str | None, threads: int) -> None:
+        """Forks the ranks and begins to send them their work. Raises OSError for what the system refuses."""
+        with in_rank.listening_socket() as listener:
+            job = Job(
+                rank=0,
+                world_size=self._n,
+                port=listener.getsockname()[1],
+                environ=dict(os.environ),
+                sys_path=tuple(search_path()),
+                cwd=os.getcwd(),
+                argv=tuple(getattr(sys, "argv", ())),
+                sources=cells.sources(),
+                threads=threads,
+                backend=backend,
+                timeout_s=self._timeout_s,
+            )
+            for number in range(self._n):
+                rank = _Rank(number)
+                self._open.callback(rank.close)
+                self._ranks.append(rank)
+                rank.fork(self._server, [listener.fileno()] if number == 0 else [])
+        for rank in self._ranks:
+            rank.channel.send(pickle.dumps(replace(job, rank=rank.number)))
+            rank.channel.send(payload)
+            self._watch(rank)
+
+    def _watch(self, rank: _Rank) -> None:
+        read, register = selectors.EVENT_READ, self._selector.register
+        register(rank.channel, read | selectors.EVENT_WRITE, partial(self._exchange, rank))
+        register(rank.life, read, partial(self._read_status, rank))
+        for pipe, lines in rank.outputs.items():
+            register(pipe, read, partial(self._read_output, pipe, lines))
+
+    def results(self) -> list[bytes]:
+        """Waits for every rank; returns what they returned, pickled, or raises what the first failing one did."""
+        __tracebackhide__ = True
+        begun = time.monotonic()
+        try:
+            self._wait_for_results()
+        except KeyboardInterrupt:
+            # Whoever interrupts wants to know what was going on.
+            if any(rank.running for rank in self._ranks):
+                show("stderr", explain(self._ask(), round(time.monotonic() - begun, 1)))
+            raise
+        return [rank.end.value for rank in self._ranks if isinstance(rank.end, Returned)]
+
+    def _wait_for_results(self) -> None:
+        __tracebackhide__ = True
+        limit, begun = time.monotonic() + _START_LIMIT_S, False
+        while any(rank.end is None for rank in self._ranks):
+            self._poll(limit - time.monotonic())
+            self._raise_first_failure()
+            if not begun and all(rank.ready for rank in self._ranks):
+                limit, begun = time.monotonic() + self._timeout_s, True
+            if time.monotonic() >= limit:
+                raise self._hung(begun)
+
+    def _hung(self, begun: bool) -> RanksHung:
+        waits = self._ask()
+        message = explain(waits, self._timeout_s if begun else _START_LIMIT_S)
+        if not begun:
+            message += "\nfn was not called yet: ranks import torch, rebuild fn and its arguments, and meet first."
+        return RanksHung(message, waits)
+
+    def _poll(self, seconds: float) -> None:
+        for key, _ in self._selector.select(max(0.0, seconds)):
+            key.data()
+
+    def _exchange(self, rank: _Rank) -> None:
+        try:
+            if rank.channel.is_sending:
+                rank.channel.write()
+                if not rank.channel.is_sending:
+                    self._selector.modify(rank.channel, selectors.EVENT_READ, partial(self._exchange, rank))
+            data = rank.channel.read()
+        except (EOFError, OSError):
+            # The life socket will say how the rank ended.
+            self._selector.unregister(rank.channel)
+            return
+        if data is not None:
+            self._take(rank, pickle.loads(data))
+
+    def _take(self, rank: _Rank, message: Ready | Over | Report | Returned | Raised | Left) -> None:
+        self._server.warm = True
+        if isinstance(message, Ready):
+            rank.ready = True
+        elif isinstance(message, Over):
+            rank.over = True
+        elif isinstance(message, Report):
+            rank.report = message
+        else:
+            rank.end = message
+
+    def _read_status(self, rank: _Rank) -> None:
+        data = rank.life.recv(STATUS.size)
+        self._selector.unregister(rank.life)
+        if not data:
+            raise self._server.lost()
+        (rank.exit_code,) = STATUS.unpack(data)
+
+    def _read_output(self, pipe: FileIO, lines: Lines) -> None:
+        data = pipe.read(_PIPE_BYTES)
+        if data:
+            lines.feed(data)
+        else:
+            self._selector.unregister(pipe)
+
+    def _raise_first_failure(self) -> None:
+        __tracebackhide__ = True
+        first = self._first_failure()
+        if first is None:
+            return
+        settled = time.monotonic() + _ECHO_S
+        # A peer of this rank is dead or about to say what went wrong; its news decides.
+        while first.is_echo and any(rank.running for rank in self._ranks) and time.monotonic() < settled:
+            self._poll(settled - time.monotonic())
+            first = self._first_failure() or first
+        raise first.error(self._n)
+
+    def _first_failure(self) -> _Rank | None:
+        return min((rank for rank in self._ranks if rank.failed), key=lambda rank: rank.precedence, default=None)
+
+    def _ask(self) -> tuple[Wait, ...]:
+        """What each rank is doing now."""
+        asked = [rank for rank in self._ranks if rank.can_answer]
+        for rank in asked:
+            with contextlib.suppress(OSError):
+                rank.channel.send(pickle.dumps(Ask()))
+                rank.channel.write()
+        limit = time.monotonic() + _ANSWER_LIMIT_S
+        while time.monotonic() < limit and any(rank.running and rank.report is None for rank in asked):
+            self._poll(limit - time.monotonic())
+        self._drain()
+        waits = waits_from((rank.number, rank.report, rank.end is not None) for rank in self._ranks)
+        over = {rank.number for rank in self._ranks if rank.running and rank.over}
+        return tuple(replace(wait, operation=SENDING, peers=()) if wait.rank in over else wait for wait in waits)
+
+    def _drain(self) -> None:
+        """Prints what is in the pipes, and no more: ranks may write faster than what we print to can take."""
+        outputs = {pipe for rank in self._ranks for pipe in rank.outputs}
+        for key, _ in self._selector.select(0):
+            if key.fileobj in outputs:
+                key.data()
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        # An interrupt in here cuts the waiting and printing short; whatever is open closes, which ends ranks as well.
+        with self._open:
+            for rank in self._ranks:
+                with contextlib.suppress(OSError):
+                    rank.life.shutdown(socket.SHUT_WR)
+            self._wait_for_ends()
+            self._preload()
+            # What is raised already comes before the news that more could not be printed.
+            with contextlib.suppress(*(() if kind is None else (OSError, LaunchError))):
+                self._drain()
+                for rank in self._ranks:
+                    for lines in rank.outputs.values():
+                        lines.close()
+
+    def _preload(self) -> None:
+        """Only now, because the server ends no rank while it imports."""
+        imported = {name for rank in self._ranks if isinstance(rank.end, Returned) for name in rank.end.imported}
+        if imported:
+            self._server.preload(tuple(sorted(imported)))
+
+    def _wait_for_ends(self) -> None:
+        limit = time.monotonic() + _END_LIMIT_S
+        for rank in self._ranks:
+            rank.life.settimeout(max(0.1, limit - time.monotonic()))
+            with contextlib.suppress(OSError):
+                # While the server still imports torch there is no rank yet; when forked it finds itself unwanted.
+                if self._server.warm:
+                    rank.life.recv(STATUS.size)

@@ -1,0 +1,249 @@
+"""`on_ranks` in a process that lacks what others have, and with functions that do what nobody expects."""
+
+import io
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from course_pp.launch import LaunchError, RankDied, RanksHung, client, crew, on_ranks
+from course_pp.launch.channel import Channel
+from course_pp.launch.client import SERVERS, Server, Servers
+from course_pp.launch.waits import SENDING
+from tests.processes import no_process_left
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    with no_process_left():
+        yield
+
+
+NO_STREAMS = """
+import os, resource, signal, sys
+from pathlib import Path
+from course_pp.launch import on_ranks
+
+sys.path[:] += [f"/no/such/{'x' * 200}/{i}" for i in range(2000)]
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+
+def look(rank):
+    print("\\N{RIGHTWARDS ARROW}")
+    return rank, len(sys.path) >= 2000, signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+try:
+    said = on_ranks(2, look)
+except BaseException as error:
+    said = error
+Path(sys.argv[1]).write_text(repr(said))
+"""
+
+
+def test_ranks_start_without_streams_from_a_long_path_with_few_files_blocked_signals_and_an_ascii_locale(
+    tmp_path: Path,
+) -> None:
+    """Standard descriptors are closed, and each warning is an error."""
+    plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONWARNINGS": "error"}
+    run = 'exec "$@" 0<&- 1>&- 2>&-'
+    argv = ["sh", "-c", run, "sh", sys.executable, "-c", NO_STREAMS, str(tmp_path / "said")]
+    subprocess.run(argv, env={**os.environ, **plain}, timeout=50, check=True)
+    assert (tmp_path / "said").read_text() == repr([(0, True, set()), (1, True, set())])
+
+
+def closed() -> io.StringIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize(
+    ("stream", "error", "words"),
+    [
+        (closed, LaunchError, "on sys.stdout: I/O operation on closed file. Give it an open file, or None"),
+        (lambda: Path("/dev/full").open("w", buffering=1), OSError, "on sys.stdout: No space left on device"),  # noqa: SIM115
+    ],
+    ids=["closed", "full disk"],
+)
+def test_what_cannot_be_printed_is_one_sentence(
+    stream: Callable[[], io.TextIOBase], error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", stream())
+    with pytest.raises(error, match=words):
+        on_ranks(2, print)
+
+
+def test_where_nothing_is_printed_ranks_print_nothing_and_where_a_character_is_missing_an_escape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert on_ranks(1, lambda rank: print("lost")) == [None]
+    page = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(page, "ascii", write_through=True))
+    on_ranks(1, lambda rank: print("a \N{RIGHTWARDS ARROW} \udcff"))
+    assert page.getvalue() == b"[rank 0] a \\u2192 \\udcff\n"
+
+
+def test_a_deleted_folder_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(LaunchError, match=r"the folder you are in has been deleted\. Change to another one"):
+        on_ranks(1, print)
+
+
+def test_too_few_files_are_a_sentence_with_the_limit() -> None:
+    on_ranks(1, print)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = max(map(int, os.listdir("/dev/fd"))) + 8
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    try:
+        with pytest.raises(LaunchError, match=f"8 ranks need more open files than the limit of {few} leaves"):
+            on_ranks(8, print)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert on_ranks(2, lambda rank: rank) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("python", "words"),
+    [("/no/such/python", "refuses to start ranks: No such file .*: /no/such/python"), (None, "sys.executable is None")],
+)
+def test_a_python_that_cannot_be_started_is_a_sentence(
+    python: str | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crew, "SERVERS", Servers())
+    monkeypatch.setattr(sys, "executable", python)
+    with pytest.raises(LaunchError, match=words):
+        on_ranks(1, print)
+
+
+def test_a_process_to_fork_from_that_is_stopped_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_END_LIMIT_S", 0.1)
+    server = Server()
+    server.process.send_signal(signal.SIGSTOP)
+    server.stop()
+    assert server.process.poll() == -signal.SIGKILL
+
+
+class Rebuilt:
+    """Is pickled as a call, made where it is rebuilt."""
+
+    def __init__(self, call: Callable[..., Any], *args: Any) -> None:
+        self.call = call, args
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def refuse_elsewhere(pid: int) -> None:
+    if os.getpid() != pid:
+        raise LookupError("another process")
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: Rebuilt(time.sleep, 1000), RanksHung, "rank 0 sends what its function returned or raised"),
+        (lambda: Rebuilt(os._exit, 3), RankDied, "rank 0 ended with exit code 3 while it sent"),
+        (lambda: Rebuilt(sys.exit, "bye"), TypeError, r"returned a Rebuilt that cannot be sent back \(SystemExit: bye"),
+        (lambda: Rebuilt(refuse_elsewhere, os.getpid()), TypeError, "what rank 0 returned cannot be rebuilt where"),
+    ],
+    ids=["never", "ends the process", "leaves", "only on the rank"],
+)
+def test_a_result_that_cannot_be_rebuilt_is_one_sentence_within_the_time_limit(
+    make: Callable[[], Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words) as failure:
+        on_ranks(1, lambda rank: make(), timeout_s=1)
+    if isinstance(failure.value, RanksHung):
+        assert [wait.operation for wait in failure.value.waits] == [SENDING]
+        assert "let the ranks return less" in str(failure.value)
+
+
+def test_a_function_in_a_result_may_mention_both_dist_and_a_config() -> None:
+    import torch.distributed as dist
+
+    class Settings:
+        config = 3
+
+    def make(rank: int) -> Callable[[], int]:
+        return lambda: dist.is_available() + Settings().config
+
+    assert [made() for made in on_ranks(2, make)] == [4, 4]
+
+
+def test_an_argument_that_cannot_be_rebuilt_on_a_rank_is_called_one() -> None:
+    with pytest.raises(TypeError, match=r"its arguments cannot be rebuilt on a rank \(LookupError: another process\)"):
+        on_ranks(1, lambda rank, value: None, Rebuilt(refuse_elsewhere, os.getpid()))
+
+
+def test_an_interrupt_that_a_rank_raises_is_not_taken_for_the_callers() -> None:
+    def interrupt(rank: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(LaunchError, match="raised KeyboardInterrupt"):
+        on_ranks(2, interrupt)
+
+
+def test_a_rank_that_says_another_failed_first_is_believed_whatever_its_words() -> None:
+    class Told(RuntimeError):
+        began_elsewhere = True
+
+    def fail(rank: int) -> None:
+        if rank == 0:
+            raise Told("told")
+        time.sleep(0.2)
+        raise LookupError("the reason")
+
+    with pytest.raises(LookupError, match="the reason"):
+        on_ranks(2, fail)
+
+
+def test_what_a_function_forks_does_not_answer_for_the_rank() -> None:
+    def fork(rank: int) -> str:
+        if os.fork() == 0:
+            return "child"
+        time.sleep(0.3)
+        return "rank"
+
+    assert on_ranks(2, fork) == ["rank", "rank"]
+
+
+def test_a_rank_that_moves_to_the_group_of_its_parent_ends_alone() -> None:
+    on_ranks(1, print)
+    server = SERVERS.pid()
+    on_ranks(2, lambda rank: os.setpgid(0, os.getpgid(os.getppid())))
+    assert on_ranks(1, lambda rank: os.getppid()) == [server]
+
+
+def test_a_rank_that_closes_what_it_did_not_open_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RankDied, match="rank 0 ended with exit code 1"):
+        on_ranks(1, lambda rank: os.closerange(3, 1000))
+    out, err = capsys.readouterr()
+    assert err.startswith("[rank 0] this rank cannot reach its caller any more")
+    assert (out, err.count("\n")) == ("", 1)
+
+
+def test_the_callers_end_of_a_connection_never_waits_for_the_rest_of_a_message() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        channel = Channel(ours)
+        assert (channel.read(), channel.is_receiving) == (None, False)
+        theirs.sendall((3).to_bytes(8, "big") + b"ab")
+        assert (channel.read(), channel.read(), channel.is_receiving) == (None, None, True)
+        theirs.sendall(b"c")
+        assert (channel.read(), channel.is_receiving) == (b"abc", False)
+        channel.send(bytes(10_000_000))
+        channel.write()
+        assert channel.is_sending
