@@ -18,7 +18,7 @@ __all__ = ["LaunchError", "RankDied", "RankTraceback", "RanksHung", "Wait", "on_
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """Called by ``%load_ext course_pp.launch``: adds ``%torchrun``, and begins to import torch if ranks run here."""
+    """Add ``%torchrun``, and begin to import torch if ranks run here; ``%load_ext course_pp.launch`` calls this."""
     from course_pp.launch import client, magic, where
 
     magic.register(ipython)

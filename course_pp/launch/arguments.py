@@ -13,7 +13,7 @@ from course_pp.launch.limits import refuse_bad_timeout
 
 
 def refuse_bad_arguments(n: int, fn: object, args: tuple[Any, ...], timeout_s: float, threads: int) -> None:
-    """Raises RuntimeError inside a rank, and TypeError or ValueError for an argument that is of no use."""
+    """Raise RuntimeError inside a rank, and TypeError or ValueError for an argument that cannot work."""
     __tracebackhide__ = True
     if in_rank.inside():
         raise RuntimeError(

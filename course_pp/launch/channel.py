@@ -15,13 +15,13 @@ _LENGTH = struct.Struct("!Q")
 
 
 def send(connection: socket.socket, message: bytes) -> None:
-    """Sends a whole message. Raises OSError if the other end is gone."""
+    """Send a whole message. Raises OSError if the other end is gone."""
     connection.sendall(_LENGTH.pack(len(message)))
     connection.sendall(message)
 
 
 def receive(connection: socket.socket) -> bytearray:
-    """Waits for a whole message. Raises EOFError or OSError if the other end is gone."""
+    """Wait for a whole message and return it. Raises EOFError or OSError if the other end is gone."""
     (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
     return _exactly(connection, length)
 
@@ -67,11 +67,11 @@ class Channel:
         return not self._is_length or len(self._room) < _LENGTH.size
 
     def send(self, message: bytes) -> None:
-        """Queues a message for `write`."""
+        """Queue a message for `write`."""
         self._unsent += [memoryview(_LENGTH.pack(len(message))), memoryview(message)]
 
     def write(self) -> None:
-        """Sends what the socket takes now. Raises OSError if the rank is gone."""
+        """Send what the socket takes now. Raises OSError if the rank is gone."""
         with contextlib.suppress(BlockingIOError):
             while self._unsent:
                 sent = self._socket.send(self._unsent[0])
@@ -80,7 +80,7 @@ class Channel:
                     self._unsent.popleft()
 
     def read(self) -> bytearray | None:
-        """Reads once; returns a message when that completes one. Raises EOFError or OSError if the rank is gone."""
+        """Read once; return a message when that completes one. Raises EOFError or OSError if the rank is gone."""
         try:
             got = self._socket.recv_into(self._room)
         except BlockingIOError:

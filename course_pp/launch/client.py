@@ -20,7 +20,7 @@ _END_LIMIT_S = 10.0
 
 
 def search_path() -> list[str]:
-    """``sys.path`` without what the import system passes over or cannot look into."""
+    """Return ``sys.path`` without entries that the import system skips or cannot look into."""
     return [entry for entry in sys.path if isinstance(entry, str) and "\0" not in entry]
 
 
@@ -60,7 +60,7 @@ class Server:
             raise self.lost() from e
 
     def preload(self, modules: tuple[str, ...]) -> None:
-        """Has the server import what ranks had to import, so that those of the next call need not."""
+        """Have the server import what ranks had to import, so that the next ranks find it imported."""
         with self._lock, contextlib.suppress(OSError):
             self._socket.sendall(preload_request(modules))
 
@@ -72,7 +72,7 @@ class Server:
         )
 
     def stop(self) -> None:
-        """Ends the process. Closing the socket does, unless the process is stopped or stuck in an import."""
+        """End the process: by closing the socket, or by a signal if it is stopped or stuck in an import."""
         self._socket.close()
         try:
             self.process.wait(_END_LIMIT_S)
@@ -92,7 +92,7 @@ def _interpreter() -> str:
 
 
 class Servers:
-    """At most one server a process, started when it is first needed and again if it was lost."""
+    """Holds at most one server a process; starts it when it is first needed, and again if it was lost."""
 
     def __init__(self) -> None:
         self._server: Server | None = None

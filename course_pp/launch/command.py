@@ -69,7 +69,7 @@ def build(
     environ: Mapping[str, str] | None = None,
     timeout_s: float = 300.0,
 ) -> Command:
-    """Builds the launch of ``torchrun ARGS``.
+    """Build the launch of ``torchrun ARGS``.
 
     Under Slurm torchrun itself runs as one task on each node. On one node, the rendezvous takes a free port; several
     nodes meet at the first one. Variables that are set already win, and so does a rendezvous among the options.
@@ -105,7 +105,7 @@ def build(
 
 
 def on_nodes(place: Place, program: Sequence[str], args: Sequence[str], meets: bool = False) -> list[str]:
-    """``program args`` as it runs at a place: behind srun, inside its container, after its set-up lines.
+    """Return ``program args`` as it runs at a place: behind srun, in its container, after its set-up lines.
 
     ``meets`` adds torchrun's options by which several nodes find each other.
     """
@@ -122,14 +122,14 @@ def on_nodes(place: Place, program: Sequence[str], args: Sequence[str], meets: b
 
 
 def of_no_rank(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` without what describes one rank, or one step, of another run."""
+    """Return ``environ`` without the variables that describe one rank, or one step, of another run."""
     return {
         name: value for name, value in environ.items() if name not in _OF_A_RANK and not name.startswith(_OF_A_STEP)
     }
 
 
 def script_index(args: Sequence[str]) -> int | None:
-    """Where torchrun's own options end. All but a few of them take a value."""
+    """Return the index of the script, where torchrun's own options end. Most options take a value."""
     at = 0
     while at < len(args):
         if not args[at].startswith("-"):
@@ -139,13 +139,13 @@ def script_index(args: Sequence[str]) -> int | None:
 
 
 def _dashed(option: str) -> str:
-    """torchrun spells every option with dashes or underscores."""
+    """Spell an option with dashes; torchrun takes underscores, too."""
     name, equals, value = option.partition("=")
     return name.replace("_", "-") + equals + value
 
 
 def _number(options: Sequence[str], wanted: str) -> int | None:
-    """The value of an option, of ``MIN:MAX`` the larger; None if it is not given or no number."""
+    """Return the value of an option, of ``MIN:MAX`` the larger; None if it is not given or no number."""
     for option, following in zip_longest(options, options[1:], fillvalue=""):
         name, _, value = option.partition("=")
         if name == wanted:

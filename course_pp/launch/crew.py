@@ -58,7 +58,7 @@ class _Rank:
         show(stream, f"[rank {self.number}] {line}")
 
     def fork(self, server: Server, listener: list[int]) -> None:
-        """Has the server fork the rank, which takes over the far ends of its connections."""
+        """Have the server fork the rank, which takes over the far ends of its connections."""
         try:
             server.fork([end.fileno() for end in self._far] + listener)
         finally:
@@ -66,7 +66,7 @@ class _Rank:
                 end.close()
 
     def close(self) -> None:
-        """Closes every connection, which ends the rank."""
+        """Close every connection, which ends the rank."""
         self._open.close()
 
     @property
@@ -95,7 +95,7 @@ class _Rank:
         return self.is_echo, self.end.at if isinstance(self.end, Raised) else time.monotonic()
 
     def error(self, n: int) -> BaseException:
-        """What to raise for this rank, one of ``n``, that has failed."""
+        """Return the exception for this rank, one of ``n``, which has failed."""
         if self.exit_code is not None:
             return endings.of_death(self.number, self.exit_code, self.over)
         if isinstance(self.end, Left):
@@ -125,7 +125,7 @@ class Crew:
         return self
 
     def start(self, payload: bytes, backend: str | None, threads: int) -> None:
-        """Forks the ranks and begins to send them their work. Raises OSError for what the system refuses."""
+        """Fork the ranks and begin to send them their work. Raises OSError for what the system refuses."""
         with in_rank.listening_socket() as listener:
             job = Job(
                 rank=0,
@@ -158,7 +158,7 @@ class Crew:
             register(pipe, read, partial(self._read_output, pipe, lines))
 
     def results(self) -> list[bytes]:
-        """Waits for every rank; returns what they returned, pickled, or raises what the first failing one did."""
+        """Wait for every rank; return what they returned, pickled, or raise what the first failing one did."""
         __tracebackhide__ = True
         begun = time.monotonic()
         try:
@@ -247,7 +247,7 @@ class Crew:
         return min((rank for rank in self._ranks if rank.failed), key=lambda rank: rank.precedence, default=None)
 
     def _ask(self) -> tuple[Wait, ...]:
-        """What each rank is doing now."""
+        """Return what each rank is doing now."""
         asked = [rank for rank in self._ranks if rank.can_answer]
         for rank in asked:
             with contextlib.suppress(OSError):
@@ -262,7 +262,7 @@ class Crew:
         return tuple(replace(wait, operation=SENDING, peers=()) if wait.rank in over else wait for wait in waits)
 
     def _drain(self) -> None:
-        """Prints what is in the pipes, and no more: ranks may write faster than what we print to can take."""
+        """Print what is in the pipes, and no more: ranks may write faster than what we print to can take."""
         outputs = {pipe for rank in self._ranks for pipe in rank.outputs}
         for key, _ in self._selector.select(0):
             if key.fileobj in outputs:
@@ -284,7 +284,7 @@ class Crew:
                         lines.close()
 
     def _preload(self) -> None:
-        """Only now, because the server ends no rank while it imports."""
+        """Have the server import what these ranks had to. Only now: it ends no rank while it imports."""
         imported = {name for rank in self._ranks if isinstance(rank.end, Returned) for name in rank.end.imported}
         if imported:
             self._server.preload(tuple(sorted(imported)))

@@ -11,7 +11,7 @@ from course_pp.launch.rank import Left, Raised
 
 
 def of_death(rank: int, exit_code: int, over: bool) -> RankDied:
-    """What to raise for a rank whose process has ended.
+    """Return the exception for a rank whose process has ended.
 
     Args:
         exit_code: as ``subprocess`` gives it.
@@ -23,7 +23,7 @@ def of_death(rank: int, exit_code: int, over: bool) -> RankDied:
 
 
 def of_leaving(rank: int, left: Left) -> RankDied:
-    """What to raise for a rank whose function called ``sys.exit``."""
+    """Return the exception for a rank whose function called ``sys.exit``."""
     return RankDied(
         f"rank {rank} left through sys.exit({left.exit_code}) before its function returned. Return a value instead.",
         rank,
@@ -32,7 +32,7 @@ def of_leaving(rank: int, left: Left) -> RankDied:
 
 
 def of_exception(rank: int, n: int, raised: Raised) -> BaseException:
-    """What the function raised, with the rank's traceback as its cause.
+    """Return what the function raised, with the rank's traceback as its cause.
 
     A `LaunchError` with its summary where that cannot be built again or not be marked, or is no `Exception`: here a
     KeyboardInterrupt would pass for one of the caller's own.
@@ -52,7 +52,7 @@ def _marked(error: Exception, rank: int, n: int, text: str) -> Exception:
 
 
 def result(rank: int, pickled: bytes) -> Any:
-    """What the function returned. Raises TypeError if it can be built on the rank, and not here."""
+    """Return what the function returned. Raises TypeError if only the rank can rebuild it."""
     __tracebackhide__ = True
     try:
         return pickle.loads(pickled)

@@ -15,7 +15,7 @@ _ECHO = re.compile(
 
 
 def is_echo(summary: str, began_elsewhere: bool) -> bool:
-    """Whether an exception only says that a peer is gone or has failed: the reason lies with that peer.
+    """Return whether an exception only says that a peer is gone or has failed: the cause lies with that peer.
 
     Args:
         summary: ``Type: message``, in which torch and gloo name a lost connection.
@@ -25,7 +25,7 @@ def is_echo(summary: str, began_elsewhere: bool) -> bool:
 
 
 def signal_name(number: int) -> str:
-    """``"SIGKILL"``, or ``"signal 40"``: most of the real-time signals have no name."""
+    """Return ``"SIGKILL"``, or ``"signal 40"``: most real-time signals have no name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -33,7 +33,7 @@ def signal_name(number: int) -> str:
 
 
 def why_ended(exit_code: int) -> str:
-    """What probably ended a process, from its exit code as ``subprocess`` gives it."""
+    """Say what probably ended a process, from its exit code as ``subprocess`` gives it."""
     if exit_code >= 0:
         return "Something in it called os._exit, or a library ended the process."
     return {
@@ -44,7 +44,7 @@ def why_ended(exit_code: int) -> str:
 
 
 class _Sentence(BaseException):
-    """In a notebook: the line of the cell and the message. Our own frames would only hide both."""
+    """An exception that a notebook shows as the cell's line and the message, without our own frames."""
 
     def _render_traceback_(self) -> list[str]:
         # What IPython calls in place of printing a traceback.
@@ -95,7 +95,7 @@ class RanksHung(_Sentence, TimeoutError):
 
 
 class RankTraceback(Exception):
-    """Carries a rank's own traceback as text: the cause of what is raised where the ranks were started."""
+    """A rank's own traceback, as text; the cause of the exception that the caller gets."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(f"on rank {rank}:\n{text.rstrip()}")

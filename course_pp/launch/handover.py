@@ -46,7 +46,7 @@ class Call:
 
 @dataclass(frozen=True)
 class End:
-    """How it ended on the node.
+    """How a call ended on the node.
 
     Attributes:
         results: one pickle a rank, or None if ``raised`` says why there are none.
@@ -66,7 +66,7 @@ def end_file(folder: Path, number: int) -> Path:
 
 
 def write(file: Path, value: object) -> None:
-    """Writes a pickle whole or not at all, as seen from another node. Raises OSError, and leaves nothing then."""
+    """Write a pickle so that another node sees all of it or nothing. Raises OSError, and leaves nothing then."""
     half = file.with_suffix(".part")
     try:
         half.write_bytes(pickle.dumps(value))

@@ -10,7 +10,7 @@ from course_pp.launch.torchrun import run_torchrun
 
 
 def torchrun(line: str) -> None:
-    """``%torchrun [--timeout SECONDS] [--local] ARGS...``: runs ``torchrun ARGS...`` and fails if a rank fails.
+    """``%torchrun [--timeout SECONDS] [--local] ARGS...``: run ``torchrun ARGS...``; fail if a rank fails.
 
     ``--timeout`` is the limit for the run, once it has left a queue (300 s unless given); ``--local`` keeps off
     Slurm. Both come before the script.
@@ -21,7 +21,7 @@ def torchrun(line: str) -> None:
 
 
 def split(line: str) -> tuple[list[str], float, bool]:
-    """Takes the magic's own two options out of the line: (torchrun's arguments, seconds, local)."""
+    """Take the magic's own two options out of the line; return (torchrun's arguments, seconds, local)."""
     args, timeout_s, local = shlex.split(line), 300.0, False
     at = 0
     # --local takes no value, unlike the options of torchrun: it is taken out before the script is looked for.
@@ -43,5 +43,5 @@ def split(line: str) -> tuple[list[str], float, bool]:
 
 
 def register(ipython: Any) -> None:
-    """Makes ``%torchrun`` known to an IPython shell."""
+    """Make ``%torchrun`` known to an IPython shell."""
     ipython.register_magic_function(torchrun, "line", "torchrun")

@@ -33,7 +33,7 @@ _ROOM = "Make room there, or set folder in site.toml to another one that all nod
 
 
 class _Task(Process):
-    """The one task of a job, which answers calls that need no more than the first one did."""
+    """The one task of a Slurm job. It answers every call that needs no more than the first one did."""
 
     def __init__(self, place: Place, ask: Ask) -> None:
         self.ask, self.owner = ask, os.getpid()
@@ -54,7 +54,7 @@ class _Task(Process):
             super().__init__(command, {}, self._folder, started)
 
     def fits(self, ask: Ask, site: Site, job: str | None) -> bool:
-        """Whether what is asked can be had in this job, given the settings and surrounding job now."""
+        """Return whether this job can serve ``ask`` under the present settings and surrounding job."""
         ours = self.command.place
         alike = self.owner == os.getpid() and (ours.site, ours.job) == (site, job)
         # Inside another job there are the GPUs of that one.
@@ -64,7 +64,7 @@ class _Task(Process):
         return alike and enough and waits and self.running and self._job.seconds_left() > ask.seconds
 
     def end(self, call: Call, limit_s: float) -> End | None:
-        """How the call ended; None if this job has served others and ended before it took this one."""
+        """Return how the call ended; None if the job, after serving other calls, ended before it took this one."""
         __tracebackhide__ = True
         before, self._environ = self._environ, of_no_rank(os.environ)
         changed = {name: self._environ.get(name) for name, _ in before.items() ^ self._environ.items()}
@@ -92,7 +92,7 @@ class _Task(Process):
 
     @property
     def number(self) -> str | None:
-        """Of the job, once Slurm has said it."""
+        """The number of the job, once Slurm has said it."""
         return self._job.number
 
     @property
@@ -116,7 +116,7 @@ class _Task(Process):
 
 
 class Tasks:
-    """At most one job a process, kept from call to call."""
+    """Holds at most one Slurm job a process, and keeps it from call to call."""
 
     def __init__(self) -> None:
         self._task: _Task | None = None
@@ -129,12 +129,12 @@ class Tasks:
         self._lock = threading.Lock()
 
     def kept(self, ask: Ask, site: Site, job: str | None) -> Place | None:
-        """Where a job waits that has what is asked, if there is one."""
+        """Return the place of a waiting job that can serve ``ask``; None if there is none."""
         task = self._task
         return task.command.place if task is not None and task.fits(ask, site, job) else None
 
     def results(self, place: Place, ask: Ask, call: Call) -> list[bytes]:
-        """What every rank of the call returned, pickled, having run at a place that is not this machine.
+        """Run the call in a Slurm job; return what every rank returned, pickled.
 
         Raises:
             Whatever ``on_ranks`` raises on the node, and LaunchError for what Slurm refuses or ends.
@@ -175,7 +175,7 @@ class Tasks:
         return task
 
     def release(self) -> None:
-        """Ends a job that only waits for its next call, so that another one of ours does not queue behind it."""
+        """End a job that only waits for its next call, so that our next job does not queue behind it."""
         if self._lock.acquire(blocking=False):
             try:
                 self.stop()
@@ -183,7 +183,7 @@ class Tasks:
                 self._lock.release()
 
     def stop(self, because: type[BaseException] | None = None) -> None:
-        """Ends the job, if it is ours and not a parent process's."""
+        """End the job, if it is ours and not a parent process's."""
         task, self._task = self._task, None
         if task is not None and task.owner == os.getpid():
             task.__exit__(because)
@@ -193,7 +193,7 @@ TASKS = Tasks()
 
 
 def _cell() -> int | None:
-    """Number of the notebook cell that runs; None in a script."""
+    """Return the number of the notebook cell that runs; None in a script."""
     found = shell()
     return found.execution_count if found else None
 

@@ -11,7 +11,7 @@ from course_pp.launch.errors import LaunchError
 
 
 class Lines:
-    """Cuts the bytes of one stream into whole lines and hands each on as text.
+    """Cuts the bytes of one stream into whole lines, and hands each on as text.
 
     Args:
         emit: called with each line, without its end.
@@ -22,7 +22,7 @@ class Lines:
         self._rest: list[bytes] = []
 
     def feed(self, data: bytes) -> None:
-        """Takes the next bytes of the stream."""
+        """Take the next bytes of the stream."""
         *lines, rest = data.split(b"\n")
         if lines:
             lines[0] = self._take_rest() + lines[0]
@@ -31,12 +31,12 @@ class Lines:
             self._emit(_text(line))
 
     def close(self) -> None:
-        """Hands on a last line that had no end."""
+        """Hand on a last line that had no end."""
         if rest := self._take_rest():
             self._emit(_text(rest))
 
     def _take_rest(self) -> bytes:
-        """What came since the last line end. Joined once: a long line arrives in thousands of pieces."""
+        """Take what came since the last line end. Joined once: a long line arrives in thousands of pieces."""
         rest, self._rest = b"".join(self._rest), []
         return rest
 
@@ -47,7 +47,7 @@ def _text(line: bytes) -> str:
 
 
 def show(stream: str, line: str) -> None:
-    """Prints a line of a rank on ``sys.stdout`` or ``sys.stderr``, and like ``print`` nothing where that is None.
+    """Print a line of a rank on ``sys.stdout`` or ``sys.stderr``; like ``print``, nothing where that is None.
 
     Characters that the stream has no code for become escapes.
 

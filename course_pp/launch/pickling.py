@@ -16,7 +16,7 @@ from typing import Any
 
 
 def pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """``(fn, args)`` as bytes; what is defined in a cell or a script is sent whole, what is installed by name."""
+    """Pickle ``(fn, args)``: what a cell or a script defines is sent whole, what is installed by name."""
     module = inspect.getmodule(fn)
     try:
         if module is None or not _is_script(module):
@@ -31,7 +31,7 @@ def pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def dumps(value: object) -> bytes:
-    """Pickles with cloudpickle, and what that cannot: modules of a class of their own, such as torch's settings."""
+    """Pickle with cloudpickle, and also what it refuses: modules of a class of their own, as torch's settings are."""
     import cloudpickle
 
     class Pickler(cloudpickle.CloudPickler):
@@ -65,7 +65,7 @@ def _is_sent_whole(fn: Any) -> bool:
 
 
 def _is_script(module: ModuleType) -> bool:
-    """A file that is run rather than imported: sent whole, so that no rank has to import it.
+    """Return whether the file is run rather than imported, and is sent whole, so that no rank has to import it.
 
     That is a file in no package which is not installed, and a test module, whose import would bring pytest along.
     """

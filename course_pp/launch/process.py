@@ -78,7 +78,7 @@ class Process:
         self._open = opened.pop_all()
 
     def watch(self, file: object, ready: Callable[[], None]) -> None:
-        """Calls ``ready`` whenever ``file`` can be read."""
+        """Call ``ready`` whenever ``file`` can be read."""
         self._selector.register(file, selectors.EVENT_READ, ready)  # type: ignore[arg-type]
 
     def forget(self, file: object) -> None:
@@ -98,7 +98,7 @@ class Process:
             print(f"{self.job.called} is {'being ' if self.running else ''}cancelled.", flush=True)
 
     def follow(self, timeout_s: float) -> tuple[str, ...]:
-        """Prints what the ranks print until all have ended.
+        """Print what the ranks print until all have ended.
 
         Args:
             timeout_s: limit in seconds, from the moment the job has left the queue.
@@ -117,7 +117,7 @@ class Process:
         return tuple(self.printed)
 
     def wait(self, timeout_s: float) -> None:
-        """Prints what comes until the command has ended, or said what it was to say."""
+        """Print what comes until the command has ended, or said what it was to say."""
         __tracebackhide__ = True
         limit = None
         while self._open_streams and not self.answered():
@@ -131,7 +131,7 @@ class Process:
                 raise self.hung(timeout_s)
 
     def error(self) -> BaseException | None:
-        """What to raise for a command that has ended; None if it ended well."""
+        """Return the exception for a command that has ended; None if it ended well."""
         code = self._process.wait(GRACE_S)
         # When its node is lost, srun says so and ends with exit code 0.
         if not code and not any(line.startswith("srun: error:") for line in self.launcher_said):
@@ -139,7 +139,7 @@ class Process:
         return self._verdict() or (self.failure(code) if code else None)
 
     def answered(self) -> bool:
-        """Whether there is nothing to wait for although the command still runs."""
+        """Return whether there is nothing left to wait for, though the command still runs."""
         return False
 
     @property
@@ -147,22 +147,22 @@ class Process:
         return self._process.poll() is None
 
     def tell(self, line: str) -> None:
-        """Writes a line to the job's standard input."""
+        """Write a line to the job's standard input."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
 
     def failure(self, code: int) -> BaseException:
-        """What to raise for an exit code that Slurm does not explain."""
+        """Return the exception for an exit code that Slurm does not explain."""
         return LaunchError(f"`{self.command.shown}` ended with exit code {code}. It said:\n{self.last_words()}")
 
     def hung(self, seconds: float) -> BaseException:
-        """What to raise at the time limit."""
+        """Return the exception for the time limit."""
         return TimeoutError(f"still running after {seconds:g} s.")
 
     def a_rank_failed(self) -> bool:
-        """Whether there is a rank to blame, so that a step that was cancelled because of it needs no other reason."""
+        """Return whether a rank failed: then Slurm's word that the step was cancelled is only its consequence."""
         return False
 
     def last_words(self) -> str:
@@ -230,17 +230,17 @@ class Process:
         self.end_ranks()
 
     def _hang_up(self) -> None:
-        """Tells the guard to cancel the job."""
+        """Tell the guard to cancel the job."""
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
 
     def end_ranks(self) -> None:
-        """Ends what a launcher on this machine may have left."""
+        """End what a launcher on this machine may have left."""
 
 
 def shared_folder(parent: str) -> contextlib.AbstractContextManager[str]:
-    """A temporary folder that every node sees, and that nobody else can put another one in the place of.
+    """Make a temporary folder that every node sees and that no other user can replace.
 
     Raises ValueError if it cannot be made in the site's folder, or not safely: what lies in it is unpickled.
     """

@@ -57,7 +57,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Over:
-    """The function has returned or raised. What, is about to be pickled and sent."""
+    """The function has returned or raised; its result or exception is pickled and sent next."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Mailbox:
         threading.Thread(target=self._answer, name="course_pp-watch", daemon=True).start()
 
     def send(self, message: object) -> None:
-        """Sends nothing from a process that the function forked. Raises OSError if the connection is closed."""
+        """Send it, but nothing from a process that the function forked. Raises OSError if the connection is closed."""
         if os.getpid() != self._pid:
             return
         data = pickle.dumps(message)
@@ -133,12 +133,12 @@ class Mailbox:
 
 
 def inside() -> bool:
-    """Whether this process is a rank of ``on_ranks``, and not merely a child of one."""
+    """Return whether this process is a rank of ``on_ranks``; a child of a rank is not."""
     return os.environ.get(_INSIDE) == str(os.getpid())
 
 
 def main(control: int, listener: int | None) -> None:
-    """Runs the function, sends how it ended, and waits to be ended.
+    """Run the function, send how it ended, and wait to be ended.
 
     It never returns of itself: a rank that left would close its connections, and its peers' errors about that
     could reach the caller before the reason does.
@@ -163,7 +163,7 @@ def main(control: int, listener: int | None) -> None:
 
 
 def _end_child(outcome: Returned | Raised | Left) -> None:
-    """Ends what the function forked where that comes out of the function, too: the result is the rank's to send."""
+    """End a child that fn forked and that came out of fn, too: only the rank itself sends a result."""
     if isinstance(outcome, Raised):
         print(outcome.text, file=sys.stderr)
     os._exit(outcome.exit_code if isinstance(outcome, Left) else isinstance(outcome, Raised))
@@ -222,9 +222,10 @@ def _unpickled(payload: bytes | bytearray) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _own_modules(inherited: set[str]) -> tuple[str, ...]:
-    """The modules of this package that were imported since; none if one of them may have brought along other packages.
+    """Return the modules of this package that this rank imported; none if they imported another package, too.
 
-    Those may start threads, or read the environment of the call, neither of which belongs into the server.
+    The server imports them for the next call. Another package may start threads, which a server that forks must not
+    have, or read the environment of this call.
     """
     own = _top(__name__)
     new = sys.modules.keys() - inherited
@@ -239,7 +240,7 @@ def _top(module: str) -> str:
 
 
 def _enter(job: Job) -> None:
-    """Makes this process look like the caller's, as rank ``job.rank``."""
+    """Make this process look like the caller's, as rank ``job.rank``."""
     rank, size = str(job.rank), str(job.world_size)
     os.environ.clear()
     os.environ.update(job.environ)
@@ -268,7 +269,7 @@ def _enter(job: Job) -> None:
 
 
 def _join(job: Job, listener: int | None) -> Any:
-    """Connects the rank's store and, unless ``job.backend`` is None, makes the default process group."""
+    """Connect the rank's store and, unless ``job.backend`` is None, make the default process group."""
     import torch
     import torch.distributed as dist
 
@@ -328,7 +329,7 @@ def _flush() -> None:
 
 
 def listening_socket() -> socket.socket:
-    """A socket that listens on a free port of the loopback address, for the store of rank 0."""
+    """Return a socket that listens on a free port of the loopback address, for the store of rank 0."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind(("127.0.0.1", 0))
     listener.listen(socket.SOMAXCONN)

@@ -27,7 +27,7 @@ def on_ranks(
     threads: int = 1,
     where: str | None = None,
 ) -> list[Any]:
-    """Runs ``fn(rank, *args)`` on ``n`` processes, with the process group ready, and returns their results.
+    """Run ``fn(rank, *args)`` on ``n`` processes, with the process group ready, and return their results.
 
     What the ranks print appears here, each line labelled with its rank. ``fn`` may be defined in a notebook cell
     or in a script. No process is left behind, however the call ends.
@@ -84,7 +84,7 @@ def on_ranks(
 
 
 def run_ranks(n: int, payload: bytes, timeout_s: float, backend: str | None, threads: int) -> list[bytes]:
-    """`on_ranks` on this machine, for a function and arguments that are pickled; its results are, too."""
+    """Run a pickled function and its arguments on this machine; return what each rank returned, pickled."""
     __tracebackhide__ = True
     with contextlib.ExitStack() as opened:
         with start_refused_in_a_sentence(n):

@@ -25,7 +25,7 @@ _FIRST_CALL_S = 60.0
 
 
 def main(folder: Path, patience_s: float) -> None:
-    """Answers calls until none has come for ``patience_s`` seconds, or the caller is gone."""
+    """Answer calls until none has come for ``patience_s`` seconds, or the caller is gone."""
     SERVERS.get()  # begins to import torch
     patience = _FIRST_CALL_S
     while select.select([0], [], [], patience)[0] and (numbers := os.read(0, 4096).split()):
@@ -37,7 +37,7 @@ def main(folder: Path, patience_s: float) -> None:
 
 
 def _answer(folder: Path, number: int) -> None:
-    """Runs a call and leaves its end in the folder; where there is no room for that, a sentence that says so."""
+    """Run a call and leave its end in the folder; where there is no room for that, a sentence that says so."""
     end = _end(call_file(folder, number))
     try:
         write(end_file(folder, number), end)
@@ -72,7 +72,7 @@ def _read(file: Path) -> Call:
 
 
 def _become(call: Call) -> None:
-    """Takes over what a rank is to find as the caller has it."""
+    """Take over what a rank is to find as the caller has it."""
     if call.python != sys.version_info[:2]:
         theirs, ours = (".".join(map(str, version)) for version in (call.python, sys.version_info[:2]))
         raise LaunchError(
@@ -98,7 +98,7 @@ def _become(call: Call) -> None:
 
 
 def _dumped(error: BaseException) -> bytes:
-    """The exception, its cause and its notes: of these, only the first travels of itself."""
+    """Pickle the exception with its cause and notes, which do not travel by themselves."""
     parts = error.__cause__, tuple(getattr(error, "__notes__", ()))
     try:
         dumped: bytes = cloudpickle.dumps((error, *parts))

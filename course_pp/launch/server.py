@@ -37,13 +37,13 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def preload_request(modules: tuple[str, ...]) -> bytes:
-    """The request to import modules before the next rank is forked."""
+    """Return the request to import modules before the next rank is forked."""
     names = " ".join(modules).encode()
     return _PRELOAD + _LENGTH.pack(len(names)) + names
 
 
 def serve(sock_fd: int) -> None:
-    """Forks ranks until the caller at the other end of ``sock_fd`` is gone, then ends those that are left."""
+    """Fork ranks until the caller at the other end of ``sock_fd`` is gone, then end those that are left."""
     parent = os.getppid()
     # Of a caller that blocks them we would never hear that a rank has ended.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -96,7 +96,7 @@ class Server:
             _end_orphans()
 
     def _answer(self) -> bool:
-        """Does what is asked for; False once the caller is gone."""
+        """Do what is asked for; False once the caller is gone."""
         data, fds, _, _ = socket.recv_fds(self._requests, 1, _MOST_DESCRIPTORS)
         if data == FORK:
             if len(fds) < _FEWEST_DESCRIPTORS:
@@ -120,7 +120,7 @@ class Server:
         _settle()
 
     def _forget_what_changed(self) -> None:
-        """Lets ranks import anew what was imported for them, once the file of any of it is another one."""
+        """Let ranks import anew what was imported for them, once the file of any of it is another one."""
         if all(_changed_at(name) == then for name, then in self._preloaded.items()):
             return
         for name in self._preloaded:
@@ -172,7 +172,7 @@ class Server:
             _end_group(pid)
 
     def _reap(self) -> None:
-        """Collects the ranks that have ended, and says so to whoever waits for them."""
+        """Collect the ranks that have ended, and say so to whoever waits for them."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._child_read, 4096)
         ended = []
@@ -192,7 +192,7 @@ class Server:
 
 
 def _changed_at(module: str) -> float:
-    """When the file of a module was last written; 0 if there is none."""
+    """Return when the file of a module was last written; 0 if there is none."""
     file = getattr(sys.modules[module], "__file__", None)
     try:
         return os.stat(file).st_mtime if file else 0.0
@@ -201,14 +201,14 @@ def _changed_at(module: str) -> float:
 
 
 def _settle() -> None:
-    """Makes what was imported cheap to fork: not looked at again by the collector, and in few pages."""
+    """Make what was imported cheap to fork: not looked at again by the collector, and in few pages."""
     gc.collect()
     gc.freeze()
     _use_huge_pages()
 
 
 def _reaped(pid: int) -> int | None:
-    """The exit code of a rank that has ended, whose group is then ended too; None while the rank runs."""
+    """Return the exit code of a rank that has ended, whose group is then ended too; None while the rank runs."""
     # Until it is reaped, the dead leader keeps its number and so its group's: the safe moment to signal the group.
     if hasattr(os, "waitid"):
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
@@ -223,20 +223,20 @@ def _reaped(pid: int) -> int | None:
 
 
 def _end_group(pid: int) -> None:
-    """Ends a rank that is not reaped yet, and its group; the rank may have moved to another one."""
+    """End a rank that is not reaped yet, and its group; the rank may have moved to another one."""
     for end in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             end(pid, signal.SIGKILL)
 
 
 def _adopt_orphans() -> None:
-    """Makes orphaned descendants children of this process, whatever group or session they moved to (Linux)."""
+    """Make orphaned descendants children of this process, whatever group or session they moved to (Linux)."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _end_orphans() -> None:
-    """Ends what ranks left behind. To be called when no rank is left: every child is an orphan then."""
+    """End what ranks left behind. To be called when no rank is left: every child is an orphan then."""
     children = f"/proc/self/task/{os.getpid()}/children"
     with contextlib.suppress(OSError):
         # The children of an orphan are orphans in their turn.
@@ -252,7 +252,7 @@ def _read(file: str) -> str:
 
 
 def _use_huge_pages() -> None:
-    """Moves what was imported into huge pages, so that a fork copies a hundred page-table entries, not 50,000.
+    """Move what was imported into huge pages, so that a fork copies a hundred page-table entries, not 50,000.
 
     Asked for range by range (Linux 6.1 and later; elsewhere nothing happens), because the allocator settings with
     the same effect would stay on in the ranks and change what learners measure there.

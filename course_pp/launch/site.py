@@ -56,7 +56,7 @@ class Site:
 
 
 def load_site(environ: Mapping[str, str] | None = None) -> Site:
-    """Reads the first of: ``$COURSE_PP_SITE``; site.toml here or in a folder above, up to the root of the repository;
+    """Read the first of: ``$COURSE_PP_SITE``; site.toml here or in a folder above, up to the root of the repository;
     ``~/.config/course_pp/site.toml``. Without any, the defaults.
 
     Raises:

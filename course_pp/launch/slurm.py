@@ -92,7 +92,7 @@ class Job:
         return f"the run in {who}" if self.step else who
 
     def queue_line(self) -> str | None:
-        """Where the job stands in the queue, if that has changed since the last call; asks now and then.
+        """Return where the job stands in the queue, if that has changed; asks Slurm now and then.
 
         Raises:
             LaunchError: Slurm keeps the job in the queue for a reason that waiting does not cure.
@@ -118,7 +118,7 @@ class Job:
         return self._news(f"job {self.number} waits in partition {partition}: {place}{_because(reason)}", how)
 
     def look_soon(self) -> None:
-        """The next `queue_line` asks, however long the job has waited: srun has just said how it gets on."""
+        """Have the next `queue_line` ask Slurm: srun has just said how the job gets on."""
         self._next_look, self._pause_s = 0.0, _LOOK_S
 
     def _news(self, line: str, more: str = "") -> str | None:
@@ -126,7 +126,7 @@ class Job:
         return line + more if news else None
 
     def seconds_left(self) -> float:
-        """Until Slurm ends the job; 0 if it does not say, or the job is gone."""
+        """Return the seconds until Slurm ends the job; 0 if it does not say, or the job is gone."""
         rows = self._ask("squeue", "--noheader", f"--jobs={self._found()}", "-o", "%L")
         if rows and rows[0].strip() in ("UNLIMITED", "NOT_SET"):
             return float("inf")
@@ -137,7 +137,7 @@ class Job:
         return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
 
     def _found(self) -> str:
-        """The number of the job, which may have begun or ended before the first look; empty if there is none."""
+        """Return the number of the job, which may have begun or ended before the first look; empty if none."""
         if self.number is None:
             found = self._ours("%i", "--states=all")
             self.number = found[0] if found else None
@@ -154,7 +154,7 @@ class Job:
     def verdict(
         self, said: Sequence[str], asked: str, a_rank_failed: bool, a_rank_spoke: bool = False
     ) -> LaunchError | None:
-        """What Slurm itself ended the run for; None if it only passes on that the command failed.
+        """Return why Slurm itself ended the run; None if it only passes on that the command failed.
 
         Args:
             said: lines of srun and slurmstepd.
@@ -196,7 +196,7 @@ class Job:
             time.sleep(_FIRST_LOOK_S)
 
     def _ask(self, *argv: str) -> list[str]:
-        """The lines of an answer; none if there is no answer, which is no reason to give up."""
+        """Return the lines of an answer; none if there is no answer, which is no reason to give up."""
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             answer = subprocess.run(argv, env=self._environ, capture_output=True, text=True, timeout=_ANSWER_LIMIT_S)
             if not answer.returncode:
@@ -205,7 +205,7 @@ class Job:
 
 
 def is_news(line: str) -> bool:
-    """Whether srun only says how the job gets on in the queue."""
+    """Return whether srun only says how the job gets on in the queue."""
     return bool(_NEWS.match(line))
 
 

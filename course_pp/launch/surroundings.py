@@ -12,7 +12,7 @@ from course_pp.launch.errors import LaunchError
 
 
 def working_folder() -> str:
-    """The current folder. Raises LaunchError if it has been deleted."""
+    """Return the current folder. Raises LaunchError if it has been deleted."""
     __tracebackhide__ = True
     try:
         return os.getcwd()
@@ -25,7 +25,7 @@ def working_folder() -> str:
 
 @contextlib.contextmanager
 def standard_descriptors_taken() -> Iterator[None]:
-    """Keeps what is opened inside off the numbers 0 to 2: where they are closed, ``print`` would write into it."""
+    """Keep what is opened inside off the numbers 0 to 2: where they are closed, ``print`` would write into it."""
     placeholders = []
     try:
         # For reading only: what is printed to them is refused as before.
@@ -40,7 +40,7 @@ def standard_descriptors_taken() -> Iterator[None]:
 
 @contextlib.contextmanager
 def start_refused_in_a_sentence(n: int) -> Iterator[None]:
-    """Turns what the system refuses while ``n`` ranks are started into a LaunchError."""
+    """Turn what the system refuses while ``n`` ranks are started into a LaunchError."""
     __tracebackhide__ = True
     try:
         yield

@@ -40,7 +40,7 @@ _MOST_ADDRESS_BYTES = 103
 def run_torchrun(
     args: Sequence[str], *, timeout_s: float = 300.0, local: bool = False, where: str | None = None
 ) -> tuple[str, ...]:
-    """Runs ``torchrun ARGS`` and prints where, the exact command, and what the ranks print, labelled line by line.
+    """Run ``torchrun ARGS`` and print where, the exact command, and what the ranks print, labelled line by line.
 
     Inside a Slurm job the ranks run in it. Next to a cluster they run in a job of their own, for which the one that
     `on_ranks` keeps for its next call is given up, and whose place in the queue is printed; otherwise on this machine.
@@ -214,7 +214,7 @@ class _Run(Process):
         return RanksHung(explain(waits, seconds), waits)
 
     def end_ranks(self) -> None:
-        """What torchrun leaves behind on this machine: each rank leads a session of its own."""
+        """End what torchrun leaves behind on this machine: each rank leads a session of its own."""
         if self.job is not None:
             return  # process ids of other machines; srun ends what it started
         for peer in self._peers:
@@ -226,7 +226,7 @@ class _Run(Process):
 
 
 def _listener(path: Path | None) -> socket.socket:
-    """Listens at a Unix socket, or, for ranks on other nodes, at a free port."""
+    """Listen at a Unix socket or, for ranks on other nodes, at a free port."""
     listener = socket.socket(socket.AF_UNIX if path else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.bind(str(path) if path else ("", 0))
@@ -238,7 +238,7 @@ def _listener(path: Path | None) -> socket.socket:
 
 
 def _short_folder() -> tempfile.TemporaryDirectory[str]:
-    """A temporary folder in which a socket can be bound; in /tmp if the usual place has no name for that."""
+    """Make a temporary folder in which a socket can be bound; in /tmp if the usual place has no name for that."""
     make = partial(tempfile.TemporaryDirectory, prefix="course_pp_", ignore_cleanup_errors=True)
     folder = make()
     # It goes on PYTHONPATH, too.
@@ -255,7 +255,7 @@ def _kill(pid: int) -> None:
 
 
 def _marked(mark: str) -> Iterator[int]:
-    """Processes whose environment carries ``mark``, where the system shows environments (Linux)."""
+    """Yield the processes whose environment carries ``mark``, where the system shows environments (Linux)."""
     wanted = f"{_MARK}={mark}".encode()
     for entry in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -264,7 +264,7 @@ def _marked(mark: str) -> Iterator[int]:
 
 
 def _failed_ranks(report: str) -> Iterator[tuple[int, int]]:
-    """(rank, exit code) of each failure in torchrun's closing report."""
+    """Yield (rank, exit code) of each failure in torchrun's closing report."""
     for match in re.finditer(r"rank\s+: (\d+) \(local_rank: \d+\)\s+exitcode\s+: (-?\d+)", report):
         yield int(match[1]), int(match[2])
 

@@ -33,7 +33,7 @@ class Wait:
 
 
 def waits_from(ranks: Iterable[tuple[int, Report | None, bool]]) -> tuple[Wait, ...]:
-    """Turns each rank's (rank, report, has returned) into what it waits for.
+    """Turn each rank's (rank, report, has returned) into what the rank waits for.
 
     A rank in a collective waits for the ranks of its group that are not in the same collective.
     """
@@ -64,7 +64,7 @@ def _where(report: Report) -> str:
 
 
 def explain(waits: Sequence[Wait], seconds: float) -> str:
-    """One message, a line a rank: who waits for whom and where, the cycle if there is one, and what to change."""
+    """Return one message, a line a rank: who waits for whom and where, a cycle if there is one, what to change."""
     running = [wait for wait in waits if wait.operation != RETURNED]
     count = "1 rank" if len(running) == 1 else f"{len(running)} ranks"
     states = "\n".join(f"  {state(wait)}" for wait in running)
@@ -72,7 +72,7 @@ def explain(waits: Sequence[Wait], seconds: float) -> str:
 
 
 def state(wait: Wait) -> str:
-    """What one rank was doing, in a line."""
+    """Say in a line what one rank was doing."""
     where = f" ({wait.where})" if wait.where else ""
     if wait.operation in (COMPUTES, SILENT, SENDING):
         return f"rank {wait.rank} {wait.operation}{where}"
@@ -88,7 +88,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def find_cycle(waits: Sequence[Wait]) -> tuple[Wait, ...]:
-    """The first ring of ranks in which each waits for the next, or ``()``."""
+    """Return the first ring of ranks in which each waits for the next, or ``()``."""
     by_rank = {wait.rank: wait for wait in waits}
     dead_ends: set[int] = set()
 
@@ -106,7 +106,7 @@ def find_cycle(waits: Sequence[Wait]) -> tuple[Wait, ...]:
 
 
 def diagnosis(waits: Sequence[Wait]) -> str:
-    """Who holds up whom, and what to change."""
+    """Say who holds up whom, and what to change."""
     cycle = find_cycle(waits)
     if cycle:
         following = (*cycle[1:], cycle[0])

@@ -113,7 +113,7 @@ class Calls:
         self._ranks: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
 
     def ranks_of(self, group: Any, c10d: ModuleType) -> tuple[int, ...]:
-        """Global ranks of ``group``; its own numbering if it was made by hand and not registered."""
+        """Return the global ranks of ``group``; its own numbering if it was made by hand and not registered."""
         ranks = self._ranks.get(group)
         if ranks is None:
             try:
@@ -145,12 +145,12 @@ class Calls:
         return self._pending.get(work)
 
     def current(self, thread: int) -> Call | None:
-        """The call ``thread`` is blocked in; failing that, any other thread's (backward has threads of its own)."""
+        """Return the call that ``thread`` is blocked in, else that of any other: backward has its own threads."""
         return self._blocked.get(thread) or next(iter(list(self._blocked.values())), None)
 
 
 def instrument(c10d: ModuleType) -> None:
-    """Wraps the blocking methods of ``c10d.ProcessGroup`` and ``c10d.Work``; a second call changes nothing."""
+    """Wrap the blocking methods of ``c10d.ProcessGroup`` and ``c10d.Work``; a second call changes nothing."""
     if getattr(c10d.ProcessGroup, "course_pp_calls", None) is not None:
         return
     calls = c10d.ProcessGroup.course_pp_calls = Calls()
@@ -203,7 +203,7 @@ def _call(c10d: ModuleType, calls: Calls, group: Any, name: str, operation: str,
 
 
 def report(rank: int) -> Report:
-    """What the main thread of this process is doing."""
+    """Return what the main thread of this process is doing."""
     main = threading.main_thread().ident
     frame = sys._current_frames().get(cast(int, main))
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
@@ -219,7 +219,7 @@ def report(rank: int) -> Report:
 
 
 def _unwrapped_call(frame: FrameType, c10d: ModuleType) -> Call | None:
-    """Calls such as ``new_group`` block before any Work exists; all ranks have to join them."""
+    """Find a call such as ``new_group``, which blocks before any Work exists; all ranks have to join it."""
     found = None
     for f in _outwards(frame):
         name = f.f_code.co_name
@@ -252,12 +252,12 @@ def _is_library(file: str) -> bool:
 
 
 def is_cell(file: str) -> bool:
-    """Whether ``file`` is the name IPython gives a cell."""
+    """Return whether ``file`` is the name IPython gives a cell."""
     return "ipykernel_" in file or file.startswith("<ipython-input")
 
 
 def attend(address: str, rank: int | None) -> None:
-    """Connects a process under torchrun to whoever started it, and answers there until it ends.
+    """Connect a process under torchrun to whoever started it, and answer there until it ends.
 
     Args:
         address: path of a Unix socket, or a TCP port of the machine from which srun was called. One JSON object a
@@ -298,7 +298,7 @@ def attend(address: str, rank: int | None) -> None:
 
 
 def end_this_process() -> None:
-    """Kills this process, and the group it leads."""
+    """Kill this process, and the group it leads."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -44,7 +44,7 @@ class Ask:
 
     @classmethod
     def of_call(cls, n: int, timeout_s: float, backend: str | None) -> Ask:
-        """What a call of ``on_ranks`` needs. Ranks that meet over gloo compute on the CPU, and leave GPUs to others."""
+        """Return what a call of ``on_ranks`` needs. Ranks that meet over gloo leave the GPUs to others."""
         return cls(1, n, timeout_s + _START_AND_END_S, calls=True, gpus=backend != "gloo")
 
 
@@ -85,7 +85,7 @@ def decide(
     environ: Mapping[str, str] | None = None,
     kept: Callable[[Ask, Site, str | None], Place | None] = lambda ask, site, job: None,
 ) -> Place:
-    """Decides for a Slurm job we are in, else for a job of our own if a cluster answers, else for this machine.
+    """Decide for a Slurm job we are in, else for a job of our own if a cluster answers, else for this machine.
 
     Args:
         ask: what the run needs.
@@ -120,12 +120,12 @@ def decide(
 
 
 def certainly_here() -> bool:
-    """Whether the next `on_ranks` runs on this machine, as far as can be said without asking a cluster."""
+    """Return whether the next `on_ranks` runs on this machine, as far as can be said without asking a cluster."""
     return os.environ.get("COURSE_PP_WHERE") == "local" or on_a_node() or not shutil.which("srun")
 
 
 def on_a_node() -> bool:
-    """Whether this is a node of a Slurm job: a step would bring the same ranks to the same cores, seconds later."""
+    """Return whether this is a node of a Slurm job. A step would only start the same ranks here, seconds later."""
     return "SLURMD_NODENAME" in os.environ
 
 
@@ -181,12 +181,12 @@ def _partition(ask: Ask, site: Site) -> str:
 
 
 def _tasks(ask: Ask) -> tuple[str, ...]:
-    """One task a node; where one fails, those of other nodes would wait for it for ever."""
+    """Ask for one task a node; where one fails, those of other nodes would wait for it for ever."""
     return ("-N", str(ask.nodes), "-n", str(ask.nodes), *(("-K1",) if ask.nodes > 1 else ()))
 
 
 def _nodes(partition: str, environ: Mapping[str, str]) -> Nodes | None:
-    """What the partition has, ours or the default one; None if there is no cluster behind the tools, only they.
+    """Return what the partition has, ours or the default one; None if there is no cluster behind the tools, only they.
 
     Raises RuntimeError if there is one that does not answer: a controller may be slow, and a login node is no place
     for ranks.
