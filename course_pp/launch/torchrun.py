@@ -24,6 +24,7 @@ from course_pp.launch.limits import refuse_bad_timeout
 from course_pp.launch.on_slurm import TASKS
 from course_pp.launch.output import Lines
 from course_pp.launch.process import LAST_LINES, Process, shared_folder
+from course_pp.launch.surroundings import working_folder
 from course_pp.launch.waits import explain, waits_from
 from course_pp.launch.watch import Report
 
@@ -65,6 +66,7 @@ def run_torchrun(
     """
     __tracebackhide__ = True  # a reader looks for the line of the cell, not for ours
     refuse_bad_timeout(timeout_s)
+    working_folder()  # refuses one that is gone
     command = build(args, "local" if local else where, timeout_s=timeout_s)
     print(f"{command.place.said}\n$ {command.shown}", flush=True)
     if not command.local and command.place.job is None:

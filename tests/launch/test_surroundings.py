@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from course_pp.launch import LaunchError, RankDied, RanksHung, client, crew, on_ranks
+from course_pp.launch import LaunchError, RankDied, RanksHung, client, crew, on_ranks, run_torchrun
 from course_pp.launch.channel import Channel
 from course_pp.launch.client import SERVERS, Server, Servers
 from course_pp.launch.waits import SENDING
@@ -98,8 +98,9 @@ def test_a_deleted_folder_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    with pytest.raises(LaunchError, match=r"the folder you are in has been deleted\. Change to another one"):
-        on_ranks(1, print)
+    for start in (lambda: on_ranks(1, print), lambda: run_torchrun(["train.py"])):
+        with pytest.raises(LaunchError, match=r"the folder you are in has been deleted\. Change to another one"):
+            start()
 
 
 def test_too_few_files_are_a_sentence_with_the_limit() -> None:
