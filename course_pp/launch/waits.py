@@ -110,8 +110,11 @@ def diagnosis(waits: Sequence[Wait]) -> str:
     cycle = find_cycle(waits)
     if cycle:
         following = (*cycle[1:], cycle[0])
-        links = [f"rank {a.rank} for rank {b.rank}" for a, b in zip(cycle, following, strict=True)]
-        links[0] = links[0].replace(" for", " waits for").capitalize()
+        (one, other), *others = zip(cycle, following, strict=True)
+        links = [
+            f"Rank {one.rank} waits for rank {other.rank}",
+            *(f"rank {a.rank} for rank {b.rank}" for a, b in others),
+        ]
         return f"{', '.join(links[:-1])} and {links[-1]}: none can move. {_way_out(cycle)}"
     return " ".join(_about_missing(waits))
 
