@@ -69,7 +69,7 @@ def show(stream: str, line: str) -> None:
         raise OSError(error.errno, f"what the ranks print cannot be shown on sys.{stream}: {reason}") from None
     except ValueError as error:
         raise LaunchError(
-            f"what the ranks print cannot be shown on sys.{stream}: {error} "
+            f"what the ranks print cannot be shown on sys.{stream}: {str(error).rstrip('.')}. "
             f"Give it an open file, or None to drop what they print: sys.{stream} = None."
         ) from None
 
