@@ -24,8 +24,8 @@ ARROWS = {
     "notebook": {"launch", "runtime", "schedule"},
 }
 
-# What every package may import: it imports nothing itself.
-COMMON = {"arguments"}
+# What every package may import: these import nothing themselves.
+COMMON = {"arguments", "files"}
 
 HEAVY = {"torch", "transformers", "datasets"}
 
