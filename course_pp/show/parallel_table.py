@@ -73,7 +73,7 @@ class ParallelismTable:
 
     def _cells(self) -> list[tuple[str, ...]]:
         return [
-            (row.name, row.cuts, row.formula, format_bytes(row.sent), format_bytes(row.state), row.better)
+            (row.name, row.cuts, row.formula, _on_one_line(row.sent), _on_one_line(row.state), row.better)
             for row in self.rows
         ]
 
@@ -96,6 +96,11 @@ class ParallelismTable:
         caption = escape(self.finding) + "."
         table = f'<table><caption style="text-align:left;font-weight:bold">{caption}</caption>'
         return f"{table}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{escape(self.note)}</p>"
+
+
+def _on_one_line(n_bytes: float) -> str:
+    """Number and unit with a space between that does not break."""
+    return format_bytes(n_bytes).replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def parallelisms(config: Sizes, n_ranks: int, tokens: int, itemsize: int = 2) -> ParallelismTable:

@@ -53,6 +53,7 @@ FIGURES = {
         for name in ("1f1b", "interleaved_1f1b", "zb_v")
         for p in (2, 4, 8, 16)
     },
+    "replicas": lambda: show.placement(build("pipedream", 4, 8, replicas=(2, 1, 1))),
     **{f"{p} stages, {m}": lambda p=p, m=m: show.autograd(p, m) for p, m in ((1, 1), (2, 3), (4, 4), (8, 8))},
     **{
         f"{name} of {p} and {m} on the way": lambda name=name, p=p, m=m: show.microbatches(build(name, p, m))
