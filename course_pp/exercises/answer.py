@@ -159,7 +159,8 @@ class Answer:
                 symptom = f"changed its argument {failure.what}"
                 cause = "Whoever called still needs it: work on a copy, or build something new."
             case "unsendable":
-                symptom, cause = f"returned {_a(failure.what)}", _instead_of(failure.what)
+                held = f" with {_a(failure.error)} in it" if failure.error not in ("", failure.what) else ""
+                symptom, cause = f"returned {_a(failure.what)}{held}", _instead_of(failure.error)
             case _:
                 symptom, cause = f"raised {failure.what}{where}", self._why_raised(failure)
         return Stopped(failure.kind, f"{call} {symptom}.", cause, row=row, error=failure.error)
@@ -272,9 +273,7 @@ def _a(noun: str) -> str:
 
 def _instead_of(kind: str) -> str:
     if kind == "generator":
-        return "It contains `yield`: collect the values in a list and return that."
-    if "generator" in kind:
-        return "A generator has not computed its values yet: put `list(…)` or `tuple(…)` around it."
+        return "It contains `yield`, or a `for` in round brackets: collect the values in a list and return that."
     if kind == "coroutine":
         return "It begins with `async def`: an ordinary `def` is asked for."
     return "Return numbers, strings, tensors, or lists of them."

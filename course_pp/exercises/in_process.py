@@ -37,7 +37,7 @@ class Failure(Exception):
         kind: ``"raised"``, ``"exited"``, ``"pending"``, ``"changed"`` or ``"unsendable"``.
         what: the exception in a line, or what was changed or returned.
         where: ``"line 3: `return 1 / 0`"``, the innermost line of the answer; empty if it is not in there.
-        error: the name of the exception's class; empty where none was raised.
+        error: the name of the exception's class; of what cannot be sent, the innermost's; empty for anything else.
         inside: whether the answer was being called, as opposed to what the check does with its result.
     """
 
@@ -101,7 +101,7 @@ class _Called:
         self.inside = False
         if inspect.isgenerator(value) or inspect.iscoroutine(value):
             value.close()  # or Python warns that a coroutine was never awaited
-            raise Failure("unsendable", type(value).__name__)
+            raise Failure("unsendable", type(value).__name__, error=type(value).__name__)
         return value
 
 
@@ -170,24 +170,22 @@ def _sendable(value: Any) -> Any:
         data = cloudpickle.dumps(value)
         reprlib.repr(pickle.loads(data))
     except Exception as e:
-        raise Failure("unsendable", _unsendable(value)) from e
+        raise Failure("unsendable", type(value).__name__, error=_culprit(value)) from e
     if len(data) > _RESULT_BYTES:
         raise Failure("unsendable", f"{type(value).__name__} of {len(data):,} bytes")
     return value
 
 
-def _unsendable(value: Any) -> str:
-    """What is to blame: the kind of the value, or of the first entry in it that is."""
+def _culprit(value: Any) -> str:
+    """The kind of what cannot be sent: of the value, or of the entry in it that is to blame."""
     import cloudpickle
 
-    kind = type(value).__name__
     for entry in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
         try:
             cloudpickle.dumps(entry)
         except Exception:
-            inner = _unsendable(entry).split(" with a ")[-1]
-            return f"{kind} with a {inner} in it".replace(" in it in it", " in it")
-    return kind
+            return _culprit(entry)
+    return type(value).__name__
 
 
 def _by_name(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -125,6 +125,10 @@ def yields(x):
     yield 2 * x
 
 
+def returns_a_list_of_generators(x):
+    return [2 * x, (y for y in range(x))]
+
+
 async def is_async(x):
     return 2 * x
 
@@ -194,6 +198,7 @@ NOT_YET = {
     eats_memory: "MemoryError",
     asks: "EOFError",
     yields: "returned a generator. Likely cause: It contains `yield`",
+    returns_a_list_of_generators: "returned a list with a generator in it. Likely cause: It contains `yield`, or",
     is_async: "It begins with `async def`",
     returns_what_prints_for_ever: "still running after 1 s",
     ends_its_parent: "broke the process that it ran in",
