@@ -1,0 +1,160 @@
+"""Faults that the tests must catch: python tests/mutations.py [WORD...]
+
+Each is put into a copy of the repository, and the tests named beside it must fail there. Run it before and after a
+change to the tests: what was caught must still be caught. Words choose the faults whose file or tests hold one of them.
+The exit status is 1 if a fault survives, or if the code that it changes is no longer there.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+LIMIT_S = 300
+
+
+class Fault(NamedTuple):
+    """In ``file``, ``right`` becomes ``wrong``; ``tests`` notice."""
+
+    file: str
+    right: str
+    wrong: str
+    tests: str
+
+
+BY_HAND, EQUAL, RANDOM = (f"runtime/test_{name}.py" for name in ("by_hand", "equals_one_process", "random_schedules"))
+GRID = "parallel/test_equals_one_process.py"
+
+FAULTS = [
+    Fault("runtime/by_hand.py", "full_like(y, 1 / n_microbatches)", "ones_like(y)", BY_HAND),
+    Fault("runtime/by_hand.py", "(stage < extras))", "(stage <= extras))", BY_HAND),
+    Fault(
+        "runtime/by_hand.py",
+        "oldest_x, oldest_y = in_flight.popleft()",
+        "oldest_x, oldest_y = in_flight.pop()",
+        BY_HAND,
+    ),
+    Fault("runtime/by_hand.py", "return x.requires_grad_()", "return x", BY_HAND),
+    Fault("runtime/by_hand.py", "dx = backward_stage(x, y, dy)", "dx = backward_stage(x, y, 2 * dy)", BY_HAND),
+    Fault(
+        "runtime/by_hand.py",
+        "while sends:\n            sends.pop().wait()",
+        "while False:\n            sends.pop().wait()",
+        BY_HAND,
+    ),
+    Fault("loss.py", "(loss.total(output, target)) / divisor", "(loss.total(output, target))", EQUAL),
+    Fault("loss.py", ") * self.samples(target)", ")", RANDOM),
+    Fault(
+        "runtime/executor.py", "return tensor.detach().requires_grad_(tensor.requires_grad)", "return tensor", RANDOM
+    ),
+    Fault(
+        "runtime/executor.py",
+        "self._stages[action.stage].backward_weight(action.microbatch)\n\n    def _backward_input",
+        "pass\n\n    def _backward_input",
+        RANDOM,
+    ),
+    Fault("runtime/executor.py", "if stage > 0:", "if stage > 1:", RANDOM),
+    Fault("runtime/shared.py", "sum(there[1:], start=there[0])", "there[0]", EQUAL),
+    Fault("runtime/shared.py", "if len(ranks) > 1\n", "if len(ranks) > 2\n", EQUAL),
+    Fault("runtime/deferred.py", "gradients.append(grad.sum(0)", "gradients.append(grad.mean(0)", EQUAL),
+    Fault("runtime/deferred.py", "self._entries.clear()", "", EQUAL),
+    Fault("runtime/deferred.py", "self._entries.clear()", "", "runtime/test_deferred.py"),
+    Fault("runtime/rng.py", "torch.set_rng_state(on_cpu.cpu().clone())", "pass", "runtime/test_features.py"),
+    Fault("parallel/tied.py", "_add(ends[0], _swap(_gradient(ends[0]), peer, group))", "pass", GRID),
+    Fault("parallel/tied.py", "end.grad = total.clone()", "pass", GRID),
+    Fault("parallel/pipeline.py", "scale_grads=False", "scale_grads=True", GRID),
+    Fault(
+        "parallel/clipping.py",
+        "dist.all_gather(everyone, norms, group=group)",
+        "everyone = [norms]",
+        "parallel/test_clipping.py",
+    ),
+    Fault("parallel/clipping.py", "everyone = torch.stack(gathered)", "", "parallel/test_clipping.py"),
+    Fault(
+        "parallel/clipping.py", "if shard.counted:", "if True:", "parallel/test_clipping.py parallel/test_layouts.py"
+    ),
+    Fault(
+        "model/stages.py",
+        "share + (stage < extras)",
+        "share + (stage >= pp_size - extras)",
+        "model/test_model_stages.py",
+    ),
+    Fault("model/transformer.py", "rotate(q, cos, sin), rotate(k, cos, sin)", "rotate(q, cos, sin), k", "model"),
+    Fault("schedule/families/zero_bubble.py", "(n_ranks - 1 - rank)", "(n_ranks - rank)", "schedule/test_build.py"),
+    Fault("schedule/families/phases.py", "unfinished.remove(half)", "unfinished.pop()", "schedule/test_build.py"),
+    Fault("schedule/memory.py", '"W": kept[stage] - early[stage]', '"W": early[stage]', "schedule"),
+    Fault(
+        "schedule/waiting.py",
+        "key=lambda each: each.arrival)\n    product",
+        "key=lambda each: -each.arrival)\n    product",
+        "schedule",
+    ),
+    Fault("schedule/waiting.py", "if makespan > ends[-1]:", "if makespan > ends[-1] + 1:", "schedule"),
+    Fault(
+        "training/optim.py",
+        "return (step + 1) / config.warmup",
+        "return step / config.warmup",
+        "training/test_optim.py training/test_trainer.py",
+    ),
+    Fault("show/trace.py", "_microseconds(tl, end) - begin", "_microseconds(tl, end)", "show/test_trace.py"),
+    Fault("show/chart.py", "alt = escape(self.alt_text)", "alt = self.alt_text", "show"),
+    Fault(
+        "launch/server.py",
+        "    if not self._lives:\n            _end_orphans()",
+        "    pass",
+        "launch/test_nothing_is_left.py",
+    ),
+]
+
+
+def caught(fault: Fault, copy: Path) -> bool:
+    """Whether the tests fail in the copy, which is mended afterwards."""
+    file = copy / "course_pp" / fault.file
+    source = file.read_text()
+    if source.count(fault.right) < 1:
+        raise LookupError(f"{fault.file} no longer holds {fault.right!r}")
+    file.write_text(source.replace(fault.right, fault.wrong, 1))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-x", "--timeout=60", "-p", "no:cacheprovider"]
+            + [f"tests/{test}" for test in fault.tests.split()],
+            cwd=copy,
+            env={**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        return "failed" in done.stdout or "error" in done.stdout
+    except subprocess.TimeoutExpired:
+        return True
+    finally:
+        file.write_text(source)
+
+
+def main() -> int:
+    words, outcomes = sys.argv[1:], []
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "*_cache", "__pycache__"))
+        for fault in FAULTS:
+            if words and not any(word in f"{fault.file} {fault.tests}" for word in words):
+                continue
+            began = time.monotonic()
+            try:
+                outcome = "caught" if caught(fault, copy) else "SURVIVES"
+            except LookupError as error:
+                outcome = f"GONE: {error}"
+            outcomes.append(outcome)
+            change = f"{fault.right!r} -> {fault.wrong!r}"
+            print(f"{outcome:9}{time.monotonic() - began:4.0f} s  {fault.file}: {change}  ({fault.tests})", flush=True)
+    print(f"{outcomes.count('caught')} of {len(outcomes)} caught")
+    return 0 if set(outcomes) <= {"caught"} else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
