@@ -86,8 +86,9 @@ test-solutions: $(READY)
 test-slurm: $(READY)
 	@$(PYTEST) --verbose --durations=10 -n 2 --dist load tests/slurm
 
+# One after the other: the grids' time limits are for a machine of their own.
 test-full: $(READY)
-	@$(PYTEST) tests -n 3 $(SHARED) -m 'full or not full'
+	@$(PYTEST) tests -m 'full or not full'
 
 images: $(READY)
 	@$(BIN)/python images/make.py
