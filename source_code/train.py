@@ -10,7 +10,6 @@ Without --text or --dataset the corpus is the source code of Python's own standa
 """
 
 import argparse
-import random
 import sys
 from contextlib import nullcontext
 
@@ -110,7 +109,6 @@ def run(args: argparse.Namespace, preemption: Preemption | None) -> None:
     check_vocabulary(vocab_size, tokenizer)
     sizes = args.dim, args.layers, args.heads, vocab_size
     model = ModelConfig(*sizes, max_seq_len=args.seq_len, tie_embeddings=args.tie_embeddings)
-    random.seed(args.seed)  # Python's generator, which checkpoints hold too
     mesh = init_distributed(layout, args.seed)
     modules = build_stages(args, config, model, mesh)
     trainer = Trainer(config, modules, train, validation, device_mesh=mesh, tokenizer_digest=tokenizer.digest)

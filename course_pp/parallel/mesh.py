@@ -5,11 +5,13 @@ tensor-parallel ranks, which talk most, are the closest, and the pipeline stages
 """
 
 import os
+import random
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -127,7 +129,7 @@ def init_distributed(config: DistributedConfig, seed: int = 42) -> DeviceMesh | 
     """
     world_size = dist.get_world_size() if dist.is_initialized() else get_world_info()[2]
     sizes = config.sizes(world_size)
-    torch.manual_seed(seed)
+    _seed(seed)
     device = get_device(config.backend, share=config.share_gpus)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -147,6 +149,13 @@ def init_distributed(config: DistributedConfig, seed: int = 42) -> DeviceMesh | 
     if config.tp > 1:
         _warn_if_tp_leaves_a_node(config.tp)
     return mesh
+
+
+def _seed(seed: int) -> None:
+    """Seed torch's generators, Python's and NumPy's, which data loading and others' code draw from."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def _warn_if_tp_leaves_a_node(tp: int) -> None:

@@ -34,7 +34,7 @@ _FIELDS: dict[str, tuple[str, type, str]] = {
     "lr": ("--lr", float, "peak learning rate of AdamW, after warm-up"),
     "min_lr": ("--min-lr", float, "learning rate at the end of the cosine, as a share of the peak"),
     "warmup_steps": ("--warmup", int, "steps until the peak (default: a tenth of the steps, at most 100)"),
-    "weight_decay": ("--weight-decay", float, "of AdamW"),
+    "weight_decay": ("--weight-decay", float, "of AdamW, for matrices; norms, biases and embeddings do not decay"),
     "clip_norm": ("--max-norm", float, "clip the norm of the whole gradient; inf only measures it"),
     "eval_every": ("--eval-every", int, "steps between evaluations (default: before and after training only)"),
     "log_every": ("--log-every", int, "steps between lines about the loss"),

@@ -38,6 +38,7 @@ class TrainConfig:
     warmup_steps: int | None = None
     """Steps until the learning rate is at its peak; None: see `warmup`."""
     weight_decay: float = 0.01
+    """Of matrices; norms, biases and embeddings do not decay."""
     clip_norm: float = 1.0
     """Largest norm of the whole model's gradient; `math.inf` only measures it."""
     eval_every: int | None = None

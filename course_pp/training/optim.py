@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from course_pp.model import Transformer
 from course_pp.training.config import TrainConfig
 
 __all__ = ["build_optimizer", "build_scheduler", "warmup_cosine"]
@@ -15,10 +16,28 @@ __all__ = ["build_optimizer", "build_scheduler", "warmup_cosine"]
 def build_optimizer(modules: Iterable[nn.Module], config: TrainConfig) -> torch.optim.AdamW:
     """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) over the parameters of this rank's stages.
 
+    Matrices decay. Norms, biases and embeddings do not, in a parameter group of their own: pulling a norm's weight
+    towards 0 shrinks what the layer passes on, and the rows of rare tokens would decay without being trained.
+
     Build it after FSDP2 has replaced the parameters. No rank needs another's state: each updates what it holds.
     """
-    parameters = [parameter for module in modules for parameter in module.parameters()]
-    return torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay)
+    modules = list(modules)
+    parameters = list({id(p): p for module in modules for p in module.parameters()}.values())
+    kept = _without_decay(modules)
+    groups = [
+        {"params": [p for p in parameters if id(p) not in kept], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if id(p) in kept], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr)
+
+
+def _without_decay(modules: Iterable[nn.Module]) -> set[int]:
+    """Ids of the parameters that do not decay: vectors, embeddings, and an output matrix tied to an embedding."""
+    parts = [part for module in modules for part in module.modules()]
+    vectors = [p for part in parts for p in part.parameters(recurse=False) if p.dim() < 2]
+    embeddings = [part.weight for part in parts if isinstance(part, nn.Embedding)]
+    tied = [part.tied_weight for part in parts if isinstance(part, Transformer)]
+    return {id(p) for p in (*vectors, *embeddings, *tied) if p is not None}
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LambdaLR:

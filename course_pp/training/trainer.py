@@ -227,9 +227,12 @@ class Trainer:
         """
         Ranks().collectively(lambda: self._check_state(state))
         self.step = state["step"]
-        self.scheduler.load_state_dict(dict(state["scheduler"]))
-        for group, base in zip(self.optimizer.param_groups, self.scheduler.base_lrs, strict=True):
-            group["lr"] = base * warmup_cosine(self.step, self.config)
+        # A rate for each parameter group: the state of a version 1 has one group.
+        base_lrs = self.scheduler.base_lrs
+        rates = [base * warmup_cosine(self.step, self.config) for base in base_lrs]
+        self.scheduler.load_state_dict({**state["scheduler"], "base_lrs": base_lrs, "_last_lr": rates})
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
     def _speed_at_first(self, peak: Peak) -> Speed:
         """Speed of no steps yet."""

@@ -16,7 +16,9 @@ from tests.equality import snapshot_gradients
 SEQ_LEN = 8
 MODEL = ModelConfig(dim=16, n_layers=4, n_heads=2, vocab_size=23, max_seq_len=SEQ_LEN)
 TIED = ModelConfig(dim=16, n_layers=4, n_heads=2, vocab_size=23, max_seq_len=SEQ_LEN, tie_embeddings=True)
-RUN = TrainConfig(steps=3, batch=8, microbatches=2, lr=1e-2, clip_norm=0.5, warmup_steps=1, peak_flops=1e9)
+RUN = TrainConfig(
+    steps=3, batch=8, microbatches=2, lr=1e-2, clip_norm=0.5, warmup_steps=1, weight_decay=0.3, peak_flops=1e9
+)
 
 
 def rows(n: int = 24, padded: bool = False, seed: int = 0) -> Sequences:
@@ -79,7 +81,11 @@ def in_one_process(config: TrainConfig, model: ModelConfig = MODEL, padded: bool
     """The reference: plain PyTorch, the whole batch at once."""
     torch.manual_seed(0)
     module, loss_fn, trained = Transformer(model).double(), CrossEntropy(), Trained()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    matrices = [p for name, p in module.named_parameters() if "proj" in name or name == "head.weight"]
+    others = [p for name, p in module.named_parameters() if "norm" in name or name == "embed.weight"]
+    assert len(matrices) + len(others) == len(list(module.parameters()))
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=config.lr)
     batches = Batches(rows(24, padded), config.batch, config.seed)
     for step in range(config.steps):
         batch = batches[step]
@@ -90,7 +96,8 @@ def in_one_process(config: TrainConfig, model: ModelConfig = MODEL, padded: bool
         trained.losses.append(loss.item())
         trained.norms.append(norm.item())
         trained.gradients = trained.gradients or snapshot_gradients([module])
-        optimizer.param_groups[0]["lr"] = config.lr * _FACTORS[step]
+        for group in optimizer.param_groups:
+            group["lr"] = config.lr * _FACTORS[step]
         optimizer.step()
     trained.parameters = {name: p.detach() for name, p in module.named_parameters()}
     held_out = rows(17, padded, seed=1)[torch.arange(16) * 17 // 16]

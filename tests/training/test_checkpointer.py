@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from course_pp.launch import on_ranks
 from course_pp.parallel import DistributedConfig
 from course_pp.training import TrainConfig, Trainer
 from course_pp.training.checkpoint import CheckpointError, diff, find_latest, saving, verify
 from course_pp.training.checkpointer import Checkpointer
+from course_pp.training.optim import build_scheduler
 from course_pp.training.preemption import Preempted, Preemption
 from course_pp.training.trainer import NonFiniteGradient
 from tests.processes import no_process_left
@@ -218,3 +220,27 @@ def refusal_of_a_stranger(rank: int, root: Path) -> str:
     ):
         checkpointer.resume()
     return str(refusal.value)
+
+
+def resumed_from_one_group(rank: int, root: str) -> list[dict[str, Any]]:
+    """Parameters after a run whose optimizer had one parameter group, as those of version 1; and resumed half-way."""
+    found = []
+    for resumes in (False, True):
+        run = trainer(RUN)
+        if not resumes:
+            parameters = [p for module in run.modules for p in module.parameters()]
+            run.optimizer = torch.optim.AdamW(parameters, lr=RUN.lr, weight_decay=RUN.weight_decay)
+            run.scheduler = build_scheduler(run.optimizer, RUN)
+        with Checkpointer(run, None if resumes else root, device_mesh=run._mesh, save_every=1) as checkpointer:
+            if resumes:
+                checkpointer.resume(Path(root) / "step_00000001")
+                assert {group["weight_decay"] for group in run.optimizer.param_groups} == {RUN.weight_decay}
+            run.fit(checkpointer.after_step)
+        found.append({name: p.detach().clone() for m in run.modules for name, p in m.named_parameters()})
+    return found
+
+
+def test_a_run_whose_optimizer_had_one_parameter_group_goes_on_as_it_began(tmp_path: Path) -> None:
+    [(straight, resumed)] = on_ranks(1, resumed_from_one_group, str(tmp_path))
+    for name, parameter in straight.items():
+        assert resumed[name].equal(parameter), name

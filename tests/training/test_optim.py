@@ -38,10 +38,10 @@ def test_the_optimizer_is_adamw_at_the_rate_of_each_step() -> None:
     module = nn.Linear(3, 2)
     optimizer = build_optimizer([module], CONFIG)
     scheduler = build_scheduler(optimizer, CONFIG)
-    (group,) = optimizer.param_groups
+    group, biases = optimizer.param_groups
     assert isinstance(optimizer, torch.optim.AdamW)
-    assert group["weight_decay"] == 0.3
-    assert group["params"] == list(module.parameters())
+    assert (group["weight_decay"], biases["weight_decay"]) == (0.3, 0.0)
+    assert (group["params"], biases["params"]) == ([module.weight], [module.bias])
     rates = []
     for _ in range(16):
         rates.append(group["lr"])

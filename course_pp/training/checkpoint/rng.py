@@ -1,4 +1,4 @@
-"""Random number generators, torch's and Python's, kept for each rank by its coordinates in the mesh.
+"""Random number generators, torch's, Python's and NumPy's, kept for each rank by its coordinates in the mesh.
 
 A rank whose coordinates were there when the checkpoint was written continues its own sequence. Others begin a new one:
 
@@ -11,6 +11,7 @@ import json
 import random
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 __all__ = ["coordinates_of", "restore_rng", "rng_keys", "rng_tensors"]
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
-_KINDS = ("cpu", "cuda", "python")
+_KINDS = ("cpu", "cuda", "python", "numpy")
 
 
 def coordinates_of(device_mesh: DeviceMesh | None, rank: int) -> dict[str, int]:
@@ -33,7 +34,8 @@ def rng_tensors(coordinates: Mapping[str, int]) -> dict[str, Tensor]:
     """The states of this rank's generators, uint8, by the keys of a checkpoint."""
     states = {
         "cpu": torch.get_rng_state(),
-        "python": torch.frombuffer(bytearray(json.dumps(random.getstate()).encode()), dtype=torch.uint8),
+        "python": _as_tensor(random.getstate()),
+        "numpy": _as_tensor(np.random.get_state(legacy=False)),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -56,16 +58,27 @@ def restore_rng(states: Mapping[str, Tensor], seed: int, step: int, coordinates:
     if "cpu" not in states:
         torch.manual_seed(fresh)  # CUDA too
         random.seed(fresh)
+        np.random.seed(fresh)
         return
     torch.set_rng_state(states["cpu"])
     if "python" in states:
         version, internal, gauss = json.loads(bytes(states["python"].tolist()))
         random.setstate((version, tuple(internal), gauss))
+    if "numpy" in states:
+        np.random.set_state(json.loads(bytes(states["numpy"].tolist())))
+    else:  # a checkpoint of version 1
+        np.random.seed(fresh)
     if torch.cuda.is_available():
         if "cuda" in states:
             torch.cuda.set_rng_state(states["cuda"])
         else:
             torch.cuda.manual_seed(fresh)
+
+
+def _as_tensor(state: object) -> Tensor:
+    """A generator's state as JSON in uint8; arrays as lists."""
+    text = json.dumps(state, default=lambda array: array.tolist())
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def _prefix(coordinates: Mapping[str, int]) -> str:

@@ -3,6 +3,7 @@
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -120,15 +121,17 @@ def test_a_stage_that_was_not_passed_is_missed(tmp_path: Path) -> None:
         load(tmp_path, stages[1:], device_mesh=None)
 
 
-def test_the_generators_of_torch_and_python_continue(tmp_path: Path) -> None:
+def test_the_generators_of_torch_python_and_numpy_continue(tmp_path: Path) -> None:
     run = Small()
     run.saved(tmp_path, 1)
-    expected = torch.rand(3), random.random()
+    expected = torch.rand(3), random.random(), np.random.normal()
     torch.manual_seed(1)
     random.seed(1)
+    np.random.seed(1)
     load(tmp_path, run.model, run.optimizer, device_mesh=None)
     assert torch.equal(torch.rand(3), expected[0])
     assert random.random() == expected[1]
+    assert np.random.normal() == expected[2]
 
 
 def test_ranks_that_were_not_there_draw_numbers_of_their_own(tmp_path: Path) -> None:
