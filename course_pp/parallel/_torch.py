@@ -35,7 +35,7 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def forget_meshes() -> None:
-    """Empty the caches in which DTensor would keep every mesh, with its process groups, to the end of the process.
+    """Empty the caches in which DTensor keeps every mesh, with its process groups; for the end of the process.
 
     Gloo's threads then end with the groups, and not while the interpreter is being taken down around them.
     """

@@ -4,6 +4,7 @@ The outermost dimension has the largest stride between neighbours, so with ranks
 tensor-parallel ranks, which talk most, are the closest, and the pipeline stages, which talk least, the farthest.
 """
 
+import atexit
 import os
 import random
 import warnings
@@ -135,6 +136,8 @@ def init_distributed(config: DistributedConfig, seed: int = 42) -> DeviceMesh | 
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         share_cores()
+        atexit.unregister(forget_meshes)
+        atexit.register(forget_meshes)  # torch's caches are its own business until the process ends
         # Both backends at once: control messages then stay on the CPU and never wait for the GPU.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and _visible_gpus().enough else "gloo"
         store = dist.HashStore() if world_size == 1 else None
@@ -173,14 +176,9 @@ def _warn_if_tp_leaves_a_node(tp: int) -> None:
 
 
 def destroy_distributed() -> None:
-    """Leave the process group; a no-op without one, so it is safe to call repeatedly.
-
-    Groups whose mesh, stages and sharded parameters nobody holds any more are gone afterwards, threads included: call
-    it where these have gone out of scope, rather than leave them to the end of the interpreter.
-    """
+    """Leave the process group; a no-op without one, so it is safe to call repeatedly."""
     if dist.is_initialized():
         dist.destroy_process_group()
-        forget_meshes()
 
 
 def get_device(backend: str | None = None, *, share: bool = False) -> torch.device:

@@ -299,6 +299,13 @@ def test_a_mesh_with_other_names_is_refused_instead_of_ignored():
     assert all("must be named pp, dp_replicate, dp_shard, tp, and dp_replicate needs a dp_shard" in r for r in first)
 
 
+def test_leaving_the_process_group_touches_nothing_else_in_the_process(launcher, monkeypatch):
+    init_distributed(DistributedConfig())
+    monkeypatch.setattr("gc.get_objects", lambda: pytest.fail("looked through every object of the process"))
+    destroy_distributed()
+    assert not dist.is_initialized()
+
+
 def test_one_process_gets_no_mesh_but_a_working_group(launcher):
     try:
         assert init_distributed(DistributedConfig()) is None

@@ -112,10 +112,13 @@ def test_training_prints_the_same_losses_and_the_same_sample_under_every_layout(
 def test_no_thread_of_a_process_group_is_left_to_the_end_of_the_interpreter(tmp_path):
     script = tmp_path / "threads.py"
     script.write_text(
-        "import runpy\nfrom pathlib import Path\n"
+        "import atexit, runpy\nfrom pathlib import Path\n"
+        "def tell():\n"
+        "    print('threads', {path.read_text().strip() for path in Path('/proc/self/task').glob('*/comm')},\n"
+        "          flush=True)\n"
+        "atexit.register(tell)\n"  # the first registered is the last called
         "train = runpy.run_path('source_code/train.py', run_name='train')\n"
         "train['main']()\ntrain['destroy_distributed']()\n"
-        "print('threads', {path.read_text().strip() for path in Path('/proc/self/task').glob('*/comm')})\n"
     )
     command = ["--nproc-per-node=4", str(script), "--pp=2", "--tp=2", "--sample=2", *TINY]
     lines = run_torchrun(command, timeout_s=100, local=True)
