@@ -87,7 +87,7 @@ class LocalNeighboursStage(PipelineStage):
 
 
 def mixed_precision(module: torch.nn.Module) -> MixedPrecisionPolicy | None:
-    """The policy FSDP2 was applied to ``module`` with; None without FSDP2. torch has a setter's worth of it only."""
+    """Return the mixed-precision policy of a module under FSDP2, None without FSDP2. torch has no public getter."""
     return module._get_fsdp_state()._mp_policy if isinstance(module, FSDPModule) else None
 
 

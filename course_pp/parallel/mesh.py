@@ -215,7 +215,13 @@ def get_device(backend: str | None = None, *, share: bool = False) -> torch.devi
 
 @dataclass(frozen=True)
 class _Gpus:
-    """``n`` GPUs that this rank sees, as do ``n_ranks`` ranks together, of which it is number ``rank``."""
+    """The GPUs that this rank sees, and who shares them.
+
+    Attributes:
+        n: number of GPUs.
+        n_ranks: how many ranks see these same GPUs.
+        rank: this rank's number among them.
+    """
 
     n: int
     n_ranks: int
@@ -223,7 +229,7 @@ class _Gpus:
 
     @property
     def enough(self) -> bool:
-        """Whether each of these ranks can have one for itself."""
+        """Whether each of these ranks can have a GPU of its own."""
         return self.n >= self.n_ranks
 
 

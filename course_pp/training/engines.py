@@ -23,6 +23,7 @@ from course_pp.runtime import Pipeline
 from course_pp.schedule import Schedule, build
 from course_pp.training.config import TrainConfig
 from course_pp.training.data import Sequences
+from course_pp.training.data.batches import rows_of_rank
 from course_pp.training.setting import SettingError
 
 __all__ = ["PipelineEngine", "build_engine", "stages_of_rank"]
@@ -110,7 +111,7 @@ class _ParallelEngine:
         """This rank's rows; every stage gets the mask of padded sequences."""
         arguments = {"inputs": batch.inputs, "target": batch.targets, "attention_mask": batch.attention_mask}
         return {
-            name: value.chunk(self._dp_size)[self._dp_rank].to(self._device)
+            name: rows_of_rank(value, self._dp_rank, self._dp_size).to(self._device)
             for name, value in arguments.items()
             if value is not None
         }

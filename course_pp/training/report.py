@@ -40,9 +40,12 @@ class Reporter:
     """Tells logs, progress and profiler about each step; made on every rank, of which one writes.
 
     Args:
-        speed: of no steps yet: its batch, its FLOPs and the peak.
+        speed: a :class:`Speed` of no steps yet, which knows the batch, its FLOPs and the peak.
         step: finished steps.
         stack: closes everything in the end.
+
+    Attributes:
+        speed: of all steps since this reporter was made.
 
     Raises:
         ValueError: on every rank, if ``log_folder`` cannot be written.

@@ -53,7 +53,7 @@ class Batches:
         order = _order(self.seed, epoch, len(self.sequences))
         first = step_in_epoch * self.global_batch
         rows = torch.from_numpy(order[first : first + self.global_batch])
-        return self.sequences[_part(rows, self.dp_rank, self.dp_size)]
+        return self.sequences[rows_of_rank(rows, self.dp_rank, self.dp_size)]
 
 
 @lru_cache(maxsize=2)
@@ -84,11 +84,12 @@ def validation_batches(
     n_batches = n_full if max_batches is None else min(max_batches, n_full)
     n_rows = n_batches * global_batch
     rows = torch.arange(n_rows) * len(sequences) // n_rows
-    return tuple(sequences[_part(batch, dp_rank, dp_size)] for batch in rows.split(global_batch))
+    return tuple(sequences[rows_of_rank(batch, dp_rank, dp_size)] for batch in rows.split(global_batch))
 
 
-def _part(rows: Tensor, dp_rank: int, dp_size: int) -> Tensor:
-    return rows.view(dp_size, -1)[dp_rank]
+def rows_of_rank(rows: Tensor, dp_rank: int, dp_size: int) -> Tensor:
+    """The part of a global batch (rows, ...) that a data-parallel rank takes: contiguous, in rank order."""
+    return rows.tensor_split(dp_size)[dp_rank]
 
 
 def _check(sequences: Sequences, global_batch: int, dp_rank: int, dp_size: int) -> None:
