@@ -84,7 +84,7 @@ class _Door:
     def __init__(self, fn: Callable[..., Any], name: str) -> None:
         self.name = name
         self.parameters = signature(fn).parameters
-        self.hints = _hints_of(fn)
+        self.hints = hints_of(fn)
         kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
         self._positional = tuple(p.name for p in self.parameters.values() if p.kind in kinds)
         self._rest = next((p.name for p in self.parameters.values() if p.kind is Parameter.VAR_POSITIONAL), "")
@@ -105,7 +105,7 @@ class _Door:
         refuse_unless(False, self.name, parameter, value, f"pass {spelled(hint, bool(left_out))}{left_out}")
 
 
-def _hints_of(fn: Callable[..., Any]) -> dict[str, Any]:
+def hints_of(fn: Callable[..., Any]) -> dict[str, Any]:
     try:
         return get_type_hints(fn)
     except NameError:

@@ -111,7 +111,7 @@ def load_hf_state_dict(module: Transformer, state: Mapping[str, Tensor]) -> None
         if name == HEAD and module.config.tie_embeddings:
             source = name_to_hf(EMBEDDING) if source not in state else source
         if source not in state:
-            raise ValueError(f"{source} is missing from the weights; this part needs it as {name}")
+            raise ValueError(f"{source} is missing from the weights in state; this part needs it as {name}")
         if state[source].shape != own.shape:
             raise ValueError(
                 f"{source} has shape {tuple(state[source].shape)}, but {name} has {tuple(own.shape)}; "

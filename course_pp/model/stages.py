@@ -70,7 +70,7 @@ def build_stage_module(
     """
     if layer_ranges is None:
         layer_ranges = compute_layer_assignment(config.n_layers, pp_size)
-    _check_stage_id(pp_rank, pp_size)
+    _check_stage_id(pp_rank, pp_size, "pp_rank", "pp_size")
     _check_layer_ranges(layer_ranges, config.n_layers, pp_size)
     start, end = layer_ranges[pp_rank]
     return PipelineStageModule(config, pp_rank, pp_size, (start, end))
@@ -125,7 +125,7 @@ def compute_layer_assignment(n_layers: int, pp_size: int) -> list[LayerRange]:
     Raises:
         ValueError: fewer than one stage, or more stages than layers.
     """
-    _check_stage_count(n_layers, pp_size)
+    _check_stage_count(n_layers, pp_size, "pp_size")
     share, extras = divmod(n_layers, pp_size)
     ends = list(accumulate(share + (stage < extras) for stage in range(pp_size)))
     return list(zip([0, *ends[:-1]], ends, strict=True))
@@ -154,7 +154,7 @@ def partition_by_cost(costs: Sequence[float], n_stages: int, first: float = 0.0,
         ValueError: a cost that is negative, infinite or NaN; fewer than one stage or more than layers.
     """
     n_layers = len(costs)
-    _check_stage_count(n_layers, n_stages)
+    _check_stage_count(n_layers, n_stages, "n_stages")
     first_cost, *layer_costs_, last_cost = _as_whole_numbers([first, *costs, last])
     up_to = list(accumulate(layer_costs_, initial=0))
 
@@ -245,32 +245,34 @@ def _as_whole_numbers(costs: Sequence[float]) -> list[int]:
     """Costs over a common denominator: sums of floats depend on their order, and ties must be ties."""
     for cost in costs:
         if not (math.isfinite(cost) and cost >= 0):
-            raise ValueError(f"cost {cost} must be a finite number, 0 or greater")
+            raise ValueError(f"in costs, first or last, cost {cost} must be a finite number, 0 or greater")
     ratios = [float(cost).as_integer_ratio() for cost in costs]
     denominator = max(below for _, below in ratios)  # every one is a power of two
     return [above * (denominator // below) for above, below in ratios]
 
 
-def _check_stage_count(n_layers: int, n_stages: int) -> None:
+def _check_stage_count(n_layers: int, n_stages: int, count: str) -> None:
     if n_stages < 1:
-        raise ValueError(f"{n_stages} stages: a pipeline needs at least 1")
+        raise ValueError(f"{n_stages} stages: a pipeline needs at least 1; raise {count}")
     if n_stages > n_layers:
         raise ValueError(
             f"{n_stages} stages need at least {n_stages} layers, and this model has n_layers={n_layers}; "
-            f"use at most {n_layers} {'stage' if n_layers == 1 else 'stages'}, or a deeper model"
+            f"use at most {n_layers} {'stage' if n_layers == 1 else 'stages'}, or a deeper model (or more costs)"
         )
 
 
-def _check_stage_id(stage_id: int, num_stages: int) -> None:
+def _check_stage_id(stage_id: int, num_stages: int, index: str = "stage_id", count: str = "num_stages") -> None:
     if num_stages < 1:
-        raise ValueError(f"{num_stages} stages: a pipeline needs at least 1")
+        raise ValueError(f"{num_stages} stages: a pipeline needs at least 1; raise {count}")
     if not 0 <= stage_id < num_stages:
-        raise ValueError(f"stage {stage_id} must lie between 0 and {num_stages - 1}, the last of {num_stages} stages")
+        raise ValueError(
+            f"stage {stage_id} must lie between 0 and {num_stages - 1}, the last of {num_stages} stages ({index})"
+        )
 
 
 def _check_layer_ranges(layer_ranges: Sequence[LayerRange], n_layers: int, n_stages: int) -> None:
     if len(layer_ranges) != n_stages:
-        raise ValueError(f"{len(layer_ranges)} layer ranges for {n_stages} stages; give one range a stage")
+        raise ValueError(f"{len(layer_ranges)} layer ranges for {n_stages} stages; give one a stage in layer_ranges")
     expected = 0
     for stage, (start, end) in enumerate(layer_ranges):
         if start != expected or end <= start:

@@ -57,7 +57,7 @@ class Action:
     microbatch: int
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if type(self.kind) is not str or self.kind not in KINDS:
             raise ValueError(f"unknown kind of action {self.kind!r}: use one of {_spelled_kinds()}")
         for name, value in (("stage", self.stage), ("microbatch", self.microbatch)):
             if type(value) is not int or value < 0:

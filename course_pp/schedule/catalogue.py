@@ -13,6 +13,7 @@ from course_pp.schedule.families.zero_bubble import zb_h1, zb_h2
 from course_pp.schedule.schedule import Schedule, looped, v_shaped
 
 
+@checked
 @dataclass(frozen=True)
 class Entry:
     """What the catalogue knows of a schedule before it has a size.

@@ -66,7 +66,8 @@ class Costs:
         for kept, released in zip(self.each("activation", n), self.each("released_by_input_grad", n), strict=True):
             if released > kept:
                 raise ValueError(
-                    f"released_by_input_grad is {released} but the forward keeps {kept}: give at most what is kept"
+                    f"released_by_input_grad is {released} but the forward keeps {kept} (activation): "
+                    "give at most what is kept"
                 )
 
     def each(self, name: str, n: int) -> tuple[Time, ...]:
@@ -106,7 +107,7 @@ class Costs:
 
 
 def _is_sequence(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def divide(part: Time, whole: Time) -> Time:

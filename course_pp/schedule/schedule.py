@@ -40,7 +40,8 @@ class Schedule:
         object.__setattr__(self, "actions", tuple(map(tuple, self.actions)))
         if not self.actions or not self.placement:
             raise ValueError(
-                f"schedule {self.name!r} has {self.n_ranks} ranks and {self.n_stages} stages: give at least one of each"
+                f"schedule {self.name!r} has {self.n_ranks} ranks and {self.n_stages} stages: "
+                "give at least one of each, in actions and placement"
             )
         refuse_impossible_placement(self.placement, self.n_ranks)
         for rank, row in enumerate(self.actions):
@@ -130,5 +131,5 @@ def refuse_impossible_placement(placement: Sequence[Sequence[int]], n_ranks: int
             if not 0 <= rank < n_ranks:
                 raise ValueError(
                     f"stage {stage} is placed on rank {rank!r}, which does not exist: "
-                    f"give a rank from 0 to {n_ranks - 1}, or an order of actions for rank {rank!r}"
+                    f"give a rank from 0 to {n_ranks - 1}, or an order of actions for rank {rank!r} (placement)"
                 )

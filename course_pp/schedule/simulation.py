@@ -31,6 +31,8 @@ def simulate(
             costs that do not fit its number of stages.
     """
     costs = Costs() if costs is None else costs
+    if durations is not None and [len(row) for row in durations] != [len(row) for row in schedule.actions]:
+        raise ValueError("durations do not fit the schedule: give one number for each action, rank by rank")
     problems = problems_of_bookkeeping(schedule)
     if not problems:
         transfers = costs.transfers(schedule.n_stages)

@@ -48,7 +48,7 @@ def from_torch_csv(text: str, placement: Sequence[int | Sequence[int]] | None = 
         for rank, row in enumerate(_cells(text))
     ]
     if not any(rows):
-        raise ValueError("the CSV has no actions: give one row a rank, with cells such as 0F0,0F1,0B0,0B1")
+        raise ValueError("text: the CSV has no actions: give one row a rank, with cells such as 0F0,0F1,0B0,0B1")
     found = _placement_of(rows)
     schedule = Schedule(name, found if placement is None else normalised(placement), tuple(rows))
     if problems := problems_of_bookkeeping(schedule):
@@ -75,7 +75,7 @@ def _read(cell: str, rank: int, column: int) -> Action | Overlap:
     try:
         return Overlap.parse(cell) if cell.strip().startswith("(") else Action.parse(cell)
     except ValueError as error:
-        raise ValueError(f"row {rank + 1}, column {column + 1} of the CSV: {error}") from None
+        raise ValueError(f"text: row {rank + 1}, column {column + 1} of the CSV: {error}") from None
 
 
 def _placement_of(rows: Sequence[Sequence[Action | Overlap]]) -> tuple[tuple[int, ...], ...]:

@@ -95,7 +95,7 @@ def _as_bars(parts: Mapping[str, float | Mapping[str, float]]) -> dict[str, dict
     if "" in bars and len(bars) > 1:
         raise ValueError(f"bars {_listed_keys(parts)} mix numbers and mappings: give all of them as mappings")
     if not any(bars.values()):
-        raise ValueError("no bytes to draw: give at least one kind, such as {'weights': 1024}")
+        raise ValueError("no bytes to draw: parts is empty; give at least one kind, such as {'weights': 1024}")
     for bar in bars.values():
         for kind, n_bytes in bar.items():
             _refuse_impossible(kind, n_bytes)

@@ -48,6 +48,9 @@ class ChartFigure(Figure):
     """
 
     def __init__(self, width: float, height: float) -> None:
+        for name, inches in (("width", width), ("height", height)):
+            if not 0 <= inches < float("inf"):
+                raise ValueError(f"{name} is {inches}: give a finite number of inches")
         super().__init__(figsize=(width, height), dpi=_SHARPNESS * _DOTS_PER_INCH)
         FigureCanvasAgg(self)
         self.alt_text = ""

@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
 from course_pp.arguments import checked
-from course_pp.schedule import Costs, Timeline, build, names, simulate, theory
+from course_pp.schedule import Costs, Timeline, build, find, names, simulate, theory
 from course_pp.show import chart
 from course_pp.show.chart import WIDTH, ChartFigure
 from course_pp.show.wording import amount, counted, listed, percent
@@ -62,9 +62,10 @@ def bubble_curve(
     """
     schedules = _as_names(schedules)
     if not schedules or not microbatches:
-        raise ValueError("nothing to draw: give at least one schedule and one number of microbatches")
+        raise ValueError("nothing to draw: give in schedules at least one schedule and in microbatches one number")
     if min(microbatches) < 1:
         raise ValueError(f"a curve from {min(microbatches)} microbatches: give numbers of at least 1")
+    _refuse_unknown(schedules)
     costs = Costs() if costs is None else costs
     simulated = {name: dict(_simulated(name, n_ranks, microbatches, costs, within_span)) for name in schedules}
     for name, points in simulated.items():
@@ -91,6 +92,14 @@ def bubble_curve(
     axes.set_title(finding if title is None else title, loc="left", fontsize=11.5, pad=9)
     figure.alt_text = _curve_alt_text(simulated, finding, within_span)
     return figure
+
+
+def _refuse_unknown(schedules: Sequence[str]) -> None:
+    for name in schedules:
+        try:
+            find(name)
+        except ValueError as problem:
+            raise ValueError(f"schedules: {problem}") from None
 
 
 def _as_names(schedules: str | Sequence[str]) -> tuple[str, ...]:
@@ -270,6 +279,7 @@ def pareto(
     chosen = names() if schedules is None else _as_names(schedules)
     if not chosen:
         raise ValueError("schedules is empty, so there is nothing to draw: give at least one, or leave it out for all")
+    _refuse_unknown(chosen)
     of_layers = Costs() if costs is None else costs
     points, refused = _points(chosen, n_ranks, n_microbatches, of_layers, within_span)
     best = sorted((p for p in points if _is_best(p, points)), key=lambda point: point.memory)

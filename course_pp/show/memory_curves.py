@@ -85,7 +85,7 @@ def _measured(tl: Timeline, costs: Costs | None, measured: Sequence[Measured], k
         raise ValueError("both costs and what was measured: draw one figure for each")
     if len(measured) != tl.n_ranks:
         raise ValueError(
-            f"memory of {len(measured)} ranks for a timeline of {tl.n_ranks}: give recorder.memory() of it"
+            f"measured has memory of {len(measured)} ranks for a timeline of {tl.n_ranks}: give recorder.memory() of it"
         )
     if kind not in measured[0].curves:
         raise ValueError(f"unknown kind {kind!r}: choose from {', '.join(measured[0].curves)}")

@@ -104,7 +104,7 @@ def _as_columns(
     if "" in columns and len(columns) > 1:
         raise ValueError("tensors and checkpoints are mixed: give pieces for every name, or a mapping for every name")
     if not any(cut for held in columns.values() for cut in held.values()):
-        raise ValueError("no pieces to draw: give at least one tensor with the pieces it was written in")
+        raise ValueError("no pieces to draw: give in tensors at least one, with the pieces it was written in")
     return columns
 
 

@@ -7,7 +7,7 @@ from typing import Protocol
 from matplotlib.axes import Axes
 from matplotlib.patches import Circle, FancyArrowPatch
 
-from course_pp.arguments import checked
+from course_pp.arguments import checked, fits, refuse_unless
 from course_pp.show import chart
 from course_pp.show.chart import ChartFigure
 from course_pp.show.wording import listed
@@ -84,6 +84,7 @@ def find_cycle(by_rank: dict[int, Wait]) -> tuple[int, ...]:
 def _by_rank(waits: Iterable[Wait]) -> dict[int, Wait]:
     by_rank: dict[int, Wait] = {}
     for wait in waits:
+        refuse_unless(fits(wait, Wait), "waits", "waits", wait, "give objects with rank, operation and peers")
         if wait.rank in by_rank:
             raise ValueError(f"two waits for rank {wait.rank}: give one for each rank")
         by_rank[wait.rank] = wait
