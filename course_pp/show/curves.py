@@ -62,7 +62,9 @@ def bubble_curve(
     """
     schedules = _as_names(schedules)
     if not schedules or not microbatches:
-        raise ValueError("nothing to draw: give in schedules at least one schedule and in microbatches one number")
+        raise ValueError(
+            "schedules or microbatches is empty: give at least one schedule and one number of microbatches"
+        )
     if min(microbatches) < 1:
         raise ValueError(f"a curve from {min(microbatches)} microbatches: give numbers of at least 1")
     _refuse_unknown(schedules)
