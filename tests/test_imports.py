@@ -11,16 +11,16 @@ import course_pp
 
 ROOT = Path(course_pp.__file__).parent
 
-# What each package may import from its siblings. `collective` and `loss` are modules that stand alone. `exercises` and
+# What each package may import from its siblings. `collective`, `cycles` and `loss` stand alone. `exercises` and
 # `notebook` are for cells: nothing imports them.
 ARROWS = {
-    "schedule": set(),
-    "show": {"schedule"},
+    "schedule": {"cycles"},
+    "show": {"cycles", "schedule"},
     "model": set(),
     "runtime": {"collective", "loss", "schedule"},
     "parallel": {"collective", "loss", "model", "schedule"},
     "training": {"collective", "loss", "model", "parallel", "runtime", "schedule"},
-    "launch": set(),
+    "launch": {"cycles"},
     "notebook": {"launch", "runtime", "schedule"},
 }
 

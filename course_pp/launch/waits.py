@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from course_pp.cycles import find_cycle
 from course_pp.launch.watch import Call, Report, is_cell
 
 COMPUTES = "computes"
@@ -87,27 +88,15 @@ def _named(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def find_cycle(waits: Sequence[Wait]) -> tuple[Wait, ...]:
+def waiting_ring(waits: Sequence[Wait]) -> tuple[Wait, ...]:
     """Return the first ring of ranks in which each waits for the next, or ``()``."""
     by_rank = {wait.rank: wait for wait in waits}
-    dead_ends: set[int] = set()
-
-    def walk(path: tuple[int, ...]) -> tuple[int, ...]:
-        for peer in by_rank[path[-1]].peers:
-            if peer in path:
-                return path[path.index(peer) :]
-            if peer in by_rank and peer not in dead_ends and (found := walk((*path, peer))):
-                return found
-        # Without this the walk would try every path, and their number doubles with each rank.
-        dead_ends.add(path[-1])
-        return ()
-
-    return next((tuple(by_rank[r] for r in ring) for wait in waits if (ring := walk((wait.rank,)))), ())
+    return tuple(by_rank[rank] for rank in find_cycle({rank: wait.peers for rank, wait in by_rank.items()}))
 
 
 def diagnosis(waits: Sequence[Wait]) -> str:
     """Say who holds up whom, and what to change."""
-    cycle = find_cycle(waits)
+    cycle = waiting_ring(waits)
     if cycle:
         following = (*cycle[1:], cycle[0])
         (one, other), *others = zip(cycle, following, strict=True)

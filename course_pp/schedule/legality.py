@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from itertools import count
 
 from course_pp.arguments import checked
+from course_pp.cycles import find_cycle
 from course_pp.schedule.action import KINDS
 from course_pp.schedule.execution import execute
 from course_pp.schedule.products import Products
@@ -121,14 +122,9 @@ def _circles(
         rank: next((m, place) for m, place in needed(rank, index) if place >= stuck.get(m, place + 1))
         for rank, index in stuck.items()
     }
-    seen: set[int] = set()
-    for first in sorted(stuck):
-        path, rank = [], first
-        while rank not in seen:
-            seen.add(rank)
-            path.append(rank)
-            rank = waits_for[rank][0]
-        circle = path[path.index(rank) :] if rank in path else []
+    left = {rank: (waits_for[rank][0],) for rank in sorted(stuck)}
+    while circle := find_cycle(left):
+        left = {rank: peers for rank, peers in left.items() if rank not in circle}
         # One rank that waits for itself is out of order and reported as that.
         if len(circle) > 1:
             steps = "; ".join(

@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Circle, FancyArrowPatch
 
 from course_pp.arguments import checked, fits, refuse_unless
+from course_pp.cycles import find_cycle
 from course_pp.show import chart
 from course_pp.show.chart import ChartFigure
 from course_pp.show.wording import listed
@@ -43,7 +44,7 @@ def waits(waits: Iterable[Wait]) -> ChartFigure:
         ValueError: when there are no waits, or two for one rank.
     """
     by_rank = _by_rank(waits)
-    cycle = find_cycle(by_rank)
+    cycle = _ring(by_rank)
     ranks = sorted({*by_rank, *(peer for wait in by_rank.values() for peer in wait.peers)})
     places = _places(ranks)
     figure, axes = _canvas(places)
@@ -59,26 +60,11 @@ def waits(waits: Iterable[Wait]) -> ChartFigure:
     return figure
 
 
-def find_cycle(by_rank: dict[int, Wait]) -> tuple[int, ...]:
+def _ring(by_rank: dict[int, Wait]) -> tuple[int, ...]:
     """The ranks of one cycle of waits, lowest first, each waiting for the next; empty if there is none."""
-    finished: set[int] = set()
-
-    def search(rank: int, path: list[int]) -> tuple[int, ...]:
-        if rank in path:
-            return tuple(path[path.index(rank) :])
-        if rank in finished or rank not in by_rank:
-            return ()
-        for peer in sorted(by_rank[rank].peers):
-            if cycle := search(peer, [*path, rank]):
-                return cycle
-        finished.add(rank)
-        return ()
-
-    for rank in sorted(by_rank):
-        if cycle := search(rank, []):
-            lowest = cycle.index(min(cycle))
-            return cycle[lowest:] + cycle[:lowest]
-    return ()
+    cycle = find_cycle({rank: sorted(by_rank[rank].peers) for rank in sorted(by_rank)})
+    first = cycle.index(min(cycle)) if cycle else 0
+    return cycle[first:] + cycle[:first]
 
 
 def _by_rank(waits: Iterable[Wait]) -> dict[int, Wait]:

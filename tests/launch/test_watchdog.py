@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from course_pp.launch import RanksHung, Wait, on_ranks
-from course_pp.launch.waits import explain, find_cycle
+from course_pp.launch.waits import explain, waiting_ring
 from tests.processes import no_process_left
 
 pytestmark = pytest.mark.timeout(60)
@@ -199,15 +199,15 @@ def test_a_cycle_is_found_behind_ranks_that_only_wait_for_it() -> None:
         Wait(2, "computes", (), ""),
         Wait(3, "send", (1,), ""),
     )
-    assert [wait.rank for wait in find_cycle(waits)] == [1, 3]
+    assert [wait.rank for wait in waiting_ring(waits)] == [1, 3]
     assert "Rank 1 waits for rank 3 and rank 3 for rank 1" in explain(waits, 3)
 
 
 def test_ranks_that_wait_for_all_later_ones_are_each_looked_at_once() -> None:
     last = 40
     waits = [Wait(rank, "recv", tuple(range(rank + 1, last + 1)), "") for rank in range(last)]
-    assert find_cycle([*waits, Wait(last, "computes", (), "")]) == ()
-    ring = find_cycle([*waits, Wait(last, "recv", (last - 1,), "")])
+    assert waiting_ring([*waits, Wait(last, "computes", (), "")]) == ()
+    ring = waiting_ring([*waits, Wait(last, "recv", (last - 1,), "")])
     assert {last - 1, last} <= {wait.rank for wait in ring}
 
 
