@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def starts_ranks(item: pytest.Item) -> bool:
-    """Whether the test, a fixture of it, or a function of these tests that they reach, mentions a starter."""
+    """Whether the test, a fixture of it, or a function of ours that they reach, mentions a starter."""
     if not isinstance(item, pytest.Function):
         return False
     fixtures = item._fixtureinfo.name2fixturedefs
@@ -48,7 +48,7 @@ def starts_ranks(item: pytest.Item) -> bool:
         mentioned = mentioned_by(function)
         if any(starter in mentioned for starter in STARTERS):
             return True
-        todo |= {f for f in mentioned if str(getattr(f, "__module__", "")).startswith("tests.")} - seen
+        todo |= {f for f in mentioned if str(getattr(f, "__module__", "")).startswith(("tests.", "course_pp."))} - seen
     return False
 
 
