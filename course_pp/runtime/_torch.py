@@ -1,10 +1,13 @@
 """The one place of the runtime that touches private names of torch, which may move between releases."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-__all__ = ["saved_tensors_hooks_in_force", "version"]
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+__all__ = ["forget_gradients", "reduce_gradients", "saved_tensors_hooks_in_force", "version"]
 
 
 def saved_tensors_hooks_in_force() -> Any:
@@ -15,3 +18,34 @@ def saved_tensors_hooks_in_force() -> Any:
 def version(tensor: torch.Tensor) -> int:
     """How often the tensor, or another that shares its memory as a view, has been changed in place."""
     return tensor._version
+
+
+def reduce_gradients(root: "FSDPModule") -> None:
+    """Do what FSDP2 does at the end of a backward: reduce the gradients of all groups below ``root`` and wait for them.
+
+    The pipelines of torch call the same two functions; there is no public way.
+    """
+    state = root._get_fsdp_state()
+    for group in _groups(root):
+        group.post_backward()
+    state._root_post_backward_final_callback()
+
+
+def forget_gradients(root: "FSDPModule") -> None:
+    """Drop the gradients below ``root`` that are not reduced yet, after a forward or backward was cut short."""
+    for group in _groups(root):
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+        group._training_state = type(group._training_state).IDLE
+        group.reshard()
+    if hasattr(root, "reset_iter_state"):  # not in every release, and it forgets no gradients
+        root.reset_iter_state()
+
+
+def _groups(root: "FSDPModule") -> list[Any]:
+    """The groups of parameters that FSDP2 gathers and reduces together; a list for each state from 2.13 on."""
+    states = root._get_fsdp_state()._state_ctx.all_states
+    groups = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states]
+    return [group for row in groups for group in row if group is not None]

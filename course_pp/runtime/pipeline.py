@@ -31,6 +31,7 @@ from course_pp.runtime.payload import tensors_of
 from course_pp.runtime.plan import Message, plan
 from course_pp.runtime.recorder import Recorder
 from course_pp.runtime.rng import random_state_kept
+from course_pp.runtime.sharded import ShardedStages
 from course_pp.runtime.shared import SharedWeights, shared_weights
 from course_pp.runtime.stage import Stage
 from course_pp.runtime.wire import TRANSPORTS, Tagged, Wire, open_wire
@@ -133,6 +134,7 @@ class Pipeline:
             wire = open_wire(group, channels, self._device, transport, agreed.series, timeout)
         self._mailbox = Mailbox(self._plan, wire, self._device, timeout, meter)
         self._shared = SharedWeights(self._rank, weights, modules)
+        self._sharded = ShardedStages(modules.values(), any(part.kind != "F" for part in schedule.parts))
         self._stages = {
             stage: Stage(stage, module, self._device, recompute, meter) for stage, module in modules.items()
         }
@@ -179,7 +181,8 @@ class Pipeline:
             self._mailbox.begin()
             batch = self._batch(inputs, targets, seeds, divisor)
             with self._shared.apart(), random_state_kept(self._device) if seeds is not None else nullcontext():
-                self._executor.run(batch)
+                with self._sharded.reduced_once():
+                    self._executor.run(batch)
                 self._exchange_shared_gradients()
             losses = self._report(batch.shares)
             self._mailbox.end()

@@ -1,0 +1,237 @@
+"""Stages sharded by FSDP2: the gradients of one process under every schedule, reduced once a group and step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from course_pp.launch import on_ranks
+from course_pp.runtime import Pipeline, PipelineError
+from course_pp.schedule import build
+from tests.processes import no_process_left
+from tests.runtime.small import for_rank, forward_only, stages_of
+
+WIDTH, M, STEPS = 6, 8, 3
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks, and what FSDP2 wraps.
+
+    Attributes:
+        wrapped: ``"root"``, ``"blocks"`` or ``"both"``.
+        resharded: whether parameters are freed after forward.
+        policy: of FSDP2; gradients are then exact to ``tolerance``.
+    """
+
+    schedule: str
+    pp: int = 2
+    shard: int = 2
+    replicate: int = 1
+    wrapped: str = "both"
+    resharded: bool = True
+    policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    recompute: bool = False
+    tolerance: float = 1e-12
+
+    @property
+    def data(self) -> int:
+        return self.shard * self.replicate
+
+
+class Block(nn.Module):
+    """Linear layers, whose weight gradients can wait, around a norm, whose cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = (
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.LayerNorm(2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.norm(self.up(x))))
+
+
+def make_stages(n: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH), Block()).double() for _ in range(n)]
+
+
+def batch_of(step: int, replica: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + replica)
+    x, y = torch.randn(2, 2 * M, WIDTH, generator=generator, dtype=torch.float64)
+    return x, y
+
+
+def wrap(stage: nn.Module, mesh: Any, layout: Layout) -> nn.Module:
+    options = {"mesh": mesh, "reshard_after_forward": layout.resharded, "mp_policy": layout.policy}
+    if layout.wrapped != "root":
+        for block in stage.children():
+            fully_shard(block, **options)
+    if layout.wrapped != "blocks":
+        fully_shard(stage, **options)
+    return stage
+
+
+class Reductions(TorchDispatchMode):
+    """Counts reduce-scatters."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += "reduce_scatter" in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+def sharded(rank: int, layouts: Sequence[Layout]) -> list[tuple[dict[str, Tensor], int]]:
+    """Whole gradients after each layout's steps, which add up, and how many reduce-scatters the last step took."""
+    return [one_layout(layout) for layout in layouts]
+
+
+def one_layout(layout: Layout) -> tuple[dict[str, Tensor], int]:
+    pipe, schedule, modules, mesh = pipeline_of(layout)
+    replica = mesh["dp_replicate", "dp_shard"]._flatten().get_local_rank()
+    counted = 0
+    for step in range(STEPS):
+        arguments = for_rank(mesh.get_local_rank("pp"), schedule, *batch_of(step, replica))
+        with Reductions() as reductions:
+            pipe.step(*arguments)
+        counted = reductions.number
+    gradients = {
+        f"{stage}.{name}": p.grad.full_tensor()
+        for stage, module in modules.items()
+        for name, p in module.named_parameters()
+    }
+    return gradients, counted
+
+
+def pipeline_of(layout: Layout) -> Any:
+    mesh = init_device_mesh(
+        "cpu",
+        (layout.pp, layout.replicate, layout.shard),
+        mesh_dim_names=("pp", "dp_replicate", "dp_shard"),
+    )
+    data_mesh = mesh["dp_replicate", "dp_shard"] if layout.replicate > 1 else mesh["dp_shard"]
+    schedule = build(layout.schedule, layout.pp, M)
+    stages = make_stages(schedule.n_stages)
+    here = stages_of(mesh.get_local_rank("pp"), schedule)
+    modules = {stage: wrap(stages[stage], data_mesh, layout) for stage in here}
+    options = {"group": mesh.get_group("pp"), "recompute": layout.recompute, "timeout_s": 20}
+    return Pipeline(schedule, modules, F.mse_loss, **options), schedule, modules, mesh
+
+
+def in_one_process(layout: Layout) -> dict[str, Tensor]:
+    stages = make_stages(build(layout.schedule, layout.pp, M).n_stages)
+    for step in range(STEPS):
+        for replica in range(layout.data):
+            x, y = batch_of(step, replica)
+            (F.mse_loss(nn.Sequential(*stages)(x), y) / layout.data).backward()
+    return {f"{i}.{name}": p.grad for i, stage in enumerate(stages) for name, p in stage.named_parameters()}
+
+
+def assert_equals_one_process(layouts: Sequence[Layout]) -> None:
+    n_ranks = layouts[0].pp * layouts[0].data
+    with no_process_left():
+        found = on_ranks(n_ranks, sharded, layouts, timeout_s=100.0)
+    for number, layout in enumerate(layouts):
+        expected = in_one_process(layout)
+        assert set(expected) == {name for rank in found for name in rank[number][0]}
+        for rank, row in enumerate(found):
+            gradients, _ = row[number]
+            for name, gradient in gradients.items():
+                difference = (gradient - expected[name]).abs().max() / expected[name].abs().max()
+                assert difference <= layout.tolerance, f"{layout}, rank {rank}: {name} differs by {difference:.1e}"
+
+
+SPLIT = ("zb_h1", "zb_h2", "zb_v", "dualpipe_v")
+WHOLE = ("1f1b", "gpipe", "interleaved_1f1b")
+MIXED = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64, output_dtype=torch.float64)
+ON_4_RANKS = [
+    *(Layout(name) for name in (*WHOLE, *SPLIT)),
+    *(
+        Layout(name, wrapped=wrapped, resharded=resharded)
+        for name in ("zb_h1", "zb_v")
+        for wrapped in ("root", "blocks")
+        for resharded in (False, True)
+    ),
+    *(Layout(name, resharded=False) for name in ("1f1b", "zb_h1", "zb_v")),
+    *(Layout(name, recompute=True) for name in ("1f1b", "zb_h1")),
+    *(Layout(name, shard=1, replicate=2) for name in ("1f1b", "zb_h1")),
+    *(Layout(name, policy=MIXED, tolerance=1e-6) for name in ("1f1b", "zb_h1", "zb_v")),
+]
+ON_8_RANKS = [
+    *(Layout(name, pp=4) for name in SPLIT),
+    *(Layout(name, replicate=2) for name in SPLIT),
+]
+ON_3_RANKS = [Layout(name, pp=3, shard=1) for name in SPLIT]
+
+
+@pytest.mark.parametrize("layouts", [ON_4_RANKS, ON_8_RANKS, ON_3_RANKS], ids=["4 ranks", "8 ranks", "3 ranks"])
+def test_gradients_are_those_of_one_process(layouts: Sequence[Layout]) -> None:
+    assert_equals_one_process(layouts)
+
+
+def after_others(rank: int) -> list[tuple[float, float]]:
+    """Largest difference from one process of the gradients after a step that failed, and after one that evaluates."""
+    layout = Layout("zb_h1", resharded=False)
+    pipe, schedule, modules, mesh = pipeline_of(layout)
+    pp_rank, replica = mesh.get_local_rank("pp"), mesh.get_local_rank("dp_shard")
+    arguments = for_rank(pp_rank, schedule, *batch_of(0, replica))
+    calls = iter([False] * 2 + [True] + [False] * 100)
+
+    def fail(*_: object) -> None:
+        if pp_rank == 1 and next(calls):
+            raise KeyError("my bug")
+
+    hook = modules[pp_rank].register_forward_hook(fail)
+    with pytest.raises(PipelineError, match="my bug"):
+        pipe.step(*arguments)
+    hook.remove()
+    evaluating = Pipeline(forward_only(schedule), modules, F.mse_loss, group=mesh.get_group("pp"), timeout_s=20)
+    training = Pipeline(schedule, modules, F.mse_loss, group=mesh.get_group("pp"), timeout_s=20)
+    optimizer = torch.optim.SGD([p for m in modules.values() for p in m.parameters()], lr=0.1)
+    found = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        losses = training.step(*arguments)
+        optimizer.step()
+        evaluated = evaluating.step(*arguments)
+        found.append((sum(losses), sum(evaluated)))
+    return found
+
+
+def test_a_failed_step_leaves_nothing_behind_and_evaluation_sees_the_weights_of_now() -> None:
+    found = on_ranks(4, after_others, timeout_s=60.0)
+    stages = make_stages(2)
+    model = nn.Sequential(*stages)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [batch_of(0, replica) for replica in range(2)]
+
+    def losses() -> list[Tensor]:
+        return [F.mse_loss(model(x), y) for x, y in batches]
+
+    for step in range(2):
+        optimizer.zero_grad()
+        trained = losses()
+        (sum(trained) / 2).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        evaluated = losses()
+        for rank, row in enumerate(found):
+            expected = [trained[rank % 2].item(), evaluated[rank % 2].item()]
+            assert row[step] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+def test_each_group_is_reduced_once_a_step(name: str) -> None:
+    layouts = [Layout(name), Layout(name, wrapped="root"), Layout(name, wrapped="blocks")]
+    for rank in on_ranks(4, sharded, layouts, timeout_s=60.0):
+        assert [reductions for _, reductions in rank] == [3, 1, 3]
