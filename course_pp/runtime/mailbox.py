@@ -18,9 +18,10 @@ long as they are small. Receive buffers are bounded by that, however many microb
 import pickle
 import re
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_pp.runtime.memory import Hold, Meter
-from course_pp.runtime.payload import NOTHING, describe, pack, unpack
+from course_pp.runtime.payload import NOTHING, Spec, describe, only_tensor, pack, places_in, unpack
 from course_pp.runtime.plan import Message, Plan
 from course_pp.runtime.wire import Wire
 
@@ -43,12 +44,33 @@ _AHEAD = 1 << 16
 _NEWS_S = 5.0
 
 
+class _Packet:
+    """A send buffer whose trailer says SAME, and the places in it for the tensors of a value."""
+
+    __slots__ = ("buffer", "places")
+
+    def __init__(self, spec: Spec, device: torch.device) -> None:
+        self.buffer = torch.empty(spec.nbytes + _TRAILER, dtype=torch.uint8, device=device)
+        self.buffer[spec.nbytes] = _SAME
+        self.places = places_in(spec, self.buffer)
+
+
+class _Format:
+    """How a value is sent, and the packets that have arrived and can carry the next one."""
+
+    __slots__ = ("free", "spec")
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.free: list[_Packet] = []
+
+
 class _Outgoing:
     """The sending end of a channel."""
 
     def __init__(self, row: tuple[Message, ...]) -> None:
         self.row = row
-        self.expected = [NOTHING] * len(row)
+        self.expected = [_Format(NOTHING)] * len(row)
         self.begin()
 
     def begin(self) -> None:
@@ -72,12 +94,13 @@ class _Incoming:
 
 
 class _Sent:
-    """A buffer that the backend is reading or writing."""
+    """A buffer that the backend is reading or writing, and what is to be done when it has."""
 
-    __slots__ = ("buffer", "hold", "work")
+    __slots__ = ("buffer", "hold", "then", "work")
 
     def __init__(self, buffer: Tensor, work: dist.Work, hold: Hold | None) -> None:
         self.buffer, self.work, self.hold = buffer, work, hold
+        self.then: Callable[[], None] | None = None
 
 
 class MessageLost(RuntimeError):
@@ -160,6 +183,8 @@ class Mailbox:
         for message in messages:
             for sent in self._outgoing[message.target].in_flight.pop(message.number, ()):
                 self._wait(sent, message)
+                if sent.then is not None:
+                    sent.then()
 
     def end(self) -> None:
         """Finish a step: wait until everything that was sent has gone."""
@@ -178,7 +203,7 @@ class Mailbox:
         news = []
         for target, channel in self._outgoing.items():
             if channel.next < len(channel.row):
-                buffer = self._buffer(channel.expected[channel.next].nbytes + _TRAILER)
+                buffer = self._buffer(channel.expected[channel.next].spec.nbytes + _TRAILER)
                 buffer[-_TRAILER] = _FAILED
                 _write_text(buffer, origin)
                 with suppress(RuntimeError):
@@ -193,29 +218,40 @@ class Mailbox:
                 work.wait(patience)
 
     def _dispatch(self, channel: _Outgoing, message: Message, value: Any) -> None:
-        spec, tensors = describe(value)
-        expected = channel.expected[message.number]
-        buffer = self._buffer(expected.nbytes + _TRAILER)
-        buffers = [buffer]
-        if spec.is_same(expected):
-            buffer[expected.nbytes] = _SAME
-            pack(spec, tensors, buffer)
-        else:
-            described = pickle.dumps(spec)
-            buffer[expected.nbytes] = _CHANGED
-            _write_sizes(buffer[expected.nbytes :], spec.nbytes, len(described))
-            whole = self._buffer(spec.nbytes + len(described))
-            pack(spec, tensors, whole)
-            whole[spec.nbytes :] = torch.frombuffer(bytearray(described), dtype=torch.uint8)
-            buffers.append(whole)
-            channel.expected[message.number] = spec
+        number = message.number
+        style = channel.expected[number]
+        tensor = only_tensor(style.spec, value)
+        spec, tensors = (style.spec, [tensor]) if tensor is not None else describe(value)
+        if tensor is None and not spec.is_same(style.spec):
+            notice, whole = self._changed(style.spec, spec, tensors)
+            known = (other for other in channel.expected if other.spec.is_same(spec))
+            channel.expected[number] = next(known, None) or _Format(spec)
+            channel.in_flight[number] = [self._isend(notice, message, 0), self._isend(whole, message, 1)]
+            return
+        packet = style.free.pop() if style.free else _Packet(style.spec, self._wire.device)
+        for place, each in zip(packet.places, tensors, strict=True):
+            place.copy_(each.detach())
+        sent = self._isend(packet.buffer, message, 0)
+        sent.then = partial(style.free.append, packet)
+        channel.in_flight[number] = [sent]
+
+    def _isend(self, buffer: Tensor, message: Message, part: int) -> _Sent:
         try:
-            channel.in_flight[message.number] = [
-                _Sent(b, self._wire.isend(b, message.target, 2 * message.number + part), self._hold(b))
-                for part, b in enumerate(buffers)
-            ]
+            work = self._wire.isend(buffer, message.target, 2 * message.number + part)
         except RuntimeError as error:
             raise MessageLost(f"{message} cannot be sent to rank {message.target}: {_first_line(error)}") from error
+        return _Sent(buffer, work, self._hold(buffer))
+
+    def _changed(self, expected: Spec, spec: Spec, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """A message that says what follows, and the value with its spec."""
+        described = pickle.dumps(spec)
+        notice = self._buffer(expected.nbytes + _TRAILER)
+        notice[expected.nbytes] = _CHANGED
+        _write_sizes(notice[expected.nbytes :], spec.nbytes, len(described))
+        whole = self._buffer(spec.nbytes + len(described))
+        pack(spec, tensors, whole)
+        whole[spec.nbytes :] = torch.frombuffer(bytearray(described), dtype=torch.uint8)
+        return notice, whole
 
     def _post(self, source: int, channel: _Incoming) -> None:
         """Post receives for the next messages: for as many as are small, at least for two, if the wire allows it."""

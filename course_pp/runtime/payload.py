@@ -14,7 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["NOTHING", "Spec", "describe", "flatten", "map_tensors", "pack", "tensors_of", "unpack"]
+__all__ = [
+    "NOTHING",
+    "Spec",
+    "describe",
+    "flatten",
+    "map_tensors",
+    "only_tensor",
+    "pack",
+    "places_in",
+    "tensors_of",
+    "unpack",
+]
 
 # Every tensor starts where any dtype may start, and where vector instructions like it.
 _ALIGNMENT = 64
@@ -55,6 +66,11 @@ class Spec:
     def is_same(self, other: "Spec") -> bool:
         """Whether values of the two are read alike. Unlike ``==``, tells the 1, 1.0 and True of a skeleton apart."""
         return self.kinds == other.kinds and repr(self.skeleton) == repr(other.skeleton)
+
+    @cached_property
+    def form(self) -> type | None:
+        """``Tensor`` if the value is one alone, ``tuple`` if it is one in a tuple, else None."""
+        return {"Slot(index=0)": Tensor, "(Slot(index=0),)": tuple}.get(repr(self.skeleton))
 
     @cached_property
     def nbytes(self) -> int:
@@ -114,10 +130,28 @@ def describe(value: Any) -> tuple[Spec, list[Tensor]]:
     return Spec(skeleton, kinds), tensors
 
 
+def only_tensor(spec: Spec, value: Any) -> Tensor | None:
+    """The tensor of a value that ``spec`` describes and that has but one, which most have; None for any other."""
+    if type(value) is not spec.form:
+        return None
+    tensor = value[0] if isinstance(value, tuple) and len(value) == 1 else value
+    if type(tensor) is not Tensor or (tensor.dtype, tensor.shape, tensor.requires_grad) != spec.kinds[0]:
+        return None
+    return tensor
+
+
+def places_in(spec: Spec, buffer: Tensor) -> list[Tensor]:
+    """Where in ``buffer``, a uint8 tensor of at least ``spec.nbytes``, the value's tensors are to be copied."""
+    return [
+        buffer[start:end].view(kind.dtype).view(kind.shape)
+        for kind, (start, end) in zip(spec.kinds, spec.places, strict=True)
+    ]
+
+
 def pack(spec: Spec, tensors: list[Tensor], buffer: Tensor) -> None:
-    """Copy ``tensors`` into the first bytes of ``buffer``, a uint8 tensor of at least ``spec.nbytes``."""
-    for tensor, kind, (start, end) in zip(tensors, spec.kinds, spec.places, strict=True):
-        buffer[start:end].view(kind.dtype).view(kind.shape).copy_(tensor.detach())
+    """Copy ``tensors`` into ``buffer``."""
+    for place, tensor in zip(places_in(spec, buffer), tensors, strict=True):
+        place.copy_(tensor.detach())
 
 
 def unpack(spec: Spec, buffer: Tensor, device: torch.device) -> Any:
@@ -126,6 +160,12 @@ def unpack(spec: Spec, buffer: Tensor, device: torch.device) -> Any:
     Args:
         buffer: a tensor with a storage of its own.
     """
+
+    if spec.form is not None and device == buffer.device:
+        (dtype, shape, differentiable), (_, end) = spec.kinds[0], spec.places[0]
+        tensor = buffer[:end].view(dtype).view(shape)
+        tensor = tensor.requires_grad_() if differentiable else tensor
+        return tensor if spec.form is Tensor else (tensor,)
 
     def read(kind: Kind, start: int) -> Tensor:
         # Not a view of the buffer: views share a version, and one part changed in place would spoil the others.

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -44,16 +44,15 @@ class Tagged:
     window = 32
 
     def __init__(self, group: dist.ProcessGroup | None, series: int) -> None:
-        self._group = group
+        # The group's own methods are called: dist.isend and dist.irecv check for each message what is settled here.
+        self._group: Any = group or dist.group.WORLD  # None in a process alone, which sends nothing
         self._first = series * _TAGS_PER_PIPELINE
 
     def isend(self, buffer: Tensor, target: int, number: int) -> dist.Work:
-        work = dist.isend(buffer, group=self._group, group_dst=target, tag=self._first + number % _TAGS_PER_PIPELINE)
-        return _ours(work)
+        return self._group.send([buffer], target, self._first + number % _TAGS_PER_PIPELINE)
 
     def irecv(self, buffer: Tensor, source: int, number: int) -> dist.Work:
-        work = dist.irecv(buffer, group=self._group, group_src=source, tag=self._first + number % _TAGS_PER_PIPELINE)
-        return _ours(work)
+        return self._group.recv([buffer], source, self._first + number % _TAGS_PER_PIPELINE)
 
 
 class Ordered:
@@ -82,7 +81,7 @@ class Ordered:
     ) -> None:
         self.device = device
         me, everyone = dist.get_rank(group), dist.get_process_group_ranks(group or dist.group.WORLD)
-        self._groups = {}
+        self._groups: dict[tuple[int, int], tuple[dist.ProcessGroup, int]] = {}
         # In one order everywhere: making a group waits for its other member. Torch names a group after its ranks and
         # the number of groups its process has made, so whoever is not in the channel makes one too, for itself.
         for source, target in sorted(channels):
@@ -95,7 +94,7 @@ class Ordered:
                 group_desc=f"pipeline {source} to {target}",
             )
             if ours:
-                self._groups[source, target] = made
+                self._groups[source, target] = made, 1 - dist.get_rank(made)
         self._me = me
         self._greet()
 
@@ -109,12 +108,12 @@ class Ordered:
                 self.irecv(greeting, source, 0).wait()
 
     def isend(self, buffer: Tensor, target: int, number: int) -> dist.Work:
-        channel = self._groups[self._me, target]
-        return _ours(dist.isend(buffer, group=channel, group_dst=1 - dist.get_rank(channel)))
+        channel, other = self._groups[self._me, target]
+        return channel.send([buffer], other, 0)
 
     def irecv(self, buffer: Tensor, source: int, number: int) -> dist.Work:
-        channel = self._groups[source, self._me]
-        return _ours(dist.irecv(buffer, group=channel, group_src=1 - dist.get_rank(channel)))
+        channel, other = self._groups[source, self._me]
+        return channel.recv([buffer], other, 0)
 
 
 def open_wire(
@@ -149,9 +148,3 @@ def open_wire(
         f"transport {transport!r} cannot carry tensors on {device} over a process group with {backends}: "
         "use 'gloo', 'nccl' (stages on CUDA, group initialised with nccl) or 'gloo without tags'"
     )
-
-
-def _ours(work: dist.Work | None) -> dist.Work:
-    if work is None:
-        raise ValueError("this process is not in the pipeline's process group: call it on the group's ranks only")
-    return work
