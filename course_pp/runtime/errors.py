@@ -1,6 +1,45 @@
 """The one exception of a pipeline in which something went wrong, on whichever rank."""
 
-__all__ = ["PipelineError"]
+from dataclasses import dataclass
+
+from course_pp.schedule import Action, Overlap
+
+__all__ = ["Origin", "PipelineError"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a failure began, and what it was.
+
+    Attributes:
+        rank: in the pipeline's group.
+        at: the action in progress, or words for what comes before and after the actions.
+        what: the exception that was raised there, ``"Type: message"``.
+    """
+
+    rank: int
+    at: Action | Overlap | str
+    what: str
+
+    def __str__(self) -> str:
+        at = self.at
+        if not isinstance(at, str):
+            at = " and ".join(f"stage {p.stage}, microbatch {p.microbatch}, action {p}" for p in at.parts)
+        return f"rank {self.rank}, {at}: {self.what}"
+
+    def encode(self) -> str:
+        """As one text, for :meth:`decode`."""
+        return f"{self.rank}\n{self.at}\n{self.what}"
+
+    @staticmethod
+    def decode(text: str) -> "Origin":
+        rank, at, what = text.split("\n", 2)
+        for parse in (Action.parse, Overlap.parse):
+            try:
+                return Origin(int(rank), parse(at), what)
+            except ValueError:
+                continue
+        return Origin(int(rank), at, what)
 
 
 class PipelineError(RuntimeError):
@@ -8,13 +47,24 @@ class PipelineError(RuntimeError):
 
     Attributes:
         origin: what happened, beginning with rank, stage, microbatch and action.
-        began_elsewhere: whether another rank failed first, and this one was told of it.
+        rank: where it began, in the pipeline's group.
+        stage: likewise; None if it was in no action.
+        microbatch: likewise.
+        action: likewise; an :class:`Overlap` fails as a whole, and its forward gives stage and microbatch.
+        began_elsewhere: whether this rank was told by another.
 
     After it a pipeline cannot go on: its ranks are at different places of the schedule, and the gradients of the step
     are incomplete. Build another one, and zero the gradients.
     """
 
-    def __init__(self, origin: str, here: str = "") -> None:
-        self.origin = origin
-        self.began_elsewhere = bool(here)
-        super().__init__(f"{origin}\n{here}" if here else origin)
+    def __init__(self, origin: Origin, told: str = "") -> None:
+        super().__init__(f"{origin}\n{told}" if told else str(origin))
+        self._given = origin, told
+        self.origin, self.rank, self.began_elsewhere = str(origin), origin.rank, bool(told)
+        self.action = None if isinstance(origin.at, str) else origin.at
+        first = None if self.action is None else self.action.parts[0]
+        self.stage = None if first is None else first.stage
+        self.microbatch = None if first is None else first.microbatch
+
+    def __reduce__(self) -> tuple[type["PipelineError"], tuple[Origin, str]]:
+        return type(self), self._given

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from course_pp.runtime.errors import Origin
 from course_pp.runtime.memory import Hold, Meter
 from course_pp.runtime.payload import NOTHING, Spec, describe, only_tensor, pack, places_in, unpack
 from course_pp.runtime.plan import Message, Plan
@@ -108,7 +109,15 @@ class MessageLost(RuntimeError):
 
 
 class PeerFailed(RuntimeError):
-    """The peer's step has failed; the text says how it began."""
+    """The peer's step has failed.
+
+    Attributes:
+        origin: where that began.
+    """
+
+    def __init__(self, origin: Origin) -> None:
+        super().__init__(str(origin))
+        self.origin = origin
 
 
 class Mailbox:
@@ -168,7 +177,7 @@ class Mailbox:
         if kind == _FAILED:
             channel.posted.clear()
             channel.next = len(channel.row)  # nothing more will come
-            raise PeerFailed(_read_text(buffer))
+            raise PeerFailed(Origin.decode(_read_text(buffer)))
         if kind == _CHANGED:
             value_bytes, spec_bytes = _read_sizes(buffer[spec.nbytes :])
             buffer = self._arrival(self._receive(source, 2 * number + 1, value_bytes + spec_bytes), message)
@@ -191,7 +200,7 @@ class Mailbox:
         for channel in self._outgoing.values():
             self.arrived([channel.row[number] for number in sorted(channel.in_flight)])
 
-    def fail(self, origin: str, lost: bool) -> None:
+    def fail(self, origin: Origin, lost: bool) -> None:
         """Tell every rank that still expects something from here how the failure began, and hear them out.
 
         They will fail too and say so. Then nothing is left on its way, and the process group can serve others: gloo
@@ -205,7 +214,7 @@ class Mailbox:
             if channel.next < len(channel.row):
                 buffer = self._buffer(channel.expected[channel.next].spec.nbytes + _TRAILER)
                 buffer[-_TRAILER] = _FAILED
-                _write_text(buffer, origin)
+                _write_text(buffer, origin.encode())
                 with suppress(RuntimeError):
                     news.append((buffer, self._wire.isend(buffer, target, 2 * channel.next)))
         for incoming in () if lost else self._incoming.values():

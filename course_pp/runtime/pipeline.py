@@ -24,7 +24,7 @@ from course_pp.runtime.batch import loss_shares, split
 from course_pp.runtime.clocks import host_identity, wait_for
 from course_pp.runtime.cluster import EmulatedCluster
 from course_pp.runtime.emulation import Emulator
-from course_pp.runtime.errors import PipelineError
+from course_pp.runtime.errors import Origin, PipelineError
 from course_pp.runtime.executor import Batch, Executor
 from course_pp.runtime.mailbox import Mailbox, MessageLost, PeerFailed
 from course_pp.runtime.payload import tensors_of
@@ -35,7 +35,7 @@ from course_pp.runtime.sharded import ShardedStages
 from course_pp.runtime.shared import SharedWeights, shared_weights
 from course_pp.runtime.stage import Stage
 from course_pp.runtime.wire import TRANSPORTS, Tagged, Wire, open_wire
-from course_pp.schedule import Action, Overlap, Schedule, Timeline, check
+from course_pp.schedule import Action, Schedule, Timeline, check
 
 __all__ = ["Pipeline", "run_step"]
 
@@ -142,7 +142,7 @@ class Pipeline:
         if cluster is not None:
             emulator = Emulator(cluster, schedule, self._rank, partial(wait_for, self._device))
         self._executor = Executor(schedule, self._plan, self._stages, self._mailbox, recorder, self._device, emulator)
-        self._failed: str | None = None
+        self._failed: Origin | None = None
 
     def step(
         self,
@@ -187,17 +187,18 @@ class Pipeline:
             losses = self._report(batch.shares)
             self._mailbox.end()
         except PeerFailed as error:
-            self._fail(str(error), lost=False)
-            raise PipelineError(str(error), f"(rank {self._rank} was told at {self._executor.current})") from None
+            self._fail(error.origin, lost=False)
+            told = f"(rank {self._rank} was told at {self._executor.current})"
+            raise PipelineError(error.origin, told) from None
         except Exception as error:
             what = str(error) if isinstance(error, MessageLost) else f"{type(error).__name__}: {error}"
-            origin = f"{self._where()}: {what}"
+            origin = self._origin(what)
             self._fail(origin, lost=isinstance(error, MessageLost))
             if self._executor.current is None:
                 raise
             raise PipelineError(origin) from error
         except BaseException:
-            self._failed = f"{self._where()}: interrupted"
+            self._failed = self._origin("interrupted")
             raise
         self._refuse_not_finite(losses)
         return losses
@@ -248,21 +249,23 @@ class Pipeline:
         for microbatch, loss in enumerate(losses):
             if not math.isfinite(loss):
                 last = self.schedule.n_stages - 1
-                action = Action(last, "F", microbatch)
-                where = _place(self.schedule.rank_of(last, microbatch), action)
+                what = (
+                    f"the loss is {loss}, and so are gradients: zero them, and look at the data, the learning rate or "
+                    "the number format"
+                )
                 raise PipelineError(
-                    f"{where}: the loss is {loss}, and so are gradients: zero them, and look at the data, the learning "
-                    "rate or the number format"
+                    Origin(self.schedule.rank_of(last, microbatch), Action(last, "F", microbatch), what)
                 )
 
-    def _fail(self, origin: str, lost: bool) -> None:
+    def _fail(self, origin: Origin, lost: bool) -> None:
         self._failed = origin
         self._mailbox.fail(origin, lost)
         for stage in self._stages.values():
             stage.clear()
 
-    def _where(self) -> str:
-        return _place(self._rank, self._executor.current)
+    def _origin(self, what: str) -> Origin:
+        current = self._executor.current
+        return Origin(self._rank, "before the first action" if current is None else current, what)
 
 
 def run_step(
@@ -346,11 +349,3 @@ def _device_of(modules: Mapping[int, nn.Module | None]) -> torch.device:
 def _named(content: str, channels: Mapping[int, Sequence[Message]]) -> dict[int, Message]:
     """The messages of that content, by the rank at the other end."""
     return {peer: message for peer, row in channels.items() for message in row if message.content == content}
-
-
-def _place(rank: int, current: Action | Overlap | str | None) -> str:
-    if current is None:
-        current = "before the first action"
-    if not isinstance(current, str):
-        current = " and ".join(f"stage {p.stage}, microbatch {p.microbatch}, action {p}" for p in current.parts)
-    return f"rank {rank}, {current}"

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_pp.launch import on_ranks
-from course_pp.runtime import Pipeline
+from course_pp.runtime import Pipeline, PipelineError
 from course_pp.schedule import Action, Schedule
 from tests.runtime.small import for_rank, stages_of
 
@@ -133,6 +133,7 @@ class Caught:
         kind: name of the exception's class, None if there was none.
         seconds: from the start of the last step.
         cause: name of the class of what was raised first on this very rank.
+        fields: of a PipelineError: rank, stage, microbatch, action, began_elsewhere.
     """
 
     steps: int
@@ -141,6 +142,7 @@ class Caught:
     origin: str = ""
     seconds: float = 0.0
     cause: str | None = None
+    fields: tuple[Any, ...] = ()
 
 
 def caught(pipeline: Pipeline, steps: int, inputs: Any, targets: Any) -> Caught:
@@ -151,7 +153,10 @@ def caught(pipeline: Pipeline, steps: int, inputs: Any, targets: Any) -> Caught:
         except Exception as error:
             took = time.monotonic() - started
             cause = type(error.__cause__).__name__ if error.__cause__ is not None else None
-            return Caught(step, type(error).__name__, str(error), getattr(error, "origin", ""), took, cause)
+            fields: tuple[Any, ...] = ()
+            if isinstance(error, PipelineError):
+                fields = error.rank, error.stage, error.microbatch, str(error.action), error.began_elsewhere
+            return Caught(step, type(error).__name__, str(error), getattr(error, "origin", ""), took, cause, fields)
     return Caught(steps)
 
 
@@ -178,10 +183,11 @@ def assert_all_say(found: Sequence[Caught], schedule: Schedule, where: Where, wh
         assert one.steps == where.step
         assert one.origin == origin, f"rank {rank}"
         assert one.text.startswith(origin)
+        assert one.fields == (guilty, where.parsed.stage, where.parsed.microbatch, where.action, rank != guilty)
         if rank == guilty:
             assert one.text == origin
             assert one.cause is not None
         else:
-            assert f"(rank {rank} was told at " in one.text
+            assert one.text != origin
             assert one.cause is None
         assert one.seconds < 10

@@ -142,7 +142,7 @@ def test_a_long_account_is_cut_and_still_says_where() -> None:
     guilty, told = run(schedule, [where], raise_at_length)
     assert len(guilty.origin) > 3000
     assert told.origin.startswith(where.text(schedule) + "Trouble: längst längst")
-    assert 450 < len(told.origin.encode()) <= 511
+    assert 450 < len(told.origin.encode()) <= 560
     assert guilty.origin.startswith(told.origin.rstrip("\N{REPLACEMENT CHARACTER}"))
 
 
