@@ -1,9 +1,9 @@
 """A batch as microbatches, and the loss of the batch as shares of its microbatches."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from course_pp.loss import LossFn, TokenLoss, counted, loss_share
@@ -55,13 +55,16 @@ def loss_shares(
         ValueError: for targets without a sample, where the loss is a mean over samples.
     """
     loss = counted(loss_fn, _samples)
-    if divisor is not None:
-        return lambda i, output: loss_share(loss, output, targets[i], divisor)
-    total = torch.as_tensor(sum(loss.count(target) for target in targets))
-    if loss is not loss_fn and not total:
-        raise ValueError(f"targets has no samples in any of {len(targets)} microbatches: give at least one")
-    every_token = total.clamp(min=1)
-    return lambda i, output: loss_share(loss, output, targets[i], every_token)
+    if divisor is None:
+        total: Any = sum(loss.count(target) for target in targets)
+        if loss is not loss_fn and not total:
+            raise ValueError(f"targets has no samples in any of {len(targets)} microbatches: give at least one")
+        divisor = total.clamp(min=1) if isinstance(total, Tensor) else max(total, 1)
+    return partial(_share, loss, targets, divisor)
+
+
+def _share(loss: TokenLoss, targets: Sequence[Any], divisor: Any, i: int, output: Any) -> Tensor:
+    return loss_share(loss, output, targets[i], divisor)
 
 
 def _samples(target: Any) -> int:
