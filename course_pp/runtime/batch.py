@@ -44,7 +44,7 @@ def _piece(batch: Any, pieces: Sequence[Sequence[Tensor]], index: int) -> Any:
 
 
 def loss_shares(
-    loss_fn: LossFn | TokenLoss, targets: Sequence[Any], divisor: float | None = None
+    loss_fn: LossFn | TokenLoss, targets: Sequence[Any], divisor: Tensor | float | None = None
 ) -> Callable[[int, Any], Tensor]:
     """Return a function of i and the output: microbatch i's share of the batch's loss. The shares add up to it.
 
