@@ -107,7 +107,7 @@ def agree_on_parts(parts: Parts, device_mesh: DeviceMesh | None) -> Ranks:
         parts.stages,
         parts.n_stages,
         tuple(dict(tie) for tie in parts.ties),
-        _problem_of_ties(parts),
+        _problem_of_stages(parts) or _problem_of_ties(parts),
     )
     held = everyone.gather(mine)
     problem = (
@@ -154,6 +154,11 @@ def _ties(tied: Sequence[Tie] | None) -> tuple[Tie, ...]:
     return ties
 
 
+def _problem_of_stages(parts: Parts) -> str | None:
+    strange = [stage for stage in parts.stages if stage is not None and (type(stage) is not int or stage < 0)]
+    return f"stage {strange[0]!r} must be a whole number of at least 0: pass {{stage: module}}" if strange else None
+
+
 def _problem_of_ties(parts: Parts) -> str | None:
     if parts.ties and None in parts.stages:
         return f"tied={list(parts.ties)}, but it is unknown which stages the modules are: pass {{stage: module, …}}"
@@ -180,12 +185,13 @@ def _problem_of_column(held: Sequence[_Held], column: tuple[int, ...]) -> str | 
             "model's: pass the list of all of this rank's stages on every rank"
         )
     lost = [stage for tie in held[0].ties for stage in tie if stage not in known]
-    return f"tied names stage {lost[0]}, but the stages are 0 to {n_stages - 1}" if lost else None
+    return f"tied names stage {lost[0]!r}, but the stages are 0 to {n_stages - 1}" if lost else None
 
 
 def _column(device_mesh: DeviceMesh | None) -> tuple[int, ...]:
+    """This rank's place in the mesh but for ``pp``; without a mesh each rank has the whole model."""
     if device_mesh is None:
-        return ()
+        return (Ranks().rank,)
     place = zip(device_mesh.mesh_dim_names or (), device_mesh.get_coordinate() or (), strict=False)
     return tuple(coordinate for name, coordinate in place if name != "pp")
 

@@ -104,6 +104,22 @@ def test_one_parameter_under_two_names_counts_once_without_being_named() -> None
     assert clip_grad_norm_(dict(enumerate(model)), math.inf, tied=TIED).item() == pytest.approx(expected, rel=1e-12)
 
 
+def norm_of_a_sharded_model(rank: int) -> float:
+    """Without a mesh: FSDP2's own, over all ranks, shows that nothing is missing."""
+    mesh = init_distributed(DistributedConfig(dp_shard=2))
+    model = Stage(**{f"part{i}": stage for i, stage in enumerate(build_model())})
+    whole = {name: p.grad for name, p in with_gradients(model).named_parameters()}
+    fully_shard(model, mesh=mesh)
+    for name, p in model.named_parameters():
+        p.grad = torch.distributed.tensor.distribute_tensor(whole[name], p.device_mesh, p.placements)
+    return clip_grad_norm_(model, math.inf).item()
+
+
+def test_a_model_that_is_sharded_over_all_ranks_needs_no_mesh() -> None:
+    expected = nn.utils.clip_grad_norm_(with_gradients(build_model()).parameters(), math.inf).item()
+    assert on_ranks(2, norm_of_a_sharded_model) == pytest.approx([expected] * 2, rel=1e-12)
+
+
 def refusals_on_rank(rank: int) -> dict[str, str]:
     """What every rank says to arguments of which some are wrong on one rank alone."""
     mesh = init_distributed(DistributedConfig(pp=2))
@@ -124,6 +140,7 @@ def refusals_on_rank(rank: int) -> dict[str, str]:
     refused("no mesh", lambda: clip(lone, device_mesh=None))
     refused("torch's stages, one left out", lambda: clip(wrapped[: 2 - rank]))
     refused("a stage twice", lambda: clip({0: lone}))
+    refused("a stage's number as text", lambda: clip({str(rank): lone}))
     refused("numbers unknown", lambda: clip(list(here.values()), TIED))
     refused("different ties", lambda: clip(here, TIED if rank else []))
     refused("no such parameter", lambda: clip(here, [{0: "embed.weight", 3: "tail.weight"}]))
@@ -132,6 +149,9 @@ def refusals_on_rank(rank: int) -> dict[str, str]:
     for p in here[3].head.parameters() if rank else ():
         p.grad = p.grad / 2
     refused("not summed", lambda: clip(here, TIED))
+    for p in here[3].head.parameters() if rank else ():
+        p.grad = torch.full_like(p, math.nan)
+    refused("not a number at one end", lambda: clip(here, TIED))
     alike = DistributedConfig(dp_replicate=2, dp_shard=1)
     lone.weight.grad = torch.full((WIDTH, WIDTH), 1.0 + rank)
     refused("not averaged", lambda: clip(lone, device_mesh=init_distributed(alike)))
@@ -144,6 +164,7 @@ def test_what_is_not_one_whole_model_is_refused_on_every_rank() -> None:
     assert "device_mesh is None in a process group of 2 ranks" in first["no mesh"]
     assert "given stages [0, 1, 2] of 4" in first["torch's stages, one left out"]
     assert "stage 0 was passed twice" in first["a stage twice"]
+    assert "stage '0' must be a whole number" in first["a stage's number as text"]
     assert "pass {stage: module" in first["numbers unknown"]
     assert "rank 1 was given tied=[{0: 'embed.weight'" in first["different ties"]
     assert "rank 1: tied" in first["no such parameter"]
@@ -151,4 +172,5 @@ def test_what_is_not_one_whole_model_is_refused_on_every_rank() -> None:
     assert "tied names stage 7, but the stages are 0 to 3" in first["no such stage"]
     assert "at least two of them" in first["no tie"]
     assert "sum them over its stages before clipping" in first["not summed"]
+    assert "nan on stage 3: sum them" in first["not a number at one end"]
     assert "rank 0 finds a gradient of norm 4, rank 1 one of 8" in first["not averaged"]
