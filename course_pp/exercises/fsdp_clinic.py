@@ -39,6 +39,10 @@ class Symptoms(NamedTuple):
     reductions: float
     ratio: float
 
+    def __str__(self) -> str:
+        often = f"a group is gathered {self.gathers:.0f} ×, reduced {self.reductions:.0f} ×"
+        return f"{often}; gradients {self.ratio:.2f} of the right ones"
+
 
 _N_MICROBATCHES, _SEQ_LEN, _ROWS = 8, 16, 32
 

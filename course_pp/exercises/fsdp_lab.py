@@ -1,0 +1,299 @@
+"""What notebook 08 looks at: what FSDP2 keeps, gathers and sends in one step of a small model, policy by policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
+
+from course_pp.launch import on_ranks
+from course_pp.model import CrossEntropy, ModelConfig, PipelineStageModule, Transformer, build_stage_module
+from course_pp.parallel import (
+    CollectiveCounts,
+    DistributedConfig,
+    apply_ac,
+    apply_fsdp2,
+    apply_tensor_parallel,
+    build_pipeline_schedule,
+    build_pipeline_stage,
+    count_collectives,
+    get_dp_rank,
+    get_dp_size,
+    get_pp_rank,
+    get_pp_size,
+    init_distributed,
+    measure_unsharded_bytes,
+    predict_collectives,
+    wire_factor,
+)
+from course_pp.show import ChartFigure
+from course_pp.show.chart import BLUE, VERMILION
+
+__all__ = [
+    "CONFIG",
+    "KeptShare",
+    "Right",
+    "count",
+    "draw_shares",
+    "kept_between_steps",
+    "largest_difference",
+    "one_process",
+    "per_group",
+    "predicted",
+    "refused_orders",
+    "sent",
+    "step_bytes",
+    "step_of",
+]
+
+CONFIG = ModelConfig(dim=64, n_layers=6, n_heads=4, vocab_size=128, max_seq_len=32)
+_POLICIES = (True, False)
+_ROWS, _SEQ_LEN, _MICROBATCHES, _ITEMSIZE = 16, 32, 8, 8
+
+Step = Callable[[], Any]
+Recomputation = Literal["none", "full", "selective"]
+
+
+@dataclass(frozen=True)
+class KeptShare:
+    """What ranks keep between two steps.
+
+    Attributes:
+        shapes: of some parameters of layer 0, by name: of the whole, and of each rank's part.
+        shares: for each rank its bytes of parameters, gradients and moments over those of the whole model.
+    """
+
+    shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    shares: tuple[float, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:18} whole {whole}, on each rank {part}" for name, (whole, part) in self.shapes.items())
+
+
+class Right(NamedTuple):
+    """One process: the loss of the batch, the norm of the gradient, and every gradient by name."""
+
+    loss: float
+    norm: float
+    gradients: Mapping[str, Tensor]
+
+
+def step_of(module: PipelineStageModule, mesh: DeviceMesh | None, n_microbatches: int = _MICROBATCHES) -> Step:
+    """Return this rank's forward and backward of its part of the batch: a plain one, or 1F1B if the mesh has ``pp``."""
+    inputs, targets = (rows.chunk(get_dp_size(mesh))[get_dp_rank(mesh)] for rows in _batch())
+    loss_fn = CrossEntropy()
+    if get_pp_size(mesh) == 1:
+        return lambda: loss_fn(module(inputs), targets).backward()
+    assert mesh is not None
+    sizes = len(inputs) // n_microbatches, _SEQ_LEN
+    stage = build_pipeline_stage(module, mesh, "cpu", *sizes, param_dtype=torch.float64)
+    pipeline = build_pipeline_schedule(stage, n_microbatches, loss_fn, schedule="1f1b")
+    return lambda: pipeline.step(inputs, target=targets)
+
+
+def kept_between_steps(layout: DistributedConfig, n_ranks: int = 4) -> KeptShare:
+    """Take a step with AdamW, and measure what each rank then keeps."""
+    ranks = on_ranks(n_ranks, _kept, layout)
+    names = ("attn_norm.weight", "attn.q_proj.weight", "mlp.up_proj.weight")
+    whole = dict(Transformer(CONFIG).layers["0"].named_parameters())
+    shapes = {name: (tuple(whole[name].shape), ranks[0][0][name]) for name in names}
+    everything = 4 * _ITEMSIZE * CONFIG.n_parameters
+    return KeptShare(shapes, tuple(n_bytes / everything for _, n_bytes in ranks))
+
+
+def count(layout: DistributedConfig, ac: Recomputation = "none") -> dict[bool, list[CollectiveCounts]]:
+    """Count what each of four ranks communicates in a step, with ``reshard_after_forward`` True and False.
+
+    The first step opens connections, so it is the second that counts.
+    """
+    ranks = on_ranks(4, _counted, layout, ac)
+    return {reshard: [counts[reshard] for counts in ranks] for reshard in _POLICIES}
+
+
+def predicted(layout: DistributedConfig, reshard: bool) -> list[CollectiveCounts]:
+    """The same by formula."""
+    sizes: dict[str, Any] = {"batch_size": 1, "seq_len": _SEQ_LEN, "n_microbatches": _MICROBATCHES}
+    return list(
+        predict_collectives(CONFIG, layout, reshard_after_forward=reshard, dtype=torch.float64, clip=False, **sizes)
+    )
+
+
+def per_group(counts: list[CollectiveCounts], layout: DistributedConfig) -> tuple[int, int]:
+    """How often each FSDP group is gathered and reduced in the step, which must be the same on every rank.
+
+    Raises:
+        ValueError: for a rank whose counts differ, or do not divide by its groups.
+    """
+    groups = CONFIG.n_layers // layout.pp + 1
+    kinds = ("all_gather", "reduce_scatter")
+    numbers = {tuple(each["dp_shard", kind].number / groups for kind in kinds) for each in counts}
+    if len(numbers) > 1 or any(number % 1 for each in numbers for number in each):
+        raise ValueError(f"gathers and reductions of a group differ between ranks: {sorted(numbers)}")
+    gathered, reduced = numbers.pop()
+    return int(gathered), int(reduced)
+
+
+def sent(counts: CollectiveCounts, layout: DistributedConfig) -> dict[str, float]:
+    """What a rank sends with rings, by mesh dimension and collective, over the bytes of the model."""
+    whole = _ITEMSIZE * CONFIG.n_parameters
+    return {
+        f"{dimension} {kind}": tally.n_bytes * wire_factor(kind, getattr(layout, dimension)) / whole
+        for (dimension, kind), tally in counts.tallies.items()
+    }
+
+
+def step_bytes(layout: DistributedConfig) -> dict[bool, dict[str, int]]:
+    """Bytes on rank 0 of four, for both policies, by kind: shards, whole gradients, whole parameters.
+
+    Each kind at its own peak in the step, the gradients' with both of theirs.
+    """
+    return on_ranks(4, _peaks, layout)[0]
+
+
+def one_process() -> Right:
+    """Forward and backward of the whole batch, in this process."""
+    torch.manual_seed(0)
+    model, (inputs, targets) = Transformer(CONFIG).double(), _batch()
+    loss = CrossEntropy()(model(inputs), targets)
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return Right(loss.item(), nn.utils.clip_grad_norm_(model.parameters(), 1.0).item(), gradients)
+
+
+def largest_difference(module: nn.Module, right: Mapping[str, Tensor]) -> float:
+    """The largest difference of a gradient here, after cutting the right one as this rank's is cut; sends nothing."""
+    largest = 0.0
+    for name, p in module.named_parameters():
+        gradient = p.grad
+        assert isinstance(gradient, DTensor)
+        part = distribute_tensor(right[name], gradient.device_mesh, gradient.placements, src_data_rank=None)
+        largest = max(largest, (gradient.to_local() - part.to_local()).abs().max().item())
+    return largest
+
+
+def refused_orders() -> dict[str, str]:
+    """What is said of FSDP before tensor parallelism: by this package, and by torch alone."""
+    return on_ranks(4, _fsdp_first)[0]
+
+
+def draw_shares(share: Callable[[float, bool], float], crossing: float) -> ChartFigure:
+    """Draw ``share(tokens, reshard)``, the share of a step in which a rank computes, for both policies."""
+    tokens = [100 * 2 ** (i / 8) for i in range(73)]
+    figure = ChartFigure(8, 3.4)
+    axes = figure.axes_with_margins(left=0.7, right=0.2, bottom=0.55, top=0.4)
+    looks: tuple[tuple[bool, dict[str, Any]], ...] = (
+        (False, {"color": BLUE}),
+        (True, {"color": VERMILION, "ls": "--"}),
+    )
+    for reshard, look in looks:
+        shares = [share(each, reshard) for each in tokens]
+        axes.plot(tokens, shares, lw=2, label=f"reshard_after_forward={reshard}", **look)
+    axes.set(xscale="log", xlabel="tokens on a rank in a step", ylabel="share of the time computing")
+    title = f"With perfect overlap, both policies are equally fast from {crossing:,.0f} tokens on"
+    axes.set_title(title, loc="left")
+    axes.axvline(crossing, color="black", ls=":", label=f"T* = {crossing:,.0f} tokens")
+    axes.legend(frameon=False)
+    last = [share(tokens[-1], reshard) for reshard in (False, True)]
+    most = max(share(each, False) / share(each, True) for each in tokens)
+    figure.alt_text = (
+        f"Share of a step spent computing against tokens a rank, by formula. {title}. Below, False is up to {most:.2g} "
+        f"times as high as True; at {tokens[-1]:,.0f} tokens both are at {min(last):.0%}."
+    )
+    return figure
+
+
+def _build(mesh: DeviceMesh | None, reshard: bool, ac: Recomputation = "none") -> PipelineStageModule:
+    module = build_stage_module(CONFIG, get_pp_rank(mesh), get_pp_size(mesh)).double()
+    apply_tensor_parallel(module, mesh)
+    apply_ac(module, ac)
+    apply_fsdp2(module, mesh, reshard_after_forward=reshard)
+    return module
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    seeded = torch.Generator().manual_seed(0)
+    ids = torch.randint(CONFIG.vocab_size, (_ROWS, _SEQ_LEN + 1), generator=seeded)
+    return ids[:, :-1], ids[:, 1:]
+
+
+def _warmed_up(mesh: DeviceMesh | None, reshard: bool, ac: Recomputation = "none") -> tuple[PipelineStageModule, Step]:
+    module = _build(mesh, reshard, ac)
+    step = step_of(module, mesh)
+    step()
+    module.zero_grad()
+    return module, step
+
+
+def _counted(rank: int, layout: DistributedConfig, ac: Recomputation) -> dict[bool, CollectiveCounts]:
+    mesh = init_distributed(layout, seed=0)
+    return {reshard: count_collectives(_warmed_up(mesh, reshard, ac)[1], mesh) for reshard in _POLICIES}
+
+
+def _kept(rank: int, layout: DistributedConfig) -> tuple[dict[str, tuple[int, ...]], int]:
+    mesh = init_distributed(layout, seed=0)
+    module = _build(mesh, reshard=True)
+    optimizer = torch.optim.AdamW(module.parameters())
+    step_of(module, mesh)()
+    optimizer.step()
+    parameters: dict[str, Any] = dict(module.named_parameters())
+    n_bytes = 0
+    for p in parameters.values():
+        state = optimizer.state[p]
+        n_bytes += sum(each.to_local().nbytes for each in (p, p.grad, state["exp_avg"], state["exp_avg_sq"]))
+    layer = "layers.0."
+    return {
+        name.removeprefix(layer): tuple(p.to_local().shape) for name, p in parameters.items() if name.startswith(layer)
+    }, n_bytes
+
+
+def _peaks(rank: int, layout: DistributedConfig) -> dict[bool, dict[str, int]]:
+    mesh = init_distributed(layout, seed=0)
+    return {reshard: _bytes_in_step(*_warmed_up(mesh, reshard)) for reshard in _POLICIES}
+
+
+def _bytes_in_step(module: PipelineStageModule, step: Step) -> dict[str, int]:
+    parameters: list[Any] = list(module.parameters())
+    shards = sum(p.to_local().nbytes for p in parameters)
+    seen: list[tuple[int, int, int]] = []
+
+    def look(*_: object) -> None:
+        """At the gradients, when a backward reaches the first layer here."""
+        found = [p.grad for p in module.parameters() if p.grad is not None]
+        whole = sum(g.nbytes for g in found if not isinstance(g, DTensor))
+        cut = sum(g.to_local().nbytes for g in found if isinstance(g, DTensor))
+        seen.append((cut + whole, cut, whole))
+
+    layers: Any = module.layers
+    next(iter(layers.values())).attn.q_proj.register_full_backward_pre_hook(look)
+    gathered = measure_unsharded_bytes(step, module)
+    _, cut, whole = max(seen)
+    kept = {"parameters": shards, "moments": 2 * shards, "gradients": cut}
+    return kept | {"whole gradients": whole, "whole parameters": gathered}
+
+
+def _fsdp_first(rank: int) -> dict[str, str]:
+    mesh = init_distributed(DistributedConfig(dp_shard=2, tp=2), seed=0)
+    assert mesh is not None
+    with_package, by_hand = Transformer(CONFIG), Transformer(CONFIG)
+    apply_fsdp2(with_package, mesh)
+    fully_shard(by_hand, mesh=mesh["dp_shard"])
+    plan: dict[str, ParallelStyle] = {"layers.0.mlp.up_proj": ColwiseParallel()}
+    return {
+        "this package": _refusal(lambda: apply_tensor_parallel(with_package, mesh)),
+        "torch alone": _refusal(lambda: parallelize_module(by_hand, mesh["tp"], plan)),
+    }
+
+
+def _refusal(fn: Callable[[], object]) -> str:
+    try:
+        fn()
+    except ValueError as error:
+        return str(error)
+    return "not refused"
