@@ -1,0 +1,369 @@
+"""What notebook 07 runs: plans of cuts, a model cut within its layers, bytes and links, blocks that are ill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import gelu, mse_loss
+
+from course_pp.exercises.tp_pp_clinic import PATIENTS
+from course_pp.launch import on_ranks
+from course_pp.model import CrossEntropy, ModelConfig, Transformer, layer_costs
+from course_pp.parallel import DistributedConfig, count_collectives, predict_collectives, wire_factor
+from course_pp.parallel.counting import CollectiveCounter
+from course_pp.runtime import EmulatedCluster
+from course_pp.schedule import Costs, Timeline, build
+
+__all__ = [
+    "IDS",
+    "LLAMA",
+    "PATIENTS",
+    "TINY",
+    "Block",
+    "Enter",
+    "Leave",
+    "batch",
+    "clip_by_stage",
+    "compare",
+    "cosine",
+    "cut",
+    "examine",
+    "exchanges_of_plans",
+    "gradients_of_one",
+    "largest_difference",
+    "norm_of",
+    "norms_by",
+    "step_bytes",
+    "step_on_links",
+    "tensor_parallel_step",
+    "whole_gradients",
+    "whole_model",
+]
+
+LLAMA = ModelConfig(4096, 32, 32, 128256, n_kv_heads=8, ffn_dim=14336, max_seq_len=8192)
+"""Llama 3 8B's sizes: arXiv:2407.21783, table 3."""
+
+TINY = ModelConfig(dim=64, n_layers=4, n_heads=4, vocab_size=96, max_seq_len=16)
+IDS = torch.randint(96, (8, 17), generator=torch.Generator().manual_seed(0))
+"""Eight rows of tokens for :data:`TINY`."""
+
+Gradients = Mapping[str, Tensor]
+
+_DIM, _HIDDEN, _N_BLOCKS = 32, 64, 4
+_SEQ_LEN, _N_MICROBATCHES = 4096, 8
+_CUT_DIMENSION = {"up": 0, "down": 1}  # of `weight`, which PyTorch keeps transposed
+
+
+class Enter(torch.autograd.Function):
+    """The whole input of a block as it is; backward sums its gradients over the group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _summed(gradient, ctx.group), None
+
+
+class Leave(torch.autograd.Function):
+    """The sum over the group of each rank's term; backward hands the gradient on as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class Block(nn.Module):
+    """Norm, two products with gelu between them, and a residual; whole until :func:`cut` cuts it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(_DIM), nn.Linear(_DIM, _HIDDEN, bias=False)
+        self.down = nn.Linear(_HIDDEN, _DIM, bias=False)
+        self.group: dist.ProcessGroup | None = None
+        self.is_cut = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_cut:
+            return x + self.down(gelu(self.up(self.norm(x))))
+        here = Enter.apply(self.norm(x), self.group)
+        return x + Leave.apply(self.down(gelu(self.up(here))), self.group)
+
+
+def whole_model() -> nn.Sequential:
+    """Four blocks in float64, the same on every rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(_N_BLOCKS))).double()
+
+
+def batch() -> Tensor:
+    """Inputs and targets of 8 rows of 16 tokens, 32 wide, stacked."""
+    return torch.randn(2, 8, 16, _DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def cut(blocks: nn.Sequential, group: dist.ProcessGroup | None) -> nn.Sequential:
+    """Keep this rank's part of each block: ``up`` by column, ``down`` by row, the norm whole."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    for name, parameter in blocks.named_parameters():
+        parameter.data = _part(name, parameter.data, rank, n).clone()
+    for block in blocks.modules():
+        if isinstance(block, Block):
+            block.group, block.is_cut = group, True
+    return blocks
+
+
+def exchanges_of_plans(n_ranks: int = 2) -> dict[str, int]:
+    """Run gelu(X A) B on real ranks for each of the four plans of cuts, and count the exchanges of a forward.
+
+    Raises:
+        RuntimeError: if a plan's result is not that of one process.
+    """
+    return on_ranks(n_ranks, _count_plans)[0]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a tensor-parallel step of four blocks sends, and how far its gradients are from one process.
+
+    Attributes:
+        sums: all-reduces that a rank begins.
+        n_bytes: of one of them.
+        sent: bytes that a rank sends for all of them, in a ring.
+        largest: the largest difference of any gradient.
+    """
+
+    n_ranks: int
+    sums: int
+    n_bytes: int
+    sent: float
+    largest: float
+
+    def __str__(self) -> str:
+        return (
+            f"tp = {self.n_ranks}: {self.sums} all-reduces of {self.n_bytes:,} bytes, a rank sends {self.sent:,.0f}; "
+            f"gradients off by {self.largest:.0e}"
+        )
+
+
+def tensor_parallel_step(n_ranks: int) -> Traffic:
+    """Run forward and backward of :func:`whole_model`, cut over real ranks, and count."""
+    ranks = on_ranks(n_ranks, _tensor_parallel)
+    _, right = _of_one_process()
+    tally = ranks[0][0]["world", "all_reduce"]
+    differences = [largest_difference(found, _parts(right, rank, n_ranks)) for rank, (_, found) in enumerate(ranks)]
+    sent = wire_factor("all_reduce", n_ranks) * tally.n_bytes
+    return Traffic(n_ranks, tally.number, tally.n_bytes // tally.number, sent, max(differences))
+
+
+def step_bytes(config: ModelConfig, pp: int, tp: int) -> dict[str, float]:
+    """Bytes that rank 0 sends in a step, by kind: 8 microbatches of one sequence of 4,096 tokens in bfloat16."""
+    layout = DistributedConfig(pp=pp, tp=tp, dp_shard=1)
+    counts = predict_collectives(
+        config, layout, batch_size=1, seq_len=_SEQ_LEN, n_microbatches=_N_MICROBATCHES, dtype=torch.bfloat16
+    )[0]
+    sums = wire_factor("all_reduce", tp) * counts["tp", "all_reduce"].n_bytes
+    return {"tensor parallel": sums, "pipeline": counts["pp", "send"].n_bytes}
+
+
+@dataclass(frozen=True)
+class StepOnLinks:
+    """A simulated 1F1B step of two stages of eight tensor-parallel ranks.
+
+    Attributes:
+        compute_s: of one microbatch's forward on a rank.
+        sums_s: the all-reduces of this forward.
+        message_s: one message between the stages.
+        timeline: of the step, a row a stage.
+    """
+
+    compute_s: float
+    sums_s: float
+    message_s: float
+    timeline: Timeline
+
+    def __str__(self) -> str:
+        compute, sums, message = (1e3 * each for each in (self.compute_s, self.sums_s, self.message_s))
+        return f"a forward computes {compute:.1f} ms and sums {sums:.1f} ms; a message takes {message:.1f} ms"
+
+
+def step_on_links(config: ModelConfig, tp_link: float, pp_link: float, flops: float) -> StepOnLinks:
+    """Simulate 8 microbatches of 4,096 tokens in bfloat16 on 2 stages × 8 ranks; embedding and head left out.
+
+    Args:
+        tp_link: bytes a second that a rank sends to its tensor-parallel neighbour.
+        pp_link: bytes a second to the other stage.
+        flops: of a rank, in a second.
+    """
+    activation, n_layers = _SEQ_LEN * config.dim * 2, config.n_layers // 2
+    compute = sum(layer_costs(config, _SEQ_LEN).layers[:n_layers]) / 8 / flops
+    sums = 2 * n_layers * wire_factor("all_reduce", 8) * activation / tp_link
+    message = activation / pp_link
+    costs = Costs(compute + sums, compute + sums, compute, latency=message)
+    timeline = EmulatedCluster(costs).predict(build("1f1b", 2, _N_MICROBATCHES))
+    return StepOnLinks(compute, sums, message, timeline)
+
+
+def compare(step: Callable[[int], tuple[float, Gradients]]) -> str:
+    """Run ``step(rank)`` on two stages of two ranks, and compare loss and gradients with one process."""
+    ranks = on_ranks(4, step)
+    loss, right = _of_one_process()
+    rows = [f"loss: one process {loss:.12f}, last stage {ranks[-1][0]:.12f}"]
+    for rank, (_, found) in enumerate(ranks):
+        off = largest_difference(found, _parts(right, rank % 2, 2))
+        rows.append(f"rank {rank}: {len(found)} gradients, off by {off:.0e}")
+    return "\n".join(rows)
+
+
+def whole_gradients(module: nn.Module) -> dict[str, Tensor]:
+    """Every gradient of a stage by name, put together from all ranks that hold parts of it."""
+    return {name: _whole(p.grad) for name, p in module.named_parameters() if p.grad is not None}
+
+
+def gradients_of_one() -> dict[str, Tensor]:
+    """Those of :data:`TINY` with the tokens :data:`IDS`, of one process in float64."""
+    torch.manual_seed(0)
+    decoder = Transformer(TINY).double()
+    CrossEntropy()(decoder(IDS[:, :-1]), IDS[:, 1:]).backward()
+    return whole_gradients(decoder)
+
+
+def largest_difference(found: Gradients, right: Gradients) -> float:
+    """Of any number in any of the gradients in ``found``."""
+    return max(float((gradient - right[name]).abs().max()) for name, gradient in found.items())
+
+
+def norm_of(gradients: Gradients) -> float:
+    """Of all of them as one vector."""
+    return float(_flat(gradients).norm())
+
+
+def cosine(one: Gradients, other: Gradients) -> float:
+    """Of the angle between two gradients of one model."""
+    return float(torch.cosine_similarity(_flat(one), _flat(other), dim=0))
+
+
+def clip_by_stage(stages: tuple[Gradients, ...], limit: float) -> dict[str, Tensor]:
+    """Scale each stage's gradients down to ``limit`` by its own norm, which is wrong, and merge them."""
+    factors = [min(1.0, limit / norm_of(stage)) for stage in stages]
+    return {name: f * g for f, stage in zip(factors, stages, strict=True) for name, g in stage.items()}
+
+
+def norms_by(norm: Callable[..., Tensor]) -> list[float]:
+    """What ``norm(cut, copied, mesh)`` says on each rank of two stages of two, and last the norm of one process."""
+    return [*on_ranks(4, _norm_on_rank, norm), norm_of(_of_one_process()[1])]
+
+
+def examine(forward: Callable[..., Tensor]) -> str:
+    """Run a block's ``forward(block, x, group)`` on two ranks, and compare loss and gradients with one process."""
+    (here, zero), (_, one) = on_ranks(2, _patient_on_rank, forward)
+    loss, right = _of_one_process()
+    rows = [f"loss {here:.4f}, one process {loss:.4f}"]
+    for kind in ("norm", "up", "down"):
+        names = [name for name in right if f".{kind}.w" in name]
+        found = {name: zero[name] if kind == "norm" else zero[name] + one[name] for name in names}
+        verdicts = ["right" if torch.allclose(found[name], right[name]) else "wrong" for name in names]
+        alike = "" if all(zero[name].equal(one[name]) for name in names) else "; the two ranks differ"
+        rows.append(f"  {kind:4} of blocks 0 to 3: {', '.join(verdicts)}{alike if kind == 'norm' else ''}")
+    return "\n".join(rows)
+
+
+def _summed(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _part(name: str, tensor: Tensor, rank: int, n: int) -> Tensor:
+    dimension = _CUT_DIMENSION.get(name.split(".")[-2])
+    return tensor if dimension is None else tensor.chunk(n, dimension)[rank]
+
+
+def _parts(gradients: Gradients, rank: int, n: int) -> dict[str, Tensor]:
+    return {name: _part(name, gradient, rank, n) for name, gradient in gradients.items()}
+
+
+def _of_one_process() -> tuple[float, dict[str, Tensor]]:
+    model, (x, y) = whole_model(), batch()
+    loss = mse_loss(model(x), y)
+    loss.backward()
+    return loss.item(), whole_gradients(model)
+
+
+def _count_plans(rank: int) -> dict[str, int]:
+    seeded = torch.Generator().manual_seed(0)
+    x, a, b = (torch.randn(16, 16, dtype=torch.float64, generator=seeded) for _ in range(3))
+    n, whole, numbers = dist.get_world_size(), gelu(x @ a) @ b, {}
+
+    def product_of(left: Tensor, matrix: Tensor, how: str, left_is_cut: bool, stays_cut: bool) -> Tensor:
+        if how == "column":
+            part = left @ matrix.chunk(n, dim=1)[rank]
+            return part if stays_cut else _gathered(part)
+        mine = left if left_is_cut else left.chunk(n, dim=1)[rank]
+        return _summed(mine @ matrix.chunk(n, dim=0)[rank], dist.group.WORLD)
+
+    def forward(first: str, second: str) -> Tensor:
+        stays_cut = (first, second) == ("column", "row")
+        hidden = gelu(product_of(x, a, first, False, stays_cut))
+        return product_of(hidden, b, second, stays_cut, False)
+
+    for first, second in product(("column", "row"), repeat=2):
+        with CollectiveCounter() as counter:
+            result = forward(first, second)
+        plan = f"{first}, then {second}"
+        if not torch.allclose(result, whole):
+            raise RuntimeError(f"{plan}: the result is not that of one process")
+        numbers[plan] = counter.counts.total().number
+    return numbers
+
+
+def _gathered(part: Tensor) -> Tensor:
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, part.contiguous())
+    return torch.cat(parts, dim=1)
+
+
+def _tensor_parallel(rank: int) -> tuple[Any, dict[str, Tensor]]:
+    model, (x, y) = cut(whole_model(), dist.group.WORLD), batch()
+    counts = count_collectives(lambda: mse_loss(model(x), y).backward())
+    return counts, whole_gradients(model)
+
+
+def _patient_on_rank(rank: int, forward: Callable[..., Tensor]) -> tuple[float, dict[str, Tensor]]:
+    model, (x, y) = whole_model(), batch()
+    for block in model:
+        x = forward(block, x, dist.group.WORLD)
+    loss = mse_loss(x, y)
+    loss.backward()
+    return loss.item(), whole_gradients(model)
+
+
+def _norm_on_rank(rank: int, norm: Callable[..., Tensor]) -> float:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    stage, place = divmod(rank, 2)
+    mine = {name: g for name, g in _of_one_process()[1].items() if int(name.split(".")[0]) // 2 == stage}
+    parts = _parts(mine, place, 2)
+    cut_ones = [g for name, g in parts.items() if ".norm." not in name]
+    copied = [g for name, g in parts.items() if ".norm." in name]
+    return norm(cut_ones, copied, mesh).item()
+
+
+def _whole(gradient: Any) -> Tensor:
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+
+
+def _flat(gradients: Gradients) -> Tensor:
+    return torch.cat([gradients[name].flatten() for name in sorted(gradients)])
