@@ -1,6 +1,6 @@
 """Any schedule on real ranks, spelled out; and the recorder that measures any pipeline.
 
-* :func:`train_step_pipeline_afab`, :func:`train_step_pipeline_1f1b`: one step of the two first schedules, written out
+* :func:`train_step_pipeline_gpipe`, :func:`train_step_pipeline_1f1b`: one step of the two first schedules, written out
   by hand from :func:`forward_stage`, :func:`backward_stage` and four functions that send and receive; to be read.
 * :class:`Pipeline`, :func:`run_step`: execute any legal :class:`~course_pp.schedule.Schedule`.
 * :class:`Recorder`: when each rank computed, waited, and what it kept; as the same timeline a simulation gives.
@@ -20,7 +20,7 @@ from course_pp.runtime.by_hand import (
     send_activation,
     send_gradient,
     train_step_pipeline_1f1b,
-    train_step_pipeline_afab,
+    train_step_pipeline_gpipe,
 )
 from course_pp.runtime.clocks import Alignment, align
 from course_pp.runtime.cluster import EmulatedCluster, EmulatedLink
@@ -55,5 +55,5 @@ __all__ = [
     "send_activation",
     "send_gradient",
     "train_step_pipeline_1f1b",
-    "train_step_pipeline_afab",
+    "train_step_pipeline_gpipe",
 ]

@@ -5,7 +5,7 @@ One stage a rank, in a line. Activations go down the line, gradients come back u
     microbatch ──► stage 0 ── x ──► stage 1 ── x ──► stage 2 ──► loss
                            ◄─ dx ──         ◄─ dx ──         ◄── 1/m
 
-``train_step_pipeline_afab`` and ``train_step_pipeline_1f1b`` differ in the order of the same eight helpers, and in
+``train_step_pipeline_gpipe`` and ``train_step_pipeline_1f1b`` differ in the order of the same eight helpers, and in
 nothing else. Each adds to the parameters' ``.grad`` the gradient of the mean of the m microbatches' losses, so steps
 accumulate until ``zero_grad``; the optimizer is the caller's. Works for one process, with or without a process group,
 and for fewer microbatches than ranks.
@@ -40,7 +40,7 @@ __all__ = [
     "send_activation",
     "send_gradient",
     "train_step_pipeline_1f1b",
-    "train_step_pipeline_afab",
+    "train_step_pipeline_gpipe",
 ]
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
@@ -97,7 +97,7 @@ class Link:
         return self.rank == self.n_ranks - 1
 
 
-def train_step_pipeline_afab(
+def train_step_pipeline_gpipe(
     stage: nn.Module, microbatches: Sequence[Tensor], targets: Sequence[Tensor], loss_fn: LossFn, link: Link
 ) -> list[Tensor]:
     """All forwards, then all backwards (Huang et al. 2019, "GPipe", section 2.3).
@@ -149,7 +149,7 @@ def train_step_pipeline_1f1b(
     PipeDream-Flush: Narayanan et al. 2021, "Memory-efficient pipeline-parallel DNN training", section 3.2. The bubble
     is that of all-forward-all-backward, but a rank holds the activations of at most n_ranks - rank microbatches.
 
-    Arguments, returns and raises are those of :func:`train_step_pipeline_afab`.
+    Arguments, returns and raises are those of :func:`train_step_pipeline_gpipe`.
     """
     batch = _pair_up(microbatches, targets)
     n_warm_up = min(len(batch), link.n_ranks - 1 - link.rank)  # enough to keep every later rank busy

@@ -23,9 +23,9 @@ from course_pp.parallel import (
     init_distributed,
     refusals_said_once,
 )
-from course_pp.runtime.by_hand import Link, get_stage_layers, train_step_pipeline_1f1b, train_step_pipeline_afab
+from course_pp.runtime.by_hand import Link, get_stage_layers, train_step_pipeline_1f1b, train_step_pipeline_gpipe
 
-SCHEDULES = {"afab": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}
+SCHEDULES = {"gpipe": train_step_pipeline_gpipe, "1f1b": train_step_pipeline_1f1b}
 STEPS, N_MICROBATCHES, BATCH_SIZE, SEQ_LEN, VOCAB_SIZE = 3, 8, 16, 32, 256
 SEED, LEARNING_RATE = 42, 0.3
 TOLERANCE = 1e-10  # transformers' norms round to float32, which can make more of a difference in the last digit

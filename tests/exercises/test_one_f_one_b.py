@@ -26,7 +26,7 @@ from course_pp.runtime import (
     send_activation,
     send_gradient,
     train_step_pipeline_1f1b,
-    train_step_pipeline_afab,
+    train_step_pipeline_gpipe,
 )
 from course_pp.schedule import Action, Costs, build, simulate
 from tests.exercises import grading
@@ -247,7 +247,7 @@ WRONG_STEPS = [
     (step_with(send=blocking), "waits in send for", "A blocking `send`"),
     (step_with(send=waiting_at_once), "wait after the last backward"),
     (step_with(keep=False), "Keep that, and `wait()`"),
-    (train_step_pipeline_afab, "the gradients are right", "holds 8 activations; 1F1B holds 4"),
+    (train_step_pipeline_gpipe, "the gradients are right", "holds 8 activations; 1F1B holds 4"),
     (step_with(warm_up=lambda rank, p, m: min(m, p - rank)), "holds 5 activations; 1F1B holds 4"),
     (step_with(take=lambda in_flight: in_flight.pop()), "The last rank is right", "oldest microbatch"),
     (step_with(times=lambda m: m), "m times too large"),

@@ -18,12 +18,12 @@ from course_pp.runtime.by_hand import (
     get_stage_layers,
     partition_model,
     train_step_pipeline_1f1b,
-    train_step_pipeline_afab,
+    train_step_pipeline_gpipe,
 )
 from course_pp.schedule import Costs, build, simulate
 from tests.equality import GRADIENT_TOLERANCE, snapshot_gradients
 
-STEPS = {"gpipe": train_step_pipeline_afab, "1f1b": train_step_pipeline_1f1b}
+STEPS = {"gpipe": train_step_pipeline_gpipe, "1f1b": train_step_pipeline_1f1b}
 EVEN, UNEVEN = 12, 7  # layers: 12 divide by 1, 2, 3 and 4 ranks, 7 by 1 only
 MICROBATCHES = (1, 2, 5, 8)
 WIDTH, BATCH = 6, 40
