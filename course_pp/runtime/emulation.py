@@ -52,8 +52,10 @@ class EmulatedTimeline(Timeline):
 
     @cached_property
     def lateness(self) -> tuple[float, ...]:
-        """For each rank, by how many seconds its work began later than it was to, at most: it slept, or waited for a
-        core. Harmless as long as the work is done in time."""
+        """For each rank the most that an action's real start came after its chosen start, in seconds.
+
+        The rank was still asleep, or waited for a core. It does no harm while the work ends within its chosen time.
+        """
         late = [0.0] * self.n_ranks
         for chosen, real in zip(self.by_rank, self.wall.by_rank, strict=True):
             for planned, began in zip(chosen, real, strict=True):

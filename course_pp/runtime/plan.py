@@ -8,7 +8,7 @@ It adds no deadlock. A message is held back only for others that the receiver ne
 channel waits for an action that the schedule itself puts before the waiting one, and a legal schedule has no circle of
 those (:func:`course_pp.schedule.check`).
 
-A step ends with every rank reporting to one of them, the chair, and the chair answering: a rank that returns knows that
+A step ends with every rank reporting to one of them, the root, and the root answering: a rank that returns knows that
 all the others are through.
 """
 
@@ -45,7 +45,7 @@ class Step:
     Attributes:
         receives: what must be there before the action starts.
         sends: what can be sent once it is done.
-        arrived: messages sent earlier that have been taken by now: what this action has received was made later.
+        arrived: earlier sends whose buffers can be freed: what this action receives was made after they were taken.
     """
 
     action: Action | Overlap
@@ -61,7 +61,7 @@ class Plan:
     Attributes:
         steps: its actions with their messages, in order.
         shares: ranks that hold a weight this rank holds too, with which gradients are exchanged.
-        chair: the rank that hears everyone's report.
+        root: the rank that collects every rank's report and answers.
         incoming: the channel from each rank that sends here.
         outgoing: the channel to each rank that receives from here.
     """
@@ -69,7 +69,7 @@ class Plan:
     rank: int
     steps: tuple[Step, ...]
     shares: tuple[int, ...]
-    chair: int
+    root: int
     incoming: Mapping[int, tuple[Message, ...]]
     outgoing: Mapping[int, tuple[Message, ...]]
 
@@ -93,8 +93,8 @@ def plan(schedule: Schedule, shares: Sequence[tuple[int, int]] = ()) -> tuple[Pl
                 receives[rank, index].append(message)
                 sends[maker].append(message)
     arrived = _arrived(schedule, makers, receives)
-    chair = schedule.rank_of(0, 0)
-    partners = channels.close(shares, chair, schedule.n_ranks)
+    root = schedule.rank_of(0, 0)
+    partners = channels.close(shares, root, schedule.n_ranks)
     return tuple(
         Plan(
             rank,
@@ -103,7 +103,7 @@ def plan(schedule: Schedule, shares: Sequence[tuple[int, int]] = ()) -> tuple[Pl
                 for i, action in enumerate(row)
             ),
             tuple(sorted(partners[rank])),
-            chair,
+            root,
             {source: tuple(row) for (source, target), row in channels.rows.items() if target == rank},
             {target: tuple(row) for (source, target), row in channels.rows.items() if source == rank},
         )
@@ -122,17 +122,17 @@ class _Channels:
         row.append(Message(source, target, len(row), content))
         return row[-1]
 
-    def close(self, shares: Sequence[tuple[int, int]], chair: int, n_ranks: int) -> Mapping[int, set[int]]:
+    def close(self, shares: Sequence[tuple[int, int]], root: int, n_ranks: int) -> Mapping[int, set[int]]:
         """Add what follows the last action; who shares weights with whom."""
         partners: dict[int, set[int]] = defaultdict(set)
         for pair in sorted({(a, b) for one, other in shares for a, b in ((one, other), (other, one)) if a != b}):
             self.add(*pair, "shared gradients")
             partners[pair[0]].add(pair[1])
-        others = [rank for rank in range(n_ranks) if rank != chair]
+        others = [rank for rank in range(n_ranks) if rank != root]
         for rank in others:
-            self.add(rank, chair, "report")
+            self.add(rank, root, "report")
         for rank in others:
-            self.add(chair, rank, "answer")
+            self.add(root, rank, "answer")
         return partners
 
 
