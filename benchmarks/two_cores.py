@@ -5,8 +5,9 @@
 1F1B on two ranks with m microbatches can be at most 2m/(m + 1) times as fast as one rank that does all the work: that
 is 2 · (1 - bubble), with the bubble (p - 1)/(m + p - 1). Each repeat runs the whole model on one rank while the other
 sleeps, then the pipeline, then torch's, then both stages at once with no message between them: cores that share caches,
-memory and a power budget are not two cores, and this row says how far they are from it. Printed are the medians of
-ratios. Leave the machine alone meanwhile.
+memory and a power budget are not two cores. These stages never wait, so they are the reference: their row says how far
+the cores are from two, and each repeat's pipelines are divided by it. Printed are medians of ratios, and in brackets
+how far their quartiles are apart: a smaller difference says nothing. Leave the machine alone meanwhile.
 """
 
 import statistics
@@ -26,15 +27,24 @@ SIZE = Size(layers=4, width=1024, samples=256)
 def main(repeats: int = 30) -> None:
     speedups = on_ranks(2, take_turns, repeats, timeout_s=500.0)[0]
     ceiling = 2 * N_MICROBATCHES / (N_MICROBATCHES + 1)
+    apart = speedups.pop("apart")
     print(f"torch {torch.__version__}, 1F1B on 2 ranks, {N_MICROBATCHES} microbatches, medians of {repeats} repeats")
     print(f"{SIZE.layers} layers a stage of width {SIZE.width}, {SIZE.samples} samples a microbatch")
-    print(f"{'ceiling':<10}{ceiling:>8.3f}   times as fast as one rank")
-    apart = statistics.median(speedups.pop("apart"))
-    print(f"{'apart':<10}{apart:>8.3f}   times as fast: two stages side by side that never wait; two cores would be 2")
+    print(f"{'ceiling':<14}{ceiling:>8.3f}   times as fast as one rank")
+    print(
+        f"{'apart':<14}{median(apart)}   times as fast: two stages side by side that never wait; two cores would be 2"
+    )
     for name, row in speedups.items():
-        speedup = statistics.median(row)
-        reached = speedup / (apart * ceiling / 2)
-        print(f"{name:<10}{speedup:>8.3f}   {speedup / ceiling:.1%} of the ceiling, {reached:.1%} of it on these cores")
+        reached = [speedup / reference * 2 / ceiling for speedup, reference in zip(row, apart, strict=True)]
+        print(f"{name:<14}{median(row)}   times as fast;{median(reached)} of the ceiling on these cores")
+    ours_over_torch = [ours / torchs for ours, torchs in zip(speedups["ours"], speedups["torch"], strict=True)]
+    print(f"{'ours / torch':<14}{median(ours_over_torch)}   in the same repeat")
+
+
+def median(ratios: list[float]) -> str:
+    """The median, and how far the quartiles are apart."""
+    low, middle, high = statistics.quantiles(ratios, method="inclusive")
+    return f"{middle:>8.3f} ({high - low:.3f})"
 
 
 def take_turns(rank: int, repeats: int) -> dict[str, list[float]]:
