@@ -80,8 +80,9 @@ class WeightGradients:
 class Deferring(TorchFunctionMode):
     """While a forward runs inside, its linear layers will put their weight gradients into ``queue``.
 
-    Left alone are layers whose weight is frozen, complex or itself computed (parametrised, say), tensor subclasses, and
-    layers inside ``torch.utils.checkpoint``: it computes them again outside, and must find saved what it then saves.
+    Left alone are layers whose weight is frozen, complex or itself computed (parametrised, say), tensor subclasses,
+    layers inside ``torch.compile``, whose graph has no place for a queue, and layers inside ``torch.utils.checkpoint``:
+    it computes them again outside, and must find saved what it then saves.
     """
 
     def __init__(self, queue: WeightGradients) -> None:
@@ -98,7 +99,7 @@ class Deferring(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is F.linear:
+        if func is F.linear and not torch.compiler.is_compiling():
             return self._linear(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 

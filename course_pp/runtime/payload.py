@@ -29,6 +29,7 @@ __all__ = [
 
 # Every tensor starts where any dtype may start, and where vector instructions like it.
 _ALIGNMENT = 64
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +125,18 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def describe(value: Any) -> tuple[Spec, list[Tensor]]:
-    """The spec of ``value`` and its tensors. Raises TypeError as :func:`flatten` does."""
+    """The spec of ``value`` and its tensors.
+
+    Raises:
+        TypeError: as :func:`flatten` does, and for a subclass of Tensor, of which only the numbers would arrive.
+    """
     skeleton, tensors = (Slot(0), [value]) if isinstance(value, Tensor) else flatten(value)
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN:
+            raise TypeError(
+                f"a {type(tensor).__name__} cannot cross a stage boundary: return a plain tensor, such as a DTensor's "
+                ".full_tensor() or .to_local()"
+            )
     kinds = tuple([Kind(t.dtype, tuple(t.shape), t.requires_grad) for t in tensors])
     return Spec(skeleton, kinds), tensors
 

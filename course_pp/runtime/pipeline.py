@@ -8,7 +8,7 @@ in :mod:`course_pp.runtime.stage`, how messages travel in :mod:`course_pp.runtim
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -18,28 +18,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course_pp.loss import LossFn, TokenLoss, counted
-from course_pp.runtime.agreement import agree_on_pipeline, digest
+from course_pp.loss import LossFn, TokenLoss
 from course_pp.runtime.batch import loss_shares, split
-from course_pp.runtime.clocks import host_identity, wait_for
+from course_pp.runtime.clocks import wait_for
 from course_pp.runtime.cluster import EmulatedCluster
 from course_pp.runtime.emulation import Emulator
 from course_pp.runtime.errors import Origin, PipelineError
 from course_pp.runtime.executor import Batch, Executor
 from course_pp.runtime.mailbox import Mailbox, MessageLost, PeerFailed
+from course_pp.runtime.memory import Meter
 from course_pp.runtime.payload import tensors_of
 from course_pp.runtime.plan import Message, plan
 from course_pp.runtime.recorder import Recorder
 from course_pp.runtime.rng import random_state_kept
+from course_pp.runtime.settled import settle
 from course_pp.runtime.sharded import ShardedStages
-from course_pp.runtime.shared import SharedWeights, shared_weights
+from course_pp.runtime.shared import SharedWeights
 from course_pp.runtime.stage import Stage
-from course_pp.runtime.wire import TRANSPORTS, Tagged, Wire, open_wire
-from course_pp.schedule import Action, Schedule, Timeline, check
+from course_pp.runtime.stages import Stages
+from course_pp.runtime.wire import open_wire
+from course_pp.schedule import Action, Schedule, Timeline
 
 __all__ = ["Pipeline", "run_step"]
-
-Stages = Mapping[int, nn.Module | None] | nn.Module | None
 
 
 class Pipeline:
@@ -84,56 +84,27 @@ class Pipeline:
         transport: str | None = None,
         timeout_s: float = 60.0,
     ) -> None:
-        if not isinstance(schedule, Schedule):
-            raise TypeError(
-                f"schedule is a {type(schedule).__name__}: pass build('1f1b', n_ranks=..., n_microbatches=...)"
-            )
-        in_group = dist.is_available() and dist.is_initialized()
-        self._rank, n_ranks = (dist.get_rank(group), dist.get_world_size(group)) if in_group else (0, 1)
-        if self._rank < 0:
-            raise ValueError(
-                f"rank {dist.get_rank()} is not in the pipeline's group: call it on the group's ranks only"
-            )
-        here = [stage for stage, ranks in enumerate(schedule.placement) if self._rank in ranks]
-        modules: Mapping[int, nn.Module | None] = {}
-        facts: dict[str, Any] = {}
-        try:  # whatever is wrong on one rank alone must not keep the others waiting
-            counted(loss_fn)
-            modules = _by_stage(stages, here)
-            problem = _problem_of_pipeline(schedule, n_ranks, timeout_s, transport) or _problem_of_stages(modules, here)
-            self._device = torch.device(device) if device is not None else _device_of(modules)
-            facts = {
-                "schedule": f"{schedule!r} {digest((schedule.placement, schedule.actions))}",
-                "recompute": recompute,
-                "tied": [dict(tie) for tie in tied],
-                "transport": transport,
-                "device": self._device.type,
-                "cluster": repr(cluster),
-                "host": "" if cluster is None else host_identity(),  # an emulated rank trusts the clocks of the others
-            }
-            problem = problem or (None if cluster is None else cluster.problem_with(schedule))
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-        parameters = {stage: _parameters(module) for stage, module in modules.items()}
-        agreed = agree_on_pipeline(problem, facts, parameters, group)
-        weights = shared_weights(schedule, agreed.parameters, tied)
-        timeout = timedelta(seconds=timeout_s)
-        pairs = [(a.rank, b.rank) for weight in weights for a in weight for b in weight]
-        plans = plan(schedule, pairs)
+        settled = settle(
+            schedule,
+            stages,
+            loss_fn,
+            group=group,
+            device=device,
+            recompute=recompute,
+            tied=tied,
+            cluster=cluster,
+            transport=transport,
+            timeout_s=timeout_s,
+        )
+        self._rank, modules, self._device = settled.rank, settled.modules, settled.device
         self.schedule, self._loss_fn, self._recorder = schedule, loss_fn, recorder
+        plans, timeout = plan(schedule, settled.pairs), timedelta(seconds=timeout_s)
         self._plan = plans[self._rank]
-        if recorder is not None:
-            recorder.run_on(self._device)
-        meter = None if recorder is None else recorder.meter
-        if meter is not None:
-            meter.ignore(t for m in modules.values() if m is not None for t in (*m.parameters(), *m.buffers()))
-        self._meter = meter
+        self._meter = meter = _meter_of(recorder, self._device, modules.values())
         channels = {(source, p.rank) for p in plans for source in p.incoming}
-        wire: Wire = Tagged(group, agreed.series)
-        if channels:
-            wire = open_wire(group, channels, self._device, transport, agreed.series, timeout)
+        wire = open_wire(group, channels, self._device, transport, settled.series, timeout)
         self._mailbox = Mailbox(self._plan, wire, self._device, timeout, meter)
-        self._shared = SharedWeights(self._rank, weights, modules)
+        self._shared = SharedWeights(self._rank, settled.weights, modules)
         self._sharded = ShardedStages(modules.values(), any(part.kind != "F" for part in schedule.parts))
         self._stages = {
             stage: Stage(stage, module, self._device, recompute, meter) for stage, module in modules.items()
@@ -297,53 +268,14 @@ def run_step(
     return losses, recorder.timeline(group, name=schedule.name)
 
 
-def _problem_of_pipeline(schedule: Schedule, n_ranks: int, timeout_s: float, transport: str | None) -> str | None:
-    if schedule.n_ranks != n_ranks:
-        return (
-            f"{schedule!r} on a group of {n_ranks} ranks: build it with n_ranks={n_ranks}, or start {schedule.n_ranks}"
-        )
-    if problems := check(schedule):
-        more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
-        return f"{schedule!r} cannot run: {problems[0]}{more}"
-    if any(part.kind == "U" for part in schedule.parts):
-        return f"{schedule!r} updates weights within the step (U): run a synchronous schedule instead"
-    if not 0 < timeout_s < math.inf:
-        return f"timeout_s is {timeout_s!r}: give the longest wait for a message, in seconds above 0"
-    if transport is not None and transport not in TRANSPORTS:
-        return f"transport is {transport!r}: use one of {', '.join(map(repr, TRANSPORTS))}, or leave it out"
-    return None
-
-
-def _by_stage(stages: Stages, here: Sequence[int]) -> Mapping[int, nn.Module | None]:
-    if isinstance(stages, Mapping):
-        return dict(sorted(stages.items()))
-    return {here[0]: stages} if len(here) == 1 else {} if stages is None else {-1: stages}
-
-
-def _problem_of_stages(modules: Mapping[int, nn.Module | None], here: Sequence[int]) -> str | None:
-    if list(modules) != list(here):
-        given = f"one {type(modules[-1]).__name__}" if list(modules) == [-1] else f"stages {list(modules)}"
-        return (
-            f"given {given}, but the schedule places stages {list(here)} here: pass {{stage: module}} for each of them"
-        )
-    for stage, module in modules.items():
-        if module is not None and not isinstance(module, nn.Module):
-            return f"stage {stage} is a {type(module).__name__}: pass an nn.Module, or None for an empty stage"
-    return None
-
-
-def _parameters(module: nn.Module | None) -> dict[str, str]:
-    if not isinstance(module, nn.Module):  # None, or what is about to be refused
-        return {}
-    return {
-        name: f"{tuple(p.shape)} {p.dtype} {'trained' if p.requires_grad else 'frozen'}"
-        for name, p in module.named_parameters()
-    }
-
-
-def _device_of(modules: Mapping[int, nn.Module | None]) -> torch.device:
-    parameters = (p for module in modules.values() if isinstance(module, nn.Module) for p in module.parameters())
-    return next((p.device for p in parameters), torch.device("cpu"))
+def _meter_of(recorder: Recorder | None, device: torch.device, modules: Iterable[nn.Module | None]) -> Meter | None:
+    """The recorder's meter, which does not count what the stages hold anyway; None without one."""
+    if recorder is None:
+        return None
+    recorder.run_on(device)
+    if recorder.meter is not None:
+        recorder.meter.ignore(t for m in modules if m is not None for t in (*m.parameters(), *m.buffers()))
+    return recorder.meter
 
 
 def _named(content: str, channels: Mapping[int, Sequence[Message]]) -> dict[int, Message]:

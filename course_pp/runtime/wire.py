@@ -1,6 +1,6 @@
 """Bytes from rank to rank: one interface over gloo, which has tags, and NCCL, which has only order."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -118,7 +118,7 @@ class Ordered:
 
 def open_wire(
     group: dist.ProcessGroup | None,
-    channels: Iterable[tuple[int, int]],
+    channels: Collection[tuple[int, int]],
     device: torch.device,
     transport: str | None,
     series: int,
@@ -134,6 +134,8 @@ def open_wire(
     Raises:
         ValueError: for another transport, or one that the group does not have.
     """
+    if not channels:  # one rank, perhaps without a process group
+        return Tagged(group, series)
     backends = dist.get_backend_config(group)
     nccl = device.type == "cuda" and "cuda:nccl" in backends
     if transport is None:

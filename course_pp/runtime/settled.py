@@ -1,0 +1,115 @@
+"""What a pipeline is given, looked at on every rank and settled by all of them before the first message."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from course_pp.loss import LossFn, TokenLoss, counted
+from course_pp.runtime.agreement import agree_on_pipeline, digest
+from course_pp.runtime.clocks import host_identity
+from course_pp.runtime.cluster import EmulatedCluster
+from course_pp.runtime.shared import Weight, shared_weights
+from course_pp.runtime.stages import Stages, by_stage, device_of, facts_of_parameters, problem_of_stages
+from course_pp.runtime.wire import TRANSPORTS
+from course_pp.schedule import Schedule, check
+
+__all__ = ["Settled", "settle"]
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What this rank works with.
+
+    Attributes:
+        rank: in the pipeline's group.
+        modules: this rank's stages.
+        device: where they compute.
+        weights: those that are in several places, on all ranks.
+        series: keeps this pipeline's messages apart from others'.
+    """
+
+    rank: int
+    modules: Mapping[int, nn.Module | None]
+    device: torch.device
+    weights: tuple[Weight, ...]
+    series: int
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Ranks that exchange the gradients of shared weights."""
+        return [(a.rank, b.rank) for weight in self.weights for a in weight for b in weight]
+
+
+def settle(
+    schedule: Schedule,
+    stages: Stages,
+    loss_fn: LossFn | TokenLoss,
+    *,
+    group: dist.ProcessGroup | None,
+    device: torch.device | str | None,
+    recompute: bool,
+    tied: Sequence[Mapping[int, str]],
+    cluster: EmulatedCluster | None,
+    transport: str | None,
+    timeout_s: float,
+) -> Settled:
+    """Check this rank's arguments and compare them with the others'; they are those of ``Pipeline``.
+
+    Raises:
+        TypeError: for a schedule that is none.
+        ValueError: on every rank, for whatever is wrong on any of them, or differs between them.
+    """
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule is a {type(schedule).__name__}: pass build('1f1b', n_ranks=..., n_microbatches=...)")
+    in_group = dist.is_available() and dist.is_initialized()
+    rank, n_ranks = (dist.get_rank(group), dist.get_world_size(group)) if in_group else (0, 1)
+    if rank < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in the pipeline's group: call it on the group's ranks only")
+    here = [stage for stage, ranks in enumerate(schedule.placement) if rank in ranks]
+    modules: Mapping[int, nn.Module | None] = {}
+    facts: dict[str, Any] = {}
+    computes_on = torch.device("cpu")
+    try:  # whatever is wrong on one rank alone must not keep the others waiting
+        counted(loss_fn)
+        modules = by_stage(stages, here)
+        problem = _problem_of_pipeline(schedule, n_ranks, timeout_s, transport)
+        problem = problem or problem_of_stages(modules, here, schedule, tied)
+        computes_on = torch.device(device) if device is not None else device_of(modules)
+        facts = {
+            "schedule": f"{schedule!r} {digest((schedule.placement, schedule.actions))}",
+            "recompute": recompute,
+            "tied": [dict(tie) for tie in tied],
+            "transport": transport,
+            "device": computes_on.type,
+            "cluster": repr(cluster),
+            "host": "" if cluster is None else host_identity(),  # an emulated rank trusts the clocks of the others
+        }
+        problem = problem or (None if cluster is None else cluster.problem_with(schedule))
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    parameters = {stage: facts_of_parameters(module) for stage, module in modules.items()}
+    agreed = agree_on_pipeline(problem, facts, parameters, group)
+    weights = shared_weights(schedule, agreed.parameters, tied)
+    return Settled(rank, modules, computes_on, weights, agreed.series)
+
+
+def _problem_of_pipeline(schedule: Schedule, n_ranks: int, timeout_s: float, transport: str | None) -> str | None:
+    if schedule.n_ranks != n_ranks:
+        return (
+            f"{schedule!r} on a group of {n_ranks} ranks: build it with n_ranks={n_ranks}, or start {schedule.n_ranks}"
+        )
+    if problems := check(schedule):
+        more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
+        return f"{schedule!r} cannot run: {problems[0]}{more}"
+    if any(part.kind == "U" for part in schedule.parts):
+        return f"{schedule!r} updates weights within the step (U): run a synchronous schedule instead"
+    if not 0 < timeout_s < math.inf:
+        return f"timeout_s is {timeout_s!r}: give the longest wait for a message, in seconds above 0"
+    if transport is not None and transport not in TRANSPORTS:
+        return f"transport is {transport!r}: use one of {', '.join(map(repr, TRANSPORTS))}, or leave it out"
+    return None

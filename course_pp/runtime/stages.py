@@ -1,0 +1,110 @@
+"""The stages that a rank is given: whether the pipeline can be right with them.
+
+A wrapper that gathers or reduces by itself counts on one forward and one backward a step. A pipeline has several
+forwards in flight and may put weight gradients off. So each such wrapper is known to be right here, or is refused.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from course_pp.runtime._torch import composable_ddp
+from course_pp.schedule import Schedule
+
+__all__ = ["Stages", "by_stage", "device_of", "facts_of_parameters", "problem_of_stages"]
+
+Stages = Mapping[int, nn.Module | None] | nn.Module | None
+
+
+def by_stage(stages: Stages, here: Sequence[int]) -> Mapping[int, nn.Module | None]:
+    """Return the modules by stage, in order; a module alone is that of the only stage in ``here``."""
+    if isinstance(stages, Mapping):
+        return dict(sorted(stages.items()))
+    return {here[0]: stages} if len(here) == 1 else {} if stages is None else {-1: stages}
+
+
+def problem_of_stages(
+    modules: Mapping[int, nn.Module | None],
+    here: Sequence[int],
+    schedule: Schedule,
+    tied: Sequence[Mapping[int, str]],
+) -> str | None:
+    """Why this rank's stages cannot be used; None if they can.
+
+    Args:
+        here: the stages that the schedule places on this rank.
+    """
+    if list(modules) != list(here):
+        given = f"one {type(modules[-1]).__name__}" if list(modules) == [-1] else f"stages {list(modules)}"
+        return (
+            f"given {given}, but the schedule places stages {list(here)} here: pass {{stage: module}} for each of them"
+        )
+    for stage, module in modules.items():
+        if module is not None and not isinstance(module, nn.Module):
+            return f"stage {stage} is a {type(module).__name__}: pass an nn.Module, or None for an empty stage"
+    return _problem_of_wrappers(modules) or _problem_of_shards(modules, schedule, tied)
+
+
+def facts_of_parameters(module: nn.Module | None) -> dict[str, str]:
+    """What replicas of a stage must have in common: for each parameter shape, dtype and whether it is trained."""
+    if not isinstance(module, nn.Module):  # None, or what is about to be refused
+        return {}
+    return {
+        name: f"{tuple(p.shape)} {p.dtype} {'trained' if p.requires_grad else 'frozen'}"
+        for name, p in module.named_parameters()
+    }
+
+
+def device_of(modules: Mapping[int, nn.Module | None]) -> torch.device:
+    """Where the parameters are; the CPU if there are none."""
+    parameters = (p for module in modules.values() if isinstance(module, nn.Module) for p in module.parameters())
+    return next((p.device for p in parameters), torch.device("cpu"))
+
+
+def _problem_of_wrappers(modules: Mapping[int, nn.Module | None]) -> str | None:
+    for stage, module in modules.items():
+        for path, part in () if module is None else module.named_modules():
+            wrapper = next((kind for kind in _wrappers() if isinstance(part, kind)), None)
+            if wrapper is not None:
+                what = f"{path!r} of stage {stage}" if path else f"stage {stage}"
+                return (
+                    f"{what} is wrapped in {wrapper.__name__}, which counts on one forward and one backward a step: "
+                    "give the module inside it, and for data-parallel ranks shard that with fully_shard (FSDP2)"
+                )
+    return None
+
+
+def _wrappers() -> Iterator[type]:
+    """What is refused. Most is looked for and not imported: whoever has applied it has done so."""
+    yield nn.DataParallel
+    yield nn.parallel.DistributedDataParallel
+    if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:
+        yield fsdp.FullyShardedDataParallel
+    yield from composable_ddp()
+
+
+def _problem_of_shards(
+    modules: Mapping[int, nn.Module | None], schedule: Schedule, tied: Sequence[Mapping[int, str]]
+) -> str | None:
+    """Gradients of DTensors are summed over the ranks of their own mesh only, and once."""
+    home: dict[nn.Parameter, int] = {}
+    for stage, module in modules.items():
+        for name, parameter in () if module is None else module.named_parameters():
+            if not _is_dtensor(parameter):
+                continue
+            what = f"{name!r} of stage {stage} is a DTensor (fully_shard, parallelize_module)"
+            if len(schedule.placement[stage]) > 1:
+                return f"{what}, and the stage is replicated: replicate it with fully_shard on a 2-D mesh instead"
+            if any(tie.get(stage) == name for tie in tied):
+                return f"{what} and tied: leave it whole, or use course_pp.parallel, which ties sharded weights"
+            if home.setdefault(parameter, stage) != stage:
+                return f"{what} and is in stage {home[parameter]} too: shard each stage's own parameters"
+    return None
+
+
+def _is_dtensor(value: Any) -> bool:
+    tensor = sys.modules.get("torch.distributed.tensor")
+    return tensor is not None and isinstance(value, tensor.DTensor)
