@@ -24,10 +24,30 @@ from course_pp.training.checkpoint.ranks import CheckpointError, sentence
 from course_pp.training.checkpoint.writer import life_of
 from course_pp.training.setting import SettingError, check_whole
 
-__all__ = ["Draft", "Retention", "check_free", "check_writable", "is_checkpoint", "step_directories", "step_of"]
+__all__ = [
+    "Draft",
+    "Retention",
+    "check_free",
+    "check_writable",
+    "is_checkpoint",
+    "named",
+    "step_directories",
+    "step_of",
+]
 
 _STEP = re.compile(r"step_(\d{8,})")
 _LEFTOVER = re.compile(r"\.step_\d{8,}\.(tmp|old)-\w+")
+
+
+def named(root: str | os.PathLike[str]) -> Path:
+    """The directory that ``root`` names.
+
+    Raises:
+        CheckpointError: for an empty name, which the system takes for the working directory.
+    """
+    if not os.fspath(root):
+        raise CheckpointError("'' names no directory: give one, such as '.' for the working directory")
+    return Path(root)
 
 
 def step_name(step: int) -> str:

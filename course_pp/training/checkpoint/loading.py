@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from course_pp.training.checkpoint.directory import named
 from course_pp.training.checkpoint.files import read_tensors
 from course_pp.training.checkpoint.matching import (
     check_model,
@@ -82,7 +83,7 @@ def resume(
 ) -> Loaded | None:
     """As :func:`load`, but None if ``path`` does not exist or holds no checkpoint: the run is to begin."""
     ranks = Ranks()
-    opened = open_together(Path(path), ranks)
+    opened = open_together(named(path), ranks)
     if opened is None:
         return None
     held = Held()

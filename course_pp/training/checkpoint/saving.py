@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.training.checkpoint.copies import local_part
-from course_pp.training.checkpoint.directory import Draft, Retention
+from course_pp.training.checkpoint.directory import Draft, Retention, named
 from course_pp.training.checkpoint.files import cannot_write, write_tensors
 from course_pp.training.checkpoint.manifest import Digest, write_file, write_manifest
 from course_pp.training.checkpoint.ranks import CheckpointError, Ranks
@@ -84,10 +84,10 @@ def save(
         CheckpointError: on every rank with the same sentence, if the ranks do not hold one whole model, if two of them
             hold different tensors under one name, or if it cannot be written; nothing new is left in ``root`` then.
     """
-    begin, ranks = time.perf_counter(), Ranks()
+    begin, ranks, directory = time.perf_counter(), Ranks(), named(root)
     retention = Retention(keep_last, keep_every)
     snapshot = take(step, modules, optimizer, device_mesh, extra, attachments, tied, ranks)
-    path, n_bytes, write_s = _write(Path(root), snapshot, retention, ranks)
+    path, n_bytes, write_s = _write(directory, snapshot, retention, ranks)
     return Saved(path, step, n_bytes, time.perf_counter() - begin, write_s)
 
 
@@ -183,7 +183,7 @@ class AsyncSaver:
         keep_every: int | None = None,
         timeout_s: float = 300,
     ) -> None:
-        self._root, self._device_mesh = Path(root), device_mesh
+        self._root, self._device_mesh = named(root), device_mesh
         self._retention = Retention(keep_last, keep_every)
         self._buffers: dict[str, Tensor] = {}
         self._saving: Saving | None = None

@@ -141,7 +141,7 @@ def held_by(parts: Sequence[Part], tied: Ties = ()) -> Held:
 
     Raises:
         CheckpointError: if two modules hold the same name, or one keeps something other than tensors; for a tie of
-            fewer than two names.
+            fewer than two names, or two with one name.
     """
     held = Held(aliases=_declared(parts, tied))
     met: set[str] = set()
@@ -186,6 +186,9 @@ def _declared(parts: Sequence[Part], tied: Ties) -> dict[str, str]:
             names = sorted(tie) if isinstance(tie, set | frozenset) else list(tie)
         if isinstance(tie, str) or len(set(names)) < 2 or not all(isinstance(name, str) for name in names):
             raise CheckpointError(f"tied={tie!r} must give at least two names of one weight")
+        # Its other names would lead from one tie to the next, and what they hold would not be compared.
+        if again := set(names) & (aliases.keys() | set(aliases.values())):
+            raise CheckpointError(f"{min(again)} is in two ties: write one tie with all names of the weight")
         aliases |= dict.fromkeys(names[1:], names[0])
     return aliases
 

@@ -95,6 +95,7 @@ def _refusals(rank: int, root: Path) -> list[str]:
     said.append(refusal(save, root, 3, part))
     end = Foreign(("first", "last")[rank], seed=rank)
     said.append(refusal(save, root, 3, end, None, tied=[TIE]))
+    said.append(refusal(save, root, 3, {rank: end}, None, tied=[{0: "wte.weight", 1: "a"}, {1: "a", 2: "b"}]))
     said.append(refusal(save, root, 3, build_stage_module(CONFIG, 0, 2)))
     assert sorted(path.name for path in root.iterdir()) == ["step_00000001", "step_00000002"]
     return said
@@ -114,10 +115,18 @@ def test_what_would_lose_a_tensor_is_refused_on_every_rank(tmp_path: Path) -> No
         "lm_head.weight is tied to wte.weight, which no rank's modules have",
         "no rank passed stage 2 of 3: pass all stages",
         "wte.weight of rank 0 and lm_head.weight of rank 1 are tied and differ in wte.weight",
+        "stages.1.a is in two ties: write one tie",
         "no rank passed a module with head.weight",
     ]
     for sentence, beginning in zip(said, expected, strict=True):
         assert sentence.startswith(beginning)
+
+
+@pytest.mark.parametrize("work", [lambda m: (save, "", 1, m), lambda m: (load, "", m)], ids=["save", "load"])
+def test_an_empty_name_is_not_the_working_directory(work: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert refusal(*work(nn.Linear(2, 2))).startswith("'' names no directory")
+    assert not list(tmp_path.iterdir())
 
 
 def _save_some(rank: int, root: Path, each: int) -> None:
