@@ -70,7 +70,9 @@ def test_every_launching_cell_goes_through_slurm(path: Path, tmp_path: Path, mon
 
     cells = [cell for cell in notebook.cells[1:] if cell.cell_type == "code"]
     said = [_SAID.findall(printed(cell)) for cell in cells]
-    assert [i for i, lines in enumerate(said) if lines] == launching_cells(cells)
+    through_slurm = {i for i, lines in enumerate(said) if lines}
+    # Others call functions of the package that start ranks; had one started them here, the notebook would have ended.
+    assert set(launching_cells(cells)) <= through_slurm
     announced = sum(line.startswith("a Slurm job") for lines in said for line in lines)
     ours = our_jobs() - before
     assert announced == len(ours) > 0, f"each job that is announced is one, and there is no other: {said}, {ours}"
