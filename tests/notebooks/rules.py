@@ -38,6 +38,7 @@ CONCEPTS = {
     "message",
     "microbatches",
     "parallelisms",
+    "pieces",
     "placement",
     "play",
     "ring",

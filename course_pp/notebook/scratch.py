@@ -1,0 +1,73 @@
+"""A folder for what a notebook writes, which goes when its kernel does, however that ends."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import weakref
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["ScratchFolder"]
+
+# Runs in a session of its own, where neither Ctrl-C nor a signal to the kernel's group arrives. A killed kernel says
+# nothing: its end of the pipe closes. What it forked may hold that end open, hence the look at the parent too. Ranks
+# that are about to end may write a little longer, hence the repeats.
+_REMOVE_WHEN_ALONE = """
+import os, select, shutil, sys, time
+folder, starter = sys.argv[1], int(sys.argv[2])
+while os.getppid() == starter and not select.select([0], [], [], 0.5)[0]:
+    pass
+for _ in range(8):
+    shutil.rmtree(folder, ignore_errors=True)
+    time.sleep(0.25)
+"""
+
+
+class ScratchFolder:
+    """Make a folder beside the notebook, where every node of a cluster sees it; it is removed when this object goes.
+
+    That is when the name is bound again, when the kernel is restarted or shut down, and when it is killed: another
+    process watches.
+
+    Args:
+        prefix: how its name begins.
+        beside: the folder to make it in; None takes the current one, which is the notebook's.
+
+    Attributes:
+        path: of the folder.
+
+    Raises:
+        ValueError: if it cannot be made.
+    """
+
+    path: Path
+
+    def __init__(self, prefix: str, beside: Path | None = None) -> None:
+        place = Path.cwd() if beside is None else beside
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=place)).resolve()
+        except OSError as error:
+            raise ValueError(
+                f"cannot make a folder for runs in {str(place)!r} ({error.strerror}): open the notebook in a folder "
+                "that you can write, such as the working copy of make lab"
+            ) from error
+        argv = [sys.executable, "-I", "-S", "-c", _REMOVE_WHEN_ALONE, str(self.path), str(os.getpid())]
+        quiet = subprocess.DEVNULL
+        watcher = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True)
+        self._end = weakref.finalize(self, _let_go, watcher, os.getpid())
+
+    def remove(self) -> None:
+        """Remove the folder now, and wait until it is gone; safe to call repeatedly."""
+        self._end()
+
+
+def _let_go(watcher: "subprocess.Popen[bytes]", starter: int) -> None:
+    if os.getpid() != starter:
+        return  # a fork of the kernel, which has a copy of the folder's object
+    assert watcher.stdin is not None
+    # Closing alone says nothing while a fork holds the pipe open too.
+    with suppress(BrokenPipeError):
+        watcher.stdin.write(b".")
+        watcher.stdin.close()
+    watcher.wait()
