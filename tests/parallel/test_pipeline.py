@@ -101,7 +101,7 @@ def test_torch_class_names_are_accepted(alias):
 
 @pytest.mark.parametrize("pp_rank", [1.5, -1, 3, True])
 def test_a_rank_that_is_none_is_refused(pp_rank):
-    with pytest.raises(ValueError, match=f"pp_rank={pp_rank} must be a whole number"):
+    with pytest.raises((TypeError, ValueError), match=rf"pp_rank(=| is ){pp_rank}\b.*(below pp_size=3|an integer)"):
         get_stage_indices("1f1b", pp_rank, 3)
 
 
