@@ -144,7 +144,8 @@ def fits(value: object, hint: Any) -> bool:
     if getattr(kind, "_is_protocol", False):
         return not isinstance(value, type) and all(hasattr(value, name) for name in _members(kind))
     if not isinstance(value, (tuple, list) if kind is tuple else kind):
-        return False
+        # torch gives -100 for a group of which this process is no member; that has a refusal of its own.
+        return kind.__name__ == "ProcessGroup" and value == -100
     if not inner or kind is Callable or not isinstance(value, Collection):
         return True
     if isinstance(value, Mapping):
