@@ -82,9 +82,8 @@ as-shipped: $(READY)
 test-solutions: $(READY)
 	@$(PYTEST) tests/notebooks -n 2 --dist load -m solutions
 
-# Each worker starts a cluster of its own.
 test-slurm: $(READY)
-	@$(PYTEST) --verbose --durations=10 -n 2 --dist load tests/slurm
+	@$(PYTEST) --verbose --durations=10 tests/slurm
 
 # One after the other: the grids' time limits are for a machine of their own.
 test-full: $(READY)
