@@ -164,7 +164,7 @@ def test_drawing_as_text_imports_neither_matplotlib_nor_torch() -> None:
 @pytest.mark.parametrize(
     ("line", "code", "said"),
     [
-        ('"$@" --json | head -c 1 > /dev/null; exit ${PIPESTATUS[0]}', 141, ""),
+        ('"$@" --json | true; exit ${PIPESTATUS[0]}', 141, ""),
         ('"$@" > /dev/full', 2, "python -m course_pp schedule: standard output: No space left on device\n"),
         ('"$@" --json > /dev/full', 2, "python -m course_pp schedule: standard output: No space left on device\n"),
         ('"$@" --help > /dev/full', 2, "python -m course_pp: standard output: No space left on device\n"),
