@@ -10,19 +10,9 @@ from matplotlib.patches import Rectangle
 from course_pp.arguments import checked
 from course_pp.show import chart
 from course_pp.show.chart import ChartFigure
+from course_pp.show.sketch import HATCHES, SERIES
 from course_pp.show.wording import counted, listed
 
-# Neighbouring ranks differ in lightness; the number in each piece says the same without colour.
-_COLOURS = (
-    (chart.SKY_BLUE, "black"),
-    (chart.VERMILION, "black"),
-    (chart.YELLOW, "black"),
-    (chart.BLUE, "white"),
-    (chart.ORANGE, "black"),
-    (chart.GREEN, "black"),
-    (chart.PURPLE, "black"),
-)
-_HATCHES = ("", "////", "....", "\\\\\\\\")
 _BOX_HEIGHT, _LEAST_WIDTH, _MOST_WIDTH = 0.8, 0.34, 2.0
 _ROW_HEIGHT, _GAP = 1.0, 0.45
 _SIZE = 8.5
@@ -145,8 +135,8 @@ def _draw_tensor(
 
 def _draw_piece(axes: Axes, rank: int, corner: tuple[float, float], size: tuple[float, float]) -> None:
     (x, y), (width, height) = corner, size
-    colour, ink = _COLOURS[rank % len(_COLOURS)]
-    hatch = _HATCHES[rank // len(_COLOURS) % len(_HATCHES)]
+    colour, ink = SERIES[rank % len(SERIES)]
+    hatch = HATCHES[rank // len(SERIES) % len(HATCHES)]
     axes.add_patch(
         Rectangle(
             corner,
