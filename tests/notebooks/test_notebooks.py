@@ -8,7 +8,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from course_pp.exercises import Exercise
-from tests.notebooks import quotes, rules
+from tests.notebooks import rules
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 
@@ -27,8 +27,7 @@ def test_notebook(path: Path) -> None:
 def test_light_notebook(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     print(rules.counts(notebook))
-    if quotes.sources_of(path) is not None:
-        assert [broken for rule in rules.LIGHTER for broken in rule(notebook, path)] == []
+    assert [broken for rule in rules.LIGHTER for broken in rule(notebook, path)] == []
 
 
 def picture(alt: str) -> nbformat.NotebookNode:
