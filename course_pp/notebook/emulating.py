@@ -74,7 +74,7 @@ def emulate(
         cluster = Costs()
     if isinstance(cluster, Costs):
         cluster = EmulatedCluster(cluster)
-    predicted = replace(cluster.predict(schedule), unit="")
+    predicted = cluster.predict(schedule)
     step = _Step(schedule, model, inputs, targets, recompute)
     unit_s = _FIRST_UNIT_S
     for _ in range(_TRIES):
@@ -85,10 +85,18 @@ def emulate(
         if unit_s * float(predicted.makespan) > _LONGEST_RUN_S:
             break
     print("This machine is too busy to emulate a cluster: times are simulated; messages, losses and memory are real.")
-    name = f"{schedule.name}, simulated"
-    memory = _stretched(memory, float(predicted.makespan) / float(run.makespan))
-    fields = {**_fields(predicted), "name": name, "memory": memory, "losses": losses, "emulated": False}
-    return EmulatedRun(**fields)
+    name, kept = f"{schedule.name}, simulated", _stretched(memory, float(predicted.makespan) / float(run.makespan))
+    return EmulatedRun(
+        predicted.n_ranks,
+        predicted.spans,
+        "",
+        predicted.transfers,
+        predicted.receives,
+        name,
+        kept,
+        losses,
+        emulated=False,
+    )
 
 
 @dataclass(frozen=True)
@@ -189,8 +197,3 @@ def _stretched(memory: tuple[RankMemory, ...], factor: float) -> tuple[RankMemor
         return tuple((factor * when, amount) for when, amount in curve)
 
     return tuple(replace(kept, curves={kind: stretch(curve) for kind, curve in kept.curves.items()}) for kept in memory)
-
-
-def _fields(timeline: Timeline) -> dict[str, Any]:
-    names = ("n_ranks", "spans", "unit", "transfers", "receives")
-    return {name: getattr(timeline, name) for name in names}
