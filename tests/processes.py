@@ -1,13 +1,14 @@
 """One question for every test that starts ranks: is a process left behind?
 
 The test process adopts orphans (Linux), so every process that was started from here, however deep and in
-whichever session or group, stays below it in the tree until it ends.
+whichever session or group, stays below it in the tree until it ends. What a process that was there before starts
+meanwhile, such as the browser that tests share, is that process's own.
 """
 
 import ctypes
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import psutil
@@ -17,14 +18,21 @@ from course_pp.launch.client import SERVERS
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def descendants() -> dict[int, str]:
-    """Processes below this one, by id, with what they run; the idle server that ranks fork from is not one."""
+def descendants(others: Collection[int] = ()) -> dict[int, str]:
+    """Processes below this one, by id, with what they run.
+
+    Not counted are ``others``, all that they start, and the idle server that ranks fork from.
+    """
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    server = SERVERS.pid()
+    skipped = set(others) - {server}
     found = {}
-    for process in psutil.Process().children(recursive=True):
+    for process in psutil.Process().children(recursive=True):  # a parent comes before its children
         try:
-            if process.pid != SERVERS.pid() and process.status() != psutil.STATUS_ZOMBIE:
+            if process.pid in skipped or process.ppid() in skipped:
+                skipped.add(process.pid)
+            elif process.pid != server and process.status() != psutil.STATUS_ZOMBIE:
                 found[process.pid] = " ".join(process.cmdline())
         except psutil.NoSuchProcess:
             continue
@@ -37,6 +45,6 @@ def no_process_left(within_s: float = 5.0) -> Iterator[None]:
     before = descendants()
     yield
     limit = time.monotonic() + within_s
-    while left := {pid: name for pid, name in descendants().items() if pid not in before}:
+    while left := descendants(others=before):
         assert time.monotonic() < limit, f"processes were left behind: {left}"
         time.sleep(0.02)
