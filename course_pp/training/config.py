@@ -1,15 +1,23 @@
 """What a training run is, checked when it is written down."""
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from course_pp.training.setting import SettingError, check_number, check_whole
 
-__all__ = ["ENGINES", "Engine", "TrainConfig"]
+__all__ = ["ENGINES", "LR_SCHEDULES", "OPTIMIZERS", "Engine", "LrSchedule", "TrainConfig"]
 
 Engine = Literal["parallel", "runtime"]
 ENGINES: tuple[Engine, ...] = ("parallel", "runtime")
+LrSchedule = Literal["cosine", "linear", "wsd", "constant"]
+LR_SCHEDULES: tuple[LrSchedule, ...] = ("cosine", "linear", "wsd", "constant")
+OPTIMIZERS = (*("AdamW", "Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD", "SGD"),)
+"""Those of ``torch.optim`` that treat each number alone, so that a rank needs nothing but its own part of the model.
+
+Not among them: Rprop, which FSDP2's sharded parameters refuse."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +30,8 @@ class TrainConfig:
 
     steps: int = 200
     """Optimizer steps of the whole run."""
+    epochs: int | None = None
+    """Passes over the training data, in place of `steps`; `Trainer` turns them into steps."""
     batch: int = 32
     """Sequences that an optimizer step learns from, over all ranks."""
     microbatches: int = 8
@@ -32,11 +42,23 @@ class TrainConfig:
     """`"parallel"` runs `course_pp.parallel`, `"runtime"` the pipeline of `course_pp.runtime`."""
     schedule: str = "1f1b"
     lr: float = 3e-3
-    """Peak learning rate of AdamW, reached after the warm-up."""
+    """Peak learning rate, reached after the warm-up."""
+    lr_schedule: LrSchedule = "cosine"
+    """How it falls after the warm-up: see `course_pp.training.optim.lr_factor`."""
     min_lr: float = 0.1
-    """Learning rate at the end of the cosine, as a share of the peak."""
+    """Learning rate at the end, as a share of the peak."""
     warmup_steps: int | None = None
     """Steps until the learning rate is at its peak; None: see `warmup`."""
+    decay_steps: int | None = None
+    """Last steps, in which `lr_schedule="wsd"` falls; None: a fifth of the run."""
+    optimizer: str = "AdamW"
+    """A class of `torch.optim`, one of `OPTIMIZERS`."""
+    betas: tuple[float, float] | None = None
+    """Of the Adam family; None is the optimizer's own."""
+    eps: float | None = None
+    """Of most optimizers; None is the optimizer's own."""
+    optimizer_options: Mapping[str, float | bool] = field(default_factory=dict)
+    """Whatever else the optimizer takes, such as `{"momentum": 0.9}`."""
     weight_decay: float = 0.01
     """Of matrices; norms, biases and embeddings do not decay."""
     clip_norm: float = 1.0
@@ -61,18 +83,48 @@ class TrainConfig:
             check_whole(name, getattr(self, name), 1)
         for name in ("profile", "seed"):
             check_whole(name, getattr(self, name), 0)
-        for name, least in (("warmup_steps", 0), ("eval_every", 1)):
+        for name, least in (("warmup_steps", 0), ("decay_steps", 1), ("eval_every", 1), ("epochs", 1)):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), least)
         for name in ("lr", "min_lr", "weight_decay", "clip_norm"):
             check_number(name, getattr(self, name))
+        self._check_optimizer()
         self._check_rules()
 
-    def _check_rules(self) -> None:
-        def refuse_unless(allowed: bool, sentence: str, *names: str) -> None:
-            if not allowed:
-                raise SettingError(sentence, {name: getattr(self, name) for name in names})
+    def _refuse_unless(self, allowed: bool, sentence: str, *names: str) -> None:
+        if not allowed:
+            raise SettingError(sentence, {name: getattr(self, name) for name in names})
 
+    def _check_optimizer(self) -> None:
+        """Refuse an optimizer or a course of the learning rate that cannot be; what it takes, it is asked later."""
+        refuse_unless = self._refuse_unless
+        near = get_close_matches(str(self.optimizer), OPTIMIZERS, 1, 0.0)[0]
+        known = f"{{optimizer}} must be one of {', '.join(OPTIMIZERS)}: did you mean {near!r}?"
+        refuse_unless(self.optimizer in OPTIMIZERS, known, "optimizer")
+        options = self.optimizer_options
+        are_options = isinstance(options, Mapping) and all(
+            isinstance(name, str) and isinstance(value, bool | int | float) for name, value in options.items()
+        )
+        refuse_unless(are_options, "{optimizer_options} must give numbers or booleans by name", "optimizer_options")
+        if self.betas is not None:
+            is_pair = isinstance(self.betas, tuple | list) and len(self.betas) == 2
+            are_betas = is_pair and all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in self.betas)
+            refuse_unless(are_betas, "{betas} must be two numbers from 0 to below 1, such as (0.9, 0.95)", "betas")
+            object.__setattr__(self, "betas", tuple(self.betas))  # JSON and TOML know lists only
+        if self.eps is not None:
+            check_number("eps", self.eps)
+            refuse_unless(0 <= self.eps < math.inf, "{eps} must be 0 or more and finite, such as 1e-8", "eps")
+        is_known = self.lr_schedule in LR_SCHEDULES
+        refuse_unless(is_known, f"{{lr_schedule}} must be one of {', '.join(LR_SCHEDULES)}", "lr_schedule")
+        is_used = self.decay_steps is None or self.lr_schedule == "wsd"
+        refuse_unless(
+            is_used, "{decay_steps} belongs to lr_schedule='wsd', not to {lr_schedule}", "decay_steps", "lr_schedule"
+        )
+        only_one = self.epochs is None or self.steps == _DEFAULT_STEPS
+        refuse_unless(only_one, "{epochs} and {steps} both say how long to train: leave one out", "epochs", "steps")
+
+    def _check_rules(self) -> None:
+        refuse_unless = self._refuse_unless
         refuse_unless(self.engine in ENGINES, f"{{engine}} must be one of {', '.join(map(repr, ENGINES))}", "engine")
         is_name = isinstance(self.schedule, str) and self.schedule != ""
         refuse_unless(is_name, "{schedule} must be the name of a schedule, such as '1f1b'", "schedule")
@@ -86,11 +138,8 @@ class TrainConfig:
         refuse_unless(
             self.clip_norm > 0, "{clip_norm} must be above 0: use inf to measure without clipping", "clip_norm"
         )
-        if self.warmup > self.steps:
-            raise SettingError(
-                "{warmup_steps} must be at most {steps}: shorten the warm-up",
-                {"warmup_steps": self.warmup, "steps": self.steps},
-            )
+        if self.epochs is None:
+            self._check_course()
         if self.peak_flops is not None:
             check_number("peak_flops", self.peak_flops)
             is_peak = 0 < self.peak_flops < math.inf
@@ -104,6 +153,35 @@ class TrainConfig:
             *("profile", "steps"),
         )
         self.rows_of_a_microbatch(1)
+
+    def _check_course(self) -> None:
+        """Refuse a warm-up and a decay that are longer than the run."""
+        if self.warmup > self.steps:
+            raise SettingError(
+                "{warmup_steps} must be at most {steps}: shorten the warm-up",
+                {"warmup_steps": self.warmup, "steps": self.steps},
+            )
+        if self.decay_steps is not None and self.warmup + self.decay_steps > self.steps:
+            raise SettingError(
+                f"{{decay_steps}} after a warm-up of {self.warmup} steps must be at most {self.steps - self.warmup}, "
+                "as {steps} shows: shorten one of them",
+                {"decay_steps": self.decay_steps, "steps": self.steps},
+            )
+
+    def on_rows(self, n_rows: int) -> "TrainConfig":
+        """This run on `n_rows` training sequences: `epochs` are turned into steps.
+
+        Raises:
+            SettingError: if what depends on the number of steps does not fit them.
+        """
+        if self.epochs is None:
+            return self
+        return replace(self, steps=max(1, self.epochs * (n_rows // self.batch)), epochs=None)
+
+    @property
+    def decay(self) -> int:
+        """Steps in which `"wsd"` falls, resolved: by default a fifth of the run (Hägele et al. 2024, section 4)."""
+        return max(1, self.steps // 5) if self.decay_steps is None else self.decay_steps
 
     @property
     def warmup(self) -> int:
@@ -132,6 +210,11 @@ class TrainConfig:
         return {name: _plain(value) for name, value in asdict(self).items()}
 
 
+_DEFAULT_STEPS = next(field.default for field in fields(TrainConfig) if field.name == "steps")
+
+
 def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
     # JSON has no infinity; in words it survives every parser.
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

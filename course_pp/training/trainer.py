@@ -29,14 +29,17 @@ from course_pp.training.config import TrainConfig
 from course_pp.training.data import Batches, Sequences, validation_batches
 from course_pp.training.engines import build_engine
 from course_pp.training.metrics import Peak, Speed, find_peak, training_flops
-from course_pp.training.optim import build_optimizer, build_scheduler, warmup_cosine
+from course_pp.training.optim import OptimizerFactory, build_optimizer, build_scheduler, lr_factor
 from course_pp.training.report import Reporter, StepResult
 from course_pp.training.setting import SettingError
 
 __all__ = ["Fitted", "NonFiniteGradient", "StepResult", "Trainer"]
 
 # What a checkpoint's run and the one that takes it up must share, or the second would not continue the first.
-_FIXED = ("batch", "seed", "lr", "min_lr", "warmup_steps", "weight_decay", "clip_norm")
+_FIXED = (
+    *("batch", "seed", "lr", "lr_schedule", "min_lr", "warmup_steps", "decay_steps"),
+    *("optimizer", "betas", "eps", "optimizer_options", "weight_decay", "clip_norm"),
+)
 
 
 class NonFiniteGradient(RuntimeError):
@@ -72,8 +75,10 @@ class Trainer:
         loss_fn: a loss that can tell how many tokens it averages over; :class:`CrossEntropy` by default.
         param_dtype: of what crosses the stages' boundaries, by default that of the parameters.
         tokenizer_digest: of the tokenizer that made the sequences; kept in :meth:`state`.
+        optimizer: makes one of parameter groups, such as ``torch.optim.SGD``; None is the one that ``config`` names.
 
     Attributes:
+        config: as given, with epochs as steps.
         step: number of finished steps.
         modules, optimizer, scheduler: what is trained.
         is_logging_rank: True on the one rank that writes logs and shows progress. It holds the last stage, which knows
@@ -95,10 +100,11 @@ class Trainer:
         loss_fn: TokenLoss | None = None,
         param_dtype: torch.dtype | None = None,
         tokenizer_digest: str | None = None,
+        optimizer: OptimizerFactory | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError("no process group: call init_distributed(config) before Trainer")
-        self.config, self.modules, self.step = config, list(modules), 0
+        self.modules, self.step = list(modules), 0
         self._mesh, self._tokenizer_digest = device_mesh, tokenizer_digest
         everyone = Ranks()
         everyone.collectively(lambda: _check_modules(self.modules))
@@ -113,6 +119,7 @@ class Trainer:
                 "validation": _digest(validation),
             }
         )
+        self.config = config = everyone.collectively(lambda: config.on_rows(len(train)))
         self._batches = everyone.collectively(lambda: Batches(train, config.batch, config.seed))
         self._held_out = everyone.collectively(
             lambda: () if validation is None else validation_batches(validation, config.batch, config.eval_batches)
@@ -128,7 +135,7 @@ class Trainer:
             device=self.device,
             param_dtype=self._dtype,
         )
-        self.optimizer = build_optimizer(self.modules, config)
+        self.optimizer = everyone.collectively(lambda: build_optimizer(self.modules, config, optimizer))
         self.scheduler = build_scheduler(self.optimizer, config)
         holds_last = any(module.stage_id == module.num_stages - 1 for module in self.modules)
         is_first_of_its_stage = dist.get_rank() % (dist.get_world_size() // get_pp_size(device_mesh)) == 0
@@ -219,7 +226,7 @@ class Trainer:
         """Go on where :meth:`state` was taken; call it on every rank, after the checkpoint filled the optimizer.
 
         Layout, engine, schedule, microbatches, accumulation and logging may differ. So may ``steps``: the learning rate
-        then follows the new cosine, and with ``warmup_steps=None`` the new warm-up, a tenth of the new number.
+        then follows the new curve, and with ``warmup_steps=None`` the new warm-up, a tenth of the new number.
 
         Raises:
             ValueError: on every rank, if the state is of other data, another tokenizer or other hyperparameters, is
@@ -229,7 +236,7 @@ class Trainer:
         self.step = state["step"]
         # A rate for each parameter group: the state of a version 1 has one group.
         base_lrs = self.scheduler.base_lrs
-        rates = [base * warmup_cosine(self.step, self.config) for base in base_lrs]
+        rates = [base * lr_factor(self.step, self.config) for base in base_lrs]
         self.scheduler.load_state_dict({**state["scheduler"], "base_lrs": base_lrs, "_last_lr": rates})
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
@@ -255,11 +262,11 @@ class Trainer:
         missing = sorted({"step", "scheduler", "data", "config", "tokenizer"} - set(state))
         if missing:
             raise ValueError(f"the state has no {', '.join(missing)}: pass what Trainer.state() returned")
-        mine = self.config.as_dict()
+        mine, usual = self.config.as_dict(), TrainConfig().as_dict()  # older states lack what was not there to set
         pairs = [
             ("the digest of the training data", state["data"]["digest"], self._data_digest),
             ("the tokenizer", state["tokenizer"], self._tokenizer_digest),
-            *((name, state["config"].get(name), mine[name]) for name in _FIXED),
+            *((name, state["config"].get(name, usual[name]), mine[name]) for name in _FIXED),
         ]
         for name, saved, here in pairs:
             if saved != here:

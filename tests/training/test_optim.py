@@ -1,27 +1,35 @@
-"""The learning rate rises, falls along a cosine, and is what LambdaLR sets."""
+"""Every optimizer takes up where it was, the right parameters decay, and the learning rate follows its curve."""
 
 import json
 import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from course_pp.launch import on_ranks
+from course_pp.parallel import DistributedConfig
 from course_pp.training import TrainConfig
-from course_pp.training.optim import build_optimizer, build_scheduler, warmup_cosine
+from course_pp.training.checkpoint import load, save
+from course_pp.training.config import OPTIMIZERS
+from course_pp.training.optim import build_optimizer, build_scheduler, lr_factor, parameter_groups
+from tests.training.small import RUN, trainer
 
 CONFIG = TrainConfig(steps=14, warmup_steps=4, lr=0.5, min_lr=0.2, weight_decay=0.3)
 
 
 def test_it_rises_in_equal_steps_to_the_peak() -> None:
-    assert [warmup_cosine(step, CONFIG) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert [lr_factor(step, CONFIG) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
 def test_it_falls_along_a_cosine_and_stays_at_the_end() -> None:
-    falling = [warmup_cosine(step, CONFIG) for step in range(4, 15)]
+    falling = [lr_factor(step, CONFIG) for step in range(4, 15)]
     assert falling[5] == pytest.approx(0.6)  # half-way between 1 and 0.2
     assert falling == sorted(falling, reverse=True)
-    assert falling[10] == warmup_cosine(1000, CONFIG) == pytest.approx(0.2)
+    assert falling[10] == lr_factor(1000, CONFIG) == pytest.approx(0.2)
     # A cosine is symmetric about its middle.
     assert [a + b for a, b in zip(falling, reversed(falling), strict=True)] == pytest.approx([1.2] * 11)
 
@@ -29,7 +37,7 @@ def test_it_falls_along_a_cosine_and_stays_at_the_end() -> None:
 @pytest.mark.parametrize("warmup", [0, 14])
 def test_a_run_may_be_all_cosine_or_all_warm_up(warmup: int) -> None:
     config = TrainConfig(steps=14, warmup_steps=warmup)
-    factors = [warmup_cosine(step, config) for step in range(14)]
+    factors = [lr_factor(step, config) for step in range(14)]
     assert all(0 < factor <= 1 for factor in factors)
     assert factors[0 if warmup == 0 else 13] == 1.0
 
@@ -47,7 +55,7 @@ def test_the_optimizer_is_adamw_at_the_rate_of_each_step() -> None:
         rates.append(group["lr"])
         optimizer.step()
         scheduler.step()
-    assert rates == [0.5 * warmup_cosine(step, CONFIG) for step in range(16)]
+    assert rates == [0.5 * lr_factor(step, CONFIG) for step in range(16)]
 
 
 def test_the_schedulers_state_is_json() -> None:
@@ -55,3 +63,96 @@ def test_the_schedulers_state_is_json() -> None:
     state = scheduler.state_dict()
     assert json.loads(json.dumps(state, allow_nan=False)) == state
     assert math.isclose(state["base_lrs"][0], 0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"lr_schedule": "linear"}, [0.5, 1.0, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.2]),
+        ({"lr_schedule": "wsd"}, [0.5, *[1.0] * 8, 0.6, 0.2, 0.2]),
+        ({"lr_schedule": "wsd", "decay_steps": 4}, [0.5, *[1.0] * 6, 0.8, 0.6, 0.4, 0.2, 0.2]),
+        ({"lr_schedule": "constant"}, [0.5, *[1.0] * 11]),
+    ],
+    ids=["linear", "a fifth", "four steps", "constant"],
+)
+def test_the_other_curves(options: dict[str, Any], expected: list[float]) -> None:
+    config = TrainConfig(steps=10, warmup_steps=2, min_lr=0.2, **options)
+    assert [lr_factor(step, config) for step in range(12)] == pytest.approx(expected)
+
+
+class Foreign(nn.Module):
+    """A model of somebody else, whose names say nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Embedding(5, 4), nn.EmbeddingBag(5, 4)
+        self.c, self.d = nn.LayerNorm((3, 4)), nn.Conv2d(1, 2, 3)
+        self.e, self.f = nn.Linear(4, 4), nn.Linear(4, 5, bias=False)
+        self.f.weight = self.a.weight
+        self.g = nn.Linear(4, 5)
+
+
+def test_only_matrices_of_a_foreign_model_decay_and_each_is_trained_once() -> None:
+    model = Foreign()
+    names = {id(p): name for name, p in model.named_parameters()}
+    decaying, others = ([names[id(p)] for p in g["params"]] for g in parameter_groups([model], 0.1, [{0: "g.weight"}]))
+    assert decaying == ["d.weight", "e.weight"]
+    assert others == ["a.weight", "b.weight", "c.weight", "c.bias", "d.bias", "e.bias", "g.weight", "g.bias"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"optimizer": "SGD", "betas": (0.9, 0.95)}, "betas=(0.9, 0.95) is nothing that optimizer='SGD' takes"),
+        ({"optimizer": "SGD", "optimizer_options": {"momentun": 0.9}}, "hold 'momentun', and optimizer='SGD' takes"),
+        ({"optimizer_options": {"lr": 0.9}}, "hold 'lr', and optimizer='AdamW' takes"),
+        ({"optimizer": "SGD", "optimizer_options": {"nesterov": True}}, "optimizer='SGD' refuses"),
+    ],
+)
+def test_what_an_optimizer_does_not_take_is_refused_by_name(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=r".") as refusal:
+        build_optimizer([nn.Linear(2, 2)], TrainConfig(**options))
+    assert words in str(refusal.value)
+
+
+def each_optimizer(
+    rank: int, names: list[str], root: Path, dp_shard: int
+) -> dict[str, tuple[list[float], list[float]]]:
+    """Losses of a run with each optimizer, and of one taken up from its checkpoint after the first step."""
+    layout, losses = DistributedConfig(dp_shard=dp_shard), {}
+    for i, name in enumerate(names):
+        curve: Any = ("cosine", "linear", "wsd", "constant")[i % 4]
+        config = replace(RUN, microbatches=1, optimizer=name, lr_schedule=curve)
+        if name == "SGD":
+            config = replace(config, optimizer_options={"momentum": 0.9, "nesterov": True})
+        first, second = (trainer(config, layout=layout) for _ in range(2))
+        whole = [first.train_step().loss]
+        save(root / name, 1, first.modules, first.optimizer, device_mesh=first._mesh, extra=first.state())
+        loaded = load(root / name, second.modules, second.optimizer, device_mesh=second._mesh)
+        second.load_state(loaded.extra)
+        whole += [first.train_step().loss for _ in range(2)]
+        losses[name] = whole, [second.train_step().loss for _ in range(2)]
+    return losses
+
+
+@pytest.mark.parametrize("names", [["NAdam", "SGD", "Adagrad"], pytest.param([*OPTIMIZERS], marks=pytest.mark.full)])
+def test_optimizers_and_curves_go_on_exactly_and_shard_like_one_process(names: list[str], tmp_path: Path) -> None:
+    [alone] = on_ranks(1, each_optimizer, names, tmp_path / "1", 1, timeout_s=60)
+    for sharded in on_ranks(2, each_optimizer, names, tmp_path / "2", 2, timeout_s=60):
+        for name, (expected, found) in sharded.items():
+            assert found == expected[1:], name
+            assert expected == pytest.approx(alone[name][0], rel=1e-11), name
+
+
+def of_a_factory(rank: int) -> tuple[str, list[dict[str, Any]], int]:
+    run = trainer(replace(RUN, steps=200, epochs=2), optimizer=torch.optim.Adamax)
+    run.train_step()
+    groups = [{name: group[name] for name in ("initial_lr", "weight_decay")} for group in run.optimizer.param_groups]
+    return type(run.optimizer).__name__, groups, run.config.steps
+
+
+def test_a_factory_gets_groups_with_rate_and_decay_and_epochs_become_steps() -> None:
+    [(kind, groups, steps)] = on_ranks(1, of_a_factory, timeout_s=60)
+    assert kind == "Adamax"
+    assert groups == [{"initial_lr": RUN.lr, "weight_decay": decay} for decay in (RUN.weight_decay, 0.0)]
+    assert steps == 2 * (24 // RUN.batch)

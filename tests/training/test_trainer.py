@@ -14,7 +14,7 @@ from course_pp.model import ModelConfig
 from course_pp.parallel import DistributedConfig
 from course_pp.training import TrainConfig, Trainer
 from course_pp.training.logs import METRICS
-from course_pp.training.optim import warmup_cosine
+from course_pp.training.optim import lr_factor
 from course_pp.training.trainer import NonFiniteGradient
 from tests.processes import no_process_left
 from tests.training.small import MODEL, RUN, TIED, assert_equals, in_one_process, rows, train, trainer
@@ -80,7 +80,7 @@ def test_a_run_may_be_taken_up_with_another_cut_of_the_batch_and_another_engine(
 def test_a_run_may_be_taken_up_for_more_steps_and_follows_the_longer_cosine() -> None:
     _, found = run(1, resumed, {"steps": 30})[0]
     longer = replace(RUN, steps=30)
-    assert [lr for *_, lr in found[1:]] == [RUN.lr * warmup_cosine(step, longer) for step in (1, 2)]
+    assert [lr for *_, lr in found[1:]] == [RUN.lr * lr_factor(step, longer) for step in (1, 2)]
 
 
 def refusals_of_others(rank: int) -> dict[str, str]:
