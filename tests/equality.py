@@ -1,6 +1,6 @@
 """Equal to one process: the comparison every distributed test makes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +37,7 @@ def snapshot_parameters(modules: Iterable[nn.Module]) -> dict[str, Tensor]:
 
 def adamw(modules: Iterable[nn.Module]) -> torch.optim.AdamW:
     """The optimizer of every comparison."""
-    return torch.optim.AdamW([p for m in modules for p in m.parameters()], lr=LEARNING_RATE)
+    return torch.optim.AdamW(list(dict.fromkeys(p for m in modules for p in m.parameters())), lr=LEARNING_RATE)
 
 
 def batches(config: ModelConfig, batch: int, seq_len: int, n: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
@@ -67,11 +67,23 @@ def train_in_one_process(
 
 
 def assert_equals_one_process(ranks: list[Trained], reference: Trained, config: ModelConfig) -> dict[str, float]:
+    """:func:`assert_same_training` for this package's model, whose tied weights have a second name."""
+    tied = (("embed.weight", "head.weight"),) if config.tie_embeddings else ()
+    return assert_same_training(ranks, reference, tied)
+
+
+def assert_same_training(
+    ranks: list[Trained], reference: Trained, tied: Sequence[Sequence[str]] = ()
+) -> dict[str, float]:
     """Every rank's loss, and all gradients and parameters of the ranks together, equal the reference's.
+
+    Args:
+        tied: for each weight with several names these; the reference has the first.
 
     Returns:
         The largest difference of ``"gradients"`` and of ``"parameters"``.
     """
+    first_name = {name: names[0] for names in tied for name in names}
     largest = {"gradients": 0.0, "parameters": 0.0}
     for rank, trained in enumerate(ranks):
         torch.testing.assert_close(
@@ -82,7 +94,7 @@ def assert_equals_one_process(ranks: list[Trained], reference: Trained, config: 
         seen = set()
         for rank, trained in enumerate(ranks):
             for name, value in getattr(trained, kind).items():
-                source = "embed.weight" if config.tie_embeddings and name == "head.weight" else name
+                source = first_name.get(name, name)
                 seen.add(source)
                 difference = _assert_close(value, expected[source], tolerance, f"{kind} of {name} on rank {rank}")
                 largest[kind] = max(largest[kind], difference)

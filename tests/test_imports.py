@@ -25,7 +25,7 @@ ARROWS = {
 }
 
 # What every package may import: these import nothing themselves.
-COMMON = {"arguments", "files"}
+COMMON = {"arguments", "files", "wrappers"}
 
 HEAVY = {"torch", "transformers", "datasets"}
 

@@ -49,6 +49,7 @@ from course_pp.parallel.predicting import predict_collectives
 from course_pp.parallel.schedules import get_stage_indices, schedule_names
 from course_pp.parallel.stage import build_pipeline_stage
 from course_pp.parallel.tensor import apply_tensor_parallel
+from course_pp.parallel.tied import find_ties
 from course_pp.parallel.unsharded import measure_unsharded_bytes, predict_unsharded_bytes
 from course_pp.parallel.vocab_parallel import VocabParallelCrossEntropy
 from course_pp.parallel.world import get_world_info, is_rank_zero, refusals_said_once
@@ -75,6 +76,7 @@ __all__ = [
     "count_collectives",
     "default_mp_policy",
     "destroy_distributed",
+    "find_ties",
     "get_device",
     "get_dp_mesh",
     "get_dp_rank",

@@ -13,19 +13,24 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import _utils as _pipelining_utils
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
     "CollectiveWatcher",
     "GatheredWatcher",
     "LocalNeighboursStage",
+    "carries_integers",
     "forget_meshes",
     "mixed_precision",
     "multiply",
     "norms_of",
     "set_timeout",
+    "tree_flatten",
+    "tree_map",
+    "tree_unflatten",
 ]
 
 
@@ -59,6 +64,12 @@ class LocalNeighboursStage(PipelineStage):
     torch before 2.12 opens connections by a message to every neighbour, itself included, which gloo refuses.
     """
 
+    def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
+        """Compare nothing here: torch before 2.13 knows tuples of tensors alone, and a stage may take more."""
+
+    def _validate_fwd_outputs(self, outputs: Any) -> None:
+        """As for inputs: :class:`course_pp.parallel.stage.ModelStage` compares, in containers too."""
+
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
@@ -69,6 +80,9 @@ class LocalNeighboursStage(PipelineStage):
         if not full_backward:
             self._gather_parameters()
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if bwd_chunk_id in self.bwd_cache:  # what is sent back next, and must lie in order
+            gradients = self.bwd_cache[bwd_chunk_id]
+            self.bwd_cache[bwd_chunk_id] = tuple(g.contiguous() if isinstance(g, Tensor) else g for g in gradients)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The weight-gradient half of one microbatch."""
@@ -84,6 +98,11 @@ class LocalNeighboursStage(PipelineStage):
         for module in self.submod.modules():
             if isinstance(module, FSDPModule):
                 module.unshard()
+
+
+def carries_integers() -> bool:
+    """Whether torch's pipelining sends tensors without gradient between stages: from 2.13 on."""
+    return hasattr(_pipelining_utils, "_StageMeta")
 
 
 def mixed_precision(module: torch.nn.Module) -> MixedPrecisionPolicy | None:

@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from course_pp.collective import Ranks
 from course_pp.parallel._torch import multiply, norms_of
 from course_pp.parallel.mesh import get_pp_mesh
-from course_pp.parallel.parts import Part, Parts, Tie, agree_on_parts, check_own_parts, parts_of
+from course_pp.parallel.parts import Part, Parts, agree_on_parts, check_own_parts, parts_of
+from course_pp.parallel.tied import Tie
 
 __all__ = ["clip_grad_norm_"]
 
@@ -55,7 +56,8 @@ def clip_grad_norm_(
             where a foreign module does not show that it is the whole.
         tied: foreign weights that are one: for each the parameter's name by stage, the same on every rank, as in
             ``[{0: "embed.weight", 3: "head.weight"}]``. Such a weight counts once; its gradients must have been summed,
-            as :class:`course_pp.runtime.Pipeline` does. A parameter that is there under two names counts once anyway.
+            as pipelines of :func:`build_pipeline_schedule` and :class:`course_pp.runtime.Pipeline` do. Stages that
+            have been through the former know their ties. A parameter that is there under two names counts once anyway.
         norm_type: p of the p-norm, above 0; ``math.inf`` for the largest absolute value.
         error_if_nonfinite: raise instead of scaling by a norm that is not finite.
 

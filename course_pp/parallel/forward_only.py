@@ -5,18 +5,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage
+
+from course_pp.parallel.stage import ModelStage
 
 __all__ = ["forward_only"]
+
+Tensors = tuple[torch.Tensor, ...]
 
 
 @torch.no_grad()
 def forward_only(
-    stages: Sequence[PipelineStage],
-    inputs: Sequence[torch.Tensor] | None,
+    stages: Sequence[ModelStage],
+    inputs: Sequence[tuple[Any, ...]] | None,
     kwargs: Sequence[dict[str, Any]],
-    boundary: torch.Tensor,
-    consume: Callable[[int, torch.Tensor], None],
+    consume: Callable[[int, Any], None],
 ) -> None:
     """Run every microbatch through this rank's stages, stage by stage.
 
@@ -26,43 +28,46 @@ def forward_only(
     ``schedule.eval`` fails for V placements.)
 
     Args:
-        stages: this rank's stages.
-        inputs: tokens (batch, seq) of each microbatch, where this rank holds the first stage.
+        stages: this rank's stages; what crosses their boundaries is settled.
+        inputs: the arguments of each microbatch, where this rank holds the first stage.
         kwargs: keyword arguments of each microbatch, for every stage; its length is the number of microbatches.
-        boundary: a meta tensor of the shape (batch, seq, dim) and dtype that crosses stage boundaries.
         consume: called on the last stage's rank with each microbatch's index and output.
     """
-    local: list[torch.Tensor] = []
-    in_flight: list[tuple[torch.Tensor, dist.Work | None]] = []
+    local: list[Tensors] = []
+    in_flight: list[dist.Work] = []
     for stage in sorted(stages, key=lambda stage: stage.stage_index):
         owner, here = stage.stage_index_to_group_rank, stage.group_rank
         source = None if stage.is_first else owner[stage.stage_index - 1]
         target = None if stage.is_last else owner[stage.stage_index + 1]
-        outputs: list[torch.Tensor] = []
+        outputs: list[Tensors] = []
         for i, kwarg in enumerate(kwargs):
-            if stage.is_first and inputs is not None:
-                x = inputs[i]
-            elif source == here:
-                x = local[i]
+            if stage.is_first:
+                arguments = () if inputs is None else inputs[i]
             else:
-                x = torch.empty_like(boundary, device=stage.device)
-                dist.recv(x, group=stage.group, group_src=source)
-            output = stage.submod(x, **kwarg).contiguous()
-            if not stage.is_last and (output.dtype, output.shape) != (boundary.dtype, boundary.shape):
-                raise ValueError(
-                    f"stage {stage.stage_index} gave {output.dtype} of shape {tuple(output.shape)}, but declared "
-                    f"{boundary.dtype} of shape {tuple(boundary.shape)}: its neighbour would misread the message"
-                )
+                arguments = stage.arguments(local[i] if source == here else _received(stage, source))
+            output = stage.submod(*arguments, **kwarg)
             if stage.is_last:
                 consume(i, output)
             elif target in (here, source):
-                outputs.append(output)
+                outputs.append(stage.message(output))
             else:
-                in_flight.append((output, dist.isend(output, group=stage.group, group_dst=target)))
+                in_flight += _sent(stage, stage.message(output), target)
         if target == here:
             local = outputs
         else:  # two ranks in a loop: all receives from the peer come before the first send to it
-            in_flight += [(x, dist.isend(x, group=stage.group, group_dst=target)) for x in outputs]
-    for _, work in in_flight:
-        if work is not None:
-            work.wait()
+            in_flight += [work for tensors in outputs for work in _sent(stage, tensors, target)]
+    for work in in_flight:
+        work.wait()
+
+
+def _received(stage: ModelStage, source: int | None) -> Tensors:
+    assert stage.inputs is not None  # settled
+    tensors = stage.inputs.empty(stage.device)
+    for tensor in tensors:
+        dist.recv(tensor, group=stage.group, group_src=source)
+    return tensors
+
+
+def _sent(stage: ModelStage, tensors: Tensors, target: int | None) -> list[dist.Work]:
+    works = (dist.isend(tensor, group=stage.group, group_dst=target) for tensor in tensors)
+    return [work for work in works if work is not None]

@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 from course_pp.collective import Ranks, difference
 from course_pp.model import PipelineStageModule, Transformer
 from course_pp.parallel.mesh import get_pp_mesh, get_pp_rank, get_pp_size
+from course_pp.parallel.stage import ModelStage
+from course_pp.parallel.tied import Tie
 
-__all__ = ["Part", "Parts", "Tie", "agree_on_parts", "parts_of"]
+__all__ = ["Part", "Parts", "agree_on_parts", "parts_of"]
 
 Part = nn.Module | PipelineStage
-Tie = Mapping[int, str]
-"""A parameter's name by stage: weights that are one."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,8 @@ def parts_of(
     if stages == [None]:  # one stage a rank is stage r on rank r
         stages = [get_pp_rank(device_mesh)]
     n_stages = next((n for part in given if (n := _n_stages(part)) is not None), None)
+    if tied is None and not all(isinstance(module, Transformer) for module in modules):
+        tied = next((part.ties for part in given if isinstance(part, ModelStage)), None)
     return Parts(tuple(modules), tuple(stages), n_stages, _ties(tied))
 
 

@@ -1,8 +1,8 @@
 """Pipeline parallelism on ``torch.distributed.pipelining``: stages, every schedule torch ships, evaluation.
 
-    tokens ─► stage 0 ──(batch, seq, dim)──► stage 1 ──► … ──► stage n−1 ─► logits ─► loss
-              rank 0                         rank 1            last rank          │
-                 └────────────── mean loss, tied gradients, refusals ─────────────┘
+    inputs ─► stage 0 ──(tensors)──► stage 1 ──► … ──► stage n−1 ─► outputs ─► loss
+              rank 0                 rank 1            last rank            │
+                 └────────────── mean loss, tied gradients, refusals ───────┘
 
 A step is: agree that every rank's input fits, run torch's schedule, add up the gradients of tied weights, tell every
 rank the loss. What torch leaves to the caller and is easy to get wrong is done here: the loss is divided exactly once,
@@ -11,8 +11,8 @@ gradients of earlier steps are not rescaled, and all ranks refuse a bad batch to
 
 import math
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,20 +20,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.collective import Ranks
 from course_pp.loss import LossFn, TokenLoss, counted, loss_share
+from course_pp.parallel._torch import tree_flatten, tree_map, tree_unflatten
+from course_pp.parallel.agreeing import agree, everyone_of
+from course_pp.parallel.batch import Batch
+from course_pp.parallel.boundary import TensorMeta, merge, meta_of
 from course_pp.parallel.forward_only import forward_only
 from course_pp.parallel.fsdp import reshard
 from course_pp.parallel.mesh import has_dp_mesh
 from course_pp.parallel.recompute import is_checkpointed
-from course_pp.parallel.schedules import (
-    check_microbatches,
-    get_stage_indices,
-    runnable,
-    splits_backward,
-    takes_one_stage,
-    torch_class,
-)
-from course_pp.parallel.stage import ModelStage, problem_of_dtype
-from course_pp.parallel.tied import tied_gradients
+from course_pp.parallel.schedules import splits_backward, takes_one_stage, torch_class
+from course_pp.parallel.stage import ModelStage
+from course_pp.parallel.tied import SharedName, TiedWeights
 from course_pp.parallel.world import is_rank_zero
 
 __all__ = ["PipelineSchedule", "build_pipeline_schedule"]
@@ -45,6 +42,7 @@ def build_pipeline_schedule(
     loss_fn: LossFn | TokenLoss,
     schedule: str = "1f1b",
     *,
+    tied: Iterable[SharedName] | None = None,
     timeout_s: float = 300.0,
 ) -> "PipelineSchedule":
     """Put stages under a schedule. Call it on every rank of the mesh at once: the ranks compare what they were given.
@@ -56,55 +54,30 @@ def build_pipeline_schedule(
         loss_fn: ``loss_fn(output, target)`` gives the mean loss of one microbatch. A :class:`TokenLoss` is averaged
             over the counted tokens of the whole batch instead of over microbatches.
         schedule: one of :func:`schedule_names`, or torch's class name.
+        tied: weights that several stages share: for each the parameter's name by stage,
+            ``[{0: "embed.weight", 3: "head.weight"}]``, or its names in the whole model, as :func:`find_ties` lists
+            them. Those of this package's model are known.
         timeout_s: the longest that a rank waits here for the others. Steps wait as long as the process group says.
 
     Raises:
         RankMissing: if a rank has ended or does not come.
         TypeError: if given something other than stages from :func:`build_pipeline_stage`.
         ValueError: for an unknown schedule, stages placed otherwise than it needs, a number of microbatches it cannot
-            run, or ranks that were given different pipelines.
+            run, stages that do not fit one another, ties that do not exist, or ranks that were given different
+            pipelines.
     """
     stages = list(stage) if isinstance(stage, Sequence) else [stage]
     if not stages or not all(isinstance(s, ModelStage) for s in stages):
         raise TypeError(
             f"stage must come from build_pipeline_stage, not {[type(s).__name__ for s in stages]}: cut the model with "
-            "build_stage_module and wrap this rank's stages"
+            "build_stage_module, or by hand, and wrap this rank's stages"
         )
     stages.sort(key=lambda s: s.stage_index)
-    everyone = Ranks(_everyone(stages[0]), limit_s=timeout_s)
-    everyone.refuse(_problem_of_placement(stages, n_microbatches, schedule))
-    everyone.require_equal(
-        {
-            "schedule": runnable(schedule).name,
-            "n_microbatches": n_microbatches,
-            "(batch_size, seq_len)": tuple(stages[0].tokens.shape),
-            "param_dtype": stages[0].boundary.dtype,
-            "config": stages[0].submod.config,
-        }
-    )
-    everyone.refuse(_problem_of_model(stages, Ranks(stages[0].group, limit_s=timeout_s)))
+    tied = None if tied is None else list(tied)
+    rows = agree(stages, n_microbatches, schedule, tied, timeout_s)
     if splits_backward(schedule) != "none" and any(is_checkpointed(s.submod) for s in stages):
         _warn_of_recomputation(schedule)
-    return PipelineSchedule(stages, n_microbatches, loss_fn, schedule)
-
-
-def _problem_of_placement(stages: Sequence[ModelStage], n_microbatches: int, schedule: str) -> str | None:
-    """What keeps this rank's stages from running under ``schedule``, as far as the rank can tell alone."""
-    pp_rank, pp_size, n_stages = stages[0].group_rank, stages[0].group_size, stages[0].num_stages
-    indices = [s.stage_index for s in stages]
-    try:
-        expected = get_stage_indices(schedule, pp_rank, pp_size, n_stages // pp_size)
-        check_microbatches(schedule, n_microbatches, n_stages, pp_size)
-    except ValueError as error:
-        return str(error)
-    if indices != expected or n_stages != len(indices) * pp_size:
-        return (
-            f"rank {pp_rank} holds stages {indices} of {n_stages}, but schedule {schedule!r} on {pp_size} ranks places "
-            f"stages {expected} there: build those (get_stage_indices lists them)"
-        )
-    if len({(s.tokens.shape, s.boundary.dtype) for s in stages}) > 1:
-        return f"rank {pp_rank} built its stages {indices} for different batches or dtypes: build them alike"
-    return None
+    return PipelineSchedule(stages, n_microbatches, loss_fn, schedule, rows)
 
 
 def _warn_of_recomputation(schedule: str) -> None:
@@ -118,38 +91,6 @@ def _warn_of_recomputation(schedule: str) -> None:
         )
 
 
-def _everyone(stage: ModelStage) -> dist.ProcessGroup | None:
-    """All ranks of the mesh: a rank that refuses leaves not only its own pipeline waiting, but also its replicas."""
-    return stage.group if stage.device_mesh is None else dist.group.WORLD
-
-
-def _problem_of_model(stages: Sequence[ModelStage], pipeline: Ranks) -> str | None:
-    """What keeps all stages from making up the model: each layer once, both ends of a tie trained or none."""
-    mine = [(s.stage_index, s.submod.layer_range, s.submod.tied_weight) for s in stages]
-    ranks = pipeline.gather([(i, layers, tie is not None and tie.requires_grad) for i, layers, tie in mine])
-    parts = sorted(part for rank in ranks for part in rank)
-    end = 0
-    for stage, (start, stop), _ in parts:
-        if start != end:
-            return (
-                f"stage {stage} begins with layer {start}, but the stages before it end with layer {end - 1}: "
-                "give every rank the same layer_ranges"
-            )
-        end = stop
-    n_layers = stages[0].submod.config.n_layers
-    if end != n_layers:
-        return f"the stages hold {end} of {n_layers} layers: give every rank the same layer_ranges"
-    if sum(trains for *_, trains in parts) == 1:
-        return "one end of the tied embedding is frozen and the other is not: freeze both ends, or neither"
-    return None
-
-
-def _problem_of_divisor(divisor: float | None) -> str | None:
-    if divisor is None or 0 < divisor < math.inf:
-        return None
-    return f"divisor is {divisor!r}: give the number of tokens that the mean is over, above 0"
-
-
 def _data_parallel_groups(device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
     if device_mesh is None or not has_dp_mesh(device_mesh):
         return []
@@ -158,7 +99,12 @@ def _data_parallel_groups(device_mesh: DeviceMesh | None) -> list[dist.ProcessGr
 
 
 class PipelineSchedule:
-    """A schedule ready to train and evaluate; made by :func:`build_pipeline_schedule`."""
+    """A schedule ready to train and evaluate; made by :func:`build_pipeline_schedule`.
+
+    Attributes:
+        stages: this rank's stages, first to last.
+        ties: for each weight that several stages share its name by stage.
+    """
 
     def __init__(
         self,
@@ -166,12 +112,14 @@ class PipelineSchedule:
         n_microbatches: int,
         loss_fn: LossFn | TokenLoss,
         schedule: str,
+        rows: int,
     ) -> None:
         self.stages = list(stages)
         self.n_microbatches = n_microbatches
         self._loss, self._counts_tokens = counted(loss_fn), isinstance(loss_fn, TokenLoss)
+        self._batch = Batch(self.stages, n_microbatches, rows, self._counts_tokens)
         self._group = stages[0].group
-        self._everyone = Ranks(_everyone(stages[0]))
+        self._everyone = Ranks(everyone_of(stages[0]))
         self._dp_groups = _data_parallel_groups(stages[0].device_mesh)
         self._divisor: torch.Tensor | float = 1.0
         self._schedule = torch_class(schedule)(
@@ -180,8 +128,13 @@ class PipelineSchedule:
             loss_fn=self._share_of_loss,
             scale_grads=False,  # the loss is divided instead: torch would divide gradients of earlier steps again
         )
-        owner = self.stages[0].stage_index_to_group_rank
-        self._first_rank, self._last_rank = owner[0], owner[stages[0].num_stages - 1]
+        self._owner = self.stages[0].stage_index_to_group_rank
+        self._last_rank = self._owner[stages[0].num_stages - 1]
+        modules = {stage.stage_index: stage.submod for stage in self.stages}
+        self.ties = self.stages[0].ties
+        self._tied = TiedWeights(self.ties, modules, self._owner, Ranks(self._group))
+        self._everyone.refuse(self._tied.problem(values=False))
+        self._starts_equal = not self.ties
 
     @property
     def holds_last_stage(self) -> bool:
@@ -190,8 +143,7 @@ class PipelineSchedule:
 
     def step(
         self,
-        inputs: torch.Tensor | None = None,
-        *,
+        *inputs: Any,
         target: torch.Tensor | None = None,
         divisor: float | None = None,
         **kwargs: Any,
@@ -199,9 +151,9 @@ class PipelineSchedule:
         """Forward and backward over a whole batch; gradients are added to what is already there.
 
         Args:
-            inputs: tokens (n_microbatches · batch_size, seq_len) int64; needed where the first stage is, ignored
-                elsewhere.
-            target: (n_microbatches · batch_size, seq_len); needed where the last stage is, ignored elsewhere.
+            inputs: the arguments of the first stage for the whole batch, as it was built for one microbatch: its
+                tensors have n_microbatches times the rows. Needed where the first stage is, ignored elsewhere.
+            target: its first dimension is the whole batch; needed where the last stage is, ignored elsewhere.
             divisor: over how many tokens (samples, if the loss does not count tokens) of the global batch the mean is;
                 None is over those of this batch. Where the gradients of several steps add up, give the number in all.
             kwargs: keyword arguments for every stage, such as ``attention_mask``. Tensors have the whole batch as
@@ -211,41 +163,74 @@ class PipelineSchedule:
             The mean loss of the global batch, a float64 scalar without gradient, the same on every rank.
 
         Raises:
-            ValueError: on every rank, before any message, if an argument does not fit the declared shapes.
+            ValueError: on every rank, before any message, if an argument does not fit what the stages were built for,
+                or tied weights are frozen, sharded or filled differently; on one rank, if a stage returns other shapes
+                than it declared.
         """
         inputs, target = self._prepare(inputs, target, kwargs, divisor)
+        if not self._starts_equal:
+            self._everyone.refuse(self._tied.problem(values=True))
+            self._starts_equal = True
         losses: list[torch.Tensor] = []
-        with tied_gradients(*self._tie(), group=self._group):
-            args = () if inputs is None else (inputs,)
-            self._schedule.step(*args, target=target, losses=losses, return_outputs=False, **kwargs)
+        with self._tied.summed():
+            self._schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **kwargs)
         return self._tell_everyone(losses)
 
-    def eval(
-        self, inputs: torch.Tensor | None = None, *, target: torch.Tensor | None = None, **kwargs: Any
-    ) -> torch.Tensor:
+    def eval(self, *inputs: Any, target: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
         """The same as :meth:`step` without gradients: before, between or after training steps, for every schedule.
 
         Modules stay in the mode they are in: call ``module.eval()`` first if it has dropout.
         """
         inputs, target = self._prepare(inputs, target, kwargs)
-        losses: list[torch.Tensor] = []
         targets = target.chunk(self.n_microbatches) if target is not None else ()
-        cut = {
-            key: value.chunk(self.n_microbatches) if isinstance(value, torch.Tensor) else [value] * self.n_microbatches
-            for key, value in kwargs.items()
-        }
+        losses: list[torch.Tensor] = []
+        self._forward(inputs, kwargs, lambda i, output: losses.append(self._share_of_loss(output, targets[i])))
+        return self._tell_everyone(losses)
+
+    def evaluate(self, *inputs: Any, on: Literal["last", "all"] = "last", **kwargs: Any) -> Any:
+        """What the model returns for a whole batch: forwards alone, without gradients and without a loss.
+
+        Args:
+            inputs, kwargs: as in :meth:`step`.
+            on: who gets it: the rank that holds the last stage, or every rank of the pipeline.
+
+        Returns:
+            The last stage's output, in its own containers, of all microbatches: tensors are put together along their
+            first dimension, scalars along a new one. None elsewhere.
+
+        Raises:
+            ValueError: on every rank, as :meth:`step`; or for another ``on``.
+        """
+        problem = None if on in ("last", "all") else f"on={on!r} must be 'last' or 'all'"
+        inputs, _ = self._prepare(inputs, None, kwargs, problem=problem, needs_target=False)
+        outputs: list[Any] = []
+        self._forward(inputs, kwargs, lambda _, output: outputs.append(output))
+        output = merge(outputs) if outputs else None
+        return self._from_last(output) if on == "all" else output
+
+    def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], consume: Any) -> None:
+        """Take every microbatch through this rank's stages, without gradients."""
         forward_only(
             self.stages,
-            inputs=inputs.chunk(self.n_microbatches) if inputs is not None else None,
-            kwargs=[{key: values[i] for key, values in cut.items()} for i in range(self.n_microbatches)],
-            boundary=self.stages[0].boundary,
-            consume=lambda i, output: losses.append(self._share_of_loss(output, targets[i])),
+            self._batch.cut(inputs) if self.stages[0].is_first else None,
+            self._batch.cut(kwargs),
+            consume,
         )
         for stage in self.stages:
             reshard(stage.submod)  # forward alone may keep gathered parameters, in place of those that are trained
-        return self._tell_everyone(losses)
 
-    def _share_of_loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def _from_last(self, output: Any) -> Any:
+        """The last stage's ``output``, on every rank of the pipeline."""
+        told = Ranks(self._group).gather((tree_map(meta_of, output),) if self.holds_last_stage else None)
+        (tree,) = next(one for one in told if one is not None)
+        mine, spec = tree_flatten(output if self.holds_last_stage else tree)
+        whole = [leaf.empty(self.stages[0].device) if isinstance(leaf, TensorMeta) else leaf for leaf in mine]
+        for leaf in whole:
+            if isinstance(leaf, torch.Tensor):
+                dist.broadcast(leaf, group=self._group, group_src=self._last_rank)
+        return tree_unflatten(whole, spec)
+
+    def _share_of_loss(self, output: Any, target: torch.Tensor) -> torch.Tensor:
         return loss_share(self._loss, output, target, self._divisor)
 
     def _divisor_of(self, target: torch.Tensor, divisor: float | None) -> torch.Tensor | float:
@@ -266,81 +251,26 @@ class PipelineSchedule:
             dist.all_reduce(value, group=group)
             value /= dist.get_world_size(group)
 
-    def _tie(self) -> tuple[list[torch.nn.Parameter], int | None]:
-        ends = [stage.submod.tied_weight for stage in self.stages]
-        mine = [end for end in ends if end is not None]
-        if len(mine) != 1:
-            return mine, None
-        return mine, self._last_rank if self.stages[0].is_first else self._first_rank
-
     def _prepare(
         self,
-        inputs: torch.Tensor | None,
+        inputs: tuple[Any, ...],
         target: torch.Tensor | None,
         kwargs: dict[str, Any],
         divisor: float | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        *,
+        problem: str | None = None,
+        needs_target: bool = True,
+    ) -> tuple[tuple[Any, ...], torch.Tensor | None]:
         """Drop what this rank does not need, refuse what does not fit (all ranks together), and count the tokens."""
-        inputs = inputs if self.stages[0].is_first else None
-        target = target if self.stages[-1].is_last else None
-        self._everyone.refuse(self._problem(inputs, target, kwargs) or _problem_of_divisor(divisor))
-        if inputs is not None:
-            # torch before 2.12 refuses strides like those of tokens[:, :-1], which contiguous() keeps for a single row.
-            inputs = inputs.clone(memory_format=torch.contiguous_format)
+        inputs = inputs if self.stages[0].is_first else ()
+        target = target if self.stages[-1].is_last and needs_target else None
+        problem = problem or self._batch.problem(inputs, target, kwargs, needs_target) or _problem_of_divisor(divisor)
+        self._everyone.refuse(problem)
+        # torch before 2.12 refuses strides like those of tokens[:, :-1], which contiguous() keeps for a single row.
+        inputs = self._batch.copied(inputs)
         if target is not None:
             self._divisor = self._divisor_of(target, divisor)
         return inputs, target
-
-    def _problem(self, inputs: torch.Tensor | None, target: torch.Tensor | None, kwargs: dict[str, Any]) -> str | None:
-        problems = [problem_of_dtype(stage.submod, stage.boundary.dtype) for stage in self.stages]
-        if self.stages[0].is_first:
-            problems.append(self._problem_of_tokens("inputs", inputs, "first"))
-        if self.stages[-1].is_last:
-            problems.append(self._problem_of_tokens("target", target, "last"))
-        problems += [self._problem_of_keyword(name, value) for name, value in kwargs.items()]
-        return next((problem for problem in problems if problem is not None), None)
-
-    def _problem_of_keyword(self, name: str, value: object) -> str | None:
-        batch = self.n_microbatches * self.stages[0].tokens.shape[0]
-        if isinstance(value, torch.Tensor):
-            if value.dim() == 0 or value.shape[0] != batch:
-                return (
-                    f"keyword argument {name} has shape {tuple(value.shape)}, but its first dimension must be the "
-                    f"whole batch, {batch}: expand it"
-                )
-        elif value is not None and not isinstance(value, bool | int | float | str):
-            return (
-                f"keyword argument {name} is a {type(value).__name__}: pass tensors whose first dimension is the "
-                "whole batch, or plain numbers and strings, each under a name of its own"
-            )
-        return None
-
-    def _problem_of_tokens(self, name: str, tokens: object, stage: str) -> str | None:
-        """What is wrong with ``inputs`` or ``target``."""
-        size, seq_len = self.stages[0].tokens.shape
-        batch, vocab_size = self.n_microbatches * size, self.stages[0].submod.config.vocab_size
-        if tokens is None:
-            return f"{name} is missing on the rank that holds the {stage} stage"
-        if not isinstance(tokens, torch.Tensor):
-            return f"{name} is a {type(tokens).__name__}: pass a tensor of shape ({batch}, {seq_len})"
-        if tokens.dim() < 2 or tokens.shape[0] != batch:
-            return (
-                f"{name} has shape {tuple(tokens.shape)}, but the pipeline was built for n_microbatches × batch_size = "
-                f"{self.n_microbatches} × {size} = {batch}: drop or pad the remainder, or rebuild it"
-            )
-        if tokens.shape[1] != seq_len:
-            return f"{name} has shape {tuple(tokens.shape)}, but the pipeline was built for seq_len={seq_len}"
-        if name == "target" and not self._counts_tokens:
-            return None  # what it may be is the loss function's own business
-        if tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
-            return (
-                f"{name} is {tokens.dtype} of shape {tuple(tokens.shape)}: pass token ids, int64 ({batch}, {seq_len})"
-            )
-        if name == "inputs" and tokens.device.type == "cpu":  # on a GPU, looking would wait for the device
-            low, high = int(tokens.min()), int(tokens.max())
-            if low < 0 or high >= vocab_size:
-                return f"inputs holds token ids from {low} to {high}, but vocab_size={vocab_size}: use its tokenizer"
-        return None
 
     def _tell_everyone(self, losses: list[torch.Tensor]) -> torch.Tensor:
         loss = torch.zeros((), dtype=torch.float64, device=self.stages[0].device)
@@ -349,3 +279,9 @@ class PipelineSchedule:
             self._average_over_data(loss)
         dist.broadcast(loss, group=self._group, group_src=self._last_rank)
         return loss
+
+
+def _problem_of_divisor(divisor: float | None) -> str | None:
+    if divisor is None or 0 < divisor < math.inf:
+        return None
+    return f"divisor is {divisor!r}: give the number of tokens that the mean is over, above 0"

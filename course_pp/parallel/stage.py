@@ -1,99 +1,309 @@
-"""One stage of the model as torch's pipelining wants it, with its shapes declared up front."""
+"""One stage of a model as torch's pipelining wants it. Any module is a stage; what crosses its boundaries is known
+before the first step, declared or found without computing anything."""
 
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from course_pp.model import ModelConfig, PipelineStageModule
-from course_pp.parallel._torch import LocalNeighboursStage, mixed_precision
-from course_pp.parallel.mesh import get_pp_mesh, get_pp_size
+from course_pp.model import ModelConfig, PipelineStageModule, Transformer
+from course_pp.parallel._torch import LocalNeighboursStage, mixed_precision, tree_flatten
+from course_pp.parallel.bare import bare_copy
+from course_pp.parallel.boundary import Boundary, as_arguments
+from course_pp.parallel.mesh import get_pp_mesh, get_pp_rank, get_pp_size
+from course_pp.parallel.tied import Tie
+from course_pp.wrappers import problem_of_wrappers
 
-__all__ = ["ModelStage", "build_pipeline_stage", "check_microbatch", "problem_of_dtype"]
+__all__ = ["ModelStage", "build_pipeline_stage", "check_microbatch", "find_outputs"]
 
 
 class ModelStage(LocalNeighboursStage):
-    """torch's stage, with the shapes it was declared for."""
+    """torch's stage, and what crosses its boundaries.
 
-    submod: PipelineStageModule
+    Attributes:
+        inputs, outputs: what it is called with and returns for one microbatch; None where that is not known yet.
+        ties: weights that are one, by stage; :func:`build_pipeline_schedule` finds them.
+        device_mesh: the mesh it was built on.
+    """
 
     def __init__(
         self,
-        module: PipelineStageModule,
+        module: nn.Module,
+        stage: int,
+        n_stages: int,
+        inputs: Boundary | None,
+        outputs: Boundary | None,
         device_mesh: DeviceMesh | None,
-        tokens: torch.Tensor,
-        boundary: torch.Tensor,
-        **kwargs: Any,
+        **options: Any,
     ) -> None:
-        first, last = module.stage_id == 0, module.stage_id == module.num_stages - 1
-        logits = torch.empty(*tokens.shape, module.config.vocab_size, dtype=boundary.dtype, device="meta")
-        super().__init__(
-            module,
-            module.stage_id,
-            module.num_stages,
-            input_args=tokens if first else boundary,
-            output_args=logits if last else boundary,
-            **kwargs,
-        )
+        super().__init__(module, stage, n_stages, **options)
         self.device_mesh = device_mesh
-        self.tokens = tokens
-        self.boundary = boundary
+        self.inputs, self.outputs = inputs, outputs
+        self.ties: tuple[Tie, ...] = ()
+        self._dtypes = _dtypes_of(module)
+        self._options = options
+
+    def settle(self, inputs: Boundary, outputs: Boundary) -> None:
+        """Tell torch what crosses the boundaries: it would otherwise find out by one forward, which changes buffers."""
+        self.inputs, self.outputs = inputs, outputs
+        super().__init__(
+            self.submod,
+            self.stage_index,
+            self.num_stages,
+            input_args=inputs.empty("meta", requires_grad=not self.is_first),
+            output_args=outputs.empty("meta", requires_grad=True) or torch.empty(0, device="meta"),
+            **self._options,
+        )
+
+    def arguments(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+        """The positional arguments that arrived as ``tensors``."""
+        assert self.inputs is not None  # settled
+        return as_arguments(self.inputs.unflatten(tensors))
+
+    def message(self, output: Any) -> tuple[torch.Tensor, ...]:
+        """What is sent of ``output``.
+
+        Raises:
+            ValueError: if the next stage expects something else.
+        """
+        assert self.outputs is not None  # settled
+        try:
+            return tuple(_Handed.apply(tensor) for tensor in self.outputs.flatten(output))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"stage {self.stage_index} returned {error}: a stage must return the same shapes for every microbatch, "
+                "whatever is in it"
+            ) from error
+
+    def problem_of_dtypes(self) -> str | None:
+        """What is wrong if the module has been converted since the stage was built."""
+        now = _dtypes_of(self.submod)
+        if now == self._dtypes:
+            return None
+        return (
+            f"stage {self.stage_index} computes in {_spelled(now)}, but computed in {_spelled(self._dtypes)} when it "
+            "was built, and its neighbours count on that: convert a module before build_pipeline_stage"
+        )
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on what torch received, and give torch what it sends."""
+        output = self.submod(*(args if self.is_first else self.arguments(args)), **kwargs)
+        if not self.is_last:
+            return self.message(output)
+        self._output = output
+        return tuple(leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """What is sent after a forward; torch would look for a receiver of the last stage's output too."""
+        return [] if self.is_last else super().get_fwd_send_ops(fwd_chunk_id)
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's; the last stage returns what its module returned, for the loss function."""
+        sent = super().forward_one_chunk(*args, **kwargs)
+        if not self.is_last:
+            return sent
+        output, self._output = self._output, None
+        return output
+
+
+class _Handed(torch.autograd.Function):
+    """A tensor as torch's pipelining is given it: the same memory if that is in order, and a graph node of its own.
+
+    torch detaches in place what a stage returned. Handed a view it would fail; handed a stage's own input, or a tensor
+    that the graph has saved, it would take that from the rest of the backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
 
 
 def build_pipeline_stage(
-    stage_module: PipelineStageModule,
+    stage_module: nn.Module,
     device_mesh: DeviceMesh | None,
     device: torch.device | str,
-    batch_size: int,
-    seq_len: int,
-    param_dtype: torch.dtype = torch.bfloat16,
+    batch_size: int | None = None,
+    seq_len: int | None = None,
+    param_dtype: torch.dtype | None = None,
+    *,
+    stage: int | None = None,
+    n_stages: int | None = None,
+    inputs: Any = None,
+    outputs: Any = None,
 ) -> ModelStage:
-    """Wrap a stage module for torch's schedules, with its shapes declared up front.
+    """Wrap a stage module for torch's schedules.
 
-    Declared shapes need no trial run: torch would otherwise infer them by one extra forward, which changes buffers.
+    A stage is called with what the stage before it returned: a tuple becomes its arguments, anything else its only one.
+    Tensors may stand in tuples, dicts and dataclasses that torch's pytree knows, such as the outputs of transformers.
+    Those of a floating-point dtype carry gradients back.
+
+    A stage of this package's model knows what it takes and returns. Of any other module, declare what its first stage
+    takes: ``inputs``, or token ids by ``batch_size`` and ``seq_len``. What each stage returns is then found by
+    :func:`build_pipeline_schedule`, which runs a copy of it on the meta device, without memory or arithmetic.
 
     Args:
-        stage_module: one stage of the model, already on ``device``.
+        stage_module: one stage, already on ``device``; any module.
         device_mesh: the mesh of :func:`init_distributed`; without a ``pp`` dimension this rank holds every stage.
-        batch_size: sequences in one *microbatch*.
+        batch_size: rows in one *microbatch*.
         seq_len: tokens in a sequence.
-        param_dtype: dtype of the activations and gradients that cross stage boundaries.
+        param_dtype: dtype of the activations and gradients that cross stage boundaries; None is what the module
+            computes in. Giving it makes the module's own dtype checked against it.
+        stage, n_stages: which stage of how many. Left out: those of this package's module, else of a pipeline with one
+            stage a rank.
+        inputs: what this stage is called with for one microbatch: tensors, of which only shapes and dtypes count, so
+            meta tensors will do. Needed on the first stage only.
+        outputs: what it returns, likewise; needed only where the stage cannot run on the meta device. What the last
+            stage returns is the loss function's own business.
 
     Raises:
-        TypeError: if ``stage_module`` is a whole model.
-        ValueError: if a size is not positive, the mesh is only a part of the ranks or cannot share the stages, or the
-            module computes in another dtype than ``param_dtype``: the neighbour would read the message's bytes as
-            something else. Also on a GPU without NCCL, over which torch's pipeline sends nothing.
+        TypeError: if ``stage_module`` is no module, or a whole :class:`Transformer`.
+        ValueError: if a size is not positive, the mesh is only a part of the ranks or cannot share the stages, the
+            module is wrapped in DDP or the like, or computes in another dtype than ``param_dtype``. Also on a GPU
+            without NCCL, over which torch's pipeline sends nothing.
         RuntimeError: if there is no process group.
     """
-    if not isinstance(stage_module, PipelineStageModule):
-        raise TypeError(
-            f"a pipeline stage must be a PipelineStageModule, not {type(stage_module).__name__}: "
-            "cut the model with build_stage_module(config, stage, n_stages)"
-        )
-    check_microbatch(stage_module.config, batch_size, seq_len)
     if not dist.is_initialized():
         raise RuntimeError("no process group: call init_distributed(config) before build_pipeline_stage")
-    _check_mesh(stage_module, device_mesh)
+    stage, n_stages = _place(stage_module, device_mesh, stage, n_stages)
+    _check_mesh(stage, n_stages, device_mesh)
     _check_transport(torch.device(device), device_mesh)
-    problem = problem_of_dtype(stage_module, param_dtype)
-    if problem is not None:
-        raise ValueError(problem)
-    return ModelStage(
+    wrapped = problem_of_wrappers(stage_module, f"stage {stage}")
+    if wrapped is not None:
+        raise ValueError(wrapped)
+    taken: Boundary | None
+    given: Boundary | None
+    if isinstance(stage_module, PipelineStageModule):
+        taken, given = _boundaries_of_transformer(stage_module, batch_size, seq_len, param_dtype)
+    else:
+        taken = _declared("inputs", inputs, stage) or _tokens(stage, batch_size, seq_len)
+        given = _declared("outputs", outputs, stage)
+        _check_declared_dtype(stage, taken if stage else None, given, param_dtype)
+    built = ModelStage(
         stage_module,
+        stage,
+        n_stages,
+        taken,
+        given,
         device_mesh,
-        tokens=torch.empty(batch_size, seq_len, dtype=torch.int64, device="meta"),
-        boundary=torch.empty(
-            batch_size, seq_len, stage_module.config.dim, dtype=param_dtype, device="meta", requires_grad=True
-        ),
         device=torch.device(device),
         group=_pipeline_group(device_mesh),
     )
+    if taken is not None and given is not None:
+        built.settle(taken, given)
+    return built
 
 
-def _check_mesh(module: PipelineStageModule, device_mesh: DeviceMesh | None) -> None:
+def find_outputs(stage: ModelStage) -> Boundary:
+    """What a stage returns when it is called with its ``inputs``; nothing is computed.
+
+    Raises:
+        ValueError: if that cannot be found on the meta device; names the remedy.
+    """
+    assert stage.inputs is not None
+    try:
+        with torch.no_grad():
+            arguments = as_arguments(stage.inputs.unflatten(stage.inputs.empty("meta")))
+            return Boundary.of(bare_copy(stage.submod)(*arguments))
+    except Exception as error:  # whatever a foreign forward raises
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+        raise ValueError(
+            f"stage {stage.stage_index}, a {type(stage.submod).__name__} called with {stage.inputs}, does not say what "
+            f"it returns ({reason:.300}): declare it, build_pipeline_stage(..., outputs=...), or mend the stage"
+        ) from error
+
+
+def _place(module: object, device_mesh: DeviceMesh | None, stage: int | None, n_stages: int | None) -> tuple[int, int]:
+    """Which stage of how many a module is.
+
+    Raises:
+        TypeError: for what is no module, a whole Transformer, or indices that are no whole numbers.
+        ValueError: for a stage that is not among them, or if nobody says which one it is.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"stage_module is a {type(module).__name__}: pass the nn.Module of one stage")
+    if isinstance(module, Transformer) and not isinstance(module, PipelineStageModule):
+        raise TypeError(
+            f"a pipeline stage must be a PipelineStageModule, not {type(module).__name__}: "
+            "cut the model with build_stage_module(config, stage, n_stages)"
+        )
+    own = (module.stage_id, module.num_stages) if isinstance(module, PipelineStageModule) else None
+    if own is not None and (stage, n_stages) not in ((None, None), own):
+        raise ValueError(f"stage={stage}, n_stages={n_stages}, but the module is stage {own[0]} of {own[1]}: drop both")
+    if own is not None:
+        return own
+    pp_size = get_pp_size(device_mesh)
+    n_stages = pp_size if n_stages is None else n_stages
+    if stage is None and n_stages != pp_size:
+        raise ValueError(f"{n_stages} stages on {pp_size} pipeline ranks: say which one this is, stage=...")
+    stage = get_pp_rank(device_mesh) if stage is None else stage
+    if not 0 <= stage < n_stages:
+        raise ValueError(f"stage={stage} must lie between 0 and {n_stages - 1}, the last of n_stages={n_stages}")
+    return stage, n_stages
+
+
+def _boundaries_of_transformer(
+    module: PipelineStageModule, batch_size: int | None, seq_len: int | None, param_dtype: torch.dtype | None
+) -> tuple[Boundary, Boundary]:
+    """What a stage of this package's model takes and returns."""
+    rows, positions = check_microbatch(module.config, batch_size, seq_len)
+    dtypes = _dtypes_of(module)
+    if param_dtype is None:
+        param_dtype = next(iter(dtypes))
+    if dtypes != {param_dtype}:
+        raise ValueError(_mismatch(module, dtypes, param_dtype))
+    first, last = module.stage_id == 0, module.stage_id == module.num_stages - 1
+    tokens = torch.empty(rows, positions, dtype=torch.int64, device="meta")
+    hidden = torch.empty(rows, positions, module.config.dim, dtype=param_dtype, device="meta")
+    logits = torch.empty(rows, positions, module.config.vocab_size, dtype=param_dtype, device="meta")
+    return Boundary.of(tokens if first else hidden), Boundary.of(logits if last else hidden)
+
+
+def _declared(name: str, value: Any, stage: int) -> Boundary | None:
+    if value is None:
+        return None
+    try:
+        return Boundary.of(value)
+    except TypeError as error:
+        raise TypeError(f"{name} of stage {stage} holds {error}") from None
+
+
+def _tokens(stage: int, batch_size: int | None, seq_len: int | None) -> Boundary | None:
+    """Token ids, which the first stage takes unless ``inputs`` says otherwise.
+
+    Raises:
+        ValueError: if a size is missing on the first stage, or not positive.
+    """
+    if stage != 0:
+        return None
+    if batch_size is None or seq_len is None:
+        raise ValueError(
+            "nothing says what the first stage takes: pass inputs=, the arguments of one microbatch, or batch_size= "
+            "and seq_len= for token ids"
+        )
+    shape = (_check_size("batch_size", batch_size), _check_size("seq_len", seq_len))
+    return Boundary.of(torch.empty(shape, dtype=torch.int64, device="meta"))
+
+
+def _check_declared_dtype(
+    stage: int, taken: Boundary | None, given: Boundary | None, param_dtype: torch.dtype | None
+) -> None:
+    for what, boundary in (("takes", taken), ("returns", given)):
+        for meta in () if boundary is None or param_dtype is None else boundary.metas:
+            if meta.dtype.is_floating_point and meta.dtype != param_dtype:
+                raise ValueError(
+                    f"stage {stage} {what} {meta}, but param_dtype={param_dtype}: declare what really crosses, or "
+                    "leave param_dtype out"
+                )
+
+
+def _check_mesh(stage: int, n_stages: int, device_mesh: DeviceMesh | None) -> None:
     """Refuse a part of the ranks, and a number of stages that the pipeline's ranks cannot share."""
     n_ranks, pp_size = dist.get_world_size(), get_pp_size(device_mesh)
     if device_mesh is not None and device_mesh.size() != n_ranks:
@@ -101,9 +311,9 @@ def _check_mesh(module: PipelineStageModule, device_mesh: DeviceMesh | None) -> 
             f"device_mesh {device_mesh.mesh_dim_names} has {device_mesh.size()} of {n_ranks} ranks: pass the whole "
             "mesh of init_distributed, or losses and refusals would not reach every rank"
         )
-    if module.num_stages % pp_size:
+    if n_stages % pp_size:
         raise ValueError(
-            f"stage {module.stage_id} is one of {module.num_stages}, which {pp_size} pipeline ranks cannot share "
+            f"stage {stage} is one of {n_stages}, which {pp_size} pipeline ranks cannot share "
             f"equally: cut the model into a multiple of {pp_size} stages"
         )
 
@@ -117,41 +327,49 @@ def _check_transport(device: torch.device, device_mesh: DeviceMesh | None) -> No
         )
 
 
-def check_microbatch(config: ModelConfig, batch_size: int, seq_len: int) -> None:
-    """Refuse sizes of a microbatch that are not positive, or that the model has no positions for.
+def check_microbatch(config: ModelConfig, batch_size: object, seq_len: object) -> tuple[int, int]:
+    """Refuse sizes of a microbatch that are not positive, or that the model has no positions for; return them.
 
     Raises:
         ValueError: naming the size and the rule.
     """
-    for name, size in (("batch_size", batch_size), ("seq_len", seq_len)):
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name}={size!r} must be a whole number of at least 1")
-    if seq_len > config.max_seq_len:
+    rows, positions = _check_size("batch_size", batch_size), _check_size("seq_len", seq_len)
+    if positions > config.max_seq_len:
         raise ValueError(
             f"seq_len={seq_len} is over the model's max_seq_len={config.max_seq_len}: shorten the sequences, or build "
             "the model for longer ones"
         )
+    return rows, positions
 
 
-def problem_of_dtype(module: PipelineStageModule, boundary_dtype: torch.dtype) -> str | None:
-    """What is wrong if ``module`` computes in another dtype than crosses its boundary; None if nothing is.
+def _check_size(name: str, size: object) -> int:
+    if type(size) is not int or size < 1:
+        raise ValueError(f"{name}={size!r} must be a whole number of at least 1")
+    return size
 
-    With mixed precision a stage computes in its policy's ``param_dtype``, whatever its parameters are kept in.
-    """
+
+def _dtypes_of(module: nn.Module) -> set[torch.dtype]:
+    """The dtypes a module computes in: its policy's under mixed precision, whatever its parameters are kept in."""
     policy = mixed_precision(module)
     dtype = None if policy is None else policy.output_dtype or policy.param_dtype
-    dtypes = {p.dtype for p in module.parameters()} if dtype is None else {dtype}
-    if dtypes <= {boundary_dtype}:
-        return None
+    return {p.dtype for p in module.parameters() if p.is_floating_point()} if dtype is None else {dtype}
+
+
+def _mismatch(module: PipelineStageModule, dtypes: set[torch.dtype], boundary_dtype: torch.dtype) -> str:
+    """A stage that computes in another dtype: the neighbour would read the message's bytes as something else."""
     remedy = (
         "pass the module's own dtype, or convert it before building the stage"
-        if dtype is None
-        else f"pass param_dtype={dtype}, or apply FSDP2 with default_mp_policy({boundary_dtype})"
+        if mixed_precision(module) is None
+        else f"pass param_dtype={_spelled(dtypes)}, or apply FSDP2 with default_mp_policy({boundary_dtype})"
     )
     return (
-        f"stage {module.stage_id} computes in {', '.join(sorted(map(str, dtypes)))}, but param_dtype declares that "
-        f"{boundary_dtype} crosses its boundary: {remedy}"
+        f"stage {module.stage_id} computes in {_spelled(dtypes)}, but param_dtype declares that {boundary_dtype} "
+        f"crosses its boundary: {remedy}"
     )
+
+
+def _spelled(dtypes: set[torch.dtype]) -> str:
+    return ", ".join(sorted(map(str, dtypes))) or "no dtype, as it has no parameters"
 
 
 def _pipeline_group(device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:

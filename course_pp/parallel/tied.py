@@ -1,65 +1,200 @@
-"""Gradients of a weight that two pipeline stages share: the input embedding and the output head."""
+"""Weights that several pipeline stages share, such as the input embedding and the output head.
 
-from collections.abc import Iterator, Sequence
+Each stage holds a copy. The copies stay equal if they start equal and each is given the sum of all their gradients.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
+import xxhash
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["tied_gradients"]
+from course_pp.collective import Ranks
+
+__all__ = ["SharedName", "Tie", "TiedWeights", "find_ties", "ties_of_stages"]
+
+Tie = Mapping[int, str]
+"""A parameter's name by stage: weights that are one."""
+SharedName = Tie | Sequence[str]
+"""A tie as a user writes it: by stage, or the names one parameter has in the whole model."""
 
 
-@contextmanager
-def tied_gradients(ends: Sequence[nn.Parameter], peer: int | None, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Give both ends of a tie the sum of the gradients computed inside the ``with`` block.
+def find_ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """The parameters that ``model`` holds under several names; ask before it is cut, for a cut forgets.
 
-    Only what the block added is exchanged: gradients accumulated by earlier steps are sums already, and exchanging
-    them again would count the peer's share twice. Both ranks compute the same two-term sum, which is exact in either
-    order, so weights that started equal stay equal bit by bit.
+    Returns:
+        For each shared parameter its names, as ``build_pipeline_schedule(..., tied=...)`` takes them.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(same) for same in names.values() if len(same) > 1)
+
+
+def ties_of_stages(tied: Iterable[SharedName], names: Mapping[int, Sequence[str]]) -> tuple[Tie, ...]:
+    """Say by stage which weights are one; a weight that one stage alone holds is none.
 
     Args:
-        ends: this rank's ends of the tie: none, one (``peer`` holds the other), or both.
-        peer: group rank that holds the other end; None if this rank holds both or none.
+        names: the names of every stage's parameters, those a parameter has besides included.
+
+    Raises:
+        ValueError: for a name or stage that does not exist, or a weight in two ties.
     """
-    ends = [end for end in ends if end.requires_grad]
-    before = [end.grad for end in ends]
-    for end in ends:
-        end.grad = None
-    try:
-        yield
-        if peer is not None and ends:
-            _add(ends[0], _swap(_gradient(ends[0]), peer, group))
-        elif len(ends) == 2:
-            total = _gradient(ends[0]) + _gradient(ends[1])
-            for end in ends:
-                end.grad = total.clone()
-    finally:
-        for end, earlier in zip(ends, before, strict=True):
-            if earlier is not None:
-                _add(end, earlier)
+    ties: list[dict[int, str]] = []
+    for shared in tied:
+        if isinstance(shared, Mapping):
+            tie = dict(shared)
+        else:
+            lost = [name for name in shared if not any(name in held for held in names.values())]
+            if lost:
+                raise ValueError(f"tied={tuple(shared)!r}, but no stage has a parameter {lost[0]!r}")
+            tie = {stage: next((n for n in shared if n in held), "") for stage, held in names.items()}
+            tie = {stage: name for stage, name in tie.items() if name}
+        for stage, name in tie.items():
+            if name not in names.get(stage, ()):
+                held = ", ".join(names.get(stage, ())) or "none: there is no such stage"
+                raise ValueError(f"tied={tie}, but stage {stage} has no parameter {name!r}; it has {held}")
+            if any(known.get(stage) == name for known in ties):
+                raise ValueError(f"{name!r} of stage {stage} is in two ties: write one with all stages that share it")
+        if len(tie) > 1:
+            ties.append(tie)
+    return tuple(ties)
 
 
-def _gradient(end: nn.Parameter) -> torch.Tensor:
-    return torch.zeros_like(end) if end.grad is None else end.grad
+@dataclass(frozen=True)
+class _Ends:
+    """One weight as this rank sees it: its own copies by stage, and the group ranks that hold one."""
+
+    tie: Tie
+    mine: dict[int, nn.Parameter]
+    ranks: tuple[int, ...]
 
 
-def _add(end: nn.Parameter, other: torch.Tensor) -> None:
-    end.grad = other if end.grad is None else end.grad + other
+class TiedWeights:
+    """This rank's part in keeping tied weights equal.
+
+    Args:
+        ties: all ties, the same on every rank.
+        modules: this rank's stages.
+        owner: the group rank that holds each stage.
+        ranks: the ranks of the pipeline.
+    """
+
+    def __init__(
+        self, ties: Sequence[Tie], modules: Mapping[int, nn.Module], owner: Mapping[int, int], ranks: Ranks
+    ) -> None:
+        self.ties, self._modules, self._owner, self._ranks = tuple(ties), modules, owner, ranks
+
+    def problem(self, *, values: bool) -> str | None:
+        """What is wrong with the copies, the same on every rank; a collective of the pipeline's ranks.
+
+        Args:
+            values: compare what is in them too, by a checksum; once they were equal, they stay so.
+        """
+        if not self.ties:
+            return None
+        facts: list[dict[int, _Facts]] = [{} for _ in self.ties]
+        mine = {self.ties.index(one.tie): one.mine for one in self._ends()}
+        for told in self._ranks.gather(
+            {number: {stage: _facts(end, values) for stage, end in ends.items()} for number, ends in mine.items()}
+        ):
+            for number, ends in told.items():
+                facts[number] |= ends
+        problems = (_problem_of(tie, ends) for tie, ends in zip(self.ties, facts, strict=True))
+        return next((problem for problem in problems if problem is not None), None)
+
+    @contextmanager
+    def summed(self) -> Iterator[None]:
+        """Give every copy the sum of the gradients computed inside the ``with`` block.
+
+        Only what the block added is exchanged: gradients accumulated by earlier steps are sums already, and exchanging
+        them again would count the peers' shares twice. All ranks add up the same terms in the same order, so copies
+        that started equal stay equal bit by bit.
+        """
+        ends = [one for one in self._ends() if any(end.requires_grad for end in one.mine.values())]
+        before = [(end, end.grad) for one in ends for end in one.mine.values()]
+        for end, _ in before:
+            end.grad = None
+        try:
+            yield
+            for one in ends:
+                self._sum(one)
+        finally:
+            for end, earlier in before:
+                if earlier is not None:
+                    end.grad = earlier if end.grad is None else end.grad + earlier
+
+    def _ends(self) -> list[_Ends]:
+        """Looked up by name each time: loading may put another parameter in a place."""
+        found = []
+        for tie in self.ties:
+            mine: dict[int, nn.Parameter] = {}
+            for stage in sorted(tie.keys() & self._modules.keys()):
+                end = self._modules[stage].get_parameter(tie[stage])
+                # Two stages of one rank may share the very tensor: autograd adds up its gradients by itself.
+                if not any(end is known for known in mine.values()):
+                    mine[stage] = end
+            if mine:
+                found.append(_Ends(tie, mine, tuple(sorted({self._owner[stage] for stage in tie}))))
+        return found
+
+    def _sum(self, one: _Ends) -> None:
+        gradients = [torch.zeros_like(end) if end.grad is None else end.grad for end in one.mine.values()]
+        own = sum(gradients[1:], start=gradients[0])
+        parts = {rank: torch.empty_like(own) for rank in one.ranks if rank != self._ranks.rank}
+        swaps = []
+        for rank, theirs in parts.items():
+            swaps.append(dist.P2POp(dist.isend, _local(own).contiguous(), group=self._ranks.group, group_peer=rank))
+            swaps.append(dist.P2POp(dist.irecv, _local(theirs), group=self._ranks.group, group_peer=rank))
+        for work in dist.batch_isend_irecv(swaps) if swaps else ():
+            work.wait()
+        terms = [parts.get(rank, own) for rank in one.ranks]
+        total = sum(terms[1:], start=terms[0])
+        for end in one.mine.values():
+            end.grad = total.clone()
 
 
-def _swap(mine: torch.Tensor, peer: int, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The peer's gradient; where both ends are sharded, the peer holds the same rows, and those are exchanged."""
-    theirs = torch.empty_like(mine)
-    swap = [
-        dist.P2POp(dist.isend, _local(mine).contiguous(), group=group, group_peer=peer),
-        dist.P2POp(dist.irecv, _local(theirs), group=group, group_peer=peer),
-    ]
-    for work in dist.batch_isend_irecv(swap):
-        work.wait()
-    return theirs
+@dataclass(frozen=True)
+class _Facts:
+    """A copy of a tied weight, as told to other ranks."""
+
+    trained: bool
+    shard: str
+    digest: str
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _facts(end: nn.Parameter, values: bool) -> _Facts:
+    local = _local(end.detach())
+    digest = xxhash.xxh3_64_hexdigest(_bytes(local)) if values and not local.is_meta else ""
+    return _Facts(end.requires_grad, f"{str(end.dtype).removeprefix('torch.')} {tuple(local.shape)}", digest)
+
+
+def _problem_of(tie: Tie, ends: Mapping[int, _Facts]) -> str | None:
+    frozen = [stage for stage, facts in sorted(ends.items()) if not facts.trained]
+    if frozen and len(frozen) < len(ends):
+        return (
+            f"one end of the tied weight {dict(tie)} is frozen, that of stage {frozen[0]}, and another is not: freeze "
+            "all ends, or none"
+        )
+    if len({facts.shard for facts in ends.values()}) > 1:
+        shards = ", ".join(f"{facts.shard} on stage {stage}" for stage, facts in sorted(ends.items()))
+        return f"a rank's parts of the tied weight {dict(tie)} are {shards}: shard and convert all ends alike"
+    if len({facts.digest for facts in ends.values()}) > 1:
+        return (
+            f"the tied weight {dict(tie)} holds other values on stage {max(ends)} than on stage {min(ends)}: copy one "
+            "to the other before the first step, or they would be trained apart"
+        )
+    return None
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's shard: where both ends are sharded, the peer holds the same rows of the other."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()

@@ -1,6 +1,5 @@
 """The one place of the runtime that touches private names of torch, which may move between releases."""
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -8,13 +7,7 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["composable_ddp", "forget_gradients", "reduce_gradients", "saved_tensors_hooks_in_force", "version"]
-
-
-def composable_ddp() -> tuple[type, ...]:
-    """The class that ``replicate`` (DDP without a wrapper) gives a module; none if nobody has imported it."""
-    module = sys.modules.get("torch.distributed._composable.replicate")
-    return () if module is None else (module.DDP,)
+__all__ = ["forget_gradients", "reduce_gradients", "saved_tensors_hooks_in_force", "version"]
 
 
 def saved_tensors_hooks_in_force() -> Any:

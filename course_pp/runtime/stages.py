@@ -1,18 +1,14 @@
-"""The stages that a rank is given: whether the pipeline can be right with them.
-
-A wrapper that gathers or reduces by itself counts on one forward and one backward a step. A pipeline has several
-forwards in flight and may put weight gradients off. So each such wrapper is known to be right here, or is refused.
-"""
+"""The stages that a rank is given: whether the pipeline can be right with them."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from course_pp.runtime._torch import composable_ddp
 from course_pp.schedule import Schedule
+from course_pp.wrappers import problem_of_wrappers
 
 __all__ = ["Stages", "by_stage", "device_of", "facts_of_parameters", "problem_of_stages"]
 
@@ -45,7 +41,8 @@ def problem_of_stages(
     for stage, module in modules.items():
         if module is not None and not isinstance(module, nn.Module):
             return f"stage {stage} is a {type(module).__name__}: pass an nn.Module, or None for an empty stage"
-    return _problem_of_wrappers(modules) or _problem_of_shards(modules, schedule, tied)
+    wrapped = (problem_of_wrappers(m, f"stage {stage}") for stage, m in modules.items() if m is not None)
+    return next(filter(None, wrapped), None) or _problem_of_shards(modules, schedule, tied)
 
 
 def facts_of_parameters(module: nn.Module | None) -> dict[str, str]:
@@ -62,28 +59,6 @@ def device_of(modules: Mapping[int, nn.Module | None]) -> torch.device:
     """Where the parameters are; the CPU if there are none."""
     parameters = (p for module in modules.values() if isinstance(module, nn.Module) for p in module.parameters())
     return next((p.device for p in parameters), torch.device("cpu"))
-
-
-def _problem_of_wrappers(modules: Mapping[int, nn.Module | None]) -> str | None:
-    for stage, module in modules.items():
-        for path, part in () if module is None else module.named_modules():
-            wrapper = next((kind for kind in _wrappers() if isinstance(part, kind)), None)
-            if wrapper is not None:
-                what = f"{path!r} of stage {stage}" if path else f"stage {stage}"
-                return (
-                    f"{what} is wrapped in {wrapper.__name__}, which counts on one forward and one backward a step: "
-                    "give the module inside it, and for data-parallel ranks shard that with fully_shard (FSDP2)"
-                )
-    return None
-
-
-def _wrappers() -> Iterator[type]:
-    """What is refused. Most is looked for and not imported: whoever has applied it has done so."""
-    yield nn.DataParallel
-    yield nn.parallel.DistributedDataParallel
-    if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:
-        yield fsdp.FullyShardedDataParallel
-    yield from composable_ddp()
 
 
 def _problem_of_shards(

@@ -77,7 +77,7 @@ def sample(
         def draw(_: int, logits: Tensor, at: int = len(visible) - 1, drawn: Tensor = drawn) -> None:
             drawn.fill_(_draw(logits[0, at, :vocab_size], temperature, generator))
 
-        forward_only(stages, [inputs], [{}], stages[0].boundary, draw)
+        forward_only(stages, [(inputs,)], [{}], draw)
         dist.broadcast(drawn, src=speaker)
         tokens.append(int(drawn))
     for module in modules:

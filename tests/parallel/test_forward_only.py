@@ -7,6 +7,7 @@ import torch
 
 from course_pp.parallel import forward_only as module
 from course_pp.parallel import get_stage_indices
+from course_pp.parallel.boundary import Boundary
 
 N_MICROBATCHES = 3
 
@@ -23,16 +24,17 @@ def messages_of_rank(monkeypatch, schedule, rank, pp):
 
     monkeypatch.setattr(module, "dist", SimpleNamespace(isend=isend, recv=recv))
     owner = {stage: r for r in range(pp) for stage in get_stage_indices(schedule, r, pp)}
+    tokens, consumed = torch.zeros(2, 4), []
     stages = [
         SimpleNamespace(
             stage_index=i, is_first=i == 0, is_last=i == len(owner) - 1, stage_index_to_group_rank=owner,
-            group_rank=rank, group=None, device="cpu", submod=lambda x: x,
+            group_rank=rank, group=None, device="cpu", submod=lambda x: x, inputs=Boundary.of(tokens.to("meta")),
+            arguments=lambda tensors: tensors, message=lambda output: (output,),
         )
         for i in get_stage_indices(schedule, rank, pp)
     ]  # fmt: skip
-    tokens, consumed = torch.zeros(2, 4), []
-    inputs = [tokens] * N_MICROBATCHES if stages[0].is_first else None
-    module.forward_only(stages, inputs, [{}] * N_MICROBATCHES, tokens.to("meta"), lambda i, _: consumed.append(i))
+    inputs = [(tokens,)] * N_MICROBATCHES if stages[0].is_first else None
+    module.forward_only(stages, inputs, [{}] * N_MICROBATCHES, lambda i, _: consumed.append(i))
     assert consumed == (list(range(N_MICROBATCHES)) if any(stage.is_last for stage in stages) else [])
     return messages
 

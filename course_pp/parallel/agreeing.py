@@ -1,0 +1,197 @@
+"""What the ranks of a pipeline settle before the first step: that their stages make up one pipeline."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+import torch.distributed as dist
+from torch import nn
+
+from course_pp.collective import Ranks
+from course_pp.model import PipelineStageModule
+from course_pp.parallel._torch import carries_integers
+from course_pp.parallel.boundary import Boundary, rows_of
+from course_pp.parallel.schedules import check_microbatches, get_stage_indices, runnable
+from course_pp.parallel.stage import ModelStage, find_outputs
+from course_pp.parallel.tied import SharedName, Tie, ties_of_stages
+
+__all__ = ["agree", "everyone_of"]
+
+
+def everyone_of(stage: ModelStage) -> dist.ProcessGroup | None:
+    """All ranks of the mesh: a rank that refuses leaves not only its own pipeline waiting, but also its replicas."""
+    return stage.group if stage.device_mesh is None else dist.group.WORLD
+
+
+def agree(
+    stages: Sequence[ModelStage],
+    n_microbatches: int,
+    schedule: str,
+    tied: Iterable[SharedName] | None,
+    limit_s: float | None,
+) -> int:
+    """Settle what crosses every boundary and which weights are one, and tell the stages; a collective of all ranks.
+
+    Returns:
+        The rows of a microbatch.
+
+    Raises:
+        ValueError: on every rank, for stages placed otherwise than ``schedule`` needs, that do not fit one another, or
+            that were built for different pipelines.
+        RankMissing: if a rank has ended or does not come.
+    """
+    everyone = Ranks(everyone_of(stages[0]), limit_s=limit_s)
+    pipeline = Ranks(stages[0].group, limit_s=limit_s)
+    everyone.refuse(_problem_of_placement(stages, n_microbatches, schedule))
+    ours = [stage.submod for stage in stages if isinstance(stage.submod, PipelineStageModule)]
+    everyone.require_equal(
+        {
+            "schedule": runnable(schedule).name,
+            "n_microbatches": n_microbatches,
+            **_facts_of_transformer(stages[0]),
+            "config": ours[0].config if ours else None,
+            "tied": None if tied is None else [dict(t) if isinstance(t, Mapping) else tuple(t) for t in tied],
+        }
+    )
+    everyone.refuse(_problem_of_layers(stages, pipeline))
+    problem = _settle_boundaries(stages, pipeline)
+    everyone.refuse(problem)
+    rows = _rows(stages, pipeline)
+    everyone.refuse(rows if isinstance(rows, str) else None)
+    ties = everyone.collectively(lambda: _ties(stages, tied, pipeline))
+    for stage in stages:
+        stage.ties = ties
+    assert isinstance(rows, int)
+    return rows
+
+
+def _problem_of_placement(stages: Sequence[ModelStage], n_microbatches: int, schedule: str) -> str | None:
+    """What keeps this rank's stages from running under ``schedule``, as far as the rank can tell alone."""
+    pp_rank, pp_size, n_stages = stages[0].group_rank, stages[0].group_size, stages[0].num_stages
+    indices = [s.stage_index for s in stages]
+    try:
+        expected = get_stage_indices(schedule, pp_rank, pp_size, n_stages // pp_size)
+        check_microbatches(schedule, n_microbatches, n_stages, pp_size)
+    except ValueError as error:
+        return str(error)
+    if indices != expected or n_stages != len(indices) * pp_size:
+        return (
+            f"rank {pp_rank} holds stages {indices} of {n_stages}, but schedule {schedule!r} on {pp_size} ranks places "
+            f"stages {expected} there: build those (get_stage_indices lists them)"
+        )
+    if len({isinstance(s.submod, PipelineStageModule) for s in stages}) > 1:
+        return f"rank {pp_rank} holds stages of different models: {', '.join(type(s.submod).__name__ for s in stages)}"
+    facts = [_facts_of_transformer(stage) for stage in stages]
+    if any(fact != facts[0] for fact in facts):
+        return f"rank {pp_rank} built its stages {indices} for different batches or dtypes: build them alike"
+    return None
+
+
+def _facts_of_transformer(stage: ModelStage) -> dict[str, object]:
+    """What all stages of this package's model are built for."""
+    if not isinstance(stage.submod, PipelineStageModule) or stage.inputs is None or stage.outputs is None:
+        return {}
+    return {"(batch_size, seq_len)": stage.inputs.metas[0].shape[:2], "param_dtype": stage.outputs.metas[0].dtype}
+
+
+def _problem_of_layers(stages: Sequence[ModelStage], pipeline: Ranks) -> str | None:
+    """What keeps the stages of this package's model from holding each layer once."""
+    ours = [(s.stage_index, s.submod) for s in stages if isinstance(s.submod, PipelineStageModule)]
+    ranks = pipeline.gather([(index, module.layer_range) for index, module in ours])
+    if not ours:
+        return None
+    end = 0
+    for stage, (start, stop) in sorted(part for rank in ranks for part in rank):
+        if start != end:
+            return (
+                f"stage {stage} begins with layer {start}, but the stages before it end with layer {end - 1}: "
+                "give every rank the same layer_ranges"
+            )
+        end = stop
+    n_layers = ours[0][1].config.n_layers
+    if end != n_layers:
+        return f"the stages hold {end} of {n_layers} layers: give every rank the same layer_ranges"
+    return None
+
+
+def _settle_boundaries(stages: Sequence[ModelStage], pipeline: Ranks) -> str | None:
+    """Find, stage by stage, what crosses every boundary, and tell torch; what is wrong with it, the same on all ranks.
+
+    A stage that does not declare what it returns can be asked once it is known what it is called with, so each round
+    settles at least one more stage, and all of them if nothing has to be found.
+    """
+    n_stages = stages[0].num_stages
+    taken: dict[int, Boundary] = {}
+    given: dict[int, Boundary] = {}
+    while len(given) < n_stages:
+        found: dict[int, tuple[Boundary | None, Boundary | None]] = {}
+        problem = None
+        for stage in (s for s in stages if s.stage_index not in given):
+            before = given.get(stage.stage_index - 1) or _returned(found, stage.stage_index - 1)
+            stage.inputs = stage.inputs or before
+            if stage.is_last:
+                stage.outputs = stage.outputs or Boundary(())  # nobody is sent what it returns
+            elif stage.inputs is not None and stage.outputs is None:
+                try:
+                    stage.outputs = find_outputs(stage)
+                except ValueError as error:
+                    problem = problem or str(error)
+            found[stage.stage_index] = (stage.inputs, stage.outputs)
+        told = pipeline.gather((found, problem))
+        problem = next((theirs for _, theirs in told if theirs is not None), None)
+        if problem is not None:
+            return problem
+        for theirs, _ in told:
+            taken |= {index: inputs for index, (inputs, _) in theirs.items() if inputs is not None}
+            given |= {index: outputs for index, (_, outputs) in theirs.items() if outputs is not None}
+    problem = _problem_between(taken, given)
+    if problem is None:
+        for stage in stages:
+            stage.settle(taken[stage.stage_index], given[stage.stage_index])
+    return problem
+
+
+def _returned(found: dict[int, tuple[Boundary | None, Boundary | None]], stage: int) -> Boundary | None:
+    return found.get(stage, (None, None))[1]
+
+
+def _problem_between(taken: dict[int, Boundary], given: dict[int, Boundary]) -> str | None:
+    """What keeps neighbours from understanding one another."""
+    for before, after in pairwise(sorted(given)):
+        if taken.setdefault(after, given[before]) != given[before]:
+            return (
+                f"stage {before} returns {given[before]}, but stage {after} declares that it takes {taken[after]}: "
+                "declare what really crosses, or leave inputs= to the first stage"
+            )
+        if not given[before].metas:
+            return f"stage {before} returns no tensor, so nothing reaches stage {after}: return what it needs"
+        whole = [meta for meta in given[before].metas if not meta.dtype.is_floating_point]
+        if whole and not carries_integers():
+            return (
+                f"stage {before} returns {whole[0]}, and this release of torch sends only tensors that carry gradients "
+                "between stages: give it to every stage as a keyword argument of step, or take torch 2.13"
+            )
+    return None
+
+
+def _rows(stages: Sequence[ModelStage], pipeline: Ranks) -> int | str:
+    """The rows of a microbatch; what is wrong if the first stage's inputs do not tell."""
+    first = stages[0] if stages[0].is_first else None
+    told = pipeline.gather(None if first is None or first.inputs is None else (first.inputs, str(first.inputs)))
+    inputs, spelled = next(one for one in told if one is not None)
+    rows = rows_of(inputs)
+    return f"inputs={spelled}: all tensors must have the microbatch as their first dimension" if rows is None else rows
+
+
+def _ties(stages: Sequence[ModelStage], tied: Iterable[SharedName] | None, pipeline: Ranks) -> tuple[Tie, ...]:
+    """The weights that several stages hold: those of this package's model are known, others are as declared."""
+    modules = {stage.stage_index: stage.submod for stage in stages}
+    everyone = pipeline.gather({index: _names(module) for index, module in modules.items()})
+    names = {index: held for rank in everyone for index, held in sorted(rank.items())}
+    own = next((m for m in modules.values() if isinstance(m, PipelineStageModule)), None)
+    if tied is None and own is not None and own.config.tie_embeddings and len(names) > 1:
+        tied = [{0: "embed.weight", len(names) - 1: "head.weight"}]
+    return ties_of_stages(tied or (), dict(sorted(names.items())))
+
+
+def _names(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_parameters(remove_duplicate=False)]

@@ -1,0 +1,101 @@
+"""A stage without weights and wrappers, to find what it returns without computing it.
+
+The copy lives on the meta device: running it allocates and computes nothing. It has the shapes of the whole parameters,
+whatever shards them, and no hooks, so what it returns does not depend on the layout. Under FSDP2 it computes in the
+dtype that mixed precision asks for.
+"""
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+from course_pp.parallel._torch import mixed_precision, tree_map
+from course_pp.parallel.recompute import Recomputed
+
+__all__ = ["bare_copy"]
+
+
+def bare_copy(module: nn.Module) -> nn.Module:
+    """A copy of ``module`` on the meta device, as it was before anything was applied to it."""
+    return _Copier().copy(module, None)
+
+
+class _Copier:
+    """Copies each module and each tensor once, so that what was shared stays shared."""
+
+    def __init__(self) -> None:
+        self._modules: dict[int, nn.Module] = {}
+        self._tensors: dict[int, Tensor] = {}
+
+    def copy(self, module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+        """Copy ``module``, whose parameters are gathered in ``dtype``; None is their own."""
+        if id(module) in self._modules:
+            return self._modules[id(module)]
+        policy = mixed_precision(module)
+        if policy is not None:
+            dtype = policy.param_dtype or dtype
+        kind = _kind_of(module)
+        copied = self._modules[id(module)] = kind.__new__(kind)
+        copied.__dict__ = {key: {} if key.endswith("_hooks") else value for key, value in vars(module).items()}
+        copied.__dict__ |= _without_hooks(module)
+        parameters: dict[str, Any] = {name: self._tensor(value, dtype) for name, value in module._parameters.items()}
+        copied._parameters = parameters
+        copied._buffers = {name: self._tensor(value, None) for name, value in module._buffers.items()}
+        copied._modules = {
+            name: None if child is None else self.copy(child, dtype) for name, child in module._modules.items()
+        }
+        _rebind(module, copied)
+        if policy is not None:
+            _cast_like(copied, policy)
+        return copied
+
+    def _tensor(self, tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in self._tensors:
+            kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            meta = torch.empty(tensor.shape, dtype=kept, device="meta")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            self._tensors[id(tensor)] = nn.Parameter(meta, tensor.requires_grad) if is_parameter else meta
+        return self._tensors[id(tensor)]
+
+
+def _kind_of(module: nn.Module) -> type[nn.Module]:
+    """The class the module had before FSDP2 put a class of its own in front of it."""
+    kinds = type(module).__mro__
+    return kinds[kinds.index(FSDPModule) + 1] if isinstance(module, FSDPModule) else type(module)
+
+
+def _without_hooks(module: nn.Module) -> dict[str, Any]:
+    fresh = nn.Module()
+    return {key: value for key, value in vars(fresh).items() if "hooks" in key} | {"_compiled_call_impl": None}
+
+
+def _rebind(module: nn.Module, copied: nn.Module) -> None:
+    """Let methods that were put on the module itself, such as a replaced forward, belong to the copy."""
+    for key, value in list(vars(copied).items()):
+        method: Callable[..., Any] = value.forward if isinstance(value, Recomputed) else value
+        if isinstance(method, MethodType) and method.__self__ is module:
+            vars(copied)[key] = MethodType(method.__func__, copied)
+
+
+def _cast_like(copied: nn.Module, policy: MixedPrecisionPolicy) -> None:
+    """Cast what goes in and what comes out as FSDP2 does."""
+    if policy.param_dtype is not None and policy.cast_forward_inputs:
+        copied.register_forward_pre_hook(
+            lambda _, args, kwargs: (_cast(args, policy.param_dtype), _cast(kwargs, policy.param_dtype)),
+            with_kwargs=True,
+        )
+    if policy.output_dtype is not None:
+        copied.register_forward_hook(lambda _, args, output: _cast(output, policy.output_dtype))
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return tree_map(cast, value)

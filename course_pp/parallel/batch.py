@@ -1,0 +1,142 @@
+"""A whole batch at the door of a pipeline: whether it fits, and how it is cut into microbatches."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from course_pp.model import PipelineStageModule
+from course_pp.parallel._torch import tree_flatten, tree_map, tree_unflatten
+from course_pp.parallel.boundary import Boundary, as_arguments
+from course_pp.parallel.stage import ModelStage
+
+__all__ = ["Batch"]
+
+
+class Batch:
+    """What a batch must be like for this rank's stages.
+
+    Args:
+        stages: this rank's stages, first to last.
+        n_microbatches: microbatches in a batch.
+        rows: of a microbatch.
+        counts_tokens: whether the loss averages over tokens, whose targets then are token ids.
+    """
+
+    def __init__(self, stages: Sequence[ModelStage], n_microbatches: int, rows: int, counts_tokens: bool) -> None:
+        self._stages, self._n_microbatches, self._rows = stages, n_microbatches, rows
+        self._counts_tokens = counts_tokens
+        module = stages[0].submod
+        self._transformer = module if isinstance(module, PipelineStageModule) else None
+
+    @property
+    def size(self) -> int:
+        """Rows of the batch."""
+        return self._n_microbatches * self._rows
+
+    def problem(
+        self, inputs: tuple[Any, ...], target: object, kwargs: dict[str, Any], needs_target: bool
+    ) -> str | None:
+        """What is wrong with a batch on this rank; None if it fits."""
+        problems = [stage.problem_of_dtypes() for stage in self._stages]
+        if self._stages[0].is_first:
+            problems.append(self._problem_of_inputs(inputs))
+        if self._stages[-1].is_last and needs_target:
+            problems.append(self._problem_of_target(target))
+        problems += [self._problem_of_keyword(name, value) for name, value in kwargs.items()]
+        return next((problem for problem in problems if problem is not None), None)
+
+    def cut(self, values: Any) -> list[Any]:
+        """``values`` for each microbatch: tensors are cut, the rest is repeated."""
+        leaves, spec = tree_flatten(values)
+        n = self._n_microbatches
+        parts = [leaf.chunk(n) if isinstance(leaf, Tensor) else [leaf] * n for leaf in leaves]
+        return [tree_unflatten([part[i] for part in parts], spec) for i in range(n)]
+
+    def copied(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The same, each tensor in memory of its own, in order."""
+        copied: tuple[Any, ...] = tree_map(
+            lambda leaf: leaf.clone(memory_format=torch.contiguous_format) if isinstance(leaf, Tensor) else leaf, inputs
+        )
+        return copied
+
+    def _problem_of_inputs(self, inputs: tuple[Any, ...]) -> str | None:
+        if not inputs or inputs == (None,):
+            return "inputs is missing on the rank that holds the first stage"
+        if self._transformer is not None:
+            return self._problem_of_tokens("inputs", inputs[0]) if len(inputs) == 1 else _too_many(inputs)
+        declared = self._stages[0].inputs
+        assert declared is not None  # settled
+        whole = tuple(replace(meta, shape=(self.size, *meta.shape[1:])).empty("meta") for meta in declared.metas)
+        expected = Boundary.of(as_arguments(declared.unflatten(whole)))
+        try:
+            given = Boundary.of(inputs)
+        except TypeError as error:
+            return f"inputs holds {error}"
+        if given == expected:
+            return None
+        return (
+            f"inputs is {given}, but the pipeline was built for n_microbatches × rows = {self._n_microbatches} × "
+            f"{self._rows} = {self.size} rows: pass {expected}, the first stage's arguments one by one"
+        )
+
+    def _problem_of_target(self, target: object) -> str | None:
+        if self._transformer is not None:
+            return self._problem_of_tokens("target", target)
+        if target is None:
+            return "target is missing on the rank that holds the last stage"
+        if not isinstance(target, Tensor):
+            return f"target is a {type(target).__name__}: pass a tensor whose first dimension is the batch, {self.size}"
+        if target.dim() == 0 or target.shape[0] != self.size:
+            return (
+                f"target has shape {tuple(target.shape)}, but the pipeline was built for n_microbatches × rows = "
+                f"{self._n_microbatches} × {self._rows} = {self.size}: drop or pad the remainder, or rebuild it"
+            )
+        return None
+
+    def _problem_of_keyword(self, name: str, value: object) -> str | None:
+        if isinstance(value, Tensor):
+            if value.dim() == 0 or value.shape[0] != self.size:
+                return (
+                    f"keyword argument {name} has shape {tuple(value.shape)}, but its first dimension must be the "
+                    f"whole batch, {self.size}: expand it"
+                )
+        elif value is not None and not isinstance(value, bool | int | float | str):
+            return (
+                f"keyword argument {name} is a {type(value).__name__}: pass tensors whose first dimension is the "
+                "whole batch, or plain numbers and strings, each under a name of its own"
+            )
+        return None
+
+    def _problem_of_tokens(self, name: str, tokens: object) -> str | None:
+        """What is wrong with ``inputs`` or ``target`` of this package's model."""
+        assert self._transformer is not None
+        assert self._stages[0].inputs is not None
+        seq_len, vocab_size = self._stages[0].inputs.metas[0].shape[1], self._transformer.config.vocab_size
+        if tokens is None:
+            return f"{name} is missing on the rank that holds the {'first' if name == 'inputs' else 'last'} stage"
+        if not isinstance(tokens, Tensor):
+            return f"{name} is a {type(tokens).__name__}: pass a tensor of shape ({self.size}, {seq_len})"
+        if tokens.dim() < 2 or tokens.shape[0] != self.size:
+            return (
+                f"{name} has shape {tuple(tokens.shape)}, but the pipeline was built for n_microbatches × batch_size = "
+                f"{self._n_microbatches} × {self._rows} = {self.size}: drop or pad the remainder, or rebuild it"
+            )
+        if tokens.shape[1] != seq_len:
+            return f"{name} has shape {tuple(tokens.shape)}, but the pipeline was built for seq_len={seq_len}"
+        if name == "target" and not self._counts_tokens:
+            return None  # what it may be is the loss function's own business
+        if tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
+            shape = tuple(tokens.shape)
+            return f"{name} is {tokens.dtype} of shape {shape}: pass token ids, int64 ({self.size}, {seq_len})"
+        if name == "inputs" and tokens.device.type == "cpu":  # on a GPU, looking would wait for the device
+            low, high = int(tokens.min()), int(tokens.max())
+            if low < 0 or high >= vocab_size:
+                return f"inputs holds token ids from {low} to {high}, but vocab_size={vocab_size}: use its tokenizer"
+        return None
+
+
+def _too_many(inputs: tuple[Any, ...]) -> str:
+    return f"{len(inputs)} inputs were given, but this model takes one, its tokens: give the rest as keyword arguments"

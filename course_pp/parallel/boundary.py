@@ -1,0 +1,132 @@
+"""What crosses from one pipeline stage to the next: which tensors, of which shapes and dtypes, in which containers.
+
+A stage is called with what the stage before it returned: a tuple becomes its arguments, anything else its only one.
+torch's pipelining sends tuples of tensors, so tuples, lists, dicts and dataclasses that torch's pytree knows are taken
+apart before the message and put together again behind it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from course_pp.parallel._torch import tree_flatten, tree_map, tree_unflatten
+
+__all__ = ["Boundary", "TensorMeta", "as_arguments", "merge", "meta_of", "rows_of"]
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __repr__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
+
+    def empty(self, device: torch.device | str, requires_grad: bool = False) -> Tensor:
+        """A tensor like this; only floating-point ones can require a gradient."""
+        differentiable = self.dtype.is_floating_point or self.dtype.is_complex
+        return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=requires_grad and differentiable)
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The tensors of one microbatch at a boundary between stages.
+
+    Attributes:
+        tree: the containers, with a :class:`TensorMeta` in the place of each tensor; places that hold None keep it.
+    """
+
+    tree: Any
+
+    @classmethod
+    def of(cls, value: Any) -> "Boundary":
+        """The boundary that ``value`` crosses.
+
+        Raises:
+            TypeError: for anything but tensors and None in containers, or a DTensor.
+        """
+        return cls(tree_map(_meta, _normalized(value)))
+
+    @property
+    def metas(self) -> tuple[TensorMeta, ...]:
+        """Of the tensors, in the order in which they are sent."""
+        return tuple(leaf for leaf in tree_flatten(self.tree)[0] if leaf is not None)
+
+    def __str__(self) -> str:
+        return repr(self.tree)
+
+    def flatten(self, value: Any) -> tuple[Tensor, ...]:
+        """The tensors of ``value``, in order.
+
+        Raises:
+            ValueError: if ``value`` does not fit.
+            TypeError: as :meth:`of`.
+        """
+        given = Boundary.of(value)
+        if given != self:
+            raise ValueError(f"{given} where {self} was declared")
+        return tuple(leaf for leaf in tree_flatten(_normalized(value))[0] if leaf is not None)
+
+    def unflatten(self, tensors: Iterable[Tensor]) -> Any:
+        """The value that :meth:`flatten` took apart."""
+        rest = iter(tensors)
+        return tree_map(lambda leaf: None if leaf is None else next(rest), self.tree)
+
+    def empty(self, device: torch.device | str, requires_grad: bool = False) -> tuple[Tensor, ...]:
+        """Tensors of these shapes; those that can will require a gradient if asked to."""
+        return tuple(meta.empty(device, requires_grad) for meta in self.metas)
+
+
+def as_arguments(value: Any) -> tuple[Any, ...]:
+    """The positional arguments of the stage that is called with ``value``."""
+    value = _normalized(value)
+    return value if type(value) is tuple else (value,)
+
+
+def rows_of(boundary: Boundary) -> int | None:
+    """The size of the first dimension, which every tensor must share; None if they do not."""
+    rows = {meta.shape[:1] for meta in boundary.metas}
+    return rows.pop()[0] if len(rows) == 1 and () not in rows else None
+
+
+def merge(microbatches: list[Any]) -> Any:
+    """The outputs of a whole batch: tensors put together along their first dimension, scalars along a new one.
+
+    Whatever is no tensor becomes a list with one value a microbatch, unless they are all equal.
+    """
+    leaves, specs = zip(*map(tree_flatten, microbatches), strict=True)
+    return tree_unflatten([_merged(values) for values in zip(*leaves, strict=True)], specs[0])
+
+
+def meta_of(leaf: Any) -> Any:
+    """A tensor's shape and dtype; anything else as it is."""
+    return TensorMeta(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
+def _merged(values: tuple[Any, ...]) -> Any:
+    if isinstance(values[0], Tensor):
+        return torch.cat(values) if values[0].dim() else torch.stack(values)
+    return values[0] if all(value is None or value == values[0] for value in values) else list(values)
+
+
+def _normalized(value: Any) -> Any:
+    """A list that a stage returns is a tuple: torch.export makes the one of the other."""
+    return tuple(value) if type(value) is list else value
+
+
+def _meta(leaf: object) -> TensorMeta | None:
+    if isinstance(leaf, DTensor):
+        raise TypeError(
+            f"a DTensor {tuple(leaf.shape)} placed {leaf.placements}, which its neighbour could not read: give back an "
+            "ordinary tensor (output_layouts=Replicate(), use_local_output=True in the plan)"
+        )
+    if leaf is not None and not isinstance(leaf, Tensor):
+        raise TypeError(f"a {type(leaf).__name__}, {leaf!r:.40}: only tensors, and None, can be sent to another stage")
+    meta: TensorMeta | None = meta_of(leaf)
+    return meta

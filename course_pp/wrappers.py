@@ -1,0 +1,40 @@
+"""Wrappers that a pipeline cannot run a stage in.
+
+They gather or reduce by themselves and count on one forward and one backward a step. A pipeline has several forwards in
+flight and may put weight gradients off, so gradients would be wrong without a word.
+"""
+
+import sys
+from collections.abc import Iterator
+
+from torch import nn
+
+__all__ = ["problem_of_wrappers"]
+
+
+def problem_of_wrappers(module: nn.Module, what: str) -> str | None:
+    """Why ``module`` cannot be a stage because of what it, or a part of it, is wrapped in; None if it can.
+
+    Args:
+        what: the module's name in the sentence, such as ``stage 2``.
+    """
+    for path, part in module.named_modules():
+        wrapper = next((kind for kind in _wrappers() if isinstance(part, kind)), None)
+        if wrapper is not None:
+            return (
+                f"{f'{path!r} of {what}' if path else what} is wrapped in {wrapper.__name__}, which counts on one "
+                "forward and one backward a step: give the module inside it, and for data-parallel ranks shard that "
+                "with fully_shard (FSDP2)"
+            )
+    return None
+
+
+def _wrappers() -> Iterator[type]:
+    """What is refused. Most is looked for and not imported: whoever has applied it has done so."""
+    yield nn.DataParallel
+    yield nn.parallel.DistributedDataParallel
+    if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:
+        yield fsdp.FullyShardedDataParallel
+    # DDP without a wrapper, by `replicate`: the class has no public name.
+    if (replicate := sys.modules.get("torch.distributed._composable.replicate")) is not None:
+        yield replicate.DDP

@@ -1,0 +1,177 @@
+"""Models that nobody wrote for a pipeline, and their stages: what crosses is a dict, several tensors, an image."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.equality import Trained, adamw, snapshot_gradients, snapshot_parameters
+
+ROWS, DIM, VOCAB = 16, 8, 11
+
+
+class Chain(nn.Module):
+    """Parts that call one another. A stage is a chain of some of them, which keep their names."""
+
+    def __init__(self, parts: dict[str, nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict(parts)
+
+    def forward(self, *value: Any, **kwargs: Any) -> Any:
+        for part in self.parts.values():
+            value = part(*value, **kwargs)
+            value = value if type(value) is tuple else (value,)
+        return value if len(value) > 1 else value[0]
+
+    def cut(self, n_stages: int) -> list["Chain"]:
+        """Stages that share this chain's parts."""
+        names = list(self.parts)
+        bounds = [round(stage * len(names) / n_stages) for stage in range(n_stages + 1)]
+        return [Chain({name: self.parts[name] for name in names[start:end]}) for start, end in pairwise(bounds)]
+
+
+class Embedded(nn.Module):
+    """Token ids (rows, seq) and numbers (rows, dim) -> a dict with a mask and an empty place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, DIM)
+
+    def forward(self, tokens: Tensor, numbers: Tensor, scale: Tensor | None = None) -> dict[str, Any]:
+        hidden = self.embedding(tokens) + numbers[:, None]
+        return {"hidden": hidden, "extras": [tokens % 2 == 0, None], "first": numbers}
+
+
+class Mixed(nn.Module):
+    """Reads the mask that came through all stages, and a keyword that every stage is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, value: dict[str, Any], scale: Tensor | None = None) -> dict[str, Any]:
+        mask, nothing = value["extras"]
+        assert nothing is None
+        assert not mask.requires_grad
+        hidden = value["hidden"] + torch.tanh(self.linear(value["hidden"])) * mask[..., None]
+        if scale is not None:
+            hidden = hidden * scale[:, None, None]
+        return value | {"hidden": hidden}
+
+
+class Judged(nn.Module):
+    """The end: logits that share the embedding's weight, in a dict beside text."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, value: dict[str, Any], scale: Tensor | None = None) -> dict[str, Any]:
+        logits = F.linear(value["hidden"], self.weight) + value["first"].sum(-1)[:, None, None]
+        return {"logits": logits, "kind": "logits", "mean": logits.mean()}
+
+
+def masked_model() -> Chain:
+    """Several inputs of two dtypes, dicts with a bool tensor between stages, a tied weight, a keyword."""
+    first = Embedded()
+    parts = {"0": first} | {str(i): Mixed() for i in range(1, 7)} | {"7": Judged(first.embedding.weight)}
+    return Chain(parts).double()
+
+
+def conv_model() -> Chain:
+    """Images, a skip connection in a tuple, and a frozen first part."""
+    parts: dict[str, nn.Module] = {"0": nn.Conv2d(3, DIM, 3, padding=1)}
+    parts |= {str(i): Skip() for i in range(1, 7)}
+    parts["7"] = Classified()
+    model = Chain(parts).double()
+    model.parts["0"].requires_grad_(False)
+    return model
+
+
+class Skip(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(DIM, DIM, 3, padding=1), nn.GroupNorm(2, DIM)
+
+    def forward(self, image: Tensor, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        mixed = F.gelu(self.norm(self.conv(image)))
+        return (mixed if before is None else mixed + before), image
+
+
+class Classified(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2 * DIM, VOCAB)
+
+    def forward(self, image: Tensor, before: Tensor) -> Tensor:
+        return self.linear(torch.cat([image, before], 1).mean((2, 3)))
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A model, what it is called with, and its loss.
+
+    Attributes:
+        inputs, kwargs, target: of a whole batch.
+        evaluated: what of the output the comparison looks at.
+    """
+
+    build: Callable[[], Chain]
+    loss: Callable[[Any, Tensor], Tensor]
+    inputs: tuple[Tensor, ...]
+    target: Tensor
+    kwargs: dict[str, Tensor]
+
+    def model(self) -> Chain:
+        torch.manual_seed(0)
+        return self.build()
+
+    def example(self, n_microbatches: int) -> tuple[Tensor, ...]:
+        """The arguments of one microbatch."""
+        return tuple(tensor[: ROWS // n_microbatches].to("meta") for tensor in self.inputs)
+
+    def train(self, steps: int = 3) -> Trained:
+        """The reference: one process, each batch in one piece; gradients are the first step's."""
+        model = self.model()
+        optimizer, losses, gradients = adamw([model]), [], {}
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss = self.loss(model(*self.inputs, **self.kwargs), self.target)
+            loss.backward()
+            losses.append(loss.item())
+            if step == 0:
+                gradients = snapshot_gradients([trained(model)])
+            optimizer.step()
+        return Trained(losses, gradients, snapshot_parameters([model]))
+
+
+def trained(model: nn.Module) -> nn.Module:
+    """``model``, whose frozen parameters have a gradient of zero."""
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    return model
+
+
+def masked_loss(output: dict[str, Any], target: Tensor) -> Tensor:
+    assert output["kind"] == "logits"
+    return F.cross_entropy(output["logits"].flatten(0, 1), target.flatten()) + output["mean"] ** 2 * 0
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
+
+
+def models() -> dict[str, Foreign]:
+    tokens = torch.randint(VOCAB, (ROWS, 6), generator=_generator())
+    numbers = torch.randn(ROWS, DIM, generator=_generator(), dtype=torch.float64)
+    images = torch.randn(ROWS, 3, 5, 5, generator=_generator(), dtype=torch.float64)
+    scale = torch.linspace(0.5, 1.5, ROWS, dtype=torch.float64)
+    return {
+        "masked": Foreign(masked_model, masked_loss, (tokens, numbers), tokens.roll(1, 1), {"scale": scale}),
+        "conv": Foreign(conv_model, F.cross_entropy, (images,), tokens[:, 0], {}),
+    }
