@@ -128,6 +128,11 @@ def _settle_boundaries(stages: Sequence[ModelStage], pipeline: Ranks) -> str | N
         for stage in (s for s in stages if s.stage_index not in given):
             before = given.get(stage.stage_index - 1) or _returned(found, stage.stage_index - 1)
             stage.inputs = stage.inputs or before
+            if stage.is_first and stage.inputs is None:
+                problem = (
+                    "nothing says what the first stage takes: pass build_pipeline_stage(..., inputs=...), the "
+                    "arguments of one microbatch, or batch_size= and seq_len= for token ids"
+                )
             if stage.is_last:
                 stage.outputs = stage.outputs or Boundary(())  # nobody is sent what it returns
             elif stage.inputs is not None and stage.outputs is None:

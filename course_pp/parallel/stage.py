@@ -275,18 +275,13 @@ def _declared(name: str, value: Any, stage: int) -> Boundary | None:
 
 
 def _tokens(stage: int, batch_size: int | None, seq_len: int | None) -> Boundary | None:
-    """Token ids, which the first stage takes unless ``inputs`` says otherwise.
+    """Token ids, which the first stage takes unless ``inputs`` says otherwise; None if the sizes are missing.
 
     Raises:
-        ValueError: if a size is missing on the first stage, or not positive.
+        ValueError: for a size that is not positive.
     """
-    if stage != 0:
+    if stage != 0 or (batch_size is None and seq_len is None):
         return None
-    if batch_size is None or seq_len is None:
-        raise ValueError(
-            "nothing says what the first stage takes: pass inputs=, the arguments of one microbatch, or batch_size= "
-            "and seq_len= for token ids"
-        )
     shape = (_check_size("batch_size", batch_size), _check_size("seq_len", seq_len))
     return Boundary.of(torch.empty(shape, dtype=torch.int64, device="meta"))
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from course_pp.launch import on_ranks
 from course_pp.parallel import (
@@ -73,3 +74,168 @@ def test_any_model_equals_one_process(pp: int, subtests: pytest.Subtests) -> Non
                     assert found == pytest.approx(norm, rel=1e-12)
                     logits, whole = (o["logits"] if isinstance(o, dict) else o for o in (evaluated, expected))
                     torch.testing.assert_close(logits, whole, rtol=1e-9, atol=1e-9)
+
+
+class Ragged(nn.Module):
+    """Drops what is negative: its shape depends on its data."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[x > 0]
+
+
+class Sized(nn.Module):
+    """Gives back one column fewer where the first number is negative, which no declaration can say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)[:, : 3 if not x.is_meta and x[0, 0] < 0 else 4]
+
+
+def linear(dtype: torch.dtype = torch.float32) -> nn.Module:
+    return nn.Linear(4, 4, dtype=dtype)
+
+
+X, WIDE = torch.zeros(2, 4), torch.zeros(2, 5)
+
+# What each of two ranks builds its stage of, and what all are told.
+REFUSED: dict[str, tuple[Any, str]] = {
+    "no inputs": (
+        lambda rank: (linear(), {}),
+        "nothing says what the first stage takes: pass build_pipeline_stage(..., inputs=",
+    ),
+    "shapes that depend on data": (
+        lambda rank: (linear() if rank else Ragged(), {"inputs": X}),
+        "stage 0, a Ragged called with float32 (2, 4), does not say what it returns",
+    ),
+    "neighbours that differ": (
+        lambda rank: (linear(), {"inputs": WIDE if rank else X, "outputs": X}),
+        "stage 0 returns float32 (2, 4), but stage 1 declares that it takes float32 (2, 5)",
+    ),
+    "a dtype that is not computed in": (
+        lambda rank: (linear(torch.float64 if rank else torch.float32), {"inputs": X, "outputs": X.double()}),
+        "stage 0 returns float64 (2, 4), but stage 1 declares that it takes float32 (2, 4)",
+    ),
+    "rows that differ": (
+        lambda rank: (linear(), {"inputs": None if rank else (X, torch.zeros(3, 4)), "outputs": X}),
+        "all tensors must have the microbatch as their first dimension",
+    ),
+    "a wrapper": (lambda rank: (nn.DataParallel(linear()), {"inputs": X}), "wrapped in DataParallel"),
+    "text at a boundary": (lambda rank: (linear(), {"inputs": "x"}), "inputs of stage "),
+    "a tie nobody has": (
+        lambda rank: (linear(), {"inputs": None if rank else X, "tied": [("weight", "head")]}),
+        "no stage has a parameter 'head'",
+    ),
+    "a tie with a stage that is not there": (
+        lambda rank: (linear(), {"inputs": None if rank else X, "tied": [{0: "weight", 5: "weight"}]}),
+        "stage 5 has no parameter 'weight'; it has none",
+    ),
+    "ties that differ": (
+        lambda rank: (linear(), {"inputs": None if rank else X, "tied": [{0: "weight", 1: "bias"}] * rank}),
+        "rank 1 was given tied=[{0: 'weight', 1: 'bias'}], rank 0 []",
+    ),
+    "a tie of unlike weights": (
+        lambda rank: (linear(), {"inputs": None if rank else X, "tied": [{0: "weight", 1: "bias"}]}),
+        "are float32 (4, 4) on stage 0, float32 (4,) on stage 1",
+    ),
+}
+
+
+def refusals_on_rank(rank: int) -> dict[str, str]:
+    mesh = init_distributed(DistributedConfig(pp=2))
+    found = {}
+    for name, (given, _) in REFUSED.items():
+        module, options = given(rank)
+        tied = options.pop("tied", None)
+        try:
+            stage = build_pipeline_stage(module, mesh, "cpu", **options)
+        except (TypeError, ValueError) as error:
+            found[name] = f"alone: {error}"
+            continue
+        found[name] = "not refused"
+        try:
+            build_pipeline_schedule(stage, 2, nn.MSELoss(), "gpipe", tied=tied, timeout_s=20)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_what_cannot_be_a_pipeline_is_refused_in_words() -> None:
+    first, second = on_ranks(2, refusals_on_rank, timeout_s=60)
+    for name, (_, words) in REFUSED.items():
+        told = [one for one in (first[name], second[name]) if not one.startswith("alone: ")]
+        assert len(set(told)) <= 1, name
+        assert words in first[name], name
+
+
+def wrong_batches_on_rank(rank: int) -> list[str]:
+    """What a pipeline built for two microbatches of two rows says of batches that do not fit it."""
+    mesh = init_distributed(DistributedConfig(pp=2))
+    torch.manual_seed(0)
+    stage = build_pipeline_stage(linear(), mesh, "cpu", inputs=None if rank else X)
+    pipeline = build_pipeline_schedule(stage, 2, nn.MSELoss(), "gpipe")
+    batch, found = torch.ones(4, 4), []
+    for arguments, keywords in [
+        ((), {"target": batch}),
+        ((batch[:3],), {"target": batch}),
+        ((batch.double(),), {"target": batch}),
+        ((batch, batch), {"target": batch}),
+        ((batch,), {"target": batch[:3]}),
+        ((batch,), {}),
+        ((batch,), {"target": batch, "extra": {}}),
+    ]:
+        with pytest.raises(ValueError, match=r".") as refusal:
+            pipeline.step(*arguments, **keywords)
+        found.append(str(refusal.value))
+    pipeline.step(batch, target=batch)
+    stage.submod.double()
+    with pytest.raises(ValueError, match=r".") as refusal:
+        pipeline.step(batch, target=batch)
+    return [*found, str(refusal.value)]
+
+
+def test_a_batch_that_does_not_fit_is_refused_on_every_rank() -> None:
+    first, second = on_ranks(2, wrong_batches_on_rank, timeout_s=60)
+    assert first == second
+    words = [
+        "inputs is missing on the rank that holds the first stage",
+        "inputs is (float32 (3, 4),), but the pipeline was built for n_microbatches × rows = 2 × 2 = 4 rows: pass",
+        "inputs is (float64 (4, 4),)",
+        "inputs is (float32 (4, 4), float32 (4, 4))",
+        "target has shape (3, 4)",
+        "target is missing on the rank that holds the last stage",
+        "keyword argument extra is a dict",
+        "computes in torch.float64, but computed in torch.float32 when it was built",
+    ]
+    for told, expected in zip(first, words, strict=True):
+        assert expected in told
+
+
+def unequal_on_rank(rank: int) -> str:
+    mesh = init_distributed(DistributedConfig(pp=2))
+    torch.manual_seed(rank)
+    stage = build_pipeline_stage(Sized(), mesh, "cpu", inputs=None if rank else X)
+    pipeline = build_pipeline_schedule(stage, 2, nn.MSELoss(), "gpipe", tied=[{0: "linear.bias", 1: "linear.bias"}])
+    with pytest.raises(ValueError, match=r".") as refusal:
+        pipeline.step(torch.ones(4, 4), target=torch.ones(4, 4))
+    return str(refusal.value)
+
+
+def test_tied_weights_that_start_unequal_are_refused_before_the_first_step() -> None:
+    for refusal in on_ranks(2, unequal_on_rank, timeout_s=60):
+        assert "the tied weight {0: 'linear.bias', 1: 'linear.bias'} holds other values on stage 1" in refusal
+
+
+def changing_on_rank(rank: int) -> None:
+    mesh = init_distributed(DistributedConfig(pp=2))
+    stage = build_pipeline_stage(Sized(), mesh, "cpu", inputs=None if rank else X)
+    pipeline = build_pipeline_schedule(stage, 2, nn.MSELoss(), "gpipe")
+    pipeline.step(-torch.ones(4, 4), target=torch.ones(4, 4))
+
+
+def test_a_stage_that_returns_what_it_did_not_declare_is_named() -> None:
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        on_ranks(2, changing_on_rank, timeout_s=60)
+    assert "stage 0 returned float32 (2, 3) where float32 (2, 4) was declared" in str(caught.value.__cause__)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from course_pp.collective import Ranks
 from course_pp.launch import on_ranks
 from course_pp.model import CrossEntropy, Transformer
 from course_pp.parallel import (
@@ -19,7 +20,7 @@ from course_pp.parallel import (
     init_distributed,
     schedule_names,
 )
-from course_pp.parallel.tied import tied_gradients
+from course_pp.parallel.tied import TiedWeights
 from tests.equality import Trained, assert_equals_one_process, batches, snapshot_gradients, snapshot_parameters
 from tests.parallel.small import N_MICROBATCHES, SEQ_LEN, build, model_config, tokens
 
@@ -197,9 +198,10 @@ def raising_loss_on_rank(rank):
     """A tied pipeline whose second step raises in the loss; the gradients of the first must survive."""
     init_distributed(DistributedConfig(), seed=0)
     module = build_stage_module(model_config(True), 0, 2)
+    tied = TiedWeights([{0: "embed.weight", 1: "head.weight"}], {0: module}, {0: 0, 1: 0}, Ranks(alone=True))
     before = torch.ones_like(module.embed.weight)
     module.embed.weight.grad = before.clone()
-    with pytest.raises(RuntimeError, match="boom"), tied_gradients([module.embed.weight], None, None):
+    with pytest.raises(RuntimeError, match="boom"), tied.summed():
         raise RuntimeError("boom")
     return torch.equal(module.embed.weight.grad, before)
 
