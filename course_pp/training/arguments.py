@@ -1,170 +1,245 @@
-"""A training run on the command line: its layout, a flag a field of :class:`TrainConfig`, and its checkpoints."""
+"""The command line of a training run: a flag for each field of :class:`~course_pp.training.options.Options`.
 
-import argparse
-from collections.abc import Iterator
+    defaults  <  --model's preset  <  --config's file  <  flags
+
+A file is TOML and has a key for each flag, ``global_batch_size = 64``. It is read as flags that were given earlier, so
+both are checked by the same code. Flags are made from the dataclasses by cyclopts; every refusal is one sentence.
+"""
+
+import tomllib
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from math import prod
-from typing import Any
+from dataclasses import fields
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from course_pp.parallel import DistributedConfig, ReshardPolicy, schedule_names
-from course_pp.training.config import ENGINES, TrainConfig
-from course_pp.training.setting import SettingError
+import cyclopts
+from cyclopts import (
+    App,
+    ArgumentCollection,
+    CoercionError,
+    MissingArgumentError,
+    Parameter,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
 
-__all__ = [
-    "add_checkpoint_arguments",
-    "add_layout_arguments",
-    "add_sample_arguments",
-    "add_train_arguments",
-    "checkpoint_options",
-    "distributed_config",
-    "flags_named",
-    "reshard_policy",
-    "sample_options",
-    "train_config",
-]
+from course_pp.training.config import TrainConfig
+from course_pp.training.options import (
+    PRESETS,
+    CheckpointOptions,
+    DataOptions,
+    LayoutOptions,
+    ModelOptions,
+    Options,
+    SampleOptions,
+)
+from course_pp.training.setting import SettingError, nearest
 
-# Flag, type and help of each field, in the order of --help. Defaults are TrainConfig's.
-_FIELDS: dict[str, tuple[str, type, str]] = {
-    "schedule": ("--schedule", str, f"one of {', '.join(schedule_names())}"),
-    "engine": ("--engine", str, f"what runs the pipeline: {' or '.join(ENGINES)}"),
-    "microbatches": ("--microbatches", int, "microbatches of a pipeline step"),
-    "accumulation": ("--accumulation", int, "pipeline steps whose gradients make one optimizer step"),
-    "batch": ("--global-batch-size", int, "sequences an optimizer step, over all ranks"),
-    "steps": ("--steps", int, "optimizer steps"),
-    "lr": ("--lr", float, "peak learning rate of AdamW, after warm-up"),
-    "min_lr": ("--min-lr", float, "learning rate at the end of the cosine, as a share of the peak"),
-    "warmup_steps": ("--warmup", int, "steps until the peak (default: a tenth of the steps, at most 100)"),
-    "weight_decay": ("--weight-decay", float, "of AdamW, for matrices; norms, biases and embeddings do not decay"),
-    "clip_norm": ("--max-norm", float, "clip the norm of the whole gradient; inf only measures it"),
-    "eval_every": ("--eval-every", int, "steps between evaluations (default: before and after training only)"),
-    "log_every": ("--log-every", int, "steps between lines about the loss"),
-    "log_folder": ("--log-folder", str, "where to write metrics.jsonl and TensorBoard's files (default: nowhere)"),
-    "profile": ("--profile", int, "steps to trace on every rank, into --log-folder"),
-    "seed": ("--seed", int, "of the weights and of the order of the data"),
-}
-_NEED_DIRECTORY = ("save_every", "async_save", "keep_last", "keep_every")
+__all__ = ["flags_named", "parse"]
+
+# Where the flag is not the field's name.
+_FLAGS = {"batch": "global-batch-size", "warmup_steps": "warmup", "clip_norm": "max-norm"}
+_CLASSES: tuple[type, ...] = (TrainConfig, LayoutOptions, ModelOptions, DataOptions, CheckpointOptions, SampleOptions)
+_RENAMED = {"batch-size": ("global-batch-size", "sequences an optimizer step, over all ranks")}
+_EITHER = ("steps", "epochs")
+
+Values = dict[str, Any]
+"""By the name of a flag, without its dashes."""
 
 
-def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare how the ranks share the model and the data."""
-    add = parser.add_argument
-    add("--pp", type=int, help="pipeline ranks (default: what the other factors leave)")
-    add("--tp", type=int, default=1, help="tensor-parallel ranks (default 1)")
-    add("--dp-shard", type=int, default=1, help="ranks that FSDP2 shards over; -1 takes what is left (default 1)")
-    add("--dp-replicate", type=int, default=1, help="copies of the sharded model (default 1)")
-    add("--reshard", default="auto", help="after forward: auto, true, false or a number of ranks (default auto)")
-    add("--share-gpus", action="store_true", help="several ranks compute on one GPU, with --engine runtime")
-    add("--ac", default="none", choices=("none", "selective", "full"), help="activation checkpointing (default none)")
-
-
-def distributed_config(arguments: argparse.Namespace, world_size: int) -> DistributedConfig:
-    """The layout that was asked for; its sizes are compared with the world's when the ranks join.
+def parse(arguments: Sequence[str], description: str = "") -> Options | None:
+    """The run that was asked for; None if help was, which is then printed.
 
     Raises:
-        ValueError: a size that no layout can have.
+        ValueError: for what is no flag or no value of one, in one sentence that names it; what no run can have, in the
+            words of :class:`TrainConfig`.
     """
-    others = (arguments.dp_replicate, arguments.dp_shard, arguments.tp)
-    taken = prod(others)
-    left = world_size // taken if taken > 0 and world_size % taken == 0 else 1
-    pp = left if arguments.pp is None else arguments.pp
-    return DistributedConfig(pp, *others, share_gpus=arguments.share_gpus)
+    levels = [_given(arguments)]
+    files = levels[0].get("config", [])
+    if files:
+        levels.insert(0, _read(files[-1]))
+    model = next((level["model"] for level in reversed(levels) if "model" in level), [None])[-1]
+    if model is not None:
+        levels.insert(0, _preset(model))
+    below: list[str] = []
+    for i, level in enumerate(levels):
+        if all(name in level for name in _EITHER):
+            raise ValueError("--steps and --epochs both say how long to train: leave one out")
+        above = {name for later in levels[i + 1 :] for name in later}
+        above |= {other for name, other in (_EITHER, _EITHER[::-1]) if name in above}
+        if level is not levels[-1]:
+            below += [token for name, value in level.items() if name not in above for token in _tokens(name, value)]
+    try:
+        options: Options | None = _app(description)([*below, *arguments], **_AS_VALUES)
+    except cyclopts.CycloptsError as error:
+        raise ValueError(_sentence(error)) from error
+    return options
 
 
-def reshard_policy(text: str) -> ReshardPolicy:
-    """What ``--reshard`` says.
+_AS_VALUES: dict[str, Any] = {"exit_on_error": False, "print_error": False, "result_action": "return_value"}
+
+
+def _app(description: str) -> App:
+    """The parser. A flag given twice counts the last time, as with most programs."""
+    rules = Parameter(
+        name="*",
+        name_transform=_flag,
+        consume_multiple=True,
+        allow_repeating=True,
+        negative_iterable=(),
+        negative_none=(),
+    )
+    app = App(name="train.py", help=description, default_parameter=rules, version_flags=[], help_format="plaintext")
+    app.config = (_check_whole_numbers,)
+
+    @app.default
+    def run(
+        *,
+        config: Annotated[str | None, Parameter(name="--config")] = None,
+        train: TrainConfig | None = None,
+        layout: LayoutOptions | None = None,
+        model: ModelOptions | None = None,
+        data: DataOptions | None = None,
+        checkpoints: CheckpointOptions | None = None,
+        writing: SampleOptions | None = None,
+    ) -> Options:
+        """Build the options.
+
+        Parameters
+        ----------
+        config
+            a TOML file with a key for each of the other flags, which override it
+        """
+        given: dict[str, Any] = {"train": train, "layout": layout, "model": model, "data": data}
+        given |= {"checkpoints": checkpoints, "writing": writing}
+        return Options(**{name: part for name, part in given.items() if part is not None})
+
+    return app
+
+
+def _flag(field: str) -> str:
+    return _FLAGS.get(field, field.replace("_", "-"))
+
+
+def _hints() -> dict[str, Any]:
+    """The type of each flag, by its name."""
+    return {"config": str | None} | {_flag(each.name): each.type for kind in _CLASSES for each in fields(kind)}
+
+
+def _given(arguments: Sequence[str]) -> Values:
+    """The flags in ``arguments``, each with its values as text, as far as can be told before they are parsed."""
+    found: Values = {}
+    values: list[str] = []
+    for token in arguments:
+        if token.startswith("--"):
+            name, _, value = token[2:].partition("=")
+            if name in _RENAMED:
+                new, meaning = _RENAMED[name]
+                rest = arguments[arguments.index(token) + 1 :]
+                value = value or next(iter(rest), "")
+                raise ValueError(f"--{name} {value} is now --{new} {value}: {meaning}")
+            name = name.removeprefix("no-") if name not in _hints() else name
+            values = found[name.partition(".")[0]] = [value] if "=" in token else []
+        else:
+            values.append(token)
+    return found
+
+
+def _read(path: str) -> Values:
+    """The keys of a file, as flags.
 
     Raises:
-        ValueError: for anything but auto, true, false or a number.
+        ValueError: naming the file, and a key that is none.
     """
-    words: dict[str, ReshardPolicy] = {"auto": "auto", "true": True, "false": False}
-    if text.lower() not in words and not text.isdecimal():
-        raise ValueError(f"--reshard {text} must be auto, true, false or a number of ranks")
-    return words[text.lower()] if text.lower() in words else int(text)
+    try:
+        with open(path, "rb") as file:
+            content = tomllib.load(file)
+    except OSError as error:
+        raise ValueError(f"--config {path!r} cannot be read ({error.strerror}): give a TOML file") from error
+    except ValueError as error:  # also of text that is not UTF-8
+        raise ValueError(f"--config {path!r} is not TOML: {error}") from error
+    known = [name.replace("-", "_") for name in _hints() if name != "config"]
+    found: Values = {}
+    for key, value in content.items():
+        if key.replace("-", "_") not in known:
+            raise ValueError(f"{path}: unknown key {key!r}: did you mean {nearest(key, known)!r}?")
+        name = key.replace("_", "-")
+        _check_value(path, key, value, _hints()[name])
+        found[name] = [value] if name == "model" else value
+    return found
 
 
-def add_train_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of :func:`train_config`."""
-    for field, (flag, kind, text) in _FIELDS.items():
-        default = getattr(TrainConfig, field)
-        shown = text if default is None else f"{text} (default {default})"
-        parser.add_argument(flag, dest=field, type=kind, default=default, help=shown)
-    parser.add_argument("--batch-size", action=_Renamed, help=argparse.SUPPRESS)
+def _check_value(path: str, key: str, value: Any, hint: Any) -> None:
+    """Refuse what is lost when a value becomes text: whether it was a boolean, a list, a table."""
+    kinds = {get_origin(each) or each for each in _choices(hint)}
+    right = isinstance(value, dict) == (dict in kinds) and isinstance(value, list) == (tuple in kinds)
+    right = right and isinstance(value, bool) == (bool in kinds)
+    if not right or not isinstance(value, bool | int | float | str | list | dict):
+        raise ValueError(f"{path}: {key} = {value!r} must be {_spelled(hint)}")
 
 
-class _Renamed(argparse.Action):
-    """Refuses the old name of a flag: elsewhere ``batch_size`` is one microbatch's."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, option: str | None = None
-    ) -> None:
+def _preset(model: object) -> Values:
+    if not isinstance(model, str) or model not in PRESETS:
         raise ValueError(
-            f"{option} {values} is now --global-batch-size {values}: sequences an optimizer step, over all ranks"
+            f"--model {model!r} must be one of {', '.join(PRESETS)}: did you mean {nearest(model, PRESETS)!r}?"
         )
+    return {name.replace("_", "-"): value for name, value in PRESETS[model].items()}
 
 
-def train_config(arguments: argparse.Namespace) -> TrainConfig:
-    """The run that was asked for.
-
-    Raises:
-        ValueError: a value that no run can have.
-    """
-    return TrainConfig(**{field: getattr(arguments, field) for field in _FIELDS})
-
-
-def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what :class:`~course_pp.training.checkpointer.Checkpointer` needs to know."""
-    add = parser.add_argument
-    add("--checkpoint-dir", help="keep the run's checkpoints here, and save when SIGTERM or SIGUSR1 asks to end")
-    add("--save-every", type=int, help="steps between checkpoints (default: after the last step only)")
-    add("--async-save", action="store_true", help="write checkpoints while training goes on")
-    add("--keep-last", type=int, help="delete all but this many of the newest checkpoints (default: keep all)")
-    add("--keep-every", type=int, help="with --keep-last, also keep those of every so many steps")
-    add("--resume", default="auto", help="auto: from the newest whole checkpoint in --checkpoint-dir, if there is one; "
-        "never; or the path of a checkpoint (default auto)")  # fmt: skip
+def _tokens(name: str, value: Any) -> list[str]:
+    """A value as it would be typed."""
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    if isinstance(value, dict):
+        return [token for key, each in value.items() for token in [f"--{name}.{key}={_typed(each)}"]]
+    if isinstance(value, list):
+        return [f"--{name}", *map(_typed, value)]
+    return [f"--{name}={_typed(value)}"]
 
 
-def checkpoint_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of :class:`~course_pp.training.checkpointer.Checkpointer` that were asked for.
-
-    Raises:
-        ValueError: for a flag that means nothing without a directory.
-    """
-    if arguments.checkpoint_dir == "":
-        raise ValueError("--checkpoint-dir '' names no directory: give one, or leave the flag out to save nothing")
-    given = [name for name in _NEED_DIRECTORY if getattr(arguments, name)]
-    if arguments.resume not in ("auto", "never"):
-        given.append("resume")
-    if given and arguments.checkpoint_dir is None:
-        raise ValueError(f"--{given[0].replace('_', '-')} needs --checkpoint-dir, where the run's checkpoints are kept")
-    return {
-        "root": arguments.checkpoint_dir,
-        "save_every": arguments.save_every,
-        "asynchronous": arguments.async_save,
-        "keep_last": arguments.keep_last,
-        "keep_every": arguments.keep_every,
-    }
+def _typed(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the text that is written at the end."""
-    parser.add_argument("--sample", type=int, default=0, help="tokens to write with the trained model (default 0)")
-    parser.add_argument("--prompt", default="", help="what they continue (default: the beginning of a text)")
+def _check_whole_numbers(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Refuse 3.5 for a whole number, which cyclopts would round."""
+    for argument in arguments:
+        if int in _choices(argument.hint) and float not in _choices(argument.hint):
+            for token in argument.tokens:
+                if not token.value.strip().lstrip("+-").isdecimal():
+                    raise ValueError(f"{argument.name} {token.value!r} must be a whole number")
 
 
-def sample_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of :func:`~course_pp.training.sampling.sample` that were asked for.
+def _choices(hint: Any) -> tuple[Any, ...]:
+    """The types between which a hint chooses, without None."""
+    options = get_args(hint) if get_origin(hint) in (Union, type(int | None)) else (hint,)
+    return tuple(each for each in options if each is not type(None))
 
-    Raises:
-        ValueError: for a negative number of tokens, or one of them on shared GPUs.
-    """
-    if arguments.sample < 0:
-        raise ValueError(f"--sample {arguments.sample} must be at least 0: it is the number of tokens to write")
-    if arguments.sample and arguments.share_gpus:
-        raise ValueError(
-            f"--sample {arguments.sample} with --share-gpus: text is written by torch's pipeline, which cannot share "
-            "GPUs. Leave --sample out, or write it from the checkpoint on a GPU a rank"
-        )
-    return {"n_tokens": arguments.sample, "seed": arguments.seed}
+
+def _spelled(hint: Any) -> str:
+    """A type in words."""
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    [kind, *_] = _choices(hint)
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(repr, get_args(kind)))}"
+    if get_origin(kind) is tuple:
+        return f"a list, each {_spelled(get_args(kind)[0])}"
+    return "a table of names and values" if get_origin(kind) is dict else words[kind]
+
+
+def _sentence(error: cyclopts.CycloptsError) -> str:
+    """What cyclopts found, in our words."""
+    name = "" if error.argument is None else error.argument.name
+    if isinstance(error, UnknownOptionError):
+        flag = error.token.keyword or error.token.value
+        return f"unknown option {flag}: did you mean --{nearest(flag.lstrip('-').partition('=')[0], _hints())}?"
+    if isinstance(error, UnusedCliTokensError):
+        return f"unexpected {(error.unused_tokens or [''])[0]!r}: every value follows its flag, as in --steps 100"
+    if isinstance(error, CoercionError) and error.token is not None and error.argument is not None:
+        return f"{name} {error.token.value!r} must be {_spelled(error.argument.hint)}"
+    if isinstance(error, MissingArgumentError):
+        return f"{name} needs a value: {_spelled(error.argument.hint)}" if error.argument is not None else str(error)
+    return " ".join(str(error).split())
 
 
 @contextmanager
@@ -174,8 +249,7 @@ def flags_named() -> Iterator[None]:
     Raises:
         ValueError: the one from inside, in these words.
     """
-    flags = {field: flag for field, (flag, _, _) in _FIELDS.items()}
-    flags |= {name: f"--{name.replace('_', '-')}" for name in (*_NEED_DIRECTORY, "resume")}
+    flags = {each.name: f"--{_flag(each.name)}" for kind in _CLASSES for each in fields(kind)}
     try:
         yield
     except SettingError as error:

@@ -3,10 +3,9 @@
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from difflib import get_close_matches
 from typing import Any, Literal
 
-from course_pp.training.setting import SettingError, check_number, check_whole
+from course_pp.training.setting import SettingError, check_number, check_whole, nearest
 
 __all__ = ["ENGINES", "LR_SCHEDULES", "OPTIMIZERS", "Engine", "LrSchedule", "TrainConfig"]
 
@@ -57,7 +56,7 @@ class TrainConfig:
     """Of the Adam family; None is the optimizer's own."""
     eps: float | None = None
     """Of most optimizers; None is the optimizer's own."""
-    optimizer_options: Mapping[str, float | bool] = field(default_factory=dict)
+    optimizer_options: dict[str, float | bool] = field(default_factory=dict)
     """Whatever else the optimizer takes, such as `{"momentum": 0.9}`."""
     weight_decay: float = 0.01
     """Of matrices; norms, biases and embeddings do not decay."""
@@ -98,7 +97,7 @@ class TrainConfig:
     def _check_optimizer(self) -> None:
         """Refuse an optimizer or a course of the learning rate that cannot be; what it takes, it is asked later."""
         refuse_unless = self._refuse_unless
-        near = get_close_matches(str(self.optimizer), OPTIMIZERS, 1, 0.0)[0]
+        near = nearest(self.optimizer, OPTIMIZERS)
         known = f"{{optimizer}} must be one of {', '.join(OPTIMIZERS)}: did you mean {near!r}?"
         refuse_unless(self.optimizer in OPTIMIZERS, known, "optimizer")
         options = self.optimizer_options

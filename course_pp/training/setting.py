@@ -1,9 +1,10 @@
 """The error of a setting that no run can have; it knows the setting's name, so a command line can name its flag."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
-__all__ = ["SettingError", "check_number", "check_whole"]
+__all__ = ["SettingError", "check_number", "check_whole", "nearest"]
 
 
 class SettingError(ValueError):
@@ -47,3 +48,9 @@ def check_number(name: str, value: object) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise SettingError(f"{{{name}}} must be a number, not {type(value).__name__}", {name: value})
+
+
+def nearest(name: object, names: Iterable[str]) -> str:
+    """The one of ``names`` that is spelled most like ``name``, whatever the case."""
+    by_folded = {each.casefold(): each for each in names}
+    return by_folded[get_close_matches(str(name).casefold(), by_folded, 1, 0.0)[0]]

@@ -33,7 +33,7 @@ from course_pp.training import TrainConfig
         ({"schedule": ""}, "schedule='' must be the name of a schedule"),
         ({"log_folder": ""}, "log_folder='' must be a folder to write into, or None"),
         ({"optimizer": "AdamV"}, "optimizer='AdamV' must be one of AdamW, Adam,"),
-        ({"optimizer": "AdamV"}, "did you mean 'AdamW'?"),
+        ({"optimizer": "adamw"}, "did you mean 'AdamW'?"),
         ({"optimizer_options": {"momentum": "0.9"}}, "must give numbers or booleans by name"),
         ({"betas": (0.9, 1.0)}, "betas=(0.9, 1.0) must be two numbers from 0 to below 1"),
         ({"eps": -1.0}, "eps=-1.0 must be 0 or more"),

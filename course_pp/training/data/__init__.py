@@ -25,6 +25,7 @@ from course_pp.training.data.tokenizer import (
     Tokenizer,
     check_vocabulary,
     encode,
+    load_tokenizer,
     train_tokenizer,
 )
 
@@ -41,6 +42,7 @@ __all__ = [
     "check_vocabulary",
     "encode",
     "load_corpus",
+    "load_tokenizer",
     "packed",
     "padded",
     "train_tokenizer",

@@ -80,6 +80,30 @@ class Tokenizer:
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
+def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer of a ``tokenizer.json``, such as a checkpoint of a run holds.
+
+    Raises:
+        ValueError: the file cannot be read, is no tokenizer, or has other tokens than ours at 0, 1 and 2.
+    """
+    name = os.fspath(path)
+    try:
+        with open(path, encoding="utf-8") as file:
+            tokenizer = Tokenizer(file.read())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"tokenizer {name!r} cannot be read ({error}): give a tokenizer.json") from error
+    try:
+        found = [tokenizer._backend.id_to_token(i) for i in range(len(SPECIAL_TOKENS))]
+    except ValueError as error:
+        raise ValueError(f"tokenizer {name!r}: {error}") from error
+    if found != list(SPECIAL_TOKENS):
+        raise ValueError(
+            f"tokenizer {name!r} has {found} as its first tokens, and a run needs {list(SPECIAL_TOKENS)}, which mark "
+            "padding and where texts begin and end: give one that train_tokenizer or a run of train.py has made"
+        )
+    return tokenizer
+
+
 def train_tokenizer(
     corpus: Corpus, vocab_size: int = 1024, cache_dir: str | os.PathLike[str] | None = None
 ) -> Tokenizer:

@@ -1,0 +1,227 @@
+"""What ``train.py`` can be asked for, beside :class:`~course_pp.training.config.TrainConfig`.
+
+A flag, or a key of a file, for each field (:mod:`course_pp.training.arguments`); the text below a field is its help.
+"""
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Literal
+
+from course_pp.model import ModelConfig
+from course_pp.parallel import DistributedConfig, ReshardPolicy
+from course_pp.training.config import TrainConfig
+
+__all__ = ["PRESETS", "CheckpointOptions", "DataOptions", "LayoutOptions", "ModelOptions", "Options", "SampleOptions"]
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {"dim": 32, "layers": 2, "heads": 4, "seq_len": 32, "tokenizer_size": 300},
+    "small": {"dim": 128, "layers": 4, "heads": 4, "seq_len": 128, "tokenizer_size": 1024},
+    "article-179m": {
+        **{"dim": 768, "layers": 12, "heads": 12, "kv_heads": 3, "ffn_dim": 3072},
+        **{"vocab_size": 50_000, "tokenizer_size": 50_000, "seq_len": 512},
+    },
+    "gpt2": {
+        **{"dim": 768, "layers": 12, "heads": 12, "ffn_dim": 2048, "tie_embeddings": True},
+        **{"vocab_size": 50_257, "tokenizer_size": 50_257, "seq_len": 1024},
+    },
+    "llama-1b": {
+        **{"dim": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "ffn_dim": 8192, "tie_embeddings": True},
+        **{"rope_theta": 500_000.0, "vocab_size": 128_256, "tokenizer_size": 128_256, "seq_len": 2048},
+    },
+}
+"""Sizes that go by a name, each the values of several flags. All are this package's decoder.
+
+    tiny          for trying things out: seconds
+    small         the default
+    article-179m  179,448,576 parameters: 12 layers of 8,553,984 (width 768, 12 heads that share 3 key/value heads, a
+                  feed-forward of 3,072), an embedding and a head of 50,000 · 768 each; 512 tokens
+    gpt2          123,551,232, the sizes of GPT-2 (Radford et al. 2019) with SwiGLU of 2,048, which has as many
+                  parameters as its feed-forward of 3,072; tied; 1,024 tokens
+    llama-1b      1,235,814,400, the sizes of Llama 3.2 1B; tied
+"""
+
+
+@dataclass(frozen=True)
+class LayoutOptions:
+    """How the ranks share the model and the data."""
+
+    pp: int | None = None
+    """pipeline ranks (default: what the other factors leave)"""
+    tp: int = 1
+    """tensor-parallel ranks"""
+    dp_shard: int = 1
+    """ranks that FSDP2 shards over; -1 takes what is left"""
+    dp_replicate: int = 1
+    """copies of the sharded model"""
+    reshard: str = "auto"
+    """after forward: auto, true, false or a number of ranks"""
+    share_gpus: bool = False
+    """several ranks compute on one GPU, with --engine runtime"""
+    ac: Literal["none", "selective", "full"] = "none"
+    """activation checkpointing"""
+    timeout: float = 300.0
+    """seconds that a rank waits for the others"""
+
+    def distributed(self, world_size: int) -> DistributedConfig:
+        """The layout that was asked for; its sizes are compared with the world's when the ranks join.
+
+        Raises:
+            ValueError: a size that no layout can have.
+        """
+        others = (self.dp_replicate, self.dp_shard, self.tp)
+        taken = prod(others)
+        left = world_size // taken if taken > 0 and world_size % taken == 0 else 1
+        pp = left if self.pp is None else self.pp
+        return DistributedConfig(pp, *others, share_gpus=self.share_gpus, timeout_s=self.timeout)
+
+    @property
+    def reshard_policy(self) -> ReshardPolicy:
+        """What ``--reshard`` says.
+
+        Raises:
+            ValueError: for anything but auto, true, false or a number.
+        """
+        words: dict[str, ReshardPolicy] = {"auto": "auto", "true": True, "false": False}
+        if self.reshard.lower() not in words and not self.reshard.isdecimal():
+            raise ValueError(f"--reshard {self.reshard} must be auto, true, false or a number of ranks")
+        return words[self.reshard.lower()] if self.reshard.lower() in words else int(self.reshard)
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The sizes of the model."""
+
+    model: str = "small"
+    """sizes that go by a name, which the flags below change: tiny, small, article-179m, gpt2 or llama-1b"""
+    dim: int = 128
+    """model width"""
+    layers: int = 4
+    """decoder layers"""
+    heads: int = 4
+    """attention heads"""
+    kv_heads: int | None = None
+    """key/value heads, which several attention heads share (default: as many as --heads)"""
+    ffn_dim: int | None = None
+    """inner width of the feed-forward block (default: 8/3 of the model's width)"""
+    rope_theta: float = 10_000.0
+    """base of the rotary positions"""
+    tie_embeddings: bool = False
+    """share the input embedding with the output head"""
+    seq_len: int = 128
+    """tokens a sequence"""
+    vocab_size: int | None = None
+    """rows of the model's embedding (default: the tokenizer's size)"""
+
+    def config(self, vocab_size: int) -> ModelConfig:
+        """The model of these sizes, with ``vocab_size`` rows where none was asked for.
+
+        Raises:
+            ValueError: sizes that no model can have.
+        """
+        return ModelConfig(
+            *(self.dim, self.layers, self.heads, vocab_size if self.vocab_size is None else self.vocab_size),
+            n_kv_heads=self.kv_heads,
+            ffn_dim=self.ffn_dim,
+            max_seq_len=self.seq_len,
+            rope_theta=self.rope_theta,
+            tie_embeddings=self.tie_embeddings,
+        )
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """What the model learns from."""
+
+    text: tuple[str, ...] | None = None
+    """text files or folders to train on (default: the source code of Python's standard library)"""
+    dataset: str | None = None
+    """name or path of a Hugging Face dataset to train on"""
+    subset: str | None = None
+    """of --dataset: one of its configurations"""
+    split: str = "train"
+    """of --dataset: its part, as datasets.load_dataset takes it"""
+    column: str = "text"
+    """of --dataset: the column that holds the text"""
+    tokenizer: str | None = None
+    """a tokenizer.json to use (default: one is trained on the text)"""
+    tokenizer_size: int = 1024
+    """entries of the tokenizer that is trained"""
+    padded: bool = False
+    """one document a sequence, padded, instead of packed sequences"""
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """When the run is saved, and from what it goes on."""
+
+    checkpoint_dir: str | None = None
+    """keep the run's checkpoints here, and save when SIGTERM or SIGUSR1 asks to end"""
+    save_every: int | None = None
+    """steps between checkpoints (default: after the last step only)"""
+    async_save: bool = False
+    """write checkpoints while training goes on"""
+    keep_last: int | None = None
+    """delete all but this many of the newest checkpoints (default: keep all)"""
+    keep_every: int | None = None
+    """with --keep-last, also keep those of every so many steps"""
+    resume: str = "auto"
+    """auto: from the newest whole checkpoint in --checkpoint-dir, if there is one; never; or a checkpoint's path"""
+
+    @property
+    def checkpointer(self) -> dict[str, Any]:
+        """The arguments of :class:`~course_pp.training.checkpointer.Checkpointer` that were asked for.
+
+        Raises:
+            ValueError: for a flag that means nothing without a directory.
+        """
+        if self.checkpoint_dir == "":
+            raise ValueError("--checkpoint-dir '' names no directory: give one, or leave the flag out to save nothing")
+        given = [name for name in ("save_every", "async_save", "keep_last", "keep_every") if getattr(self, name)]
+        if self.resume not in ("auto", "never"):
+            given.append("resume")
+        if given and self.checkpoint_dir is None:
+            flag = given[0].replace("_", "-")
+            raise ValueError(f"--{flag} needs --checkpoint-dir, where the run's checkpoints are kept")
+        return {
+            "root": self.checkpoint_dir,
+            "save_every": self.save_every,
+            "asynchronous": self.async_save,
+            "keep_last": self.keep_last,
+            "keep_every": self.keep_every,
+        }
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """The text that is written at the end."""
+
+    sample: int = 0
+    """tokens to write with the trained model"""
+    prompt: str = ""
+    """what they continue (default: the beginning of a text)"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """A run on the command line.
+
+    Raises:
+        ValueError: for options that do not go together.
+    """
+
+    train: TrainConfig = field(default_factory=TrainConfig)
+    layout: LayoutOptions = field(default_factory=LayoutOptions)
+    model: ModelOptions = field(default_factory=ModelOptions)
+    data: DataOptions = field(default_factory=DataOptions)
+    checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
+    writing: SampleOptions = field(default_factory=SampleOptions)
+
+    def __post_init__(self) -> None:
+        tokens = self.writing.sample
+        if tokens < 0:
+            raise ValueError(f"--sample {tokens} must be at least 0: it is the number of tokens to write")
+        if tokens and self.layout.share_gpus:
+            raise ValueError(
+                f"--sample {tokens} with --share-gpus: text is written by torch's pipeline, which cannot share "
+                "GPUs. Leave --sample out, or write it from the checkpoint on a GPU a rank"
+            )

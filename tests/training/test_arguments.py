@@ -1,0 +1,119 @@
+"""The command line: a flag and a key for each field, in one order of precedence, refused in one sentence."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from course_pp.training.arguments import parse
+from course_pp.training.options import PRESETS, ModelOptions, Options
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
+
+def parsed(*arguments: str) -> Options:
+    options = parse(arguments)
+    assert options is not None
+    return options
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'model = "tiny"\nsteps = 7\nglobal-batch-size = 16\nlayers = 3\ntie_embeddings = true\nbetas = [0.9, 0.95]\n'
+        'lr_schedule = "wsd"\ntext = ["a", "b"]\npadded = false\n[optimizer_options]\namsgrad = true\n'
+    )
+    return path
+
+
+def test_a_file_overrides_the_preset_and_flags_override_the_file(toml: Path) -> None:
+    options = parsed(f"--config={toml}", "--layers=5", "--no-tie-embeddings", "--text", "c")
+    assert (options.model.dim, options.data.tokenizer_size) == (32, 300)  # the preset's
+    assert (options.train.steps, options.train.batch, options.train.betas) == (7, 16, (0.9, 0.95))  # the file's
+    assert (options.train.lr_schedule, options.train.optimizer_options) == ("wsd", {"amsgrad": True})
+    assert (options.model.layers, options.model.tie_embeddings, options.data.text) == (5, False, ("c",))  # the flags'
+    assert (options.model.heads, options.train.lr) == (4, 3e-3)  # defaults
+
+
+def test_another_preset_and_epochs_instead_of_steps_override_the_file(toml: Path) -> None:
+    options = parsed("--model", "gpt2", "--epochs", "2", "--config", str(toml))
+    assert (options.model.dim, options.model.layers, options.train.epochs) == (768, 3, 2)
+
+
+def test_a_flag_given_twice_counts_the_last_time() -> None:
+    options = parsed("--layers=2", "--steps", "3", "--layers=4", "--optimizer-options.momentum=0.5", "--optimizer=SGD")
+    assert (options.model.layers, options.train.steps, options.train.optimizer_options) == (4, 3, {"momentum": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("article-179m", 179.4), ("gpt2", 123.6), ("llama-1b", 1235.8), ("small", 1.1)]
+)
+def test_a_preset_has_as_many_parameters_as_its_name_says(name: str, millions: float) -> None:
+    model = parsed("--model", name).model
+    assert round(model.config(PRESETS[name]["tokenizer_size"]).n_parameters / 1e6, 1) == millions
+
+
+def test_the_default_is_the_small_preset() -> None:
+    assert ModelOptions() == parsed("--model=small").model == parsed().model
+
+
+def test_the_readmes_run_of_the_article_and_its_file_are_what_it_says(tmp_path: Path) -> None:
+    [command] = re.findall(r"^torchrun.*train\.py (--model article.*)", README, re.M)
+    options = parsed(*shlex.split(command))
+    sizes = (options.model.layers, options.model.heads, options.model.kv_heads, options.model.seq_len)
+    assert sizes == (12, 12, 3, 512)
+    assert (options.data.padded, options.train.lr_schedule, options.train.warmup) == (True, "cosine", 100)
+    [content] = re.findall(r"```toml\n(.*?)```", README, re.S)
+    (tmp_path / "run.toml").write_text(content)
+    assert parsed(f"--config={tmp_path}/run.toml").train.optimizer_options == {"momentum": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--stps 3", "unknown option --stps: did you mean --steps?"),
+        ("--steps x", "--steps 'x' must be a whole number"),
+        ("--steps=3.5", "--steps '3.5' must be a whole number"),
+        ("--steps", "--steps needs a value: a whole number"),
+        ("--ac=some", "--ac 'some' must be one of 'none', 'selective', 'full'"),
+        ("stray", "unexpected 'stray': every value follows its flag"),
+        ("--steps 3 --epochs 3", "--steps and --epochs both say how long to train: leave one out"),
+        (
+            "--model=gpt3",
+            "article-179m, gpt2, llama-1b: did you mean 'gpt2'?",
+        ),
+        ("--config=", "--config '' cannot be read"),
+        (f"--config={__file__}", "is not TOML"),
+    ],
+)
+def test_a_flag_that_is_none_is_refused_in_one_sentence(arguments: str, words: str) -> None:
+    with pytest.raises(ValueError, match=r".") as refusal:
+        parse(arguments.split())
+    assert words in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("stps = 3", "unknown key 'stps': did you mean 'steps'?"),
+        ("[train]\nsteps = 3", "unknown key 'train'"),
+        ("config = 'a'", "unknown key 'config'"),
+        ("steps = true", "steps = True must be a whole number"),
+        ("steps = 3.5", "--steps '3.5' must be a whole number"),
+        ("padded = 1", "padded = 1 must be true or false"),
+        ("text = 'a'", "text = 'a' must be a list, each text"),
+        ("optimizer_options = 3", "optimizer_options = 3 must be a table"),
+        ("model = 3", "--model 3 must be one of tiny"),
+        ("steps = 3\nepochs = 3", "--steps and --epochs both say"),
+    ],
+)
+def test_a_key_that_is_none_is_refused_in_one_sentence(line: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(line)
+    with pytest.raises(ValueError, match=r".") as refusal:
+        parse([f"--config={path}"])
+    assert words in str(refusal.value)
+    assert "\n" not in str(refusal.value)
