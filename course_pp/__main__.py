@@ -19,6 +19,7 @@ _COMMANDS = {
     "checkpoint": "course_pp.training.checkpoint_command",
     "lab": "course_pp.notebook.command",
     "schedule": "course_pp.show.command",
+    "tokens": "course_pp.training.tokens_command",
 }
 _NAME = "python -m course_pp"
 _STANDARD_OUTPUT = "standard output"

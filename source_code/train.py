@@ -33,32 +33,10 @@ from course_pp.parallel import (
 from course_pp.training import Trainer, stages_of_rank
 from course_pp.training.arguments import flags_named, parse
 from course_pp.training.checkpointer import Checkpointer
-from course_pp.training.data import (
-    Sequences,
-    Tokenizer,
-    check_vocabulary,
-    encode,
-    load_corpus,
-    load_tokenizer,
-    packed,
-    padded,
-    train_tokenizer,
-    unigram_entropy,
-)
-from course_pp.training.options import DataOptions, Options
+from course_pp.training.data import check_vocabulary, unigram_entropy
+from course_pp.training.options import Options
 from course_pp.training.preemption import EXIT_CODE, Preempted, Preemption
 from course_pp.training.sampling import sample
-
-
-def load_data(asked: DataOptions, seq_len: int) -> tuple[Sequences, Sequences, Tokenizer]:
-    """Training and validation sequences, the same on every rank."""
-    texts = None if asked.text is None else list(asked.text)
-    part = {"subset": asked.subset, "split": asked.split, "text_column": asked.column}
-    train, validation = load_corpus(texts, asked.dataset, **part).split()
-    tokenizer = load_tokenizer(asked.tokenizer) if asked.tokenizer else train_tokenizer(train, asked.tokenizer_size)
-    arrange = padded if asked.padded else packed
-    rows, held_out = (arrange(encode(part, tokenizer), seq_len) for part in (train, validation))
-    return rows, held_out, tokenizer
 
 
 def build_stages(asked: Options, model: ModelConfig, mesh: DeviceMesh | None) -> list[PipelineStageModule]:
@@ -78,7 +56,7 @@ def build_stages(asked: Options, model: ModelConfig, mesh: DeviceMesh | None) ->
 def run(asked: Options, preemption: Preemption | None) -> None:
     config, keep, text = asked.train, asked.checkpoints.checkpointer, asked.writing
     layout = asked.layout.distributed(get_world_info()[2])
-    train, validation, tokenizer = load_data(asked.data, asked.model.seq_len)
+    train, validation, tokenizer = asked.data.load(asked.model.seq_len)
     model = asked.model.config(tokenizer.vocab_size)
     check_vocabulary(model.vocab_size, tokenizer)
     mesh = init_distributed(layout, config.seed)
@@ -96,7 +74,7 @@ def run(asked: Options, preemption: Preemption | None) -> None:
     sizes = {"device_mesh": mesh, "vocab_size": tokenizer.vocab_size, "seed": config.seed}
     written = sample(modules, tokenizer.encode(text.prompt), text.sample, **sizes)
     if trainer.is_logging_rank:
-        entropy = unigram_entropy(validation.targets, model.vocab_size)
+        entropy = unigram_entropy(validation[:].targets, model.vocab_size)
         print(f"validation loss {fitted.validation_loss:.3f} nats a token; unigram entropy {entropy:.3f}")
         print(f"{fitted.speed.tokens_per_s:,.0f} tokens a second" if fitted.steps else "no step was left to train")
         if written:

@@ -74,13 +74,15 @@ class TrainConfig:
     """Steps to trace on every rank into `log_folder`; 0 traces none."""
     peak_flops: float | None = None
     """FLOPs a second that one device can do, from its data sheet; None measures it with a matrix product."""
+    workers: int = 0
+    """Processes on each rank that read batches before they are needed; 0 reads each when it is."""
     seed: int = 42
     """Of the order of the data. Weights are drawn from `init_distributed`'s seed."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "microbatches", "accumulation", "eval_batches", "log_every"):
             check_whole(name, getattr(self, name), 1)
-        for name in ("profile", "seed"):
+        for name in ("profile", "seed", "workers"):
             check_whole(name, getattr(self, name), 0)
         for name, least in (("warmup_steps", 0), ("decay_steps", 1), ("eval_every", 1), ("epochs", 1)):
             if getattr(self, name) is not None:

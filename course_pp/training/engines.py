@@ -22,7 +22,7 @@ from course_pp.parallel import (
 from course_pp.runtime import Pipeline
 from course_pp.schedule import Schedule, build
 from course_pp.training.config import TrainConfig
-from course_pp.training.data import Sequences
+from course_pp.training.data import Rows, Sequences
 from course_pp.training.data.batches import rows_of_rank
 from course_pp.training.setting import SettingError
 
@@ -60,7 +60,7 @@ def build_engine(
     config: TrainConfig,
     modules: Sequence[PipelineStageModule],
     loss_fn: TokenLoss,
-    like: Sequences,
+    like: Rows,
     *,
     device_mesh: DeviceMesh | None,
     device: torch.device,
@@ -77,7 +77,7 @@ def build_engine(
     """
     if config.engine == "parallel":
         return _ParallelEngine(config, modules, loss_fn, like.seq_len, device_mesh, device, param_dtype)
-    return _RuntimeEngine(config, modules, loss_fn, like.attention_mask is not None, device_mesh, device)
+    return _RuntimeEngine(config, modules, loss_fn, like.is_padded, device_mesh, device)
 
 
 class _ParallelEngine:
@@ -102,19 +102,20 @@ class _ParallelEngine:
         self._pipeline = build_pipeline_schedule(stages, config.microbatches, loss_fn, config.schedule)
 
     def step(self, batch: Sequences, divisor: int) -> float:
-        return self._pipeline.step(**self._arguments(batch), divisor=divisor).item()
+        inputs, named = self._arguments(batch)
+        return self._pipeline.step(inputs, **named, divisor=divisor).item()
 
     def evaluate(self, batch: Sequences) -> float:
-        return self._pipeline.eval(**self._arguments(batch)).item()
+        inputs, named = self._arguments(batch)
+        return self._pipeline.eval(inputs, **named).item()
 
-    def _arguments(self, batch: Sequences) -> dict[str, Tensor]:
+    def _arguments(self, batch: Sequences) -> tuple[Tensor, dict[str, Tensor]]:
         """This rank's rows; every stage gets the mask of padded sequences."""
-        arguments = {"inputs": batch.inputs, "target": batch.targets, "attention_mask": batch.attention_mask}
-        return {
-            name: rows_of_rank(value, self._dp_rank, self._dp_size).to(self._device)
-            for name, value in arguments.items()
-            if value is not None
-        }
+        named = {"target": batch.targets, "attention_mask": batch.attention_mask}
+        return self._rows(batch.inputs), {name: self._rows(value) for name, value in named.items() if value is not None}
+
+    def _rows(self, value: Tensor) -> Tensor:
+        return rows_of_rank(value, self._dp_rank, self._dp_size).to(self._device)
 
 
 class _RuntimeEngine:

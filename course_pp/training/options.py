@@ -10,6 +10,18 @@ from typing import Any, Literal
 from course_pp.model import ModelConfig
 from course_pp.parallel import DistributedConfig, ReshardPolicy
 from course_pp.training.config import TrainConfig
+from course_pp.training.data import (
+    PackedTokens,
+    Rows,
+    Tokenizer,
+    encode,
+    load_corpus,
+    load_tokenizer,
+    open_tokens,
+    packed,
+    padded,
+    train_tokenizer,
+)
 
 __all__ = ["PRESETS", "CheckpointOptions", "DataOptions", "LayoutOptions", "ModelOptions", "Options", "SampleOptions"]
 
@@ -148,6 +160,37 @@ class DataOptions:
     """entries of the tokenizer that is trained"""
     padded: bool = False
     """one document a sequence, padded, instead of packed sequences"""
+    tokens: str | None = None
+    """a file of python -m course_pp tokens to train on, which is read as it is needed"""
+
+    def load(self, seq_len: int) -> tuple[Rows, Rows, Tokenizer]:
+        """Training and validation sequences, the same on every rank, and the tokenizer that made them.
+
+        Raises:
+            ValueError: for data that is not there, or not whole; a tokenizer that did not make the file of tokens.
+        """
+        given = load_tokenizer(self.tokenizer) if self.tokenizer is not None else None
+        if self.tokens is not None:
+            return self._load_tokens(self.tokens, seq_len, given)
+        texts = None if self.text is None else list(self.text)
+        corpus = load_corpus(texts, self.dataset, subset=self.subset, split=self.split, text_column=self.column)
+        train, validation = corpus.split()
+        tokenizer = given or train_tokenizer(train, self.tokenizer_size)
+        arrange = padded if self.padded else packed
+        rows, held_out = (arrange(encode(part, tokenizer), seq_len) for part in (train, validation))
+        return rows, held_out, tokenizer
+
+    def _load_tokens(self, path: str, seq_len: int, given: Tokenizer | None) -> tuple[Rows, Rows, Tokenizer]:
+        others = [name for name in ("text", "dataset", "padded") if getattr(self, name)]
+        if others:
+            raise ValueError(f"--tokens {path} is the data, packed: leave --{others[0]} out")
+        file = open_tokens(path)
+        if given is not None and file.tokenizer != given.definition:
+            raise ValueError(
+                f"--tokenizer {self.tokenizer} is of another vocabulary ({given.vocab_size} entries) than --tokens "
+                f"{path} ({file.vocab_size}): leave it out, as the file knows its tokenizer"
+            )
+        return *PackedTokens(file, seq_len).split(), Tokenizer(file.tokenizer)
 
 
 @dataclass(frozen=True)

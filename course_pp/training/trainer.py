@@ -10,7 +10,6 @@
 A step depends on the configuration, the data and the number of the step alone, so a run goes on from any step.
 """
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +25,8 @@ from course_pp.collective import Ranks
 from course_pp.model import CrossEntropy, PipelineStageModule
 from course_pp.parallel import TokenLoss, clip_grad_norm_, get_pp_size
 from course_pp.training.config import TrainConfig
-from course_pp.training.data import Batches, Sequences, validation_batches
+from course_pp.training.data import Batches, Rows, Sequences, validation_batches
+from course_pp.training.data.batches import read_ahead
 from course_pp.training.engines import build_engine
 from course_pp.training.metrics import Peak, Speed, find_peak, training_flops
 from course_pp.training.optim import OptimizerFactory, build_optimizer, build_scheduler, lr_factor
@@ -70,7 +70,8 @@ class Trainer:
         config: what to train and how.
         modules: this rank's stages, those that :func:`stages_of_rank` lists, as they are trained (after FSDP2), on
             their device.
-        train, validation: all sequences, the same on every rank; without validation data nothing is evaluated.
+        train, validation: all sequences, the same on every rank, in memory or on disk; without validation data nothing
+            is evaluated.
         device_mesh: what :func:`course_pp.parallel.init_distributed` returned.
         loss_fn: a loss that can tell how many tokens it averages over; :class:`CrossEntropy` by default.
         param_dtype: of what crosses the stages' boundaries, by default that of the parameters.
@@ -93,8 +94,8 @@ class Trainer:
         self,
         config: TrainConfig,
         modules: Sequence[PipelineStageModule],
-        train: Sequences,
-        validation: Sequences | None = None,
+        train: Rows,
+        validation: Rows | None = None,
         *,
         device_mesh: DeviceMesh | None,
         loss_fn: TokenLoss | None = None,
@@ -110,17 +111,18 @@ class Trainer:
         everyone.collectively(lambda: _check_modules(self.modules))
         loss_fn = CrossEntropy() if loss_fn is None else loss_fn
         everyone.collectively(lambda: _check_loss(loss_fn))
-        self._data_digest = _digest(train)
+        self._data_digest = train.digest
         everyone.require_equal(
             {
                 "config": config,
                 "data": self._data_digest,
                 "tokenizer": tokenizer_digest,
-                "validation": _digest(validation),
+                "validation": None if validation is None else validation.digest,
             }
         )
         self.config = config = everyone.collectively(lambda: config.on_rows(len(train)))
         self._batches = everyone.collectively(lambda: Batches(train, config.batch, config.seed))
+        self._ahead: Iterator[Sequences] | None = None
         self._held_out = everyone.collectively(
             lambda: () if validation is None else validation_batches(validation, config.batch, config.eval_batches)
         )
@@ -148,7 +150,7 @@ class Trainer:
             NonFiniteGradient: on every rank, if a gradient is not finite; nothing has been updated.
         """
         begin = time.perf_counter()
-        batch = self._batches[self.step]
+        batch = self._batches[self.step] if self._ahead is None else next(self._ahead)
         n_targets = max(1, batch.n_targets)
         self.optimizer.zero_grad()
         loss = math.fsum(self._engine.step(part, n_targets) for part in self._parts(batch))
@@ -195,6 +197,9 @@ class Trainer:
         peak = find_peak(config.peak_flops, self.device, self._dtype)
         result, validation_loss = None, None
         with ExitStack() as stack:
+            if config.workers and first < config.steps:
+                self._ahead = read_ahead(self._batches, first, config.steps, config.workers)
+                stack.callback(self._forget_ahead)
             reporter = Reporter(config, self._speed_at_first(peak), first, self.is_logging_rank, stack)
             while self.step < config.steps:
                 result = self.train_step()
@@ -252,6 +257,9 @@ class Trainer:
         rows = len(batch) // self.config.accumulation
         return (batch[first : first + rows] for first in range(0, len(batch), rows))
 
+    def _forget_ahead(self) -> None:
+        self._ahead = None
+
     def _is_time_to_evaluate(self) -> bool:
         every = self.config.eval_every
         return bool(self._held_out) and (
@@ -294,15 +302,3 @@ def _check_loss(loss_fn: object) -> None:
         raise TypeError(
             f"loss_fn is {loss_fn!r}: pass a loss that tells its total and its count of tokens, such as CrossEntropy()"
         )
-
-
-def _digest(sequences: Sequences | None) -> str | None:
-    """SHA-256 of all rows: equal data, equal digest."""
-    if sequences is None:
-        return None
-    tensors = (sequences.inputs, sequences.targets, sequences.attention_mask)
-    hasher = hashlib.sha256(str(tuple(sequences.inputs.shape)).encode())
-    for tensor in tensors:
-        if tensor is not None:
-            hasher.update(tensor.cpu().numpy().tobytes())
-    return hasher.hexdigest()

@@ -4,6 +4,8 @@
     train ─train_tokenizer─► Tokenizer ─encode─► one tensor of token ids per document
     documents ─packed | padded─► Sequences ─Batches─► the batch of a step
 
+    texts ─python -m course_pp tokens─► a file ─open_tokens─► PackedTokens ─Batches─► a batch, read from disk
+
 Every arrow is a pure function of its inputs, so ranks that start alike agree without exchanging a message:
 
     train, validation = load_corpus().split()
@@ -16,7 +18,8 @@ Every arrow is a pure function of its inputs, so ranks that start alike agree wi
 from course_pp.training.data.batches import Batches, validation_batches
 from course_pp.training.data.corpus import Corpus, load_corpus
 from course_pp.training.data.entropy import unigram_entropy
-from course_pp.training.data.sequences import IGNORE_INDEX, Sequences, packed, padded
+from course_pp.training.data.sequences import IGNORE_INDEX, Rows, Sequences, packed, padded
+from course_pp.training.data.token_files import PackedTokens, TokenFile, open_tokens, write_tokens
 from course_pp.training.data.tokenizer import (
     BOT_ID,
     EOT_ID,
@@ -37,15 +40,20 @@ __all__ = [
     "SPECIAL_TOKENS",
     "Batches",
     "Corpus",
+    "PackedTokens",
+    "Rows",
     "Sequences",
+    "TokenFile",
     "Tokenizer",
     "check_vocabulary",
     "encode",
     "load_corpus",
     "load_tokenizer",
+    "open_tokens",
     "packed",
     "padded",
     "train_tokenizer",
     "unigram_entropy",
     "validation_batches",
+    "write_tokens",
 ]

@@ -1,13 +1,15 @@
 """Which sequences a rank sees at which step."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
-from course_pp.training.data.sequences import Sequences
+from course_pp.training.data.sequences import Rows, Sequences
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +32,7 @@ class Batches:
             `dp_size`; a negative seed or step.
     """
 
-    sequences: Sequences
+    sequences: Rows
     global_batch: int
     seed: int = 0
     dp_rank: int = 0
@@ -63,7 +65,7 @@ def _order(seed: int, epoch: int, n: int) -> np.ndarray:
 
 
 def validation_batches(
-    sequences: Sequences,
+    sequences: Rows,
     global_batch: int,
     max_batches: int | None = None,
     dp_rank: int = 0,
@@ -92,7 +94,7 @@ def rows_of_rank(rows: Tensor, dp_rank: int, dp_size: int) -> Tensor:
     return rows.tensor_split(dp_size)[dp_rank]
 
 
-def _check(sequences: Sequences, global_batch: int, dp_rank: int, dp_size: int) -> None:
+def _check(sequences: Rows, global_batch: int, dp_rank: int, dp_size: int) -> None:
     if dp_size < 1 or not 0 <= dp_rank < dp_size:
         raise ValueError(f"dp_rank={dp_rank}, dp_size={dp_size}: need 0 <= dp_rank < dp_size; check the mesh")
     if global_batch < 1:
@@ -109,3 +111,25 @@ def _check(sequences: Sequences, global_batch: int, dp_rank: int, dp_size: int) 
             f"global_batch={global_batch} is larger than the data, {len(sequences)} sequences: choose "
             f"{len(sequences)} or less, a smaller seq_len, or more text"
         )
+
+
+def read_ahead(batches: Batches, first: int, last: int, workers: int) -> Iterator[Sequences]:
+    """``batches[first]`` to ``batches[last - 1]``, read by so many processes before they are asked for.
+
+    The same batches in the same order as without: each is a function of its number, so there is no position to keep.
+    The processes end with the iterator.
+    """
+    loader = DataLoader(_Steps(batches, last), batch_size=None, sampler=range(first, last), num_workers=workers)
+    return iter(loader)
+
+
+@dataclass(frozen=True, eq=False)
+class _Steps(Dataset[Sequences]):
+    batches: Batches
+    last: int
+
+    def __len__(self) -> int:
+        return self.last
+
+    def __getitem__(self, step: int) -> Sequences:
+        return self.batches[step]

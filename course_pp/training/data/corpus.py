@@ -125,6 +125,26 @@ def load_corpus(
             dataset, split or column that is not there; no text at all.
         RuntimeError: a dataset is asked for and the package `datasets` is not installed.
     """
+    name, documents = iterate_documents(
+        texts, dataset, subset=subset, split=split, text_column=text_column, max_bytes=max_bytes
+    )
+    return Corpus(name, tuple(documents))
+
+
+def iterate_documents(
+    texts: TextPath | Iterable[TextPath] | None = None,
+    dataset: str | None = None,
+    *,
+    subset: str | None = None,
+    split: str = "train",
+    text_column: str = "text",
+    max_bytes: int | None = None,
+) -> tuple[str, Iterator[str]]:
+    """The name and the documents of what :func:`load_corpus` would load, one at a time.
+
+    Raises:
+        ValueError, RuntimeError: as there, some when the document is reached.
+    """
     if texts is not None and dataset is not None:
         raise ValueError(f"texts={texts!r} and dataset={dataset!r}: a corpus has one source; name only one")
     if max_bytes is not None and max_bytes < 1:
@@ -143,7 +163,7 @@ def load_corpus(
         name = f"the standard library of Python {sys.version_info.major}.{sys.version_info.minor}"
         documents = _from_stdlib()
         max_bytes = STDLIB_MAX_BYTES if max_bytes is None else max_bytes
-    return Corpus(name, tuple(_until(documents, max_bytes)))
+    return name, _until(documents, max_bytes)
 
 
 def _until(documents: Iterable[str], max_bytes: int | None) -> Iterator[str]:

@@ -1,7 +1,10 @@
 """Next-token sequences of one length, packed without gaps or padded document by document."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +14,28 @@ from course_pp.training.data.tokenizer import BOT_ID, EOT_ID, PAD_ID
 
 IGNORE_INDEX = -100
 """Target where nothing is to be predicted; the default of `torch.nn.functional.cross_entropy`."""
+
+
+class Rows(Protocol):
+    """Sequences of one length, in memory (:class:`Sequences`) or on disk."""
+
+    def __len__(self) -> int:
+        """How many."""
+
+    def __getitem__(self, rows: slice | Tensor) -> "Sequences":
+        """The chosen rows: a slice, or an int64 tensor of row numbers."""
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens in a row."""
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether a mask says where tokens are."""
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal data."""
 
 
 @checked
@@ -53,6 +78,19 @@ class Sequences:
     @property
     def seq_len(self) -> int:
         return self.inputs.shape[1]
+
+    @property
+    def is_padded(self) -> bool:
+        return self.attention_mask is not None
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of all rows: equal data, equal digest."""
+        hasher = hashlib.sha256(str(tuple(self.inputs.shape)).encode())
+        for tensor in (self.inputs, self.targets, self.attention_mask):
+            if tensor is not None:
+                hasher.update(tensor.cpu().numpy().tobytes())
+        return hasher.hexdigest()
 
     @property
     def n_targets(self) -> int:
@@ -113,9 +151,14 @@ def padded(documents: Sequence[Tensor], seq_len: int) -> Sequences:
     return Sequences(rows[:, :-1].contiguous(), targets, is_token[:, :-1].contiguous())
 
 
-def _check(documents: Sequence[Tensor], seq_len: int) -> None:
+def check_seq_len(seq_len: int) -> None:
+    """Refuse rows in which nothing follows anything."""
     if seq_len < 2:
         raise ValueError(f"seq_len={seq_len}: a sequence has at least 2 tokens; choose 2 or more")
+
+
+def _check(documents: Sequence[Tensor], seq_len: int) -> None:
+    check_seq_len(seq_len)
     if not documents:
         raise ValueError("no documents: 0 tokens do not make a sequence; give more text")
     for i, document in enumerate(documents):

@@ -1,0 +1,184 @@
+"""Tokens on disk give the rows that they give in memory, are read as they are needed, and refused when damaged."""
+
+import json
+import pickle
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from course_pp.__main__ import main
+from course_pp.launch import on_ranks
+from course_pp.parallel import DistributedConfig
+from course_pp.training.data import (
+    Batches,
+    Corpus,
+    PackedTokens,
+    Sequences,
+    TokenFile,
+    Tokenizer,
+    encode,
+    open_tokens,
+    packed,
+    token_files,
+    write_tokens,
+)
+from course_pp.training.options import DataOptions
+from tests.processes import no_process_left
+from tests.source_code.scripts import labelled_lines, run_script
+from tests.training.small import RUN, trainer
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def file(corpus: Corpus, tokenizer: Tokenizer, tmp_path: Path) -> TokenFile:
+    return write_tokens(tmp_path / "data.bin", corpus.documents, tokenizer)
+
+
+def equal(one: Sequences, other: Sequences) -> bool:
+    return torch.equal(one.inputs, other.inputs) and torch.equal(one.targets, other.targets)
+
+
+def test_rows_and_batches_are_those_of_the_same_tokens_in_memory(
+    file: TokenFile, corpus: Corpus, tokenizer: Tokenizer
+) -> None:
+    memory, disk = packed(encode(corpus, tokenizer), 32), PackedTokens(open_tokens(file.path, verify=True), 32)
+    assert len(disk) == len(memory)
+    assert equal(disk[:], memory)
+    assert equal(disk[torch.tensor([5, 0])], memory[torch.tensor([5, 0])])
+    assert equal(Batches(disk, 8, seed=3)[40], Batches(memory, 8, seed=3)[40])
+    assert isinstance(file.tokens, np.memmap)
+    assert len(pickle.dumps(open_tokens(file.path))) < 2 * len(tokenizer.definition), "a data worker gets no copy"
+
+
+def test_a_split_shares_no_token_and_digests_tell_its_parts_apart(file: TokenFile) -> None:
+    train, validation = PackedTokens(file, 32).split(0.1)
+    assert train.last == validation.first
+    assert len(validation) == pytest.approx(0.1 * (len(train) + len(validation)), abs=2)
+    again = PackedTokens(open_tokens(file.path), 32).split(0.1)
+    assert [part.digest for part in again] == [train.digest, validation.digest]
+    assert len({train.digest, validation.digest, PackedTokens(file, 32).digest, PackedTokens(file, 16).digest}) == 4
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+def _longer(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0\0")
+
+
+def _other(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def _without_description(path: Path) -> None:
+    path.with_name("data.bin.json").unlink()
+
+
+def _half_a_description(path: Path) -> None:
+    path.with_name("data.bin.json").write_text('{"format": "course_pp tokens 1", "dtype": "uint16"}')
+
+
+def _of_tomorrow(path: Path) -> None:
+    beside = path.with_name("data.bin.json")
+    beside.write_text(json.dumps({**json.loads(beside.read_text()), "format": "course_pp tokens 2"}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_cut, "is cut off: it has"),
+        (_longer, "is too long: it has"),
+        (_other, "is not the one that its description describes"),
+        (_without_description, "cannot be opened"),
+        (_half_a_description, "does not describe a token file"),
+        (_of_tomorrow, "does not describe a token file of this format"),
+    ],
+)
+def test_a_damaged_file_is_refused(damage: Callable[[Path], None], words: str, file: TokenFile) -> None:
+    damage(file.path)
+    with pytest.raises(ValueError, match=words):
+        open_tokens(file.path)
+
+
+def test_a_start_reads_some_places_only_and_verifying_all(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_files, "_PLACES", 4)
+    monkeypatch.setattr(token_files, "_PLACE_BYTES", 16)
+    file = write_tokens(tmp_path / "large.bin", ["a word " * 100], tokenizer)
+    with file.path.open("r+b") as content:
+        content.seek(17)  # between the first place and the second
+        content.write(b"\1")
+    assert open_tokens(file.path) == file
+    with pytest.raises(ValueError, match="is not the one"):
+        open_tokens(file.path, verify=True)
+
+
+def test_a_file_that_fails_to_be_written_leaves_nothing(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no documents to write"):
+        write_tokens(tmp_path / "none.bin", [], tokenizer)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_few_tokens_are_refused(file: TokenFile) -> None:
+    with pytest.raises(ValueError, match="are too few for one sequence of seq_len=1000000"):
+        PackedTokens(file, 1_000_000)
+
+
+def read_by_workers(rank: int) -> tuple[list[float], list[float], list[float]]:
+    """Losses of three steps read by nobody, by two processes, and by them from the second step on."""
+    config = replace(RUN, workers=2)
+    ahead, alone = (trainer(c, layout=DistributedConfig()) for c in (config, RUN))
+    seen: list[float] = []
+    ahead.fit(lambda _, result: seen.append(result.loss))
+    later: list[float] = []
+    behind = trainer(config, layout=DistributedConfig())
+    first = behind.train_step().loss
+    behind.fit(lambda _, result: later.append(result.loss))
+    return [alone.train_step().loss for _ in range(3)], seen, [first, *later]
+
+
+def test_data_workers_change_no_batch_wherever_they_begin_and_end_with_the_run() -> None:
+    with no_process_left():
+        [(expected, seen, later)] = on_ranks(1, read_by_workers, timeout_s=60)
+    assert seen == later == expected
+
+
+def test_the_command_writes_a_file_that_ranks_train_on_or_refuse_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "a.txt").write_text("to be or not to be, that is the question. " * 200)
+    path, other = tmp_path / "data.bin", tmp_path / "other.bin"
+    for name, size in ((path, 270), (other, 265)):
+        assert main(["tokens", str(name), f"--text={tmp_path}/a.txt", f"--tokenizer-size={size}"]) == 0
+    assert "tokens (uint16) of" in capsys.readouterr().out
+    command = ["source_code/train.py", "--model=tiny", "--steps=2", "--global-batch-size=4", "--microbatches=2"]
+    lines = labelled_lines(2, [*command, f"--tokens={path}", "--workers=1"])
+    assert any("validation loss" in line for line in lines)
+    (tmp_path / "tokenizer.json").write_text(open_tokens(other).tokenizer)
+    refused = [
+        (
+            DataOptions(tokens=str(path), tokenizer=f"{tmp_path}/tokenizer.json"),
+            "is of another vocabulary (265 entries)",
+        ),
+        (DataOptions(tokens=str(path), tokenizer=__file__), "is not a tokenizer of the tokenizers library"),
+        (DataOptions(tokens=str(path), text=("a.txt",)), "is the data, packed: leave --text out"),
+    ]
+    for options, words in refused:
+        with pytest.raises(ValueError, match=re.escape(words)):
+            options.load(32)
+    _cut(path)
+    ranks = run_script(2, [*command, f"--tokens={path}", f"--checkpoint-dir={tmp_path}/run"])
+    assert [rank.code for rank in ranks] == [2, 2]
+    said = "".join(rank.err for rank in ranks)
+    assert said.count("error: ") == 1
+    assert "is cut off" in said
+    assert not (tmp_path / "run").exists()
