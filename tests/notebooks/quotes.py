@@ -41,10 +41,10 @@ def quoted(notebook: nbformat.NotebookNode) -> Iterator[str]:
             yield next(group for group in match.groups() if group is not None)
 
 
-def sources_of(path: Path) -> Mapping[str, str] | None:
-    """Where the numbers of a notebook come from; None if nobody has said."""
+def sources_of(path: Path) -> Mapping[str, str]:
+    """Where the numbers of a notebook come from, as far as anybody has said."""
     file = SOURCES / f"{path.name[:2]}.toml"
-    return tomllib.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+    return tomllib.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def problems(notebook: nbformat.NotebookNode, sources: Mapping[str, str]) -> Iterator[str]:

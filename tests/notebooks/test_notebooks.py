@@ -20,14 +20,14 @@ def test_there_are_notebooks() -> None:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
+    print(rules.counts(notebook))
     assert {rule.__name__: broken for rule in rules.RULES if (broken := list(rule(notebook, path)))} == {}
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_light_notebook(path: Path) -> None:
-    notebook = nbformat.read(path, as_version=4)
-    print(rules.counts(notebook))
-    assert [broken for rule in rules.LIGHTER for broken in rule(notebook, path)] == []
+@pytest.fixture(autouse=True)
+def _launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The notebook of these tests is one that launches a script."""
+    monkeypatch.setattr(rules, "LAUNCHING", (*rules.LAUNCHING, "97"))
 
 
 def picture(alt: str) -> nbformat.NotebookNode:
@@ -38,16 +38,32 @@ def printed(text: str) -> nbformat.NotebookNode:
     return new_output("stream", name="stdout", text=text)
 
 
-def good_notebook() -> nbformat.NotebookNode:
-    """Keeps every rule, some of them only just."""
+def good_notebook(*exercises: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """Keeps every rule, some of them only just. Exercises come after the first five cells."""
     cells = [
         new_markdown_cell("# 97 · Rings\n\n**30 minutes** · **1 to 4 ranks**"),
-        new_code_cell("1 + 1", execution_count=1, outputs=[printed("https://example.org/home/page and 3/tmp/4")]),
-        new_code_cell("a = 1\n" * 30, execution_count=2, outputs=[picture("One bar, 2 bytes")]),
-        new_code_cell("b != a  # 100 %", execution_count=3),
+        new_code_cell("1 + 1", outputs=[printed("https://example.org/home/page and 3/tmp/4")]),
+        new_code_cell("a = 1\n" * 20, outputs=[picture("One bar, 2 bytes")]),
+        new_code_cell("b != a  # 100 %"),
         new_markdown_cell("[itself](97_rings.ipynb#top) and [elsewhere](https://example.org/x.ipynb)"),
+        *exercises,
+        new_code_cell("a = 1\n" * 21, metadata={"tags": [rules.READ_TAG]}),
+        *(new_code_cell(f"show.{name}(4)") for name in ("ring", "mesh", "play")),
+        new_markdown_cell("## On the cluster"),
+        new_code_cell("%torchrun train.py"),
+        *(new_code_cell("guess_size = ...") for _ in range(7 - len(exercises) // 2)),
     ]
-    return new_notebook(cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}})
+    return numbered(new_notebook(cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}}))
+
+
+def numbered(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    for i, cell in enumerate(code_cells(notebook), 1):
+        cell.execution_count = i
+    return notebook
+
+
+def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
 def broken_rules(notebook: nbformat.NotebookNode, path: Path) -> set[str]:
@@ -68,10 +84,28 @@ def _add_output(output: nbformat.NotebookNode) -> Callable[[nbformat.NotebookNod
     return lambda notebook: notebook.cells[1].outputs.append(output)
 
 
-def _add_code_cells(sources: list[str]) -> Callable[[nbformat.NotebookNode], None]:
-    return lambda notebook: notebook.cells.extend(
-        new_code_cell(source, execution_count=4 + i) for i, source in enumerate(sources)
-    )
+def _add_code_cells(n: int) -> Callable[[nbformat.NotebookNode], None]:
+    def add(notebook: nbformat.NotebookNode) -> None:
+        notebook.cells += [new_code_cell("1") for _ in range(n)]
+        numbered(notebook)
+
+    return add
+
+
+def _lengthen(n_lines: int) -> Callable[[nbformat.NotebookNode], None]:
+    def lengthen(notebook: nbformat.NotebookNode) -> None:
+        for cell in code_cells(notebook)[-8:]:
+            cell.source = "1\n" * n_lines if "%" not in cell.source else cell.source + "\n1" * n_lines
+
+    return lengthen
+
+
+def _replace(cell: int, old: str, new: str) -> Callable[[nbformat.NotebookNode], None]:
+    def change(notebook: nbformat.NotebookNode) -> None:
+        assert old in notebook.cells[cell].source
+        notebook.cells[cell].source = notebook.cells[cell].source.replace(old, new)
+
+    return change
 
 
 def _drop_outputs(notebook: nbformat.NotebookNode) -> None:
@@ -89,10 +123,17 @@ BREAKAGES: list[tuple[str, Callable[[nbformat.NotebookNode], None]]] = [
     (TITLE, _set_source(0, "# Rings\n\n**30 minutes** · **1 to 4 ranks**")),
     (TITLE, _set_source(0, "# 97 · Rings\n\n**1 to 4 ranks**")),
     (TITLE, _set_source(0, "# 97 · Rings\n\n**30 minutes**")),
-    ("stays_short", _add_code_cells(["1"] * 23)),
-    ("stays_short", _add_code_cells(["1\n" * 7] * 4)),
-    ("stays_short", _set_source(2, "1\n" * 31)),
-    ("stays_short", _set_source(4, "word " * 2501)),
+    ("is_light", lambda notebook: numbered(notebook).cells.pop()),
+    ("is_light", _add_code_cells(6)),
+    ("is_light", _lengthen(7)),
+    ("is_light", _set_source(2, "1\n" * 21)),
+    ("is_light", lambda notebook: notebook.cells[5].metadata.clear()),
+    ("is_light", _set_source(4, "word " * 2001)),
+    ("is_light", _replace(6, "ring", "timeline")),
+    ("launches_its_script", _set_source(10, "1")),
+    ("launches_its_script", _set_source(9, "## Elsewhere")),
+    ("leaves_each_guess_to_the_learner", _set_source(3, "guess_size = 3")),
+    ("knows_where_its_numbers_come_from", _set_source(4, "It took 3.5 s.")),
     ("calls_no_shell", _set_source(1, "a = 1\n!ls")),
     ("calls_no_shell", _set_source(1, "  !ls")),
     ("calls_no_shell", _set_source(1, "files = !ls")),
@@ -132,12 +173,12 @@ STUB = 'def {name}(x):\n    """Half of x."""\n    raise NotImplementedError\n\n\
 
 
 def notebook_with_exercises() -> nbformat.NotebookNode:
-    """A good notebook whose cells 5 to 10 are three exercises, each a line that announces it and a stub."""
-    notebook = good_notebook()
-    for i, name in enumerate(("halve", "thirds", "quarters")):
-        announced = new_markdown_cell(f"Well then.\n\n**Exercise {i + 1}** ★★☆ · 5 minutes\n\nComplete `{name}`.")
-        notebook.cells += [announced, new_code_cell(STUB.format(name=name), execution_count=4 + i)]
-    return notebook
+    """A good notebook whose cells 5 to 10 are three exercises, each a heading and a stub."""
+    cells = []
+    for i, name in enumerate(("halve", "thirds", "quarters"), 1):
+        heading = f"Well then.\n\n### Exercise {i} · {name} · ★★☆ · 5 minutes\n\nComplete it."
+        cells += [new_markdown_cell(heading), new_code_cell(STUB.format(name=name))]
+    return good_notebook(*cells)
 
 
 @pytest.fixture
@@ -160,14 +201,6 @@ def test_a_notebook_with_its_exercises_breaks_no_rule(tmp_path: Path) -> None:
     assert broken_rules(notebook_with_exercises(), path) == set()
 
 
-def _replace(cell: int, old: str, new: str) -> Callable[[nbformat.NotebookNode], None]:
-    def change(notebook: nbformat.NotebookNode) -> None:
-        assert old in notebook.cells[cell].source
-        notebook.cells[cell].source = notebook.cells[cell].source.replace(old, new)
-
-    return change
-
-
 HELD, STUBBED, ANNOUNCED = (
     "holds_the_exercises_of_its_module",
     "leaves_each_exercise_to_the_learner",
@@ -183,7 +216,7 @@ EXERCISE_BREAKAGES: list[tuple[str, Callable[[nbformat.NotebookNode], None]]] = 
     (STUBBED, _replace(6, "check(halve)", "check(halve)\nx = 3")),
     (ANNOUNCED, _replace(5, "★★☆", "★☆☆")),
     (ANNOUNCED, _replace(5, "5 minutes", "15 minutes")),
-    (ANNOUNCED, _replace(7, "**Exercise 2**", "**Exercise 3**")),
+    (ANNOUNCED, _replace(7, "### Exercise 2", "### Exercise 3")),
 ]
 
 
