@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields, replace
 from html import escape
 from typing import Any
 
-from ipywidgets import HTML, Dropdown, FloatSlider, HBox, IntSlider, Layout, VBox, Widget
 from matplotlib.patches import Rectangle
 
 from course_pp.schedule import Costs, Gap, Time, build, format_time, names
@@ -20,6 +19,14 @@ from course_pp.show.chart import ChartFigure
 from course_pp.show.report import Report
 from course_pp.show.timelines import timeline
 from course_pp.show.wording import percent
+
+try:
+    from ipywidgets import HTML, Dropdown, FloatSlider, HBox, IntSlider, Layout, VBox, Widget
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "explore() needs ipywidgets, which this kernel lacks: start with `make lab`, or choose the kernel of .venv",
+        name=error.name,
+    ) from None
 
 # Sharper than one dot a pixel, and little enough to draw while a slider moves.
 _DOTS_PER_INCH = 120

@@ -22,6 +22,8 @@ MIN_CONCEPTS = 3
 MIN_EXERCISES, MAX_EXERCISES = 3, 5
 # A cell with this tag may be longer: the text above asks the reader to read it.
 READ_TAG = "read"
+# Where a kernel lacks the package, its traceback shows this line, and so what to do.
+FIRST_LINE = "from course_pp import show  # not found? Start with `make lab`, or choose the kernel of .venv\n"
 # Their scripts are launched, as the owner of the course asked.
 LAUNCHING = ("01", "02", "03", "07", "08", "09")
 # What draws a concept, and not a timeline, a curve or bars.
@@ -72,6 +74,11 @@ def begins_with_title_minutes_and_ranks(notebook: Notebook, path: Path) -> Itera
         yield "the first cell does not say how many minutes it takes"
     if not re.search(r"\d ranks?\b", first.source):
         yield "the first cell does not say how many ranks it uses"
+
+
+def names_the_right_kernel_where_another_stops(notebook: Notebook, path: Path) -> Iterator[str]:
+    if not _code_cells(notebook)[0].source.startswith(FIRST_LINE):
+        yield f"the first code cell does not begin with {FIRST_LINE!r}"
 
 
 def calls_no_shell(notebook: Notebook, path: Path) -> Iterator[str]:
@@ -226,6 +233,7 @@ RULES: tuple[Rule, ...] = (
     begins_with_title_minutes_and_ranks,
     is_light,
     launches_its_script,
+    names_the_right_kernel_where_another_stops,
     calls_no_shell,
     is_executed_in_order,
     shows_no_error,

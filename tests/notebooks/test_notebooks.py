@@ -1,5 +1,7 @@
 """Every committed notebook keeps the rules, and every rule notices when it is broken."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,7 +44,7 @@ def good_notebook(*exercises: nbformat.NotebookNode) -> nbformat.NotebookNode:
     """Keeps every rule, some of them only just. Exercises come after the first five cells."""
     cells = [
         new_markdown_cell("# 97 · Rings\n\n**30 minutes** · **1 to 4 ranks**"),
-        new_code_cell("1 + 1", outputs=[printed("https://example.org/home/page and 3/tmp/4")]),
+        new_code_cell(f"{rules.FIRST_LINE}1 + 1", outputs=[printed("https://example.org/home/page and 3/tmp/4")]),
         new_code_cell("a = 1\n" * 20, outputs=[picture("One bar, 2 bytes")]),
         new_code_cell("b != a  # 100 %"),
         new_markdown_cell("[itself](97_rings.ipynb#top) and [elsewhere](https://example.org/x.ipynb)"),
@@ -134,11 +136,12 @@ BREAKAGES: list[tuple[str, Callable[[nbformat.NotebookNode], None]]] = [
     ("launches_its_script", _set_source(9, "## Elsewhere")),
     ("leaves_each_guess_to_the_learner", _set_source(3, "guess_size = 3")),
     ("knows_where_its_numbers_come_from", _set_source(4, "It took 3.5 s.")),
-    ("calls_no_shell", _set_source(1, "a = 1\n!ls")),
-    ("calls_no_shell", _set_source(1, "  !ls")),
-    ("calls_no_shell", _set_source(1, "files = !ls")),
-    ("calls_no_shell", _set_source(1, "%%bash\nls")),
-    ("calls_no_shell", _set_source(1, "%%sh\nls")),
+    ("names_the_right_kernel_where_another_stops", _set_source(1, "%load_ext course_pp.launch")),
+    ("calls_no_shell", _set_source(3, "a = 1\n!ls")),
+    ("calls_no_shell", _set_source(3, "  !ls")),
+    ("calls_no_shell", _set_source(3, "files = !ls")),
+    ("calls_no_shell", _set_source(3, "%%bash\nls")),
+    ("calls_no_shell", _set_source(3, "%%sh\nls")),
     ("is_executed_in_order", lambda notebook: notebook.cells[3].update(execution_count=None)),
     ("is_executed_in_order", lambda notebook: notebook.cells[3].update(execution_count=5)),
     ("is_executed_in_order", _drop_outputs),
@@ -148,7 +151,7 @@ BREAKAGES: list[tuple[str, Callable[[nbformat.NotebookNode], None]]] = [
     ("names_nobodys_machine", _add_output(printed("in '/home/x'"))),
     ("names_nobodys_machine", _add_output(printed("C:\\Users\\ada"))),
     ("names_nobodys_machine", _add_output(new_output("execute_result", data={"text/plain": "/Users/ada/a"}))),
-    ("names_nobodys_machine", _set_source(1, "open('/tmp/a')")),
+    ("names_nobodys_machine", _set_source(3, "open('/tmp/a')")),
     ("names_nobodys_machine", _set_source(4, "see `/Users/a`")),
     ("describes_every_picture", _add_output(UNDESCRIBED)),
     ("describes_every_picture", _add_output(picture(" "))),
@@ -236,3 +239,16 @@ def test_a_broken_rule_of_exercises_is_noticed_and_no_other(
 @pytest.mark.parametrize("name", ["rings.ipynb", "7_rings.ipynb", "97_Rings.ipynb", "97-rings.ipynb", "97_.ipynb"])
 def test_a_name_without_order_or_topic_is_noticed(tmp_path: Path, name: str) -> None:
     assert "name_says_order_and_topic" in broken_rules(good_notebook(), tmp_path / name)
+
+
+def test_a_kernel_without_the_package_says_what_to_do() -> None:
+    script = f"""
+import sys
+from IPython.core.interactiveshell import InteractiveShell
+
+sys.modules["course_pp"] = None
+InteractiveShell(colors="NoColor").run_cell({rules.FIRST_LINE!r} + "1 / 0")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert "----> 1 from course_pp import show  # not found? Start with `make lab`" in done.stdout
+    assert (done.stdout.count("---->"), "ZeroDivisionError" in done.stdout) == (1, False)

@@ -163,3 +163,10 @@ def test_where_widgets_cannot_run_the_output_holds_the_figure() -> None:
 def test_the_panel_works_without_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; from course_pp import show; assert show.explore().numbers.value"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_without_ipywidgets_one_sentence_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "course_pp.show.explorer", raising=False)
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    with pytest.raises(ModuleNotFoundError, match=r"^explore\(\) needs ipywidgets, .* start with `make lab`"):
+        _ = show.explore
