@@ -27,6 +27,7 @@ from course_pp.model import (
     partition_by_cost,
 )
 from course_pp.parallel.activation_checkpointing import apply_ac
+from course_pp.parallel.blocks import Blocks, find_blocks
 from course_pp.parallel.clipping import clip_grad_norm_
 from course_pp.parallel.counting import CollectiveCounter, CollectiveCounts, Tally, count_collectives, wire_factor
 from course_pp.parallel.fsdp import ReshardPolicy, apply_fsdp2, default_mp_policy, resolve_reshard_after_forward
@@ -55,6 +56,7 @@ from course_pp.parallel.vocab_parallel import VocabParallelCrossEntropy
 from course_pp.parallel.world import get_world_info, is_rank_zero, refusals_said_once
 
 __all__ = [
+    "Blocks",
     "CollectiveCounter",
     "CollectiveCounts",
     "DistributedConfig",
@@ -76,6 +78,7 @@ __all__ = [
     "count_collectives",
     "default_mp_policy",
     "destroy_distributed",
+    "find_blocks",
     "find_ties",
     "get_device",
     "get_dp_mesh",

@@ -4,6 +4,8 @@
     selective   attention is recomputed, the feed-forward block's activations are kept
     full        only the input of each block is kept: least memory, one more forward
 
+Which modules are blocks says :func:`find_blocks`.
+
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174; recomputing attention alone:
 Korthikanti et al. 2022, arXiv:2205.05198, section 5.
 """
@@ -12,7 +14,9 @@ from typing import Literal
 
 from torch import nn
 
-from course_pp.parallel.order import check_order, decoder_layers
+from course_pp.parallel.blocks import Blocks, find_blocks
+from course_pp.parallel.order import check_order
+from course_pp.parallel.patterns import listed, modules_matching
 from course_pp.parallel.recompute import recompute
 
 __all__ = ["apply_ac", "check_mode"]
@@ -20,7 +24,13 @@ __all__ = ["apply_ac", "check_mode"]
 _MODES = ("none", "full", "selective")
 
 
-def apply_ac(model: nn.Module, mode: Literal["none", "full", "selective"]) -> None:
+def apply_ac(
+    model: nn.Module,
+    mode: Literal["none", "full", "selective"],
+    *,
+    blocks: Blocks = None,
+    attention: str | None = None,
+) -> tuple[str, ...]:
     """Checkpoint the blocks of ``model`` in place: after tensor parallelism, before FSDP2.
 
     Results do not change. Each microbatch keeps the state of the random number generators it was computed with, so
@@ -28,18 +38,54 @@ def apply_ac(model: nn.Module, mode: Literal["none", "full", "selective"]) -> No
     ``dualpipe_v``) torch runs a checkpointed module's forward not once more but again for each of its parameters.
 
     Args:
-        model: a :class:`Transformer` or one stage of it.
+        model: any model, or one stage of it.
         mode: ``"none"``, a no-op; ``"full"``, every block; ``"selective"``, the attention of every block.
+        blocks: see :func:`find_blocks`.
+        attention: a name pattern inside a block, for ``"selective"``; None is the part whose class is named
+            ``…Attention…``, as in this package, transformers and torch.
+
+    Returns:
+        The names of the modules that are recomputed.
 
     Raises:
-        TypeError: if ``model`` is not a Transformer or a stage of one.
-        ValueError: for an unknown mode, or if checkpointing or FSDP2 was applied already.
+        ValueError: for an unknown mode, if checkpointing or FSDP2 was applied already, for blocks that
+            :func:`find_blocks` refuses, or for a block that does not have one attention.
     """
     check_mode("mode", mode)
     if mode == "none":
-        return
-    for layer in decoder_layers(check_order(model, "activation checkpointing")):
-        recompute(layer if mode == "full" else layer.attn)
+        return ()
+    check_order(model, "activation checkpointing")
+    found = find_blocks(model, blocks)
+    if mode == "selective":
+        found = dict(_attention_of(name, block, attention) for name, block in found.items())
+    for module in found.values():
+        recompute(module)
+    return tuple(found)
+
+
+def _attention_of(name: str, block: nn.Module, pattern: str | None) -> tuple[str, nn.Module]:
+    """The one attention of a block, by its name in the model."""
+    found = _outermost_attention(block) if pattern is None else modules_matching(block, pattern)
+    if len(found) != 1:
+        sought = "whose class is named …Attention…" if pattern is None else f"that attention={pattern!r} matches"
+        which = f" ({listed(found)})" if found else ""
+        kinds = ", ".join(f"{child!r} ({type(part).__name__})" for child, part in block.named_children())
+        raise ValueError(
+            f"block {name!r} has {len(found)} parts {sought}{which}, but 'selective' recomputes one: pass attention=, "
+            f"the name of one in the block, which has {kinds or 'no parts'}, or mode='full'"
+        )
+    [(inner, module)] = found.items()
+    return ".".join(filter(None, (name, inner))), module
+
+
+def _outermost_attention(block: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {}
+    for child, part in block.named_children():
+        if "Attention" in type(part).__name__:
+            found[prefix + child] = part
+        else:
+            found |= _outermost_attention(part, f"{prefix}{child}.")
+    return found
 
 
 def check_mode(name: str, mode: object) -> None:

@@ -1,7 +1,7 @@
 """FSDP2: parameters, gradients and optimizer state sharded over the data-parallel ranks.
 
-    root group    embedding, final norm, head
-    group 0 …     one a decoder layer
+    root group    what is left: embedding, final norm, head
+    group 0 …     one a block, as :func:`find_blocks` finds them
 
 A group is gathered in one collective and its gradients are reduced in one. On the 2-D mesh (``dp_replicate``,
 ``dp_shard``) it is sharded over the second dimension and its reduced gradients are averaged over the first (HSDP).
@@ -9,6 +9,7 @@ A group is gathered in one collective and its gradients are reduced in one. On t
 Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277.
 """
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -16,8 +17,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from course_pp.parallel.blocks import Blocks, find_blocks
 from course_pp.parallel.mesh import get_dp_mesh, has_dp_mesh, size_of
-from course_pp.parallel.order import check_order, decoder_layers
+from course_pp.parallel.order import check_order
+from course_pp.parallel.patterns import listed
 
 __all__ = ["ReshardPolicy", "apply_fsdp2", "default_mp_policy", "reshard", "resolve_reshard_after_forward"]
 
@@ -78,31 +81,58 @@ def apply_fsdp2(
     device_mesh: DeviceMesh | None,
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: ReshardPolicy = "auto",
-) -> None:
-    """Shard ``model`` in place: every decoder layer, then what is left at the root.
+    *,
+    blocks: Blocks = None,
+) -> tuple[str, ...]:
+    """Shard ``model`` in place: every block, then what is left at the root.
 
     The last step before the optimizer is made: one made earlier would hold parameters that are no longer the model's,
     and train nothing. A no-op where the mesh has no data-parallel dimension. Gradients are averaged over the
     data-parallel ranks, under a pipeline once a step, after the last microbatch.
 
     Args:
-        model: a :class:`Transformer` or one stage of it.
+        model: any model, or one stage of it.
         mp_policy: None computes in the parameters' own dtype and reduces in float32 at least; otherwise see
             :func:`default_mp_policy`.
         reshard_after_forward: see :func:`resolve_reshard_after_forward`.
+        blocks: which modules are gathered each by itself; see :func:`find_blocks`.
+
+    Returns:
+        The names of the blocks; none where nothing was sharded.
 
     Raises:
-        TypeError: if ``model`` is not a Transformer or a stage of one.
-        ValueError: if FSDP2 was applied already, or for a reshard policy that the mesh does not allow.
+        ValueError: if FSDP2 was applied already, for a reshard policy that the mesh does not allow, for blocks that
+            :func:`find_blocks` refuses, or for a parameter that two groups share.
     """
-    transformer = check_order(model, "FSDP2")
+    check_order(model, "FSDP2")
     policy = resolve_reshard_after_forward(reshard_after_forward, device_mesh)
+    found = find_blocks(model, blocks)
+    _check_sharing(model, found)
     if not has_dp_mesh(device_mesh):
-        return
+        return ()
     mesh = get_dp_mesh(device_mesh)
     mixed = mp_policy if mp_policy is not None else _own_precision(model)
-    for module in (*decoder_layers(transformer), model):
+    for module in dict.fromkeys((*found.values(), model)):
         fully_shard(module, mesh=mesh, mp_policy=mixed, reshard_after_forward=policy)
+    return tuple(found)
+
+
+def _check_sharing(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+    """Refuse a parameter in two groups: each would shard it, train its own copy, and the tie would be gone."""
+    block_of = {part: name for name, block in blocks.items() for part in block.modules()}
+    home: dict[nn.Parameter, tuple[str, str]] = {}
+    for name, part in model.named_modules(remove_duplicate=False):
+        for own, parameter in part.named_parameters(prefix=name, recurse=False):
+            # A module that two blocks share is one block's in ``block_of``; by its name it is in each of them.
+            group = next((block for block in blocks if name == block or name.startswith(f"{block}.")), None)
+            group = block_of.get(part, "") if group is None else group
+            other, first = home.setdefault(parameter, (group, own))
+            if other != group:
+                left_out = listed(block for block in (other, group) if block)
+                raise ValueError(
+                    f"{own!r} is the same parameter as {first!r}, but blocks are sharded one by one, and the two would "
+                    f"part: leave {left_out} out of blocks=, so that one group holds both names"
+                )
 
 
 def reshard(model: nn.Module) -> None:

@@ -13,10 +13,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from course_pp.model import DecoderLayer, Transformer
 from course_pp.parallel.recompute import is_checkpointed
 
-__all__ = ["Step", "applied_steps", "check_order", "decoder_layers"]
+__all__ = ["Step", "applied_steps", "check_order"]
 
 Step = Literal["tensor parallel", "activation checkpointing", "FSDP2"]
 
@@ -40,19 +39,18 @@ def applied_steps(model: nn.Module) -> list[Step]:
     return [step for step in _CALLS if found[step]]
 
 
-def check_order(model: nn.Module, step: Step) -> Transformer:
+def check_order(model: nn.Module, step: Step) -> None:
     """Refuse to take ``step`` a second time, or after a step that must follow it.
 
-    Returns:
-        ``model``, known to be a Transformer.
-
     Raises:
-        TypeError: if ``model`` is not this package's model or one of its stages.
+        TypeError: if ``model`` is no module.
         ValueError: naming what was applied, the order, and the remedy.
     """
-    if not isinstance(model, Transformer):
+    if not isinstance(model, nn.Module):
         hint = ": pass the module the stage was built from" if hasattr(model, "submod") else ""
-        raise TypeError(f"{_CALLS[step]} takes a Transformer or a stage of one, not {type(model).__name__}{hint}")
+        raise TypeError(
+            f"{_CALLS[step]} takes an nn.Module, a model or a stage of one, not {type(model).__name__}{hint}"
+        )
     order = list(_CALLS)
     too_late = [done for done in applied_steps(model) if order.index(done) >= order.index(step)]
     if too_late:
@@ -60,9 +58,3 @@ def check_order(model: nn.Module, step: Step) -> Transformer:
             f"{_CALLS[step]} was called on a model that already has {' and '.join(too_late)}, but the order is stage → "
             f"{' → '.join(order)}, each at most once: build the stage anew and call {', '.join(_CALLS.values())}"
         )
-    return model
-
-
-def decoder_layers(model: Transformer) -> list[DecoderLayer]:
-    """The blocks of ``model``, first to last."""
-    return [layer for layer in model.layers.values() if isinstance(layer, DecoderLayer)]

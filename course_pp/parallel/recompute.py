@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,7 +21,19 @@ class Recomputed:
         self.forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            _refuse_cache(kwargs)
         return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+
+
+def _refuse_cache(kwargs: dict[str, Any]) -> None:
+    """What a forward appends to is appended to a second time by its recomputation."""
+    name = next((name for name in ("past_key_values", "layer_past") if kwargs.get(name) is not None), None)
+    if name is not None:
+        raise ValueError(
+            f"{name} is a {type(kwargs[name]).__name__}, which recomputing a checkpointed block would fill again: "
+            "train with use_cache=False (model.config.use_cache = False)"
+        )
 
 
 def recompute(module: nn.Module) -> None:

@@ -28,9 +28,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from course_pp.model import ModelConfig, Transformer
+from course_pp.model import DecoderLayer, ModelConfig, Transformer
 from course_pp.parallel.mesh import get_tp_mesh
-from course_pp.parallel.order import check_order, decoder_layers
+from course_pp.parallel.order import check_order
 from course_pp.parallel.vocab_parallel import gather_vocabulary
 
 __all__ = ["apply_tensor_parallel", "check_sequence_divides", "check_tensor_parallel", "shards_head"]
@@ -55,7 +55,10 @@ def apply_tensor_parallel(model: nn.Module, device_mesh: DeviceMesh | None, *, g
         ValueError: if ``tp`` does not divide the heads or the feed-forward width, if logits are to stay cut but the
             head cannot be, or after checkpointing or FSDP2.
     """
-    transformer = check_order(model, "tensor parallel")
+    check_order(model, "tensor parallel")
+    if not isinstance(model, Transformer):
+        raise TypeError(f"apply_tensor_parallel takes a Transformer or a stage of one, not {type(model).__name__}")
+    transformer = model
     mesh, config = get_tp_mesh(device_mesh), transformer.config
     if mesh is None:
         return
@@ -63,7 +66,7 @@ def apply_tensor_parallel(model: nn.Module, device_mesh: DeviceMesh | None, *, g
     cut_head = shards_head(config, mesh.size())
     sequence_parallel = _is_whole(transformer) and not config.tie_embeddings
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
-    for layer in decoder_layers(transformer):
+    for layer in (layer for layer in transformer.layers.values() if isinstance(layer, DecoderLayer)):
         _parallelize(layer, mesh, _layer_plan(stream))
     _parallelize(model, mesh, _ends_plan(transformer, stream, cut_head, gather_logits))
     if cut_head and gather_logits and transformer.head is not None:

@@ -54,10 +54,10 @@ def test_a_wrong_order_is_refused_with_what_was_applied_and_the_order() -> None:
         assert message.endswith("build the stage anew and call apply_tensor_parallel, apply_ac, apply_fsdp2")
 
 
-@pytest.mark.parametrize("step", ["tensor parallel", "full", "FSDP2"])
-def test_what_is_no_model_of_ours_is_refused_by_every_step(step: str) -> None:
-    with pytest.raises(TypeError, match="takes a Transformer or a stage of one, not Linear"):
-        STEPS[step](nn.Linear(2, 2), None)  # type: ignore[arg-type]
+@pytest.mark.parametrize("step", STEPS)
+def test_what_is_no_module_is_refused_by_every_step(step: str) -> None:
+    with pytest.raises(TypeError, match=r"takes an nn\.Module, a model or a stage of one, not str"):
+        STEPS[step]("model", None)  # type: ignore[arg-type]
 
 
 def test_steps_that_do_nothing_can_be_repeated() -> None:

@@ -1,0 +1,146 @@
+"""A model's blocks: the like modules it is mostly made of, each checkpointed, compiled and sharded by itself.
+
+    model ─┬─ embed
+           ├─ layers ── 0, 1, 2, …     blocks: the longest run of modules of one class in one container
+           └─ head
+
+What is left, here ``embed`` and ``head``, is the root's.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from torch import nn
+
+from course_pp.arguments import checked
+from course_pp.parallel.patterns import listed, modules_matching, nearest
+from course_pp.wrappers import problem_of_wrappers
+
+__all__ = ["Blocks", "find_blocks"]
+
+Blocks = type[nn.Module] | str | Sequence[type[nn.Module] | str] | None
+"""Which modules are blocks: see :func:`find_blocks`."""
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+@checked
+def find_blocks(module: nn.Module, blocks: Blocks = None) -> dict[str, nn.Module]:
+    """Find the blocks of ``module``, by their names in it, in order.
+
+    Args:
+        module: any model, or a stage of one.
+        blocks: a class of modules; a name pattern such as ``"model.layers.*"``, whose ``*`` stays within one part of a
+            dotted name; or several of these. ``()`` makes the whole module one block, named ``""``. None looks for
+            them: the longest run of modules of one class in a ModuleList, ModuleDict or Sequential, at any depth, but
+            not within a run that was found; parts without parameters do not count.
+
+    Raises:
+        ValueError: if there are none, two runs are equally long, one block is inside another or has two names, or
+            ``module`` holds a wrapper such as DistributedDataParallel.
+    """
+    problem = problem_of_wrappers(module, "the module")
+    if problem is not None:
+        raise ValueError(problem)
+    if blocks is None:
+        return _longest_run(module)
+    wanted = [blocks] if isinstance(blocks, str | type) else list(blocks)
+    found = {name: part for each in wanted for name, part in _wanted(module, each).items()} if wanted else {"": module}
+    _check_apart(found)
+    return found
+
+
+def _wanted(module: nn.Module, each: type[nn.Module] | str) -> dict[str, nn.Module]:
+    """The parts of one class or pattern."""
+    if isinstance(each, str):
+        if found := modules_matching(module, each):
+            return found
+        names = [name for name, _ in module.named_modules()]
+        raise ValueError(
+            f"blocks={each!r} matches no module of {type(module).__name__}: the nearest names are "
+            f"{listed(nearest(each, names) or [n for n, _ in module.named_children()])}"
+        )
+    found = {n: part for n, part in module.named_modules(remove_duplicate=False) if isinstance(part, each)}
+    if not found:
+        raise ValueError(
+            f"blocks={each.__name__} matches no module of {type(module).__name__}: {_what_is_there(module)}"
+        )
+    return found
+
+
+def _check_apart(found: dict[str, nn.Module]) -> None:
+    """Refuse blocks that are one module, or one inside another: what is done to each would be done twice."""
+    names: dict[nn.Module, str] = {}
+    for name, block in found.items():
+        if names.setdefault(block, name) != name:
+            raise ValueError(f"blocks {names[block]!r} and {name!r} are one module under two names: name it once")
+    for name, block in found.items():
+        inner = next((names[part] for part in block.modules() if part is not block and part in names), None)
+        if inner is not None:
+            outer = repr(name) if name else "the module itself"
+            raise ValueError(
+                f"block {inner!r} is inside {outer}, which is a block too: choose one level, such as one class or one "
+                "pattern"
+            )
+
+
+def _longest_run(module: nn.Module) -> dict[str, nn.Module]:
+    runs = list(_runs(module, "", lone=False)) or list(_runs(module, "", lone=True))
+    if not runs:
+        raise ValueError(
+            f"{type(module).__name__} holds no ModuleList, ModuleDict or Sequential of like modules, so its blocks "
+            f"cannot be found: {_what_is_there(module)}"
+        )
+    longest = max(map(len, runs))
+    best = [run for run in runs if len(run) == longest]
+    if len(best) > 1:
+        first, second = (
+            {"first": next(iter(run)), "kind": type(next(iter(run.values()))).__name__} for run in best[:2]
+        )
+        raise ValueError(
+            f"{type(module).__name__} holds {longest} {first['kind']} from {first['first']!r} on and as many "
+            f"{second['kind']} from {second['first']!r} on, so its blocks cannot be told: pass blocks=, a class, a "
+            "name pattern or several, or () for the whole module as one block"
+        )
+    _check_apart(best[0])
+    return best[0]
+
+
+def _runs(module: nn.Module, name: str, *, lone: bool) -> Iterator[dict[str, nn.Module]]:
+    """Every run of like modules at or below ``module``, outermost alone.
+
+    Args:
+        lone: whether a Sequential of one module counts: mostly it is a wrapper, where a ModuleList of one is a list
+            that happens to be short.
+    """
+    here = {f"{name}.{child}" if name else child: part for child, part in module._modules.items() if part is not None}
+    taken: set[str] = set()
+    if isinstance(module, _CONTAINERS):
+        least = 2 if len(here) > 1 or (isinstance(module, nn.Sequential) and not lone) else 1
+        for kind, group in groupby(here.items(), key=lambda item: type(item[1])):
+            run = dict(group)
+            if len(run) >= least and not issubclass(kind, _LISTS) and any(map(_has_parameters, run.values())):
+                taken |= set(run)
+                yield run
+    for child, part in here.items():
+        if child not in taken:
+            yield from _runs(part, child, lone=lone)
+
+
+# They have no forward, so nothing can be done to them.
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _what_is_there(module: nn.Module) -> str:
+    """The classes of parts that hold parts, and what to do with them."""
+    kinds = dict.fromkeys(type(part).__name__ for part in module.modules() if part is not module and _is_block(part))
+    there = f"it has {', '.join(list(kinds)[:8])}; " if kinds else ""
+    return f"{there}pass blocks= a class or a name pattern, or () for the whole module as one block"
+
+
+def _is_block(part: nn.Module) -> bool:
+    return not isinstance(part, _LISTS) and _has_parameters(part)

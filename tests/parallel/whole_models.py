@@ -1,0 +1,149 @@
+"""Models that are not this package's, trained under any mesh, and the same training in one process."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from course_pp.parallel import (
+    DistributedConfig,
+    apply_ac,
+    apply_fsdp2,
+    get_dp_mesh,
+    get_dp_rank,
+    has_dp_mesh,
+)
+from tests.equality import Trained, adamw, assert_same_training
+from tests.parallel.layouts import full
+
+BATCH, SEQ_LEN, STEPS, WORDS, WIDTH = 8, 12, 3, 36, 32
+
+
+class Block(nn.Module):
+    """Feed-forward alone, added to what comes in."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def llama(tied: bool = False, **changes: Any) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(
+        vocab_size=WORDS, num_hidden_layers=3, tie_word_embeddings=tied, use_cache=False, **sizes | changes
+    )
+    return LlamaForCausalLM(config)
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_embd": WIDTH, "n_layer": 3, "n_head": 4, "n_positions": 16}
+    sizes |= {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0, "bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, use_cache=False, **sizes))
+
+
+def sequential() -> nn.Module:
+    return nn.Sequential(nn.Embedding(WORDS, WIDTH), *(Block() for _ in range(3)), nn.Linear(WIDTH, WORDS))
+
+
+def convolutional() -> nn.Module:
+    def layer(n_in: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(n_in, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU())
+
+    return nn.Sequential(layer(3), layer(8), layer(8), nn.Flatten(), nn.Linear(8 * 36, WORDS))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": llama,
+    "llama, tied": lambda: llama(tied=True),
+    "gpt2": gpt2,
+    "sequential": sequential,
+    "convolutional": convolutional,
+}
+
+
+def build(name: str) -> nn.Module:
+    """One of ``MODELS`` in float64, the same on every rank."""
+    torch.manual_seed(0)
+    return MODELS[name]().double()
+
+
+def data_of(name: str) -> list[tuple[Tensor, Tensor]]:
+    """A batch of inputs and targets for each step."""
+    generator = torch.Generator().manual_seed(1)
+    if name == "convolutional":
+        images = torch.randn(STEPS, BATCH, 3, 6, 6, dtype=torch.float64, generator=generator)
+        return list(zip(images, torch.randint(WORDS, (STEPS, BATCH), generator=generator), strict=True))
+    tokens = torch.randint(WORDS, (STEPS, BATCH, SEQ_LEN + 1), generator=generator)
+    return [(rows[:, :-1], rows[:, 1:]) for rows in tokens]
+
+
+def loss_of(model: nn.Module, inputs: Tensor, target: Tensor) -> Tensor:
+    """Mean cross-entropy; every rank's batch has as many targets."""
+    output = model(inputs)
+    logits = getattr(output, "logits", output)
+    return F.cross_entropy(logits.flatten(0, -2), target.flatten())
+
+
+def train(model: nn.Module, name: str, rank: int = 0, n_ranks: int = 1) -> Trained:
+    """Three AdamW steps on this rank's part of each batch; losses are those of the part."""
+    optimizer, losses, gradients = adamw([model]), [], {}
+    for step, batch in enumerate(data_of(name)):
+        inputs, target = (rows.chunk(n_ranks)[rank] for rows in batch)
+        optimizer.zero_grad()
+        loss = loss_of(model, inputs, target)
+        loss.backward()
+        losses.append(loss.item())
+        if step == 0:
+            gradients = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+    return Trained(losses, gradients, {name: full(p) for name, p in model.named_parameters()})
+
+
+@cache
+def reference(name: str) -> Trained:
+    """In one process."""
+    return train(build(name), name)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is done to a model, in order."""
+
+    model: str
+    plan: Any = None
+    ac: str = "none"
+    blocks: Any = None
+    reshard: Any = "auto"
+    options: Mapping[str, Any] | None = None
+
+
+def train_on_rank(mesh: DeviceMesh | None, recipe: Recipe) -> tuple[Trained, dict[str, tuple[str, ...]]]:
+    """What training leaves behind, and the names of what each step was applied to."""
+    model = build(recipe.model)
+    names = {
+        "ac": apply_ac(model, recipe.ac, blocks=recipe.blocks, **recipe.options or {}),
+        "fsdp2": apply_fsdp2(model, mesh, None, recipe.reshard, blocks=recipe.blocks),
+    }
+    return train(model, recipe.model, get_dp_rank(mesh), get_dp_mesh(mesh).size() if has_dp_mesh(mesh) else 1), names
+
+
+def assert_equals(ranks: list[Trained], name: str, layout: DistributedConfig) -> None:
+    """All gradients and parameters equal one process's, and so does the mean loss of the data-parallel ranks."""
+    losses = torch.tensor([trained.losses for trained in ranks], dtype=torch.float64)
+    parts = losses.view(layout.pp, layout.dp_replicate * layout.dp_shard, layout.tp, STEPS)
+    mean = parts.mean(1, keepdim=True).expand_as(parts).reshape(losses.shape)
+    assert_same_training(
+        [replace(trained, losses=row.tolist()) for trained, row in zip(ranks, mean, strict=True)], reference(name)
+    )
