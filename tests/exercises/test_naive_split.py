@@ -286,7 +286,7 @@ def test_a_step_is_correct_however_it_is_written(answer: Callable[..., Any]) -> 
     ],
 )
 def test_a_step_that_is_wrong_is_told_why(answer: Callable[..., Any], words: list[str]) -> None:
-    refuses("two_rank_step", answer, *words)
+    refuses("two_rank_step", answer, *words, limit_s=1.5)
 
 
 # balanced_cut
@@ -429,7 +429,7 @@ def test_a_cut_that_is_not_the_best_is_told_why(answer: Callable[..., Any], word
 
 
 def test_trying_all_cuts_is_told_that_there_are_too_many() -> None:
-    refuses("balanced_cut", tries_all, "The small cases are right", "10^11 cuts")
+    refuses("balanced_cut", tries_all, "The small cases are right", "10^11 cuts", limit_s=1.5)
 
 
 # untrained

@@ -35,7 +35,7 @@ from tests.exercises.grading import accepts
 Answer = Callable[..., Any]
 
 
-refuses = partial(grading.refuses, limit_s=2.5)
+refuses = partial(grading.refuses, limit_s=1.5)
 
 
 # The order.

@@ -12,7 +12,7 @@ from course_pp.exercises.ranks_and_messages import exchange
 from tests.exercises import grading
 from tests.exercises.grading import accepts
 
-refuses = partial(grading.refuses, limit_s=2.5)
+refuses = partial(grading.refuses, limit_s=1.5)
 
 
 # shift: right

@@ -1,11 +1,13 @@
 """Training under any layout of ranks, and the same training in one process."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from math import prod
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -102,6 +104,17 @@ def variants_of(case: Case) -> tuple[Variant, ...]:
     return (PLAIN, TIED) if case.pp > 1 else (PLAIN, TIED, SELECTIVE)
 
 
+def grid(sample: Mapping[Case, Variant], in_full: Sequence[Case] = ()) -> list[Any]:
+    """Parameters ``("case", "variants")``: by default a sample with one variant each, in full every case with all.
+
+    Without ``in_full`` every case is one of the table.
+    """
+    cases = in_full or all_cases()
+    assert set(cases) >= set(sample)
+    whole = [pytest.param(case, variants_of(case), id=str(case), marks=pytest.mark.full) for case in cases]
+    return [pytest.param(case, (variant,), id=f"{case}-{variant}") for case, variant in sample.items()] + whole
+
+
 @dataclass
 class Run:
     """What a training run leaves behind: clipped gradients of the first step, norms and evaluations of all."""
@@ -124,11 +137,11 @@ def all_cases() -> list[Case]:
 
 
 def model_config(case: Case, tied: bool) -> ModelConfig:
-    """The smallest model that the layout can cut: heads for ``tp``, layers for two stages a rank."""
+    """The smallest model that the layout can cut: heads for ``tp``, layers for two stages a rank and one more."""
     sizes = {"n_heads": 6, "n_kv_heads": 3, "dim": 36} if case.tp == 3 else {"n_heads": 16, "n_kv_heads": 8, "dim": 64}
     return ModelConfig(
         **sizes,
-        n_layers=16 if case.pp == 8 else 8 if case.pp > 1 else 3,
+        n_layers=2 * case.pp + 1,
         ffn_dim=48,
         vocab_size=61 if tied else 72,
         max_seq_len=SEQ_LEN,
@@ -277,9 +290,9 @@ def train_on_rank(
 Job = tuple[Variant, ModelConfig, Data, dict[str, Tensor]]
 
 
-def jobs_of(case: Case) -> list[Job]:
+def jobs_of(case: Case, variants: Sequence[Variant]) -> list[Job]:
     """What to train under ``case``: a model and data for each variant."""
-    configs = [(variant, model_config(case, variant.tied)) for variant in variants_of(case)]
+    configs = [(variant, model_config(case, variant.tied)) for variant in variants]
     return [(variant, config, *data_of(config, case.batch, variant.padded)) for variant, config in configs]
 
 

@@ -30,12 +30,14 @@ from course_pp.parallel import (
 from tests.equality import adamw
 from tests.parallel.layouts import (
     PLAIN,
+    SELECTIVE,
     SEQ_LEN,
+    TIED,
     Case,
-    all_cases,
     build_modules,
     build_pipeline,
     data_of,
+    grid,
     jobs_of,
     model_config,
 )
@@ -102,44 +104,50 @@ def assert_counted(ranks, predicted):
 
 
 SAMPLE = {
-    Case(tp=2),
-    Case(dp_shard=2, tp=2, reshard=True),
-    Case(dp_replicate=2, dp_shard=2, reshard=False),
-    Case(pp=2, schedule="1f1b", dp_shard=2, reshard=True),
-    Case(pp=2, schedule="gpipe", dp_shard=2, reshard=False),
-    Case(pp=2, schedule="interleaved_1f1b", dp_shard=2, reshard=True),
-    Case(pp=2, schedule="zb_v", tp=2),
-    Case(pp=2, schedule="zb_v", dp_replicate=2),
+    Case(tp=2): SELECTIVE,
+    Case(dp_shard=2, tp=2, reshard=True): PLAIN,
+    Case(dp_replicate=2, dp_shard=2, reshard=False): TIED,
+    Case(pp=2, schedule="1f1b", dp_shard=2, reshard=True): TIED,
+    Case(pp=2, schedule="gpipe", dp_shard=2, reshard=False): PLAIN,
+    Case(pp=2, schedule="zb_v", tp=2): TIED,
+    Case(pp=2, schedule="zb_v", dp_replicate=2): PLAIN,
 }
-CASES = all_cases()
-assert set(CASES) >= SAMPLE
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=str(case), marks=[] if case in SAMPLE else [pytest.mark.full]) for case in CASES]
-)
-def test_predicted_collectives_are_counted_on_every_rank(case):
-    jobs = jobs_of(case)
+@pytest.mark.parametrize(("case", "variants"), grid(SAMPLE))
+def test_predicted_collectives_are_counted_on_every_rank(case, variants):
+    jobs = jobs_of(case, variants)
     ranks = on_ranks(case.n_ranks, count_on_rank, case, jobs, timeout_s=110)
     for (variant, config, _, _), counts in zip(jobs, zip(*ranks, strict=True), strict=True):
         assert_counted(counts, predict(case, variant, config))
 
 
-OTHER_CASES = [
-    Case(dp_shard=4, reshard=2),
+OTHER_CASES = {
+    Case(dp_shard=4, reshard=2): TIED,
+    Case(pp=2, schedule="dualpipe_v", dp_shard=2, reshard=True): PLAIN,
+}
+IN_FULL = [
+    *OTHER_CASES,
     Case(pp=2, schedule="looped_bfs", dp_shard=2, reshard=True),
-    Case(pp=2, schedule="dualpipe_v", dp_shard=2, reshard=True),
-    pytest.param(Case(pp=2, schedule="interleaved_zb", tp=2), marks=pytest.mark.full),
-    pytest.param(Case(dp_replicate=2, dp_shard=4, reshard=2), marks=pytest.mark.full),
+    Case(pp=2, schedule="interleaved_zb", tp=2),
+    Case(dp_replicate=2, dp_shard=4, reshard=2),
 ]
 
 
-@pytest.mark.parametrize("case", OTHER_CASES, ids=str)
-def test_schedules_and_policies_beyond_the_table_are_predicted_too(case):
-    test_predicted_collectives_are_counted_on_every_rank(case)
+@pytest.mark.parametrize(("case", "variants"), grid(OTHER_CASES, IN_FULL))
+def test_schedules_and_policies_beyond_the_table_are_predicted_too(case, variants):
+    test_predicted_collectives_are_counted_on_every_rank(case, variants)
 
 
-@pytest.mark.parametrize("case", [Case(tp=2), Case(pp=2, schedule="1f1b", tp=2), Case(dp_shard=2, tp=2)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(pp=2, schedule="1f1b", tp=2),
+        pytest.param(Case(tp=2), marks=pytest.mark.full),
+        pytest.param(Case(dp_shard=2, tp=2), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
 def test_a_vocabulary_that_tp_does_not_divide_is_predicted(case):
     config = replace(model_config(case, tied=False), vocab_size=61)
     jobs = [(PLAIN, config, *data_of(config, case.batch, padded=False))]
@@ -147,16 +155,18 @@ def test_a_vocabulary_that_tp_does_not_divide_is_predicted(case):
     assert_counted([counts[0] for counts in ranks], predict(case, PLAIN, config))
 
 
-@pytest.mark.parametrize("case", [Case(tp=2), Case(pp=2, schedule="1f1b", tp=2)], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case(tp=2), pytest.param(Case(pp=2, schedule="1f1b", tp=2), marks=pytest.mark.full)], ids=str
+)
 def test_a_vocabulary_parallel_loss_is_predicted(case):
-    job = jobs_of(case)[0]
+    [job] = jobs_of(case, [PLAIN])
     ranks = on_ranks(case.n_ranks, partial(count_on_rank, gather_logits=False), case, [job], timeout_s=60)
     assert_counted([counts[0] for counts in ranks], predict(case, PLAIN, job[1], gather_logits=False))
 
 
 @pytest.mark.parametrize("case", [Case(dp_shard=2, tp=2), Case(pp=2, schedule="1f1b", dp_shard=2)], ids=str)
 def test_mixed_precision_halves_the_bytes_of_what_it_casts(case):
-    job, policy = jobs_of(case)[0], default_mp_policy()
+    [job], policy = jobs_of(case, [PLAIN]), default_mp_policy()
     ranks = on_ranks(case.n_ranks, count_on_rank, case, [job], policy, timeout_s=60)
     assert_counted([counts[0] for counts in ranks], predict(case, PLAIN, job[1], mp_policy=policy))
 
@@ -182,24 +192,22 @@ def test_each_group_is_gathered_once_or_once_a_microbatch_and_once_more(policy, 
         assert ranks[rank]["dp_shard", "reduce_scatter"].number == n_groups
 
 
-MEMORY_CASES = [
-    Case(dp_shard=2, reshard=True),
-    Case(dp_shard=2, reshard=False),
-    Case(dp_shard=4, reshard=2),
-    Case(dp_replicate=2, dp_shard=2, reshard=True),
-    Case(dp_replicate=2),
-    Case(dp_shard=2, tp=2, reshard=True),
-    Case(pp=2, schedule="1f1b", dp_shard=2, reshard=True),
+MEMORY_CASES = {
+    Case(dp_shard=2, reshard=True): PLAIN,
+    Case(dp_shard=2, reshard=False): TIED,
+    Case(dp_shard=4, reshard=2): PLAIN,
+    Case(dp_replicate=2, dp_shard=2, reshard=True): TIED,
+    Case(dp_shard=2, tp=2, reshard=True): PLAIN,
+    Case(pp=2, schedule="1f1b", dp_shard=2, reshard=True): TIED,
+    Case(pp=2, schedule="zb_v", dp_shard=2, reshard=True): PLAIN,
+}
+MEMORY_IN_FULL = [
+    *MEMORY_CASES,
     Case(pp=2, schedule="1f1b", dp_shard=2, reshard=False),
-    Case(pp=2, schedule="zb_v", dp_shard=2, reshard=True),
-    *(
-        pytest.param(case, marks=pytest.mark.full)
-        for case in (
-            Case(tp=2),
-            Case(pp=2, schedule="interleaved_1f1b", dp_shard=2, reshard=True),
-            Case(dp_replicate=2, dp_shard=4, reshard=2),
-        )
-    ),
+    Case(dp_replicate=2),
+    Case(tp=2),
+    Case(pp=2, schedule="interleaved_1f1b", dp_shard=2, reshard=True),
+    Case(dp_replicate=2, dp_shard=4, reshard=2),
 ]
 
 
@@ -208,9 +216,9 @@ def measure_on_rank(rank, case, jobs, mp_policy=None):
     return list(run_jobs(case, jobs, lambda step, modules, mesh: measure_unsharded_bytes(step, modules), mp_policy))
 
 
-@pytest.mark.parametrize("case", MEMORY_CASES, ids=str)
-def test_predicted_memory_of_gathered_parameters_is_measured(case):
-    jobs = jobs_of(case)[:2]
+@pytest.mark.parametrize(("case", "variants"), grid(MEMORY_CASES, MEMORY_IN_FULL))
+def test_predicted_memory_of_gathered_parameters_is_measured(case, variants):
+    jobs = jobs_of(case, variants)
     ranks = on_ranks(case.n_ranks, measure_on_rank, case, jobs, timeout_s=110)
     for (_, config, _, _), measured in zip(jobs, zip(*ranks, strict=True), strict=True):
         predicted = predict_unsharded_bytes(
@@ -225,7 +233,7 @@ def test_predicted_memory_of_gathered_parameters_is_measured(case):
 
 def test_mixed_precision_gathers_half_the_bytes():
     case, policy = Case(dp_shard=2, reshard=True), default_mp_policy()
-    job = jobs_of(case)[0]
+    [job] = jobs_of(case, [PLAIN])
     ranks = on_ranks(2, measure_on_rank, case, [job], policy, timeout_s=60)
     sizes = {"reshard_after_forward": True, "dtype": torch.float64}
     predicted = predict_unsharded_bytes(job[1], case.distributed, mp_policy=policy, **sizes)

@@ -168,8 +168,10 @@ def outputs_on_rank(rank: int, n_stages: int, **tp_options: bool) -> tuple[list[
     return [str(warning.message) for warning in caught], output._is_view()
 
 
-@pytest.mark.parametrize("n_stages", [1, 2])
-@pytest.mark.parametrize("gather_logits", [True, False])
+@pytest.mark.parametrize(
+    ("n_stages", "gather_logits"),
+    [(1, False), (2, True), *(pytest.param(*case, marks=pytest.mark.full) for case in ((1, True), (2, False)))],
+)
 def test_with_tensor_parallelism_the_output_is_no_view_on_which_hooks_could_be_lost(
     n_stages: int, gather_logits: bool
 ) -> None:
@@ -231,8 +233,18 @@ def accumulated_on_rank(rank: int, case: Case, config: ModelConfig, data: Data) 
     return {name: full(p.grad) for module in modules for name, p in module.named_parameters()}
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize(("schedule", "policy"), [("1f1b", True), ("1f1b", False), ("zb_v", "auto")])
+@pytest.mark.parametrize(
+    ("schedule", "policy", "tied"),
+    [
+        ("1f1b", True, False),
+        ("1f1b", False, True),
+        ("zb_v", "auto", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (("1f1b", True, True), ("1f1b", False, False), ("zb_v", "auto", False))
+        ),
+    ],
+)
 def test_sharded_gradients_of_three_steps_add_up(schedule: str, policy: Any, tied: bool) -> None:
     case = Case(pp=2, dp_shard=2, schedule=schedule, reshard=policy)
     config = model_config(case, tied)
@@ -266,8 +278,9 @@ def materialised_on_rank(rank: int, layout: DistributedConfig, config: ModelConf
     return different + ([] if torch.equal(direct(inputs), late(inputs)) else ["output"])
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("layout", [DistributedConfig(dp_shard=2, tp=2), DistributedConfig(pp=2, dp_shard=2)])
+@pytest.mark.parametrize(
+    ("layout", "tied"), [(DistributedConfig(dp_shard=2, tp=2), False), (DistributedConfig(pp=2, dp_shard=2), True)]
+)
 def test_a_stage_sharded_on_the_meta_device_is_the_same_model(layout: DistributedConfig, tied: bool) -> None:
     config = replace(CONFIG, tie_embeddings=tied)
     assert on_ranks(4, materialised_on_rank, layout, config) == [[]] * 4

@@ -93,7 +93,7 @@ def die() -> None:
 
 
 def oversleep() -> None:
-    time.sleep(3)
+    time.sleep(2)
 
 
 def fragile(stage: int, wheres: Sequence[Where], then: Callable[[], None]) -> Fragile:

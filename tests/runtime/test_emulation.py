@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from course_pp.launch import on_ranks
 from course_pp.runtime import EmulatedCluster, EmulatedLink, EmulatedTimeline, Overrun, Pipeline, Recorder, run_step
 from course_pp.schedule import Action, Costs, Schedule, Timeline, build, simulate
+from tests.grids import crossed
 from tests.processes import no_process_left
 from tests.runtime.small import for_rank, parse, stages_of
 from tests.runtime.stepping import Step, assert_equal_steps, in_one_process, run_steps
@@ -76,19 +77,25 @@ def assert_as_predicted(found: EmulatedTimeline, cluster: EmulatedCluster, sched
         assert float(found.bubble_fraction) == pytest.approx(float(predicted.bubble_fraction), abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v"])
+def plain() -> EmulatedCluster:
+    return EmulatedCluster(FEW_MS)
+
+
+def with_links_a_straggler_and_jitter() -> EmulatedCluster:
+    return EmulatedCluster(
+        Costs(0.004, 0.005, 0.003, message_bytes=2 * WIDTH * 8),
+        links=(EmulatedLink(0.002), EmulatedLink(0.001, 1e5)),
+        stragglers=SLOW,
+        jitter=0.2,
+    )
+
+
 @pytest.mark.parametrize(
-    "make",
-    [
-        lambda: EmulatedCluster(FEW_MS),
-        lambda: EmulatedCluster(
-            Costs(0.004, 0.005, 0.003, message_bytes=2 * WIDTH * 8),
-            links=(EmulatedLink(0.002), EmulatedLink(0.001, 1e5)),
-            stragglers=SLOW,
-            jitter=0.2,
-        ),
-    ],
-    ids=["plain", "links, a straggler and jitter"],
+    ("name", "make"),
+    crossed(
+        ["naive", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v"],
+        [plain, with_links_a_straggler_and_jitter],
+    ),
 )
 def test_every_action_begins_and_ends_when_the_cluster_says(name: str, make: Callable[[], EmulatedCluster]) -> None:
     cluster, schedule = make(), build(name, 3, M)
@@ -110,8 +117,9 @@ def test_replicas_run_at_their_own_speed() -> None:
     assert all(span.duration >= (0.008 if span.rank else 0.004) - ONE_NS for span in found.spans)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb_v"])
-@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"transport": "gloo without tags"}], ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"), crossed(["1f1b", "zb_v"], [{}, {"recompute": True}, {"transport": "gloo without tags"}])
+)
 def test_gradients_under_emulation_are_those_of_one_process(name: str, options: dict[str, Any]) -> None:
     schedule, steps = build(name, 2, M), [batch(), batch(1)]
     steps[1].seeds = range(M)

@@ -95,12 +95,13 @@ def cases() -> Iterator[Case]:
 
 
 def is_sample(case: Case) -> bool:
-    """For each schedule on up to four ranks one case with even layers and one with uneven ones; three on eight."""
+    """For each schedule on up to four ranks one case, in turns with even and uneven layers; three on eight."""
     usual, *others = microbatch_counts(case.name, case.pp)
     if case.pp == 8:
         return (case.name, case.layers, case.m) in (("1f1b", "uneven", 9), ("zb_v", "even", 7), ("zb_h1", "uneven", 16))
-    special = others[(SYNCHRONOUS.index(case.name) + case.pp) % len(others)] if others else usual
-    return (case.layers, case.m) in (("even", usual), ("uneven", special))
+    turn = SYNCHRONOUS.index(case.name) + case.pp
+    special = others[turn // 2 % len(others)] if others else usual
+    return (case.layers, case.m) == (("even", usual), ("uneven", special))[turn % 2]
 
 
 SAMPLE = [case for case in cases() if is_sample(case)]
@@ -162,29 +163,42 @@ def test_training_equals_one_process_at_every_size(pp: int, subtests: pytest.Sub
     assert_all_right(pp, THE_REST, 570, subtests)
 
 
-def test_every_synchronous_schedule_is_tried_on_one_to_four_ranks_with_even_and_uneven_layers() -> None:
-    tried = {(case.name, case.pp, case.layers) for case in SAMPLE}
-    wanted = {(n, pp, layers) for n in SYNCHRONOUS for pp in (1, 2, 3, 4) for layers in ("even", "uneven")}
-    assert wanted <= tried
-    assert {(n, 8, layers) for n in SYNCHRONOUS for layers in ("even", "uneven")} <= {
-        (case.name, case.pp, case.layers) for case in (*SAMPLE, *THE_REST)
-    }
+def test_every_synchronous_schedule_is_tried_on_one_to_four_ranks_and_with_even_and_uneven_layers() -> None:
+    assert {(name, pp) for name in SYNCHRONOUS for pp in (1, 2, 3, 4)} <= {(case.name, case.pp) for case in SAMPLE}
+    tried = {(case.name, case.layers) for case in SAMPLE if case.pp > 1}
+    assert tried == {(name, layers) for name in SYNCHRONOUS for layers in ("even", "uneven")}
+    every = {(n, pp, layers) for n in SYNCHRONOUS for pp in SIZES for layers in ("even", "uneven")}
+    assert every == {(case.name, case.pp, case.layers) for case in (*SAMPLE, *THE_REST)}
     assert any(case.m < case.pp for case in SAMPLE)
     assert any(case.m > case.pp and case.m % case.pp for case in SAMPLE)
 
 
-def with_options() -> dict[str, Job]:
+# Schedules without tags and recomputed; with tied weights; replicas of each stage, and microbatches.
+Options = tuple[tuple[str, ...], tuple[str, ...], tuple[tuple[tuple[int, ...], int], ...]]
+FEW: Options = (
+    ("interleaved_1f1b", "zb_v"),
+    ("1f1b", "interleaved_1f1b", "zb_v"),
+    (((2, 1), 5), ((1, 2), 6), ((3,), 1)),
+)
+ALL: Options = (
+    ("1f1b", "interleaved_1f1b", "zb_v", "dualpipe_v"),
+    ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v"),
+    tuple((replicas, m) for replicas in ((2, 1), (1, 2), (3,)) for m in (1, 5, 6)),
+)
+
+
+def with_options(options: Options) -> dict[str, Job]:
     """Three ranks, in ways other than the plainest."""
+    plainly, tied, replicas_and_m = options
     jobs = {}
-    for name in ("1f1b", "interleaved_1f1b", "zb_v", "dualpipe_v"):
+    for name in plainly:
         plain = Job(build(name, 3, 6), 6)
         jobs[f"without tags {name}"] = replace(plain, options={"transport": "gloo without tags"})
         jobs[f"recomputed {name}"] = replace(plain, options={"recompute": True})
-    for name in ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v"):
+    for name in tied:
         jobs[f"tied {name}"] = Job(build(name, 3, 6), 6, tied=True)
-    for replicas in ((2, 1), (1, 2), (3,)):
-        for m in (1, 5, 6):
-            jobs[f"replicated {replicas} {m}"] = Job(replicated(replicas, m), 3)
+    for replicas, m in replicas_and_m:
+        jobs[f"replicated {replicas} {m}"] = Job(replicated(replicas, m), 3)
     jobs["replicated and tied"] = Job(replicated((2, 1), 5), 3, tied=True)
     return jobs
 
@@ -197,15 +211,18 @@ def replicated(replicas: tuple[int, ...], m: int) -> Schedule:
 
 
 @once
-def trained_with_options() -> dict[str, tuple[Trained, ...]]:
-    jobs = with_options()
+def trained_with_options(options: Options = FEW) -> dict[str, tuple[Trained, ...]]:
+    jobs = with_options(options)
     ranks = on_ranks(3, train_on_rank, list(jobs.values()), timeout_s=100)
     return dict(zip(jobs, zip(*ranks, strict=True), strict=True))
 
 
-def test_training_without_tags_recomputed_tied_or_replicated_equals_one_process(subtests: pytest.Subtests) -> None:
-    trained = trained_with_options()
-    for what, job in with_options().items():
+@pytest.mark.parametrize("options", [pytest.param(FEW, id="few"), pytest.param(ALL, id="all", marks=pytest.mark.full)])
+def test_training_without_tags_recomputed_tied_or_replicated_equals_one_process(
+    options: Options, subtests: pytest.Subtests
+) -> None:
+    trained = trained_with_options(options)
+    for what, job in with_options(options).items():
         with subtests.test(what):
             assert_right(trained[what], job)
 
@@ -254,7 +271,7 @@ def both_on_rank(rank: int, pp: int, m: int) -> dict[str, tuple[Any, Trained]]:
     return results
 
 
-@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("pp", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_a_step_equals_that_of_torch_s_own_schedule(pp: int, subtests: pytest.Subtests) -> None:
     for rank, results in enumerate(on_ranks(pp, both_on_rank, pp, 8, timeout_s=100)):
         for name, ((loss, gradients), ours) in results.items():

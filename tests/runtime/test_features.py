@@ -15,6 +15,7 @@ from course_pp.launch import on_ranks
 from course_pp.model import CrossEntropy
 from course_pp.runtime import Pipeline
 from course_pp.schedule import Schedule, build
+from tests.grids import crossed
 from tests.runtime.small import for_rank, parse, stages_of
 from tests.runtime.stepping import Done, Stages, Step, assert_equal_steps, in_one_process, run_steps
 
@@ -43,10 +44,12 @@ def with_empty_stages(pattern: str, empty: Callable[[], nn.Module | None]) -> St
     return [next(full) if letter == "L" else empty() for letter in pattern]
 
 
-@pytest.mark.parametrize("empty", [lambda: None, nn.Identity], ids=["None", "Identity"])
 @pytest.mark.parametrize(
-    ("name", "n", "pattern"),
-    [("1f1b", 4, "L--L"), ("gpipe", 3, "-L-"), ("zb_h1", 3, "LL-"), ("zb_v", 2, "--L-"), ("zb_v", 2, "L--L")],
+    ("name", "n", "pattern", "empty"),
+    crossed(
+        [("1f1b", 4, "L--L"), ("gpipe", 3, "-L-"), ("zb_h1", 3, "LL-"), ("zb_v", 2, "--L-"), ("zb_v", 2, "L--L")],
+        [pytest.param(lambda: None, id="None"), pytest.param(nn.Identity, id="Identity")],
+    ),
 )
 def test_an_empty_stage_passes_on_what_it_gets(name: str, n: int, pattern: str, empty: Any) -> None:
     schedule, make, steps = build(name, n, M), partial(with_empty_stages, pattern, empty), [batch(), batch(1)]
@@ -75,9 +78,10 @@ FROZEN = {
 }
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
-@pytest.mark.parametrize("names", FROZEN.values(), ids=FROZEN)
+@pytest.mark.parametrize(
+    ("names", "name", "recompute"),
+    crossed([pytest.param(names, id=what) for what, names in FROZEN.items()], ["1f1b", "zb_h1"], [False, True]),
+)
 def test_frozen_parameters_get_no_gradient_and_the_others_theirs(names: list[str], name: str, recompute: bool) -> None:
     schedule, make, steps = build(name, 3, M), partial(frozen, 3, names), [batch(), batch(1)]
     found = run_steps(schedule, make, steps, recompute=recompute)
@@ -104,18 +108,20 @@ def generator_left_as_it_was() -> Iterator[None]:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
-    ("name", "n", "cuts"),
-    [
-        ("gpipe", 1, []),
-        ("1f1b", 2, [1]),
-        ("1f1b", 2, [2]),
-        ("1f1b", 3, [1, 3]),
-        ("1f1b", 4, [1, 2, 3]),
-        ("zb_h1", 2, [3]),
-        ("zb_v", 2, [1, 2, 3]),
-    ],
+    ("name", "n", "cuts", "recompute"),
+    crossed(
+        [
+            ("gpipe", 1, []),
+            ("1f1b", 2, [1]),
+            ("1f1b", 2, [2]),
+            ("1f1b", 3, [1, 3]),
+            ("1f1b", 4, [1, 2, 3]),
+            ("zb_h1", 2, [3]),
+            ("zb_v", 2, [1, 2, 3]),
+        ],
+        [False, True],
+    ),
 )
 def test_seeded_dropout_is_that_of_one_process_wherever_the_model_is_cut(
     name: str, n: int, cuts: list[int], recompute: bool
@@ -168,9 +174,14 @@ def layers_with_autocast(n: int) -> Stages:
     return [Autocast(layer) for layer in layers(n, torch.float32)]
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["around the step", "in each stage"])
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize(("name", "n"), [("1f1b", 3), ("zb_h1", 3), ("zb_v", 2), ("gpipe", 1)])
+@pytest.mark.parametrize(
+    ("name", "n", "recompute", "inside"),
+    crossed(
+        [("1f1b", 3), ("zb_h1", 3), ("zb_v", 2), ("gpipe", 1)],
+        [False, True],
+        [pytest.param(True, id="around the step"), pytest.param(False, id="in each stage")],
+    ),
+)
 def test_autocast_gives_the_bits_of_one_process_under_autocast(
     name: str, n: int, recompute: bool, inside: bool
 ) -> None:
@@ -195,12 +206,17 @@ def saved_apart() -> Any:
     return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.detach().clone(), lambda saved: saved)
 
 
-@pytest.mark.parametrize(("name", "n"), [("1f1b", 3), ("zb_h1", 3), ("zb_v", 2)])
-@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
-    ("around", "record_memory"),
-    [(saved_apart, False), (torch.autograd.graph.save_on_cpu, False), (nullcontext, True)],
-    ids=["clones", "save_on_cpu", "memory recorded"],
+    ("around", "record_memory", "recompute", "name", "n"),
+    crossed(
+        [
+            pytest.param(saved_apart, False, id="clones"),
+            pytest.param(torch.autograd.graph.save_on_cpu, False, id="save_on_cpu"),
+            pytest.param(nullcontext, True, id="memory recorded"),
+        ],
+        [False, True],
+        [("1f1b", 3), ("zb_h1", 3), ("zb_v", 2)],
+    ),
 )
 def test_hooks_on_saved_tensors_change_no_gradient(
     around: Any, record_memory: bool, recompute: bool, name: str, n: int
@@ -288,8 +304,13 @@ def with_sum_of_tied(reference: Sequence[Done], *names: str) -> list[Done]:
     return changed
 
 
-@pytest.mark.parametrize("one_parameter", [False, True], ids=["two equal tensors", "one tensor"])
-@pytest.mark.parametrize(("name", "n"), [("1f1b", 3), ("zb_v", 2), ("zb_h1", 4), ("zb_v", 1), ("interleaved_1f1b", 2)])
+@pytest.mark.parametrize(
+    ("name", "n", "one_parameter"),
+    crossed(
+        [("1f1b", 3), ("zb_v", 2), ("zb_h1", 4), ("zb_v", 1), ("interleaved_1f1b", 2)],
+        [pytest.param(False, id="two equal tensors"), pytest.param(True, id="one tensor")],
+    ),
+)
 def test_tied_weights_have_the_sum_of_their_gradients_over_several_steps(
     name: str, n: int, one_parameter: bool
 ) -> None:
@@ -354,8 +375,10 @@ def test_weights_may_be_tied_and_replicated_at_once() -> None:
 # Losses over tokens
 
 
-@pytest.mark.parametrize("counts", [[6, 1, 0, 3], [0, 0, 0, 5], [0, 0, 0, 0]], ids=str)
-@pytest.mark.parametrize(("name", "n"), [("1f1b", 3), ("zb_v", 2)])
+@pytest.mark.parametrize(
+    ("name", "n", "counts"),
+    crossed([("1f1b", 3), ("zb_v", 2)], [[6, 1, 0, 3], [0, 0, 0, 5], [0, 0, 0, 0]]),
+)
 def test_a_loss_over_tokens_is_the_mean_over_the_counted_tokens_of_the_whole_batch(
     name: str, n: int, counts: list[int]
 ) -> None:
@@ -403,9 +426,14 @@ def input_gradient(rank: int, schedule: Schedule, as_list: bool, recompute: bool
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("as_list", [False, True], ids=["one tensor", "microbatches"])
-@pytest.mark.parametrize(("name", "n"), [("1f1b", 1), ("1f1b", 2), ("zb_h1", 2)])
+@pytest.mark.parametrize(
+    ("name", "n", "as_list", "recompute"),
+    crossed(
+        [("1f1b", 1), ("1f1b", 2), ("zb_h1", 2)],
+        [pytest.param(False, id="one tensor"), pytest.param(True, id="microbatches")],
+        [False, True],
+    ),
+)
 def test_inputs_that_require_grad_get_their_gradient(name: str, n: int, as_list: bool, recompute: bool) -> None:
     schedule, step = build(name, n, M), batch()
     x = step.inputs.requires_grad_()

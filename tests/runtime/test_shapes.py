@@ -14,6 +14,7 @@ from course_pp.launch import on_ranks
 from course_pp.runtime import Pipeline
 from course_pp.runtime.plan import plan
 from course_pp.schedule import Product, Schedule, build
+from tests.grids import crossed
 from tests.processes import no_process_left
 from tests.runtime.small import for_rank, stages_of
 from tests.runtime.stepping import Done, Stages, Step, assert_equal_steps, in_one_process, run_steps
@@ -84,8 +85,13 @@ def messages(found: Sequence[Sequence[Done]], step: int) -> int:
     return sum(len(rank[step].sent) for rank in found)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("schedule", [build("1f1b", 3, M), build("zb_v", 2, M)], ids=["1f1b on 3", "zb_v on 2"])
+@pytest.mark.parametrize(
+    ("schedule", "transport"),
+    crossed(
+        [pytest.param(build("1f1b", 3, M), id="1f1b on 3"), pytest.param(build("zb_v", 2, M), id="zb_v on 2")],
+        TRANSPORTS,
+    ),
+)
 def test_the_first_step_sends_each_product_after_a_header_and_later_steps_send_it_alone(
     schedule: Schedule, transport: str
 ) -> None:
@@ -112,9 +118,10 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("steps", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize(
+    ("name", "steps", "transport"),
+    crossed(["1f1b", "zb_h1"], [pytest.param(steps, id=what) for what, steps in CHANGES.items()], TRANSPORTS),
+)
 def test_another_shape_is_agreed_on_again_and_is_then_free(name: str, steps: list[Step], transport: str) -> None:
     schedule = build(name, 3, M)
     make = partial(blocks, schedule.n_stages)
@@ -182,8 +189,7 @@ def half_as_large(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output.float(), target) / 2
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize(("name", "transport"), crossed(["1f1b", "zb_h1"], TRANSPORTS))
 def test_what_crosses_may_change_from_tensor_to_dict_to_tuple_between_steps(name: str, transport: str) -> None:
     schedule = build(name, 3, M)
     make = partial(blocks, 3)
@@ -268,12 +274,18 @@ def token_batch(n: int, length: int) -> Step:
     return Step(torch.randint(7, (n, length)), torch.randn(n, length, WIDTH, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
-    "schedule",
-    [build("1f1b", 3, M), build("gpipe", 4, M), build("zb_v", 2, M), build("interleaved_1f1b", 1, M, 4)],
-    ids=["1f1b on 3", "gpipe on 4", "zb_v on 2", "interleaved on 1"],
+    ("schedule", "recompute", "transport"),
+    crossed(
+        [
+            pytest.param(build("1f1b", 3, M), id="1f1b on 3"),
+            pytest.param(build("gpipe", 4, M), id="gpipe on 4"),
+            pytest.param(build("zb_v", 2, M), id="zb_v on 2"),
+            pytest.param(build("interleaved_1f1b", 1, M, 4), id="interleaved on 1"),
+        ],
+        [False, True],
+        TRANSPORTS,
+    ),
 )
 def test_tensors_that_are_used_passed_on_changed_or_ignored_cross_in_dicts_tuples_and_lists(
     schedule: Schedule, recompute: bool, transport: str

@@ -18,7 +18,7 @@ from course_pp.schedule import build
 from tests.processes import no_process_left
 from tests.runtime.small import for_rank, forward_only, stages_of
 
-WIDTH, M, STEPS = 6, 8, 3
+WIDTH, M, STEPS = 6, 8, 2
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,15 @@ SPLIT = ("zb_h1", "zb_h2", "zb_v", "dualpipe_v")
 WHOLE = ("1f1b", "gpipe", "interleaved_1f1b")
 MIXED = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64, output_dtype=torch.float64)
 ON_4_RANKS = [
+    *(Layout(name) for name in ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v")),
+    Layout("zb_h1", wrapped="root", resharded=False),
+    Layout("zb_v", wrapped="blocks"),
+    Layout("zb_h1", resharded=False),
+    Layout("zb_h1", recompute=True),
+    Layout("zb_h1", shard=1, replicate=2),
+    Layout("zb_v", policy=MIXED, tolerance=1e-6),
+]
+ALL_ON_4_RANKS = [
     *(Layout(name) for name in (*WHOLE, *SPLIT)),
     *(
         Layout(name, wrapped=wrapped, resharded=resharded)
@@ -168,14 +177,24 @@ ON_4_RANKS = [
     *(Layout(name, shard=1, replicate=2) for name in ("1f1b", "zb_h1")),
     *(Layout(name, policy=MIXED, tolerance=1e-6) for name in ("1f1b", "zb_h1", "zb_v")),
 ]
-ON_8_RANKS = [
+ON_8_RANKS = [Layout("zb_v", pp=4), Layout("zb_h1", replicate=2)]
+ALL_ON_8_RANKS = [
     *(Layout(name, pp=4) for name in SPLIT),
     *(Layout(name, replicate=2) for name in SPLIT),
 ]
 ON_3_RANKS = [Layout(name, pp=3, shard=1) for name in SPLIT]
 
 
-@pytest.mark.parametrize("layouts", [ON_4_RANKS, ON_8_RANKS, ON_3_RANKS], ids=["4 ranks", "8 ranks", "3 ranks"])
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param(ON_4_RANKS, id="4 ranks"),
+        pytest.param(ON_8_RANKS, id="8 ranks"),
+        pytest.param(ON_3_RANKS, id="3 ranks"),
+        pytest.param(ALL_ON_4_RANKS, id="all on 4 ranks", marks=pytest.mark.full),
+        pytest.param(ALL_ON_8_RANKS, id="all on 8 ranks", marks=pytest.mark.full),
+    ],
+)
 def test_gradients_are_those_of_one_process(layouts: Sequence[Layout]) -> None:
     assert_equals_one_process(layouts)
 

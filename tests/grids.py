@@ -1,0 +1,51 @@
+"""Grids of cases, of which the default run holds a sample."""
+
+from collections.abc import Sequence
+from itertools import product
+from math import prod
+from typing import Any
+
+import pytest
+
+
+def crossed(*axes: Sequence[Any]) -> list[Any]:
+    """Every combination of the axes' values, for ``pytest.mark.parametrize``; all but a sample are marked ``full``.
+
+    The sample holds every value of every axis, and of the axes beside the longest as many pairs as fit.
+
+    Args:
+        axes: values of one parameter each; tuples, or ``pytest.param``, are values of several.
+    """
+    entries = [[each if hasattr(each, "marks") else _param(each) for each in axis] for axis in axes]
+    sizes = [len(axis) for axis in entries]
+    longest = sizes.index(max(sizes))
+    n_sampled = max(sizes[longest], prod(sizes) // sizes[longest])
+    sample = {_place(i, sizes, longest) for i in range(n_sampled)}
+    found = []
+    for place in product(*map(range, sizes)):
+        chosen = [axis[i] for axis, i in zip(entries, place, strict=True)]
+        named = "-".join(each.id or "-".join(map(str, each.values)) for each in chosen)
+        found.append(
+            pytest.param(
+                *(value for each in chosen for value in each.values),
+                id=named if any(each.id for each in chosen) else None,
+                marks=[] if place in sample else pytest.mark.full,
+            )
+        )
+    return found
+
+
+def _param(value: Any) -> Any:
+    return pytest.param(*value) if isinstance(value, tuple) else pytest.param(value)
+
+
+def _place(i: int, sizes: Sequence[int], longest: int) -> tuple[int, ...]:
+    """Along the longest axis step by step; along the others as the digits of a number count up."""
+    place, stride = [], 1
+    for axis, size in enumerate(sizes):
+        if axis == longest:
+            place.append(i % size)
+        else:
+            place.append(i // stride % size)
+            stride *= size
+    return tuple(place)

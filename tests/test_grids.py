@@ -1,0 +1,24 @@
+"""The sample of a grid leaves out no value."""
+
+from itertools import product
+
+import pytest
+
+from tests.grids import crossed
+
+
+@pytest.mark.parametrize("sizes", [(3, 3), (6, 2, 2), (2, 7), (2, 3, 2), (1, 4), (3,)], ids=str)
+def test_every_combination_is_there_once_and_every_value_is_in_the_sample(sizes: tuple[int, ...]) -> None:
+    axes = [[f"{axis}{i}" for i in range(size)] for axis, size in zip("abc", sizes, strict=False)]
+    grid = crossed(*axes)
+    assert sorted(each.values for each in grid) == sorted(product(*axes))
+    sample = [each.values for each in grid if not each.marks]
+    assert len(sample) < len(grid) or len(sizes) == 1 or 1 in sizes
+    for axis, values in enumerate(axes):
+        assert {each[axis] for each in sample} == set(values)
+
+
+def test_tuples_are_values_of_several_parameters_and_names_are_kept() -> None:
+    first, *_ = crossed([("1f1b", 2), ("zb_v", 3)], [pytest.param(len, id="length"), pytest.param(abs, id="size")])
+    assert first.values == ("1f1b", 2, len)
+    assert first.id == "1f1b-2-length"
