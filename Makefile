@@ -20,9 +20,9 @@ help:
 	@echo "make lab             open your own copy of the course, my_course/ (ARGS=... goes to jupyter lab)"
 	@echo "make run             train a pipeline on two ranks and check it against one process"
 	@echo "make test-fast       linter, type checker, the tests that start no ranks"
-	@echo "make test            linter, type checker, all tests, all notebooks"
+	@echo "make test            linter, type checker, all tests with a sample of each grid, all notebooks"
 	@echo "make test-solutions  all notebooks with the exercises solved"
-	@echo "make test-slurm      the scripts, %torchrun and the notebooks on a throw-away Slurm cluster"
+	@echo "make test-slurm      the scripts, %torchrun and the notebooks on throw-away Slurm clusters"
 	@echo "make test-full       every size of every grid of tests"
 	@echo "make images          redraw the figures used in prose"
 	@echo "make notebooks       run the notebooks again and save them in place"
@@ -82,8 +82,9 @@ as-shipped: $(READY)
 test-solutions: $(READY)
 	@$(PYTEST) tests/notebooks -n 2 --dist load -m solutions
 
+# Two clusters side by side: what the tests wait for is Slurm.
 test-slurm: $(READY)
-	@$(PYTEST) --verbose --durations=10 tests/slurm
+	@$(PYTEST) --verbose --durations=10 tests/slurm -n 2 --dist worksteal
 
 # One after the other: the grids' time limits are for a machine of their own.
 test-full: $(READY)

@@ -56,7 +56,9 @@ class Cluster:
     nodes: tuple[str, ...]
 
     @classmethod
-    def start(cls, folder: Path, nodes: int = 2, gpus: int = 4, cpus: int = 8) -> "Cluster":
+    def start(
+        cls, folder: Path, nodes: int = 2, gpus: int = 4, cpus: int = 8, first_job_id: int | None = None
+    ) -> "Cluster":
         """Start a cluster in ``folder`` and wait until every node is idle.
 
         Args:
@@ -65,6 +67,7 @@ class Cluster:
             nodes: virtual nodes, all on this machine.
             gpus: devices a node of the generic resource ``gpu``.
             cpus: processors a node claims to have, however many there are.
+            first_job_id: by chance unless it is given.
 
         Raises:
             RuntimeError: if a program is missing, or the cluster does not come up; then nothing of it is left.
@@ -72,7 +75,9 @@ class Cluster:
         if missing := missing_programs():
             raise RuntimeError(f"{', '.join(missing)} not found: {INSTALL}")
         cluster = cls(folder.resolve(), tuple(f"n{i}" for i in range(1, nodes + 1)))
-        cluster._write_files(gpus, cpus)
+        if first_job_id is None:
+            first_job_id = random.SystemRandom().randrange(1, 10_000) * 100
+        cluster._write_files(gpus, cpus, first_job_id)
         try:
             cluster._launch(
                 "munged",
@@ -155,7 +160,7 @@ class Cluster:
     def _conf(self) -> Path:
         return self.folder / "slurm.conf"
 
-    def _write_files(self, gpus: int, cpus: int) -> None:
+    def _write_files(self, gpus: int, cpus: int, first_job_id: int) -> None:
         for folder in (self.folder, self.folder / "state", self.folder / "dev"):
             folder.mkdir(parents=True, exist_ok=True)
             folder.chmod(0o755)
@@ -178,7 +183,7 @@ class Cluster:
                 host=_host(),
                 user=getpass.getuser(),
                 port=controller_port,
-                first_job_id=random.SystemRandom().randrange(1, 10_000) * 100,
+                first_job_id=first_job_id,
                 node_lines="\n".join(node_lines),
                 nodes=",".join(self.nodes),
             )
@@ -296,12 +301,14 @@ PartitionName=gpu Nodes={nodes} Default=YES MaxTime=INFINITE State=UP
 
 
 @contextlib.contextmanager
-def temporary_cluster(nodes: int = 2, gpus: int = 4, cpus: int = 8) -> Iterator[Cluster]:
+def temporary_cluster(
+    nodes: int = 2, gpus: int = 4, cpus: int = 8, first_job_id: int | None = None
+) -> Iterator[Cluster]:
     """A cluster in a temporary folder, which goes with it."""
     # In /tmp, whatever TMPDIR says: its name is short, and munge trusts it.
     with (
         tempfile.TemporaryDirectory(prefix="slurm_", dir="/tmp") as folder,
-        Cluster.start(Path(folder), nodes, gpus, cpus) as cluster,
+        Cluster.start(Path(folder), nodes, gpus, cpus, first_job_id) as cluster,
     ):
         yield cluster
 

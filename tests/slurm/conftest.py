@@ -1,6 +1,7 @@
 """A real Slurm for every test in this folder, and the question after each: is anything left?"""
 
 import os
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +18,16 @@ _LEFT_LIMIT_S = 20
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes with four GPUs each; skips, and says what would enable it, where Slurm is not installed."""
+    """Two nodes with four GPUs each; skips, and says what would enable it, where Slurm is not installed.
+
+    Every worker of pytest-xdist has its own: most of the tests' time is waiting for Slurm.
+    """
     if missing := missing_programs():
         lacking("slurm", f"there is no {', '.join(missing)} here: {INSTALL} enables the Slurm tests")
-    with temporary_cluster(nodes=2, gpus=4) as cluster:
+    # Ports are made of job ids: clusters side by side start at other hundreds.
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    hundreds = 10 * random.SystemRandom().randrange(1, 1000) + worker % 10
+    with temporary_cluster(nodes=2, gpus=4, first_job_id=100 * hundreds) as cluster:
         yield cluster
 
 
