@@ -9,7 +9,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from course_pp.__main__ import main
-from course_pp.launch import on_ranks, run_torchrun
+from course_pp.launch import on_ranks
+from tests.source_code.scripts import labelled_lines
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -60,14 +61,21 @@ def test_commands_of_the_package_run(command, tmp_path, monkeypatch, capsys):
     assert "bubble" in capsys.readouterr().out
 
 
+def under_torchrun(command):
+    """What ``torchrun --standalone --nproc-per-node=N SCRIPT …`` prints, in less time."""
+    launcher, standalone, n_ranks, *script = command
+    assert (launcher, standalone) == ("torchrun", "--standalone")
+    return labelled_lines(int(n_ranks.removeprefix("--nproc-per-node=")), script)
+
+
 def test_the_commands_about_checkpoints_follow_each_other(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "source_code").symlink_to(ROOT / "source_code")
     [block] = re.findall(r"### Checkpoints\n\n```bash\n(.*?)```", README, re.S)
     first, second, *others = (shlex.split(line, comments=True) for line in block.splitlines())
     tiny = ["--dim=16", "--seq-len=16", "--global-batch-size=8", "--save-every=2"]
-    run_torchrun([*first[2:], *tiny, "--steps=4"], timeout_s=60, local=True)
-    printed = run_torchrun([*second[2:], *tiny, "--steps=6"], timeout_s=60, local=True)
+    under_torchrun([*first, *tiny, "--steps=4"])
+    printed = under_torchrun([*second, *tiny, "--steps=6"])
     assert any("resumed runs/mine/step_00000004" in line for line in printed)
     for program in others:
         assert program[:3] == ["python", "-m", "course_pp"]

@@ -15,6 +15,7 @@ __all__ = ["get_node", "get_world_info", "has_gpus_of_its_own", "is_rank_zero", 
 
 _PORTS = range(15_000, 30_000)  # below Linux's ephemeral ports (32768 and up), so nothing else is handed one
 _SCONTROL_LIMIT_S = 20
+_LEFT_TO_THE_LAUNCHER_S = 5.0
 
 
 def get_world_info() -> tuple[int, int, int]:
@@ -92,7 +93,7 @@ def refusals_said_once(program: str) -> Iterator[None]:
     except ValueError as error:
         rank = get_world_info()[0]
         if rank > 0:
-            time.sleep(5)
+            time.sleep(_LEFT_TO_THE_LAUNCHER_S)
         where = f" (rank {rank})" if rank > 0 else ""
         print(f"{program}: error{where}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)

@@ -59,8 +59,16 @@ def wait_for(*files: Path) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("caller", [ON_RANKS, RUN_TORCHRUN], ids=["on_ranks", "torchrun"])
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    ("caller", "how"),
+    [
+        pytest.param(ON_RANKS, signal.SIGKILL, id="on_ranks-killed"),
+        pytest.param(RUN_TORCHRUN, signal.SIGINT, id="torchrun-interrupted"),
+        pytest.param(RUN_TORCHRUN, signal.SIGKILL, id="torchrun-killed"),
+        # test_an_interrupt_says_who_waited_for_whom interrupts such a caller, too.
+        pytest.param(ON_RANKS, signal.SIGINT, id="on_ranks-interrupted", marks=pytest.mark.full),
+    ],
+)
 def test_when_the_caller_is_interrupted_or_killed(tmp_path: Path, caller: str, how: signal.Signals) -> None:
     if caller == RUN_TORCHRUN and how == signal.SIGKILL:
         script = SCRIPT.replace(", start_new_session=True", "")

@@ -9,6 +9,7 @@ from io import StringIO
 from typing import Any
 
 from course_pp.launch import on_ranks
+from course_pp.parallel import world
 from tests.processes import no_process_left
 
 
@@ -36,6 +37,7 @@ def labelled_lines(n_ranks: int, arguments: Sequence[str], timeout_s: float = 10
 
 def _run(rank: int, arguments: list[str]) -> Ended:
     sys.argv, code = arguments, 0
+    world._LEFT_TO_THE_LAUNCHER_S = 0.1  # there is none that would end them first
     with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
         try:
             runpy.run_path(arguments[0], run_name="__main__")

@@ -43,6 +43,7 @@ def test_pipeline_test_prints_the_same_losses_from_the_last_of_any_number_of_ran
     assert losses_of(labelled_lines(n_ranks, [SCRIPT])) == [(n_ranks - 1, LOSSES)]
 
 
+@pytest.mark.full
 def test_plain_torchrun_runs_pipeline_test_on_one_rank_from_its_own_folder(monkeypatch):
     monkeypatch.chdir(ROOT / "source_code")
     [(rank, _)] = losses_of(run_torchrun(["pipeline_test.py"], timeout_s=90, local=True))
@@ -109,7 +110,10 @@ def test_training_prints_the_same_losses_and_the_same_sample_under_every_layout(
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads are listed in Linux's /proc")
-def test_no_thread_of_a_process_group_is_left_to_the_end_of_the_interpreter(tmp_path):
+@pytest.mark.parametrize(
+    ("n_ranks", "layout"), [(2, ["--pp=2"]), pytest.param(4, ["--pp=2", "--tp=2"], marks=pytest.mark.full)]
+)
+def test_no_thread_of_a_process_group_is_left_to_the_end_of_the_interpreter(tmp_path, n_ranks, layout):
     script = tmp_path / "threads.py"
     script.write_text(
         "import atexit, runpy\nfrom pathlib import Path\n"
@@ -120,10 +124,10 @@ def test_no_thread_of_a_process_group_is_left_to_the_end_of_the_interpreter(tmp_
         "train = runpy.run_path('source_code/train.py', run_name='train')\n"
         "train['main']()\ntrain['destroy_distributed']()\n"
     )
-    command = ["--nproc-per-node=4", str(script), "--pp=2", "--tp=2", "--sample=2", *TINY]
+    command = [f"--nproc-per-node={n_ranks}", str(script), *layout, "--sample=2", *TINY]
     lines = run_torchrun(command, timeout_s=100, local=True)
     threads = [line for line in lines if "threads {" in line]
-    assert len(threads) == 4
+    assert len(threads) == n_ranks
     assert not any("gloo" in line for line in threads)
 
 
@@ -137,8 +141,7 @@ def test_padded_documents_of_given_files_train_with_their_mask(tmp_path):
 def test_first_run_equals_one_process_and_writes_its_picture():
     picture = ROOT / "runs" / "first_run.svg"
     picture.unlink(missing_ok=True)
-    lines = run_torchrun(["--nproc-per-node=2", "source_code/first_run.py"], timeout_s=100, local=True)
-    text = "\n".join(lines)
+    text = "\n".join(labelled_lines(2, ["source_code/first_run.py"]))
     assert len(re.findall(r"step +\d+ +loss", text)) == 10
     assert "equal to one process" in text
     assert "<svg" in picture.read_text()
@@ -236,7 +239,7 @@ def test_a_refusal_on_several_ranks_is_said_once(script, named):
 
 def test_a_refusal_under_torchrun_is_said_once_and_leaves_no_process(capfd):
     with no_process_left(), pytest.raises(LaunchError, match="exit code 2"):
-        run_torchrun(["--nproc-per-node=3", TRAIN, "--pp=2", *TINY], timeout_s=100, local=True)
+        run_torchrun(["--nproc-per-node=2", TRAIN, "--pp=3", *TINY], timeout_s=100, local=True)
     said = "".join(capfd.readouterr())
     assert said.count("error: ") == 1
-    assert "start 2 ranks" in said
+    assert "start 3 ranks" in said

@@ -140,6 +140,7 @@ def test_ranks_without_a_launcher_end_with_the_code_to_requeue_on_when_one_hears
     assert differences(folder, uninterrupted) == []
 
 
+@pytest.mark.full
 def test_torchrun_passes_sigusr1_on_when_told_to(tmp_path: Path) -> None:
     folder, errors = tmp_path / "run", tmp_path / "errors"
     handled = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"

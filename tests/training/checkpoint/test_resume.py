@@ -8,7 +8,7 @@ import torch
 from course_pp.launch import on_ranks
 from tests.training.checkpoint.resuming import Case, config_of, data_of, train, train_jobs
 
-BEFORE, AFTER = 3, 3
+BEFORE, AFTER = 2, 2
 
 SAME = [
     Case(),
