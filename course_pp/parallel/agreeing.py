@@ -133,9 +133,7 @@ def _settle_boundaries(stages: Sequence[ModelStage], pipeline: Ranks) -> str | N
                     "nothing says what the first stage takes: pass build_pipeline_stage(..., inputs=...), the "
                     "arguments of one microbatch, or batch_size= and seq_len= for token ids"
                 )
-            if stage.is_last:
-                stage.outputs = stage.outputs or Boundary(())  # nobody is sent what it returns
-            elif stage.inputs is not None and stage.outputs is None:
+            if stage.inputs is not None and stage.outputs is None:
                 try:
                     stage.outputs = find_outputs(stage)
                 except ValueError as error:
@@ -162,11 +160,8 @@ def _returned(found: dict[int, tuple[Boundary | None, Boundary | None]], stage: 
 def _problem_between(taken: dict[int, Boundary], given: dict[int, Boundary]) -> str | None:
     """What keeps neighbours from understanding one another."""
     for before, after in pairwise(sorted(given)):
-        if taken.setdefault(after, given[before]) != given[before]:
-            return (
-                f"stage {before} returns {given[before]}, but stage {after} declares that it takes {taken[after]}: "
-                "declare what really crosses, or leave inputs= to the first stage"
-            )
+        if taken.setdefault(after, given[before]) != given[before]:  # this package's model built for two configurations
+            return f"stage {before} returns {given[before]}, but stage {after} takes {taken[after]}: build them alike"
         if not given[before].metas:
             return f"stage {before} returns no tensor, so nothing reaches stage {after}: return what it needs"
         whole = [meta for meta in given[before].metas if not meta.dtype.is_floating_point]

@@ -137,6 +137,15 @@ class PipelineSchedule:
         self._starts_equal = not self.ties
 
     @property
+    def modules(self) -> list[torch.nn.Module]:
+        """This rank's stages as they are trained, first to last."""
+        return [stage.submod for stage in self.stages]
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """This rank's parameters, each once, for an optimizer."""
+        return list(dict.fromkeys(p for module in self.modules for p in module.parameters()))
+
+    @property
     def holds_last_stage(self) -> bool:
         """True on the rank that computes the loss."""
         return self.stages[-1].is_last

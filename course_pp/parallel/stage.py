@@ -157,10 +157,10 @@ def build_pipeline_stage(
             computes in. Giving it makes the module's own dtype checked against it.
         stage, n_stages: which stage of how many. Left out: those of this package's module, else of a pipeline with one
             stage a rank.
-        inputs: what this stage is called with for one microbatch: tensors, of which only shapes and dtypes count, so
-            meta tensors will do. Needed on the first stage only.
-        outputs: what it returns, likewise; needed only where the stage cannot run on the meta device. What the last
-            stage returns is the loss function's own business.
+        inputs: what the first stage is called with for one microbatch; other stages ignore it. Only shapes and dtypes
+            count, so meta tensors will do.
+        outputs: what this stage returns, likewise; needed only where it cannot run on the meta device. What the last
+            stage returns is the loss function's own business; ``outputs=()`` if even calling it there fails.
 
     Raises:
         TypeError: if ``stage_module`` is no module, or a whole :class:`Transformer`.
@@ -182,9 +182,10 @@ def build_pipeline_stage(
     if isinstance(stage_module, PipelineStageModule):
         taken, given = _boundaries_of_transformer(stage_module, batch_size, seq_len, param_dtype)
     else:
-        taken = _declared("inputs", inputs, stage) or _tokens(stage, batch_size, seq_len)
-        given = _declared("outputs", outputs, stage)
-        _check_declared_dtype(stage, taken if stage else None, given, param_dtype)
+        taken = _declared("inputs", inputs) or _tokens(batch_size, seq_len)  # looked at by all, so that all refuse
+        taken = taken if stage == 0 else None
+        given = _declared("outputs", outputs)
+        _check_declared_dtype(stage, given, param_dtype)
     built = ModelStage(
         stage_module,
         stage,
@@ -207,10 +208,17 @@ def find_outputs(stage: ModelStage) -> Boundary:
         ValueError: if that cannot be found on the meta device; names the remedy.
     """
     assert stage.inputs is not None
+    given, computed = {m.dtype for m in stage.inputs.metas if m.dtype.is_floating_point}, _dtypes_of(stage.submod)
+    if given and computed and not given & computed and not _casts_inputs(stage.submod):
+        raise ValueError(  # the meta device would let them pass
+            f"stage {stage.stage_index} is called with {stage.inputs}, but computes in {_spelled(computed)}: convert "
+            "the stages alike, or declare outputs= if it casts its inputs itself"
+        )
     try:
         with torch.no_grad():
             arguments = as_arguments(stage.inputs.unflatten(stage.inputs.empty("meta")))
-            return Boundary.of(bare_copy(stage.submod)(*arguments))
+            output = bare_copy(stage.submod)(*arguments)
+            return Boundary(()) if stage.is_last else Boundary.of(output)  # nobody is sent what the last one returns
     except Exception as error:  # whatever a foreign forward raises
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
         raise ValueError(
@@ -265,37 +273,34 @@ def _boundaries_of_transformer(
     return Boundary.of(tokens if first else hidden), Boundary.of(logits if last else hidden)
 
 
-def _declared(name: str, value: Any, stage: int) -> Boundary | None:
+def _declared(name: str, value: Any) -> Boundary | None:
     if value is None:
         return None
     try:
         return Boundary.of(value)
     except TypeError as error:
-        raise TypeError(f"{name} of stage {stage} holds {error}") from None
+        raise TypeError(f"{name} holds {error}") from None
 
 
-def _tokens(stage: int, batch_size: int | None, seq_len: int | None) -> Boundary | None:
+def _tokens(batch_size: int | None, seq_len: int | None) -> Boundary | None:
     """Token ids, which the first stage takes unless ``inputs`` says otherwise; None if the sizes are missing.
 
     Raises:
         ValueError: for a size that is not positive.
     """
-    if stage != 0 or (batch_size is None and seq_len is None):
+    if batch_size is None and seq_len is None:
         return None
     shape = (_check_size("batch_size", batch_size), _check_size("seq_len", seq_len))
     return Boundary.of(torch.empty(shape, dtype=torch.int64, device="meta"))
 
 
-def _check_declared_dtype(
-    stage: int, taken: Boundary | None, given: Boundary | None, param_dtype: torch.dtype | None
-) -> None:
-    for what, boundary in (("takes", taken), ("returns", given)):
-        for meta in () if boundary is None or param_dtype is None else boundary.metas:
-            if meta.dtype.is_floating_point and meta.dtype != param_dtype:
-                raise ValueError(
-                    f"stage {stage} {what} {meta}, but param_dtype={param_dtype}: declare what really crosses, or "
-                    "leave param_dtype out"
-                )
+def _check_declared_dtype(stage: int, given: Boundary | None, param_dtype: torch.dtype | None) -> None:
+    for meta in () if given is None or param_dtype is None else given.metas:
+        if meta.dtype.is_floating_point and meta.dtype != param_dtype:
+            raise ValueError(
+                f"stage {stage} returns {meta}, but param_dtype={param_dtype}: declare what really crosses, or leave "
+                "param_dtype out"
+            )
 
 
 def _check_mesh(stage: int, n_stages: int, device_mesh: DeviceMesh | None) -> None:
@@ -348,6 +353,11 @@ def _dtypes_of(module: nn.Module) -> set[torch.dtype]:
     policy = mixed_precision(module)
     dtype = None if policy is None else policy.output_dtype or policy.param_dtype
     return {p.dtype for p in module.parameters() if p.is_floating_point()} if dtype is None else {dtype}
+
+
+def _casts_inputs(module: nn.Module) -> bool:
+    policy = mixed_precision(module)
+    return policy is not None and policy.param_dtype is not None and policy.cast_forward_inputs
 
 
 def _mismatch(module: PipelineStageModule, dtypes: set[torch.dtype], boundary_dtype: torch.dtype) -> str:

@@ -31,9 +31,7 @@ def stages_on_rank(name: str, schedule: str, pp: int, mesh: Any) -> tuple[list[C
     n_stages = pp * len(indices)
     modules = [model.cut(n_stages)[i] for i in indices]
     stages = [
-        build_pipeline_stage(
-            module, mesh, "cpu", stage=i, n_stages=n_stages, inputs=foreign.example(N_MICROBATCHES) if i == 0 else None
-        )
+        build_pipeline_stage(module, mesh, "cpu", stage=i, n_stages=n_stages, inputs=foreign.example(N_MICROBATCHES))
         for i, module in zip(indices, modules, strict=True)
     ]
     return modules, build_pipeline_schedule(stages, N_MICROBATCHES, foreign.loss, schedule, tied=find_ties(model))
@@ -111,33 +109,33 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "stage 0, a Ragged called with float32 (2, 4), does not say what it returns",
     ),
     "neighbours that differ": (
-        lambda rank: (linear(), {"inputs": WIDE if rank else X, "outputs": X}),
-        "stage 0 returns float32 (2, 4), but stage 1 declares that it takes float32 (2, 5)",
+        lambda rank: (linear(), {"inputs": X, "outputs": WIDE if rank == 0 else None}),
+        "stage 1, a Linear called with float32 (2, 5), does not say what it returns",
     ),
     "a dtype that is not computed in": (
-        lambda rank: (linear(torch.float64 if rank else torch.float32), {"inputs": X, "outputs": X.double()}),
-        "stage 0 returns float64 (2, 4), but stage 1 declares that it takes float32 (2, 4)",
+        lambda rank: (linear(torch.float64 if rank == 1 else torch.float32), {"inputs": X}),
+        "stage 1 is called with float32 (2, 4), but computes in torch.float64: convert the stages alike",
     ),
     "rows that differ": (
-        lambda rank: (linear(), {"inputs": None if rank else (X, torch.zeros(3, 4)), "outputs": X}),
+        lambda rank: (linear(), {"inputs": (X, torch.zeros(3, 4)), "outputs": X}),
         "all tensors must have the microbatch as their first dimension",
     ),
     "a wrapper": (lambda rank: (nn.DataParallel(linear()), {"inputs": X}), "wrapped in DataParallel"),
-    "text at a boundary": (lambda rank: (linear(), {"inputs": "x"}), "inputs of stage "),
+    "text at a boundary": (lambda rank: (linear(), {"inputs": "x"}), "inputs holds a str, 'x': only tensors"),
     "a tie nobody has": (
-        lambda rank: (linear(), {"inputs": None if rank else X, "tied": [("weight", "head")]}),
+        lambda rank: (linear(), {"inputs": X, "tied": [("weight", "head")]}),
         "no stage has a parameter 'head'",
     ),
     "a tie with a stage that is not there": (
-        lambda rank: (linear(), {"inputs": None if rank else X, "tied": [{0: "weight", 5: "weight"}]}),
+        lambda rank: (linear(), {"inputs": X, "tied": [{0: "weight", 5: "weight"}]}),
         "stage 5 has no parameter 'weight'; it has none",
     ),
     "ties that differ": (
-        lambda rank: (linear(), {"inputs": None if rank else X, "tied": [{0: "weight", 1: "bias"}] * rank}),
+        lambda rank: (linear(), {"inputs": X, "tied": [{0: "weight", 1: "bias"}] * rank}),
         "rank 1 was given tied=[{0: 'weight', 1: 'bias'}], rank 0 []",
     ),
     "a tie of unlike weights": (
-        lambda rank: (linear(), {"inputs": None if rank else X, "tied": [{0: "weight", 1: "bias"}]}),
+        lambda rank: (linear(), {"inputs": X, "tied": [{0: "weight", 1: "bias"}]}),
         "are float32 (4, 4) on stage 0, float32 (4,) on stage 1",
     ),
 }
@@ -174,7 +172,7 @@ def wrong_batches_on_rank(rank: int) -> list[str]:
     """What a pipeline built for two microbatches of two rows says of batches that do not fit it."""
     mesh = init_distributed(DistributedConfig(pp=2))
     torch.manual_seed(0)
-    stage = build_pipeline_stage(linear(), mesh, "cpu", inputs=None if rank else X)
+    stage = build_pipeline_stage(linear(), mesh, "cpu", inputs=X)
     pipeline = build_pipeline_schedule(stage, 2, nn.MSELoss(), "gpipe")
     batch, found = torch.ones(4, 4), []
     for arguments, keywords in [
@@ -216,7 +214,7 @@ def test_a_batch_that_does_not_fit_is_refused_on_every_rank() -> None:
 def unequal_on_rank(rank: int) -> str:
     mesh = init_distributed(DistributedConfig(pp=2))
     torch.manual_seed(rank)
-    stage = build_pipeline_stage(Sized(), mesh, "cpu", inputs=None if rank else X)
+    stage = build_pipeline_stage(Sized(), mesh, "cpu", inputs=X)
     pipeline = build_pipeline_schedule(stage, 2, nn.MSELoss(), "gpipe", tied=[{0: "linear.bias", 1: "linear.bias"}])
     with pytest.raises(ValueError, match=r".") as refusal:
         pipeline.step(torch.ones(4, 4), target=torch.ones(4, 4))
@@ -230,7 +228,7 @@ def test_tied_weights_that_start_unequal_are_refused_before_the_first_step() -> 
 
 def changing_on_rank(rank: int) -> None:
     mesh = init_distributed(DistributedConfig(pp=2))
-    stage = build_pipeline_stage(Sized(), mesh, "cpu", inputs=None if rank else X)
+    stage = build_pipeline_stage(Sized(), mesh, "cpu", inputs=X)
     pipeline = build_pipeline_schedule(stage, 2, nn.MSELoss(), "gpipe")
     pipeline.step(-torch.ones(4, 4), target=torch.ones(4, 4))
 

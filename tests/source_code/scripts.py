@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 from course_pp.launch import on_ranks
@@ -37,6 +38,7 @@ def labelled_lines(n_ranks: int, arguments: Sequence[str], timeout_s: float = 10
 
 def _run(rank: int, arguments: list[str]) -> Ended:
     sys.argv, code = arguments, 0
+    sys.path.insert(0, str(Path(arguments[0]).parent))  # as python does
     world._LEFT_TO_THE_LAUNCHER_S = 0.1  # there is none that would end them first
     with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
         try:

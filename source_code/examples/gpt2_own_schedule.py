@@ -1,0 +1,46 @@
+"""Train the same GPT-2 with `course_pp.runtime` and a schedule of one's own: check it, predict it, run it, measure it.
+
+    torchrun --standalone --nproc-per-node=2 source_code/examples/gpt2_own_schedule.py
+
+A schedule is data: for each rank its actions in order. This one is GPipe with the youngest microbatch's backward first.
+"""
+
+import torch
+import torch.distributed as dist
+from gpt2 import N_MICROBATCHES, Stage, batch, build_model
+
+from course_pp.model import CrossEntropy
+from course_pp.parallel import compute_layer_assignment, find_ties, get_world_info
+from course_pp.runtime import Pipeline, Recorder
+from course_pp.schedule import Schedule, build, check, simulate
+
+
+def last_in_first_out(n_ranks: int, n_microbatches: int) -> Schedule:
+    """All forwards, then all backwards from the last microbatch to the first."""
+    gpipe = build("gpipe", n_ranks, n_microbatches)
+    actions = [(*row[:n_microbatches], *reversed(row[n_microbatches:])) for row in gpipe.actions]
+    return Schedule("last in, first out", gpipe.placement, tuple(actions))
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    rank, _, n_ranks = get_world_info()
+    schedule = last_in_first_out(n_ranks, N_MICROBATCHES)
+    assert not check(schedule), check(schedule)
+    model = build_model()
+    tied = find_ties(model)
+    stage = Stage(model, *compute_layer_assignment(model.config.n_layer, n_ranks)[rank])
+    ties = [{0: wte, n_ranks - 1: head} for wte, head in tied if n_ranks > 1]
+    pipeline = Pipeline(schedule, stage, CrossEntropy(), tied=ties, recorder=(recorder := Recorder()))
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-3)
+    for step in range(5):
+        recorder.clear()
+        optimizer.zero_grad()
+        losses = pipeline.step(*batch(step, None))
+        optimizer.step()
+        if rank == 0:
+            print(f"step {step + 1}: loss {sum(losses):.4f}")
+    timeline = recorder.timeline()  # on every rank at once
+    if rank == 0:
+        print(f"bubble: predicted {simulate(schedule).bubble_fraction:.0%}, measured {timeline.bubble_fraction:.0%}")
+    dist.destroy_process_group()
