@@ -14,6 +14,7 @@ Without --text or --dataset the corpus is the source code of Python's own standa
 import sys
 from contextlib import nullcontext
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.model import ModelConfig, PipelineStageModule, build_stage_module, layer_costs, partition_by_cost
@@ -21,6 +22,8 @@ from course_pp.parallel import (
     apply_ac,
     apply_fsdp2,
     apply_tensor_parallel,
+    compute_in,
+    default_mp_policy,
     destroy_distributed,
     get_device,
     get_pp_rank,
@@ -35,6 +38,7 @@ from course_pp.training.arguments import flags_named, parse
 from course_pp.training.checkpointer import Checkpointer
 from course_pp.training.data import check_vocabulary, unigram_entropy
 from course_pp.training.options import Options
+from course_pp.training.precision import DTYPES
 from course_pp.training.preemption import EXIT_CODE, Preempted, Preemption
 from course_pp.training.sampling import sample
 
@@ -44,12 +48,14 @@ def build_stages(asked: Options, model: ModelConfig, mesh: DeviceMesh | None) ->
     indices, n_stages = stages_of_rank(asked.train, get_pp_rank(mesh), get_pp_size(mesh))
     flops = layer_costs(model, asked.model.seq_len)
     layer_ranges = partition_by_cost(flops.layers, n_stages, first=flops.embed, last=flops.head)
-    device = get_device(share=asked.layout.share_gpus)
+    device, dtype = get_device(share=asked.layout.share_gpus), DTYPES[asked.train.precision]
     modules = [build_stage_module(model, i, n_stages, layer_ranges).to(device) for i in indices]
     for module in modules:
         apply_tensor_parallel(module, mesh)
         apply_ac(module, asked.layout.ac)
-        apply_fsdp2(module, mesh, reshard_after_forward=asked.layout.reshard_policy)
+        mixed = None if dtype == torch.float32 else default_mp_policy(dtype)
+        apply_fsdp2(module, mesh, mixed, reshard_after_forward=asked.layout.reshard_policy)
+        compute_in(module, dtype)  # where no FSDP2 does
     return modules
 
 

@@ -46,6 +46,7 @@ from course_pp.parallel.mesh import (
     init_distributed,
 )
 from course_pp.parallel.pipeline import PipelineSchedule, build_pipeline_schedule
+from course_pp.parallel.precision import compute_dtype, compute_in
 from course_pp.parallel.predicting import predict_collectives
 from course_pp.parallel.schedules import get_stage_indices, schedule_names
 from course_pp.parallel.stage import build_pipeline_stage
@@ -74,6 +75,8 @@ __all__ = [
     "build_pipeline_stage",
     "build_stage_module",
     "clip_grad_norm_",
+    "compute_dtype",
+    "compute_in",
     "compute_layer_assignment",
     "count_collectives",
     "default_mp_policy",

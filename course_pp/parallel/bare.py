@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from course_pp.parallel._torch import mixed_precision, tree_map
+from course_pp.parallel.precision import Lowered
 from course_pp.parallel.recompute import Recomputed
 
 __all__ = ["bare_copy"]
@@ -78,9 +79,12 @@ def _without_hooks(module: nn.Module) -> dict[str, Any]:
 def _rebind(module: nn.Module, copied: nn.Module) -> None:
     """Let methods that were put on the module itself, such as a replaced forward, belong to the copy."""
     for key, value in list(vars(copied).items()):
-        method: Callable[..., Any] = value.forward if isinstance(value, Recomputed) else value
+        lowered = value if isinstance(value, Lowered) else None
+        method: Callable[..., Any] = value if lowered is None else lowered.forward
+        method = method.forward if isinstance(method, Recomputed) else method
         if isinstance(method, MethodType) and method.__self__ is module:
-            vars(copied)[key] = MethodType(method.__func__, copied)
+            bound = MethodType(method.__func__, copied)
+            vars(copied)[key] = bound if lowered is None else Lowered(bound, lowered.dtype)
 
 
 def _cast_like(copied: nn.Module, policy: MixedPrecisionPolicy) -> None:

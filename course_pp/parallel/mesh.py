@@ -35,6 +35,7 @@ __all__ = [
     "get_tp_mesh",
     "has_dp_mesh",
     "init_distributed",
+    "limit_waiting",
     "size_of",
 ]
 
@@ -173,6 +174,15 @@ def _warn_if_tp_leaves_a_node(tp: int) -> None:
             "(srun --distribution=block), or lower tp and raise pp, whose messages are few",
             stacklevel=3,
         )
+
+
+def limit_waiting(device_mesh: DeviceMesh | None, timeout_s: float) -> None:
+    """Limit how long a rank waits for the others from now on: on the default group, and on every group of the mesh."""
+    names = () if device_mesh is None else device_mesh.mesh_dim_names or ()
+    groups = [device_mesh.get_group(name) for name in names] if device_mesh is not None else []
+    for group in (dist.group.WORLD, *groups):
+        if group is not None:
+            set_timeout(group, timedelta(seconds=timeout_s))
 
 
 def destroy_distributed() -> None:

@@ -43,4 +43,5 @@ def recompute(module: nn.Module) -> None:
 
 def is_checkpointed(module: nn.Module) -> bool:
     """Whether ``module`` or a part of it is recomputed in backward."""
-    return any(isinstance(part.forward, Recomputed) for part in module.modules())
+    forwards = [(part.forward, getattr(part.forward, "forward", None)) for part in module.modules()]
+    return any(isinstance(forward, Recomputed) for pair in forwards for forward in pair)

@@ -14,6 +14,7 @@ from course_pp.parallel._torch import LocalNeighboursStage, mixed_precision, tre
 from course_pp.parallel.bare import bare_copy
 from course_pp.parallel.boundary import Boundary, as_arguments
 from course_pp.parallel.mesh import get_pp_mesh, get_pp_rank, get_pp_size
+from course_pp.parallel.precision import mixed_dtype
 from course_pp.parallel.tied import Tie
 from course_pp.wrappers import problem_of_wrappers
 
@@ -349,10 +350,9 @@ def _check_size(name: str, size: object) -> int:
 
 
 def _dtypes_of(module: nn.Module) -> set[torch.dtype]:
-    """The dtypes a module computes in: its policy's under mixed precision, whatever its parameters are kept in."""
-    policy = mixed_precision(module)
-    dtype = None if policy is None else policy.output_dtype or policy.param_dtype
-    return {p.dtype for p in module.parameters() if p.is_floating_point()} if dtype is None else {dtype}
+    """The dtypes a module computes in: those of mixed precision, whatever its parameters are kept in."""
+    mixed = mixed_dtype(module)
+    return {p.dtype for p in module.parameters() if p.is_floating_point()} if mixed is None else {mixed}
 
 
 def _casts_inputs(module: nn.Module) -> bool:

@@ -25,7 +25,7 @@ from course_pp.runtime.by_hand import (
 from course_pp.runtime.clocks import Alignment, align
 from course_pp.runtime.cluster import EmulatedCluster, EmulatedLink
 from course_pp.runtime.emulation import EmulatedTimeline, Overrun
-from course_pp.runtime.errors import PipelineError
+from course_pp.runtime.errors import LossNotFinite, PipelineError
 from course_pp.runtime.memory import Hold, Meter, RankMemory
 from course_pp.runtime.pipeline import Pipeline, run_step
 from course_pp.runtime.recorder import Recorder
@@ -37,6 +37,7 @@ __all__ = [
     "EmulatedTimeline",
     "Hold",
     "Link",
+    "LossNotFinite",
     "Meter",
     "Overrun",
     "Pipeline",

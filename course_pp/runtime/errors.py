@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from course_pp.schedule import Action, Overlap
 
-__all__ = ["Origin", "PipelineError"]
+__all__ = ["LossNotFinite", "Origin", "PipelineError"]
 
 
 @dataclass(frozen=True)
@@ -68,3 +68,8 @@ class PipelineError(RuntimeError):
 
     def __reduce__(self) -> tuple[type["PipelineError"], tuple[Origin, str]]:
         return type(self), self._given
+
+
+class LossNotFinite(PipelineError):
+    """A step whose loss is infinite or not a number. It has run to its end: zero the gradients, and the pipeline can go
+    on."""

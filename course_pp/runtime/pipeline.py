@@ -23,7 +23,7 @@ from course_pp.runtime.batch import loss_shares, split
 from course_pp.runtime.clocks import wait_for
 from course_pp.runtime.cluster import EmulatedCluster
 from course_pp.runtime.emulation import Emulator
-from course_pp.runtime.errors import Origin, PipelineError
+from course_pp.runtime.errors import LossNotFinite, Origin, PipelineError
 from course_pp.runtime.executor import Batch, Executor
 from course_pp.runtime.mailbox import Mailbox, MessageLost, PeerFailed
 from course_pp.runtime.memory import Meter
@@ -224,7 +224,7 @@ class Pipeline:
                     f"the loss is {loss}, and so are gradients: zero them, and look at the data, the learning rate or "
                     "the number format"
                 )
-                raise PipelineError(
+                raise LossNotFinite(
                     Origin(self.schedule.rank_of(last, microbatch), Action(last, "F", microbatch), what)
                 )
 

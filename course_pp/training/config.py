@@ -7,12 +7,15 @@ from typing import Any, Literal
 
 from course_pp.training.setting import SettingError, check_number, check_whole, nearest
 
-__all__ = ["ENGINES", "LR_SCHEDULES", "OPTIMIZERS", "Engine", "LrSchedule", "TrainConfig"]
+__all__ = ["ENGINES", "LR_SCHEDULES", "OPTIMIZERS", "Engine", "LrSchedule", "OnNan", "Precision", "TrainConfig"]
 
 Engine = Literal["parallel", "runtime"]
 ENGINES: tuple[Engine, ...] = ("parallel", "runtime")
 LrSchedule = Literal["cosine", "linear", "wsd", "constant"]
 LR_SCHEDULES: tuple[LrSchedule, ...] = ("cosine", "linear", "wsd", "constant")
+Precision = Literal["fp32", "bf16", "fp16"]
+PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
+OnNan = Literal["refuse", "skip"]
 OPTIMIZERS = (*("AdamW", "Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD", "SGD"),)
 """Those of ``torch.optim`` that treat each number alone, so that a rank needs nothing but its own part of the model.
 
@@ -40,6 +43,13 @@ class TrainConfig:
     engine: Engine = "parallel"
     """`"parallel"` runs `course_pp.parallel`, `"runtime"` the pipeline of `course_pp.runtime`."""
     schedule: str = "1f1b"
+    precision: Precision = "fp32"
+    """What the stages compute in and send; `"fp32"` is what their parameters are in. Those, their gradients and the
+    optimizer's state stay in float32; `"fp16"` scales the loss."""
+    loss_scale: float = 2.0**16
+    """The first scale of `"fp16"`, a power of two; see `course_pp.training.precision`."""
+    on_nan: OnNan = "refuse"
+    """What becomes of a step whose gradient is infinite or not a number: it ends the run, or is skipped."""
     lr: float = 3e-3
     """Peak learning rate, reached after the warm-up."""
     lr_schedule: LrSchedule = "cosine"
@@ -74,6 +84,12 @@ class TrainConfig:
     """Steps to trace on every rank into `log_folder`; 0 traces none."""
     peak_flops: float | None = None
     """FLOPs a second that one device can do, from its data sheet; None measures it with a matrix product."""
+    step_timeout: float | None = None
+    """Seconds that a rank waits for the others once the first step is done, which also compiles and connects; None
+    leaves the time limit of the process group."""
+    gc_every: int | None = None
+    """Steps between garbage collections, on all ranks at once; None leaves it to Python, which collects on each rank at
+    another moment, for which the others wait."""
     workers: int = 0
     """Processes on each rank that read batches before they are needed; 0 reads each when it is."""
     seed: int = 42
@@ -84,12 +100,13 @@ class TrainConfig:
             check_whole(name, getattr(self, name), 1)
         for name in ("profile", "seed", "workers"):
             check_whole(name, getattr(self, name), 0)
-        for name, least in (("warmup_steps", 0), ("decay_steps", 1), ("eval_every", 1), ("epochs", 1)):
+        for name, least in (("warmup_steps", 0), ("decay_steps", 1), ("eval_every", 1), ("epochs", 1), ("gc_every", 1)):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), least)
         for name in ("lr", "min_lr", "weight_decay", "clip_norm"):
             check_number(name, getattr(self, name))
         self._check_optimizer()
+        self._check_numbers()
         self._check_rules()
 
     def _refuse_unless(self, allowed: bool, sentence: str, *names: str) -> None:
@@ -123,6 +140,21 @@ class TrainConfig:
         )
         only_one = self.epochs is None or self.steps == _DEFAULT_STEPS
         refuse_unless(only_one, "{epochs} and {steps} both say how long to train: leave one out", "epochs", "steps")
+
+    def _check_numbers(self) -> None:
+        """Refuse a number format, or an end of it, that is none."""
+        refuse_unless = self._refuse_unless
+        refuse_unless(
+            self.precision in PRECISIONS, f"{{precision}} must be one of {', '.join(PRECISIONS)}", "precision"
+        )
+        refuse_unless(self.on_nan in ("refuse", "skip"), "{on_nan} must be refuse or skip", "on_nan")
+        check_number("loss_scale", self.loss_scale)
+        is_scale = 1 <= self.loss_scale <= 2**24 and math.frexp(self.loss_scale)[0] == 0.5
+        refuse_unless(is_scale, "{loss_scale} must be a power of two from 1 to 2**24, such as 65536", "loss_scale")
+        if self.step_timeout is not None:
+            check_number("step_timeout", self.step_timeout)
+            is_limit = 0 < self.step_timeout < 365 * 24 * 3600
+            refuse_unless(is_limit, "{step_timeout} must be a number of seconds above 0", "step_timeout")
 
     def _check_rules(self) -> None:
         refuse_unless = self._refuse_unless

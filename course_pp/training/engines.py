@@ -32,7 +32,7 @@ __all__ = ["PipelineEngine", "build_engine", "stages_of_rank"]
 class PipelineEngine(Protocol):
     """Takes batches of one size through the pipeline. Every rank passes the whole batch."""
 
-    def step(self, batch: Sequences, divisor: int) -> float:
+    def step(self, batch: Sequences, divisor: float) -> float:
         """Add the gradient of the batch's summed loss over ``divisor`` to ``.grad``; returns that loss on every rank.
 
         Args:
@@ -101,7 +101,7 @@ class _ParallelEngine:
         )
         self._pipeline = build_pipeline_schedule(stages, config.microbatches, loss_fn, config.schedule)
 
-    def step(self, batch: Sequences, divisor: int) -> float:
+    def step(self, batch: Sequences, divisor: float) -> float:
         inputs, named = self._arguments(batch)
         return self._pipeline.step(inputs, **named, divisor=divisor).item()
 
@@ -149,7 +149,7 @@ class _RuntimeEngine:
         self._pipeline = Pipeline(schedule, stages, loss_fn, device=device, tied=tied)
         self._forward = Pipeline(_forwards_of(schedule), stages, loss_fn, device=device)
 
-    def step(self, batch: Sequences, divisor: int) -> float:
+    def step(self, batch: Sequences, divisor: float) -> float:
         return sum(self._pipeline.step(*self._arguments(batch), divisor=divisor))
 
     def evaluate(self, batch: Sequences) -> float:

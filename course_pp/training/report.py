@@ -1,5 +1,6 @@
 """What a run says about itself while it goes on: times added up, logs, progress, traces."""
 
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ class StepResult:
         grad_norm: norm of the whole model's gradient, before clipping.
         lr: learning rate of the update.
         seconds: wall time.
+        skipped: the gradient was not finite, and nothing was updated.
+        loss_scale: by what the loss was multiplied; 1 without scaling.
     """
 
     step: int
@@ -34,6 +37,8 @@ class StepResult:
     grad_norm: float
     lr: float
     seconds: float
+    skipped: bool = False
+    loss_scale: float = 1.0
 
 
 class Reporter:
@@ -71,6 +76,10 @@ class Reporter:
         if self._profiler is not None:
             self._profiler.step()
         self._progress.advance(result.loss)
+        if result.skipped:
+            why = f"the norm of its gradient is {result.grad_norm}"
+            scaled = f", at a loss scale of {result.loss_scale:.0f}" if result.loss_scale > 1 else ""
+            self._progress.say(f"step {result.step}/{self._config.steps}  skipped: {why}{scaled}")
         if result.step % self._config.log_every == 0 or result.step == self._config.steps:
             values = {
                 "loss": result.loss,
@@ -79,6 +88,7 @@ class Reporter:
                 "tokens": result.step * self.speed.tokens_of_a_step,
                 "tokens_per_s": self._window.tokens_per_s,
                 "mfu": self._window.utilisation,
+                **({"loss_scale": result.loss_scale} if self._config.precision == "fp16" else {}),
             }
             self._write("train", result.step, values)
             self._window = self._nothing_yet
@@ -91,7 +101,9 @@ class Reporter:
 
     def _write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
         if self._logs is not None:
-            self._logs.write(event, step, values)
+            # JSON has neither infinity nor NaN; in words they survive every parser.
+            is_odd = {name: isinstance(v, float) and not math.isfinite(v) for name, v in values.items()}
+            self._logs.write(event, step, {name: str(v) if is_odd[name] else v for name, v in values.items()})
 
 
 def _open(folder: str | None, step: int) -> Logs | None:

@@ -42,7 +42,7 @@ def sample(
         modules: this rank's stages, as they are trained.
         vocab_size: ids from here on are never drawn: those that the tokenizer does not have.
         temperature: logits are divided by it; 0 takes the most likely token.
-        param_dtype: of what crosses the stages' boundaries, by default that of the parameters.
+        param_dtype: of what crosses the stages' boundaries, by default what they compute in.
 
     Returns:
         The new tokens, on every rank.
@@ -56,10 +56,7 @@ def sample(
         return []
     weight = next(modules[0].parameters())
     window = modules[0].config.max_seq_len
-    stages = [
-        build_pipeline_stage(module, device_mesh, weight.device, 1, window, param_dtype or weight.dtype)
-        for module in modules
-    ]
+    stages = [build_pipeline_stage(module, device_mesh, weight.device, 1, window, param_dtype) for module in modules]
     pp_size, last_stage = get_pp_size(device_mesh), modules[0].num_stages - 1
     held = Ranks(stages[0].group).gather([module.stage_id for module in modules])
     owner = {stage: rank for rank, indices in enumerate(held) for stage in indices}

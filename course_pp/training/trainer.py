@@ -10,26 +10,32 @@
 A step depends on the configuration, the data and the number of the step alone, so a run goes on from any step.
 """
 
+import gc
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.collective import Ranks
 from course_pp.model import CrossEntropy, PipelineStageModule
-from course_pp.parallel import TokenLoss, clip_grad_norm_, get_pp_size
+from course_pp.parallel import TokenLoss, clip_grad_norm_, compute_dtype, get_pp_size
+from course_pp.parallel.mesh import limit_waiting
+from course_pp.runtime import LossNotFinite
 from course_pp.training.config import TrainConfig
 from course_pp.training.data import Batches, Rows, Sequences, validation_batches
 from course_pp.training.data.batches import read_ahead
 from course_pp.training.engines import build_engine
 from course_pp.training.metrics import Peak, Speed, find_peak, training_flops
 from course_pp.training.optim import OptimizerFactory, build_optimizer, build_scheduler, lr_factor
+from course_pp.training.precision import DTYPES, LossScale
 from course_pp.training.report import Reporter, StepResult
 from course_pp.training.setting import SettingError
 
@@ -38,7 +44,7 @@ __all__ = ["Fitted", "NonFiniteGradient", "StepResult", "Trainer"]
 # What a checkpoint's run and the one that takes it up must share, or the second would not continue the first.
 _FIXED = (
     *("batch", "seed", "lr", "lr_schedule", "min_lr", "warmup_steps", "decay_steps"),
-    *("optimizer", "betas", "eps", "optimizer_options", "weight_decay", "clip_norm"),
+    *("optimizer", "betas", "eps", "optimizer_options", "weight_decay", "clip_norm", "precision"),
 )
 
 
@@ -74,7 +80,7 @@ class Trainer:
             is evaluated.
         device_mesh: what :func:`course_pp.parallel.init_distributed` returned.
         loss_fn: a loss that can tell how many tokens it averages over; :class:`CrossEntropy` by default.
-        param_dtype: of what crosses the stages' boundaries, by default that of the parameters.
+        param_dtype: of what crosses the stages' boundaries, by default what they compute in.
         tokenizer_digest: of the tokenizer that made the sequences; kept in :meth:`state`.
         optimizer: makes one of parameter groups, such as ``torch.optim.SGD``; None is the one that ``config`` names.
 
@@ -127,7 +133,9 @@ class Trainer:
             lambda: () if validation is None else validation_batches(validation, config.batch, config.eval_batches)
         )
         self.device = next(self.modules[0].parameters()).device
-        self._dtype = param_dtype or next(self.modules[0].parameters()).dtype
+        everyone.collectively(lambda: _check_precision(config, self.modules))
+        self._dtype = param_dtype or compute_dtype(self.modules[0])
+        self._scale = LossScale(config.loss_scale, growth_steps=2000) if config.precision == "fp16" else LossScale()
         self._engine = build_engine(
             config,
             self.modules,
@@ -147,24 +155,43 @@ class Trainer:
         """One optimizer step.
 
         Raises:
-            NonFiniteGradient: on every rank, if a gradient is not finite; nothing has been updated.
+            NonFiniteGradient: on every rank, if a gradient is not finite and such steps are not skipped; nothing has
+                been updated.
         """
         begin = time.perf_counter()
         batch = self._batches[self.step] if self._ahead is None else next(self._ahead)
-        n_targets = max(1, batch.n_targets)
         self.optimizer.zero_grad()
-        loss = math.fsum(self._engine.step(part, n_targets) for part in self._parts(batch))
-        norm = clip_grad_norm_(self.modules, self.config.clip_norm, device_mesh=self._mesh).item()
-        if not math.isfinite(norm):
+        loss, norm = self._gradient(batch)
+        is_good, scale = math.isfinite(norm), self._scale
+        if not is_good and not scale.can_shrink and self.config.on_nan == "refuse":
             raise NonFiniteGradient(
                 f"step {self.step + 1}: the norm of the gradient is {norm}, so it cannot be clipped: go on from a "
                 "checkpoint with a lower learning rate, or look for the batch that does it"
             )
+        self._scale = scale.after(norm)
         lr = float(self.optimizer.param_groups[0]["lr"])
-        self.optimizer.step()
-        self.scheduler.step()
+        if is_good:
+            self.optimizer.step()
+        with warnings.catch_warnings():
+            # It counts the optimizer's steps, and a first one that is skipped is none.
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            self.scheduler.step()
         self.step += 1
-        return StepResult(self.step, loss, norm, lr, time.perf_counter() - begin)
+        return StepResult(self.step, loss, norm, lr, time.perf_counter() - begin, not is_good, scale.value)
+
+    def _gradient(self, batch: Sequences) -> tuple[float, float]:
+        """Loss and norm of the gradient, which is clipped; the norm is not finite on every rank, or on none."""
+        # Over so many tokens less is the loss times the scale, and exactly so.
+        divisor = max(1, batch.n_targets) / self._scale.value
+        try:
+            loss = math.fsum(self._engine.step(part, divisor) for part in self._parts(batch)) / self._scale.value
+        except LossNotFinite:
+            return math.nan, math.nan
+        if self._scale.value != 1:
+            for parameter in (p for module in self.modules for p in module.parameters()):
+                if parameter.grad is not None:
+                    parameter.grad.mul_(1 / self._scale.value)
+        return loss, clip_grad_norm_(self.modules, self.config.clip_norm, device_mesh=self._mesh).item()
 
     def evaluate(self) -> float:
         """Mean loss over the validation batches, in nats a token.
@@ -201,9 +228,13 @@ class Trainer:
                 self._ahead = read_ahead(self._batches, first, config.steps, config.workers)
                 stack.callback(self._forget_ahead)
             reporter = Reporter(config, self._speed_at_first(peak), first, self.is_logging_rank, stack)
+            collect = _collecting(config.gc_every, stack)
             while self.step < config.steps:
                 result = self.train_step()
                 reporter.step(result)
+                collect(self.step)
+                if config.step_timeout is not None and self.step == first + 1:
+                    limit_waiting(self._mesh, config.step_timeout)
                 if self._is_time_to_evaluate():
                     validation_loss = self.evaluate()
                     reporter.validation(self.step, validation_loss)
@@ -225,6 +256,7 @@ class Trainer:
             "data": {"next_batch": self.step, "digest": self._data_digest},
             "config": self.config.as_dict(),
             "tokenizer": self._tokenizer_digest,
+            "loss_scale": self._scale.state(),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -239,6 +271,8 @@ class Trainer:
         """
         Ranks().collectively(lambda: self._check_state(state))
         self.step = state["step"]
+        if self.config.precision == "fp16":
+            self._scale = replace(self._scale, **state["loss_scale"])
         # A rate for each parameter group: the state of a version 1 has one group.
         base_lrs = self.scheduler.base_lrs
         rates = [base * lr_factor(self.step, self.config) for base in base_lrs]
@@ -295,6 +329,28 @@ def _check_modules(modules: Sequence[object]) -> None:
             f"modules holds {[type(module).__name__ for module in modules]}: pass the list of this rank's stages, "
             "built with build_stage_module (the whole model is stage 0 of 1)"
         )
+
+
+def _check_precision(config: TrainConfig, modules: Sequence[nn.Module]) -> None:
+    """Refuse stages that compute in another format than ``config`` names."""
+    asked = DTYPES[config.precision]
+    for found in map(compute_dtype, modules):
+        # Others may be what the parameters are in, but float16 needs the loss to be scaled.
+        if found != asked and (asked != torch.float32 or found == torch.float16):
+            raise SettingError(
+                f"{{precision}}, and a stage computes in {found}: call compute_in(stage, dtype), or under FSDP2 give "
+                "apply_fsdp2 the policy default_mp_policy(dtype), before Trainer",
+                {"precision": config.precision},
+            )
+
+
+def _collecting(every: int | None, stack: ExitStack) -> Callable[[int], None]:
+    """Take garbage collection over from Python until ``stack`` is closed; what is returned collects if it is time."""
+    if every is None or not gc.isenabled():
+        return lambda step: None
+    gc.disable()
+    stack.callback(gc.enable)
+    return lambda step: None if step % every else (gc.collect(), None)[1]
 
 
 def _check_loss(loss_fn: object) -> None:

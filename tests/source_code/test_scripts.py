@@ -50,10 +50,11 @@ def test_plain_torchrun_runs_pipeline_test_on_one_rank_from_its_own_folder(monke
     assert rank == 0
 
 
-@pytest.mark.parametrize(("schedule", "last"), [("1f1b", 1), ("zb_v", 0)])
-def test_train_reports_from_the_last_stage_only(schedule, last):
+@pytest.mark.parametrize(("schedule", "last", "precision"), [("1f1b", 1, "fp16"), ("zb_v", 0, "bf16")])
+def test_train_reports_from_the_last_stage_only(schedule, last, precision):
     layers = "--layers=4" if schedule == "zb_v" else "--layers=2"
-    lines = labelled_lines(2, [TRAIN, "--pp=2", f"--schedule={schedule}", *TINY, layers])
+    run = [TRAIN, "--pp=2", f"--schedule={schedule}", *TINY, layers, f"--precision={precision}", "--sample=2"]
+    lines = labelled_lines(2, run)
     text = "\n".join(lines)
     assert re.search(rf"\[rank {last}\] validation loss [\d.]+ nats a token; unigram entropy [\d.]+", text)
     assert re.search(rf"\[rank {last}\] [\d,]+ tokens a second", text)
@@ -171,6 +172,7 @@ def test_first_run_equals_one_process_and_writes_its_picture():
         (["--reshard=sometimes"], ["--reshard sometimes", "auto, true, false or a number"]),
         (["--reshard=4"], ["reshard_after_forward=4", "dp_shard=1"]),
         (["--engine=torch"], ["--engine 'torch'", "'runtime'"]),
+        (["--precision=half"], ["--precision 'half' must be one of 'fp32', 'bf16', 'fp16'"]),
         (["--save-every=5"], ["--save-every needs --checkpoint-dir"]),
         (["--resume=runs/mine"], ["--resume needs --checkpoint-dir"]),
         (["--checkpoint-dir=runs/none", "--keep-every=5"], ["--keep-every 5 needs keep_last"]),
@@ -201,6 +203,7 @@ def test_first_run_equals_one_process_and_writes_its_picture():
         "policy",
         "reshard",
         "engine",
+        "precision",
         "every",
         "resume",
         "retention",

@@ -1,0 +1,93 @@
+"""Computing in half precision while parameters stay in float32, where no FSDP2 does it.
+
+    what arrives ─► float32 ─► forward, products in half precision ─► half precision ─► what is sent
+
+FSDP2 gathers parameters in half precision (:func:`default_mp_policy`). Without it each product casts its operands
+(``torch.autocast``): norms, softmax and the residual stream inside a stage stay in float32, and the gradients of
+parameters are float32. Both send half precision across a boundary, and both add the gradients of microbatches up in
+float32, so they differ by rounding alone. Memory differs: autocast keeps, for each microbatch in flight, the copies of
+the weights that its backward will need, and FSDP2 one copy for all.
+
+Micikevicius et al. 2018, "Mixed Precision Training", arXiv:1710.03740.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from course_pp.parallel._torch import mixed_precision, tree_flatten, tree_map
+
+__all__ = ["Lowered", "compute_dtype", "compute_in", "mixed_dtype"]
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+class Lowered:
+    """Takes the place of ``forward`` on one module, and leaves its parameters their names.
+
+    Attributes:
+        forward: what it had before.
+        dtype: bfloat16 or float16.
+    """
+
+    def __init__(self, forward: Callable[..., Any], dtype: torch.dtype) -> None:
+        self.forward, self.dtype = forward, dtype
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = (tree_map(self._widened, value) for value in (args, kwargs))
+        device = next((leaf.device for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)), None)
+        kind = "cpu" if device is None or device.type == "meta" else device.type
+        with torch.autocast(kind, dtype=self.dtype):
+            output = self.forward(*args, **kwargs)
+        return tree_map(self._narrowed, output)
+
+    def _widened(self, leaf: Any) -> Any:
+        return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype == self.dtype else leaf
+
+    def _narrowed(self, leaf: Any) -> Any:
+        return leaf.to(self.dtype) if isinstance(leaf, Tensor) and leaf.dtype == torch.float32 else leaf
+
+
+def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
+    """Let ``module`` compute in ``dtype``, in place; after activation checkpointing.
+
+    A no-op where ``dtype`` is that of the parameters, or FSDP2 computes in it already.
+
+    Args:
+        module: any, with parameters in float32.
+        dtype: bfloat16 or float16, or what the parameters are in.
+
+    Raises:
+        TypeError: for what is no module.
+        ValueError: if it computes in something else already, or for parameters or a dtype that are neither.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"compute_in takes an nn.Module, not {type(module).__name__}")
+    now = compute_dtype(module)
+    if now == dtype:
+        return
+    if dtype not in _HALVES:
+        raise ValueError(f"compute_in(..., {dtype}): compute in torch.bfloat16 or torch.float16, or in {now} as it is")
+    if now != torch.float32:
+        raise ValueError(
+            f"a {type(module).__name__} that computes in {now} cannot compute in {dtype}: keep its parameters in "
+            "float32, or under FSDP2 give apply_fsdp2 the policy default_mp_policy(dtype)"
+        )
+    module.forward = Lowered(module.forward, dtype)
+
+
+def compute_dtype(module: nn.Module) -> torch.dtype:
+    """What a module computes in and sends: that of mixed precision, else its parameters'."""
+    mixed = mixed_dtype(module)
+    parameters = (p.dtype for p in module.parameters() if p.is_floating_point())
+    return next(parameters, torch.get_default_dtype()) if mixed is None else mixed
+
+
+def mixed_dtype(module: nn.Module) -> torch.dtype | None:
+    """What FSDP2's policy or :func:`compute_in` says that a module computes in; None if neither does."""
+    policy = mixed_precision(module)
+    if policy is not None:
+        return policy.output_dtype or policy.param_dtype
+    return module.forward.dtype if isinstance(module.forward, Lowered) else None

@@ -1,0 +1,52 @@
+"""Number formats by name, and the scale of a loss in float16, whose smallest numbers are larger than many gradients."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from course_pp.training.config import Precision
+
+__all__ = ["DTYPES", "LossScale"]
+
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """By what the loss is multiplied before backward, and the gradients divided by after it.
+
+    Every rank of the mesh has the same: it follows from the norm of the whole model's gradient, which is one number.
+    A gradient that overflows halves the scale, and its step is skipped; after ``growth_steps`` good ones the scale
+    doubles. It is a power of two, so that scaling alone rounds nothing (Micikevicius et al. 2018, arXiv:1710.03740,
+    section 3.2).
+
+    Attributes:
+        value: at least 1; 1 always where nothing is scaled.
+        good_steps: taken since it last changed.
+        growth_steps: how many it takes to double; None never changes it.
+    """
+
+    value: float = 1.0
+    good_steps: int = 0
+    growth_steps: int | None = None
+
+    @property
+    def can_shrink(self) -> bool:
+        """Whether an overflow may be the scale's own doing."""
+        return self.growth_steps is not None and self.value > 1
+
+    def after(self, norm: float) -> "LossScale":
+        """The scale of the next step, after one with this norm of the gradient."""
+        if self.growth_steps is None:
+            return self
+        if not math.isfinite(norm):
+            return replace(self, value=max(1.0, self.value / 2), good_steps=0)
+        if self.good_steps + 1 < self.growth_steps:
+            return replace(self, good_steps=self.good_steps + 1)
+        return replace(self, value=min(2.0**24, self.value * 2), good_steps=0)
+
+    def state(self) -> dict[str, Any]:
+        """What changes, as JSON can hold it."""
+        return {"value": self.value, "good_steps": self.good_steps}
