@@ -1,22 +1,30 @@
 """Anybody's module is a stage: equal to one process, whatever crosses its boundaries."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from course_pp.launch import on_ranks
 from course_pp.parallel import (
     DistributedConfig,
+    apply_ac,
     build_pipeline_schedule,
     build_pipeline_stage,
     clip_grad_norm_,
+    default_mp_policy,
+    destroy_distributed,
     find_ties,
     get_pp_rank,
     get_stage_indices,
     init_distributed,
 )
+from course_pp.parallel.bare import bare_copy
+from course_pp.parallel.stage import find_outputs
 from tests.equality import Trained, adamw, assert_same_training, snapshot_gradients, snapshot_parameters
 from tests.parallel.foreign import Chain, models, trained
 
@@ -237,3 +245,41 @@ def test_a_stage_that_returns_what_it_did_not_declare_is_named() -> None:
     with pytest.raises((RuntimeError, ValueError)) as caught:
         on_ranks(2, changing_on_rank, timeout_s=60)
     assert "stage 0 returned float32 (2, 3) where float32 (2, 4) was declared" in str(caught.value.__cause__)
+
+
+class Counting(nn.Module):
+    """Parameters shared by two names, a buffer, a replaced forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        return {"hidden": self.second(self.first(x)), "count": self.calls[None]}
+
+
+@pytest.fixture
+def lone_rank() -> Iterator[None]:
+    init_distributed(DistributedConfig())
+    yield
+    destroy_distributed()
+
+
+@pytest.mark.usefixtures("lone_rank")
+def test_what_a_wrapped_stage_returns_is_found_without_touching_it() -> None:
+    """Checkpointed, compiled and sharded in half precision: the copy has none of it but the dtype."""
+    module = nn.Sequential(Counting())
+    apply_ac(module, "full", blocks=Counting)
+    module[0].register_forward_hook(lambda *_: pytest.fail("a hook ran"))
+    module[0].compile(backend="eager")
+    fully_shard(module, mesh=init_device_mesh("cpu", (1,)), mp_policy=default_mp_policy())
+    stage = build_pipeline_stage(module, None, "cpu", stage=0, n_stages=2, inputs=torch.zeros(3, 4))
+    found = find_outputs(stage)
+    assert str(found) == "{'hidden': bfloat16 (3, 4), 'count': float32 (1,)}"
+    assert module[0].calls.item() == 0
+    copy = bare_copy(module)
+    assert copy[0].second.weight is copy[0].first.weight
+    assert {tensor.device.type for tensor in copy.state_dict().values()} == {"meta"}
