@@ -164,7 +164,11 @@ def test_a_vocabulary_parallel_loss_is_predicted(case):
     assert_counted([counts[0] for counts in ranks], predict(case, PLAIN, job[1], gather_logits=False))
 
 
-@pytest.mark.parametrize("case", [Case(dp_shard=2, tp=2), Case(pp=2, schedule="1f1b", dp_shard=2)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [Case(pp=2, schedule="1f1b", dp_shard=2), pytest.param(Case(dp_shard=2, tp=2), marks=pytest.mark.full)],
+    ids=str,
+)
 def test_mixed_precision_halves_the_bytes_of_what_it_casts(case):
     [job], policy = jobs_of(case, [PLAIN]), default_mp_policy()
     ranks = on_ranks(case.n_ranks, count_on_rank, case, [job], policy, timeout_s=60)

@@ -48,7 +48,9 @@ def norms_on_rank(rank: int, case: Case, jobs: Sequence[tuple[ModelConfig, Data]
     return found
 
 
-@pytest.mark.parametrize("case", [Case(tp=2), STAGED, Case(pp=2, schedule="zb_v", tp=2)], ids=str)
+@pytest.mark.parametrize(
+    "case", [STAGED, Case(pp=2, schedule="zb_v", tp=2), pytest.param(Case(tp=2), marks=pytest.mark.full)], ids=str
+)
 def test_every_norm_equals_that_of_one_process(case: Case) -> None:
     configs = [model_config(case, tied) for tied in (False, True)]
     jobs = [(config, data_of(config, case.n_microbatches, padded=False)[0]) for config in configs]

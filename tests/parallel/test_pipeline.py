@@ -22,6 +22,7 @@ from course_pp.parallel import (
 )
 from course_pp.parallel.tied import TiedWeights
 from tests.equality import Trained, assert_equals_one_process, batches, snapshot_gradients, snapshot_parameters
+from tests.grids import crossed
 from tests.parallel.small import N_MICROBATCHES, SEQ_LEN, build, model_config, tokens
 
 SINGLE_AND_V = ("1f1b", "zb_v", "interleaved_zb")
@@ -46,8 +47,7 @@ def accumulate_on_rank(rank, pp, config, data, schedule):
     return Trained(losses, snapshot_gradients(modules), snapshot_parameters(modules))
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("schedule", SINGLE_AND_V)
+@pytest.mark.parametrize(("schedule", "tied"), crossed(SINGLE_AND_V, [False, True]))
 def test_gradients_of_three_steps_add_up_without_being_rescaled(schedule, tied):
     config = model_config(tied)
     data = batches(config, 2 * N_MICROBATCHES, SEQ_LEN, 3)
