@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from course_pp.training.config import TrainConfig
-    from course_pp.training.engines import stages_of_rank
     from course_pp.training.metrics import Peak, Speed
     from course_pp.training.report import StepResult
+    from course_pp.training.stages import stages_of_rank
     from course_pp.training.trainer import Fitted, Trainer
 
 __all__ = ["Fitted", "Peak", "Speed", "StepResult", "TrainConfig", "Trainer", "stages_of_rank"]
@@ -27,7 +27,7 @@ _MODULES = {
     "StepResult": "report",
     "TrainConfig": "config",
     "Trainer": "trainer",
-    "stages_of_rank": "engines",
+    "stages_of_rank": "stages",
 }
 
 

@@ -83,11 +83,11 @@ class Checkpointer:
                 checkpoint makes way.
         """
         Ranks().collectively(lambda: _check_source(source))
-        trainer, loaded = self._trainer, None
+        trainer, held, loaded = self._trainer, self._trainer.held, None
         if source == "auto" and self._root is not None:
-            loaded = resume(self._root, trainer.modules, trainer.optimizer, device_mesh=self._mesh)
+            loaded = resume(self._root, held.modules, trainer.optimizer, device_mesh=self._mesh, tied=held.tied)
         elif source not in ("auto", "never"):
-            loaded = load(source, trainer.modules, trainer.optimizer, device_mesh=self._mesh)
+            loaded = load(source, held.modules, trainer.optimizer, device_mesh=self._mesh, tied=held.tied)
         if loaded is not None:
             trainer.load_state(loaded.extra)
         Ranks().collectively(lambda: self._check_room(take_up=source == "auto"))
@@ -143,17 +143,19 @@ class Checkpointer:
             self._saved_step = self._saved_step if saved is None else saved.step
 
     def _save(self, root: Path, saver: AsyncSaver | None) -> None:
-        trainer, keep = self._trainer, self._retention
+        trainer, held, keep = self._trainer, self._trainer.held, self._retention
         state, attachments = trainer.state(), self._attachments
         if saver is not None:
-            saver.save(trainer.step, trainer.modules, trainer.optimizer, extra=state, attachments=attachments)
+            what = trainer.step, held.modules, trainer.optimizer
+            saver.save(*what, extra=state, attachments=attachments, tied=held.tied)
         else:
             save(
                 root,
                 trainer.step,
-                trainer.modules,
+                held.modules,
                 trainer.optimizer,
                 device_mesh=self._mesh,
+                tied=held.tied,
                 extra=state,
                 attachments=attachments,
                 keep_last=keep.keep_last,

@@ -1,6 +1,5 @@
 """The two ways to take a batch through the pipeline, `course_pp.parallel` and `course_pp.runtime`, made alike."""
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -8,25 +7,25 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.collective import Ranks
-from course_pp.loss import TokenLoss
-from course_pp.model import PipelineStageModule
+from course_pp.loss import LossFn, TokenLoss
 from course_pp.parallel import (
     build_pipeline_schedule,
     build_pipeline_stage,
     get_dp_rank,
     get_dp_size,
     get_pp_size,
-    get_stage_indices,
     get_tp_mesh,
 )
+from course_pp.parallel.stage import ModelStage
 from course_pp.runtime import Pipeline
 from course_pp.schedule import Schedule, build
 from course_pp.training.config import TrainConfig
 from course_pp.training.data import Rows, Sequences
 from course_pp.training.data.batches import rows_of_rank
 from course_pp.training.setting import SettingError
+from course_pp.training.stages import Held
 
-__all__ = ["PipelineEngine", "build_engine", "stages_of_rank"]
+__all__ = ["PipelineEngine", "build_engine"]
 
 
 class PipelineEngine(Protocol):
@@ -43,41 +42,28 @@ class PipelineEngine(Protocol):
         """The batch's mean loss, in nats a token, the same on every rank."""
 
 
-def stages_of_rank(config: TrainConfig, pp_rank: int, pp_size: int) -> tuple[list[int], int]:
-    """The indices of the stages to build on a pipeline rank, and the number of all stages.
-
-    Raises:
-        ValueError: a schedule that the engine does not have, or that cannot run with this many ranks or microbatches.
-    """
-    if config.engine == "parallel":
-        indices = get_stage_indices(config.schedule, pp_rank, pp_size)
-        return indices, pp_size * len(indices)
-    placement = build(config.schedule, pp_size, config.microbatches).placement
-    return [stage for stage, ranks in enumerate(placement) if pp_rank in ranks], len(placement)
-
-
 def build_engine(
     config: TrainConfig,
-    modules: Sequence[PipelineStageModule],
-    loss_fn: TokenLoss,
+    held: Held,
+    loss_fn: LossFn | TokenLoss,
     like: Rows,
     *,
     device_mesh: DeviceMesh | None,
     device: torch.device,
-    param_dtype: torch.dtype,
+    param_dtype: torch.dtype | None,
 ) -> PipelineEngine:
     """The engine that ``config`` names, over this rank's stages; call it on every rank.
 
     Args:
         like: sequences of the run, for their length and whether they are padded.
-        param_dtype: of what crosses the stages' boundaries.
+        param_dtype: of what crosses the stages' boundaries; None is what they compute in.
 
     Raises:
         ValueError: on every rank, if the stages are not those the schedule places here, or the engine cannot run them.
     """
     if config.engine == "parallel":
-        return _ParallelEngine(config, modules, loss_fn, like.seq_len, device_mesh, device, param_dtype)
-    return _RuntimeEngine(config, modules, loss_fn, like.is_padded, device_mesh, device)
+        return _ParallelEngine(config, held, loss_fn, like.seq_len, device_mesh, device, param_dtype)
+    return _RuntimeEngine(config, held, loss_fn, like.is_padded, device_mesh, device)
 
 
 class _ParallelEngine:
@@ -86,20 +72,24 @@ class _ParallelEngine:
     def __init__(
         self,
         config: TrainConfig,
-        modules: Sequence[PipelineStageModule],
-        loss_fn: TokenLoss,
+        held: Held,
+        loss_fn: LossFn | TokenLoss,
         seq_len: int,
         device_mesh: DeviceMesh | None,
         device: torch.device,
-        param_dtype: torch.dtype,
+        param_dtype: torch.dtype | None,
     ) -> None:
         self._device = device
         self._dp_rank, self._dp_size = get_dp_rank(device_mesh), get_dp_size(device_mesh)
         rows = Ranks().collectively(lambda: config.rows_of_a_microbatch(self._dp_size))
-        stages = Ranks().collectively(
-            lambda: [build_pipeline_stage(m, device_mesh, device, rows, seq_len, param_dtype) for m in modules]
-        )
-        self._pipeline = build_pipeline_schedule(stages, config.microbatches, loss_fn, config.schedule)
+
+        def stage_of(index: int, module: nn.Module) -> ModelStage:
+            sizes = device_mesh, device, rows, seq_len, param_dtype
+            return build_pipeline_stage(module, *sizes, stage=index, n_stages=held.n_stages)
+
+        stages = Ranks().collectively(lambda: [stage_of(index, module) for index, module in held.modules.items()])
+        tied = held.tied or None
+        self._pipeline = build_pipeline_schedule(stages, config.microbatches, loss_fn, config.schedule, tied=tied)
 
     def step(self, batch: Sequences, divisor: float) -> float:
         inputs, named = self._arguments(batch)
@@ -124,8 +114,8 @@ class _RuntimeEngine:
     def __init__(
         self,
         config: TrainConfig,
-        modules: Sequence[PipelineStageModule],
-        loss_fn: TokenLoss,
+        held: Held,
+        loss_fn: LossFn | TokenLoss,
         masked: bool,
         device_mesh: DeviceMesh | None,
         device: torch.device,
@@ -141,12 +131,12 @@ class _RuntimeEngine:
 
         self._device = device
         schedule = Ranks().collectively(schedule_here)
-        stages = {module.stage_id: _MaskPassedOn(module) if masked else module for module in modules}
-        tied = []
-        if modules[0].config.tie_embeddings and schedule.n_stages > 1:
-            prefix = "module." if masked else ""
-            tied = [{0: f"{prefix}embed.weight", schedule.n_stages - 1: f"{prefix}head.weight"}]
-        self._pipeline = Pipeline(schedule, stages, loss_fn, device=device, tied=tied)
+        last, ties = schedule.n_stages - 1, held.all_ties
+        stages = dict(held.modules)
+        if masked:
+            stages = {index: _MaskPassedOn(module, index == last) for index, module in stages.items()}
+            ties = [{index: f"module.{name}" for index, name in tie.items()} for tie in ties]
+        self._pipeline = Pipeline(schedule, stages, loss_fn, device=device, tied=ties)
         self._forward = Pipeline(_forwards_of(schedule), stages, loss_fn, device=device)
 
     def step(self, batch: Sequences, divisor: float) -> float:
@@ -166,13 +156,13 @@ class _RuntimeEngine:
 class _MaskPassedOn(nn.Module):
     """A stage that sends the mask on with its output: the runtime knows no arguments but what the stage before sent."""
 
-    def __init__(self, module: PipelineStageModule) -> None:
+    def __init__(self, module: nn.Module, is_last: bool) -> None:
         super().__init__()
-        self.module = module
+        self.module, self._is_last = module, is_last
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         output = self.module(x, attention_mask=mask)
-        return output if self.module.head is not None else (output, mask)
+        return output if self._is_last else (output, mask)
 
 
 def _forwards_of(schedule: Schedule) -> Schedule:

@@ -25,19 +25,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.collective import Ranks
-from course_pp.model import CrossEntropy, PipelineStageModule
-from course_pp.parallel import TokenLoss, clip_grad_norm_, compute_dtype, get_pp_size
+from course_pp.loss import LossFn, TokenLoss, counted
+from course_pp.model import CrossEntropy
+from course_pp.parallel import clip_grad_norm_, compute_dtype, get_pp_size
 from course_pp.parallel.mesh import limit_waiting
 from course_pp.runtime import LossNotFinite
 from course_pp.training.config import TrainConfig
 from course_pp.training.data import Batches, Rows, Sequences, validation_batches
 from course_pp.training.data.batches import read_ahead
 from course_pp.training.engines import build_engine
-from course_pp.training.metrics import Peak, Speed, find_peak, training_flops
+from course_pp.training.metrics import Peak, Speed, find_peak
 from course_pp.training.optim import OptimizerFactory, build_optimizer, build_scheduler, lr_factor
 from course_pp.training.precision import DTYPES, LossScale
 from course_pp.training.report import Reporter, StepResult
 from course_pp.training.setting import SettingError
+from course_pp.training.stages import Stages, Tie, flops_of_a_sequence, held_stages
 
 __all__ = ["Fitted", "NonFiniteGradient", "StepResult", "Trainer"]
 
@@ -75,11 +77,15 @@ class Trainer:
     Args:
         config: what to train and how.
         modules: this rank's stages, those that :func:`stages_of_rank` lists, as they are trained (after FSDP2), on
-            their device.
+            their device: a list of this package's, or any modules by stage. They take token ids or what the stage
+            before returned, and ``attention_mask=`` if sequences are padded.
         train, validation: all sequences, the same on every rank, in memory or on disk; without validation data nothing
             is evaluated.
         device_mesh: what :func:`course_pp.parallel.init_distributed` returned.
-        loss_fn: a loss that can tell how many tokens it averages over; :class:`CrossEntropy` by default.
+        loss_fn: ``loss_fn(output, target)``, the mean over the sequences, or a loss that can tell how many tokens it
+            averages over; :class:`CrossEntropy` by default.
+        tied: weights that several of the stages share, for each the parameter's name by stage; our own model's are
+            known.
         param_dtype: of what crosses the stages' boundaries, by default what they compute in.
         tokenizer_digest: of the tokenizer that made the sequences; kept in :meth:`state`.
         optimizer: makes one of parameter groups, such as ``torch.optim.SGD``; None is the one that ``config`` names.
@@ -88,6 +94,7 @@ class Trainer:
         config: as given, with epochs as steps.
         step: number of finished steps.
         modules, optimizer, scheduler: what is trained.
+        held: the modules by stage, for a checkpoint.
         is_logging_rank: True on the one rank that writes logs and shows progress. It holds the last stage, which knows
             the loss.
 
@@ -99,24 +106,26 @@ class Trainer:
     def __init__(
         self,
         config: TrainConfig,
-        modules: Sequence[PipelineStageModule],
+        modules: Stages,
         train: Rows,
         validation: Rows | None = None,
         *,
         device_mesh: DeviceMesh | None,
-        loss_fn: TokenLoss | None = None,
+        loss_fn: LossFn | TokenLoss | None = None,
+        tied: Sequence[Tie] = (),
         param_dtype: torch.dtype | None = None,
         tokenizer_digest: str | None = None,
         optimizer: OptimizerFactory | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError("no process group: call init_distributed(config) before Trainer")
-        self.modules, self.step = list(modules), 0
+        self.step = 0
         self._mesh, self._tokenizer_digest = device_mesh, tokenizer_digest
         everyone = Ranks()
-        everyone.collectively(lambda: _check_modules(self.modules))
+        self.held = everyone.collectively(lambda: held_stages(config, modules, tied, device_mesh))
+        self.modules = list(self.held.modules.values())
         loss_fn = CrossEntropy() if loss_fn is None else loss_fn
-        everyone.collectively(lambda: _check_loss(loss_fn))
+        self._loss = everyone.collectively(lambda: counted(loss_fn))
         self._data_digest = train.digest
         everyone.require_equal(
             {
@@ -134,22 +143,21 @@ class Trainer:
         )
         self.device = next(self.modules[0].parameters()).device
         everyone.collectively(lambda: _check_precision(config, self.modules))
-        self._dtype = param_dtype or compute_dtype(self.modules[0])
+        self._dtype = compute_dtype(self.modules[0])
         self._scale = LossScale(config.loss_scale, growth_steps=2000) if config.precision == "fp16" else LossScale()
         self._engine = build_engine(
             config,
-            self.modules,
+            self.held,
             loss_fn,
             train,
             device_mesh=device_mesh,
             device=self.device,
-            param_dtype=self._dtype,
+            param_dtype=param_dtype,
         )
-        self.optimizer = everyone.collectively(lambda: build_optimizer(self.modules, config, optimizer))
+        self.optimizer = everyone.collectively(lambda: build_optimizer(self.modules, config, optimizer, tied))
         self.scheduler = build_scheduler(self.optimizer, config)
-        holds_last = any(module.stage_id == module.num_stages - 1 for module in self.modules)
         is_first_of_its_stage = dist.get_rank() % (dist.get_world_size() // get_pp_size(device_mesh)) == 0
-        self.is_logging_rank = holds_last and is_first_of_its_stage
+        self.is_logging_rank = self.held.holds_last and is_first_of_its_stage
 
     def train_step(self) -> StepResult:
         """One optimizer step.
@@ -182,7 +190,7 @@ class Trainer:
     def _gradient(self, batch: Sequences) -> tuple[float, float]:
         """Loss and norm of the gradient, which is clipped; the norm is not finite on every rank, or on none."""
         # Over so many tokens less is the loss times the scale, and exactly so.
-        divisor = max(1, batch.n_targets) / self._scale.value
+        divisor = max(1, self._count(batch)) / self._scale.value
         try:
             loss = math.fsum(self._engine.step(part, divisor) for part in self._parts(batch)) / self._scale.value
         except LossNotFinite:
@@ -191,7 +199,13 @@ class Trainer:
             for parameter in (p for module in self.modules for p in module.parameters()):
                 if parameter.grad is not None:
                     parameter.grad.mul_(1 / self._scale.value)
-        return loss, clip_grad_norm_(self.modules, self.config.clip_norm, device_mesh=self._mesh).item()
+        stages = self.held.ours or self.held.modules
+        norm = clip_grad_norm_(stages, self.config.clip_norm, device_mesh=self._mesh, tied=self.held.tied or None)
+        return loss, norm.item()
+
+    def _count(self, batch: Sequences) -> int:
+        """Tokens over which the loss is a mean, or sequences if it does not count tokens."""
+        return int(self._loss.count(batch.targets))
 
     def evaluate(self) -> float:
         """Mean loss over the validation batches, in nats a token.
@@ -205,10 +219,10 @@ class Trainer:
         for module in self.modules:
             module.eval()
         parts = [part for batch in self._held_out for part in self._parts(batch)]
-        total = sum(part.n_targets * self._engine.evaluate(part) for part in parts)
+        total = sum(self._count(part) * self._engine.evaluate(part) for part in parts)
         for module, mode in zip(self.modules, modes, strict=True):
             module.train(mode)
-        return total / max(1, sum(part.n_targets for part in parts))
+        return total / max(1, sum(map(self._count, parts)))
 
     def fit(self, after_step: Callable[["Trainer", StepResult], None] | None = None) -> Fitted:
         """Train from the current step to ``config.steps``, with logs, progress and evaluation.
@@ -283,7 +297,7 @@ class Trainer:
     def _speed_at_first(self, peak: Peak) -> Speed:
         """Speed of no steps yet."""
         seq_len = self._batches.sequences.seq_len
-        flops = self.config.batch * training_flops(self.modules[0].config, seq_len)
+        flops = self.config.batch * flops_of_a_sequence(self.held, seq_len)
         return Speed(self.config.batch * seq_len, flops, peak)
 
     def _parts(self, batch: Sequences) -> Iterator[Sequences]:
@@ -323,14 +337,6 @@ class Trainer:
             )
 
 
-def _check_modules(modules: Sequence[object]) -> None:
-    if not modules or not all(isinstance(module, PipelineStageModule) for module in modules):
-        raise TypeError(
-            f"modules holds {[type(module).__name__ for module in modules]}: pass the list of this rank's stages, "
-            "built with build_stage_module (the whole model is stage 0 of 1)"
-        )
-
-
 def _check_precision(config: TrainConfig, modules: Sequence[nn.Module]) -> None:
     """Refuse stages that compute in another format than ``config`` names."""
     asked = DTYPES[config.precision]
@@ -351,10 +357,3 @@ def _collecting(every: int | None, stack: ExitStack) -> Callable[[int], None]:
     gc.disable()
     stack.callback(gc.enable)
     return lambda step: None if step % every else (gc.collect(), None)[1]
-
-
-def _check_loss(loss_fn: object) -> None:
-    if not isinstance(loss_fn, TokenLoss):
-        raise TypeError(
-            f"loss_fn is {loss_fn!r}: pass a loss that tells its total and its count of tokens, such as CrossEntropy()"
-        )

@@ -1,0 +1,107 @@
+"""The stages that a rank trains: which of how many, what they share, and what arithmetic they need."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from course_pp.collective import Ranks
+from course_pp.model import PipelineStageModule
+from course_pp.parallel import get_pp_rank, get_pp_size, get_stage_indices
+from course_pp.schedule import build
+from course_pp.training.config import TrainConfig
+from course_pp.training.metrics import training_flops
+
+__all__ = ["Held", "Stages", "Tie", "flops_of_a_sequence", "held_stages", "stages_of_rank"]
+
+Stages = Sequence[PipelineStageModule] | Mapping[int, nn.Module]
+Tie = Mapping[int, str]
+"""A weight that several stages share: the parameter's name by stage."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank trains.
+
+    Attributes:
+        modules: by stage, in order.
+        n_stages: of the whole pipeline.
+        tied: what the caller said is one weight; the stages of our own model know.
+    """
+
+    modules: dict[int, nn.Module]
+    n_stages: int
+    tied: tuple[Tie, ...]
+
+    @property
+    def ours(self) -> list[PipelineStageModule]:
+        """The modules, if they are stages of this package's model; else nothing."""
+        found = [module for module in self.modules.values() if isinstance(module, PipelineStageModule)]
+        return found if len(found) == len(self.modules) else []
+
+    @property
+    def all_ties(self) -> list[Tie]:
+        """Those of our own model as well."""
+        tie = self.ours and self.ours[0].config.tie_embeddings and self.n_stages > 1
+        return [*self.tied, *([{0: "embed.weight", self.n_stages - 1: "head.weight"}] if tie else [])]
+
+    @property
+    def holds_last(self) -> bool:
+        """Whether the last stage, which knows the loss, is here."""
+        return self.n_stages - 1 in self.modules
+
+
+def stages_of_rank(config: TrainConfig, pp_rank: int, pp_size: int) -> tuple[list[int], int]:
+    """The indices of the stages to build on a pipeline rank, and the number of all stages.
+
+    Raises:
+        ValueError: a schedule that the engine does not have, or that cannot run with this many ranks or microbatches.
+    """
+    if config.engine == "parallel":
+        indices = get_stage_indices(config.schedule, pp_rank, pp_size)
+        return indices, pp_size * len(indices)
+    placement = build(config.schedule, pp_size, config.microbatches).placement
+    return [stage for stage, ranks in enumerate(placement) if pp_rank in ranks], len(placement)
+
+
+def held_stages(config: TrainConfig, stages: Stages, tied: Sequence[Tie], device_mesh: DeviceMesh | None) -> Held:
+    """Read the stages that a trainer was given.
+
+    Raises:
+        TypeError: for what are no stages.
+        ValueError: for other stages than the schedule places on this rank.
+    """
+    if not isinstance(stages, Mapping):
+        stages = list(stages)
+        if not stages or not all(isinstance(module, PipelineStageModule) for module in stages):
+            raise TypeError(
+                f"modules holds {[type(module).__name__ for module in stages]}: pass the list of this rank's stages, "
+                "built with build_stage_module (the whole model is stage 0 of 1), or other modules by stage, "
+                "{0: module}"
+            )
+        return Held({module.stage_id: module for module in stages}, stages[0].num_stages, tuple(tied))
+    if not all(isinstance(module, nn.Module) for module in stages.values()):
+        raise TypeError(f"modules holds {[type(m).__name__ for m in stages.values()]}: pass an nn.Module by stage")
+    indices, n_stages = stages_of_rank(config, get_pp_rank(device_mesh), get_pp_size(device_mesh))
+    if sorted(stages) != indices:
+        raise ValueError(
+            f"modules holds stages {sorted(stages)}, and schedule {config.schedule!r} places stages {indices} of "
+            f"{n_stages} here: build those (stages_of_rank lists them)"
+        )
+    return Held(dict(sorted(stages.items())), n_stages, tuple(tied))
+
+
+def flops_of_a_sequence(held: Held, seq_len: int) -> float:
+    """FLOPs of a training step on one sequence; a collective.
+
+    Of our own model counted product by product, of others 6 for each parameter and token (Kaplan et al. 2020,
+    arXiv:2001.08361, section 2.1), without attention's.
+    """
+    if held.ours:
+        return training_flops(held.ours[0].config, seq_len)
+    sizes = {stage: sum(p.numel() for p in module.parameters()) for stage, module in held.modules.items()}
+    everyone: dict[int, int] = {}
+    for theirs in Ranks().gather(sizes):
+        everyone |= theirs
+    return 6.0 * sum(everyone.values()) * seq_len

@@ -1,0 +1,120 @@
+"""The trainer takes anybody's modules and loss: equal to one process, clipped, saved and taken up, on either engine."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from course_pp.launch import on_ranks
+from course_pp.parallel import DistributedConfig, get_pp_rank, get_pp_size, init_distributed
+from course_pp.training import Trainer, stages_of_rank
+from course_pp.training.checkpointer import Checkpointer
+from course_pp.training.data import Batches
+from tests.training.small import MODEL, RUN, rows
+
+CONFIG = replace(RUN, peak_flops=None)
+TIED = [{0: "0.weight", 1: "2.weight"}]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+def mean_loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def halves() -> list[nn.Sequential]:
+    """Two stages of a model that ties its ends and whose names tell nothing."""
+    torch.manual_seed(1)
+    first = nn.Sequential(nn.Embedding(MODEL.vocab_size, 16), Block())
+    last = nn.Sequential(Block(), nn.LayerNorm(16), nn.Linear(16, MODEL.vocab_size, bias=False))
+    last[2].weight = nn.Parameter(first[0].weight.detach().clone())
+    return [first.double(), last.double()]
+
+
+def train(rank: int, root: Path, engine: Any) -> tuple[list[Any], dict[str, Tensor], float, float]:
+    """Losses and norms of three steps, the last by a second run; parameters here, validation loss, FLOPs of a step."""
+    config = replace(CONFIG, engine=engine)
+    mesh, seen = init_distributed(DistributedConfig(pp=2), seed=0), []
+    [index], n_stages = stages_of_rank(config, get_pp_rank(mesh), get_pp_size(mesh))
+    assert n_stages == 2
+
+    def fresh() -> Trainer:
+        stages = {index: halves()[index]}
+        return Trainer(config, stages, rows(), rows(17, seed=1), device_mesh=mesh, loss_fn=mean_loss, tied=TIED)
+
+    first, second = fresh(), fresh()
+    with Checkpointer(first, root, device_mesh=mesh, save_every=1) as checkpointer:
+        for _ in range(2):
+            result = first.train_step()
+            checkpointer.after_step(first, result)
+            seen.append((result.loss, result.grad_norm))
+    with Checkpointer(second, root, device_mesh=mesh) as checkpointer:
+        checkpointer.resume()
+        fitted = second.fit(lambda _, result: seen.append((result.loss, result.grad_norm)))
+    parameters = {f"{index}.{n}": p.detach().clone() for n, p in second.modules[0].named_parameters()}
+    return seen, parameters, second.evaluate(), fitted.speed.flops_of_a_step
+
+
+def alone() -> tuple[list[Any], dict[str, Tensor], float]:
+    """The same in one process, with plain PyTorch."""
+    stages = nn.Sequential(*halves())
+    stages[1][2].weight = stages[0][0].weight
+    matrices = [stages[0][1].linear.weight, stages[1][0].linear.weight]
+    others = [p for p in stages.parameters() if all(p is not m for m in matrices)]
+    groups = [{"params": matrices, "weight_decay": CONFIG.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer, seen = torch.optim.AdamW(groups, lr=CONFIG.lr), []
+    for step, factor in enumerate((1.0, 1.0, 0.55)):
+        batch = Batches(rows(), CONFIG.batch, CONFIG.seed)[step]
+        optimizer.zero_grad()
+        loss = mean_loss(stages(batch.inputs), batch.targets)
+        loss.backward()
+        seen.append((loss.item(), nn.utils.clip_grad_norm_(stages.parameters(), CONFIG.clip_norm).item()))
+        for group in optimizer.param_groups:
+            group["lr"] = CONFIG.lr * factor
+        optimizer.step()
+    held_out = rows(17, seed=1)[torch.arange(16) * 17 // 16]
+    parameters = {name: p.detach() for name, p in stages.named_parameters(remove_duplicate=False)}
+    return seen, parameters, mean_loss(stages(held_out.inputs), held_out.targets).item()
+
+
+@pytest.mark.parametrize("engine", ["parallel", "runtime"])
+def test_foreign_stages_with_a_tie_and_a_plain_loss_equal_one_process(engine: str, tmp_path: Path) -> None:
+    expected, parameters, validation = alone()
+    ranks = on_ranks(2, train, tmp_path, engine, timeout_s=60)
+    held = {name for _, found, *_ in ranks for name in found}
+    assert held == set(parameters)
+    n_parameters = sum(p.numel() for p in parameters.values())
+    for seen, found, evaluated, flops in ranks:
+        assert seen == [pytest.approx(pair, rel=1e-11) for pair in expected]
+        assert evaluated == pytest.approx(validation, rel=1e-11)
+        assert flops == 6 * n_parameters * CONFIG.batch * 8
+        for name, value in found.items():
+            torch.testing.assert_close(value, parameters[name], rtol=0, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def refused(rank: int) -> list[str]:
+    mesh, said = init_distributed(DistributedConfig(pp=2), seed=0), []
+    for stages in ({0: halves()[0]}, {rank: "module"}, [halves()[rank]]):
+        with pytest.raises(ValueError, match=r".") as refusal:
+            Trainer(CONFIG, stages, rows(), device_mesh=mesh)
+        said.append(str(refusal.value))
+    return said
+
+
+def test_stages_that_are_none_or_elsewhere_are_refused_on_every_rank() -> None:
+    first, second = on_ranks(2, refused, timeout_s=60)
+    assert first == second
+    assert "modules holds stages [0], and schedule '1f1b' places stages [1] of 2 here" in first[0]
+    assert "modules holds ['str']: pass an nn.Module by stage" in first[1]
+    assert "or other modules by stage, {0: module}" in first[2]
