@@ -3,8 +3,8 @@
     python benchmarks/runtime_speed.py [repeats]
 
 For each schedule, number of ranks and width, the steps of torch, of ours and of ours with the recorder on take turns;
-printed are the medians of their ratios. A step lasts from the first rank's start to the last rank's end. Leave the
-machine alone meanwhile, and compare nothing across runs.
+printed are the medians of their ratios to torch's. A step lasts from the first rank's start to the last rank's end.
+Leave the machine alone meanwhile, and compare nothing across runs. Torch's V schedules need torch 2.12.
 """
 
 import math
@@ -20,7 +20,6 @@ from torch import nn
 from torch.distributed import pipelining
 
 from course_pp.launch import on_ranks
-from course_pp.parallel._torch import LocalNeighboursStage
 from course_pp.runtime import Pipeline, Recorder
 from course_pp.schedule import build
 
@@ -46,18 +45,18 @@ def main(repeats: int = 100) -> None:
     print(f"torch {torch.__version__}, {N_MICROBATCHES} microbatches, medians of {repeats} interleaved repeats")
     for bound, size in SIZES.items():
         print(f"\nbound by {bound}: {size}")
-        print(f"{'ranks':>6}  {'schedule':<18}{'torch ms':>10}{'ours ms':>10}{'ours/torch':>12}{'recorder on':>13}")
+        print(f"{'ranks':>6}  {'schedule':<18}{'torch ms':>10}{'ours ms':>10}{'ours/torch':>12}{'recorded/torch':>16}")
         ratios, costs = [], []
         for n_ranks in (2, 4):
             for name in SCHEDULES:
                 torchs, ours, recorded = on_ranks(n_ranks, take_turns, name, size, repeats, timeout_s=500.0)[0]
                 ratio = statistics.median(a / b for a, b in zip(ours, torchs, strict=True))
-                cost = statistics.median(a / b for a, b in zip(recorded, ours, strict=True))
+                cost = statistics.median(a / b for a, b in zip(recorded, torchs, strict=True))
                 ratios.append(ratio)
                 costs.append(cost)
                 times = "".join(f"{statistics.median(each) * 1e3:>10.1f}" for each in (torchs, ours))
-                print(f"{n_ranks:>6}  {name:<18}{times}{ratio:>12.2f}{cost:>13.3f}", flush=True)
-        print(f"{'geometric mean':<46}{geometric_mean(ratios):>12.2f}{geometric_mean(costs):>13.3f}", flush=True)
+                print(f"{n_ranks:>6}  {name:<18}{times}{ratio:>12.2f}{cost:>16.2f}", flush=True)
+        print(f"{'geometric mean':<46}{geometric_mean(ratios):>12.2f}{geometric_mean(costs):>16.2f}", flush=True)
 
 
 def take_turns(rank: int, name: str, size: Size, repeats: int) -> list[list[float]]:
@@ -97,7 +96,7 @@ def module_of(stage: int, size: Size) -> nn.Module:
 
 
 def torch_schedule(name: str, modules: dict[int, nn.Module], n_stages: int) -> Any:
-    stages = [LocalNeighboursStage(m, stage, n_stages, torch.device("cpu")) for stage, m in modules.items()]
+    stages = [pipelining.PipelineStage(m, stage, n_stages, torch.device("cpu")) for stage, m in modules.items()]
     return SCHEDULES[name](stages if len(stages) > 1 else stages[0], N_MICROBATCHES, loss_fn=nn.functional.mse_loss)
 
 
