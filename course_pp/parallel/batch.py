@@ -9,7 +9,7 @@ from torch import Tensor
 
 from course_pp.model import PipelineStageModule
 from course_pp.parallel._torch import tree_flatten, tree_map, tree_unflatten
-from course_pp.parallel.boundary import Boundary, as_arguments
+from course_pp.parallel.boundary import Boundary
 from course_pp.parallel.stage import ModelStage
 
 __all__ = ["Batch"]
@@ -70,7 +70,7 @@ class Batch:
         declared = self._stages[0].inputs
         assert declared is not None  # settled
         whole = tuple(replace(meta, shape=(self.size, *meta.shape[1:])).empty("meta") for meta in declared.metas)
-        expected = Boundary.of(as_arguments(declared.unflatten(whole)))
+        expected = Boundary.of(declared.unflatten(whole))
         try:
             given = Boundary.of(inputs)
         except TypeError as error:
@@ -79,7 +79,7 @@ class Batch:
             return None
         return (
             f"inputs is {given}, but the pipeline was built for n_microbatches × rows = {self._n_microbatches} × "
-            f"{self._rows} = {self.size} rows: pass {expected}, the first stage's arguments one by one"
+            f"{self._rows} = {self.size} rows: pass {expected}"
         )
 
     def _problem_of_target(self, target: object) -> str | None:

@@ -1,21 +1,22 @@
 """What crosses from one pipeline stage to the next: which tensors, of which shapes and dtypes, in which containers.
 
-A stage is called with what the stage before it returned: a tuple becomes its arguments, anything else its only one.
-torch's pipelining sends tuples of tensors, so tuples, lists, dicts and dataclasses that torch's pytree knows are taken
-apart before the message and put together again behind it.
+A stage is called with what the stage before it returned: a tuple or list gives its positional arguments, a dict its
+keyword arguments, anything else is its only one, as in :mod:`course_pp.runtime`. torch's pipelining sends tuples of
+tensors, so tuples, lists, dicts and dataclasses that torch's pytree knows are taken apart before the message and put
+together again behind it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from course_pp.parallel._torch import tree_flatten, tree_map, tree_unflatten
 
-__all__ = ["Boundary", "TensorMeta", "as_arguments", "merge", "meta_of", "rows_of"]
+__all__ = ["Boundary", "TensorMeta", "as_value", "call", "merge", "meta_of", "rows_of"]
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,17 @@ class Boundary:
         return tuple(meta.empty(device, requires_grad) for meta in self.metas)
 
 
-def as_arguments(value: Any) -> tuple[Any, ...]:
-    """The positional arguments of the stage that is called with ``value``."""
-    value = _normalized(value)
-    return value if type(value) is tuple else (value,)
+def call(module: nn.Module, value: Any, keywords: Mapping[str, Any] | None = None) -> Any:
+    """Call a stage with what the stage before it returned, and with keywords of the step."""
+    value, keywords = _normalized(value), keywords or {}
+    if type(value) is tuple:
+        return module(*value, **keywords)
+    return module(**value, **keywords) if isinstance(value, Mapping) else module(value, **keywords)
+
+
+def as_value(arguments: tuple[Any, ...]) -> Any:
+    """What a stage before would have returned to have the next one called with these arguments."""
+    return arguments[0] if len(arguments) == 1 else arguments
 
 
 def rows_of(boundary: Boundary) -> int | None:
@@ -116,8 +124,9 @@ def _merged(values: tuple[Any, ...]) -> Any:
 
 
 def _normalized(value: Any) -> Any:
-    """A list that a stage returns is a tuple: torch.export makes the one of the other."""
-    return tuple(value) if type(value) is list else value
+    """A list is a tuple, as torch.export makes the one of the other; one of a single value is that value."""
+    value = tuple(value) if type(value) is list else value
+    return value[0] if type(value) is tuple and len(value) == 1 else value
 
 
 def _meta(leaf: object) -> TensorMeta | None:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from course_pp.parallel.boundary import as_value, call
 from course_pp.parallel.stage import ModelStage
 
 __all__ = ["forward_only"]
@@ -42,10 +43,10 @@ def forward_only(
         outputs: list[Tensors] = []
         for i, kwarg in enumerate(kwargs):
             if stage.is_first:
-                arguments = () if inputs is None else inputs[i]
+                value = None if inputs is None else as_value(inputs[i])
             else:
-                arguments = stage.arguments(local[i] if source == here else _received(stage, source))
-            output = stage.submod(*arguments, **kwarg)
+                value = stage.received(local[i] if source == here else _received(stage, source))
+            output = call(stage.submod, value, kwarg)
             if stage.is_last:
                 consume(i, output)
             elif target in (here, source):

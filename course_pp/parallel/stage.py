@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from course_pp.model import ModelConfig, PipelineStageModule, Transformer
 from course_pp.parallel._torch import LocalNeighboursStage, mixed_precision, tree_flatten
 from course_pp.parallel.bare import bare_copy
-from course_pp.parallel.boundary import Boundary, as_arguments
+from course_pp.parallel.boundary import Boundary, as_value, call
 from course_pp.parallel.mesh import get_pp_mesh, get_pp_rank, get_pp_size
 from course_pp.parallel.precision import mixed_dtype
 from course_pp.parallel.tied import Tie
@@ -59,10 +59,10 @@ class ModelStage(LocalNeighboursStage):
             **self._options,
         )
 
-    def arguments(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
-        """The positional arguments that arrived as ``tensors``."""
+    def received(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+        """What the stage before returned, put together from what it sent."""
         assert self.inputs is not None  # settled
-        return as_arguments(self.inputs.unflatten(tensors))
+        return self.inputs.unflatten(tensors)
 
     def message(self, output: Any) -> tuple[torch.Tensor, ...]:
         """What is sent of ``output``.
@@ -91,7 +91,7 @@ class ModelStage(LocalNeighboursStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on what torch received, and give torch what it sends."""
-        output = self.submod(*(args if self.is_first else self.arguments(args)), **kwargs)
+        output = call(self.submod, as_value(args) if self.is_first else self.received(args), kwargs)
         if not self.is_last:
             return self.message(output)
         self._output = output
@@ -141,9 +141,9 @@ def build_pipeline_stage(
 ) -> ModelStage:
     """Wrap a stage module for torch's schedules.
 
-    A stage is called with what the stage before it returned: a tuple becomes its arguments, anything else its only one.
-    Tensors may stand in tuples, dicts and dataclasses that torch's pytree knows, such as the outputs of transformers.
-    Those of a floating-point dtype carry gradients back.
+    A stage is called with what the stage before it returned: a tuple or list gives its positional arguments, a dict its
+    keyword arguments, anything else is its only one. Tensors may stand in tuples, dicts and dataclasses that torch's
+    pytree knows, such as the outputs of transformers. Those of a floating-point dtype carry gradients back.
 
     A stage of this package's model knows what it takes and returns. Of any other module, declare what its first stage
     takes: ``inputs``, or token ids by ``batch_size`` and ``seq_len``. What each stage returns is then found by
@@ -217,8 +217,7 @@ def find_outputs(stage: ModelStage) -> Boundary:
         )
     try:
         with torch.no_grad():
-            arguments = as_arguments(stage.inputs.unflatten(stage.inputs.empty("meta")))
-            output = bare_copy(stage.submod)(*arguments)
+            output = call(bare_copy(stage.submod), stage.received(stage.inputs.empty("meta")))
             return Boundary(()) if stage.is_last else Boundary.of(output)  # nobody is sent what the last one returns
     except Exception as error:  # whatever a foreign forward raises
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"

@@ -1,6 +1,6 @@
 """Train a convolutional net on images through a pipeline: floats go in, feature maps cross, classes come out.
 
-    torchrun --standalone --nproc-per-node=4 source_code/examples/convnet.py --pp 4 --schedule 1f1b
+    torchrun --standalone --nproc-per-node=4 source_code/examples/convnet.py --pp 4
 
 A skip connection crosses too: stages hand on a dict. Then the net is asked for its classes."""
 
@@ -32,17 +32,22 @@ class Block(nn.Module):
         return {"maps": x["maps"] + gelu(self.norm(self.conv(x["maps"]))), "skipped": x["skipped"]}
 
 
+class Stage(nn.Sequential):  # what one stage returns as a dict, the next is called with by name
+    def forward(self, images: Tensor | None = None, **maps: Tensor) -> Maps | Tensor:
+        return super().forward(maps if images is None else images)
+
+
 class Head(nn.Linear):
     def forward(self, x: Maps) -> Tensor:
         return super().forward((x["maps"] + x["skipped"]).mean((2, 3)))
 
 
-def build_model() -> nn.Sequential:
+def build_model() -> Stage:
     torch.manual_seed(0)
-    return nn.Sequential(Stem(3, WIDTH, 3, padding=1), *(Block() for _ in range(N_BLOCKS)), Head(WIDTH, CLASSES))
+    return Stage(Stem(3, WIDTH, 3, padding=1), *(Block() for _ in range(N_BLOCKS)), Head(WIDTH, CLASSES))
 
 
-def build(model: nn.Sequential, mesh: DeviceMesh | None, schedule: str) -> pp.PipelineSchedule:
+def build(model: Stage, mesh: DeviceMesh | None, schedule: str) -> pp.PipelineSchedule:
     """The pipeline over this rank's stages."""
     indices = pp.get_stage_indices(schedule, pp.get_pp_rank(mesh), pp.get_pp_size(mesh))
     ranges = pp.compute_layer_assignment(len(model), pp.get_pp_size(mesh) * len(indices))
@@ -65,11 +70,10 @@ def batch(step: int, mesh: DeviceMesh | None) -> tuple[Tensor, Tensor]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in {"pp": 2, "schedule": "1f1b"}.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default)
+    parser.add_argument("--pp", type=int, default=2)
     args = parser.parse_args()
     mesh = pp.init_distributed(pp.DistributedConfig(pp=args.pp))
-    pipeline = build(build_model(), mesh, args.schedule)
+    pipeline = build(build_model(), mesh, "1f1b")
     optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
     images, classes = batch(0, mesh)
     for step in range(5):

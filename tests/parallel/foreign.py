@@ -21,11 +21,12 @@ class Chain(nn.Module):
         super().__init__()
         self.parts = nn.ModuleDict(parts)
 
-    def forward(self, *value: Any, **kwargs: Any) -> Any:
+    def forward(self, *value: Any, scale: Tensor | None = None, **named: Any) -> Any:
+        result: Any = named or value
         for part in self.parts.values():
-            value = part(*value, **kwargs)
-            value = value if type(value) is tuple else (value,)
-        return value if len(value) > 1 else value[0]
+            result = part(**result, scale=scale) if isinstance(result, dict) else part(*result)
+            result = result if isinstance(result, dict | tuple) else (result,)
+        return result[0] if type(result) is tuple and len(result) == 1 else result
 
     def cut(self, n_stages: int) -> list["Chain"]:
         """Stages that share this chain's parts."""
@@ -41,7 +42,7 @@ class Embedded(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, DIM)
 
-    def forward(self, tokens: Tensor, numbers: Tensor, scale: Tensor | None = None) -> dict[str, Any]:
+    def forward(self, tokens: Tensor, numbers: Tensor) -> dict[str, Any]:
         hidden = self.embedding(tokens) + numbers[:, None]
         return {"hidden": hidden, "extras": [tokens % 2 == 0, None], "first": numbers}
 
@@ -53,14 +54,14 @@ class Mixed(nn.Module):
         super().__init__()
         self.linear = nn.Linear(DIM, DIM)
 
-    def forward(self, value: dict[str, Any], scale: Tensor | None = None) -> dict[str, Any]:
-        mask, nothing = value["extras"]
+    def forward(self, hidden: Tensor, extras: list[Any], first: Tensor, scale: Tensor | None) -> dict[str, Any]:
+        mask, nothing = extras
         assert nothing is None
         assert not mask.requires_grad
-        hidden = value["hidden"] + torch.tanh(self.linear(value["hidden"])) * mask[..., None]
+        hidden = hidden + torch.tanh(self.linear(hidden)) * mask[..., None]
         if scale is not None:
             hidden = hidden * scale[:, None, None]
-        return value | {"hidden": hidden}
+        return {"hidden": hidden, "extras": extras, "first": first}
 
 
 class Judged(nn.Module):
@@ -70,8 +71,8 @@ class Judged(nn.Module):
         super().__init__()
         self.weight = weight
 
-    def forward(self, value: dict[str, Any], scale: Tensor | None = None) -> dict[str, Any]:
-        logits = F.linear(value["hidden"], self.weight) + value["first"].sum(-1)[:, None, None]
+    def forward(self, hidden: Tensor, extras: list[Any], first: Tensor, scale: Tensor | None) -> dict[str, Any]:
+        logits = F.linear(hidden, self.weight) + first.sum(-1)[:, None, None]
         return {"logits": logits, "kind": "logits", "mean": logits.mean()}
 
 

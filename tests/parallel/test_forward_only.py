@@ -29,7 +29,7 @@ def messages_of_rank(monkeypatch, schedule, rank, pp):
         SimpleNamespace(
             stage_index=i, is_first=i == 0, is_last=i == len(owner) - 1, stage_index_to_group_rank=owner,
             group_rank=rank, group=None, device="cpu", submod=lambda x: x, inputs=Boundary.of(tokens.to("meta")),
-            arguments=lambda tensors: tensors, message=lambda output: (output,),
+            received=lambda tensors: tensors[0], message=lambda output: (output,),
         )
         for i in get_stage_indices(schedule, rank, pp)
     ]  # fmt: skip
