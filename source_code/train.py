@@ -62,7 +62,7 @@ def build_stages(asked: Options, model: ModelConfig, mesh: DeviceMesh | None) ->
 def run(asked: Options, preemption: Preemption | None) -> None:
     config, keep, text = asked.train, asked.checkpoints.checkpointer, asked.writing
     layout = asked.layout.distributed(get_world_info()[2])
-    train, validation, tokenizer = asked.data.load(asked.model.seq_len)
+    train, validation, tokenizer = asked.data.load(asked.model.seq_len, config.batch * config.eval_batches)
     model = asked.model.config(tokenizer.vocab_size)
     check_vocabulary(model.vocab_size, tokenizer)
     mesh = init_distributed(layout, config.seed)
@@ -73,7 +73,7 @@ def run(asked: Options, preemption: Preemption | None) -> None:
         loaded = checkpointer.resume(asked.checkpoints.resume)
         before = trainer.evaluate()
         if trainer.is_logging_rank:
-            sequences = f"{len(train):,} × {train.seq_len} tokens"
+            sequences = "a stream of tokens" if asked.data.streaming else f"{len(train):,} × {train.seq_len} tokens"
             print(f"{model.n_parameters:,} parameters, {sequences}, on {trainer.device}")
             print(f"resumed {loaded.path}" if loaded else f"validation loss before training {before:.3f}", flush=True)
         fitted = trainer.fit(checkpointer.after_step)

@@ -20,7 +20,7 @@ from course_pp.parallel.stage import ModelStage
 from course_pp.runtime import Pipeline
 from course_pp.schedule import Schedule, build
 from course_pp.training.config import TrainConfig
-from course_pp.training.data import Rows, Sequences
+from course_pp.training.data import Rows, Sequences, Stream
 from course_pp.training.data.batches import rows_of_rank
 from course_pp.training.setting import SettingError
 from course_pp.training.stages import Held
@@ -46,7 +46,7 @@ def build_engine(
     config: TrainConfig,
     held: Held,
     loss_fn: LossFn | TokenLoss,
-    like: Rows,
+    like: Rows | Stream,
     *,
     device_mesh: DeviceMesh | None,
     device: torch.device,

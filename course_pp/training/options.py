@@ -11,17 +11,24 @@ from course_pp.model import ModelConfig
 from course_pp.parallel import DistributedConfig, ReshardPolicy
 from course_pp.training.config import TrainConfig
 from course_pp.training.data import (
+    Corpus,
     PackedTokens,
     Rows,
+    Stream,
     Tokenizer,
     encode,
     load_corpus,
+    load_stream,
     load_tokenizer,
     open_tokens,
     packed,
     padded,
     train_tokenizer,
 )
+from course_pp.training.data.corpus import beginning
+
+STREAM_BEGINNING_BYTES = 20_000_000
+"""Of a stream, what a tokenizer is trained on."""
 
 __all__ = ["PRESETS", "CheckpointOptions", "DataOptions", "LayoutOptions", "ModelOptions", "Options", "SampleOptions"]
 
@@ -160,11 +167,17 @@ class DataOptions:
     """entries of the tokenizer that is trained"""
     padded: bool = False
     """one document a sequence, padded, instead of packed sequences"""
+    streaming: bool = False
+    """read --dataset as training goes on, from where a checkpoint left it"""
     tokens: str | None = None
     """a file of python -m course_pp tokens to train on, which is read as it is needed"""
 
-    def load(self, seq_len: int) -> tuple[Rows, Rows, Tokenizer]:
+    def load(self, seq_len: int, held_out: int) -> tuple[Rows | Stream, Rows, Tokenizer]:
         """Training and validation sequences, the same on every rank, and the tokenizer that made them.
+
+        Args:
+            seq_len: tokens a sequence.
+            held_out: sequences for validation, of a stream.
 
         Raises:
             ValueError: for data that is not there, or not whole; a tokenizer that did not make the file of tokens.
@@ -172,16 +185,27 @@ class DataOptions:
         given = load_tokenizer(self.tokenizer) if self.tokenizer is not None else None
         if self.tokens is not None:
             return self._load_tokens(self.tokens, seq_len, given)
+        if self.streaming:
+            return self._load_stream(seq_len, held_out, given)
         texts = None if self.text is None else list(self.text)
         corpus = load_corpus(texts, self.dataset, subset=self.subset, split=self.split, text_column=self.column)
         train, validation = corpus.split()
         tokenizer = given or train_tokenizer(train, self.tokenizer_size)
         arrange = padded if self.padded else packed
-        rows, held_out = (arrange(encode(part, tokenizer), seq_len) for part in (train, validation))
-        return rows, held_out, tokenizer
+        rows, others = (arrange(encode(part, tokenizer), seq_len) for part in (train, validation))
+        return rows, others, tokenizer
+
+    def _load_stream(self, seq_len: int, held_out: int, given: Tokenizer | None) -> tuple[Stream, Rows, Tokenizer]:
+        if self.dataset is None or self.text or self.padded:
+            raise ValueError("--streaming reads --dataset, packed: name one, and leave --text and --padded out")
+        name, documents = load_stream(self.dataset, subset=self.subset, split=self.split, text_column=self.column)
+        tokenizer = given or train_tokenizer(
+            Corpus(name, tuple(beginning(documents(0), STREAM_BEGINNING_BYTES))), self.tokenizer_size
+        )
+        return *Stream(name, documents, tokenizer, seq_len).split(held_out), tokenizer
 
     def _load_tokens(self, path: str, seq_len: int, given: Tokenizer | None) -> tuple[Rows, Rows, Tokenizer]:
-        others = [name for name in ("text", "dataset", "padded") if getattr(self, name)]
+        others = [name for name in ("text", "dataset", "streaming", "padded") if getattr(self, name)]
         if others:
             raise ValueError(f"--tokens {path} is the data, packed: leave --{others[0]} out")
         file = open_tokens(path)

@@ -31,9 +31,9 @@ from course_pp.parallel import clip_grad_norm_, compute_dtype, get_pp_size
 from course_pp.parallel.mesh import limit_waiting
 from course_pp.runtime import LossNotFinite
 from course_pp.training.config import TrainConfig
-from course_pp.training.data import Batches, Rows, Sequences, validation_batches
-from course_pp.training.data.batches import read_ahead
+from course_pp.training.data import Rows, Sequences, Stream, validation_batches
 from course_pp.training.engines import build_engine
+from course_pp.training.feed import Feed
 from course_pp.training.metrics import Peak, Speed, find_peak
 from course_pp.training.optim import OptimizerFactory, build_optimizer, build_scheduler, lr_factor
 from course_pp.training.precision import DTYPES, LossScale
@@ -79,8 +79,8 @@ class Trainer:
         modules: this rank's stages, those that :func:`stages_of_rank` lists, as they are trained (after FSDP2), on
             their device: a list of this package's, or any modules by stage. They take token ids or what the stage
             before returned, and ``attention_mask=`` if sequences are padded.
-        train, validation: all sequences, the same on every rank, in memory or on disk; without validation data nothing
-            is evaluated.
+        train, validation: all sequences, the same on every rank, in memory or on disk, or a stream to train on; without
+            validation data nothing is evaluated.
         device_mesh: what :func:`course_pp.parallel.init_distributed` returned.
         loss_fn: ``loss_fn(output, target)``, the mean over the sequences, or a loss that can tell how many tokens it
             averages over; :class:`CrossEntropy` by default.
@@ -107,7 +107,7 @@ class Trainer:
         self,
         config: TrainConfig,
         modules: Stages,
-        train: Rows,
+        train: Rows | Stream,
         validation: Rows | None = None,
         *,
         device_mesh: DeviceMesh | None,
@@ -135,9 +135,8 @@ class Trainer:
                 "validation": None if validation is None else validation.digest,
             }
         )
-        self.config = config = everyone.collectively(lambda: config.on_rows(len(train)))
-        self._batches = everyone.collectively(lambda: Batches(train, config.batch, config.seed))
-        self._ahead: Iterator[Sequences] | None = None
+        self._feed = everyone.collectively(lambda: Feed(config, train))
+        self.config = config = self._feed.config
         self._held_out = everyone.collectively(
             lambda: () if validation is None else validation_batches(validation, config.batch, config.eval_batches)
         )
@@ -167,7 +166,7 @@ class Trainer:
                 been updated.
         """
         begin = time.perf_counter()
-        batch = self._batches[self.step] if self._ahead is None else next(self._ahead)
+        batch = self._feed.batch(self.step)
         self.optimizer.zero_grad()
         loss, norm = self._gradient(batch)
         is_good, scale = math.isfinite(norm), self._scale
@@ -238,9 +237,7 @@ class Trainer:
         peak = find_peak(config.peak_flops, self.device, self._dtype)
         result, validation_loss = None, None
         with ExitStack() as stack:
-            if config.workers and first < config.steps:
-                self._ahead = read_ahead(self._batches, first, config.steps, config.workers)
-                stack.callback(self._forget_ahead)
+            self._feed.read_ahead(first, stack)
             reporter = Reporter(config, self._speed_at_first(peak), first, self.is_logging_rank, stack)
             collect = _collecting(config.gc_every, stack)
             while self.step < config.steps:
@@ -262,12 +259,13 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs besides weights, optimizer and random numbers, as JSON can hold it.
 
-        The position in the data is the step: whichever ranks go on, the batch of a step is the same.
+        The position in the data is the step, unless it is a stream: whichever ranks go on, the batch of a step is the
+        same.
         """
         return {
             "step": self.step,
             "scheduler": self.scheduler.state_dict(),
-            "data": {"next_batch": self.step, "digest": self._data_digest},
+            "data": self._feed.state(self.step),
             "config": self.config.as_dict(),
             "tokenizer": self._tokenizer_digest,
             "loss_scale": self._scale.state(),
@@ -284,6 +282,7 @@ class Trainer:
                 not one at all, or lies past ``config.steps``. Nothing is changed then.
         """
         Ranks().collectively(lambda: self._check_state(state))
+        self._feed.seek(state["step"], state["data"])
         self.step = state["step"]
         if self.config.precision == "fp16":
             self._scale = replace(self._scale, **state["loss_scale"])
@@ -296,7 +295,7 @@ class Trainer:
 
     def _speed_at_first(self, peak: Peak) -> Speed:
         """Speed of no steps yet."""
-        seq_len = self._batches.sequences.seq_len
+        seq_len = self._feed.source.seq_len
         flops = self.config.batch * flops_of_a_sequence(self.held, seq_len)
         return Speed(self.config.batch * seq_len, flops, peak)
 
@@ -304,9 +303,6 @@ class Trainer:
         """The batch as the pipeline steps that are accumulated."""
         rows = len(batch) // self.config.accumulation
         return (batch[first : first + rows] for first in range(0, len(batch), rows))
-
-    def _forget_ahead(self) -> None:
-        self._ahead = None
 
     def _is_time_to_evaluate(self) -> bool:
         every = self.config.eval_every

@@ -174,7 +174,7 @@ def test_the_command_writes_a_file_that_ranks_train_on_or_refuse_together(
     ]
     for options, words in refused:
         with pytest.raises(ValueError, match=re.escape(words)):
-            options.load(32)
+            options.load(32, 8)
     _cut(path)
     ranks = run_script(2, [*command, f"--tokens={path}", f"--checkpoint-dir={tmp_path}/run"])
     assert [rank.code for rank in ranks] == [2, 2]

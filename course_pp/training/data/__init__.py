@@ -16,9 +16,10 @@ Every arrow is a pure function of its inputs, so ranks that start alike agree wi
 """
 
 from course_pp.training.data.batches import Batches, validation_batches
-from course_pp.training.data.corpus import Corpus, load_corpus
+from course_pp.training.data.corpus import Corpus, load_corpus, load_stream
 from course_pp.training.data.entropy import unigram_entropy
 from course_pp.training.data.sequences import IGNORE_INDEX, Rows, Sequences, packed, padded
+from course_pp.training.data.streams import Stream, StreamedBatches
 from course_pp.training.data.token_files import PackedTokens, TokenFile, open_tokens, write_tokens
 from course_pp.training.data.tokenizer import (
     BOT_ID,
@@ -43,11 +44,14 @@ __all__ = [
     "PackedTokens",
     "Rows",
     "Sequences",
+    "Stream",
+    "StreamedBatches",
     "TokenFile",
     "Tokenizer",
     "check_vocabulary",
     "encode",
     "load_corpus",
+    "load_stream",
     "load_tokenizer",
     "open_tokens",
     "packed",

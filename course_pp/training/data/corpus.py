@@ -5,10 +5,11 @@ import os
 import sys
 import sysconfig
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 STDLIB_MAX_BYTES = 2_000_000
 """Where the default corpus stops: about 0.7 million tokens of a vocabulary of 1,024."""
@@ -163,13 +164,14 @@ def iterate_documents(
         name = f"the standard library of Python {sys.version_info.major}.{sys.version_info.minor}"
         documents = _from_stdlib()
         max_bytes = STDLIB_MAX_BYTES if max_bytes is None else max_bytes
-    return name, _until(documents, max_bytes)
+    return name, beginning(documents, max_bytes)
 
 
-def _until(documents: Iterable[str], max_bytes: int | None) -> Iterator[str]:
+def beginning(documents: Iterable[str | None], max_bytes: int | None) -> Iterator[str]:
+    """Documents with text in them, up to the one that reaches ``max_bytes`` of UTF-8."""
     n_bytes = 0
     for document in documents:
-        if document.strip():
+        if document is not None and document.strip():
             yield document
             n_bytes += len(document.encode())
             if max_bytes is not None and n_bytes >= max_bytes:
@@ -214,7 +216,34 @@ def _read_utf8(path: Path) -> str | None:
         return None
 
 
+def load_stream(
+    dataset: str, *, subset: str | None = None, split: str = "train", text_column: str = "text"
+) -> tuple[str, Callable[[int], Iterator[str | None]]]:
+    """The name of a Hugging Face dataset, and its documents from any number on, read as they are asked for.
+
+    Raises:
+        ValueError, RuntimeError: as :func:`load_corpus`.
+    """
+    rows = _load_dataset(dataset, subset, split, text_column, streaming=True)
+
+    def documents(start: int) -> Iterator[str | None]:
+        for row in rows.skip(start):
+            document = row[text_column]
+            _check_text(document, dataset, text_column)
+            yield document
+
+    return "/".join(filter(None, (dataset, subset, split, text_column))), documents
+
+
 def _from_dataset(dataset: str, subset: str | None, split: str, text_column: str) -> Iterator[str]:
+    for row in _load_dataset(dataset, subset, split, text_column):
+        document = row[text_column]
+        _check_text(document, dataset, text_column)
+        if document is not None:
+            yield document
+
+
+def _load_dataset(dataset: str, subset: str | None, split: str, text_column: str, streaming: bool = False) -> Any:
     try:
         import datasets
     except ImportError as error:
@@ -222,24 +251,24 @@ def _from_dataset(dataset: str, subset: str | None, split: str, text_column: str
             f"dataset={dataset!r} needs the package `datasets`: install it with pip install 'course_pp[hf]'"
         ) from error
     try:
-        rows = datasets.load_dataset(dataset, subset, split=split)
+        rows = datasets.load_dataset(dataset, subset, split=split, streaming=streaming)
+        columns = rows.column_names or list(next(iter(rows), {}))  # a stream may not know before it is read
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
             f"dataset={dataset!r} (subset={subset!r}, split={split!r}) could not be loaded: {error}; "
             "correct the name, or give text files instead"
         ) from error
-    if text_column not in rows.column_names:
+    if text_column not in columns:
         raise ValueError(
             f"text_column={text_column!r} is not in dataset {dataset!r}: its columns are "
-            f"{', '.join(map(repr, rows.column_names))}; name the one that holds the text"
+            f"{', '.join(map(repr, columns))}; name the one that holds the text"
         )
-    for row in rows.select_columns(text_column):
-        document = row[text_column]
-        if document is None:
-            continue
-        if not isinstance(document, str):
-            raise ValueError(
-                f"text_column={text_column!r} of dataset {dataset!r} holds {type(document).__name__}, "
-                "not text; name a column of strings"
-            )
-        yield document
+    return rows.select_columns(text_column)
+
+
+def _check_text(document: object, dataset: str, text_column: str) -> None:
+    if document is not None and not isinstance(document, str):
+        raise ValueError(
+            f"text_column={text_column!r} of dataset {dataset!r} holds {type(document).__name__}, "
+            "not text; name a column of strings"
+        )

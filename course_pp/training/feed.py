@@ -1,0 +1,84 @@
+"""Where a trainer's batches come from, and at which of them it is."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from course_pp.collective import Ranks
+from course_pp.training.config import TrainConfig
+from course_pp.training.data import Batches, Rows, Sequences, Stream, StreamedBatches
+from course_pp.training.data.batches import read_ahead
+from course_pp.training.setting import SettingError
+
+__all__ = ["Feed"]
+
+
+class Feed:
+    """The batches of a run, the same on every rank; made on every rank.
+
+    Args:
+        config: as given; epochs are turned into steps.
+        train: rows, of which a step's follow from its number, or a stream, which has a position.
+
+    Attributes:
+        config: with steps.
+        source: ``train``.
+
+    Raises:
+        ValueError: for data and a configuration that do not fit.
+    """
+
+    def __init__(self, config: TrainConfig, train: Rows | Stream) -> None:
+        self.source = train
+        if isinstance(train, Stream):
+            _check_stream(config)
+            self.config = config
+            self._batches: Batches | StreamedBatches = StreamedBatches(train, config.batch)
+        else:
+            self.config = config.on_rows(len(train))
+            self._batches = Batches(train, config.batch, config.seed)
+        self._ahead: Iterator[Sequences] | None = None
+
+    def batch(self, step: int) -> Sequences:
+        """The rows of ``step``, over all ranks; a collective, where the ranks read a stream each.
+
+        Raises:
+            ValueError: on every rank, if a stream fails on any, or gives them different documents.
+        """
+        if isinstance(self._batches, Batches):
+            return self._batches[step] if self._ahead is None else next(self._ahead)
+        stream, everyone = self._batches, Ranks()
+        batch = everyone.collectively(lambda: stream[step])
+        everyone.require_equal({"batch": hashlib.sha256(batch.inputs.numpy().tobytes()).hexdigest()})
+        return batch
+
+    def read_ahead(self, first: int, stack: ExitStack) -> None:
+        """Let the configuration's workers read what steps from ``first`` on need, until ``stack`` is closed."""
+        if self.config.workers and first < self.config.steps and isinstance(self._batches, Batches):
+            self._ahead = read_ahead(self._batches, first, self.config.steps, self.config.workers)
+            stack.callback(self._forget_ahead)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What a checkpoint needs to go on with ``step``."""
+        position = self._batches.state() if isinstance(self._batches, StreamedBatches) else None
+        return {"next_batch": step, "digest": self.source.digest} | ({"position": position} if position else {})
+
+    def seek(self, step: int, state: Mapping[str, Any]) -> None:
+        """Go on with ``step`` where :meth:`state` was told; a collective.
+
+        Raises:
+            ValueError: on every rank, if a stream holds something else there.
+        """
+        if isinstance(self._batches, StreamedBatches):
+            stream = self._batches
+            Ranks().collectively(lambda: stream.seek(step, state["position"]))
+
+    def _forget_ahead(self) -> None:
+        self._ahead = None
+
+
+def _check_stream(config: TrainConfig) -> None:
+    for name, why in (("epochs", "has no end"), ("workers", "is read in order by each rank itself")):
+        if getattr(config, name):
+            raise SettingError(f"{{{name}}} cannot be used with a stream, which {why}", {name: getattr(config, name)})

@@ -1,0 +1,151 @@
+"""A stream gives the rows that its documents give in memory, and goes on at the very token where it was left."""
+
+import json
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+
+from course_pp.launch import on_ranks
+from course_pp.training import Trainer
+from course_pp.training.data import Corpus, Sequences, Stream, StreamedBatches, Tokenizer, encode, load_stream, packed
+from course_pp.training.options import DataOptions
+from tests.training.small import RUN, rows, trainer
+
+TEXTS = [f"document {i} says {'more and ' * (i % 5)}more." if i % 4 else " \n" for i in range(40)]
+
+
+def texts(start: int) -> Iterable[str]:
+    return iter(TEXTS[start:])
+
+
+@pytest.fixture
+def stream(tokenizer: Tokenizer) -> Stream:
+    return Stream("texts", texts, tokenizer, 16)
+
+
+def joined(batches: Iterable[Sequences]) -> tuple[torch.Tensor, torch.Tensor]:
+    listed = list(batches)
+    return torch.cat([b.inputs for b in listed]), torch.cat([b.targets for b in listed])
+
+
+def test_a_stream_gives_the_packed_rows_in_order_and_begins_again_at_its_end(
+    stream: Stream, tokenizer: Tokenizer
+) -> None:
+    batches, twice = StreamedBatches(stream, 2), Corpus("twice", tuple(t for t in TEXTS * 2 if t.strip()))
+    whole = packed(encode(twice, tokenizer), 16)
+    inputs, targets = joined(batches[step] for step in range(len(whole) // 2))
+    assert torch.equal(inputs, whole.inputs[: len(inputs)])
+    assert torch.equal(targets, whole.targets[: len(inputs)])
+
+
+def test_every_step_can_be_taken_up_at_its_position(stream: Stream) -> None:
+    batches, states, seen = StreamedBatches(stream, 2), [], []
+    for step in range(30):
+        states.append(json.loads(json.dumps(batches.state())))
+        seen.append(batches[step])
+    assert max(state["document"] for state in states) > 30 > states[-1]["document"], "it began again"
+    for step, state in enumerate(states):
+        again = StreamedBatches(stream, 2)
+        again.seek(step, state)
+        assert again.state() == (state if state["digest"] else again.state())
+        assert torch.equal(again[step].inputs, seen[step].inputs)
+
+
+def test_what_cannot_go_on_is_refused(stream: Stream, tokenizer: Tokenizer) -> None:
+    batches = StreamedBatches(stream, 2)
+    batches[0], batches[1]
+    other = StreamedBatches(Stream("texts", lambda start: [t + "!" for t in texts(start)], tokenizer, 16), 2)
+    with pytest.raises(ValueError, match="of texts is another than when the run was saved"):
+        other.seek(2, batches.state())
+    with pytest.raises(ValueError, match="step=5: a stream is read in order, and its next step is 2"):
+        batches[5]
+    with pytest.raises(ValueError, match="blank holds no text from document 0 on"):
+        StreamedBatches(Stream("blank", lambda start: [" ", None], tokenizer, 16), 2)[0]
+    with pytest.raises(ValueError, match="texts ends after 40 documents"):
+        stream.split(10_000)
+
+
+def test_validation_rows_are_taken_from_the_beginning_and_not_trained_on(stream: Stream, tokenizer: Tokenizer) -> None:
+    rest, held_out = stream.split(4)
+    assert len(held_out) >= 4
+    first = Corpus("first", tuple(t for t in TEXTS[: rest.first] if t.strip()))
+    assert torch.equal(held_out.inputs, packed(encode(first, tokenizer), 16).inputs)
+    following = next(text for text in TEXTS[rest.first :] if text.strip())
+    assert StreamedBatches(rest, 1)[0].inputs.tolist()[0][1:] == tokenizer.encode(following)[:15]
+    assert rest.digest != stream.digest
+
+
+def of_a_run(rank: int, tokenizer: Tokenizer) -> tuple[list[float], list[float], list[str]]:
+    """Losses of a run on a stream, of one taken up after its first step, and what is refused."""
+
+    def fresh(**change: Any) -> Trainer:
+        base = trainer(replace(RUN, **change))
+        # Each rank's own documents, if asked for, differ.
+        own = (lambda start: [f"{t} {rank}" for t in texts(start)]) if "seed" in change else texts
+        small = Stream("texts", own, tokenizer, 8)
+        made = Trainer(replace(RUN, **change), base.modules, small, rows(17, seed=1), device_mesh=base._mesh)
+        return made
+
+    first, second = fresh(), fresh()
+    whole = [first.train_step().loss]
+    second.load_state(json.loads(json.dumps(first.state())))
+    second.modules[0].load_state_dict(first.modules[0].state_dict())
+    second.optimizer.load_state_dict(deepcopy(first.optimizer.state_dict()))
+    whole += [first.train_step().loss for _ in range(2)]
+    found = [second.train_step().loss for _ in range(2)]
+    said = []
+    for attempt in (lambda: fresh(workers=1), lambda: fresh(epochs=1, steps=200), lambda: fresh(seed=7).train_step()):
+        with pytest.raises(ValueError, match=r".") as refusal:
+            attempt()
+        said.append(str(refusal.value))
+    return whole[1:], found, said
+
+
+def test_a_run_on_a_stream_goes_on_exactly_and_every_rank_refuses_alike(tokenizer: Tokenizer) -> None:
+    for expected, found, said in on_ranks(2, of_a_run, _small(tokenizer), timeout_s=60):
+        assert found == expected
+        assert "workers=1 cannot be used with a stream" in said[0]
+        assert "epochs=1 cannot be used with a stream, which has no end" in said[1]
+        assert "rank 1 was given batch=" in said[2]
+
+
+class _Small(Tokenizer):
+    """Ids that the small model has."""
+
+    def encode(self, text: str) -> list[int]:
+        return [3 + i % 20 for i in super().encode(text)]
+
+    def __reduce__(self) -> Any:
+        return _Small, (self.definition,)
+
+
+def _small(tokenizer: Tokenizer) -> Tokenizer:
+    return _Small(tokenizer.definition)
+
+
+def test_a_dataset_is_streamed_with_its_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    lines = [json.dumps({"body": None if i == 3 else f"row {i} " * 9, "id": i}) for i in range(40)]
+    (folder / "train.jsonl").write_text("\n".join(lines))
+    name, documents = load_stream(str(folder), text_column="body")
+    assert list(documents(2))[:3] == ["row 2 " * 9, None, "row 4 " * 9]
+    assert name.endswith("rows/train/body")
+    train, validation, tokenizer = DataOptions(
+        dataset=str(folder), column="body", streaming=True, tokenizer_size=300
+    ).load(16, 8)
+    assert isinstance(train, Stream)
+    assert len(validation) >= 8
+    assert tokenizer.decode(StreamedBatches(train, 2)[0].inputs[0]).startswith("[BOT]row ")
+    with pytest.raises(ValueError, match="text_column='text' is not in"):
+        load_stream(str(folder))
+    with pytest.raises(ValueError, match="--streaming reads --dataset, packed: name one"):
+        DataOptions(streaming=True).load(16, 8)
