@@ -9,8 +9,10 @@ Numbers are stricter than ``isinstance`` in one way and looser in another: True 
 scalar will do for a float, a NumPy integer for an int. A list will do for a tuple; text is no sequence of anything.
 """
 
+import builtins
 from abc import ABCMeta
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from fractions import Fraction
 from functools import cache, partial, wraps
 from inspect import Parameter, signature
@@ -20,12 +22,22 @@ from reprlib import Repr
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-__all__ = ["WrongArgument", "checked", "refuse_unless"]
+__all__ = [
+    "WrongArgument",
+    "check_arguments",
+    "checked",
+    "described",
+    "refuse_bad_timeout",
+    "refuse_below",
+    "refuse_unless",
+    "shown",
+]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 40
 _NUMBERS = (int, float)
+_MOST_TIMEOUT_S = 365 * 24 * 3600
 _PLAIN = (NoneType, bool, int, float, str, bytes, list, tuple, dict, set)
 
 
@@ -60,10 +72,44 @@ def checked(thing: _F) -> _F:
     return cast(_F, _with_door(thing, thing.__qualname__))
 
 
+def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], name: str = "") -> None:
+    """As :func:`checked`, called by ``function`` itself: where all ranks must refuse together, not one at its door.
+
+    Args:
+        function: the caller; a class stands for its ``__init__``.
+        arguments: by parameter, such as ``locals()`` on the first line; other names are passed over.
+        name: what a user called, if that is not ``function`` itself.
+
+    Raises:
+        WrongArgument: for the first that will not do.
+    """
+    door = _door_of(function, name or function.__qualname__)
+    for parameter, value in arguments.items():
+        door.value(parameter, value)
+
+
+@cache
+def _door_of(function: Callable[..., Any], name: str) -> "_Door":
+    fn = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
+    return _Door(fn, name)
+
+
 def refuse_unless(holds: bool, function: str, argument: str, value: object, remedy: str) -> None:
     """Raise WrongArgument unless ``holds``: for what annotations cannot say, in the same words."""
     if not holds:
-        raise WrongArgument(f"{function}: {argument} is {_described(value)}: {remedy}", function, argument)
+        raise WrongArgument(f"{function}: {argument} is {described(value)}: {remedy}", function, argument)
+
+
+def refuse_below(least: int, function: str, **sizes: int | None) -> None:
+    """Raise WrongArgument for the first of ``sizes`` that is smaller; one that is None was left out."""
+    for name, size in sizes.items():
+        refuse_unless(size is None or size >= least, function, name, size, f"give at least {least}")
+
+
+def refuse_bad_timeout(function: str, timeout_s: float, argument: str = "timeout_s") -> None:
+    """Raise WrongArgument unless ``timeout_s`` is seconds above 0, and so few that no clock overflows."""
+    remedy = f"give seconds above 0, at most {_MOST_TIMEOUT_S:,} (a year)"
+    refuse_unless(0 < timeout_s <= _MOST_TIMEOUT_S, function, argument, timeout_s, remedy)
 
 
 def _with_door(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -71,6 +117,7 @@ def _with_door(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     @wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
         let_in = door()
         args = tuple(map(let_in.value, let_in.names_of(args), args))
         return fn(*args, **{key: let_in.value(key, value) for key, value in kwargs.items()})
@@ -96,34 +143,42 @@ class _Door:
     def value(self, parameter: str, value: Any) -> Any:
         """``value`` if its class will do, NumPy's scalars as Python's; raises WrongArgument otherwise."""
         hint = self.hints.get(parameter, Any)
-        if hint is type(value) or parameter not in self.parameters:
+        if (hint is type(value) and hint is not int) or parameter not in self.parameters:
             return value  # an unknown keyword is Python's to refuse
         value = _as_python(value, hint)
         if fits(value, hint):
             return value
         left_out = ", or leave it out" if self.parameters[parameter].default is not Parameter.empty else ""
-        refuse_unless(False, self.name, parameter, value, f"pass {spelled(hint, bool(left_out))}{left_out}")
+        limit = " of at most 64 bits" if isinstance(value, int) and not _in_range(value) else ""
+        limit = " that is not empty" if isinstance(value, str) and not value else limit
+        refuse_unless(False, self.name, parameter, value, f"pass {spelled(hint, bool(left_out))}{limit}{left_out}")
 
 
 def hints_of(fn: Callable[..., Any]) -> dict[str, Any]:
     try:
         return get_type_hints(fn)
     except NameError:
-        # Imported for the type checker alone, perhaps from a package that is not installed: that one goes unchecked.
-        known = {}
+        known, names = {}, _Names(fn.__globals__)
         for name, hint in fn.__annotations__.items():
-            try:
-                known[name] = eval(hint, fn.__globals__) if isinstance(hint, str) else hint
-            except NameError:
-                continue
+            with suppress(AttributeError):  # of a module that was not imported
+                known[name] = eval(hint, fn.__globals__, names) if isinstance(hint, str) else hint
         return known
+
+
+class _Names(dict[str, Any]):
+    """Anything for a name imported for the type checker alone, perhaps from a package that is not installed."""
+
+    def __missing__(self, name: str) -> Any:
+        if hasattr(builtins, name):
+            raise KeyError(name)
+        return Any
 
 
 def _as_python(value: object, hint: Any) -> Any:
     if isinstance(value, bool | int | float) or not isinstance(value, Real):
         return value
-    wanted = {hint, *get_args(hint)}
-    if isinstance(value, Integral) and wanted & {int, float}:
+    wanted = (hint, *get_args(hint))
+    if isinstance(value, Integral) and (int in wanted or float in wanted):
         return int(value)
     return float(value) if float in wanted and type(value) not in wanted else value
 
@@ -132,20 +187,21 @@ def fits(value: object, hint: Any) -> bool:
     """Whether ``value`` is what an annotation promises, as far as can be told without consuming an iterator."""
     kind, inner = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
-        return any(fits(value, each) for each in inner)
+        return any(fits(value, each) for each in inner) and not _unreadable(value, inner)
     if kind is Literal:
         return any(type(value) is type(each) and value == each for each in inner)
     if hint is None:
         return value is None
     if kind is float or kind is int:
-        return isinstance(value, Real if kind is float else Integral) and not isinstance(value, bool)
+        is_number = isinstance(value, Real if kind is float else Integral) and not isinstance(value, bool)
+        return is_number and _in_range(value)
     if kind is Any or not isinstance(kind, type):  # or a type variable
         return True
     if getattr(kind, "_is_protocol", False):
         return not isinstance(value, type) and all(hasattr(value, name) for name in _members(kind))
     if not isinstance(value, (tuple, list) if kind is tuple else kind):
         # torch gives -100 for a group of which this process is no member; that has a refusal of its own.
-        return kind.__name__ == "ProcessGroup" and value == -100
+        return kind.__name__ == "ProcessGroup" and type(value) is int and value == -100
     if not inner or kind is Callable or not isinstance(value, Collection):
         return True
     if isinstance(value, Mapping):
@@ -157,6 +213,25 @@ def fits(value: object, hint: Any) -> bool:
     if classes := _plain_classes(inner[0]):
         return all(isinstance(each, classes) for each in value)  # a timeline may have a hundred thousand spans
     return all(fits(each, inner[0]) for each in value)
+
+
+def _in_range(value: object) -> bool:
+    """Nothing that is counted here, and no float, goes beyond 64 bits; Python's integers do, and fail elsewhere."""
+    return not isinstance(value, Integral) or int(value).bit_length() < 64
+
+
+def _unreadable(value: object, options: tuple[Any, ...]) -> bool:
+    """Whether ``value`` is text of which no path or device can be made: no name, or one that torch does not know."""
+    if value == "" and any(get_origin(each) is PathLike for each in options):
+        return True
+    device = next((each for each in options if getattr(each, "__module__", "") == "torch"), None)
+    if device is None or device.__name__ != "device" or not isinstance(value, str):
+        return False
+    try:
+        device(value)
+    except RuntimeError:
+        return True
+    return False
 
 
 @cache
@@ -207,15 +282,28 @@ _WORDS: dict[Any, tuple[str, str]] = {
 }
 
 
-def _described(value: object) -> str:
+def described(value: object) -> str:
     """A short value as it prints, with its class; of anything else, which may be large, the class alone."""
+    kind = _with_article(type(value).__name__)
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    kind = _with_article(type(value).__name__)
     if value is None or isinstance(value, bool):
         return repr(value)
-    shown = _SHORT.repr(value) if type(value) in _PLAIN or isinstance(value, Real) else ""
-    return f"{shown} ({kind})" if 0 < len(shown) <= 60 else kind
+    return f"{short} ({kind})" if (short := _printed(value)) else kind
+
+
+def shown(value: object) -> str:
+    """A short value as it prints; of anything else, which may be large or not print at all, the class."""
+    return _printed(value) or described(value)
+
+
+def _printed(value: object) -> str:
+    """A short value as it prints; empty for any other."""
+    try:
+        printed = _SHORT.repr(value) if type(value) in _PLAIN or isinstance(value, Real) else ""
+    except ValueError:  # Python prints no integer of more than 4,300 digits
+        return ""
+    return printed if len(printed) <= 60 else ""
 
 
 def _with_article(name: str) -> str:

@@ -20,6 +20,8 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 
+from course_pp.arguments import checked, refuse_bad_timeout
+
 __all__ = ["RankMissing", "Ranks", "difference"]
 
 T = TypeVar("T")
@@ -45,6 +47,7 @@ class RankMissing(RuntimeError):
         return type(self), (self.rank, self.n_ranks, self.waited_s)
 
 
+@checked
 @dataclass(frozen=True)
 class Ranks:
     """The ranks of a process group. A process without one is alone, and every method works there too.
@@ -60,6 +63,10 @@ class Ranks:
     group: dist.ProcessGroup | None = None
     alone: bool = False
     limit_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.limit_s is not None:
+            refuse_bad_timeout("Ranks", self.limit_s, "limit_s")
 
     refusal: ClassVar[type[Exception]] = ValueError
     """What all ranks raise."""
@@ -184,6 +191,7 @@ class Ranks:
             raise RankMissing(self.rank, self.size, time.monotonic() - started) from error
 
 
+@checked
 def difference(facts: Sequence[Mapping[str, Any]]) -> str | None:
     """The first fact, by name, that a rank was given otherwise than rank 0, in a sentence; None if there is none.
 

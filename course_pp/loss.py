@@ -4,11 +4,14 @@ The mean of the microbatches' means is the mean of the batch only if all of them
 each microbatch adds its sum over the divisor, which is the same for all: the number of all tokens of the batch.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
+
+from course_pp.arguments import checked, refuse_unless
 
 __all__ = ["LossFn", "TokenLoss", "counted", "loss_share"]
 
@@ -41,6 +44,7 @@ class _OverSamples:
         return self.samples(target)
 
 
+@checked
 def counted(loss_fn: LossFn | TokenLoss, samples: Callable[[Any], int] = len) -> TokenLoss:
     """Return ``loss_fn`` if it counts its tokens; else the same mean as a loss that counts samples.
 
@@ -59,6 +63,7 @@ def counted(loss_fn: LossFn | TokenLoss, samples: Callable[[Any], int] = len) ->
     return _OverSamples(loss_fn, samples)
 
 
+@checked
 def loss_share(loss: TokenLoss, output: Any, target: Any, divisor: Tensor | float) -> Tensor:
     """Return what a microbatch adds to the mean loss of its batch, a scalar.
 
@@ -68,6 +73,8 @@ def loss_share(loss: TokenLoss, output: Any, target: Any, divisor: Tensor | floa
     Raises:
         ValueError: for a loss that is not a scalar tensor.
     """
+    if isinstance(divisor, int | float):  # to look at a tensor would wait for its device
+        refuse_unless(0 < divisor < math.inf, "loss_share", "divisor", divisor, "give the number of tokens")
     return _scalar(loss.total(output, target)) / divisor
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
+from course_pp.arguments import described
 from course_pp.exercises import registry
 from course_pp.exercises.answer import Answer, Pending
 from course_pp.exercises.code_of import innermost
@@ -29,7 +30,9 @@ def check(fn: Callable[..., Any]) -> Verdict:
         KeyboardInterrupt: when interrupted, after the processes have ended.
     """
     if isinstance(fn, str) or not callable(fn):
-        raise NoExercise(f"check takes the function itself, check(name) without quotes or brackets, not {fn!r}.")
+        raise NoExercise(
+            f"check takes the function itself, check(name) without quotes or brackets, not {described(fn)}."
+        )
     exercise = _exercise_of(fn, sys._getframe(1))
     try:
         verdict = judge(exercise, fn)
@@ -98,5 +101,5 @@ def _exercise_of(asked: str | Callable[..., Any], caller: FrameType) -> Exercise
     if name == "<lambda>":
         raise NoExercise("a lambda has no name by which its exercise could be found: write it with `def`.")
     if not isinstance(name, str) or not callable(asked):
-        raise NoExercise(f"{asked!r:.100} is neither the name of an exercise nor its function.")
+        raise NoExercise(f"{described(asked)} is neither the name of an exercise nor its function.")
     return registry.find(name)

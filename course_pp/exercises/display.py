@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Literal, Self
 
+from course_pp.arguments import checked
 from course_pp.launch.cells import shell
 
 Status = Literal["pending", "not yet", "correct"]
@@ -58,6 +59,7 @@ class Interrupted(Told, KeyboardInterrupt):
         super().__init__("○ interrupted · run the cell again.")
 
 
+@checked
 @dataclass(frozen=True)
 class Verdict(Shown):
     """What a check found.

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from course_pp.arguments import checked, refuse_bad_timeout
+
 if TYPE_CHECKING:
     from course_pp.exercises.answer import Answer
     from course_pp.launch import Wait
@@ -63,6 +65,7 @@ class Stopped(Mistake):
         self.error = error
 
 
+@checked
 @dataclass(frozen=True)
 class Exercise:
     """A function that the learner completes.
@@ -95,12 +98,13 @@ class Exercise:
                 f"the solution of exercise {self.name!r} is named {self.solution.__name__!r}: its source replaces the "
                 "stub, so give it the exercise's name"
             )
+        refuse_bad_timeout("Exercise", self.limit_s, "limit_s")
         if self.difficulty not in (1, 2, 3):
             raise ValueError(f"exercise {self.name!r} has difficulty {self.difficulty!r}; it is 1, 2 or 3")
         if self.minutes < 1:
             raise ValueError(f"exercise {self.name!r} takes {self.minutes!r} minutes; give at least 1")
         if not self.hints:
-            raise ValueError(f"exercise {self.name!r} has no hint: give at least one")
+            raise ValueError(f"exercise {self.name!r} has no hints: give at least one")
 
     @property
     def stars(self) -> str:

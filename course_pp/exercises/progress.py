@@ -18,6 +18,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from course_pp.arguments import checked
 from course_pp.exercises import registry
 from course_pp.exercises.display import Shown
 from course_pp.exercises.exercise import Exercise
@@ -228,6 +229,7 @@ class Row:
     solution_seen: bool
 
 
+@checked
 @dataclass(frozen=True)
 class Progress(Shown):
     """Every exercise of the course and how far the learner is; shows itself as a table."""

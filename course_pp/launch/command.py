@@ -84,7 +84,7 @@ def build(
     at = script_index(args)
     if at is None:
         raise ValueError(
-            f"no script in `torchrun {shlex.join(args)}`. "
+            f"no script in `torchrun {shlex.join(args)}` (args). "
             "Name one after the options, for example --nproc-per-node=2 source_code/pipeline_test.py"
         )
     options = [_dashed(option) for option in args[:at]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from course_pp.arguments import shown
+
 # select() counts milliseconds in 32 bits, hence at most 24 days; torch's store and gloo give up later.
 _MOST_S = 1_000_000
 
@@ -11,6 +13,6 @@ def refuse_bad_timeout(timeout_s: object) -> None:
     __tracebackhide__ = True
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s <= _MOST_S:
         raise ValueError(
-            f"timeout_s is {timeout_s!r}; it must be a positive number of seconds, at most {_MOST_S} (11 days). "
+            f"timeout_s is {shown(timeout_s)}; it must be a positive number of seconds, at most {_MOST_S} (11 days). "
             "For a run that may take long, pass for example timeout_s=3600."
         )

@@ -56,7 +56,7 @@ def on_ranks(
         RuntimeError: called from inside a rank.
     """
     __tracebackhide__ = True  # a reader looks for the line of the rank, not for ours
-    refuse_bad_arguments(n, fn, args, timeout_s, threads)
+    refuse_bad_arguments(n, fn, args, timeout_s, backend, threads, where)
     folder = working_folder()
     payload = pickled(fn, args)
     ask = Ask.of_call(n, timeout_s, backend)

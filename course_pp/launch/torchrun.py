@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from course_pp.arguments import checked
 from course_pp.launch.command import Command, build
 from course_pp.launch.errors import LaunchError, RanksHung, is_echo, signal_name
 from course_pp.launch.limits import refuse_bad_timeout
@@ -38,6 +39,7 @@ _SOCKET = "watch"
 _MOST_ADDRESS_BYTES = 103
 
 
+@checked
 def run_torchrun(
     args: Sequence[str], *, timeout_s: float = 300.0, local: bool = False, where: str | None = None
 ) -> tuple[str, ...]:

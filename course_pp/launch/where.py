@@ -15,7 +15,7 @@ from pathlib import Path
 from course_pp.launch.site import Site, load_site
 
 _ANSWER_LIMIT_S = 5.0
-_CHOICES = ("local", "slurm")
+CHOICES = ("local", "slurm", None)
 # Left over between a run's own time limit, which says who waits for whom, and the job's, which does not.
 _SLACK_S = 60
 # For the calls that follow the first one in the same job.
@@ -98,7 +98,7 @@ def decide(
     """
     environ = os.environ if environ is None else environ
     where = where or environ.get("COURSE_PP_WHERE") or None
-    if where not in (None, *_CHOICES):
+    if where not in CHOICES:
         raise ValueError(f"where is {where!r}; it must be 'local', 'slurm' or None, which decides by itself.")
     if where == "local":
         return Place(_on_this_machine(ask, environ))

@@ -253,10 +253,11 @@ def _as_whole_numbers(costs: Sequence[float]) -> list[int]:
 
 def _check_stage_count(n_layers: int, n_stages: int, count: str) -> None:
     if n_stages < 1:
-        raise ValueError(f"{n_stages} stages: a pipeline needs at least 1; raise {count}")
+        raise ValueError(f"{count} is {n_stages}: {n_stages} stages: a pipeline needs at least 1")
     if n_stages > n_layers:
         raise ValueError(
-            f"{n_stages} stages need at least {n_stages} layers, and this model has n_layers={n_layers}; "
+            f"{count} is {n_stages}: {n_stages} stages need at least {n_stages} layers, and this model has "
+            f"n_layers={n_layers}; "
             f"use at most {n_layers} {'stage' if n_layers == 1 else 'stages'}, or a deeper model (or more costs)"
         )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from course_pp.arguments import checked, fits, refuse_unless, spelled
 from course_pp.launch import on_ranks
 from course_pp.schedule import Costs, Receive, Schedule, Span, Timeline
 
@@ -28,6 +29,7 @@ _MARGIN = 2.0
 _LONGEST_RUN_S = 8.0
 
 
+@checked
 @dataclass(frozen=True, repr=False)
 class EmulatedRun(Timeline):
     """The timeline of one emulated step in the unit of its costs, and what it kept.
@@ -45,6 +47,7 @@ class EmulatedRun(Timeline):
     emulated: bool = True
 
 
+@checked
 def emulate(
     schedule: Schedule,
     cluster: Costs | EmulatedCluster | None = None,
@@ -68,8 +71,17 @@ def emulate(
     Raises:
         ValueError: for a schedule that the cluster or the runtime cannot run.
     """
+    from torch import Tensor, nn
+
     from course_pp.runtime import EmulatedCluster
 
+    for name, value, kind in (
+        ("cluster", cluster, Costs | EmulatedCluster | None),
+        ("model", model, nn.Sequential | None),
+        ("inputs", inputs, Tensor | None),
+        ("targets", targets, Tensor | None),
+    ):
+        refuse_unless(fits(value, kind), "emulate", name, value, f"pass {spelled(kind, True)}, or leave it out")
     if cluster is None:
         cluster = Costs()
     if isinstance(cluster, Costs):

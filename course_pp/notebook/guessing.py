@@ -4,6 +4,9 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from fractions import Fraction
 from numbers import Real
+from typing import Any
+
+from course_pp.arguments import checked, shown
 
 __all__ = ["reveal"]
 
@@ -11,6 +14,7 @@ __all__ = ["reveal"]
 _NEAR = 0.05
 
 
+@checked
 def reveal(what: str, guess: object, measured: object, unit: str = "") -> None:
     """Print what was measured beside the learner's guess, and how the two compare.
 
@@ -30,7 +34,7 @@ def _verdict(guess: object, measured: object, unit: str) -> str:
     if guess is ...:
         return f"{seen}; you have not guessed"
     if _kind(guess) != _kind(measured):
-        return f"{seen}; your guess {guess!r} is {_kind(guess)}, so it cannot be compared: give {_kind(measured)}"
+        return f"{seen}; your guess {shown(guess)} is {_kind(guess)}, so it cannot be compared: give {_kind(measured)}"
     return f"{seen}, guessed {_text(guess)}{unit}: {_comparison(guess, measured)}"
 
 
@@ -50,7 +54,7 @@ def _comparison(guess: object, measured: object) -> str:
     if _same(guess, measured):
         return "right"
     if isinstance(guess, Real) and isinstance(measured, Real) and not isinstance(guess, bool):
-        ratio = float(measured) / float(guess) if guess else math.nan
+        ratio = _float(measured) / _float(guess) if guess else math.nan
         if math.isfinite(ratio) and ratio > 0:
             return f"off by a factor of {_text(max(ratio, 1 / ratio))}"
     return "not so"
@@ -58,7 +62,7 @@ def _comparison(guess: object, measured: object) -> str:
 
 def _same(guess: object, measured: object) -> bool:
     if isinstance(guess, Real) and isinstance(measured, Real) and not isinstance(guess, bool):
-        return math.isclose(guess, measured, rel_tol=_NEAR, abs_tol=1e-12)
+        return math.isclose(_float(guess), _float(measured), rel_tol=_NEAR, abs_tol=1e-12)
     if isinstance(guess, Mapping) and isinstance(measured, Mapping):
         return guess.keys() == measured.keys() and all(_same(guess[key], measured[key]) for key in measured)
     if isinstance(guess, Sequence) and isinstance(measured, Sequence) and not isinstance(guess, str):
@@ -66,13 +70,21 @@ def _same(guess: object, measured: object) -> bool:
     return guess == measured
 
 
+def _float(value: Any) -> float:
+    """``value``; infinity for one beyond all floats."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
 def _text(value: object) -> str:
     """Numbers to three digits, wherever they stand."""
     if isinstance(value, float | Fraction):
-        number = float(value)
+        number = _float(value)
         return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3g}"
     if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
+        return f"{value:,}" if value.bit_length() <= 64 else shown(value)
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_text(key)}: {_text(each)}" for key, each in value.items()) + "}"
     if isinstance(value, Set):

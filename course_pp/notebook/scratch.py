@@ -8,6 +8,8 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
+from course_pp.arguments import checked
+
 __all__ = ["ScratchFolder"]
 
 # Runs in a session of its own, where neither Ctrl-C nor a signal to the kernel's group arrives. A killed kernel says
@@ -24,6 +26,7 @@ for _ in range(8):
 """
 
 
+@checked
 class ScratchFolder:
     """Make a folder beside the notebook, where every node of a cluster sees it; it is removed when this object goes.
 
@@ -43,14 +46,14 @@ class ScratchFolder:
 
     path: Path
 
-    def __init__(self, prefix: str, beside: Path | None = None) -> None:
-        place = Path.cwd() if beside is None else beside
+    def __init__(self, prefix: str, beside: str | os.PathLike[str] | None = None) -> None:
+        place = Path.cwd() if beside is None else Path(beside)
         try:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=place)).resolve()
         except OSError as error:
             raise ValueError(
                 f"cannot make a folder for runs in {str(place)!r} ({error.strerror}): open the notebook in a folder "
-                "that you can write, such as the working copy of make lab"
+                "that you can write, such as the working copy of make lab, or name another one (beside)"
             ) from error
         argv = [sys.executable, "-I", "-S", "-c", _REMOVE_WHEN_ALONE, str(self.path), str(os.getpid())]
         quiet = subprocess.DEVNULL

@@ -14,6 +14,7 @@ from typing import Literal
 
 from torch import nn
 
+from course_pp.arguments import checked
 from course_pp.parallel.blocks import Blocks, find_blocks
 from course_pp.parallel.order import check_order
 from course_pp.parallel.patterns import listed, modules_matching
@@ -24,6 +25,7 @@ __all__ = ["apply_ac", "check_mode"]
 _MODES = ("none", "full", "selective")
 
 
+@checked
 def apply_ac(
     model: nn.Module,
     mode: Literal["none", "full", "selective"],

@@ -79,8 +79,8 @@ def _check_apart(found: dict[str, nn.Module]) -> None:
         if inner is not None:
             outer = repr(name) if name else "the module itself"
             raise ValueError(
-                f"block {inner!r} is inside {outer}, which is a block too: choose one level, such as one class or one "
-                "pattern"
+                f"block {inner!r} is inside {outer}, which is a block too: choose blocks of one level, such as one "
+                "class or one pattern"
             )
 
 

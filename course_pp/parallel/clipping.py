@@ -12,6 +12,7 @@ Pascanu et al. 2013, "On the difficulty of training recurrent neural networks", 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from course_pp.arguments import check_arguments, fits, refuse_unless
 from course_pp.collective import Ranks
 from course_pp.parallel._torch import multiply, norms_of
 from course_pp.parallel.mesh import get_pp_mesh
@@ -72,7 +74,8 @@ def clip_grad_norm_(
         RuntimeError: on every rank, if ``error_if_nonfinite`` and the norm is infinite or not a number; gradients are
             left as they are.
     """
-    norm_type, max_norm = _checked(norm_type, max_norm)
+    _check_classes(locals())
+    norm_type, max_norm = _checked(float(norm_type), float(max_norm))
     parts = parts_of(model_or_stages, tied, device_mesh)
     if parts.are_ours:
         check_own_parts(parts, device_mesh)
@@ -106,11 +109,16 @@ class _Shard:
     counted: bool
 
 
+def _check_classes(given: Mapping[str, Any]) -> None:
+    """Refuse what no rank could use; what is in ``model_or_stages`` and ``tied`` the ranks settle together."""
+    containers = {"model_or_stages": Part | Iterable, "tied": Sequence | None}
+    check_arguments(clip_grad_norm_, {name: value for name, value in given.items() if name not in containers})
+    for name, kind in containers.items():
+        usable = fits(given[name], kind) and not isinstance(given[name], str | bytes)
+        refuse_unless(usable, "clip_grad_norm_", name, given[name], "see its documentation for what can be given")
+
+
 def _checked(norm_type: float, max_norm: float) -> tuple[float, float]:
-    try:
-        norm_type, max_norm = float(norm_type), float(max_norm)
-    except (TypeError, ValueError):
-        raise ValueError(f"norm_type={norm_type!r} and max_norm={max_norm!r} must be numbers") from None
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type} must be above 0: use 2.0, or math.inf for the largest entry")
     if not max_norm >= 0:

@@ -42,6 +42,7 @@ _KINDS = {
 }
 
 
+@checked
 @dataclass(frozen=True)
 class Tally:
     """How often, and bytes in all."""
@@ -56,6 +57,7 @@ class Tally:
         return Tally(self.number * times, self.n_bytes * times)
 
 
+@checked
 @dataclass(frozen=True)
 class CollectiveCounts:
     """What one rank communicates: a tally for each (mesh dimension, collective).
@@ -120,7 +122,7 @@ def wire_factor(collective: str, n_ranks: int) -> float:
     if collective in ("send", "recv"):
         return float(collective == "send")
     raise ValueError(
-        f"the ranks of a {collective} do not all send the same: use one of {', '.join(rounds)}, send, recv"
+        f"collective is {collective!r}, whose ranks send unequal amounts: use one of {', '.join(rounds)}, send, recv"
     )
 
 
@@ -143,6 +145,7 @@ def count_collectives(fn: Callable[[], object], device_mesh: DeviceMesh | None =
     return counter.counts
 
 
+@checked
 class CollectiveCounter:
     """Counts in a ``with`` block, as :func:`count_collectives` does during a call."""
 

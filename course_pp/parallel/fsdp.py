@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from course_pp.arguments import checked
 from course_pp.parallel.blocks import Blocks, find_blocks
 from course_pp.parallel.mesh import get_dp_mesh, has_dp_mesh, size_of
 from course_pp.parallel.order import check_order
@@ -27,11 +28,13 @@ __all__ = ["ReshardPolicy", "apply_fsdp2", "default_mp_policy", "reshard", "reso
 ReshardPolicy = bool | int | Literal["auto"]
 
 
+@checked
 def default_mp_policy(param_dtype: torch.dtype = torch.bfloat16) -> MixedPrecisionPolicy:
     """Compute in ``param_dtype``, reduce gradients in float32, cast the inputs of every block to ``param_dtype``."""
     return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=True)
 
 
+@checked
 def resolve_reshard_after_forward(policy: ReshardPolicy, device_mesh: DeviceMesh | None) -> bool | int:
     """What becomes of gathered parameters after forward: freed (True), kept (False), or kept on fewer ranks.
 
@@ -58,13 +61,14 @@ def reshard_policy_of_sizes(policy: ReshardPolicy, *, pp: int, dp_shard: int, tp
         return policy
     words = "True, False or 'auto'"
     if type(policy) is not int:
-        raise ValueError(f"reshard_after_forward={policy!r} must be {words}, or a number of ranks")
+        raise ValueError(f"policy reshard_after_forward={policy!r} must be {words}, or a number of ranks")
     proper = [k for k in range(2, dp_shard) if dp_shard % k == 0]
     if policy not in proper:
         meant = {1: "False (keep everything)", dp_shard: "True (free everything)"}.get(policy)
         use = meant or " or ".join([*(map(str, proper) if pp * tp == 1 else ()), words])
         raise ValueError(
-            f"reshard_after_forward={policy} must divide dp_shard={dp_shard} and be neither 1 nor {dp_shard}: say {use}"
+            f"policy reshard_after_forward={policy} must divide dp_shard={dp_shard} and be neither 1 nor {dp_shard}: "
+            f"say {use}"
         )
     if pp * tp > 1:
         # fully_shard makes the smaller groups of the ranks it shards over, where all ranks of the world would have to
@@ -76,6 +80,7 @@ def reshard_policy_of_sizes(policy: ReshardPolicy, *, pp: int, dp_shard: int, tp
     return policy
 
 
+@checked
 def apply_fsdp2(
     model: nn.Module,
     device_mesh: DeviceMesh | None,

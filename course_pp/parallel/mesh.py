@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from course_pp.arguments import checked
 from course_pp.collective import Ranks
 from course_pp.parallel._torch import forget_meshes, set_timeout
 from course_pp.parallel.core_binding import share_cores
@@ -43,6 +44,7 @@ _LONGEST_TIMEOUT_S = 365 * 24 * 3600
 _DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
 
 
+@checked
 @dataclass(frozen=True)
 class DistributedConfig:
     """How many ways each kind of parallelism cuts the run.
@@ -116,6 +118,7 @@ def _spelled(sizes: dict[str, int]) -> str:
     return " = ".join(terms)
 
 
+@checked
 def init_distributed(config: DistributedConfig, seed: int = 42) -> DeviceMesh | None:
     """Join the process group, seed every rank alike, share the node's cores out, and build the mesh.
 
@@ -172,7 +175,7 @@ def _warn_if_tp_leaves_a_node(tp: int) -> None:
             f"tp={tp} crosses nodes: ranks {torn[0]} to {torn[-1]} share each layer but not a node, so every layer "
             f"waits for the network. Start a multiple of {tp} ranks on every node, numbered node by node "
             "(srun --distribution=block), or lower tp and raise pp, whose messages are few",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -191,6 +194,7 @@ def destroy_distributed() -> None:
         dist.destroy_process_group()
 
 
+@checked
 def get_device(backend: str | None = None, *, share: bool = False) -> torch.device:
     """This rank's device: a GPU of its own if every rank of this host has one, else the CPU, with a warning.
 
@@ -218,7 +222,7 @@ def get_device(backend: str | None = None, *, share: bool = False) -> torch.devi
     warnings.warn(
         f"this host has {counted}: computing on the CPU. Start a rank a GPU, let the runtime's ranks share them "
         "(share_gpus=True), or say backend='gloo' if that is what you want",
-        stacklevel=2,
+        stacklevel=3,
     )
     return torch.device("cpu")
 
@@ -268,32 +272,38 @@ def size_of(device_mesh: DeviceMesh | None, name: str) -> int:
     return 1 if dimension is None else dimension.size()
 
 
+@checked
 def get_pp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
     """The 1-D pipeline mesh this rank is part of; None without pipeline parallelism."""
     return _dimension(device_mesh, "pp")
 
 
+@checked
 def get_pp_rank(device_mesh: DeviceMesh | None) -> int:
     """This rank's coordinate along ``pp``; 0 without pipeline parallelism."""
     pp_mesh = get_pp_mesh(device_mesh)
     return 0 if pp_mesh is None else pp_mesh.get_local_rank()
 
 
+@checked
 def get_pp_size(device_mesh: DeviceMesh | None) -> int:
     """Number of pipeline ranks; 1 without pipeline parallelism."""
     return size_of(device_mesh, "pp")
 
 
+@checked
 def get_tp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
     """The 1-D tensor-parallel mesh this rank is part of; None without tensor parallelism."""
     return _dimension(device_mesh, "tp")
 
 
+@checked
 def has_dp_mesh(device_mesh: DeviceMesh | None) -> bool:
     """True if there is a data-parallel dimension."""
     return _dimension(device_mesh, "dp_shard") is not None
 
 
+@checked
 def get_dp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh:
     """The 1-D ``dp_shard`` mesh, or the 2-D ``(dp_replicate, dp_shard)`` mesh.
 
@@ -303,18 +313,20 @@ def get_dp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh:
     if device_mesh is None or not has_dp_mesh(device_mesh):
         names = () if device_mesh is None else device_mesh.mesh_dim_names
         raise ValueError(
-            f"mesh dimensions {names} have no data-parallel one: set dp_shard or dp_replicate above 1, "
+            f"device_mesh with dimensions {names} has no data-parallel one: set dp_shard or dp_replicate above 1, "
             "or ask has_dp_mesh first"
         )
     replicated = "dp_replicate" in (device_mesh.mesh_dim_names or ())
     return device_mesh["dp_replicate", "dp_shard"] if replicated else device_mesh["dp_shard"]
 
 
+@checked
 def get_dp_size(device_mesh: DeviceMesh | None) -> int:
     """Number of ranks with data of their own, ``dp_replicate × dp_shard``; 1 without data parallelism."""
     return get_dp_mesh(device_mesh).size() if has_dp_mesh(device_mesh) else 1
 
 
+@checked
 def get_dp_rank(device_mesh: DeviceMesh | None) -> int:
     """Which part of the global batch is this rank's, ``dp_replicate`` outermost; 0 without data parallelism."""
     if not has_dp_mesh(device_mesh):

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from course_pp.arguments import WrongArgument, check_arguments, checked, refuse_bad_timeout, refuse_unless
 from course_pp.collective import Ranks
 from course_pp.loss import LossFn, TokenLoss, counted, loss_share
 from course_pp.parallel._torch import tree_flatten, tree_map, tree_unflatten
@@ -28,12 +29,14 @@ from course_pp.parallel.forward_only import forward_only
 from course_pp.parallel.fsdp import reshard
 from course_pp.parallel.mesh import has_dp_mesh
 from course_pp.parallel.recompute import is_checkpointed
-from course_pp.parallel.schedules import splits_backward, takes_one_stage, torch_class
+from course_pp.parallel.schedules import check_microbatches, splits_backward, takes_one_stage, torch_class
 from course_pp.parallel.stage import ModelStage
 from course_pp.parallel.tied import SharedName, TiedWeights
 from course_pp.parallel.world import is_rank_zero
 
 __all__ = ["PipelineSchedule", "build_pipeline_schedule"]
+
+_LIMIT_S = 300.0  # one rank may take minutes longer than another to build its stages
 
 
 def build_pipeline_schedule(
@@ -43,7 +46,7 @@ def build_pipeline_schedule(
     schedule: str = "1f1b",
     *,
     tied: Iterable[SharedName] | None = None,
-    timeout_s: float = 300.0,
+    timeout_s: float = _LIMIT_S,
 ) -> "PipelineSchedule":
     """Put stages under a schedule. Call it on every rank of the mesh at once: the ranks compare what they were given.
 
@@ -66,6 +69,7 @@ def build_pipeline_schedule(
             run, stages that do not fit one another, ties that do not exist, or ranks that were given different
             pipelines.
     """
+    given = locals()
     stages = list(stage) if isinstance(stage, Sequence) else [stage]
     if not stages or not all(isinstance(s, ModelStage) for s in stages):
         raise TypeError(
@@ -73,11 +77,22 @@ def build_pipeline_schedule(
             "build_stage_module, or by hand, and wrap this rank's stages"
         )
     stages.sort(key=lambda s: s.stage_index)
+    problem = _problem_of_arguments(given)
+    Ranks(everyone_of(stages[0]), limit_s=float(timeout_s) if problem is None else _LIMIT_S).refuse(problem)
     tied = None if tied is None else list(tied)
-    rows = agree(stages, n_microbatches, schedule, tied, timeout_s)
+    rows = agree(stages, n_microbatches, schedule, tied, float(timeout_s))
     if splits_backward(schedule) != "none" and any(is_checkpointed(s.submod) for s in stages):
         _warn_of_recomputation(schedule)
     return PipelineSchedule(stages, n_microbatches, loss_fn, schedule, rows)
+
+
+def _problem_of_arguments(given: dict[str, Any]) -> WrongArgument | None:
+    try:
+        check_arguments(build_pipeline_schedule, given)
+        refuse_bad_timeout("build_pipeline_schedule", given["timeout_s"])
+    except WrongArgument as problem:
+        return problem
+    return None
 
 
 def _warn_of_recomputation(schedule: str) -> None:
@@ -98,6 +113,7 @@ def _data_parallel_groups(device_mesh: DeviceMesh | None) -> list[dist.ProcessGr
     return [device_mesh.get_group(name) for name in names]
 
 
+@checked
 class PipelineSchedule:
     """A schedule ready to train and evaluate; made by :func:`build_pipeline_schedule`.
 
@@ -115,6 +131,9 @@ class PipelineSchedule:
         rows: int,
     ) -> None:
         self.stages = list(stages)
+        refuse_unless(bool(stages), "PipelineSchedule", "stages", stages, "use build_pipeline_schedule")
+        refuse_unless(rows >= 1, "PipelineSchedule", "rows", rows, "give the rows of a microbatch, at least 1")
+        check_microbatches(schedule, n_microbatches, stages[0].num_stages, stages[0].group_size)
         self.n_microbatches = n_microbatches
         self._loss, self._counts_tokens = counted(loss_fn), isinstance(loss_fn, TokenLoss)
         self._batch = Batch(self.stages, n_microbatches, rows, self._counts_tokens)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from course_pp.arguments import checked
 from course_pp.parallel._torch import mixed_precision, tree_flatten, tree_map
 
 __all__ = ["Lowered", "compute_dtype", "compute_in", "mixed_dtype"]
@@ -50,6 +51,7 @@ class Lowered:
         return leaf.to(self.dtype) if isinstance(leaf, Tensor) and leaf.dtype == torch.float32 else leaf
 
 
+@checked
 def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
     """Let ``module`` compute in ``dtype``, in place; after activation checkpointing.
 
@@ -63,8 +65,6 @@ def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
         TypeError: for what is no module.
         ValueError: if it computes in something else already, or for parameters or a dtype that are neither.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"compute_in takes an nn.Module, not {type(module).__name__}")
     now = compute_dtype(module)
     if now == dtype:
         return
@@ -78,6 +78,7 @@ def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
     module.forward = Lowered(module.forward, dtype)
 
 
+@checked
 def compute_dtype(module: nn.Module) -> torch.dtype:
     """What a module computes in and sends: that of mixed precision, else its parameters'."""
     mixed = mixed_dtype(module)

@@ -21,6 +21,7 @@ from typing import Literal
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from course_pp.arguments import checked
 from course_pp.model import ModelConfig
 from course_pp.parallel.activation_checkpointing import check_mode
 from course_pp.parallel.counting import CollectiveCounts
@@ -89,6 +90,7 @@ class _Rank:
         return CollectiveCounts.of(dimension, collective, number, n_bytes)
 
 
+@checked
 def predict_collectives(
     config: ModelConfig,
     layout: DistributedConfig,

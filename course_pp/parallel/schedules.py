@@ -27,9 +27,16 @@ def get_stage_indices(schedule: str, pp_rank: int, pp_size: int, stages_per_rank
         ValueError: for a schedule that torch cannot run, a rank outside ``pp_size``, or a number of stages a rank that
             the schedule does not allow.
     """
-    placement = runnable(schedule).placement(pp_size, stages_per_rank)
+    for name, size in (("pp_size", pp_size), ("stages_per_rank", stages_per_rank)):
+        if size is not None and size < 1:
+            raise ValueError(f"{name}={size} must be at least 1")
     if not 0 <= pp_rank < pp_size:
         raise ValueError(f"pp_rank={pp_rank} must be at least 0 and below pp_size={pp_size}")
+    entry = runnable(schedule)
+    try:
+        placement = entry.placement(pp_size, stages_per_rank)
+    except ValueError as problem:
+        raise ValueError(f"pp_size={pp_size}, stages_per_rank={stages_per_rank}: {problem}") from None
     return [stage for stage, ranks in enumerate(placement) if pp_rank in ranks]
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from course_pp.arguments import checked, refuse_unless
 from course_pp.model import ModelConfig, PipelineStageModule, Transformer
 from course_pp.parallel._torch import LocalNeighboursStage, mixed_precision, tree_flatten
 from course_pp.parallel.bare import bare_copy
@@ -126,6 +127,7 @@ class _Handed(torch.autograd.Function):
         return gradient
 
 
+@checked
 def build_pipeline_stage(
     stage_module: nn.Module,
     device_mesh: DeviceMesh | None,
@@ -181,6 +183,9 @@ def build_pipeline_stage(
     taken: Boundary | None
     given: Boundary | None
     if isinstance(stage_module, PipelineStageModule):
+        for name, value in (("inputs", inputs), ("outputs", outputs)):
+            own = "leave it out, this module knows what it takes and returns"
+            refuse_unless(value is None, "build_pipeline_stage", name, value, own)
         taken, given = _boundaries_of_transformer(stage_module, batch_size, seq_len, param_dtype)
     else:
         taken = _declared("inputs", inputs) or _tokens(batch_size, seq_len)  # looked at by all, so that all refuse

@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from course_pp.arguments import checked
 from course_pp.model import DecoderLayer, ModelConfig, Transformer
 from course_pp.parallel.mesh import get_tp_mesh
 from course_pp.parallel.order import check_order
@@ -36,6 +37,7 @@ from course_pp.parallel.vocab_parallel import gather_vocabulary
 __all__ = ["apply_tensor_parallel", "check_sequence_divides", "check_tensor_parallel", "shards_head"]
 
 
+@checked
 def apply_tensor_parallel(model: nn.Module, device_mesh: DeviceMesh | None, *, gather_logits: bool = True) -> None:
     """Cut the matrices of ``model`` over ``tp``, in place; a no-op where the mesh has no ``tp`` dimension.
 

@@ -13,6 +13,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from course_pp.arguments import checked
 from course_pp.collective import Ranks
 
 __all__ = ["SharedName", "Tie", "TiedWeights", "find_ties", "ties_of_stages"]
@@ -23,6 +24,7 @@ SharedName = Tie | Sequence[str]
 """A tie as a user writes it: by stage, or the names one parameter has in the whole model."""
 
 
+@checked
 def find_ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     """The parameters that ``model`` holds under several names; ask before it is cut, for a cut forgets.
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from course_pp.arguments import checked, refuse_unless
 from course_pp.model import ModelConfig
 from course_pp.parallel._torch import GatheredWatcher
 from course_pp.parallel.fsdp import ReshardPolicy
@@ -29,6 +30,7 @@ from course_pp.parallel.planning import coordinates_of, dtypes_of, gathered_elem
 __all__ = ["measure_unsharded_bytes", "predict_unsharded_bytes"]
 
 
+@checked
 def predict_unsharded_bytes(
     config: ModelConfig,
     layout: DistributedConfig,
@@ -65,12 +67,15 @@ def predict_unsharded_bytes(
     return tuple(peaks)
 
 
+@checked
 def measure_unsharded_bytes(fn: Callable[[], object], modules: nn.Module | Iterable[nn.Module]) -> int:
     """Call ``fn`` and return the most bytes of gathered parameters that this rank's ``modules`` held meanwhile.
 
     Looked at after every operation, which is slow: meant for small models.
     """
     watched = [modules] if isinstance(modules, nn.Module) else list(modules)
+    all_modules = all(isinstance(module, nn.Module) for module in watched)
+    refuse_unless(all_modules, "measure_unsharded_bytes", "modules", modules, "pass a module, or several")
     with GatheredWatcher(watched) as watcher:
         fn()
     return watcher.peak

@@ -16,11 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from course_pp.arguments import checked
 from course_pp.model import CrossEntropy
 
 __all__ = ["VocabParallelCrossEntropy", "gather_vocabulary"]
 
 
+@checked
 @dataclass(frozen=True)
 class VocabParallelCrossEntropy(CrossEntropy):
     """:class:`CrossEntropy` of the logits that a head cut with ``gather_logits=False`` gives; the same on every rank.

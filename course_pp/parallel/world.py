@@ -11,6 +11,8 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from course_pp.arguments import checked
+
 __all__ = ["get_node", "get_world_info", "has_gpus_of_its_own", "is_rank_zero", "is_task_of_srun", "refusals_said_once"]
 
 _PORTS = range(15_000, 30_000)  # below Linux's ephemeral ports (32768 and up), so nothing else is handed one
@@ -81,6 +83,7 @@ def has_gpus_of_its_own(environ: Mapping[str, str], n_visible: int, n_local: int
     return dealt_out or (n_visible < n_local and asked)
 
 
+@checked
 @contextmanager
 def refusals_said_once(program: str) -> Iterator[None]:
     """End a script on a ``ValueError`` with exit code 2 and one message, not one traceback a rank.

@@ -25,9 +25,14 @@ def split(name: str, batch: Any, n: int) -> Sequence[Any]:
         if len(batch) != n:
             raise ValueError(f"{name} is a list of {len(batch)} microbatches, but the schedule has {n}: give {n}")
         return batch
-    tensors = tensors_of(batch)
+    try:
+        tensors = tensors_of(batch)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from None
     if not tensors:
-        raise ValueError(f"{name} is {batch!r} on a rank that needs it: give a batch, or a list of {n} microbatches")
+        raise ValueError(
+            f"{name} is {_shown(batch)} on a rank that needs it: give a batch, or a list of {n} microbatches"
+        )
     sizes = {len(tensor) if tensor.dim() else 0 for tensor in tensors}
     if len(sizes) > 1 or min(sizes) < n:
         raise ValueError(
@@ -36,6 +41,10 @@ def split(name: str, batch: Any, n: int) -> Sequence[Any]:
         )
     pieces = [tensor.tensor_split(n) for tensor in tensors]
     return [_piece(batch, pieces, i) for i in range(n)]
+
+
+def _shown(batch: Any) -> str:
+    return repr(batch) if batch is None or isinstance(batch, tuple | dict) else f"a {type(batch).__name__}"
 
 
 def _piece(batch: Any, pieces: Sequence[Sequence[Tensor]], index: int) -> Any:

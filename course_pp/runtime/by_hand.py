@@ -97,6 +97,7 @@ class Link:
         return self.rank == self.n_ranks - 1
 
 
+@checked
 def train_step_pipeline_gpipe(
     stage: nn.Module, microbatches: Sequence[Tensor], targets: Sequence[Tensor], loss_fn: LossFn, link: Link
 ) -> list[Tensor]:
@@ -141,6 +142,7 @@ def train_step_pipeline_gpipe(
     return losses
 
 
+@checked
 def train_step_pipeline_1f1b(
     stage: nn.Module, microbatches: Sequence[Tensor], targets: Sequence[Tensor], loss_fn: LossFn, link: Link
 ) -> list[Tensor]:
@@ -188,6 +190,7 @@ def train_step_pipeline_1f1b(
     return losses
 
 
+@checked
 def get_stage_layers(n_layers: int, n_stages: int, stage: int) -> range:
     """Indices of one stage's layers: as even a split as there is, earlier stages take the extras.
 
@@ -195,9 +198,10 @@ def get_stage_layers(n_layers: int, n_stages: int, stage: int) -> range:
         ValueError: fewer than one stage, more stages than layers, or no such stage.
     """
     if n_stages < 1:
-        raise ValueError(f"{n_stages} stages: a pipeline needs at least 1")
+        raise ValueError(f"n_stages is {n_stages}: {n_stages} stages: a pipeline needs at least 1")
     if n_stages > n_layers:
         raise ValueError(
+            f"n_stages is {n_stages} and n_layers {n_layers}: "
             f"{n_stages} stages need at least {n_stages} layers, and this model has {n_layers}; "
             f"use at most {n_layers} {'stage' if n_layers == 1 else 'stages'}, or a deeper model"
         )
@@ -208,7 +212,10 @@ def get_stage_layers(n_layers: int, n_stages: int, stage: int) -> range:
     return range(start, start + share + (stage < extras))
 
 
-def partition_model(layers: nn.Sequential | Sequence[nn.Module], n_stages: int, stage: int) -> nn.Sequential:
+@checked
+def partition_model(
+    layers: nn.Sequential | nn.ModuleList | Sequence[nn.Module], n_stages: int, stage: int
+) -> nn.Sequential:
     """The layers of one stage, under the names they have in the whole model ("4", "5"); nothing is copied.
 
     Raises:
@@ -219,6 +226,7 @@ def partition_model(layers: nn.Sequential | Sequence[nn.Module], n_stages: int, 
     return cast(nn.Sequential, whole[here.start : here.stop])  # unlike a list's, a Sequential's slice keeps its keys
 
 
+@checked
 def forward_stage(stage: nn.Module, x: Tensor, target: Tensor, loss_fn: LossFn, link: Link) -> Tensor:
     """What the stage makes of ``x``: an activation of ``link.shape``, or on the last rank the microbatch's loss, ().
 
@@ -239,6 +247,7 @@ def forward_stage(stage: nn.Module, x: Tensor, target: Tensor, loss_fn: LossFn, 
     return y
 
 
+@checked
 def backward_stage(x: Tensor, y: Tensor, dy: Tensor) -> Tensor | None:
     """Add to the gradients of the stage's parameters, and return dL/dx; None on the first rank.
 
@@ -247,10 +256,13 @@ def backward_stage(x: Tensor, y: Tensor, dy: Tensor) -> Tensor | None:
         y: what it made of it, as it came out: a detached y has lost the way back to x and to the parameters.
         dy: dL/dy, shaped as y.
     """
+    if dy.shape != y.shape:
+        raise ValueError(f"dy has shape {tuple(dy.shape)} and y {tuple(y.shape)}: give dL/dy, shaped as y")
     torch.autograd.backward(y, dy)
     return x.grad
 
 
+@checked
 def recv_activation(microbatch: Tensor, link: Link) -> Tensor:
     """The stage's input: from the previous rank, ``link.shape``; on the first rank the microbatch itself."""
     if link.is_first:
@@ -260,16 +272,20 @@ def recv_activation(microbatch: Tensor, link: Link) -> Tensor:
     return x.requires_grad_()  # a leaf: the graph of this stage begins here, that of the previous one is elsewhere
 
 
+@checked
 def send_activation(y: Tensor, link: Link) -> list[dist.Work]:
     """Start to send y to the next rank; nothing to do on the last."""
     return [] if link.is_last else _send(y.detach(), link.rank + 1, link)
 
 
+@checked
 def recv_gradient(y: Tensor, n_microbatches: int, link: Link) -> Tensor:
     """dL/dy, shaped as y: from the next rank; on the last rank, where y is one of m losses, it is 1/m.
 
     L is the mean of the m losses. The factor enters here and nowhere else; the chain rule carries it to every stage.
     """
+    if n_microbatches < 1:
+        raise ValueError(f"n_microbatches is {n_microbatches}: a step has at least 1")
     if link.is_last:
         return torch.full_like(y, 1 / n_microbatches)
     dy = torch.empty(link.shape, dtype=link.dtype, device=link.device)
@@ -277,6 +293,7 @@ def recv_gradient(y: Tensor, n_microbatches: int, link: Link) -> Tensor:
     return dy
 
 
+@checked
 def send_gradient(dx: Tensor | None, link: Link) -> list[dist.Work]:
     """Start to send dL/dx to the previous rank; nothing to do on the first.
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+from course_pp.arguments import checked
 from course_pp.schedule import Costs, Schedule, Timeline, simulate
 from course_pp.schedule.costs import refuse_impossible_number
 from course_pp.schedule.simulation import durations_of
@@ -15,6 +16,7 @@ __all__ = ["EmulatedCluster", "EmulatedLink"]
 _MOST_JITTER = 10.0
 
 
+@checked
 @dataclass(frozen=True)
 class EmulatedLink:
     """A message of n bytes is ``latency + n / bandwidth`` on its way.
@@ -41,6 +43,7 @@ class EmulatedLink:
         return self.latency + (nbytes / self.bandwidth if self.bandwidth else 0.0)
 
 
+@checked
 @dataclass(frozen=True)
 class EmulatedCluster:
     """Chosen times for a run on real processes, with real messages and gradients.
@@ -67,26 +70,15 @@ class EmulatedCluster:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.costs, Costs):
-            raise ValueError(f"costs is {self.costs!r}: give Costs(forward=0.02, ...), in seconds")
         refuse_impossible_number("jitter", self.jitter, "such as 0.1 for a tenth")
         if self.jitter > _MOST_JITTER:
             raise ValueError(f"jitter is {self.jitter}: give at most {_MOST_JITTER}, such as 0.1 for a tenth")
-        if not isinstance(self.stragglers, Mapping):
-            raise ValueError(f"stragglers is {self.stragglers!r}: give a factor for each slow rank, such as {{2: 1.5}}")
         for rank, factor in self.stragglers.items():
-            if type(rank) is not int:
-                raise ValueError(f"a straggler is rank {rank!r}: name ranks by whole numbers, such as {{2: 1.5}}")
             refuse_impossible_number(
                 f"the straggler factor of rank {rank}", factor, "such as 1.5 for half as long again"
             )
         if self.links is None:
             return
-        if not isinstance(self.links, EmulatedLink | Sequence):
-            raise ValueError(f"links is {self.links!r}: give one EmulatedLink for all ranks, or a list of them")
-        for link in (self.links,) if isinstance(self.links, EmulatedLink) else self.links:
-            if not isinstance(link, EmulatedLink):
-                raise ValueError(f"a link is {link!r}: give EmulatedLink(latency=0.001, bandwidth=1e9)")
         if self.costs.latency or self.costs.bandwidth is not None:
             raise ValueError("both costs and links say how long messages take: leave one of them out")
 

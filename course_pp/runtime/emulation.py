@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from course_pp.arguments import checked
 from course_pp.runtime.cluster import EmulatedCluster
 from course_pp.runtime.payload import tensors_of
 from course_pp.runtime.plan import Message
@@ -29,6 +30,7 @@ _NANOSECONDS = 10**9
 _TOLERATED = 0.005
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class Overrun:
     """An action whose real work took ``seconds`` longer than its chosen time."""
@@ -38,6 +40,7 @@ class Overrun:
     seconds: float
 
 
+@checked
 @dataclass(frozen=True, repr=False)
 class EmulatedTimeline(Timeline):
     """What an emulated cluster did, in chosen times, and what really happened meanwhile.

@@ -12,6 +12,7 @@ from weakref import WeakSet
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from course_pp.arguments import checked
 from course_pp.runtime._torch import version
 
 Kind = Literal["activation", "buffer", "queued"]
@@ -28,6 +29,7 @@ _Entry = tuple[str, int, int]  # kind, identity of a storage, its bytes
 _Event = tuple[int, int, tuple[_Entry, ...], Forward | None]  # nanoseconds, +1 or -1, of what, for whom
 
 
+@checked
 @dataclass(frozen=True)
 class RankMemory:
     """What rank ``rank`` kept for backward.
@@ -68,6 +70,7 @@ class MeterLog:
         return RankMemory(rank, {kind: tuple(curve) for kind, curve in curves.items()}, self.per_forward)
 
 
+@checked
 class Hold:
     """Keeps storages, and counts them, until it is released or collected."""
 
@@ -90,7 +93,8 @@ class Hold:
         self._storages = ()
 
     def __del__(self) -> None:
-        self.release()
+        if hasattr(self, "_entries"):  # not if it was refused
+            self.release()
 
 
 class _Saved:
@@ -104,6 +108,7 @@ class _Saved:
         self.version, self.hold, self.forward = version(tensor), hold, forward
 
 
+@checked
 class Meter:
     """Counts the bytes that this rank keeps for backward. A storage counts once, however many tensors share it.
 

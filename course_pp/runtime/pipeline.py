@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from course_pp.arguments import check_arguments
 from course_pp.loss import LossFn, TokenLoss
 from course_pp.runtime.batch import loss_shares, split
 from course_pp.runtime.clocks import wait_for
@@ -92,13 +93,14 @@ class Pipeline:
             device=device,
             recompute=recompute,
             tied=tied,
+            recorder=recorder,
             cluster=cluster,
             transport=transport,
             timeout_s=timeout_s,
         )
         self._rank, modules, self._device = settled.rank, settled.modules, settled.device
         self.schedule, self._loss_fn, self._recorder = schedule, loss_fn, recorder
-        plans, timeout = plan(schedule, settled.pairs), timedelta(seconds=timeout_s)
+        plans, timeout = plan(schedule, settled.pairs), timedelta(seconds=float(timeout_s))
         self._plan = plans[self._rank]
         self._meter = meter = _meter_of(recorder, self._device, modules.values())
         channels = {(source, p.rank) for p in plans for source in p.incoming}
@@ -180,6 +182,7 @@ class Pipeline:
             raise RuntimeError(
                 "a training step under no_grad: step outside it, or evaluate with a forward-only schedule"
             )
+        check_arguments(Pipeline.step, {"seeds": seeds, "divisor": divisor})
         if seeds is not None and len(seeds) != n:
             raise ValueError(f"{len(seeds)} seeds for {n} microbatches: give one for each")
         if divisor is not None and not 0 < divisor < math.inf:

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from course_pp.arguments import checked
 from course_pp.collective import Ranks
 from course_pp.runtime.clocks import Alignment, HostClock, align, clock_of
 from course_pp.runtime.emulation import Emulated, EmulatedTimeline, Overrun
@@ -74,6 +75,7 @@ class _Recording:
             recorder._marked.append((self._what, self._start, recorder._mark()))
 
 
+@checked
 class Recorder:
     """Records what this rank does and waits for, and gathers that of all ranks into a timeline.
 

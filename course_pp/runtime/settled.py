@@ -1,6 +1,5 @@
 """What a pipeline is given, looked at on every rank and settled by all of them before the first message."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from course_pp.arguments import WrongArgument, check_arguments, refuse_bad_timeout
 from course_pp.loss import LossFn, TokenLoss, counted
 from course_pp.runtime.agreement import agree_on_pipeline, digest
 from course_pp.runtime.clocks import host_identity
 from course_pp.runtime.cluster import EmulatedCluster
+from course_pp.runtime.recorder import Recorder
 from course_pp.runtime.shared import Weight, shared_weights
 from course_pp.runtime.stages import Stages, by_stage, device_of, facts_of_parameters, problem_of_stages
 from course_pp.runtime.wire import TRANSPORTS
@@ -54,6 +55,7 @@ def settle(
     device: torch.device | str | None,
     recompute: bool,
     tied: Sequence[Mapping[int, str]],
+    recorder: Recorder | None,
     cluster: EmulatedCluster | None,
     transport: str | None,
     timeout_s: float,
@@ -61,23 +63,25 @@ def settle(
     """Check this rank's arguments and compare them with the others'; they are those of ``Pipeline``.
 
     Raises:
-        TypeError: for a schedule that is none.
+        TypeError: for a group that is none: without it nobody can be told of the rest.
         ValueError: on every rank, for whatever is wrong on any of them, or differs between them.
     """
-    if not isinstance(schedule, Schedule):
-        raise TypeError(f"schedule is a {type(schedule).__name__}: pass build('1f1b', n_ranks=..., n_microbatches=...)")
+    given = locals()
+    check_arguments(settle, {"group": group}, "Pipeline")
     in_group = dist.is_available() and dist.is_initialized()
     rank, n_ranks = (dist.get_rank(group), dist.get_world_size(group)) if in_group else (0, 1)
     if rank < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the pipeline's group: call it on the group's ranks only")
-    here = [stage for stage, ranks in enumerate(schedule.placement) if rank in ranks]
     modules: Mapping[int, nn.Module | None] = {}
     facts: dict[str, Any] = {}
     computes_on = torch.device("cpu")
     try:  # whatever is wrong on one rank alone must not keep the others waiting
+        check_arguments(settle, given, "Pipeline")
+        refuse_bad_timeout("Pipeline", timeout_s)
         counted(loss_fn)
+        here = [stage for stage, ranks in enumerate(schedule.placement) if rank in ranks]
         modules = by_stage(stages, here)
-        problem = _problem_of_pipeline(schedule, n_ranks, timeout_s, transport)
+        problem = _problem_of_pipeline(schedule, n_ranks, transport)
         problem = problem or problem_of_stages(modules, here, schedule, tied)
         computes_on = torch.device(device) if device is not None else device_of(modules)
         facts = {
@@ -90,6 +94,8 @@ def settle(
             "host": "" if cluster is None else host_identity(),  # an emulated rank trusts the clocks of the others
         }
         problem = problem or (None if cluster is None else cluster.problem_with(schedule))
+    except WrongArgument as error:
+        problem = str(error)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     parameters = {stage: facts_of_parameters(module) for stage, module in modules.items()}
@@ -98,7 +104,7 @@ def settle(
     return Settled(rank, modules, computes_on, weights, agreed.series)
 
 
-def _problem_of_pipeline(schedule: Schedule, n_ranks: int, timeout_s: float, transport: str | None) -> str | None:
+def _problem_of_pipeline(schedule: Schedule, n_ranks: int, transport: str | None) -> str | None:
     if schedule.n_ranks != n_ranks:
         return (
             f"{schedule!r} on a group of {n_ranks} ranks: build it with n_ranks={n_ranks}, or start {schedule.n_ranks}"
@@ -108,8 +114,6 @@ def _problem_of_pipeline(schedule: Schedule, n_ranks: int, timeout_s: float, tra
         return f"{schedule!r} cannot run: {problems[0]}{more}"
     if any(part.kind == "U" for part in schedule.parts):
         return f"{schedule!r} updates weights within the step (U): run a synchronous schedule instead"
-    if not 0 < timeout_s < math.inf:
-        return f"timeout_s is {timeout_s!r}: give the longest wait for a message, in seconds above 0"
     if transport is not None and transport not in TRANSPORTS:
         return f"transport is {transport!r}: use one of {', '.join(map(repr, TRANSPORTS))}, or leave it out"
     return None

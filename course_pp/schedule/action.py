@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from course_pp.arguments import refuse_unless
+from course_pp.arguments import refuse_unless, shown
 
 KINDS = {
     "F": "forward",
@@ -26,6 +26,7 @@ KINDS = {
     "U": "update",
 }
 
+_LAST = 2**63 - 1  # the last stage or microbatch that can be told apart in 64 bits
 _ACTION = re.compile(r"(\d+)([A-Z])(\d+)", re.ASCII)
 _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
@@ -58,10 +59,10 @@ class Action:
 
     def __post_init__(self) -> None:
         if type(self.kind) is not str or self.kind not in KINDS:
-            raise ValueError(f"unknown kind of action {self.kind!r}: use one of {_spelled_kinds()}")
+            raise ValueError(f"unknown kind of action {shown(self.kind)}: use one of {_spelled_kinds()}")
         for name, value in (("stage", self.stage), ("microbatch", self.microbatch)):
-            if type(value) is not int or value < 0:
-                raise ValueError(f"{name} {value!r} of an action: give an integer, counted from 0")
+            if type(value) is not int or not 0 <= value <= _LAST:
+                raise ValueError(f"{name} {shown(value)} of an action: give an integer, counted from 0")
 
     def __repr__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"

@@ -42,6 +42,8 @@ def bound(
     for what, value in (("n_ranks", n_ranks), ("n_microbatches", n_microbatches)):
         if value < 1:
             raise ValueError(f"{what} is {value!r}: give an integer of at least 1")
+    if n_ranks > 1_000_000:
+        raise ValueError(f"n_ranks is {n_ranks}: give at most 1,000,000")
     ranks_of = looped(n_ranks) if placement is None else normalised(placement)
     refuse_impossible_placement(ranks_of, n_ranks)
     pipeline = _Pipeline(ranks_of, n_microbatches, Costs() if costs is None else costs)

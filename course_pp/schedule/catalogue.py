@@ -111,6 +111,9 @@ def find(name: str) -> Entry:
     return entry
 
 
+_MOST = 4_000_000  # forwards of a schedule; some seconds and gigabytes
+
+
 @checked
 def build(
     name: str,
@@ -135,6 +138,11 @@ def build(
     entry = find(name)
     sizes = [_whole("n_ranks", n_ranks, entry.name), _whole("n_microbatches", n_microbatches, entry.name)]
     n_chunks = entry.chunks(n_chunks)
+    if n_ranks * n_microbatches * n_chunks > _MOST:
+        raise ValueError(
+            f"n_ranks × n_microbatches × n_chunks is {n_ranks * n_microbatches * n_chunks:,}: a schedule names each "
+            f"action, so keep it at {_MOST:,} or below"
+        )
     if replicas is not None:
         if entry.order is not pipedream:
             raise ValueError(
@@ -147,4 +155,6 @@ def build(
 def _whole(what: str, value: int, name: str) -> int:
     if type(value) is not int or value < 1:
         raise ValueError(f"{what} is {value!r}: {name} needs an integer of at least 1")
+    if value > _MOST:
+        raise ValueError(f"{what} is {value}: a schedule names each action, so give at most {_MOST:,}")
     return value

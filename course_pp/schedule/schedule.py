@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from course_pp.arguments import refuse_unless
+from course_pp.arguments import described, refuse_unless
 from course_pp.schedule.action import Action, Overlap
 
 Work = tuple[int, int]
@@ -112,11 +112,13 @@ def normalised(placement: Sequence[int | Sequence[int]]) -> tuple[tuple[int, ...
     """
     try:
         stages = tuple((ranks,) if isinstance(ranks, int) else tuple(ranks) for ranks in placement)
-        strange = any(type(rank) is not int for ranks in stages for rank in ranks)
+        strange = any(type(rank) is not int or rank.bit_length() > 63 for ranks in stages for rank in ranks)
     except TypeError:
         strange = True
     if strange:
-        raise ValueError(f"placement is {placement!r}: give for each stage its rank, an integer, or a tuple of them")
+        raise ValueError(
+            f"placement is {described(placement)}: give for each stage its rank, an integer, or a tuple of them"
+        )
     return stages
 
 

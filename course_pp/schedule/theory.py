@@ -19,6 +19,8 @@ from course_pp.schedule.costs import Costs, divide
 from course_pp.schedule.families.looped import microbatches_a_round
 from course_pp.schedule.span import Time
 
+__all__ = ["NoClosedForm", "Prediction", "predict"]
+
 
 @dataclass(frozen=True)
 class Prediction:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cache
 
+from course_pp.arguments import checked
 from course_pp.show import chart
 from course_pp.show.chart import WIDTH, ChartFigure
 from course_pp.show.sketch import MARGIN, SMALL, Sketch, wrapped
@@ -45,6 +46,7 @@ NOTEBOOKS = (
 _HIGH, _GAP_X, _GAP_Y = 0.78, 0.3, 0.24
 
 
+@checked
 def course_map(here: str | None = None, title: str | None = None) -> ChartFigure:
     """Draw the notebooks of the course, an arrow from each to those that build on it; dashed ones are to come.
 
@@ -57,7 +59,7 @@ def course_map(here: str | None = None, title: str | None = None) -> ChartFigure
     """
     numbers = [notebook.number for notebook in NOTEBOOKS]
     if here is not None and here not in numbers:
-        raise ValueError(f"notebook {here!r}: give one of {', '.join(numbers)}")
+        raise ValueError(f"here is {here!r}: give the number of a notebook, one of {', '.join(numbers)}")
     finding = _finding()
     places = _places()
     n_columns, n_rows = (1 + max(place[i] for place in places.values()) for i in (0, 1))

@@ -13,6 +13,7 @@ from typing import Any
 
 from matplotlib.patches import Rectangle
 
+from course_pp.arguments import shown
 from course_pp.schedule import Costs, Gap, Time, build, format_time, names
 from course_pp.show import chart
 from course_pp.show.chart import ChartFigure
@@ -311,14 +312,15 @@ def _controls(settings: Settings) -> dict[str, Widget]:
         value = getattr(settings, field.name)
         control = controls[field.name]
         # Python takes True for 1, and the menus take _NONE for None.
-        if isinstance(value, bool) or (value == _NONE and isinstance(control, Dropdown)):
-            raise ValueError(f"{field.name} is {value!r}: the panel has no such value")
+        fits = value is None or isinstance(value, str | int | float)
+        if not fits or isinstance(value, bool) or (value == _NONE and isinstance(control, Dropdown)):
+            raise ValueError(f"{field.name} is {shown(value)}: the panel has no such value")
         try:
             control.value = _NONE if value is None else value
         except Exception as refused:  # ipywidgets raises TraitError, which is no ValueError
-            raise ValueError(f"{field.name} is {value!r}: the panel has no such value") from refused
+            raise ValueError(f"{field.name} is {shown(value)}: the panel has no such value") from refused
         if _value(control) != value:
-            raise ValueError(f"{field.name} is {value!r}: give a value from {control.min} to {control.max}")
+            raise ValueError(f"{field.name} is {shown(value)}: give a value from {control.min} to {control.max}")
     return controls
 
 

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+from course_pp.arguments import checked
 from course_pp.show import chart
 from course_pp.show.chart import WIDTH, ChartFigure
 from course_pp.show.sketch import LEAST, MARGIN, SMALL, Sketch
@@ -11,6 +12,7 @@ _MOST = 8
 _LEFT, _HEAD, _ROW, _HIGH, _FOOT = 1.05, 0.4, 0.56, 0.34, 0.62
 
 
+@checked
 def autograd(n_stages: int = 2, n_microbatches: int = 3, title: str | None = None) -> ChartFigure:
     """Draw the graph of one step: microbatches through stages to their losses, times 1/m, summed; and all of it back.
 

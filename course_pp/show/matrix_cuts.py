@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from course_pp.arguments import checked, refuse_below
 from course_pp.show import chart
 from course_pp.show.byte_bars import format_bytes
 from course_pp.show.chart import ChartFigure
@@ -38,6 +39,7 @@ class _Plan:
         return [each for each in (self.after_first, self.after_second) if each]
 
 
+@checked
 def tensor_cut(
     n_ranks: int = 2,
     plan: tuple[How, How] = ("column", "row"),
@@ -60,6 +62,7 @@ def tensor_cut(
     Raises:
         ValueError: for another plan, fewer than 2 ranks or more than 8, and for sizes that the ranks do not divide.
     """
+    refuse_below(1, "tensor_cut", tokens=tokens, dim=dim, hidden=hidden, itemsize=itemsize)
     _refuse(n_ranks, plan, dim, hidden)
     cuts = _Plan(*plan)
     moved = [itemsize * tokens * (hidden if i == 0 and cuts.after_first else dim) for i in range(len(cuts.exchanges))]
@@ -89,7 +92,7 @@ def tensor_cut(
 
 def _refuse(n_ranks: int, plan: tuple[How, How], dim: int, hidden: int) -> None:
     if not 2 <= n_ranks <= _MOST_RANKS:
-        raise ValueError(f"{n_ranks} ranks: from 2 to {_MOST_RANKS} are drawn")
+        raise ValueError(f"n_ranks={n_ranks}: from 2 to {_MOST_RANKS} are drawn")
     if len(plan) != 2 or any(how not in ("column", "row") for how in plan):
         raise ValueError(f"plan {plan!r}: give 'column' or 'row' for each of the two matrices")
     for name, size, needed in (("hidden", hidden, True), ("dim", dim, plan[0] == "row" or plan[1] == "column")):

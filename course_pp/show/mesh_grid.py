@@ -7,6 +7,7 @@ from math import prod
 from string import ascii_lowercase
 from typing import Protocol
 
+from course_pp.arguments import checked
 from course_pp.show import chart
 from course_pp.show.chart import WIDTH, ChartFigure
 from course_pp.show.sketch import LEAST, MARGIN, SERIES, SMALL, WORDS, Point, Sketch, width_of, wrapped
@@ -59,6 +60,7 @@ def dimensions_of(sizes: Mapping[str, int], gpus_per_node: int) -> tuple[Dimensi
     return tuple(reversed(found))
 
 
+@checked
 def mesh(
     layout: Layout | Mapping[str, int], gpus_per_node: int = 8, rank: int = 0, title: str | None = None
 ) -> ChartFigure:

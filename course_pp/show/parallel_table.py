@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Protocol
 
+from course_pp.arguments import checked, refuse_below
 from course_pp.show.byte_bars import format_bytes
 
 _STATE = 16  # bytes a parameter: weights, gradients and AdamW's two moments in float32, or their mixed-precision kin
@@ -43,6 +44,7 @@ class Parallelism:
 _HEADINGS = ("", "cuts", "a rank sends in a step", "bytes", "a rank keeps", "the better choice when")
 
 
+@checked
 @dataclass(frozen=True)
 class ParallelismTable:
     """Data, FSDP, tensor and pipeline parallelism beside each other, for one model on n ranks.
@@ -103,6 +105,7 @@ def _on_one_line(n_bytes: float) -> str:
     return format_bytes(n_bytes).replace(" ", "\N{NO-BREAK SPACE}")
 
 
+@checked
 def parallelisms(config: Sizes, n_ranks: int, tokens: int, itemsize: int = 2) -> ParallelismTable:
     """Compare data, FSDP, tensor and pipeline parallelism for one model: what each cuts, sends and keeps.
 
@@ -126,8 +129,8 @@ def parallelisms(config: Sizes, n_ranks: int, tokens: int, itemsize: int = 2) ->
     Raises:
         ValueError: for fewer than 2 ranks, or no tokens.
     """
-    if n_ranks < 2 or tokens < 1:
-        raise ValueError(f"{n_ranks} ranks and {tokens} tokens: give at least 2 ranks and 1 token")
+    refuse_below(2, "parallelisms", n_ranks=n_ranks)
+    refuse_below(1, "parallelisms", tokens=tokens, itemsize=itemsize)
     ring = (n_ranks - 1) / n_ranks
     weights, activation = itemsize * config.n_parameters, itemsize * tokens * config.dim
     state = _STATE * config.n_parameters

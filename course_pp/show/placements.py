@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+from course_pp.arguments import checked
 from course_pp.schedule import Schedule
 from course_pp.show import chart
 from course_pp.show.chart import WIDTH, ChartFigure
@@ -12,6 +13,7 @@ _MOST_RANKS = 16
 _HEAD, _HIGH, _BETWEEN = 0.3, 0.42, 0.34
 
 
+@checked
 def placement(schedule: Schedule, title: str | None = None) -> ChartFigure:
     """Draw which stages each rank holds, and the way that a microbatch takes through them.
 

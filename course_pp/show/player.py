@@ -8,6 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from course_pp.arguments import checked
 from course_pp.schedule import Action, Time, Timeline
 from course_pp.show.chart import ChartFigure
 from course_pp.show.intervals import held_activations, messages
@@ -18,6 +19,7 @@ from course_pp.show.wording import named
 _MOST_SPANS = 5000
 
 
+@checked
 class Player:
     """A timeline with a cursor that plays, pauses and steps, in a notebook or on a page of its own.
 
@@ -62,6 +64,7 @@ class Player:
         return {**data, "text/html": self.html()}, metadata
 
 
+@checked
 def play(tl: Timeline, title: str | None = None) -> Player:
     """A timeline that moves, simulated or measured: play, pause and step with buttons or keys.
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from course_pp.arguments import checked, refuse_unless
 from course_pp.show import chart
 from course_pp.show.byte_bars import format_bytes
 from course_pp.show.chart import WIDTH, ChartFigure
@@ -15,6 +16,7 @@ _MOST_RANKS, _MOST_CELLS = 8, 6
 _CELL, _GAP = 0.28, 0.22
 
 
+@checked
 def message(
     values: Any = (1.0, 2.0, 3.0),
     n_ranks: int = 2,
@@ -36,7 +38,10 @@ def message(
             for values of another number of dimensions.
     """
     _refuse(n_ranks, sender, receiver)
-    sent = np.asarray(values, dtype=None if hasattr(values, "dtype") else np.float32)
+    try:
+        sent = np.asarray(values, dtype=None if hasattr(values, "dtype") else np.float32)
+    except (OverflowError, TypeError, ValueError):
+        refuse_unless(False, "message", "values", values, "give a tensor, an array or numbers, in one dimension")
     if sent.ndim != 1 or not sent.size:
         raise ValueError(f"values of shape {sent.shape}: give at least one number, in one dimension")
     full, empty = _spelled(sent), _spelled(np.zeros_like(sent))
@@ -66,12 +71,12 @@ def message(
 
 def _refuse(n_ranks: int, sender: int, receiver: int) -> None:
     if not 2 <= n_ranks <= _MOST_RANKS:
-        raise ValueError(f"{n_ranks} ranks: a message needs 2, and up to {_MOST_RANKS} are drawn")
+        raise ValueError(f"n_ranks={n_ranks}: a message needs 2, and up to {_MOST_RANKS} are drawn")
     for name, rank in (("sender", sender), ("receiver", receiver)):
         if not 0 <= rank < n_ranks:
             raise ValueError(f"{name} {rank}: give a rank from 0 to {n_ranks - 1}")
     if sender == receiver:
-        raise ValueError(f"rank {sender} sends to itself: give another receiver")
+        raise ValueError(f"sender and receiver are both rank {sender}: give another receiver")
 
 
 def _named(ranks: Sequence[int]) -> str:

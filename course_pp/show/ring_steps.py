@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from course_pp.arguments import checked, refuse_below
 from course_pp.show import chart
 from course_pp.show.byte_bars import format_bytes
 from course_pp.show.chart import WIDTH, ChartFigure
@@ -60,6 +61,7 @@ class _Frame:
     sends: tuple[int, ...] = ()
 
 
+@checked
 def ring(
     n_ranks: int = 4, step: int | None = None, n_bytes: int | None = None, title: str | None = None
 ) -> ChartFigure:
@@ -76,8 +78,9 @@ def ring(
     Raises:
         ValueError: for fewer than 2 ranks or more than 16, and for a step that does not exist.
     """
+    refuse_below(1, "ring", n_bytes=n_bytes)
     if not 2 <= n_ranks <= _MOST_RANKS:
-        raise ValueError(f"a ring of {n_ranks} ranks: from 2 to {_MOST_RANKS} are drawn")
+        raise ValueError(f"n_ranks={n_ranks}: rings from 2 to {_MOST_RANKS} are drawn")
     n_steps = 2 * (n_ranks - 1)
     if step is not None and not 1 <= step <= n_steps:
         raise ValueError(f"step {step}: a ring of {n_ranks} has steps 1 to {n_steps}")

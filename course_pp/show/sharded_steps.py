@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from course_pp.arguments import checked, refuse_below
 from course_pp.schedule import Action, Schedule
 from course_pp.show import chart
 from course_pp.show.chart import WIDTH, ChartFigure
@@ -85,6 +86,7 @@ def _moments(layers: _Layers, action: Action, pipeline: bool) -> Iterator[Moment
             layers.held[layer] = layers.shard
 
 
+@checked
 def fsdp_step(
     reshard: bool | int | Sequence[bool | int] = (True, False),
     n_layers: int = 3,
@@ -112,6 +114,7 @@ def fsdp_step(
     """
     policies = [reshard] if isinstance(reshard, bool | int) else list(reshard)
     _refuse(policies, n_layers, n_shards, schedule is not None)
+    refuse_below(0, "fsdp_step", rank=rank)
     actions = _actions(schedule, rank)
     steps = [sharded_step(n_layers, each, n_shards, actions, schedule is not None) for each in policies]
     n_columns = len(steps[0])
@@ -135,9 +138,11 @@ def fsdp_step(
 
 def _refuse(policies: Sequence[bool | int], n_layers: int, n_shards: int, pipeline: bool) -> None:
     if not policies:
-        raise ValueError("no policy: give True, False, or a number of ranks")
-    if n_layers < 1 or n_shards < 2:
-        raise ValueError(f"{n_layers} layers over {n_shards} shards: give at least 1 layer and 2 shards")
+        raise ValueError("no reshard policy: give True, False, or a number of ranks")
+    if not 1 <= n_layers <= _MOST_COLUMNS or n_shards < 2:
+        raise ValueError(
+            f"n_layers={n_layers}, n_shards={n_shards}: give from 1 to {_MOST_COLUMNS} layers, and at least 2 shards"
+        )
     for policy in policies:
         if not isinstance(policy, bool) and (not 1 < policy < n_shards or n_shards % policy):
             raise ValueError(f"reshard={policy} with {n_shards} shards: give a number between that divides it")

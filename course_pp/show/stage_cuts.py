@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from course_pp.arguments import checked, refuse_below
 from course_pp.show import chart
 from course_pp.show.byte_bars import format_bytes
 from course_pp.show.chart import WIDTH, ChartFigure
@@ -28,6 +29,7 @@ class Sizes(Protocol):
     def n_head_parameters(self) -> int: ...
 
 
+@checked
 def cut(
     config: Sizes, layers: Sequence[tuple[int, int]], tokens: int, itemsize: int = 4, title: str | None = None
 ) -> ChartFigure:
@@ -46,7 +48,8 @@ def cut(
     Raises:
         ValueError: for ranges that do not cover the layers once each, more than 8 stages, or no tokens.
     """
-    _refuse(config, layers, tokens)
+    refuse_below(1, "cut", tokens=tokens, itemsize=itemsize)
+    _refuse(config, layers)
     p = len(layers)
     crossing = tokens * config.dim * itemsize
     weights = [itemsize * _n_parameters(config, layers, stage) for stage in range(p)]
@@ -71,16 +74,14 @@ def cut(
     return sketch.finish(f"A model as a row of {counted(p, 'stage')}, one a rank. {finding}. {held}.")
 
 
-def _refuse(config: Sizes, layers: Sequence[tuple[int, int]], tokens: int) -> None:
+def _refuse(config: Sizes, layers: Sequence[tuple[int, int]]) -> None:
     if not 1 <= len(layers) <= _MOST_STAGES:
-        raise ValueError(f"{len(layers)} stages: from 1 to {_MOST_STAGES} are drawn")
+        raise ValueError(f"layers has {len(layers)} stages: from 1 to {_MOST_STAGES} are drawn")
     covered = [layer for start, end in layers for layer in range(start, end)]
     if covered != list(range(config.n_layers)):
         raise ValueError(
-            f"stages {list(layers)} of {config.n_layers} layers: give ranges that cover each layer once, in order"
+            f"layers {list(layers)} of {config.n_layers} layers: give ranges that cover each layer once, in order"
         )
-    if tokens < 1:
-        raise ValueError(f"{tokens} tokens: give at least 1")
 
 
 def _n_parameters(config: Sizes, layers: Sequence[tuple[int, int]], stage: int) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from course_pp.arguments import checked, refuse_below
 from course_pp.schedule import Action, Schedule, Span, Time, Timeline, format_time, simulate
 from course_pp.show import chart
 from course_pp.show.chart import WIDTH, ChartFigure
@@ -59,6 +60,7 @@ def frame_at(tl: Timeline, time: Time) -> Frame:
     )
 
 
+@checked
 def microbatches(
     timeline: Timeline | Schedule, frames: int = 6, times: Sequence[Time] | None = None, title: str | None = None
 ) -> ChartFigure:
@@ -76,12 +78,13 @@ def microbatches(
     Raises:
         ValueError: for more than 8 ranks, an empty timeline, or no frames.
     """
+    refuse_below(1, "microbatches", frames=frames)
     tl = simulate(timeline) if isinstance(timeline, Schedule) else timeline
     if tl.n_ranks > _MOST_RANKS or not tl.spans:
         raise ValueError(f"{tl.n_ranks} ranks, {len(tl.spans)} spans: up to {_MOST_RANKS} ranks that work are drawn")
     chosen = list(_chosen(tl, frames) if times is None else times)
     if not chosen:
-        raise ValueError("no frames: give at least one")
+        raise ValueError("no frames: give at least one of them (times)")
     shown = [frame_at(tl, time) for time in chosen]
     finding = _finding(tl)
     side = _SIDE if tl.n_ranks <= 6 else 1.2

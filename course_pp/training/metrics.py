@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from course_pp.arguments import checked
 from course_pp.collective import Ranks
 from course_pp.model import ModelConfig, layer_costs
 
@@ -30,6 +31,7 @@ def training_flops(config: ModelConfig, seq_len: int) -> float:
     return 3 * layer_costs(config, seq_len).total
 
 
+@checked
 @dataclass(frozen=True)
 class Peak:
     """The most that the devices of a run can do.
@@ -43,6 +45,7 @@ class Peak:
     source: Literal["given", "measured"]
 
 
+@checked
 @dataclass(frozen=True)
 class Speed:
     """How fast steps of one size went.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from course_pp.arguments import checked
 from course_pp.collective import Ranks
 from course_pp.training.config import TrainConfig
 from course_pp.training.logs import Logs, Progress, tracing
@@ -18,6 +19,7 @@ from course_pp.training.setting import SettingError
 __all__ = ["Reporter", "StepResult"]
 
 
+@checked
 @dataclass(frozen=True)
 class StepResult:
     """One optimizer step.

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from course_pp.arguments import shown
+
 __all__ = ["SettingError", "check_number", "check_whole", "nearest"]
 
 
@@ -19,7 +21,7 @@ class SettingError(ValueError):
     """
 
     def __init__(self, sentence: str, settings: Mapping[str, Any]) -> None:
-        self.sentence, self.settings = sentence, dict(settings)
+        self.sentence, self.settings = sentence, {name: _short(value) for name, value in settings.items()}
         super().__init__(self.spelled(lambda name, value: f"{name}={value!r}"))
 
     def spelled(self, spell: Callable[[str, Any], str]) -> str:
@@ -38,6 +40,8 @@ def check_whole(name: str, value: object, least: int) -> None:
     """
     if type(value) is not int or value < least:
         raise SettingError(f"{{{name}}} must be a whole number of at least {least}", {name: value})
+    if value.bit_length() > 63:
+        raise SettingError(f"{{{name}}} must be a whole number below 2**63", {name: value})
 
 
 def check_number(name: str, value: object) -> None:
@@ -48,9 +52,16 @@ def check_number(name: str, value: object) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise SettingError(f"{{{name}}} must be a number, not {type(value).__name__}", {name: value})
+    if isinstance(value, int) and value.bit_length() > 63:
+        raise SettingError(f"{{{name}}} must be below 2**63", {name: value})
 
 
 def nearest(name: object, names: Iterable[str]) -> str:
     """The one of ``names`` that is spelled most like ``name``, whatever the case."""
     by_folded = {each.casefold(): each for each in names}
-    return by_folded[get_close_matches(str(name).casefold(), by_folded, 1, 0.0)[0]]
+    return by_folded[get_close_matches(shown(name).casefold(), by_folded, 1, 0.0)[0]]
+
+
+def _short(value: object) -> object:
+    """``value``, unless it is an integer too long to print."""
+    return f"{value.bit_length()} bits" if isinstance(value, int) and value.bit_length() > 64 else value

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from course_pp.arguments import checked
 from course_pp.collective import Ranks
 from course_pp.model import PipelineStageModule
 from course_pp.parallel import get_pp_rank, get_pp_size, get_stage_indices
@@ -52,6 +53,7 @@ class Held:
         return self.n_stages - 1 in self.modules
 
 
+@checked
 def stages_of_rank(config: TrainConfig, pp_rank: int, pp_size: int) -> tuple[list[int], int]:
     """The indices of the stages to build on a pipeline rank, and the number of all stages.
 

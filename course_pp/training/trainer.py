@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from course_pp.arguments import check_arguments, checked
 from course_pp.collective import Ranks
 from course_pp.loss import LossFn, TokenLoss, counted
 from course_pp.model import CrossEntropy
@@ -54,6 +55,7 @@ class NonFiniteGradient(RuntimeError):
     """A step whose gradient is infinite or not a number; raised on every rank, with nothing updated."""
 
 
+@checked
 @dataclass(frozen=True)
 class Fitted:
     """What a call of :meth:`Trainer.fit` did, the same on every rank but for the times.
@@ -117,11 +119,13 @@ class Trainer:
         tokenizer_digest: str | None = None,
         optimizer: OptimizerFactory | None = None,
     ) -> None:
+        given = locals()
         if not dist.is_initialized():
             raise RuntimeError("no process group: call init_distributed(config) before Trainer")
+        everyone = Ranks()
+        everyone.collectively(lambda: check_arguments(Trainer, given))
         self.step = 0
         self._mesh, self._tokenizer_digest = device_mesh, tokenizer_digest
-        everyone = Ranks()
         self.held = everyone.collectively(lambda: held_stages(config, modules, tied, device_mesh))
         self.modules = list(self.held.modules.values())
         loss_fn = CrossEntropy() if loss_fn is None else loss_fn

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -34,11 +35,11 @@ from tests.parallel.layouts import Case, Data, build_modules, build_pipeline, da
 CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=20, max_seq_len=16)
 
 
-class FakeMesh:
+class FakeMesh(DeviceMesh):
     """Names and sizes of a mesh, without ranks."""
 
     def __init__(self, **sizes: int) -> None:
-        self.sizes, self.mesh_dim_names = sizes, tuple(sizes)
+        self.sizes, self._mesh_dim_names = sizes, tuple(sizes)
 
     def __getitem__(self, name: str) -> SimpleNamespace:
         return SimpleNamespace(size=lambda: self.sizes[name])
@@ -84,9 +85,9 @@ def test_without_a_mesh_auto_frees() -> None:
         ),
         (2, {"pp": 2, "dp_shard": 4}, "=2 with pp=2 and tp=1"),
         (3, {"dp_shard": 4, "tp": 2}, "must divide dp_shard=4 and be neither 1 nor 4: say True, False or 'auto'$"),
-        ("never", {"dp_shard": 4}, "reshard_after_forward='never' must be True, False or 'auto', or a number"),
-        (None, {"dp_shard": 4}, "reshard_after_forward=None must be"),
-        (2.0, {"dp_shard": 4}, "reshard_after_forward=2.0 must be"),
+        ("never", {"dp_shard": 4}, "policy is 'never' .*: pass True or False or an integer or one of 'auto'"),
+        (None, {"dp_shard": 4}, "policy is None: pass True or False"),
+        (2.0, {"dp_shard": 4}, "policy is 2.0 .*: pass True or False"),
     ],
 )
 def test_a_policy_that_cannot_be_is_refused(policy: Any, sizes: dict[str, int], message: str) -> None:

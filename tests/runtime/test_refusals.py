@@ -34,7 +34,7 @@ BAD_STEPS: dict[str, tuple[dict[str, Any], int, str]] = {
     "a batch too small": ({"targets": torch.ones(3, WIDTH)}, 2, "targets has tensors of 3 samples, to be cut into 4"),
     "a batch of a scalar": ({"inputs": torch.tensor(1.0)}, 0, "inputs has tensors of 0 samples, to be cut into 4"),
     "unequal tensors": ({"inputs": (torch.ones(8, 4), torch.ones(6, 4))}, 0, "inputs has tensors of 6, 8 samples"),
-    "an array": ({"inputs": object()}, 0, "a object cannot"),
+    "an array": ({"inputs": object()}, 0, "inputs: a object cannot"),
     "too few seeds": ({"seeds": [1, 2, 3]}, -1, "3 seeds for 4 microbatches: give one for each"),
     "a mean over nothing": ({"divisor": 0}, -1, "divisor is 0: give the number of tokens that the mean is over"),
 }
@@ -136,11 +136,14 @@ BAD_PIPELINES: dict[str, tuple[list[tuple[Schedule, Any, Mapping[str, Any]]], st
     ),
     "an illegal schedule": ([(STUCK, LAYER, {})] * 2, r"cannot run: .*0B0"),
     "updates": ([(UPDATING, LAYER, {})] * 2, r"updates weights within the step \(U\): run a synchronous schedule"),
-    "no time": ([(GOOD, LAYER, {"timeout_s": 0})] * 2, r"timeout_s is 0: give the longest wait for a message"),
-    "endless time": ([(GOOD, LAYER, {"timeout_s": float("inf")})] * 2, r"timeout_s is inf: give the longest wait"),
+    "no time": ([(GOOD, LAYER, {"timeout_s": 0})] * 2, r"timeout_s is 0 \(an int\): give seconds above 0"),
+    "endless time": (
+        [(GOOD, LAYER, {"timeout_s": float("inf")})] * 2,
+        r"timeout_s is inf \(a float\): give seconds above 0, at most",
+    ),
     "a number as loss on one rank": (
         [(GOOD, LAYER, {}), (GOOD, LAYER, {"loss_fn": 3})],
-        r"rank 1: .*loss_fn is 3: pass",
+        r"rank 1: .*loss_fn is 3 \(an int\): pass",
     ),
     "an unknown transport": (
         [(GOOD, LAYER, {"transport": "mpi"})] * 2,
@@ -161,7 +164,7 @@ BAD_PIPELINES: dict[str, tuple[list[tuple[Schedule, Any, Mapping[str, Any]]], st
     ),
     "a function": (
         [(GOOD, LAYER, {}), (GOOD, {1: F.relu}, {})],
-        r"rank 1: stage 1 is a .*: pass an nn.Module, or None",
+        r"rank 1: Pipeline: stages is .*: pass a mapping from integers to Module",
     ),
     "another order on one rank": (
         [(GOOD, LAYER, {}), (build("gpipe", 2, M), LAYER, {})],
@@ -198,15 +201,15 @@ BAD_PIPELINES: dict[str, tuple[list[tuple[Schedule, Any, Mapping[str, Any]]], st
     ),
     "a time in letters on one rank": (
         [(GOOD, LAYER, {}), (GOOD, LAYER, {"timeout_s": "60"})],
-        r"rank 1: TypeError: '<' not supported",
+        r"rank 1: Pipeline: timeout_s is '60' \(a str\): pass a number",
     ),
     "a tie that is a number on one rank": (
         [(GOOD, LAYER, {"tied": [3]}), (GOOD, LAYER, {})],
-        r"rank 0: TypeError: 'int' object is not iterable",
+        r"rank 0: Pipeline: tied is \[3\] \(a list\): pass",
     ),
     "a stage by name on one rank": (
         [(GOOD, LAYER, {}), (GOOD, {"last": LAYER, 1: LAYER}, {})],
-        r"rank 1: TypeError: '<' not supported",
+        r"rank 1: Pipeline: stages is a dict: pass",
     ),
     "replicas of different shapes": (
         [(REPLICATED, LAYER, {}), (REPLICATED, nn.Linear(WIDTH, 2), {})],

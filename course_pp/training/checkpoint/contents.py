@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from course_pp.arguments import checked
 from course_pp.training.checkpoint._torch import record_of
 from course_pp.training.checkpoint.files import read_tensors
 from course_pp.training.checkpoint.opening import Opened, open_checkpoint
@@ -18,6 +19,7 @@ from course_pp.training.checkpoint.ranks import Ranks
 __all__ = ["Difference", "Piece", "TensorEntry", "contents", "diff", "read_whole"]
 
 
+@checked
 @dataclass(frozen=True)
 class Piece:
     """A rectangle of a tensor, in one file.
@@ -40,6 +42,7 @@ class Piece:
         return int(match[1]) if match else 0
 
 
+@checked
 @dataclass(frozen=True)
 class TensorEntry:
     """One tensor and where its pieces are."""
@@ -55,6 +58,7 @@ class TensorEntry:
         return prod(self.shape) * self.dtype.itemsize
 
 
+@checked
 def contents(path: str | os.PathLike[str]) -> list[TensorEntry]:
     """Every tensor in a checkpoint, or in the newest whole one of a run, by key.
 
@@ -92,6 +96,7 @@ def read_whole(opened: Opened, keys: list[str]) -> dict[str, Tensor]:
     return tensors
 
 
+@checked
 @dataclass(frozen=True)
 class Difference:
     """Something that two checkpoints do not have in common.
@@ -107,6 +112,7 @@ class Difference:
     max_abs: float | None = None
 
 
+@checked
 def diff(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> list[Difference]:
     """What differs between two checkpoints, however they are laid out; empty if they hold the same.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from course_pp.arguments import checked
 from course_pp.model import ModelConfig, Transformer, config_from_hf, config_to_hf
 from course_pp.model.hf import HEAD, name_to_hf
 from course_pp.training.checkpoint.contents import read_whole
@@ -28,6 +29,7 @@ _ROLES = ("pad", "bos", "eos")
 _IDS = [f"{role}_token_id" for role in _ROLES]
 
 
+@checked
 def export_hf(
     path: str | os.PathLike[str], directory: str | os.PathLike[str], dtype: torch.dtype | None = None
 ) -> Path:
@@ -148,6 +150,7 @@ def _token_ids(attached: Mapping[str, bytes], special: Mapping[str, tuple[str, i
     return {f"{role}_token_id": token_id for role, (_, token_id) in special.items()}
 
 
+@checked
 def import_hf(source: str | os.PathLike[str], root: str | os.PathLike[str]) -> Saved:
     """Make a checkpoint, step 0 without an optimizer, of a Hugging Face model directory.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from course_pp.arguments import check_arguments, checked
 from course_pp.training.checkpoint.directory import named
 from course_pp.training.checkpoint.files import read_tensors
 from course_pp.training.checkpoint.matching import (
@@ -28,6 +29,7 @@ from course_pp.training.checkpoint.state import Group, Held, Modules, Ties, held
 __all__ = ["Loaded", "load", "resume"]
 
 
+@checked
 @dataclass(frozen=True)
 class Loaded:
     """What was loaded.
@@ -82,7 +84,9 @@ def resume(
     tied: Ties = (),
 ) -> Loaded | None:
     """As :func:`load`, but None if ``path`` does not exist or holds no checkpoint: the run is to begin."""
+    given = locals()
     ranks = Ranks()
+    ranks.each(lambda: check_arguments(resume, given))
     opened = open_together(named(path), ranks)
     if opened is None:
         return None

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 import xxhash
 
+from course_pp.arguments import checked
 from course_pp.training.checkpoint.ranks import CheckpointError
 
 __all__ = [
@@ -220,6 +221,7 @@ def problems(directory: Path, part: int = 0, n_parts: int = 1, checksums: bool =
     return found + [problem for name in mine if (problem := _problem_of(directory / name, files[name], checksums))]
 
 
+@checked
 def verify(path: str | os.PathLike[str]) -> list[str]:
     """What is wrong with one checkpoint, a sentence for each file; empty if every byte is as it was written."""
     return problems(Path(path))

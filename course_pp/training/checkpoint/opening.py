@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from course_pp.arguments import checked
 from course_pp.training.checkpoint._torch import Metadata, TensorStorageMetadata
 from course_pp.training.checkpoint.description import open_metadata
 from course_pp.training.checkpoint.directory import is_checkpoint, step_directories
@@ -49,6 +50,7 @@ class Opened:
         return None if saved is None else [Group(**group) for group in saved["groups"]]
 
 
+@checked
 def find_latest(root: str | os.PathLike[str]) -> Path | None:
     """The newest whole checkpoint in ``root``, found by reading every byte of it; None if there is none at all.
 
@@ -118,7 +120,7 @@ def _newest(
             damaged.append(spelled(path, found))
         else:
             if damaged and warn:
-                warnings.warn(f"using {path}, because newer ones are not whole: {'; '.join(damaged)}", stacklevel=3)
+                warnings.warn(f"using {path}, because newer ones are not whole: {'; '.join(damaged)}", stacklevel=4)
             return path
     if damaged:
         raise CheckpointError(

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from course_pp import collective
+from course_pp.arguments import WrongArgument
 
 __all__ = ["CheckpointError", "Ranks"]
 
@@ -41,7 +42,7 @@ class Ranks(collective.Ranks):
 
 def sentence(error: BaseException) -> str:
     """What went wrong, for a person."""
-    if isinstance(error, CheckpointError):
+    if isinstance(error, CheckpointError | WrongArgument):
         return str(error)
     if isinstance(error, pickle.UnpicklingError):
         return "a record in it holds something other than a tensor"  # torch would suggest to load it nevertheless

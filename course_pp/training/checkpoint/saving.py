@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from course_pp.arguments import check_arguments, checked, refuse_bad_timeout
 from course_pp.training.checkpoint.copies import local_part
 from course_pp.training.checkpoint.directory import Draft, Retention, named
 from course_pp.training.checkpoint.files import cannot_write, write_tensors
@@ -27,6 +28,7 @@ from course_pp.training.checkpoint.state import Modules, Ties
 __all__ = ["AsyncSaver", "Saved", "Saving", "save"]
 
 
+@checked
 @dataclass(frozen=True)
 class Saved:
     """A complete checkpoint.
@@ -84,7 +86,10 @@ def save(
         CheckpointError: on every rank with the same sentence, if the ranks do not hold one whole model, if two of them
             hold different tensors under one name, or if it cannot be written; nothing new is left in ``root`` then.
     """
-    begin, ranks, directory = time.perf_counter(), Ranks(), named(root)
+    given = locals()
+    begin, ranks = time.perf_counter(), Ranks()
+    ranks.each(lambda: check_arguments(save, given))
+    directory = named(root)
     retention = Retention(keep_last, keep_every)
     snapshot = take(step, modules, optimizer, device_mesh, extra, attachments, tied, ranks)
     path, n_bytes, write_s = _write(directory, snapshot, retention, ranks)
@@ -138,6 +143,7 @@ def _check_shared(directory: Path, written: Sequence[Mapping[str, Digest]]) -> N
                 )
 
 
+@checked
 class Saving:
     """A save that goes on while training does."""
 
@@ -159,6 +165,11 @@ class Saving:
         """
         path, n_bytes, write_s = self._future.result()
         return Saved(path, self.step, n_bytes, self.stall_s, write_s, self.staged_bytes)
+
+
+def _check_saver(given: Mapping[str, Any]) -> None:
+    check_arguments(AsyncSaver, given)
+    refuse_bad_timeout("AsyncSaver", given["timeout_s"])
 
 
 class AsyncSaver:
@@ -183,12 +194,14 @@ class AsyncSaver:
         keep_every: int | None = None,
         timeout_s: float = 300,
     ) -> None:
+        given = locals()
+        Ranks().each(lambda: _check_saver(given))
         self._root, self._device_mesh = named(root), device_mesh
         self._retention = Retention(keep_last, keep_every)
         self._buffers: dict[str, Tensor] = {}
         self._saving: Saving | None = None
         alone = Ranks().size == 1
-        group = None if alone else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        group = None if alone else dist.new_group(backend="gloo", timeout=timedelta(seconds=float(timeout_s)))
         self._background = Ranks(group)
 
     def save(
@@ -206,8 +219,10 @@ class AsyncSaver:
         Raises:
             CheckpointError: if these arguments cannot be saved, or the save before failed.
         """
+        given = locals()
         begin = time.perf_counter()
         self.wait()
+        Ranks().each(lambda: check_arguments(AsyncSaver.save, given))
         snapshot = take(step, modules, optimizer, self._device_mesh, extra, attachments, tied, Ranks())
         staged = Snapshot(snapshot.step, self._stage(snapshot.tensors), snapshot.files)
         saving = Saving(step, sum(local_part(tensor).nbytes for tensor in staged.tensors.values()))

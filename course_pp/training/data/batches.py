@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from course_pp.arguments import checked
 from course_pp.training.data.sequences import Rows, Sequences
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class Batches:
     """The batch of every step: `batches[step]`, for step 0, 1, 2, … without end.
@@ -64,6 +66,7 @@ def _order(seed: int, epoch: int, n: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(n)
 
 
+@checked
 def validation_batches(
     sequences: Rows,
     global_batch: int,

@@ -11,6 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from course_pp.arguments import checked
+
 STDLIB_MAX_BYTES = 2_000_000
 """Where the default corpus stops: about 0.7 million tokens of a vocabulary of 1,024."""
 
@@ -20,6 +22,7 @@ _NOT_READ = frozenset({"distutils", "encodings", "ensurepip", "idlelib", "lib2to
 TextPath = str | os.PathLike[str]
 
 
+@checked
 @dataclass(frozen=True, repr=False)
 class Corpus:
     """Documents in a fixed order; at least one of them is more than white space."""
@@ -30,7 +33,7 @@ class Corpus:
     def __post_init__(self) -> None:
         if not any(document.strip() for document in self.documents):
             raise ValueError(
-                f"empty corpus: {self.name} holds no text (nothing, only white space, or nothing in UTF-8); "
+                f"empty corpus: {self.name} holds no text (no documents, only white space, or nothing in UTF-8); "
                 "name files or a dataset with text in them"
             )
 
@@ -99,6 +102,7 @@ class Corpus:
         return (document[:cut],), (document[cut:],)
 
 
+@checked
 def load_corpus(
     texts: TextPath | Iterable[TextPath] | None = None,
     dataset: str | None = None,
@@ -152,6 +156,8 @@ def iterate_documents(
         raise ValueError(f"max_bytes={max_bytes}: must be at least 1; leave it out to read everything")
     if texts is not None:
         texts = [texts] if isinstance(texts, str | os.PathLike) else list(texts)
+        if odd := [text for text in texts if not isinstance(text, str | os.PathLike)]:
+            raise TypeError(f"texts names a {type(odd[0]).__name__}: give files or directories")
         if "" in texts:
             raise ValueError(f"texts={texts!r}: an empty name names no file; leave it out to read the standard library")
         named = [Path(text) for text in texts]

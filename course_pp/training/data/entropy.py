@@ -3,9 +3,13 @@
 import torch
 from torch import Tensor
 
+from course_pp.arguments import checked
 from course_pp.training.data.sequences import IGNORE_INDEX
 
+_MOST_TOKENS = 10**8
 
+
+@checked
 def unigram_entropy(targets: Tensor, vocab_size: int, reference: Tensor | None = None) -> float:
     """Entropy of the token frequencies of `targets`, or their cross-entropy under those of `reference`.
 
@@ -40,6 +44,11 @@ def unigram_entropy(targets: Tensor, vocab_size: int, reference: Tensor | None =
 
 def _counts(targets: Tensor, vocab_size: int) -> Tensor:
     """float64 (vocab_size,): how often each token occurs."""
+    if targets.dtype != torch.int64 or not 0 < vocab_size <= _MOST_TOKENS:
+        raise ValueError(
+            f"targets or reference of {targets.dtype} and vocab_size={vocab_size}: give torch.int64, and from 1 to "
+            f"{_MOST_TOKENS:,} tokens"
+        )
     tokens = targets[targets != IGNORE_INDEX]
     if not len(tokens):
         raise ValueError(f"no targets: all {targets.numel()} are IGNORE_INDEX ({IGNORE_INDEX}); give some tokens")

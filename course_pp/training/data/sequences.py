@@ -12,6 +12,8 @@ from torch import Tensor
 from course_pp.arguments import checked
 from course_pp.training.data.tokenizer import BOT_ID, EOT_ID, PAD_ID
 
+_LONGEST = 10**8  # every row has room for so many
+
 IGNORE_INDEX = -100
 """Target where nothing is to be predicted; the default of `torch.nn.functional.cross_entropy`."""
 
@@ -155,6 +157,8 @@ def check_seq_len(seq_len: int) -> None:
     """Refuse rows in which nothing follows anything."""
     if seq_len < 2:
         raise ValueError(f"seq_len={seq_len}: a sequence has at least 2 tokens; choose 2 or more")
+    if seq_len > _LONGEST:
+        raise ValueError(f"seq_len={seq_len}: choose at most {_LONGEST:,} tokens")
 
 
 def _check(documents: Sequence[Tensor], seq_len: int) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from course_pp.arguments import checked
 from course_pp.training.data.sequences import Sequences, check_seq_len
 from course_pp.training.data.tokenizer import BOT_ID, EOT_ID, Tokenizer
 
@@ -63,6 +64,7 @@ class TokenFile:
         return {name: value for name, value in self.__dict__.items() if name != "tokens"}
 
 
+@checked
 def write_tokens(path: str | os.PathLike[str], documents: Iterable[str], tokenizer: Tokenizer) -> TokenFile:
     """Write documents, one after the other, without holding more than one.
 
@@ -83,7 +85,7 @@ def write_tokens(path: str | os.PathLike[str], documents: Iterable[str], tokeniz
                 file.write(content.tobytes())
                 n_tokens += len(content)
         if not n_tokens:
-            raise ValueError(f"{path}: no documents to write; give text")
+            raise ValueError(f"{path}: no documents to write (or only empty ones); give text")
         sample = _sample(beside)
         written = TokenFile(path, dtype, n_tokens, vocab_size, hasher.hexdigest(), sample, tokenizer.definition)
         description = {"format": _FORMAT, **{k: v for k, v in asdict(written).items() if k != "path"}}
@@ -97,6 +99,7 @@ def write_tokens(path: str | os.PathLike[str], documents: Iterable[str], tokeniz
     return written
 
 
+@checked
 def open_tokens(path: str | os.PathLike[str], verify: bool = False) -> TokenFile:
     """Open a file that :func:`write_tokens` has written.
 
@@ -132,6 +135,7 @@ def open_tokens(path: str | os.PathLike[str], verify: bool = False) -> TokenFile
     return tokens
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class PackedTokens:
     """The rows of a token file, without gaps; as :class:`Sequences`, but read when they are asked for.
@@ -152,8 +156,13 @@ class PackedTokens:
 
     def __post_init__(self) -> None:
         check_seq_len(self.seq_len)
-        if len(self) < 1:
+        if not 0 <= self.first <= self._end <= self.file.n_tokens:
             raise ValueError(
+                f"first={self.first}, last={self.last} of {self.file.n_tokens} tokens: give two of them, in order"
+            )
+        if self._end - self.first <= self.seq_len:
+            raise ValueError(
+                f"first={self.first}, last={self.last}: "
                 f"{self._end - self.first} tokens of {str(self.file.path)!r} are too few for one sequence of "
                 f"seq_len={self.seq_len}, which needs {self.seq_len + 1}: write more, or choose a smaller seq_len"
             )

@@ -17,11 +17,13 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
+from course_pp.arguments import checked
 from course_pp.training.data._cache import remembered
 from course_pp.training.data.corpus import Corpus
 
 SPECIAL_TOKENS = ("[PAD]", "[BOT]", "[EOT]")
 PAD_ID, BOT_ID, EOT_ID = range(3)
+MAX_VOCAB_SIZE = 2_000_000  # the library reserves memory for all of it, and ends the process where there is none
 MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 
 # Part of every cache key: raise it when the same corpus would give other tokens.
@@ -32,6 +34,7 @@ _FORMAT = 1
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+@checked
 @dataclass(frozen=True)
 class Tokenizer:
     """Token ids for text and back; ids 0, 1, 2 are `[PAD]`, `[BOT]` (begin of text), `[EOT]` (end of text).
@@ -80,6 +83,7 @@ class Tokenizer:
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
+@checked
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer of a ``tokenizer.json``, such as a checkpoint of a run holds.
 
@@ -104,6 +108,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     return tokenizer
 
 
+@checked
 def train_tokenizer(
     corpus: Corpus, vocab_size: int = 1024, cache_dir: str | os.PathLike[str] | None = None
 ) -> Tokenizer:
@@ -121,11 +126,16 @@ def train_tokenizer(
             f"vocab_size={vocab_size}: byte-level BPE needs 256 byte tokens and {len(SPECIAL_TOKENS)} "
             f"special ones; choose at least {MIN_VOCAB_SIZE}"
         )
+    if vocab_size > MAX_VOCAB_SIZE:
+        raise ValueError(
+            f"vocab_size={vocab_size}: choose at most {MAX_VOCAB_SIZE:,}; published ones stay below 300,000"
+        )
     key = _key(corpus.digest, str(vocab_size), tokenizers.__version__)
     make = partial(_train, corpus, vocab_size)
     return Tokenizer(remembered(f"tokenizer-{key}", make, cache_dir).decode())
 
 
+@checked
 def encode(corpus: Corpus, tokenizer: Tokenizer, cache_dir: str | os.PathLike[str] | None = None) -> tuple[Tensor, ...]:
     """Token ids of each document, int64 (length,), without special tokens; remembered like the tokenizer.
 
@@ -137,6 +147,7 @@ def encode(corpus: Corpus, tokenizer: Tokenizer, cache_dir: str | os.PathLike[st
         return torch.from_numpy(kept["tokens"]).long().split(kept["lengths"].tolist())
 
 
+@checked
 def check_vocabulary(vocab_size: int, tokenizer: Tokenizer) -> None:
     """Raise `ValueError` when a model of `vocab_size` embeddings has none for some token of `tokenizer`."""
     if vocab_size < tokenizer.vocab_size:

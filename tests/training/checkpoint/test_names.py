@@ -125,7 +125,7 @@ def test_what_would_lose_a_tensor_is_refused_on_every_rank(tmp_path: Path) -> No
 @pytest.mark.parametrize("work", [lambda m: (save, "", 1, m), lambda m: (load, "", m)], ids=["save", "load"])
 def test_an_empty_name_is_not_the_working_directory(work: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert refusal(*work(nn.Linear(2, 2))).startswith("'' names no directory")
+    assert refusal(*work(nn.Linear(2, 2))).endswith("is '' (a str): pass text or a path that is not empty")
     assert not list(tmp_path.iterdir())
 
 
@@ -226,7 +226,10 @@ def test_a_tied_weight_of_any_model_is_saved_once_and_loads_at_any_layout(tmp_pa
 
 @pytest.mark.parametrize("tied", [["ab"], [["wte.weight"]], [{0: "wte.weight"}], [[1, 2]]])
 def test_a_tie_that_is_none_is_refused(tied: Any, tmp_path: Path) -> None:
-    assert "must give at least two names of one weight" in refusal(save, tmp_path, 1, Foreign(), None, tied=tied)
+    said = refusal(save, tmp_path, 1, Foreign(), None, tied=tied)
+    assert "must give at least two names of one weight" in said or said.startswith(
+        f"save: tied is {tied} (a list): pass"
+    )
 
 
 def _statistics(rank: int, root: Path) -> tuple[float, float]:

@@ -1,0 +1,85 @@
+"""What is not refused and yet no mistake, with the reason for each."""
+
+UNTRIED = {
+    "schedule": {"Time": "a type"},
+    "schedule.theory": {"NoClosedForm": "an exception", "Prediction": "made by predict"},
+    "model": {
+        "config_from_hf": "takes any object with transformers' fields",
+        "config_to_hf": "needs transformers",
+        "from_hf": "needs transformers",
+    },
+    "parallel": {"Blocks": "a type", "ReshardPolicy": "a type", "TokenLoss": "a protocol"},
+    "runtime": {"LossNotFinite": "an exception", "TokenLoss": "a protocol", "PipelineError": "an exception"},
+    "training.data": {"Rows": "a protocol"},
+    "training.checkpoint": {"CheckpointError": "an exception"},
+    "launch": dict.fromkeys(["LaunchError", "RankDied", "RankTraceback", "RanksHung"], "an exception"),
+    "exercises": {"Mistake": "an exception"},
+    "collective": {"RankMissing": "an exception"},
+    "loss": {"LossFn": "a type", "TokenLoss": "a protocol"},
+}
+
+
+RECORDS = {
+    *("Action", "Entry", "ForwardFlops", "Gap", "Loss", "Product", "Receive", "Span"),
+    *("Alignment", "EmulatedRun", "Overrun", "ParallelismTable", "Progress", "RankMemory", "Tally", "Verdict", "Wait"),
+    *("Difference", "Fitted", "Loaded", "Peak", "Piece", "Saved", "Saving", "Speed", "StepResult", "TokenFile"),
+}
+"""What the package makes itself, some by the thousand: their numbers are what was seen, and are not judged."""
+
+NUMBERS = {
+    ("DistributedConfig", "dp_shard", "-1"): "what the other factors leave",
+    ("CrossEntropy", "ignore_index", "-1"): "a target that is no token",
+    ("VocabParallelCrossEntropy", "ignore_index", "-1"): "a target that is no token",
+    ("EmulatedCluster", "seed", "-1"): "Python's generator takes any integer",
+    ("init_distributed", "seed", "-1"): "torch's generators take any integer",
+    ("clip_grad_norm_", "max_norm", "inf"): "only measures",
+    ("clip_grad_norm_", "norm_type", "inf"): "the largest entry",
+    ("TrainConfig", "clip_norm", "inf"): "only measures",
+    **{
+        ("reveal", parameter, odd): "whatever was guessed or measured is compared"
+        for parameter in ("guess", "measured")
+        for odd in ("-1", "nan", "inf")
+    },
+    ("format_bytes", "n_bytes", "-1"): "a label prints whatever was computed",
+    ("format_bytes", "n_bytes", "nan"): "a label prints whatever was computed",
+    ("format_bytes", "n_bytes", "inf"): "a label prints whatever was computed",
+    ("format_time", "time", "-1"): "a label prints whatever was computed",
+    ("format_time", "time", "nan"): "a label prints whatever was computed",
+    ("format_time", "time", "inf"): "a label prints whatever was computed",
+}
+"""Numbers below 0, infinite or not a number, that nevertheless mean something."""
+
+USERS_CODE = {
+    (name, parameter): "what the caller's own stage or loss raises is passed on"
+    for name in ("forward_stage", "run_step", "train_step_pipeline_1f1b", "train_step_pipeline_gpipe")
+    for parameter in ("x", "inputs", "target", "targets", "loss_fn")
+} | {
+    ("Trainer", "optimizer"): "what the caller's own factory raises is passed on",
+    ("emulate", "inputs"): "what the caller's own model raises is passed on",
+    ("emulate", "targets"): "what the loss raises is passed on",
+    ("loss_share", "output"): "what the caller's own loss raises is passed on",
+    ("loss_share", "target"): "what the caller's own loss raises is passed on",
+}
+ONLY = dict.fromkeys(
+    [("check", "fn"), ("hint", "exercise"), ("solution", "exercise"), ("course_map", "here")],
+    "the only argument; the sentence is a learner's and says what to give",
+)
+UNNAMED = {
+    "path": "the refusal says what is wrong at that path, and names the path",
+    "first": "the refusal names the path",
+    "second": "the refusal names the path",
+    "source": "the refusal names the path",
+    "root": "the refusal names the path",
+    "tied": "the refusal says which member will not do",
+    "documents": "the refusal says that the corpus is empty",
+}
+"""Refusals that name the value instead of the parameter."""
+
+
+def why(name: str, parameter: str, odd: str) -> str | None:
+    """Why a value that fits its annotation is taken; None if there is no reason."""
+    if name in RECORDS:
+        return "a record"
+    if odd in ("-1", "nan", "inf"):
+        return NUMBERS.get((name, parameter, odd))
+    return "it fits the annotation, and the documentation sets no narrower rule"
