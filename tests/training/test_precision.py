@@ -137,6 +137,22 @@ def _distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(((one[name] - other[name]).norm() / other[name].norm()).item() for name in other)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_are_in_half_precision_and_norms_and_gradients_are_not(dtype: torch.dtype) -> None:
+    module, seen = build_stage_module(MODEL, 1, 2), {}
+    for name in ("layers.2.attn.q_proj", "layers.2.mlp.down_proj", "layers.2.mlp_norm", "head"):
+        part = module.get_submodule(name)
+        part.register_forward_hook(lambda _, args, output, name=name: seen.update({name: output.dtype}))
+    compute_in(module, dtype)
+    arrived = torch.randn(2, 8, MODEL.dim).to(dtype).requires_grad_()
+    sent = module(arrived)
+    sent.sum().backward()
+    assert (sent.dtype, arrived.grad.dtype) == (dtype, dtype)
+    assert seen == {name: torch.float32 if "norm" in name else dtype for name in seen}
+    assert len(seen) == 4
+    assert {p.grad.dtype for p in module.parameters() if p.grad is not None} == {torch.float32}
+
+
 def _equal(run: Trainer, before: list[Tensor]) -> bool:
     after = [p for module in run.modules for p in module.parameters()]
     return all(map(torch.equal, after, before))

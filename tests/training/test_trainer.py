@@ -93,6 +93,22 @@ def refusals_of_others(rank: int) -> dict[str, str]:
     return said
 
 
+def of_earlier_days(rank: int) -> int:
+    """Take up a state without what earlier versions did not know."""
+    run = trainer(RUN, layout=ALONE)
+    state = json.loads(json.dumps(run.state()))
+    known = ("batch", "seed", "lr", "min_lr", "warmup_steps", "weight_decay", "clip_norm")
+    old = {name: value for name, value in state.items() if name != "loss_scale"}
+    run.load_state({**old, "step": 2, "config": {name: state["config"][name] for name in known}})
+    with pytest.raises(ValueError, match="optimizer is 'SGD' here and 'AdamW' in the state"):
+        trainer(replace(RUN, optimizer="SGD"), layout=ALONE).load_state(old)
+    return run.step
+
+
+def test_a_state_of_earlier_days_is_taken_up() -> None:
+    assert run(1, of_earlier_days) == [2]
+
+
 OTHERS: dict[str, Any] = {
     "batch": 16,
     "seed": 7,
