@@ -92,11 +92,35 @@ class ModelStage(LocalNeighboursStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on what torch received, and give torch what it sends."""
+        if not self.is_first:
+            # Leaves that require a gradient could not be changed in place, as by nn.ReLU(inplace=True); what a stage of
+            # this rank returned is that stage's, and is copied.
+            own = torch.Tensor.clone if self._is_local(self.stage_index - 1) else _Handed.apply
+            args = tuple(map(own, args))
         output = call(self.submod, as_value(args) if self.is_first else self.received(args), kwargs)
         if not self.is_last:
             return self.message(output)
         self._output = output
         return tuple(leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor))
+
+    def _is_local(self, stage: int) -> bool:
+        return self.stage_index_to_group_rank[stage] == self.group_rank
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """As torch's, but a foreign module's backward is never split: ``I`` does all of it, and ``W`` nothing.
+
+        torch splits a graph where the paths from parameters meet those from inputs. A stage whose inputs carry no
+        gradient would lose its own in silence, and a parameter used at two depths would fail in the middle of a step.
+        """
+        whole = full_backward or not isinstance(self.submod, PipelineStageModule)
+        super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """The weight-gradient half of one microbatch."""
+        if isinstance(self.submod, PipelineStageModule):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """What is sent after a forward; torch would look for a receiver of the last stage's output too."""
@@ -145,7 +169,8 @@ def build_pipeline_stage(
 
     A stage is called with what the stage before it returned: a tuple or list gives its positional arguments, a dict its
     keyword arguments, anything else is its only one. Tensors may stand in tuples, dicts and dataclasses that torch's
-    pytree knows, such as the outputs of transformers. Those of a floating-point dtype carry gradients back.
+    pytree knows, such as the outputs of transformers. Those of a floating-point dtype carry gradients back. Where a
+    schedule splits backward in two, a stage that is not of this package's model does both halves in the first.
 
     A stage of this package's model knows what it takes and returns. Of any other module, declare what its first stage
     takes: ``inputs``, or token ids by ``batch_size`` and ``seq_len``. What each stage returns is then found by

@@ -112,6 +112,34 @@ class Classified(nn.Module):
         return self.linear(torch.cat([image, before], 1).mean((2, 3)))
 
 
+class Codes(nn.Module):
+    """A frozen tokenizer of numbers: only integers cross, so no gradient comes back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, VOCAB).requires_grad_(False)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return self.linear(numbers).argmax(-1)
+
+
+class Twice(nn.Module):
+    """Changes its input in place, and uses one parameter at two depths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation, self.linear = nn.LeakyReLU(inplace=True), nn.Linear(DIM, DIM)
+        self.shift = nn.Parameter(torch.linspace(-1, 1, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(self.activation(x)) + self.shift) + self.shift
+
+
+def coded_model() -> Chain:
+    parts: dict[str, nn.Module] = {"0": Codes(), "1": nn.Embedding(VOCAB, DIM)}
+    return Chain(parts | {str(i): Twice() for i in range(2, 7)} | {"7": nn.Linear(DIM, VOCAB)}).double()
+
+
 @dataclass(frozen=True)
 class Foreign:
     """A model, what it is called with, and its loss.
@@ -174,5 +202,6 @@ def models() -> dict[str, Foreign]:
     scale = torch.linspace(0.5, 1.5, ROWS, dtype=torch.float64)
     return {
         "masked": Foreign(masked_model, masked_loss, (tokens, numbers), tokens.roll(1, 1), {"scale": scale}),
+        "codes": Foreign(coded_model, F.cross_entropy, (numbers,), tokens[:, 0], {}),
         "conv": Foreign(conv_model, F.cross_entropy, (images,), tokens[:, 0], {}),
     }
