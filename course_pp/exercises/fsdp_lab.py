@@ -233,7 +233,10 @@ def _warmed_up(mesh: DeviceMesh | None, reshard: bool, ac: Recomputation = "none
 
 def _counted(rank: int, layout: DistributedConfig, ac: Recomputation) -> dict[bool, CollectiveCounts]:
     mesh = init_distributed(layout, seed=0)
-    return {reshard: count_collectives(_warmed_up(mesh, reshard, ac)[1], mesh) for reshard in _POLICIES}
+    # Copies that are not sharded have nothing to free: one count is both.
+    policies = _POLICIES if layout.dp_shard != 1 else (False,)
+    counts = {reshard: count_collectives(_warmed_up(mesh, reshard, ac)[1], mesh) for reshard in policies}
+    return {reshard: counts.get(reshard, counts[False]) for reshard in _POLICIES}
 
 
 def _kept(rank: int, layout: DistributedConfig) -> tuple[dict[str, tuple[int, ...]], int]:

@@ -12,6 +12,7 @@ __all__ = ["reveal"]
 
 # A guess this near counts as right: nobody guesses the third digit.
 _NEAR = 0.05
+_ZERO = 1e-12
 
 
 @checked
@@ -62,7 +63,8 @@ def _comparison(guess: object, measured: object) -> str:
 
 def _same(guess: object, measured: object) -> bool:
     if isinstance(guess, Real) and isinstance(measured, Real) and not isinstance(guess, bool):
-        return math.isclose(_float(guess), _float(measured), rel_tol=_NEAR, abs_tol=1e-12)
+        # Zero may be measured as a rounding error; but a guess of 1e-12 where zero is measured is another claim.
+        return math.isclose(_float(guess), _float(measured), rel_tol=_NEAR, abs_tol=0 if guess else _ZERO)
     if isinstance(guess, Mapping) and isinstance(measured, Mapping):
         return guess.keys() == measured.keys() and all(_same(guess[key], measured[key]) for key in measured)
     if isinstance(guess, Sequence) and isinstance(measured, Sequence) and not isinstance(guess, str):

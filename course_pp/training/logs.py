@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 __all__ = ["METRICS", "JsonLines", "Logs", "Progress", "tracing"]
@@ -30,6 +29,9 @@ class Logs:
 
     def __init__(self, folder: str | os.PathLike[str], step: int = 0) -> None:
         self._lines = JsonLines(Path(folder) / METRICS, step)
+        # Only the rank that writes pays for the import.
+        from torch.utils.tensorboard import SummaryWriter
+
         self._board = SummaryWriter(str(folder), purge_step=step + 1)
 
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:

@@ -15,6 +15,8 @@ from course_pp.notebook import reveal
         (0.5, 0.25, "measured 0.25, guessed 0.5: off by a factor of 2"),
         (4, 8, "measured 8, guessed 4: off by a factor of 2"),
         (0, 0.25, "measured 0.25, guessed 0: not so"),
+        (1e-12, 0.0, "measured 0, guessed 1e-12: not so"),
+        (0, 1e-17, "measured 1e-17, guessed 0: right"),
         (-1.0, 0.25, "measured 0.25, guessed -1: not so"),
         (120_000, 1_234_567, "measured 1,234,567, guessed 120,000: off by a factor of 10.3"),
         ((4, 4), [4, 4], "measured [4, 4], guessed [4, 4]: right"),
