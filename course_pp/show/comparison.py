@@ -169,9 +169,12 @@ def _signed(amount: float) -> str:
 def _finding(pair: _Pair) -> str:
     before, after = pair.ends
     change = after / before - 1 if before else 0.0
-    what = (
-        "as long as" if abs(change) < 5e-4 else f"{percent(abs(change))} {'longer' if change > 0 else 'shorter'} than"
-    )
+    if abs(change) < 5e-4:
+        what = "as long as"
+    elif change >= 1:
+        what = f"{after / before:.3g} times as long as"
+    else:
+        what = f"{percent(abs(change))} {'longer' if change > 0 else 'shorter'} than"
     subject = pair.names[1][:1].upper() + pair.names[1][1:]
     bubbles = f"{percent(pair.measured.bubble_fraction)} instead of {percent(pair.predicted.bubble_fraction)}"
     return f"{subject} is {what} {pair.names[0]}: bubble {bubbles}"

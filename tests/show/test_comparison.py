@@ -41,7 +41,7 @@ def test_seconds_are_matched_to_relative_costs_by_the_time_the_ranks_are_busy() 
 
 def test_a_given_rate_is_kept() -> None:
     figure = show.compare(gpipe(4, 8), measured(gpipe(4, 8), 0.02), seconds_per_unit=0.01)
-    assert title(figure).startswith("Measured is 100 % longer than predicted")
+    assert title(figure).startswith("Measured is 2 times as long as predicted")
 
 
 def test_the_rank_whose_end_differs_most_is_named() -> None:
