@@ -182,6 +182,9 @@ class DataOptions:
         Raises:
             ValueError: for data that is not there, or not whole; a tokenizer that did not make the file of tokens.
         """
+        for name in ("text", "dataset", "tokenizer", "tokens"):
+            if "" in (getattr(self, name), *(self.text or ())):
+                raise ValueError(f"--{name} '' names no file: name one, or leave the flag out")
         given = load_tokenizer(self.tokenizer) if self.tokenizer is not None else None
         if self.tokens is not None:
             return self._load_tokens(self.tokens, seq_len, given)

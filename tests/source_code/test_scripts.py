@@ -157,7 +157,7 @@ def test_first_run_equals_one_process_and_writes_its_picture():
         (["--pp=3"], ["pp = 3", "world size is 1", "start 3 ranks"]),
         (["--text", "no/such.txt"], ["no/such.txt"]),
         (["--text", os.devnull], ["no text"]),
-        (["--text", ""], ["texts=['']", "names no file"]),
+        (["--text", ""], ["--text ''", "names no file"]),
         (["--batch-size=8"], ["--batch-size 8 is now --global-batch-size 8"]),
         (["--checkpoint-dir="], ["--checkpoint-dir '' names no directory"]),
         (["--log-folder="], ["--log-folder '' must be a folder"]),
