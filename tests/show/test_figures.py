@@ -105,6 +105,12 @@ def test_an_svg_is_the_same_every_time_with_text_and_description(figure: ChartFi
     assert first == FIGURES_BY_TITLE[title(figure)]().svg()
 
 
+def test_what_xml_would_misread_is_escaped_in_the_description() -> None:
+    figure = next(iter(FIGURES.values()))()
+    figure.alt_text = "a < b & c"
+    assert "<desc>a &lt; b &amp; c</desc>" in figure.svg()
+
+
 FIGURES_BY_TITLE = {title(make()): make for make in FIGURES.values()}
 
 
