@@ -46,6 +46,7 @@ class Batch:
         if self._stages[-1].is_last and needs_target:
             problems.append(self._problem_of_target(target))
         problems += [self._problem_of_keyword(name, value) for name, value in kwargs.items()]
+        problems += [stage.problem_of_keywords(kwargs) for stage in self._stages]
         return next((problem for problem in problems if problem is not None), None)
 
     def cut(self, values: Any) -> list[Any]:
@@ -78,8 +79,8 @@ class Batch:
         if given == expected:
             return None
         return (
-            f"inputs is {given}, but the pipeline was built for n_microbatches × rows = {self._n_microbatches} × "
-            f"{self._rows} = {self.size} rows: pass {expected}"
+            f"inputs is {given}, but the pipeline was built for {expected}, of n_microbatches × rows = "
+            f"{self._n_microbatches} × {self._rows} = {self.size} rows: pass that"
         )
 
     def _problem_of_target(self, target: object) -> str | None:

@@ -136,6 +136,9 @@ def _meta(leaf: object) -> TensorMeta | None:
             "ordinary tensor (output_layouts=Replicate(), use_local_output=True in the plan)"
         )
     if leaf is not None and not isinstance(leaf, Tensor):
-        raise TypeError(f"a {type(leaf).__name__}, {leaf!r:.40}: only tensors, and None, can be sent to another stage")
+        raise TypeError(
+            f"a {type(leaf).__name__}: only tensors, and None, can be sent to another stage, in tuples, lists, dicts "
+            "and classes that torch's pytree knows"
+        )
     meta: TensorMeta | None = meta_of(leaf)
     return meta

@@ -22,7 +22,9 @@ def modules_matching(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
     """
     parts = pattern.split(".")
     return {
-        name: part for name, part in module.named_modules(remove_duplicate=False) if _matches(name.split("."), parts)
+        name: part
+        for name, part in module.named_modules(remove_duplicate=False)
+        if bool(name) == bool(pattern) and _matches(name.split("."), parts)
     }
 
 

@@ -1,7 +1,9 @@
 """One stage of a model as torch's pipelining wants it. Any module is a stage; what crosses its boundaries is known
 before the first step, declared or found without computing anything."""
 
+from collections.abc import Iterable
 from functools import lru_cache
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ class ModelStage(LocalNeighboursStage):
         inputs, outputs: what it is called with and returns for one microbatch; None where that is not known yet.
         ties: weights that are one, by stage; :func:`build_pipeline_schedule` finds them.
         device_mesh: the mesh it was built on.
+        param_dtype: what is to cross; None is whatever the stages compute in.
     """
 
     def __init__(
@@ -39,9 +42,11 @@ class ModelStage(LocalNeighboursStage):
         inputs: Boundary | None,
         outputs: Boundary | None,
         device_mesh: DeviceMesh | None,
+        param_dtype: torch.dtype | None,
         **options: Any,
     ) -> None:
         super().__init__(module, stage, n_stages, **options)
+        self.param_dtype = param_dtype
         self.device_mesh = device_mesh
         self.inputs, self.outputs = inputs, outputs
         self.ties: tuple[Tie, ...] = ()
@@ -79,6 +84,20 @@ class ModelStage(LocalNeighboursStage):
                 f"stage {self.stage_index} returned {error}: a stage must return the same shapes for every microbatch, "
                 "whatever is in it"
             ) from error
+
+    def problem_of_keywords(self, names: Iterable[str]) -> str | None:
+        """What is wrong with keyword arguments of a step that are called so."""
+        takes = signature(self.submod.forward).parameters.values()
+        if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in takes):
+            return None
+        known = [p.name for p in takes if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)]
+        unknown = [name for name in names if name not in known]
+        if not unknown:
+            return None
+        return (
+            f"keyword argument {unknown[0]} goes to every stage, but stage {self.stage_index}, a "
+            f"{type(self.submod).__name__}, takes {', '.join(known)}: let its forward take it, or **kwargs"
+        )
 
     def problem_of_dtypes(self) -> str | None:
         """What is wrong if the module has been converted since the stage was built."""
@@ -187,8 +206,9 @@ def build_pipeline_stage(
             stage a rank.
         inputs: what the first stage is called with for one microbatch; other stages ignore it. Only shapes and dtypes
             count, so meta tensors will do.
-        outputs: what this stage returns, likewise; needed only where it cannot run on the meta device. What the last
-            stage returns is the loss function's own business; ``outputs=()`` if even calling it there fails.
+        outputs: what this stage returns, likewise; needed only where it cannot run on the meta device, where it is
+            called without the keyword arguments of a step. What the last stage returns is the loss function's own
+            business; ``outputs=()`` if even calling it there fails.
 
     Raises:
         TypeError: if ``stage_module`` is no module, or a whole :class:`Transformer`.
@@ -224,6 +244,7 @@ def build_pipeline_stage(
         taken,
         given,
         device_mesh,
+        param_dtype,
         device=torch.device(device),
         group=_pipeline_group(device_mesh),
     )
@@ -248,13 +269,16 @@ def find_outputs(stage: ModelStage) -> Boundary:
     try:
         with torch.no_grad():
             output = call(bare_copy(stage.submod), stage.received(stage.inputs.empty("meta")))
-            return Boundary(()) if stage.is_last else Boundary.of(output)  # nobody is sent what the last one returns
+            found = Boundary(()) if stage.is_last else Boundary.of(output)  # nobody is sent what the last one returns
     except Exception as error:  # whatever a foreign forward raises
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
         raise ValueError(
-            f"stage {stage.stage_index}, a {type(stage.submod).__name__} called with {stage.inputs}, does not say what "
-            f"it returns ({reason:.300}): declare it, build_pipeline_stage(..., outputs=...), or mend the stage"
+            f"stage {stage.stage_index}, a {type(stage.submod).__name__} called with {stage.inputs} alone on the meta "
+            f"device, does not say what it returns ({reason:.300}): mend the stage, or declare what crosses, "
+            "build_pipeline_stage(..., outputs=...)"
         ) from error
+    _check_declared_dtype(stage.stage_index, found, stage.param_dtype)
+    return found
 
 
 def _place(module: object, device_mesh: DeviceMesh | None, stage: int | None, n_stages: int | None) -> tuple[int, int]:

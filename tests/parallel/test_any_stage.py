@@ -114,11 +114,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "shapes that depend on data": (
         lambda rank: (linear() if rank else Ragged(), {"inputs": X}),
-        "stage 0, a Ragged called with float32 (2, 4), does not say what it returns",
+        "stage 0, a Ragged called with float32 (2, 4) alone on the meta device, does not say what it returns",
     ),
     "neighbours that differ": (
         lambda rank: (linear(), {"inputs": X, "outputs": WIDE if rank == 0 else None}),
-        "stage 1, a Linear called with float32 (2, 5), does not say what it returns",
+        "stage 1, a Linear called with float32 (2, 5) alone on the meta device, does not say what it returns",
     ),
     "a dtype that is not computed in": (
         lambda rank: (linear(torch.float64 if rank == 1 else torch.float32), {"inputs": X}),
@@ -129,7 +129,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "all tensors must have the microbatch as their first dimension",
     ),
     "a wrapper": (lambda rank: (nn.DataParallel(linear()), {"inputs": X}), "wrapped in DataParallel"),
-    "text at a boundary": (lambda rank: (linear(), {"inputs": "x"}), "inputs holds a str, 'x': only tensors"),
+    "text at a boundary": (lambda rank: (linear(), {"inputs": "x"}), "inputs holds a str: only tensors"),
     "a tie nobody has": (
         lambda rank: (linear(), {"inputs": X, "tied": [("weight", "head")]}),
         "no stage has a parameter 'head'",
@@ -191,6 +191,7 @@ def wrong_batches_on_rank(rank: int) -> list[str]:
         ((batch,), {"target": batch[:3]}),
         ((batch,), {}),
         ((batch,), {"target": batch, "extra": {}}),
+        ((batch,), {"target": batch, "mask": batch}),
     ]:
         with pytest.raises(ValueError, match=r".") as refusal:
             pipeline.step(*arguments, **keywords)
@@ -207,12 +208,13 @@ def test_a_batch_that_does_not_fit_is_refused_on_every_rank() -> None:
     assert first == second
     words = [
         "inputs is missing on the rank that holds the first stage",
-        "inputs is float32 (3, 4), but the pipeline was built for n_microbatches × rows = 2 × 2 = 4 rows: pass",
+        "inputs is float32 (3, 4), but the pipeline was built for float32 (4, 4), of n_microbatches × rows = 2 × 2",
         "inputs is float64 (4, 4), but",
         "inputs is (float32 (4, 4), float32 (4, 4))",
         "target has shape (3, 4)",
         "target is missing on the rank that holds the last stage",
         "keyword argument extra is a dict",
+        "keyword argument mask goes to every stage, but stage 0, a Linear, takes input: let its forward take it",
         "computes in torch.float64, but computed in torch.float32 when it was built",
     ]
     for told, expected in zip(first, words, strict=True):
