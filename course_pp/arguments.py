@@ -37,6 +37,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 40
 _NUMBERS = (int, float)
+_FIRST_TOO_LARGE = 2**63
 _MOST_TIMEOUT_S = 365 * 24 * 3600
 _PLAIN = (NoneType, bool, int, float, str, bytes, list, tuple, dict, set)
 
@@ -134,6 +135,8 @@ class _Door:
         self.hints = hints_of(fn)
         kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
         self._positional = tuple(p.name for p in self.parameters.values() if p.kind in kinds)
+        self._sure = {name: _sure_classes(hint) for name, hint in self.hints.items()}
+        self._counts = {name for name, hint in self.hints.items() if int in _options_of(hint)}
         self._rest = next((p.name for p in self.parameters.values() if p.kind is Parameter.VAR_POSITIONAL), "")
 
     def names_of(self, args: tuple[Any, ...]) -> tuple[str, ...]:
@@ -142,9 +145,11 @@ class _Door:
 
     def value(self, parameter: str, value: Any) -> Any:
         """``value`` if its class will do, NumPy's scalars as Python's; raises WrongArgument otherwise."""
-        hint = self.hints.get(parameter, Any)
-        if (hint is type(value) and hint is not int) or parameter not in self.parameters:
+        if isinstance(value, self._sure.get(parameter, object)):
             return value  # an unknown keyword is Python's to refuse
+        if type(value) is int and parameter in self._counts and -_FIRST_TOO_LARGE < value < _FIRST_TOO_LARGE:
+            return value
+        hint = self.hints.get(parameter, Any)
         value = _as_python(value, hint)
         if fits(value, hint):
             return value
@@ -197,7 +202,7 @@ def fits(value: object, hint: Any) -> bool:
         return is_number and _in_range(value)
     if kind is Any or not isinstance(kind, type):  # or a type variable
         return True
-    if getattr(kind, "_is_protocol", False):
+    if _is_protocol(kind):
         return not isinstance(value, type) and all(hasattr(value, name) for name in _members(kind))
     if not isinstance(value, (tuple, list) if kind is tuple else kind):
         # torch gives -100 for a group of which this process is no member; that has a refusal of its own.
@@ -217,7 +222,7 @@ def fits(value: object, hint: Any) -> bool:
 
 def _in_range(value: object) -> bool:
     """Nothing that is counted here, and no float, goes beyond 64 bits; Python's integers do, and fail elsewhere."""
-    return not isinstance(value, Integral) or int(value).bit_length() < 64
+    return not isinstance(value, Integral) or -_FIRST_TOO_LARGE < int(value) < _FIRST_TOO_LARGE
 
 
 def _unreadable(value: object, options: tuple[Any, ...]) -> bool:
@@ -234,13 +239,37 @@ def _unreadable(value: object, options: tuple[Any, ...]) -> bool:
     return False
 
 
+def _sure_classes(hint: Any) -> tuple[type, ...]:
+    """Classes of which every value fits a hint: nothing slower has to be asked where a function is called often."""
+    options = _options_of(hint)
+    if Any in options:
+        return (object,)
+    kinds = [Callable if get_origin(each) is Callable else each for each in options]
+    unsure = {int, *([str] if len(options) > 1 else [])}  # True, or beyond 64 bits; '' for a path
+    return tuple(
+        kind
+        for kind in kinds
+        if isinstance(kind, type) and kind not in unsure and not _is_protocol(kind) and not get_args(kind)
+    )
+
+
+def _options_of(hint: Any) -> tuple[Any, ...]:
+    """The hints between which one chooses; itself alone if it leaves no choice."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _is_protocol(kind: Any) -> bool:
+    return bool(getattr(kind, "_is_protocol", False))
+
+
 @cache
 def _plain_classes(hint: Any) -> tuple[type, ...]:
     """The classes between which a hint chooses, if ``isinstance`` says all there is to say; else none."""
-    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    options = _options_of(hint)
     return options if all(type(each) in (type, ABCMeta) and each not in _NUMBERS for each in options) else ()
 
 
+@cache
 def _members(protocol: type) -> list[str]:
     return [name for name in vars(protocol) if not name.startswith("_")]
 
@@ -258,7 +287,7 @@ def spelled(hint: Any, may_be_left_out: bool = False, many: bool = False) -> str
     name = str(getattr(kind, "__name__", kind))
     if not inner:
         name += " values" if many else ""
-        like = f" (anything with {', '.join(_members(kind))})" if getattr(kind, "_is_protocol", False) else ""
+        like = f" (anything with {', '.join(_members(kind))})" if _is_protocol(kind) else ""
         return (name if many else _with_article(name)) + like
     name = name.lower() + "s" if many else _with_article(name.lower())
     if kind is tuple and Ellipsis not in inner:

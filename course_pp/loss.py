@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from course_pp.arguments import checked, refuse_unless
+from course_pp.arguments import check_arguments, checked, refuse_unless
 
 __all__ = ["LossFn", "TokenLoss", "counted", "loss_share"]
 
@@ -63,7 +63,6 @@ def counted(loss_fn: LossFn | TokenLoss, samples: Callable[[Any], int] = len) ->
     return _OverSamples(loss_fn, samples)
 
 
-@checked
 def loss_share(loss: TokenLoss, output: Any, target: Any, divisor: Tensor | float) -> Tensor:
     """Return what a microbatch adds to the mean loss of its batch, a scalar.
 
@@ -73,8 +72,11 @@ def loss_share(loss: TokenLoss, output: Any, target: Any, divisor: Tensor | floa
     Raises:
         ValueError: for a loss that is not a scalar tensor.
     """
-    if isinstance(divisor, int | float):  # to look at a tensor would wait for its device
+    if not (isinstance(divisor, Tensor | float) and hasattr(loss, "total")):  # what every microbatch can afford
+        check_arguments(loss_share, {"loss": loss, "divisor": divisor})
+    if not isinstance(divisor, Tensor):  # to look at a tensor would wait for its device
         refuse_unless(0 < divisor < math.inf, "loss_share", "divisor", divisor, "give the number of tokens")
+        divisor = float(divisor)
     return _scalar(loss.total(output, target)) / divisor
 
 

@@ -75,6 +75,11 @@ ODD: dict[str, Callable[[], Any]] = {
 }
 
 
+def no_hub(dataset: str, subset: str | None, split: str, text_column: str, streaming: bool = False) -> None:
+    """Refuse every data set, as where there is no network."""
+    raise ValueError(f"dataset={dataset!r}, {subset=}, {split=}, {text_column=}: there is no hub here")
+
+
 class NothingStarted:
     """A run of torchrun that has ended before it began."""
 
@@ -97,6 +102,7 @@ def process_group_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.chdir(tmp_path)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     monkeypatch.setattr("course_pp.launch.ranks.run_ranks", lambda n, *_: [pickle.dumps(None)] * n)
+    monkeypatch.setattr("course_pp.training.data.corpus._load_dataset", no_hub)
     monkeypatch.setattr("course_pp.notebook.scratch._REMOVE_WHEN_ALONE", "")
     monkeypatch.setattr("course_pp.launch.torchrun._Run", NothingStarted)
     monkeypatch.setattr("course_pp.notebook.emulating.on_ranks", lambda n, fn, *args: [fn(0, *args)])

@@ -15,7 +15,7 @@ from course_pp.runtime import Link
 from course_pp.schedule import Action, Costs, build
 from course_pp.training import Peak, Speed, TrainConfig
 from course_pp.training.checkpoint import save
-from course_pp.training.data import Corpus, Sequences, train_tokenizer, write_tokens
+from course_pp.training.data import Corpus, Sequences, Stream, train_tokenizer, write_tokens
 from tests.odd_arguments.on_paper import MODEL, SCHEDULE
 from tests.odd_arguments.rows import Fresh, Rows
 
@@ -27,6 +27,11 @@ SEQUENCES = Sequences(IDS, IDS)
 
 def nothing() -> None:
     """A step that does nothing."""
+
+
+def documents_from(start: int) -> list[str]:
+    """A stream of one document."""
+    return ["some text"]
 
 
 def parallel_rows(folder: Path) -> Rows:
@@ -245,6 +250,9 @@ def data_rows(folder: Path) -> Rows:
     (folder / "tokenizer.json").write_text(tokenizer.definition)
     return {
         "Batches": batch | {"seed": 0} | part,
+        "Stream": {"name": "own", "documents": documents_from, "tokenizer": tokenizer, "seq_len": 4, "first": 0},
+        "StreamedBatches": {"stream": Stream("own", documents_from, tokenizer, 4), "global_batch": 2},
+        "load_stream": {"dataset": "no/such", "subset": None, "split": "train", "text_column": "text"},
         "PackedTokens": {"file": tokens, "seq_len": 4, "first": 0, "last": None},
         "TokenFile": dict(vars(tokens)),
         "load_tokenizer": {"path": folder / "tokenizer.json"},

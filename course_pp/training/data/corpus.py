@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from course_pp.arguments import checked
+from course_pp.arguments import checked, refuse_unless
 
 STDLIB_MAX_BYTES = 2_000_000
 """Where the default corpus stops: about 0.7 million tokens of a vocabulary of 1,024."""
@@ -222,6 +222,7 @@ def _read_utf8(path: Path) -> str | None:
         return None
 
 
+@checked
 def load_stream(
     dataset: str, *, subset: str | None = None, split: str = "train", text_column: str = "text"
 ) -> tuple[str, Callable[[int], Iterator[str | None]]]:
@@ -230,6 +231,7 @@ def load_stream(
     Raises:
         ValueError, RuntimeError: as :func:`load_corpus`.
     """
+    refuse_unless(bool(dataset), "load_stream", "dataset", dataset, "give the name of a data set")
     rows = _load_dataset(dataset, subset, split, text_column, streaming=True)
 
     def documents(start: int) -> Iterator[str | None]:

@@ -17,12 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from course_pp.arguments import checked
 from course_pp.training.data.sequences import Sequences, check_seq_len, packed
 from course_pp.training.data.tokenizer import BOT_ID, EOT_ID, Tokenizer
 
 __all__ = ["Stream", "StreamedBatches"]
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class Stream:
     """Documents, and how they become rows.
@@ -89,6 +91,7 @@ class _Document:
     tokens: np.ndarray
 
 
+@checked
 class StreamedBatches:
     """The batch of every step, read in order; as :class:`~course_pp.training.data.Batches`, but with a position.
 
