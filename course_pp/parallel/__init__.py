@@ -46,11 +46,12 @@ from course_pp.parallel.mesh import (
     init_distributed,
 )
 from course_pp.parallel.pipeline import PipelineSchedule, build_pipeline_schedule
+from course_pp.parallel.plans import llama_plan, transformer_plan
 from course_pp.parallel.precision import compute_dtype, compute_in
 from course_pp.parallel.predicting import predict_collectives
 from course_pp.parallel.schedules import get_stage_indices, schedule_names
 from course_pp.parallel.stage import build_pipeline_stage
-from course_pp.parallel.tensor import apply_tensor_parallel
+from course_pp.parallel.tensor import Plan, apply_tensor_parallel
 from course_pp.parallel.tied import find_ties
 from course_pp.parallel.unsharded import measure_unsharded_bytes, predict_unsharded_bytes
 from course_pp.parallel.vocab_parallel import VocabParallelCrossEntropy
@@ -64,6 +65,7 @@ __all__ = [
     "ModelConfig",
     "PipelineSchedule",
     "PipelineStageModule",
+    "Plan",
     "ReshardPolicy",
     "Tally",
     "TokenLoss",
@@ -96,6 +98,7 @@ __all__ = [
     "has_dp_mesh",
     "init_distributed",
     "is_rank_zero",
+    "llama_plan",
     "measure_unsharded_bytes",
     "partition_by_cost",
     "predict_collectives",
@@ -103,5 +106,6 @@ __all__ = [
     "refusals_said_once",
     "resolve_reshard_after_forward",
     "schedule_names",
+    "transformer_plan",
     "wire_factor",
 ]

@@ -42,6 +42,10 @@ __all__ = [
 
 _LONGEST_TIMEOUT_S = 365 * 24 * 3600
 _DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
+# What others call the same dimensions: a mesh with these would pass for one without any, and nothing would be cut.
+_MISNAMED = frozenset(
+    ("dp", "ddp", "fsdp", "hsdp", "data", "replicate", "shard", "batch", "pipe", "pipeline", "stage", "tensor", "model")
+)
 
 
 @checked
@@ -256,12 +260,13 @@ def _visible_gpus() -> _Gpus:
 
 
 def _dimension(device_mesh: DeviceMesh | None, name: str) -> DeviceMesh | None:
-    """One dimension, None where the mesh does not have it; a mesh with other names would pass for one without any."""
+    """One dimension, None where the mesh does not have it. Dimensions of other kinds are let be."""
     names = () if device_mesh is None else device_mesh.mesh_dim_names or (None,)
-    if not set(names) <= set(_DIMENSIONS) or ("dp_replicate" in names and "dp_shard" not in names):
+    if None in names or not _MISNAMED.isdisjoint(names) or ("dp_replicate" in names and "dp_shard" not in names):
         raise ValueError(
             f"mesh dimensions {names} must be named {', '.join(_DIMENSIONS)}, and dp_replicate needs a dp_shard beside "
-            "it, of size 1 if nothing is sharded: use init_distributed, or name them so in init_device_mesh"
+            "it, of size 1 if nothing is sharded: use init_distributed, or name them so in init_device_mesh. Others, "
+            "such as cp or ep, may stand beside these"
         )
     return device_mesh[name] if device_mesh is not None and name in names else None
 

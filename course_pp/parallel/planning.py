@@ -10,8 +10,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from course_pp.model import ModelConfig, compute_layer_assignment
 from course_pp.parallel.fsdp import ReshardPolicy, reshard_policy_of_sizes
 from course_pp.parallel.mesh import DistributedConfig
+from course_pp.parallel.plans import shards_head
 from course_pp.parallel.schedules import get_stage_indices
-from course_pp.parallel.tensor import shards_head
 
 __all__ = [
     "Coordinates",

@@ -37,9 +37,10 @@ from course_pp.parallel.planning import (
     reshard_policy_of,
     stages_of,
 )
+from course_pp.parallel.plans import check_tensor_parallel, shards_head
 from course_pp.parallel.schedules import check_microbatches, get_stage_indices, splits_backward
 from course_pp.parallel.stage import check_microbatch
-from course_pp.parallel.tensor import check_sequence_divides, check_tensor_parallel, shards_head
+from course_pp.parallel.styles import check_sequence_divides
 
 __all__ = ["predict_collectives"]
 

@@ -1,9 +1,7 @@
-"""Tensor parallelism: every matrix of a block cut over the ranks of ``tp``, columns first, rows second.
+"""Tensor parallelism: the matrices of any model cut over the ranks of ``tp``, as a plan says.
 
-    q, k, v, gate, up   column-wise   a rank computes some heads, some channels; needs the whole input
-    o, down             row-wise      a rank's product is one term of a sum; the ranks add up
-
-Between the two nothing is sent, so a block costs two sums over the ranks in forward and two in backward.
+A block whose matrices are cut by columns first and rows second costs two sums over the ranks in forward and two in
+backward; between the two nothing is sent.
 
 Plain: every rank holds the whole residual stream, and a sum is an all-reduce. Sequence-parallel: a rank holds some
 positions of the stream, norms work on those, and the all-reduce becomes a reduce-scatter and an all-gather of the
@@ -13,174 +11,222 @@ Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3; sequence parall
 arXiv:2205.05198, section 4.2.
 """
 
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import signature
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
     PrepareModuleOutput,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 
 from course_pp.arguments import checked
-from course_pp.model import DecoderLayer, ModelConfig, Transformer
-from course_pp.parallel.mesh import get_tp_mesh
+from course_pp.collective import Ranks
+from course_pp.model import Transformer
+from course_pp.parallel.mesh import get_pp_mesh, get_tp_mesh
 from course_pp.parallel.order import check_order
-from course_pp.parallel.vocab_parallel import gather_vocabulary
+from course_pp.parallel.patterns import listed, modules_matching, nearest
+from course_pp.parallel.plans import transformer_plan
+from course_pp.parallel.styles import SequencesDivide
 
-__all__ = ["apply_tensor_parallel", "check_sequence_divides", "check_tensor_parallel", "shards_head"]
+__all__ = ["Plan", "apply_tensor_parallel"]
+
+Plan = Mapping[str, ParallelStyle] | Callable[..., Mapping[str, ParallelStyle]] | None
+"""Styles by name pattern, or what makes them of a module and ``tp``."""
+
+_CUT_NOTHING = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput, SequencesDivide)
 
 
 @checked
-def apply_tensor_parallel(model: nn.Module, device_mesh: DeviceMesh | None, *, gather_logits: bool = True) -> None:
+def apply_tensor_parallel(
+    model: nn.Module | Sequence[nn.Module],
+    device_mesh: DeviceMesh | None,
+    plan: Plan = None,
+    *,
+    gather_logits: bool = True,
+) -> tuple[str, ...]:
     """Cut the matrices of ``model`` over ``tp``, in place; a no-op where the mesh has no ``tp`` dimension.
 
-    Inputs and outputs stay what they were, ordinary tensors, so a stage sends its neighbours whole activations. The
-    embedding is replicated. The head is cut over the vocabulary if ``tp`` divides it and it is not tied to the
-    embedding. Norms are sequence-parallel if ``model`` is a whole, untied model; its sequences must then be a multiple
-    of ``tp`` long.
+    Inputs and outputs stay what they were, ordinary tensors, unless a plan says otherwise, so a stage sends its
+    neighbours whole activations. What no pattern matches is replicated.
 
     Args:
-        model: a :class:`Transformer` or one stage of it. Every rank of ``tp`` must hold the same weights; nothing is
-            sent.
+        model: any model, or one stage of it, or the list of this rank's stages. Every rank of ``tp`` must hold the same
+            weights; nothing of them is sent. Of a foreign model, ranks of ``pp`` compare what their stages hold: call
+            this on all of them at once.
+        plan: styles of torch's ``parallelize_module`` by name pattern, whose ``*`` stays within one part of a dotted
+            name; or a function ``(module, tp)`` that returns them, such as :func:`llama_plan`. None is
+            :func:`transformer_plan`, for this package's model.
         gather_logits: False leaves each rank its part of the vocabulary, in a DTensor (batch, seq, vocab) for
-            :class:`VocabParallelCrossEntropy`.
+            :class:`VocabParallelCrossEntropy`; for plans that are functions and take it.
+
+    Returns:
+        The names of the modules that have a style.
 
     Raises:
-        TypeError: if ``model`` is not a Transformer or a stage of one.
-        ValueError: if ``tp`` does not divide the heads or the feed-forward width, if logits are to stay cut but the
-            head cannot be, or after checkpointing or FSDP2.
+        ValueError: on every rank of the pipeline, if a foreign model has no plan, a size is not a multiple of ``tp``, a
+            pattern matches nothing on any stage, two match one module, a style cannot cut what it matches, or would
+            part tied weights, or logits cannot stay cut. Also after checkpointing or FSDP2.
     """
-    check_order(model, "tensor parallel")
-    if not isinstance(model, Transformer):
-        raise TypeError(f"apply_tensor_parallel takes a Transformer or a stage of one, not {type(model).__name__}")
-    transformer = model
-    mesh, config = get_tp_mesh(device_mesh), transformer.config
+    models = [model] if isinstance(model, nn.Module) or not isinstance(model, Sequence) else list(model)
+    for each in models:
+        check_order(each, "tensor parallel")
+    mesh = get_tp_mesh(device_mesh)
     if mesh is None:
-        return
-    check_tensor_parallel(config, mesh.size(), gather_logits)
-    cut_head = shards_head(config, mesh.size())
-    sequence_parallel = _is_whole(transformer) and not config.tie_embeddings
-    stream: Placement = Shard(1) if sequence_parallel else Replicate()
-    for layer in (layer for layer in transformer.layers.values() if isinstance(layer, DecoderLayer)):
-        _parallelize(layer, mesh, _layer_plan(stream))
-    _parallelize(model, mesh, _ends_plan(transformer, stream, cut_head, gather_logits))
-    if cut_head and gather_logits and transformer.head is not None:
-        transformer.head.register_forward_hook(_GatherLogits(mesh))
-    if sequence_parallel:
-        model.register_forward_pre_hook(_SequencesDivide(mesh.size()))
+        return ()
+    if plan is None and all(isinstance(each, Transformer) for each in models):
+        plan, ranks = transformer_plan, Ranks(alone=True)  # it looks at the configuration, the same on every rank
+    else:
+        pp_mesh = get_pp_mesh(device_mesh)
+        ranks = Ranks(alone=True) if pp_mesh is None else Ranks(pp_mesh.get_group())
+    tp = mesh.size()
+    found = ranks.collectively(lambda: [_styles_of(each, plan, tp, gather_logits) for each in models])
+    _check_every_pattern(models, plan, found, ranks)
+    for styles in found:
+        for name, (_, style) in styles.items():
+            _apply(styles.model.get_submodule(name), style, mesh)
+    return tuple(name for styles in found for name in styles)
 
 
-def shards_head(config: ModelConfig, tp: int) -> bool:
-    """Whether the head is cut over the vocabulary: it cannot be where it is, or mirrors, a replicated embedding."""
-    return not config.tie_embeddings and config.vocab_size % tp == 0
+def _apply(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
+    trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+    # src_data_rank=None: each rank cuts its own copy, which is everyone's; nothing is sent.
+    parallelize_module(module, mesh, style, src_data_rank=None)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(trained[name])  # SequenceParallel forgets which are frozen
 
 
-def _is_whole(model: Transformer) -> bool:
-    return model.embed is not None and model.head is not None
+class _Styles(dict[str, tuple[str, ParallelStyle]]):
+    """Pattern and style of each module of one ``model``, by the module's name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
 
 
-def _layer_plan(stream: Placement) -> dict[str, ParallelStyle]:
-    """How one block is cut. ``attn`` takes (x, cos, sin, mask), of which only x is a piece of the stream."""
-    whole = Replicate()
-    plan: dict[str, ParallelStyle] = {
-        # The input is made a DTensor once, so that its gradient is summed over the ranks once and not per matrix.
-        "attn": PrepareModuleInput(
-            input_layouts=(stream, None, None, None), desired_input_layouts=(whole, None, None, None)
-        ),
-        "attn.q_proj": ColwiseParallel(),
-        "attn.k_proj": ColwiseParallel(),
-        "attn.v_proj": ColwiseParallel(),
-        "attn.o_proj": RowwiseParallel(output_layouts=stream),
-        "mlp": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(whole,)),
-        "mlp.gate_proj": ColwiseParallel(),
-        "mlp.up_proj": ColwiseParallel(),
-        "mlp.down_proj": RowwiseParallel(output_layouts=stream),
-    }
-    if stream.is_shard():
-        plan |= {name: SequenceParallel(use_local_output=True) for name in ("attn_norm", "mlp_norm")}
-    return plan
-
-
-def _ends_plan(model: Transformer, stream: Placement, cut_head: bool, gather_logits: bool) -> dict[str, ParallelStyle]:
-    """How embedding, final norm and head are cut, where they are here."""
-    plan: dict[str, ParallelStyle] = {}
-    if stream.is_shard():
-        plan["embed"] = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=stream)
-        plan["norm"] = SequenceParallel(use_local_output=True)
-        if not cut_head:
-            plan["head"] = PrepareModuleInput(
-                input_layouts=(stream,), desired_input_layouts=(Replicate(),), use_local_output=True
-            )
-    if model.head is not None and cut_head:
-        plan["head"] = ColwiseParallel(
-            input_layouts=stream,
-            use_local_output=gather_logits,
-        )
-    return plan
-
-
-def _parallelize(module: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle]) -> None:
-    if plan:
-        # src_data_rank=None: each rank cuts its own copy, which is everyone's; nothing is sent.
-        parallelize_module(module, mesh, plan, src_data_rank=None)
-
-
-def check_tensor_parallel(config: ModelConfig, tp: int, gather_logits: bool) -> None:
-    """Refuse a cut through a head, from the configuration alone: every rank raises, and none communicates.
+def _styles_of(model: nn.Module, plan: Plan, tp: int, gather_logits: bool) -> _Styles:
+    """What the plan makes of one module.
 
     Raises:
-        ValueError: as :func:`apply_tensor_parallel`.
+        ValueError: as :func:`apply_tensor_parallel`, but for patterns that match nothing.
     """
-    for name, size in (("n_heads", config.n_heads), ("n_kv_heads", config.kv_heads), ("ffn_dim", config.hidden_dim)):
-        if size % tp:
-            works = [k for k in range(1, tp) if config.n_heads % k == config.kv_heads % k == config.hidden_dim % k == 0]
+    styles = _Styles(model)
+    uses = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
+    for pattern, style in _mapping(model, plan, tp, gather_logits).items():
+        for name, module in modules_matching(model, pattern).items():
+            if name in styles:
+                raise ValueError(
+                    f"patterns {styles[name][0]!r} and {pattern!r} both match {name!r}: give each module one style"
+                )
+            _check_style(name, module, style, tp)
+            if not isinstance(style, _CUT_NOTHING):
+                _check_sharing(model, name, module, uses)
+            styles[name] = pattern, style
+    return styles
+
+
+def _mapping(model: nn.Module, plan: Plan, tp: int, gather_logits: bool) -> Mapping[str, ParallelStyle]:
+    kind = type(model).__name__
+    if plan is None and isinstance(model, Transformer):
+        plan = transformer_plan
+    if plan is None:
+        raise ValueError(
+            f"apply_tensor_parallel has no plan for {kind}: pass plan=llama_plan if its blocks are like those of "
+            "Llama, Mistral and Qwen2 in transformers (q_proj, …, down_proj); or a mapping from name patterns to "
+            'torch\'s styles, such as {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}'
+        )
+    options = {} if gather_logits else {"gather_logits": False}
+    if not isinstance(plan, Mapping):
+        if options and "gather_logits" not in signature(plan).parameters:
             raise ValueError(
-                f"tp={tp} must divide {name}={size}, so that every rank holds whole heads and equal parts: "
-                f"use tp={works[-1]}, or change {name}"
+                f"gather_logits=False, but plan {_name(plan)} takes no gather_logits: let it return a head of "
+                "ColwiseParallel(use_local_output=False), and leave gather_logits out here"
             )
-    if not gather_logits and not shards_head(config, tp):
+        plan = plan(model, tp, **options)
+    elif options:
         raise ValueError(
-            f"gather_logits=False needs an untied head whose vocab_size={config.vocab_size} is a multiple of "
-            f"tp={tp}: leave it True, or pad the vocabulary"
+            "gather_logits=False is for plans that are functions: in a mapping, give the head "
+            "ColwiseParallel(use_local_output=False), and leave gather_logits out"
+        )
+    strange = [each for each in plan.items() if not (isinstance(each[0], str) and isinstance(each[1], ParallelStyle))]
+    if strange:
+        pattern, style = strange[0]
+        raise ValueError(
+            f"plan holds {pattern!r}: {type(style).__name__}, but maps name patterns to torch's ParallelStyle objects, "
+            "such as ColwiseParallel()"
+        )
+    return plan
+
+
+def _name(plan: object) -> str:
+    return str(getattr(plan, "__name__", type(plan).__name__))
+
+
+_CUT = {
+    # Which size of a module a style divides among the ranks.
+    (ColwiseParallel, nn.Linear): "out_features",
+    (ColwiseParallel, nn.Embedding): "embedding_dim",
+    (RowwiseParallel, nn.Linear): "in_features",
+    (RowwiseParallel, nn.Embedding): "num_embeddings",
+}
+
+
+def _check_style(name: str, module: nn.Module, style: ParallelStyle, tp: int) -> None:
+    """Refuse what torch would refuse without a name, or cut into unequal parts."""
+    if not isinstance(style, ColwiseParallel | RowwiseParallel):
+        return
+    size = next((s for (cut, kind), s in _CUT.items() if isinstance(style, cut) and isinstance(module, kind)), None)
+    if size is None:
+        raise ValueError(
+            f"{type(style).__name__} cuts nn.Linear and nn.Embedding, but {name!r} is a {type(module).__name__}: give "
+            "it a ParallelStyle of its own, or replace it by nn.Linear"
+        )
+    if getattr(module, size) % tp:
+        raise ValueError(
+            f"tp={tp} must divide {size}={getattr(module, size)} of {name!r}, which {type(style).__name__} cuts: use "
+            "a tp that divides it, or leave it out of the plan"
         )
 
 
-def check_sequence_divides(seq_len: int, tp: int) -> None:
-    """Refuse a sequence that the ranks of ``tp`` cannot share equally: DTensor would pad it, our residuals not.
+def _check_sharing(model: nn.Module, name: str, module: nn.Module, uses: Counter[nn.Parameter]) -> None:
+    """Refuse to cut a tied weight: the module would get parts of its own, and the tie would be gone."""
+    inside = Counter(p for _, p in module.named_parameters(remove_duplicate=False))
+    for own, parameter in module.named_parameters():
+        if uses[parameter] > inside[parameter]:
+            shared = [n for n, p in model.named_parameters(remove_duplicate=False) if p is parameter]
+            raise ValueError(
+                f"{name}.{own} is one parameter under the names {listed(shared)}, and cutting it in {name!r} would "
+                "part them: leave these modules out of the plan"
+            )
+
+
+def _check_every_pattern(models: Sequence[nn.Module], plan: Plan, found: Iterable[_Styles], ranks: Ranks) -> None:
+    """Refuse, on every rank, a pattern that matches no module of any stage.
 
     Raises:
-        ValueError: naming the next length that works.
+        ValueError: naming the pattern and what looks like it.
     """
-    if seq_len % tp:
+    mine = {pattern for styles in found for pattern, _ in styles.values()}
+    names = [name for model in models for name, _ in model.named_modules()]
+    given = list(plan) if isinstance(plan, Mapping) else []
+    near = {pattern: nearest(pattern, names) for pattern in given if pattern not in mine}
+    everyone = ranks.gather((mine, near))
+    matched = {pattern for patterns, _ in everyone for pattern in patterns}
+    lost = next((pattern for _, near in everyone for pattern in near if pattern not in matched), None)
+    where = "on any stage" if ranks.size > 1 else f"of {type(models[0]).__name__}"
+    if lost is not None:
+        like = dict.fromkeys(name for _, near in everyone for name in near.get(lost, ()))
+        hint = f"the nearest names are {listed(like)}" if like else "look at model.named_modules()"
+        several = "; pass a list of all of this rank's stages if there are several" if ranks.size > 1 else ""
+        raise ValueError(f"plan: pattern {lost!r} matches no module {where}: {hint}{several}")
+    if not matched:
         raise ValueError(
-            f"seq_len={seq_len} must be a multiple of tp={tp} for sequence-parallel norms: "
-            f"pad it to {-(-seq_len // tp) * tp}"
+            f"plan {_name(plan)} finds nothing to cut {where}: pass a mapping from name patterns to torch's styles"
         )
-
-
-class _SequencesDivide:
-    """Looks at every input of a whole model."""
-
-    def __init__(self, tp: int) -> None:
-        self.tp = tp
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if args and isinstance(args[0], Tensor) and args[0].dim() > 1:
-            check_sequence_divides(args[0].shape[1], self.tp)
-
-
-class _GatherLogits:
-    """Puts the parts of the vocabulary together, after the head."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], part: Tensor) -> Tensor:
-        return gather_vocabulary(part, self.mesh.get_group())

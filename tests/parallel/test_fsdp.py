@@ -3,13 +3,11 @@
 import warnings
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -30,19 +28,10 @@ from course_pp.parallel import (
     init_distributed,
     resolve_reshard_after_forward,
 )
+from tests.parallel.fake_mesh import FakeMesh
 from tests.parallel.layouts import Case, Data, build_modules, build_pipeline, data_of, full, model_config
 
 CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=20, max_seq_len=16)
-
-
-class FakeMesh(DeviceMesh):
-    """Names and sizes of a mesh, without ranks."""
-
-    def __init__(self, **sizes: int) -> None:
-        self.sizes, self._mesh_dim_names = sizes, tuple(sizes)
-
-    def __getitem__(self, name: str) -> SimpleNamespace:
-        return SimpleNamespace(size=lambda: self.sizes[name])
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from course_pp.launch import on_ranks
@@ -122,11 +121,6 @@ def test_a_cut_through_a_head_is_refused_on_every_rank() -> None:
     assert first[2].startswith("tp=4 must divide n_kv_heads=2")
     assert "gather_logits=False needs an untied head whose vocab_size=21 is a multiple of tp=4" in first[3]
     assert "pad the vocabulary" in first[4]
-
-
-def test_what_is_no_model_of_ours_is_refused() -> None:
-    with pytest.raises(TypeError, match="apply_tensor_parallel takes a Transformer or a stage of one, not Linear"):
-        apply_tensor_parallel(nn.Linear(2, 2), None)
 
 
 def odd_sequence_on_rank(rank: int) -> str:

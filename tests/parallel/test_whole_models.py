@@ -4,34 +4,80 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from course_pp.launch import on_ranks
-from course_pp.parallel import DistributedConfig, init_distributed
-from tests.parallel.whole_models import MODELS, Recipe, assert_equals, train_on_rank
+from course_pp.model import CrossEntropy, Transformer
+from course_pp.parallel import llama_plan
+from tests.parallel.layouts import Case, build_modules, build_pipeline, data_of, model_config
+from tests.parallel.whole_models import Recipe, assert_equals, train_on_rank
 
-SHARDED = DistributedConfig(dp_shard=2)
-HYBRID = DistributedConfig(dp_replicate=2, dp_shard=2)
-EVERY = [Recipe(name) for name in MODELS]
-CHECKPOINTED = [
-    Recipe("llama", ac="full"),
-    Recipe("gpt2", ac="selective"),
-    Recipe("sequential", ac="full", blocks="[12]"),
-    Recipe("llama, tied", ac="full", blocks=()),
-]
-# By number of ranks: they cost more to start than to train on.
-JOBS: dict[int, list[tuple[DistributedConfig, Recipe]]] = {
-    2: [(SHARDED, recipe) for recipe in [*EVERY, *CHECKPOINTED]],
-    4: [(HYBRID, recipe) for recipe in [Recipe("gpt2", ac="full"), Recipe("convolutional", reshard=False)]],
+Sizes = dict[str, int]
+
+BY_NAME = {"[0-9].up": ColwiseParallel(), "[0-9].down": RowwiseParallel()}
+SHARDED: Sizes = {"dp_shard": 2}
+HYBRID: Sizes = {"dp_replicate": 2, "dp_shard": 2}
+CUT: Sizes = {"tp": 2}
+# By number of ranks, which cost more to start than to train on.
+JOBS: dict[int, list[tuple[Sizes, Recipe]]] = {
+    2: [
+        (SHARDED, Recipe("llama")),
+        (SHARDED, Recipe("llama, tied", ac="full", blocks=())),
+        (SHARDED, Recipe("gpt2", ac="selective")),
+        (SHARDED, Recipe("sequential", ac="full", blocks="[12]")),
+        (SHARDED, Recipe("convolutional")),
+        (CUT, Recipe("llama", llama_plan, ac="selective")),
+        (CUT, Recipe("llama, tied", llama_plan)),
+        (CUT, Recipe("qwen3", llama_plan)),
+        (CUT, Recipe("sequential", BY_NAME)),
+    ],
+    4: [
+        (HYBRID, Recipe("gpt2", ac="full")),
+        (HYBRID, Recipe("convolutional", reshard=False)),
+        ({"dp_shard": 2, "tp": 2}, Recipe("llama", llama_plan, ac="full")),
+        ({"dp_shard": 2, "tp": 2}, Recipe("qwen3", llama_plan)),
+        ({"dp_shard": 2, "tp": 2}, Recipe("sequential", BY_NAME)),
+        ({"pp": 1, "cp": 2, "dp_shard": 1, "tp": 2}, Recipe("llama", llama_plan, ac="full")),
+        ({"pp": 1, "cp": 2, "dp_shard": 2, "tp": 1}, Recipe("llama, tied", llama_plan, ac="full")),
+    ],
 }
 
 
-def train_jobs_on_rank(rank: int, jobs: Sequence[tuple[DistributedConfig, Recipe]]) -> list[Any]:
-    return [train_on_rank(init_distributed(layout), recipe) for layout, recipe in jobs]
+def train_jobs_on_rank(rank: int, jobs: Sequence[tuple[Sizes, Recipe]]) -> list[Any]:
+    meshes = [init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)) for sizes, _ in jobs]
+    return [train_on_rank(mesh, recipe) for mesh, (_, recipe) in zip(meshes, jobs, strict=True)]
 
 
 @pytest.mark.parametrize("n_ranks", JOBS)
 def test_a_foreign_model_trains_as_in_one_process(n_ranks: int, subtests: pytest.Subtests) -> None:
     ranks = on_ranks(n_ranks, train_jobs_on_rank, JOBS[n_ranks], timeout_s=110)
-    for (layout, recipe), found in zip(JOBS[n_ranks], zip(*ranks, strict=True), strict=True):
-        with subtests.test(f"{recipe} on {layout}"):
-            assert_equals([trained for trained, _ in found], recipe.model, layout)
+    for (sizes, recipe), found in zip(JOBS[n_ranks], zip(*ranks, strict=True), strict=True):
+        with subtests.test(f"{recipe.model} on {sizes}"):
+            assert_equals([trained for trained, _ in found], recipe.model, sizes)
+
+
+def pipeline_on_rank(rank: int, case: Case, data: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of one step of a pipeline whose mesh has a dimension of another kind."""
+    mesh = init_device_mesh("cpu", (2, 2, 1, 1), mesh_dim_names=("pp", "cp", "dp_shard", "tp"))
+    torch.manual_seed(0)
+    modules = build_modules(case, model_config(case, tied=True), mesh)
+    loss = build_pipeline(case, modules, mesh, case.batch, CrossEntropy()).step(data[0], target=data[1])
+    return loss.item(), {n: p.grad.full_tensor() for module in modules for n, p in module.named_parameters()}
+
+
+def test_a_pipeline_lets_a_dimension_of_another_kind_be() -> None:
+    case = Case(pp=2, schedule="1f1b")
+    config = model_config(case, tied=True)
+    [(inputs, target), *_], _ = data_of(config, case.batch, padded=False)
+    torch.manual_seed(0)
+    model = Transformer(config).double()
+    expected = CrossEntropy()(model(inputs), target)
+    expected.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    for loss, found in on_ranks(4, pipeline_on_rank, case, (inputs, target)):
+        assert loss == pytest.approx(expected.item(), rel=1e-12)
+        for name, gradient in found.items():
+            source = "embed.weight" if name == "head.weight" else name
+            torch.testing.assert_close(gradient, gradients[source], rtol=0, atol=1e-12)

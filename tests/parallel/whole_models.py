@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.parallel import (
-    DistributedConfig,
     apply_ac,
     apply_fsdp2,
+    apply_tensor_parallel,
     get_dp_mesh,
     get_dp_rank,
     has_dp_mesh,
@@ -39,10 +39,19 @@ def llama(tied: bool = False, **changes: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": WIDTH, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(
-        vocab_size=WORDS, num_hidden_layers=3, tie_word_embeddings=tied, use_cache=False, **sizes | changes
+    sizes |= {"vocab_size": WORDS, "num_hidden_layers": 3}
+    return LlamaForCausalLM(LlamaConfig(tie_word_embeddings=tied, use_cache=False, **sizes | changes))
+
+
+def qwen3() -> nn.Module:
+    """Norms of each head's queries and keys, and biases."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3Config(
+        vocab_size=WORDS, num_hidden_layers=2, head_dim=8, attention_bias=True, use_cache=False, pad_token_id=0, **sizes
     )
-    return LlamaForCausalLM(config)
+    return Qwen3ForCausalLM(config)
 
 
 def gpt2() -> nn.Module:
@@ -67,6 +76,7 @@ def convolutional() -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
     "llama, tied": lambda: llama(tied=True),
+    "qwen3": qwen3,
     "gpt2": gpt2,
     "sequential": sequential,
     "convolutional": convolutional,
@@ -133,16 +143,18 @@ def train_on_rank(mesh: DeviceMesh | None, recipe: Recipe) -> tuple[Trained, dic
     """What training leaves behind, and the names of what each step was applied to."""
     model = build(recipe.model)
     names = {
+        "tensor": apply_tensor_parallel(model, mesh, recipe.plan),
         "ac": apply_ac(model, recipe.ac, blocks=recipe.blocks, **recipe.options or {}),
         "fsdp2": apply_fsdp2(model, mesh, None, recipe.reshard, blocks=recipe.blocks),
     }
     return train(model, recipe.model, get_dp_rank(mesh), get_dp_mesh(mesh).size() if has_dp_mesh(mesh) else 1), names
 
 
-def assert_equals(ranks: list[Trained], name: str, layout: DistributedConfig) -> None:
+def assert_equals(ranks: list[Trained], name: str, sizes: Mapping[str, int]) -> None:
     """All gradients and parameters equal one process's, and so does the mean loss of the data-parallel ranks."""
     losses = torch.tensor([trained.losses for trained in ranks], dtype=torch.float64)
-    parts = losses.view(layout.pp, layout.dp_replicate * layout.dp_shard, layout.tp, STEPS)
+    n_data = sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)
+    parts = losses.view(-1, n_data, sizes.get("tp", 1), STEPS)
     mean = parts.mean(1, keepdim=True).expand_as(parts).reshape(losses.shape)
     assert_same_training(
         [replace(trained, losses=row.tolist()) for trained, row in zip(ranks, mean, strict=True)], reference(name)

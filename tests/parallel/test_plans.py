@@ -1,0 +1,165 @@
+"""Plans of tensor parallelism: what they give, and what is refused by name before anything is cut."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+from course_pp.launch import on_ranks
+from course_pp.model import ModelConfig, Transformer
+from course_pp.parallel import apply_tensor_parallel, llama_plan, transformer_plan
+from tests.parallel.fake_mesh import FakeMesh
+from tests.parallel.whole_models import Block, build, gpt2, llama, sequential
+
+COLUMNS, ROWS = ColwiseParallel(), RowwiseParallel()
+OURS = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=20, max_seq_len=16)
+
+
+def test_the_plan_for_llamas_holds_what_the_model_holds() -> None:
+    plan = llama_plan(llama(), 2)
+    assert len(plan) == 3 * 9 + 1
+    assert "model.layers.2.self_attn.q_proj" in plan
+    assert "lm_head" in plan
+    assert "lm_head" not in llama_plan(llama(tied=True), 2)
+    assert "lm_head" not in llama_plan(llama(vocab_size=35), 2)
+    stage = nn.Module()
+    stage.only = llama().model.layers[1].mlp
+    assert list(llama_plan(stage, 2)) == ["only", "only.gate_proj", "only.up_proj", "only.down_proj"]
+
+
+def odd_heads() -> nn.Module:
+    return llama(hidden_size=48, num_attention_heads=6, num_key_value_heads=3)
+
+
+def widened() -> nn.Module:
+    """Norms over all heads, as in OLMo 2."""
+    model = llama()
+    model.model.layers[0].self_attn.k_norm = nn.RMSNorm(16)
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], int, dict[str, Any], str]] = {
+    "no plan": (llama, 2, {}, "apply_tensor_parallel has no plan for LlamaForCausalLM: pass plan=llama_plan if"),
+    "no such name": (
+        sequential,
+        2,
+        {"plan": {"[0-9].up": COLUMNS, "1.dwn": ROWS}},
+        "plan: pattern '1.dwn' matches no module of Sequential: the nearest names are '1.down'",
+    ),
+    "two patterns": (
+        sequential,
+        2,
+        {"plan": {"1.*": SequenceParallel(), "*.up": COLUMNS}},
+        r"patterns '1\.\*' and '\*\.up' both match '1\.up': give each module one style",
+    ),
+    "uneven columns": (
+        sequential,
+        5,
+        {"plan": {"*.up": COLUMNS}},
+        r"tp=5 must divide out_features=64 of '1\.up', which ColwiseParallel cuts",
+    ),
+    "uneven rows": (sequential, 5, {"plan": {"*.down": ROWS}}, r"tp=5 must divide in_features=64 of '1\.down'"),
+    "uneven embedding": (sequential, 5, {"plan": {"0": ROWS}}, "tp=5 must divide num_embeddings=36 of '0'"),
+    "no linear": (
+        gpt2,
+        2,
+        {"plan": {"transformer.h.*.attn.c_attn": COLUMNS}},
+        r"ColwiseParallel cuts nn.Linear and nn.Embedding, but 'transformer\.h\.0\.attn\.c_attn' is a Conv1D",
+    ),
+    "tied": (
+        lambda: llama(tied=True),
+        2,
+        {"plan": {"lm_head": COLUMNS}},
+        "lm_head.weight is one parameter under the names 'model.embed_tokens.weight', 'lm_head.weight', and cutting",
+    ),
+    "no style": (
+        sequential,
+        2,
+        {"plan": lambda module, tp: {"*.up": "columns"}},
+        r"plan holds '\*\.up': str, but maps name patterns to",
+    ),
+    "heads": (
+        odd_heads,
+        2,
+        {"plan": llama_plan},
+        "tp=2 must divide num_key_value_heads=3 of 'model.layers.0",
+    ),
+    "heads on many ranks": (llama, 4, {"plan": llama_plan}, r"num_key_value_heads=2 .*: use tp=2, or change num_key"),
+    "width": (lambda: llama(intermediate_size=49), 2, {"plan": llama_plan}, "tp=2 must divide intermediate_size=49 of"),
+    "norms over heads": (widened, 2, {"plan": llama_plan}, r"holds k_norm\.weight, which llama_plan does not know"),
+    "nothing to cut": (
+        gpt2,
+        2,
+        {"plan": llama_plan},
+        "plan llama_plan finds nothing to cut of GPT2LMHeadModel",
+    ),
+    "logits of a tied head": (
+        lambda: llama(tied=True),
+        2,
+        {"plan": llama_plan, "gather_logits": False},
+        "gather_logits=False needs an untied head .* but 'lm_head' is tied",
+    ),
+    "logits of a mapping": (
+        sequential,
+        2,
+        {"plan": {"4": COLUMNS}, "gather_logits": False},
+        "gather_logits=False is for plans that are functions: in a mapping, give the head",
+    ),
+    "logits of a function": (
+        sequential,
+        2,
+        {"plan": lambda module, tp: {"4": COLUMNS}, "gather_logits": False},
+        r"gather_logits=False, but plan <lambda> takes no gather_logits",
+    ),
+    "our plan for others": (llama, 2, {"plan": transformer_plan}, "transformer_plan: module is a LlamaForCausalLM"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_plan_that_does_not_fit_is_refused_before_anything_is_cut(name: str) -> None:
+    build_model, tp, options, message = REFUSED[name]
+    model = build_model()
+    with pytest.raises(ValueError, match=message):
+        apply_tensor_parallel(model, FakeMesh(tp=tp), **options)
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def stages_on_rank(rank: int) -> dict[str, Any]:
+    """What is cut of two stages, each on its rank, and the refusals of plans that one of them cannot follow."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "tp"))
+    said: dict[str, Any] = {}
+
+    def stage() -> nn.Module:
+        return nn.ModuleDict({"head": nn.Linear(4, 6)} if rank else {"0": Block(4)})
+
+    frozen = stage().requires_grad_(False)
+    said["cut"] = apply_tensor_parallel(frozen, mesh, {"*.up": COLUMNS, "*.norm": SequenceParallel(), "head": COLUMNS})
+    said["trained"] = [name for name, p in frozen.named_parameters() if p.requires_grad]
+    for name, plan in (("neither", {"*.up": COLUMNS, "haed": COLUMNS}), ("one", {"*.norm": COLUMNS, "head": ROWS})):
+        with pytest.raises(ValueError, match=r"plan|cuts") as refusal:
+            apply_tensor_parallel(stage(), mesh, plan)
+        said[name] = str(refusal.value)
+    both = nn.ModuleDict({"0": Block(4)}), nn.ModuleDict({"head": nn.Linear(4, 6)})
+    said["listed"] = apply_tensor_parallel(both, mesh, {"*.up": COLUMNS, "head": COLUMNS})
+    return said
+
+
+def test_the_stages_of_a_pipeline_refuse_a_plan_together() -> None:
+    first, last = on_ranks(2, stages_on_rank)
+    assert (first["cut"], last["cut"]) == (("0.up", "0.norm"), ("head",))
+    assert first["trained"] == last["trained"] == []
+    assert first["neither"] == last["neither"]
+    assert "pattern 'haed' matches no module on any stage: the nearest names are 'head'" in first["neither"]
+    assert first["one"] == last["one"]
+    assert "ColwiseParallel cuts nn.Linear and nn.Embedding, but '0.norm' is a LayerNorm" in first["one"]
+    assert first["listed"] == last["listed"] == ("0.up", "head")
+
+
+def test_a_plan_may_be_changed_before_it_is_used() -> None:
+    plan = transformer_plan(Transformer(OURS), 2)
+    assert isinstance(plan["layers.*.*_norm"], SequenceParallel)
+    assert apply_tensor_parallel(build("gpt2"), None, plan) == ()
