@@ -43,14 +43,8 @@ def check_order(model: nn.Module, step: Step) -> None:
     """Refuse to take ``step`` a second time, or after a step that must follow it.
 
     Raises:
-        TypeError: if ``model`` is no module.
         ValueError: naming what was applied, the order, and the remedy.
     """
-    if not isinstance(model, nn.Module):
-        hint = ": pass the module the stage was built from" if hasattr(model, "submod") else ""
-        raise TypeError(
-            f"{_CALLS[step]} takes an nn.Module, a model or a stage of one, not {type(model).__name__}{hint}"
-        )
     order = list(_CALLS)
     too_late = [done for done in applied_steps(model) if order.index(done) >= order.index(step)]
     if too_late:

@@ -75,7 +75,7 @@ def apply_tensor_parallel(
             pattern matches nothing on any stage, two match one module, a style cannot cut what it matches, or would
             part tied weights, or logits cannot stay cut. Also after checkpointing or FSDP2.
     """
-    models = [model] if isinstance(model, nn.Module) or not isinstance(model, Sequence) else list(model)
+    models = [model] if isinstance(model, nn.Module) else list(model)
     for each in models:
         check_order(each, "tensor parallel")
     mesh = get_tp_mesh(device_mesh)

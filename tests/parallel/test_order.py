@@ -56,7 +56,7 @@ def test_a_wrong_order_is_refused_with_what_was_applied_and_the_order() -> None:
 
 @pytest.mark.parametrize("step", STEPS)
 def test_what_is_no_module_is_refused_by_every_step(step: str) -> None:
-    with pytest.raises(TypeError, match=r"takes an nn\.Module, a model or a stage of one, not str"):
+    with pytest.raises(TypeError, match=r"apply_\w+: model is 'model' \(a str\): pass a Module"):
         STEPS[step]("model", None)  # type: ignore[arg-type]
 
 
