@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from course_pp.arguments import checked
+from course_pp.arguments import checked, refuse_unless
 from course_pp.model import ModelConfig, Transformer
 from course_pp.parallel.styles import GatheredColwiseParallel, SequencesDivide
 
@@ -32,6 +32,12 @@ Styles = dict[str, ParallelStyle]
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _HEAD_NORMS = ("q_norm", "k_norm")
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+
+_MOST_TP = 4096  # no head and no width divides by more
+
+
+def _check_size(function: str, tp: int) -> None:
+    refuse_unless(1 <= tp <= _MOST_TP, function, "tp", tp, f"give the size of the tp dimension, 1 to {_MOST_TP:,}")
 
 
 @checked
@@ -49,6 +55,7 @@ def transformer_plan(module: Transformer, tp: int, gather_logits: bool = True) -
         ValueError: if ``tp`` does not divide the heads or the feed-forward width, or logits are to stay cut but the
             head cannot be.
     """
+    _check_size("transformer_plan", tp)
     config = module.config
     check_tensor_parallel(config, tp, gather_logits)
     whole = module.embed is not None and module.head is not None
@@ -132,6 +139,7 @@ def llama_plan(module: nn.Module, tp: int, gather_logits: bool = True) -> Styles
         ValueError: if ``tp`` does not divide the heads or the feed-forward width, if an attention holds other
             parameters, whose gradients would be wrong in silence, or if logits are to stay cut but the head cannot be.
     """
+    _check_size("llama_plan", tp)
     plan: Styles = {}
     for name, part in _holding(module, _ATTENTION):
         _check_attention(name, part, tp)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -171,6 +170,8 @@ class _Facts:
 
 def _facts(end: nn.Parameter, values: bool) -> _Facts:
     local = _local(end.detach())
+    import xxhash  # here: ranks take over what the last ones imported only if that is torch and this package
+
     digest = xxhash.xxh3_64_hexdigest(_bytes(local)) if values and not local.is_meta else ""
     return _Facts(end.requires_grad, f"{str(end.dtype).removeprefix('torch.')} {tuple(local.shape)}", digest)
 

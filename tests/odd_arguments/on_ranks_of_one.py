@@ -25,6 +25,9 @@ X, IDS = torch.ones(2, 3), torch.ones(2, 4, dtype=torch.int64)
 SEQUENCES = Sequences(IDS, IDS)
 
 
+LLAMA = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in ("gate_proj", "up_proj", "down_proj")})
+
+
 def nothing() -> None:
     """A step that does nothing."""
 
@@ -74,7 +77,7 @@ def parallel_rows(folder: Path) -> Rows:
             "reshard_after_forward": "auto",
             "blocks": None,
         },
-        "apply_tensor_parallel": {"model": model, "device_mesh": None, "gather_logits": True},
+        "apply_tensor_parallel": {"model": model, "device_mesh": None, "plan": None, "gather_logits": True},
         "build_pipeline_schedule": {
             "stage": stage(),
             "n_microbatches": 2,
@@ -127,6 +130,8 @@ def parallel_rows(folder: Path) -> Rows:
         "init_distributed": {"config": parallel.DistributedConfig(), "seed": 42},
         "is_rank_zero": {},
         "measure_unsharded_bytes": {"fn": nothing, "modules": nn.Linear(2, 2)},
+        "llama_plan": {"module": LLAMA, "tp": 2, "gather_logits": True},
+        "transformer_plan": {"module": model, "tp": 2, "gather_logits": True},
         "partition_by_cost": MODEL["partition_by_cost"],
         "predict_collectives": {
             "config": CONFIG,
