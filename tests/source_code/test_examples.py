@@ -29,6 +29,7 @@ LAYOUTS = [
     DistributedConfig(pp=4, dp_shard=1),
     DistributedConfig(pp=4, dp_shard=2),
     DistributedConfig(pp=2, dp_replicate=2, dp_shard=2),
+    DistributedConfig(pp=2, dp_shard=1, tp=2),
     DistributedConfig(pp=2, dp_shard=2, tp=2),
 ]
 
@@ -102,7 +103,7 @@ def assert_equal(name: str, tied: bool, layout: DistributedConfig, schedule: str
 
 CASES = [
     (name, tied, layout, schedule)
-    for name in ("convnet", "gpt2")
+    for name in ("convnet", "gpt2", "llama")
     for tied in ((False,) if name == "convnet" else (True, False))
     for layout in LAYOUTS
     if layout.tp == 1 or name == "llama"
@@ -111,6 +112,7 @@ CASES = [
 SAMPLE = [
     ("convnet", False, DistributedConfig(pp=2, dp_shard=2), "zb_v"),
     ("gpt2", True, DistributedConfig(pp=2, dp_shard=2), "interleaved_1f1b"),
+    ("llama", True, DistributedConfig(pp=2, dp_shard=1, tp=2), "1f1b"),
 ]
 
 
