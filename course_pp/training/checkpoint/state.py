@@ -10,7 +10,7 @@ holds only another end, such as the output head of a model with tied embeddings,
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -248,11 +248,15 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, ends: Ends) -> dict[str,
 
 
 def config_of(parts: Sequence[Part]) -> dict[str, Any] | None:
-    """The sizes of the model, with the optional ones resolved; None for modules that have no configuration."""
+    """The sizes of our own model, with the optional ones resolved.
+
+    None for any other: its configuration may hold what JSON does not, or what changes from release to release; names
+    and shapes of its tensors are compared anyway.
+    """
     config = getattr(parts[0].module, "config", None)
-    if isinstance(config, ModelConfig):
-        return {**asdict(config), "n_kv_heads": config.kv_heads, "ffn_dim": config.hidden_dim}
-    return asdict(config) if is_dataclass(config) and not isinstance(config, type) else None
+    if not isinstance(config, ModelConfig):
+        return None
+    return {**asdict(config), "n_kv_heads": config.kv_heads, "ffn_dim": config.hidden_dim}
 
 
 def whole_model(parts: Sequence[Part]) -> set[str]:

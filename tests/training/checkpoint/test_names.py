@@ -1,6 +1,7 @@
 """One name is one tensor, over all ranks; modules of any kind, tied weights, and sets of stages."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,20 @@ def refusal(work: Callable[..., object], *arguments: Any, **options: Any) -> str
     return str(refused.value)
 
 
+@dataclass
+class ForeignConfig:
+    """As in transformers: JSON would make text of the numbers."""
+
+    id2label: dict[int, str] = field(default_factory=lambda: {0: "LABEL_0"})
+
+
 class Foreign(nn.Module):
     """A language model that is not ours, or an end of it; its matrix is one or two parameters."""
 
     def __init__(self, ends: str = "both", tied: bool = True, seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(seed)
+        self.config = ForeignConfig()
         weight = nn.Parameter(torch.randn(5, 3))
         if ends != "last":
             self.wte = nn.Embedding(5, 3)
