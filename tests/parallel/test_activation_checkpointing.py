@@ -89,7 +89,7 @@ def test_parameters_keep_their_names_and_weights_load() -> None:
 
 @pytest.mark.parametrize("mode", ["block", "", None, True])
 def test_an_unknown_mode_is_refused(mode: Any) -> None:
-    with pytest.raises(ValueError, match=r"mode=.* must be one of 'none', 'full', 'selective'"):
+    with pytest.raises(ValueError, match=r"apply_ac: mode is .*: pass one of 'none', 'full', 'selective'"):
         apply_ac(Transformer(CONFIG), mode)
 
 

@@ -74,7 +74,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "inside": (
         lambda: Parts(layers=blocks(2)),
         (Block, "layers.1.up"),
-        "block 'layers.1.up' is inside 'layers.1', which is a block too: choose one level",
+        "block 'layers.1.up' is inside 'layers.1', which is a block too: choose blocks of one level",
     ),
     "the module itself": (lambda: Block(4), (Block, nn.LayerNorm), "block 'norm' is inside the module itself"),
     "one module twice": (

@@ -211,7 +211,7 @@ def test_a_stage_left_out_and_a_whole_model_on_a_pipeline_are_refused_on_every_r
         ({"norm_type": 0}, "norm_type=0.0 must be above 0"),
         ({"norm_type": -1.0}, "norm_type=-1.0 must be above 0"),
         ({"norm_type": math.nan}, "norm_type=nan must be above 0"),
-        ({"norm_type": "fro"}, "norm_type='fro' and max_norm=1.0 must be numbers"),
+        ({"norm_type": "fro"}, r"norm_type is 'fro' \(a str\): pass a number"),
         ({"max_norm": -1.0}, "max_norm=-1.0 must be 0 or more: use math.inf"),
         ({"max_norm": math.nan}, "max_norm=nan must be 0 or more"),
     ],
