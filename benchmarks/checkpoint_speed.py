@@ -79,6 +79,7 @@ def measure(rank: int, folder: Path, repeats: int) -> dict[str, list[float]]:
     shared = [t.to_local() if hasattr(t, "to_local") else t for t in tensors_of(model, optimizer).values()]
     parts = [t.detach().contiguous() for t in shared if t.dim()]
     copies = [torch.empty_like(part) for part in parts]
+    background = dist.new_group(backend="gloo")  # torch saves on a thread, whose messages must not meet the step's
     taken: dict[str, list[float]] = {}
 
     def note(what: str, value: float) -> None:
@@ -93,7 +94,7 @@ def measure(rank: int, folder: Path, repeats: int) -> dict[str, list[float]]:
             note("save", seconds(partial(save, folder / "sync", at, model, optimizer, device_mesh=mesh, keep_last=1)))
             note("step", seconds(step))
             begin = time.perf_counter()
-            future = dcp.async_save(state, checkpoint_id=folder / f"torch{repeat} async")
+            future = dcp.async_save(state, checkpoint_id=folder / f"torch{repeat} async", process_group=background)
             note("torch's stall", time.perf_counter() - begin)
             note("step while torch saves", seconds(step))
             future.result()

@@ -8,7 +8,7 @@ Both give the same parameters under the same names.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -18,6 +18,8 @@ from course_pp.model.transformer import Transformer
 
 LayerRange = tuple[int, int]
 """(start, end) of consecutive layers, end excluded."""
+Tie = Mapping[int, str]
+"""A parameter's name by stage: weights that are one."""
 
 
 @checked
@@ -44,6 +46,12 @@ class PipelineStageModule(Transformer):
         )
         self.stage_id = stage_id
         self.num_stages = num_stages
+
+    @property
+    def ties(self) -> tuple[Tie, ...]:
+        """The weights that stages of this model share: embedding and head, if they are tied and lie apart."""
+        apart = self.config.tie_embeddings and self.num_stages > 1
+        return ({0: "embed.weight", self.num_stages - 1: "head.weight"},) if apart else ()
 
     def extra_repr(self) -> str:
         start, end = self.layer_range

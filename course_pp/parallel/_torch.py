@@ -68,7 +68,7 @@ class LocalNeighboursStage(PipelineStage):
         """Compare nothing here: torch before 2.13 knows tuples of tensors alone, and a stage may take more."""
 
     def _validate_fwd_outputs(self, outputs: Any) -> None:
-        """As for inputs: :class:`course_pp.parallel.stage.ModelStage` compares, in containers too."""
+        """As for inputs: :class:`course_pp.parallel.model_stage.ModelStage` compares, in containers too."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]

@@ -8,11 +8,12 @@ from torch import nn
 
 from course_pp.collective import Ranks
 from course_pp.model import PipelineStageModule
+from course_pp.model.stages import Tie
 from course_pp.parallel._torch import carries_integers
 from course_pp.parallel.boundary import Boundary, rows_of
+from course_pp.parallel.model_stage import ModelStage, find_outputs
 from course_pp.parallel.schedules import check_microbatches, get_stage_indices, runnable
-from course_pp.parallel.stage import ModelStage, find_outputs
-from course_pp.parallel.tied import SharedName, Tie, ties_of_stages
+from course_pp.parallel.tied import SharedName, ties_of_stages
 
 __all__ = ["agree", "everyone_of"]
 
@@ -188,8 +189,8 @@ def _ties(stages: Sequence[ModelStage], tied: Iterable[SharedName] | None, pipel
     everyone = pipeline.gather({index: _names(module) for index, module in modules.items()})
     names = {index: held for rank in everyone for index, held in sorted(rank.items())}
     own = next((m for m in modules.values() if isinstance(m, PipelineStageModule)), None)
-    if tied is None and own is not None and own.config.tie_embeddings and len(names) > 1:
-        tied = [{0: "embed.weight", len(names) - 1: "head.weight"}]
+    if tied is None and own is not None:
+        tied = own.ties
     return ties_of_stages(tied or (), dict(sorted(names.items())))
 
 

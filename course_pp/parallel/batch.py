@@ -10,7 +10,7 @@ from torch import Tensor
 from course_pp.model import PipelineStageModule
 from course_pp.parallel._torch import tree_flatten, tree_map, tree_unflatten
 from course_pp.parallel.boundary import Boundary
-from course_pp.parallel.stage import ModelStage
+from course_pp.parallel.model_stage import ModelStage
 
 __all__ = ["Batch"]
 
@@ -30,6 +30,7 @@ class Batch:
         self._counts_tokens = counts_tokens
         module = stages[0].submod
         self._transformer = module if isinstance(module, PipelineStageModule) else None
+        self._inputs = self._whole(stages[0].inputs) if stages[0].is_first and stages[0].inputs is not None else None
 
     @property
     def size(self) -> int:
@@ -65,36 +66,34 @@ class Batch:
 
     def _problem_of_inputs(self, inputs: tuple[Any, ...]) -> str | None:
         if not inputs or inputs == (None,):
-            return "inputs is missing on the rank that holds the first stage"
+            return _missing("inputs")
         if self._transformer is not None:
             return self._problem_of_tokens("inputs", inputs[0]) if len(inputs) == 1 else _too_many(inputs)
-        declared = self._stages[0].inputs
-        assert declared is not None  # settled
-        whole = tuple(replace(meta, shape=(self.size, *meta.shape[1:])).empty("meta") for meta in declared.metas)
-        expected = Boundary.of(declared.unflatten(whole))
         try:
             given = Boundary.of(inputs)
         except TypeError as error:
             return f"inputs holds {error}"
-        if given == expected:
+        if given == self._inputs:
             return None
         return (
-            f"inputs is {given}, but the pipeline was built for {expected}, of n_microbatches × rows = "
+            f"inputs is {given}, but the pipeline was built for {self._inputs}, of n_microbatches × rows = "
             f"{self._n_microbatches} × {self._rows} = {self.size} rows: pass that"
         )
+
+    def _whole(self, microbatch: Boundary) -> Boundary:
+        """What a microbatch is like, for the whole batch."""
+        metas = (replace(meta, shape=(self.size, *meta.shape[1:])).empty("meta") for meta in microbatch.metas)
+        return Boundary.of(microbatch.unflatten(tuple(metas)))
 
     def _problem_of_target(self, target: object) -> str | None:
         if self._transformer is not None:
             return self._problem_of_tokens("target", target)
         if target is None:
-            return "target is missing on the rank that holds the last stage"
+            return _missing("target")
         if not isinstance(target, Tensor):
             return f"target is a {type(target).__name__}: pass a tensor whose first dimension is the batch, {self.size}"
         if target.dim() == 0 or target.shape[0] != self.size:
-            return (
-                f"target has shape {tuple(target.shape)}, but the pipeline was built for n_microbatches × rows = "
-                f"{self._n_microbatches} × {self._rows} = {self.size}: drop or pad the remainder, or rebuild it"
-            )
+            return self._other_size("target", target, "rows")
         return None
 
     def _problem_of_keyword(self, name: str, value: object) -> str | None:
@@ -117,14 +116,11 @@ class Batch:
         assert self._stages[0].inputs is not None
         seq_len, vocab_size = self._stages[0].inputs.metas[0].shape[1], self._transformer.config.vocab_size
         if tokens is None:
-            return f"{name} is missing on the rank that holds the {'first' if name == 'inputs' else 'last'} stage"
+            return _missing(name)
         if not isinstance(tokens, Tensor):
             return f"{name} is a {type(tokens).__name__}: pass a tensor of shape ({self.size}, {seq_len})"
         if tokens.dim() < 2 or tokens.shape[0] != self.size:
-            return (
-                f"{name} has shape {tuple(tokens.shape)}, but the pipeline was built for n_microbatches × batch_size = "
-                f"{self._n_microbatches} × {self._rows} = {self.size}: drop or pad the remainder, or rebuild it"
-            )
+            return self._other_size(name, tokens, "batch_size")
         if tokens.shape[1] != seq_len:
             return f"{name} has shape {tuple(tokens.shape)}, but the pipeline was built for seq_len={seq_len}"
         if name == "target" and not self._counts_tokens:
@@ -137,6 +133,16 @@ class Batch:
             if low < 0 or high >= vocab_size:
                 return f"inputs holds token ids from {low} to {high}, but vocab_size={vocab_size}: use its tokenizer"
         return None
+
+    def _other_size(self, name: str, tensor: Tensor, rows: str) -> str:
+        return (
+            f"{name} has shape {tuple(tensor.shape)}, but the pipeline was built for n_microbatches × {rows} = "
+            f"{self._n_microbatches} × {self._rows} = {self.size}: drop or pad the remainder, or rebuild it"
+        )
+
+
+def _missing(name: str) -> str:
+    return f"{name} is missing on the rank that holds the {'first' if name == 'inputs' else 'last'} stage"
 
 
 def _too_many(inputs: tuple[Any, ...]) -> str:

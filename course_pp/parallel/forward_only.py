@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from course_pp.parallel.boundary import as_value, call
-from course_pp.parallel.stage import ModelStage
+from course_pp.parallel.model_stage import ModelStage
 
 __all__ = ["forward_only"]
 

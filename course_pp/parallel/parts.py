@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from course_pp.collective import Ranks, difference
 from course_pp.model import PipelineStageModule, Transformer
+from course_pp.model.stages import Tie
 from course_pp.parallel.mesh import get_pp_mesh, get_pp_rank, get_pp_size
-from course_pp.parallel.stage import ModelStage
-from course_pp.parallel.tied import Tie
+from course_pp.parallel.model_stage import ModelStage
 
 __all__ = ["Part", "Parts", "agree_on_parts", "parts_of"]
 

@@ -28,9 +28,9 @@ from course_pp.parallel.boundary import TensorMeta, merge, meta_of
 from course_pp.parallel.forward_only import forward_only
 from course_pp.parallel.fsdp import reshard
 from course_pp.parallel.mesh import has_dp_mesh
+from course_pp.parallel.model_stage import ModelStage
 from course_pp.parallel.recompute import is_checkpointed
 from course_pp.parallel.schedules import check_microbatches, splits_backward, takes_one_stage, torch_class
-from course_pp.parallel.stage import ModelStage
 from course_pp.parallel.tied import SharedName, TiedWeights
 from course_pp.parallel.world import is_rank_zero
 

@@ -11,7 +11,7 @@ the weights that its backward will need, and FSDP2 one copy for all.
 Micikevicius et al. 2018, "Mixed Precision Training", arXiv:1710.03740.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from course_pp.arguments import checked
 from course_pp.parallel._torch import mixed_precision, tree_flatten, tree_map
 
-__all__ = ["Lowered", "compute_dtype", "compute_in", "mixed_dtype"]
+__all__ = ["Lowered", "casts_inputs", "compute_dtype", "compute_dtypes", "compute_in", "spelled"]
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -81,14 +81,28 @@ def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
 @checked
 def compute_dtype(module: nn.Module) -> torch.dtype:
     """What a module computes in and sends: that of mixed precision, else its parameters'."""
-    mixed = mixed_dtype(module)
-    parameters = (p.dtype for p in module.parameters() if p.is_floating_point())
-    return next(parameters, torch.get_default_dtype()) if mixed is None else mixed
+    return next(iter(compute_dtypes(module)), torch.get_default_dtype())
 
 
-def mixed_dtype(module: nn.Module) -> torch.dtype | None:
-    """What FSDP2's policy or :func:`compute_in` says that a module computes in; None if neither does."""
+def compute_dtypes(module: nn.Module) -> tuple[torch.dtype, ...]:
+    """What a module computes in: that of mixed precision, else its parameters' dtypes, each once, in their order."""
+    policy = mixed_precision(module)
+    mixed = None if policy is None else policy.output_dtype or policy.param_dtype
+    if policy is None and isinstance(module.forward, Lowered):
+        mixed = module.forward.dtype
+    if mixed is not None:
+        return (mixed,)
+    return tuple(dict.fromkeys(p.dtype for p in module.parameters() if p.is_floating_point()))
+
+
+def casts_inputs(module: nn.Module) -> bool:
+    """Whether mixed precision casts what a module is called with."""
     policy = mixed_precision(module)
     if policy is not None:
-        return policy.output_dtype or policy.param_dtype
-    return module.forward.dtype if isinstance(module.forward, Lowered) else None
+        return policy.param_dtype is not None and policy.cast_forward_inputs
+    return isinstance(module.forward, Lowered)
+
+
+def spelled(dtypes: Iterable[torch.dtype]) -> str:
+    """Dtypes as a message lists them."""
+    return ", ".join(sorted(map(str, dtypes))) or "no dtype, as it has no parameters"

@@ -1,9 +1,6 @@
-"""One stage of a model as torch's pipelining wants it. Any module is a stage; what crosses its boundaries is known
-before the first step, declared or found without computing anything."""
+"""Building one stage of a pipeline: which of how many it is, and what its caller says that it takes and returns."""
 
-from collections.abc import Iterable
 from functools import lru_cache
-from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -13,161 +10,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.arguments import checked, refuse_unless
 from course_pp.model import ModelConfig, PipelineStageModule, Transformer
-from course_pp.parallel._torch import LocalNeighboursStage, mixed_precision, tree_flatten
-from course_pp.parallel.bare import bare_copy
-from course_pp.parallel.boundary import Boundary, as_value, call
+from course_pp.parallel._torch import mixed_precision
+from course_pp.parallel.boundary import Boundary
 from course_pp.parallel.mesh import get_pp_mesh, get_pp_rank, get_pp_size
-from course_pp.parallel.precision import mixed_dtype
-from course_pp.parallel.tied import Tie
+from course_pp.parallel.model_stage import ModelStage, check_declared_dtype
+from course_pp.parallel.precision import compute_dtypes, spelled
 from course_pp.wrappers import problem_of_wrappers
 
-__all__ = ["ModelStage", "build_pipeline_stage", "check_microbatch", "find_outputs"]
-
-
-class ModelStage(LocalNeighboursStage):
-    """torch's stage, and what crosses its boundaries.
-
-    Attributes:
-        inputs, outputs: what it is called with and returns for one microbatch; None where that is not known yet.
-        ties: weights that are one, by stage; :func:`build_pipeline_schedule` finds them.
-        device_mesh: the mesh it was built on.
-        param_dtype: what is to cross; None is whatever the stages compute in.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        stage: int,
-        n_stages: int,
-        inputs: Boundary | None,
-        outputs: Boundary | None,
-        device_mesh: DeviceMesh | None,
-        param_dtype: torch.dtype | None,
-        **options: Any,
-    ) -> None:
-        super().__init__(module, stage, n_stages, **options)
-        self.param_dtype = param_dtype
-        self.device_mesh = device_mesh
-        self.inputs, self.outputs = inputs, outputs
-        self.ties: tuple[Tie, ...] = ()
-        self._dtypes = _dtypes_of(module)
-        self._options = options
-
-    def settle(self, inputs: Boundary, outputs: Boundary) -> None:
-        """Tell torch what crosses the boundaries: it would otherwise find out by one forward, which changes buffers."""
-        self.inputs, self.outputs = inputs, outputs
-        super().__init__(
-            self.submod,
-            self.stage_index,
-            self.num_stages,
-            input_args=inputs.empty("meta", requires_grad=not self.is_first),
-            output_args=outputs.empty("meta", requires_grad=True) or torch.empty(0, device="meta"),
-            **self._options,
-        )
-
-    def received(self, tensors: tuple[torch.Tensor, ...]) -> Any:
-        """What the stage before returned, put together from what it sent."""
-        assert self.inputs is not None  # settled
-        return self.inputs.unflatten(tensors)
-
-    def message(self, output: Any) -> tuple[torch.Tensor, ...]:
-        """What is sent of ``output``.
-
-        Raises:
-            ValueError: if the next stage expects something else.
-        """
-        assert self.outputs is not None  # settled
-        try:
-            return tuple(_Handed.apply(tensor) for tensor in self.outputs.flatten(output))
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"stage {self.stage_index} returned {error}: a stage must return the same shapes for every microbatch, "
-                "whatever is in it"
-            ) from error
-
-    def problem_of_keywords(self, names: Iterable[str]) -> str | None:
-        """What is wrong with keyword arguments of a step that are called so."""
-        takes = signature(self.submod.forward).parameters.values()
-        if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in takes):
-            return None
-        known = [p.name for p in takes if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)]
-        unknown = [name for name in names if name not in known]
-        if not unknown:
-            return None
-        return (
-            f"keyword argument {unknown[0]} goes to every stage, but stage {self.stage_index}, a "
-            f"{type(self.submod).__name__}, takes {', '.join(known)}: let its forward take it, or **kwargs"
-        )
-
-    def problem_of_dtypes(self) -> str | None:
-        """What is wrong if the module has been converted since the stage was built."""
-        now = _dtypes_of(self.submod)
-        if now == self._dtypes:
-            return None
-        return (
-            f"stage {self.stage_index} computes in {_spelled(now)}, but computed in {_spelled(self._dtypes)} when it "
-            "was built, and its neighbours count on that: convert a module before build_pipeline_stage"
-        )
-
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module on what torch received, and give torch what it sends."""
-        if not self.is_first:
-            # Leaves that require a gradient could not be changed in place, as by nn.ReLU(inplace=True); what a stage of
-            # this rank returned is that stage's, and is copied.
-            own = torch.Tensor.clone if self._is_local(self.stage_index - 1) else _Handed.apply
-            args = tuple(map(own, args))
-        output = call(self.submod, as_value(args) if self.is_first else self.received(args), kwargs)
-        if not self.is_last:
-            return self.message(output)
-        self._output = output
-        return tuple(leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor))
-
-    def _is_local(self, stage: int) -> bool:
-        return self.stage_index_to_group_rank[stage] == self.group_rank
-
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        """As torch's, but a foreign module's backward is never split: ``I`` does all of it, and ``W`` nothing.
-
-        torch splits a graph where the paths from parameters meet those from inputs. A stage whose inputs carry no
-        gradient would lose its own in silence, and a parameter used at two depths would fail in the middle of a step.
-        """
-        whole = full_backward or not isinstance(self.submod, PipelineStageModule)
-        super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """The weight-gradient half of one microbatch."""
-        if isinstance(self.submod, PipelineStageModule):
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """What is sent after a forward; torch would look for a receiver of the last stage's output too."""
-        return [] if self.is_last else super().get_fwd_send_ops(fwd_chunk_id)
-
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's; the last stage returns what its module returned, for the loss function."""
-        sent = super().forward_one_chunk(*args, **kwargs)
-        if not self.is_last:
-            return sent
-        output, self._output = self._output, None
-        return output
-
-
-class _Handed(torch.autograd.Function):
-    """A tensor as torch's pipelining is given it: the same memory if that is in order, and a graph node of its own.
-
-    torch detaches in place what a stage returned. Handed a view it would fail; handed a stage's own input, or a tensor
-    that the graph has saved, it would take that from the rest of the backward.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
+__all__ = ["build_pipeline_stage", "check_microbatch"]
 
 
 @checked
@@ -236,7 +86,7 @@ def build_pipeline_stage(
         taken = _declared("inputs", inputs) or _tokens(batch_size, seq_len)  # looked at by all, so that all refuse
         taken = taken if stage == 0 else None
         given = _declared("outputs", outputs)
-        _check_declared_dtype(stage, given, param_dtype)
+        check_declared_dtype(stage, given, param_dtype)
     built = ModelStage(
         stage_module,
         stage,
@@ -251,34 +101,6 @@ def build_pipeline_stage(
     if taken is not None and given is not None:
         built.settle(taken, given)
     return built
-
-
-def find_outputs(stage: ModelStage) -> Boundary:
-    """What a stage returns when it is called with its ``inputs``; nothing is computed.
-
-    Raises:
-        ValueError: if that cannot be found on the meta device; names the remedy.
-    """
-    assert stage.inputs is not None
-    given, computed = {m.dtype for m in stage.inputs.metas if m.dtype.is_floating_point}, _dtypes_of(stage.submod)
-    if given and computed and not given & computed and not _casts_inputs(stage.submod):
-        raise ValueError(  # the meta device would let them pass
-            f"stage {stage.stage_index} is called with {stage.inputs}, but computes in {_spelled(computed)}: convert "
-            "the stages alike, or declare outputs= if it casts its inputs itself"
-        )
-    try:
-        with torch.no_grad():
-            output = call(bare_copy(stage.submod), stage.received(stage.inputs.empty("meta")))
-            found = Boundary(()) if stage.is_last else Boundary.of(output)  # nobody is sent what the last one returns
-    except Exception as error:  # whatever a foreign forward raises
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
-        raise ValueError(
-            f"stage {stage.stage_index}, a {type(stage.submod).__name__} called with {stage.inputs} alone on the meta "
-            f"device, does not say what it returns ({reason:.300}): mend the stage, or declare what crosses, "
-            "build_pipeline_stage(..., outputs=...)"
-        ) from error
-    _check_declared_dtype(stage.stage_index, found, stage.param_dtype)
-    return found
 
 
 def _place(module: object, device_mesh: DeviceMesh | None, stage: int | None, n_stages: int | None) -> tuple[int, int]:
@@ -315,10 +137,10 @@ def _boundaries_of_transformer(
 ) -> tuple[Boundary, Boundary]:
     """What a stage of this package's model takes and returns."""
     rows, positions = check_microbatch(module.config, batch_size, seq_len)
-    dtypes = _dtypes_of(module)
+    dtypes = compute_dtypes(module)
     if param_dtype is None:
-        param_dtype = next(iter(dtypes))
-    if dtypes != {param_dtype}:
+        param_dtype = dtypes[0]
+    if dtypes != (param_dtype,):
         raise ValueError(_mismatch(module, dtypes, param_dtype))
     first, last = module.stage_id == 0, module.stage_id == module.num_stages - 1
     tokens = torch.empty(rows, positions, dtype=torch.int64, device="meta")
@@ -346,15 +168,6 @@ def _tokens(batch_size: int | None, seq_len: int | None) -> Boundary | None:
         return None
     shape = (_check_size("batch_size", batch_size), _check_size("seq_len", seq_len))
     return Boundary.of(torch.empty(shape, dtype=torch.int64, device="meta"))
-
-
-def _check_declared_dtype(stage: int, given: Boundary | None, param_dtype: torch.dtype | None) -> None:
-    for meta in () if given is None or param_dtype is None else given.metas:
-        if meta.dtype.is_floating_point and meta.dtype != param_dtype:
-            raise ValueError(
-                f"stage {stage} returns {meta}, but param_dtype={param_dtype}: declare what really crosses, or leave "
-                "param_dtype out"
-            )
 
 
 def _check_mesh(stage: int, n_stages: int, device_mesh: DeviceMesh | None) -> None:
@@ -402,32 +215,17 @@ def _check_size(name: str, size: object) -> int:
     return size
 
 
-def _dtypes_of(module: nn.Module) -> set[torch.dtype]:
-    """The dtypes a module computes in: those of mixed precision, whatever its parameters are kept in."""
-    mixed = mixed_dtype(module)
-    return {p.dtype for p in module.parameters() if p.is_floating_point()} if mixed is None else {mixed}
-
-
-def _casts_inputs(module: nn.Module) -> bool:
-    policy = mixed_precision(module)
-    return policy is not None and policy.param_dtype is not None and policy.cast_forward_inputs
-
-
-def _mismatch(module: PipelineStageModule, dtypes: set[torch.dtype], boundary_dtype: torch.dtype) -> str:
+def _mismatch(module: PipelineStageModule, dtypes: tuple[torch.dtype, ...], boundary_dtype: torch.dtype) -> str:
     """A stage that computes in another dtype: the neighbour would read the message's bytes as something else."""
     remedy = (
         "pass the module's own dtype, or convert it before building the stage"
         if mixed_precision(module) is None
-        else f"pass param_dtype={_spelled(dtypes)}, or apply FSDP2 with default_mp_policy({boundary_dtype})"
+        else f"pass param_dtype={spelled(dtypes)}, or apply FSDP2 with default_mp_policy({boundary_dtype})"
     )
     return (
-        f"stage {module.stage_id} computes in {_spelled(dtypes)}, but param_dtype declares that {boundary_dtype} "
+        f"stage {module.stage_id} computes in {spelled(dtypes)}, but param_dtype declares that {boundary_dtype} "
         f"crosses its boundary: {remedy}"
     )
-
-
-def _spelled(dtypes: set[torch.dtype]) -> str:
-    return ", ".join(sorted(map(str, dtypes))) or "no dtype, as it has no parameters"
 
 
 def _pipeline_group(device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:

@@ -14,11 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from course_pp.arguments import checked
 from course_pp.collective import Ranks
+from course_pp.model.stages import Tie
 
-__all__ = ["SharedName", "Tie", "TiedWeights", "find_ties", "ties_of_stages"]
+__all__ = ["SharedName", "TiedWeights", "find_ties", "ties_of_stages"]
 
-Tie = Mapping[int, str]
-"""A parameter's name by stage: weights that are one."""
 SharedName = Tie | Sequence[str]
 """A tie as a user writes it: by stage, or the names one parameter has in the whole model."""
 

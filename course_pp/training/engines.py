@@ -16,7 +16,7 @@ from course_pp.parallel import (
     get_pp_size,
     get_tp_mesh,
 )
-from course_pp.parallel.stage import ModelStage
+from course_pp.parallel.model_stage import ModelStage
 from course_pp.runtime import Pipeline
 from course_pp.schedule import Schedule, build
 from course_pp.training.config import TrainConfig

@@ -9,16 +9,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from course_pp.arguments import checked
 from course_pp.collective import Ranks
 from course_pp.model import PipelineStageModule
+from course_pp.model.stages import Tie
 from course_pp.parallel import get_pp_rank, get_pp_size, get_stage_indices
 from course_pp.schedule import build
 from course_pp.training.config import TrainConfig
 from course_pp.training.metrics import training_flops
 
-__all__ = ["Held", "Stages", "Tie", "flops_of_a_sequence", "held_stages", "stages_of_rank"]
+__all__ = ["Held", "Stages", "flops_of_a_sequence", "held_stages", "stages_of_rank"]
 
 Stages = Sequence[PipelineStageModule] | Mapping[int, nn.Module]
-Tie = Mapping[int, str]
-"""A weight that several stages share: the parameter's name by stage."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,7 @@ class Held:
     @property
     def all_ties(self) -> list[Tie]:
         """Those of our own model as well."""
-        tie = self.ours and self.ours[0].config.tie_embeddings and self.n_stages > 1
-        return [*self.tied, *([{0: "embed.weight", self.n_stages - 1: "head.weight"}] if tie else [])]
+        return [*self.tied, *(self.ours[0].ties if self.ours else ())]
 
     @property
     def holds_last(self) -> bool:

@@ -28,6 +28,7 @@ from course_pp.arguments import check_arguments, checked
 from course_pp.collective import Ranks
 from course_pp.loss import LossFn, TokenLoss, counted
 from course_pp.model import CrossEntropy
+from course_pp.model.stages import Tie
 from course_pp.parallel import clip_grad_norm_, compute_dtype, get_pp_size
 from course_pp.parallel.mesh import limit_waiting
 from course_pp.runtime import LossNotFinite
@@ -40,7 +41,7 @@ from course_pp.training.optim import OptimizerFactory, build_optimizer, build_sc
 from course_pp.training.precision import DTYPES, LossScale
 from course_pp.training.report import Reporter, StepResult
 from course_pp.training.setting import SettingError
-from course_pp.training.stages import Stages, Tie, flops_of_a_sequence, held_stages
+from course_pp.training.stages import Stages, flops_of_a_sequence, held_stages
 
 __all__ = ["Fitted", "NonFiniteGradient", "StepResult", "Trainer"]
 

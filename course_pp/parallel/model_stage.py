@@ -1,0 +1,213 @@
+"""A stage as torch's pipelining runs it: any module, and what crosses its boundaries."""
+
+from collections.abc import Iterable
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from course_pp.model import PipelineStageModule
+from course_pp.model.stages import Tie
+from course_pp.parallel._torch import LocalNeighboursStage, tree_flatten
+from course_pp.parallel.bare import bare_copy
+from course_pp.parallel.boundary import Boundary, as_value, call
+from course_pp.parallel.precision import casts_inputs, compute_dtypes, spelled
+
+__all__ = ["ModelStage", "check_declared_dtype", "find_outputs"]
+
+
+class ModelStage(LocalNeighboursStage):
+    """torch's stage, and what crosses its boundaries.
+
+    Attributes:
+        inputs, outputs: what it is called with and returns for one microbatch; None where that is not known yet.
+        ties: weights that are one, by stage; :func:`build_pipeline_schedule` finds them.
+        device_mesh: the mesh it was built on.
+        param_dtype: what is to cross; None is whatever the stages compute in.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stage: int,
+        n_stages: int,
+        inputs: Boundary | None,
+        outputs: Boundary | None,
+        device_mesh: DeviceMesh | None,
+        param_dtype: torch.dtype | None,
+        **options: Any,
+    ) -> None:
+        super().__init__(module, stage, n_stages, **options)
+        self.param_dtype = param_dtype
+        self.device_mesh = device_mesh
+        self.inputs, self.outputs = inputs, outputs
+        self.ties: tuple[Tie, ...] = ()
+        self._dtypes = compute_dtypes(module)
+        self._keywords = _keywords_of(module)
+        self._options = options
+
+    def settle(self, inputs: Boundary, outputs: Boundary) -> None:
+        """Tell torch what crosses the boundaries: it would otherwise find out by one forward, which changes buffers."""
+        self.inputs, self.outputs = inputs, outputs
+        super().__init__(
+            self.submod,
+            self.stage_index,
+            self.num_stages,
+            input_args=inputs.empty("meta", requires_grad=not self.is_first),
+            output_args=outputs.empty("meta", requires_grad=True) or torch.empty(0, device="meta"),
+            **self._options,
+        )
+
+    def received(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+        """What the stage before returned, put together from what it sent."""
+        assert self.inputs is not None  # settled
+        return self.inputs.unflatten(tensors)
+
+    def message(self, output: Any) -> tuple[torch.Tensor, ...]:
+        """What is sent of ``output``.
+
+        Raises:
+            ValueError: if the next stage expects something else.
+        """
+        assert self.outputs is not None  # settled
+        try:
+            return tuple(_Handed.apply(tensor) for tensor in self.outputs.flatten(output))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"stage {self.stage_index} returned {error}: a stage must return the same shapes for every microbatch, "
+                "whatever is in it"
+            ) from error
+
+    def problem_of_keywords(self, names: Iterable[str]) -> str | None:
+        """What is wrong with keyword arguments of a step that are called so."""
+        known = self._keywords
+        unknown = [] if known is None else [name for name in names if name not in known]
+        if known is None or not unknown:
+            return None
+        return (
+            f"keyword argument {unknown[0]} goes to every stage, but stage {self.stage_index}, a "
+            f"{type(self.submod).__name__}, takes {', '.join(known)}: let its forward take it, or **kwargs"
+        )
+
+    def problem_of_dtypes(self) -> str | None:
+        """What is wrong if the module has been converted since the stage was built."""
+        now = compute_dtypes(self.submod)
+        if now == self._dtypes:
+            return None
+        return (
+            f"stage {self.stage_index} computes in {spelled(now)}, but computed in {spelled(self._dtypes)} when it "
+            "was built, and its neighbours count on that: convert a module before build_pipeline_stage"
+        )
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on what torch received, and give torch what it sends."""
+        if not self.is_first:
+            # Leaves that require a gradient could not be changed in place, as by nn.ReLU(inplace=True); what a stage of
+            # this rank returned is that stage's, and is copied.
+            own = torch.Tensor.clone if self._is_local(self.stage_index - 1) else _Handed.apply
+            args = tuple(map(own, args))
+        output = call(self.submod, as_value(args) if self.is_first else self.received(args), kwargs)
+        if not self.is_last:
+            return self.message(output)
+        self._output = output
+        return tuple(leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor))
+
+    def _is_local(self, stage: int) -> bool:
+        return self.stage_index_to_group_rank[stage] == self.group_rank
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """As torch's, but a foreign module's backward is never split: ``I`` does all of it, and ``W`` nothing.
+
+        torch splits a graph where the paths from parameters meet those from inputs. A stage whose inputs carry no
+        gradient would lose its own in silence, and a parameter used at two depths would fail in the middle of a step.
+        """
+        whole = full_backward or not isinstance(self.submod, PipelineStageModule)
+        super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """The weight-gradient half of one microbatch."""
+        if isinstance(self.submod, PipelineStageModule):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """What is sent after a forward; torch would look for a receiver of the last stage's output too."""
+        return [] if self.is_last else super().get_fwd_send_ops(fwd_chunk_id)
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's; the last stage returns what its module returned, for the loss function."""
+        sent = super().forward_one_chunk(*args, **kwargs)
+        if not self.is_last:
+            return sent
+        output, self._output = self._output, None
+        return output
+
+
+class _Handed(torch.autograd.Function):
+    """A tensor as torch's pipelining is given it: the same memory if that is in order, and a graph node of its own.
+
+    torch detaches in place what a stage returned. Handed a view it would fail; handed a stage's own input, or a tensor
+    that the graph has saved, it would take that from the rest of the backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def find_outputs(stage: ModelStage) -> Boundary:
+    """What a stage returns when it is called with its ``inputs``; nothing is computed.
+
+    Raises:
+        ValueError: if that cannot be found on the meta device; names the remedy.
+    """
+    assert stage.inputs is not None
+    given, computed = {m.dtype for m in stage.inputs.metas if m.dtype.is_floating_point}, compute_dtypes(stage.submod)
+    if given and computed and given.isdisjoint(computed) and not casts_inputs(stage.submod):
+        raise ValueError(  # the meta device would let them pass
+            f"stage {stage.stage_index} is called with {stage.inputs}, but computes in {spelled(computed)}: convert "
+            "the stages alike, or declare outputs= if it casts its inputs itself"
+        )
+    try:
+        with torch.no_grad():
+            output = call(bare_copy(stage.submod), stage.received(stage.inputs.empty("meta")))
+            found = Boundary(()) if stage.is_last else Boundary.of(output)  # nobody is sent what the last one returns
+    except Exception as error:  # whatever a foreign forward raises
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+        raise ValueError(
+            f"stage {stage.stage_index}, a {type(stage.submod).__name__} called with {stage.inputs} alone on the meta "
+            f"device, does not say what it returns ({reason:.300}): mend the stage, or declare what crosses, "
+            "build_pipeline_stage(..., outputs=...)"
+        ) from error
+    check_declared_dtype(stage.stage_index, found, stage.param_dtype)
+    return found
+
+
+def check_declared_dtype(stage: int, given: Boundary | None, param_dtype: torch.dtype | None) -> None:
+    """Refuse a stage that returns another dtype than ``param_dtype``.
+
+    Raises:
+        ValueError: naming the tensor.
+    """
+    for meta in () if given is None or param_dtype is None else given.metas:
+        if meta.dtype.is_floating_point and meta.dtype != param_dtype:
+            raise ValueError(
+                f"stage {stage} returns {meta}, but param_dtype={param_dtype}: declare what really crosses, or leave "
+                "param_dtype out"
+            )
+
+
+def _keywords_of(module: nn.Module) -> list[str] | None:
+    """The names under which a module takes arguments; None if it takes any."""
+    takes = signature(module.forward).parameters.values()
+    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in takes):
+        return None
+    return [p.name for p in takes if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)]
