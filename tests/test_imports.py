@@ -11,14 +11,14 @@ import course_pp
 
 ROOT = Path(course_pp.__file__).parent
 
-# What each package may import from its siblings. `collective`, `cycles` and `loss` stand alone. `exercises` and
+# What each package may import from its siblings. `collective`, `cycles`, `loss` and `tied` stand alone. `exercises` and
 # `notebook` are for cells: nothing imports them.
 ARROWS = {
     "schedule": {"cycles"},
     "show": {"cycles", "schedule"},
     "model": set(),
-    "runtime": {"collective", "loss", "schedule"},
-    "parallel": {"collective", "loss", "model", "schedule"},
+    "runtime": {"collective", "loss", "schedule", "tied"},
+    "parallel": {"collective", "loss", "model", "schedule", "tied"},
     "training": {"collective", "loss", "model", "parallel", "runtime", "schedule"},
     "launch": {"cycles"},
     "notebook": {"launch", "runtime", "schedule"},

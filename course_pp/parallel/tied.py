@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from course_pp.arguments import checked
 from course_pp.collective import Ranks
 from course_pp.model.stages import Tie
+from course_pp.tied import add_up, copies_in, set_apart
 
 __all__ = ["SharedName", "TiedWeights", "find_ties", "ties_of_stages"]
 
@@ -116,35 +117,22 @@ class TiedWeights:
         that started equal stay equal bit by bit.
         """
         ends = [one for one in self._ends() if any(end.requires_grad for end in one.mine.values())]
-        before = [(end, end.grad) for one in ends for end in one.mine.values()]
-        for end, _ in before:
-            end.grad = None
-        try:
+        with set_apart(end for one in ends for end in one.mine.values()):
             yield
             for one in ends:
                 self._sum(one)
-        finally:
-            for end, earlier in before:
-                if earlier is not None:
-                    end.grad = earlier if end.grad is None else end.grad + earlier
 
     def _ends(self) -> list[_Ends]:
-        """Looked up by name each time: loading may put another parameter in a place."""
         found = []
         for tie in self.ties:
-            mine: dict[int, nn.Parameter] = {}
-            for stage in sorted(tie.keys() & self._modules.keys()):
-                end = self._modules[stage].get_parameter(tie[stage])
-                # Two stages of one rank may share the very tensor: autograd adds up its gradients by itself.
-                if not any(end is known for known in mine.values()):
-                    mine[stage] = end
+            mine = copies_in(self._modules, ((stage, stage, name) for stage, name in sorted(tie.items())))
             if mine:
                 found.append(_Ends(tie, mine, tuple(sorted({self._owner[stage] for stage in tie}))))
         return found
 
     def _sum(self, one: _Ends) -> None:
-        gradients = [torch.zeros_like(end) if end.grad is None else end.grad for end in one.mine.values()]
-        own = sum(gradients[1:], start=gradients[0])
+        own = add_up([torch.zeros_like(end) if end.grad is None else end.grad for end in one.mine.values()])
+        assert own is not None  # every tie here has an end
         parts = {rank: torch.empty_like(own) for rank in one.ranks if rank != self._ranks.rank}
         swaps = []
         for rank, theirs in parts.items():
@@ -152,10 +140,9 @@ class TiedWeights:
             swaps.append(dist.P2POp(dist.irecv, _local(theirs), group=self._ranks.group, group_peer=rank))
         for work in dist.batch_isend_irecv(swaps) if swaps else ():
             work.wait()
-        terms = [parts.get(rank, own) for rank in one.ranks]
-        total = sum(terms[1:], start=terms[0])
+        total = add_up([parts.get(rank, own) for rank in one.ranks])
         for end in one.mine.values():
-            end.grad = total.clone()
+            end.grad = None if total is None else total.clone()
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from course_pp.schedule import Schedule
+from course_pp.tied import add_up, copies_in, set_apart
 
 __all__ = ["SharedWeights", "Weight", "shared_weights"]
 
@@ -86,31 +87,13 @@ class SharedWeights:
         self._modules = modules
         self._parameters: dict[Place, nn.Parameter] = {}
 
-    def _find(self) -> dict[Place, nn.Parameter]:
-        """Looked up by name for each step: loading a checkpoint may put another parameter in a place."""
-        found: dict[Place, nn.Parameter] = {}
-        for place in (place for weight in self._weights for place in weight if place.rank == self._rank):
-            module = self._modules.get(place.stage)
-            if module is not None:
-                parameter = module.get_parameter(place.name)
-                # Two stages of one rank may share the very tensor: autograd has added up its gradients already.
-                if not any(parameter is known for known in found.values()):
-                    found[place] = parameter
-        return found
-
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Inside, gradients start from nothing: earlier ones are sums already, and are added back afterwards."""
-        self._parameters = self._find()
-        before = {place: parameter.grad for place, parameter in self._parameters.items()}
-        for parameter in self._parameters.values():
-            parameter.grad = None
-        try:
+        mine = (place for weight in self._weights for place in weight if place.rank == self._rank)
+        self._parameters = copies_in(self._modules, ((place, place.stage, place.name) for place in mine))
+        with set_apart(self._parameters.values()):
             yield
-        finally:
-            for place, grad in before.items():
-                if grad is not None:
-                    _accumulate(self._parameters[place], grad)
 
     def for_rank(self, other: int) -> list[Tensor | None]:
         """What ``other`` needs from here: this rank's gradient of each weight that both hold."""
@@ -122,19 +105,10 @@ class SharedWeights:
         for weight in self._weights:
             ranks = sorted({place.rank for place in weight})
             parts = [self._own(weight) if rank == self._rank else next(rows[rank]) for rank in ranks]
-            total = _sum(parts)
+            total = add_up(parts)
             for place in weight:
                 if place in self._parameters:
                     self._parameters[place].grad = None if total is None else total.clone()
 
     def _own(self, weight: Weight) -> Tensor | None:
-        return _sum([self._parameters[place].grad for place in weight if place in self._parameters])
-
-
-def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
-    there = [part for part in parts if part is not None]
-    return sum(there[1:], start=there[0]) if there else None
-
-
-def _accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
-    parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+        return add_up([self._parameters[place].grad for place in weight if place in self._parameters])

@@ -16,7 +16,18 @@ LR_SCHEDULES: tuple[LrSchedule, ...] = ("cosine", "linear", "wsd", "constant")
 Precision = Literal["fp32", "bf16", "fp16"]
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
 OnNan = Literal["refuse", "skip"]
-OPTIMIZERS = (*("AdamW", "Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD", "SGD"),)
+OPTIMIZERS: tuple[str, ...] = (
+    "AdamW",
+    "Adam",
+    "NAdam",
+    "RAdam",
+    "Adamax",
+    "Adagrad",
+    "Adadelta",
+    "RMSprop",
+    "ASGD",
+    "SGD",
+)
 """Those of ``torch.optim`` that treat each number alone, so that a rank needs nothing but its own part of the model.
 
 Not among them: Rprop, which FSDP2's sharded parameters refuse."""
