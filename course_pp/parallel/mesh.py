@@ -79,8 +79,7 @@ class DistributedConfig:
             if type(size) is not int or (size < 1 and not (name == "dp_shard" and size == -1)):
                 or_left = ", or -1 for what the other factors leave" if name == "dp_shard" else ""
                 raise ValueError(f"{name}={size!r} must be a whole number of at least 1{or_left}")
-        if self.backend not in (None, "gloo", "nccl"):
-            raise ValueError(f"backend={self.backend!r} must be 'gloo', 'nccl' or None (chosen by what is there)")
+        _check_backend(self.backend)
         if self.share_gpus and self.backend is not None:
             raise ValueError(
                 f"share_gpus=True with backend={self.backend!r}: NCCL has no two ranks on one GPU, and 'gloo' means "
@@ -198,6 +197,11 @@ def destroy_distributed() -> None:
         dist.destroy_process_group()
 
 
+def _check_backend(backend: str | None) -> None:
+    if backend not in (None, "gloo", "nccl"):
+        raise ValueError(f"backend={backend!r} must be 'gloo', 'nccl' or None (chosen by what is there)")
+
+
 @checked
 def get_device(backend: str | None = None, *, share: bool = False) -> torch.device:
     """This rank's device: a GPU of its own if every rank of this host has one, else the CPU, with a warning.
@@ -209,8 +213,9 @@ def get_device(backend: str | None = None, *, share: bool = False) -> torch.devi
         share: with fewer GPUs than ranks, neighbouring ranks get one GPU together. `course_pp.runtime` can run them.
 
     Raises:
-        ValueError: if ``backend="nccl"`` and there are fewer GPUs than ranks on this host.
+        ValueError: for another backend; if ``backend="nccl"`` and there are fewer GPUs than ranks on this host.
     """
+    _check_backend(backend)
     gpus = _visible_gpus()
     counted = f"{gpus.n} GPUs for {gpus.n_ranks} ranks"
     if backend == "nccl" and not gpus.enough:

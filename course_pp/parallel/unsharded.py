@@ -74,8 +74,8 @@ def measure_unsharded_bytes(fn: Callable[[], object], modules: nn.Module | Itera
     Looked at after every operation, which is slow: meant for small models.
     """
     watched = [modules] if isinstance(modules, nn.Module) else list(modules)
-    all_modules = all(isinstance(module, nn.Module) for module in watched)
-    refuse_unless(all_modules, "measure_unsharded_bytes", "modules", modules, "pass a module, or several")
+    are_modules = bool(watched) and all(isinstance(module, nn.Module) for module in watched)
+    refuse_unless(are_modules, "measure_unsharded_bytes", "modules", modules, "pass a module, or several")
     with GatheredWatcher(watched) as watcher:
         fn()
     return watcher.peak

@@ -77,7 +77,7 @@ class Hold:
     __slots__ = ("_entries", "_meter", "_storages")
 
     def __init__(
-        self, meter: "Meter", kind: str, storages: Sequence[torch.UntypedStorage], forward: Forward | None = None
+        self, meter: "Meter", kind: Kind, storages: Sequence[torch.UntypedStorage], forward: Forward | None = None
     ) -> None:
         self._meter, self._storages = meter, storages
         # A storage keeps its Python object, and so its id, for as long as it lives.

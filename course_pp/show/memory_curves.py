@@ -28,6 +28,9 @@ class Measured(Protocol):
         """For each kind the (seconds, bytes) at each change, first at 0."""
 
 
+_KINDS = ("activation", "buffer", "queued", "total")
+
+
 @dataclass(frozen=True)
 class _Held:
     """What is drawn: a curve a rank, what it is called, and how its amounts are written."""
@@ -62,6 +65,8 @@ def memory(
         ValueError: for costs of another number of stages, what was measured on another number of ranks, both of them at
             once, or an unknown kind.
     """
+    if kind not in _KINDS:
+        raise ValueError(f"unknown kind {kind!r}: choose from {', '.join(_KINDS)}")
     held = _simulated(tl, costs) if measured is None else _measured(tl, costs, measured, kind)
     figure, axes, scale, unit = rows.begin(tl, heights=(0.16, 0.5, 4.6), right=0.75)
     _draw_all(axes, tl, costs, scale, held)
@@ -87,8 +92,6 @@ def _measured(tl: Timeline, costs: Costs | None, measured: Sequence[Measured], k
         raise ValueError(
             f"measured has memory of {len(measured)} ranks for a timeline of {tl.n_ranks}: give recorder.memory() of it"
         )
-    if kind not in measured[0].curves:
-        raise ValueError(f"unknown kind {kind!r}: choose from {', '.join(measured[0].curves)}")
     what = "Peak bytes kept in all" if kind == "total" else f"Peak {kind} bytes kept"
     return _Held([rank.curves[kind] for rank in measured], what, format_bytes)
 

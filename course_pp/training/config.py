@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
+from course_pp.schedule import find
 from course_pp.training.setting import SettingError, check_number, check_whole, nearest
 
 __all__ = ["ENGINES", "LR_SCHEDULES", "OPTIMIZERS", "Engine", "LrSchedule", "OnNan", "Precision", "TrainConfig"]
@@ -172,6 +173,10 @@ class TrainConfig:
         refuse_unless(self.engine in ENGINES, f"{{engine}} must be one of {', '.join(map(repr, ENGINES))}", "engine")
         is_name = isinstance(self.schedule, str) and self.schedule != ""
         refuse_unless(is_name, "{schedule} must be the name of a schedule, such as '1f1b'", "schedule")
+        try:
+            find(self.schedule)
+        except ValueError as unknown:
+            raise SettingError(f"{{schedule}}: {unknown}", {"schedule": self.schedule}) from None
         is_folder = self.log_folder is None or (isinstance(self.log_folder, str) and self.log_folder != "")
         refuse_unless(is_folder, "{log_folder} must be a folder to write into, or None to write none", "log_folder")
         refuse_unless(0 < self.lr < math.inf, "{lr} must be above 0 and finite, such as 3e-3", "lr")

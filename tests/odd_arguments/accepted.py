@@ -49,6 +49,34 @@ NUMBERS = {
 }
 """Numbers below 0, infinite or not a number, that nevertheless mean something."""
 
+WORDS: dict[str | tuple[str, str], str] = {
+    "title": "a figure's own title",
+    "name": "a label",
+    "unit": "a label",
+    "what": "a label",
+    "host": "a name to compare",
+    ("reveal", "guess"): "whatever was guessed is compared",
+    ("reveal", "measured"): "whatever was measured is compared",
+    ("Exercise", "notebook"): "the notebook may be nobody's yet",
+    ("ScratchFolder", "prefix"): "the beginning of a name",
+    ("apply_ac", "attention"): "a name that counts only where attention alone is checkpointed",
+    ("apply_ac", "blocks"): "the pattern of the module itself",
+    ("apply_fsdp2", "blocks"): "the pattern of the module itself",
+    ("find_blocks", "blocks"): "the pattern of the module itself",
+    ("refusals_said_once", "program"): "a label",
+    ("run_torchrun", "where"): "local=True has decided",
+    ("Trainer", "tokenizer_digest"): "only compared with that of a checkpoint",
+    ("TensorEntry", "key"): "a label",
+    ("Tokenizer", "definition"): "read at the first use, as documented",
+}
+"""Parameters that take any words."""
+
+PATHS = dict.fromkeys(
+    ["root", "path", "directory", "source", "cache_dir", "log_folder", "texts"],
+    "a path that exists in the test's folder",
+)
+"""Parameters that take a path, of which ``'x'`` is one."""
+
 USERS_CODE = {
     (name, parameter): "what the caller's own stage or loss raises is passed on"
     for name in ("forward_stage", "run_step", "train_step_pipeline_1f1b", "train_step_pipeline_gpipe")
@@ -82,4 +110,6 @@ def why(name: str, parameter: str, odd: str) -> str | None:
         return "a record"
     if odd in ("-1", "nan", "inf"):
         return NUMBERS.get((name, parameter, odd))
+    if odd in ("'x'", "''"):
+        return WORDS.get(parameter) or WORDS.get((name, parameter)) or (PATHS.get(parameter) if odd == "'x'" else None)
     return "it fits the annotation, and the documentation sets no narrower rule"

@@ -152,6 +152,15 @@ def iterate_documents(
     """
     if texts is not None and dataset is not None:
         raise ValueError(f"texts={texts!r} and dataset={dataset!r}: a corpus has one source; name only one")
+    for name, value, default in (
+        ("subset", subset, None),
+        ("split", split, "train"),
+        ("text_column", text_column, "text"),
+    ):
+        if dataset is None and value != default:
+            raise ValueError(
+                f"{name}={value!r} is a part of a dataset, but none is named: give dataset=, or leave it out"
+            )
     if max_bytes is not None and max_bytes < 1:
         raise ValueError(f"max_bytes={max_bytes}: must be at least 1; leave it out to read everything")
     if texts is not None:
