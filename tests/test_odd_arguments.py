@@ -106,6 +106,7 @@ def process_group_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr("course_pp.notebook.scratch._REMOVE_WHEN_ALONE", "")
     monkeypatch.setattr("course_pp.launch.torchrun._Run", NothingStarted)
     monkeypatch.setattr("course_pp.notebook.emulating.on_ranks", lambda n, fn, *args: [fn(0, *args)])
+    monkeypatch.setattr("course_pp.notebook.comparing.on_ranks", lambda n, fn, *args: [fn(0, *args)])
     yield tmp_path
     dist.destroy_process_group()
 

@@ -1,10 +1,12 @@
-"""What the notebooks' cells lean on: a guess beside its measurement, emulated runs, a folder for runs, working copies.
+"""What the notebooks' cells lean on: guesses beside measurements, emulated runs, gradients beside one process's.
 
-Importing this imports no torch; :func:`emulate` does when it is called.
+Also a folder for runs, and working copies. Importing this imports no torch; :func:`emulate` and
+:func:`compare_gradients` do when they are called.
 """
 
+from course_pp.notebook.comparing import compare_gradients
 from course_pp.notebook.emulating import EmulatedRun, emulate
 from course_pp.notebook.guessing import reveal
 from course_pp.notebook.scratch import ScratchFolder
 
-__all__ = ["EmulatedRun", "ScratchFolder", "emulate", "reveal"]
+__all__ = ["EmulatedRun", "ScratchFolder", "compare_gradients", "emulate", "reveal"]

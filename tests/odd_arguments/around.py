@@ -53,6 +53,7 @@ def notebook_rows(folder: Path) -> Rows:
     return {
         "EmulatedRun": SCHEDULE["Timeline"] | {"memory": (), "losses": (), "unit_s": 1.0, "emulated": True},
         "ScratchFolder": {"prefix": "own", "beside": folder},
+        "compare_gradients": {"schedules": [ONE]},
         "emulate": {
             "schedule": ONE,
             "cluster": None,
