@@ -14,7 +14,7 @@ endif
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: FORCE help setup lab run lint types images notebooks clean \
-  test test-fast test-solutions test-slurm test-full without-ranks tests as-shipped
+  test test-fast test-solutions test-slurm test-gpu test-full without-ranks tests as-shipped
 
 help:
 	@echo "make lab             open your own copy of the course, my_course/ (ARGS=... goes to jupyter lab)"
@@ -23,6 +23,7 @@ help:
 	@echo "make test            linter, type checker, all tests with a sample of each grid, all notebooks"
 	@echo "make test-solutions  all notebooks with the exercises solved"
 	@echo "make test-slurm      the scripts, %torchrun and the notebooks on throw-away Slurm clusters"
+	@echo "make test-gpu        the stack on this machine's GPUs; skipped without one"
 	@echo "make test-full       every size of every grid of tests"
 	@echo "make images          redraw the figures used in prose"
 	@echo "make notebooks       run the notebooks again and save them in place"
@@ -69,6 +70,9 @@ test-fast: $(READY)
 
 test: $(READY)
 	@$(PARTS) tests lint types as-shipped
+
+test-gpu: $(READY)
+	@$(PYTEST) tests/gpu
 
 without-ranks: $(READY)
 	@$(PYTEST) tests -n 2 $(SHARED) -m 'not ranks and not full and not solutions'

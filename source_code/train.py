@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from course_pp.model import ModelConfig, PipelineStageModule, build_stage_module, layer_costs, partition_by_cost
 from course_pp.parallel import (
     apply_ac,
+    apply_compile,
     apply_fsdp2,
     apply_tensor_parallel,
     compute_in,
@@ -53,6 +54,8 @@ def build_stages(asked: Options, model: ModelConfig, mesh: DeviceMesh | None) ->
     for module in modules:
         apply_tensor_parallel(module, mesh)
         apply_ac(module, asked.layout.ac)
+        if asked.layout.compile:
+            apply_compile(module)
         mixed = None if dtype == torch.float32 else default_mp_policy(dtype)
         apply_fsdp2(module, mesh, mixed, reshard_after_forward=asked.layout.reshard_policy)
         compute_in(module, dtype)  # where no FSDP2 does

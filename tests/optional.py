@@ -10,4 +10,4 @@ def lacking(suite: str, reason: str) -> NoReturn:
     """Skip for ``reason``, or fail if the suite is named in COURSE_PP_REQUIRE (``"browser slurm"``), as it is in CI."""
     if suite in os.environ.get("COURSE_PP_REQUIRE", "").split():
         pytest.fail(f"COURSE_PP_REQUIRE names the {suite} tests, but {reason}", pytrace=False)
-    pytest.skip(reason)
+    pytest.skip(reason, allow_module_level=True)

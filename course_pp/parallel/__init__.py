@@ -6,6 +6,7 @@ Order of use::
     module = build_stage_module(config, get_pp_rank(mesh), get_pp_size(mesh))
     apply_tensor_parallel(module, mesh)
     apply_ac(module, "selective")
+    apply_compile(module)
     apply_fsdp2(module, mesh, default_mp_policy(torch.float32))
     optimizer = torch.optim.AdamW(module.parameters())
     stage = build_pipeline_stage(module, mesh, get_device(), batch_size=4, seq_len=128, param_dtype=torch.float32)
@@ -29,6 +30,7 @@ from course_pp.model import (
 from course_pp.parallel.activation_checkpointing import apply_ac
 from course_pp.parallel.blocks import Blocks, find_blocks
 from course_pp.parallel.clipping import clip_grad_norm_
+from course_pp.parallel.compiling import apply_compile
 from course_pp.parallel.counting import CollectiveCounter, CollectiveCounts, Tally, count_collectives, wire_factor
 from course_pp.parallel.fsdp import ReshardPolicy, apply_fsdp2, default_mp_policy, resolve_reshard_after_forward
 from course_pp.parallel.mesh import (
@@ -71,6 +73,7 @@ __all__ = [
     "TokenLoss",
     "VocabParallelCrossEntropy",
     "apply_ac",
+    "apply_compile",
     "apply_fsdp2",
     "apply_tensor_parallel",
     "build_pipeline_schedule",

@@ -16,9 +16,9 @@ from torch import nn
 
 from course_pp.arguments import checked
 from course_pp.parallel.blocks import Blocks, find_blocks
+from course_pp.parallel.forwards import Recomputed
 from course_pp.parallel.order import check_order
 from course_pp.parallel.patterns import listed, modules_matching
-from course_pp.parallel.recompute import recompute
 
 __all__ = ["apply_ac", "check_mode"]
 
@@ -33,7 +33,8 @@ def apply_ac(
     blocks: Blocks = None,
     attention: str | None = None,
 ) -> tuple[str, ...]:
-    """Checkpoint the blocks of ``model`` in place: after tensor parallelism, before FSDP2.
+    """Checkpoint the blocks of ``model`` in place: after tensor parallelism, before compilation
+    and FSDP2.
 
     Results do not change. Each microbatch keeps the state of the random number generators it was computed with, so
     dropout is recomputed as it was. Under a schedule that splits backward (``zb_v``, ``interleaved_zb``,
@@ -61,7 +62,7 @@ def apply_ac(
     if mode == "selective":
         found = dict(_attention_of(name, block, attention) for name, block in found.items())
     for module in found.values():
-        recompute(module)
+        Recomputed(module.forward).put_on(module)
     return tuple(found)
 
 

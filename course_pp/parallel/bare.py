@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from course_pp.parallel._torch import mixed_precision, tree_map
+from course_pp.parallel.forwards import replaced_forwards
 from course_pp.parallel.precision import Lowered
-from course_pp.parallel.recompute import Recomputed
 
 __all__ = ["bare_copy"]
 
@@ -79,12 +79,13 @@ def _without_hooks(module: nn.Module) -> dict[str, Any]:
 def _rebind(module: nn.Module, copied: nn.Module) -> None:
     """Let methods that were put on the module itself, such as a replaced forward, belong to the copy."""
     for key, value in list(vars(copied).items()):
-        lowered = value if isinstance(value, Lowered) else None
-        method: Callable[..., Any] = value if lowered is None else lowered.forward
-        method = method.forward if isinstance(method, Recomputed) else method
+        around = list(replaced_forwards(value))
+        method = around[-1].forward if around else value
         if isinstance(method, MethodType) and method.__self__ is module:
-            bound = MethodType(method.__func__, copied)
-            vars(copied)[key] = bound if lowered is None else Lowered(bound, lowered.dtype)
+            bound: Callable[..., Any] = MethodType(method.__func__, copied)
+            for lowered in (each for each in reversed(around) if isinstance(each, Lowered)):  # nothing is computed
+                bound = Lowered(bound, lowered.dtype).run
+            vars(copied)[key] = bound
 
 
 def _cast_like(copied: nn.Module, policy: MixedPrecisionPolicy) -> None:

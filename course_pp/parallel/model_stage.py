@@ -14,6 +14,7 @@ from course_pp.model.stages import Tie
 from course_pp.parallel._torch import LocalNeighboursStage, tree_flatten
 from course_pp.parallel.bare import bare_copy
 from course_pp.parallel.boundary import Boundary, as_value, call
+from course_pp.parallel.forwards import Compiled, has_replaced, replaced_forwards
 from course_pp.parallel.precision import casts_inputs, compute_dtypes, spelled
 
 __all__ = ["ModelStage", "check_declared_dtype", "find_outputs"]
@@ -46,6 +47,7 @@ class ModelStage(LocalNeighboursStage):
         self.inputs, self.outputs = inputs, outputs
         self.ties: tuple[Tie, ...] = ()
         self._dtypes = compute_dtypes(module)
+        self._can_split = isinstance(module, PipelineStageModule) and not has_replaced(module, Compiled)
         self._keywords = _keywords_of(module)
         self._options = options
 
@@ -121,17 +123,17 @@ class ModelStage(LocalNeighboursStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """As torch's, but a foreign module's backward is never split: ``I`` does all of it, and ``W`` nothing.
+        """As torch's, but the backward of a foreign or compiled module is never split: ``I`` does all, ``W`` nothing.
 
         torch splits a graph where the paths from parameters meet those from inputs. A stage whose inputs carry no
-        gradient would lose its own in silence, and a parameter used at two depths would fail in the middle of a step.
+        gradient would lose its own in silence, a parameter used at two depths would fail in the middle of a step, and
+        so would a compiled block, which is one node of the graph.
         """
-        whole = full_backward or not isinstance(self.submod, PipelineStageModule)
-        super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward or not self._can_split, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The weight-gradient half of one microbatch."""
-        if isinstance(self.submod, PipelineStageModule):
+        if self._can_split:
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -207,7 +209,8 @@ def check_declared_dtype(stage: int, given: Boundary | None, param_dtype: torch.
 
 def _keywords_of(module: nn.Module) -> list[str] | None:
     """The names under which a module takes arguments; None if it takes any."""
-    takes = signature(module.forward).parameters.values()
+    around = list(replaced_forwards(module.forward))
+    takes = signature(around[-1].forward if around else module.forward).parameters.values()
     if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in takes):
         return None
     return [p.name for p in takes if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)]

@@ -1,10 +1,11 @@
 """The order in which a model is transformed, and what tells that a step was taken.
 
-    stage ─► tensor parallel ─► activation checkpointing ─► FSDP2
+    stage ─► tensor parallel ─► activation checkpointing ─► compile ─► FSDP2
 
 Each step builds on the ones before it. Tensor parallelism cuts the matrices that FSDP2 then shards once more, and could
 not find them inside FSDP2's shards. Checkpointing has to lie inside FSDP2's hooks: outside them, recomputing a block
-would gather its parameters a second time.
+would gather its parameters a second time. Compilation sees what checkpointing has put in place, and not the hooks that
+FSDP2 adds.
 """
 
 from typing import Literal
@@ -13,15 +14,16 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from course_pp.parallel.recompute import is_checkpointed
+from course_pp.parallel.forwards import Compiled, Recomputed, has_replaced
 
 __all__ = ["Step", "applied_steps", "check_order"]
 
-Step = Literal["tensor parallel", "activation checkpointing", "FSDP2"]
+Step = Literal["tensor parallel", "activation checkpointing", "compile", "FSDP2"]
 
 _CALLS: dict[Step, str] = {
     "tensor parallel": "apply_tensor_parallel",
     "activation checkpointing": "apply_ac",
+    "compile": "apply_compile",
     "FSDP2": "apply_fsdp2",
 }
 
@@ -33,7 +35,8 @@ def applied_steps(model: nn.Module) -> list[Step]:
     )
     found: dict[Step, bool] = {
         "tensor parallel": tensor_parallel,
-        "activation checkpointing": is_checkpointed(model),
+        "activation checkpointing": has_replaced(model, Recomputed),
+        "compile": has_replaced(model, Compiled),
         "FSDP2": any(isinstance(module, FSDPModule) for module in model.modules()),
     }
     return [step for step in _CALLS if found[step]]

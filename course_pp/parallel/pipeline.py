@@ -26,10 +26,10 @@ from course_pp.parallel.agreeing import agree, everyone_of
 from course_pp.parallel.batch import Batch
 from course_pp.parallel.boundary import TensorMeta, merge, meta_of
 from course_pp.parallel.forward_only import forward_only
+from course_pp.parallel.forwards import Recomputed, has_replaced
 from course_pp.parallel.fsdp import reshard
 from course_pp.parallel.mesh import has_dp_mesh
 from course_pp.parallel.model_stage import ModelStage
-from course_pp.parallel.recompute import is_checkpointed
 from course_pp.parallel.schedules import check_microbatches, splits_backward, takes_one_stage, torch_class
 from course_pp.parallel.tied import SharedName, TiedWeights
 from course_pp.parallel.world import is_rank_zero
@@ -81,7 +81,7 @@ def build_pipeline_schedule(
     Ranks(everyone_of(stages[0]), limit_s=float(timeout_s) if problem is None else _LIMIT_S).refuse(problem)
     tied = None if tied is None else list(tied)
     rows = agree(stages, n_microbatches, schedule, tied, float(timeout_s))
-    if splits_backward(schedule) != "none" and any(is_checkpointed(s.submod) for s in stages):
+    if splits_backward(schedule) != "none" and any(has_replaced(s.submod, Recomputed) for s in stages):
         _warn_of_recomputation(schedule)
     return PipelineSchedule(stages, n_microbatches, loss_fn, schedule, rows)
 

@@ -11,7 +11,7 @@ the weights that its backward will need, and FSDP2 one copy for all.
 Micikevicius et al. 2018, "Mixed Precision Training", arXiv:1710.03740.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,24 +19,26 @@ from torch import Tensor, nn
 
 from course_pp.arguments import checked
 from course_pp.parallel._torch import mixed_precision, tree_flatten, tree_map
+from course_pp.parallel.forwards import Replaced, replaced_forwards
 
 __all__ = ["Lowered", "casts_inputs", "compute_dtype", "compute_dtypes", "compute_in", "spelled"]
 
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-class Lowered:
-    """Takes the place of ``forward`` on one module, and leaves its parameters their names.
+class Lowered(Replaced):
+    """Computes in half precision.
 
     Attributes:
-        forward: what it had before.
         dtype: bfloat16 or float16.
     """
 
     def __init__(self, forward: Callable[..., Any], dtype: torch.dtype) -> None:
-        self.forward, self.dtype = forward, dtype
+        super().__init__(forward)
+        self.dtype = dtype
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward, under autocast."""
         args, kwargs = (tree_map(self._widened, value) for value in (args, kwargs))
         device = next((leaf.device for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)), None)
         kind = "cpu" if device is None or device.type == "meta" else device.type
@@ -75,7 +77,7 @@ def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
             f"a {type(module).__name__} that computes in {now} cannot compute in {dtype}: keep its parameters in "
             "float32, or under FSDP2 give apply_fsdp2 the policy default_mp_policy(dtype)"
         )
-    module.forward = Lowered(module.forward, dtype)
+    Lowered(module.forward, dtype).put_on(module)
 
 
 @checked
@@ -88,8 +90,8 @@ def compute_dtypes(module: nn.Module) -> tuple[torch.dtype, ...]:
     """What a module computes in: that of mixed precision, else its parameters' dtypes, each once, in their order."""
     policy = mixed_precision(module)
     mixed = None if policy is None else policy.output_dtype or policy.param_dtype
-    if policy is None and isinstance(module.forward, Lowered):
-        mixed = module.forward.dtype
+    if policy is None:
+        mixed = next((each.dtype for each in _lowered(module)), None)
     if mixed is not None:
         return (mixed,)
     return tuple(dict.fromkeys(p.dtype for p in module.parameters() if p.is_floating_point()))
@@ -100,7 +102,11 @@ def casts_inputs(module: nn.Module) -> bool:
     policy = mixed_precision(module)
     if policy is not None:
         return policy.param_dtype is not None and policy.cast_forward_inputs
-    return isinstance(module.forward, Lowered)
+    return any(_lowered(module))
+
+
+def _lowered(module: nn.Module) -> Iterator[Lowered]:
+    return (each for each in replaced_forwards(module.forward) if isinstance(each, Lowered))
 
 
 def spelled(dtypes: Iterable[torch.dtype]) -> str:

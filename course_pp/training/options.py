@@ -78,6 +78,8 @@ class LayoutOptions:
     """several ranks compute on one GPU, with --engine runtime"""
     ac: Literal["none", "selective", "full"] = "none"
     """activation checkpointing"""
+    compile: bool = False
+    """compile each block (torch.compile), where the machine has a compiler"""
     timeout: float = 300.0
     """seconds that a rank waits for the others"""
 

@@ -61,6 +61,7 @@ WORDS: dict[str | tuple[str, str], str] = {
     ("ScratchFolder", "prefix"): "the beginning of a name",
     ("apply_ac", "attention"): "a name that counts only where attention alone is checkpointed",
     ("apply_ac", "blocks"): "the pattern of the module itself",
+    ("apply_compile", "blocks"): "the pattern of the module itself",
     ("apply_fsdp2", "blocks"): "the pattern of the module itself",
     ("find_blocks", "blocks"): "the pattern of the module itself",
     ("refusals_said_once", "program"): "a label",

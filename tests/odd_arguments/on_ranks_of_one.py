@@ -70,6 +70,7 @@ def parallel_rows(folder: Path) -> Rows:
         "Tally": {"number": 1, "n_bytes": 4},
         "VocabParallelCrossEntropy": {"ignore_index": -100},
         "apply_ac": {"model": model, "mode": "full", "blocks": None, "attention": None},
+        "apply_compile": {"model": model, "blocks": None, "backend": "eager"},
         "apply_fsdp2": {
             "model": model,
             "device_mesh": None,

@@ -1,4 +1,4 @@
-"""Stage → tensor parallel → activation checkpointing → FSDP2: any other order is refused, on every rank."""
+"""Stage → tensor parallel → activation checkpointing → compile → FSDP2: any other order is refused, on every rank."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.launch import on_ranks
 from course_pp.model import ModelConfig, Transformer
-from course_pp.parallel import DistributedConfig, apply_ac, apply_fsdp2, apply_tensor_parallel, init_distributed
+from course_pp.parallel import (
+    DistributedConfig,
+    apply_ac,
+    apply_compile,
+    apply_fsdp2,
+    apply_tensor_parallel,
+    init_distributed,
+)
 
 CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=20, max_seq_len=16)
 
@@ -17,9 +24,14 @@ STEPS: dict[str, Step] = {
     "tensor parallel": apply_tensor_parallel,
     "full": lambda model, mesh: apply_ac(model, "full"),
     "selective": lambda model, mesh: apply_ac(model, "selective"),
+    "compile": lambda model, mesh: apply_compile(model, backend="eager"),
     "FSDP2": apply_fsdp2,
 }
 WRONG = [
+    ("compile", "tensor parallel", "compile"),
+    ("compile", "selective", "compile"),
+    ("FSDP2", "compile", "FSDP2"),
+    ("compile", "compile", "compile"),
     ("full", "tensor parallel", "activation checkpointing"),
     ("selective", "tensor parallel", "activation checkpointing"),
     ("FSDP2", "tensor parallel", "FSDP2"),
@@ -51,7 +63,9 @@ def test_a_wrong_order_is_refused_with_what_was_applied_and_the_order() -> None:
     assert all(other == first for other in others)
     for message, (_, _, applied) in zip(first, WRONG, strict=True):
         assert f"was called on a model that already has {applied}, but the order is stage → tensor parallel" in message
-        assert message.endswith("build the stage anew and call apply_tensor_parallel, apply_ac, apply_fsdp2")
+        assert message.endswith(
+            "build the stage anew and call apply_tensor_parallel, apply_ac, apply_compile, apply_fsdp2"
+        )
 
 
 @pytest.mark.parametrize("step", STEPS)

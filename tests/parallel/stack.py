@@ -1,0 +1,107 @@
+"""Training under every step of the stack at once, on whatever device the ranks have."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from course_pp.model import CrossEntropy, ModelConfig, PipelineStageModule, build_stage_module
+from course_pp.parallel import (
+    DistributedConfig,
+    apply_ac,
+    apply_compile,
+    apply_fsdp2,
+    apply_tensor_parallel,
+    build_pipeline_schedule,
+    build_pipeline_stage,
+    clip_grad_norm_,
+    compute_in,
+    default_mp_policy,
+    get_device,
+    get_dp_rank,
+    get_dp_size,
+    get_pp_rank,
+    get_pp_size,
+    get_stage_indices,
+    init_distributed,
+)
+from tests.equality import Trained, adamw, batches, train_in_one_process
+from tests.parallel.layouts import full
+
+CONFIG = ModelConfig(dim=16, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=24, vocab_size=20, max_seq_len=8)
+ROWS, SEQ_LEN, N_MICROBATCHES = 8, 8, 4
+DATA = batches(CONFIG, ROWS, SEQ_LEN, 2)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is done to the model, in order.
+
+    Attributes:
+        compiler: a backend of torch.compile; None compiles nothing.
+        dtype: computed in. Parameters are float64 for float64, else float32.
+    """
+
+    layout: DistributedConfig
+    schedule: str = "1f1b"
+    ac: Literal["none", "full", "selective"] = "none"
+    compiler: str | None = None
+    dtype: torch.dtype = torch.float64
+
+
+def train_on_rank(rank: int, recipes: Sequence[Recipe]) -> list[Trained]:
+    """What each recipe leaves behind on this rank, in float64 on the CPU."""
+    return [train(recipe) for recipe in recipes]
+
+
+def train(recipe: Recipe) -> Trained:
+    mesh = _mesh(recipe.layout)
+    modules = build_modules(recipe, mesh)
+    n_data = get_dp_size(mesh)
+    sizes: tuple[Any, ...] = (mesh, get_device(recipe.layout.backend), ROWS // n_data // N_MICROBATCHES, SEQ_LEN)
+    stages = [build_pipeline_stage(module, *sizes) for module in modules]
+    pipeline = build_pipeline_schedule(stages, N_MICROBATCHES, CrossEntropy(), recipe.schedule)
+    optimizer, trained = adamw(modules), Trained([], {}, {})
+    for inputs, target in DATA:
+        optimizer.zero_grad()
+        mine, theirs = (part.chunk(n_data)[get_dp_rank(mesh)].to(sizes[1]) for part in (inputs, target))
+        trained.losses.append(pipeline.step(mine, target=theirs).item())
+        clip_grad_norm_(stages, float("inf"), device_mesh=mesh)
+        trained.gradients = trained.gradients or {n: _told(p.grad) for m in modules for n, p in m.named_parameters()}
+        optimizer.step()
+    trained.parameters = {name: _told(p) for module in modules for name, p in module.named_parameters()}
+    return trained
+
+
+def _mesh(layout: DistributedConfig) -> DeviceMesh:
+    """A rank alone shards, cuts and sends too, over groups of one."""
+    mesh = init_distributed(layout, seed=0)
+    kind = get_device(layout.backend).type
+    return mesh or init_device_mesh(kind, (1, 1, 1), mesh_dim_names=("pp", "dp_shard", "tp"))
+
+
+def build_modules(recipe: Recipe, mesh: DeviceMesh) -> list[PipelineStageModule]:
+    """This rank's stages; two where there is one rank, so that something crosses."""
+    indices = get_stage_indices(recipe.schedule, get_pp_rank(mesh), get_pp_size(mesh))
+    kept = torch.float64 if recipe.dtype == torch.float64 else torch.float32
+    device = get_device(recipe.layout.backend)
+    modules = [build_stage_module(CONFIG, i, get_pp_size(mesh) * len(indices)).to(device, kept) for i in indices]
+    for module in modules:
+        apply_tensor_parallel(module, mesh)
+        apply_ac(module, recipe.ac)
+        if recipe.compiler is not None:
+            apply_compile(module, backend=recipe.compiler)
+        apply_fsdp2(module, mesh, None if kept == recipe.dtype else default_mp_policy(recipe.dtype))
+        compute_in(module, recipe.dtype)
+    return modules
+
+
+def _told(tensor: Any) -> torch.Tensor:
+    return full(tensor).double().cpu()
+
+
+def reference() -> Trained:
+    """One process, in float64 on the CPU."""
+    return train_in_one_process(CONFIG, DATA, CrossEntropy())
