@@ -15,6 +15,7 @@ MODULES = {
     "01": "naive_split",
     "02": "gpipe",
     "03": "one_f_one_b",
+    "04": "interleaved",
     "07": "tp_pp",
     "08": "fsdp_reshard_policy",
     "09": "dcp_checkpointing",

@@ -1,0 +1,293 @@
+"""The graders of notebook 04, by what learners hand in."""
+
+from collections.abc import Callable
+from functools import partial
+from math import sqrt
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from course_pp.exercises.interleaved import best_chunks, order_in_rounds, stages_of_rank, warm_up_forwards
+from course_pp.exercises.interleaved_clinic import PATIENTS, examine
+from course_pp.exercises.interleaved_orders import with_warm_up
+from course_pp.exercises.interleaved_steps import healed_chunks_step
+from course_pp.schedule import Action, Costs, build, simulate
+from tests.exercises import grading
+from tests.exercises.grading import accepts
+
+Answer = Callable[..., Any]
+
+refuses = partial(grading.refuses, limit_s=2)
+
+
+# The warm-up.
+
+WRONG_WARM_UPS = [
+    (lambda rank, p, v: p - 1 - rank, "cannot run", "The first backward is in the *last* chunk"),
+    (lambda rank, p, v: v * (p - 1 - rank), "cannot run", "a round of p forwards in each other chunk"),
+    (lambda rank, p, v: (v - 1) * p + 2 * (p - 1 - rank), "Rank 0 may stop after 7", "Megatron-LM's count"),
+    (lambda rank, p, v: v * p - rank, "Rank 0 may stop after 7", "The forward of the first pair is no warm-up"),
+    (lambda rank, p, v: v * p - 1, "Rank 1 may stop after 6", "Not every rank is as far"),
+    (lambda rank, p, v: (v - 1) * p, "take", "each rank behind needs one to work on"),
+    (lambda rank, p, v: (v - 1) * p + rank, "cannot run", "*shorter* from rank to rank"),
+    (lambda rank, p, v: float(v * p - 1 - rank), "a float", "whole"),
+    (lambda rank, p, v: p - 1 - rank - v, "[1, 0, -1, -2]", "count the ranks behind"),
+]
+
+
+@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_WARM_UPS])
+def test_a_wrong_warm_up_is_told_why(answer: Answer, words: list[str]) -> None:
+    refuses("warm_up_forwards", answer, *words)
+
+
+def test_a_warm_up_may_be_counted_in_another_way() -> None:
+    accepts("warm_up_forwards", lambda rank, p, v: v * p - 1 - rank)
+    accepts("warm_up_forwards", lambda rank, p, v: sum(p for _ in range(v - 1)) + len(range(rank + 1, p)))
+
+
+@pytest.mark.parametrize(("p", "v"), [(2, 2), (4, 2), (4, 3), (8, 2)])
+def test_the_shortest_warm_up_has_the_step_and_on_rank_0_the_memory_of_1f1b(p: int, v: int) -> None:
+    """What the notebook says: rank 0 holds v p chunks, which are p ranks' worth, and no rank can do with fewer."""
+    m = 3 * p
+    schedule = with_warm_up(lambda rank: warm_up_forwards(rank, p, v), p, m, v)
+    lean, roomy = simulate(schedule), simulate(build("interleaved_1f1b", p, m, v))
+    assert lean.makespan == roomy.makespan == 3 * (m * v + p - 1)
+    assert lean.peak_activations == tuple(v * p - rank for rank in range(p))
+    assert roomy.peak_activations == tuple((v - 1) * p + 2 * (p - 1 - rank) + 1 for rank in range(p))
+
+
+@pytest.mark.parametrize(("p", "v"), [(4, 2), (8, 2)])
+def test_megatrons_room_makes_latency_cost_the_same_however_many_microbatches(p: int, v: int) -> None:
+    costs = Costs(latency=1)
+
+    def added(m: int, lean: bool) -> float:
+        late = with_warm_up(lambda rank: warm_up_forwards(rank, p, v), p, m, v)
+        schedule = late if lean else build("interleaved_1f1b", p, m, v)
+        return float(simulate(schedule, costs).makespan - 3 * (m * v + p - 1))
+
+    assert {added(m, lean=False) for m in (p, 2 * p, 4 * p)} == {2 * (v * p - 1)}
+    assert added(p, lean=True) < added(2 * p, lean=True) < added(4 * p, lean=True)
+
+
+# How many chunks.
+
+
+def by_formula(p: int, m: int, layers: int, f: float, b: float, latency: float) -> int:
+    steps = {}
+    for v in range(1, layers + 1):
+        if not layers % v:
+            steps[v] = (m * v + p - 1) * (f + b) / v + (2 * (v * p - 1) * latency if p > 1 else 0)
+    return min(steps, key=lambda v: (round(steps[v], 6), v))
+
+
+def with_whole_ranks(p: int, m: int, layers: int, f: float, b: float, latency: float) -> int:
+    def step(v: int) -> float:
+        return float(simulate(build("interleaved_1f1b", p, m, v), Costs(f, b, 0, latency)).makespan)
+
+    return min((v for v in range(1, layers + 1) if not layers % v), key=step)
+
+
+WRONG_CHUNKS = [
+    (lambda p, m, layers, f, b, latency: layers, "each adds 2 p messages"),
+    (lambda p, m, layers, f, b, latency: 1, "Without latency every chunk more shortens the bubble"),
+    (with_whole_ranks, "Without latency every chunk more"),
+    (lambda *row: best_chunks(*row) if row[-1] == 0 else with_whole_ranks(*row), "a chunk takes a v-th of them"),
+    (lambda *row: 3 if row[0] == 8 else best_chunks(*row), "cannot be cut into 3 equal chunks"),
+    (lambda *row: sqrt(2.0), "round, and try both neighbours"),
+    (lambda *row: best_chunks(*row) if row[0] > 1 else 4, "take the fewest"),
+]
+
+
+@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_CHUNKS])
+def test_a_wrong_number_of_chunks_is_told_why(answer: Answer, words: list[str]) -> None:
+    refuses("best_chunks", answer, *words)
+
+
+def test_the_number_of_chunks_may_come_from_the_formula() -> None:
+    accepts("best_chunks", by_formula)
+    accepts("best_chunks", best_chunks)
+
+
+# Orders in rounds.
+
+
+def by_counter(rank: int, p: int, m: int, v: int, n: int) -> list[str]:
+    """As Megatron-LM does it: the chunk follows from how many forwards there were."""
+    table = [(chunk, i) for first in range(0, m, n) for chunk in range(v) for i in range(first, min(first + n, m))]
+    ahead = min(m * v, (v - 1) * n + 2 * (p - 1 - rank))
+    order = []
+    for k in range(m * v + ahead):
+        if k < m * v:
+            order.append(f"{table[k][0] * p + rank}F{table[k][1]}")
+        if k >= ahead:
+            chunk, i = table[k - ahead]
+            order.append(f"{(v - 1 - chunk) * p + rank}B{i}")
+    return order
+
+
+def changed(**change: Any) -> Answer:
+    """The right order, but for what a learner changes about it."""
+
+    def order(rank: int, p: int, m: int, v: int, n: int) -> list[Action]:
+        forwards, backwards = [], []
+        for first in range(0, m, n):
+            last = first + n if change.get("whole_rounds") else min(first + n, m)
+            for chunk in range(v):
+                back = chunk if change.get("up_again") else v - 1 - chunk
+                forwards += [Action(chunk * p + rank, "F", i) for i in range(first, last)]
+                backwards += [Action(back * p + rank, "B", i) for i in range(first, last)]
+        if change.get("newest_first"):
+            backwards = [Action(f.stage, "B", f.microbatch) for f in reversed(forwards)]
+        warm_up = change.get("warm_up", lambda rank, p, m, v, n: (v - 1) * n + 2 * (p - 1 - rank))
+        ahead = min(m * v, warm_up(rank, p, m, v, n))
+        pairs = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
+        left = len(backwards) if change.get("no_drain") else m * v - ahead
+        return forwards[:ahead] + pairs + backwards[left:]
+
+    return order
+
+
+def with_rounds_of(size: Callable[[int, int], int]) -> Answer:
+    return lambda rank, p, m, v, n: order_in_rounds(rank, p, m, v, size(p, m))
+
+
+def ahead_by(warm_up: Answer) -> Answer:
+    return changed(warm_up=warm_up)
+
+
+WRONG_ORDERS = [
+    (ahead_by(lambda rank, p, m, v, n: (v - 1) * p + 2 * (p - 1 - rank)), "cannot run", "rounds of n, not of p"),
+    (ahead_by(lambda rank, p, m, v, n: (v - 1) * n + p - 1 - rank), "where a message takes 1", "too short"),
+    (ahead_by(lambda rank, p, m, v, n: m * v), "holds 16 activations; 11 are enough", "everything"),
+    (ahead_by(lambda rank, p, m, v, n: (v - 1) * n + 2 * (p - rank)), "holds 13 activations", "Count the warm-up"),
+    (changed(up_again=True), "backwards in another order", "in backward the last chunk comes first"),
+    (changed(newest_first=True), "backwards in another order", "comes back first"),
+    (changed(no_drain=True), "lacks", "as many backwards are left"),
+    (changed(whole_rounds=True), "the microbatches are 0 to 9", "the last round takes what is left"),
+    (with_rounds_of(lambda p, m: p), "forwards in another order", "A round is n microbatches"),
+    (with_rounds_of(lambda p, m: m), "forwards in another order", "then comes the next round"),
+    (lambda rank, p, m, v, n: order_in_rounds(0, p, m, v, n), "not rank 1's to do", "stage `c * p + rank`"),
+    (lambda rank, p, m, v, n: order_in_rounds(rank, p, m, v, n) * 2, "more than once"),
+]
+
+
+@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_ORDERS])
+def test_a_wrong_order_is_told_why(answer: Answer, words: list[str]) -> None:
+    refuses("order_in_rounds", answer, *words)
+
+
+def test_an_order_may_be_counted_and_written_as_text() -> None:
+    accepts("order_in_rounds", by_counter)
+    accepts("order_in_rounds", changed())
+
+
+# Where stages live.
+
+WRONG_STAGES = [
+    (lambda rank, p, v, shape: list(range(rank * v, rank * v + v)), "a microbatch visits each rank once"),
+    (lambda rank, p, v, shape: [c * p + rank for c in range(v)], "That is the loop"),
+    (
+        lambda rank, p, v, shape: [rank, 2 * p - 1 - rank][:v],
+        "`stages_of_rank(0, 4, 2, 'loop')` is [0, 7]",
+        "is on rank s % p",
+    ),
+    (lambda rank, p, v, shape: [rank, rank + p][:v], "holds v = 3 stages"),
+    (lambda rank, p, v, shape: stages_of_rank(rank, p, v, shape)[::-1], "in the order of the model"),
+    (lambda rank, p, v, shape: [c * v + rank for c in range(v)], "dealt round, like cards"),
+    (
+        lambda rank, p, v, shape: (
+            stages_of_rank(rank, p, min(v, 2), shape)
+            + [c * p + (rank if shape == "loop" else p - 1 - rank) for c in range(2, v)]
+        ),
+        "The third goes down the ranks again",
+    ),
+    (lambda rank, p, v, shape: [c * p + rank + 1 for c in range(v)], "0 to p * v - 1"),
+]
+
+
+@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_STAGES])
+def test_wrong_stages_are_told_why(answer: Answer, words: list[str]) -> None:
+    refuses("stages_of_rank", answer, *words)
+
+
+def by_search(rank: int, p: int, v: int, shape: str) -> tuple[int, ...]:
+    there = range(p)
+    ranks = [r for c in range(v) for r in (reversed(there) if shape == "V" and c % 2 else there)]
+    return tuple(stage for stage, place in enumerate(ranks) if place == rank)
+
+
+def test_stages_may_be_found_by_dealing_them_out() -> None:
+    accepts("stages_of_rank", by_search)
+    accepts("stages_of_rank", lambda rank, p, v, shape: [*by_search(rank, p, v, shape)])
+
+
+# The clinic.
+
+
+def summed(chunks: Any, order: Any, microbatches: Any, targets: Any, loss_fn: Any, ring: Any) -> None:
+    healed_chunks_step(chunks, order, microbatches, targets, lambda y, t: len(microbatches) * loss_fn(y, t), ring)
+
+
+def without_waiting_for_gradients(
+    chunks: Any, order: Any, microbatches: Any, targets: Any, loss_fn: Any, ring: Any
+) -> None:
+    forwards = [action for action in order if action.kind == "F"]
+    healed_chunks_step(chunks, forwards, microbatches, targets, loss_fn, ring)
+
+
+WRONG_STEPS = [
+    (PATIENTS["B"], "chunk 0 wrong, chunk 1 none", "Which of its chunks does a rank need for stage s"),
+    (PATIENTS["C"], "chunk 0 wrong, chunk 1 right", "Ends are stages, not ranks"),
+    (summed, "m times too large"),
+    (without_waiting_for_gradients, "No backward has run"),
+]
+
+
+@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_STEPS])
+def test_an_ill_step_is_told_why(answer: Answer, words: list[str]) -> None:
+    refuses("healed_chunks_step", answer, *words, limit_s=5)
+
+
+def in_halves(chunks: Any, order: Any, microbatches: Any, targets: Any, loss_fn: Any, ring: Any) -> None:
+    """Another way to write it: what is needed to begin a backward is kept at the forward; sends are waited for late."""
+    p, m, kept, sends = ring.n_ranks, len(microbatches), {}, []
+
+    def forward(stage: int, i: int) -> None:
+        x = ring.recv_activation() if stage else microbatches[i]
+        y = nn.Sequential(chunks[(stage - ring.rank) // p])(x)
+        if stage < ring.last_stage:
+            sends.append(ring.send_activation(y))
+        kept[i, stage] = (x, y) if stage < ring.last_stage else (x, loss_fn(y, targets[i]) / m)
+
+    def backward(stage: int, i: int) -> None:
+        x, y = kept.pop((i, stage))
+        torch.autograd.backward(y, ring.recv_gradient() if y.dim() else None)
+        if stage:
+            sends.append(ring.send_gradient(x.grad))
+
+    for action in order:
+        (forward if action.kind == "F" else backward)(action.stage, action.microbatch)
+    for send in sends:
+        send.wait()
+
+
+def test_a_step_may_be_written_in_another_way() -> None:
+    accepts("healed_chunks_step", in_halves)
+    accepts("healed_chunks_step", healed_chunks_step)
+
+
+def test_each_patient_has_a_symptom_of_its_own() -> None:
+    a, b, c = (examine(PATIENTS[name]) for name in "ABC")
+    assert set(a.by_chunk.values()) == {"wrong"}
+    assert a.loss != pytest.approx(a.loss_of_one, rel=1e-6)
+    assert [chunk for chunk, found in b.by_chunk.items() if found == "none"] == [(0, 1), (1, 0), (2, 1), (3, 0)]
+    assert b.loss != pytest.approx(b.loss_of_one, rel=1e-6)
+    assert {chunk: found for (_, chunk), found in c.by_chunk.items()} == {0: "wrong", 1: "right"}
+    assert c.loss == pytest.approx(c.loss_of_one)
+    assert "  chunk 0: wrong, none , wrong, none\n" in str(b)
+
+
+def test_a_healthy_step_has_every_gradient_of_one_process() -> None:
+    assert examine(healed_chunks_step, n_ranks=2).equal
