@@ -30,7 +30,14 @@ from course_pp.runtime import (
     send_gradient,
 )
 
-__all__ = ["PATIENTS", "grade_healed_step", "grade_step", "healed_step", "step_without_deadlock"]
+__all__ = [
+    "PATIENTS",
+    "grade_healed_step",
+    "grade_step",
+    "healed_step",
+    "received_activations",
+    "step_without_deadlock",
+]
 
 
 def step_without_deadlock(
@@ -179,7 +186,7 @@ def _step_on_rank(rank: int, fn: Callable[..., Any], sizes: Sequence[int]) -> li
         for parameter in stage.parameters():
             parameter.grad = torch.full_like(parameter, _BEFORE)
         with (
-            _received_activations(rank - 1, stage.note),
+            received_activations(rank - 1, stage.note),
             unchanged(microbatches=microbatches, targets=parts, stage=weights),
         ):
             fn(stage, microbatches, parts, LopsidedLoss(), link)
@@ -195,7 +202,7 @@ def _added(parameter: Tensor) -> Tensor | None:
 
 
 @contextmanager
-def _received_activations(source: int, note: Callable[[Tensor], None]) -> Iterator[None]:
+def received_activations(source: int, note: Callable[[Tensor], None]) -> Iterator[None]:
     """Call ``note`` with each tensor into which a message of rank ``source`` is received in the block."""
     recv = dist.ProcessGroup.recv
 

@@ -1,0 +1,321 @@
+"""The bug clinic of notebook 05: ZB-H1 by hand on real ranks, healthy and sick, and its grader."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course_pp.exercises.answer import Answer
+from course_pp.exercises.exercise import Mistake, Stopped
+from course_pp.exercises.expect import close, expect_number
+from course_pp.exercises.hangs import explained
+from course_pp.exercises.in_process import unchanged
+from course_pp.exercises.lopsided import LopsidedLoss
+from course_pp.exercises.one_f_one_b_steps import received_activations
+from course_pp.runtime import Link, forward_stage, partition_model, recv_gradient, send_activation, send_gradient
+
+__all__ = ["PATIENTS", "grade_healed_split_step", "gradient_norm", "healed_split_step"]
+
+
+def gradient_norm(stage: nn.Module) -> float:
+    """The norm of all gradients there are, of all ranks: what clipping asks for. Call it on every rank at once."""
+    squares = sum((p.grad.double().square().sum() for p in stage.parameters() if p.grad is not None), torch.tensor(0.0))
+    total = squares.double().clone()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return float(total.sqrt())
+
+
+def healed_split_step(
+    stage: nn.Module, microbatches: list[torch.Tensor], targets: list[torch.Tensor], loss_fn: nn.Module, link: Link
+) -> float:
+    """One step of ZB-H1 on this rank, which receives into slots that it uses again; returns the norm."""
+    m, ahead = len(microbatches), link.n_ranks - 1 - link.rank
+    free = deque(torch.empty(link.shape, dtype=link.dtype) for _ in range(min(m, link.n_ranks)))
+    in_flight, waiting, sends = deque[tuple](), deque[tuple](), []
+
+    def forward(i: int) -> None:
+        slot = free.popleft()
+        if link.is_first:
+            slot.copy_(microbatches[i])
+        else:
+            dist.recv(slot, link.rank - 1)
+        x = slot.detach().requires_grad_()
+        y = forward_stage(stage, x, targets[i], loss_fn, link)
+        in_flight.append((slot, x, y))
+        sends.extend(send_activation(y, link))
+
+    def input_backward() -> None:
+        slot, x, y = in_flight.popleft()
+        dy = recv_gradient(y, m, link)
+        [dx] = torch.autograd.grad(y, x, dy, retain_graph=True)
+        sends.extend(send_gradient(dx, link))
+        waiting.append((slot, y, dy))
+
+    def weight_backward() -> None:
+        slot, y, dy = waiting.popleft()
+        torch.autograd.backward(y, dy, inputs=list(stage.parameters()))
+        free.append(slot)
+
+    for i in range(m + ahead):
+        if i < m:
+            forward(i)
+        if i >= ahead:
+            input_backward()
+            if len(waiting) > link.rank:
+                weight_backward()
+    while waiting:
+        weight_backward()
+    for send in sends:
+        send.wait()
+    return gradient_norm(stage)
+
+
+_ROWS, _WIDTH, _LAYERS = 3, 4, 4
+_MICROBATCHES = {4: (8, 2), 3: (5,), 2: (1, 3)}
+_TOLERANCE = 1e-9
+
+
+class _Stepped(NamedTuple):
+    """What a step left on one rank.
+
+    Attributes:
+        gradients: by name in the whole model; None where there is none.
+        norm: what it returned.
+        early: whether a weight gradient was there before the forward of microbatch p - 1.
+        places: the most memory that inputs of this stage had at once, in inputs.
+    """
+
+    gradients: dict[str, Tensor | None]
+    norm: Any
+    early: bool
+    places: int
+
+
+def grade_healed_split_step(answer: Answer) -> None:
+    """Ask for gradients and norm equal to one process's, for W's that wait, and for no more memory than 1F1B's."""
+    for p, sizes in _MICROBATCHES.items():
+        try:
+            ranks = answer.on_ranks(p, _step_on_rank, sizes)
+        except Stopped as stopped:
+            if stopped.error == "IndexError":
+                raise Mistake(stopped.symptom, _OUT_OF_SLOTS, stopped.example) from None
+            raise explained(stopped) from None
+        for index, m in enumerate(sizes):
+            stepped = [rank[index] for rank in ranks]
+            where = f"On {p} ranks with {m} microbatch{'es' * (m > 1)}"
+            expected = _one_process(m)
+            _judge_gradients(where, m, stepped, expected)
+            _judge_norm(where, stepped, expected)
+            _judge_order(where, m, stepped)
+
+
+_OUT_OF_SLOTS = (
+    "If it is `free` that is empty: a slot is in use from its F until its W, so more are in use at once than before. "
+    "1F1B lets every rank hold `min(m, p)`."
+)
+
+
+class _Watched(nn.Module):
+    """A stage that notes the memory of its inputs, and whether weight gradients come early."""
+
+    def __init__(self, stage: nn.Module, n_ranks: int) -> None:
+        super().__init__()
+        self.stage, self.n_ranks, self.forwards, self.early, self.most_bytes = stage, n_ranks, 0, False, 0
+        # A storage keeps its Python object for as long as it lives.
+        self._storages: WeakSet[torch.UntypedStorage] = WeakSet()
+
+    def note(self, received: Tensor) -> None:
+        self._storages.add(received.untyped_storage())
+        self.most_bytes = max(self.most_bytes, sum(storage.nbytes() for storage in self._storages))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.note(x)
+        self.forwards += 1
+        if self.forwards == self.n_ranks:
+            self.early = any(p.grad is not None for p in self.stage.parameters())
+        y: Tensor = self.stage(x)
+        return y
+
+
+def _step_on_rank(rank: int, fn: Callable[..., Any], sizes: Sequence[int]) -> list[_Stepped]:
+    results = []
+    for m in sizes:
+        stage = _Watched(partition_model(_layers(), dist.get_world_size(), rank), dist.get_world_size())
+        inputs, targets = _batch(m)
+        microbatches, parts = inputs.chunk(m), targets.chunk(m)
+        weights = {name: p.detach() for name, p in stage.stage.named_parameters()}
+        with (
+            received_activations(rank - 1, stage.note),
+            unchanged(microbatches=microbatches, targets=parts, stage=weights),
+        ):
+            norm = fn(stage, microbatches, parts, LopsidedLoss(), Link((_ROWS, _WIDTH), torch.float64))
+        gradients = {name: p.grad for name, p in stage.stage.named_parameters()}
+        norm = norm.detach() if isinstance(norm, Tensor) else norm
+        places = stage.most_bytes // (_ROWS * _WIDTH * torch.float64.itemsize)
+        results.append(_Stepped(gradients, norm, stage.early, places))
+    return results
+
+
+def _layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = (
+        nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh(), nn.Linear(_WIDTH, _WIDTH)).double() for _ in range(_LAYERS)
+    )
+    return nn.Sequential(*blocks)
+
+
+def _batch(m: int) -> tuple[Tensor, Tensor]:
+    seeded = torch.Generator().manual_seed(m)
+    inputs, targets = torch.randn(2, m * _ROWS, _WIDTH, dtype=torch.float64, generator=seeded)
+    return inputs, targets
+
+
+def _one_process(m: int) -> dict[str, Tensor]:
+    model, (inputs, targets) = _layers(), _batch(m)
+    LopsidedLoss()(model(inputs), targets).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _judge_gradients(where: str, m: int, ranks: Sequence[_Stepped], expected: dict[str, Tensor]) -> None:
+    wrong = {}
+    for rank, stepped in enumerate(ranks):
+        for name, gradient in stepped.gradients.items():
+            if gradient is None:
+                cause = "`torch.autograd.grad` returns gradients and adds none: W has to put them into `.grad`."
+                raise Mistake(f"{where}, `{name}` on rank {rank} has no gradient.", cause)
+            if not _same(gradient, expected[name]):
+                wrong[rank, name] = gradient
+    if not wrong:
+        return
+    table = "\n".join(
+        f"rank {rank}: {', '.join(name for r, name in wrong if r == rank) or 'none'}" for rank in range(len(ranks))
+    )
+    symptom = f"{where}, {len(wrong)} of {len(expected)} gradients differ from those of one process."
+    raise Mistake(symptom, _why_wrong(wrong, expected, m, len(ranks)), f"These differ:\n{table}")
+
+
+def _why_wrong(wrong: dict[tuple[int, str], Tensor], expected: dict[str, Tensor], m: int, p: int) -> str:
+    for factor, how in (
+        (m, "m times too large: `recv_gradient` gives the 1/m on the last rank"),
+        (2, "twice too large: I and W both add to them"),
+    ):
+        if m > 1 and all(_same(gradient, factor * expected[name]) for (_, name), gradient in wrong.items()):
+            return f"Each that differs is {how}."
+    if all(rank > 0 and name.endswith(".0.weight") for rank, name in wrong):
+        return (
+            "Only weights that multiply what a rank has received: W needs that input once more. Who has written to its "
+            "slot in between?"
+        )
+    if all(0 < rank < p - 1 for rank, _ in wrong):
+        return (
+            "Rank 0 puts nothing off, and on the last rank every `dy` is 1/m: there it does not matter which `y` meets "
+            "which `dy`. Elsewhere both have to be of one microbatch."
+        )
+    return "Does every microbatch have its W, once, from its own `y` and `dy`?"
+
+
+def _same(found: Tensor, expected: Tensor) -> bool:
+    return float((found - expected).abs().max()) <= _TOLERANCE * float(expected.abs().max())
+
+
+def _judge_norm(where: str, ranks: Sequence[_Stepped], expected: dict[str, Tensor]) -> None:
+    norm = float(sum(gradient.square().sum() for gradient in expected.values()) ** 0.5)
+    for rank, stepped in enumerate(ranks):
+        found = expect_number(stepped.norm, f"healed_split_step(…) on rank {rank}")
+        if not close(found, norm, _TOLERANCE):
+            symptom = f"{where} the gradients are right, but the norm on rank {rank} is {found:.6g} and not {norm:.6g}."
+            raise Mistake(symptom, "It is of all gradients: take it after the last W.")
+
+
+def _judge_order(where: str, m: int, ranks: Sequence[_Stepped]) -> None:
+    p = len(ranks)
+    for rank, stepped in enumerate(ranks):
+        if stepped.early and p <= m:
+            symptom = f"{where} the gradients are right, but rank {rank} has done a W before its forward {p - 1}."
+            cause = f"That W delays an I that rank {rank - 1} waits for. Let `rank` of them wait, as before."
+            raise Mistake(symptom, cause)
+        # One more is let pass: a name may keep an input until it names the next one.
+        if rank and stepped.places > min(m, p) + 1:
+            symptom = f"{where} the gradients are right, but rank {rank} has memory for {stepped.places} inputs"
+            cause = "A slot is free again after the W of its microbatch. Count the slots, and copies of inputs as well."
+            raise Mistake(f"{symptom}; 1F1B lets a rank hold {min(m, p)}.", cause)
+
+
+def _patient_a(stage: nn.Module, microbatches: Any, targets: Any, loss_fn: Any, link: Link) -> float:
+    return _sick_step(stage, microbatches, targets, loss_fn, link, freed_early=True)
+
+
+def _patient_b(stage: nn.Module, microbatches: Any, targets: Any, loss_fn: Any, link: Link) -> float:
+    return _sick_step(stage, microbatches, targets, loss_fn, link, mixed_up=True)
+
+
+def _patient_c(stage: nn.Module, microbatches: Any, targets: Any, loss_fn: Any, link: Link) -> float:
+    return _sick_step(stage, microbatches, targets, loss_fn, link, norm_early=True)
+
+
+PATIENTS: dict[str, Callable[..., float]] = {"A": _patient_a, "B": _patient_b, "C": _patient_c}
+"""Steps of ZB-H1 that run and go wrong, each for another reason; each returns the norm that it would clip by."""
+
+
+def _sick_step(
+    stage: nn.Module,
+    microbatches: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    loss_fn: nn.Module,
+    link: Link,
+    freed_early: bool = False,
+    mixed_up: bool = False,
+    norm_early: bool = False,
+) -> float:
+    m, ahead = len(microbatches), link.n_ranks - 1 - link.rank
+    n_slots = ahead + 1 if freed_early else link.n_ranks
+    free = deque(torch.empty(link.shape, dtype=link.dtype) for _ in range(n_slots))
+    in_flight = deque[tuple[Tensor, Tensor, Tensor]]()
+    outputs, gradients, slots, sends = deque[Tensor](), deque[Tensor](), deque[Tensor](), list[dist.Work]()
+
+    def forward(i: int) -> None:
+        slot = free.popleft()
+        if link.is_first:
+            slot.copy_(microbatches[i])
+        else:
+            dist.recv(slot, link.rank - 1)
+        x = slot.detach().requires_grad_()
+        y = forward_stage(stage, x, targets[i], loss_fn, link)
+        in_flight.append((slot, x, y))
+        sends.extend(send_activation(y, link))
+
+    def input_backward() -> None:
+        slot, x, y = in_flight.popleft()
+        dy = recv_gradient(y, m, link)
+        [dx] = torch.autograd.grad(y, x, dy, retain_graph=True)
+        sends.extend(send_gradient(dx, link))
+        outputs.append(y)
+        gradients.append(dy)
+        (free if freed_early else slots).append(slot)
+
+    def weight_backward() -> None:
+        dy = gradients.pop() if mixed_up else gradients.popleft()
+        torch.autograd.backward(outputs.popleft(), dy, inputs=list(stage.parameters()))
+        if slots:
+            free.append(slots.popleft())
+
+    for i in range(m + ahead):
+        if i < m:
+            forward(i)
+        if i >= ahead:
+            input_backward()
+            if len(outputs) > link.rank:
+                weight_backward()
+    norm = gradient_norm(stage) if norm_early else 0.0
+    while outputs:
+        weight_backward()
+    for send in sends:
+        send.wait()
+    return norm if norm_early else gradient_norm(stage)
