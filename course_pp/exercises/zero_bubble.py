@@ -27,7 +27,10 @@ def choose_schedule(
     return min(fitting)[2] if fitting else None
 
 
-_POINTS = {
+_Points = dict[str, tuple[float, float]]
+"""For each schedule, activations of one microbatch in all layers of a rank, and the bubble."""
+
+_POINTS: _Points = {
     "gpipe": (8, 0.27),
     "1f1b": (4, 0.27),
     "zb_h1": (4, 0.11),
@@ -36,7 +39,7 @@ _POINTS = {
     "v_half": (2.5, 0.16),
     "naive": (1, 0.75),
 }
-_BUDGETS = [
+_BUDGETS: list[tuple[_Points, float, float, float]] = [
     (_POINTS, 10, 2, 18.0),
     (_POINTS, 10, 2, 17.9),
     (_POINTS, 10, 2, 100),

@@ -182,7 +182,7 @@ def grade_forwards_first(answer: Answer) -> None:
         raise Mistake(many if count > enough else few, _why_forwards(found), gradient)
 
 
-def _why_forwards(found: dict[tuple[int, ...], int]) -> str:
+def _why_forwards(found: dict[tuple[int, int, int, int], int]) -> str:
     rules = (
         (lambda behind, share: behind, "A rank's own forward of microbatch 0 counts, too."),
         (lambda behind, share: 1 + behind, "That is 1F1B. The gradient also has to come back up."),
@@ -213,10 +213,11 @@ def _why_forwards(found: dict[tuple[int, ...], int]) -> str:
 
 def place_weights(order: list[Action], room: int) -> list[Action]:
     """The order of one rank with its W's put in, as late as ``room`` activations allow."""
-    left, held, waiting, placed = sum(action.kind == "F" for action in order), 0, [], []
+    waiting: list[Action] = []
+    placed: list[Action] = []
+    left, held = sum(action.kind == "F" for action in order), 0
     for action in order:
-        full = action.kind == "F" and held == room
-        if full and waiting:
+        if action.kind == "F" and held == room:
             placed.append(waiting.pop(0))
             held -= 1
         placed.append(action)
