@@ -126,10 +126,10 @@ def _why_too_many(found: dict[tuple[int, int, int], int]) -> str:
 
 
 def grade_order(answer: Answer) -> None:
-    sizes = [(4, 8, 2, 4), (4, 16, 2, 8), (4, 8, 2, 8), (2, 6, 3, 3), (1, 4, 2, 2), (3, 9, 3, 3)]
+    sizes = [(4, 8, 2, 4), (4, 16, 2, 8), (4, 8, 2, 8), (2, 6, 3, 3), (1, 4, 2, 2), (3, 9, 3, 3), (4, 4, 2, 4)]
     _grade_orders_of(answer, sizes)
     try:
-        _grade_orders_of(answer, [(4, 10, 2, 6), (3, 7, 2, 5)])
+        _grade_orders_of(answer, [(4, 10, 2, 6), (2, 5, 2, 4)])
     except Mistake as e:
         cause = "n need not divide m: the last round takes what is left, `range(first, min(first + n, m))`."
         raise Mistake(e.symptom, e.cause or cause, e.example) from None

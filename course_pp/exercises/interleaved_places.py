@@ -28,8 +28,7 @@ def best_chunks(p: int, m: int, layers: int, forward: float, backward: float, la
         if layers % v == 0:
             costs = Costs(forward / v, backward / v, 0, latency)
             steps[v] = simulate(build("interleaved_1f1b", p, m, v), costs).makespan
-    shortest = min(steps.values())
-    return min(v for v, step in steps.items() if step <= shortest * (1 + 1e-9))
+    return min(steps, key=lambda v: steps[v])
 
 
 def grade_stages(answer: Answer) -> None:
@@ -88,6 +87,8 @@ _CLUSTERS = (
     (4, 32, 6, 48, 48, 4),
     (4, 4, 12, 60, 120, 8),
     (1, 4, 4, 12, 24, 3),
+    (2, 2, 12, 6, 9, 0),
+    (8, 16, 4, 7, 14, 1.5),
     (8, 16, 8, 48, 96, 192),
 )
 
@@ -99,11 +100,12 @@ def grade_best_chunks(answer: Answer) -> None:
         layers = row[2]
         if v < 1 or layers % v:
             raise Mistake(f"`{what}` is {v}.", f"A rank's {layers} layers cannot be cut into {v} equal chunks.")
-        best = best_chunks(*row)
-        step, least = _step(v, *row), _step(best, *row)
-        example = "\n".join(f"v = {u}: {_step(u, *row):g}" for u in range(1, layers + 1) if layers % u == 0)
-        if step > least * (1 + 1e-9):
-            symptom = f"`{what}` is {v}: the step takes {float(step):g}, and with {best} chunks {float(least):g}."
+        steps = {u: _step(u, *row) for u in range(1, layers + 1) if layers % u == 0}
+        least = min(steps.values()) * (1 + 1e-9)
+        step, best = steps[v], min(u for u in steps if steps[u] <= least)
+        example = "\n".join(f"v = {u}: {each:g}" for u, each in steps.items())
+        if step > least:
+            symptom = f"`{what}` is {v}: the step takes {step:g}, and with {best} chunks {least:g}."
             raise Mistake(symptom, _why_another(v, best, row), example)
         if v != best:
             raise Mistake(

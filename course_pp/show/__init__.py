@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from course_pp.show.processes import message
     from course_pp.show.ring_steps import ring
     from course_pp.show.sharded_steps import fsdp_step
+    from course_pp.show.speed_ups import speed_up
     from course_pp.show.stage_cuts import cut
     from course_pp.show.text import timeline_text
     from course_pp.show.timelines import timeline
@@ -69,6 +70,7 @@ _HOMES = {
     "placement": "placements",
     "play": "player",
     "ring": "ring_steps",
+    "speed_up": "speed_ups",
     "tensor_cut": "matrix_cuts",
     "timeline": "timelines",
     "timeline_text": "text",
@@ -101,6 +103,7 @@ __all__ = [
     "placement",
     "play",
     "ring",
+    "speed_up",
     "tensor_cut",
     "timeline",
     "timeline_text",

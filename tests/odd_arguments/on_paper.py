@@ -85,6 +85,15 @@ SHOW: Rows = {
     "placement": {"schedule": S, "title": None},
     "play": {"tl": TL, "title": None},
     "ring": {"n_ranks": 2, "step": None, "n_bytes": None, "title": None},
+    "speed_up": {
+        "schedules": "1f1b",
+        "ranks": (1, 2),
+        "n_microbatches": 4,
+        "n_chunks": None,
+        "costs": None,
+        "measured": {"1f1b": {2: 1.5}},
+        "title": None,
+    },
     "tensor_cut": {
         "n_ranks": 2,
         "plan": ("column", "row"),
