@@ -119,7 +119,7 @@ def _step(v: int, p: int, m: int, layers: int, forward: float, backward: float, 
     return float(simulate(build("interleaved_1f1b", p, m, v), Costs(forward / v, backward / v, 0, latency)).makespan)
 
 
-def _why_another(v: int, best: int, row: tuple[int, ...]) -> str:
+def _why_another(v: int, best: int, row: tuple[float, ...]) -> str:
     _, _, layers, *_, latency = row
     if v == layers and latency:
         return "More chunks shorten the bubble, and each adds 2 p messages to the way in and out. Weigh the two."
