@@ -82,9 +82,21 @@ class Channel:
     def read(self) -> bytearray | None:
         """Read once; return a message when that completes one. Raises EOFError or OSError if the rank is gone."""
         try:
-            got = self._socket.recv_into(self._room)
+            return self._read()
         except BlockingIOError:
             return None
+
+    def read_all(self) -> list[bytearray]:
+        """Read all that has arrived; return the messages that it completes."""
+        messages = []
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                message = self._read()
+                messages += [] if message is None else [message]
+        return messages
+
+    def _read(self) -> bytearray | None:
+        got = self._socket.recv_into(self._room)
         if not got:
             raise EOFError
         self._room = self._room[got:]

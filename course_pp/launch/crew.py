@@ -222,6 +222,9 @@ class Crew:
         self._selector.unregister(rank.life)
         if not data:
             raise self._server.lost()
+        # What the rank said before it ended comes on another connection, and counts as said before.
+        for message in rank.channel.read_all():
+            self._take(rank, pickle.loads(message))
         (rank.exit_code,) = STATUS.unpack(data)
 
     def _read_output(self, pipe: FileIO, lines: Lines) -> None:

@@ -17,6 +17,7 @@ import pytest
 from course_pp.launch import LaunchError, RankDied, RanksHung, client, crew, on_ranks, run_torchrun
 from course_pp.launch.channel import Channel
 from course_pp.launch.client import SERVERS, Server, Servers
+from course_pp.launch.crew import Crew
 from course_pp.launch.waits import SENDING
 from tests.processes import no_process_left
 
@@ -229,10 +230,14 @@ def test_a_rank_that_moves_to_the_group_of_its_parent_ends_alone() -> None:
 
 
 def test_a_rank_that_closes_what_it_did_not_open_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RankDied, match="rank 0 ended with exit code 1"):
-        on_ranks(1, lambda rank: os.closerange(3, 1000), backend=None)  # gloo's threads may abort first
+    def close(rank: int) -> None:
+        if rank == 1:  # a thread of rank 0 serves the store, and would abort first
+            os.closerange(3, 1000)
+
+    with pytest.raises(RankDied, match="rank 1 ended with exit code 1"):
+        on_ranks(2, close, backend=None)
     out, err = capsys.readouterr()
-    assert err.startswith("[rank 0] this rank cannot reach its caller any more")
+    assert err.startswith("[rank 1] this rank cannot reach its caller any more")
     assert (out, err.count("\n")) == ("", 1)
 
 
@@ -245,6 +250,20 @@ def test_the_callers_end_of_a_connection_never_waits_for_the_rest_of_a_message()
         assert (channel.read(), channel.read(), channel.is_receiving) == (None, None, True)
         theirs.sendall(b"c")
         assert (channel.read(), channel.is_receiving) == (b"abc", False)
+        theirs.sendall(2 * ((1).to_bytes(8, "big") + b"d") + (9).to_bytes(8, "big") + b"a part")
+        assert channel.read_all() == [b"d", b"d"]
         channel.send(bytes(10_000_000))
         channel.write()
         assert channel.is_sending
+
+
+def test_the_end_of_a_rank_does_not_overtake_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    poll = Crew._poll
+
+    def late(crew: Crew, seconds: float) -> None:
+        time.sleep(0.2)  # all that it says, and its end, have arrived
+        poll(crew, seconds)
+
+    monkeypatch.setattr(Crew, "_poll", late)
+    with pytest.raises(RankDied, match="rank 0 ended with exit code 3 while it sent"):
+        on_ranks(1, lambda rank: Rebuilt(os._exit, 3))
