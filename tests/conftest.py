@@ -20,6 +20,7 @@ os.environ.pop("COLUMNS", None)
 
 STARTERS = (on_ranks, run_torchrun, check, checking.judge, subprocess.Popen)
 STARTING_FIXTURES = {"kernel", "lab", "page", "cluster"}
+STARTING_FILES: set[str] = set()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -28,6 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if starts_ranks(item):
             item.add_marker("ranks")
+            STARTING_FILES.add(item.nodeid.partition("::")[0])
         if not item.get_closest_marker("apart"):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     # What waits goes first, or the last worker would wait alone.
@@ -71,6 +73,16 @@ def names_in(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from names_in(constant)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks_inherit_imports(request: pytest.FixtureRequest) -> None:
+    """Ranks that a file's tests start find what the file imports, and its ``RANKS_IMPORT``, imported already.
+
+    Otherwise each of the thousands of ranks would import it anew.
+    """
+    if request.node.nodeid in STARTING_FILES and "not ranks" not in request.config.option.markexpr:
+        client.SERVERS.get().preload((request.module.__name__, *getattr(request.module, "RANKS_IMPORT", ())))
 
 
 @pytest.fixture(autouse=True)

@@ -103,14 +103,20 @@ def test_a_rank_sees_torchruns_variables_and_the_callers_folder_path_arguments_a
     assert on_ranks(2, look) == seen
 
 
+@pytest.fixture
+def _own_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ranks are forked from a process that no other test has had import anything."""
+    servers = client.Servers()
+    monkeypatch.setattr(client, "SERVERS", servers)
+    monkeypatch.setattr(crew, "SERVERS", servers)
+    yield
+    servers.stop()
+
+
+@pytest.mark.usefixtures("_own_server")
 def test_what_is_no_string_in_the_callers_path_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "SERVERS", client.Servers())
-    monkeypatch.setattr(crew, "SERVERS", client.SERVERS)
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
-    try:
-        assert on_ranks(1, lambda rank: tmp_path in sys.path) == [False]
-    finally:
-        client.SERVERS.stop()
+    assert on_ranks(1, lambda rank: tmp_path in sys.path) == [False]
 
 
 def test_a_rank_computes_with_as_many_threads_as_asked_for() -> None:
@@ -359,6 +365,7 @@ def test_the_server_that_ranks_fork_from_has_one_thread() -> None:
         assert on_ranks(1, threads_of_parent) == [1]
 
 
+@pytest.mark.usefixtures("_own_server")
 def test_what_a_rank_imported_of_this_package_is_there_for_the_next_call() -> None:
     def threads_and_what_was_there(rank: int) -> tuple[int, bool]:
         inherited = "course_pp.parallel.clipping" in sys.modules
@@ -388,6 +395,7 @@ def test_a_module_that_has_changed_is_imported_anew() -> None:
         Path(importlib.util.cache_from_source(str(file))).unlink(missing_ok=True)
 
 
+@pytest.mark.usefixtures("_own_server")
 def test_what_reads_the_environment_of_the_call_is_not_kept_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     def backend(rank: int) -> str:
         import matplotlib
