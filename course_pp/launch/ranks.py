@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from course_pp.launch import cells, endings
@@ -62,7 +63,7 @@ def on_ranks(
     ask = Ask.of_call(n, timeout_s, backend)
     place = _place(ask, where)
     if place.fallen_back:
-        print(place.said, flush=True)
+        _say_once(place.said)
     if place.local:
         results = run_ranks(n, payload, timeout_s, backend, threads)
     else:
@@ -92,6 +93,12 @@ def run_ranks(n: int, payload: bytes, timeout_s: float, backend: str | None, thr
             crew = opened.enter_context(Crew(n, timeout_s))
             crew.start(payload, backend, threads)
         return crew.results()
+
+
+@cache
+def _say_once(sentence: str) -> None:
+    """Print it, unless this process has: a script may call `on_ranks` a hundred times."""
+    print(sentence, flush=True)
 
 
 def _place(ask: Ask, where: str | None) -> Place:

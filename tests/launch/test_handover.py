@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from course_pp.launch import LaunchError, guard, on_ranks, remote
+from course_pp.launch import LaunchError, guard, on_ranks, ranks, remote
 from course_pp.launch.handover import Call, End, call_file, end_file, write
 from course_pp.launch.on_slurm import TASKS
 from course_pp.launch.process import Process, shared_folder
@@ -100,10 +100,13 @@ def test_a_call_that_the_kept_job_did_not_take_any_more_runs_in_a_new_one(
     assert out.count("Ranks run in a Slurm job of their own") == 2
 
 
-def test_ranks_that_run_here_although_srun_is_at_hand_say_so(tools: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_run_here_although_srun_is_at_hand_say_so_once(
+    tools: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pretend(tools / "sinfo", "exit 1")
-    assert on_ranks(1, lambda rank: "here", backend=None) == ["here"]
-    assert "No cluster answers behind srun." in capsys.readouterr().out
+    ranks._say_once.cache_clear()
+    assert [on_ranks(1, lambda rank: "here", backend=None) for _ in range(2)] == [["here"]] * 2
+    assert capsys.readouterr().out.count("No cluster answers behind srun.") == 1
 
 
 @pytest.mark.parametrize(("line", "sent"), [('setup = ["module load x"]', True), ('python = "/opt/python"', False)])

@@ -15,6 +15,7 @@ from tests.parallel.layouts import Case, build_modules, build_pipeline, data_of,
 from tests.parallel.whole_models import Recipe, assert_equals, train_on_rank
 
 Sizes = dict[str, int]
+RANKS_IMPORT = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "qwen3")]
 
 BY_NAME = {"[0-9].up": ColwiseParallel(), "[0-9].down": RowwiseParallel()}
 SHARDED: Sizes = {"dp_shard": 2}

@@ -10,6 +10,7 @@ from tests.processes import no_process_left
 from tests.source_code.scripts import labelled_lines, run_script
 
 SCRIPT = "source_code/hf_pp/llama_by_hand.py"
+RANKS_IMPORT = ["transformers.models.llama.modeling_llama"]
 EQUAL = re.compile(r"equal to one process: 3 losses to (\S+), all 66 gradients of the last step to (\S+) \(float64\)")
 
 
