@@ -21,6 +21,8 @@ os.environ.pop("COLUMNS", None)
 STARTERS = (on_ranks, run_torchrun, check, checking.judge, subprocess.Popen)
 STARTING_FIXTURES = {"kernel", "lab", "page", "cluster"}
 STARTING_FILES: set[str] = set()
+# Their files share what takes long to start: one browser and one JupyterLab.
+SHARING_FOLDERS = ("browser",)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -31,7 +33,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("ranks")
             STARTING_FILES.add(item.nodeid.partition("::")[0])
         if not item.get_closest_marker("apart"):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+            shared = item.path.parent if item.path.parent.name in SHARING_FOLDERS else item.path
+            item.add_marker(pytest.mark.xdist_group(str(shared.relative_to(item.config.rootpath))))
     # What waits goes first, or the last worker would wait alone.
     items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
 

@@ -11,10 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from course_pp.__main__ import main
 from course_pp.launch import on_ranks
-from tests.source_code.scripts import labelled_lines
+from tests.source_code.scripts import TRAIN_IMPORTS, labelled_lines
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+RANKS_IMPORT = TRAIN_IMPORTS
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\((?!http)([^)#]+)\)", README))))

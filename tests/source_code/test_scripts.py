@@ -11,10 +11,11 @@ import pytest
 from course_pp.launch import LaunchError, run_torchrun
 from tests.once import once
 from tests.processes import no_process_left
-from tests.source_code.scripts import labelled_lines, run_script
+from tests.source_code.scripts import TRAIN_IMPORTS, labelled_lines, run_script
 
 ROOT = Path(__file__).parents[2]
 SCRIPT, TRAIN = "source_code/pipeline_test.py", "source_code/train.py"
+RANKS_IMPORT = TRAIN_IMPORTS
 TINY = ["--steps=3", "--dim=32", "--layers=2", "--seq-len=32", "--global-batch-size=8", "--microbatches=4"]
 
 
@@ -32,13 +33,14 @@ def losses_of(lines):
 LOSSES = "[6.9105, 6.9306, 6.9415, 6.9331]"
 
 
+@pytest.mark.full
 def test_torchrun_runs_pipeline_test():
     with no_process_left():
         lines = run_torchrun(["--nnodes=1", "--nproc-per-node=2", SCRIPT], timeout_s=90, local=True)
     assert losses_of(lines) == [(1, LOSSES)]
 
 
-@pytest.mark.parametrize("n_ranks", [1, 3])
+@pytest.mark.parametrize("n_ranks", [1, 2, 3])
 def test_pipeline_test_prints_the_same_losses_from_the_last_of_any_number_of_ranks(n_ranks):
     assert losses_of(labelled_lines(n_ranks, [SCRIPT])) == [(n_ranks - 1, LOSSES)]
 

@@ -17,10 +17,11 @@ from course_pp.training.checkpoint import Difference, diff, export_hf, find_late
 from course_pp.training.logs import METRICS
 from course_pp.training.preemption import EXIT_CODE
 from tests.processes import no_process_left
-from tests.source_code.scripts import labelled_lines
+from tests.source_code.scripts import TRAIN_IMPORTS, labelled_lines
 
 ROOT = Path(__file__).parents[2]
 STEPS = 40
+RANKS_IMPORT = TRAIN_IMPORTS
 LAST = f"step_{STEPS:08d}"
 RUN = [
     *("source_code/train.py", f"--steps={STEPS}", "--dim=32", "--layers=4", "--seq-len=32", "--global-batch-size=8"),

@@ -29,10 +29,11 @@ from course_pp.training.data import (
 )
 from course_pp.training.options import DataOptions
 from tests.processes import no_process_left
-from tests.source_code.scripts import labelled_lines, run_script
+from tests.source_code.scripts import TRAIN_IMPORTS, labelled_lines, run_script
 from tests.training.small import RUN, trainer
 
 ROOT = Path(__file__).parents[2]
+RANKS_IMPORT = TRAIN_IMPORTS
 
 
 @pytest.fixture
