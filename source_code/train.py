@@ -14,7 +14,6 @@ Without --text or --dataset the corpus is the source code of Python's own standa
 import sys
 from contextlib import nullcontext
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.model import ModelConfig, PipelineStageModule, build_stage_module, layer_costs, partition_by_cost
@@ -37,6 +36,7 @@ from course_pp.parallel import (
 from course_pp.training import Trainer, stages_of_rank
 from course_pp.training.arguments import flags_named, parse
 from course_pp.training.checkpointer import Checkpointer
+from course_pp.training.config import Precision
 from course_pp.training.data import check_vocabulary, unigram_entropy
 from course_pp.training.options import Options
 from course_pp.training.precision import DTYPES
@@ -49,15 +49,16 @@ def build_stages(asked: Options, model: ModelConfig, mesh: DeviceMesh | None) ->
     indices, n_stages = stages_of_rank(asked.train, get_pp_rank(mesh), get_pp_size(mesh))
     flops = layer_costs(model, asked.model.seq_len)
     layer_ranges = partition_by_cost(flops.layers, n_stages, first=flops.embed, last=flops.head)
-    device, dtype = get_device(share=asked.layout.share_gpus), DTYPES[asked.train.precision]
+    device = get_device(share=asked.layout.share_gpus)
+    usual: Precision = "bf16" if device.type == "cuda" else "fp32"  # half precision is slow on a CPU
+    dtype = DTYPES[usual if asked.train.precision == "auto" else asked.train.precision]
     modules = [build_stage_module(model, i, n_stages, layer_ranges).to(device) for i in indices]
     for module in modules:
         apply_tensor_parallel(module, mesh)
         apply_ac(module, asked.layout.ac)
         if asked.layout.compile:
             apply_compile(module)
-        mixed = None if dtype == torch.float32 else default_mp_policy(dtype)
-        apply_fsdp2(module, mesh, mixed, reshard_after_forward=asked.layout.reshard_policy)
+        apply_fsdp2(module, mesh, default_mp_policy(dtype), reshard_after_forward=asked.layout.reshard_policy)
         compute_in(module, dtype)  # where no FSDP2 does
     return modules
 
@@ -77,7 +78,9 @@ def run(asked: Options, preemption: Preemption | None) -> None:
         before = trainer.evaluate()
         if trainer.is_logging_rank:
             sequences = "a stream of tokens" if asked.data.streaming else f"{len(train):,} × {train.seq_len} tokens"
-            print(f"{model.n_parameters:,} parameters, {sequences}, on {trainer.device}")
+            precision = trainer.config.precision
+            lowered = "" if precision == "fp32" else f", computed in {precision}"
+            print(f"{model.n_parameters:,} parameters, {sequences}, on {trainer.device}{lowered}")
             print(f"resumed {loaded.path}" if loaded else f"validation loss before training {before:.3f}", flush=True)
         fitted = trainer.fit(checkpointer.after_step)
     sizes = {"device_mesh": mesh, "vocab_size": tokenizer.vocab_size, "seed": config.seed}

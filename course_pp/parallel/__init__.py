@@ -7,9 +7,9 @@ Order of use::
     apply_tensor_parallel(module, mesh)
     apply_ac(module, "selective")
     apply_compile(module)
-    apply_fsdp2(module, mesh, default_mp_policy(torch.float32))
+    apply_fsdp2(module, mesh)  # computes in bfloat16; parameters, gradients and optimizer state stay float32
     optimizer = torch.optim.AdamW(module.parameters())
-    stage = build_pipeline_stage(module, mesh, get_device(), batch_size=4, seq_len=128, param_dtype=torch.float32)
+    stage = build_pipeline_stage(module, mesh, get_device(), batch_size=4, seq_len=128)
     schedule = build_pipeline_schedule(stage, n_microbatches=8, loss_fn=CrossEntropy(), schedule="1f1b")
     loss = schedule.step(inputs, target=targets)
     norm = clip_grad_norm_(stage, 1.0, device_mesh=mesh)

@@ -9,7 +9,7 @@ A group is gathered in one collective and its gradients are reduced in one. On t
 Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 import torch
@@ -23,7 +23,14 @@ from course_pp.parallel.mesh import get_dp_mesh, has_dp_mesh, size_of
 from course_pp.parallel.order import check_order
 from course_pp.parallel.patterns import listed
 
-__all__ = ["ReshardPolicy", "apply_fsdp2", "default_mp_policy", "reshard", "resolve_reshard_after_forward"]
+__all__ = [
+    "ReshardPolicy",
+    "apply_fsdp2",
+    "default_mp_policy",
+    "policy_of_dtypes",
+    "reshard",
+    "resolve_reshard_after_forward",
+]
 
 ReshardPolicy = bool | int | Literal["auto"]
 
@@ -91,14 +98,17 @@ def apply_fsdp2(
 ) -> tuple[str, ...]:
     """Shard ``model`` in place: every block, then what is left at the root.
 
+    Where the mesh has no data-parallel dimension nothing is done: :func:`compute_in` lowers precision there.
+
     The last step before the optimizer is made: one made earlier would hold parameters that are no longer the model's,
-    and train nothing. A no-op where the mesh has no data-parallel dimension. Gradients are averaged over the
+    and train nothing. Gradients are averaged over the
     data-parallel ranks, under a pipeline once a step, after the last microbatch.
 
     Args:
         model: any model, or one stage of it.
-        mp_policy: None computes in the parameters' own dtype and reduces in float32 at least; otherwise see
-            :func:`default_mp_policy`.
+        mp_policy: None is :func:`default_mp_policy` where all parameters are float32: they are computed with in
+            bfloat16, and stay, with their gradients, in float32. Of other dtypes it computes in their own and reduces
+            in float32 at least, so float64 stays float64. ``default_mp_policy(torch.float32)`` computes in float32.
         reshard_after_forward: see :func:`resolve_reshard_after_forward`.
         blocks: which modules are gathered each by itself; see :func:`find_blocks`.
 
@@ -116,7 +126,7 @@ def apply_fsdp2(
     if not has_dp_mesh(device_mesh):
         return ()
     mesh = get_dp_mesh(device_mesh)
-    mixed = mp_policy if mp_policy is not None else _own_precision(model)
+    mixed = mp_policy if mp_policy is not None else policy_of_dtypes({p.dtype for p in model.parameters()})
     for module in dict.fromkeys((*found.values(), model)):
         fully_shard(module, mesh=mesh, mp_policy=mixed, reshard_after_forward=policy)
     return tuple(found)
@@ -147,6 +157,9 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _own_precision(model: nn.Module) -> MixedPrecisionPolicy:
-    half = any(parameter.dtype.itemsize < 4 for parameter in model.parameters())
+def policy_of_dtypes(dtypes: Collection[torch.dtype]) -> MixedPrecisionPolicy:
+    """The policy of a model that is given none, by the dtypes of its parameters."""
+    if set(dtypes) == {torch.float32}:
+        return default_mp_policy()
+    half = any(dtype.itemsize < 4 for dtype in dtypes)
     return MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None)

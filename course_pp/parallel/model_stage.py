@@ -28,6 +28,7 @@ class ModelStage(LocalNeighboursStage):
         ties: weights that are one, by stage; :func:`build_pipeline_schedule` finds them.
         device_mesh: the mesh it was built on.
         param_dtype: what is to cross; None is whatever the stages compute in.
+        can_split: whether torch can split its backward in two.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class ModelStage(LocalNeighboursStage):
         self.inputs, self.outputs = inputs, outputs
         self.ties: tuple[Tie, ...] = ()
         self._dtypes = compute_dtypes(module)
-        self._can_split = isinstance(module, PipelineStageModule) and not has_replaced(module, Compiled)
+        self.can_split = isinstance(module, PipelineStageModule) and not has_replaced(module, Compiled)
         self._keywords = _keywords_of(module)
         self._options = options
 
@@ -129,11 +130,11 @@ class ModelStage(LocalNeighboursStage):
         gradient would lose its own in silence, a parameter used at two depths would fail in the middle of a step, and
         so would a compiled block, which is one node of the graph.
         """
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward or not self._can_split, last_backward)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward or not self.can_split, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The weight-gradient half of one microbatch."""
-        if self._can_split:
+        if self.can_split:
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:

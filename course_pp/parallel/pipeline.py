@@ -81,7 +81,7 @@ def build_pipeline_schedule(
     Ranks(everyone_of(stages[0]), limit_s=float(timeout_s) if problem is None else _LIMIT_S).refuse(problem)
     tied = None if tied is None else list(tied)
     rows = agree(stages, n_microbatches, schedule, tied, float(timeout_s))
-    if splits_backward(schedule) != "none" and any(has_replaced(s.submod, Recomputed) for s in stages):
+    if splits_backward(schedule) != "none" and any(s.can_split and has_replaced(s.submod, Recomputed) for s in stages):
         _warn_of_recomputation(schedule)
     return PipelineSchedule(stages, n_microbatches, loss_fn, schedule, rows)
 

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from course_pp.model import ModelConfig, compute_layer_assignment
-from course_pp.parallel.fsdp import ReshardPolicy, reshard_policy_of_sizes
+from course_pp.parallel.fsdp import ReshardPolicy, policy_of_dtypes, reshard_policy_of_sizes
 from course_pp.parallel.mesh import DistributedConfig
 from course_pp.parallel.plans import shards_head
 from course_pp.parallel.schedules import get_stage_indices
@@ -121,8 +121,7 @@ def dtypes_of(dtype: torch.dtype, mp_policy: MixedPrecisionPolicy | None, layout
     """What :func:`apply_fsdp2` makes of a model in ``dtype``; without it a policy has no effect."""
     if layout.dp_replicate * layout.dp_shard == 1:
         return Dtypes(dtype, dtype, dtype)
-    if mp_policy is None:
-        return Dtypes(dtype, dtype, torch.float32 if dtype.itemsize < 4 else dtype)
+    mp_policy = policy_of_dtypes({dtype}) if mp_policy is None else mp_policy
     computed = mp_policy.param_dtype or dtype
     return Dtypes(dtype, computed, mp_policy.reduce_dtype or computed)
 

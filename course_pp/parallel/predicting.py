@@ -122,7 +122,7 @@ def predict_collectives(
         reshard_after_forward: see :func:`resolve_reshard_after_forward`.
         ac: the mode given to :func:`apply_ac`.
         dtype: in which parameters are kept.
-        mp_policy: as given to :func:`apply_fsdp2`.
+        mp_policy: as given to :func:`apply_fsdp2`: None computes with float32 parameters in bfloat16.
         gather_logits: as given to :func:`apply_tensor_parallel`; False for :class:`VocabParallelCrossEntropy`.
         clip: whether :func:`clip_grad_norm_` follows.
 

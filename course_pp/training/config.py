@@ -14,8 +14,8 @@ Engine = Literal["parallel", "runtime"]
 ENGINES: tuple[Engine, ...] = ("parallel", "runtime")
 LrSchedule = Literal["cosine", "linear", "wsd", "constant"]
 LR_SCHEDULES: tuple[LrSchedule, ...] = ("cosine", "linear", "wsd", "constant")
-Precision = Literal["fp32", "bf16", "fp16"]
-PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
+PRECISIONS: tuple[Precision, ...] = ("auto", "fp32", "bf16", "fp16")
 OnNan = Literal["refuse", "skip"]
 OPTIMIZERS: tuple[str, ...] = (
     "AdamW",
@@ -55,9 +55,10 @@ class TrainConfig:
     engine: Engine = "parallel"
     """`"parallel"` runs `course_pp.parallel`, `"runtime"` the pipeline of `course_pp.runtime`."""
     schedule: str = "1f1b"
-    precision: Precision = "fp32"
-    """What the stages compute in and send; `"fp32"` is what their parameters are in. Those, their gradients and the
-    optimizer's state stay in float32; `"fp16"` scales the loss."""
+    precision: Precision = "auto"
+    """What the stages compute in and send: `"fp32"` is what their parameters are in, `"auto"` what the stages that
+    `Trainer` gets compute in; `train.py` takes `"bf16"` on GPUs and `"fp32"` on the CPU, where half precision is slow.
+    Parameters, their gradients and the optimizer's state stay in float32; `"fp16"` scales the loss."""
     loss_scale: float = 2.0**16
     """The first scale of `"fp16"`, a power of two; see `course_pp.training.precision`."""
     on_nan: OnNan = "refuse"

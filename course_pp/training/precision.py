@@ -8,9 +8,14 @@ import torch
 
 from course_pp.training.config import Precision
 
-__all__ = ["DTYPES", "LossScale"]
+__all__ = ["DTYPES", "LossScale", "precision_of"]
 
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def precision_of(dtype: torch.dtype) -> Precision:
+    """The name for stages that compute in ``dtype``; ``"fp32"`` for more than that."""
+    return next((name for name, known in DTYPES.items() if known == dtype), "fp32")
 
 
 @dataclass(frozen=True)

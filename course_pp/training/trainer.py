@@ -38,7 +38,7 @@ from course_pp.training.engines import build_engine
 from course_pp.training.feed import Feed
 from course_pp.training.metrics import Peak, Speed, find_peak
 from course_pp.training.optim import OptimizerFactory, build_optimizer, build_scheduler, lr_factor
-from course_pp.training.precision import DTYPES, LossScale
+from course_pp.training.precision import DTYPES, LossScale, precision_of
 from course_pp.training.report import Reporter, StepResult
 from course_pp.training.setting import SettingError
 from course_pp.training.stages import Stages, flops_of_a_sequence, held_stages
@@ -94,7 +94,7 @@ class Trainer:
         optimizer: makes one of parameter groups, such as ``torch.optim.SGD``; None is the one that ``config`` names.
 
     Attributes:
-        config: as given, with epochs as steps.
+        config: as given, with epochs as steps and the stages' precision.
         step: number of finished steps.
         modules, optimizer, scheduler: what is trained.
         held: the modules by stage, for a checkpoint.
@@ -146,8 +146,11 @@ class Trainer:
             lambda: () if validation is None else validation_batches(validation, config.batch, config.eval_batches)
         )
         self.device = next(self.modules[0].parameters()).device
-        everyone.collectively(lambda: _check_precision(config, self.modules))
         self._dtype = compute_dtype(self.modules[0])
+        if config.precision == "auto":
+            self.config = config = replace(config, precision=precision_of(self._dtype))
+            everyone.require_equal({"precision": config.precision})
+        everyone.collectively(lambda: _check_precision(config, self.modules))
         self._scale = LossScale(config.loss_scale, growth_steps=2000) if config.precision == "fp16" else LossScale()
         self._engine = build_engine(
             config,
@@ -319,7 +322,8 @@ class Trainer:
         missing = sorted({"step", "scheduler", "data", "config", "tokenizer"} - set(state))
         if missing:
             raise ValueError(f"the state has no {', '.join(missing)}: pass what Trainer.state() returned")
-        mine, usual = self.config.as_dict(), TrainConfig().as_dict()  # older states lack what was not there to set
+        # Older states lack what was not there to set.
+        mine, usual = self.config.as_dict(), TrainConfig(precision="fp32").as_dict()
         pairs = [
             ("the digest of the training data", state["data"]["digest"], self._data_digest),
             ("the tokenizer", state["tokenizer"], self._tokenizer_digest),
@@ -341,9 +345,10 @@ class Trainer:
 def _check_precision(config: TrainConfig, modules: Sequence[nn.Module]) -> None:
     """Refuse stages that compute in another format than ``config`` names."""
     asked = DTYPES[config.precision]
-    for found in map(compute_dtype, modules):
+    for module in modules:
+        found, kept = compute_dtype(module), {p.dtype for p in module.parameters()}
         # Others may be what the parameters are in, but float16 needs the loss to be scaled.
-        if found != asked and (asked != torch.float32 or found == torch.float16):
+        if found != asked and (asked != torch.float32 or found == torch.float16 or found not in kept):
             raise SettingError(
                 f"{{precision}}, and a stage computes in {found}: call compute_in(stage, dtype), or under FSDP2 give "
                 "apply_fsdp2 the policy default_mp_policy(dtype), before Trainer",

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, gelu
 
 from course_pp import parallel as pp
 
-ROWS, CLASSES, WIDTH, N_BLOCKS, N_MICROBATCHES = 32, 10, 16, 8, 8
+ROWS, CLASSES, WIDTH, N_BLOCKS, N_MICROBATCHES = 32, 10, 16, 14, 8
 Maps = dict[str, Tensor]
 
 

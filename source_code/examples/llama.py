@@ -15,7 +15,7 @@ from course_pp import parallel as pp
 from course_pp.model import CrossEntropy
 from course_pp.training.checkpoint import resume, save
 
-ROWS, SEQ_LEN, VOCAB_SIZE, N_MICROBATCHES = 16, 16, 96, 8
+ROWS, SEQ_LEN, VOCAB_SIZE, N_MICROBATCHES = 32, 16, 96, 8
 
 
 class Stage(nn.Module):

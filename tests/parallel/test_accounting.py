@@ -326,7 +326,8 @@ def test_counts_add_up_repeat_and_print_as_a_table():
 
 def sent_by_first_rank(layout, dimension, **options):
     """Bytes that rank 0 puts on the wire over one dimension."""
-    sizes = {"config": SMALL, "batch_size": 2, "seq_len": 8, "dtype": torch.float32, "clip": False}
+    sizes = {"config": SMALL, "batch_size": 2, "seq_len": 8, "mp_policy": default_mp_policy(torch.float32)}
+    sizes |= {"clip": False}
     counts = predict_collectives(layout=layout, **sizes | options)[0]
     n_ranks = getattr(layout, dimension)
     return sum(

@@ -113,7 +113,7 @@ def held_on_rank(rank: int, layout: DistributedConfig) -> dict[str, Any]:
     """Which modules are groups, this rank's share of two matrices, and its gradient of a loss that is its number."""
     mesh = init_distributed(layout, seed=0)
     model = Transformer(CONFIG)
-    apply_fsdp2(model, mesh)
+    apply_fsdp2(model, mesh, default_mp_policy(torch.float32))
     (rank * model(torch.zeros(1, 4, dtype=torch.int64)).sum()).backward()
     return {
         "groups": [name for name, module in model.named_modules() if isinstance(module, FSDPModule)],
@@ -289,7 +289,7 @@ def precision_on_rank(rank: int, inputs: Tensor) -> dict[str, Any]:
     mesh = init_distributed(DistributedConfig(pp=2, dp_shard=2), seed=0)
     module = build_stage_module(CONFIG, get_pp_rank(mesh), 2)
     apply_ac(module, "full")
-    apply_fsdp2(module, mesh, default_mp_policy())
+    apply_fsdp2(module, mesh)
     with pytest.raises(ValueError, match="param_dtype") as refusal:
         build_pipeline_stage(module, mesh, "cpu", 1, 8, torch.float32)
     computed: set[torch.dtype] = set()

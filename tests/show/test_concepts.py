@@ -11,7 +11,13 @@ import torch
 
 from course_pp import show
 from course_pp.model import ModelConfig, compute_layer_assignment
-from course_pp.parallel import DistributedConfig, predict_collectives, predict_unsharded_bytes, wire_factor
+from course_pp.parallel import (
+    DistributedConfig,
+    default_mp_policy,
+    predict_collectives,
+    predict_unsharded_bytes,
+    wire_factor,
+)
 from course_pp.schedule import Action, Schedule, build, simulate
 from course_pp.show.course import NOTEBOOKS
 from course_pp.show.mesh_grid import dimensions_of
@@ -188,13 +194,14 @@ def test_a_mesh_that_fills_no_nodes_is_refused(wrong: dict[str, int]) -> None:
 
 
 MODEL = ModelConfig(dim=64, n_layers=6, n_heads=4, vocab_size=128, max_seq_len=32)
+FLOAT32 = default_mp_policy(torch.float32)
 
 
 @pytest.mark.parametrize("policy", [True, 2, False])
 def test_fsdp_holds_and_gathers_what_the_package_predicts(policy: bool | int) -> None:
     moments = sharded_step(6, policy, 4, [Action(0, "F", 0), Action(0, "B", 0)], pipeline=False)
     layout = DistributedConfig(dp_shard=4)
-    (peak, *_) = predict_unsharded_bytes(MODEL, layout, reshard_after_forward=policy)
+    (peak, *_) = predict_unsharded_bytes(MODEL, layout, reshard_after_forward=policy, mp_policy=FLOAT32)
     ends = MODEL.n_embedding_parameters + MODEL.n_head_parameters
     assert 4 * (ends + most_held(moments) * MODEL.n_layer_parameters) == peak
     assert {gathers_of(moments, layer) for layer in range(6)} == {1 if policy is False else 2}
@@ -281,7 +288,7 @@ def test_the_bytes_of_each_parallelism_are_those_of_its_formula() -> None:
 
 
 def test_the_bytes_of_the_table_are_those_that_the_package_predicts() -> None:
-    sizes = {"batch_size": 2, "seq_len": 32, "clip": False}
+    sizes = {"batch_size": 2, "seq_len": 32, "clip": False, "mp_policy": FLOAT32}
     table = show.parallelisms(MODEL, n_ranks=2, tokens=64, itemsize=4)
 
     def sent(layout: DistributedConfig, dimension: str, kind: str, **more: Any) -> float:

@@ -174,7 +174,7 @@ def test_first_run_equals_one_process_and_writes_its_picture():
         (["--reshard=sometimes"], ["--reshard sometimes", "auto, true, false or a number"]),
         (["--reshard=4"], ["reshard_after_forward=4", "dp_shard=1"]),
         (["--engine=torch"], ["--engine 'torch'", "'runtime'"]),
-        (["--precision=half"], ["--precision 'half' must be one of 'fp32', 'bf16', 'fp16'"]),
+        (["--precision=half"], ["--precision 'half' must be one of 'auto', 'fp32', 'bf16', 'fp16'"]),
         (["--save-every=5"], ["--save-every needs --checkpoint-dir"]),
         (["--resume=runs/mine"], ["--resume needs --checkpoint-dir"]),
         (["--checkpoint-dir=runs/none", "--keep-every=5"], ["--keep-every 5 needs keep_last"]),

@@ -17,7 +17,8 @@ SEQ_LEN = 8
 MODEL = ModelConfig(dim=16, n_layers=4, n_heads=2, vocab_size=23, max_seq_len=SEQ_LEN)
 TIED = ModelConfig(dim=16, n_layers=4, n_heads=2, vocab_size=23, max_seq_len=SEQ_LEN, tie_embeddings=True)
 RUN = TrainConfig(
-    steps=3, batch=8, microbatches=2, lr=1e-2, clip_norm=0.5, warmup_steps=1, weight_decay=0.3, peak_flops=1e9
+    **{"steps": 3, "batch": 8, "microbatches": 2, "precision": "fp32", "peak_flops": 1e9},
+    **{"lr": 1e-2, "clip_norm": 0.5, "warmup_steps": 1, "weight_decay": 0.3},
 )
 
 

@@ -232,6 +232,7 @@ def refused(rank: int) -> list[str]:
     for attempt in (
         lambda: Trainer(BF16, [module], rows(), device_mesh=None),
         lambda: Trainer(RUN, [_in(torch.float16)], rows(), device_mesh=None),
+        lambda: Trainer(RUN, [_in(torch.bfloat16)], rows(), device_mesh=None),
         lambda: compute_in(module, torch.float64),
         lambda: compute_in(_in(torch.float16), torch.bfloat16),
         lambda: compute_in(nn.Linear(2, 2).double(), torch.bfloat16),
@@ -241,6 +242,9 @@ def refused(rank: int) -> list[str]:
         said.append(str(refusal.value))
     compute_in(module, torch.float32)
     assert compute_dtype(module) == torch.float32
+    auto = replace(RUN, precision="auto")
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32")):
+        assert Trainer(auto, [_in(dtype)], rows(), device_mesh=None).config.precision == name
     return said
 
 
@@ -255,5 +259,6 @@ def test_formats_that_do_not_fit_are_refused() -> None:
     [said] = on_ranks(1, refused, timeout_s=60)
     assert "precision='bf16', and a stage computes in torch.float32: call compute_in" in said[0]
     assert "precision='fp32', and a stage computes in torch.float16" in said[1]
-    assert "compute in torch.bfloat16 or torch.float16, or in torch.float32 as it is" in said[2]
-    assert all("cannot compute in torch.bfloat16: keep its parameters in float32" in words for words in said[3:])
+    assert "precision='fp32', and a stage computes in torch.bfloat16" in said[2]
+    assert "compute in torch.bfloat16 or torch.float16, or in torch.float32 as it is" in said[3]
+    assert all("cannot compute in torch.bfloat16: keep its parameters in float32" in words for words in said[4:])

@@ -42,7 +42,7 @@ from course_pp.training import TrainConfig
         ({"lr_schedule": "wsd", "decay_steps": 181}, "decay_steps=181 after a warm-up of 20 steps must be at most 180"),
         ({"epochs": 2, "steps": 9}, "epochs=2 and steps=9 both say how long to train"),
         ({"epochs": 0}, "epochs=0 must be a whole number of at least 1"),
-        ({"precision": "fp8"}, "precision='fp8' must be one of fp32, bf16, fp16"),
+        ({"precision": "fp8"}, "precision='fp8' must be one of auto, fp32, bf16, fp16"),
         ({"loss_scale": 1000.0}, "loss_scale=1000.0 must be a power of two"),
         ({"on_nan": "ignore"}, "on_nan='ignore' must be refuse or skip"),
         ({"step_timeout": math.inf}, "step_timeout=inf must be a number of seconds"),
