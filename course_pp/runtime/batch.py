@@ -9,7 +9,7 @@ from torch import Tensor
 from course_pp.loss import LossFn, TokenLoss, counted, loss_share
 from course_pp.runtime.payload import map_tensors, tensors_of
 
-__all__ = ["loss_shares", "split"]
+__all__ = ["loss_shares", "own_means", "split"]
 
 
 def split(name: str, batch: Any, n: int) -> Sequence[Any]:
@@ -70,6 +70,35 @@ def loss_shares(
             raise ValueError(f"targets has no samples in any of {len(targets)} microbatches: give at least one")
         divisor = total.clamp(min=1) if isinstance(total, Tensor) else max(total, 1)
     return partial(_share, loss, targets, divisor)
+
+
+def own_means(
+    loss_fn: LossFn | TokenLoss,
+    targets: Sequence[Any],
+    divisor: float | None,
+    groups: Sequence[Sequence[int]],
+) -> Callable[[int, Any], Tensor]:
+    """Return a function of i and the output: microbatch i's own mean loss, whose gradient an update takes.
+
+    Args:
+        groups: microbatches whose gradients enter one update, as the mean of their means.
+
+    Raises:
+        ValueError: for a ``divisor``, microbatches without a sample, or groups of unequal ones, whose mean would be
+            another one.
+    """
+    if divisor is not None:
+        raise ValueError(f"divisor is {divisor}: with versions= each update takes a mean of its own; leave it out")
+    loss = counted(loss_fn, _samples)
+    counts = [max(float(loss.count(target)), 1.0) for target in targets]
+    for group in groups:
+        unequal = next((i for i in group if counts[i] != counts[group[0]]), None)
+        if unequal is not None:
+            raise ValueError(
+                f"one update takes microbatches {group[0]} and {unequal}, of {counts[group[0]]:g} and "
+                f"{counts[unequal]:g} samples or tokens: give microbatches of equal size"
+            )
+    return lambda i, output: loss_share(loss, output, targets[i], counts[i])
 
 
 def _share(loss: TokenLoss, targets: Sequence[Any], divisor: Any, i: int, output: Any) -> Tensor:

@@ -15,7 +15,10 @@ from course_pp.runtime.plan import Content, Plan
 from course_pp.runtime.recorder import Recorder
 from course_pp.runtime.rng import get_random_state, set_random_state
 from course_pp.runtime.stage import Stage
+from course_pp.runtime.versions import VersionedStage
 from course_pp.schedule import Action, Overlap, Product, Schedule
+from course_pp.schedule.products import round_of
+from course_pp.tied import add_up
 
 __all__ = ["Batch", "Executor"]
 
@@ -58,15 +61,28 @@ class Executor:
         recorder: Recorder | None,
         device: torch.device,
         emulator: Emulator | None = None,
+        weights: Mapping[int, VersionedStage] | None = None,
     ) -> None:
         self.current: Action | Overlap | str | None = None
         self._plan, self._stages, self._mailbox = plan, stages, mailbox
+        self._weights = {} if weights is None else weights
+        self._mates = {
+            part: round_of(part.microbatch, len(schedule.placement[part.stage]), schedule.n_microbatches)
+            for part in schedule.parts
+            if part.kind == "U"
+        }
         self._recorder, self._device, self._emulator = recorder, device, emulator
         self._last = schedule.n_stages - 1
         self.trains = any(part.kind != "F" for part in schedule.parts)
         self._split = {(part.stage, part.microbatch) for part in schedule.parts if part.kind == "I"}
         self._leaving = {message.content for row in plan.outgoing.values() for message in row}
-        self._do = {"F": self._forward, "B": self._backward, "I": self._backward_input, "W": self._backward_weight}
+        self._do = {
+            "F": self._forward,
+            "B": self._backward,
+            "I": self._backward_input,
+            "W": self._backward_weight,
+            "U": self._update,
+        }
 
     def run(self, batch: Batch) -> None:
         """Do every action of this rank; afterwards ``batch.shares`` has the losses computed here."""
@@ -84,9 +100,11 @@ class Executor:
             with self._span(step.action):
                 for part in step.action.parts:
                     self._do[part.kind](part, batch)
-            for message in step.sends:
+            for number, message in enumerate(step.sends, 1):
                 # Bound to no name here, which would keep an output alive until the next is sent.
-                mailbox.send(message, self._stamped(products.pop(message.content)))
+                more = any(other.content == message.content for other in step.sends[number:])
+                take = products.__getitem__ if more else products.pop
+                mailbox.send(message, self._stamped(take(message.content)))
         self.current = "the end of the step"
         if emulator is not None and self._recorder is not None:
             self._recorder.add_emulated(emulator.done, emulator.received)
@@ -135,7 +153,7 @@ class Executor:
 
     def _backward(self, action: Action, batch: Batch) -> None:
         self._backward_input(action, batch)
-        self._stages[action.stage].backward_weight(action.microbatch)
+        self._backward_weight(action, batch)
 
     def _backward_input(self, action: Action, batch: Batch) -> None:
         stage, microbatch = action.stage, action.microbatch
@@ -146,6 +164,20 @@ class Executor:
 
     def _backward_weight(self, action: Action, batch: Batch) -> None:
         self._stages[action.stage].backward_weight(action.microbatch)
+        product = Product("weight gradient", action.stage, action.microbatch)
+        if product in self._leaving:
+            weights = self._weights.get(action.stage)
+            batch.products[product] = [] if weights is None else weights.gradients
+
+    def _update(self, action: Action, batch: Batch) -> None:
+        """With what waits here, and what the other replicas have sent, in the order of microbatches."""
+        weights = self._weights.get(action.stage)
+        parts = [
+            batch.products.pop(Product("weight gradient", action.stage, mate), None) for mate in self._mates[action]
+        ]
+        if weights is not None:
+            own = weights.gradients
+            weights.update([add_up(each) for each in zip(*(own if p is None else p for p in parts), strict=True)])
 
     def _span(self, action: Action | Overlap) -> AbstractContextManager[None]:
         if self._emulator is not None:

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from course_pp.arguments import checked
 from course_pp.runtime._torch import version
 
-Kind = Literal["activation", "buffer", "queued"]
+Kind = Literal["activation", "buffer", "queued", "version"]
 
 KINDS: tuple[str, ...] = get_args(Kind)
 TOTAL = "total"
@@ -35,8 +35,8 @@ class RankMemory:
     """What rank ``rank`` kept for backward.
 
     Attributes:
-        curves: for each kind (``activation``, ``buffer``, ``queued``) and for ``total`` the (seconds, bytes) at each
-            change, first at 0. A storage that is kept as two kinds at once counts once in the total.
+        curves: for each kind (``activation``, ``buffer``, ``queued``, ``version``) and for ``total`` the (seconds,
+            bytes) at each change, first at 0. A storage that is kept as two kinds at once counts once in the total.
         per_forward: for each (stage, microbatch) the bytes of activations that were first kept for its sake.
     """
 
@@ -148,7 +148,7 @@ class Meter:
         Args:
             tensor: what you keep.
             kind: ``"activation"`` for a stage's input, ``"buffer"`` for a message posted or in flight, ``"queued"``
-                for an output gradient that waits for ``W``.
+                for an output gradient that waits for ``W``, ``"version"`` for weights kept besides the newest.
             forward: the stage and microbatch whose forward an activation is kept for, if it is to be listed.
 
         Raises:

@@ -8,7 +8,7 @@ in :mod:`course_pp.runtime.stage`, how messages travel in :mod:`course_pp.runtim
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from course_pp.arguments import check_arguments
 from course_pp.loss import LossFn, TokenLoss
-from course_pp.runtime.batch import loss_shares, split
+from course_pp.runtime.batch import loss_shares, own_means, split
 from course_pp.runtime.clocks import wait_for
 from course_pp.runtime.cluster import EmulatedCluster
 from course_pp.runtime.emulation import Emulator
@@ -37,8 +37,9 @@ from course_pp.runtime.sharded import ShardedStages
 from course_pp.runtime.shared import SharedWeights
 from course_pp.runtime.stage import Stage
 from course_pp.runtime.stages import Stages
+from course_pp.runtime.versions import Optimizers, VersionedStage
 from course_pp.runtime.wire import open_wire
-from course_pp.schedule import Action, Schedule, Timeline
+from course_pp.schedule import Action, Ledger, Schedule, Timeline, Versions, ledger
 
 __all__ = ["Pipeline", "run_step"]
 
@@ -47,7 +48,7 @@ class Pipeline:
     """One schedule over the ranks of a process group, for as many steps as you like.
 
     Args:
-        schedule: any legal one without ``U`` (optimizer steps are taken between steps). Forward only is evaluation.
+        schedule: any legal one. Forward only is evaluation. With ``U`` stages update their own weights within the step.
         stages: this rank's modules by stage; a module alone where the rank has one stage. None is an empty stage, which
             passes on what it gets.
         loss_fn: ``loss_fn(output, target)``, the mean loss of a microbatch, or a :class:`TokenLoss`.
@@ -62,12 +63,17 @@ class Pipeline:
         transport: ``"nccl"``, ``"gloo"``, or None to choose by group and device
             (:func:`course_pp.runtime.wire.open_wire`).
         timeout_s: the longest that a rank waits for one message.
+        optimizers: for a schedule with ``U``: one for each of this rank's stages, of all that it trains. An update
+            takes the gradient of a microbatch's own mean loss; of its group and all replicas, the mean of these.
+        versions: for a schedule with ``U``: which weights a microbatch uses, ``"stash"``, ``"vertical"``, ``"2bw"`` or
+            ``"none"``; see :func:`course_pp.schedule.ledger`. Buffers have no versions.
 
     Call it on every rank at once: the ranks compare what they were given.
 
     Raises:
         ValueError: on every rank, for a schedule that cannot run or is for another number of ranks, stages that are not
-            those the schedule places here, or ranks that were given different pipelines.
+            those the schedule places here, ranks that were given different pipelines, or versions without what they
+            need: an optimizer of all that a stage trains and nothing else, microbatches that replicas can share.
     """
 
     def __init__(
@@ -84,6 +90,8 @@ class Pipeline:
         cluster: EmulatedCluster | None = None,
         transport: str | None = None,
         timeout_s: float = 60.0,
+        optimizers: Optimizers | None = None,
+        versions: Versions | None = None,
     ) -> None:
         settled = settle(
             schedule,
@@ -97,6 +105,8 @@ class Pipeline:
             cluster=cluster,
             transport=transport,
             timeout_s=timeout_s,
+            optimizers=optimizers,
+            versions=versions,
         )
         self._rank, modules, self._device = settled.rank, settled.modules, settled.device
         self.schedule, self._loss_fn, self._recorder = schedule, loss_fn, recorder
@@ -108,13 +118,18 @@ class Pipeline:
         self._mailbox = Mailbox(self._plan, wire, self._device, timeout, meter)
         self._shared = SharedWeights(self._rank, settled.weights, modules)
         self._sharded = ShardedStages(modules.values(), any(part.kind != "F" for part in schedule.parts))
+        self._versions = versions
+        self._weights = _versioned(schedule, self._rank, modules, optimizers, versions, meter)
         self._stages = {
-            stage: Stage(stage, module, self._device, recompute, meter) for stage, module in modules.items()
+            stage: Stage(stage, module, self._device, recompute, meter, self._weights.get(stage))
+            for stage, module in modules.items()
         }
         emulator = None
         if cluster is not None:
             emulator = Emulator(cluster, schedule, self._rank, partial(wait_for, self._device))
-        self._executor = Executor(schedule, self._plan, self._stages, self._mailbox, recorder, self._device, emulator)
+        self._executor = Executor(
+            schedule, self._plan, self._stages, self._mailbox, recorder, self._device, emulator, self._weights
+        )
         self._failed: Origin | None = None
 
     def step(
@@ -152,6 +167,8 @@ class Pipeline:
         self._executor.current = None
         try:
             self._mailbox.begin()
+            for weights in self._weights.values():
+                weights.begin()
             batch = self._batch(inputs, targets, seeds, divisor)
             with self._shared.apart(), random_state_kept(self._device) if seeds is not None else nullcontext():
                 with self._sharded.reduced_once():
@@ -192,9 +209,28 @@ class Pipeline:
         first, last = 0 in self._stages, self.schedule.n_stages - 1 in self._stages
         return Batch(
             split("inputs", inputs, n) if first else (),
-            loss_shares(self._loss_fn, split("targets", targets, n), divisor) if last else None,
+            self._loss_of(split("targets", targets, n), divisor) if last else None,
             seeds,
         )
+
+    def _loss_of(self, targets: Sequence[Any], divisor: float | None) -> Callable[[int, Any], Tensor]:
+        """A microbatch's part of what is minimised, from its number and output."""
+        if self._versions is None:
+            return loss_shares(self._loss_fn, targets, divisor)
+        last, planned = self.schedule.n_stages - 1, ledger(self.schedule, self._versions)
+        groups = [group for stage in range(last + 1) for group in planned.updates(stage)]
+        return partial(_finite, own_means(self._loss_fn, targets, divisor, groups), planned, last)
+
+    @property
+    def ledger(self) -> Ledger:
+        """Which version each action of this rank used in the last step, and which update each gradient entered.
+
+        Raises:
+            ValueError: for a schedule whose stages do not update their own weights.
+        """
+        if self._versions is None:
+            raise ValueError(f"{self.schedule!r} flushes, so there is one version of the weights: there is no ledger")
+        return Ledger(self._versions, tuple(use for weights in self._weights.values() for use in weights.uses))
 
     def _exchange_shared_gradients(self) -> None:
         outgoing = _named("shared gradients", self._plan.outgoing)
@@ -279,6 +315,40 @@ def _meter_of(recorder: Recorder | None, device: torch.device, modules: Iterable
     if recorder.meter is not None:
         recorder.meter.ignore(t for m in modules if m is not None for t in (*m.parameters(), *m.buffers()))
     return recorder.meter
+
+
+def _versioned(
+    schedule: Schedule,
+    rank: int,
+    modules: Mapping[int, nn.Module | None],
+    optimizers: Optimizers | None,
+    versions: Versions | None,
+    meter: Meter | None,
+) -> dict[int, VersionedStage]:
+    """The stages of this rank that update their own weights."""
+    if versions is None or optimizers is None:
+        return {}
+    planned, n = ledger(schedule, versions), schedule.n_microbatches
+    mine = {stage: [i for i in range(n) if schedule.rank_of(stage, i) == rank] for stage in modules}
+    return {
+        stage: VersionedStage(stage, module, optimizers.get(stage), planned, mine[stage], meter)
+        for stage, module in modules.items()
+        if module is not None
+    }
+
+
+def _finite(loss: Callable[[int, Any], Tensor], planned: Ledger, last: int, microbatch: int, output: Any) -> Tensor:
+    """The loss of a microbatch; weights that have diverged are found where they first show."""
+    value = loss(microbatch, output)
+    if not math.isfinite(float(value.detach())):
+        version = planned.of(last, microbatch).forward
+        after = f"update {version - 1} of stage {last}" if version else "the first update"
+        when = "after" if version else "before"
+        raise ArithmeticError(
+            f"the loss of microbatch {microbatch} is {float(value.detach())}, {when} {after}: "
+            "lower the learning rate, or look at the data"
+        )
+    return value
 
 
 def _named(content: str, channels: Mapping[int, Sequence[Message]]) -> dict[int, Message]:

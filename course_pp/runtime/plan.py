@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from course_pp.schedule import Action, Overlap, Product, Schedule
+from course_pp.schedule.products import Products
 
 __all__ = ["Content", "Message", "Plan", "Step", "plan"]
 
@@ -82,11 +83,11 @@ def plan(schedule: Schedule, shares: Sequence[tuple[int, int]] = ()) -> tuple[Pl
         shares: pairs of ranks that exchange the gradients of shared weights after their last action.
     """
     makers = {product: (rank, index) for rank, index, part in _walk(schedule) for product in part.provides}
-    channels = _Channels()
+    products, channels = Products.of(schedule), _Channels()
     receives: dict[tuple[int, int], list[Message]] = defaultdict(list)
     sends: dict[tuple[int, int], list[Message]] = defaultdict(list)
     for rank, index, part in _walk(schedule):
-        for product in part.needs(schedule.n_stages):
+        for product in map(products.describe, products.needed_by(part)):
             maker = makers[product]
             if maker[0] != rank:
                 message = channels.add(maker[0], rank, product)

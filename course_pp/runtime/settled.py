@@ -16,8 +16,9 @@ from course_pp.runtime.cluster import EmulatedCluster
 from course_pp.runtime.recorder import Recorder
 from course_pp.runtime.shared import Weight, shared_weights
 from course_pp.runtime.stages import Stages, by_stage, device_of, facts_of_parameters, problem_of_stages
+from course_pp.runtime.versions import Optimizers, facts_of_replica, problem_of_versions
 from course_pp.runtime.wire import TRANSPORTS
-from course_pp.schedule import Schedule, check
+from course_pp.schedule import Schedule, Versions, check
 
 __all__ = ["Settled", "settle"]
 
@@ -59,6 +60,8 @@ def settle(
     cluster: EmulatedCluster | None,
     transport: str | None,
     timeout_s: float,
+    optimizers: Optimizers | None,
+    versions: Versions | None,
 ) -> Settled:
     """Check this rank's arguments and compare them with the others'; they are those of ``Pipeline``.
 
@@ -83,11 +86,15 @@ def settle(
         modules = by_stage(stages, here)
         problem = _problem_of_pipeline(schedule, n_ranks, transport)
         problem = problem or problem_of_stages(modules, here, schedule, tied)
+        problem = problem or problem_of_versions(
+            schedule, modules, optimizers, versions, tied=tied, recompute=recompute
+        )
         computes_on = torch.device(device) if device is not None else device_of(modules)
         facts = {
             "schedule": f"{schedule!r} {digest((schedule.placement, schedule.actions))}",
             "recompute": recompute,
             "tied": [dict(tie) for tie in tied],
+            "versions": versions,
             "transport": transport,
             "device": computes_on.type,
             "cluster": repr(cluster),
@@ -99,8 +106,12 @@ def settle(
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     parameters = {stage: facts_of_parameters(module) for stage, module in modules.items()}
+    if problem is None and optimizers is not None:
+        for stage in (stage for stage in modules if len(schedule.placement[stage]) > 1):
+            parameters[stage] |= facts_of_replica(modules[stage], optimizers.get(stage))
     agreed = agree_on_pipeline(problem, facts, parameters, group)
-    weights = shared_weights(schedule, agreed.parameters, tied)
+    # Stages that update by themselves exchange gradients at each update.
+    weights = shared_weights(schedule, agreed.parameters, tied) if versions is None else ()
     return Settled(rank, modules, computes_on, weights, agreed.series)
 
 
@@ -112,8 +123,6 @@ def _problem_of_pipeline(schedule: Schedule, n_ranks: int, transport: str | None
     if problems := check(schedule):
         more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
         return f"{schedule!r} cannot run: {problems[0]}{more}"
-    if any(part.kind == "U" for part in schedule.parts):
-        return f"{schedule!r} updates weights within the step (U): run a synchronous schedule instead"
     if transport is not None and transport not in TRANSPORTS:
         return f"transport is {transport!r}: use one of {', '.join(map(repr, TRANSPORTS))}, or leave it out"
     return None

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from course_pp.runtime.deferred import Deferring, WeightGradients
 from course_pp.runtime.memory import Hold, Meter
 from course_pp.runtime.payload import map_tensors, tensors_of
 from course_pp.runtime.rng import RandomState, get_random_state, random_state_kept, set_random_state
+from course_pp.runtime.versions import VersionedStage
 
 __all__ = ["Gradients", "Loss", "Stage"]
 
@@ -49,6 +51,7 @@ class Stage:
         recompute: keep only the input of a microbatch, and compute its forward again when its backward comes
             (activation checkpointing, Chen et al. 2016).
         meter: counts what is kept, if there is one.
+        weights: which version of its weights each microbatch uses, if it updates them itself.
     """
 
     def __init__(
@@ -58,9 +61,10 @@ class Stage:
         device: torch.device,
         recompute: bool,
         meter: Meter | None,
+        weights: VersionedStage | None = None,
     ) -> None:
         self.index, self.module, self._device = index, module, device
-        self._recompute, self._meter = recompute, meter
+        self._recompute, self._meter, self._weights = recompute, meter, weights
         self._kept: dict[int, _Kept] = {}
 
     def clear(self) -> None:
@@ -70,7 +74,7 @@ class Stage:
     def evaluate(self, value: Any, loss: Loss | None) -> Any:
         """The forward of a microbatch when no backward follows."""
         with torch.no_grad():
-            return self._compute(value, loss)
+            return self._compute(value, loss, self.module)
 
     def forward(self, microbatch: int, value: Any, loss: Loss | None, split: bool) -> Any:
         """``F``: the output or, in the last stage, the loss.
@@ -90,7 +94,7 @@ class Stage:
             # On a copy, as the stage may change its input in place. With a graph, though of no use, so that the output
             # says what of it can be differentiated.
             with saved_tensors_hooks(_drop, _drop):
-                return self._compute(map_tensors(_copy, value), loss)
+                return self._compute(map_tensors(_copy, value), loss, self._module_for(microbatch))
         return self._compute_and_keep(microbatch, value, loss, kept)
 
     def backward(self, microbatch: int, gradients: Gradients | None) -> Gradients:
@@ -105,6 +109,8 @@ class Stage:
     def backward_input(self, microbatch: int, gradients: Gradients | None) -> Gradients:
         """``I``: return the gradients of the input; those of linear layers' weights wait for ``W``."""
         kept = self._kept[microbatch]
+        if self._weights is not None:
+            self._weights.begin_backward(microbatch)
         if kept.again is not None:
             value, loss, state = kept.again
             kept.again = None
@@ -125,6 +131,8 @@ class Stage:
         kept.leaves = []
         for hold in kept.holds:
             hold.release()
+        if self._weights is not None:
+            self._weights.take(microbatch)
         return input_gradients
 
     def backward_weight(self, microbatch: int) -> None:
@@ -132,6 +140,13 @@ class Stage:
         kept = self._kept.pop(microbatch)
         if kept.weight_gradients is not None:
             kept.weight_gradients.compute()
+        if self._weights is not None:
+            self._weights.take(microbatch)
+            self._weights.finish(microbatch)
+
+    def _module_for(self, microbatch: int) -> Callable[..., Any] | None:
+        """What computes the forward of a microbatch."""
+        return self.module if self._weights is None else partial(self._weights.call, microbatch)
 
     def _compute_and_keep(self, microbatch: int, value: Any, loss: Loss | None, kept: _Kept) -> Any:
         queue = kept.weight_gradients
@@ -139,20 +154,20 @@ class Stage:
         if self._meter is not None:
             saving = self._meter.saving(self.index, microbatch)
         with saving, nullcontext() if queue is None else Deferring(queue):
-            output = self._compute(value, loss)
+            output = self._compute(value, loss, self._module_for(microbatch))
         differentiable = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         kept.roots = [get_gradient_edge(tensor) for tensor in differentiable] if loss is None else [*differentiable]
         return output
 
-    def _compute(self, value: Any, loss: Loss | None) -> Any:
-        if self.module is None:
+    def _compute(self, value: Any, loss: Loss | None, module: Callable[..., Any] | None) -> Any:
+        if module is None:
             output = value
         elif isinstance(value, tuple | list):
-            output = self.module(*value)
+            output = module(*value)
         elif isinstance(value, Mapping):
-            output = self.module(**value)
+            output = module(**value)
         else:
-            output = self.module(value)
+            output = module(value)
         return output if loss is None else loss(output)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from course_pp.schedule import Schedule
 from course_pp.wrappers import problem_of_wrappers
 
-__all__ = ["Stages", "by_stage", "device_of", "facts_of_parameters", "problem_of_stages"]
+__all__ = ["Stages", "by_stage", "device_of", "facts_of_parameters", "is_dtensor", "problem_of_stages"]
 
 Stages = Mapping[int, nn.Module | None] | nn.Module | None
 
@@ -68,7 +68,7 @@ def _problem_of_shards(
     home: dict[nn.Parameter, int] = {}
     for stage, module in modules.items():
         for name, parameter in () if module is None else module.named_parameters():
-            if not _is_dtensor(parameter):
+            if not is_dtensor(parameter):
                 continue
             what = f"{name!r} of stage {stage} is a DTensor (fully_shard, parallelize_module)"
             if len(schedule.placement[stage]) > 1:
@@ -80,6 +80,7 @@ def _problem_of_shards(
     return None
 
 
-def _is_dtensor(value: Any) -> bool:
+def is_dtensor(value: Any) -> bool:
+    """Whether a tensor is distributed; imports nothing for the answer."""
     tensor = sys.modules.get("torch.distributed.tensor")
     return tensor is not None and isinstance(value, tensor.DTensor)

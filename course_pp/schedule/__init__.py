@@ -10,6 +10,7 @@
   same type, so one function draws either (:func:`course_pp.show.timeline`).
 * :class:`Receive`: an interval in which a rank of a real run was blocked until a message was there.
 * :class:`Gap`: an interval in which a rank does nothing, with its cause in a sentence.
+* :func:`ledger`: which version of its weights each action of an asynchronous schedule uses.
 * :func:`fit`: from a measured timeline to costs, and to what was lost to imbalance, transfers, launches, stragglers.
 """
 
@@ -19,6 +20,7 @@ from course_pp.schedule.bounds import bound
 from course_pp.schedule.catalogue import Entry, build, find, names
 from course_pp.schedule.costs import Costs
 from course_pp.schedule.fitting import Fit, Loss, fit
+from course_pp.schedule.ledger import Ledger, Use, Versions, ledger
 from course_pp.schedule.legality import check
 from course_pp.schedule.schedule import Schedule
 from course_pp.schedule.simulation import simulate
@@ -33,6 +35,7 @@ __all__ = [
     "Entry",
     "Fit",
     "Gap",
+    "Ledger",
     "Loss",
     "Overlap",
     "Product",
@@ -41,6 +44,8 @@ __all__ = [
     "Span",
     "Time",
     "Timeline",
+    "Use",
+    "Versions",
     "bound",
     "build",
     "check",
@@ -48,6 +53,7 @@ __all__ = [
     "fit",
     "format_time",
     "from_torch_csv",
+    "ledger",
     "names",
     "simulate",
     "theory",

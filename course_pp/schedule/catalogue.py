@@ -122,6 +122,7 @@ def build(
     n_chunks: int | None = None,
     *,
     replicas: Sequence[int] | None = None,
+    group: int | None = None,
 ) -> Schedule:
     """The schedule called ``name``.
 
@@ -131,6 +132,7 @@ def build(
         n_microbatches: m.
         n_chunks: stages a rank. Two for the interleaved, breadth-first and V-shaped schedules, else one, unless given.
         replicas: for ``pipedream`` only: how many ranks share each stage.
+        group: for ``pipedream`` only: microbatches whose gradients make one update; one a rank unless given.
 
     Raises:
         ValueError: for an unknown name and for sizes the schedule does not allow; says which ones it does.
@@ -143,12 +145,14 @@ def build(
             f"n_ranks × n_microbatches × n_chunks is {n_ranks * n_microbatches * n_chunks:,}: a schedule names each "
             f"action, so keep it at {_MOST:,} or below"
         )
+    if entry.order is pipedream:
+        return pipedream(n_ranks, n_microbatches, replicas, group)
     if replicas is not None:
-        if entry.order is not pipedream:
-            raise ValueError(
-                f"replicas {replicas!r} given for {entry.name}: only pipedream shares a stage; leave replicas out"
-            )
-        return pipedream(n_ranks, n_microbatches, replicas)
+        raise ValueError(
+            f"replicas {replicas!r} given for {entry.name}: only pipedream shares a stage; leave replicas out"
+        )
+    if group is not None:
+        raise ValueError(f"group {group!r} given for {entry.name}: only pipedream updates by itself; leave group out")
     return entry.order(*sizes, n_chunks) if entry.any_chunks else entry.order(*sizes)
 
 

@@ -231,5 +231,6 @@ def _latencies(graph: Precedence, links: Mapping[Link, float]) -> tuple[float, .
     for messages in graph.messages:
         for message in messages:
             product = message.product
-            crossing[product.stage - (product.what == "gradient")].append(links[message.link])
+            if product.what != "weight gradient":  # replicas exchange those, within a stage
+                crossing[product.stage - (product.what == "gradient")].append(links[message.link])
     return tuple(sum(times) / len(times) if times else 0.0 for times in crossing)

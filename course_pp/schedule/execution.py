@@ -32,7 +32,7 @@ def execute(schedule: Schedule, durations: Sequence[Sequence[Time]], transfers: 
         durations: of each action, rank by rank.
         transfers: for each boundary between stages, the time of a message between different ranks.
     """
-    products = Products(schedule.n_stages, schedule.n_microbatches)
+    products = Products.of(schedule)
     delays = _delays(schedule, products, transfers)
     arrival: list[Time | None] = [None] * len(delays)
     starts: tuple[list[Time], ...] = tuple([] for _ in schedule.actions)

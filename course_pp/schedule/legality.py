@@ -89,7 +89,7 @@ def _problems_of_order(schedule: Schedule) -> list[str]:
     run = execute(schedule, no_time, [0] * (schedule.n_stages - 1))
     if not run.stuck:
         return []
-    products = Products(schedule.n_stages, schedule.n_microbatches)
+    products = Products.of(schedule)
     places = {
         product: (rank, index)
         for rank, row in enumerate(schedule.actions)

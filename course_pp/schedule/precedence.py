@@ -116,7 +116,7 @@ def precedence_of(tl: Timeline) -> Precedence:
     places = sorted((start, rank, i) for rank, starts in enumerate(run.starts) for i, start in enumerate(starts))
     number = {(rank, i): n for n, (_, rank, i) in enumerate(places)}
     spans = tuple(tl.by_rank[rank][i] for _, rank, i in places)
-    products = Products(schedule.n_stages, schedule.n_microbatches)
+    products = Products.of(schedule)
     makers = {product: n for n, span in enumerate(spans) for product in products.made_by(span.action)}
 
     def messages_to(span: Span) -> tuple[Message, ...]:

@@ -4,13 +4,14 @@ There are five kinds of products, one of each for every stage s and microbatch:
 
 * the activation that ``F`` leaves on its own rank, and the one it sends to stage s + 1;
 * the gradient that ``I`` or ``B`` leaves on its own rank, and the one it sends to stage s - 1;
-* the weight gradient that ``W`` or ``B`` leaves for ``U``.
+* the weight gradient that ``W`` or ``B`` leaves for ``U``, where a stage is replicated also for those of the others.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 from course_pp.schedule.action import Action, Overlap, Product
+from course_pp.schedule.schedule import Schedule
 
 _WHAT: tuple[Literal["activation", "gradient", "weight gradient"], ...] = (
     "activation",
@@ -21,12 +22,25 @@ _WHAT: tuple[Literal["activation", "gradient", "weight gradient"], ...] = (
 )
 
 
+def round_of(microbatch: int, share: int, n_microbatches: int) -> range:
+    """The microbatches on which the ``share`` replicas of a stage work at a time: their updates are one."""
+    first = microbatch - microbatch % share
+    return range(first, min(first + share, n_microbatches))
+
+
 @dataclass(frozen=True)
 class Products:
     """Numbers the products of a schedule of ``n_stages`` and ``n_microbatches``."""
 
     n_stages: int
     n_microbatches: int
+    shares: tuple[int, ...] = ()
+    """How many ranks hold each stage; one each unless given."""
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> "Products":
+        """Those of ``schedule``."""
+        return cls(schedule.n_stages, schedule.n_microbatches, tuple(map(len, schedule.placement)))
 
     @property
     def per_kind(self) -> int:
@@ -43,7 +57,9 @@ class Products:
         if kind == "W":
             return (2 * n + here,)
         if kind == "U":
-            return (4 * n + here,)
+            share = self.shares[stage] if self.shares else 1
+            mates = round_of(action.microbatch, share, self.n_microbatches)
+            return tuple(4 * n + stage * self.n_microbatches + mate for mate in mates)
         return (here, 3 * n + here + self.n_microbatches) if stage + 1 < self.n_stages else (here,)
 
     def made_by(self, action: Action | Overlap) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ time (``bubble_overhead``), the zero-bubble papers idle time between a rank's fi
 (``span_bubble_fraction``).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from course_pp.arguments import checked
@@ -19,7 +19,7 @@ from course_pp.schedule.costs import Costs, divide
 from course_pp.schedule.families.looped import microbatches_a_round
 from course_pp.schedule.span import Time
 
-__all__ = ["NoClosedForm", "Prediction", "predict"]
+__all__ = ["NoClosedForm", "Prediction", "noam", "predict"]
 
 
 @dataclass(frozen=True)
@@ -274,6 +274,24 @@ def pipedream(case: Case) -> Prediction:
     work = [busy + case.m * update for busy in flushed.work]
     formula = "(m + p - 1)(f + B) + m u + 2 (p - 1 + ⌊(m - 1)(p - 1) / p⌋) L"
     return _prediction(case, formula, flushed.makespan + case.m * update, flushed.peak_activations, work=work)
+
+
+@checked
+def noam(replicas: Sequence[int]) -> int:
+    """Microbatches that each replica of the first stage admits before its first backward, so that none starves.
+
+    PipeDream's number of optimal active mini-batches, ⌈ranks / ranks of the first stage⌉ (Narayanan et al. 2019,
+    section 3.2).
+
+    Args:
+        replicas: how many ranks share each stage, first stage first.
+
+    Raises:
+        ValueError: for a stage without a rank, or no stage.
+    """
+    if not replicas or min(replicas) < 1:
+        raise ValueError(f"replicas {tuple(replicas)}: give each stage at least one rank")
+    return -(-sum(replicas) // replicas[0])
 
 
 _FORMS: dict[str, Callable[[Case], Prediction]] = {

@@ -28,7 +28,12 @@ class Inputs:
     def __init__(self, spans: Sequence[Span], transfers: Sequence[Time]) -> None:
         parts = [part for span in spans for part in span.action.parts]
         n_stages = 1 + max((part.stage for part in parts), default=0)
-        self._products = Products(n_stages, 1 + max((part.microbatch for part in parts), default=0))
+        on: defaultdict[int, set[int]] = defaultdict(set)
+        for span in spans:
+            for part in span.action.parts:
+                on[part.stage].add(span.rank)
+        shares = tuple(max(1, len(on[stage])) for stage in range(n_stages))
+        self._products = Products(n_stages, 1 + max((part.microbatch for part in parts), default=0), shares)
         self._transfers = transfers
         self._maker: dict[int, Span] = {}
         self._others: defaultdict[int, list[Span]] = defaultdict(list)
@@ -54,8 +59,9 @@ class Inputs:
             maker = self._latest(product, span.start) if product in self._others else self._maker.get(product)
             if maker is not None and maker.end <= span.start:
                 arrival = maker.end
-                if self._transfers and maker.rank != span.rank:
-                    arrival += self._transfers[self._products.boundary(product) or 0]
+                crossed = self._products.boundary(product)
+                if self._transfers and crossed is not None and maker.rank != span.rank:
+                    arrival += self._transfers[crossed]
                 found.append(Input(product, arrival, maker))
         return found
 

@@ -28,7 +28,7 @@ class Measured(Protocol):
         """For each kind the (seconds, bytes) at each change, first at 0."""
 
 
-_KINDS = ("activation", "buffer", "queued", "total")
+_KINDS = ("activation", "buffer", "queued", "version", "total")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def memory(
         costs: what a forward keeps, what part of it ``I`` releases, and what one version of the weights weighs. Without
             it (stage, microbatch) activations are counted, from the start of their ``F`` to the end of ``B`` or ``W``.
         measured: draw the bytes that a recorder counted in that run instead, ``recorder.memory()``.
-        kind: which of these: ``activation``, ``buffer``, ``queued`` or ``total``.
+        kind: which of these: ``activation``, ``buffer``, ``queued``, ``version`` or ``total``.
 
     Raises:
         ValueError: for costs of another number of stages, what was measured on another number of ranks, both of them at

@@ -1,7 +1,7 @@
 """What is not refused and yet no mistake, with the reason for each."""
 
 UNTRIED = {
-    "schedule": {"Time": "a type"},
+    "schedule": {"Time": "a type", "Versions": "a type"},
     "schedule.theory": {"NoClosedForm": "an exception", "Prediction": "made by predict"},
     "model": {
         "config_from_hf": "takes any object with transformers' fields",
@@ -21,7 +21,18 @@ UNTRIED = {
 
 RECORDS = {
     *("Action", "Entry", "ForwardFlops", "Gap", "Loss", "Product", "Receive", "Span"),
-    *("Alignment", "EmulatedRun", "Overrun", "ParallelismTable", "Progress", "RankMemory", "Tally", "Verdict", "Wait"),
+    *(
+        "Alignment",
+        "EmulatedRun",
+        "Overrun",
+        "ParallelismTable",
+        "Progress",
+        "RankMemory",
+        "Tally",
+        "Use",
+        "Verdict",
+        "Wait",
+    ),
     *("Difference", "Fitted", "Loaded", "Peak", "Piece", "Saved", "Saving", "Speed", "StepResult", "TokenFile"),
 }
 """What the package makes itself, some by the thousand: their numbers are what was seen, and are not judged."""

@@ -5,7 +5,7 @@ from dataclasses import fields
 from types import SimpleNamespace
 
 from course_pp.model import ModelConfig, Transformer
-from course_pp.schedule import Action, Costs, Product, Span, build, fit, simulate
+from course_pp.schedule import Action, Costs, Product, Span, Use, build, fit, simulate
 from course_pp.schedule.schedule import looped
 from course_pp.show.explorer import Settings
 from tests.odd_arguments.rows import Fresh, Rows
@@ -22,6 +22,7 @@ SCHEDULE: Rows = {
     "Costs": dict.fromkeys(inspect.signature(Costs).parameters, 1.0),
     "Entry": {"name": "own", "order": build, "n_chunks": 1, "any_chunks": False, "placed": looped, "torch_name": ""},
     "Fit": {name: getattr(FIT, name) for name in inspect.signature(type(FIT)).parameters},
+    "Ledger": {"versions": "stash", "uses": (Use(0, 0, 0, 0, 0),)},
     "Gap": {"rank": 0, "start": 0, "end": 1, "cause": "because"},
     "Loss": {"cause": "rest", "time": 1.0, "per_rank": (1.0,), "per_link": {}},
     "Overlap": {"forward": F0, "backward": B0},
@@ -29,6 +30,7 @@ SCHEDULE: Rows = {
     "Receive": {"rank": 0, "product": Product("activation", 0, 0), "start": 0, "end": 1},
     "Schedule": {"name": "own", "placement": ((0,),), "actions": ((F0,),)},
     "Span": {"rank": 0, "action": F0, "start": 0, "end": 1},
+    "Use": {"stage": 0, "microbatch": 0, "forward": 0, "backward": 0, "update": 0},
     "Timeline": {
         "n_ranks": 1,
         "spans": (Span(0, F0, 0, 1),),
@@ -38,18 +40,20 @@ SCHEDULE: Rows = {
         "name": "",
     },
     "bound": {"n_ranks": 2, "n_microbatches": 4, "costs": None, "memory_limit": None, "placement": None},
-    "build": {"name": "1f1b", "n_ranks": 2, "n_microbatches": 4, "n_chunks": None, "replicas": None},
+    "build": {"name": "1f1b", "n_ranks": 2, "n_microbatches": 4, "n_chunks": None, "replicas": None, "group": None},
     "check": {"schedule": S},
     "find": {"name": "1f1b"},
     "fit": {"measured": TL, "expected": None},
     "format_time": {"time": 1.0, "unit": ""},
     "from_torch_csv": {"text": "0F0,0B0\n", "placement": None, "name": "own"},
+    "ledger": {"schedule": build("pipedream", 2, 4), "versions": "stash"},
     "names": {},
     "simulate": {"schedule": S, "costs": None, "durations": None},
     "to_torch_csv": {"schedule": S},
 }
 
 THEORY: Rows = {
+    "noam": {"replicas": (2, 1)},
     "predict": {"name": "1f1b", "n_ranks": 2, "n_microbatches": 4, "costs": None, "n_chunks": None},
 }
 

@@ -176,6 +176,8 @@ def runtime_rows(folder: Path) -> Rows:
         "cluster": None,
         "transport": None,
         "timeout_s": 9.0,
+        "optimizers": None,
+        "versions": None,
     }
     step = {
         "stage": Fresh(lambda: nn.Linear(3, 3)),

@@ -44,11 +44,11 @@ def test_a_stage_keeps_the_input_and_the_activations_of_its_layers_until_after_i
     meter.ignore(stage.parameters())
     with meter.saving(0, 0):
         output = stage(received())
-    assert meter.kept == {"activation": OF_TWO_LAYERS, "buffer": 0, "queued": 0, "total": OF_TWO_LAYERS}
+    assert meter.kept == {"activation": OF_TWO_LAYERS, "buffer": 0, "queued": 0, "version": 0, "total": OF_TWO_LAYERS}
     output.sum().backward()
     assert not any(meter.kept.values())
     (memory,) = [meter.log().seen_from(0, 0)]
-    assert memory.peaks == {"activation": OF_TWO_LAYERS, "buffer": 0, "queued": 0, "total": OF_TWO_LAYERS}
+    assert memory.peaks == {"activation": OF_TWO_LAYERS, "buffer": 0, "queued": 0, "version": 0, "total": OF_TWO_LAYERS}
     assert memory.per_forward == {(0, 0): OF_TWO_LAYERS}
 
 
@@ -113,9 +113,9 @@ def test_a_hold_on_what_autograd_has_saved_too_counts_until_both_let_go(first_to
 def test_a_storage_of_two_kinds_counts_in_both_and_once_in_the_total() -> None:
     meter, message = Meter(), torch.zeros(10, dtype=torch.float64)
     buffer, queued = meter.hold(message, "buffer"), meter.hold(message, "queued")
-    assert meter.kept == {"activation": 0, "buffer": 80, "queued": 80, "total": 80}
+    assert meter.kept == {"activation": 0, "buffer": 80, "queued": 80, "version": 0, "total": 80}
     buffer.release()
-    assert meter.kept == {"activation": 0, "buffer": 0, "queued": 80, "total": 80}
+    assert meter.kept == {"activation": 0, "buffer": 0, "queued": 80, "version": 0, "total": 80}
     queued.release()
     assert [change for _, kind, change in meter.log().changes if kind == "total"] == [80, -80]
 

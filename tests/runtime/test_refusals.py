@@ -135,7 +135,7 @@ BAD_PIPELINES: dict[str, tuple[list[tuple[Schedule, Any, Mapping[str, Any]]], st
         r"3 ranks.* on a group of 2 ranks: build it with n_ranks=2",
     ),
     "an illegal schedule": ([(STUCK, LAYER, {})] * 2, r"cannot run: .*0B0"),
-    "updates": ([(UPDATING, LAYER, {})] * 2, r"updates weights within the step \(U\): run a synchronous schedule"),
+    "updates": ([(UPDATING, LAYER, {})] * 2, r"updates weights within the step \(U\): pass optimizers"),
     "no time": ([(GOOD, LAYER, {"timeout_s": 0})] * 2, r"timeout_s is 0 \(an int\): give seconds above 0"),
     "endless time": (
         [(GOOD, LAYER, {"timeout_s": float("inf")})] * 2,

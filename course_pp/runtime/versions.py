@@ -1,0 +1,232 @@
+"""Stages that update their own weights while microbatches are under way, and the versions of the weights that needs.
+
+    p ──────────────► the optimizer's: always the newest version, changed in place
+    └─ alias v ─────► what forwards of version v compute with: the same memory, until an update would write to it
+
+Before an update the parameters move to new memory if an action still to come needs the version they hold, which keeps
+the old memory; otherwise nothing is copied. Gradients arrive at the aliases, from where each microbatch's are taken for
+the update that they enter.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from course_pp.runtime.memory import Hold, Meter
+from course_pp.runtime.stages import is_dtensor
+from course_pp.schedule import Ledger, Schedule, Use, Versions, ledger
+from course_pp.tied import add_up
+
+__all__ = ["Optimizers", "VersionedStage", "facts_of_replica", "problem_of_versions"]
+
+Optimizers = Mapping[int, torch.optim.Optimizer]
+"""This rank's, by stage."""
+
+
+class VersionedStage:
+    """The weights of one stage on this rank: which version an action uses, and what an update does.
+
+    Args:
+        stage: which one.
+        module: its module.
+        optimizer: of all its parameters that are trained; None if there are none.
+        planned: which versions the actions of all ranks use.
+        mine: the microbatches that this rank works on.
+        meter: counts the versions kept besides the newest, if there is one.
+
+    Attributes:
+        newest: how many updates there were in this step.
+        uses: what each microbatch has used, so far.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        planned: Ledger,
+        mine: Sequence[int],
+        meter: Meter | None,
+    ) -> None:
+        self._stage, self._module, self._optimizer, self._meter = stage, module, optimizer, meter
+        self._mixed = planned.versions == "none"
+        self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._version_of = {microbatch: planned.of(stage, microbatch).forward for microbatch in mine}
+        self._sizes = [len(microbatches) for microbatches in planned.updates(stage)]
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a step: what the parameters hold is version 0, and the only one.
+
+        Raises:
+            ValueError: for gradients that are there already, which the first update would take in.
+        """
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                raise ValueError(
+                    f"{name!r} of stage {self._stage} has a gradient before the step, which would enter its first "
+                    "update: zero it, as optimizers= take the gradients of their own steps"
+                )
+        self.newest = 0
+        self.uses: list[Use] = []
+        self._aliases = {0: self._alias()}
+        self._holds: dict[int, Hold] = {}
+        self._users = Counter(self._version_of.values())
+        self._backward_of: dict[int, int] = {}
+        self._taken: dict[int, list[Tensor | None]] = {}
+
+    def call(self, microbatch: int, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a microbatch, with its version of the weights."""
+        return functional_call(self._module, self._aliases[self._version_of[microbatch]], args, kwargs)
+
+    def begin_backward(self, microbatch: int) -> None:
+        """Note with which weights a microbatch goes backward."""
+        self._backward_of[microbatch] = self.newest if self._mixed else self._version_of[microbatch]
+
+    def take(self, microbatch: int) -> None:
+        """Take from the aliases what a part of the backward of a microbatch has left there."""
+        before = self._taken.get(microbatch, [None] * len(self._parameters))
+        aliases = self._aliases[self._version_of[microbatch]].values()
+        self._taken[microbatch] = [add_up([old, alias.grad]) for old, alias in zip(before, aliases, strict=True)]
+        for alias in aliases:
+            alias.grad = None
+
+    def finish(self, microbatch: int) -> None:
+        """The backward of a microbatch is done: its gradients wait for the next update."""
+        for parameter, gradient in zip(self._parameters.values(), self._taken.pop(microbatch), strict=True):
+            parameter.grad = add_up([parameter.grad, gradient])
+        version = self._version_of[microbatch]
+        self.uses.append(Use(self._stage, microbatch, version, self._backward_of.pop(microbatch), self.newest))
+        self._users[version] -= 1
+        self._forget_unused()
+
+    @property
+    def gradients(self) -> list[Tensor | None]:
+        """What waits for the next update: for each trained parameter a sum over this rank's microbatches."""
+        return [parameter.grad for parameter in self._parameters.values()]
+
+    def update(self, gradients: Sequence[Tensor | None]) -> None:
+        """Let the optimizer take a step with the mean over the update's microbatches; makes the next version.
+
+        Args:
+            gradients: sums over all of these, those of other replicas included.
+
+        Raises:
+            ArithmeticError: for a gradient that is not finite.
+        """
+        size = self._sizes[self.newest]
+        for (name, parameter), gradient in zip(self._parameters.items(), gradients, strict=True):
+            if gradient is not None and not bool(gradient.isfinite().all()):
+                raise ArithmeticError(
+                    f"the gradient of {name!r} in update {self.newest} of stage {self._stage} is not finite, so its "
+                    "weights are left as they are: lower the learning rate, or look at the data"
+                )
+            parameter.grad = gradient if gradient is None or size == 1 else gradient / size
+        if self._users[self.newest] and not self._mixed:
+            self._move()
+        if self._optimizer is not None:
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+        self.newest += 1
+        self._aliases[self.newest] = self._alias()
+        self._forget_unused()
+
+    def _alias(self) -> dict[str, Tensor]:
+        """The parameters as they are, as leaves that share their memory but not autograd's count of changes to it."""
+        return {name: parameter.data.requires_grad_() for name, parameter in self._parameters.items()}
+
+    def _move(self) -> None:
+        """Give the parameters memory of their own; the version that is still needed keeps what it has."""
+        if self._meter is not None:
+            kept = [alias.untyped_storage() for alias in self._aliases[self.newest].values()]
+            self._holds[self.newest] = Hold(self._meter, "version", kept)
+        for parameter in self._parameters.values():
+            parameter.data = parameter.data.clone()
+        if self._meter is not None:
+            self._meter.ignore(self._parameters.values())
+
+    def _forget_unused(self) -> None:
+        for version in [v for v in self._aliases if v != self.newest and not self._users[v]]:
+            del self._aliases[version]
+            if version in self._holds:
+                self._holds.pop(version).release()
+
+
+def problem_of_versions(
+    schedule: Schedule,
+    modules: Mapping[int, nn.Module | None],
+    optimizers: Optimizers | None,
+    versions: Versions | None,
+    *,
+    tied: Sequence[Mapping[int, str]],
+    recompute: bool,
+) -> str | None:
+    """Why this rank's stages cannot update their own weights as asked, or are not asked; None if they can."""
+    if not any(part.kind == "U" for part in schedule.parts):
+        if versions is None and optimizers is None:
+            return None
+        return (
+            f"versions={versions!r} with {schedule!r}, which flushes: leave versions and optimizers out and step your "
+            "optimizer between steps, or build('pipedream', …)"
+        )
+    if versions is None or optimizers is None:
+        return (
+            f"{schedule!r} updates weights within the step (U): pass optimizers={{stage: optimizer}} and versions="
+            "'stash' (or 'vertical', '2bw', 'none'), or run a synchronous schedule"
+        )
+    try:
+        ledger(schedule, versions)
+    except ValueError as error:
+        return str(error)
+    if tied:
+        return f"tied={list(map(dict, tied))} with versions={versions!r}: each end would update by itself; untie them"
+    if recompute and versions == "none":
+        return "recompute=True with versions='none': the forward would be computed again with other weights"
+    trained = [stage for stage, module in modules.items() if _trained(module)]
+    if sorted(optimizers) != trained:
+        return f"optimizers for stages {sorted(optimizers)}, but stages {trained} are trained here: give one for each"
+    problems = (_problem_of_optimizer(stage, optimizers[stage], modules) for stage in optimizers)
+    return next(filter(None, problems), None)
+
+
+def _problem_of_optimizer(stage: int, optimizer: object, modules: Mapping[int, nn.Module | None]) -> str | None:
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
+        kind = type(optimizer).__name__
+        return f"optimizers[{stage}] is a {kind}: pass one of torch.optim whose step takes no closure"
+    own = _trained(modules[stage])
+    sharded = next((name for name, parameter in own.items() if is_dtensor(parameter)), None)
+    if sharded is not None:
+        return f"{sharded!r} of stage {stage} is a DTensor, of which no versions can be kept: leave it whole"
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    lost = next((name for name, parameter in own.items() if id(parameter) not in held), None)
+    if lost is not None:
+        return f"parameter {lost!r} of stage {stage} is in no optimizer: give optimizers[{stage}] all that it trains"
+    if len(held) > len(own):
+        others = {
+            id(p): f"{n!r} of stage {s}" for s, m in modules.items() for n, p in _trained(m).items() if s != stage
+        }
+        whose = next((name for number, name in others.items() if number in held), "one of no stage here")
+        return f"optimizers[{stage}] holds a parameter that is not stage {stage}'s, {whose}: give each stage its own"
+    return None
+
+
+def _trained(module: nn.Module | None) -> dict[str, nn.Parameter]:
+    if module is None:
+        return {}
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def facts_of_replica(module: nn.Module | None, optimizer: object) -> dict[str, str]:
+    """What replicas of a stage that update alike must have in common, besides the shapes of their parameters."""
+    if not isinstance(module, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        return {}
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    content = hashlib.sha256()
+    for parameter in module.parameters():
+        content.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return {"the optimizer": f"{type(optimizer).__name__} {settings}", "the values": content.hexdigest()[:12]}
