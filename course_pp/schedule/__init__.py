@@ -11,6 +11,7 @@
 * :class:`Receive`: an interval in which a rank of a real run was blocked until a message was there.
 * :class:`Gap`: an interval in which a rank does nothing, with its cause in a sentence.
 * :func:`ledger`: which version of its weights each action of an asynchronous schedule uses.
+* :func:`partition`: PipeDream's planner, from what layers cost to stages and their replicas.
 * :func:`fit`: from a measured timeline to costs, and to what was lost to imbalance, transfers, launches, stragglers.
 """
 
@@ -20,6 +21,7 @@ from course_pp.schedule.bounds import bound
 from course_pp.schedule.catalogue import Entry, build, find, names
 from course_pp.schedule.costs import Costs
 from course_pp.schedule.fitting import Fit, Loss, fit
+from course_pp.schedule.layer_plan import ClusterLevel, LayerCost, Partition, PlannedStage, partition
 from course_pp.schedule.ledger import Ledger, Use, Versions, ledger
 from course_pp.schedule.legality import check
 from course_pp.schedule.schedule import Schedule
@@ -31,13 +33,17 @@ from course_pp.schedule.torch_csv import from_torch_csv, to_torch_csv
 __all__ = [
     "KINDS",
     "Action",
+    "ClusterLevel",
     "Costs",
     "Entry",
     "Fit",
     "Gap",
+    "LayerCost",
     "Ledger",
     "Loss",
     "Overlap",
+    "Partition",
+    "PlannedStage",
     "Product",
     "Receive",
     "Schedule",
@@ -55,6 +61,7 @@ __all__ = [
     "from_torch_csv",
     "ledger",
     "names",
+    "partition",
     "simulate",
     "theory",
     "to_torch_csv",

@@ -20,24 +20,15 @@ UNTRIED = {
 
 
 RECORDS = {
-    *("Action", "Entry", "ForwardFlops", "Gap", "Loss", "Product", "Receive", "Span"),
-    *(
-        "Alignment",
-        "EmulatedRun",
-        "Overrun",
-        "ParallelismTable",
-        "Progress",
-        "RankMemory",
-        "Tally",
-        "Use",
-        "Verdict",
-        "Wait",
-    ),
-    *("Difference", "Fitted", "Loaded", "Peak", "Piece", "Saved", "Saving", "Speed", "StepResult", "TokenFile"),
+    *("Action", "Alignment", "Difference", "EmulatedRun", "Entry", "Fitted", "ForwardFlops", "Gap"),
+    *("Loaded", "Loss", "Overrun", "ParallelismTable", "Partition", "Peak", "Piece", "PlannedStage"),
+    *("Product", "Progress", "RankMemory", "Receive", "Saved", "Saving", "Span", "Speed"),
+    *("StepResult", "Tally", "TokenFile", "Use", "Verdict", "Wait"),
 }
 """What the package makes itself, some by the thousand: their numbers are what was seen, and are not judged."""
 
 NUMBERS = {
+    ("ClusterLevel", "bandwidth", "inf"): "links that cost nothing",
     ("DistributedConfig", "dp_shard", "-1"): "what the other factors leave",
     ("CrossEntropy", "ignore_index", "-1"): "a target that is no token",
     ("VocabParallelCrossEntropy", "ignore_index", "-1"): "a target that is no token",

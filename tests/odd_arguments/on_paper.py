@@ -5,7 +5,7 @@ from dataclasses import fields
 from types import SimpleNamespace
 
 from course_pp.model import ModelConfig, Transformer
-from course_pp.schedule import Action, Costs, Product, Span, Use, build, fit, simulate
+from course_pp.schedule import Action, Costs, LayerCost, PlannedStage, Product, Span, Use, build, fit, simulate
 from course_pp.schedule.schedule import looped
 from course_pp.show.explorer import Settings
 from tests.odd_arguments.rows import Fresh, Rows
@@ -19,13 +19,17 @@ WHOLE = Fresh(lambda: Transformer(CONFIG))
 
 SCHEDULE: Rows = {
     "Action": {"stage": 0, "kind": "F", "microbatch": 0},
+    "ClusterLevel": {"size": 2, "bandwidth": 1.0},
     "Costs": dict.fromkeys(inspect.signature(Costs).parameters, 1.0),
     "Entry": {"name": "own", "order": build, "n_chunks": 1, "any_chunks": False, "placed": looped, "torch_name": ""},
     "Fit": {name: getattr(FIT, name) for name in inspect.signature(type(FIT)).parameters},
+    "LayerCost": {"time": 1.0, "output_bytes": 1.0, "weight_bytes": 1.0},
     "Ledger": {"versions": "stash", "uses": (Use(0, 0, 0, 0, 0),)},
     "Gap": {"rank": 0, "start": 0, "end": 1, "cause": "because"},
     "Loss": {"cause": "rest", "time": 1.0, "per_rank": (1.0,), "per_link": {}},
     "Overlap": {"forward": F0, "backward": B0},
+    "Partition": {"stages": (PlannedStage(0, 1, 1),), "slowest": 1.0},
+    "PlannedStage": {"start": 0, "end": 1, "replicas": 1},
     "Product": {"what": "activation", "stage": 0, "microbatch": 0},
     "Receive": {"rank": 0, "product": Product("activation", 0, 0), "start": 0, "end": 1},
     "Schedule": {"name": "own", "placement": ((0,),), "actions": ((F0,),)},
@@ -48,6 +52,7 @@ SCHEDULE: Rows = {
     "from_torch_csv": {"text": "0F0,0B0\n", "placement": None, "name": "own"},
     "ledger": {"schedule": build("pipedream", 2, 4), "versions": "stash"},
     "names": {},
+    "partition": {"layers": [LayerCost(1.0)], "levels": 2},
     "simulate": {"schedule": S, "costs": None, "durations": None},
     "to_torch_csv": {"schedule": S},
 }

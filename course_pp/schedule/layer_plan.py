@@ -1,0 +1,168 @@
+"""PipeDream's planner: which layers make a stage, and how many ranks share it, so that the slowest stage is fastest.
+
+Asynchronous pipelines have no bubble in the steady state, so the slowest of three things counts: a stage's work,
+divided among its replicas; the exchange of its replicas' gradients; the messages between stages. Dynamic programming
+over the last stage and its ranks finds the least slowest. Where ranks stand in nodes, it is done first for the ranks of
+one node, then for nodes in place of ranks, with the slower links between them.
+
+Narayanan et al. 2019, "PipeDream", section 3.1.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from course_pp.arguments import checked, refuse_unless
+
+__all__ = ["ClusterLevel", "LayerCost", "Partition", "PlannedStage", "partition"]
+
+_MOST_PARTS = 4096
+_MOST_COMPARISONS = 100_000_000  # a minute or two
+
+
+@checked
+@dataclass(frozen=True)
+class LayerCost:
+    """What a layer costs.
+
+    Attributes:
+        time: of its forward and backward for one microbatch, in seconds or any other unit.
+        output_bytes: of its output for one microbatch, which crosses a boundary behind it, and back as a gradient.
+        weight_bytes: of its weights, and so of their gradients.
+    """
+
+    time: float
+    output_bytes: float = 0.0
+    weight_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("time", "output_bytes", "weight_bytes"):
+            value = getattr(self, name)
+            refuse_unless(0 <= value < math.inf, "LayerCost", name, value, "give a number from 0 up")
+
+
+@checked
+@dataclass(frozen=True)
+class ClusterLevel:
+    """Equal parts of a cluster, joined by links of one bandwidth: the ranks of a node, or nodes.
+
+    Attributes:
+        size: how many there are.
+        bandwidth: bytes in a unit of time between any two.
+    """
+
+    size: int
+    bandwidth: float = math.inf
+
+    def __post_init__(self) -> None:
+        fits, remedy = 1 <= self.size <= _MOST_PARTS, "give bytes in a unit of time, above 0"
+        refuse_unless(fits, "ClusterLevel", "size", self.size, f"give 1 to {_MOST_PARTS} parts")
+        refuse_unless(self.bandwidth > 0, "ClusterLevel", "bandwidth", self.bandwidth, remedy)
+
+
+@dataclass(frozen=True, order=True)
+class PlannedStage:
+    """Layers ``start`` to ``end``, the last excluded, on ``replicas`` ranks."""
+
+    start: int
+    end: int
+    replicas: int
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A plan.
+
+    Attributes:
+        stages: first to last.
+        slowest: the time between two microbatches in the steady state.
+    """
+
+    stages: tuple[PlannedStage, ...]
+    slowest: float
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """How many ranks share each stage, as ``build("pipedream", …, replicas=…)`` takes them."""
+        return tuple(stage.replicas for stage in self.stages)
+
+
+@checked
+def partition(layers: Sequence[LayerCost], levels: Sequence[ClusterLevel] | int) -> Partition:
+    """The contiguous stages, and ranks for each, whose slowest part is the fastest.
+
+    With m replicas a stage takes the larger of its work and the exchange of its gradients, 2 (m - 1) weight bytes over
+    the bandwidth, divided by m; a boundary takes twice its bytes over the bandwidth. Among equally fast plans it takes
+    fewer stages.
+
+    Args:
+        layers: first to last.
+        levels: the cluster from inside out, such as ``[ClusterLevel(8, 300e9), ClusterLevel(4, 25e9)]`` for four nodes
+            of eight ranks. A number of ranks joins them by links that cost nothing.
+
+    Raises:
+        ValueError: for no layers, no levels, or so many that the search would not end in seconds.
+    """
+    if isinstance(levels, int):
+        refuse_unless(1 <= levels <= _MOST_PARTS, "partition", "levels", levels, f"give 1 to {_MOST_PARTS} ranks")
+        levels = [ClusterLevel(levels)]
+    refuse_unless(bool(layers), "partition", "layers", layers, "give at least one")
+    refuse_unless(bool(levels), "partition", "levels", levels, "give at least one level, or a number of ranks")
+    n = len(layers)
+    work = sum(n**3 * level.size**2 // 4 for level in levels)
+    if work > _MOST_COMPARISONS:
+        raise ValueError(
+            f"layers: {n} of them on levels of {[level.size for level in levels]} make about {work:,} comparisons: put "
+            "layers together, or plan for fewer ranks"
+        )
+    best = _Search(layers, tuple(levels)).best(len(levels), 0, n, levels[-1].size)
+    return Partition(best.stages, best.slowest)
+
+
+@dataclass(frozen=True, order=True)
+class _Found:
+    slowest: float
+    n_stages: int
+    stages: tuple[PlannedStage, ...]
+
+
+class _Search:
+    """The paper's recurrences, each result kept."""
+
+    def __init__(self, layers: Sequence[LayerCost], levels: tuple[ClusterLevel, ...]) -> None:
+        self._levels = levels
+        self._output = [layer.output_bytes for layer in layers]
+        self._time = _running([layer.time for layer in layers])
+        self._weight = _running([layer.weight_bytes for layer in layers])
+        self.best = cache(self._best)
+
+    def _best(self, depth: int, start: int, end: int, size: int) -> _Found:
+        """Layers ``start`` to ``end`` on ``size`` parts of level ``depth``, A^k(start → end, size) of the paper."""
+        bandwidth = self._levels[depth - 1].bandwidth
+        found = [self._one_stage(depth, start, end, size)]
+        for cut in range(start + 1, end):
+            crossing = 2 * self._output[cut - 1] / bandwidth
+            for last in range(1, size):
+                before, after = self.best(depth, start, cut, size - last), self._one_stage(depth, cut, end, last)
+                slowest = max(before.slowest, crossing, after.slowest)
+                found.append(_Found(slowest, before.n_stages + after.n_stages, before.stages + after.stages))
+        return min(found)
+
+    def _one_stage(self, depth: int, start: int, end: int, size: int) -> _Found:
+        """The same layers as one stage that ``size`` parts share, T^k(start → end, size)."""
+        exchanged = 2 * (size - 1) * (self._weight[end] - self._weight[start]) / self._levels[depth - 1].bandwidth
+        if depth == 1:
+            work, stages = self._time[end] - self._time[start], [PlannedStage(start, end, 1)]
+        else:
+            inside = self.best(depth - 1, start, end, self._levels[depth - 2].size)
+            work, stages = inside.slowest, list(inside.stages)
+        replicated = tuple(PlannedStage(s.start, s.end, s.replicas * size) for s in stages)
+        return _Found(max(work, exchanged) / size, len(replicated), replicated)
+
+
+def _running(values: Sequence[float]) -> list[float]:
+    total = [0.0]
+    for value in values:
+        total.append(total[-1] + value)
+    return total

@@ -1,0 +1,114 @@
+"""PipeDream's planner, against trying everything."""
+
+import random
+from collections.abc import Iterator
+from itertools import combinations
+
+import pytest
+
+from course_pp.schedule import ClusterLevel, Costs, LayerCost, Partition, build, partition, simulate
+
+
+def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write ``total`` as so many positive numbers, in order."""
+    for cuts in combinations(range(1, total), parts - 1):
+        yield tuple(b - a for a, b in zip((0, *cuts), (*cuts, total), strict=True))
+
+
+def slowest_of(layers: list[LayerCost], sizes: tuple[int, ...], replicas: tuple[int, ...], bandwidth: float) -> float:
+    times, start = [], 0
+    for size, m in zip(sizes, replicas, strict=True):
+        stage = layers[start : start + size]
+        exchange = 2 * (m - 1) * sum(layer.weight_bytes for layer in stage) / bandwidth
+        times.append(max(sum(layer.time for layer in stage), exchange) / m)
+        start += size
+        if start < len(layers):
+            times.append(2 * layers[start - 1].output_bytes / bandwidth)
+    return max(times)
+
+
+def exhaustive(layers: list[LayerCost], n_ranks: int, bandwidth: float) -> float:
+    return min(
+        slowest_of(layers, sizes, replicas, bandwidth)
+        for n_stages in range(1, min(len(layers), n_ranks) + 1)
+        for sizes in compositions(len(layers), n_stages)
+        for replicas in compositions(n_ranks, n_stages)
+    )
+
+
+def random_layers(rng: random.Random, n: int) -> list[LayerCost]:
+    return [LayerCost(rng.choice([0.5, 1, 1, 2, 5]), rng.choice([0, 1, 3]), rng.choice([0, 1, 8])) for _ in range(n)]
+
+
+def test_the_plan_is_the_best_of_all_on_200_random_models() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        layers, n_ranks = random_layers(rng, rng.randint(1, 6)), rng.randint(1, 5)
+        bandwidth = rng.choice([0.5, 2.0, 10.0])
+        found = partition(layers, [ClusterLevel(n_ranks, bandwidth)])
+        assert found.slowest == pytest.approx(exhaustive(layers, n_ranks, bandwidth))
+        assert_is_a_plan(found, len(layers), n_ranks)
+        sizes = tuple(stage.end - stage.start for stage in found.stages)
+        assert slowest_of(layers, sizes, found.replicas, bandwidth) == pytest.approx(found.slowest)
+
+
+def assert_is_a_plan(found: Partition, n_layers: int, n_ranks: int) -> None:
+    ends = [stage.end for stage in found.stages]
+    assert [stage.start for stage in found.stages] == [0, *ends[:-1]]
+    assert ends[-1] == n_layers
+    assert sum(found.replicas) == n_ranks
+
+
+def test_two_levels_of_one_part_are_one_level() -> None:
+    rng = random.Random(1)
+    for _ in range(30):
+        layers = random_layers(rng, 5)
+        flat = partition(layers, [ClusterLevel(4, 2.0)])
+        assert partition(layers, [ClusterLevel(4, 2.0), ClusterLevel(1, 9.0)]).slowest == flat.slowest
+        assert partition(layers, [ClusterLevel(1, 9.0), ClusterLevel(4, 2.0)]).slowest == flat.slowest
+
+
+def test_nodes_with_slow_links_between_them_hold_whole_stages() -> None:
+    layers = [LayerCost(1, output_bytes=1, weight_bytes=100)] * 4
+    found = partition(layers, [ClusterLevel(2, 1e9), ClusterLevel(2, 1.0)])
+    assert found.replicas == (2, 2)
+    assert found.slowest == 2  # the one boundary between nodes; to exchange weights over it would take 200
+
+
+def test_unequal_layers_are_planned_better_than_evenly() -> None:
+    layers = [LayerCost(time, weight_bytes=weight) for time, weight in ((1, 9), (1, 9), (1, 9), (5, 1))]
+    found = partition(layers, [ClusterLevel(3, 1.0)])
+    assert found.replicas == (1, 2)
+    assert found.slowest == 3
+    assert slowest_of(layers, (2, 1, 1), (1, 1, 1), 1) == 5
+
+
+def test_the_plan_foretells_the_steady_state_of_its_schedule() -> None:
+    rng = random.Random(2)
+    for _ in range(10):
+        layers = [LayerCost(rng.randint(1, 6)) for _ in range(5)]
+        found = partition(layers, rng.randint(2, 4))
+        work = [sum(layer.time for layer in layers[stage.start : stage.end]) / 3 for stage in found.stages]
+        short, long = 12, 12 * 11
+        costs = Costs(forward=work, input_grad=work, weight_grad=work)
+        took = [
+            simulate(build("pipedream", sum(found.replicas), m, replicas=found.replicas), costs).makespan
+            for m in (short, long)
+        ]
+        assert (took[1] - took[0]) / (long - short) == pytest.approx(found.slowest, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: partition([], 2), "layers"),
+        (lambda: partition([LayerCost(1)], []), "levels"),
+        (lambda: partition([LayerCost(1)], 0), "levels is 0"),
+        (lambda: LayerCost(-1.0), "time"),
+        (lambda: ClusterLevel(2, 0.0), "bandwidth"),
+        (lambda: partition([LayerCost(1)] * 500, 64), "put layers together"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(make, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()
