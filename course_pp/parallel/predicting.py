@@ -114,6 +114,9 @@ def predict_collectives(
     step, and the optimizer communicates nothing.
 
     Args:
+        config: the sizes of this package's model, or by :func:`course_pp.model.hf.config_from_hf` those of a Llama of
+            transformers, which communicates as much without ``tp`` and clipping. For other models there is no
+            prediction: count a step (:func:`count_collectives`).
         layout: all four sizes; -1 has no meaning without ranks.
         batch_size: sequences in one *microbatch* of one data-parallel rank.
         seq_len: tokens in a sequence.
