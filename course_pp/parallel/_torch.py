@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import _utils as _pipelining_utils
+from torch.distributed.pipelining import schedules as _schedules
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -23,6 +24,7 @@ __all__ = [
     "GatheredWatcher",
     "LocalNeighboursStage",
     "carries_integers",
+    "explicit_order",
     "forget_meshes",
     "mixed_precision",
     "multiply",
@@ -98,6 +100,21 @@ class LocalNeighboursStage(PipelineStage):
         for module in self.submod.modules():
             if isinstance(module, FSDPModule):
                 module.unshard()
+
+
+def explicit_order(
+    stages: list[PipelineStage], n_microbatches: int, rows: Sequence[Sequence[str]], **options: Any
+) -> Any:
+    """The executor behind torch's own multi-stage schedules, for an order of actions that is given.
+
+    Args:
+        rows: for each rank its actions as torch writes them, ``"2F0"``.
+        options: for the executor, which is a schedule of torch's.
+    """
+    schedule = _schedules._PipelineScheduleRuntime(stages, n_microbatches, **options)
+    schedule.pipeline_order = {rank: list(map(_schedules._Action.from_str, row)) for rank, row in enumerate(rows)}
+    schedule._prepare_schedule_with_comms(schedule.pipeline_order)
+    return schedule
 
 
 def carries_integers() -> bool:

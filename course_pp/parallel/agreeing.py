@@ -12,8 +12,9 @@ from course_pp.model.stages import Tie
 from course_pp.parallel._torch import carries_integers
 from course_pp.parallel.boundary import Boundary, rows_of
 from course_pp.parallel.model_stage import ModelStage, find_outputs
-from course_pp.parallel.schedules import check_microbatches, get_stage_indices, runnable
+from course_pp.parallel.schedules import check_microbatches, get_stage_indices, name_of
 from course_pp.parallel.tied import SharedName, ties_of_stages
+from course_pp.schedule import Schedule
 
 __all__ = ["agree", "everyone_of"]
 
@@ -26,7 +27,7 @@ def everyone_of(stage: ModelStage) -> dist.ProcessGroup | None:
 def agree(
     stages: Sequence[ModelStage],
     n_microbatches: int,
-    schedule: str,
+    schedule: str | Schedule,
     tied: Iterable[SharedName] | None,
     limit_s: float | None,
 ) -> int:
@@ -46,7 +47,7 @@ def agree(
     ours = [stage.submod for stage in stages if isinstance(stage.submod, PipelineStageModule)]
     everyone.require_equal(
         {
-            "schedule": runnable(schedule).name,
+            "schedule": name_of(schedule),
             "n_microbatches": n_microbatches,
             **_facts_of_transformer(stages[0]),
             "config": ours[0].config if ours else None,
@@ -65,7 +66,7 @@ def agree(
     return rows
 
 
-def _problem_of_placement(stages: Sequence[ModelStage], n_microbatches: int, schedule: str) -> str | None:
+def _problem_of_placement(stages: Sequence[ModelStage], n_microbatches: int, schedule: str | Schedule) -> str | None:
     """What keeps this rank's stages from running under ``schedule``, as far as the rank can tell alone."""
     pp_rank, pp_size, n_stages = stages[0].group_rank, stages[0].group_size, stages[0].num_stages
     indices = [s.stage_index for s in stages]

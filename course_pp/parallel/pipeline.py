@@ -1,4 +1,4 @@
-"""Pipeline parallelism on ``torch.distributed.pipelining``: stages, every schedule torch ships, evaluation.
+"""Pipeline parallelism on ``torch.distributed.pipelining``: stages, every schedule torch can run, evaluation.
 
     inputs ─► stage 0 ──(tensors)──► stage 1 ──► … ──► stage n−1 ─► outputs ─► loss
               rank 0                 rank 1            last rank            │
@@ -30,9 +30,10 @@ from course_pp.parallel.forwards import Recomputed, has_replaced
 from course_pp.parallel.fsdp import reshard
 from course_pp.parallel.mesh import has_dp_mesh
 from course_pp.parallel.model_stage import ModelStage
-from course_pp.parallel.schedules import check_microbatches, splits_backward, takes_one_stage, torch_class
+from course_pp.parallel.schedules import check_microbatches, splits_backward, torch_schedule
 from course_pp.parallel.tied import SharedName, TiedWeights
 from course_pp.parallel.world import is_rank_zero
+from course_pp.schedule import Schedule
 
 __all__ = ["PipelineSchedule", "build_pipeline_schedule"]
 
@@ -43,7 +44,7 @@ def build_pipeline_schedule(
     stage: ModelStage | Sequence[ModelStage],
     n_microbatches: int,
     loss_fn: LossFn | TokenLoss,
-    schedule: str = "1f1b",
+    schedule: str | Schedule = "1f1b",
     *,
     tied: Iterable[SharedName] | None = None,
     timeout_s: float = _LIMIT_S,
@@ -56,7 +57,8 @@ def build_pipeline_schedule(
         n_microbatches: microbatches in a batch.
         loss_fn: ``loss_fn(output, target)`` gives the mean loss of one microbatch. A :class:`TokenLoss` is averaged
             over the counted tokens of the whole batch instead of over microbatches.
-        schedule: one of :func:`schedule_names`, or torch's class name.
+        schedule: one of :func:`schedule_names`, torch's class name, or an order of your own, whose stages are placed
+            and whose microbatches are numbered as it says.
         tied: weights that several stages share: for each the parameter's name by stage,
             ``[{0: "embed.weight", 3: "head.weight"}]``, or its names in the whole model, as :func:`find_ties` lists
             them. Those of this package's model are known.
@@ -65,9 +67,9 @@ def build_pipeline_schedule(
     Raises:
         RankMissing: if a rank has ended or does not come.
         TypeError: if given something other than stages from :func:`build_pipeline_stage`.
-        ValueError: for an unknown schedule, stages placed otherwise than it needs, a number of microbatches it cannot
-            run, stages that do not fit one another, ties that do not exist, or ranks that were given different
-            pipelines.
+        ValueError: for an unknown schedule or one that torch cannot run, stages placed otherwise than it needs, a
+            number of microbatches it cannot run, stages that do not fit one another, ties that do not exist, or ranks
+            that were given different pipelines.
     """
     given = locals()
     stages = list(stage) if isinstance(stage, Sequence) else [stage]
@@ -95,7 +97,7 @@ def _problem_of_arguments(given: dict[str, Any]) -> WrongArgument | None:
     return None
 
 
-def _warn_of_recomputation(schedule: str) -> None:
+def _warn_of_recomputation(schedule: str | Schedule) -> None:
     """Say once what every rank could say."""
     if is_rank_zero():
         warnings.warn(
@@ -127,7 +129,7 @@ class PipelineSchedule:
         stages: Sequence[ModelStage],
         n_microbatches: int,
         loss_fn: LossFn | TokenLoss,
-        schedule: str,
+        schedule: str | Schedule,
         rows: int,
     ) -> None:
         self.stages = list(stages)
@@ -141,12 +143,7 @@ class PipelineSchedule:
         self._everyone = Ranks(everyone_of(stages[0]))
         self._dp_groups = _data_parallel_groups(stages[0].device_mesh)
         self._divisor: torch.Tensor | float = 1.0
-        self._schedule = torch_class(schedule)(
-            self.stages[0] if takes_one_stage(schedule) else self.stages,
-            n_microbatches,
-            loss_fn=self._share_of_loss,
-            scale_grads=False,  # the loss is divided instead: torch would divide gradients of earlier steps again
-        )
+        self._schedule = torch_schedule(schedule, self.stages, n_microbatches, self._share_of_loss)
         self._owner = self.stages[0].stage_index_to_group_rank
         self._last_rank = self._owner[stages[0].num_stages - 1]
         modules = {stage.stage_index: stage.submod for stage in self.stages}

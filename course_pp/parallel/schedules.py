@@ -1,27 +1,38 @@
-"""Which schedules of the catalogue torch can run: `course_pp.schedule` has their names, sizes and placements."""
+"""Which schedules torch can run, and how: `course_pp.schedule` has their names, sizes and placements.
 
-from functools import lru_cache
+Where torch ships a class, that class runs. Any other order of synchronous actions goes through torch's executor of
+explicit orders, the one behind its own multi-stage schedules.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Literal
 
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from course_pp.arguments import checked
-from course_pp.schedule import Entry, build, find, names
+from course_pp.parallel._torch import explicit_order
+from course_pp.schedule import Entry, Schedule, build, check, find, names
 
 __all__ = ["get_stage_indices", "schedule_names"]
 
 
 def schedule_names() -> tuple[str, ...]:
-    """The names :func:`build_pipeline_schedule` takes, and torch's names for them: those torch has a class for."""
-    return tuple(name for name in names() if find(name).torch_name)
+    """The names :func:`build_pipeline_schedule` takes, and torch's names for them: those torch can run."""
+    return tuple(name for name in names() if _foreign_to_torch(_example(name)) is None)
 
 
 @checked
-def get_stage_indices(schedule: str, pp_rank: int, pp_size: int, stages_per_rank: int | None = None) -> list[int]:
+def get_stage_indices(
+    schedule: str | Schedule, pp_rank: int, pp_size: int, stages_per_rank: int | None = None
+) -> list[int]:
     """Indices of the stages that ``pp_rank`` holds under ``schedule``.
 
     Args:
-        stages_per_rank: model chunks a rank. None means what is usual: 1 or 2, as the catalogue says.
+        schedule: one of :func:`schedule_names`, or an order of your own.
+        stages_per_rank: model chunks a rank. None means what is usual, as the catalogue says; an order of your own says
+            it itself.
 
     Raises:
         ValueError: for a schedule that torch cannot run, a rank outside ``pp_size``, or a number of stages a rank that
@@ -32,6 +43,9 @@ def get_stage_indices(schedule: str, pp_rank: int, pp_size: int, stages_per_rank
             raise ValueError(f"{name}={size} must be at least 1")
     if not 0 <= pp_rank < pp_size:
         raise ValueError(f"pp_rank={pp_rank} must be at least 0 and below pp_size={pp_size}")
+    if isinstance(schedule, Schedule):
+        _refuse(problem_of_order(schedule) or _problem_of_ranks(schedule, pp_size))
+        return [stage for stage, ranks in enumerate(schedule.placement) if pp_rank in ranks]
     entry = runnable(schedule)
     try:
         placement = entry.placement(pp_size, stages_per_rank)
@@ -44,44 +58,64 @@ def runnable(schedule: str) -> Entry:
     """What the catalogue knows of a schedule that torch can run.
 
     Raises:
-        ValueError: for an unknown schedule, or one that torch has no class for.
+        ValueError: for an unknown schedule, or one that torch cannot run.
     """
     entry = find(schedule)
-    if not entry.torch_name:
-        raise ValueError(
-            f"torch cannot run schedule {schedule!r}: use one of {', '.join(schedule_names())}, or run it with "
-            "course_pp.runtime (engine='runtime')"
-        )
+    _refuse(problem_of_order(_example(entry.name)))
     return entry
 
 
-def torch_class(schedule: str) -> Any:
-    """torch's class that runs ``schedule``."""
-    return getattr(torch_schedules, f"Schedule{runnable(schedule).torch_name}")
+def name_of(schedule: str | Schedule) -> str:
+    """What to call it: the same for every alias, another for every order."""
+    if isinstance(schedule, Schedule):
+        return f"{schedule!r} {schedule.fingerprint}"
+    return runnable(schedule).name
 
 
-def takes_one_stage(schedule: str) -> bool:
-    """Whether torch's class takes a stage; else it takes a list of them."""
-    return issubclass(torch_class(schedule), torch_schedules.PipelineScheduleSingle)
+def problem_of_order(schedule: Schedule) -> str | None:
+    """What keeps torch's executor from running an order, whatever the model; None if nothing does."""
+    reason = _foreign_to_torch(schedule)
+    if reason is not None:
+        return (
+            f"torch cannot run schedule {schedule.name!r}, {reason}: use one of {', '.join(schedule_names())}, or run "
+            "it with course_pp.runtime (engine='runtime')"
+        )
+    if all(part.kind == "F" for part in schedule.parts):
+        return f"schedule {schedule.name!r} has forwards alone, and torch trains: pass one with backwards, and use eval"
+    idle = [rank for rank, row in enumerate(schedule.actions) if not row]
+    if idle:
+        return f"schedule {schedule.name!r} gives rank {idle[0]} nothing to do: torch needs a stage on every rank"
+    if problems := check(schedule):
+        more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
+        return f"{schedule!r} cannot run: {problems[0]}{more}"
+    return None
 
 
-@lru_cache
-def splits_backward(schedule: str) -> Literal["none", "some", "all"]:
-    """Which backwards are two actions, the gradients of inputs and those of weights."""
-    kinds = {part.kind for part in build(schedule, 2, 8).parts}
-    if "I" not in kinds:
-        return "none"
-    return "some" if "B" in kinds else "all"
+def _foreign_to_torch(schedule: Schedule) -> str | None:
+    if any(part.kind == "U" for part in schedule.parts):
+        return "whose stages update their weights within the step (U)"
+    shared = [stage for stage, ranks in enumerate(schedule.placement) if len(ranks) > 1]
+    return f"which holds stage {shared[0]} on {len(schedule.placement[shared[0]])} ranks" if shared else None
 
 
-def check_microbatches(schedule: str, n_microbatches: int, n_stages: int, pp_size: int) -> None:
-    """Refuse a number of microbatches that ``schedule`` does not allow, or torch's class for it.
+def order_of(schedule: str | Schedule, n_microbatches: int, n_stages: int, pp_size: int) -> Schedule:
+    """The order in which torch will run.
 
     Raises:
-        ValueError: naming the rule and the nearest numbers that work.
+        ValueError: for sizes that the schedule, or torch's class for it, does not allow; names the rule and the nearest
+            that work.
     """
+    if isinstance(schedule, Schedule):
+        sizes = (schedule.n_stages, schedule.n_microbatches)
+        if sizes != (n_stages, n_microbatches):
+            raise ValueError(
+                f"{schedule!r} for {n_stages} stages and n_microbatches={n_microbatches}: give it {sizes[0]} stages in "
+                f"all and n_microbatches={sizes[1]}, or build it for these"
+            )
+        _refuse(problem_of_order(schedule) or _problem_of_ranks(schedule, pp_size))
+        return schedule
     name = runnable(schedule).name
-    build(schedule, pp_size, n_microbatches, n_stages // pp_size)
+    order = build(name, pp_size, n_microbatches, n_stages // pp_size)
     if name == "1f1b" and n_microbatches < n_stages:
         raise ValueError(
             f"n_microbatches={n_microbatches}, but torch's 1F1B needs at least as many as its {n_stages} stages: use "
@@ -89,3 +123,53 @@ def check_microbatches(schedule: str, n_microbatches: int, n_stages: int, pp_siz
         )
     if name == "zb_h1":  # torch has rounds of equal size also for a single stage a rank, where they change nothing
         build("interleaved_1f1b", pp_size, n_microbatches, 2)
+    return order
+
+
+def check_microbatches(schedule: str | Schedule, n_microbatches: int, n_stages: int, pp_size: int) -> None:
+    """Refuse a number of microbatches that ``schedule`` does not allow, or torch's class for it.
+
+    Raises:
+        ValueError: naming the rule and the nearest numbers that work.
+    """
+    order_of(schedule, n_microbatches, n_stages, pp_size)
+
+
+def torch_schedule(
+    schedule: str | Schedule, stages: Sequence[PipelineStage], n_microbatches: int, loss_fn: Callable[..., Any]
+) -> Any:
+    """torch's schedule over this rank's stages."""
+    # The loss is divided instead of the gradients: torch would divide those of earlier steps again.
+    options = {"loss_fn": loss_fn, "scale_grads": False}
+    torch_name = "" if isinstance(schedule, Schedule) else runnable(schedule).torch_name
+    if not torch_name:
+        order = order_of(schedule, n_microbatches, stages[0].num_stages, stages[0].group_size)
+        return explicit_order(list(stages), n_microbatches, [list(map(str, row)) for row in order.actions], **options)
+    torch_class = getattr(torch_schedules, f"Schedule{torch_name}")
+    takes_one = issubclass(torch_class, torch_schedules.PipelineScheduleSingle)
+    return torch_class(stages[0] if takes_one else list(stages), n_microbatches, **options)
+
+
+def splits_backward(schedule: str | Schedule) -> Literal["none", "some", "all"]:
+    """Which backwards are two actions, the gradients of inputs and those of weights."""
+    kinds = {part.kind for part in (schedule if isinstance(schedule, Schedule) else _example(schedule)).parts}
+    if "I" not in kinds:
+        return "none"
+    return "some" if "B" in kinds else "all"
+
+
+@cache
+def _example(name: str) -> Schedule:
+    """The schedule at a size that all of them allow."""
+    return build(name, 2, 8)
+
+
+def _problem_of_ranks(schedule: Schedule, pp_size: int) -> str | None:
+    if schedule.n_ranks == pp_size:
+        return None
+    return f"{schedule!r} on {pp_size} pipeline ranks: build it for {pp_size}, or start {schedule.n_ranks}"
+
+
+def _refuse(problem: str | None) -> None:
+    if problem is not None:
+        raise ValueError(problem)

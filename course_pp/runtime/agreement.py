@@ -1,6 +1,5 @@
 """Before the first message: every rank has been given the same pipeline, or all of them refuse it together."""
 
-import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ import torch.distributed as dist
 
 from course_pp.collective import Ranks, difference
 
-__all__ = ["Agreed", "agree_on_pipeline", "digest"]
+__all__ = ["Agreed", "agree_on_pipeline"]
 
 _LIMIT_S = 300.0  # one rank may take minutes longer than another to build its stages
 
@@ -69,8 +68,3 @@ def _same_on_replicas(by_rank: Sequence[Mapping[int, Mapping[str, str]]]) -> Map
                     f"{theirs.get(name)}: give all replicas of a stage the same parameters, with equal values"
                 )
     return held
-
-
-def digest(value: object) -> str:
-    """A short name for a value that prints all of itself; equal values have equal names."""
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:12]

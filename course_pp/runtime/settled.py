@@ -10,7 +10,7 @@ from torch import nn
 
 from course_pp.arguments import WrongArgument, check_arguments, refuse_bad_timeout
 from course_pp.loss import LossFn, TokenLoss, counted
-from course_pp.runtime.agreement import agree_on_pipeline, digest
+from course_pp.runtime.agreement import agree_on_pipeline
 from course_pp.runtime.clocks import host_identity
 from course_pp.runtime.cluster import EmulatedCluster
 from course_pp.runtime.recorder import Recorder
@@ -91,7 +91,7 @@ def settle(
         )
         computes_on = torch.device(device) if device is not None else device_of(modules)
         facts = {
-            "schedule": f"{schedule!r} {digest((schedule.placement, schedule.actions))}",
+            "schedule": f"{schedule!r} {schedule.fingerprint}",
             "recompute": recompute,
             "tied": [dict(tie) for tie in tied],
             "versions": versions,
@@ -105,7 +105,13 @@ def settle(
         problem = str(error)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-    parameters = {stage: facts_of_parameters(module) for stage, module in modules.items()}
+    parameters = {
+        # Of stages that update by themselves the values are compared below, with their optimizers.
+        stage: facts_of_parameters(
+            module, is_copied=problem is None and optimizers is None and len(schedule.placement[stage]) > 1
+        )
+        for stage, module in modules.items()
+    }
     if problem is None and optimizers is not None:
         for stage in (stage for stage in modules if len(schedule.placement[stage]) > 1):
             parameters[stage] |= facts_of_replica(modules[stage], optimizers.get(stage))

@@ -1,5 +1,6 @@
 """The stages that a rank is given: whether the pipeline can be right with them."""
 
+import hashlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -45,14 +46,25 @@ def problem_of_stages(
     return next(filter(None, wrapped), None) or _problem_of_shards(modules, schedule, tied)
 
 
-def facts_of_parameters(module: nn.Module | None) -> dict[str, str]:
-    """What replicas of a stage must have in common: for each parameter shape, dtype and whether it is trained."""
+def facts_of_parameters(module: nn.Module | None, is_copied: bool = False) -> dict[str, str]:
+    """What copies of a stage must have in common: for each parameter shape, dtype and whether it is trained.
+
+    Args:
+        is_copied: whether there are several, whose values must be equal too.
+    """
     if not isinstance(module, nn.Module):  # None, or what is about to be refused
         return {}
     return {
         name: f"{tuple(p.shape)} {p.dtype} {'trained' if p.requires_grad else 'frozen'}"
+        + (f" of value {_fingerprint(p)}" if is_copied and not p.is_meta else "")
         for name, p in module.named_parameters()
     }
+
+
+def _fingerprint(tensor: torch.Tensor) -> str:
+    """Equal for equal values, and hardly ever for others."""
+    values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(values.numpy().tobytes()).hexdigest()[:12]
 
 
 def device_of(modules: Mapping[int, nn.Module | None]) -> torch.device:

@@ -4,13 +4,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from course_pp.arguments import checked
-from course_pp.schedule.families.dualpipe import dualpipe_v
+from course_pp.schedule.families.building_blocks import v_half, v_min
+from course_pp.schedule.families.dualpipe import dualpipe, dualpipe_v
 from course_pp.schedule.families.looped import interleaved_1f1b, looped_bfs
+from course_pp.schedule.families.on_grid import chimera, hanayo
 from course_pp.schedule.families.pipedream import pipedream
-from course_pp.schedule.families.single import gpipe, naive, one_f_one_b
+from course_pp.schedule.families.single import eager_1f1b, gpipe, naive, one_f_one_b
 from course_pp.schedule.families.v_shape import zb_v
 from course_pp.schedule.families.zero_bubble import zb_h1, zb_h2
-from course_pp.schedule.schedule import Schedule, looped, v_shaped
+from course_pp.schedule.schedule import Schedule, both_ways, in_waves, looped, v_shaped
 
 
 @checked
@@ -23,6 +25,7 @@ class Entry:
         order: makes the schedule of given sizes.
         n_chunks: stages a rank, unless another number is asked for.
         any_chunks: whether another number can be.
+        chunks_in: what a number of chunks is a multiple of: 2 where they come down and up.
         placed: the ranks of each stage, for a number of ranks and chunks; of ``pipedream``, without replicas.
         torch_name: what torch calls it, empty where torch has none: ``"GPipe"`` is the class ``ScheduleGPipe``.
     """
@@ -33,6 +36,7 @@ class Entry:
     any_chunks: bool = False
     placed: Callable[[int, int], tuple[tuple[int, ...], ...]] = looped
     torch_name: str = ""
+    chunks_in: int = 1
 
     def placement(self, n_ranks: int, n_chunks: int | None = None) -> tuple[tuple[int, ...], ...]:
         """For each stage the ranks that hold it, as :attr:`Schedule.placement` has them.
@@ -55,11 +59,22 @@ class Entry:
                 f"n_chunks is {n_chunks}: {self.name} has {self.n_chunks} a rank; "
                 f"leave n_chunks out, or take one of {able} for another number"
             )
+        if n_chunks % self.chunks_in:
+            below = n_chunks - n_chunks % self.chunks_in
+            nearest = f"{below} or {below + self.chunks_in}" if below else str(self.chunks_in)
+            raise ValueError(
+                f"n_chunks is {n_chunks}: {self.name} goes down the ranks and up again, {self.chunks_in} chunks a "
+                f"wave; give {nearest}"
+            )
         return n_chunks
 
 
 def _v_shaped(n_ranks: int, n_chunks: int) -> tuple[tuple[int, ...], ...]:
     return v_shaped(n_ranks)
+
+
+def _both_ways(name: str) -> Callable[[int, int], tuple[tuple[int, ...], ...]]:
+    return lambda n_ranks, n_chunks: both_ways(name, n_ranks)
 
 
 _CATALOGUE = {
@@ -68,11 +83,17 @@ _CATALOGUE = {
         Entry("naive", naive),
         Entry("gpipe", gpipe, torch_name="GPipe"),
         Entry("1f1b", one_f_one_b, torch_name="1F1B"),
+        Entry("1f1b_eager", eager_1f1b),
         Entry("interleaved_1f1b", interleaved_1f1b, 2, any_chunks=True, torch_name="Interleaved1F1B"),
         Entry("looped_bfs", looped_bfs, 2, any_chunks=True, torch_name="LoopedBFS"),
+        Entry("hanayo", hanayo, 2, any_chunks=True, placed=in_waves, chunks_in=2),
         Entry("zb_h1", zb_h1, any_chunks=True, torch_name="InterleavedZeroBubble"),
         Entry("zb_h2", zb_h2),
         Entry("zb_v", zb_v, 2, placed=_v_shaped, torch_name="ZBVZeroBubble"),
+        Entry("v_half", v_half, 2, placed=_v_shaped),
+        Entry("v_min", v_min, 2, placed=_v_shaped),
+        Entry("chimera", chimera, placed=_both_ways("chimera")),
+        Entry("dualpipe", dualpipe, placed=_both_ways("dualpipe")),
         Entry("dualpipe_v", dualpipe_v, 2, placed=_v_shaped, torch_name="DualPipeV"),
         Entry("pipedream", pipedream),
     )
@@ -123,6 +144,7 @@ def build(
     *,
     replicas: Sequence[int] | None = None,
     group: int | None = None,
+    round_size: int | None = None,
 ) -> Schedule:
     """The schedule called ``name``.
 
@@ -130,9 +152,13 @@ def build(
         name: one of :func:`names`, or torch's name for it: see :func:`find`.
         n_ranks: p, the pipeline-parallel size.
         n_microbatches: m.
-        n_chunks: stages a rank. Two for the interleaved, breadth-first and V-shaped schedules, else one, unless given.
+        n_chunks: stages a rank. Two for the interleaved, breadth-first, wave and V-shaped schedules, else one, unless
+            given; ``hanayo`` has two a wave.
         replicas: for ``pipedream`` only: how many ranks share each stage.
         group: for ``pipedream`` only: microbatches whose gradients make one update; one a rank unless given.
+        round_size: for ``interleaved_1f1b`` only: how many microbatches pass through a chunk before the rank turns to
+            its next; ``n_ranks`` is Megatron's order, ``n_microbatches`` takes the forwards breadth first. As near to
+            ``n_ranks`` as divides ``n_microbatches``, unless given.
 
     Raises:
         ValueError: for an unknown name and for sizes the schedule does not allow; says which ones it does.
@@ -145,7 +171,7 @@ def build(
             f"n_ranks × n_microbatches × n_chunks is {n_ranks * n_microbatches * n_chunks:,}: a schedule names each "
             f"action, so keep it at {_MOST:,} or below"
         )
-    if entry.order is pipedream:
+    if entry.order is pipedream and round_size is None:
         return pipedream(n_ranks, n_microbatches, replicas, group)
     if replicas is not None:
         raise ValueError(
@@ -153,6 +179,13 @@ def build(
         )
     if group is not None:
         raise ValueError(f"group {group!r} given for {entry.name}: only pipedream updates by itself; leave group out")
+    if round_size is not None:
+        if entry.order is not interleaved_1f1b:
+            raise ValueError(
+                f"round_size {round_size!r} given for {entry.name}: only interleaved_1f1b goes in rounds of a chosen "
+                "size; leave round_size out"
+            )
+        return interleaved_1f1b(n_ranks, n_microbatches, n_chunks, _whole("round_size", round_size, entry.name))
     return entry.order(*sizes, n_chunks) if entry.any_chunks else entry.order(*sizes)
 
 

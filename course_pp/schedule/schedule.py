@@ -1,5 +1,6 @@
 """A schedule as a value: for each rank, what it does and in which order."""
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -71,6 +72,11 @@ class Schedule:
         """Every action, rank by rank in order, overlapped pairs taken apart."""
         return (part for row in self.actions for action in row for part in action.parts)
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """A short text that tells this order and placement from any other, whatever its name; for ranks to compare."""
+        return hashlib.sha256(repr((self.placement, self.actions)).encode()).hexdigest()[:12]
+
     def rank_of(self, stage: int, microbatch: int) -> int:
         """The rank on which ``stage`` works on ``microbatch``."""
         ranks = self.placement[stage]
@@ -86,6 +92,27 @@ def v_shaped(n_ranks: int) -> tuple[tuple[int, ...], ...]:
     """Down the ranks and back up: rank r holds stages r and 2p - 1 - r (Qi et al. 2024, ZB-V)."""
     ranks = range(n_ranks)
     return tuple((rank,) for rank in (*ranks, *reversed(ranks)))
+
+
+def in_waves(n_ranks: int, n_chunks: int) -> tuple[tuple[int, ...], ...]:
+    """Down the ranks, back up, down again: neighbouring stages at a turn share a rank (Liu et al. 2023, Hanayo)."""
+    ranks = range(n_ranks)
+    return tuple((rank,) for chunk in range(n_chunks) for rank in (ranks[::-1] if chunk % 2 else ranks))
+
+
+def both_ways(name: str, n_ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Every stage twice: even microbatches go down the ranks, odd ones up (Li and Hoefler 2021, Chimera).
+
+    Raises:
+        ValueError: for an odd number of ranks, whose middle rank would hold both copies of its stage.
+    """
+    if n_ranks % 2:
+        fewer = f"{n_ranks - 1} or " if n_ranks > 1 else ""
+        raise ValueError(
+            f"{name} holds every stage on two ranks, mirror images of one another, so {n_ranks} ranks leave one alone: "
+            f"give an even number, such as {fewer}{n_ranks + 1}"
+        )
+    return tuple((rank, n_ranks - 1 - rank) for rank in range(n_ranks))
 
 
 def implied_placement(rows: Iterable[Sequence[Action | Overlap]]) -> dict[int, tuple[int, ...]]:

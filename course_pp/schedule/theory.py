@@ -10,89 +10,17 @@ time (``bubble_overhead``), the zero-bubble papers idle time between a rank's fi
 (``span_bubble_fraction``).
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from course_pp.arguments import checked
 from course_pp.schedule.catalogue import build
-from course_pp.schedule.costs import Costs, divide
+from course_pp.schedule.costs import Costs
 from course_pp.schedule.families.looped import microbatches_a_round
+from course_pp.schedule.prediction import Case, NoClosedForm, Prediction, predicted
 from course_pp.schedule.span import Time
 
 __all__ = ["NoClosedForm", "Prediction", "noam", "predict"]
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What a closed form says of a schedule.
-
-    Attributes:
-        formula: the makespan, in the letters of the papers.
-        makespan: when the last rank finishes.
-        longest_span: the longest that any rank takes from its first action to its last.
-        work: for each rank, the time it is busy.
-        peak_activations: for each rank, the most (stage, microbatch) activations held at once.
-    """
-
-    formula: str
-    makespan: Time
-    longest_span: Time
-    work: tuple[Time, ...]
-    peak_activations: tuple[int, ...]
-
-    @property
-    def bubble_fraction(self) -> Time:
-        """Idle over all rank time."""
-        total = len(self.work) * self.makespan
-        return _ratio(total - sum(self.work), total)
-
-    @property
-    def bubble_overhead(self) -> Time:
-        """Idle over useful rank time (Narayanan et al. 2021, "Efficient large-scale training", section 2.2)."""
-        return _ratio(len(self.work) * self.makespan - sum(self.work), sum(self.work))
-
-    @property
-    def span_bubble_fraction(self) -> Time:
-        """The share of the longest span in which even the busiest rank is idle."""
-        return _ratio(self.longest_span - max(self.work), self.longest_span)
-
-
-class NoClosedForm(ValueError):
-    """The closed form does not hold for these sizes and costs.
-
-    Attributes:
-        condition: under which it does.
-    """
-
-    def __init__(self, case: str, condition: str) -> None:
-        super().__init__(case, condition)
-        self._case = case
-        self.condition = condition
-
-    def __str__(self) -> str:
-        return f"{self._case}: the closed form holds only if {self.condition}; simulate the schedule instead"
-
-
-@dataclass(frozen=True)
-class Case:
-    """p ranks, m microbatches, v chunks a rank, and what an action costs."""
-
-    p: int
-    m: int
-    v: int
-    costs: Costs
-
-    def equal_stages(self) -> tuple[Time, Time, Time, Time]:
-        """f, b, w and L, for the forms that hold only if all stages and messages cost the same. One rank sends none."""
-        times, transfers = self.costs.durations(self.p * self.v), self.costs.transfers(self.p * self.v)
-        unequal = [kind for kind in "FIWU" if len(set(times[kind])) > 1]
-        self.require(not unequal and len(set(transfers)) <= 1, "all stages, and all messages, cost the same")
-        return times["F"][0], times["I"][0], times["W"][0], transfers[0] if self.p > 1 else 0
-
-    def require(self, holds: bool, condition: str) -> None:
-        """Raise NoClosedForm unless ``condition`` holds."""
-        if not holds:
-            raise NoClosedForm(f"p={self.p}, m={self.m}, v={self.v} with {self.costs}", condition)
 
 
 @checked
@@ -117,7 +45,7 @@ def naive(case: Case) -> Prediction:
     """
     times, messages = case.costs.durations(case.p), 2 * sum(case.costs.transfers(case.p))
     makespan = case.m * (sum(times["F"]) + sum(times["B"]) + messages)
-    return _prediction(case, "m (p (f + B) + 2 (p - 1) L)", makespan, [1] * case.p)
+    return predicted(case, "m (p (f + B) + 2 (p - 1) L)", makespan, [1] * case.p)
 
 
 def gpipe(case: Case) -> Prediction:
@@ -130,7 +58,7 @@ def gpipe(case: Case) -> Prediction:
     times, messages = case.costs.durations(case.p), 2 * sum(case.costs.transfers(case.p))
     passes = (sum(times[kind]) + (case.m - 1) * max(times[kind]) for kind in "FB")
     formula = "Σf + (m - 1) max f + ΣB + (m - 1) max B + 2 (p - 1) L"
-    return _prediction(case, formula, sum(passes) + messages, [case.m] * case.p)
+    return predicted(case, formula, sum(passes) + messages, [case.m] * case.p)
 
 
 def one_f_one_b(case: Case) -> Prediction:
@@ -145,7 +73,22 @@ def one_f_one_b(case: Case) -> Prediction:
     p, m = case.p, case.m
     makespan = (m + p - 1) * (f + b + w) + 2 * (p - 1 + (m - 1) * (p - 1) // p) * latency
     formula = "(m + p - 1)(f + B) + 2 (p - 1 + ⌊(m - 1)(p - 1) / p⌋) L"
-    return _prediction(case, formula, makespan, [min(m, p - rank) for rank in range(p)])
+    return predicted(case, formula, makespan, [min(m, p - rank) for rank in range(p)])
+
+
+def eager_1f1b(case: Case) -> Prediction:
+    """(m + p - 1)(f + B) + 2 (p - 1) L, as GPipe on the same links, while 2 L <= f + B. Equal stages.
+
+    Zhuang et al. 2023, "On optimizing the communication of model parallelism", section 4 (eager-1F1B); rank r keeps
+    min(m, 2 (p - 1 - r) + 1) activations. Exact for every L: what a round trip takes beyond f + B, a link adds for
+    each 2p - 1 microbatches, p - 1 times.
+    """
+    f, b, w, latency = case.equal_stages()
+    p, m, both = case.p, case.m, f + b + w
+    beyond = max(0, 2 * latency - both)
+    makespan = (m + p - 1) * both + 2 * (p - 1) * latency + (m - 1) * (p - 1) // (2 * p - 1) * beyond
+    formula = "(m + p - 1)(f + B) + 2 (p - 1) L + ⌊(m - 1)(p - 1) / (2p - 1)⌋ max(0, 2 L - f - B)"
+    return predicted(case, formula, makespan, [min(m, 2 * (p - 1 - rank) + 1) for rank in range(p)])
 
 
 def interleaved_1f1b(case: Case) -> Prediction:
@@ -166,7 +109,7 @@ def interleaved_1f1b(case: Case) -> Prediction:
     warm_up = [(v - 1) * microbatches_a_round(p, m, v) + 2 * (p - 1 - rank) for rank in range(p)]
     makespan = (m * v + p - 1) * (f + b + w) + 2 * (v * p - 1) * latency
     formula = "(m v + p - 1)(f + B) + 2 (v p - 1) L"
-    return _prediction(case, formula, makespan, [min(m * v, ahead + 1) for ahead in warm_up])
+    return predicted(case, formula, makespan, [min(m * v, ahead + 1) for ahead in warm_up])
 
 
 def looped_bfs(case: Case) -> Prediction:
@@ -180,7 +123,44 @@ def looped_bfs(case: Case) -> Prediction:
     p, m, v = case.p, case.m, case.v
     makespan = sum((v - 1) * max(m * t, p * (t + latency)) + (p - 1) * (t + latency) + m * t for t in (f, b + w))
     formula = "Σ over t in (f, B) of (v - 1) max(m t, p (t + L)) + (p - 1)(t + L) + m t"
-    return _prediction(case, formula, makespan, [m * v] * p)
+    return predicted(case, formula, makespan, [m * v] * p)
+
+
+def hanayo(case: Case) -> Prediction:
+    """m v (f + B) + 2 (p - 1)(max(f, B) + (m / p - 1)|B - f|): however many waves, the same idle time.
+
+    Liu et al. 2023, "Hanayo", section 3, for m = p, where the bubble is 2 (p - 1) max(f, B), two ranks' way in and out.
+    More microbatches are units of p one after the other, which fit into one another without a gap only if f = B. Rank r
+    keeps p v - (p - 1 - r) activations. Holds for equal stages, m a multiple of p and no latency.
+    """
+    f, b, w, latency = case.equal_stages()
+    p, m, v = case.p, case.m, case.v
+    case.require(m % p == 0 and not latency, "m is a multiple of p and there is no latency")
+    makespan = m * v * (f + b + w) + 2 * (p - 1) * _between_units(case)
+    formula = "m v (f + B) + 2 (p - 1)(max(f, B) + (m / p - 1)|B - f|)"
+    return predicted(case, formula, makespan, [p * v - (p - 1 - rank) for rank in range(p)])
+
+
+def chimera(case: Case) -> Prediction:
+    """m (f + B) + (p - 2)(max(f, B) + (m / p - 1)|B - f|); rank r keeps p / 2 + 1 + min(r, p - 1 - r) activations.
+
+    Li and Hoefler 2021, "Chimera", section 3.1 and table 2: for f = B a bubble of (p - 2) / (2m + p - 2); for B = 2f
+    and m = p one of (p - 2) / (3m / 2 + p - 2). Holds for equal stages, m a multiple of p and no latency.
+    """
+    f, b, w, latency = case.equal_stages()
+    p, m = case.p, case.m
+    case.require(m % p == 0 and not latency, "m is a multiple of p and there is no latency")
+    work = m * (f + b + w)
+    peaks = [p // 2 + 1 + min(rank, p - 1 - rank) for rank in range(p)]
+    formula = "m (f + B) + (p - 2)(max(f, B) + (m / p - 1)|B - f|)"
+    return predicted(case, formula, work + (p - 2) * _between_units(case), peaks, work=[work] * p)
+
+
+def _between_units(case: Case) -> Time:
+    """What one rank's distance from the end costs under Chimera and Hanayo, on the way in, out and between units."""
+    f, b, w, _ = case.equal_stages()
+    longer, shorter = max(f, b + w), min(f, b + w)
+    return longer + (case.m // case.p - 1) * (longer - shorter)
 
 
 def zb_h1(case: Case) -> Prediction:
@@ -202,7 +182,7 @@ def zb_h1(case: Case) -> Prediction:
     makespan = work + (p - 1) * max(f, b, f + b - w) + wait
     span = work + (p - 1) * max(b, f + b - w) + wait
     formula = "m (f + B) + (p - 1) max(f, b, f + b - w) + 4 (p - 1) L"
-    return _prediction(case, formula, makespan, [min(m, p)] * p, span)
+    return predicted(case, formula, makespan, [min(m, p)] * p, span)
 
 
 def zb_h2(case: Case) -> Prediction:
@@ -218,9 +198,7 @@ def zb_h2(case: Case) -> Prediction:
     late = max(b - f, b - w, f + b - 2 * w)
     work = m * (f + b + w)
     formula = "m (f + B) + (p - 1) max(f, f + b - 2w, b - f, b - w)"
-    return _prediction(
-        case, formula, work + (p - 1) * max(f, late), [2 * p - 1] * p, span=work + (p - 1) * max(0, late)
-    )
+    return predicted(case, formula, work + (p - 1) * max(f, late), [2 * p - 1] * p, span=work + (p - 1) * max(0, late))
 
 
 def zb_v(case: Case) -> Prediction:
@@ -236,7 +214,54 @@ def zb_v(case: Case) -> Prediction:
     case.require(f == b and w <= f <= 2 * w, "f = b and f / 2 <= w <= f")
     work = 2 * m * (f + b + w)
     formula = "2 m (f + B) + (p - 1) f"
-    return _prediction(case, formula, work + (p - 1) * f, [2 * p] * p, span=work + (p - 1) * (f + b - 2 * w))
+    return predicted(case, formula, work + (p - 1) * f, [2 * p] * p, span=work + (p - 1) * (f + b - 2 * w))
+
+
+def v_half(case: Case) -> Prediction:
+    """2m (f + B) + (3p - 4) f for an odd p, (3p - 7) f for an even one above 2; p + 1 or p + 2 half-size activations.
+
+    Qi et al. 2024, "Pipeline parallelism with controllable memory" (arXiv 2405.15362), section 3.2 and table 1, has the
+    memory, half of 1F1B's 2p. Holds for f = b = w, equal stages, m >= 2p and no latency.
+    """
+    f, p = _equal_halves(case), case.p
+    late = {1: 0, 2: 1}.get(p, 3 * p - (4 if p % 2 else 7))
+    makespan = 6 * case.m * f + late * f
+    peaks = [p + 1 + (p + 1) % 2] * p
+    return predicted(case, "2 m (f + B) + (3p - 4) f, or (3p - 7) f for an even p", makespan, peaks)
+
+
+def v_min(case: Case) -> Prediction:
+    """2m (f + B) + (4p - 5) f, or (4p - 7) f for a p that 3 divides; 2 ⌊(p + 1) / 3⌋ + 2 half-size activations.
+
+    Qi et al. 2024, "Pipeline parallelism with controllable memory" (arXiv 2405.15362), section 3.2 and table 1, has the
+    memory, a third of 1F1B's 2p. The first rank keeps one less where p is one less than a multiple of 3. Holds for
+    f = b = w, equal stages, m >= 2p and no latency.
+    """
+    f, p = _equal_halves(case), case.p
+    makespan = 6 * case.m * f + (4 * p - (5 if p % 3 else 7) if p > 1 else 0) * f
+    most = 2 * ((p + 1) // 3) + 2
+    peaks = [most - (p % 3 == 2), *[most] * (p - 1)]
+    return predicted(case, "2 m (f + B) + (4p - 5) f, or (4p - 7) f if 3 divides p", makespan, peaks)
+
+
+def _equal_halves(case: Case) -> Time:
+    f, b, w, latency = case.equal_stages()
+    case.require(f == b == w and not latency, "f = b = w and there is no latency")
+    case.require(case.m >= 2 * case.p, "m is at least 2p")
+    return f
+
+
+def dualpipe(case: Case) -> Prediction:
+    """The form of DualPipeV for p / 2 ranks and m / 2 microbatches; every rank keeps p + 1 activations.
+
+    DeepSeek's DualPipe repository, table of bubbles: (PP/2 - 1)(F&B + B - 3W) with PP = p, under the conditions of
+    DualPipeV. Ranks r and p - 1 - r do the same, each for the other's direction.
+    """
+    *_, latency = case.equal_stages()
+    case.require(not latency, "there is no latency")
+    half = dualpipe_v(replace(case, p=case.p // 2, m=case.m // 2, v=2))
+    work, peaks = (*half.work, *half.work[::-1]), (*half.peak_activations, *half.peak_activations[::-1])
+    return replace(half, work=work, peak_activations=peaks)
 
 
 def dualpipe_v(case: Case) -> Prediction:
@@ -257,7 +282,7 @@ def dualpipe_v(case: Case) -> Prediction:
     work = [(2 * m - n) * (f + b + w) + n * pair for n in pairs]
     formula = "(2m - n)(f + B) + n o + (p - 1)(o + B - 3w), n = 2 (m - p) - 1"
     makespan = work[-1] + (p - 1) * (pair + b - 2 * w)
-    return _prediction(case, formula, makespan, [2 * p + 1] * p, work=work)
+    return predicted(case, formula, makespan, [2 * p + 1] * p, work=work)
 
 
 def pipedream(case: Case) -> Prediction:
@@ -273,7 +298,7 @@ def pipedream(case: Case) -> Prediction:
     flushed = one_f_one_b(case)
     work = [busy + case.m * update for busy in flushed.work]
     formula = "(m + p - 1)(f + B) + m u + 2 (p - 1 + ⌊(m - 1)(p - 1) / p⌋) L"
-    return _prediction(case, formula, flushed.makespan + case.m * update, flushed.peak_activations, work=work)
+    return predicted(case, formula, flushed.makespan + case.m * update, flushed.peak_activations, work=work)
 
 
 @checked
@@ -298,30 +323,17 @@ _FORMS: dict[str, Callable[[Case], Prediction]] = {
     "naive": naive,
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "1f1b_eager": eager_1f1b,
     "interleaved_1f1b": interleaved_1f1b,
     "looped_bfs": looped_bfs,
+    "hanayo": hanayo,
     "zb_h1": zb_h1,
     "zb_h2": zb_h2,
     "zb_v": zb_v,
+    "v_half": v_half,
+    "v_min": v_min,
+    "chimera": chimera,
+    "dualpipe": dualpipe,
     "dualpipe_v": dualpipe_v,
     "pipedream": pipedream,
 }
-
-
-def _prediction(
-    case: Case,
-    formula: str,
-    makespan: Time,
-    peaks: Iterable[int],
-    span: Time | None = None,
-    work: Iterable[Time] | None = None,
-) -> Prediction:
-    """With the work of looped stages unless ``work`` is given, and some rank busy to both ends unless ``span`` is."""
-    if work is None:
-        times = case.costs.durations(case.p * case.v)
-        work = (case.m * sum(sum(times[kind][rank :: case.p]) for kind in "FB") for rank in range(case.p))
-    return Prediction(formula, makespan, makespan if span is None else span, tuple(work), tuple(peaks))
-
-
-def _ratio(part: Time, whole: Time) -> Time:
-    return divide(part, whole) if whole else 0

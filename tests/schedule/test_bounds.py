@@ -3,6 +3,7 @@ from fractions import Fraction
 import pytest
 
 from course_pp.schedule import Costs, bound, build, names, simulate
+from tests.schedule.sizes import built
 
 UNIT = Costs(1, 1, 1)
 
@@ -69,9 +70,9 @@ def test_floats_that_sum_to_the_limit_fill_it() -> None:
 @pytest.mark.parametrize(("activation", "weights"), [(0.1, 0.7), (0.3, 1e6), (1 / 3, 0.1)])
 def test_a_limit_that_a_schedule_meets_in_floats_is_not_refused(name: str, activation: float, weights: float) -> None:
     costs = Costs(activation=activation, weights=weights)
-    schedule = build(name, 1, 2)
+    schedule = built(name, 1, 2)
     tl = simulate(schedule, costs)
-    least = bound(1, 2, costs, tl.peak_memory(costs), placement=schedule.placement)
+    least = bound(schedule.n_ranks, schedule.n_microbatches, costs, tl.peak_memory(costs), placement=schedule.placement)
     assert tl.makespan >= least * (1 - 1e-9)
 
 

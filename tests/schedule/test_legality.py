@@ -2,7 +2,8 @@ import random
 
 import pytest
 
-from course_pp.schedule import Action, Overlap, Schedule, build, check, names, simulate
+from course_pp.schedule import Action, Overlap, Schedule, check, names, simulate
+from tests.schedule.sizes import built
 
 
 def schedule(*rows: str, placement: tuple[tuple[int, ...], ...] | None = None) -> Schedule:
@@ -81,23 +82,23 @@ def test_two_circles_are_two_problems() -> None:
 
 @pytest.mark.parametrize("name", names())
 def test_a_removed_repeated_or_misplaced_action_is_always_found(name: str) -> None:
-    legal = build(name, 3, 6)
+    legal = built(name, 3, 6)
     rng = random.Random(name)
     for _ in range(20):
         rows = [list(row) for row in legal.actions]
-        rank = rng.randrange(3)
+        rank = rng.randrange(legal.n_ranks)
         index = rng.randrange(len(rows[rank]))
         removed = rows[rank].pop(index)
         update_only = all(part.kind == "U" for part in removed.parts)
         assert check(Schedule("less", legal.placement, tuple(map(tuple, rows)))) or update_only
-        rows[(rank + 1) % 3].append(removed)
+        rows[(rank + 1) % legal.n_ranks].append(removed)
         assert check(Schedule("elsewhere", legal.placement, tuple(map(tuple, rows))))
         assert check(Schedule("twice", legal.placement, (legal.actions[0] + legal.actions[0][:1], *legal.actions[1:])))
 
 
 @pytest.mark.parametrize("name", names())
 def test_a_shuffled_order_runs_exactly_if_check_accepts_it(name: str) -> None:
-    legal = build(name, 3, 6)
+    legal = built(name, 3, 6)
     rng = random.Random(name)
     verdicts = set()
     for _ in range(60):

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from course_pp.schedule import Costs, Schedule, Timeline, bound, build, check, names, simulate
+from tests.schedule.sizes import TWO_COPIES
 
 times = st.fractions(min_value=0, max_value=9, max_denominator=7)
 
@@ -16,13 +17,15 @@ def schedules(draw: st.DrawFn) -> Schedule:
     """Any schedule of any small size it allows."""
     name = draw(st.sampled_from(names()))
     p, m = draw(st.integers(1, 5)), draw(st.integers(1, 12))
-    if name == "dualpipe_v":
-        m += 2 * p
+    if name in TWO_COPIES:
+        p += p % 2
+    if name.startswith("dualpipe"):
+        m = 2 * p + m + m % 2
     if name == "pipedream":
         replicas = draw(st.lists(st.integers(1, 3), min_size=p, max_size=p))
         return build(name, sum(replicas), m, replicas=replicas)
     chunked = name in ("interleaved_1f1b", "looped_bfs", "zb_h1")
-    v = draw(st.integers(1, 3)) if chunked else None
+    v = draw(st.integers(1, 3)) if chunked else 2 * draw(st.integers(1, 2)) if name == "hanayo" else None
     return build(name, p, m * p if chunked else m, v)
 
 

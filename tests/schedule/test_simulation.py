@@ -4,6 +4,7 @@ from fractions import Fraction
 import pytest
 
 from course_pp.schedule import Action, Costs, Overlap, Schedule, build, names, simulate
+from tests.schedule.sizes import built
 
 
 def test_latency_is_charged_once_a_message_and_occupies_nobody() -> None:
@@ -49,8 +50,8 @@ def test_an_update_takes_its_time() -> None:
 
 @pytest.mark.parametrize("name", names())
 def test_fractions_stay_exact(name: str) -> None:
-    third = simulate(build(name, 3, 6), Costs(Fraction(1, 3), Fraction(1, 3), Fraction(1, 3), Fraction(1, 21)))
-    whole = simulate(build(name, 3, 6), Costs(7, 7, 7, 1))
+    third = simulate(built(name, 3, 6), Costs(Fraction(1, 3), Fraction(1, 3), Fraction(1, 3), Fraction(1, 21)))
+    whole = simulate(built(name, 3, 6), Costs(7, 7, 7, 1))
     assert third.makespan == Fraction(whole.makespan, 21)
     assert isinstance(third.bubble_fraction, Fraction)
 

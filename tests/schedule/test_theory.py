@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 
 from course_pp.schedule import Costs, Timeline, build, names, simulate, theory
+from tests.schedule.sizes import TWO_COPIES
 
 # f, b, w: around and on every condition of a form. Integers here, so thousands of points are quick; the simulator only
 # adds and compares, so what holds for integers holds for their fractions (tested below).
@@ -24,13 +25,14 @@ RATIOS = [
 ]
 LATENCIES = (0, 1, 30)
 CHUNKED = ("interleaved_1f1b", "looped_bfs", "zb_h1")
-ENOUGH = 500
+ENOUGH = dict.fromkeys(names(), 500) | {"v_half": 80, "v_min": 80, "chimera": 200, "dualpipe": 150}
 
 
 def grid(name: str) -> list[tuple[int, int, int | None, tuple[int, int, int], int]]:
     """Ranks, microbatches, chunks, ratio, latency: every point of interest, in an order that mixes sizes."""
-    chunks = (1, 2, 3) if name in CHUNKED else (None,)
-    points = list(product(range(1, 8), (*range(1, 20), 24), chunks, RATIOS, LATENCIES))
+    chunks = (1, 2, 3) if name in CHUNKED else (2, 4) if name == "hanayo" else (None,)
+    ratios, latencies = (RATIOS[:1], (0,)) if name in ("v_half", "v_min") else (RATIOS, LATENCIES)
+    points = list(product((*range(1, 8), 10), (*range(1, 20), 24, 30), chunks, ratios, latencies))
     random.Random(name).shuffle(points)
     return points
 
@@ -46,15 +48,15 @@ def test_the_closed_form_equals_the_simulation_exactly_wherever_it_holds(name: s
             continue
         assert_equal(form, simulate(build(name, p, m, v), costs), (p, m, v, ratio, latency))
         points += 1
-        if points == ENOUGH:
+        if points == ENOUGH[name]:
             return
-    pytest.fail(f"the conditions of {name} leave only {points} of {ENOUGH} points")
+    pytest.fail(f"the conditions of {name} leave only {points} of {ENOUGH[name]} points")
 
 
 @pytest.mark.parametrize("name", names())
 def test_fractions_are_predicted_exactly_too(name: str) -> None:
-    for p, m in ((1, 3), (2, 6), (3, 6), (4, 12)):
-        costs = Costs(Fraction(1, 3), Fraction(1, 3), Fraction(2, 7))
+    for p, m in ((2, 4), (2, 6), (4, 12)) if name in TWO_COPIES else ((1, 3), (2, 6), (3, 6), (4, 12)):
+        costs = Costs(Fraction(1, 3), Fraction(1, 3), Fraction(1, 3) if name in ("v_half", "v_min") else Fraction(2, 7))
         form, tl = theory.predict(name, p, m, costs), simulate(build(name, p, m), costs)
         assert_equal(form, tl, (p, m))
         assert tl.bubble_fraction == form.bubble_fraction
@@ -134,6 +136,11 @@ def test_latency_costs_1f1b_more_with_every_round_of_microbatches_but_gpipe_neve
         ("zb_v", 4, 8, None, Costs(1, 2, 1), "f = b"),
         ("dualpipe_v", 4, 8, None, Costs(overlapped=1.5), "at least as long as either part"),
         ("dualpipe_v", 2, 8, None, Costs(overlapped=[3, 3, 3, 4]), "all overlapped pairs cost the same"),
+        ("v_half", 4, 8, None, Costs(1, 2, 1), "f = b = w and there is no latency"),
+        ("v_min", 4, 7, None, Costs(), "m is at least 2p"),
+        ("hanayo", 4, 9, None, Costs(), "m is a multiple of p"),
+        ("chimera", 4, 8, None, Costs(latency=1), "there is no latency"),
+        ("dualpipe", 2, 8, None, Costs(latency=1), "there is no latency"),
         ("pipedream", 4, 8, None, Costs(latency=1, update=1), "no latency, or updates take no time"),
         ("zb_v", 4, 0, None, Costs(), "at least 1"),
     ],

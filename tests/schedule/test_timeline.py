@@ -19,6 +19,7 @@ from course_pp.schedule import (
     simulate,
 )
 from tests.schedule.layouts import gpipe, naive
+from tests.schedule.sizes import built
 
 
 def on_rank(rank: int, *actions: tuple[str, float, float]) -> tuple[Span, ...]:
@@ -154,7 +155,7 @@ def test_the_critical_path_of_1f1b_goes_down_and_up_once_for_every_round_of_micr
 @pytest.mark.parametrize("latency", [0, Fraction(1, 3), 4])
 @pytest.mark.parametrize("name", names())
 def test_the_critical_path_fills_the_makespan_but_for_transfers(name: str, latency: Fraction) -> None:
-    tl = simulate(build(name, 3, 6), Costs(1, 2, 1, latency))
+    tl = simulate(built(name, 3, 6), Costs(1, 2, 1, latency))
     path = tl.critical_path
     assert path[0].start == 0
     assert path[-1].end == tl.makespan
@@ -164,7 +165,7 @@ def test_the_critical_path_fills_the_makespan_but_for_transfers(name: str, laten
 
 @pytest.mark.parametrize("name", names())
 def test_the_memory_curve_counts_activations_unless_told_what_they_weigh(name: str) -> None:
-    tl = simulate(build(name, 3, 6), Costs(1, 1, 1))
+    tl = simulate(built(name, 3, 6), Costs(1, 1, 1))
     assert tl.peak_memory() == tl.peak_activations
     assert all(curve[0] == (0, 0) and curve[-1][1] == 0 for curve in tl.memory_curve())
 

@@ -6,11 +6,12 @@ import pytest
 
 from course_pp.schedule import Action, Schedule, build, check, from_torch_csv, names, simulate, to_torch_csv
 from tests.schedule.orders import torch_accepts, torch_rows
+from tests.schedule.sizes import TWO_COPIES
 
-SYNCHRONOUS = [name for name in names() if name != "pipedream"]
+WRITTEN = [name for name in names() if name not in ("pipedream", *TWO_COPIES)]
 
 
-@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize(("p", "m"), [(1, 2), (3, 6), (4, 8)])
 def test_what_is_written_is_read_back(name: str, p: int, m: int) -> None:
     schedule = build(name, p, m)
@@ -19,7 +20,7 @@ def test_what_is_written_is_read_back(name: str, p: int, m: int) -> None:
     assert check(read) == []
 
 
-@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.parametrize("name", WRITTEN)
 def test_torch_reads_what_we_write(name: str) -> None:
     schedule = build(name, 3, 6)
     rows = list(csv.reader(StringIO(to_torch_csv(schedule))))

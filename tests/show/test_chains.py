@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from course_pp import show
@@ -72,7 +74,7 @@ def test_every_action_of_every_schedule_has_a_chain_without_a_hole(name: str) ->
     tl = simulate(build(name, 2, 4), Costs(latency=0.5))
     for rank, row in enumerate(tl.by_rank):
         figure = show.dependencies(tl, row[-1].action)
-        assert "The chain: 0F0 → " in figure.alt_text
+        assert re.search("The chain: 0F[01] → ", figure.alt_text)
         assert rank == row[-1].rank
 
 

@@ -69,10 +69,10 @@ def test_names_that_would_touch_are_moved_apart() -> None:
 def test_the_line_joins_the_schedules_that_no_other_beats() -> None:
     figure = show.pareto(4, 8)
     frontier = figure.axes[0].lines[0]
-    assert list(frontier.get_xdata()) == [1, 4]
-    assert list(frontier.get_ydata()) == pytest.approx([0.75, 1 / 17])
+    assert list(frontier.get_xdata()) == [1, 2, 3, 4]
+    assert list(frontier.get_ydata()) == pytest.approx([0.75, 11 / 59, 5 / 53, 1 / 17])
     assert title(figure) == "4 ranks, 8 microbatches: from naive to zb_v, less bubble costs memory"
-    assert {"zb_v", "gpipe", "1f1b and pipedream (asynchronous)"} <= set(texts(figure))
+    assert {"zb_v", "gpipe", "1f1b, hanayo and pipedream (asynchronous)"} <= set(texts(figure))
 
 
 def test_memory_is_that_of_all_layers_of_a_rank() -> None:
@@ -83,7 +83,7 @@ def test_memory_is_that_of_all_layers_of_a_rank() -> None:
 
 def test_stashed_weights_make_pipedream_larger() -> None:
     described = show.pareto(4, 8, Costs(weights=1)).alt_text
-    assert "1f1b 27.3 % at 5;" in described
+    assert "1f1b and hanayo 27.3 % at 5;" in described
     assert "pipedream (asynchronous) 27.3 % at 8" in described
 
 

@@ -1,4 +1,4 @@
-"""One stage a rank, whole backwards: naive, GPipe and 1F1B differ in how far the forwards run ahead."""
+"""One stage a rank, whole backwards: naive, GPipe and the two 1F1B differ in how far the forwards run ahead."""
 
 from collections.abc import Sequence
 
@@ -35,6 +35,15 @@ def one_f_one_b(n_ranks: int, n_microbatches: int) -> Schedule:
         drain = [Action(rank, "B", i) for i in range(n_microbatches - ahead, n_microbatches)]
         rows.append((*warm_up, *steady_state, *drain))
     return Schedule("1f1b", looped(n_ranks), tuple(rows))
+
+
+def eager_1f1b(n_ranks: int, n_microbatches: int) -> Schedule:
+    """1F1B with twice the warm-up, so that messages travel while a rank works on other microbatches.
+
+    Eager-1F1B in Zhuang et al. 2023, "On optimizing the communication of model parallelism", section 4. Rank r holds
+    up to 2 (p - 1 - r) + 1 microbatches.
+    """
+    return _running_ahead("1f1b_eager", n_microbatches, [2 * (n_ranks - 1 - rank) for rank in range(n_ranks)])
 
 
 def _running_ahead(name: str, n_microbatches: int, warm_up: Sequence[int]) -> Schedule:

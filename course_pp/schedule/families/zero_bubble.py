@@ -24,7 +24,7 @@ def _split(name: str, n_ranks: int, n_microbatches: int, n_chunks: int, slope: i
     in_round = microbatches_a_round(n_ranks, n_microbatches, n_chunks)
     rows = []
     for rank in range(n_ranks):
-        forwards, backwards = rounds(rank, n_ranks, n_microbatches, n_chunks)
+        forwards, backwards = rounds(rank, n_ranks, n_microbatches, n_chunks, in_round)
         warm_up = (n_chunks - 1) * in_round + slope * (n_ranks - 1 - rank)
         rows.append(merge(forwards, backwards, warm_up, "IW", lag=slope * rank))
     return Schedule(name, looped(n_ranks, n_chunks), tuple(rows))
