@@ -33,7 +33,7 @@ def shown(cell: nbformat.NotebookNode) -> str:
 
 @pytest.mark.solutions
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", NOTEBOOKS[::-1], ids=lambda path: path.stem)
 def test_every_check_says_correct_with_the_solutions(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
