@@ -160,10 +160,8 @@ def test_without_a_directory_a_signal_ends_the_run_as_it_ends_any_program(tmp_pa
         assert alone.wait(20) == -signal.SIGTERM
 
 
-@pytest.mark.parametrize(
-    "layout",
-    ["--tp=2 --pp=1", pytest.param("--pp=2 --dp-shard=2 --schedule=interleaved_1f1b", marks=pytest.mark.full)],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["--tp=2 --pp=1", "--pp=2 --dp-shard=2 --schedule=interleaved_1f1b"])
 def test_another_layout_goes_on_from_a_checkpoint_with_the_same_losses(
     uninterrupted: Path, tmp_path: Path, layout: str
 ) -> None:
