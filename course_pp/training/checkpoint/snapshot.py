@@ -55,7 +55,9 @@ class _Told:
 
     Attributes:
         names: those it saves.
-        aliases: other names of tied weights, each with the first.
+        held: all that it holds.
+        declared: other names of tied weights that the caller gave, each with the first.
+        aliases: those, and what was found.
         stages: (index, number of stages) of its modules, as far as they are known.
         config: sizes of the model, None if its modules have none.
         expected: the names of the whole model, as far as they are known.
@@ -63,6 +65,8 @@ class _Told:
     """
 
     names: set[str]
+    held: set[str]
+    declared: dict[str, str]
     aliases: dict[str, str]
     stages: set[tuple[int, int | None]]
     config: dict[str, Any] | None
@@ -99,6 +103,8 @@ def take(
             copies.setdefault(key, []).append(copy)
         return _Told(
             set(held.owned),
+            held.met,
+            held.declared,
             held.aliases,
             {(part.index, _n_stages(part)) for part in parts if part.index is not None},
             config_of(parts),
@@ -158,6 +164,7 @@ def _check_whole(everyone: list[_Told]) -> dict[str, Any] | None:
     """
     found = set().union(*(told.names for told in everyone))
     aliases = set().union(*(told.aliases for told in everyone))
+    held = set().union(*(told.held for told in everyone))
     for told in everyone:
         if missing := sorted(told.expected - found):
             raise CheckpointError(
@@ -167,6 +174,8 @@ def _check_whole(everyone: list[_Told]) -> dict[str, Any] | None:
         for alias, first in told.aliases.items():
             if first not in found | aliases:
                 raise CheckpointError(f"{alias} is tied to {first}, which no rank's modules have: write it as they do")
+        if strangers := sorted(told.declared.keys() - held):
+            raise CheckpointError(f"tied= names {strangers[0]}, which no rank's modules have: write it as they do")
     stages = set().union(*(told.stages for told in everyone))
     n_stages = max((n or index + 1 for index, n in stages), default=0)
     if stages and (missing_stages := sorted(set(range(n_stages)) - {index for index, _ in stages})):

@@ -43,6 +43,7 @@ Ties = Iterable[Mapping[int, str] | Collection[str]]
 Ends = Iterable[tuple[str, Tensor]]
 
 STAGES = "stages."
+_COMPILED = "_orig_mod."  # what torch.compile(module) puts into the names of its parts
 
 # How the optimizer computes, which may differ from machine to machine; what it computes is restored.
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
@@ -73,6 +74,8 @@ class Held:
         aliases: the other names of ties, each with the first one.
         buffers: the names of those that no optimizer trains.
         own_names: what the modules here call a tensor, by its ``id``.
+        declared: those of ``aliases`` that the caller named.
+        met: every name here.
     """
 
     owned: dict[str, Tensor] = field(default_factory=dict)
@@ -80,6 +83,8 @@ class Held:
     aliases: dict[str, str] = field(default_factory=dict)
     buffers: set[str] = field(default_factory=set)
     own_names: dict[int, str] = field(default_factory=dict)
+    declared: dict[str, str] = field(default_factory=dict)
+    met: set[str] = field(default_factory=set)
 
     @property
     def ends(self) -> list[tuple[str, Tensor]]:
@@ -101,7 +106,7 @@ class Group:
 
 
 def parts_of(modules: Modules) -> list[Part]:
-    """One module, or all stages of this rank, as a list.
+    """One module, or all stages of this rank, as a list, without what wraps a whole one and adds to its names.
 
     Raises:
         CheckpointError: if there is none, or one is not a module; if a stage's index is not a whole number.
@@ -115,17 +120,28 @@ def parts_of(modules: Modules) -> list[Part]:
         # The names of our own stages are the full model's, so that they need no index.
         parts = [
             Part(module, index, "" if isinstance(module, Transformer) else f"{STAGES}{index}.")
-            for index, module in modules.items()
+            for index, module in ((index, _unwrapped(module)) for index, module in modules.items())
         ]
     else:
         listed = [modules] if isinstance(modules, nn.Module) else list(modules)
-        parts = [Part(module, _index_of(module)) for module in listed]
+        parts = [Part(module, _index_of(module)) for module in map(_unwrapped, listed)]
     if not parts:
         raise CheckpointError("there are no modules: pass this rank's stages, or the model")
     for part in parts:
         if not isinstance(part.module, nn.Module):
             raise CheckpointError(f"modules must be nn.Module, and one is {type(part.module).__name__}")
     return parts
+
+
+def _unwrapped(module: Any) -> Any:
+    """The module inside DistributedDataParallel, DataParallel or what ``torch.compile`` returns."""
+    while True:
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            module = module.module
+        elif isinstance(module, nn.Module) and isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):
+            module = inner
+        else:
+            return module
 
 
 def _index_of(module: object) -> int | None:
@@ -143,25 +159,26 @@ def held_by(parts: Sequence[Part], tied: Ties = ()) -> Held:
         CheckpointError: if two modules hold the same name, or one keeps something other than tensors; for a tie of
             fewer than two names, or two with one name.
     """
-    held = Held(aliases=_declared(parts, tied))
-    met: set[str] = set()
+    declared = _declared(parts, tied)
+    held = Held(aliases=dict(declared), declared=declared)
     firsts: dict[int, str] = {}
     for part in parts:
         if isinstance(part.module, Transformer) and part.module.config.tie_embeddings:
             held.aliases[HEAD] = EMBEDDING
         # Not named_parameters: state_dict first brings back the shards of parameters that FSDP2 keeps gathered.
         state: dict[str, Any] = part.module.state_dict(keep_vars=True, prefix=part.prefix)
-        for name, tensor in state.items():
+        for wrapped, tensor in state.items():
+            name = wrapped.replace(_COMPILED, "")
             if not isinstance(tensor, Tensor):
                 raise CheckpointError(
                     f"{name} is a {type(tensor).__name__}: checkpoints hold tensors; pass it as extra"
                 )
-            if name in met:
+            if name in held.met:
                 raise CheckpointError(
                     f"two modules of this rank hold {name}: pass each stage once; if they are different stages, pass "
                     "{index: stage}, so that their names begin with the stage"
                 )
-            met.add(name)
+            held.met.add(name)
             held.own_names.setdefault(id(tensor), name)
             first = firsts.setdefault(id(tensor), held.aliases.get(name, name))
             if first != name:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -260,3 +261,23 @@ def _statistics(rank: int, root: Path) -> tuple[float, float]:
 
 def test_of_data_parallel_ranks_the_lowest_ones_statistics_are_saved(tmp_path: Path) -> None:
     assert on_ranks(2, _statistics, tmp_path) == [(0.0, 0.0), (0.0, 0.0)]
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, partial(torch.compile, backend="eager")])
+def test_what_wraps_a_module_or_a_part_of_it_changes_no_name(wrap: Callable[..., nn.Module], tmp_path: Path) -> None:
+    module, optimizer = stage(0)
+    save(tmp_path / "plain", 1, module, optimizer, device_mesh=None)
+    save(tmp_path / "wrapped", 1, wrap(module), optimizer, device_mesh=None)
+    inside = nn.Sequential(torch.compile(module[0], backend="eager"))
+    save(tmp_path / "inside", 1, inside, optimizer, device_mesh=None)
+    keys = [{entry.key for entry in contents(tmp_path / each)} for each in ("plain", "wrapped", "inside")]
+    assert keys[0] == keys[1] == keys[2] > {"model.0.weight", "optimizer.0.weight.exp_avg"}
+    other, its = stage(1)
+    load(tmp_path / "plain", wrap(other), its, device_mesh=None)
+    assert torch.equal(other[0].weight, module[0].weight)
+
+
+def test_a_tie_with_a_second_name_that_nobody_has_is_refused(tmp_path: Path) -> None:
+    said = refusal(save, tmp_path, 1, Foreign("first"), tied=[("wte.weight", "head.weight")])
+    assert said == "tied= names head.weight, which no rank's modules have: write it as they do"
+    assert not list(tmp_path.iterdir())
