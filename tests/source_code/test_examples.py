@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -47,14 +48,14 @@ def load(name: str) -> ModuleType:
 
 
 def built(example: ModuleType, tied: bool) -> Any:
-    model = example.build_model(tied) if tied else example.build_model()
-    return model.double()
+    takes_it = "tied" in signature(example.build_model).parameters
+    return example.build_model(tied) if takes_it else example.build_model()
 
 
 def reference(name: str, tied: bool) -> tuple[Trained, list[float]]:
     """One process, each batch in one piece; gradients are the first step's, before clipping."""
     example = load(name)
-    model = built(example, tied)
+    model = built(example, tied).double()
     optimizer, losses, norms, gradients = adamw([model]), [], [], {}
     for step in range(STEPS):
         inputs, target = example.batch(step, None)
@@ -77,7 +78,7 @@ def whole(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def train_on_rank(rank: int, name: str, tied: bool, layout: DistributedConfig, schedule: str) -> Any:
     example, mesh = load(name), init_distributed(layout)
     parallel.default_mp_policy = MixedPrecisionPolicy  # to compute, and reduce, in float64
-    pipeline = example.build(built(example, tied), mesh, schedule)
+    pipeline = example.build(built(example, tied).double(), mesh, schedule)
     modules = pipeline.modules
     optimizer, losses, norms, gradients = adamw(modules), [], [], {}
     for step in range(STEPS):
@@ -100,6 +101,40 @@ def assert_equal(name: str, tied: bool, layout: DistributedConfig, schedule: str
     assert_same_training([trained for trained, _ in ranks], expected, find_ties(built(load(name), tied)))
     for _, found in ranks:
         assert found == pytest.approx(norms, rel=1e-11)
+
+
+def rounded_on_rank(rank: int, name: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """The first loss and gradients as the example computes them, in bfloat16 with float32 parameters."""
+    example, mesh = load(name), init_distributed(IN_BFLOAT16)
+    pipeline = example.build(built(example, tied=False), mesh, "1f1b")
+    inputs, target = example.batch(0, mesh)
+    loss = pipeline.step(inputs, target=target).item()
+    gradients = whole(snapshot_gradients(pipeline.modules))
+    destroy_distributed()
+    return loss, gradients
+
+
+IN_BFLOAT16 = DistributedConfig(pp=2, dp_shard=2)
+N_LAYERS = 14  # of the deepest example
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", pytest.param("gpt2", marks=pytest.mark.full), pytest.param("convnet", marks=pytest.mark.full)]
+)
+def test_an_example_in_bfloat16_differs_from_exact_numbers_by_rounding(name: str) -> None:
+    """Within 4 · sqrt(16 · L) · u of float64, as one process in bfloat16 is too.
+
+    u = 2^-9 is the most that rounding to bfloat16 changes a number by, relatively. From the inputs to a gradient lie at
+    most 8 rounded products a layer on the way forward and as many back. Their errors have no common sign, so the 16 · L
+    of them add up as a random walk does; 4 is for four standard deviations, and for layers that magnify a little.
+    """
+    ranks = on_ranks(4, rounded_on_rank, name, timeout_s=100)
+    (expected, _), bound = reference(name, False), 4 * (16 * N_LAYERS) ** 0.5 * 2**-9
+    for loss, gradients in ranks:
+        assert loss == pytest.approx(expected.losses[0], rel=bound)
+        for key, gradient in gradients.items():
+            exact = expected.gradients[key]
+            assert (gradient - exact).norm() <= bound * exact.norm(), key
 
 
 CASES = [
