@@ -127,7 +127,7 @@ class _Watched(nn.Module):
 
     def __init__(self, stage: nn.Module, n_ranks: int) -> None:
         super().__init__()
-        self.stage, self.n_ranks, self.forwards, self.early, self.most_bytes = stage, n_ranks, 0, False, 0
+        self.stage, self._size, self.forwards, self.early, self.most_bytes = stage, n_ranks, 0, False, 0
         # A storage keeps its Python object for as long as it lives.
         self._storages: WeakSet[torch.UntypedStorage] = WeakSet()
 
@@ -138,7 +138,7 @@ class _Watched(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.note(x)
         self.forwards += 1
-        if self.forwards == self.n_ranks:
+        if self.forwards == self._size:
             self.early = any(p.grad is not None for p in self.stage.parameters())
         y: Tensor = self.stage(x)
         return y

@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from course_pp.exercises.zero_bubble import choose_schedule
 from course_pp.exercises.zero_bubble_clinic import PATIENTS, examine, gradient_norm
+from course_pp.exercises.zero_bubble_lab import one_after_another, time_halves
 from course_pp.exercises.zero_bubble_orders import order_zb_h1, place_weights
 from course_pp.exercises.zero_bubble_steps import healed_split_step
 from course_pp.runtime import forward_stage, recv_gradient, send_activation, send_gradient
-from course_pp.schedule import Action, build
+from course_pp.schedule import Action, build, check, simulate
 from tests.exercises import grading
 from tests.exercises.grading import accepts
 
@@ -344,3 +345,20 @@ def test_each_patient_shows_its_symptom_and_the_healed_step_none() -> None:
     assert wrong == {"A": [0, 1, 1, 1], "B": [0, 3, 3, 0], "C": [0, 0, 0, 0], "healed": [0, 0, 0, 0]}
     assert [name for name, each in found.items() if each.norm == pytest.approx(each.norm_of_one)] == ["healed"]
     assert "rank 1: 3 right, 1 wrong: 1.0.weight" in str(found["A"])
+
+
+# What the notebook measures and strings together.
+
+
+@pytest.mark.parametrize(("name", "of_two"), [("zb_h1", 54), ("zb_h2", 51), ("dualpipe_v", 108)])
+def test_steps_one_after_another_can_run_and_overlap_where_a_rank_is_done_early(name: str, of_two: int) -> None:
+    steps = one_after_another(build(name, 4, 8))
+    assert check(steps) == []
+    assert steps.n_microbatches == 16
+    assert simulate(steps).makespan == of_two
+
+
+def test_each_half_of_a_backward_is_timed() -> None:
+    seconds = time_halves(torch.nn.Linear(4, 4), torch.randn(2, 4), repeats=1)
+    assert list(seconds) == ["F", "B", "I", "W"]
+    assert min(seconds.values()) > 0
