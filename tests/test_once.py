@@ -21,3 +21,15 @@ def test_what_was_returned_or_raised_is_the_answer_to_later_calls():
         errors.append(refusal.value)
     assert calls == [4, 6, 3]
     assert errors[0] is errors[1] is errors[2]
+
+
+def test_a_default_is_the_same_argument_whether_it_is_given_or_not():
+    calls = []
+
+    @once
+    def double(n=2):
+        calls.append(n)
+        return 2 * n
+
+    assert [double(), double(2), double(n=2)] == [4, 4, 4]
+    assert calls == [2]
