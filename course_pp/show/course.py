@@ -33,7 +33,7 @@ NOTEBOOKS = (
     Notebook("02", "GPipe", ("01",)),
     Notebook("03", "1F1B", ("02",)),
     Notebook("04", "interleaved stages", ("03",), is_written=False),
-    Notebook("05", "zero bubble", ("04",)),
+    Notebook("05", "zero bubble", ("03",)),
     Notebook("06", "PipeDream", ("03",), is_written=False),
     Notebook("07", "tensor parallelism", ("03",)),
     Notebook("08", "FSDP", ("07",)),
