@@ -19,6 +19,8 @@ from tests.processes import no_process_left
 from tests.runtime.small import for_rank, forward_only, stages_of
 
 WIDTH, M, STEPS = 6, 8, 2
+# Of a stage by what is wrapped: each is reduced once a step.
+GROUPS = {"both": 3, "root": 1, "blocks": 3}
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,10 @@ def assert_equals_one_process(layouts: Sequence[Layout]) -> None:
         expected = in_one_process(layout)
         assert set(expected) == {name for rank in found for name in rank[number][0]}
         for rank, row in enumerate(found):
-            gradients, _ = row[number]
+            gradients, reductions = row[number]
+            if layout.shard > 1 and layout.replicate == 1:
+                n_stages = len({name.partition(".")[0] for name in gradients})
+                assert reductions == GROUPS[layout.wrapped] * n_stages, f"{layout}, rank {rank}: reductions"
             for name, gradient in gradients.items():
                 difference = (gradient - expected[name]).abs().max() / expected[name].abs().max()
                 assert difference <= layout.tolerance, f"{layout}, rank {rank}: {name} differs by {difference:.1e}"
@@ -195,7 +200,7 @@ ON_3_RANKS = [Layout(name, pp=3, shard=1) for name in SPLIT]
         pytest.param(ALL_ON_8_RANKS, id="all on 8 ranks", marks=pytest.mark.full),
     ],
 )
-def test_gradients_are_those_of_one_process(layouts: Sequence[Layout]) -> None:
+def test_gradients_are_those_of_one_process_and_each_group_is_reduced_once(layouts: Sequence[Layout]) -> None:
     assert_equals_one_process(layouts)
 
 
@@ -247,10 +252,3 @@ def test_a_failed_step_leaves_nothing_behind_and_evaluation_sees_the_weights_of_
         for rank, row in enumerate(found):
             expected = [trained[rank % 2].item(), evaluated[rank % 2].item()]
             assert row[step] == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("name", ["zb_h1", pytest.param("1f1b", marks=pytest.mark.full)])
-def test_each_group_is_reduced_once_a_step(name: str) -> None:
-    layouts = [Layout(name), Layout(name, wrapped="root"), Layout(name, wrapped="blocks")]
-    for rank in on_ranks(4, sharded, layouts, timeout_s=60.0):
-        assert [reductions for _, reductions in rank] == [3, 1, 3]
