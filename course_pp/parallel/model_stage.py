@@ -1,6 +1,7 @@
 """A stage as torch's pipelining runs it: any module, and what crosses its boundaries."""
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from inspect import Parameter, signature
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from course_pp.deferred import Deferring, WeightGradients
 from course_pp.model import PipelineStageModule
 from course_pp.model.stages import Tie
 from course_pp.parallel._torch import LocalNeighboursStage, tree_flatten
@@ -29,6 +31,7 @@ class ModelStage(LocalNeighboursStage):
         device_mesh: the mesh it was built on.
         param_dtype: what is to cross; None is whatever the stages compute in.
         can_split: whether torch can split its backward in two.
+        defers: whether it puts off weight gradients itself, for a schedule that splits what torch cannot.
     """
 
     def __init__(
@@ -51,6 +54,8 @@ class ModelStage(LocalNeighboursStage):
         self.can_split = isinstance(module, PipelineStageModule) and not has_replaced(module, Compiled)
         self._keywords = _keywords_of(module)
         self._options = options
+        self.defers = False
+        self._queues: dict[int, WeightGradients] = {}
 
     def settle(self, inputs: Boundary, outputs: Boundary) -> None:
         """Tell torch what crosses the boundaries: it would otherwise find out by one forward, which changes buffers."""
@@ -124,18 +129,32 @@ class ModelStage(LocalNeighboursStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """As torch's, but the backward of a foreign or compiled module is never split: ``I`` does all, ``W`` nothing.
+        """As torch's, but ``I`` of a foreign module leaves to ``W`` the weights of linear layers alone.
 
         torch splits a graph where the paths from parameters meet those from inputs. A stage whose inputs carry no
         gradient would lose its own in silence, a parameter used at two depths would fail in the middle of a step, and
-        so would a compiled block, which is one node of the graph.
+        so would a compiled block, which is one node of the graph and stays whole.
         """
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward or not self.can_split, last_backward)
+        if self.can_split:
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            return
+        queue = self._queues.get(bwd_chunk_id)
+        with nullcontext() if queue is None else queue.collecting():
+            super().backward_one_chunk(bwd_chunk_id, loss, True, last_backward)
+        if full_backward:
+            self._compute_queued(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The weight-gradient half of one microbatch."""
         if self.can_split:
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        else:
+            self._compute_queued(bwd_chunk_id)
+
+    def _compute_queued(self, microbatch: int) -> None:
+        queue = self._queues.pop(microbatch, None)
+        if queue is not None:
+            queue.compute()
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """What is sent after a forward; torch would look for a receiver of the last stage's output too."""
@@ -143,7 +162,13 @@ class ModelStage(LocalNeighboursStage):
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """As torch's; the last stage returns what its module returned, for the loss function."""
-        sent = super().forward_one_chunk(*args, **kwargs)
+        deferring: AbstractContextManager[Any] = nullcontext()
+        if self.defers:
+            microbatch = args[0] if args else kwargs["fwd_chunk_id"]
+            queue = self._queues[microbatch] = WeightGradients()
+            deferring = Deferring(queue)
+        with deferring:
+            sent = super().forward_one_chunk(*args, **kwargs)
         if not self.is_last:
             return sent
         output, self._output = self._output, None

@@ -26,7 +26,7 @@ from course_pp.parallel.agreeing import agree, everyone_of
 from course_pp.parallel.batch import Batch
 from course_pp.parallel.boundary import TensorMeta, merge, meta_of
 from course_pp.parallel.forward_only import forward_only
-from course_pp.parallel.forwards import Recomputed, has_replaced
+from course_pp.parallel.forwards import Compiled, Recomputed, has_replaced
 from course_pp.parallel.fsdp import reshard
 from course_pp.parallel.mesh import has_dp_mesh
 from course_pp.parallel.model_stage import ModelStage
@@ -83,6 +83,8 @@ def build_pipeline_schedule(
     Ranks(everyone_of(stages[0]), limit_s=float(timeout_s) if problem is None else _LIMIT_S).refuse(problem)
     tied = None if tied is None else list(tied)
     rows = agree(stages, n_microbatches, schedule, tied, float(timeout_s))
+    for each in stages if splits_backward(schedule) != "none" else ():
+        each.defers = not each.can_split and not has_replaced(each.submod, Compiled)
     if splits_backward(schedule) != "none" and any(s.can_split and has_replaced(s.submod, Recomputed) for s in stages):
         _warn_of_recomputation(schedule)
     return PipelineSchedule(stages, n_microbatches, loss_fn, schedule, rows)

@@ -39,7 +39,8 @@ def build_pipeline_stage(
     A stage is called with what the stage before it returned: a tuple or list gives its positional arguments, a dict its
     keyword arguments, anything else is its only one. Tensors may stand in tuples, dicts and dataclasses that torch's
     pytree knows, such as the outputs of transformers. Those of a floating-point dtype carry gradients back. Where a
-    schedule splits backward in two, a stage that is not of this package's model does both halves in the first.
+    schedule splits backward in two, a stage that is not of this package's model leaves the weights of its linear layers
+    to the second half; what is compiled, recomputed or cut by tensor parallelism it does in the first.
 
     A stage of this package's model knows what it takes and returns. Of any other module, declare what its first stage
     takes: ``inputs``, or token ids by ``batch_size`` and ``seq_len``. What each stage returns is then found by

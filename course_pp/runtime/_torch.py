@@ -7,12 +7,7 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["forget_gradients", "reduce_gradients", "saved_tensors_hooks_in_force", "version"]
-
-
-def saved_tensors_hooks_in_force() -> Any:
-    """The innermost pair of hooks on what autograd saves; None without any."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+__all__ = ["forget_gradients", "reduce_gradients", "version"]
 
 
 def version(tensor: torch.Tensor) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from course_pp.runtime.deferred import Deferring, WeightGradients
+from course_pp.deferred import Deferring, WeightGradients
 from course_pp.runtime.memory import Hold, Meter
 from course_pp.runtime.payload import map_tensors, tensors_of
 from course_pp.runtime.rng import RandomState, get_random_state, random_state_kept, set_random_state

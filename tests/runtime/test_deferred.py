@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from course_pp.runtime.deferred import Deferring, WeightGradients
+from course_pp.deferred import Deferring, WeightGradients
 from course_pp.runtime.memory import Meter
 from course_pp.runtime.stage import Stage
 

@@ -11,17 +11,26 @@ A queue entry keeps the layer's input, which the forward has kept anyway, and in
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from course_pp.runtime._torch import saved_tensors_hooks_in_force
-from course_pp.runtime.memory import Hold, Meter
+from course_pp._torch import saved_tensors_hooks_in_force
 
 __all__ = ["Deferring", "WeightGradients"]
+
+
+class _Hold(Protocol):
+    def release(self) -> None: ...
+
+
+class _Meter(Protocol):
+    """Counts what is kept: see :class:`course_pp.runtime.memory.Meter`."""
+
+    def hold(self, value: Any, kind: Literal["activation", "queued"], /) -> _Hold: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +39,13 @@ class _Entry:
     bias: Tensor | None
     input: Tensor
     grad_output: Tensor
-    holds: tuple[Hold, ...]
+    holds: tuple[_Hold, ...]
 
 
 class WeightGradients:
     """The queue of one microbatch in one stage."""
 
-    def __init__(self, meter: Meter | None = None) -> None:
+    def __init__(self, meter: _Meter | None = None) -> None:
         self._meter = meter
         self._entries: list[_Entry] = []
         self._open = False
@@ -53,7 +62,7 @@ class WeightGradients:
     def add(self, weight: Tensor, bias: Tensor | None, x: Tensor, grad_output: Tensor) -> None:
         if not self._open:
             return
-        holds: tuple[Hold, ...] = ()
+        holds: tuple[_Hold, ...] = ()
         if self._meter is not None:
             holds = (self._meter.hold(x, "activation"), self._meter.hold(grad_output, "queued"))
         self._entries.append(_Entry(weight, bias, x, grad_output, holds))
