@@ -21,6 +21,7 @@ from course_pp.parallel import (
     schedule_names,
 )
 from course_pp.parallel.tied import TiedWeights
+from course_pp.schedule import find
 from tests.equality import Trained, assert_equals_one_process, batches, snapshot_gradients, snapshot_parameters
 from tests.grids import crossed
 from tests.parallel.small import N_MICROBATCHES, SEQ_LEN, build, model_config, tokens
@@ -73,7 +74,9 @@ def step_on_rank(rank, pp, config, data, schedule, loss_fn, kwargs):
     return Trained(losses, snapshot_gradients(modules), snapshot_parameters(modules)), evaluated
 
 
-@pytest.mark.parametrize("schedule", [*schedule_names(), "interleaved_zb"])
+@pytest.mark.parametrize(
+    "schedule", [*(name for name in schedule_names() if find(name).torch_name), "interleaved_zb", "v_min"]
+)
 def test_keywords_reach_every_stage_and_unequal_microbatches_are_weighted_by_their_tokens(schedule):
     config = model_config(tied=True)
     inputs, target, kwargs = padded_batch(config)

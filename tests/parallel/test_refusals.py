@@ -144,7 +144,8 @@ def lone_rank():
         ("interleaved_zb", 7, 3, "make 2 rounds of unequal size: .* such as 6 or 8"),
         ("gpipe", 0, 2, "n_microbatches is 0: gpipe needs"),
         ("2f2b", 4, 2, "unknown schedule '2f2b': use one of naive, gpipe, 1f1b"),
-        ("zb_h2", 8, 2, "torch cannot run schedule 'zb_h2': use one of gpipe, 1f1b, .*engine='runtime'"),
+        ("chimera", 8, 2, "'chimera', which holds stage 0 on 2 ranks: use one of naive, gpipe, .*engine='runtime'"),
+        ("pipedream", 8, 2, "'pipedream', whose stages update their weights within the step .*: use one of naive"),
     ],
 )
 def test_a_number_of_microbatches_a_schedule_cannot_run_is_refused(schedule, n_microbatches, pp, message):

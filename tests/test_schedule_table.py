@@ -1,0 +1,54 @@
+"""The README's table of which schedule runs where is what the catalogue and torch say."""
+
+import re
+from pathlib import Path
+
+from course_pp.parallel import schedule_names
+from course_pp.schedule import build, find, names
+
+README = Path(__file__).parents[1] / "README.md"
+HEADER = (
+    "| schedule | stages a rank | ranks | microbatches on 4 ranks | `runtime` | `parallel` |",
+    "|---|---|---|---|---|---|",
+)
+
+
+def microbatches(name: str) -> str:
+    allowed = [m for m in range(1, 33) if is_allowed(name, 4, m)]
+    first = allowed[0]
+    if allowed == list(range(first, 33)):
+        return "any" if first == 1 else f"{first} or more"
+    if allowed == list(range(first, 33, 2)):
+        return f"even, {first} or more"
+    return f"{', '.join(str(m) for m in allowed if 8 <= m <= 16)}, …; any with `round_size`"
+
+
+def is_allowed(name: str, p: int, m: int) -> bool:
+    try:
+        build(name, p, m)
+    except ValueError:
+        return False
+    return True
+
+
+def row(name: str) -> str:
+    entry, asynchronous = find(name), any(part.kind == "U" for part in build(name, 2, 8).parts)
+    every = (
+        {1: f"{entry.n_chunks}, or another number", 2: "2 a wave"}[entry.chunks_in]
+        if entry.any_chunks
+        else entry.n_chunks
+    )
+    ranks = "any" if is_allowed(name, 3, 48) else "even"
+    of_torch = f"torch's `Schedule{entry.torch_name}`" if entry.torch_name else "torch's executor"
+    where = (
+        of_torch if name in schedule_names() else "no: asynchronous" if asynchronous else "no: two copies of a stage"
+    )
+    runtime = "yes, with optimizers" if asynchronous else "yes"
+    return f"| `{name}` | {every} | {ranks} | {microbatches(name)} | {runtime} | {where} |"
+
+
+def test_the_table_says_which_schedule_runs_where() -> None:
+    expected = "\n".join((*HEADER, *map(row, names())))
+    found = re.search(rf"{re.escape(HEADER[0])}\n(\|[^\n]*\n)+", README.read_text(encoding="utf-8"))
+    assert found is not None, f"put this into the README:\n{expected}"
+    assert found[0].strip() == expected
