@@ -33,16 +33,12 @@ def is_allowed(name: str, p: int, m: int) -> bool:
 
 def row(name: str) -> str:
     entry, asynchronous = find(name), any(part.kind == "U" for part in build(name, 2, 8).parts)
-    every = (
-        {1: f"{entry.n_chunks}, or another number", 2: "2 a wave"}[entry.chunks_in]
-        if entry.any_chunks
-        else entry.n_chunks
-    )
+    chosen = "2 a wave" if entry.chunks_in == 2 else f"{entry.n_chunks}, or another number"
+    every = chosen if entry.any_chunks else entry.n_chunks
     ranks = "any" if is_allowed(name, 3, 48) else "even"
     of_torch = f"torch's `Schedule{entry.torch_name}`" if entry.torch_name else "torch's executor"
-    where = (
-        of_torch if name in schedule_names() else "no: asynchronous" if asynchronous else "no: two copies of a stage"
-    )
+    reason = "no: asynchronous" if asynchronous else "no: two copies of a stage"
+    where = of_torch if name in schedule_names() else reason
     runtime = "yes, with optimizers" if asynchronous else "yes"
     return f"| `{name}` | {every} | {ranks} | {microbatches(name)} | {runtime} | {where} |"
 

@@ -43,6 +43,7 @@ def clip_grad_norm_(
     tied: Sequence[Tie] | None = None,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    copies: int = 1,
 ) -> Tensor:
     """Scale all gradients by the same factor so that the norm of the whole model's gradient is at most ``max_norm``.
 
@@ -62,6 +63,7 @@ def clip_grad_norm_(
             have been through the former know their ties. A parameter that is there under two names counts once anyway.
         norm_type: p of the p-norm, above 0; ``math.inf`` for the largest absolute value.
         error_if_nonfinite: raise instead of scaling by a norm that is not finite.
+        copies: ranks that hold each stage, all with the same gradients: 2 under ``chimera`` and ``dualpipe``.
 
     Returns:
         The norm before clipping, a float64 scalar, the same on every rank; 0 where there is no gradient at all.
@@ -75,16 +77,16 @@ def clip_grad_norm_(
             left as they are.
     """
     _check_classes(locals())
-    norm_type, max_norm = _checked(float(norm_type), float(max_norm))
+    norm_type, max_norm = _checked(float(norm_type), float(max_norm), copies)
     parts = parts_of(model_or_stages, tied, device_mesh)
     if parts.are_ours:
         check_own_parts(parts, device_mesh)
         everyone = None
     else:
-        everyone = agree_on_parts(parts, device_mesh)
+        everyone = agree_on_parts(parts, device_mesh, copies)
     shards = _shards(parts)
     total = _total_norm(shards, norm_type, foreach, _device(parts.modules))
-    total = _over_stages(total, parts, device_mesh, norm_type)
+    total = _over_stages(total, parts, device_mesh, norm_type, copies)
     if everyone is not None:
         _check_equal_gradients(total, parts, everyone)
     if error_if_nonfinite and not torch.isfinite(total):
@@ -118,9 +120,11 @@ def _check_classes(given: Mapping[str, Any]) -> None:
         refuse_unless(usable, "clip_grad_norm_", name, given[name], "see its documentation for what can be given")
 
 
-def _checked(norm_type: float, max_norm: float) -> tuple[float, float]:
+def _checked(norm_type: float, max_norm: float, copies: int) -> tuple[float, float]:
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type} must be above 0: use 2.0, or math.inf for the largest entry")
+    if copies < 1:
+        raise ValueError(f"copies={copies} must be at least 1: give the number of ranks that hold each stage")
     if not max_norm >= 0:
         raise ValueError(f"max_norm={max_norm} must be 0 or more: use math.inf to measure without clipping")
     return norm_type, max_norm
@@ -189,7 +193,9 @@ def _over_group(norms: Tensor, group: dist.ProcessGroup, norm_type: float) -> Te
     return torch.stack([_combine(column, norm_type) for column in torch.stack(everyone, dim=1).unbind()])
 
 
-def _over_stages(norm: Tensor, parts: Parts, device_mesh: DeviceMesh | None, norm_type: float) -> Tensor:
+def _over_stages(
+    norm: Tensor, parts: Parts, device_mesh: DeviceMesh | None, norm_type: float, copies: int
+) -> Tensor:
     """Norm over all stages, and a refusal on every rank if some were left out."""
     pp_mesh, n_stages = get_pp_mesh(device_mesh), parts.n_stages
     n_modules = float(len({id(module) for module in parts.modules}))
@@ -200,12 +206,13 @@ def _over_stages(norm: Tensor, parts: Parts, device_mesh: DeviceMesh | None, nor
         dist.all_gather(gathered, everyone[0], group=pp_mesh.get_group())
         everyone = torch.stack(gathered)
     found = int(everyone[:, 1].sum().item())
-    if n_stages is not None and found != n_stages:
+    if n_stages is not None and found != n_stages * copies:
         raise ValueError(
-            f"clip_grad_norm_ was given {found} of {n_stages} stages, so its norm would not be the whole model's: pass "
+            f"clip_grad_norm_ was given {found} of {n_stages * copies} stages, so its norm would not be the whole model's: pass "
             "the list of all of this rank's stages on every rank"
         )
-    return _combine(everyone[:, 0], norm_type)
+    # Each copy adds the same power.
+    return _combine(everyone[:, 0], norm_type) / copies ** (1 / norm_type)
 
 
 def _check_equal_gradients(total: Tensor, parts: Parts, everyone: Ranks) -> None:

@@ -93,7 +93,7 @@ def parts_of(
     return Parts(tuple(modules), tuple(stages), n_stages, _ties(tied))
 
 
-def agree_on_parts(parts: Parts, device_mesh: DeviceMesh | None) -> Ranks:
+def agree_on_parts(parts: Parts, device_mesh: DeviceMesh | None, copies: int = 1) -> Ranks:
     """Settle, on every rank at once, that the parts of a foreign model make up one model.
 
     Returns:
@@ -115,7 +115,7 @@ def agree_on_parts(parts: Parts, device_mesh: DeviceMesh | None) -> Ranks:
     problem = (
         next((f"rank {rank}: {one.problem}" for rank, one in enumerate(held) if one.problem), None)
         or difference([{"tied": list(one.ties)} for one in held])
-        or next((found for column in {one.column for one in held} if (found := _problem_of_column(held, column))), None)
+        or next(filter(None, (_problem_of_column(held, column, copies) for column in {one.column for one in held})), None)
     )
     if problem is not None:
         raise ValueError(problem)
@@ -172,16 +172,16 @@ def _problem_of_ties(parts: Parts) -> str | None:
     return None
 
 
-def _problem_of_column(held: Sequence[_Held], column: tuple[int, ...]) -> str | None:
+def _problem_of_column(held: Sequence[_Held], column: tuple[int, ...], copies: int) -> str | None:
     """What keeps the stages of one pipeline from being the whole model."""
     ranks = [one for one in held if one.column == column]
     stages = [stage for one in ranks for stage in one.stages]
     known = [stage for stage in stages if stage is not None]
-    n_stages = next((one.n_stages for one in ranks if one.n_stages is not None), len(stages))
-    twice = [stage for stage, times in Counter(known).items() if times > 1]
+    n_stages = next((one.n_stages for one in ranks if one.n_stages is not None), len(stages) // copies)
+    twice = [stage for stage, times in Counter(known).items() if times > copies]
     if twice:
         return f"stage {twice[0]} was passed twice: pass each rank's own stages, as {{stage: module, …}}"
-    if len(stages) != n_stages or any(not 0 <= stage < n_stages for stage in known):
+    if len(stages) != n_stages * copies or any(not 0 <= stage < n_stages for stage in known):
         return (
             f"clip_grad_norm_ was given stages {sorted(known)} of {n_stages}, so its norm would not be the whole "
             "model's: pass the list of all of this rank's stages on every rank"

@@ -29,7 +29,13 @@ __all__ = ["PipelineEngine", "build_engine"]
 
 
 class PipelineEngine(Protocol):
-    """Takes batches of one size through the pipeline. Every rank passes the whole batch."""
+    """Takes batches of one size through the pipeline. Every rank passes the whole batch.
+
+    Attributes:
+        copies: ranks that hold each stage, all with the same gradients.
+    """
+
+    copies: int
 
     def step(self, batch: Sequences, divisor: float) -> float:
         """Add the gradient of the batch's summed loss over ``divisor`` to ``.grad``; returns that loss on every rank.
@@ -68,6 +74,8 @@ def build_engine(
 
 class _ParallelEngine:
     """`course_pp.parallel`: each data-parallel rank takes its rows, torch runs the schedule."""
+
+    copies = 1
 
     def __init__(
         self,
@@ -131,6 +139,7 @@ class _RuntimeEngine:
 
         self._device = device
         schedule = Ranks().collectively(schedule_here)
+        self.copies = len(schedule.placement[0])
         last, ties = schedule.n_stages - 1, held.all_ties
         stages = dict(held.modules)
         if masked:

@@ -164,7 +164,8 @@ class Trainer:
         self.optimizer = everyone.collectively(lambda: build_optimizer(self.modules, config, optimizer, tied))
         self.scheduler = build_scheduler(self.optimizer, config)
         is_first_of_its_stage = dist.get_rank() % (dist.get_world_size() // get_pp_size(device_mesh)) == 0
-        self.is_logging_rank = self.held.holds_last and is_first_of_its_stage
+        is_first_copy = self._engine.copies == 1 or dist.get_rank() == 0
+        self.is_logging_rank = self.held.holds_last and is_first_of_its_stage and is_first_copy
 
     def train_step(self) -> StepResult:
         """One optimizer step.
@@ -207,7 +208,13 @@ class Trainer:
                 if parameter.grad is not None:
                     parameter.grad.mul_(1 / self._scale.value)
         stages = self.held.ours or self.held.modules
-        norm = clip_grad_norm_(stages, self.config.clip_norm, device_mesh=self._mesh, tied=self.held.tied or None)
+        norm = clip_grad_norm_(
+            stages,
+            self.config.clip_norm,
+            device_mesh=self._mesh,
+            tied=self.held.tied or None,
+            copies=self._engine.copies,
+        )
         return loss, norm.item()
 
     def _count(self, batch: Sequences) -> int:

@@ -108,6 +108,7 @@ def parallel_rows(folder: Path) -> Rows:
             "tied": None,
             "norm_type": 2.0,
             "error_if_nonfinite": False,
+            "copies": 1,
         },
         "compute_layer_assignment": MODEL["compute_layer_assignment"],
         "count_collectives": {"fn": nothing, "device_mesh": None},
