@@ -193,9 +193,7 @@ def _over_group(norms: Tensor, group: dist.ProcessGroup, norm_type: float) -> Te
     return torch.stack([_combine(column, norm_type) for column in torch.stack(everyone, dim=1).unbind()])
 
 
-def _over_stages(
-    norm: Tensor, parts: Parts, device_mesh: DeviceMesh | None, norm_type: float, copies: int
-) -> Tensor:
+def _over_stages(norm: Tensor, parts: Parts, device_mesh: DeviceMesh | None, norm_type: float, copies: int) -> Tensor:
     """Norm over all stages, and a refusal on every rank if some were left out."""
     pp_mesh, n_stages = get_pp_mesh(device_mesh), parts.n_stages
     n_modules = float(len({id(module) for module in parts.modules}))

@@ -115,7 +115,9 @@ def agree_on_parts(parts: Parts, device_mesh: DeviceMesh | None, copies: int = 1
     problem = (
         next((f"rank {rank}: {one.problem}" for rank, one in enumerate(held) if one.problem), None)
         or difference([{"tied": list(one.ties)} for one in held])
-        or next(filter(None, (_problem_of_column(held, column, copies) for column in {one.column for one in held})), None)
+        or next(
+            filter(None, (_problem_of_column(held, column, copies) for column in {one.column for one in held})), None
+        )
     )
     if problem is not None:
         raise ValueError(problem)

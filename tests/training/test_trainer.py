@@ -53,6 +53,11 @@ def test_both_engines_run_schedules_of_several_stages_a_rank(name: str) -> None:
         assert_equals(run(2, train, replace(config, schedule=name), TIED), reference)
 
 
+def test_two_copies_of_every_stage_clip_and_train_as_one() -> None:
+    config = replace(RUNTIME, schedule="chimera")
+    assert_equals(run(2, train, config, TIED), in_one_process(RUN, TIED))
+
+
 def resumed(rank: int, change: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     """Number, loss, norm and learning rate of three steps, in one run and in a run taken up after the first step."""
     whole, first = trainer(RUN, layout=ALONE), trainer(RUN, layout=ALONE)
