@@ -206,8 +206,8 @@ def _over_stages(norm: Tensor, parts: Parts, device_mesh: DeviceMesh | None, nor
     found = int(everyone[:, 1].sum().item())
     if n_stages is not None and found != n_stages * copies:
         raise ValueError(
-            f"clip_grad_norm_ was given {found} of {n_stages * copies} stages, so its norm would not be the whole model's: "
-            "pass the list of all of this rank's stages on every rank"
+            f"clip_grad_norm_ was given {found} of {n_stages * copies} stages, so its norm would not be the whole "
+            "model's: pass the list of all of this rank's stages on every rank"
         )
     # Each copy adds the same power.
     return _combine(everyone[:, 0], norm_type) / copies ** (1 / norm_type)
