@@ -46,6 +46,11 @@ class EmulatedRun(Timeline):
     unit_s: float = 1.0
     emulated: bool = True
 
+    @property
+    def how(self) -> str:
+        """How its times were found: "measured" or "simulated"."""
+        return "measured" if self.emulated else "simulated"
+
 
 @checked
 def emulate(

@@ -16,7 +16,7 @@ _ZERO = 1e-12
 
 
 @checked
-def reveal(what: str, guess: object, measured: object, unit: str = "") -> None:
+def reveal(what: str, guess: object, measured: object, unit: str = "", how: str = "measured") -> None:
     """Print what was measured beside the learner's guess, and how the two compare.
 
     Goes on without a guess, and with one that cannot be compared: the notebook must run to its end.
@@ -26,12 +26,13 @@ def reveal(what: str, guess: object, measured: object, unit: str = "") -> None:
         guess: ``...`` if there is none yet; else of the kind of ``measured``.
         measured: a number, text, a truth value, or several numbers in a sequence, a set or a mapping.
         unit: of the numbers: "ms".
+        how: the value was found, in one word: "simulated" or "computed" for what nobody measured.
     """
-    print(f"{what}: {_verdict(guess, measured, f' {unit}' if unit else '')}")
+    print(f"{what}: {how} {_verdict(guess, measured, f' {unit}' if unit else '')}")
 
 
 def _verdict(guess: object, measured: object, unit: str) -> str:
-    seen = f"measured {_text(measured)}{unit}"
+    seen = f"{_text(measured)}{unit}"
     if guess is ...:
         return f"{seen}; you have not guessed"
     if _kind(guess) != _kind(measured):
@@ -80,17 +81,18 @@ def _float(value: Any) -> float:
         return math.inf
 
 
-def _text(value: object) -> str:
-    """Numbers to three digits, wherever they stand."""
+def _text(value: object, alone: bool = True) -> str:
+    """Numbers to three digits, wherever they stand; commas between thousands only where none separates values."""
+    comma = "," if alone else ""
     if isinstance(value, float | Fraction):
         number = _float(value)
-        return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3g}"
+        return f"{number:{comma}.0f}" if abs(number) >= 1000 else f"{number:.3g}"
     if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}" if value.bit_length() <= 64 else shown(value)
+        return f"{value:{comma}}" if value.bit_length() <= 64 else shown(value)
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_text(key)}: {_text(each)}" for key, each in value.items()) + "}"
+        return "{" + ", ".join(f"{_text(key, False)}: {_text(each, False)}" for key, each in value.items()) + "}"
     if isinstance(value, Set):
-        return "{" + ", ".join(sorted(map(_text, value))) + "}"
+        return "{" + ", ".join(sorted(_text(each, False) for each in value)) + "}"
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return "[" + ", ".join(map(_text, value)) + "]"
+        return "[" + ", ".join(_text(each, False) for each in value) + "]"
     return str(value)

@@ -34,7 +34,7 @@ def attribute(
 
     A cause may hide behind another: a slow link costs nothing while a slower rank is waited for anyway. So each cause
     is charged the average of what it adds, over all orders in which they can be added one by one. That is the Shapley
-    value (Shapley 1953, "A value for n-person games", section 3), the only split that adds up whatever the runs, treats
+    value (Shapley 1953, "A value for n-person games"), the only split that adds up whatever the runs, treats
     causes alike and charges nothing to one that never matters.
 
     Args:

@@ -115,7 +115,7 @@ def interleaved_1f1b(case: Case) -> Prediction:
 def looped_bfs(case: Case) -> Prediction:
     """(m v + p - 1)(f + B) without latency and for m >= p: the makespan of the interleaved schedule, all m v kept.
 
-    Lamy-Poirier 2023, "Breadth-first pipeline parallelism", section 4. The form here is exact for all sizes and
+    Lamy-Poirier 2023, "Breadth-first pipeline parallelism", arXiv:2211.05953. The form here is exact for all sizes and
     latencies with equal stages: a rank turns to its next chunk once it has sent all microbatches of this one or the
     first of them has come round, whichever is later. So latency up to (m / p - 1) f costs 2 (p - 1) L alone.
     """

@@ -230,7 +230,7 @@ class TrainConfig:
 
     @property
     def decay(self) -> int:
-        """Steps in which `"wsd"` falls, resolved: by default a fifth of the run (Hägele et al. 2024, section 4)."""
+        """Steps in which `"wsd"` falls, resolved: by default a fifth of the run (Hägele et al. 2024, section 3.2)."""
         return max(1, self.steps // 5) if self.decay_steps is None else self.decay_steps
 
     @property

@@ -21,6 +21,7 @@ from course_pp.notebook import reveal
         (120_000, 1_234_567, "measured 1,234,567, guessed 120,000: off by a factor of 10.3"),
         ((4, 4), [4, 4], "measured [4, 4], guessed [4, 4]: right"),
         ([4.0], (4, 3), "measured [4, 3], guessed [4]: not so"),
+        ([4096, 1], [120_000, 2.5e6], "measured [120000, 2500000], guessed [4096, 1]: not so"),
         ({2, 3}, {3, 2}, "measured {2, 3}, guessed {2, 3}: right"),
         ({2: 1.0}, {2: 1}, "measured {2: 1}, guessed {2: 1}: right"),
         ({2: 1.0}, {3: 1}, "measured {3: 1}, guessed {2: 1}: not so"),
@@ -45,3 +46,8 @@ def test_a_guess_is_compared_with_what_was_measured(
 def test_a_unit_follows_both_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     reveal("step", 20, 33.2, "ms")
     assert capsys.readouterr().out == "step: measured 33.2 ms, guessed 20 ms: off by a factor of 1.66\n"
+
+
+def test_a_simulated_value_is_not_called_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    reveal("step", ..., 2.5, how="simulated")
+    assert capsys.readouterr().out == "step: simulated 2.5; you have not guessed\n"

@@ -62,7 +62,7 @@ def notebook_rows(folder: Path) -> Rows:
             "targets": None,
             "recompute": False,
         },
-        "reveal": {"what": "own", "guess": 1, "measured": 1, "unit": ""},
+        "reveal": {"what": "own", "guess": 1, "measured": 1, "unit": "", "how": "measured"},
     }
 
 

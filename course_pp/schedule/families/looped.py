@@ -30,7 +30,7 @@ def interleaved_1f1b(n_ranks: int, n_microbatches: int, n_chunks: int, round_siz
 def looped_bfs(n_ranks: int, n_microbatches: int, n_chunks: int) -> Schedule:
     """Breadth first: all microbatches through one chunk, then through the next; all backwards in reverse.
 
-    Lamy-Poirier 2023, "Breadth-first pipeline parallelism", section 4.
+    Lamy-Poirier 2023, "Breadth-first pipeline parallelism", arXiv:2211.05953.
     """
     rows = []
     for rank in range(n_ranks):
