@@ -109,10 +109,7 @@ def kept_between_steps(layout: DistributedConfig, n_ranks: int = 4) -> KeptShare
 
 
 def count(layout: DistributedConfig, ac: Recomputation = "none") -> dict[bool, list[CollectiveCounts]]:
-    """Count what each of four ranks communicates in a step, with ``reshard_after_forward`` True and False.
-
-    The first step opens connections, so it is the second that counts.
-    """
+    """Count what each of four ranks communicates in a step, with ``reshard_after_forward`` True and False."""
     ranks = on_ranks(4, _counted, layout, ac)
     return {reshard: [counts[reshard] for counts in ranks] for reshard in _POLICIES}
 
@@ -223,19 +220,18 @@ def _batch() -> tuple[Tensor, Tensor]:
     return ids[:, :-1], ids[:, 1:]
 
 
-def _warmed_up(mesh: DeviceMesh | None, reshard: bool, ac: Recomputation = "none") -> tuple[PipelineStageModule, Step]:
-    module = _build(mesh, reshard, ac)
-    step = step_of(module, mesh)
-    step()
-    module.zero_grad()
-    return module, step
-
-
 def _counted(rank: int, layout: DistributedConfig, ac: Recomputation) -> dict[bool, CollectiveCounts]:
     mesh = init_distributed(layout, seed=0)
     # Copies that are not sharded have nothing to free: one count is both.
     policies = _POLICIES if layout.dp_shard != 1 else (False,)
-    counts = {reshard: count_collectives(_warmed_up(mesh, reshard, ac)[1], mesh) for reshard in policies}
+    counts = {}
+    for reshard in policies:
+        module = _build(mesh, reshard, ac)
+        step = step_of(module, mesh)
+        if get_pp_size(mesh) > 1:
+            step()  # the first opens connections between stages
+            module.zero_grad()
+        counts[reshard] = count_collectives(step, mesh)
     return {reshard: counts.get(reshard, counts[False]) for reshard in _POLICIES}
 
 
@@ -258,10 +254,10 @@ def _kept(rank: int, layout: DistributedConfig) -> tuple[dict[str, tuple[int, ..
 
 def _peaks(rank: int, layout: DistributedConfig) -> dict[bool, dict[str, int]]:
     mesh = init_distributed(layout, seed=0)
-    return {reshard: _bytes_in_step(*_warmed_up(mesh, reshard)) for reshard in _POLICIES}
+    return {reshard: _bytes_in_step(_build(mesh, reshard), mesh) for reshard in _POLICIES}
 
 
-def _bytes_in_step(module: PipelineStageModule, step: Step) -> dict[str, int]:
+def _bytes_in_step(module: PipelineStageModule, mesh: DeviceMesh | None) -> dict[str, int]:
     parameters: list[Any] = list(module.parameters())
     shards = sum(p.to_local().nbytes for p in parameters)
     seen: list[tuple[int, int, int]] = []
@@ -275,7 +271,7 @@ def _bytes_in_step(module: PipelineStageModule, step: Step) -> dict[str, int]:
 
     layers: Any = module.layers
     next(iter(layers.values())).attn.q_proj.register_full_backward_pre_hook(look)
-    gathered = measure_unsharded_bytes(step, module)
+    gathered = measure_unsharded_bytes(step_of(module, mesh, n_microbatches=4), module)
     _, cut, whole = max(seen)
     kept = {"parameters": shards, "moments": 2 * shards, "gradients": cut}
     return kept | {"whole gradients": whole, "whole parameters": gathered}

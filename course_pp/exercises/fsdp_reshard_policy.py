@@ -88,6 +88,9 @@ _WRONG_BYTES: _Wrong = (
      "Under a pipeline True does not lower the peak: what a backward gathers stays until the last microbatch."),
     (_bytes_with(whole_gradients=lambda pp: False),
      "Under a pipeline gradients are reduced once, after the last microbatch. Until then they are whole."),
+    (_bytes_with(plain=lambda layers, layer, root, again: root + (2 if again else layers) * layer,
+                 whole_gradients=lambda pp: False),
+     "Under a pipeline gradients are whole until the last microbatch; and a model of one layer gathers one."),
     (_bytes_with(pipelined=_two_layers, whole_gradients=lambda pp: False),
      "`pipeline` makes no difference in your answer: there all layers are gathered at the peak, and gradients are "
      "whole until the last microbatch."),

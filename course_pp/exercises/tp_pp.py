@@ -248,13 +248,12 @@ _Formula = Callable[[int, int, int, int], float]
 _WRONG_TP: tuple[tuple[_Formula, str], ...] = (
     (lambda n, a, m, tp: 4 * n * m * a, "A ring all-reduce of A bytes sends 2 (tp - 1) / tp of them on each rank."),
     (lambda n, a, m, tp: 4 * n * m * a * (tp - 1) / tp,
-     "An all-reduce is two rounds, a reduce-scatter and an all-gather, of (tp - 1) / tp each."),
+     "That is half. An all-reduce is two rounds of (tp - 1) / tp each; and a layer has two blocks, each with a sum in "
+     "forward and one in backward."),
     (lambda n, a, m, tp: 4 * n * a * 2 * (tp - 1) / tp, "That is one microbatch; a step has m."),
     (lambda n, a, m, tp: 4 * n * m * a * 2 * (tp - 1) / tp**2,
      "Each rank holds 1 / tp of the weights, but the sums are of whole activations."),
     (lambda n, a, m, tp: 4 * n * m * a * 2 * (tp - 1), "That is what all ranks of the group send together."),
-    (lambda n, a, m, tp: 2 * n * m * a * 2 * (tp - 1) / tp,
-     "That is half: a layer has two blocks, each with a sum in forward and one in backward."),
     (lambda n, a, m, tp: 4 * m * a * 2 * (tp - 1) / tp, "That is one layer; the stage has n_layers."),
     (lambda n, a, m, tp: 8 * n * m * a * 2 * (tp - 1) / tp,
      "One sum for two matrices is enough: what lies between a column and a row cut is not sent."),

@@ -9,7 +9,7 @@ from course_pp.schedule import Timeline, format_time
 from course_pp.show import chart, rows
 from course_pp.show.chart import WIDTH, ChartFigure
 from course_pp.show.timelines import spelled_peaks
-from course_pp.show.wording import counted, listed, named, percent
+from course_pp.show.wording import amount, counted, listed, named, percent
 
 _FILL = 0.4
 _OFFSET = 0.21
@@ -39,7 +39,8 @@ class _Pair:
         """Name and makespan of each, both in the unit of the measured one."""
         before, after = float(self.predicted.makespan) * self.seconds_per_unit, self.measured.makespan
         unit = self.measured.unit
-        return f"{self.names[0]} {format_time(before, unit)}", f"{self.names[1]} {format_time(after, unit)}"
+        first, second = (format_time(each if unit else float(amount(each)), unit) for each in (before, after))
+        return f"{self.names[0]} {first}", f"{self.names[1]} {second}"
 
     def lateness(self, rank: int) -> float:
         """How much later the rank finishes than predicted, in the unit of the axis."""

@@ -228,11 +228,16 @@ def _layers(number: Fraction) -> str:
 
 
 def _finding(policies: Sequence[bool | int], steps: Sequence[Sequence[Moment]], schedule: Schedule | None) -> str:
-    told = []
+    told: list[str] = []
     for policy, moments in zip(policies, steps, strict=True):
         often = max(gathers_of(moments, layer) for layer in range(len(moments[0].held)))
         times = {1: "once", 2: "twice"}.get(often, f"{often} times")
-        told.append(f"{policy} gathers a layer {times} and holds {_layers(most_held(moments))}")
+        most = _layers(most_held(moments))
+        told.append(
+            f"{policy} gathers it {times}, holds {most.partition(' ')[0]}"
+            if told
+            else f"{policy} gathers a layer {times} and holds {most}"
+        )
     where = "In a pipeline " if schedule is not None else ""
     return where + "; ".join(told)
 

@@ -2,10 +2,13 @@
 
 A sentence that quotes a measurement must be true on every machine, a busy one too. So it quotes a formula, a number
 that the notebook prints however long anything takes (bytes, counts, emulated units), or somebody's paper.
+
+``python -m tests.notebooks.quotes FILE…`` says what is wrong in executed copies, such as those of a busy machine.
 """
 
 import math
 import re
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
@@ -97,3 +100,12 @@ def _printed(notebook: nbformat.NotebookNode) -> set[str]:
                 str(data.get("alt", "")) for data in output.get("metadata", {}).values() if isinstance(data, dict)
             ]
     return set(re.findall(_NUMBER, "\n".join(map(str, texts))))
+
+
+if __name__ == "__main__":
+    said = [
+        f"{path}: {each}"
+        for path in map(Path, sys.argv[1:])
+        for each in problems(nbformat.read(path, 4), sources_of(path))
+    ]
+    sys.exit("\n".join(said) or None)
