@@ -34,7 +34,10 @@ class RankMissing(RuntimeError):
         rank: the rank that noticed, numbered within the group.
         n_ranks: size of the group.
         waited_s: seconds it had waited: less than the time limit if a rank has ended.
+        began_elsewhere: True. Whoever collects the failures of all ranks names that of the missing one first.
     """
+
+    began_elsewhere = True
 
     def __init__(self, rank: int, n_ranks: int, waited_s: float) -> None:
         self.rank, self.n_ranks, self.waited_s = rank, n_ranks, waited_s

@@ -7,6 +7,7 @@ import pytest
 
 from course_pp.collective import RankMissing, Ranks
 from course_pp.launch import on_ranks
+from course_pp.launch.errors import is_echo
 
 
 def what_ranks_say(rank: int) -> dict[str, Any]:
@@ -62,3 +63,8 @@ def test_a_process_without_a_group_is_alone() -> None:
     assert ranks.collectively(lambda: 3) == 3
     with pytest.raises(ValueError, match="no room"):
         ranks.refuse("no room")
+
+
+def test_a_rank_that_misses_another_is_not_named_as_the_first_to_fail() -> None:
+    missed = pickle.loads(pickle.dumps(RankMissing(0, 2, 0.0)))
+    assert is_echo(f"RankMissing: {missed}", missed.began_elsewhere)

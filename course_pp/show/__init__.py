@@ -115,7 +115,11 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    __tracebackhide__ = True  # what is missing is said in a sentence, and not where it was looked for
+    try:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    except ModuleNotFoundError as error:
+        raise error.with_traceback(None) from None
 
 
 def __dir__() -> list[str]:
