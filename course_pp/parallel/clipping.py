@@ -117,7 +117,9 @@ def _check_classes(given: Mapping[str, Any]) -> None:
     check_arguments(clip_grad_norm_, {name: value for name, value in given.items() if name not in containers})
     for name, kind in containers.items():
         usable = fits(given[name], kind) and not isinstance(given[name], str | bytes)
-        refuse_unless(usable, "clip_grad_norm_", name, given[name], "see its documentation for what can be given")
+        refuse_unless(
+            usable, "clip_grad_norm_", name, given[name], "pass a model, or this rank's stages, pipeline.stages"
+        )
 
 
 def _checked(norm_type: float, max_norm: float, copies: int) -> tuple[float, float]:
