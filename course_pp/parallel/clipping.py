@@ -114,12 +114,14 @@ class _Shard:
 def _check_classes(given: Mapping[str, Any]) -> None:
     """Refuse what no rank could use; what is in ``model_or_stages`` and ``tied`` the ranks settle together."""
     containers = {"model_or_stages": Part | Iterable, "tied": Sequence | None}
+    remedies = {
+        "model_or_stages": "pass a model, or this rank's stages, pipeline.stages",
+        "tied": "pass for each weight its name by stage, [{0: 'embed.weight', 3: 'head.weight'}]",
+    }
     check_arguments(clip_grad_norm_, {name: value for name, value in given.items() if name not in containers})
     for name, kind in containers.items():
         usable = fits(given[name], kind) and not isinstance(given[name], str | bytes)
-        refuse_unless(
-            usable, "clip_grad_norm_", name, given[name], "pass a model, or this rank's stages, pipeline.stages"
-        )
+        refuse_unless(usable, "clip_grad_norm_", name, given[name], remedies[name])
 
 
 def _checked(norm_type: float, max_norm: float, copies: int) -> tuple[float, float]:
