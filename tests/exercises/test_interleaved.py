@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from course_pp.exercises.interleaved import best_chunks, order_in_rounds, stages_of_rank, warm_up_forwards
+from course_pp.exercises.interleaved import best_chunks, order_in_rounds, stages_of_rank
 from course_pp.exercises.interleaved_clinic import PATIENTS, examine
-from course_pp.exercises.interleaved_orders import with_warm_up
+from course_pp.exercises.interleaved_lab import in_rounds, lean, turns
 from course_pp.exercises.interleaved_steps import healed_chunks_step
-from course_pp.schedule import Action, Costs, build, simulate
+from course_pp.schedule import Action, Costs, Schedule, build, simulate
 from tests.exercises import grading
 from tests.exercises.grading import accepts
 
@@ -51,10 +51,10 @@ def test_a_warm_up_may_be_counted_in_another_way() -> None:
 def test_the_shortest_warm_up_has_the_step_and_on_rank_0_the_memory_of_1f1b(p: int, v: int) -> None:
     """What the notebook says: rank 0 holds v p chunks, which are p ranks' worth, and no rank can do with fewer."""
     m = 3 * p
-    schedule = with_warm_up(lambda rank: warm_up_forwards(rank, p, v), p, m, v)
-    lean, roomy = simulate(schedule), simulate(build("interleaved_1f1b", p, m, v))
-    assert lean.makespan == roomy.makespan == 3 * (m * v + p - 1)
-    assert lean.peak_activations == tuple(v * p - rank for rank in range(p))
+    schedule = lean(p, m, v)
+    short, roomy = simulate(schedule), simulate(build("interleaved_1f1b", p, m, v))
+    assert short.makespan == roomy.makespan == 3 * (m * v + p - 1)
+    assert short.peak_activations == tuple(v * p - rank for rank in range(p))
     assert roomy.peak_activations == tuple((v - 1) * p + 2 * (p - 1 - rank) + 1 for rank in range(p))
 
 
@@ -62,13 +62,13 @@ def test_the_shortest_warm_up_has_the_step_and_on_rank_0_the_memory_of_1f1b(p: i
 def test_megatrons_room_makes_latency_cost_the_same_however_many_microbatches(p: int, v: int) -> None:
     costs = Costs(latency=1)
 
-    def added(m: int, lean: bool) -> float:
-        late = with_warm_up(lambda rank: warm_up_forwards(rank, p, v), p, m, v)
-        schedule = late if lean else build("interleaved_1f1b", p, m, v)
-        return float(simulate(schedule, costs).makespan - 3 * (m * v + p - 1))
+    def added(schedule: Schedule) -> float:
+        return float(simulate(schedule, costs).makespan - 3 * (schedule.n_microbatches * v + p - 1))
 
-    assert {added(m, lean=False) for m in (p, 2 * p, 4 * p)} == {2 * (v * p - 1)}
-    assert added(p, lean=True) < added(2 * p, lean=True) < added(4 * p, lean=True)
+    rooms = [added(build("interleaved_1f1b", p, m, v)) for m in (p, 2 * p, 4 * p)]
+    leans = [added(lean(p, m, v)) for m in (p, 2 * p, 4 * p)]
+    assert set(rooms) == {2 * (v * p - 1)}
+    assert leans == sorted(set(leans))
 
 
 # How many chunks.
@@ -291,3 +291,20 @@ def test_each_patient_has_a_symptom_of_its_own() -> None:
 
 def test_a_healthy_step_has_every_gradient_of_one_process() -> None:
     assert examine(healed_chunks_step, n_ranks=2).equal
+
+
+# Orders that the notebook compares.
+
+
+def test_rounds_of_p_are_megatrons_order_and_one_round_goes_breadth_first() -> None:
+    assert in_rounds(4, 8, 2, 4).actions == build("interleaved_1f1b", 4, 8, 2).actions
+    whole, breadth = in_rounds(4, 16, 2, 16), build("looped_bfs", 4, 16, 2)
+    for mine, theirs in zip(whole.actions, breadth.actions, strict=True):
+        assert [a for a in mine if a.kind == "F"] == [a for a in theirs if a.kind == "F"]
+    assert (turns(whole), turns(breadth), turns(in_rounds(4, 16, 2, 4))) == (3, 3, 47)
+    assert (simulate(whole).peak_activations[0], simulate(breadth).peak_activations[0]) == (23, 32)
+
+
+def test_rounds_that_leave_ranks_waiting_are_refused() -> None:
+    with pytest.raises(ValueError, match="n is 3: with 4 ranks and 8 microbatches give 4 to 8"):
+        in_rounds(4, 8, 2, 3)
