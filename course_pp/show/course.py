@@ -32,7 +32,7 @@ NOTEBOOKS = (
     Notebook("01", "a naive split", ("00",)),
     Notebook("02", "GPipe", ("01",)),
     Notebook("03", "1F1B", ("02",)),
-    Notebook("04", "interleaved stages", ("03",), is_written=False),
+    Notebook("04", "interleaved stages", ("03",)),
     Notebook("05", "zero bubble", ("03",)),
     Notebook("06", "PipeDream", ("03",), is_written=False),
     Notebook("07", "tensor parallelism", ("03",)),
