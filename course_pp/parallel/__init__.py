@@ -49,6 +49,7 @@ from course_pp.parallel.mesh import (
 )
 from course_pp.parallel.pipeline import PipelineSchedule, build_pipeline_schedule
 from course_pp.parallel.plans import llama_plan, transformer_plan
+from course_pp.parallel.post_validation import OptimisticStep
 from course_pp.parallel.precision import compute_dtype, compute_in
 from course_pp.parallel.predicting import predict_collectives
 from course_pp.parallel.schedules import get_stage_indices, schedule_names
@@ -65,6 +66,7 @@ __all__ = [
     "CollectiveCounts",
     "DistributedConfig",
     "ModelConfig",
+    "OptimisticStep",
     "PipelineSchedule",
     "PipelineStageModule",
     "Plan",

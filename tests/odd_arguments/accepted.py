@@ -34,6 +34,7 @@ NUMBERS = {
     ("VocabParallelCrossEntropy", "ignore_index", "-1"): "a target that is no token",
     ("EmulatedCluster", "seed", "-1"): "Python's generator takes any integer",
     ("init_distributed", "seed", "-1"): "torch's generators take any integer",
+    ("OptimisticStep", "max_norm", "inf"): "only an infinity is taken back",
     ("clip_grad_norm_", "max_norm", "inf"): "only measures",
     ("clip_grad_norm_", "norm_type", "inf"): "the largest entry",
     ("TrainConfig", "clip_norm", "inf"): "only measures",

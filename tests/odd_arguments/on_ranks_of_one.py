@@ -59,6 +59,11 @@ def parallel_rows(folder: Path) -> Rows:
             "share_gpus": False,
         },
         "ModelConfig": MODEL["ModelConfig"],
+        "OptimisticStep": {
+            "optimizer": Fresh(lambda: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)),
+            "max_norm": 1.0,
+            "group": None,
+        },
         "PipelineSchedule": {
             "stages": [stage()],
             "n_microbatches": 2,
