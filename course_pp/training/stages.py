@@ -61,8 +61,13 @@ def stages_of_rank(config: TrainConfig, pp_rank: int, pp_size: int) -> tuple[lis
     if config.engine == "parallel":
         indices = get_stage_indices(config.schedule, pp_rank, pp_size)
         return indices, pp_size * len(indices)
-    placement = build(config.schedule, pp_size, config.microbatches).placement
-    return [stage for stage, ranks in enumerate(placement) if pp_rank in ranks], len(placement)
+    schedule = build(config.schedule, pp_size, config.microbatches)
+    if any(part.kind == "U" for part in schedule.parts):
+        raise ValueError(
+            f"schedule={config.schedule!r} updates weights within a step, and a trainer between steps: choose a "
+            "synchronous schedule, or run it with course_pp.runtime.Pipeline(..., optimizers=, versions=)"
+        )
+    return [stage for stage, ranks in enumerate(schedule.placement) if pp_rank in ranks], len(schedule.placement)
 
 
 def held_stages(config: TrainConfig, stages: Stages, tied: Sequence[Tie], device_mesh: DeviceMesh | None) -> Held:
