@@ -29,9 +29,10 @@ SHARING_FOLDERS = ("browser",)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what starts ranks; keep the tests of a file together, so that a grid which they share runs once."""
     for item in items:
-        if starts_ranks(item):
+        if isinstance(item, pytest.Function) and starts_ranks(item):
             item.add_marker("ranks")
-            STARTING_FILES.add(item.nodeid.partition("::")[0])
+            if "cluster" not in item.fixturenames:  # else they start on its nodes
+                STARTING_FILES.add(item.nodeid.partition("::")[0])
         if not item.get_closest_marker("apart"):
             shared = item.path.parent if item.path.parent.name in SHARING_FOLDERS else item.path
             item.add_marker(pytest.mark.xdist_group(str(shared.relative_to(item.config.rootpath))))
