@@ -97,6 +97,8 @@ def _finding(schedule: Schedule) -> str:
 
 def _shape(schedule: Schedule) -> str:
     ranks, p = [each[0] for each in schedule.placement], schedule.n_ranks
+    if schedule.placement == tuple((stage, p - 1 - stage) for stage in range(p)):
+        return "Two ways, a copy of every stage for each"
     if any(len(each) > 1 for each in schedule.placement):
         return "Replicated stages"
     if ranks == list(range(p)):
@@ -105,4 +107,7 @@ def _shape(schedule: Schedule) -> str:
         return "A loop"
     if ranks == [*range(p), *reversed(range(p))]:
         return "A V"
+    zigzag = [rank if not stage // p % 2 else p - 1 - rank for stage, rank in enumerate(ranks)]
+    if len(ranks) % (2 * p) == 0 and zigzag == [stage % p for stage in range(len(ranks))]:
+        return f"{len(ranks) // (2 * p)} waves"
     return "A placement of its own"

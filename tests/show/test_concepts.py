@@ -252,10 +252,17 @@ def test_fsdp_in_a_pipeline_needs_one_stage_a_rank_and_true_or_false(
         ("1f1b", "A line: 4 stages on 4 ranks, 3 messages each way, first and last stage far apart"),
         ("interleaved_1f1b", "A loop: 8 stages on 4 ranks, 7 messages each way, first and last stage far apart"),
         ("zb_v", "A V: 8 stages on 4 ranks, 6 messages each way, first and last stage on one rank"),
+        ("hanayo 4", "2 waves: 16 stages on 4 ranks, 12 messages each way, first and last stage on one rank"),
+        (
+            "chimera",
+            "Two ways, a copy of every stage for each: 4 stages on 4 ranks, 3 messages each way, first and last stage "
+            "on one rank",
+        ),
     ],
 )
 def test_a_placement_tells_its_shape_and_its_messages(name: str, finding: str) -> None:
-    assert title(show.placement(build(name, 4, 8))) == finding
+    name, _, chunks = name.partition(" ")
+    assert title(show.placement(build(name, 4, 8, int(chunks) if chunks else None))) == finding
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_v", "dualpipe_v"])
