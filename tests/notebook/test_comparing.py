@@ -8,8 +8,8 @@ from course_pp.schedule import build
 
 def test_schedules_of_several_sizes_have_the_gradients_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     found = compare_gradients([build("zb_v", 2, 4), build("1f1b", 1, 2), build("zb_h1", 2, 3)])
-    assert list(found) == ["zb_v", "1f1b", "zb_h1"]
-    assert max(found.values()) < 1e-12
+    assert len(found) == 3
+    assert max(found) < 1e-12
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == [
         "zb_v   2 ranks, 16 gradients",
