@@ -16,7 +16,7 @@ from course_pp.runtime.cluster import EmulatedCluster
 from course_pp.runtime.recorder import Recorder
 from course_pp.runtime.shared import Weight, shared_weights
 from course_pp.runtime.stages import Stages, by_stage, device_of, facts_of_parameters, problem_of_stages
-from course_pp.runtime.versions import Optimizers, facts_of_replica, problem_of_versions
+from course_pp.runtime.versions import Optimizers, problem_of_versions, settings_of
 from course_pp.runtime.wire import TRANSPORTS
 from course_pp.schedule import Schedule, Versions, check
 
@@ -105,16 +105,11 @@ def settle(
         problem = str(error)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-    parameters = {
-        # Of stages that update by themselves the values are compared below, with their optimizers.
-        stage: facts_of_parameters(
-            module, is_copied=problem is None and optimizers is None and len(schedule.placement[stage]) > 1
-        )
-        for stage, module in modules.items()
-    }
-    if problem is None and optimizers is not None:
-        for stage in (stage for stage in modules if len(schedule.placement[stage]) > 1):
-            parameters[stage] |= facts_of_replica(modules[stage], optimizers.get(stage))
+    copied = {stage for stage in modules if problem is None and len(schedule.placement[stage]) > 1}
+    parameters = {stage: facts_of_parameters(module, stage in copied) for stage, module in modules.items()}
+    for stage, optimizer in ({} if optimizers is None or problem else optimizers).items():
+        if stage in copied:
+            parameters[stage] |= {"the optimizer": settings_of(optimizer)}
     agreed = agree_on_pipeline(problem, facts, parameters, group)
     # Stages that update by themselves exchange gradients at each update.
     weights = shared_weights(schedule, agreed.parameters, tied) if versions is None else ()

@@ -8,7 +8,6 @@ the old memory; otherwise nothing is copied. Gradients arrive at the aliases, fr
 the update that they enter.
 """
 
-import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from course_pp.runtime.stages import is_dtensor
 from course_pp.schedule import Ledger, Schedule, Use, Versions, ledger
 from course_pp.tied import add_up
 
-__all__ = ["Optimizers", "VersionedStage", "facts_of_replica", "problem_of_versions"]
+__all__ = ["Optimizers", "VersionedStage", "problem_of_versions", "settings_of"]
 
 Optimizers = Mapping[int, torch.optim.Optimizer]
 """This rank's, by stage."""
@@ -221,12 +220,7 @@ def _trained(module: nn.Module | None) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
-def facts_of_replica(module: nn.Module | None, optimizer: object) -> dict[str, str]:
-    """What replicas of a stage that update alike must have in common, besides the shapes of their parameters."""
-    if not isinstance(module, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
-        return {}
-    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    content = hashlib.sha256()
-    for parameter in module.parameters():
-        content.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return {"the optimizer": f"{type(optimizer).__name__} {settings}", "the values": content.hexdigest()[:12]}
+def settings_of(optimizer: torch.optim.Optimizer) -> str:
+    """What replicas of a stage must have in common to update alike."""
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    return f"{type(optimizer).__name__} {groups}"

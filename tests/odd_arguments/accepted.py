@@ -58,6 +58,7 @@ WORDS: dict[str | tuple[str, str], str] = {
     "unit": "a label",
     "what": "a label",
     "host": "a name to compare",
+    ("reveal", "how"): "a word to print",
     ("reveal", "guess"): "whatever was guessed is compared",
     ("reveal", "measured"): "whatever was measured is compared",
     ("Exercise", "notebook"): "the notebook may be nobody's yet",

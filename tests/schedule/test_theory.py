@@ -153,4 +153,4 @@ def test_where_no_form_holds_the_condition_is_named(name, p, m, v, costs, condit
 def test_every_form_cites_its_source() -> None:
     for form in theory._FORMS.values():
         assert form.__doc__
-        assert any(word in form.__doc__ for word in ("section", "table", "figure")), form.__name__
+        assert any(word in form.__doc__ for word in ("section", "table", "figure", "arXiv")), form.__name__
