@@ -1,6 +1,6 @@
 """What no schedule can beat: a lower bound on the makespan, so that a schedule can be scored."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import lcm
 
 from course_pp.arguments import checked
@@ -105,7 +105,7 @@ class _Pipeline:
         yield start + max(0, sum(work.values()) - saved)
         yield start + max(0, work["F"] + work["I"] - saved) + min(self.up[stage] for stage in load)
         if limit is not None:
-            yield from (start + time for time in self._from_memory(load, self._room(rank, limit)))
+            yield from (start + time for time in self._from_memory(load, self._room(rank, load, limit)))
 
     def _load(self, rank: int) -> dict[int, int]:
         """For each stage on ``rank``, how many microbatches it sees there."""
@@ -113,8 +113,8 @@ class _Pipeline:
         load = {stage: len(range(first, self.n_microbatches, step)) for stage, (first, step) in shares.items()}
         return {stage: n for stage, n in load.items() if n}
 
-    def _room(self, rank: int, limit: Time) -> Time:
-        """What ``limit`` leaves for activations."""
+    def _room(self, rank: int, load: Iterable[int], limit: Time) -> Time:
+        """What ``limit`` leaves for activations. A copy of a stage that sees no microbatch need not be there."""
         n = len(self.placement)
         kept, weights = self.costs.each("activation", n), self.costs.each("weights", n)
         # At its loss, a microbatch is held by every stage it passes on this rank.
@@ -123,7 +123,7 @@ class _Pipeline:
             sum(kept[s] for s, ranks in enumerate(self.placement) if ranks[i % len(ranks)] == rank)
             for i in range(min(shared, self.n_microbatches))
         )
-        room = limit - sum(weights[stage] for stage, ranks in enumerate(self.placement) if rank in ranks)
+        room = limit - sum(weights[stage] for stage in load)
         # What is left of a float may fall short by a rounding error.
         slack = 1e-9 * float(limit) if isinstance(room - least, float) else 0
         if room < least - slack:

@@ -130,6 +130,7 @@ def test_a_python_that_cannot_be_started_is_a_sentence(
         on_ranks(1, print)
 
 
+@pytest.mark.ranks
 def test_a_process_to_fork_from_that_is_stopped_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_END_LIMIT_S", 0.1)
     server = Server()

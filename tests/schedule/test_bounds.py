@@ -88,6 +88,11 @@ def test_replicas_of_neighbouring_stages_on_one_rank_may_pass_a_message_for_noth
     assert bound(2, 2, costs, placement=((0,), (1,))) > 200
 
 
+def test_a_copy_that_sees_no_microbatch_needs_no_memory() -> None:
+    schedule, costs = build("chimera", 2, 1), Costs(weights=1)
+    assert bound(2, 1, costs, simulate(schedule, costs).peak_memory(costs), placement=schedule.placement) <= 6
+
+
 def test_a_placement_may_name_one_rank_by_its_number() -> None:
     assert bound(2, 8, UNIT, placement=[0, 1]) == bound(2, 8, UNIT)
 
