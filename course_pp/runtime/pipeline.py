@@ -39,7 +39,7 @@ from course_pp.runtime.stage import Stage
 from course_pp.runtime.stages import Stages
 from course_pp.runtime.versions import Optimizers, VersionedStage
 from course_pp.runtime.wire import open_wire
-from course_pp.schedule import Action, Ledger, Schedule, Timeline, Versions, ledger
+from course_pp.schedule import Action, Ledger, Schedule, Timeline, Versions
 
 __all__ = ["Pipeline", "run_step"]
 
@@ -118,8 +118,8 @@ class Pipeline:
         self._mailbox = Mailbox(self._plan, wire, self._device, timeout, meter)
         self._shared = SharedWeights(self._rank, settled.weights, modules)
         self._sharded = ShardedStages(modules.values(), any(part.kind != "F" for part in schedule.parts))
-        self._versions = versions
-        self._weights = _versioned(schedule, self._rank, modules, optimizers, versions, meter)
+        self._planned = settled.planned
+        self._weights = _versioned(schedule, self._rank, modules, optimizers, settled.planned, meter)
         self._stages = {
             stage: Stage(stage, module, self._device, recompute, meter, self._weights.get(stage))
             for stage, module in modules.items()
@@ -215,9 +215,9 @@ class Pipeline:
 
     def _loss_of(self, targets: Sequence[Any], divisor: float | None) -> Callable[[int, Any], Tensor]:
         """A microbatch's part of what is minimised, from its number and output."""
-        if self._versions is None:
+        if self._planned is None:
             return loss_shares(self._loss_fn, targets, divisor)
-        last, planned = self.schedule.n_stages - 1, ledger(self.schedule, self._versions)
+        last, planned = self.schedule.n_stages - 1, self._planned
         groups = [group for stage in range(last + 1) for group in planned.updates(stage)]
         return partial(_finite, own_means(self._loss_fn, targets, divisor, groups), planned, last)
 
@@ -228,9 +228,9 @@ class Pipeline:
         Raises:
             ValueError: for a schedule whose stages do not update their own weights.
         """
-        if self._versions is None:
+        if self._planned is None:
             raise ValueError(f"{self.schedule!r} flushes, so there is one version of the weights: there is no ledger")
-        return Ledger(self._versions, tuple(use for weights in self._weights.values() for use in weights.uses))
+        return Ledger(self._planned.versions, tuple(use for weights in self._weights.values() for use in weights.uses))
 
     def _exchange_shared_gradients(self) -> None:
         outgoing = _named("shared gradients", self._plan.outgoing)
@@ -322,13 +322,13 @@ def _versioned(
     rank: int,
     modules: Mapping[int, nn.Module | None],
     optimizers: Optimizers | None,
-    versions: Versions | None,
+    planned: Ledger | None,
     meter: Meter | None,
 ) -> dict[int, VersionedStage]:
     """The stages of this rank that update their own weights."""
-    if versions is None or optimizers is None:
+    if planned is None or optimizers is None:
         return {}
-    planned, n = ledger(schedule, versions), schedule.n_microbatches
+    n = schedule.n_microbatches
     mine = {stage: [i for i in range(n) if schedule.rank_of(stage, i) == rank] for stage in modules}
     return {
         stage: VersionedStage(stage, module, optimizers.get(stage), planned, mine[stage], meter)

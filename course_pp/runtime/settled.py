@@ -18,7 +18,7 @@ from course_pp.runtime.shared import Weight, shared_weights
 from course_pp.runtime.stages import Stages, by_stage, device_of, facts_of_parameters, problem_of_stages
 from course_pp.runtime.versions import Optimizers, problem_of_versions, settings_of
 from course_pp.runtime.wire import TRANSPORTS
-from course_pp.schedule import Schedule, Versions, check
+from course_pp.schedule import Ledger, Schedule, Versions, check, ledger
 
 __all__ = ["Settled", "settle"]
 
@@ -33,6 +33,7 @@ class Settled:
         device: where they compute.
         weights: those that are in several places, on all ranks.
         series: keeps this pipeline's messages apart from others'.
+        planned: which versions its actions use, if stages update their own weights.
     """
 
     rank: int
@@ -40,6 +41,7 @@ class Settled:
     device: torch.device
     weights: tuple[Weight, ...]
     series: int
+    planned: Ledger | None
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
@@ -112,8 +114,9 @@ def settle(
             parameters[stage] |= {"the optimizer": settings_of(optimizer)}
     agreed = agree_on_pipeline(problem, facts, parameters, group)
     # Stages that update by themselves exchange gradients at each update.
-    weights = shared_weights(schedule, agreed.parameters, tied) if versions is None else ()
-    return Settled(rank, modules, computes_on, weights, agreed.series)
+    planned = None if versions is None else ledger(schedule, versions)
+    weights = shared_weights(schedule, agreed.parameters, tied) if planned is None else ()
+    return Settled(rank, modules, computes_on, weights, agreed.series, planned)
 
 
 def _problem_of_pipeline(schedule: Schedule, n_ranks: int, transport: str | None) -> str | None:
