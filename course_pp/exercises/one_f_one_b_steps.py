@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
-from unittest.mock import patch
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -18,6 +16,18 @@ from course_pp.exercises.answer import Answer
 from course_pp.exercises.exercise import Mistake, Stopped
 from course_pp.exercises.hangs import explained
 from course_pp.exercises.in_process import unchanged
+from course_pp.exercises.judging_steps import (
+    MICROBATCHES,
+    InputsWatched,
+    Wrong,
+    batch,
+    judge_gradients,
+    layers,
+    microbatch_link,
+    one_process,
+    received_activations,
+    same,
+)
 from course_pp.exercises.lopsided import LopsidedLoss
 from course_pp.runtime import (
     Link,
@@ -103,9 +113,6 @@ def healed_step(
         send.wait()
 
 
-_ROWS, _WIDTH, _LAYERS = 3, 4, 4
-_MICROBATCHES = {4: (8, 2), 3: (5,), 2: (1, 3)}
-_TOLERANCE = 1e-9
 _BEFORE = 1.0
 """What each number of each gradient is before the step, which adds to it as a backward does."""
 
@@ -137,7 +144,7 @@ def grade_healed_step(answer: Answer) -> None:
 
 def grade_step(answer: Answer, places_count: bool = False) -> None:
     """Ask for gradients equal to one process's, and for no more in flight than 1F1B needs, on 2 to 4 ranks."""
-    for p, sizes in _MICROBATCHES.items():
+    for p, sizes in MICROBATCHES.items():
         try:
             ranks = answer.on_ranks(p, _step_on_rank, sizes)
         except Stopped as stopped:
@@ -145,24 +152,23 @@ def grade_step(answer: Answer, places_count: bool = False) -> None:
         for index, m in enumerate(sizes):
             stepped = [rank[index] for rank in ranks]
             where = f"On {p} ranks with {m} microbatch{'es' * (m > 1)}"
-            _judge_gradients(where, m, stepped)
+            expected, missing = (
+                one_process(m),
+                "Backward has to run for every microbatch, from the `y` that still has its graph.",
+            )
+            why = partial(_why_wrong, expected=expected, m=m, p=p)
+            judge_gradients(where, [step.gradients for step in stepped], expected, missing, why)
             _judge_orders(where, m, stepped)
             if places_count:
                 _judge_places(where, m, stepped)
 
 
-class _Counted(nn.Module):
+class _Counted(InputsWatched):
     """A stage that notes its forwards and backwards, and the memory for what it is given."""
 
     def __init__(self, stage: nn.Module) -> None:
-        super().__init__()
-        self.stage, self.order, self.most_bytes = stage, "", 0
-        # A storage keeps its Python object for as long as it lives.
-        self._storages: WeakSet[torch.UntypedStorage] = WeakSet()
-
-    def note(self, received: Tensor) -> None:
-        self._storages.add(received.untyped_storage())
-        self.most_bytes = max(self.most_bytes, sum(storage.nbytes() for storage in self._storages))
+        super().__init__(stage)
+        self.order = ""
 
     def forward(self, x: Tensor) -> Tensor:
         self.note(x)
@@ -178,9 +184,8 @@ class _Counted(nn.Module):
 def _step_on_rank(rank: int, fn: Callable[..., Any], sizes: Sequence[int]) -> list[_Stepped]:
     results = []
     for m in sizes:
-        stage = _Counted(partition_model(_layers(), dist.get_world_size(), rank))
-        inputs, targets = _batch(m)
-        link = Link((_ROWS, _WIDTH), torch.float64)
+        stage = _Counted(partition_model(layers(), dist.get_world_size(), rank))
+        inputs, targets = batch(m)
         microbatches, parts = inputs.chunk(m), targets.chunk(m)
         weights = {name: p.detach() for name, p in stage.stage.named_parameters()}
         for parameter in stage.parameters():
@@ -189,10 +194,9 @@ def _step_on_rank(rank: int, fn: Callable[..., Any], sizes: Sequence[int]) -> li
             received_activations(rank - 1, stage.note),
             unchanged(microbatches=microbatches, targets=parts, stage=weights),
         ):
-            fn(stage, microbatches, parts, LopsidedLoss(), link)
+            fn(stage, microbatches, parts, LopsidedLoss(), microbatch_link())
         gradients = {name: _added(p) for name, p in stage.stage.named_parameters()}
-        places = stage.most_bytes // (_ROWS * _WIDTH * torch.float64.itemsize)
-        results.append(_Stepped(gradients, stage.order, places))
+        results.append(_Stepped(gradients, stage.order, stage.places))
     return results
 
 
@@ -201,68 +205,15 @@ def _added(parameter: Tensor) -> Tensor | None:
     return None if gradient is None or bool((gradient == _BEFORE).all()) else gradient - _BEFORE
 
 
-@contextmanager
-def received_activations(source: int, note: Callable[[Tensor], None]) -> Iterator[None]:
-    """Call ``note`` with each tensor into which a message of rank ``source`` is received in the block."""
-    recv = dist.ProcessGroup.recv
-
-    def noted(self: Any, tensors: list[Tensor], peer: int, *args: Any, **kwargs: Any) -> Any:
-        if peer == source:
-            for tensor in tensors:
-                note(tensor)
-        return recv(self, tensors, peer, *args, **kwargs)
-
-    with patch.object(dist.ProcessGroup, "recv", noted):
-        yield
-
-
-def _layers() -> nn.Sequential:
-    torch.manual_seed(0)
-    blocks = (
-        nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh(), nn.Linear(_WIDTH, _WIDTH)).double() for _ in range(_LAYERS)
-    )
-    return nn.Sequential(*blocks)
-
-
-def _batch(m: int) -> tuple[Tensor, Tensor]:
-    seeded = torch.Generator().manual_seed(m)
-    inputs, targets = torch.randn(2, m * _ROWS, _WIDTH, dtype=torch.float64, generator=seeded)
-    return inputs, targets
-
-
-def _one_process(m: int) -> dict[str, Tensor]:
-    model, (inputs, targets) = _layers(), _batch(m)
-    LopsidedLoss()(model(inputs), targets).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def _judge_gradients(where: str, m: int, ranks: Sequence[_Stepped]) -> None:
-    expected, wrong = _one_process(m), {}
-    for rank, stepped in enumerate(ranks):
-        for name, gradient in stepped.gradients.items():
-            if gradient is None:
-                cause = "Backward has to run for every microbatch, from the `y` that still has its graph."
-                raise Mistake(f"{where}, `{name}` on rank {rank} has no gradient.", cause)
-            if not _same(gradient, expected[name]):
-                wrong[rank, name] = gradient
-    if not wrong:
-        return
-    table = "\n".join(
-        f"rank {rank}: {', '.join(name for r, name in wrong if r == rank) or 'none'}" for rank in range(len(ranks))
-    )
-    symptom = f"{where}, {len(wrong)} of {len(expected)} gradients differ from those of one process."
-    raise Mistake(symptom, _why_wrong(wrong, expected, m, len(ranks)), f"These differ:\n{table}")
-
-
-def _why_wrong(wrong: dict[tuple[int, str], Tensor], expected: dict[str, Tensor], m: int, p: int) -> str:
+def _why_wrong(wrong: Wrong, expected: dict[str, Tensor], m: int, p: int) -> str:
     if len(wrong) == len(expected):
-        if all(_same(gradient + _BEFORE, expected[name]) for (_, name), gradient in wrong.items()):
+        if all(same(gradient + _BEFORE, expected[name]) for (_, name), gradient in wrong.items()):
             return "What `.grad` held before the step is gone: add to it, as `backward` does, and clear nothing."
         for factor, how in ((m, "large"), (1 / m, "small")):
-            if all(_same(gradient, factor * expected[name]) for (_, name), gradient in wrong.items()):
+            if all(same(gradient, factor * expected[name]) for (_, name), gradient in wrong.items()):
                 return f"Each is m times too {how}. `recv_gradient` gives the 1/m on the last rank, once."
     powers = [m**-k for k in range(1, p)] if m > 1 else []
-    if all(any(_same(gradient, power * expected[name]) for power in powers) for (_, name), gradient in wrong.items()):
+    if all(any(same(gradient, power * expected[name]) for power in powers) for (_, name), gradient in wrong.items()):
         return "1/m enters on more than one rank; the chain rule already carries it from the last one."
     if all(rank > 0 and name.endswith(".0.weight") for rank, name in wrong):
         return (
@@ -275,10 +226,6 @@ def _why_wrong(wrong: dict[tuple[int, str], Tensor], expected: dict[str, Tensor]
             "in flight. Which one does your backward take?"
         )
     return "Look at which microbatch each backward belongs to, and at what it starts from."
-
-
-def _same(found: Tensor, expected: Tensor) -> bool:
-    return float((found - expected).abs().max()) <= _TOLERANCE * float(expected.abs().max())
 
 
 def _judge_orders(where: str, m: int, ranks: Sequence[_Stepped]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,20 @@ from course_pp.exercises.exercise import Mistake, Stopped
 from course_pp.exercises.expect import close, expect_number
 from course_pp.exercises.hangs import explained
 from course_pp.exercises.in_process import unchanged
+from course_pp.exercises.judging_steps import (
+    MICROBATCHES,
+    TOLERANCE,
+    InputsWatched,
+    Wrong,
+    batch,
+    judge_gradients,
+    layers,
+    microbatch_link,
+    one_process,
+    received_activations,
+    same,
+)
 from course_pp.exercises.lopsided import LopsidedLoss
-from course_pp.exercises.one_f_one_b_steps import received_activations
 from course_pp.runtime import Link, forward_stage, partition_model, recv_gradient, send_activation, send_gradient
 
 __all__ = ["PATIENTS", "grade_healed_split_step", "gradient_norm", "healed_split_step"]
@@ -77,11 +89,6 @@ def healed_split_step(
     return gradient_norm(stage)
 
 
-_ROWS, _WIDTH, _LAYERS = 3, 4, 4
-_MICROBATCHES = {4: (8, 2), 3: (5,), 2: (1, 3)}
-_TOLERANCE = 1e-9
-
-
 class _Stepped(NamedTuple):
     """What a step left on one rank.
 
@@ -100,7 +107,7 @@ class _Stepped(NamedTuple):
 
 def grade_healed_split_step(answer: Answer) -> None:
     """Ask for gradients and norm equal to one process's, for W's that wait, and for no more memory than 1F1B's."""
-    for p, sizes in _MICROBATCHES.items():
+    for p, sizes in MICROBATCHES.items():
         try:
             ranks = answer.on_ranks(p, _step_on_rank, sizes)
         except Stopped as stopped:
@@ -110,8 +117,10 @@ def grade_healed_split_step(answer: Answer) -> None:
         for index, m in enumerate(sizes):
             stepped = [rank[index] for rank in ranks]
             where = f"On {p} ranks with {m} microbatch{'es' * (m > 1)}"
-            expected = _one_process(m)
-            _judge_gradients(where, m, stepped, expected)
+            expected = one_process(m)
+            missing = "`torch.autograd.grad` returns gradients and adds none: W has to put them into `.grad`."
+            why = partial(_why_wrong, expected=expected, m=m, p=p)
+            judge_gradients(where, [step.gradients for step in stepped], expected, missing, why)
             _judge_norm(where, stepped, expected)
             _judge_order(where, m, stepped)
 
@@ -122,18 +131,12 @@ _OUT_OF_SLOTS = (
 )
 
 
-class _Watched(nn.Module):
+class _Watched(InputsWatched):
     """A stage that notes the memory of its inputs, and whether weight gradients come early."""
 
     def __init__(self, stage: nn.Module, n_ranks: int) -> None:
-        super().__init__()
-        self.stage, self._size, self.forwards, self.early, self.most_bytes = stage, n_ranks, 0, False, 0
-        # A storage keeps its Python object for as long as it lives.
-        self._storages: WeakSet[torch.UntypedStorage] = WeakSet()
-
-    def note(self, received: Tensor) -> None:
-        self._storages.add(received.untyped_storage())
-        self.most_bytes = max(self.most_bytes, sum(storage.nbytes() for storage in self._storages))
+        super().__init__(stage)
+        self._size, self.forwards, self.early = n_ranks, 0, False
 
     def forward(self, x: Tensor) -> Tensor:
         self.note(x)
@@ -147,66 +150,27 @@ class _Watched(nn.Module):
 def _step_on_rank(rank: int, fn: Callable[..., Any], sizes: Sequence[int]) -> list[_Stepped]:
     results = []
     for m in sizes:
-        stage = _Watched(partition_model(_layers(), dist.get_world_size(), rank), dist.get_world_size())
-        inputs, targets = _batch(m)
+        stage = _Watched(partition_model(layers(), dist.get_world_size(), rank), dist.get_world_size())
+        inputs, targets = batch(m)
         microbatches, parts = inputs.chunk(m), targets.chunk(m)
         weights = {name: p.detach() for name, p in stage.stage.named_parameters()}
         with (
             received_activations(rank - 1, stage.note),
             unchanged(microbatches=microbatches, targets=parts, stage=weights),
         ):
-            norm = fn(stage, microbatches, parts, LopsidedLoss(), Link((_ROWS, _WIDTH), torch.float64))
+            norm = fn(stage, microbatches, parts, LopsidedLoss(), microbatch_link())
         gradients = {name: p.grad for name, p in stage.stage.named_parameters()}
         norm = norm.detach() if isinstance(norm, Tensor) else norm
-        places = stage.most_bytes // (_ROWS * _WIDTH * torch.float64.itemsize)
-        results.append(_Stepped(gradients, norm, stage.early, places))
+        results.append(_Stepped(gradients, norm, stage.early, stage.places))
     return results
 
 
-def _layers() -> nn.Sequential:
-    torch.manual_seed(0)
-    blocks = (
-        nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh(), nn.Linear(_WIDTH, _WIDTH)).double() for _ in range(_LAYERS)
-    )
-    return nn.Sequential(*blocks)
-
-
-def _batch(m: int) -> tuple[Tensor, Tensor]:
-    seeded = torch.Generator().manual_seed(m)
-    inputs, targets = torch.randn(2, m * _ROWS, _WIDTH, dtype=torch.float64, generator=seeded)
-    return inputs, targets
-
-
-def _one_process(m: int) -> dict[str, Tensor]:
-    model, (inputs, targets) = _layers(), _batch(m)
-    LopsidedLoss()(model(inputs), targets).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def _judge_gradients(where: str, m: int, ranks: Sequence[_Stepped], expected: dict[str, Tensor]) -> None:
-    wrong = {}
-    for rank, stepped in enumerate(ranks):
-        for name, gradient in stepped.gradients.items():
-            if gradient is None:
-                cause = "`torch.autograd.grad` returns gradients and adds none: W has to put them into `.grad`."
-                raise Mistake(f"{where}, `{name}` on rank {rank} has no gradient.", cause)
-            if not _same(gradient, expected[name]):
-                wrong[rank, name] = gradient
-    if not wrong:
-        return
-    table = "\n".join(
-        f"rank {rank}: {', '.join(name for r, name in wrong if r == rank) or 'none'}" for rank in range(len(ranks))
-    )
-    symptom = f"{where}, {len(wrong)} of {len(expected)} gradients differ from those of one process."
-    raise Mistake(symptom, _why_wrong(wrong, expected, m, len(ranks)), f"These differ:\n{table}")
-
-
-def _why_wrong(wrong: dict[tuple[int, str], Tensor], expected: dict[str, Tensor], m: int, p: int) -> str:
+def _why_wrong(wrong: Wrong, expected: dict[str, Tensor], m: int, p: int) -> str:
     for factor, how in (
         (m, "m times too large: `recv_gradient` gives the 1/m on the last rank"),
         (2, "twice too large: I and W both add to them"),
     ):
-        if m > 1 and all(_same(gradient, factor * expected[name]) for (_, name), gradient in wrong.items()):
+        if m > 1 and all(same(gradient, factor * expected[name]) for (_, name), gradient in wrong.items()):
             return f"Each that differs is {how}."
     if all(rank > 0 and name.endswith(".0.weight") for rank, name in wrong):
         return (
@@ -221,15 +185,11 @@ def _why_wrong(wrong: dict[tuple[int, str], Tensor], expected: dict[str, Tensor]
     return "Does every microbatch have its W, once, from its own `y` and `dy`?"
 
 
-def _same(found: Tensor, expected: Tensor) -> bool:
-    return float((found - expected).abs().max()) <= _TOLERANCE * float(expected.abs().max())
-
-
 def _judge_norm(where: str, ranks: Sequence[_Stepped], expected: dict[str, Tensor]) -> None:
     norm = float(sum(gradient.square().sum() for gradient in expected.values()) ** 0.5)
     for rank, stepped in enumerate(ranks):
         found = expect_number(stepped.norm, f"healed_split_step(…) on rank {rank}")
-        if not close(found, norm, _TOLERANCE):
+        if not close(found, norm, TOLERANCE):
             symptom = f"{where} the gradients are right, but the norm on rank {rank} is {found:.6g} and not {norm:.6g}."
             raise Mistake(symptom, "It is of all gradients: take it after the last W.")
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from course_pp.exercises.judging_steps import batch, layers, one_process
 from course_pp.exercises.lopsided import LopsidedLoss
 from course_pp.exercises.one_f_one_b import choose, held_with_latency, order_1f1b, with_room
-from course_pp.exercises.one_f_one_b_steps import PATIENTS, _batch, _layers, _one_process
+from course_pp.exercises.one_f_one_b_steps import PATIENTS
 from course_pp.launch import on_ranks
 from course_pp.runtime import (
     Link,
@@ -329,12 +330,12 @@ def test_the_patient_is_healed_by_fresh_memory_too_but_not_by_another_order() ->
 
 def spoilt(rank: int, name: str, m: int) -> list[str]:
     """Parameters of this rank whose gradient is not that of one process, after a step in which ranks begin late."""
-    stage, (inputs, targets) = partition_model(_layers(), dist.get_world_size(), rank), _batch(m)
+    stage, (inputs, targets) = partition_model(layers(), dist.get_world_size(), rank), batch(m)
     dist.barrier()
     time.sleep(0.1 * rank)
     link = Link((len(inputs) // m, inputs.shape[1]), torch.float64)
     PATIENTS[name](stage, inputs.chunk(m), targets.chunk(m), LopsidedLoss(), link)
-    right = _one_process(m)
+    right = one_process(m)
     healthy = [n for n, p in stage.named_parameters() if p.grad is not None and torch.allclose(p.grad, right[n])]
     return [n for n, _ in stage.named_parameters() if n not in healthy]
 
