@@ -57,6 +57,24 @@ def test_losses_gradients_and_random_numbers_are_those_without_checkpointing(mod
     assert torch.equal(drawn, expected_drawn)
 
 
+def buffers_and_gradients(mode: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Of two microbatches under statistics that every forward changes, and a weight divided by one of them."""
+    torch.manual_seed(0)
+    norm = nn.utils.parametrizations.spectral_norm
+    model = nn.Sequential(*(nn.Sequential(norm(nn.Linear(4, 4)), nn.BatchNorm1d(4), nn.ReLU()) for _ in range(2)))
+    apply_ac(model.double(), mode)
+    losses = [model(part).pow(3).sum() for part in torch.linspace(-1, 1, 24, dtype=torch.float64).view(2, 3, 4)]
+    for loss in losses:
+        loss.backward()
+    return list(model.buffers()), [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def test_buffers_that_a_forward_changes_are_changed_once() -> None:
+    (expected, gradients), (buffers, found) = buffers_and_gradients("none"), buffers_and_gradients("full")
+    assert all(torch.equal(a, b) for a, b in zip(buffers, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(found, gradients, strict=True))
+
+
 def kept_bytes(mode: str, n_layers: int) -> int:
     """Bytes of the distinct tensors that forward keeps for backward, parameters left out."""
     model = Transformer(replace(CONFIG, n_layers=n_layers))
