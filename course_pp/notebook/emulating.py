@@ -7,15 +7,19 @@ picture. Where nothing fits, the simulated timeline is shown instead, and says s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial, reduce
+from operator import or_
 from typing import TYPE_CHECKING, Any
 
 from course_pp.arguments import checked, fits, refuse_unless, spelled
 from course_pp.launch import on_ranks
-from course_pp.schedule import Costs, Receive, Schedule, Span, Timeline
+from course_pp.schedule import Costs, Ledger, Receive, Schedule, Span, Timeline, Versions
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from course_pp.runtime import EmulatedCluster, EmulatedLink, RankMemory
     from course_pp.runtime.emulation import EmulatedTimeline
@@ -27,6 +31,8 @@ _FIRST_UNIT_S = 0.008
 # The unit is this many times the longest real work seen: ranks that share a core take turns of several milliseconds.
 _MARGIN = 2.0
 _LONGEST_RUN_S = 8.0
+# Of a forward, where stages update their own weights: not 0, or every real update would overrun.
+_UPDATE = 0.25
 
 
 @checked
@@ -39,12 +45,14 @@ class EmulatedRun(Timeline):
         losses: each microbatch's share of the loss.
         unit_s: seconds that one unit lasted.
         emulated: False if this machine was too busy, and the times are the simulator's.
+        ledger: which version of its weights each action used; None for a schedule that flushes.
     """
 
     memory: tuple[RankMemory, ...] = ()
     losses: tuple[float, ...] = ()
     unit_s: float = 1.0
     emulated: bool = True
+    ledger: Ledger | None = None
 
     @property
     def how(self) -> str:
@@ -61,6 +69,8 @@ def emulate(
     inputs: Tensor | None = None,
     targets: Tensor | None = None,
     recompute: bool = False,
+    versions: Versions | None = None,
+    optimizer: Callable[..., Optimizer] | None = None,
 ) -> EmulatedRun:
     """Run one step of ``schedule`` on as many real ranks, at the pace of ``cluster``.
 
@@ -72,9 +82,12 @@ def emulate(
         inputs: the batch; unless given, 16 rows a microbatch.
         targets: likewise; the loss is the mean squared error.
         recompute: keep each microbatch's input only.
+        versions: for a schedule whose stages update their own weights (``U``): by which rule, as
+            :class:`course_pp.runtime.Pipeline` takes it.
+        optimizer: for the same: makes a stage's from its parameters; unless given, SGD with a learning rate of 0.01.
 
     Raises:
-        ValueError: for a schedule that the cluster or the runtime cannot run.
+        ValueError: for a schedule that the cluster or the runtime cannot run, or an optimizer without versions.
     """
     from torch import Tensor, nn
 
@@ -85,19 +98,24 @@ def emulate(
         ("model", model, nn.Sequential | None),
         ("inputs", inputs, Tensor | None),
         ("targets", targets, Tensor | None),
+        ("optimizer", optimizer, Callable | None),
     ):
         refuse_unless(fits(value, kind), "emulate", name, value, f"pass {spelled(kind, True)}, or leave it out")
+    if optimizer is not None and versions is None:
+        raise ValueError(f"optimizer is {optimizer!r}, but versions is None: give a rule, or leave the optimizer out")
     if cluster is None:
-        cluster = Costs()
+        cluster = Costs(update=_UPDATE) if versions is not None else Costs()
     if isinstance(cluster, Costs):
         cluster = EmulatedCluster(cluster)
     predicted = cluster.predict(schedule)
-    step = _Step(schedule, model, inputs, targets, recompute)
+    step = _Step(schedule, model, inputs, targets, recompute, versions, optimizer)
     unit_s = _FIRST_UNIT_S
     for _ in range(_TRIES):
-        run, memory, losses = on_ranks(schedule.n_ranks, step, _in_seconds(cluster, unit_s))[0]
+        by_rank = on_ranks(schedule.n_ranks, step, _in_seconds(cluster, unit_s))
+        run, memory, losses, _ = by_rank[0]
+        used = None if versions is None else reduce(or_, (ledger for *_, ledger in by_rank))
         if not run.trouble:
-            return _in_units(run, unit_s, memory, losses)
+            return replace(_in_units(run, unit_s, memory, losses), ledger=used)
         unit_s = max(1.5 * unit_s, _MARGIN * _longest_work(run, predicted))
         if unit_s * float(predicted.makespan) > _LONGEST_RUN_S:
             break
@@ -113,6 +131,7 @@ def emulate(
         kept,
         losses,
         emulated=False,
+        ledger=used,
     )
 
 
@@ -125,11 +144,13 @@ class _Step:
     inputs: Tensor | None
     targets: Tensor | None
     recompute: bool
+    versions: Versions | None
+    optimizer: Callable[..., Optimizer] | None
 
-    def __call__(self, rank: int, cluster: EmulatedCluster) -> tuple[Any, Any, tuple[float, ...]]:
+    def __call__(self, rank: int, cluster: EmulatedCluster) -> tuple[Any, Any, tuple[float, ...], Ledger | None]:
         import torch
 
-        from course_pp.runtime import Recorder, partition_model, run_step
+        from course_pp.runtime import Pipeline, Recorder, partition_model
 
         schedule, recorder = self.schedule, Recorder(memory=True)
         model = _blocks(schedule.n_stages) if self.model is None else self.model
@@ -141,17 +162,29 @@ class _Step:
             for stage, ranks in enumerate(schedule.placement)
             if rank in ranks
         }
-        losses, run = run_step(
+        pipeline = Pipeline(
             schedule,
             stages,
-            inputs,
-            targets,
             torch.nn.functional.mse_loss,
             recorder=recorder,
             cluster=cluster,
             recompute=self.recompute,
+            optimizers=None if self.versions is None else self._optimizers(stages),
+            versions=self.versions,
         )
-        return run, recorder.memory(), losses
+        losses = pipeline.step(inputs, targets)
+        ledger = None if self.versions is None else pipeline.ledger
+        return recorder.timeline(name=schedule.name), recorder.memory(), losses, ledger
+
+    def _optimizers(self, stages: dict[int, nn.Sequential]) -> dict[int, Optimizer]:
+        import torch
+
+        make = partial(torch.optim.SGD, lr=0.01) if self.optimizer is None else self.optimizer
+        # The first step in a process takes many times as long as the second, and no update has so much time.
+        unused = torch.nn.Parameter(torch.zeros(1))
+        unused.grad = torch.zeros(1)
+        make([unused]).step()
+        return {number: make(stage.parameters()) for number, stage in stages.items()}
 
 
 def _blocks(n: int) -> nn.Sequential:

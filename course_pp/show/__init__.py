@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from course_pp.show.timelines import timeline
     from course_pp.show.trace import to_trace
     from course_pp.show.travelling import microbatches
+    from course_pp.show.version_rows import versions
     from course_pp.show.waiting import waits
 
 _HOMES = {
@@ -75,6 +76,7 @@ _HOMES = {
     "timeline": "timelines",
     "timeline_text": "text",
     "to_trace": "trace",
+    "versions": "version_rows",
     "waits": "waiting",
 }
 
@@ -108,6 +110,7 @@ __all__ = [
     "timeline",
     "timeline_text",
     "to_trace",
+    "versions",
     "waits",
 ]
 

@@ -14,6 +14,7 @@ from matplotlib.backends.backend_agg import RendererAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.font_manager import FontProperties
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path
 from matplotlib.textpath import TextPath
@@ -310,7 +311,7 @@ def draw_key(axes: Axes, kinds: Collection[str], has_idle: bool, n_chunks: int =
         add_legend(axes, handles)
 
 
-def add_legend(axes: Axes, handles: Sequence[Patch]) -> None:
+def add_legend(axes: Axes, handles: Sequence[Patch | Line2D]) -> None:
     """A legend in one line, on the right of the axis label."""
     _, height = chart.size_in_inches(axes)
     axes.legend(

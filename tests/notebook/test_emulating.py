@@ -11,7 +11,7 @@ from torch import nn
 from course_pp.notebook import emulate, emulating
 from course_pp.runtime import EmulatedCluster, EmulatedLink
 from course_pp.runtime.emulation import EmulatedTimeline, Overrun
-from course_pp.schedule import Costs, Timeline, build, simulate
+from course_pp.schedule import Costs, Timeline, build, ledger, simulate
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_the_unit_grows_until_the_work_fits(monkeypatch: pytest.MonkeyPatch) -> 
         late = tuple(Overrun(span.rank, span.action, 0.02) for span in chosen.spans if span.duration < 0.02)
         tried.append(float(cluster.costs.forward))  # type: ignore[arg-type]
         apart = tuple(replace(span, start=100 * i, end=100 * i + 0.02) for i, span in enumerate(spans))
-        return [(EmulatedTimeline(2, chosen.spans, "s", wall=Timeline(2, apart, "s"), overruns=late), (), (1.0,))]
+        return [(EmulatedTimeline(2, chosen.spans, "s", wall=Timeline(2, apart, "s"), overruns=late), (), (1.0,), None)]
 
     monkeypatch.setattr(emulating, "on_ranks", fake)
     run = emulate(schedule)
@@ -92,3 +92,29 @@ def test_a_model_and_a_batch_of_ones_own_are_cut_over_the_ranks() -> None:
 def test_a_schedule_that_the_cluster_cannot_run_is_refused_before_ranks_start() -> None:
     with pytest.raises(ValueError, match="3 values for 2 stages"):
         emulate(build("1f1b", 2, 4), Costs(forward=[1, 2, 3]))
+
+
+@pytest.mark.usefixtures("patient")
+def test_stages_that_update_themselves_say_which_versions_they_used() -> None:
+    schedule = build("pipedream", 2, 4)
+    run = emulate(schedule, versions="stash")
+    assert run.ledger == ledger(schedule, "stash")
+    assert float(run.makespan) == pytest.approx(5 * 3 + 4 * 0.25, rel=0.006)
+    assert [bool(kept.peaks["version"]) for kept in run.memory] == [True, False]
+
+
+def test_the_optimizer_is_the_callers_and_has_no_place_without_versions() -> None:
+    schedule = build("pipedream", 2, 4)
+    slow, quick = (emulate(schedule, versions="stash", optimizer=sgd).losses for sgd in (still, hasty))
+    assert slow[0] == quick[0]
+    assert slow[3] != quick[3]
+    with pytest.raises(ValueError, match="versions is None: give a rule"):
+        emulate(schedule, optimizer=still)
+
+
+def still(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-6)
+
+
+def hasty(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)

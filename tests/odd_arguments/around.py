@@ -51,7 +51,8 @@ def exercise_rows(folder: Path) -> Rows:
 
 def notebook_rows(folder: Path) -> Rows:
     return {
-        "EmulatedRun": SCHEDULE["Timeline"] | {"memory": (), "losses": (), "unit_s": 1.0, "emulated": True},
+        "EmulatedRun": SCHEDULE["Timeline"]
+        | {"memory": (), "losses": (), "unit_s": 1.0, "emulated": True, "ledger": None},
         "ScratchFolder": {"prefix": "own", "beside": folder},
         "compare_gradients": {"schedules": [ONE]},
         "emulate": {
@@ -61,6 +62,8 @@ def notebook_rows(folder: Path) -> Rows:
             "inputs": None,
             "targets": None,
             "recompute": False,
+            "versions": None,
+            "optimizer": None,
         },
         "reveal": {"what": "own", "guess": 1, "measured": 1, "unit": "", "how": "measured"},
     }

@@ -5,13 +5,14 @@ from dataclasses import fields
 from types import SimpleNamespace
 
 from course_pp.model import ModelConfig, Transformer
-from course_pp.schedule import Action, Costs, LayerCost, PlannedStage, Product, Span, Use, build, fit, simulate
+from course_pp.schedule import Action, Costs, LayerCost, PlannedStage, Product, Span, Use, build, fit, ledger, simulate
 from course_pp.schedule.schedule import looped
 from course_pp.show.explorer import Settings
 from tests.odd_arguments.rows import Fresh, Rows
 
 S = build("1f1b", 2, 4)
 TL = simulate(S)
+ASYNC = simulate(build("pipedream", 1, 1))
 FIT = fit(TL)
 CONFIG = ModelConfig(dim=8, n_layers=4, n_heads=2, vocab_size=11)
 F0, B0 = Action(0, "F", 0), Action(0, "B", 1)
@@ -145,6 +146,7 @@ SHOW: Rows = {
     "timeline": {"tl": TL, "title": None},
     "timeline_text": {"tl": TL, "width": 80, "colour": False},
     "to_trace": {"tl": TL, "name": "own"},
+    "versions": {"tl": ASYNC, "ledger": ledger(build("pipedream", 1, 1), "stash"), "title": None},
     "waits": {"waits": [SimpleNamespace(rank=0, operation="recv", peers=(1,))]},
 }
 
