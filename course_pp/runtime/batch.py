@@ -68,7 +68,7 @@ def loss_shares(
         total: Any = sum(loss.count(target) for target in targets)
         if loss is not loss_fn and not total:
             raise ValueError(f"targets has no samples in any of {len(targets)} microbatches: give at least one")
-        divisor = total.clamp(min=1) if isinstance(total, Tensor) else max(total, 1)
+        divisor = total.clamp(min=1) if isinstance(total, Tensor) else float(max(total, 1))
     return partial(_share, loss, targets, divisor)
 
 

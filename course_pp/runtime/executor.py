@@ -1,8 +1,9 @@
 """The actions of one rank, one after another: receive, compute, send."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from course_pp.runtime.emulation import Emulator
 from course_pp.runtime.mailbox import Mailbox
 from course_pp.runtime.payload import map_tensors
-from course_pp.runtime.plan import Content, Plan
+from course_pp.runtime.plan import Content, Message, Plan, Step
 from course_pp.runtime.recorder import Recorder
 from course_pp.runtime.rng import get_random_state, set_random_state
 from course_pp.runtime.stage import Stage
@@ -44,8 +45,14 @@ class Batch:
     shares: dict[int, Tensor] = field(default_factory=dict)
 
 
+_Call = Callable[[Batch], None]
+"""Part of an action, with all but the batch worked out."""
+
+
 class Executor:
     """Does the actions of a plan.
+
+    What a step does is worked out once, as a flat list of calls for each action: a step only makes the calls.
 
     Attributes:
         trains: whether there is anything but forwards.
@@ -64,79 +71,113 @@ class Executor:
         weights: Mapping[int, VersionedStage] | None = None,
     ) -> None:
         self.current: Action | Overlap | str | None = None
-        self._plan, self._stages, self._mailbox = plan, stages, mailbox
+        self._schedule, self._stages, self._mailbox = schedule, stages, mailbox
         self._weights = {} if weights is None else weights
-        self._mates = {
-            part: round_of(part.microbatch, len(schedule.placement[part.stage]), schedule.n_microbatches)
-            for part in schedule.parts
-            if part.kind == "U"
-        }
         self._recorder, self._device, self._emulator = recorder, device, emulator
         self._last = schedule.n_stages - 1
         self.trains = any(part.kind != "F" for part in schedule.parts)
         self._split = {(part.stage, part.microbatch) for part in schedule.parts if part.kind == "I"}
         self._leaving = {message.content for row in plan.outgoing.values() for message in row}
-        self._do = {
+        self._turns = [(step.action, self._calls_of(step)) for step in plan.steps]
+
+    def run(self, batch: Batch) -> None:
+        """Do every action of this rank; afterwards ``batch.shares`` has the losses computed here."""
+        if self._emulator is not None:
+            self._emulator.begin()
+        for action, calls in self._turns:
+            self.current = action
+            for call in calls:
+                call(batch)
+        self.current = "the end of the step"
+        if self._emulator is not None and self._recorder is not None:
+            self._recorder.add_emulated(self._emulator.done, self._emulator.received)
+
+    def _calls_of(self, step: Step) -> tuple[_Call, ...]:
+        """All that an action takes, in order: receive, free what has arrived elsewhere, compute, send."""
+        calls = [self._receive(message) for message in step.receives]
+        if step.arrived:
+            calls.append(lambda _: self._mailbox.arrived(step.arrived))
+        write = {
             "F": self._forward,
             "B": self._backward,
             "I": self._backward_input,
             "W": self._backward_weight,
             "U": self._update,
         }
+        calls += self._timed(step.action, [write[part.kind](part) for part in step.action.parts])
+        for number, message in enumerate(step.sends, 1):
+            calls.append(self._send(message, any(other.content == message.content for other in step.sends[number:])))
+        return tuple(calls)
 
-    def run(self, batch: Batch) -> None:
-        """Do every action of this rank; afterwards ``batch.shares`` has the losses computed here."""
-        products, mailbox, emulator = batch.products, self._mailbox, self._emulator
+    def _timed(self, action: Action | Overlap, work: list[_Call]) -> list[_Call]:
+        """``work``, on the clock of the emulated cluster or the recorder, if there is one."""
+        span: Callable[..., AbstractContextManager[None]]
+        if self._emulator is not None:
+            span = self._emulator.action
+        elif self._recorder is not None:
+            span = self._recorder.span
+        else:
+            return work
+
+        def timed(batch: Batch) -> None:
+            with span(action):
+                for call in work:
+                    call(batch)
+
+        return [timed]
+
+    def _receive(self, message: Message) -> _Call:
+        content, mailbox, emulator, recorder = message.content, self._mailbox, self._emulator, self._recorder
         if emulator is not None:
-            emulator.begin()
-        for step in self._plan.steps:
-            self.current = step.action
-            for message in step.receives:
-                with self._receiving(message.content):
-                    products[message.content] = mailbox.take(message)
-                if emulator is not None:
-                    products[message.content] = emulator.opened(message, products[message.content])
-            mailbox.arrived(step.arrived)
-            with self._span(step.action):
-                for part in step.action.parts:
-                    self._do[part.kind](part, batch)
-            for number, message in enumerate(step.sends, 1):
-                # Bound to no name here, which would keep an output alive until the next is sent.
-                more = any(other.content == message.content for other in step.sends[number:])
-                take = products.__getitem__ if more else products.pop
-                mailbox.send(message, self._stamped(take(message.content)))
-        self.current = "the end of the step"
-        if emulator is not None and self._recorder is not None:
-            self._recorder.add_emulated(emulator.done, emulator.received)
 
-    def _stamped(self, value: Any) -> Any:
-        return value if self._emulator is None else self._emulator.stamped(value)
+            def receive_stamped(batch: Batch) -> None:
+                batch.products[content] = emulator.opened(message, mailbox.take(message))
 
-    def _forward(self, action: Action, batch: Batch) -> None:
+            return receive_stamped
+        if recorder is not None and not isinstance(content, str):
+
+            def receive_recorded(batch: Batch) -> None:
+                with recorder.receiving(content):
+                    batch.products[content] = mailbox.take(message)
+
+            return receive_recorded
+
+        def receive(batch: Batch) -> None:
+            batch.products[content] = mailbox.take(message)
+
+        return receive
+
+    def _send(self, message: Message, is_needed_again: bool) -> _Call:
+        content, mailbox, emulator = message.content, self._mailbox, self._emulator
+
+        def send(batch: Batch) -> None:
+            # Bound to no name here, which would keep an output alive until the next is sent.
+            take = batch.products.__getitem__ if is_needed_again else batch.products.pop
+            mailbox.send(message, take(content) if emulator is None else emulator.stamped(take(content)))
+
+        return send
+
+    def _forward(self, action: Action) -> _Call:
         stage, microbatch = action.stage, action.microbatch
-        value = (
-            batch.inputs[microbatch] if stage == 0 else batch.products.pop(Product("activation", stage - 1, microbatch))
-        )
-        value = self._with_its_random_state(stage, value, None if batch.seeds is None else batch.seeds[microbatch])
-        loss = None
-        if stage == self._last and batch.loss is not None:
-            share_of = batch.loss
-            loss = lambda output: share_of(microbatch, output)  # noqa: E731
-        worker = self._stages[stage]
-        output = (
-            worker.forward(microbatch, value, loss, (stage, microbatch) in self._split)
-            if self.trains
-            else worker.evaluate(value, loss)
-        )
-        if stage == self._last:
-            batch.shares[microbatch] = output.detach()
-            return
-        product = Product("activation", stage, microbatch)
-        if product not in self._leaving:
-            output = map_tensors(_as_if_received, output)
-        if batch.seeds is not None:
-            output = {"output": output, _RANDOM_STATE: get_random_state(self._device)}
-        batch.products[product] = output
+        worker, trains, split = self._stages[stage], self.trains, (stage, microbatch) in self._split
+        before, product = Product("activation", stage - 1, microbatch), Product("activation", stage, microbatch)
+        is_last, leaves = stage == self._last, product in self._leaving
+
+        def forward(batch: Batch) -> None:
+            value = batch.products.pop(before) if stage else batch.inputs[microbatch]
+            value = self._with_its_random_state(stage, value, None if batch.seeds is None else batch.seeds[microbatch])
+            loss = partial(batch.loss, microbatch) if is_last and batch.loss is not None else None
+            output = worker.forward(microbatch, value, loss, split) if trains else worker.evaluate(value, loss)
+            if is_last:
+                batch.shares[microbatch] = output.detach()
+                return
+            if not leaves:
+                output = map_tensors(_as_if_received, output)
+            if batch.seeds is not None:
+                output = {"output": output, _RANDOM_STATE: get_random_state(self._device)}
+            batch.products[product] = output
+
+        return forward
 
     def _with_its_random_state(self, stage: int, value: Any, seed: int | None) -> Any:
         if stage == 0:
@@ -151,43 +192,53 @@ class Executor:
         set_random_state(value[_RANDOM_STATE], self._device)
         return value["output"]
 
-    def _backward(self, action: Action, batch: Batch) -> None:
-        self._backward_input(action, batch)
-        self._backward_weight(action, batch)
+    def _backward(self, action: Action) -> _Call:
+        of_input, of_weights = self._backward_input(action), self._backward_weight(action)
 
-    def _backward_input(self, action: Action, batch: Batch) -> None:
+        def backward(batch: Batch) -> None:
+            of_input(batch)
+            of_weights(batch)
+
+        return backward
+
+    def _backward_input(self, action: Action) -> _Call:
         stage, microbatch = action.stage, action.microbatch
-        gradients = None if stage == self._last else batch.products.pop(Product("gradient", stage + 1, microbatch))
-        of_input = self._stages[stage].backward_input(microbatch, gradients)
-        if stage > 0:
-            batch.products[Product("gradient", stage, microbatch)] = of_input
+        worker, is_last = self._stages[stage], stage == self._last
+        after, product = Product("gradient", stage + 1, microbatch), Product("gradient", stage, microbatch)
 
-    def _backward_weight(self, action: Action, batch: Batch) -> None:
-        self._stages[action.stage].backward_weight(action.microbatch)
-        product = Product("weight gradient", action.stage, action.microbatch)
-        if product in self._leaving:
-            weights = self._weights.get(action.stage)
-            batch.products[product] = [] if weights is None else weights.gradients
+        def backward_input(batch: Batch) -> None:
+            of_input = worker.backward_input(microbatch, None if is_last else batch.products.pop(after))
+            if stage:
+                batch.products[product] = of_input
 
-    def _update(self, action: Action, batch: Batch) -> None:
+        return backward_input
+
+    def _backward_weight(self, action: Action) -> _Call:
+        microbatch, worker, weights = action.microbatch, self._stages[action.stage], self._weights.get(action.stage)
+        product = Product("weight gradient", action.stage, microbatch)
+        leaves = product in self._leaving
+
+        def backward_weight(batch: Batch) -> None:
+            worker.backward_weight(microbatch)
+            if leaves:
+                batch.products[product] = [] if weights is None else weights.gradients
+
+        return backward_weight
+
+    def _update(self, action: Action) -> _Call:
         """With what waits here, and what the other replicas have sent, in the order of microbatches."""
-        weights = self._weights.get(action.stage)
-        parts = [
-            batch.products.pop(Product("weight gradient", action.stage, mate), None) for mate in self._mates[action]
-        ]
-        if weights is not None:
-            own = weights.gradients
-            weights.update([add_up(each) for each in zip(*(own if p is None else p for p in parts), strict=True)])
+        weights, replicas = self._weights.get(action.stage), len(self._schedule.placement[action.stage])
+        mates = round_of(action.microbatch, replicas, self._schedule.n_microbatches)
+        products = [Product("weight gradient", action.stage, mate) for mate in mates]
 
-    def _span(self, action: Action | Overlap) -> AbstractContextManager[None]:
-        if self._emulator is not None:
-            return self._emulator.action(action)
-        return nullcontext() if self._recorder is None else self._recorder.span(action)
+        def update(batch: Batch) -> None:
+            parts = [batch.products.pop(product, None) for product in products]
+            if weights is not None:
+                own = weights.gradients
+                terms = zip(*(own if part is None else part for part in parts), strict=True)
+                weights.update([add_up(each) for each in terms])
 
-    def _receiving(self, content: Content) -> AbstractContextManager[None]:
-        if self._recorder is None or self._emulator is not None or isinstance(content, str):
-            return nullcontext()
-        return self._recorder.receiving(content)
+        return update
 
 
 def _as_if_received(tensor: Tensor) -> Tensor:
