@@ -124,8 +124,9 @@ class Stage:
         if pairs:
             roots: Any = [root for root, _ in pairs]  # the stubs want all edges or all tensors
             queue = kept.weight_gradients
+            backward = partial(torch.autograd.backward, roots, [grad for _, grad in pairs])
             with nullcontext() if queue is None else queue.collecting():
-                torch.autograd.backward(roots, [grad for _, grad in pairs])
+                backward() if self._weights is None else self._weights.go_backward(microbatch, backward)
         # Those of the batch may be parts of a larger tensor, which has the gradient.
         input_gradients = tuple(leaf.grad if leaf.is_leaf else None for leaf in kept.leaves)
         kept.leaves = []

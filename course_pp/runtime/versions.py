@@ -9,7 +9,7 @@ the update that they enter.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class VersionedStage:
         meter: Meter | None,
     ) -> None:
         self._stage, self._module, self._optimizer, self._meter = stage, module, optimizer, meter
-        self._mixed = planned.versions == "none"
+        self._mixed, self._backwards = planned.versions == "none", _Backwards(module)
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._version_of = {microbatch: planned.of(stage, microbatch).forward for microbatch in mine}
         self._sizes = [len(microbatches) for microbatches in planned.updates(stage)]
@@ -82,6 +82,11 @@ class VersionedStage:
     def call(self, microbatch: int, *args: Any, **kwargs: Any) -> Any:
         """The forward of a microbatch, with its version of the weights."""
         return functional_call(self._module, self._aliases[self._version_of[microbatch]], args, kwargs)
+
+    def go_backward(self, microbatch: int, backward: Callable[[], None]) -> None:
+        """Do ``backward`` while the module holds the version of a microbatch: checkpointed parts compute again."""
+        aliases = self._aliases[self._version_of[microbatch]]
+        functional_call(self._backwards, {f"module.{name}": alias for name, alias in aliases.items()}, (backward,))
 
     def begin_backward(self, microbatch: int) -> None:
         """Note with which weights a microbatch goes backward."""
@@ -154,6 +159,17 @@ class VersionedStage:
             del self._aliases[version]
             if version in self._holds:
                 self._holds.pop(version).release()
+
+
+class _Backwards(nn.Module):
+    """A module whose call is a backward, so that ``functional_call`` lends the module weights for that long."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, backward: Callable[[], None]) -> None:
+        backward()
 
 
 def problem_of_versions(

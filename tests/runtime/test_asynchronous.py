@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from course_pp.launch import on_ranks
 from course_pp.runtime import Pipeline, PipelineError, Recorder
@@ -196,6 +197,34 @@ def test_what_a_run_used_is_what_the_ledger_foretold(layouts: Layouts) -> None:
         for rank in by_rank[1:]:
             used |= rank[number][2]
         assert used == ledger(job.schedule, job.versions)
+
+
+# A forward that is computed again.
+
+
+class Checkpointed(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return y
+
+
+def recomputing(rank: int, job: Job) -> list[float]:
+    """How far the weights are from those of a stage that keeps its activations: recomputed by either."""
+    schedule, (inputs, targets), found = job.schedule, data(job), []
+    for kind, options in ((nn.Sequential, {}), (nn.Sequential, {"recompute": True}), (Checkpointed, {})):
+        module = kind(*make_stage(rank))
+        optimizers = {rank: OPTIMIZERS[job.optimizer](module.parameters())}
+        pipeline = Pipeline(
+            schedule, module, F.mse_loss, optimizers=optimizers, versions=job.versions, timeout_s=20, **options
+        )
+        pipeline.step(*for_rank(rank, schedule, inputs, targets))
+        found.append({name: parameter.detach() for name, parameter in module.named_parameters()})
+    return [max_difference(each, found[0]) for each in found[1:]]
+
+
+def test_a_forward_that_is_computed_again_has_the_version_it_had() -> None:
+    for rank in on_ranks(2, recomputing, Job("stash", "adamw", (1, 1), 12), timeout_s=60):
+        assert rank == [0, 0]
 
 
 # Memory.
