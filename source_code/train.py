@@ -2,6 +2,7 @@
 
     torchrun --standalone --nproc-per-node=2 source_code/train.py --pp 2 --schedule 1f1b --microbatches 8
     torchrun --standalone --nproc-per-node=8 source_code/train.py --pp 2 --tp 2 --dp-shard 2 --reshard auto
+    torchrun --nproc-per-node 2 source_code/train.py --engine runtime --schedule pipedream --versions 2bw --max-norm inf
     torchrun --standalone --nproc-per-node=2 source_code/train.py --config run.toml --lr 1e-3
     torchrun --standalone --nproc-per-node=2 source_code/train.py --checkpoint-dir runs/mine --save-every 50
 

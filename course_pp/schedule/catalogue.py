@@ -26,6 +26,7 @@ class Entry:
         n_chunks: stages a rank, unless another number is asked for.
         any_chunks: whether another number can be.
         chunks_in: what a number of chunks is a multiple of: 2 where they come down and up.
+        updates: whether stages update their own weights within the schedule (``U``).
         placed: the ranks of each stage, for a number of ranks and chunks; of ``pipedream``, without replicas.
         torch_name: what torch calls it, empty where torch has none: ``"GPipe"`` is the class ``ScheduleGPipe``.
     """
@@ -37,6 +38,7 @@ class Entry:
     placed: Callable[[int, int], tuple[tuple[int, ...], ...]] = looped
     torch_name: str = ""
     chunks_in: int = 1
+    updates: bool = False
 
     def placement(self, n_ranks: int, n_chunks: int | None = None) -> tuple[tuple[int, ...], ...]:
         """For each stage the ranks that hold it, as :attr:`Schedule.placement` has them.
@@ -95,7 +97,7 @@ _CATALOGUE = {
         Entry("chimera", chimera, placed=_both_ways("chimera")),
         Entry("dualpipe", dualpipe, placed=_both_ways("dualpipe")),
         Entry("dualpipe_v", dualpipe_v, 2, placed=_v_shaped, torch_name="DualPipeV"),
-        Entry("pipedream", pipedream),
+        Entry("pipedream", pipedream, updates=True),
     )
 }
 

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
-from course_pp.schedule import find
+from course_pp.schedule import Versions, find
+from course_pp.schedule.ledger import VERSIONS
 from course_pp.training.setting import SettingError, check_number, check_whole, nearest
 
 __all__ = ["ENGINES", "LR_SCHEDULES", "OPTIMIZERS", "Engine", "LrSchedule", "OnNan", "Precision", "TrainConfig"]
@@ -55,6 +56,12 @@ class TrainConfig:
     engine: Engine = "parallel"
     """`"parallel"` runs `course_pp.parallel`, `"runtime"` the pipeline of `course_pp.runtime`."""
     schedule: str = "1f1b"
+    versions: Versions | None = None
+    """With schedule `"pipedream"`, which weights a microbatch uses: `"stash"`, `"vertical"`, `"2bw"` or `"none"`, see
+    `course_pp.schedule.ledger`. Each microbatch is then an update of its own, all of a step at one learning rate. The
+    pipeline drains at the end of the step: more `microbatches` drain it less often."""
+    group: int | None = None
+    """Microbatches whose gradients make one update, with versions `"2bw"`; None is as many as pipeline ranks."""
     precision: Precision = "auto"
     """What the stages compute in and send: `"fp32"` is what their parameters are in, `"auto"` what the stages that
     `Trainer` gets compute in; `train.py` takes `"bf16"` on GPUs and `"fp32"` on the CPU, where half precision is slow.
@@ -121,6 +128,7 @@ class TrainConfig:
         self._check_optimizer()
         self._check_numbers()
         self._check_rules()
+        self._check_versions()
 
     def _refuse_unless(self, allowed: bool, sentence: str, *names: str) -> None:
         if not allowed:
@@ -203,6 +211,33 @@ class TrainConfig:
             *("profile", "steps"),
         )
         self.rows_of_a_microbatch(1)
+
+    def _check_versions(self) -> None:
+        """Refuse what stages that update their own weights have no use for, and what only these can use."""
+        refuse_unless = self._refuse_unless
+        updates, choice = find(self.schedule).updates, ", ".join(VERSIONS)
+        if self.versions is None:
+            why = f"its stages update their own weights. Choose one of {choice}, or a schedule that flushes"
+            refuse_unless(not updates, f"{{schedule}} with {{versions}}: {why}", "schedule", "versions")
+        else:
+            refuse_unless(self.versions in VERSIONS, f"{{versions}} must be one of {choice}", "versions")
+            why = "it flushes, so there is one version of the weights. Leave versions out, or take 'pipedream'"
+            refuse_unless(updates, f"{{versions}} with {{schedule}}: {why}", "versions", "schedule")
+            for name, works, why in (
+                ("engine", self.engine == "runtime", "torch has no such schedule: take 'runtime'"),
+                ("clip_norm", self.clip_norm == math.inf, "no stage knows the norm of the whole model's gradient: inf"),
+                ("precision", self.precision != "fp16", "no stage sees that another's gradient overflows: take 'bf16'"),
+                ("accumulation", self.accumulation == 1, "each microbatch is an update. Take 1, or 2bw and a group"),
+                ("on_nan", self.on_nan == "refuse", "by then other updates of the step were done: take 'refuse'"),
+            ):
+                refuse_unless(works, f"{{{name}}} with {{versions}}: {why}", name, "versions")
+        if self.group is not None:
+            check_whole("group", self.group, 1)
+            refuse_unless(
+                self.versions == "2bw", "{group} belongs to versions '2bw', not to {versions}", "group", "versions"
+            )
+            fills = self.microbatches % self.group == 0
+            refuse_unless(fills, "{group} must divide {microbatches}", "group", "microbatches")
 
     def _check_course(self) -> None:
         """Refuse a warm-up and a decay that are longer than the run."""

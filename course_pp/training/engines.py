@@ -1,5 +1,6 @@
 """The two ways to take a batch through the pipeline, `course_pp.parallel` and `course_pp.runtime`, made alike."""
 
+from operator import mul
 from typing import Protocol
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.collective import Ranks
-from course_pp.loss import LossFn, TokenLoss
+from course_pp.loss import LossFn, TokenLoss, counted
 from course_pp.parallel import (
     build_pipeline_schedule,
     build_pipeline_stage,
@@ -18,12 +19,12 @@ from course_pp.parallel import (
 )
 from course_pp.parallel.model_stage import ModelStage
 from course_pp.runtime import Pipeline
-from course_pp.schedule import Schedule, build
+from course_pp.schedule import Schedule
 from course_pp.training.config import TrainConfig
 from course_pp.training.data import Rows, Sequences, Stream
 from course_pp.training.data.batches import rows_of_rank
 from course_pp.training.setting import SettingError
-from course_pp.training.stages import Held
+from course_pp.training.stages import Held, runtime_schedule
 
 __all__ = ["PipelineEngine", "build_engine"]
 
@@ -40,8 +41,16 @@ class PipelineEngine(Protocol):
     def step(self, batch: Sequences, divisor: float) -> float:
         """Add the gradient of the batch's summed loss over ``divisor`` to ``.grad``; returns that loss on every rank.
 
+        Where stages update their own weights, they have done so afterwards; each update took a mean of its own, the
+        divisor counts for nothing, and what returns is the mean over the batch's tokens, each with the weights of its
+        microbatch.
+
         Args:
             divisor: the number of tokens in all batches whose gradients add up.
+
+        Raises:
+            LossNotFinite: on every rank, with nothing updated.
+            PipelineError: on every rank, if a stage failed; where stages update, also for what is not finite.
         """
 
     def evaluate(self, batch: Sequences) -> float:
@@ -57,19 +66,21 @@ def build_engine(
     device_mesh: DeviceMesh | None,
     device: torch.device,
     param_dtype: torch.dtype | None,
+    optimizer: torch.optim.Optimizer,
 ) -> PipelineEngine:
     """The engine that ``config`` names, over this rank's stages; call it on every rank.
 
     Args:
         like: sequences of the run, for their length and whether they are padded.
         param_dtype: of what crosses the stages' boundaries; None is what they compute in.
+        optimizer: of all that this rank trains, for a schedule whose stages update their own weights.
 
     Raises:
         ValueError: on every rank, if the stages are not those the schedule places here, or the engine cannot run them.
     """
     if config.engine == "parallel":
         return _ParallelEngine(config, held, loss_fn, like.seq_len, device_mesh, device, param_dtype)
-    return _RuntimeEngine(config, held, loss_fn, like.is_padded, device_mesh, device)
+    return _RuntimeEngine(config, held, loss_fn, like.is_padded, device_mesh, device, optimizer)
 
 
 class _ParallelEngine:
@@ -127,6 +138,7 @@ class _RuntimeEngine:
         masked: bool,
         device_mesh: DeviceMesh | None,
         device: torch.device,
+        optimizer: torch.optim.Optimizer,
     ) -> None:
         def schedule_here() -> Schedule:
             if get_dp_size(device_mesh) > 1 or get_tp_mesh(device_mesh) is not None:
@@ -135,7 +147,7 @@ class _RuntimeEngine:
                     "ranks alone; take engine='parallel', or leave dp and tp at 1",
                     {"engine": config.engine},
                 )
-            return build(config.schedule, get_pp_size(device_mesh), config.microbatches)
+            return runtime_schedule(config, get_pp_size(device_mesh))
 
         self._device = device
         schedule = Ranks().collectively(schedule_here)
@@ -145,11 +157,19 @@ class _RuntimeEngine:
         if masked:
             stages = {index: _MaskPassedOn(module, index == last) for index, module in stages.items()}
             ties = [{index: f"module.{name}" for index, name in tie.items()} for tie in ties]
-        self._pipeline = Pipeline(schedule, stages, loss_fn, device=device, tied=ties)
+        self._updates, self._loss = config.versions is not None, counted(loss_fn)
+        optimizers = dict.fromkeys(stages, optimizer) if self._updates else None
+        self._pipeline = Pipeline(
+            schedule, stages, loss_fn, device=device, tied=ties, optimizers=optimizers, versions=config.versions
+        )
         self._forward = Pipeline(_forwards_of(schedule), stages, loss_fn, device=device)
 
     def step(self, batch: Sequences, divisor: float) -> float:
-        return sum(self._pipeline.step(*self._arguments(batch), divisor=divisor))
+        if not self._updates:
+            return sum(self._pipeline.step(*self._arguments(batch), divisor=divisor))
+        losses = self._pipeline.step(*self._arguments(batch))
+        counts = [float(self._loss.count(targets)) for targets in batch.targets.chunk(len(losses))]
+        return sum(map(mul, losses, counts)) / max(1.0, sum(counts))
 
     def evaluate(self, batch: Sequences) -> float:
         with torch.no_grad():

@@ -289,6 +289,11 @@ class Options:
     writing: SampleOptions = field(default_factory=SampleOptions)
 
     def __post_init__(self) -> None:
+        if self.train.versions == "none" and self.layout.ac != "none":
+            raise ValueError(
+                f"--ac {self.layout.ac} with --versions none: the forward would be computed again with other weights. "
+                "Leave --ac out, or take another of the versions"
+            )
         tokens = self.writing.sample
         if tokens < 0:
             raise ValueError(f"--sample {tokens} must be at least 0: it is the number of tokens to write")

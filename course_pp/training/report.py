@@ -26,8 +26,9 @@ class StepResult:
 
     Args:
         step: number of finished steps, this one included.
-        loss: mean over the step's tokens, in nats, before the update.
-        grad_norm: norm of the whole model's gradient, before clipping.
+        loss: mean over the step's tokens, in nats, before the update; where stages update their own weights, each
+            token's with the weights of its microbatch.
+        grad_norm: norm of the whole model's gradient, before clipping; None where stages update their own weights.
         lr: learning rate of the update.
         seconds: wall time.
         skipped: the gradient was not finite, and nothing was updated.
@@ -36,7 +37,7 @@ class StepResult:
 
     step: int
     loss: float
-    grad_norm: float
+    grad_norm: float | None
     lr: float
     seconds: float
     skipped: bool = False
@@ -85,7 +86,7 @@ class Reporter:
         if result.step % self._config.log_every == 0 or result.step == self._config.steps:
             values = {
                 "loss": result.loss,
-                "grad_norm": result.grad_norm,
+                **({} if result.grad_norm is None else {"grad_norm": result.grad_norm}),
                 "lr": result.lr,
                 "tokens": result.step * self.speed.tokens_of_a_step,
                 "tokens_per_s": self._window.tokens_per_s,

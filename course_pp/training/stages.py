@@ -11,11 +11,11 @@ from course_pp.collective import Ranks
 from course_pp.model import PipelineStageModule
 from course_pp.model.stages import Tie
 from course_pp.parallel import get_pp_rank, get_pp_size, get_stage_indices
-from course_pp.schedule import build
+from course_pp.schedule import Schedule, build
 from course_pp.training.config import TrainConfig
 from course_pp.training.metrics import training_flops
 
-__all__ = ["Held", "Stages", "flops_of_a_sequence", "held_stages", "stages_of_rank"]
+__all__ = ["Held", "Stages", "flops_of_a_sequence", "held_stages", "runtime_schedule", "stages_of_rank"]
 
 Stages = Sequence[PipelineStageModule] | Mapping[int, nn.Module]
 
@@ -61,13 +61,18 @@ def stages_of_rank(config: TrainConfig, pp_rank: int, pp_size: int) -> tuple[lis
     if config.engine == "parallel":
         indices = get_stage_indices(config.schedule, pp_rank, pp_size)
         return indices, pp_size * len(indices)
-    schedule = build(config.schedule, pp_size, config.microbatches)
-    if any(part.kind == "U" for part in schedule.parts):
-        raise ValueError(
-            f"schedule={config.schedule!r} updates weights within a step, and a trainer between steps: choose a "
-            "synchronous schedule, or run it with course_pp.runtime.Pipeline(..., optimizers=, versions=)"
-        )
+    schedule = runtime_schedule(config, pp_size)
     return [stage for stage, ranks in enumerate(schedule.placement) if pp_rank in ranks], len(schedule.placement)
+
+
+def runtime_schedule(config: TrainConfig, pp_size: int) -> Schedule:
+    """The schedule of a step with engine ``"runtime"``.
+
+    Raises:
+        ValueError: for one that cannot run with this many ranks, microbatches or in these groups.
+    """
+    group = pp_size if config.versions == "2bw" and config.group is None else config.group
+    return build(config.schedule, pp_size, config.microbatches, group=group)
 
 
 def held_stages(config: TrainConfig, stages: Stages, tied: Sequence[Tie], device_mesh: DeviceMesh | None) -> Held:

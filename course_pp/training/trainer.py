@@ -31,7 +31,7 @@ from course_pp.model import CrossEntropy
 from course_pp.model.stages import Tie
 from course_pp.parallel import clip_grad_norm_, compute_dtype, get_pp_size
 from course_pp.parallel.mesh import limit_waiting
-from course_pp.runtime import LossNotFinite
+from course_pp.runtime import LossNotFinite, PipelineError
 from course_pp.training.config import TrainConfig
 from course_pp.training.data import Rows, Sequences, Stream, validation_batches
 from course_pp.training.engines import build_engine
@@ -48,7 +48,7 @@ __all__ = ["Fitted", "NonFiniteGradient", "StepResult", "Trainer"]
 # What a checkpoint's run and the one that takes it up must share, or the second would not continue the first.
 _FIXED = (
     *("batch", "seed", "lr", "lr_schedule", "min_lr", "warmup_steps", "decay_steps"),
-    *("optimizer", "betas", "eps", "optimizer_options", "weight_decay", "clip_norm", "precision"),
+    *("optimizer", "betas", "eps", "optimizer_options", "weight_decay", "clip_norm", "precision", "versions", "group"),
 )
 
 
@@ -148,10 +148,12 @@ class Trainer:
         self.device = next(self.modules[0].parameters()).device
         self._dtype = compute_dtype(self.modules[0])
         if config.precision == "auto":
-            self.config = config = replace(config, precision=precision_of(self._dtype))
+            precision = precision_of(self._dtype)
+            self.config = config = everyone.collectively(lambda: replace(self.config, precision=precision))
             everyone.require_equal({"precision": config.precision})
         everyone.collectively(lambda: _check_precision(config, self.modules))
         self._scale = LossScale(config.loss_scale, growth_steps=2000) if config.precision == "fp16" else LossScale()
+        self.optimizer = everyone.collectively(lambda: build_optimizer(self.modules, config, optimizer, tied))
         self._engine = build_engine(
             config,
             self.held,
@@ -160,8 +162,8 @@ class Trainer:
             device_mesh=device_mesh,
             device=self.device,
             param_dtype=param_dtype,
+            optimizer=self.optimizer,
         )
-        self.optimizer = everyone.collectively(lambda: build_optimizer(self.modules, config, optimizer, tied))
         self.scheduler = build_scheduler(self.optimizer, config)
         is_first_of_its_stage = dist.get_rank() % (dist.get_world_size() // get_pp_size(device_mesh)) == 0
         is_first_copy = self._engine.copies == 1 or dist.get_rank() == 0
@@ -173,10 +175,14 @@ class Trainer:
         Raises:
             NonFiniteGradient: on every rank, if a gradient is not finite and such steps are not skipped; nothing has
                 been updated.
+            PipelineError: on every rank, if a stage failed; where stages update their own weights, also for a loss or
+                a gradient that is not finite, with the update and the stage. Some have been updated then.
         """
         begin = time.perf_counter()
         batch = self._feed.batch(self.step)
         self.optimizer.zero_grad()
+        if self.config.versions is not None:
+            return self._asynchronous_step(batch, begin)
         loss, norm = self._gradient(batch)
         is_good, scale = math.isfinite(norm), self._scale
         if not is_good and not scale.can_shrink and self.config.on_nan == "refuse":
@@ -185,15 +191,30 @@ class Trainer:
                 "checkpoint with a lower learning rate, or look for the batch that does it"
             )
         self._scale = scale.after(norm)
-        lr = float(self.optimizer.param_groups[0]["lr"])
         if is_good:
             self.optimizer.step()
+        lr = self._end_step()
+        return StepResult(self.step, loss, norm, lr, time.perf_counter() - begin, not is_good, scale.value)
+
+    def _asynchronous_step(self, batch: Sequences, begin: float) -> StepResult:
+        """A step of stages that update their own weights; the pipeline is empty before and after it."""
+        try:
+            loss = self._engine.step(batch, 1.0)
+        except PipelineError as error:
+            error.add_note(f"It was in step {self.step + 1}, which counts its updates from 0: go on from a checkpoint.")
+            raise
+        lr = self._end_step()
+        return StepResult(self.step, loss, None, lr, time.perf_counter() - begin)
+
+    def _end_step(self) -> float:
+        """Count the step and turn to the learning rate of the next one; returns that of this one."""
+        lr = float(self.optimizer.param_groups[0]["lr"])
         with warnings.catch_warnings():
             # It counts the optimizer's steps, and a first one that is skipped is none.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             self.scheduler.step()
         self.step += 1
-        return StepResult(self.step, loss, norm, lr, time.perf_counter() - begin, not is_good, scale.value)
+        return lr
 
     def _gradient(self, batch: Sequences) -> tuple[float, float]:
         """Loss and norm of the gradient, which is clipped; the norm is not finite on every rank, or on none."""
@@ -284,13 +305,16 @@ class Trainer:
             "config": self.config.as_dict(),
             "tokenizer": self._tokenizer_digest,
             "loss_scale": self._scale.state(),
+            "n_stages": self.held.n_stages,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on where :meth:`state` was taken; call it on every rank, after the checkpoint filled the optimizer.
 
-        Layout, engine, schedule, microbatches, accumulation and logging may differ. So may ``steps``: the learning rate
-        then follows the new curve, and with ``warmup_steps=None`` the new warm-up, a tenth of the new number.
+        Layout, engine, schedule, microbatches, accumulation and logging may differ; but where stages update their own
+        weights, what an update takes and how late it is depends on stages and microbatches, which are then those of
+        the state. ``steps`` may differ: the learning rate then follows the new curve, and with ``warmup_steps=None``
+        the new warm-up, a tenth of the new number.
 
         Raises:
             ValueError: on every rank, if the state is of other data, another tokenizer or other hyperparameters, is
@@ -336,6 +360,9 @@ class Trainer:
             ("the tokenizer", state["tokenizer"], self._tokenizer_digest),
             *((name, state["config"].get(name, usual[name]), mine[name]) for name in _FIXED),
         ]
+        if self.config.versions is not None:
+            pairs.append(("microbatches", state["config"].get("microbatches"), mine["microbatches"]))
+            pairs.append(("the number of stages", state.get("n_stages"), self.held.n_stages))
         for name, saved, here in pairs:
             if saved != here:
                 raise ValueError(

@@ -156,7 +156,7 @@ def test_first_run_equals_one_process_and_writes_its_picture():
         (["--layers=1", "--schedule=zb_v"], ["2 stages", "n_layers=1"]),
         (["--global-batch-size=9"], ["--global-batch-size 9", "4 microbatches", "such as 12"]),
         (["--schedule=2f2b"], ["unknown schedule '2f2b'", "gpipe"]),
-        (["--schedule=pipedream", "--engine=runtime"], ["updates weights within a step", "optimizers="]),
+        (["--schedule=pipedream", "--engine=runtime"], ["with --versions None: its stages update", "stash, vertical"]),
         (["--pp=3"], ["pp = 3", "world size is 1", "start 3 ranks"]),
         (["--text", "no/such.txt"], ["no/such.txt"]),
         (["--text", os.devnull], ["no text"]),
