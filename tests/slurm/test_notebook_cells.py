@@ -1,4 +1,7 @@
-"""Every notebook as shipped, on a login node: each cell that starts ranks starts them through srun."""
+"""Every notebook with its solutions, on a login node: its checks say correct, and its ranks start through srun.
+
+As shipped the notebooks run in the kernel's own machine (``make test``): each runs once with and once without Slurm.
+"""
 
 import ast
 import re
@@ -9,18 +12,24 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.notebooks.solved import fill_in_solutions
 from tests.notebooks.test_notebooks import NOTEBOOKS
 
 REPOSITORY = Path(__file__).parents[2]
 CELL_LIMIT_S = 240
-# Whatever would start ranks in the kernel's own machine ends the notebook.
+# Whatever would start ranks in the kernel's own machine ends the notebook; graders say that they want theirs there.
 NOTHING_LOCAL = """
 from course_pp.launch import ranks
 
-def refused(*args):
-    raise RuntimeError("ranks were started outside Slurm")
+chosen = ranks._place
 
-ranks.run_ranks = refused
+def through_slurm(ask, where):
+    place = chosen(ask, where)
+    if place.local and where != "local":
+        raise RuntimeError("ranks were started outside Slurm")
+    return place
+
+ranks._place = through_slurm
 """
 _SAID = re.compile(r"Ranks run in (a Slurm job of their own|Slurm job \d+, kept since the last call)")
 
@@ -55,18 +64,20 @@ def printed(cell: nbformat.NotebookNode) -> str:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_every_launching_cell_goes_through_slurm(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_solved_on_slurm(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "notebooks").mkdir()
     (tmp_path / "source_code").symlink_to(REPOSITORY / "source_code")
     (tmp_path / "site.toml").write_text(f'partition = "gpu"\nfolder = "{tmp_path / "shared"}"\n')
     monkeypatch.setenv("COURSE_PP_SITE", str(tmp_path / "site.toml"))
     monkeypatch.setenv("COURSE_PP_PROGRESS", str(tmp_path / "progress.json"))
     notebook = nbformat.read(path, as_version=4)
+    checks = fill_in_solutions(notebook, path.name[:2])
     notebook.cells.insert(0, nbformat.v4.new_code_cell(NOTHING_LOCAL))
     before = our_jobs()
     folder = {"metadata": {"path": str(tmp_path / "notebooks")}}
     patience = {"timeout": CELL_LIMIT_S, "iopub_timeout": 60, "raise_on_iopub_timeout": True}
     NotebookClient(notebook, resources=folder, **patience).execute()
+    assert checks.not_correct() == {}
 
     cells = [cell for cell in notebook.cells[1:] if cell.cell_type == "code"]
     said = [_SAID.findall(printed(cell)) for cell in cells]
