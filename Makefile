@@ -14,13 +14,14 @@ endif
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: FORCE help setup lab run lint types images notebooks clean \
-  test test-fast test-solutions test-slurm test-gpu test-full without-ranks tests as-shipped
+  test test-fast test-long test-solutions test-slurm test-gpu test-full without-ranks tests as-shipped
 
 help:
 	@echo "make lab             open your own copy of the course, my_course/ (ARGS=... goes to jupyter lab)"
 	@echo "make run             train a pipeline on two ranks and check it against one process"
 	@echo "make test-fast       linter, type checker, the tests that start no ranks"
 	@echo "make test            linter, type checker, all tests with a sample of each grid, all notebooks"
+	@echo "make test-long       the tests of make test, and those of whole runs and in a browser"
 	@echo "make test-solutions  all notebooks with the exercises solved"
 	@echo "make test-slurm      the scripts, %torchrun and the notebooks on throw-away Slurm clusters"
 	@echo "make test-gpu        the stack on this machine's GPUs; skipped without one"
@@ -77,10 +78,13 @@ test-gpu: $(READY)
 	@$(PYTEST) tests/gpu
 
 without-ranks: $(READY)
-	@$(ONE_EACH) $(PYTEST) tests -n 2 $(SHARED) -m 'not ranks and not full and not solutions'
+	@$(ONE_EACH) $(PYTEST) tests -n 2 $(SHARED) -m 'not ranks and not long and not full and not solutions'
 
 tests: $(READY)
 	@$(ONE_EACH) $(PYTEST) tests --ignore=tests/slurm -n 2 $(SHARED) --durations=10
+
+test-long: $(READY)
+	@$(ONE_EACH) $(PYTEST) tests --ignore=tests/slurm -n 2 $(SHARED) --durations=10 -m 'not full and not solutions'
 
 # The last notebooks take longest, so they go first, here and below: no worker is left with one at the end.
 as-shipped: $(READY)

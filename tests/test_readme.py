@@ -70,6 +70,7 @@ def under_torchrun(command):
     return labelled_lines(int(n_ranks.removeprefix("--nproc-per-node=")), script)
 
 
+@pytest.mark.long
 def test_the_commands_about_checkpoints_follow_each_other(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "source_code").symlink_to(ROOT / "source_code")

@@ -18,6 +18,7 @@ def test_a_mutant_that_was_once_accepted_is_refused(name: str, change: str) -> N
     assert verdict.status == "not yet", verdict.text
 
 
+@pytest.mark.long
 def test_survivors_are_mutants_and_each_has_a_reason() -> None:
     for name, reasons in survivors().items():
         changes = {mutant.change for mutant in mutants_of(registry.find(name))}

@@ -89,6 +89,7 @@ def test_a_kept_job_needs_no_look_at_the_cluster_and_keeps_no_files(
     assert not TASKS.kept(ask, load_site(), None), "it may leave before a call arrives"
 
 
+@pytest.mark.long
 def test_a_call_that_the_kept_job_did_not_take_any_more_runs_in_a_new_one(
     tools: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

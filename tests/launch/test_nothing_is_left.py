@@ -64,7 +64,7 @@ def wait_for(*files: Path) -> None:
     [
         pytest.param(ON_RANKS, signal.SIGKILL, id="on_ranks-killed"),
         pytest.param(RUN_TORCHRUN, signal.SIGINT, id="torchrun-interrupted"),
-        pytest.param(RUN_TORCHRUN, signal.SIGKILL, id="torchrun-killed"),
+        pytest.param(RUN_TORCHRUN, signal.SIGKILL, id="torchrun-killed", marks=pytest.mark.long),
         # test_an_interrupt_says_who_waited_for_whom interrupts such a caller, too.
         pytest.param(ON_RANKS, signal.SIGINT, id="on_ranks-interrupted", marks=pytest.mark.full),
     ],

@@ -204,7 +204,7 @@ def test_lines_are_labelled_and_nothing_is_added_to_the_command(
     ("failing", "words"),
     [
         ("raise ValueError('width 3')", "rank 1 failed with exit code 1: ValueError: width 3. Its last lines:"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 failed with SIGKILL"),
+        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 failed with SIGKILL", marks=pytest.mark.long),
         pytest.param("os.kill(os.getpid(), 40)", "rank 1 failed with signal 40", marks=pytest.mark.full),
     ],
     ids=["raise", "kill", "signal without a name"],
@@ -290,6 +290,7 @@ def test_wrong_arguments_are_reported_in_torchruns_words(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("_nothing_left")
+@pytest.mark.long
 def test_at_the_time_limit_it_says_who_waits_for_whom_also_if_the_caller_is_a_rank_itself(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,6 +304,7 @@ def test_at_the_time_limit_it_says_who_waits_for_whom_also_if_the_caller_is_a_ra
 
 @pytest.mark.ranks
 @pytest.mark.usefixtures("_nothing_left")
+@pytest.mark.long
 def test_a_notebook_starts_ranks_both_ways_and_its_cells_fail_when_ranks_do(folder: Path) -> None:
     (folder / "source_code" / "train.py").write_text("print('trained')")
     cells = [

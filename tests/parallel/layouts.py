@@ -104,15 +104,22 @@ def variants_of(case: Case) -> tuple[Variant, ...]:
     return (PLAIN, TIED) if case.pp > 1 else (PLAIN, TIED, SELECTIVE)
 
 
-def grid(sample: Mapping[Case, Variant], in_full: Sequence[Case] = ()) -> list[Any]:
+def grid(
+    sample: Mapping[Case, Variant], in_full: Sequence[Case] = (), long: Mapping[Case, Variant] | None = None
+) -> list[Any]:
     """Parameters ``("case", "variants")``: by default a sample with one variant each, in full every case with all.
 
-    Without ``in_full`` every case is one of the table.
+    Without ``in_full`` every case is one of the table. Cases of ``long`` are of the sample and cost much.
     """
     cases = in_full or all_cases()
-    assert set(cases) >= set(sample)
+    long = long or {}
+    assert set(cases) >= {*sample, *long}
     whole = [pytest.param(case, variants_of(case), id=str(case), marks=pytest.mark.full) for case in cases]
-    return [pytest.param(case, (variant,), id=f"{case}-{variant}") for case, variant in sample.items()] + whole
+    sampled = [pytest.param(case, (variant,), id=f"{case}-{variant}") for case, variant in sample.items()]
+    sampled += [
+        pytest.param(case, (variant,), id=f"{case}-{variant}", marks=pytest.mark.long) for case, variant in long.items()
+    ]
+    return sampled + whole
 
 
 @dataclass

@@ -49,7 +49,13 @@ def norms_on_rank(rank: int, case: Case, jobs: Sequence[tuple[ModelConfig, Data]
 
 
 @pytest.mark.parametrize(
-    "case", [STAGED, Case(pp=2, schedule="zb_v", tp=2), pytest.param(Case(tp=2), marks=pytest.mark.full)], ids=str
+    "case",
+    [
+        STAGED,
+        pytest.param(Case(pp=2, schedule="zb_v", tp=2), marks=pytest.mark.long),
+        pytest.param(Case(tp=2), marks=pytest.mark.full),
+    ],
+    ids=str,
 )
 def test_every_norm_equals_that_of_one_process(case: Case) -> None:
     configs = [model_config(case, tied) for tied in (False, True)]

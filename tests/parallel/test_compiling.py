@@ -38,6 +38,7 @@ RECIPES = [
 ]
 
 
+@pytest.mark.long
 def test_compiled_stages_train_as_one_process(subtests: pytest.Subtests) -> None:
     """Traced and differentiated as for a compiler, which is left out to save time."""
     ranks = on_ranks(4, train_on_rank, RECIPES, timeout_s=110)

@@ -42,13 +42,13 @@ def train_on_rank(rank, pp, config, data, schedules, loss_fn, kwargs):
     return results
 
 
-SAMPLE = [(3, True), (4, False)]
+MARKS = {(3, True): (), (4, False): pytest.mark.long}
 
 
 @pytest.mark.parametrize(
     ("pp", "tied"),
     [
-        pytest.param(pp, tied, marks=[] if (pp, tied) in SAMPLE else pytest.mark.full)
+        pytest.param(pp, tied, marks=MARKS.get((pp, tied), pytest.mark.full))
         for pp in (1, 2, 3, 4)
         for tied in (False, True)
     ],

@@ -175,7 +175,9 @@ def test_the_loss_of_half_precision_logits_is_computed_in_float32() -> None:
         torch.testing.assert_close(loss, CrossEntropy()(logits, target))
 
 
-@pytest.mark.parametrize("case", [Case(tp=2), Case(pp=2, tp=2, schedule="zb_v")], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case(tp=2), pytest.param(Case(pp=2, tp=2, schedule="zb_v"), marks=pytest.mark.long)], ids=str
+)
 def test_training_with_logits_left_in_parts_equals_one_process(case: Case) -> None:
     config = model_config(case, tied=False)
     data, kwargs = data_of(config, case.batch, padded=True)

@@ -51,7 +51,7 @@ def train_jobs_on_rank(rank: int, jobs: Sequence[tuple[Sizes, Recipe]]) -> list[
     return [train_on_rank(mesh, recipe) for mesh, (_, recipe) in zip(meshes, jobs, strict=True)]
 
 
-@pytest.mark.parametrize("n_ranks", JOBS)
+@pytest.mark.parametrize("n_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_a_foreign_model_trains_as_in_one_process(n_ranks: int, subtests: pytest.Subtests) -> None:
     ranks = on_ranks(n_ranks, train_jobs_on_rank, JOBS[n_ranks], timeout_s=110)
     for (sizes, recipe), found in zip(JOBS[n_ranks], zip(*ranks, strict=True), strict=True):

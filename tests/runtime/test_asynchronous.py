@@ -190,6 +190,7 @@ def max_difference(found: Parameters, expected: Parameters) -> float:
 
 
 @pytest.mark.parametrize("layouts", GRIDS)
+@pytest.mark.long
 def test_what_a_run_used_is_what_the_ledger_foretold(layouts: Layouts) -> None:
     by_rank = all_trained(layouts)
     for number, job in enumerate(jobs_with(layouts)):

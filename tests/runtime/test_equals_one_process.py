@@ -154,7 +154,7 @@ def assert_all_right(pp: int, cases: Sequence[Case], timeout_s: float, subtests:
             assert_right(trained, job_of(case))
 
 
-@pytest.mark.parametrize("pp", SIZES)
+@pytest.mark.parametrize("pp", [pytest.param(pp, marks=pytest.mark.long if pp > 3 else ()) for pp in SIZES])
 def test_training_equals_one_process(pp: int, subtests: pytest.Subtests) -> None:
     assert_all_right(pp, SAMPLE, 110, subtests)
 

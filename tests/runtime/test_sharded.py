@@ -193,8 +193,8 @@ ON_3_RANKS = [Layout(name, pp=3, shard=1) for name in SPLIT]
 @pytest.mark.parametrize(
     "layouts",
     [
-        pytest.param(ON_4_RANKS, id="4 ranks"),
-        pytest.param(ON_8_RANKS, id="8 ranks"),
+        pytest.param(ON_4_RANKS, id="4 ranks", marks=pytest.mark.long),
+        pytest.param(ON_8_RANKS, id="8 ranks", marks=pytest.mark.long),
         pytest.param(ON_3_RANKS, id="3 ranks"),
         pytest.param(ALL_ON_4_RANKS, id="all on 4 ranks", marks=pytest.mark.full),
         pytest.param(ALL_ON_8_RANKS, id="all on 8 ranks", marks=pytest.mark.full),

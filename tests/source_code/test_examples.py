@@ -157,13 +157,16 @@ CASES = [
 SAMPLE = [
     ("convnet", False, DistributedConfig(pp=2, dp_shard=2), "zb_v"),
     ("gpt2", True, DistributedConfig(pp=2, dp_shard=2), "interleaved_1f1b"),
-    ("llama", True, DistributedConfig(pp=2, dp_shard=1, tp=2), "1f1b"),
 ]
+LONG = [("llama", True, DistributedConfig(pp=2, dp_shard=1, tp=2), "1f1b")]
 
 
 @pytest.mark.parametrize(
     ("name", "tied", "layout", "schedule"),
-    [pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.full) for case in CASES],
+    [
+        pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.long if case in LONG else pytest.mark.full)
+        for case in CASES
+    ],
 )
 def test_an_example_equals_one_process(name: str, tied: bool, layout: DistributedConfig, schedule: str) -> None:
     assert_equal(name, tied, layout, schedule)
@@ -202,6 +205,7 @@ def torch_alone_on_rank(rank: int) -> tuple[torch.Tensor, list[float], list[floa
     return end, norms, expected
 
 
+@pytest.mark.long
 def test_torch_alone_goes_wrong_in_silence_as_the_table_says() -> None:
     ranks = on_ranks(4, torch_alone_on_rank, timeout_s=100)
     (embedding, first, _), *_, (head, last, whole) = ranks

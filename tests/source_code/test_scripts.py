@@ -52,7 +52,9 @@ def test_plain_torchrun_runs_pipeline_test_on_one_rank_from_its_own_folder(monke
     assert rank == 0
 
 
-@pytest.mark.parametrize(("schedule", "last", "precision"), [("1f1b", 1, "fp16"), ("zb_v", 0, "bf16")])
+@pytest.mark.parametrize(
+    ("schedule", "last", "precision"), [pytest.param("1f1b", 1, "fp16", marks=pytest.mark.long), ("zb_v", 0, "bf16")]
+)
 def test_train_reports_from_the_last_stage_only(schedule, last, precision):
     layers = "--layers=4" if schedule == "zb_v" else "--layers=2"
     run = [TRAIN, "--pp=2", f"--schedule={schedule}", *TINY, layers, f"--precision={precision}", "--sample=2"]
@@ -64,6 +66,7 @@ def test_train_reports_from_the_last_stage_only(schedule, last, precision):
     assert said == {last}, "only the last stage's rank reports and shows progress"
 
 
+@pytest.mark.long
 def test_training_falls_below_what_a_model_without_context_could_reach():
     small = ["--steps=60", "--dim=64", "--layers=2", "--seq-len=64", "--global-batch-size=16"]
     lines = labelled_lines(2, [TRAIN, "--pp=2", *small])
@@ -114,7 +117,11 @@ def test_training_prints_the_same_losses_and_the_same_sample_under_every_layout(
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads are listed in Linux's /proc")
 @pytest.mark.parametrize(
-    ("n_ranks", "layout"), [(2, ["--pp=2"]), pytest.param(4, ["--pp=2", "--tp=2"], marks=pytest.mark.full)]
+    ("n_ranks", "layout"),
+    [
+        pytest.param(2, ["--pp=2"], marks=pytest.mark.long),
+        pytest.param(4, ["--pp=2", "--tp=2"], marks=pytest.mark.full),
+    ],
 )
 def test_no_thread_of_a_process_group_is_left_to_the_end_of_the_interpreter(tmp_path, n_ranks, layout):
     script = tmp_path / "threads.py"
@@ -141,6 +148,7 @@ def test_padded_documents_of_given_files_train_with_their_mask(tmp_path):
     assert any("validation loss" in line for line in labelled_lines(1, [TRAIN, *TINY, *documents]))
 
 
+@pytest.mark.long
 def test_first_run_equals_one_process_and_writes_its_picture():
     picture = ROOT / "runs" / "first_run.svg"
     picture.unlink(missing_ok=True)
@@ -244,6 +252,7 @@ def test_a_refusal_on_several_ranks_is_said_once(script, named):
     assert named in said
 
 
+@pytest.mark.long
 def test_a_refusal_under_torchrun_is_said_once_and_leaves_no_process(capfd):
     with no_process_left(), pytest.raises(LaunchError, match="exit code 2"):
         run_torchrun(["--nproc-per-node=2", TRAIN, "--pp=3", *TINY], timeout_s=100, local=True)

@@ -106,6 +106,7 @@ def wait_for_steps(folder: Path, n: int, processes: Sequence[subprocess.Popen]) 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("how", ["async", pytest.param("sync", marks=pytest.mark.full)])
+@pytest.mark.long
 def test_after_sigterm_to_torchrun_the_same_command_ends_with_the_same_bits(
     uninterrupted: Path, tmp_path: Path, how: str
 ) -> None:
@@ -125,6 +126,7 @@ def test_after_sigterm_to_torchrun_the_same_command_ends_with_the_same_bits(
     assert not any(verify(path) for path in folder.glob("step_*"))
 
 
+@pytest.mark.long
 def test_ranks_without_a_launcher_end_with_the_code_to_requeue_on_when_one_hears_sigusr1(
     uninterrupted: Path, tmp_path: Path
 ) -> None:
@@ -152,6 +154,7 @@ def test_torchrun_passes_sigusr1_on_when_told_to(tmp_path: Path) -> None:
     assert f"train.py: SIGUSR1: saved in {folder} after step" in errors.read_text()
 
 
+@pytest.mark.long
 def test_without_a_directory_a_signal_ends_the_run_as_it_ends_any_program(tmp_path: Path) -> None:
     arguments = [*RUN[:-2], "--log-every=1", f"--log-folder={tmp_path}/logs"]
     with started([([sys.executable, *arguments, "--pp=1"], {})], tmp_path / "errors") as [alone]:

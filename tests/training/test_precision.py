@@ -112,6 +112,7 @@ def bound(dtype: torch.dtype) -> float:
     return math.sqrt(2 * 99) * torch.finfo(dtype).eps / 2
 
 
+@pytest.mark.long
 def test_a_step_equals_one_process_in_half_precision_within_rounding(tmp_path: Path) -> None:
     ranks = on_ranks(2, first_steps, tmp_path, timeout_s=100)
     for name, (config, model, _, padded) in CASES.items():

@@ -145,6 +145,7 @@ class TestCache:
             train_tokenizer(SMALL, 300, cache_dir)
         assert list(cache_dir.iterdir()) == []
 
+    @pytest.mark.long
     def test_processes_that_train_at_once_share_one_whole_file(self, cache_dir: Path) -> None:
         program = (
             "import sys; from course_pp.training.data import *;"

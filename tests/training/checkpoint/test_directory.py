@@ -231,6 +231,7 @@ def _save_and_wait(root: Path) -> None:
     sys.stdin.read()
 
 
+@pytest.mark.long
 def test_a_second_run_is_told_that_the_one_which_wrote_a_checkpoint_is_alive(tmp_path: Path) -> None:
     code = f"from pathlib import Path; from {__name__} import _save_and_wait; _save_and_wait(Path({str(tmp_path)!r}))"
     with subprocess.Popen([sys.executable, "-c", code], stdin=PIPE, stdout=PIPE, text=True) as other:

@@ -34,7 +34,7 @@ LLAMA = LlamaConfig(
 )
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.long), True], ids=["untied", "tied"])
 def test_a_sharded_checkpoint_is_exported_with_equal_logits(tied: bool, tmp_path: Path) -> None:
     config = config_of(tied)
     data = data_of(config, 1)

@@ -13,6 +13,7 @@ DRILL = Path(__file__).parents[3] / "source_code" / "kill_drill.py"
 @pytest.mark.ranks
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.full)])
+@pytest.mark.long
 def test_nothing_is_lost(kills: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", [str(DRILL), "--kills", str(kills)])
     with warnings.catch_warnings(), pytest.raises(SystemExit) as ended:

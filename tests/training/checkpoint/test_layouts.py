@@ -34,6 +34,7 @@ SAMPLE = {
     (LAYOUTS[9], True): [LAYOUTS[0], LAYOUTS[8]],
     (LAYOUTS[2], False): [LAYOUTS[1]],
 }
+LONG = (LAYOUTS[9], True)
 
 TABLE = Path(__file__).parents[3] / "runs" / "checkpoint_layouts.md"
 
@@ -89,7 +90,11 @@ def differences(layout: Case, config: ModelConfig, sources: list[Case], roots: P
     return found
 
 
-@pytest.mark.parametrize(("layout", "tied"), SAMPLE, ids=str)
+@pytest.mark.parametrize(
+    ("layout", "tied"),
+    [pytest.param(*each, marks=pytest.mark.long if each == LONG else ()) for each in SAMPLE],
+    ids=str,
+)
 def test_a_run_resumes_at_another_layout(layout: Case, tied: bool, roots: Path) -> None:
     config = config_of(tied, n_layers=4)
     assert max(differences(layout, config, SAMPLE[layout, tied], roots, FEW_STEPS)) <= LOSS_TOLERANCE

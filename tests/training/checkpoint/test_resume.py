@@ -13,7 +13,7 @@ BEFORE, AFTER = 2, 2
 SAME = [
     Case(),
     Case(pp=2, schedule="interleaved_1f1b", dp_shard=2),
-    Case(pp=2, schedule="zb_v", tp=2),
+    pytest.param(Case(pp=2, schedule="zb_v", tp=2), marks=pytest.mark.long),
     pytest.param(Case(dp_replicate=2, dp_shard=2), marks=pytest.mark.full),
 ]
 
