@@ -30,6 +30,7 @@ SCHEDULE: Rows = {
         "placed": looped,
         "torch_name": "",
         "chunks_in": 1,
+        "updates": False,
     },
     "Fit": {name: getattr(FIT, name) for name in inspect.signature(type(FIT)).parameters},
     "LayerCost": {"time": 1.0, "output_bytes": 1.0, "weight_bytes": 1.0},
