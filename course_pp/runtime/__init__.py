@@ -5,6 +5,7 @@
 * :class:`Pipeline`, :func:`run_step`: execute any legal :class:`~course_pp.schedule.Schedule`.
 * :class:`Recorder`: when each rank computed, waited, and what it kept; as the same timeline a simulation gives.
 * :class:`EmulatedCluster`: the times of a cluster of your choice, on the machine at hand.
+* :func:`profile_layers`: what layers cost on this machine, for the planner :func:`course_pp.schedule.partition`.
 * :class:`PipelineError`: what every rank raises when something goes wrong on one of them.
 """
 
@@ -28,6 +29,7 @@ from course_pp.runtime.emulation import EmulatedTimeline, Overrun
 from course_pp.runtime.errors import LossNotFinite, PipelineError
 from course_pp.runtime.memory import Hold, Meter, RankMemory
 from course_pp.runtime.pipeline import Pipeline, run_step
+from course_pp.runtime.profiling import profile_layers
 from course_pp.runtime.recorder import Recorder
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "forward_stage",
     "get_stage_layers",
     "partition_model",
+    "profile_layers",
     "recv_activation",
     "recv_gradient",
     "run_step",

@@ -210,6 +210,7 @@ def runtime_rows(folder: Path) -> Rows:
         "forward_stage": {"stage": nn.Linear(3, 3), "x": X, "target": X, "loss_fn": mse_loss, "link": link},
         "get_stage_layers": {"n_layers": 4, "n_stages": 2, "stage": 0},
         "partition_model": {"layers": [nn.Linear(2, 2), nn.Linear(2, 2)], "n_stages": 2, "stage": 0},
+        "profile_layers": {"layers": [nn.Linear(3, 3)], "inputs": X, "repeats": 1, "device": None},
         "recv_activation": {"microbatch": X, "link": link},
         "recv_gradient": {"y": X, "n_microbatches": 2, "link": link},
         "run_step": pipeline | {"inputs": X, "targets": X, "seeds": None, "recorder": None, "group": None},

@@ -1,0 +1,80 @@
+"""What layers cost on this machine, and the plan that follows from it."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from course_pp.runtime import profile_layers
+from course_pp.schedule import partition
+
+ROWS = 4
+
+
+class Slow(nn.Linear):
+    """Takes 20 ms for its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.02)
+        return super().forward(x)
+
+
+def test_a_layer_costs_its_time_its_output_and_its_weights() -> None:
+    layers = [nn.Embedding(11, 6), Slow(6, 8), nn.Linear(8, 2)]
+    layers[2].bias.requires_grad_(False)
+    costs = profile_layers(layers, torch.zeros(ROWS, dtype=torch.int64), repeats=2)
+    assert [cost.output_bytes for cost in costs] == [4 * ROWS * width for width in (6, 8, 2)]
+    assert [cost.weight_bytes for cost in costs] == [4 * 11 * 6, 4 * (6 * 8 + 8), 4 * 8 * 2]
+    assert all(cost.time > 0 for cost in costs)
+    assert costs[1].time >= 0.02
+
+
+def test_the_planner_gives_the_slow_layer_more_ranks() -> None:
+    layers = [nn.Linear(6, 6), Slow(6, 6), nn.Linear(6, 6)]
+    found = partition(profile_layers(layers, torch.zeros(ROWS, 6), repeats=2), 3)
+    assert max(found.stages, key=lambda stage: stage.replicas).start <= 1
+    assert found.slowest <= 0.02
+
+
+class Several(nn.Module):
+    """Passes on what needs no gradient too."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        return x * mask, mask
+
+
+def test_layers_may_return_several_tensors() -> None:
+    costs = profile_layers([Several(), Several()], (torch.ones(ROWS, 3, requires_grad=True), torch.ones(ROWS, 3)))
+    assert [cost.output_bytes for cost in costs] == [2 * 4 * ROWS * 3] * 2
+
+
+def test_profiling_leaves_gradients_buffers_and_random_numbers_as_they_were() -> None:
+    layers = [nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)]
+    layers[0].weight.grad = torch.full((3, 3), 7.0)
+    before = {name: b.clone() for name, b in layers[1].named_buffers()}
+    state = torch.get_rng_state()
+    profile_layers(layers, torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(0)))
+    assert layers[0].weight.grad.eq(7).all()
+    assert layers[0].bias.grad is layers[1].weight.grad is None
+    assert all(b.equal(before[name]) for name, b in layers[1].named_buffers())
+    assert torch.get_rng_state().equal(state)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: profile_layers([], torch.zeros(1)), r"layers is \[\].*give at least one"),
+        (lambda: profile_layers([nn.Linear(2, 2)], torch.zeros(1, 2), repeats=0), "repeats is 0.*1 to 10000 times"),
+        (
+            lambda: profile_layers([nn.Linear(2, 3), nn.Linear(2, 2)], torch.zeros(1, 2)),
+            "layer 1 of 2, a Linear, fails on what the one before returned: RuntimeError: mat1 and mat2",
+        ),
+        (lambda: torch.no_grad()(profile_layers)([nn.Linear(2, 2)], torch.zeros(1, 2)), "under no_grad"),
+    ],
+)
+def test_what_cannot_be_profiled_is_refused(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=words):
+        make()
