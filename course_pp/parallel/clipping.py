@@ -85,7 +85,7 @@ def clip_grad_norm_(
     else:
         everyone = agree_on_parts(parts, device_mesh, copies)
     shards = _shards(parts)
-    total = _total_norm(shards, norm_type, foreach, _device(parts.modules))
+    total = _total_norm(shards, norm_type, foreach, _device(parts.modules, device_mesh))
     total = _over_stages(total, parts, device_mesh, norm_type, copies)
     if everyone is not None:
         _check_equal_gradients(total, parts, everyone)
@@ -258,5 +258,6 @@ def _combine(norms: Tensor, norm_type: float) -> Tensor:
     return torch.linalg.vector_norm(norms, norm_type)
 
 
-def _device(modules: Iterable[nn.Module]) -> torch.device:
-    return next((p.device for module in modules for p in module.parameters()), torch.device("cpu"))
+def _device(modules: Iterable[nn.Module], device_mesh: DeviceMesh | None) -> torch.device:
+    where = torch.device("cpu" if device_mesh is None else device_mesh.device_type)  # of a stage without parameters
+    return next((p.device for module in modules for p in module.parameters()), where)

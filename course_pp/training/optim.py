@@ -66,7 +66,7 @@ def parameter_groups(
         {"params": [p for p in parameters if id(p) not in kept], "weight_decay": weight_decay},
         {"params": [p for p in parameters if id(p) in kept], "weight_decay": 0.0},
     ]
-    return [group for group in groups if group["params"]]
+    return [group for group in groups if group["params"]] or groups[:1]  # torch takes an empty group, but not none
 
 
 def _without_decay(modules: Iterable[nn.Module], tied_names: set[str]) -> set[int]:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -11,11 +12,20 @@ from course_pp.collective import Ranks
 from course_pp.model import PipelineStageModule
 from course_pp.model.stages import Tie
 from course_pp.parallel import get_pp_rank, get_pp_size, get_stage_indices
+from course_pp.parallel.precision import compute_dtypes
 from course_pp.schedule import Schedule, build
 from course_pp.training.config import TrainConfig
 from course_pp.training.metrics import training_flops
 
-__all__ = ["Held", "Stages", "flops_of_a_sequence", "held_stages", "runtime_schedule", "stages_of_rank"]
+__all__ = [
+    "Held",
+    "Stages",
+    "device_and_dtype",
+    "flops_of_a_sequence",
+    "held_stages",
+    "runtime_schedule",
+    "stages_of_rank",
+]
 
 Stages = Sequence[PipelineStageModule] | Mapping[int, nn.Module]
 
@@ -100,6 +110,27 @@ def held_stages(config: TrainConfig, stages: Stages, tied: Sequence[Tie], device
             f"{n_stages} here: build those (stages_of_rank lists them)"
         )
     return Held(dict(sorted(stages.items())), n_stages, tuple(tied))
+
+
+def device_and_dtype(modules: Sequence[nn.Module]) -> tuple[torch.device, torch.dtype]:
+    """Where this rank's stages are, and what they compute in; a collective, as a stage need not have a parameter.
+
+    Raises:
+        ValueError: on every rank, if no stage has a parameter that is trained.
+    """
+    device = next((p.device for module in modules for p in module.parameters()), None)
+    dtype = next((dtype for module in modules for dtype in compute_dtypes(module)), None)
+    trains = any(p.requires_grad for module in modules for p in module.parameters())
+    told = Ranks().gather((device and device.type, dtype, trains))
+    if not any(trains for *_, trains in told):
+        raise ValueError(
+            "no stage has a parameter that is trained: leave requires_grad=True on some of them, or evaluate with "
+            "PipelineSchedule.evaluate"
+        )
+    if device is None:
+        kind = next(kind for kind, *_ in told if kind is not None)
+        device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    return device, next(dtype for dtype in (dtype, *(one for _, one, _ in told)) if dtype is not None)
 
 
 def flops_of_a_sequence(held: Held, seq_len: int) -> float:

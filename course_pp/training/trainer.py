@@ -29,8 +29,9 @@ from course_pp.collective import Ranks
 from course_pp.loss import LossFn, TokenLoss, counted
 from course_pp.model import CrossEntropy
 from course_pp.model.stages import Tie
-from course_pp.parallel import clip_grad_norm_, compute_dtype, get_pp_size
+from course_pp.parallel import clip_grad_norm_, get_pp_size
 from course_pp.parallel.mesh import limit_waiting
+from course_pp.parallel.precision import compute_dtypes
 from course_pp.runtime import LossNotFinite, PipelineError
 from course_pp.training.config import TrainConfig
 from course_pp.training.data import Rows, Sequences, Stream, validation_batches
@@ -41,7 +42,7 @@ from course_pp.training.optim import OptimizerFactory, build_optimizer, build_sc
 from course_pp.training.precision import DTYPES, LossScale, precision_of
 from course_pp.training.report import Reporter, StepResult
 from course_pp.training.setting import SettingError
-from course_pp.training.stages import Stages, flops_of_a_sequence, held_stages
+from course_pp.training.stages import Stages, device_and_dtype, flops_of_a_sequence, held_stages
 
 __all__ = ["Fitted", "NonFiniteGradient", "StepResult", "Trainer"]
 
@@ -103,7 +104,8 @@ class Trainer:
 
     Raises:
         RuntimeError: there is no process group.
-        ValueError: on every rank, for stages, data or a mesh that do not fit ``config``, or ranks that disagree.
+        ValueError: on every rank, for stages, data or a mesh that do not fit ``config``, stages that have nothing to
+            train, or ranks that disagree.
     """
 
     def __init__(
@@ -145,8 +147,7 @@ class Trainer:
         self._held_out = everyone.collectively(
             lambda: () if validation is None else validation_batches(validation, config.batch, config.eval_batches)
         )
-        self.device = next(self.modules[0].parameters()).device
-        self._dtype = compute_dtype(self.modules[0])
+        self.device, self._dtype = device_and_dtype(self.modules)
         if config.precision == "auto":
             precision = precision_of(self._dtype)
             self.config = config = everyone.collectively(lambda: replace(self.config, precision=precision))
@@ -380,7 +381,7 @@ def _check_precision(config: TrainConfig, modules: Sequence[nn.Module]) -> None:
     """Refuse stages that compute in another format than ``config`` names."""
     asked = DTYPES[config.precision]
     for module in modules:
-        found, kept = compute_dtype(module), {p.dtype for p in module.parameters()}
+        found, kept = next(iter(compute_dtypes(module)), asked), {p.dtype for p in module.parameters()}
         # Others may be what the parameters are in, but float16 needs the loss to be scaled.
         if found != asked and (asked != torch.float32 or found == torch.float16 or found not in kept):
             raise SettingError(

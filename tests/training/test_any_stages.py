@@ -1,5 +1,6 @@
 """The trainer takes anybody's modules and loss: equal to one process, clipped, saved and taken up, on either engine."""
 
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,3 +118,30 @@ def test_stages_that_are_none_or_elsewhere_are_refused_on_every_rank() -> None:
     assert first == second
     assert "modules holds stages [0], and schedule '1f1b' places stages [1] of 2 here" in first[0]
     assert all("modules is" in said and "a mapping from integers to Module values" in said for said in first[1:])
+
+
+def without_parameters(rank: int, root: Path, engine: Any) -> tuple[float, float | None]:
+    """A run whose last stage has none, saved and taken up; then one in which nothing is trained."""
+    config = replace(CONFIG, engine=engine, precision="auto")
+    mesh = init_distributed(DistributedConfig(pp=2), seed=0)
+    torch.manual_seed(0)
+    logits = nn.Sequential(nn.Embedding(MODEL.vocab_size, 16), nn.Linear(16, MODEL.vocab_size)).to(torch.bfloat16)
+    first, second = (
+        Trainer(config, {rank: [stages, nn.Softplus()][rank]}, rows(), device_mesh=mesh, loss_fn=mean_loss)
+        for stages in (logits, deepcopy(logits))
+    )
+    with Checkpointer(first, root, device_mesh=mesh, save_every=1) as checkpointer:
+        checkpointer.after_step(first, first.train_step())
+    with Checkpointer(second, root, device_mesh=mesh) as checkpointer:
+        checkpointer.resume()
+    assert second.train_step().loss == first.train_step().loss
+    with pytest.raises(ValueError, match="no stage has a parameter that is trained"):
+        Trainer(config, {rank: nn.Softplus()}, rows(), device_mesh=mesh, loss_fn=mean_loss)
+    return first.fit().loss, first.config.precision
+
+
+@pytest.mark.parametrize("engine", ["parallel", "runtime"])
+def test_a_stage_without_parameters_trains_and_one_has_to_have_some(engine: str, tmp_path: Path) -> None:
+    first, second = on_ranks(2, without_parameters, tmp_path, engine, timeout_s=60)
+    assert first == second
+    assert first[1] == "bf16"
