@@ -85,9 +85,9 @@ class Checkpointer:
         Ranks().collectively(lambda: _check_source(source))
         trainer, held, loaded = self._trainer, self._trainer.held, None
         if source == "auto" and self._root is not None:
-            loaded = resume(self._root, held.modules, trainer.optimizer, device_mesh=self._mesh, tied=held.tied)
+            loaded = resume(self._root, held.saved, trainer.optimizer, device_mesh=self._mesh, tied=held.tied)
         elif source not in ("auto", "never"):
-            loaded = load(source, held.modules, trainer.optimizer, device_mesh=self._mesh, tied=held.tied)
+            loaded = load(source, held.saved, trainer.optimizer, device_mesh=self._mesh, tied=held.tied)
         if loaded is not None:
             trainer.load_state(loaded.extra)
         Ranks().collectively(lambda: self._check_room(take_up=source == "auto"))
@@ -146,13 +146,13 @@ class Checkpointer:
         trainer, held, keep = self._trainer, self._trainer.held, self._retention
         state, attachments = trainer.state(), self._attachments
         if saver is not None:
-            what = trainer.step, held.modules, trainer.optimizer
+            what = trainer.step, held.saved, trainer.optimizer
             saver.save(*what, extra=state, attachments=attachments, tied=held.tied)
         else:
             save(
                 root,
                 trainer.step,
-                held.modules,
+                held.saved,
                 trainer.optimizer,
                 device_mesh=self._mesh,
                 tied=held.tied,

@@ -27,7 +27,8 @@ __all__ = [
     "stages_of_rank",
 ]
 
-Stages = Sequence[PipelineStageModule] | Mapping[int, nn.Module]
+Stages = Sequence[nn.Module] | Mapping[int, nn.Module]
+"""This rank's stages in a list, with the names of the full model; or by stage, with names that mean something there."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,18 @@ class Held:
         modules: by stage, in order.
         n_stages: of the whole pipeline.
         tied: what the caller said is one weight; the stages of our own model know.
+        full_names: whether the names in a stage are the full model's, so that a checkpoint fits any other cut.
     """
 
     modules: dict[int, nn.Module]
     n_stages: int
     tied: tuple[Tie, ...]
+    full_names: bool = False
+
+    @property
+    def saved(self) -> Sequence[nn.Module] | Mapping[int, nn.Module]:
+        """The modules as a checkpoint takes them."""
+        return list(self.modules.values()) if self.full_names else self.modules
 
     @property
     def ours(self) -> list[PipelineStageModule]:
@@ -92,23 +100,23 @@ def held_stages(config: TrainConfig, stages: Stages, tied: Sequence[Tie], device
         TypeError: for what are no stages.
         ValueError: for other stages than the schedule places on this rank.
     """
-    if not isinstance(stages, Mapping):
-        stages = list(stages)
-        if not stages or not all(isinstance(module, PipelineStageModule) for module in stages):
-            raise TypeError(
-                f"modules holds {[type(module).__name__ for module in stages]}: pass the list of this rank's stages, "
-                "built with build_stage_module (the whole model is stage 0 of 1), or other modules by stage, "
-                "{0: module}"
-            )
-        return Held({module.stage_id: module for module in stages}, stages[0].num_stages, tuple(tied))
-    if not all(isinstance(module, nn.Module) for module in stages.values()):
-        raise TypeError(f"modules holds {[type(m).__name__ for m in stages.values()]}: pass an nn.Module by stage")
-    indices, n_stages = stages_of_rank(config, get_pp_rank(device_mesh), get_pp_size(device_mesh))
-    if sorted(stages) != indices:
-        raise ValueError(
-            f"modules holds stages {sorted(stages)}, and schedule {config.schedule!r} places stages {indices} of "
-            f"{n_stages} here: build those (stages_of_rank lists them)"
+    given = list(stages.values() if isinstance(stages, Mapping) else stages)
+    if not given or not all(isinstance(module, nn.Module) for module in given):
+        raise TypeError(
+            f"modules holds {[type(module).__name__ for module in given]}: pass the list of this rank's stages, or "
+            "modules by stage, {0: module}"
         )
+    if not isinstance(stages, Mapping) and all(isinstance(module, PipelineStageModule) for module in given):
+        ours = [module for module in given if isinstance(module, PipelineStageModule)]
+        return Held({module.stage_id: module for module in ours}, ours[0].num_stages, tuple(tied))
+    indices, n_stages = stages_of_rank(config, get_pp_rank(device_mesh), get_pp_size(device_mesh))
+    here = f"schedule {config.schedule!r} places stages {indices} of {n_stages} here"
+    if not isinstance(stages, Mapping):
+        if len(given) != len(indices):
+            raise ValueError(f"modules lists {len(given)} stages, and {here}: list those, in order")
+        return Held(dict(zip(indices, given, strict=True)), n_stages, tuple(tied), full_names=True)
+    if sorted(stages) != indices:
+        raise ValueError(f"modules holds stages {sorted(stages)}, and {here}: build those (stages_of_rank lists them)")
     return Held(dict(sorted(stages.items())), n_stages, tuple(tied))
 
 

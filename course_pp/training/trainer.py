@@ -81,8 +81,9 @@ class Trainer:
     Args:
         config: what to train and how.
         modules: this rank's stages, those that :func:`stages_of_rank` lists, as they are trained (after FSDP2), on
-            their device: a list of this package's, or any modules by stage. They take token ids or what the stage
-            before returned, and ``attention_mask=`` if sequences are padded.
+            their device, in a list or by stage. They take token ids or what the stage before returned, and
+            ``attention_mask=`` if sequences are padded. A list says that parameters have the names of the full model,
+            by which a checkpoint fits every other cut of it; by stage, it fits the same cut alone.
         train, validation: all sequences, the same on every rank, in memory or on disk, or a stream to train on; without
             validation data nothing is evaluated.
         device_mesh: what :func:`course_pp.parallel.init_distributed` returned.

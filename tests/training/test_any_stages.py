@@ -106,7 +106,7 @@ def test_foreign_stages_with_a_tie_and_a_plain_loss_equal_one_process(engine: st
 
 def refused(rank: int) -> list[str]:
     mesh, said = init_distributed(DistributedConfig(pp=2), seed=0), []
-    for stages in ({0: halves()[0]}, {rank: "module"}, [halves()[rank]]):
+    for stages in ({0: halves()[0]}, {rank: "module"}, halves(), ["module"]):
         with pytest.raises(ValueError, match=r".") as refusal:
             Trainer(CONFIG, stages, rows(), device_mesh=mesh)
         said.append(str(refusal.value))
@@ -117,7 +117,8 @@ def test_stages_that_are_none_or_elsewhere_are_refused_on_every_rank() -> None:
     first, second = on_ranks(2, refused, timeout_s=60)
     assert first == second
     assert "modules holds stages [0], and schedule '1f1b' places stages [1] of 2 here" in first[0]
-    assert all("modules is" in said and "a mapping from integers to Module values" in said for said in first[1:])
+    assert "modules lists 2 stages, and schedule '1f1b' places stages [0] of 2 here" in first[2]
+    assert all("modules is" in said and "a mapping from integers to Module values" in said for said in first[1::2])
 
 
 def without_parameters(rank: int, root: Path, engine: Any) -> tuple[float, float | None]:
@@ -145,3 +146,26 @@ def test_a_stage_without_parameters_trains_and_one_has_to_have_some(engine: str,
     first, second = on_ranks(2, without_parameters, tmp_path, engine, timeout_s=60)
     assert first == second
     assert first[1] == "bf16"
+
+
+def cut_anew(rank: int, root: Path, pp: int) -> tuple[int | None, float]:
+    """Where the run begins and its last loss, with a list of stages whose names are the full model's."""
+    mesh = init_distributed(DistributedConfig(pp=pp), seed=0)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(MODEL.vocab_size, 16), *(Block() for _ in range(6)), nn.Linear(16, 23)).double()
+    config = replace(CONFIG, schedule="1f1b" if pp == 1 else "interleaved_1f1b")
+    indices, n_stages = stages_of_rank(config, rank, pp)
+    stages = [model[i * 8 // n_stages : (i + 1) * 8 // n_stages] for i in indices]
+    trainer = Trainer(config, stages, rows(), device_mesh=mesh, loss_fn=mean_loss)
+    with Checkpointer(trainer, root, device_mesh=mesh, save_every=1) as checkpointer:
+        loaded = checkpointer.resume()
+        if pp > 1:
+            checkpointer.after_step(trainer, trainer.train_step())
+        return loaded and loaded.step, trainer.train_step().loss
+
+
+def test_a_list_of_stages_is_saved_by_full_names_and_taken_up_at_another_cut(tmp_path: Path) -> None:
+    first, second = on_ranks(2, cut_anew, tmp_path, 2, timeout_s=60)
+    [resumed] = on_ranks(1, cut_anew, tmp_path, 1, timeout_s=60)
+    assert first == second
+    assert resumed == (1, pytest.approx(first[1], rel=1e-11))
