@@ -73,12 +73,16 @@ def assert_equals_one_process(ranks: list[Trained], reference: Trained, config: 
 
 
 def assert_same_training(
-    ranks: list[Trained], reference: Trained, tied: Sequence[Sequence[str]] = ()
+    ranks: list[Trained],
+    reference: Trained,
+    tied: Sequence[Sequence[str]] = (),
+    tolerances: tuple[float, float] = (GRADIENT_TOLERANCE, PARAMETER_TOLERANCE),
 ) -> dict[str, float]:
     """Every rank's loss, and all gradients and parameters of the ranks together, equal the reference's.
 
     Args:
         tied: for each weight with several names these; the reference has the first.
+        tolerances: of losses and gradients, and of parameters.
 
     Returns:
         The largest difference of ``"gradients"`` and of ``"parameters"``.
@@ -87,9 +91,9 @@ def assert_same_training(
     largest = {"gradients": 0.0, "parameters": 0.0}
     for rank, trained in enumerate(ranks):
         torch.testing.assert_close(
-            trained.losses, reference.losses, rtol=GRADIENT_TOLERANCE, atol=0, msg=lambda m, r=rank: f"rank {r}: {m}"
+            trained.losses, reference.losses, rtol=tolerances[0], atol=0, msg=lambda m, r=rank: f"rank {r}: {m}"
         )
-    for kind, tolerance in (("gradients", GRADIENT_TOLERANCE), ("parameters", PARAMETER_TOLERANCE)):
+    for kind, tolerance in zip(("gradients", "parameters"), tolerances, strict=True):
         expected = getattr(reference, kind)
         seen = set()
         for rank, trained in enumerate(ranks):

@@ -170,6 +170,16 @@ def partition_by_cost(costs: Sequence[float], n_stages: int, first: float = 0.0,
         ends = first_cost * (stage == 0) + last_cost * (stage == n_stages - 1)
         return up_to[end] - up_to[start] + ends
 
+    return split_by_cost(n_layers, n_stages, stage_cost)
+
+
+def split_by_cost(n_layers: int, n_stages: int, stage_cost: Callable[[int, int, int], int]) -> list[LayerRange]:
+    """As :func:`partition_by_cost`, for stages whose cost is not the sum of their layers'.
+
+    Args:
+        stage_cost: of stage, first layer, last layer (excluded), as a whole number.
+    """
+
     def squared_if_optimal(stage: int, start: int, end: int) -> int | None:
         cost = stage_cost(stage, start, end)
         return cost * cost if cost <= slowest else None

@@ -53,6 +53,7 @@ from course_pp.parallel.post_validation import OptimisticStep
 from course_pp.parallel.precision import compute_dtype, compute_in
 from course_pp.parallel.predicting import predict_collectives
 from course_pp.parallel.schedules import get_stage_indices, schedule_names
+from course_pp.parallel.split import auto_split, explain
 from course_pp.parallel.stage import build_pipeline_stage
 from course_pp.parallel.tensor import Plan, apply_tensor_parallel
 from course_pp.parallel.tied import find_ties
@@ -78,6 +79,7 @@ __all__ = [
     "apply_compile",
     "apply_fsdp2",
     "apply_tensor_parallel",
+    "auto_split",
     "build_pipeline_schedule",
     "build_pipeline_stage",
     "build_stage_module",
@@ -88,6 +90,7 @@ __all__ = [
     "count_collectives",
     "default_mp_policy",
     "destroy_distributed",
+    "explain",
     "find_blocks",
     "find_ties",
     "get_device",

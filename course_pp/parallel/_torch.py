@@ -23,6 +23,7 @@ __all__ = [
     "CollectiveWatcher",
     "GatheredWatcher",
     "LocalNeighboursStage",
+    "TorchDispatchMode",
     "carries_integers",
     "explicit_order",
     "forget_meshes",

@@ -13,6 +13,7 @@ from course_pp.parallel._torch import carries_integers
 from course_pp.parallel.boundary import Boundary, rows_of
 from course_pp.parallel.model_stage import ModelStage, find_outputs
 from course_pp.parallel.schedules import check_microbatches, get_stage_indices, name_of
+from course_pp.parallel.split.stage import SplitStage
 from course_pp.parallel.tied import SharedName, ties_of_stages
 from course_pp.schedule import Schedule
 
@@ -189,7 +190,7 @@ def _ties(stages: Sequence[ModelStage], tied: Iterable[SharedName] | None, pipel
     modules = {stage.stage_index: stage.submod for stage in stages}
     everyone = pipeline.gather({index: _names(module) for index, module in modules.items()})
     names = {index: held for rank in everyone for index, held in sorted(rank.items())}
-    own = next((m for m in modules.values() if isinstance(m, PipelineStageModule)), None)
+    own = next((m for m in modules.values() if isinstance(m, PipelineStageModule | SplitStage)), None)
     if tied is None and own is not None:
         tied = own.ties
     return ties_of_stages(tied or (), dict(sorted(names.items())))

@@ -16,7 +16,7 @@ from course_pp.arguments import checked
 from course_pp.parallel.patterns import listed, modules_matching, nearest
 from course_pp.wrappers import problem_of_wrappers
 
-__all__ = ["Blocks", "find_blocks"]
+__all__ = ["Blocks", "find_blocks", "runs_of_like_modules"]
 
 Blocks = type[nn.Module] | str | Sequence[type[nn.Module] | str] | None
 """Which modules are blocks: see :func:`find_blocks`."""
@@ -84,8 +84,13 @@ def _check_apart(found: dict[str, nn.Module]) -> None:
             )
 
 
+def runs_of_like_modules(module: nn.Module) -> list[dict[str, nn.Module]]:
+    """Every run of modules of one class in a ModuleList, ModuleDict or Sequential, outermost alone."""
+    return list(_runs(module, "", lone=False)) or list(_runs(module, "", lone=True))
+
+
 def _longest_run(module: nn.Module) -> dict[str, nn.Module]:
-    runs = list(_runs(module, "", lone=False)) or list(_runs(module, "", lone=True))
+    runs = runs_of_like_modules(module)
     if not runs:
         raise ValueError(
             f"{type(module).__name__} holds no ModuleList, ModuleDict or Sequential of like modules, so its blocks "

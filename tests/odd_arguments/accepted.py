@@ -38,6 +38,7 @@ NUMBERS = {
     ("clip_grad_norm_", "max_norm", "inf"): "only measures",
     ("clip_grad_norm_", "norm_type", "inf"): "the largest entry",
     ("TrainConfig", "clip_norm", "inf"): "only measures",
+    **{("explain", "example", odd): "that the model does not take it is the answer" for odd in ("-1", "nan", "inf")},
     **{
         ("reveal", parameter, odd): "whatever was guessed or measured is compared"
         for parameter in ("guess", "measured")
@@ -67,6 +68,7 @@ WORDS: dict[str | tuple[str, str], str] = {
     ("apply_ac", "blocks"): "the pattern of the module itself",
     ("apply_compile", "blocks"): "the pattern of the module itself",
     ("apply_fsdp2", "blocks"): "the pattern of the module itself",
+    ("explain", "example"): "that the model does not take it is the answer",
     ("find_blocks", "blocks"): "the pattern of the module itself",
     ("refusals_said_once", "program"): "a label",
     ("run_torchrun", "where"): "local=True has decided",
@@ -87,6 +89,7 @@ USERS_CODE = {
     for name in ("forward_stage", "run_step", "train_step_pipeline_1f1b", "train_step_pipeline_gpipe")
     for parameter in ("x", "inputs", "target", "targets", "loss_fn")
 } | {
+    ("auto_split", "example"): "what the caller's own model raises is passed on",
     ("Trainer", "optimizer"): "what the caller's own factory raises is passed on",
     ("emulate", "inputs"): "what the caller's own model raises is passed on",
     ("emulate", "targets"): "what the loss raises is passed on",

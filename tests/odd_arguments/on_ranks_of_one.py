@@ -22,6 +22,7 @@ from tests.odd_arguments.rows import Fresh, Rows
 CONFIG = ModelConfig(dim=8, n_layers=2, n_heads=2, vocab_size=11)
 ONE = build("1f1b", 1, 1)
 X, IDS = torch.ones(2, 3), torch.ones(2, 4, dtype=torch.int64)
+WHOLE = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
 SEQUENCES = Sequences(IDS, IDS)
 
 
@@ -84,6 +85,7 @@ def parallel_rows(folder: Path) -> Rows:
             "blocks": None,
         },
         "apply_tensor_parallel": {"model": model, "device_mesh": None, "plan": None, "gather_logits": True},
+        "auto_split": {"model": WHOLE, "example": X, "n_stages": 2, "by": "parameters"},
         "build_pipeline_schedule": {
             "stage": stage(),
             "n_microbatches": 2,
@@ -121,6 +123,7 @@ def parallel_rows(folder: Path) -> Rows:
         "destroy_distributed": {},
         "compute_dtype": {"module": model},
         "compute_in": {"module": model, "dtype": torch.bfloat16},
+        "explain": {"model": WHOLE, "example": X},
         "find_blocks": {"module": model, "blocks": None},
         "find_ties": {"model": model},
         "get_device": {"backend": "gloo", "share": False},

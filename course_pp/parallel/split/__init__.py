@@ -1,0 +1,18 @@
+"""Cut a model that somebody else wrote into stages, without changing its code.
+
+    record     run the model on an example, and see which unit's result goes where
+      │
+    partition  choose contiguous calls for each stage
+      │
+    carve      make each stage: the model's forward, in which other stages' units are absent
+
+There is no export and no graph to compile: every stage runs the model's own Python. A cut carries whatever later calls
+read, so skip connections and encoders' outputs cross as well.
+"""
+
+from course_pp.parallel.split.automatic import By, auto_split, explain
+from course_pp.parallel.split.board import OtherWay
+from course_pp.parallel.split.calls import Problem
+from course_pp.parallel.split.stage import SplitStage
+
+__all__ = ["By", "OtherWay", "Problem", "SplitStage", "auto_split", "explain"]

@@ -1,0 +1,158 @@
+"""From a model and an example to stages, or to the reason why not."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from course_pp.arguments import checked, refuse_below, refuse_unless
+from course_pp.parallel._torch import tree_flatten
+from course_pp.parallel.split.balance import partition
+from course_pp.parallel.split.calls import Problem, Recording
+from course_pp.parallel.split.recording import Example, as_call, is_of_model, left_as_it_was, record
+from course_pp.parallel.split.stage import carve
+from course_pp.wrappers import problem_of_wrappers
+
+__all__ = ["By", "auto_split", "explain"]
+
+By = Literal["parameters", "time", "memory"]
+"""What a balanced cut makes even: the slowest stage's share of it is the least there is."""
+
+
+@checked
+def auto_split(model: nn.Module, example: Any, n_stages: int, by: By = "parameters") -> list[nn.Module]:
+    """Cut a model into stages that a pipeline can run; embeddings and head count as what they are.
+
+    Each stage is a module of the model's class, holds the model's own modules and parameters under the model's names,
+    and runs the model's forward in which the modules of other stages are absent. The first is called as the model is,
+    the last returns what the model returns; in between they hand on a dict, as both engines take it. Weights that lie
+    in several stages are in each stage's ``ties``, by stage, as ``tied=`` of either engine takes them.
+
+    The model runs once on the example, and once more as stages, which must give the same result. A model on the meta
+    device runs too, but nothing can be compared there.
+
+    Args:
+        model: any module. It is cut between the blocks it is mostly made of, and the modules beside these.
+        example: what the model is called with for one microbatch: a tuple or list gives positional arguments, a dict
+            keyword arguments, anything else is the only one. Arguments that are no tensors are fixed by it; sizes of
+            tensors are not. Give transformers ``use_cache=False``: a cache does not cross.
+        n_stages: how many.
+        by: what is made even: ``parameters``; ``time`` of forward and backward, measured here; or ``memory`` of
+            weights, gradients, two moments and the activations that 1F1B keeps, in bytes.
+
+    Raises:
+        ValueError: for more stages than there are places to cut, an example that the model does not take, or a model
+            that cannot be cut, as :func:`explain` says.
+    """
+    refuse_below(1, "auto_split", n_stages=n_stages)
+    recording = _recorded(model, as_call(example), "auto_split")
+    n_calls = len(recording.calls)
+    remedy = f"the example makes {n_calls} calls of {type(model).__name__}'s modules, so give at most {n_calls} stages"
+    refuse_unless(n_stages <= n_calls, "auto_split", "n_stages", n_stages, remedy)
+    _refuse(model, recording.problems)
+    stages = [carve(model, recording, first, end) for first, end in partition(recording, n_stages, by)]
+    for stage in stages:
+        vars(stage)["ties"] = _ties_of(stages)
+    _refuse(model, _differences(model, stages, recording))
+    return stages
+
+
+@checked
+def explain(model: nn.Module, example: Any) -> list[Problem]:
+    """Say what stops :func:`auto_split`: which line of the model, what kind of problem, what to do.
+
+    Args:
+        model: any module.
+        example: as for :func:`auto_split`.
+
+    Returns:
+        Nothing if the model can be cut wherever one of its modules is called.
+    """
+    try:
+        recording = _recorded(model, as_call(example), "explain")
+    except _DoesNotRun as error:
+        return [error.problem]
+    if recording.problems:
+        return recording.problems
+    stages = [carve(model, recording, number, number + 1) for number in range(len(recording.calls))]
+    return _differences(model, stages, recording)
+
+
+class _DoesNotRun(ValueError):
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(f"example: {problem}")
+        self.problem = problem
+
+
+def _recorded(model: nn.Module, example: Example, function: str) -> Recording:
+    wrapped = problem_of_wrappers(model, "the model")
+    refuse_unless(wrapped is None, function, "model", model, str(wrapped))
+    try:
+        recording = record(model, example)
+    except Exception as error:  # whatever a foreign forward raises
+        raise _DoesNotRun(Problem("does not run", _line_of(error), _said(error), "give arguments it takes")) from error
+    if len(recording.calls) < 2:
+        code = type(model).forward.__code__
+        what = f"{type(model).__name__} calls {len(recording.calls)} module on its way, so there is no place to cut"
+        recording.problems.append(
+            Problem("one piece", f"{code.co_filename}:{code.co_firstlineno}", what, "compute in modules of its own")
+        )
+    return recording
+
+
+def _refuse(model: nn.Module, problems: Sequence[Problem]) -> None:
+    if problems:
+        more = f" (and {len(problems) - 1} more: see explain)" if len(problems) > 1 else ""
+        raise ValueError(f"model: {type(model).__name__} cannot be cut: {problems[0]}{more}")
+
+
+def _ties_of(stages: Sequence[nn.Module]) -> tuple[Mapping[int, str], ...]:
+    """For each parameter that lies in several stages its name in each."""
+    places: dict[int, dict[int, str]] = {}
+    for index, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters():
+            places.setdefault(id(parameter), {})[index] = name
+    return tuple(tie for tie in places.values() if len(tie) > 1)
+
+
+def _differences(model: nn.Module, stages: Sequence[nn.Module], recording: Recording) -> list[Problem]:
+    """Whether the stages, one after another, give what the model gives, random numbers included."""
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        return []
+    args, kwargs = recording.example
+    with torch.no_grad():
+        with left_as_it_was(model):
+            expected = _tensors(model(*args, **kwargs))
+        with left_as_it_was(model):
+            value = stages[0](*args, **kwargs)
+            for stage in stages[1:]:
+                value = stage(**value)
+    same = all(_is_equal(a, b) for a, b in zip(expected, _tensors(value), strict=True))
+    code = getattr(type(model).forward, "__wrapped__", type(model).forward).__code__
+    what = "the stages, one after another, do not give what the model gives"
+    remedy = "look for values that modules hand on otherwise than by arguments and results"
+    return [] if same else [Problem("differs", f"{code.co_filename}:{code.co_firstlineno}", what, remedy)]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def _line_of(error: Exception) -> str:
+    """The innermost line of the traceback that is not torch's."""
+    line, traceback = "?", error.__traceback__
+    while traceback is not None:
+        if is_of_model(traceback.tb_frame.f_code.co_filename):
+            line = f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return line
+
+
+def _said(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]

@@ -1,0 +1,251 @@
+"""Running a model on an example, and seeing which unit's result goes where.
+
+Each tensor is known by its storage, and each storage by what it was computed from: inputs of the model, outputs of
+calls, parameters. What a unit does inside is its own; between the units every operation hands on what its arguments
+were computed from. Nothing is compiled or exported, so the model may do what it likes in Python.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from course_pp.parallel._torch import TorchDispatchMode, tree_flatten, tree_map
+from course_pp.parallel.split.calls import Call, Input, Output, Parameter, Problem, Recording, Source
+from course_pp.parallel.split.units import candidates, draws_random_numbers
+
+__all__ = ["Example", "as_call", "is_of_model", "left_as_it_was", "record"]
+
+Example = tuple[tuple[Any, ...], dict[str, Any]]
+_NOTHING: frozenset[Source] = frozenset()
+_DATA_OPS = {torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select}
+
+
+def as_call(example: Any) -> Example:
+    """Positional and keyword arguments: of a tuple or list the former, of a dict the latter, else the only one."""
+    if isinstance(example, tuple | list):
+        return tuple(example), {}
+    return ((), dict(sorted(example.items()))) if isinstance(example, Mapping) else ((example,), {})
+
+
+def record(model: nn.Module, example: Example) -> Recording:
+    """Run ``model`` on ``example`` without gradients; its buffers and the random numbers stay as they were."""
+    units = candidates(model)
+    undecided = {
+        name: unit
+        for name, unit in units.items()
+        if next(unit.parameters(), None) is None and not draws_random_numbers(unit)
+    }
+    if undecided:
+        independent = _run(
+            model, example, {k: v for k, v in units.items() if k not in undecided}, undecided
+        ).independent
+        units = {name: unit for name, unit in units.items() if name not in independent}
+    return _run(model, example, units, {}).recording
+
+
+def _run(model: nn.Module, example: Example, units: dict[str, nn.Module], undecided: dict[str, nn.Module]) -> "_Watch":
+    watch = _Watch(model, Recording(units, example=example), undecided)
+    args, kwargs = watch.take_inputs(example)
+    with left_as_it_was(model), torch.no_grad(), ExitStack() as hooks:
+        for name, unit in {**units, **undecided}.items():
+            for handle in watch.hooks_on(name, unit):
+                hooks.callback(handle.remove)
+        with watch:
+            output = model(*args, **kwargs)
+    watch.take_result(output)
+    return watch
+
+
+@contextmanager
+def left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Give buffers, and the random generators, their values back."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    devices = {p.device for p in model.parameters() if p.is_cuda}
+    with torch.random.fork_rng([*devices]):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+
+
+class _Watch(TorchDispatchMode):
+    """Follows what is computed from what."""
+
+    def __init__(self, model: nn.Module, recording: Recording, undecided: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.recording, self._undecided = recording, undecided
+        self.independent = set(undecided)
+        self._sources: dict[int, frozenset[Source]] = {}
+        self._inside: dict[int, int] = {}  # storages made within a call and not returned by it
+        self._kept: list[Any] = []  # alive, so that no storage gets another's number
+        self._open: list[_Open] = []
+        self._decided_by = _NOTHING
+        self._looking = True
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            self._set(tensor, frozenset({Parameter(name)}))
+
+    def take_inputs(self, example: Example) -> Example:
+        """The example, its tensors marked."""
+        tensors = [leaf for leaf in tree_flatten(example)[0] if isinstance(leaf, Tensor)]
+        copies = {id(tensor): tensor.clone() for tensor in tensors}
+        for index, tensor in enumerate(tensors):
+            self._set(copies[id(tensor)], frozenset({Input(index)}))
+        return tree_map(lambda leaf: copies.get(id(leaf), leaf), example)
+
+    def take_result(self, output: Any) -> None:
+        """Note what the model's result was computed from."""
+        tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
+        self.recording.result_reads = _NOTHING.union(self._decided_by, *map(self._of, tensors))
+
+    def hooks_on(self, name: str, unit: nn.Module) -> Iterator[Any]:
+        """Hooks that note each call of a unit."""
+        if name in self._undecided:
+            yield unit.register_forward_hook(lambda _, args, output: self._judge(name, output))
+        else:
+            yield unit.register_forward_pre_hook(
+                lambda _, args, kwargs: self._enter(name, unit, (args, kwargs)), with_kwargs=True
+            )
+            yield unit.register_forward_hook(lambda _, args, output: self._leave(output))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if not self._looking:
+            return output
+        arguments = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        results = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
+        if self._open:
+            self._see_inside(arguments, results)
+        else:
+            self._see_between(func, arguments, results, _written(func, args, kwargs or {}))
+        return output
+
+    def _see_between(self, func: Any, arguments: list[Tensor], results: list[Tensor], written: list[Tensor]) -> None:
+        for tensor in arguments:
+            if _key(tensor) in self._inside:
+                self._refuse_hidden(self._inside[_key(tensor)])
+        sources = _NOTHING.union(*map(self._of, arguments))
+        for tensor in written:
+            self.recording.changed |= {s.call for s in self._of(tensor) if isinstance(s, Output)}
+            self._set(tensor, self._of(tensor) | sources)
+        for tensor in results:
+            if not any(tensor is each for each in written):
+                self._set(tensor, sources | self._of(tensor))
+        if func.overloadpacket in _DATA_OPS:
+            self._decided_by |= sources
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.recording.draws = True
+
+    def _see_inside(self, arguments: list[Tensor], results: list[Tensor]) -> None:
+        now = self._open[-1]
+        for tensor in arguments:
+            key = _key(tensor)
+            if key in now.allowed:
+                continue
+            if key in self._inside and self._inside[key] != len(self.recording.calls):
+                self._refuse_hidden(self._inside[key])
+            else:
+                for source in self._of(tensor):
+                    if isinstance(source, Output):
+                        self._refuse_hidden(source.call)
+                    elif isinstance(source, Parameter):
+                        self._refuse_borrowed(source.name)
+        for tensor in results:
+            if _key(tensor) not in self._sources:
+                self._kept.append(tensor)
+                self._inside.setdefault(_key(tensor), len(self.recording.calls))
+
+    def _enter(self, name: str, unit: nn.Module, given: Any) -> None:
+        tensors = [leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, Tensor)]
+        reads = _NOTHING.union(self._decided_by, *map(self._of, tensors))
+        allowed = {_key(tensor) for tensor in (*tensors, *unit.parameters(), *unit.buffers())}
+        self._open.append(_Open(name, reads, allowed, tuple((tuple(t.shape), t.dtype) for t in tensors)))
+
+    def _leave(self, output: Any) -> Any:
+        now, call = self._open.pop(), len(self.recording.calls)
+        if self._open:  # one unit within another's forward is that one's business
+            return None
+        own: dict[int, Tensor] = {}
+
+        def mine(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return own.setdefault(id(leaf), leaf.clone())
+
+        self._looking = False
+        output = tree_map(mine, output)
+        self._looking = True
+        leaves, tree = tree_flatten(output)
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                self._set(leaf, self._of(leaf) | {Output(call, index)})
+        shapes = tuple(torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in leaves)
+        self.recording.calls.append(Call(now.unit, now.reads, now.arguments, shapes, tree))
+        return output
+
+    def _judge(self, name: str, output: Any) -> None:
+        tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
+        if any(isinstance(source, Output) for tensor in tensors for source in self._of(tensor)):
+            self.independent.discard(name)
+
+    def _of(self, tensor: Tensor) -> frozenset[Source]:
+        return self._sources.get(_key(tensor), _NOTHING)
+
+    def _set(self, tensor: Tensor, sources: frozenset[Source]) -> None:
+        self._kept.append(tensor)
+        self._sources[_key(tensor)] = sources
+
+    def _refuse_hidden(self, call: int) -> None:
+        unit = self.recording.calls[call].unit
+        what = f"a tensor that {unit!r} made is used, but did not come from it as its result"
+        self._refuse("hidden state", what, f"return it from {unit!r} and pass it on as an argument")
+
+    def _refuse_borrowed(self, name: str) -> None:
+        unit = self._open[-1].unit
+        what = f"{unit!r} uses {name!r}, which it does not hold"
+        self._refuse("borrowed weight", what, f"make it a parameter of {unit!r}, the same object, so that it is tied")
+
+    def _refuse(self, kind: str, what: str, remedy: str) -> None:
+        problem = Problem(kind, line_of_model(), what, remedy)
+        if problem not in self.recording.problems:
+            self.recording.problems.append(problem)
+
+
+class _Open:
+    def __init__(self, unit: str, reads: frozenset[Source], allowed: set[int], arguments: tuple[Any, ...]) -> None:
+        self.unit, self.reads, self.allowed, self.arguments = unit, reads, allowed, arguments
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments that an operation changes in place."""
+    found = []
+    for place, each in enumerate(func._schema.arguments):
+        if each.alias_info is not None and each.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(each.name)
+            found += [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+    return found
+
+
+def line_of_model() -> str:
+    """Where in the model's code we are: the innermost line that is neither torch's nor this package's."""
+    frame = sys._getframe()
+    while frame.f_back is not None and not is_of_model(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+_OURS: tuple[str, ...] = (str(torch.__path__[0]), __file__.rpartition("/")[0])
+
+
+def is_of_model(path: str) -> bool:
+    """Whether a file is neither torch's nor this package's."""
+    return not path.startswith((*_OURS, "<"))

@@ -1,0 +1,139 @@
+"""Models that somebody else wrote, cut without changing their code, do what they did in one piece."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from course_pp import runtime
+from course_pp.launch import on_ranks
+from course_pp.parallel import (
+    DistributedConfig,
+    auto_split,
+    build_pipeline_schedule,
+    build_pipeline_stage,
+    destroy_distributed,
+    init_distributed,
+)
+from course_pp.schedule import build as build_schedule
+from tests.equality import Trained, adamw, assert_same_training, snapshot_gradients, snapshot_parameters
+from tests.parallel.families import FAMILIES, LAYERS, Example, build, called, example, tensor_of
+
+RANKS_IMPORT = [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "t5", "vit")]
+
+
+def loss_of(output: Any, target: Tensor) -> Tensor:
+    return (tensor_of(output) - target).square().mean()
+
+
+def target_of(name: str) -> Tensor:
+    """Numbers of the shape of the model's result."""
+    with torch.no_grad():
+        like = tensor_of(called(build(name).eval(), example(name)))
+    return torch.randn(like.shape, dtype=like.dtype, generator=torch.Generator().manual_seed(3))
+
+
+def in_turn(stages: list[nn.Module], given: Example) -> Any:
+    value = called(stages[0], given)
+    for stage in stages[1:]:
+        value = stage(**value)
+    return value
+
+
+@pytest.mark.parametrize("n_stages", [2, 4])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_stages_called_one_after_another_are_the_model(name: str, n_stages: int) -> None:
+    """While it trains, dropout included: the same result to the last bit, and the same gradients."""
+    model, cut, batch = build(name), build(name), example(name, seed=1)
+    stages = auto_split(cut, example(name), n_stages)
+    results = []
+    for run in (lambda: called(model, batch), lambda: in_turn(stages, batch)):
+        torch.manual_seed(7)
+        result = tensor_of(run())
+        result.square().mean().backward()
+        results.append(result)
+    assert torch.equal(*results)
+    gradients = {parameter_name: p.grad for parameter_name, p in cut.named_parameters()}
+    for parameter_name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[parameter_name], parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_stages_together_have_the_names_of_the_model(name: str) -> None:
+    model = build(name)
+    stages = auto_split(model, example(name), 3)
+    assert set().union(*(stage.state_dict() for stage in stages)) == model.state_dict().keys()
+    held = [p for stage in stages for p in {id(p): p for p in stage.parameters()}.values()]
+    tied = sum(len(tie) - 1 for tie in stages[0].ties)
+    assert len(held) == len(list(model.parameters())) + tied
+
+
+def trained_in_one_process(name: str) -> Trained:
+    model, batch, target = build(name).eval(), example(name), target_of(name)
+    optimizer, losses, gradients = adamw([model]), [], {}
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = loss_of(called(model, batch), target)
+        loss.backward()
+        losses.append(loss.item())
+        gradients = gradients or snapshot_gradients([model])
+        optimizer.step()
+    return Trained(losses, gradients, snapshot_parameters([model]))
+
+
+def train_on_rank(rank: int, name: str, engine: str, schedule: str, n_ranks: int, m: int) -> Trained:
+    model, batch, target = build(name).eval(), example(name), target_of(name)
+    one = {k: v[:1] for k, v in batch.items()} if isinstance(batch, dict) else batch[:1]
+    placement = build_schedule(schedule, n_ranks, m).placement
+    stages = auto_split(model, one, len(placement))
+    mine = {stage: stages[stage] for stage, ranks in enumerate(placement) if ranks == (rank,)}
+    optimizer, losses, gradients = adamw(mine.values()), [], {}
+    if engine == "runtime":
+        pipeline = runtime.Pipeline(build_schedule(schedule, n_ranks, m), mine, loss_of, tied=stages[0].ties)
+        step = lambda: sum(pipeline.step(batch, target))  # noqa: E731
+    else:
+        mesh = init_distributed(DistributedConfig(pp=n_ranks))
+        sizes = {"device_mesh": mesh, "device": "cpu", "n_stages": len(placement), "inputs": one}
+        built = [build_pipeline_stage(module, stage=i, **sizes) for i, module in mine.items()]
+        of_torch = build_pipeline_schedule(built, m, loss_of, schedule)
+        step = lambda: of_torch.step(batch, target=target).item()  # noqa: E731
+    for _ in range(2):
+        optimizer.zero_grad()
+        losses.append(step())
+        gradients = gradients or snapshot_gradients(mine.values())
+        optimizer.step()
+    if engine == "parallel":
+        destroy_distributed()
+    return Trained(losses, gradients, snapshot_parameters(mine.values()))
+
+
+ON_RANKS = [
+    (name, engine, schedule, n_ranks)
+    for name in FAMILIES
+    for engine, schedule in (("runtime", "1f1b"), ("parallel", "gpipe"), ("runtime", "zb_v"), ("parallel", "zb_v"))
+    for n_ranks in ((2,) if schedule == "zb_v" else (2, 4))
+]
+SAMPLE = [("GPT-2, classification", "runtime", "1f1b", 4), ("T5", "parallel", "zb_v", 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "engine", "schedule", "n_ranks"),
+    [pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.full) for case in ON_RANKS],
+)
+def test_stages_train_on_ranks_as_in_one_process(name: str, engine: str, schedule: str, n_ranks: int) -> None:
+    ranks = on_ranks(n_ranks, train_on_rank, name, engine, schedule, n_ranks, 4, timeout_s=100)
+    names: dict[int, list[str]] = {}
+    for parameter_name, parameter in build(name).named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(parameter_name)
+    tied = [same for same in names.values() if len(same) > 1]
+    # transformers' norms round to float32, which can make more of a difference in the last digit.
+    assert_same_training(ranks, trained_in_one_process(name), tied, (1e-9, 1e-8))
+
+
+def test_more_stages_than_places_to_cut_are_refused() -> None:
+    n = LAYERS + 3
+    with pytest.raises(
+        ValueError, match=rf"n_stages is {n} .*: the example makes {n - 1} calls of Sequential's modules"
+    ):
+        auto_split(build("Sequential"), example("Sequential"), n)
