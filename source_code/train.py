@@ -56,7 +56,7 @@ def build_stages(asked: Options, model: ModelConfig, mesh: DeviceMesh | None) ->
     modules = [build_stage_module(model, i, n_stages, layer_ranges).to(device) for i in indices]
     for module in modules:
         apply_tensor_parallel(module, mesh)
-        apply_ac(module, asked.layout.ac)
+        apply_ac(module, asked.layout.ac, device_mesh=mesh)
         if asked.layout.compile:
             apply_compile(module)
         apply_fsdp2(module, mesh, default_mp_policy(dtype), reshard_after_forward=asked.layout.reshard_policy)

@@ -13,25 +13,27 @@ Korthikanti et al. 2022, arXiv:2205.05198, section 5.
 from typing import Literal
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from course_pp.arguments import checked
+from course_pp.arguments import check_arguments
 from course_pp.parallel.blocks import Blocks, find_blocks
 from course_pp.parallel.forwards import Recomputed
 from course_pp.parallel.order import check_order
 from course_pp.parallel.patterns import listed, modules_matching
+from course_pp.parallel.refusing import on_every_rank
 
 __all__ = ["apply_ac", "check_mode"]
 
 _MODES = ("none", "full", "selective")
 
 
-@checked
 def apply_ac(
     model: nn.Module,
     mode: Literal["none", "full", "selective"],
     *,
     blocks: Blocks = None,
     attention: str | None = None,
+    device_mesh: DeviceMesh | None = None,
 ) -> tuple[str, ...]:
     """Checkpoint the blocks of ``model`` in place: after tensor parallelism, before compilation
     and FSDP2.
@@ -46,6 +48,7 @@ def apply_ac(
         blocks: see :func:`find_blocks`.
         attention: a name pattern inside a block, for ``"selective"``; None is the part whose class is named
             ``…Attention…``, as in this package, transformers and torch.
+        device_mesh: what one of its ranks refuses, all refuse; all must call. None asks no other rank.
 
     Returns:
         The names of the modules that are recomputed.
@@ -54,13 +57,17 @@ def apply_ac(
         ValueError: for an unknown mode, if checkpointing or FSDP2 was applied already, for blocks that
             :func:`find_blocks` refuses, or for a block that does not have one attention.
     """
-    check_mode("mode", mode)
-    if mode == "none":
-        return ()
-    check_order(model, "activation checkpointing")
-    found = find_blocks(model, blocks)
-    if mode == "selective":
-        found = dict(_attention_of(name, block, attention) for name, block in found.items())
+    given = locals()
+
+    def look() -> dict[str, nn.Module]:
+        check_arguments(apply_ac, given)
+        if mode == "none":
+            return {}
+        check_order(model, "activation checkpointing")
+        found = find_blocks(model, blocks)
+        return found if mode == "full" else dict(_attention_of(name, block, attention) for name, block in found.items())
+
+    found = on_every_rank(device_mesh, look)
     for module in found.values():
         Recomputed(module.forward).put_on(module)
     return tuple(found)

@@ -26,6 +26,7 @@ from course_pp.model.stages import Tie
 from course_pp.parallel._torch import multiply, norms_of
 from course_pp.parallel.mesh import get_pp_mesh
 from course_pp.parallel.parts import Part, Parts, agree_on_parts, check_own_parts, parts_of
+from course_pp.parallel.refusing import on_every_rank
 
 __all__ = ["clip_grad_norm_"]
 
@@ -69,21 +70,24 @@ def clip_grad_norm_(
         The norm before clipping, a float64 scalar, the same on every rank; 0 where there is no gradient at all.
 
     Raises:
-        TypeError: for what is neither a module nor a stage.
-        ValueError: for a norm that is none, stages without a mesh, or a whole model on a mesh that has a ``pp``
-            dimension; on every rank, if the ranks together did not pass every stage once, or, of a foreign model, if
-            tied weights have different gradients or data-parallel ranks find different norms.
+        ValueError: on every rank of the mesh, for what is neither a module nor a stage, a norm that is none, stages
+            without a mesh, or a whole model on a mesh that has a ``pp`` dimension; if the ranks together did not pass
+            every stage once, or, of a foreign model, if tied weights have different gradients or data-parallel ranks
+            find different norms.
         RuntimeError: on every rank, if ``error_if_nonfinite`` and the norm is infinite or not a number; gradients are
             left as they are.
     """
-    _check_classes(locals())
-    norm_type, max_norm = _checked(float(norm_type), float(max_norm), copies)
-    parts = parts_of(model_or_stages, tied, device_mesh)
-    if parts.are_ours:
-        check_own_parts(parts, device_mesh)
-        everyone = None
-    else:
-        everyone = agree_on_parts(parts, device_mesh, copies)
+    given = locals()
+
+    def look() -> tuple[float, float, Parts]:
+        _check_classes(given)
+        parts = parts_of(model_or_stages, tied, device_mesh)
+        if parts.are_ours:
+            check_own_parts(parts, device_mesh)
+        return *_checked(float(norm_type), float(max_norm), copies), parts
+
+    norm_type, max_norm, parts = on_every_rank(device_mesh, look)
+    everyone = None if parts.are_ours else agree_on_parts(parts, device_mesh, copies)
     shards = _shards(parts)
     total = _total_norm(shards, norm_type, foreach, _device(parts.modules, device_mesh))
     total = _over_stages(total, parts, device_mesh, norm_type, copies)

@@ -17,11 +17,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from course_pp.arguments import checked
+from course_pp.arguments import check_arguments, checked
 from course_pp.parallel.blocks import Blocks, find_blocks
 from course_pp.parallel.mesh import get_dp_mesh, has_dp_mesh, size_of
 from course_pp.parallel.order import check_order
 from course_pp.parallel.patterns import listed
+from course_pp.parallel.refusing import on_every_rank
 
 __all__ = [
     "ReshardPolicy",
@@ -87,7 +88,6 @@ def reshard_policy_of_sizes(policy: ReshardPolicy, *, pp: int, dp_shard: int, tp
     return policy
 
 
-@checked
 def apply_fsdp2(
     model: nn.Module,
     device_mesh: DeviceMesh | None,
@@ -116,13 +116,19 @@ def apply_fsdp2(
         The names of the blocks; none where nothing was sharded.
 
     Raises:
-        ValueError: if FSDP2 was applied already, for a reshard policy that the mesh does not allow, for blocks that
-            :func:`find_blocks` refuses, or for a parameter that two groups share.
+        ValueError: on every rank of the mesh, if FSDP2 was applied already, for a reshard policy that the mesh does not
+            allow, for blocks that :func:`find_blocks` refuses, or for a parameter that two groups share.
     """
-    check_order(model, "FSDP2")
-    policy = resolve_reshard_after_forward(reshard_after_forward, device_mesh)
-    found = find_blocks(model, blocks)
-    _check_sharing(model, found)
+    given = locals()
+
+    def look() -> tuple[bool | int, dict[str, nn.Module]]:
+        check_arguments(apply_fsdp2, given)
+        check_order(model, "FSDP2")
+        found = find_blocks(model, blocks)
+        _check_sharing(model, found)
+        return resolve_reshard_after_forward(reshard_after_forward, device_mesh), found
+
+    policy, found = on_every_rank(device_mesh, look)
     if not has_dp_mesh(device_mesh):
         return ()
     mesh = get_dp_mesh(device_mesh)

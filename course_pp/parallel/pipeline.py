@@ -73,14 +73,10 @@ def build_pipeline_schedule(
     """
     given = locals()
     stages = list(stage) if isinstance(stage, Sequence) else [stage]
-    if not stages or not all(isinstance(s, ModelStage) for s in stages):
-        raise TypeError(
-            f"stage must come from build_pipeline_stage, not {[type(s).__name__ for s in stages]}: cut the model with "
-            "build_stage_module, or by hand, and wrap this rank's stages"
-        )
+    problem = _problem_of_stages(stages) or _problem_of_arguments(given)
+    group = everyone_of(stages[0]) if stages and isinstance(stages[0], ModelStage) else None
+    Ranks(group, limit_s=float(timeout_s) if problem is None else _LIMIT_S).refuse(problem)
     stages.sort(key=lambda s: s.stage_index)
-    problem = _problem_of_arguments(given)
-    Ranks(everyone_of(stages[0]), limit_s=float(timeout_s) if problem is None else _LIMIT_S).refuse(problem)
     tied = None if tied is None else list(tied)
     rows = agree(stages, n_microbatches, schedule, tied, float(timeout_s))
     for each in stages if splits_backward(schedule) != "none" else ():
@@ -88,6 +84,15 @@ def build_pipeline_schedule(
     if splits_backward(schedule) != "none" and any(s.can_split and has_replaced(s.submod, Recomputed) for s in stages):
         _warn_of_recomputation(schedule)
     return PipelineSchedule(stages, n_microbatches, loss_fn, schedule, rows)
+
+
+def _problem_of_stages(stages: Sequence[object]) -> TypeError | None:
+    if stages and all(isinstance(stage, ModelStage) for stage in stages):
+        return None
+    return TypeError(
+        f"stage must come from build_pipeline_stage, not {[type(s).__name__ for s in stages]}: cut the model with "
+        "build_stage_module, or by hand, and wrap this rank's stages"
+    )
 
 
 def _problem_of_arguments(given: dict[str, Any]) -> WrongArgument | None:

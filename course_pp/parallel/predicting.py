@@ -264,8 +264,7 @@ def _pipeline(rank: _Rank) -> CollectiveCounts:
     n_messages = len(neighbours) * rank.n_microbatches
     counts = CollectiveCounts.of("pp", "send", n_messages, rank.activation)
     counts += CollectiveCounts.of("pp", "recv", n_messages, rank.activation)
-    everyone = "pp" if rank.layout.dp_replicate * rank.layout.dp_shard * rank.layout.tp == 1 else "world"
-    counts += CollectiveCounts.of(everyone, "all_reduce", 1, torch.int32.itemsize)  # does any rank refuse?
+    counts += _asks_who_refuses(rank)
     counts += CollectiveCounts.of("pp", "broadcast", 1, _FLOAT64)  # the loss
     if n_stages - 1 in here:  # the number of counted tokens before the step, the loss after it
         for dimension in ("dp_replicate", "dp_shard"):
@@ -282,10 +281,17 @@ def _rows(rank: _Rank) -> int:
     return max(0, min(rows, rank.config.vocab_size - rank.at.dp_shard * rows))
 
 
+def _asks_who_refuses(rank: _Rank) -> CollectiveCounts:
+    """One number, over all ranks of the mesh: is anything wrong on one of them?"""
+    dimensions = [name for name in ("pp", "dp_replicate", "dp_shard", "tp") if getattr(rank.layout, name) > 1]
+    everyone = dimensions[0] if len(dimensions) == 1 else "world"
+    return CollectiveCounts.of(everyone, "all_reduce", 1, torch.int32.itemsize) if dimensions else _NOTHING
+
+
 def _clipping(rank: _Rank) -> CollectiveCounts:
     """One float64 a rank and dimension: norms are gathered, and added up in the same order everywhere."""
     layout = rank.layout
-    counts = rank.over("tp", "all_gather", 1, _FLOAT64 * layout.tp)
+    counts = _asks_who_refuses(rank) + rank.over("tp", "all_gather", 1, _FLOAT64 * layout.tp)
     counts += rank.over("dp_shard", "all_gather", 1, _FLOAT64 * layout.dp_shard)
     counts += rank.over("pp", "all_gather", 1, 2 * _FLOAT64 * layout.pp)  # norm, and how many stages it is of
     if rank.sequence_parallel and not rank.sharded:

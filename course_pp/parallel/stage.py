@@ -8,19 +8,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from course_pp.arguments import checked, refuse_unless
+from course_pp.arguments import check_arguments, refuse_unless
 from course_pp.model import ModelConfig, PipelineStageModule, Transformer
 from course_pp.parallel._torch import mixed_precision
 from course_pp.parallel.boundary import Boundary
 from course_pp.parallel.mesh import get_pp_mesh, get_pp_rank, get_pp_size
 from course_pp.parallel.model_stage import ModelStage, check_declared_dtype
 from course_pp.parallel.precision import compute_dtypes, spelled
+from course_pp.parallel.refusing import on_every_rank
 from course_pp.wrappers import problem_of_wrappers
 
 __all__ = ["build_pipeline_stage", "check_microbatch"]
 
 
-@checked
 def build_pipeline_stage(
     stage_module: nn.Module,
     device_mesh: DeviceMesh | None,
@@ -62,36 +62,31 @@ def build_pipeline_stage(
             business; ``outputs=()`` if even calling it there fails.
 
     Raises:
-        TypeError: if ``stage_module`` is no module, or a whole :class:`Transformer`.
-        ValueError: if a size is not positive, the mesh is only a part of the ranks or cannot share the stages, the
-            module is wrapped in DDP or the like, or computes in another dtype than ``param_dtype``. Also on a GPU
-            without NCCL, over which torch's pipeline sends nothing.
+        ValueError: on every rank of the mesh, if ``stage_module`` is no module, or a whole :class:`Transformer`; if a
+            size is not positive, the mesh is only a part of the ranks or cannot share the stages, the module is wrapped
+            in DDP or the like, or computes in another dtype than ``param_dtype``. Also on a GPU without NCCL, over
+            which torch's pipeline sends nothing.
         RuntimeError: if there is no process group.
     """
     if not dist.is_initialized():
         raise RuntimeError("no process group: call init_distributed(config) before build_pipeline_stage")
-    stage, n_stages = _place(stage_module, device_mesh, stage, n_stages)
-    _check_mesh(stage, n_stages, device_mesh)
-    _check_transport(torch.device(device), device_mesh)
-    wrapped = problem_of_wrappers(stage_module, f"stage {stage}")
-    if wrapped is not None:
-        raise ValueError(wrapped)
-    taken: Boundary | None
-    given: Boundary | None
-    if isinstance(stage_module, PipelineStageModule):
-        for name, value in (("inputs", inputs), ("outputs", outputs)):
-            own = "leave it out, this module knows what it takes and returns"
-            refuse_unless(value is None, "build_pipeline_stage", name, value, own)
-        taken, given = _boundaries_of_transformer(stage_module, batch_size, seq_len, param_dtype)
-    else:
-        taken = _declared("inputs", inputs) or _tokens(batch_size, seq_len)  # looked at by all, so that all refuse
-        taken = taken if stage == 0 else None
-        given = _declared("outputs", outputs)
-        check_declared_dtype(stage, given, param_dtype)
+    asked = locals()
+
+    def look() -> tuple[int, int, Boundary | None, Boundary | None]:
+        check_arguments(build_pipeline_stage, asked)
+        index, n = _place(stage_module, device_mesh, stage, n_stages)
+        _check_mesh(index, n, device_mesh)
+        _check_transport(torch.device(device), device_mesh)
+        wrapped = problem_of_wrappers(stage_module, f"stage {index}")
+        if wrapped is not None:
+            raise ValueError(wrapped)
+        return index, n, *_boundaries(stage_module, index, batch_size, seq_len, param_dtype, inputs, outputs)
+
+    index, n, taken, given = on_every_rank(device_mesh, look)
     built = ModelStage(
         stage_module,
-        stage,
-        n_stages,
+        index,
+        n,
         taken,
         given,
         device_mesh,
@@ -131,6 +126,27 @@ def _place(module: object, device_mesh: DeviceMesh | None, stage: int | None, n_
     if not 0 <= stage < n_stages:
         raise ValueError(f"stage={stage} must lie between 0 and {n_stages - 1}, the last of n_stages={n_stages}")
     return stage, n_stages
+
+
+def _boundaries(
+    module: nn.Module,
+    stage: int,
+    batch_size: int | None,
+    seq_len: int | None,
+    param_dtype: torch.dtype | None,
+    inputs: Any,
+    outputs: Any,
+) -> tuple[Boundary | None, Boundary | None]:
+    """What a stage takes and returns, as far as that is known before it runs."""
+    if isinstance(module, PipelineStageModule):
+        for name, value in (("inputs", inputs), ("outputs", outputs)):
+            own = "leave it out, this module knows what it takes and returns"
+            refuse_unless(value is None, "build_pipeline_stage", name, value, own)
+        return _boundaries_of_transformer(module, batch_size, seq_len, param_dtype)
+    taken = _declared("inputs", inputs) or _tokens(batch_size, seq_len)  # looked at by all, so that all refuse
+    given = _declared("outputs", outputs)
+    check_declared_dtype(stage, given, param_dtype)
+    return taken if stage == 0 else None, given
 
 
 def _boundaries_of_transformer(

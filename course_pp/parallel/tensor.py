@@ -27,13 +27,14 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from course_pp.arguments import checked
+from course_pp.arguments import check_arguments
 from course_pp.collective import Ranks
 from course_pp.model import Transformer
 from course_pp.parallel.mesh import get_pp_mesh, get_tp_mesh
 from course_pp.parallel.order import check_order
 from course_pp.parallel.patterns import listed, modules_matching, nearest
 from course_pp.parallel.plans import transformer_plan
+from course_pp.parallel.refusing import on_every_rank
 from course_pp.parallel.styles import SequencesDivide
 
 __all__ = ["Plan", "apply_tensor_parallel"]
@@ -44,7 +45,6 @@ Plan = Mapping[str, ParallelStyle] | Callable[..., Mapping[str, ParallelStyle]] 
 _CUT_NOTHING = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput, SequencesDivide)
 
 
-@checked
 def apply_tensor_parallel(
     model: nn.Module | Sequence[nn.Module],
     device_mesh: DeviceMesh | None,
@@ -59,8 +59,8 @@ def apply_tensor_parallel(
 
     Args:
         model: any model, or one stage of it, or the list of this rank's stages. Every rank of ``tp`` must hold the same
-            weights; nothing of them is sent. Of a foreign model, ranks of ``pp`` compare what their stages hold: call
-            this on all of them at once.
+            weights; nothing of them is sent. The ranks of the mesh compare what their stages hold: call this on all of
+            them at once.
         plan: styles of torch's ``parallelize_module`` by name pattern, whose ``*`` stays within one part of a dotted
             name; or a function ``(module, tp)`` that returns them, such as :func:`llama_plan`. None is
             :func:`transformer_plan`, for this package's model.
@@ -71,24 +71,29 @@ def apply_tensor_parallel(
         The names of the modules that have a style.
 
     Raises:
-        ValueError: on every rank of the pipeline, if a foreign model has no plan, a size is not a multiple of ``tp``, a
+        ValueError: on every rank of the mesh, if a foreign model has no plan, a size is not a multiple of ``tp``, a
             pattern matches nothing on any stage, two match one module, a style cannot cut what it matches, or would
             part tied weights, or logits cannot stay cut. Also after checkpointing or FSDP2.
     """
-    models = [model] if isinstance(model, nn.Module) else list(model)
-    for each in models:
-        check_order(each, "tensor parallel")
-    mesh = get_tp_mesh(device_mesh)
+    given = locals()
+
+    def look() -> tuple[DeviceMesh | None, list[_Styles]]:
+        check_arguments(apply_tensor_parallel, given)
+        models = [model] if isinstance(model, nn.Module) else list(model)
+        for each in models:
+            check_order(each, "tensor parallel")
+        mesh = get_tp_mesh(device_mesh)
+        return mesh, [] if mesh is None else [_styles_of(each, plan, mesh.size(), gather_logits) for each in models]
+
+    mesh, found = on_every_rank(device_mesh, look)
     if mesh is None:
         return ()
-    if plan is None and all(isinstance(each, Transformer) for each in models):
+    if plan is None:
         plan, ranks = transformer_plan, Ranks(alone=True)  # it looks at the configuration, the same on every rank
     else:
         pp_mesh = get_pp_mesh(device_mesh)
         ranks = Ranks(alone=True) if pp_mesh is None else Ranks(pp_mesh.get_group())
-    tp = mesh.size()
-    found = ranks.collectively(lambda: [_styles_of(each, plan, tp, gather_logits) for each in models])
-    _check_every_pattern(models, plan, found, ranks)
+    _check_every_pattern([styles.model for styles in found], plan, found, ranks)
     for styles in found:
         for name, (_, style) in styles.items():
             _apply(styles.model.get_submodule(name), style, mesh)

@@ -75,7 +75,7 @@ def parallel_rows(folder: Path) -> Rows:
         "PipelineStageModule": MODEL["PipelineStageModule"],
         "Tally": {"number": 1, "n_bytes": 4},
         "VocabParallelCrossEntropy": {"ignore_index": -100},
-        "apply_ac": {"model": model, "mode": "full", "blocks": None, "attention": None},
+        "apply_ac": {"model": model, "mode": "full", "blocks": None, "attention": None, "device_mesh": None},
         "apply_compile": {"model": model, "blocks": None, "backend": "eager"},
         "apply_fsdp2": {
             "model": model,
