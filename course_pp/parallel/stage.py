@@ -249,7 +249,8 @@ def _pipeline_group(device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     pp_mesh = get_pp_mesh(device_mesh)
     if pp_mesh is not None:
         return pp_mesh.get_group()
-    return _lone_group(dist.group.WORLD) if dist.get_world_size() > 1 else None
+    world = dist.group.WORLD
+    return _lone_group(world) if world is not None and world.size() > 1 else None
 
 
 @lru_cache(maxsize=1)

@@ -76,7 +76,9 @@ class Partition:
 
     Attributes:
         stages: first to last.
-        slowest: the time between two microbatches in the steady state.
+        slowest: the time between two microbatches in the steady state, if nobody waits. It takes the exchange of
+            gradients to be hidden behind work. No run is faster; one is slower where replicas update together, and
+            then want a microbatch each at once, while only NOAM of them (:func:`theory.noam`) are under way.
     """
 
     stages: tuple[PlannedStage, ...]
