@@ -81,6 +81,7 @@ def accepts(name: str, pp: int, m: int) -> bool:
     return 1 <= m <= BATCH
 
 
+@cache
 def microbatch_counts(name: str, pp: int) -> tuple[int, ...]:
     """Twice as many as ranks; then a number that is no multiple of that, fewer than ranks, and one: where accepted."""
     uneven = next((m for m in range(pp + 1, BATCH) if m % pp and accepts(name, pp, m)), 3)

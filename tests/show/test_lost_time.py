@@ -1,4 +1,5 @@
 import dataclasses
+from functools import cache
 
 import pytest
 from matplotlib.colors import to_hex
@@ -12,7 +13,11 @@ from tests.show.reading import notes, texts, title
 PLANTED = Planted(
     build("1f1b", 4, 8), slowdown={2: 1.5}, links={(0, 1): 0.03}, jitter=0.0, launch=0.0, usual_transfer=0.0
 )
-FOUND = fit(PLANTED.measured())
+
+
+@cache
+def found() -> Fit:
+    return fit(PLANTED.measured())
 
 
 def bars(figure: ChartFigure) -> dict[tuple[int, str, str], float]:
@@ -25,21 +30,21 @@ def bars(figure: ChartFigure) -> dict[tuple[int, str, str], float]:
 
 
 def test_the_title_blames_the_straggler_and_the_slow_link() -> None:
-    assert title(show.lost_time(FOUND)) == "Lost: 16.1 % of the makespan to straggling rank 2, 12.9 % to link 0–1"
+    assert title(show.lost_time(found())) == "Lost: 16.1 % of the makespan to straggling rank 2, 12.9 % to link 0–1"
 
 
 def test_each_rank_has_a_bar_as_long_as_what_is_lost_on_it() -> None:
-    figure = show.lost_time(FOUND)
+    figure = show.lost_time(found())
     lengths = bars(figure)
     for rank in range(4):
-        lost = sum(loss.per_rank[rank] for loss in FOUND.lost)
+        lost = sum(loss.per_rank[rank] for loss in found().lost)
         assert sum(width for (row, *_), width in lengths.items() if row == rank) == pytest.approx(1000 * lost)
     assert figure.axes[0].get_xlabel() == "makespan lost for what happens on the rank (ms)"
     assert notes(figure) == ["60 ms", "60 ms", "150 ms", "0 ms"]
 
 
 def test_causes_differ_in_hatch_too_and_are_named_where_there_is_room() -> None:
-    figure = show.lost_time(FOUND)
+    figure = show.lost_time(found())
     hatches = [(patch.get_facecolor(), patch.get_hatch() or "") for patch in figure.axes[0].get_legend().get_patches()]
     assert len({hatch for _, hatch in hatches}) == 5
     assert texts(figure).count("transfer") == 2
@@ -54,7 +59,7 @@ def test_what_shortens_the_run_goes_to_the_left() -> None:
 
 
 def test_the_alt_text_has_every_cause_and_the_worst_rank() -> None:
-    assert show.lost_time(FOUND).alt_text == (
+    assert show.lost_time(found()).alt_text == (
         "1f1b: bars of 4 ranks: time lost by cause, 270 ms of 930 ms. "
         "Lost: 16.1 % of the makespan to straggling rank 2, 12.9 % to link 0–1. "
         "straggler 150 ms; transfer 120 ms; imbalance 0 ms; launch 0 ms; rest 0 ms. "
@@ -69,7 +74,7 @@ def test_equal_links_are_not_blamed_one_by_one() -> None:
 
 
 def test_a_title_can_be_given() -> None:
-    assert title(show.lost_time(FOUND, title="My cluster")) == "My cluster"
+    assert title(show.lost_time(found(), title="My cluster")) == "My cluster"
 
 
 @pytest.mark.parametrize(
