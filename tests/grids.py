@@ -7,6 +7,12 @@ from typing import Any
 
 import pytest
 
+# A prime, so that what is taken of a grid holds every value of its axes.
+thinned = pytest.mark.parametrize(
+    "every", [pytest.param(7, id="a seventh"), pytest.param(1, id="all", marks=pytest.mark.long)]
+)
+"""For a test of many cases in one process: it takes ``cases[::every]``."""
+
 
 def crossed(*axes: Sequence[Any]) -> list[Any]:
     """Every combination of the axes' values, for ``pytest.mark.parametrize``; all but a sample are marked ``full``.

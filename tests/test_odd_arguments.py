@@ -22,6 +22,7 @@ import torch.distributed as dist
 from matplotlib import pyplot as plt
 
 from course_pp.arguments import fits, hints_of
+from tests.grids import thinned
 from tests.odd_arguments import accepted, around, on_paper, on_ranks_of_one
 from tests.odd_arguments.rows import Rows, made
 
@@ -135,24 +136,18 @@ def fault_of(package: str, name: str, parameter: str, odd: str, row: dict[str, A
     return None if accepted.why(name, parameter, odd) else "was taken without a reason"
 
 
-def untaken(package: str, rows: Rows) -> dict[str, str]:
-    faults = {}
-    for name, row in rows.items():
-        for parameter in row:
-            for odd in ODD:
-                if fault := fault_of(package, name, parameter, odd, row):
-                    faults[f"{name}: {parameter} = {odd}"] = fault
-    return faults
-
-
+@thinned
 @pytest.mark.parametrize("package", ROWS)
-def test_an_odd_argument_is_refused_by_name(package: str, process_group_of_one: Path) -> None:
+def test_an_odd_argument_is_refused_by_name(package: str, every: int, process_group_of_one: Path) -> None:
     rows = ROWS[package](process_group_of_one)
+    cases = [(name, parameter, odd) for name, row in rows.items() for parameter in row for odd in ODD][::every]
+    faults = {}
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
-        faults = untaken(package, rows)
+        for name, parameter, odd in cases:
+            if fault := fault_of(package, name, parameter, odd, rows[name]):
+                faults[f"{name}: {parameter} = {odd}"] = fault
     plt.close("all")
-    n_cases = len(ODD) * sum(map(len, rows.values()))
-    assert not faults, f"{len(faults)} of {n_cases}:\n" + "\n".join(f"{k} -> {v[:150]}" for k, v in faults.items())
+    assert not faults, f"{len(faults)} of {len(cases)}:\n" + "\n".join(f"{k} -> {v[:150]}" for k, v in faults.items())
 
 
 @pytest.mark.parametrize("package", ROWS)

@@ -1,11 +1,12 @@
 """Orders, makespans and peaks against what their authors publish, at a few hundred sizes each."""
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 
 from course_pp.schedule import Action, Costs, Schedule, Timeline, build, check, simulate
+from tests.grids import thinned
 
 # Zero Bubble, profiled times of F, I, W and of a message for models of 1.5B, 6.2B, 14.6B and 28.3B, in microseconds.
 MEASURED = ((18522, 18086, 9337, 601), (29718, 29444, 19927, 527), (11347, 11248, 8132, 377), (10419, 10207, 7715, 408))
@@ -42,11 +43,12 @@ def bubble(schedule: Schedule, costs: Costs) -> tuple[Timeline, float]:
     return tl, tl.makespan - max(tl.busy)
 
 
+@thinned
 @pytest.mark.parametrize("name", ["v_half", "v_min"])
-def test_controllable_memory_is_never_longer_nor_higher_than_the_authors_generator(name: str) -> None:
+def test_controllable_memory_is_never_longer_nor_higher_than_the_authors_generator(name: str, every: int) -> None:
     for p in range(2, 9):
         most, unit, *measured = THEIRS[name, p]
-        for m in range(2 * p, 4 * p + 1):
+        for m in range(2 * p, 4 * p + 1, every):
             schedule = build(name, p, m)
             tl, lost = bubble(schedule, Costs(1, 1, 1))
             assert max(tl.peak_activations) <= most
@@ -83,10 +85,11 @@ def rounds_of_megatron() -> Iterator[tuple[int, int, int, int]]:
                 yield from ((p, m, v, n) for n in range(p, m + 1) if not 0 < m % n < p)
 
 
-def test_every_round_size_gives_the_order_of_megatron() -> None:
+@thinned
+def test_every_round_size_gives_the_order_of_megatron(every: int) -> None:
     sizes = list(rounds_of_megatron())
     assert len(sizes) > 200
-    for p, m, v, n in sizes:
+    for p, m, v, n in sizes[::every]:
         ours = [list(map(str, row)) for row in build("interleaved_1f1b", p, m, v, round_size=n).actions]
         assert ours == [megatron(rank, p, m, v, n) for rank in range(p)], (p, m, v, n)
 
@@ -172,20 +175,22 @@ def spelled(steps: list[str], rank: int, p: int) -> list[str]:
     return row
 
 
-def test_dualpipe_has_the_order_of_deepseeks_published_code() -> None:
+@thinned
+def test_dualpipe_has_the_order_of_deepseeks_published_code(every: int) -> None:
     sizes = [(p, m) for p in (2, 4, 6, 8) for m in range(2 * p, 2 * p + 100, 2)]
     assert len(sizes) == 200
-    for p, m in sizes:
+    for p, m in sizes[::every]:
         schedule = build("dualpipe", p, m)
         for rank in (0, p // 2 - 1, p // 2, p - 1) if m > 3 * p else range(p):
             assert list(map(str, schedule.actions[rank])) == spelled(deepseek(rank, p, m), rank, p), (p, m, rank)
 
 
-def test_chimera_and_hanayo_idle_as_long_as_their_authors_say() -> None:
+@thinned
+def test_chimera_and_hanayo_idle_as_long_as_their_authors_say(every: int) -> None:
     """For m = p, and for as many units of that as one likes where forward and backward take equally long."""
     sizes = [(p, units) for p in range(1, 21) for units in range(1, 11)]
     assert len(sizes) == 200
-    for p, units in sizes:
+    for p, units in sizes[::every]:
         m = units * p
         if m <= 60:
             assert bubble(build("hanayo", p, m), Costs(1, 1, 0))[1] == 2 * (p - 1)
@@ -212,12 +217,11 @@ def test_waves_turn_on_a_rank() -> None:
     assert sum(a == b for a, b in pairwise(placement)) == 3
 
 
-def test_eager_1f1b_is_as_fast_as_gpipe_where_two_messages_take_no_longer_than_forward_and_backward() -> None:
-    for p in range(1, 8):
-        for m in range(1, 31):
-            for latency in (0, 1, 3):
-                costs = Costs(2, 2, 2, latency)
-                eager, gpipe = (simulate(build(name, p, m), costs) for name in ("1f1b_eager", "gpipe"))
-                assert eager.makespan == gpipe.makespan
-                assert max(eager.peak_activations) == min(m, 2 * p - 1)
+@thinned
+def test_eager_1f1b_is_as_fast_as_gpipe_where_two_messages_take_no_longer_than_forward_and_backward(every: int) -> None:
+    for p, m, latency in [*product(range(1, 8), range(1, 31), (0, 1, 3))][::every]:
+        costs = Costs(2, 2, 2, latency)
+        eager, gpipe = (simulate(build(name, p, m), costs) for name in ("1f1b_eager", "gpipe"))
+        assert eager.makespan == gpipe.makespan
+        assert max(eager.peak_activations) == min(m, 2 * p - 1)
     assert Action.parse("0F6") == build("1f1b_eager", 4, 8).actions[0][6]

@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 
 from course_pp.schedule import Costs, Timeline, build, names, simulate, theory
+from tests.grids import thinned
 from tests.schedule.sizes import TWO_COPIES
 
 # f, b, w: around and on every condition of a form. Integers here, so thousands of points are quick; the simulator only
@@ -37,9 +38,10 @@ def grid(name: str) -> list[tuple[int, int, int | None, tuple[int, int, int], in
     return points
 
 
+@thinned
 @pytest.mark.parametrize("name", names())
-def test_the_closed_form_equals_the_simulation_exactly_wherever_it_holds(name: str) -> None:
-    points = 0
+def test_the_closed_form_equals_the_simulation_exactly_wherever_it_holds(name: str, every: int) -> None:
+    points, enough = 0, ENOUGH[name] // every
     for p, m, v, ratio, latency in grid(name):
         costs = Costs(*ratio, latency)
         try:
@@ -48,9 +50,9 @@ def test_the_closed_form_equals_the_simulation_exactly_wherever_it_holds(name: s
             continue
         assert_equal(form, simulate(build(name, p, m, v), costs), (p, m, v, ratio, latency))
         points += 1
-        if points == ENOUGH[name]:
+        if points == enough:
             return
-    pytest.fail(f"the conditions of {name} leave only {points} of {ENOUGH[name]} points")
+    pytest.fail(f"the conditions of {name} leave only {points} of {enough} points")
 
 
 @pytest.mark.parametrize("name", names())

@@ -10,6 +10,7 @@ import pytest
 from course_pp import show
 from course_pp.schedule import names, theory
 from course_pp.show.explorer import Settings, figure_of, formula_html, gap_options, numbers_html, ranks_html, report_of
+from tests.grids import thinned
 
 
 def words(html: str) -> str:
@@ -122,10 +123,11 @@ def test_one_rank_is_never_idle() -> None:
     assert "no rank is ever idle" in panel.cause.value
 
 
+@thinned
 @pytest.mark.parametrize("name", names())
-def test_no_position_of_the_sliders_raises(name: str) -> None:
+def test_no_position_of_the_sliders_raises(name: str, every: int) -> None:
     panel = show.explore(schedule=name)
-    for ranks, microbatches, chunks, cost in itertools.product((1, 4), (1, 7), (-1, 2), (0.0, 1.5)):
+    for ranks, microbatches, chunks, cost in [*itertools.product((1, 4), (1, 7), (-1, 2), (0.0, 1.5))][::every]:
         moves = {"n_ranks": ranks, "n_microbatches": microbatches, "n_chunks": chunks, "forward": cost}
         moves |= {"latency": 4 * cost, "slow_stage": ranks - 1, "input_grad": cost, "weight_grad": cost}
         for control, value in moves.items():
