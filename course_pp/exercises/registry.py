@@ -17,6 +17,7 @@ MODULES = {
     "03": "one_f_one_b",
     "04": "interleaved",
     "05": "zero_bubble",
+    "06": "pipedream",
     "07": "tp_pp",
     "08": "fsdp_reshard_policy",
     "09": "dcp_checkpointing",

@@ -34,7 +34,7 @@ NOTEBOOKS = (
     Notebook("03", "1F1B", ("02",)),
     Notebook("04", "interleaved stages", ("03",)),
     Notebook("05", "zero bubble", ("03",)),
-    Notebook("06", "PipeDream", ("03",), is_written=False),
+    Notebook("06", "PipeDream", ("03",)),
     Notebook("07", "tensor parallelism", ("03",)),
     Notebook("08", "FSDP", ("07",)),
     Notebook("09", "checkpoints", ("08",)),

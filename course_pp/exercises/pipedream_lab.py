@@ -1,0 +1,211 @@
+"""What notebook 06 measures: gradients beside true ones, and small training runs under each rule for versions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import mse_loss
+
+from course_pp.launch import on_ranks
+from course_pp.runtime import Pipeline, PipelineError, Recorder
+from course_pp.schedule import Ledger, Schedule, Timeline, Versions, build, ledger
+
+__all__ = ["Angles", "Trained", "angles", "residual_blocks", "steady", "task", "train"]
+
+_WIDTH, _HIDDEN, _ROWS = 16, 32, 16
+Weights = Mapping[str, Tensor]
+Rule = Versions | Literal["flush"]
+
+
+class _Block(nn.Module):
+    """Adds to its input what two linear layers make of it, so that a row of them learns quickly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(_WIDTH, _HIDDEN), nn.Tanh(), nn.Linear(_HIDDEN, _WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.inner(x)
+        return y
+
+
+def residual_blocks(p: int = 4, seed: int = 0) -> nn.Sequential:
+    """A model of ``p`` equal blocks in float64, one for each stage."""
+    torch.manual_seed(seed)
+    return nn.Sequential(*(_Block() for _ in range(p))).double()
+
+
+def task(m: int, p: int = 4) -> tuple[Tensor, Tensor]:
+    """``m`` microbatches of random rows, and what another model of this kind makes of them, to be learnt."""
+    seeded = torch.Generator().manual_seed(1)
+    inputs = torch.randn(m * _ROWS, _WIDTH, dtype=torch.float64, generator=seeded)
+    with torch.no_grad():
+        return inputs, residual_blocks(p, seed=1)(inputs)
+
+
+def steady(run: Timeline) -> float:
+    """The time of one microbatch once the pipeline is full, over the second half of the last stage's backwards."""
+    last = run.n_stages - 1
+    ends = sorted(
+        span.end for span in run.spans for part in span.action.parts if (part.stage, part.kind) == (last, "B")
+    )
+    middle = len(ends) // 2
+    return float(ends[-1] - ends[middle - 1]) / (len(ends) - middle)
+
+
+@dataclass(frozen=True)
+class Angles:
+    """Degrees between the gradients of each stage and true ones, means over microbatches.
+
+    Attributes:
+        own: to the gradient of what the forward computed: each stage with the weights that its forward used.
+        now: to the gradient at the weights that the update changes, every stage's newest.
+    """
+
+    own: tuple[float, ...]
+    now: tuple[float, ...]
+
+
+def angles(versions: Versions, lr: float = 0.05, p: int = 4, m: int = 32) -> Angles:
+    """Train on real ranks under a rule, and compare each gradient with those that autograd finds in one process.
+
+    Args:
+        versions: ``"none"``, ``"stash"`` or ``"vertical"``.
+        lr: of plain SGD.
+        p: ranks, a stage on each.
+        m: microbatches, each with an update. The first 2 p are not counted.
+    """
+    schedule = build("pipedream", p, m)
+    used = ledger(schedule, versions)
+    kept = on_ranks(p, _kept_by_rank, schedule, versions, lr)
+    inputs, targets = task(m, p)
+    own: list[list[float]] = [[] for _ in range(p)]
+    now: list[list[float]] = [[] for _ in range(p)]
+    for i in range(2 * p, m):
+        x, target = inputs[i * _ROWS : (i + 1) * _ROWS], targets[i * _ROWS : (i + 1) * _ROWS]
+        at_forward = _gradients([kept[s][0][used.of(s, i).forward] for s in range(p)], x, target)
+        newest = _gradients([kept[s][0][used.of(s, i).update] for s in range(p)], x, target)
+        for s in range(p):
+            found = kept[s][1][used.of(s, i).update]
+            own[s].append(_degrees(found, at_forward[s]))
+            now[s].append(_degrees(found, newest[s]))
+    return Angles(tuple(map(_mean, own)), tuple(map(_mean, now)))
+
+
+def _kept_by_rank(rank: int, schedule: Schedule, versions: Versions, lr: float) -> tuple[list[Weights], list[Tensor]]:
+    """The weights before each update of this rank's stage, and the gradient that entered it."""
+    stage = residual_blocks(schedule.n_stages)[rank]
+    optimizer = torch.optim.SGD(stage.parameters(), lr=lr)
+    weights: list[Weights] = []
+    gradients: list[Tensor] = []
+
+    def note(*_: object) -> None:
+        weights.append({name: p.detach().clone() for name, p in stage.named_parameters()})
+        gradients.append(_flat([p.grad for p in stage.parameters()]))
+
+    optimizer.register_step_pre_hook(note)
+    pipeline = Pipeline(schedule, stage, mse_loss, optimizers={rank: optimizer}, versions=versions)
+    pipeline.step(*task(schedule.n_microbatches, schedule.n_stages))
+    return weights, gradients
+
+
+def _gradients(weights: Sequence[Weights], x: Tensor, target: Tensor) -> list[Tensor]:
+    """The gradient of each stage, by autograd through all of them."""
+    leaves = [{name: value.clone().requires_grad_() for name, value in each.items()} for each in weights]
+    for block, each in zip(residual_blocks(len(weights)), leaves, strict=True):
+        x = functional_call(block, each, (x,))
+    mse_loss(x, target).backward()
+    return [_flat([value.grad for value in each.values()]) for each in leaves]
+
+
+def _flat(gradients: Sequence[Tensor | None]) -> Tensor:
+    return torch.cat([g.detach().flatten() for g in gradients if g is not None])
+
+
+def _degrees(a: Tensor, b: Tensor) -> float:
+    # By the difference of unit vectors: acos of a cosine near 1 would turn rounding into a millionth of a degree.
+    a, b = a / a.norm(), b / b.norm()
+    return math.degrees(2 * math.atan2(float((a - b).norm()), float((a + b).norm())))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A small training run.
+
+    Attributes:
+        losses: one a microbatch; infinite from where they were no longer finite.
+        version_bytes: for each stage, the most that older versions of its weights took.
+        ledger: which versions were used; None for a flush.
+    """
+
+    losses: tuple[float, ...]
+    version_bytes: tuple[int, ...]
+    ledger: Ledger | None
+
+    @property
+    def final(self) -> float:
+        """The mean loss of the last 16 microbatches."""
+        return _mean(self.losses[-16:])
+
+
+def train(versions: Rule, lr: float, m: int = 64, p: int = 4, per_flush: int = 4) -> Trained:
+    """Train the small model on real ranks.
+
+    Args:
+        versions: a rule, or ``"flush"``: 1F1B, which updates after each step of ``per_flush`` microbatches.
+        lr: of plain SGD.
+        m: microbatches.
+        p: ranks, a stage on each.
+        per_flush: microbatches of an update under ``"flush"`` and ``"2bw"``.
+    """
+    by_rank = on_ranks(p, _trained_on_rank, versions, lr, m, per_flush)
+    losses = by_rank[0][0]
+    losses = losses + (math.inf,) * (m - len(losses))
+    used = None if versions == "flush" else ledger(_schedule(versions, m, p, per_flush), versions)
+    return Trained(losses, tuple(kept for _, kept in by_rank), used)
+
+
+def _schedule(versions: Rule, m: int, p: int, per_flush: int) -> Schedule:
+    if versions == "flush":
+        return build("1f1b", p, per_flush)
+    return build("pipedream", p, m, group=per_flush if versions == "2bw" else None)
+
+
+def _trained_on_rank(rank: int, versions: Rule, lr: float, m: int, per_flush: int) -> tuple[tuple[float, ...], int]:
+    import torch.distributed as dist
+
+    p = dist.get_world_size()
+    schedule, stage, recorder = _schedule(versions, m, p, per_flush), residual_blocks(p)[rank], Recorder(memory=True)
+    optimizer = torch.optim.SGD(stage.parameters(), lr=lr)
+    flushes = versions == "flush"
+    pipeline = Pipeline(
+        schedule,
+        stage,
+        mse_loss,
+        recorder=recorder,
+        optimizers=None if flushes else {rank: optimizer},
+        versions=None if versions == "flush" else versions,
+    )
+    inputs, targets = task(m, p)
+    losses: tuple[float, ...] = ()
+    step = schedule.n_microbatches * _ROWS
+    try:
+        for at in range(0, len(inputs), step):
+            shares = pipeline.step(inputs[at : at + step], targets[at : at + step])
+            losses += tuple(share * schedule.n_microbatches for share in shares) if flushes else shares
+            if flushes:
+                optimizer.step()
+                optimizer.zero_grad()
+    except PipelineError:
+        return losses, 0
+    return losses, recorder.memory()[rank].peaks["version"]
