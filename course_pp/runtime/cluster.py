@@ -104,14 +104,18 @@ class EmulatedCluster:
         slowness = self.stragglers.get(rank, 1.0)
         return [float(time) * slowness * self._luck(rank, index) for index, time in enumerate(planned)]
 
-    def transfer(self, source: int, target: int, boundary: int, nbytes: float, schedule: Schedule) -> float:
-        """Seconds of a message of ``nbytes`` over ``boundary``, between stages ``boundary`` and ``boundary + 1``."""
+    def transfer(self, source: int, target: int, boundary: int | None, nbytes: float, schedule: Schedule) -> float:
+        """Seconds of a message of ``nbytes`` over ``boundary``, between stages ``boundary`` and ``boundary + 1``.
+
+        None is no boundary: replicas of a stage exchange gradients, which ``costs`` takes to cost nothing.
+        """
         if self.links is None:
-            return float(self.costs.transfers(schedule.n_stages)[boundary])
+            return 0.0 if boundary is None else float(self.costs.transfers(schedule.n_stages)[boundary])
         return self._link(source, target, schedule.n_ranks).seconds(nbytes)
 
     def predict(self, schedule: Schedule) -> Timeline:
-        """The timeline with these times, in seconds. Where links have a bandwidth, ``costs.message_bytes`` counts.
+        """The timeline with these times, in seconds. Where links have a bandwidth, ``costs.message_bytes`` counts. What
+        replicas exchange before an update is not in it.
 
         Raises:
             ValueError: for a schedule that cannot run on this cluster, and where the links between two stages differ

@@ -130,7 +130,7 @@ class Emulator:
         """The value in what was received; notes when it arrives."""
         value, product = stamped["value"], message.content
         assert isinstance(product, Product)
-        boundary = product.stage if product.what == "activation" else product.stage - 1
+        boundary = {"activation": product.stage, "gradient": product.stage - 1}.get(product.what)
         nbytes = sum(tensor.nbytes for tensor in tensors_of(value))
         on_its_way = self._cluster.transfer(message.source, message.target, boundary, nbytes, self._schedule)
         self._arrivals.append((product, int(stamped["ready"]) + round(on_its_way * _NANOSECONDS)))
