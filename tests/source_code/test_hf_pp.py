@@ -10,7 +10,8 @@ from tests.processes import no_process_left
 from tests.source_code.scripts import labelled_lines, run_script
 
 SCRIPT = "source_code/hf_pp/llama_by_hand.py"
-RANKS_IMPORT = ["transformers.models.llama.modeling_llama"]
+GPT2 = ["source_code/hf_pp/pippy_gpt2.py", "--layers=3", "--width=64"]
+RANKS_IMPORT = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2")]
 EQUAL = re.compile(r"equal to one process: 3 losses to (\S+), all 66 gradients of the last step to (\S+) \(float64\)")
 
 
@@ -44,3 +45,30 @@ def test_more_ranks_than_layers_are_refused_in_one_message():
     printed = "".join(rank.out + rank.err for rank in ranks)
     assert printed.count("error: ") == 1
     assert "2 stages need at least 2 layers, and this model has 1" in printed
+
+
+@pytest.mark.parametrize(
+    ("head", "schedule", "options"),
+    [
+        ("lm", "zb_v", ["--batches=2"]),
+        pytest.param("classification", "1f1b", [], marks=pytest.mark.full),
+        pytest.param("classification", "gpipe", ["--by=time"], marks=pytest.mark.full),
+        pytest.param("classification", "interleaved_1f1b", ["--forward-only"], marks=pytest.mark.full),
+        pytest.param("lm", "1f1b", ["--forward-only", "--by=memory"], marks=pytest.mark.full),
+    ],
+)
+def test_gpt2_cut_automatically_equals_the_model_in_one_piece(head, schedule, options):
+    text = "\n".join(labelled_lines(2, [*GPT2, f"--head={head}", f"--schedule={schedule}", *options]))
+    assert all(f"[rank {rank}] Rank {rank} completes" in text for rank in range(2))
+    assert sum(int(number) for number in re.findall(r"(\d+) decoders", text)) == 3
+    found = re.search(r"compared with the model in one piece: .* differs most, by (\S+)", text)
+    assert found is not None, text
+    assert float(found[1]) <= 1e-5
+
+
+def test_a_batch_that_does_not_divide_is_refused_in_one_message():
+    ranks = run_script(2, [*GPT2, "--microbatches=3"])
+    assert [rank.code for rank in ranks] == [2] * 2
+    printed = "".join(rank.out + rank.err for rank in ranks)
+    assert printed.count("error: ") == 1
+    assert "--batch 4 does not divide into --microbatches 3" in printed

@@ -38,8 +38,9 @@ def auto_split(model: nn.Module, example: Any, n_stages: int, by: By = "paramete
             keyword arguments, anything else is the only one. Arguments that are no tensors are fixed by it; sizes of
             tensors are not. Give transformers ``use_cache=False``: a cache does not cross.
         n_stages: how many.
-        by: what is made even: ``parameters``; ``time`` of forward and backward, measured here; or ``memory`` of
-            weights, gradients, two moments and the activations that 1F1B keeps, in bytes.
+        by: what is made even: ``parameters``; ``time`` of forward and backward, as rank 0
+            measures it, so call this on every rank of the process group; or ``memory`` of weights, gradients, two
+            moments and the activations that 1F1B keeps, in bytes.
 
     Raises:
         ValueError: for more stages than there are places to cut, an example that the model does not take, or a model
@@ -51,7 +52,7 @@ def auto_split(model: nn.Module, example: Any, n_stages: int, by: By = "paramete
     remedy = f"the example makes {n_calls} calls of {type(model).__name__}'s modules, so give at most {n_calls} stages"
     refuse_unless(n_stages <= n_calls, "auto_split", "n_stages", n_stages, remedy)
     _refuse(model, recording.problems)
-    stages = [carve(model, recording, first, end) for first, end in partition(recording, n_stages, by)]
+    stages = [carve(model, recording, first, end) for first, end in partition(model, recording, n_stages, by)]
     for stage in stages:
         vars(stage)["ties"] = _ties_of(stages)
     _refuse(model, _differences(model, stages, recording))
