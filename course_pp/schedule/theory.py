@@ -303,10 +303,11 @@ def pipedream(case: Case) -> Prediction:
 
 @checked
 def noam(replicas: Sequence[int]) -> int:
-    """Microbatches that each replica of the first stage admits before its first backward, so that none starves.
+    """Microbatches that each replica of the first stage admits before its first backward.
 
     PipeDream's number of optimal active mini-batches, ⌈ranks / ranks of the first stage⌉ (Narayanan et al. 2019,
-    section 3.2).
+    section 3.2): as many as there are ranks to work on them. Replicas that update together can want more; see
+    :attr:`Partition.slowest`.
 
     Args:
         replicas: how many ranks share each stage, first stage first.
