@@ -164,8 +164,16 @@ def going_wrong(
     rank: int, schedule: Schedule, wheres: Sequence[Where], then: Callable[[], None], options: Mapping[str, Any]
 ) -> Caught:
     modules = {stage: fragile(stage, wheres, then) for stage in stages_of(rank, schedule)}
-    pipeline = Pipeline(schedule, modules, F.mse_loss, **{"timeout_s": 20, **options})
+    pipeline = Pipeline(schedule, modules, F.mse_loss, **{"timeout_s": 20, **updating(schedule, modules), **options})
     return caught(pipeline, 3, *for_rank(rank, schedule, *batch()))
+
+
+def updating(schedule: Schedule, modules: Mapping[int, nn.Module]) -> dict[str, Any]:
+    """The options of stages that update their own weights."""
+    if all(part.kind != "U" for part in schedule.parts):
+        return {}
+    optimizers = {stage: torch.optim.SGD(module.parameters(), lr=0.01) for stage, module in modules.items()}
+    return {"optimizers": optimizers, "versions": "stash"}
 
 
 def run(

@@ -271,8 +271,9 @@ def refused(rank: int, cases: Sequence[Callable[[int], dict[str, Any]]]) -> list
         } | case(rank)
         made = given.pop("make", lambda module: {})(module)
         given |= made
+        stages = given.pop("stages", {rank: module})
         try:
-            Pipeline(given.pop("schedule"), {rank: module}, F.mse_loss, timeout_s=20, **given)
+            Pipeline(given.pop("schedule"), stages, F.mse_loss, timeout_s=20, **given)
         except ValueError as error:
             told.append(str(error))
     return told
@@ -298,6 +299,10 @@ BAD: list[tuple[Callable[[int], dict[str, Any]], str]] = [
     ),
     (lambda rank: {"tied": [{0: "0.weight", 1: "0.weight"}]}, "each end would update by itself"),
     (lambda rank: {"versions": "none", "recompute": True}, "recompute=True with versions='none'"),
+    (
+        lambda rank: {"schedule": build("pipedream", 2, 5, replicas=(2,)), "stages": {0: make_stage(0)}},
+        r"the 2 replicas of stage 0 update \[3, 2\] times.*give a number of microbatches that 2 divides",
+    ),
 ]
 
 
@@ -329,6 +334,41 @@ def test_weights_that_diverge_are_named_with_update_and_stage() -> None:
     words = r"the loss of microbatch \d is (inf|nan), after update \d of stage 1: lower the learning rate"
     for told in on_ranks(2, diverging, timeout_s=60):
         assert re.search(words, told), told
+
+
+class Overflowing(torch.autograd.Function):
+    """The identity, whose gradient is infinite."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * torch.inf
+
+
+class Overflows(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Overflowing.apply(super().forward(x))
+        return y
+
+
+def overflowing(rank: int) -> tuple[str, bool]:
+    """What is said, and whether the weights of this rank are finite."""
+    schedule, (inputs, targets) = PLAIN.schedule, data(PLAIN)
+    module = make_stage(rank) if rank else Overflows(*make_stage(rank))
+    optimizers = {rank: OPTIMIZERS["sgd"](module.parameters())}
+    pipeline = Pipeline(schedule, module, F.mse_loss, optimizers=optimizers, versions="stash", timeout_s=20)
+    with pytest.raises(PipelineError) as caught:
+        pipeline.step(*for_rank(rank, schedule, inputs, targets))
+    return str(caught.value), all(bool(p.isfinite().all()) for p in module.parameters())
+
+
+def test_a_gradient_that_overflows_is_named_with_update_and_stage_and_does_not_enter_the_weights() -> None:
+    for told, finite in on_ranks(2, overflowing, timeout_s=60):
+        assert "action 0U0: ArithmeticError: the gradient of '0.weight' in update 0 of stage 0 is not finite" in told
+        assert finite
 
 
 def test_replicas_that_start_apart_are_refused() -> None:

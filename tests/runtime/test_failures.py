@@ -77,6 +77,8 @@ RAISING = [
     ("zb_v", 2, "2I1"),
     ("zb_v", 3, "5F1"),
     ("zb_v", 3, "4I2"),
+    ("pipedream", 2, "1F2"),
+    ("pipedream", 3, "1B2"),
 ]
 
 
@@ -169,7 +171,11 @@ def in_a_child(rank: int, *args: Any) -> tuple[int | None, Caught | None]:
 @pytest.mark.parametrize(
     ("name", "n", "action", "step"),
     crossed(
-        [("1f1b", 2, "1F1"), ("1f1b", 3, "0F1"), ("gpipe", 3, "2B1"), ("1f1b", 4, "2F1"), ("zb_v", 2, "1F1")], [0, 1]
+        [
+            *[("1f1b", 2, "1F1"), ("1f1b", 3, "0F1"), ("gpipe", 3, "2B1"), ("1f1b", 4, "2F1"), ("zb_v", 2, "1F1")],
+            ("pipedream", 3, "1B2"),
+        ],
+        [0, 1],
     ),
 )
 def test_when_a_rank_is_killed_the_others_say_what_they_waited_for_from_whom(
