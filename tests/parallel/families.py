@@ -76,11 +76,27 @@ class Block(nn.Module):
         return x + self.down(self.up(self.norm(x)).relu())
 
 
+class Repeated(nn.Module):
+    """One block called four times, and positions and a scale that the model itself holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.block, self.drop = nn.Embedding(WORDS, WIDTH), Block(), nn.Dropout(0.2)
+        self.positions, self.scale = nn.Parameter(torch.randn(SEQ_LEN, WIDTH)), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.positions
+        for _ in range(LAYERS):
+            x = self.drop(self.block(x)) * self.scale
+        x += self.positions
+        return x @ self.embed.weight.T
+
+
 def sequential() -> nn.Module:
     return nn.Sequential(nn.Embedding(WORDS, WIDTH), *(Block() for _ in range(LAYERS)), nn.Linear(WIDTH, WORDS))
 
 
-OWN: dict[str, Callable[[], nn.Module]] = {"Sequential": sequential, "U-Net": UNet}
+OWN: dict[str, Callable[[], nn.Module]] = {"Sequential": sequential, "U-Net": UNet, "one block, repeated": Repeated}
 FAMILIES = (*OF_TRANSFORMERS, *OWN)
 
 

@@ -48,10 +48,10 @@ def auto_split(model: nn.Module, example: Any, n_stages: int, by: By = "paramete
     """
     refuse_below(1, "auto_split", n_stages=n_stages)
     recording = _recorded(model, as_call(example), "auto_split")
+    _refuse(model, recording.problems)
     n_calls = len(recording.calls)
     remedy = f"the example makes {n_calls} calls of {type(model).__name__}'s modules, so give at most {n_calls} stages"
     refuse_unless(n_stages <= n_calls, "auto_split", "n_stages", n_stages, remedy)
-    _refuse(model, recording.problems)
     stages = [carve(model, recording, first, end) for first, end in partition(model, recording, n_stages, by)]
     for stage in stages:
         vars(stage)["ties"] = _ties_of(stages)

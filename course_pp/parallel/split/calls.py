@@ -28,7 +28,28 @@ class Parameter(NamedTuple):
     name: str
 
 
-Source = Output | Input | Parameter
+@dataclass(frozen=True)
+class Problem:
+    """Something that a stage could not do as the whole model does.
+
+    Attributes:
+        kind: a word or two, such as ``hidden state``.
+        line: ``file:line`` of the model's code.
+        what: what happens there.
+        remedy: what to do.
+    """
+
+    kind: str
+    line: str
+    what: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.line}: {self.kind}: {self.what}; {self.remedy}"
+
+
+Source = Output | Input | Parameter | Problem
+"""A problem is what a value was computed from that no stage could compute alike; it counts where the value is read."""
 
 
 @dataclass(frozen=True)
@@ -48,26 +69,6 @@ class Call:
     arguments: tuple[Any, ...]
     leaves: tuple[Any, ...]
     tree: Any
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Something that a stage could not do as the whole model does.
-
-    Attributes:
-        kind: a word or two, such as ``hidden state``.
-        line: ``file:line`` of the model's code.
-        what: what happens there.
-        remedy: what to do.
-    """
-
-    kind: str
-    line: str
-    what: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.line}: {self.kind}: {self.what}; {self.remedy}"
 
 
 @dataclass

@@ -20,6 +20,7 @@ from course_pp.parallel.split.units import candidates, draws_random_numbers
 __all__ = ["Example", "as_call", "is_of_model", "left_as_it_was", "record"]
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
+_PLAIN = (Tensor, bool, int, float, str, type(None))
 _NOTHING: frozenset[Source] = frozenset()
 _DATA_OPS = {torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select}
 
@@ -85,6 +86,7 @@ class _Watch(TorchDispatchMode):
         self._inside: dict[int, int] = {}  # storages made within a call and not returned by it
         self._kept: list[Any] = []  # alive, so that no storage gets another's number
         self._open: list[_Open] = []
+        self._opaque: dict[int, str] = {}
         self._decided_by = _NOTHING
         self._looking = True
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -101,7 +103,7 @@ class _Watch(TorchDispatchMode):
     def take_result(self, output: Any) -> None:
         """Note what the model's result was computed from."""
         tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
-        self.recording.result_reads = _NOTHING.union(self._decided_by, *map(self._of, tensors))
+        self.recording.result_reads = self._read_by(tensors)
 
     def hooks_on(self, name: str, unit: nn.Module) -> Iterator[Any]:
         """Hooks that note each call of a unit."""
@@ -120,7 +122,7 @@ class _Watch(TorchDispatchMode):
         arguments = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         results = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
         if self._open:
-            self._see_inside(arguments, results)
+            self._see_inside(arguments, results, _written(func, args, kwargs or {}))
         else:
             self._see_between(func, arguments, results, _written(func, args, kwargs or {}))
         return output
@@ -137,11 +139,13 @@ class _Watch(TorchDispatchMode):
             if not any(tensor is each for each in written):
                 self._set(tensor, sources | self._of(tensor))
         if func.overloadpacket in _DATA_OPS:
-            self._decided_by |= sources
+            self._decided_by |= {source for source in sources if not isinstance(source, Problem)}
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.recording.draws = True
+            for tensor in (*results, *written):
+                self._set(tensor, self._of(tensor) | {_drawn()})
 
-    def _see_inside(self, arguments: list[Tensor], results: list[Tensor]) -> None:
+    def _see_inside(self, arguments: list[Tensor], results: list[Tensor], written: list[Tensor]) -> None:
         now = self._open[-1]
         for tensor in arguments:
             key = _key(tensor)
@@ -155,6 +159,9 @@ class _Watch(TorchDispatchMode):
                         self._refuse_hidden(source.call)
                     elif isinstance(source, Parameter):
                         self._refuse_borrowed(source.name)
+        for tensor in written:
+            if any(isinstance(source, Output | Input) for source in self._of(tensor)):
+                self._set(tensor, self._of(tensor) | {_spoiled(now.unit)})
         for tensor in results:
             if _key(tensor) not in self._sources:
                 self._kept.append(tensor)
@@ -162,7 +169,10 @@ class _Watch(TorchDispatchMode):
 
     def _enter(self, name: str, unit: nn.Module, given: Any) -> None:
         tensors = [leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, Tensor)]
-        reads = _NOTHING.union(self._decided_by, *map(self._of, tensors))
+        if self._open:
+            outer, remedy = self._open[-1].unit, "let each hold modules of its own, or put both into one"
+            self._refuse("nested call", f"{outer!r} calls {name!r}, which the model calls itself", remedy)
+        reads = self._read_by(tensors)
         allowed = {_key(tensor) for tensor in (*tensors, *unit.parameters(), *unit.buffers())}
         self._open.append(_Open(name, reads, allowed, tuple((tuple(t.shape), t.dtype) for t in tensors)))
 
@@ -181,12 +191,21 @@ class _Watch(TorchDispatchMode):
         output = tree_map(mine, output)
         self._looking = True
         leaves, tree = tree_flatten(output)
+        opaque = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, _PLAIN)]
+        self._opaque |= {call: opaque[0]} if opaque else {}
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 self._set(leaf, self._of(leaf) | {Output(call, index)})
         shapes = tuple(torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in leaves)
         self.recording.calls.append(Call(now.unit, now.reads, now.arguments, shapes, tree))
         return output
+
+    def _read_by(self, tensors: list[Tensor]) -> frozenset[Source]:
+        """What tensors, as they are used now, were computed from."""
+        sources = _NOTHING.union(self._decided_by, *map(self._of, tensors))
+        problems = [source for source in sources if isinstance(source, Problem)]
+        self.recording.problems += [each for each in problems if each not in self.recording.problems]
+        return sources.difference(problems)
 
     def _judge(self, name: str, output: Any) -> None:
         tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
@@ -202,6 +221,11 @@ class _Watch(TorchDispatchMode):
 
     def _refuse_hidden(self, call: int) -> None:
         unit = self.recording.calls[call].unit
+        kind = self._opaque.get(call)
+        if kind is not None:
+            what = f"{unit!r} returns a {kind}, in which torch's pytree sees no tensors"
+            self._refuse("unknown container", what, "return a tuple or a dict, or register it with pytree")
+            return
         what = f"a tensor that {unit!r} made is used, but did not come from it as its result"
         self._refuse("hidden state", what, f"return it from {unit!r} and pass it on as an argument")
 
@@ -233,6 +257,16 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
             value = args[place] if place < len(args) else kwargs.get(each.name)
             found += [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
     return found
+
+
+def _drawn() -> Problem:
+    what = "random numbers are drawn between modules, and every stage would draw others"
+    return Problem("random numbers", line_of_model(), what, "draw them in a module, such as nn.Dropout")
+
+
+def _spoiled(unit: str) -> Problem:
+    what = f"{unit!r} changes in place what it is called with, and that is used afterwards"
+    return Problem("changed in place", line_of_model(), what, "change a copy, or use only what the module returns")
 
 
 def line_of_model() -> str:

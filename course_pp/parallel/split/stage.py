@@ -163,7 +163,7 @@ class _Carver:
         absent = Absent(unit, module, self._board)
         for name, parameter in module._parameters.items():
             if f"{unit}.{name}" in self._read:
-                absent.register_parameter(name, parameter)
+                absent._parameters[name] = parameter
         return absent
 
     def _now_and_then(self, module: nn.Module, unit: str) -> nn.Module:
