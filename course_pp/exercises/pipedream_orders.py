@@ -64,10 +64,10 @@ def _why_version(rule: str, got: int, forward: int, i: int, stage: int, p: int) 
     if rule == "stash":
         if got == i:
             return "That is the newest. With stashing a backward uses what its forward used."
-        if got == max(0, i - (p - stage)):
-            return "One too old: p - stage microbatches are in flight *with* this one, p - 1 - stage before it."
         if got == max(0, i - (p - 1)):
             return "That is stage 0's. A later stage has fewer microbatches in flight, so its newest is newer."
+        if got == max(0, i - (p - stage)):
+            return "One too old: p - stage microbatches are in flight *with* this one, p - 1 - stage before it."
         return "Count the updates that its stage has had when the *forward* runs: one for each microbatch that is back."
     if rule == "vertical":
         if got == max(0, i - (p - 1 - stage)):
@@ -104,6 +104,7 @@ _LAYOUTS: tuple[tuple[list[int], int], ...] = (
     ([1, 2], 8),
     ([3, 2], 12),
     ([1, 1], 1),
+    ([1, 1, 1, 1], 2),
 )
 
 
@@ -207,6 +208,7 @@ _PLANS: list[_Plan] = [
     ([1.0, 1.0, 1.0], [8.0, 2.0, 50.0], [0.0] * 3, [(0, 1, 1), (1, 3, 1)], 4.0),
     ([1.0, 1.0, 1.0], [8.0, 20.0, 50.0], [0.0] * 3, [(0, 1, 1), (1, 2, 1), (2, 3, 1)], 4.0),
     ([1.0, 1.0, 1.0], [8.0, 2.0, 50.0], [0.0] * 3, [(0, 2, 1), (2, 3, 1)], 4.0),
+    ([1.0, 1.0, 1.0], [2.0, 9.0, 50.0], [0.0] * 3, [(0, 2, 1), (2, 3, 1)], 4.0),
     ([4.0, 4.0], [1.0, 1.0], [20.0, 1.0], [(0, 1, 3), (1, 2, 1)], 4.0),
     ([4.0, 4.0, 1.0], [1.0, 1.0, 1.0], [9.0, 12.0, 30.0], [(0, 2, 2), (2, 3, 1)], 3.0),
     ([8.0, 1.0], [1.0, 1.0], [6.0, 30.0], [(0, 2, 3)], 2.0),

@@ -52,7 +52,8 @@ def stashed_step(
 ) -> None:
     """Asynchronous 1F1B on this rank; a backward uses the weights of its forward."""
     m, ahead = len(microbatches), link.n_ranks - 1 - link.rank
-    in_flight, sends = deque[tuple](), []
+    in_flight: deque[tuple] = deque()
+    sends: list[dist.Work] = []
 
     def forward(i: int) -> None:
         kept = copy.deepcopy(stage)
@@ -68,7 +69,6 @@ def stashed_step(
         for newest, used in zip(stage.parameters(), kept.parameters(), strict=True):
             newest.grad = used.grad
         optimizer.step()
-        optimizer.zero_grad()
 
     for i in range(m + ahead):
         if i < m:
@@ -84,7 +84,9 @@ def healed_versions_step(
 ) -> None:
     """Asynchronous 1F1B on this rank, which computes each forward again in its backward."""
     m, ahead = len(microbatches), link.n_ranks - 1 - link.rank
-    inputs, stash, sends = deque[Tensor](), deque[dict](), []
+    inputs: deque[Tensor] = deque()
+    stash: deque[dict] = deque()
+    sends: list[dist.Work] = []
 
     def forward(i: int) -> None:
         x = recv_activation(microbatches[i], link)

@@ -1,0 +1,282 @@
+"""The graders of notebook 06, by what learners hand in."""
+
+import copy
+import math
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from course_pp.exercises.pipedream_clinic import PATIENTS, examine
+from course_pp.exercises.pipedream_lab import angles, steady, train
+from course_pp.exercises.pipedream_orders import order_pipedream, slowest_part, version_used
+from course_pp.exercises.pipedream_steps import healed_versions_step, stashed_step
+from course_pp.runtime import (
+    backward_stage,
+    forward_stage,
+    recv_activation,
+    recv_gradient,
+    send_activation,
+    send_gradient,
+)
+from course_pp.schedule import Action, Costs, LayerCost, build, partition, simulate
+from tests.exercises import grading
+from tests.exercises.grading import accepts
+
+Answer = Callable[..., Any]
+refuses = partial(grading.refuses, limit_s=5.0)
+
+
+# Which version a backward uses.
+
+
+def with_rule(rule: str, other: Callable[[int, int, int, int], Any]) -> Answer:
+    """The solution, but for one rule."""
+
+    def answer(name: str, stage: int, i: int, p: int, group: int) -> Any:
+        return other(stage, i, p, group) if name == rule else version_used(name, stage, i, p, group)
+
+    return answer
+
+
+WRONG_VERSIONS = [
+    (with_rule("none", lambda s, i, p, g: max(0, i - (p - 1 - s))), "the backward uses the newest"),
+    (with_rule("stash", lambda s, i, p, g: i), "That is the newest"),
+    (with_rule("stash", lambda s, i, p, g: max(0, i - (p - s))), "One too old", "*with* this one"),
+    (with_rule("stash", lambda s, i, p, g: max(0, i - (p - 1))), "That is stage 0's"),
+    (with_rule("stash", lambda s, i, p, g: i - (p - 1 - s)), "There is no version before 0"),
+    (with_rule("vertical", lambda s, i, p, g: max(0, i - (p - 1 - s))), "takes what *stage 0* took"),
+    (with_rule("vertical", lambda s, i, p, g: max(0, i - p)), "Which version did stage 0 use"),
+    (with_rule("2bw", lambda s, i, p, g: i // g), "the version before last"),
+    (with_rule("2bw", lambda s, i, p, g: max(0, i / g - 1)), "a float", "a count of updates"),
+]
+
+
+@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_VERSIONS])
+def test_a_wrong_version_is_told_why(answer: Answer, words: list[str]) -> None:
+    refuses("version_used", answer, *words)
+
+
+def test_versions_may_be_looked_up_in_a_table_of_delays() -> None:
+    def by_delay(rule: str, stage: int, i: int, p: int, group: int) -> int:
+        delay = {"none": 0, "stash": p - 1 - stage, "vertical": p - 1}
+        return sorted((0, i - delay[rule]))[1] if rule in delay else max(1, i // group) - 1
+
+    accepts("version_used", by_delay)
+
+
+# The order of a replica.
+
+
+def ordered(
+    in_flight: Callable[[int, list[int]], int] = lambda stage, r: math.ceil(sum(r[stage:]) / r[stage]),
+    mine: Callable[[int, int, int], list[int]] = lambda replica, share, m: list(range(replica, m, share)),
+    update: str = "after",
+) -> Answer:
+    def answer(stage: int, replica: int, replicas: list[int], m: int) -> list[Action]:
+        work, order = deque(mine(replica, replicas[stage], m)), []
+        ahead = in_flight(stage, replicas)
+        waiting = deque[int]()
+        while work or waiting:
+            if work and (len(waiting) < ahead - 1 or not order or order[-1].kind != "F" or len(waiting) < ahead):
+                waiting.append(work.popleft())
+                order.append(Action(stage, "F", waiting[-1]))
+                if len(waiting) < ahead and work:
+                    continue
+            done = waiting.popleft()
+            order.append(Action(stage, "B", done))
+            if update == "after":
+                order.append(Action(stage, "U", done))
+        if update == "end":
+            order += [Action(stage, "U", a.microbatch) for a in order if a.kind == "B"]
+        return order
+
+    return answer
+
+
+def without_replicas(stage: int, replica: int, replicas: list[int], m: int) -> list[Action]:
+    return ordered(mine=lambda replica, share, m: list(range(m)))(stage, replica, replicas, m)  # type: ignore[no-any-return]
+
+
+WRONG_ORDERS = [
+    (without_replicas, "has it once too often", "goes to replica `i % 2`"),
+    (
+        ordered(mine=lambda replica, share, m: list(range(m))[replica * m // share : (replica + 1) * m // share]),
+        "i % 2",
+    ),
+    (ordered(update="end"), "does not update right after `0B0`"),
+    (ordered(update="never"), "lacks `0U0`", "followed by an update"),
+    (ordered(in_flight=lambda stage, r: math.ceil(sum(r) / r[0])), "are enough"),
+    (ordered(in_flight=lambda stage, r: math.ceil(sum(r[stage:]) / r[stage]) + 1), "One too many"),
+    (ordered(in_flight=lambda stage, r: sum(r[stage:]) // r[stage]), "turns back too soon", "round up"),
+    (ordered(in_flight=lambda stage, r: 1), "turns back too soon"),
+    (lambda *row: order_pipedream(*row)[:-1], "lacks"),
+]
+
+
+@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_ORDERS])
+def test_a_wrong_order_is_told_why(answer: Answer, words: list[str]) -> None:
+    refuses("order_pipedream", answer, *words)
+
+
+def test_an_order_may_be_written_with_a_queue_and_as_text() -> None:
+    accepts("order_pipedream", ordered())
+    accepts("order_pipedream", lambda *row: tuple(str(action) for action in order_pipedream(*row)))
+
+
+# The slowest part of a plan.
+
+
+def planned(
+    work: Callable[[float, float, int], float] = lambda work, exchange, r: max(work, exchange) / r,
+    exchange: Callable[[float, int], float] = lambda weights, r: 2 * (r - 1) * weights,
+    crossing: float = 2.0,
+    behind_the_last: bool = False,
+) -> Answer:
+    def answer(times: Any, outputs: Any, weights: Any, stages: Any, bandwidth: float) -> float:
+        parts = [work(sum(times[a:b]), exchange(sum(weights[a:b]), r) / bandwidth, r) for a, b, r in stages]
+        ends = [b for _, b, _ in stages]
+        parts += [crossing * outputs[b - 1] / bandwidth for b in (ends if behind_the_last else ends[:-1])]
+        return max(parts)
+
+    return answer
+
+
+WRONG_PLANS = [
+    (planned(work=lambda work, exchange, r: max(work, exchange)), "divided by"),
+    (planned(crossing=0.0), "A boundary takes time, too"),
+    (planned(crossing=1.0), "crossed twice"),
+    (planned(behind_the_last=True), "Behind the last layer nothing is sent"),
+    (planned(exchange=lambda weights, r: 0.0), "exchange the gradients"),
+    (planned(exchange=lambda weights, r: 2 * (r - 1) / r * weights), "not twice"),
+    (planned(work=lambda work, exchange, r: (work + exchange) / r), "take the larger one, not the sum"),
+    (lambda *plan: sum([slowest_part(*plan), 1.0]), "For each stage the larger"),
+    (lambda *plan: None, "Is a `return` missing?"),
+]
+
+
+@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_PLANS])
+def test_a_wrong_slowest_part_is_told_why(answer: Answer, words: list[str]) -> None:
+    refuses("slowest_part", answer, *words)
+
+
+def test_the_slowest_part_is_what_the_planner_minimises() -> None:
+    layers = [LayerCost(6.0, 2.0, 1.0), LayerCost(1.5, 1.0, 20.0), LayerCost(1.5, 1.0, 20.0)]
+    plan = partition(layers, 3)
+    stages = [(stage.start, stage.end, stage.replicas) for stage in plan.stages]
+    columns = ([getattr(layer, name) for layer in layers] for name in ("time", "output_bytes", "weight_bytes"))
+    assert slowest_part(*columns, stages, math.inf) == pytest.approx(plan.slowest)
+    accepts("slowest_part", planned())
+
+
+# Steps on ranks: one function with everything that learners change about it.
+
+
+def step_with(
+    kept: Callable[[Any], Any] = copy.deepcopy,
+    divided_by: Callable[[int], int] = lambda m: 1,
+    adds_up: bool = False,
+    at_once: bool = True,
+    keeps_all: bool = False,
+) -> Answer:
+    def step(stage: Any, optimizer: Any, microbatches: Any, targets: Any, loss_fn: Any, link: Any) -> None:
+        m, ahead = len(microbatches), link.n_ranks - 1 - link.rank
+        in_flight, sends, old = deque[Any](), [], []
+
+        def forward(i: int) -> None:
+            used = kept(stage)
+            x = recv_activation(microbatches[i], link)
+            y = forward_stage(used, x, targets[i], loss_fn, link)
+            in_flight.append((used, x, y))
+            old.append(used)
+            sends.extend(send_activation(y, link))
+
+        def backward() -> None:
+            used, x, y = in_flight.popleft()
+            dx = backward_stage(x, y, recv_gradient(y, divided_by(m), link))
+            sends.extend(send_gradient(dx, link))
+            for newest, each in zip(stage.parameters(), used.parameters(), strict=True):
+                newest.grad = newest.grad + each.grad if adds_up and newest.grad is not None else each.grad
+            if at_once:
+                optimizer.step()
+            if not keeps_all:
+                old.clear()
+
+        for i in range(m + ahead):
+            if i < m:
+                forward(i)
+            if i >= ahead:
+                backward()
+        if not at_once:
+            optimizer.step()
+        for send in sends:
+            send.wait()
+
+    return step
+
+
+WRONG_STEPS = [
+    (step_with(kept=lambda stage: stage), "inplace operation", "copies that no update changes"),
+    (step_with(divided_by=lambda m: m), "Already the first update differs", "without 1/m"),
+    (step_with(adds_up=True), "left over from the update before"),
+    (step_with(at_once=False), "updates 1 times, not 8", "Each backward is followed by an update"),
+    (step_with(keeps_all=True), "keeps 8 versions", "can go when its backward is done"),
+    (PATIENTS["A"][0], "exactly what its forward used"),
+    (PATIENTS["B"][0], "go on from its newest state"),
+]
+
+
+@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_STEPS])
+def test_a_wrong_step_is_told_why(answer: Answer, words: list[str]) -> None:
+    refuses("stashed_step", answer, *words)
+
+
+def test_steps_may_stash_copies_or_compute_again() -> None:
+    accepts("stashed_step", step_with())
+    accepts("stashed_step", healed_versions_step)
+    accepts("healed_versions_step", stashed_step)
+
+
+def test_each_patient_shows_its_symptom_and_the_healed_step_none() -> None:
+    found = {
+        (name, momentum): examine(step, replicas, momentum).first_wrong
+        for name, (step, replicas) in PATIENTS.items()
+        for momentum in (0.0, 0.9)
+    }
+    late = (1, 1, 1, 3)
+    assert found["A", 0.0] == found["A", 0.9] == found["B", 0.9] == late
+    assert found["B", 0.0] == (None,) * 4
+    assert found["C", 0.0] == found["C", 0.9] == (0, 4)
+    healed = examine(healed_versions_step)
+    assert healed.equal
+    assert str(healed) == "right"
+
+
+# What the notebook measures.
+
+
+def test_stashing_gives_the_gradient_of_what_the_forward_computed_and_its_absence_does_not() -> None:
+    stash, none = (angles(rule, lr=0.3, p=3, m=12) for rule in ("stash", "none"))  # type: ignore[arg-type]
+    assert max(stash.own) < 1e-5
+    assert none.own[0] > none.own[1] > none.own[2]
+    assert none.own[2] < 1e-5, "the last stage goes backward with what it went forward"
+    assert min(stash.now) > 1
+
+
+def test_a_small_training_run_learns_and_counts_what_it_keeps() -> None:
+    runs = {rule: train(rule, lr=0.3, m=32, p=2) for rule in ("flush", "stash")}  # type: ignore[arg-type]
+    assert all(run.final < run.losses[0] for run in runs.values())
+    assert runs["flush"].version_bytes == (0, 0)
+    assert runs["stash"].version_bytes == (8576, 0)
+
+
+def test_a_diverged_run_has_an_infinite_loss() -> None:
+    assert math.isinf(train("none", lr=1e30, m=16, p=2).final)
+
+
+def test_the_time_of_a_microbatch_is_that_of_the_slowest_stage_once_the_pipeline_is_full() -> None:
+    costs = Costs(update=0.25)
+    assert steady(simulate(build("pipedream", 4, 16), costs)) == 3.25
+    assert steady(simulate(build("pipedream", 3, 12, replicas=(2, 1)), Costs((2, 1), (2, 1), (2, 1)))) == 3
