@@ -5,17 +5,22 @@
 A forward takes that long (20 ms unless given), a backward twice as long, an update a tenth. The time of a microbatch in
 the steady state is what 24 more of them add to a step; no pipeline can be below its slowest stage's work on one,
 divided by the ranks that share it. Gradients and updates are real.
+
+Then a model of unequal layers is profiled on this machine and cut for two nodes of two ranks, evenly and by PipeDream's
+planner: what each cut was to take, and what it takes on emulated ranks, all times and links slowed down alike. That is
+more where replicas exchange gradients, which the planner takes to be hidden behind work and the runtime does not hide.
 """
 
 import sys
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from course_pp.launch import on_ranks
-from course_pp.runtime import EmulatedCluster, Pipeline, Recorder
-from course_pp.schedule import Costs, Schedule, Versions, build
+from course_pp.runtime import EmulatedCluster, EmulatedLink, Pipeline, Recorder, profile_layers
+from course_pp.schedule import ClusterLevel, Costs, LayerCost, PlannedStage, Schedule, Versions, build, partition
 
 WIDTH, SHORT, LONG = 16, 12, 36
 
@@ -39,6 +44,7 @@ def main(milliseconds: float = 20.0) -> None:
         each = (took[1][0] - took[0][0]) / (LONG - SHORT) if versions else took[0][0] / SHORT
         overruns = took[0][1] + took[1][1]
         print(f"{name:<30}{1e3 * bound:>10.1f}{1e3 * each:>13.1f}{each / bound - 1:>12.1%}{overruns:>10}", flush=True)
+    compare_cuts(30 * f)
 
 
 def schedule_of(shares: tuple[int, ...], versions: Versions | None, m: int) -> Schedule:
@@ -68,6 +74,74 @@ def step(rank: int, schedule: Schedule, costs: Costs, versions: Versions | None)
         pipeline.step(batch, batch)
     run = recorder.timeline()
     return float(run.makespan), len(run.overruns)
+
+
+HIDDEN = (256, 256, 1024, 256, 256, 512, 256, 256)
+"""Inner widths of the layers of a model, each of so many times the work of the narrowest."""
+ROWS, NODE, NETWORK = 32, 2e10, 1e9
+"""Of a microbatch; bytes a second within a node and between nodes."""
+
+
+def model() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(256, h), nn.Tanh(), nn.Linear(h, 256)) for h in HIDDEN]
+
+
+def compare_cuts(seconds: float) -> None:
+    """The even cut and the planned one, of layers whose times were measured, slowed down to ``seconds`` in all."""
+    torch.set_num_threads(1)
+    layers = profile_layers(model(), torch.randn(ROWS, 256), repeats=20)
+    print(f"\nlayers of {', '.join(f'{1e3 * layer.time:.1f}' for layer in layers)} ms on this machine, alone")
+    planned = partition(layers, [ClusterLevel(2, NODE), ClusterLevel(2, NETWORK)])
+    quarter = len(layers) // 4
+    even = tuple(PlannedStage(i * quarter, (i + 1) * quarter, 1) for i in range(4))
+    slowdown = seconds / sum(layer.time for layer in layers)
+    print(f"{'cut, layers × replicas':<30}{'planned ms':>10}{'emulated ms':>13}{'over':>12}{'overruns':>10}")
+    for name, stages in (("even", even), ("planned", planned.stages)):
+        bound = slowdown * slowest(layers, stages)
+        each, overruns = on_ranks(4, pace, layers, stages, slowdown)[0]
+        cut = f"{name}: " + " ".join(f"{s.end - s.start}" + f"×{s.replicas}" * (s.replicas > 1) for s in stages)
+        print(f"{cut:<30}{1e3 * bound:>10.1f}{1e3 * each:>13.1f}{each / bound - 1:>12.1%}{overruns:>10}", flush=True)
+
+
+def slowest(layers: Sequence[LayerCost], stages: Sequence[PlannedStage]) -> float:
+    """What the slowest stage or boundary of a cut takes, in seconds; nodes are joined where half of the ranks are."""
+    times, rank = [], 0
+    for stage in stages:
+        work = sum(layer.time for layer in layers[stage.start : stage.end])
+        weights = sum(layer.weight_bytes for layer in layers[stage.start : stage.end])
+        rank += stage.replicas
+        times.append(max(work, 2 * (stage.replicas - 1) * weights / NODE) / stage.replicas)
+        if rank < 4:
+            times.append(2 * layers[stage.end - 1].output_bytes / (NETWORK if rank == 2 else NODE))
+    return max(times)
+
+
+def pace(rank: int, layers: Sequence[LayerCost], stages: Sequence[PlannedStage], slowdown: float) -> tuple[float, int]:
+    """Seconds a microbatch in the steady state, and what overran."""
+    work = [slowdown * sum(layer.time for layer in layers[stage.start : stage.end]) for stage in stages]
+    third = [0.3 * t for t in work]
+    costs = Costs(third, third, third, update=[0.1 * t for t in work])
+    links = [EmulatedLink(bandwidth=bandwidth / slowdown) for bandwidth in (NODE, NETWORK, NODE)]
+    schedule = build("pipedream", 4, LONG, replicas=[stage.replicas for stage in stages])
+    modules = {
+        s: nn.Sequential(*model()[stages[s].start : stages[s].end])
+        for s, ranks in enumerate(schedule.placement)
+        if rank in ranks
+    }
+    optimizers = {s: torch.optim.SGD(stage.parameters(), lr=0.01) for s, stage in modules.items()}
+    recorder = Recorder()
+    cluster = EmulatedCluster(costs, links)
+    pipeline = Pipeline(
+        *(schedule, modules, F.mse_loss), recorder=recorder, cluster=cluster, optimizers=optimizers, versions="stash"
+    )
+    batch = torch.randn(ROWS * LONG, 256)
+    for _ in range(2):
+        recorder.clear()
+        pipeline.step(batch, batch)
+    run = recorder.timeline()
+    ends = {part.microbatch: span.end for span in run.by_rank[0] for part in span.action.parts if part.kind == "U"}
+    return float(ends[2 * SHORT] - ends[SHORT]) / SHORT, len(run.overruns)
 
 
 if __name__ == "__main__":
