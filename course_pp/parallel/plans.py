@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 from course_pp.arguments import checked, refuse_unless
 from course_pp.model import ModelConfig, Transformer
-from course_pp.parallel.styles import GatheredColwiseParallel, SequencesDivide
+from course_pp.parallel.styles import GatheredColwiseParallel, PartOfSequence, SequencesDivide, WholeOutputs
 
 __all__ = ["check_tensor_parallel", "llama_plan", "shards_head", "transformer_plan"]
 
@@ -82,10 +82,13 @@ def transformer_plan(module: Transformer, tp: int, gather_logits: bool = True) -
         plan["embed"] = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=stream)
         plan[""] = SequencesDivide()
         if not cut_head:
-            plan["head"] = PrepareModuleInput(
-                input_layouts=(stream,), desired_input_layouts=(Replicate(),), use_local_output=True
-            )
+            plan["head"] = _whole_input(stream)
     return plan
+
+
+def _whole_input(stream: Placement) -> ParallelStyle:
+    """Of a head that is not cut."""
+    return PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),), use_local_output=True)
 
 
 def _head(gather_logits: bool, stream: Placement) -> ParallelStyle:
@@ -124,39 +127,90 @@ def _check_divides(tp: int, sizes: Mapping[str, int], where: str = "") -> None:
 
 
 @checked
-def llama_plan(module: nn.Module, tp: int, gather_logits: bool = True) -> Styles:
+def llama_plan(module: nn.Module, tp: int, gather_logits: bool = True, sequence_parallel: bool | None = None) -> Styles:
     """Plan for the Llama family of transformers (Llama, Mistral, Qwen2, Qwen3, Gemma, …), a model or any part of one.
 
     Every module that holds ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj`` is an attention, every one that holds
-    ``gate_proj``, ``up_proj`` and ``down_proj`` a feed-forward. Embedding and norms are replicated. ``lm_head`` is cut
+    ``gate_proj``, ``up_proj`` and ``down_proj`` a feed-forward. The embedding is replicated. ``lm_head`` is cut
     over the vocabulary if ``tp`` divides it and it is not tied to the embedding.
 
     Args:
         gather_logits: False leaves each rank its part of the vocabulary, in a DTensor for
             :class:`VocabParallelCrossEntropy`.
+        sequence_parallel: whether norms between the blocks work on parts of the sequence, which must then be a multiple
+            of ``tp`` long; else they are replicated. None is wherever it can be: in a whole, untied model, whose blocks
+            hold an attention, a feed-forward and norms. ``plan=partial(llama_plan, sequence_parallel=False)``.
 
     Raises:
         ValueError: if ``tp`` does not divide the heads or the feed-forward width, if an attention holds other
-            parameters, whose gradients would be wrong in silence, or if logits are to stay cut but the head cannot be.
+            parameters, whose gradients would be wrong in silence, or if logits are to stay cut but the head cannot be,
+            or norms are to be sequence-parallel and cannot be.
     """
     _check_size("llama_plan", tp)
+    attentions, feed_forwards = dict(_holding(module, _ATTENTION)), dict(_holding(module, _FEED_FORWARD))
+    problem = _problem_of_sequences(module, {*attentions.values(), *feed_forwards.values()})
+    if sequence_parallel and problem is not None:
+        raise ValueError(f"sequence_parallel=True, but {problem}: leave it out")
+    parts = problem is None and sequence_parallel is not False
+    stream: Placement = Shard(1) if parts else Replicate()
     plan: Styles = {}
-    for name, part in _holding(module, _ATTENTION):
+    for name, part in attentions.items():
         _check_attention(name, part, tp)
         # Its callers pass the input by this name; passed by position, it is made a DTensor at each of the matrices.
-        whole: dict[str, Placement] = {"hidden_states": Replicate()}
-        plan[name] = PrepareModuleInput(input_kwarg_layouts=whole, desired_input_kwarg_layouts=whole)
+        plan[name] = PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": stream}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
+        )
         plan |= {_join(name, each): ColwiseParallel() for each in _ATTENTION[:-1]}
-        plan[_join(name, "o_proj")] = RowwiseParallel()
+        plan[_join(name, "o_proj")] = RowwiseParallel(output_layouts=stream)
         # Norms of each head's channels, (batch, seq, heads, channels): their gradients add up over the ranks' heads.
         norms = [each for each in _HEAD_NORMS if hasattr(part, each)]
         plan |= {_join(name, each): SequenceParallel(sequence_dim=2, use_local_output=True) for each in norms}
-    for name, part in _holding(module, _FEED_FORWARD):
+    for name, part in feed_forwards.items():
         _check_divides(tp, {"intermediate_size": _out_features(part, "up_proj")}, f" of {name!r}")
-        plan[name] = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),))
+        plan[name] = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),))
         plan |= {_join(name, each): ColwiseParallel() for each in _FEED_FORWARD[:-1]}
-        plan[_join(name, "down_proj")] = RowwiseParallel()
-    return plan | _plan_of_heads(module, tp, gather_logits)
+        plan[_join(name, "down_proj")] = RowwiseParallel(output_layouts=stream)
+    plan |= _plan_of_heads(module, tp, gather_logits, stream)
+    return plan | _plan_of_sequences(module) if parts else plan
+
+
+_BODY, _HEAD = ("embed_tokens", "layers", "norm"), "lm_head"
+
+
+def _problem_of_sequences(module: nn.Module, cut: set[nn.Module]) -> str | None:
+    """Why norms cannot work on parts of the sequence, between modules that ``cut`` its products; None if they can."""
+    whole = f"the module is not a whole model, of {', '.join(_BODY)} and {_HEAD}"
+    found = _with_parameters(module)
+    body = next((part for name, part in found.items() if name != _HEAD), None)
+    if body is None or len(found) != 2 or _HEAD not in found or {*_with_parameters(body)} != {*_BODY}:
+        return whole
+    head, layers = found[_HEAD], body.get_submodule("layers")
+    if not isinstance(head, nn.Linear) or not isinstance(layers, nn.ModuleList):
+        return whole
+    if _is_tied(module, head):
+        return "the head is tied to the embedding, which every rank holds"
+    for name, block in layers.named_children():
+        others = [n for n, part in _with_parameters(block).items() if part not in cut and "norm" not in n]
+        if others or list(block.parameters(recurse=False)):
+            return f"block {name!r} holds {', '.join(others) or 'parameters of its own'}, which llama_plan does not cut"
+    return None
+
+
+def _with_parameters(module: nn.Module) -> dict[str, nn.Module]:
+    return {name: part for name, part in module.named_children() if next(part.parameters(), None) is not None}
+
+
+def _plan_of_sequences(module: nn.Module) -> Styles:
+    """What keeps each rank to its part of the sequence from the first block on, but within what is cut.
+
+    Not from the embedding on: behind it the model counts positions.
+    """
+    body = next(name for name in _with_parameters(module) if name != _HEAD)
+    plan: Styles = {"": WholeOutputs(), f"{body}.norm": SequenceParallel(use_local_output=True)}
+    for index, block in module.get_submodule(f"{body}.layers").named_children():
+        norms = [name for name, _ in block.named_children() if "norm" in name]
+        plan |= {f"{body}.layers.{index}.{name}": SequenceParallel(use_local_output=True) for name in norms}
+    return plan | {f"{body}.layers.0": PartOfSequence()}
 
 
 def _holding(module: nn.Module, names: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
@@ -190,18 +244,20 @@ def _out_features(module: nn.Module, name: str) -> int:
     return cast(nn.Linear, module.get_submodule(name)).out_features
 
 
-def _plan_of_heads(module: nn.Module, tp: int, gather_logits: bool) -> Styles:
-    heads = [(n, p) for n, p in module.named_modules() if n.endswith("lm_head") and isinstance(p, nn.Linear)]
+def _plan_of_heads(module: nn.Module, tp: int, gather_logits: bool, stream: Placement) -> Styles:
+    heads = [(n, p) for n, p in module.named_modules() if n.endswith(_HEAD) and isinstance(p, nn.Linear)]
     plan: Styles = {}
     for name, head in heads:
         tied = _is_tied(module, head)
         if not tied and head.out_features % tp == 0:
-            plan[name] = _head(gather_logits, Replicate())
+            plan[name] = _head(gather_logits, stream)
         elif not gather_logits:
             raise ValueError(
                 f"gather_logits=False needs an untied head whose vocab_size={head.out_features} is a multiple of "
                 f"tp={tp}, but {name!r} is {'tied' if tied else 'not'}: leave it True, or pad the vocabulary"
             )
+        elif stream != Replicate():
+            plan[name] = _whole_input(stream)
     return plan
 
 

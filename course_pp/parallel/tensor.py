@@ -35,14 +35,17 @@ from course_pp.parallel.order import check_order
 from course_pp.parallel.patterns import listed, modules_matching, nearest
 from course_pp.parallel.plans import transformer_plan
 from course_pp.parallel.refusing import on_every_rank
-from course_pp.parallel.styles import SequencesDivide
+from course_pp.parallel.styles import PartOfSequence, SequencesDivide, WholeOutputs
 
 __all__ = ["Plan", "apply_tensor_parallel"]
 
 Plan = Mapping[str, ParallelStyle] | Callable[..., Mapping[str, ParallelStyle]] | None
 """Styles by name pattern, or what makes them of a module and ``tp``."""
 
-_CUT_NOTHING = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput, SequencesDivide)
+_CUT_NOTHING = (
+    *(PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput),
+    *(PartOfSequence, SequencesDivide, WholeOutputs),
+)
 
 
 def apply_tensor_parallel(

@@ -12,8 +12,10 @@ from course_pp.parallel import (
     CollectiveCounts,
     DistributedConfig,
     apply_fsdp2,
+    apply_tensor_parallel,
     count_collectives,
     init_distributed,
+    llama_plan,
     measure_unsharded_bytes,
     predict_collectives,
     predict_unsharded_bytes,
@@ -21,17 +23,26 @@ from course_pp.parallel import (
 from tests.parallel.whole_models import SEQ_LEN, build
 
 ROWS = 2
-LAYOUTS = [DistributedConfig(dp_shard=2), DistributedConfig(dp_replicate=2, dp_shard=1)]
+LAYOUTS = {
+    2: [
+        DistributedConfig(dp_shard=2),
+        DistributedConfig(dp_replicate=2, dp_shard=1),
+        DistributedConfig(dp_shard=1, tp=2),
+    ],
+    4: [DistributedConfig(dp_shard=2, tp=2)],
+}
 MODELS = ("llama", "llama, tied")
 
 
-def counted_on_rank(rank: int) -> list[tuple[CollectiveCounts, int]]:
-    return [_counted(name, layout, policy) for layout in LAYOUTS for name in MODELS for policy in (True, False)]
+def counted_on_rank(rank: int, n_ranks: int) -> list[tuple[CollectiveCounts, int]]:
+    layouts = LAYOUTS[n_ranks]
+    return [_counted(name, layout, policy) for layout in layouts for name in MODELS for policy in (True, False)]
 
 
 def _counted(name: str, layout: DistributedConfig, reshard: bool) -> tuple[CollectiveCounts, int]:
     mesh = init_distributed(layout)
     model = build(name)
+    apply_tensor_parallel(model, mesh, llama_plan)
     apply_fsdp2(model, mesh, reshard_after_forward=reshard)
     tokens = torch.zeros(ROWS, SEQ_LEN, dtype=torch.int64)
 
@@ -44,9 +55,10 @@ def _counted(name: str, layout: DistributedConfig, reshard: bool) -> tuple[Colle
     return count_collectives(step, mesh), peak
 
 
-def test_a_llama_of_transformers_communicates_and_holds_what_is_predicted() -> None:
-    cases = [(layout, name, policy) for layout in LAYOUTS for name in MODELS for policy in (True, False)]
-    for rank, found in enumerate(on_ranks(2, counted_on_rank, timeout_s=60)):
+@pytest.mark.parametrize("n_ranks", LAYOUTS)
+def test_a_llama_of_transformers_communicates_and_holds_what_is_predicted(n_ranks: int) -> None:
+    cases = [(layout, name, policy) for layout in LAYOUTS[n_ranks] for name in MODELS for policy in (True, False)]
+    for rank, found in enumerate(on_ranks(n_ranks, counted_on_rank, n_ranks, timeout_s=60)):
         for (layout, name, policy), (counts, peak) in zip(cases, found, strict=True):
             config = config_from_hf(build(name).config)
             known = {"reshard_after_forward": policy, "dtype": torch.float64}

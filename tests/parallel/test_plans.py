@@ -1,9 +1,11 @@
 """Plans of tensor parallelism: what they give, and what is refused by name before anything is cut."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -21,11 +23,12 @@ OURS = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, voca
 
 def test_the_plan_for_llamas_holds_what_the_model_holds() -> None:
     plan = llama_plan(llama(), 2)
-    assert len(plan) == 3 * 9 + 1
+    assert len(plan) == 3 * (9 + 2) + 4
+    assert len(llama_plan(llama(), 2, sequence_parallel=False)) == 3 * 9 + 1
     assert "model.layers.2.self_attn.q_proj" in plan
     assert "lm_head" in plan
     assert "lm_head" not in llama_plan(llama(tied=True), 2)
-    assert "lm_head" not in llama_plan(llama(vocab_size=35), 2)
+    assert "lm_head" not in llama_plan(llama(vocab_size=35), 2, sequence_parallel=False)
     stage = nn.Module()
     stage.only = llama().model.layers[1].mlp
     assert list(llama_plan(stage, 2)) == ["only", "only.gate_proj", "only.up_proj", "only.down_proj"]
@@ -39,6 +42,12 @@ def widened() -> nn.Module:
     """Norms over all heads, as in OLMo 2."""
     model = llama()
     model.model.layers[0].self_attn.k_norm = nn.RMSNorm(16)
+    return model
+
+
+def strange_block() -> nn.Module:
+    model = llama()
+    model.model.layers[1].adapter = nn.Linear(32, 32)
     return model
 
 
@@ -115,6 +124,24 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], int, dict[str, Any], str]] = {
         {"plan": lambda module, tp: {"4": COLUMNS}, "gather_logits": False},
         r"gather_logits=False, but plan <lambda> takes no gather_logits",
     ),
+    "parts of a tied model": (
+        lambda: llama(tied=True),
+        2,
+        {"plan": partial(llama_plan, sequence_parallel=True)},
+        "sequence_parallel=True, but the head is tied to the embedding",
+    ),
+    "parts of a part": (
+        lambda: llama().model,
+        2,
+        {"plan": partial(llama_plan, sequence_parallel=True)},
+        "the module is not a whole model, of embed_tokens, layers, norm and lm_head: leave it out",
+    ),
+    "parts of strange blocks": (
+        strange_block,
+        2,
+        {"plan": partial(llama_plan, sequence_parallel=True)},
+        "block '1' holds adapter, which llama_plan does not cut",
+    ),
     "our plan for others": (llama, 2, {"plan": transformer_plan}, "transformer_plan: module is a LlamaForCausalLM"),
 }
 
@@ -157,6 +184,27 @@ def test_the_stages_of_a_pipeline_refuse_a_plan_together() -> None:
     assert first["one"] == last["one"]
     assert "ColwiseParallel cuts nn.Linear and nn.Embedding, but '0.norm' is a LayerNorm" in first["one"]
     assert first["listed"] == last["listed"] == ("0.up", "head")
+
+
+def whole_sequences_on_rank(rank: int) -> list[str]:
+    """What a model whose ranks hold parts of sequences says of calls that need the whole."""
+    model, said = llama(), []
+    apply_tensor_parallel(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), llama_plan)
+    for length, keywords in [(6, {"logits_to_keep": 1}), (6, {"output_hidden_states": True}), (5, {})]:
+        with pytest.raises(ValueError, match=r".") as refusal:
+            model(torch.zeros(1, length, dtype=torch.int64), **keywords)
+        said.append(str(refusal.value))
+    return said
+
+
+def test_a_llama_whose_norms_see_parts_refuses_calls_that_need_whole_sequences() -> None:
+    first, second = on_ranks(2, whole_sequences_on_rank)
+    assert first == second
+    assert "logits_to_keep=1 needs whole sequences" in first[0]
+    assert "output_hidden_states=True needs whole sequences" in first[1]
+    assert (
+        "seq_len=5 must be a multiple of tp=2 for sequence-parallel norms: pad it to 6, or build the plan" in first[2]
+    )
 
 
 def test_a_plan_may_be_changed_before_it_is_used() -> None:

@@ -1,6 +1,7 @@
 """Models that are not this package's train under every mesh as in one process: loss, gradients, parameters."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,6 +31,8 @@ JOBS: dict[int, list[tuple[Sizes, Recipe]]] = {
         (SHARDED, Recipe("sequential", ac="full", blocks="[12]")),
         (SHARDED, Recipe("convolutional")),
         (CUT, Recipe("llama", llama_plan, ac="selective")),
+        (CUT, Recipe("llama", partial(llama_plan, sequence_parallel=False))),
+        (CUT, Recipe("llama, odd words", llama_plan)),
         (CUT, Recipe("llama, tied", llama_plan)),
         (CUT, Recipe("qwen3", llama_plan)),
         (CUT, Recipe("sequential", BY_NAME)),

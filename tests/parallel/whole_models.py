@@ -76,6 +76,7 @@ def convolutional() -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
     "llama, tied": lambda: llama(tied=True),
+    "llama, odd words": lambda: llama(vocab_size=WORDS + 1),
     "qwen3": qwen3,
     "gpt2": gpt2,
     "sequential": sequential,
