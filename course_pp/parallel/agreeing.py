@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from course_pp.collective import Ranks
 from course_pp.model import PipelineStageModule
@@ -12,7 +13,7 @@ from course_pp.model.stages import Tie
 from course_pp.parallel._torch import carries_integers
 from course_pp.parallel.boundary import Boundary, rows_of
 from course_pp.parallel.model_stage import ModelStage, find_outputs
-from course_pp.parallel.schedules import check_microbatches, get_stage_indices, name_of
+from course_pp.parallel.schedules import check_microbatches, get_stage_indices, name_of, splits_backward
 from course_pp.parallel.split.stage import SplitStage
 from course_pp.parallel.tied import SharedName, ties_of_stages
 from course_pp.schedule import Schedule
@@ -44,7 +45,7 @@ def agree(
     """
     everyone = Ranks(everyone_of(stages[0]), limit_s=limit_s)
     pipeline = Ranks(stages[0].group, limit_s=limit_s)
-    everyone.refuse(_problem_of_placement(stages, n_microbatches, schedule))
+    everyone.refuse(_problem_of_placement(stages, n_microbatches, schedule) or _problem_of_sharding(stages, schedule))
     ours = [stage.submod for stage in stages if isinstance(stage.submod, PipelineStageModule)]
     everyone.require_equal(
         {
@@ -86,6 +87,23 @@ def _problem_of_placement(stages: Sequence[ModelStage], n_microbatches: int, sch
     facts = [_facts_of_transformer(stage) for stage in stages]
     if any(fact != facts[0] for fact in facts):
         return f"rank {pp_rank} built its stages {indices} for different batches or dtypes: build them alike"
+    return None
+
+
+def _problem_of_sharding(stages: Sequence[ModelStage], schedule: str | Schedule) -> str | None:
+    """What keeps FSDP2 from seeing the second half of a split backward.
+
+    torch tells the stage itself to reduce after the last microbatch. Parts that are sharded in a stage that is not do
+    so at the end of every backward, and what their weights get later would be lost without a word.
+    """
+    for stage in stages if splits_backward(schedule) != "none" else ():
+        inside = [name for name, part in stage.submod.named_modules() if isinstance(part, FSDPModule)]
+        if inside and "" not in inside:
+            return (
+                f"schedule {name_of(schedule)!r} splits backward in two, and FSDP2 shards {inside[0]!r} of stage "
+                f"{stage.stage_index}, but not the stage: call fully_shard on the stage too, after its parts, or "
+                "apply_fsdp2(stage, mesh)"
+            )
     return None
 
 

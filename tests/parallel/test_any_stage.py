@@ -176,6 +176,27 @@ def test_what_cannot_be_a_pipeline_is_refused_in_words() -> None:
         assert words in first[name], name
 
 
+def sharded_inside_on_rank(rank: int) -> list[str]:
+    """What pipelines say of a stage whose parts alone are sharded, by schedule."""
+    mesh, said = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp_shard")), []
+    for schedule in ("zb_h1", "gpipe"):
+        module = nn.Sequential(linear(), linear())
+        fully_shard(module[rank], mesh=mesh["dp_shard"])
+        stage = build_pipeline_stage(module, mesh, "cpu", inputs=X)
+        try:
+            build_pipeline_schedule(stage, 2, nn.MSELoss(), schedule)
+        except ValueError as refusal:
+            said.append(str(refusal))
+    return said
+
+
+def test_a_split_backward_refuses_stages_of_which_only_parts_are_sharded() -> None:
+    first, second = on_ranks(2, sharded_inside_on_rank, timeout_s=60)
+    assert first == second
+    [refusal] = first
+    assert "schedule 'zb_h1' splits backward in two, and FSDP2 shards '0' of stage 0, but not the stage:" in refusal
+
+
 def wrong_batches_on_rank(rank: int) -> list[str]:
     """What a pipeline built for two microbatches of two rows says of batches that do not fit it."""
     mesh = init_distributed(DistributedConfig(pp=2))
