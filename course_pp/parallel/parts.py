@@ -20,7 +20,7 @@ from course_pp.model.stages import Tie
 from course_pp.parallel.mesh import get_pp_mesh, get_pp_rank, get_pp_size
 from course_pp.parallel.model_stage import ModelStage
 
-__all__ = ["Part", "Parts", "agree_on_parts", "parts_of"]
+__all__ = ["Part", "Parts", "agree_on_parts", "note_of", "parts_of"]
 
 Part = nn.Module | PipelineStage
 
@@ -133,6 +133,11 @@ class _Held:
     n_stages: int | None
     ties: tuple[dict[int, str], ...]
     problem: str | None
+
+
+def note_of(column: Iterable[int], stages: Iterable[int], n_stages: int | None) -> object:
+    """What a rank tells the others of parts that share no weight; its size does not depend on which it holds."""
+    return _Held(tuple(column), tuple(stages), n_stages, (), None)
 
 
 def _stage_index(part: Part) -> int | None:

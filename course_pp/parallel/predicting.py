@@ -15,7 +15,9 @@ Tensor parallelism sends most, and products wait for it: it belongs inside a nod
 What ``bytes`` means is said in :mod:`course_pp.parallel.counting`.
 """
 
+import pickle
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 import torch
@@ -27,6 +29,7 @@ from course_pp.parallel.activation_checkpointing import check_mode
 from course_pp.parallel.counting import CollectiveCounts
 from course_pp.parallel.fsdp import ReshardPolicy
 from course_pp.parallel.mesh import DistributedConfig
+from course_pp.parallel.parts import note_of
 from course_pp.parallel.planning import (
     Coordinates,
     Dtypes,
@@ -70,6 +73,17 @@ class _Rank:
     gathers_logits: bool
 
     @property
+    def n_ranks(self) -> int:
+        """Of the whole mesh."""
+        return self.layout.pp * prod(_data_and_tensor(self.layout).values())
+
+    @property
+    def everyone(self) -> str:
+        """What a collective of all ranks counts as: of the one dimension there is, or of the world."""
+        names = [name for name, size in {"pp": self.layout.pp, **_data_and_tensor(self.layout)}.items() if size > 1]
+        return names[0] if len(names) == 1 else "world"
+
+    @property
     def sharded(self) -> bool:
         """Whether FSDP2 is applied."""
         return self.layout.dp_replicate * self.layout.dp_shard > 1
@@ -106,6 +120,7 @@ def predict_collectives(
     mp_policy: MixedPrecisionPolicy | None = None,
     gather_logits: bool = True,
     clip: bool = True,
+    foreign: bool = False,
 ) -> tuple[CollectiveCounts, ...]:
     """What each rank begins in one training step in the steady state: the second and every later one.
 
@@ -115,8 +130,8 @@ def predict_collectives(
 
     Args:
         config: the sizes of this package's model, or by :func:`course_pp.model.hf.config_from_hf` those of a Llama of
-            transformers, which communicates as much without ``tp`` and clipping. For other models there is no
-            prediction: count a step (:func:`count_collectives`).
+            transformers cut by :func:`llama_plan`. For other models there is no prediction: count a step
+            (:func:`count_collectives`).
         layout: all four sizes; -1 has no meaning without ranks.
         batch_size: sequences in one *microbatch* of one data-parallel rank.
         seq_len: tokens in a sequence.
@@ -128,14 +143,20 @@ def predict_collectives(
         mp_policy: as given to :func:`apply_fsdp2`: None computes with float32 parameters in bfloat16.
         gather_logits: as given to :func:`apply_tensor_parallel`; False for :class:`VocabParallelCrossEntropy`.
         clip: whether :func:`clip_grad_norm_` follows.
+        foreign: the model is such a Llama, whose ranks tell one another what they hold whenever they clip.
 
     Returns:
         One value a global rank.
 
     Raises:
-        ValueError: for a layout that the model or the schedule does not allow.
+        ValueError: for a layout that the model or the schedule does not allow, or a foreign model tied over stages.
     """
     _check_model(config, layout, batch_size, seq_len, gather_logits)
+    if foreign and clip and config.tie_embeddings and layout.pp > 1:
+        raise ValueError(
+            f"foreign=True with tie_embeddings=True on pp={layout.pp}: what ranks tell one another of a weight that "
+            "stages share has no formula here: predict with clip=False, or count a step (count_collectives)"
+        )
     _check_schedule(layout, n_microbatches, schedule, ac)
     ranks = (
         _Rank(
@@ -154,6 +175,7 @@ def predict_collectives(
         for at in coordinates_of(layout)
     )
     parts = [_tensor_parallel, _fully_sharded, _pipeline, *([_clipping] if clip else [])]
+    parts += [_notes] if clip and foreign else []
     return tuple(sum((part(rank) for part in parts), _NOTHING) for rank in ranks)
 
 
@@ -283,9 +305,8 @@ def _rows(rank: _Rank) -> int:
 
 def _asks_who_refuses(rank: _Rank) -> CollectiveCounts:
     """One number, over all ranks of the mesh: is anything wrong on one of them?"""
-    dimensions = [name for name in ("pp", "dp_replicate", "dp_shard", "tp") if getattr(rank.layout, name) > 1]
-    everyone = dimensions[0] if len(dimensions) == 1 else "world"
-    return CollectiveCounts.of(everyone, "all_reduce", 1, torch.int32.itemsize) if dimensions else _NOTHING
+    alone = rank.n_ranks == 1
+    return _NOTHING if alone else CollectiveCounts.of(rank.everyone, "all_reduce", 1, torch.int32.itemsize)
 
 
 def _clipping(rank: _Rank) -> CollectiveCounts:
@@ -297,6 +318,23 @@ def _clipping(rank: _Rank) -> CollectiveCounts:
     if rank.sequence_parallel and not rank.sharded:
         counts += _norm_weights(rank, rank.dtypes.kept)
     return counts
+
+
+def _notes(rank: _Rank) -> CollectiveCounts:
+    """What ranks of a foreign model tell one another when they clip, pickled: which stages they hold, and the norm."""
+    sizes = {name: size for name, size in _data_and_tensor(rank.layout).items() if size > 1}
+    if rank.layout.dp_replicate > 1:
+        sizes["dp_shard"] = rank.layout.dp_shard  # this dimension stays, whatever its size
+    n_stages = rank.stages[0].n_stages if rank.layout.pp > 1 else None
+    n_ranks, counts = rank.n_ranks, _NOTHING
+    for told in (note_of(sizes.values(), [stage.index for stage in rank.stages], n_stages), (0.0, {})):
+        for n_bytes in (torch.int64.itemsize, len(pickle.dumps(told))) if n_ranks > 1 else ():
+            counts += CollectiveCounts.of(rank.everyone, "all_gather", 1, n_bytes * n_ranks)
+    return counts
+
+
+def _data_and_tensor(layout: DistributedConfig) -> dict[str, int]:
+    return {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "tp": layout.tp}
 
 
 def _is_sequence_parallel(config: ModelConfig, layout: DistributedConfig) -> bool:

@@ -140,7 +140,7 @@ def parallel_rows(folder: Path) -> Rows:
         "init_distributed": {"config": parallel.DistributedConfig(), "seed": 42},
         "is_rank_zero": {},
         "measure_unsharded_bytes": {"fn": nothing, "modules": nn.Linear(2, 2)},
-        "llama_plan": {"module": LLAMA, "tp": 2, "gather_logits": True, "sequence_parallel": True},
+        "llama_plan": {"module": LLAMA, "tp": 2, "gather_logits": True, "sequence_parallel": False},
         "transformer_plan": {"module": model, "tp": 2, "gather_logits": True},
         "partition_by_cost": MODEL["partition_by_cost"],
         "predict_collectives": {
@@ -156,6 +156,7 @@ def parallel_rows(folder: Path) -> Rows:
             "mp_policy": None,
             "gather_logits": True,
             "clip": True,
+            "foreign": True,
         },
         "predict_unsharded_bytes": {
             "config": CONFIG,
