@@ -190,9 +190,10 @@ def _problem_of_sequences(module: nn.Module, cut: set[nn.Module]) -> str | None:
     if _is_tied(module, head):
         return "the head is tied to the embedding, which every rank holds"
     for name, block in layers.named_children():
-        others = [n for n, part in _with_parameters(block).items() if part not in cut and "norm" not in n]
-        if others or list(block.parameters(recurse=False)):
-            return f"block {name!r} holds {', '.join(others) or 'parameters of its own'}, which llama_plan does not cut"
+        others = [each for each, part in _with_parameters(block).items() if part not in cut and "norm" not in each]
+        others += [each for each, _ in block.named_parameters(recurse=False)]
+        if others:
+            return f"block {name!r} holds {', '.join(others)}, which llama_plan does not cut"
     return None
 
 
