@@ -26,6 +26,9 @@ __all__ = ["RankMissing", "Ranks", "difference"]
 
 T = TypeVar("T")
 
+_WAITED = "course_pp has waited on rank "
+_ROLL_CALL_S = 1.0
+
 
 class RankMissing(RuntimeError):
     """A rank of the group has ended, or did not come within the time limit. The group is of no use afterwards.
@@ -34,20 +37,26 @@ class RankMissing(RuntimeError):
         rank: the rank that noticed, numbered within the group.
         n_ranks: size of the group.
         waited_s: seconds it had waited: less than the time limit if a rank has ended.
+        missing: the ranks that did not say either that they had waited; empty if nobody can tell.
         began_elsewhere: True. Whoever collects the failures of all ranks names that of the missing one first.
     """
 
     began_elsewhere = True
 
-    def __init__(self, rank: int, n_ranks: int, waited_s: float) -> None:
-        self.rank, self.n_ranks, self.waited_s = rank, n_ranks, waited_s
+    def __init__(self, rank: int, n_ranks: int, waited_s: float, missing: Sequence[int] = ()) -> None:
+        self.rank, self.n_ranks, self.waited_s, self.missing = rank, n_ranks, waited_s, tuple(missing)
+        named = f"{'rank' if len(self.missing) == 1 else 'ranks'} {', '.join(map(str, self.missing))}"
+        who = (
+            f"{named}, ended or did not come: look at what was printed there"
+            if missing
+            else "the others, and one of them has ended or did not come: look at what they printed"
+        )
         super().__init__(
-            f"rank {rank} of {n_ranks} waited {waited_s:.1f} s for the others, and one of them has ended or did not "
-            "come: look at what they printed, and make this call on every rank of the group"
+            f"rank {rank} of {n_ranks} waited {waited_s:.1f} s for {who}, and make this call on every rank of the group"
         )
 
-    def __reduce__(self) -> tuple[type["RankMissing"], tuple[int, int, float]]:
-        return type(self), (self.rank, self.n_ranks, self.waited_s)
+    def __reduce__(self) -> tuple[type["RankMissing"], tuple[int, int, float, tuple[int, ...]]]:
+        return type(self), (self.rank, self.n_ranks, self.waited_s, self.missing)
 
 
 @checked
@@ -191,7 +200,21 @@ class Ranks:
         try:
             begin(None if self.limit_s is None else timedelta(seconds=self.limit_s)).wait()
         except RuntimeError as error:
-            raise RankMissing(self.rank, self.size, time.monotonic() - started) from error
+            waited_s = time.monotonic() - started
+            raise RankMissing(self.rank, self.size, waited_s, self._missing()) from error
+
+    def _missing(self) -> tuple[int, ...]:
+        """The ranks that do not say within a moment that they have waited too; none if nobody can be asked."""
+        try:
+            store, ends = self._group.get_group_store(), time.monotonic() + _ROLL_CALL_S
+            store.set(f"{_WAITED}{self.rank}", "")
+            while absent := [rank for rank in range(self.size) if not store.check([f"{_WAITED}{rank}"])]:
+                if time.monotonic() > ends:
+                    break
+                time.sleep(_ROLL_CALL_S / 20)
+        except (AttributeError, RuntimeError):  # not in this release of torch; or the store was the missing rank's
+            return ()
+        return tuple(absent)
 
 
 @checked

@@ -44,7 +44,8 @@ def what_ranks_say(rank: int) -> dict[str, Any]:
 def test_all_ranks_go_on_or_all_refuse_with_one_sentence() -> None:
     for rank, said in enumerate(on_ranks(3, what_ranks_say, timeout_s=60.0)):
         error = said.pop("a bug of rank 0")
-        assert (error.rank, error.n_ranks) == (rank, 3) if rank else isinstance(error, KeyError)
+        assert (error.rank, error.n_ranks, error.missing) == (rank, 3, (0,)) if rank else isinstance(error, KeyError)
+        assert "for rank 0, ended or did not come" in str(error) or not rank
         assert said == {
             "gather": ["", "x", "xx"],
             "a problem of rank 1": "no room",
