@@ -92,7 +92,7 @@ def resume(
         return None
     held = Held()
 
-    def compare() -> set[str]:
+    def compare() -> tuple[set[str], set[str], set[str]]:
         nonlocal held
         parts = parts_of(modules)
         mine = held_by(parts, tied)
@@ -101,9 +101,12 @@ def resume(
         if optimizer is not None:
             check_optimizer(opened, optimizer, held)
         check_ties(opened, also, optimizer is not None)
-        return {name for name, _ in held.ends} | {name for names in also.values() for name in names}
+        found = {name for name, _ in held.ends} | {name for names in also.values() for name in names}
+        return found, mine.met, mine.declared.keys() | mine.declared.values()
 
-    here = set().union(*ranks.each(compare))
+    here, met, declared = (set().union(*told) for told in zip(*ranks.each(compare), strict=True))
+    if strangers := sorted(declared - met):
+        raise CheckpointError(f"tied= names {strangers[0]}, which no rank's modules have: write it as they do")
     left = sorted({key.removeprefix("model.") for key in opened.keys if key.startswith("model.")} - here)
     if left:
         raise CheckpointError(

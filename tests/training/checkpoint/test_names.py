@@ -234,6 +234,13 @@ def test_a_tied_weight_of_any_model_is_saved_once_and_loads_at_any_layout(tmp_pa
     assert torch.equal(before.wte.weight, Foreign(seed=7).wte.weight)
 
 
+@pytest.mark.parametrize("tied", [("wte.weight", "head"), ("head", "wte.weight")])
+def test_a_tie_with_a_name_that_nobody_has_is_refused_on_loading_too(tied: tuple[str, str], tmp_path: Path) -> None:
+    save(tmp_path, 1, Foreign(), None, device_mesh=None)
+    said = refusal(load, tmp_path, Foreign(), None, tied=[tied])
+    assert "tied= names head, which no rank's modules have" in said
+
+
 @pytest.mark.parametrize("tied", [["ab"], [["wte.weight"]], [{0: "wte.weight"}], [[1, 2]]])
 def test_a_tie_that_is_none_is_refused(tied: Any, tmp_path: Path) -> None:
     said = refusal(save, tmp_path, 1, Foreign(), None, tied=tied)
