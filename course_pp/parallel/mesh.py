@@ -10,6 +10,7 @@ import random
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -37,6 +38,7 @@ __all__ = [
     "has_dp_mesh",
     "init_distributed",
     "limit_waiting",
+    "lone_group",
     "size_of",
 ]
 
@@ -195,6 +197,13 @@ def destroy_distributed() -> None:
     """Leave the process group; a no-op without one, so it is safe to call repeatedly."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    lone_group.cache_clear()  # its groups' threads would run until the interpreter is taken down around them
+
+
+@lru_cache(maxsize=1)
+def lone_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of this rank alone within ``world``; one serves all stages of a model without a pipeline."""
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def _check_backend(backend: str | None) -> None:

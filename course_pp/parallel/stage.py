@@ -1,6 +1,5 @@
 """Building one stage of a pipeline: which of how many it is, and what its caller says that it takes and returns."""
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from course_pp.arguments import check_arguments, refuse_unless
 from course_pp.model import ModelConfig, PipelineStageModule, Transformer
 from course_pp.parallel._torch import mixed_precision
 from course_pp.parallel.boundary import Boundary
-from course_pp.parallel.mesh import get_pp_mesh, get_pp_rank, get_pp_size
+from course_pp.parallel.mesh import get_pp_mesh, get_pp_rank, get_pp_size, lone_group
 from course_pp.parallel.model_stage import ModelStage, check_declared_dtype
 from course_pp.parallel.precision import compute_dtypes, spelled
 from course_pp.parallel.refusing import on_every_rank
@@ -249,11 +248,4 @@ def _pipeline_group(device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     pp_mesh = get_pp_mesh(device_mesh)
     if pp_mesh is not None:
         return pp_mesh.get_group()
-    world = dist.group.WORLD
-    return _lone_group(world) if world is not None and world.size() > 1 else None
-
-
-@lru_cache(maxsize=1)
-def _lone_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of this rank alone within ``world``; one serves all stages."""
-    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return lone_group(dist.group.WORLD) if dist.get_world_size() > 1 else None

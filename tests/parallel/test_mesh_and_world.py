@@ -1,7 +1,9 @@
 """Ranks find each other under torchrun, Slurm or nothing, and the mesh has the dimensions asked for."""
 
+import gc
 import os
 import warnings
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +31,7 @@ from course_pp.parallel import (
     init_distributed,
     is_rank_zero,
 )
+from course_pp.parallel.mesh import lone_group
 from course_pp.parallel.world import first_host
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -417,3 +420,12 @@ def test_torchs_pipeline_refuses_gpus_over_gloo_and_names_the_engine_that_can():
     for refusal in on_ranks(2, refusal_of_a_shared_gpu, where="local"):
         assert "engine='runtime'" in refusal
         assert "backend='gloo'" in refusal
+
+
+def test_leaving_lets_go_of_the_group_that_stages_without_a_pipeline_share() -> None:
+    """Its threads would run until the interpreter is taken down around them."""
+    init_distributed(DistributedConfig())
+    group = weakref.ref(lone_group(dist.group.WORLD))
+    destroy_distributed()
+    gc.collect()
+    assert group() is None
