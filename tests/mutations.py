@@ -53,13 +53,8 @@ FAULTS = [
     Fault(
         "runtime/executor.py", "return tensor.detach().requires_grad_(tensor.requires_grad)", "return tensor", RANDOM
     ),
-    Fault(
-        "runtime/executor.py",
-        "self._stages[action.stage].backward_weight(action.microbatch)\n        product =",
-        "product =",
-        RANDOM,
-    ),
-    Fault("runtime/executor.py", "if stage > 0:", "if stage > 1:", RANDOM),
+    Fault("runtime/executor.py", "            worker.backward_weight(microbatch)\n", "", RANDOM),
+    Fault("runtime/executor.py", "            if stage:\n", "            if stage > 1:\n", RANDOM),
     Fault("tied.py", "sum(there[1:], start=there[0])", "there[0]", EQUAL),
     Fault("runtime/shared.py", "if len(ranks) > 1\n", "if len(ranks) > 2\n", EQUAL),
     Fault("deferred.py", "gradients.append(grad.sum(0)", "gradients.append(grad.mean(0)", DEFERRED),
@@ -68,7 +63,7 @@ FAULTS = [
     Fault("runtime/rng.py", "torch.set_rng_state(on_cpu.cpu().clone())", "pass", "runtime/test_features.py"),
     Fault("parallel/tied.py", "add_up([parts.get(rank, own) for rank in one.ranks])", "own", GRID),
     Fault("parallel/tied.py", "end.grad = None if total is None else total.clone()", "pass", GRID),
-    Fault("parallel/pipeline.py", "scale_grads=False", "scale_grads=True", GRID),
+    Fault("parallel/schedules.py", '"scale_grads": False', '"scale_grads": True', GRID),
     Fault(
         "parallel/clipping.py",
         "dist.all_gather(everyone, norms, group=group)",
