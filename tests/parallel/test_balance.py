@@ -8,7 +8,7 @@ from torch import nn
 
 from course_pp.parallel import auto_split
 from course_pp.parallel.split import balance
-from tests.parallel.families import build, example, sequential
+from source_code.hf_pp.families import build, example, sequential
 
 PARTS = 6  # modules of the sequential model
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from course_pp.parallel import auto_split, explain
 from course_pp.parallel.split import OtherWay
+from source_code.hf_pp.families import FAMILIES, build, example
 from tests.parallel import uncuttable
-from tests.parallel.families import FAMILIES, build, example
 from tests.parallel.uncuttable import UNCUTTABLE, WIDTH, linear
 
 SOURCE = Path(uncuttable.__file__)

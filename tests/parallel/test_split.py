@@ -17,8 +17,8 @@ from course_pp.parallel import (
     init_distributed,
 )
 from course_pp.schedule import build as build_schedule
+from source_code.hf_pp.families import FAMILIES, LAYERS, Example, build, called, example, tensor_of
 from tests.equality import Trained, adamw, assert_same_training, snapshot_gradients, snapshot_parameters
-from tests.parallel.families import FAMILIES, LAYERS, Example, build, called, example, tensor_of
 
 RANKS_IMPORT = [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "t5", "vit")]
 

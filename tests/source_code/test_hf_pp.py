@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from course_pp.launch import run_torchrun
+from source_code.hf_pp.families import FAMILIES
 from tests.processes import no_process_left
 from tests.source_code.scripts import labelled_lines, run_script
 
@@ -72,3 +73,19 @@ def test_a_batch_that_does_not_divide_is_refused_in_one_message():
     printed = "".join(rank.out + rank.err for rank in ranks)
     assert printed.count("error: ") == 1
     assert "--batch 4 does not divide into --microbatches 3" in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "n_ranks", "schedule"),
+    [
+        ("U-Net", 3, "zb_h1"),
+        *(pytest.param(name, 2, "1f1b", marks=pytest.mark.full) for name in FAMILIES),
+        pytest.param("T5", 2, "dualpipe_v", marks=pytest.mark.full),
+        pytest.param("T5", 2, "interleaved_1f1b", marks=pytest.mark.full),
+    ],
+)
+def test_any_model_equals_one_process(name, n_ranks, schedule):
+    lines = labelled_lines(n_ranks, ["source_code/hf_pp/any_model.py", name, f"--schedule={schedule}"])
+    equal = [line for line in lines if "and gradients equal to one process" in line]
+    assert len(equal) == len([line for line in lines if re.search(r"\] stage \d+: ", line)])
+    assert any("nothing stops a cut" in line for line in lines)

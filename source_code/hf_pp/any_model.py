@@ -1,0 +1,101 @@
+"""Cut a model of any family below automatically, train it one step through a pipeline, compare with one process.
+
+    torchrun --standalone --nproc-per-node=2 source_code/hf_pp/any_model.py T5 --schedule 1f1b
+    python source_code/hf_pp/any_model.py --list
+
+The models are tiny and in float64, with random weights, so nothing is downloaded. What crosses each cut is printed: for
+T5's decoder that is the encoder's output too, for the U-Net its skip connections. Needs transformers:
+pip install 'course_pp[hf]'.
+"""
+
+import argparse
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from families import FAMILIES, ROWS, build, called, example, tensor_of
+from torch import Tensor, nn
+
+from course_pp.parallel import (
+    DistributedConfig,
+    auto_split,
+    destroy_distributed,
+    explain,
+    get_world_info,
+    init_distributed,
+    refusals_said_once,
+)
+from course_pp.runtime import Pipeline
+from course_pp.schedule import build as build_schedule
+from course_pp.schedule import names
+
+TOLERANCE = 1e-9  # transformers' norms round to float32
+
+
+def loss_fn(output: Any, target: Tensor) -> Tensor:
+    return (tensor_of(output) - target).square().mean()
+
+
+def in_one_process(name: str) -> tuple[nn.Module, Tensor, float]:
+    """The model with its gradients, the target, and the loss."""
+    model = build(name).eval()
+    output = tensor_of(called(model, example(name)))
+    target = torch.randn(output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(1))
+    loss = loss_fn(output, target)
+    loss.backward()
+    return model, target, loss.item()
+
+
+def crossing(stage: nn.Module) -> str:
+    """Shapes of the values that a stage sends for one microbatch, beside the model's own arguments."""
+    _, sent = stage.sent_for_example()
+    return ", ".join(str(tuple(tensor.shape)) for tensor in sent["values"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", nargs="?", choices=FAMILIES, default=FAMILIES[0], metavar="NAME")
+    parser.add_argument("--list", action="store_true", help="print the names of the families")
+    parser.add_argument("--schedule", choices=names(), default="1f1b")
+    args = parser.parse_args()
+    if args.list:
+        print("\n".join(FAMILIES))
+        return
+
+    rank, _, n_ranks = get_world_info()
+    schedule = build_schedule(args.schedule, n_ranks, ROWS)
+    batch = example(args.name)
+    one = {key: value[:1] for key, value in batch.items()} if isinstance(batch, dict) else batch[:1]
+    model = build(args.name).eval()
+    stages = auto_split(model, one, schedule.n_stages)
+    init_distributed(DistributedConfig(pp=n_ranks))
+    mine = {stage: stages[stage] for stage, ranks in enumerate(schedule.placement) if rank in ranks}
+    pipeline = Pipeline(schedule, mine, loss_fn, tied=stages[0].ties)
+
+    whole, target, expected = in_one_process(args.name)
+    loss = sum(pipeline.step(batch, target))
+    furthest = abs(loss - expected)
+    for stage in mine.values():
+        for name, parameter in stage.named_parameters():
+            furthest = max(furthest, (parameter.grad - whole.get_parameter(name).grad).abs().max().item())
+    if rank == 0:
+        print(f"{args.name}: {type(whole).__name__}, {explain(whole, one) or 'nothing stops a cut'}")
+        for number, stage in enumerate(stages):
+            size, sent = sum(p.numel() for p in stage.parameters()), crossing(stage)
+            print(f"stage {number}: {size:,} parameters" + (f", sends {sent}" if sent else ""))
+        print(f"tied: {[dict(tie) for tie in stages[0].ties]}", flush=True)
+    for stage in mine:
+        same = "equal to" if furthest <= TOLERANCE else "DIFFER FROM"
+        print(
+            f"Rank {rank}, stage {stage}: loss {loss:.6f} and gradients {same} one process: {furthest:.0e}", flush=True
+        )
+    if dist.is_initialized():
+        destroy_distributed()
+    if furthest > TOLERANCE:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    with refusals_said_once("any_model.py"):
+        main()
