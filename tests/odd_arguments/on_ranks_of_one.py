@@ -267,7 +267,11 @@ def data_rows(folder: Path) -> Rows:
     tokens = write_tokens(folder / "tokens", ["some text"], tokenizer)
     (folder / "x").write_text("a document")
     (folder / "tokenizer.json").write_text(tokenizer.definition)
+    from datasets import Dataset  # here: it takes a second
+
+    Dataset.from_dict({"input_ids": [[1, 2, 3]]}).save_to_disk(folder / "arrow")
     return {
+        "open_arrow": {"folder": folder / "arrow", "column": "input_ids"},
         "Batches": batch | {"seed": 0} | part,
         "Stream": {"name": "own", "documents": documents_from, "tokenizer": tokenizer, "seq_len": 4, "first": 0},
         "StreamedBatches": {"stream": Stream("own", documents_from, tokenizer, 4), "global_batch": 2},

@@ -5,6 +5,7 @@
     documents ─packed | padded─► Sequences ─Batches─► the batch of a step
 
     texts ─python -m course_pp tokens─► a file ─open_tokens─► PackedTokens ─Batches─► a batch, read from disk
+    rows of ids that `datasets` has saved ─open_arrow─► ArrowRows ─Batches─► a batch, read from disk
 
 Every arrow is a pure function of its inputs, so ranks that start alike agree without exchanging a message:
 
@@ -15,6 +16,7 @@ Every arrow is a pure function of its inputs, so ranks that start alike agree wi
     inputs, targets = batches[step].inputs, batches[step].targets
 """
 
+from course_pp.training.data.arrow_rows import open_arrow
 from course_pp.training.data.batches import Batches, validation_batches
 from course_pp.training.data.corpus import Corpus, load_corpus, load_stream
 from course_pp.training.data.entropy import unigram_entropy
@@ -53,6 +55,7 @@ __all__ = [
     "load_corpus",
     "load_stream",
     "load_tokenizer",
+    "open_arrow",
     "open_tokens",
     "packed",
     "padded",

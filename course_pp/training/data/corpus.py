@@ -260,13 +260,23 @@ def _from_dataset(dataset: str, subset: str | None, split: str, text_column: str
             yield document
 
 
-def _load_dataset(dataset: str, subset: str | None, split: str, text_column: str, streaming: bool = False) -> Any:
+def import_datasets(what: str) -> Any:
+    """The package `datasets`, which ``what`` needs.
+
+    Raises:
+        RuntimeError: if it is not installed.
+    """
     try:
         import datasets
     except ImportError as error:
         raise RuntimeError(
-            f"dataset={dataset!r} needs the package `datasets`: install it with pip install 'course_pp[hf]'"
+            f"{what} needs the package `datasets`: install it with pip install 'course_pp[hf]'"
         ) from error
+    return datasets
+
+
+def _load_dataset(dataset: str, subset: str | None, split: str, text_column: str, streaming: bool = False) -> Any:
+    datasets = import_datasets(f"dataset={dataset!r}")
     try:
         rows = datasets.load_dataset(dataset, subset, split=split, streaming=streaming)
         columns = rows.column_names or list(next(iter(rows), {}))  # a stream may not know before it is read
