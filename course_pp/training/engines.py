@@ -147,6 +147,12 @@ class _RuntimeEngine:
                     "ranks alone; take engine='parallel', or leave dp and tp at 1",
                     {"engine": config.engine},
                 )
+            if masked and config.versions == "2bw" and isinstance(loss_fn, TokenLoss):
+                raise SettingError(
+                    "{versions} with padded sequences: an update takes the mean of its microbatches' means, which "
+                    "are then over unequal numbers of tokens. Pack the sequences, or take another of the versions",
+                    {"versions": config.versions},
+                )
             return runtime_schedule(config, get_pp_size(device_mesh))
 
         self._device = device

@@ -123,6 +123,7 @@ def refused(rank: int, folder: Path) -> dict[str, str]:
     attempts: dict[str, Callable[[], object]] = {
         "tied weights": lambda: trainer(replace(STASH, log_folder=str(folder)), TIED),
         "groups unfilled": lambda: trainer(replace(GROUPED, microbatches=1, log_folder=str(folder))),
+        "padded groups": lambda: trainer(replace(GROUPED, log_folder=str(folder)), padded=True),
         "other versions here": lambda: trainer(replace(STASH, versions=("stash", "vertical")[rank])),
         "data-parallel ranks": lambda: trainer(STASH, layout=DistributedConfig(dp_shard=2)),
         "other microbatches": lambda: trainer(replace(STASH, microbatches=2)).load_state(state),
@@ -148,6 +149,7 @@ def test_what_stages_that_update_cannot_do_is_refused_on_every_rank_before_anyth
     expected = {
         "tied weights": "versions='stash': each end would update by itself; untie them",
         "groups unfilled": "group is 2: it must divide 1 microbatches",
+        "padded groups": "versions='2bw' with padded sequences: an update takes the mean",
         "other versions here": "rank 1 was given config=",
         "data-parallel ranks": "it runs pipeline ranks alone",
         "other microbatches": "microbatches is 2 here and 4 in the state",
