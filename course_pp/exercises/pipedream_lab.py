@@ -13,13 +13,14 @@ from torch.func import functional_call
 from torch.nn.functional import mse_loss
 
 from course_pp.launch import on_ranks
-from course_pp.runtime import Pipeline, PipelineError, Recorder
-from course_pp.schedule import Ledger, Schedule, Timeline, Versions, build, ledger
+from course_pp.runtime import Pipeline, PipelineError
+from course_pp.schedule import Schedule, Timeline, Versions, build, ledger
 
 __all__ = ["Angles", "Trained", "angles", "residual_blocks", "steady", "task", "train"]
 
 _WIDTH, _HIDDEN, _ROWS = 16, 32, 16
 Weights = Mapping[str, Tensor]
+_Kept = tuple[list[Weights], list[Tensor]]
 Rule = Versions | Literal["flush"]
 
 
@@ -72,18 +73,22 @@ class Angles:
     now: tuple[float, ...]
 
 
-def angles(versions: Versions, lr: float = 0.05, p: int = 4, m: int = 32) -> Angles:
-    """Train on real ranks under a rule, and compare each gradient with those that autograd finds in one process.
+def angles(rules: Sequence[Versions], lr: float, p: int = 4, m: int = 32) -> dict[Versions, Angles]:
+    """Train on real ranks under each rule, and compare each gradient with those that autograd finds in one process.
 
     Args:
-        versions: ``"none"``, ``"stash"`` or ``"vertical"``.
+        rules: of ``"none"``, ``"stash"`` and ``"vertical"``.
         lr: of plain SGD.
         p: ranks, a stage on each.
         m: microbatches, each with an update. The first 2 p are not counted.
     """
     schedule = build("pipedream", p, m)
-    used = ledger(schedule, versions)
-    kept = on_ranks(p, _kept_by_rank, schedule, versions, lr)
+    by_rank = on_ranks(p, _kept_by_rank, schedule, rules, lr)
+    return {rule: _angles(schedule, rule, [kept[k] for kept in by_rank]) for k, rule in enumerate(rules)}
+
+
+def _angles(schedule: Schedule, rule: Versions, kept: Sequence[_Kept]) -> Angles:
+    p, m, used = schedule.n_stages, schedule.n_microbatches, ledger(schedule, rule)
     inputs, targets = task(m, p)
     own: list[list[float]] = [[] for _ in range(p)]
     now: list[list[float]] = [[] for _ in range(p)]
@@ -98,7 +103,11 @@ def angles(versions: Versions, lr: float = 0.05, p: int = 4, m: int = 32) -> Ang
     return Angles(tuple(map(_mean, own)), tuple(map(_mean, now)))
 
 
-def _kept_by_rank(rank: int, schedule: Schedule, versions: Versions, lr: float) -> tuple[list[Weights], list[Tensor]]:
+def _kept_by_rank(rank: int, schedule: Schedule, rules: Sequence[Versions], lr: float) -> list[_Kept]:
+    return [_kept(rank, schedule, rule, lr) for rule in rules]
+
+
+def _kept(rank: int, schedule: Schedule, versions: Versions, lr: float) -> _Kept:
     """The weights before each update of this rank's stage, and the gradient that entered it."""
     stage = residual_blocks(schedule.n_stages)[rank]
     optimizer = torch.optim.SGD(stage.parameters(), lr=lr)
@@ -144,13 +153,9 @@ class Trained:
 
     Attributes:
         losses: one a microbatch; infinite from where they were no longer finite.
-        version_bytes: for each stage, the most that older versions of its weights took.
-        ledger: which versions were used; None for a flush.
     """
 
     losses: tuple[float, ...]
-    version_bytes: tuple[int, ...]
-    ledger: Ledger | None
 
     @property
     def final(self) -> float:
@@ -158,21 +163,18 @@ class Trained:
         return _mean(self.losses[-16:])
 
 
-def train(versions: Rule, lr: float, m: int = 64, p: int = 4, per_flush: int = 4) -> Trained:
-    """Train the small model on real ranks.
+def train(rules: Sequence[Rule], lr: float, m: int = 48, p: int = 4, per_flush: int = 4) -> dict[Rule, Trained]:
+    """Train the small model on real ranks, once for each rule.
 
     Args:
-        versions: a rule, or ``"flush"``: 1F1B, which updates after each step of ``per_flush`` microbatches.
+        rules: for versions; or ``"flush"``: 1F1B, which updates after each step of ``per_flush`` microbatches.
         lr: of plain SGD.
         m: microbatches.
         p: ranks, a stage on each.
         per_flush: microbatches of an update under ``"flush"`` and ``"2bw"``.
     """
-    by_rank = on_ranks(p, _trained_on_rank, versions, lr, m, per_flush)
-    losses = by_rank[0][0]
-    losses = losses + (math.inf,) * (m - len(losses))
-    used = None if versions == "flush" else ledger(_schedule(versions, m, p, per_flush), versions)
-    return Trained(losses, tuple(kept for _, kept in by_rank), used)
+    found = on_ranks(p, _trained_on_rank, rules, lr, m, per_flush)[0]
+    return {rule: Trained(each + (math.inf,) * (m - len(each))) for rule, each in zip(rules, found, strict=True)}
 
 
 def _schedule(versions: Rule, m: int, p: int, per_flush: int) -> Schedule:
@@ -181,18 +183,21 @@ def _schedule(versions: Rule, m: int, p: int, per_flush: int) -> Schedule:
     return build("pipedream", p, m, group=per_flush if versions == "2bw" else None)
 
 
-def _trained_on_rank(rank: int, versions: Rule, lr: float, m: int, per_flush: int) -> tuple[tuple[float, ...], int]:
+def _trained_on_rank(rank: int, rules: Sequence[Rule], lr: float, m: int, per_flush: int) -> list[tuple[float, ...]]:
+    return [_losses_on_rank(rank, rule, lr, m, per_flush) for rule in rules]
+
+
+def _losses_on_rank(rank: int, versions: Rule, lr: float, m: int, per_flush: int) -> tuple[float, ...]:
     import torch.distributed as dist
 
     p = dist.get_world_size()
-    schedule, stage, recorder = _schedule(versions, m, p, per_flush), residual_blocks(p)[rank], Recorder(memory=True)
+    schedule, stage = _schedule(versions, m, p, per_flush), residual_blocks(p)[rank]
     optimizer = torch.optim.SGD(stage.parameters(), lr=lr)
     flushes = versions == "flush"
     pipeline = Pipeline(
         schedule,
         stage,
         mse_loss,
-        recorder=recorder,
         optimizers=None if flushes else {rank: optimizer},
         versions=None if versions == "flush" else versions,
     )
@@ -207,5 +212,5 @@ def _trained_on_rank(rank: int, versions: Rule, lr: float, m: int, per_flush: in
                 optimizer.step()
                 optimizer.zero_grad()
     except PipelineError:
-        return losses, 0
-    return losses, recorder.memory()[rank].peaks["version"]
+        return losses
+    return losses

@@ -258,22 +258,21 @@ def test_each_patient_shows_its_symptom_and_the_healed_step_none() -> None:
 
 
 def test_stashing_gives_the_gradient_of_what_the_forward_computed_and_its_absence_does_not() -> None:
-    stash, none = (angles(rule, lr=0.3, p=3, m=12) for rule in ("stash", "none"))  # type: ignore[arg-type]
+    stash, none = angles(["stash", "none"], lr=0.3, p=3, m=12).values()
     assert max(stash.own) < 1e-5
     assert none.own[0] > none.own[1] > none.own[2]
     assert none.own[2] < 1e-5, "the last stage goes backward with what it went forward"
     assert min(stash.now) > 1
 
 
-def test_a_small_training_run_learns_and_counts_what_it_keeps() -> None:
-    runs = {rule: train(rule, lr=0.3, m=32, p=2) for rule in ("flush", "stash")}  # type: ignore[arg-type]
+def test_a_small_training_run_learns() -> None:
+    runs = train(["flush", "stash"], lr=0.3, m=32, p=2)
     assert all(run.final < run.losses[0] for run in runs.values())
-    assert runs["flush"].version_bytes == (0, 0)
-    assert runs["stash"].version_bytes == (8576, 0)
+    assert runs["flush"].losses[0] == pytest.approx(runs["stash"].losses[0], rel=1e-12)
 
 
 def test_a_diverged_run_has_an_infinite_loss() -> None:
-    assert math.isinf(train("none", lr=1e30, m=16, p=2).final)
+    assert math.isinf(train(["none"], lr=1e30, m=16, p=2)["none"].final)
 
 
 def test_the_time_of_a_microbatch_is_that_of_the_slowest_stage_once_the_pipeline_is_full() -> None:
