@@ -9,6 +9,7 @@ What is left, here ``embed`` and ``head``, is the root's.
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import TypeGuard
 
 from torch import nn
 
@@ -118,7 +119,7 @@ def _runs(module: nn.Module, name: str, *, lone: bool) -> Iterator[dict[str, nn.
         lone: whether a Sequential of one module counts: mostly it is a wrapper, where a ModuleList of one is a list
             that happens to be short.
     """
-    here = {f"{name}.{child}" if name else child: part for child, part in module._modules.items() if part is not None}
+    here = {f"{name}.{child}" if name else child: part for child, part in module._modules.items() if _is_here(part)}
     taken: set[str] = set()
     if isinstance(module, _CONTAINERS):
         least = 2 if len(here) > 1 or (isinstance(module, nn.Sequential) and not lone) else 1
@@ -134,6 +135,11 @@ def _runs(module: nn.Module, name: str, *, lone: bool) -> Iterator[dict[str, nn.
 
 # They have no forward, so nothing can be done to them.
 _LISTS = (nn.ModuleList, nn.ModuleDict)
+
+
+def _is_here(part: nn.Module | None) -> TypeGuard[nn.Module]:
+    """Whether a part is there, and not, as in a stage of auto_split, in the place of another stage's block."""
+    return part is not None and not getattr(type(part), "of_another_stage", False)
 
 
 def _has_parameters(module: nn.Module) -> bool:

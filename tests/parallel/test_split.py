@@ -5,22 +5,30 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from course_pp import runtime
 from course_pp.launch import on_ranks
 from course_pp.parallel import (
     DistributedConfig,
+    apply_ac,
+    apply_fsdp2,
     auto_split,
     build_pipeline_schedule,
     build_pipeline_stage,
+    clip_grad_norm_,
     destroy_distributed,
+    find_blocks,
+    find_ties,
+    get_dp_rank,
+    get_pp_rank,
     init_distributed,
 )
 from course_pp.schedule import build as build_schedule
 from source_code.hf_pp.families import FAMILIES, LAYERS, Example, build, called, example, tensor_of
 from tests.equality import Trained, adamw, assert_same_training, snapshot_gradients, snapshot_parameters
 
-RANKS_IMPORT = [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "t5", "vit")]
+RANKS_IMPORT = [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "t5", "llama")]
 
 
 def loss_of(output: Any, target: Tensor) -> Tensor:
@@ -123,12 +131,46 @@ SAMPLE = [("GPT-2, classification", "runtime", "1f1b", 4), ("T5", "parallel", "z
 )
 def test_stages_train_on_ranks_as_in_one_process(name: str, engine: str, schedule: str, n_ranks: int) -> None:
     ranks = on_ranks(n_ranks, train_on_rank, name, engine, schedule, n_ranks, 4, timeout_s=100)
-    names: dict[int, list[str]] = {}
-    for parameter_name, parameter in build(name).named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(parameter_name)
-    tied = [same for same in names.values() if len(same) > 1]
     # transformers' norms round to float32, which can make more of a difference in the last digit.
-    assert_same_training(ranks, trained_in_one_process(name), tied, (1e-9, 1e-8))
+    assert_same_training(ranks, trained_in_one_process(name), find_ties(build(name)), (1e-9, 1e-8))
+
+
+def test_the_blocks_of_a_stage_are_those_it_holds() -> None:
+    stages = auto_split(build("Llama"), example("Llama"), 3)
+    found = [list(find_blocks(stage)) for stage in stages]
+    assert found == [["model.layers.0"], ["model.layers.1", "model.layers.2"], ["model.layers.3"]]
+
+
+SHARDED = ("Llama", "GPT-2, language model")
+
+
+def sharded_on_rank(rank: int, name: str) -> tuple[Trained, float]:
+    model, batch, target = build(name).eval(), example(name), target_of(name)
+    mesh = init_distributed(DistributedConfig(pp=2, dp_shard=2))
+    rows = slice(2 * get_dp_rank(mesh), 2 * get_dp_rank(mesh) + 2)
+    module = auto_split(model, batch[:1], 2)[get_pp_rank(mesh)]
+    apply_ac(module, "full")
+    apply_fsdp2(module, mesh, MixedPrecisionPolicy())
+    stage = build_pipeline_stage(module, mesh, "cpu", inputs=batch[:1])
+    pipeline, optimizer, losses, gradients = build_pipeline_schedule(stage, 2, loss_of, "1f1b"), adamw([module]), [], {}
+    for _ in range(2):
+        optimizer.zero_grad()
+        losses.append(pipeline.step(batch[rows], target=target[rows]).item())
+        gradients = gradients or {k: g.full_tensor() for k, g in snapshot_gradients([module]).items()}
+        norm = clip_grad_norm_(stage, 1e9, device_mesh=mesh).item()
+        optimizer.step()
+    parameters = {k: p.full_tensor() for k, p in snapshot_parameters([module]).items()}
+    destroy_distributed()
+    return Trained(losses, gradients, parameters), norm
+
+
+@pytest.mark.parametrize("name", [SHARDED[0], pytest.param(SHARDED[1], marks=pytest.mark.full)])
+def test_stages_are_sharded_and_recomputed_as_any_others(name: str) -> None:
+    ranks = on_ranks(4, sharded_on_rank, name, timeout_s=100)
+    assert_same_training(
+        [trained for trained, _ in ranks], trained_in_one_process(name), find_ties(build(name)), (1e-9, 1e-8)
+    )
+    assert len({norm for _, norm in ranks}) == 1
 
 
 def test_more_stages_than_places_to_cut_are_refused() -> None:

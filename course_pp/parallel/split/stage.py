@@ -28,6 +28,8 @@ __all__ = ["Absent", "SplitStage", "carve"]
 class Absent(nn.Module):
     """A unit of another stage: without its parameters, otherwise as it was."""
 
+    of_another_stage = True
+
     def __init__(self, name: str, unit: nn.Module, board: Board) -> None:
         super().__init__()
         self._unit, self._board = name, board
