@@ -31,6 +31,7 @@ from course_pp.parallel.fsdp import reshard
 from course_pp.parallel.mesh import has_dp_mesh
 from course_pp.parallel.model_stage import ModelStage
 from course_pp.parallel.schedules import check_microbatches, splits_backward, torch_schedule
+from course_pp.parallel.step_failure import Witness
 from course_pp.parallel.tied import SharedName, TiedWeights
 from course_pp.parallel.world import is_rank_zero
 from course_pp.schedule import Schedule
@@ -158,6 +159,7 @@ class PipelineSchedule:
         self._tied = TiedWeights(self.ties, modules, self._owner, Ranks(self._group))
         self._everyone.refuse(self._tied.problem(values=False))
         self._starts_equal = not self.ties
+        self._witness = Witness(everyone_of(stages[0]))
 
     @property
     def modules(self) -> list[torch.nn.Module]:
@@ -198,15 +200,17 @@ class PipelineSchedule:
             ValueError: on every rank, before any message, if an argument does not fit what the stages were built for,
                 or tied weights are frozen, sharded or filled differently; on one rank, if a stage returns other shapes
                 than it declared.
+            StepFailed: on the ranks that wait for one that raises in mid-step, when their messages have failed.
         """
         inputs, target = self._prepare(inputs, target, kwargs, divisor)
         if not self._starts_equal:
             self._everyone.refuse(self._tied.problem(values=True))
             self._starts_equal = True
         losses: list[torch.Tensor] = []
-        with self._tied.summed():
-            self._schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **kwargs)
-        return self._tell_everyone(losses)
+        with self._witness.watching():
+            with self._tied.summed():
+                self._schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **kwargs)
+            return self._tell_everyone(losses)
 
     def eval(self, *inputs: Any, target: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
         """The same as :meth:`step` without gradients: before, between or after training steps, for every schedule.
@@ -216,8 +220,9 @@ class PipelineSchedule:
         inputs, target = self._prepare(inputs, target, kwargs)
         targets = target.chunk(self.n_microbatches) if target is not None else ()
         losses: list[torch.Tensor] = []
-        self._forward(inputs, kwargs, lambda i, output: losses.append(self._share_of_loss(output, targets[i])))
-        return self._tell_everyone(losses)
+        with self._witness.watching():
+            self._forward(inputs, kwargs, lambda i, output: losses.append(self._share_of_loss(output, targets[i])))
+            return self._tell_everyone(losses)
 
     def evaluate(self, *inputs: Any, on: Literal["last", "all"] = "last", **kwargs: Any) -> Any:
         """What the model returns for a whole batch: forwards alone, without gradients and without a loss.
@@ -236,9 +241,10 @@ class PipelineSchedule:
         problem = None if on in ("last", "all") else f"on={on!r} must be 'last' or 'all'"
         inputs, _ = self._prepare(inputs, None, kwargs, problem=problem, needs_target=False)
         outputs: list[Any] = []
-        self._forward(inputs, kwargs, lambda _, output: outputs.append(output))
-        output = merge(outputs) if outputs else None
-        return self._from_last(output) if on == "all" else output
+        with self._witness.watching():
+            self._forward(inputs, kwargs, lambda _, output: outputs.append(output))
+            output = merge(outputs) if outputs else None
+            return self._from_last(output) if on == "all" else output
 
     def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], consume: Any) -> None:
         """Take every microbatch through this rank's stages, without gradients."""

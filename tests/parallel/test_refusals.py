@@ -1,5 +1,9 @@
 """What a pipeline refuses: on every rank, before any message, in words that name the remedy."""
 
+import os
+import socket
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -265,3 +269,41 @@ def test_layers_held_twice_or_never_are_refused_on_every_rank(second):
     first = [(0, 4), (4, 8)]
     for refusal in on_ranks(2, ranges_on_rank, [first, second], timeout_s=20):
         assert f"stage 1 begins with layer {second[1][0]}, but the stages before it end with layer 3" in refusal
+
+
+class Failing(nn.Linear):
+    """A stage that raises at its second microbatch."""
+
+    def forward(self, inputs):
+        self.seen = getattr(self, "seen", -1) + 1
+        if self.seen == 2:  # the first forward finds what the stage returns
+            raise ArithmeticError("a stage that cannot go on")
+        return super().forward(inputs)
+
+
+def fail_in_mid_step(rank):
+    """What each of two processes of their own does."""
+    mesh = init_distributed(DistributedConfig(pp=2))
+    module = Failing(4, 4) if rank else nn.Linear(4, 4)
+    stage = build_pipeline_stage(module, mesh, "cpu", inputs=torch.zeros(1, 4), outputs=torch.zeros(1, 4))
+    build_pipeline_schedule(stage, 4, nn.functional.mse_loss).step(torch.zeros(4, 4), target=torch.zeros(4, 4))
+
+
+@pytest.mark.long
+def test_a_rank_that_waits_for_one_that_has_raised_names_it():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import fail_in_mid_step as f; f({rank})"],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    waiting, raised = (process.communicate(timeout=90)[1] for process in processes)
+    assert "ArithmeticError: a stage that cannot go on" in raised
+    assert "StepFailed: the step failed on rank 1, for which this rank waited: ArithmeticError: a stage" in waiting
