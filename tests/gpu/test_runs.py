@@ -10,6 +10,7 @@ from course_pp.parallel import DistributedConfig, get_device, init_distributed
 from course_pp.training.checkpoint import load, save
 from tests.source_code.scripts import labelled_lines
 
+COMPILING_S = 600  # without a cache of what was compiled before
 TRAIN = str(Path(__file__).parents[2] / "source_code" / "train.py")
 
 
@@ -34,12 +35,13 @@ def test_a_checkpoint_holds_the_generator_of_the_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.timeout(COMPILING_S + 130)
 @pytest.mark.parametrize("engine", ["parallel", "runtime"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_run_trains_saves_and_resumes(engine: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     run = [TRAIN, "--model", "tiny", "--global-batch-size", "8", "--engine", engine, "--precision", precision]
     run += ["--microbatches", "2", "--checkpoint-dir", "saved"]
-    first = labelled_lines(1, [*run, "--steps", "2", "--compile"])
+    first = labelled_lines(1, [*run, "--steps", "2", "--compile"], COMPILING_S)
     assert any("on cuda:0" in line for line in first)
     assert any("resumed" in line for line in labelled_lines(1, [*run, "--steps", "3"]))

@@ -23,24 +23,27 @@ LAYOUTS = [
     DistributedConfig(pp=2, dp_shard=2, tp=2),
 ]
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_v")
+COMPILING_S = 600  # without a cache of what was compiled before
 HALVES = (torch.bfloat16, torch.float16)
 
 
 @pytest.mark.ranks
+@pytest.mark.timeout(COMPILING_S + 30)
 @pytest.mark.parametrize("compiler", [None, "inductor"])
 def test_one_gpu_equals_one_process(compiler: str | None, subtests: pytest.Subtests) -> None:
     recipes = [Recipe(ALONE, s, ac, compiler) for s, ac in product(SCHEDULES, ("none", "selective", "full"))]
-    [found] = on_ranks(1, train_on_rank, recipes, backend=None, timeout_s=110)
+    [found] = on_ranks(1, train_on_rank, recipes, backend=None, timeout_s=COMPILING_S)
     for recipe, trained in zip(recipes, found, strict=True):
         with subtests.test(str(recipe)):
             assert_equals_one_process([trained], reference(), CONFIG)
 
 
 @pytest.mark.ranks
+@pytest.mark.timeout(COMPILING_S + 30)
 @pytest.mark.parametrize("compiler", [None, "inductor"])
 def test_one_gpu_in_half_precision_differs_by_rounding(compiler: str | None, subtests: pytest.Subtests) -> None:
     recipes = [Recipe(ALONE, schedule, "selective", compiler, dtype) for schedule in SCHEDULES for dtype in HALVES]
-    [found] = on_ranks(1, train_on_rank, recipes, backend=None, timeout_s=110)
+    [found] = on_ranks(1, train_on_rank, recipes, backend=None, timeout_s=COMPILING_S)
     for recipe, trained in zip(recipes, found, strict=True):
         with subtests.test(str(recipe)):
             assert_rounded([trained], recipe.dtype)
