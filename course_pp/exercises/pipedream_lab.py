@@ -73,7 +73,7 @@ class Angles:
     now: tuple[float, ...]
 
 
-def angles(rules: Sequence[Versions], lr: float, p: int = 4, m: int = 32) -> dict[Versions, Angles]:
+def angles(rules: Sequence[Versions], lr: float, p: int = 4, m: int = 24) -> dict[Versions, Angles]:
     """Train on real ranks under each rule, and compare each gradient with those that autograd finds in one process.
 
     Args:
