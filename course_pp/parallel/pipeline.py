@@ -320,6 +320,10 @@ class PipelineSchedule:
 
 
 def _problem_of_divisor(divisor: float | None) -> str | None:
+    try:
+        check_arguments(PipelineSchedule.step, {"divisor": divisor})
+    except WrongArgument as problem:
+        return str(problem)
     if divisor is None or 0 < divisor < math.inf:
         return None
     return f"divisor is {divisor!r}: give the number of tokens that the mean is over, above 0"

@@ -57,6 +57,7 @@ def refusal_on_rank(rank, pp, config, arguments):
         (lambda rank: ((tokens().float(),), {"target": tokens()}), "inputs is torch.float32"),
         (lambda rank: ((tokens(),), {"target": tokens().float()}), "target is torch.float32"),
         (lambda rank: ((tokens() + 61,), {"target": tokens()}), "token ids from 61 to 61, but vocab_size=61"),
+        (lambda rank: ((tokens(),), {"target": tokens(), "divisor": "x" if rank else None}), "divisor is 'x'"),
     ],
     ids=[
         "inputs",
@@ -70,6 +71,7 @@ def refusal_on_rank(rank, pp, config, arguments):
         "float",
         "float-target",
         "vocabulary",
+        "divisor",
     ],
 )
 def test_what_does_not_fit_is_refused_on_every_rank_and_the_next_step_works(arguments, message):
