@@ -87,8 +87,12 @@ class Repeated(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids) + self.positions
         for _ in range(LAYERS):
-            x = self.drop(self.block(x)) * self.scale
-        x += self.positions
+            if (
+                self.training and torch.rand([]) < 0
+            ):  # a layer dropped, as OPT does: never here, but the number is drawn
+                continue
+            x = self.drop(self.block(x * self.scale))
+            x += self.positions
         return x @ self.embed.weight.T
 
 

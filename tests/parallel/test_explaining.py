@@ -60,6 +60,9 @@ def test_a_batch_that_goes_another_way_than_the_example_is_refused() -> None:
     torch.testing.assert_close(second(**first(one)), model(one))
     with pytest.raises(OtherWay, match="'second' was not called: which units the model calls depends on its batch"):
         first(other)
+    first, _ = auto_split(model, other, 2)
+    with pytest.raises(OtherWay, match="'second' is called more than 0 times: which units"):
+        first(one)
 
 
 class InTheMiddle(nn.Module):

@@ -135,6 +135,21 @@ def test_stages_train_on_ranks_as_in_one_process(name: str, engine: str, schedul
     assert_same_training(ranks, trained_in_one_process(name), find_ties(build(name)), (1e-9, 1e-8))
 
 
+def test_noise_on_the_input_is_drawn_by_one_stage() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4), nn.Linear(4, 4))
+    first, second = auto_split(model, x := torch.ones(3, 4), 2)
+    results = []
+    for run in (lambda: model(x), lambda: second(**first(x))):
+        torch.manual_seed(0)
+        results.append(run())
+    assert torch.equal(*results)
+
+
+def test_an_image_that_no_later_stage_looks_into_does_not_travel() -> None:
+    for stage in auto_split(build("ViT"), example("ViT"), 4)[:-1]:
+        assert [tensor.numel() for tensor in stage.sent_for_example()[1]["inputs"]] == [0]
+
+
 def test_the_blocks_of_a_stage_are_those_it_holds() -> None:
     stages = auto_split(build("Llama"), example("Llama"), 3)
     found = [list(find_blocks(stage)) for stage in stages]
