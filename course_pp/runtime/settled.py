@@ -111,7 +111,7 @@ def settle(
     parameters = {stage: facts_of_parameters(module, stage in copied) for stage, module in modules.items()}
     for stage, optimizer in ({} if optimizers is None or problem else optimizers).items():
         if stage in copied:
-            parameters[stage] |= {"the optimizer": settings_of(optimizer)}
+            parameters[stage] |= {"the optimizer": settings_of(optimizer, modules[stage])}
     agreed = agree_on_pipeline(problem, facts, parameters, group)
     # Stages that update by themselves exchange gradients at each update.
     planned = None if versions is None else ledger(schedule, versions)

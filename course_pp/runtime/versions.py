@@ -9,7 +9,7 @@ the update that they enter.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,8 +63,14 @@ class VersionedStage:
         """Start a step: what the parameters hold is version 0, and the only one.
 
         Raises:
-            ValueError: for gradients that are there already, which the first update would take in.
+            ValueError: for gradients that are there already, which the first update would take in; if other parameters
+                are trained than when the pipeline was built.
         """
+        if changed := sorted(self._parameters.keys() ^ _trained(self._module).keys()):
+            raise ValueError(
+                f"{changed[0]!r} of stage {self._stage} was frozen or unfrozen since the pipeline was built: "
+                "build another one"
+            )
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 raise ValueError(
@@ -78,6 +84,7 @@ class VersionedStage:
         self._users = Counter(self._version_of.values())
         self._backward_of: dict[int, int] = {}
         self._taken: dict[int, list[Tensor | None]] = {}
+        self._waiting: list[Tensor | None] = [None] * len(self._parameters)
 
     def call(self, microbatch: int, *args: Any, **kwargs: Any) -> Any:
         """The forward of a microbatch, with its version of the weights."""
@@ -93,7 +100,17 @@ class VersionedStage:
         self._backward_of[microbatch] = self.newest if self._mixed else self._version_of[microbatch]
 
     def take(self, microbatch: int) -> None:
-        """Take from the aliases what a part of the backward of a microbatch has left there."""
+        """Take from the aliases what a part of the backward of a microbatch has left there.
+
+        Raises:
+            RuntimeError: for a gradient that arrived at a parameter itself: its forward had the wrong version.
+        """
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                raise RuntimeError(
+                    f"stage {self._stage} uses {name!r} past its attribute, as from a list, so its forward cannot be "
+                    "lent another version: read the attribute in forward"
+                )
         before = self._taken.get(microbatch, [None] * len(self._parameters))
         aliases = self._aliases[self._version_of[microbatch]].values()
         self._taken[microbatch] = [add_up([old, alias.grad]) for old, alias in zip(before, aliases, strict=True)]
@@ -102,8 +119,7 @@ class VersionedStage:
 
     def finish(self, microbatch: int) -> None:
         """The backward of a microbatch is done: its gradients wait for the next update."""
-        for parameter, gradient in zip(self._parameters.values(), self._taken.pop(microbatch), strict=True):
-            parameter.grad = add_up([parameter.grad, gradient])
+        self._waiting = [add_up(pair) for pair in zip(self._waiting, self._taken.pop(microbatch), strict=True)]
         version = self._version_of[microbatch]
         self.uses.append(Use(self._stage, microbatch, version, self._backward_of.pop(microbatch), self.newest))
         self._users[version] -= 1
@@ -112,7 +128,7 @@ class VersionedStage:
     @property
     def gradients(self) -> list[Tensor | None]:
         """What waits for the next update: for each trained parameter a sum over this rank's microbatches."""
-        return [parameter.grad for parameter in self._parameters.values()]
+        return self._waiting
 
     def update(self, gradients: Sequence[Tensor | None]) -> None:
         """Let the optimizer take a step with the mean over the update's microbatches; makes the next version.
@@ -136,6 +152,7 @@ class VersionedStage:
         if self._optimizer is not None:
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
+        self._waiting = [None] * len(self._parameters)
         self.newest += 1
         self._aliases[self.newest] = self._alias()
         self._forget_unused()
@@ -218,10 +235,13 @@ def _problem_of_optimizer(stage: int, optimizer: object, modules: Mapping[int, n
     if sharded is not None:
         return f"{sharded!r} of stage {stage} is a DTensor, of which no versions can be kept: leave it whole"
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    hooked = next((name for name, p in own.items() if p._backward_hooks or p._post_accumulate_grad_hooks), None)
+    if hooked is not None:
+        return f"{hooked!r} of stage {stage} has a hook, which gradients of its versions do not call: remove it"
     lost = next((name for name, parameter in own.items() if id(parameter) not in held), None)
     if lost is not None:
         return f"parameter {lost!r} of stage {stage} is in no optimizer: give optimizers[{stage}] all that it trains"
-    if len(held) > len(own):
+    if held - {id(parameter) for parameter in _parameters_of(modules[stage])}:
         others = {
             id(p): f"{n!r} of stage {s}" for s, m in modules.items() for n, p in _trained(m).items() if s != stage
         }
@@ -230,13 +250,21 @@ def _problem_of_optimizer(stage: int, optimizer: object, modules: Mapping[int, n
     return None
 
 
+def _parameters_of(module: nn.Module | None) -> Iterable[nn.Parameter]:
+    return () if module is None else module.parameters()
+
+
 def _trained(module: nn.Module | None) -> dict[str, nn.Parameter]:
     if module is None:
         return {}
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
-def settings_of(optimizer: torch.optim.Optimizer) -> str:
-    """What replicas of a stage must have in common to update alike."""
-    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+def settings_of(optimizer: torch.optim.Optimizer, module: nn.Module | None) -> str:
+    """What replicas of a stage must have in common to update alike: for each group its parameters and settings."""
+    names = {id(parameter): name for name, parameter in _trained(module).items()}
+    groups = [
+        {**group, "params": [names[id(p)] for p in group["params"] if id(p) in names]}
+        for group in optimizer.param_groups
+    ]
     return f"{type(optimizer).__name__} {groups}"
