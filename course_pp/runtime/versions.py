@@ -141,7 +141,7 @@ class VersionedStage:
         """
         size = self._sizes[self.newest]
         for (name, parameter), gradient in zip(self._parameters.items(), gradients, strict=True):
-            if gradient is not None and not bool(gradient.isfinite().all()):
+            if gradient is not None and not _is_finite(gradient):
                 raise ArithmeticError(
                     f"the gradient of {name!r} in update {self.newest} of stage {self._stage} is not finite, so its "
                     "weights are left as they are: lower the learning rate, or look at the data"
@@ -238,6 +238,11 @@ def _problem_of_optimizer(stage: int, optimizer: object, modules: Mapping[int, n
     hooked = next((name for name, p in own.items() if p._backward_hooks or p._post_accumulate_grad_hooks), None)
     if hooked is not None:
         return f"{hooked!r} of stage {stage} has a hook, which gradients of its versions do not call: remove it"
+    elsewhere = {id(parameter): s for s, m in modules.items() if s != stage for parameter in _parameters_of(m)}
+    for name, parameter in own.items():
+        if id(parameter) in elsewhere:
+            other = elsewhere[id(parameter)]
+            return f"{name!r} of stage {stage} is in stage {other} too: each would update by itself; untie them"
     lost = next((name for name, parameter in own.items() if id(parameter) not in held), None)
     if lost is not None:
         return f"parameter {lost!r} of stage {stage} is in no optimizer: give optimizers[{stage}] all that it trains"
@@ -248,6 +253,11 @@ def _problem_of_optimizer(stage: int, optimizer: object, modules: Mapping[int, n
         whose = next((name for number, name in others.items() if number in held), "one of no stage here")
         return f"optimizers[{stage}] holds a parameter that is not stage {stage}'s, {whose}: give each stage its own"
     return None
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return bool(values.isfinite().all())
 
 
 def _parameters_of(module: nn.Module | None) -> Iterable[nn.Parameter]:

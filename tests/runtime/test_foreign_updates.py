@@ -87,3 +87,20 @@ def test_replicas_must_put_the_same_parameters_into_each_group() -> None:
         for first, second in ((module.weight, module.bias), (module.bias, module.weight))
     )
     assert one != other
+
+
+def test_a_parameter_that_two_stages_of_a_rank_share_is_refused() -> None:
+    first, last = linear(), linear()
+    last.weight = first.weight
+    optimizers = {stage: torch.optim.SGD(m.parameters(), lr=0.1) for stage, m in enumerate((first, last))}
+    schedule = parse(ORDER, placement=[(0,), (0,)])
+    with pytest.raises(ValueError, match="'weight' of stage 0 is in stage 1 too"):
+        Pipeline(schedule, {0: first, 1: last}, F.mse_loss, optimizers=optimizers, versions="stash")
+
+
+def test_sparse_gradients_of_an_embedding_enter_its_updates() -> None:
+    module = nn.Embedding(5, WIDTH, sparse=True, dtype=torch.float64)
+    before = module.weight.detach().clone()
+    pipeline(module).step(torch.tensor([0, 1, 1, 3]), data()[1])
+    changed = (module.weight != before).any(dim=1)
+    assert changed.tolist() == [True, True, False, True, False]
