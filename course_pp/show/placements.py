@@ -92,7 +92,13 @@ def _finding(schedule: Schedule) -> str:
     ends = "first and last stage on one rank" if set(stages[0]) & set(stages[-1]) else "first and last stage far apart"
     if len(stages) == 1 or schedule.n_ranks == 1:
         return f"{sizes}: no messages"
-    return f"{_shape(schedule)}: {sizes}, {counted(one_way, 'message')} each way, {ends}"
+    told = f"{_shape(schedule)}: {sizes}, {counted(one_way, 'message')} each way"
+    # Where ranks share a stage, the way of a microbatch has more than one beginning.
+    return told if _is_replicated(schedule) else f"{told}, {ends}"
+
+
+def _is_replicated(schedule: Schedule) -> bool:
+    return _shape(schedule) == "Replicated stages"
 
 
 def _shape(schedule: Schedule) -> str:

@@ -39,9 +39,9 @@ def finding(tl: Timeline) -> str:
     """Sizes, busy share and bubble in one line."""
     if not tl.spans:
         return f"{counted(tl.n_ranks, 'rank')}, nothing done"
-    shares = (
-        f"busy {percent(tl.utilisation)} of {format_time(tl.makespan, tl.unit)}, bubble {percent(tl.bubble_fraction)}"
-    )
+    # An emulated run is off by a little: more digits than two would be noise.
+    took = tl.makespan if tl.unit == "s" or tl.makespan < 10 else round(float(tl.makespan), 2)
+    shares = f"busy {percent(tl.utilisation)} of {format_time(took, tl.unit)}, bubble {percent(tl.bubble_fraction)}"
     # More work than time has been done by several at once; only otherwise is it worth a look.
     if tl.n_ranks > 1 and sum(tl.busy) <= 1.001 * tl.makespan and most_busy_at_once(tl) == 1:
         return f"One rank works at a time: {sizes(tl)}, {shares}"
