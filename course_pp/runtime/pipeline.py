@@ -65,8 +65,9 @@ class Pipeline:
         timeout_s: the longest that a rank waits for one message.
         optimizers: for a schedule with ``U``: one for each of this rank's stages, of all that it trains. An update
             takes the gradient of a microbatch's own mean loss; of its group and all replicas, the mean of these.
+            Parameters must have no hooks: gradients go to versions of them.
         versions: for a schedule with ``U``: which weights a microbatch uses, ``"stash"``, ``"vertical"``, ``"2bw"`` or
-            ``"none"``; see :func:`course_pp.schedule.ledger`. Buffers have no versions.
+            ``"none"``; see :func:`course_pp.schedule.ledger`. Buffers have no versions, and each replica has its own.
 
     Call it on every rank at once: the ranks compare what they were given.
 
@@ -142,6 +143,8 @@ class Pipeline:
     ) -> tuple[float, ...]:
         """Run the schedule once. Gradients are added to ``.grad``, as by ``loss.backward()``.
 
+        With ``versions=`` updates take the gradients, and leave none. The pipeline is empty when this returns.
+
         Args:
             inputs: the batch, where the first stage is: tensors (alone, in a tuple or a dict) to be cut along their
                 first dimension, or a list of microbatches, which may differ in shape.
@@ -153,8 +156,8 @@ class Pipeline:
 
         Returns:
             Each microbatch's share of the loss, on every rank; the loss of the batch is their sum. Equal microbatches
-            have equal weights, others by samples, or by counted tokens for a :class:`TokenLoss`. Numbers, not tensors:
-            the backward is done.
+            have equal weights, others by samples, or by counted tokens for a :class:`TokenLoss`. With ``versions=``
+            each microbatch's own mean loss instead. Numbers, not tensors: the backward is done.
 
         Raises:
             PipelineError: on every rank, if a stage raises, a rank is lost or late, or a loss is not finite; says which
