@@ -84,8 +84,8 @@ def _timed(layer: nn.Module, value: Any, repeats: int, device: torch.device) -> 
 
 
 def _received(tensor: Tensor) -> Tensor:
-    """A leaf with memory of its own, as the layer may change its input in place."""
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    """With memory of its own, and no leaf if it requires grad: the layer may change its input in place."""
+    return tensor.detach().requires_grad_(tensor.requires_grad).clone()
 
 
 @contextmanager

@@ -78,3 +78,8 @@ def test_profiling_leaves_gradients_buffers_and_random_numbers_as_they_were() ->
 def test_what_cannot_be_profiled_is_refused(make: Callable[[], Any], words: str) -> None:
     with pytest.raises((ValueError, RuntimeError), match=words):
         make()
+
+
+def test_a_layer_may_change_its_input_in_place() -> None:
+    layers = [nn.Linear(2, 3), nn.ReLU(inplace=True), nn.Linear(3, 1)]
+    assert [cost.weight_bytes for cost in profile_layers(layers, torch.ones(4, 2), repeats=1)] == [36, 0, 16]
