@@ -38,7 +38,8 @@ def launching_cells(cells: list[nbformat.NotebookNode]) -> list[int]:
     """Those that call ``on_ranks``, ``run_torchrun`` or a function of the notebook that does, or ``%torchrun``."""
     launchers, found = {"on_ranks", "run_torchrun"}, []
     for i, cell in enumerate(cells):
-        statements = ast.parse(re.sub(r"^%(?:time )?(torchrun.*|load_ext.*)?", "", cell.source, flags=re.M)).body
+        whole_lines = cell.source.replace("\\\n", "")
+        statements = ast.parse(re.sub(r"^%(?:time )?(torchrun.*|load_ext.*)?", "", whole_lines, flags=re.M)).body
         defined = [node for node in statements if isinstance(node, ast.FunctionDef)]
         launchers |= {node.name for node in defined if launchers & called(node)}
         at_once = set().union(*(called(node) for node in statements if node not in defined))
