@@ -87,8 +87,9 @@ test-long: $(READY)
 	@$(ONE_EACH) $(PYTEST) tests --ignore=tests/slurm -n 2 $(SHARED) --durations=10 -m 'not full and not solutions'
 
 # The last notebooks take longest, so they go first, here and below: no worker is left with one at the end.
+# 120 s are for a cell; the whole of a notebook may take longer beside other tests.
 as-shipped: $(READY)
-	@COURSE_PP_WHERE=local $(PYTEST) -n 2 --nbmake --nbmake-timeout=120 $$(ls -r notebooks/*.ipynb)
+	@COURSE_PP_WHERE=local $(PYTEST) -n 2 --nbmake --nbmake-timeout=120 --timeout=300 $$(ls -r notebooks/*.ipynb)
 
 test-solutions: $(READY)
 	@$(PYTEST) tests/notebooks -n 2 --dist load -m solutions
