@@ -8,7 +8,7 @@ from typing import Any
 
 from course_pp.exercises.answer import Answer
 from course_pp.exercises.exercise import Mistake
-from course_pp.exercises.expect import expect_int, expect_list
+from course_pp.exercises.expect import expect_actions, expect_int
 from course_pp.schedule import Action, Costs, Schedule, check, simulate
 from course_pp.schedule.schedule import looped
 
@@ -145,12 +145,7 @@ def _grade_orders_of(answer: Answer, sizes: Sequence[tuple[int, int, int, int]])
 def _read_order(value: Any, rank: int, p: int, m: int, v: int, n: int) -> tuple[Action, ...]:
     """The actions that were meant, each once, forwards and backwards each in rounds."""
     what = f"order_in_rounds({rank}, {p}, {m}, {v}, {n})"
-    texts = [str(each) for each in expect_list(value, what)]
-    example = f"`{what}` is `{' '.join(texts)}`."
-    try:
-        row = tuple(Action.parse(text) for text in texts)
-    except ValueError as error:
-        raise Mistake(f"`{what}` has an entry that is no action: {error}.", "", example) from None
+    row, example = expect_actions(value, what)
     held = [chunk * p + rank for chunk in range(v)]
     for action in row:
         if action.kind not in "FB" or action.stage not in held:

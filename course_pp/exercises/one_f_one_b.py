@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from course_pp.exercises.answer import Answer
 from course_pp.exercises.exercise import Exercise, Mistake
-from course_pp.exercises.expect import expect_int, expect_list
+from course_pp.exercises.expect import expect_actions, expect_int
 from course_pp.exercises.memory_budget import choose, grade_choose
 from course_pp.exercises.one_f_one_b_steps import grade_healed_step, grade_step, healed_step, step_without_deadlock
 from course_pp.schedule import Action, Costs, Schedule, build, check, simulate
@@ -45,12 +45,7 @@ def _grade_orders_of(answer: Answer, sizes: Sequence[tuple[int, int]]) -> None:
 def _read_order(value: Any, rank: int, p: int, m: int) -> tuple[Action, ...]:
     """The actions that were meant, each once and of this rank."""
     what = f"order_1f1b({rank}, {p}, {m})"
-    texts = [str(each) for each in expect_list(value, what)]
-    example = f"`{what}` is `{' '.join(texts)}`."
-    try:
-        row = tuple(Action.parse(text) for text in texts)
-    except ValueError as error:
-        raise Mistake(f"`{what}` has an entry that is no action: {error}.", "", example) from None
+    row, example = expect_actions(value, what)
     for action in row:
         if action.kind not in "FB" or action.stage != rank:
             cause = f"Rank {rank} holds stage {rank}: its actions are `{rank}F0`, `{rank}B0` and so on."

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from course_pp.exercises.answer import Answer
 from course_pp.exercises.exercise import Mistake
-from course_pp.exercises.expect import close, expect_int, expect_list, expect_number
+from course_pp.exercises.expect import close, expect_actions, expect_int, expect_number
 from course_pp.schedule import Action, Costs, Schedule, Versions, build, check, ledger, simulate
 
 __all__ = [
@@ -127,12 +127,7 @@ def grade_order(answer: Answer) -> None:
 
 def _read(value: Any, stage: int, replica: int, replicas: list[int], m: int) -> tuple[Action, ...]:
     what = f"order_pipedream({stage}, {replica}, {replicas}, {m})"
-    texts = [str(each) for each in expect_list(value, what)]
-    example = f"`{what}` is `{' '.join(texts)}`."
-    try:
-        row = tuple(Action.parse(text) for text in texts)
-    except ValueError as error:
-        raise Mistake(f"`{what}` has an entry that is no action: {error}.", "", example) from None
+    row, example = expect_actions(value, what)
     wanted = order_pipedream(stage, replica, replicas, m)
     if wrong := Counter(row) - Counter(wanted):
         extra = next(iter(wrong))

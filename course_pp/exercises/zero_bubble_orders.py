@@ -9,7 +9,7 @@ from typing import Any
 
 from course_pp.exercises.answer import Answer
 from course_pp.exercises.exercise import Mistake
-from course_pp.exercises.expect import expect_int, expect_list
+from course_pp.exercises.expect import expect_actions, expect_int
 from course_pp.schedule import Action, Costs, Schedule, Timeline, build, check, simulate
 
 __all__ = [
@@ -49,7 +49,7 @@ def grade_order(answer: Answer) -> None:
 
 def _read(value: Any, what: str, rank: int, m: int) -> tuple[Action, ...]:
     """The actions that were meant: F, I and W of each microbatch once, in an order in which they can be done."""
-    row, example = _parsed(value, what)
+    row, example = expect_actions(value, what, most_shown=60)
     for action in row:
         if action.kind == "B":
             raise Mistake(
@@ -63,15 +63,6 @@ def _read(value: Any, what: str, rank: int, m: int) -> tuple[Action, ...]:
             raise Mistake(f"`{what}` has `{action}`, a microbatch that does not exist.", cause, example)
     _refuse_wrong_counts(row, [Action(rank, kind, i) for kind in "FIW" for i in range(m)], what, example)
     return row
-
-
-def _parsed(value: Any, what: str) -> tuple[tuple[Action, ...], str]:
-    texts = [str(each) for each in expect_list(value, what)]
-    example = f"`{what}` is `{' '.join(texts)}`." if len(texts) <= 60 else ""
-    try:
-        return tuple(Action.parse(text) for text in texts), example
-    except ValueError as error:
-        raise Mistake(f"`{what}` has an entry that is no action: {error}.", "", example) from None
 
 
 _WHERE_LACKING = {
@@ -252,7 +243,7 @@ def _read_placed(given: tuple[list[Action], int], value: Any, rank: int, m: int)
     order, room = given
     what = f"place_weights(…, {room})"
     shown = f"The order of rank {rank} was `{' '.join(map(str, order))}`."
-    row, example = _parsed(value, what)
+    row, example = expect_actions(value, what, most_shown=60)
     example = f"{shown}\n{example}".rstrip()
     for action in row:
         if action.kind not in "FIW" or action.stage != rank or action.microbatch >= m:
