@@ -1,4 +1,4 @@
-"""Exercises of notebook 06 that train on real ranks: weight stashing by hand, and the bug clinic."""
+"""Exercises of notebook 06 that train on real ranks: weight stashing by hand, and the clinic's healed step."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from course_pp.exercises.answer import Answer
 from course_pp.exercises.exercise import Mistake, Stopped
 from course_pp.exercises.hangs import explained
 from course_pp.exercises.in_process import unchanged
+from course_pp.exercises.judging_steps import TOLERANCE, batch, layers, microbatch_link
 from course_pp.exercises.lopsided import LopsidedLoss
 from course_pp.runtime import (
     Link,
@@ -32,7 +33,6 @@ from course_pp.runtime import (
 from course_pp.schedule import build, ledger
 
 __all__ = [
-    "PATIENTS",
     "delayed",
     "first_wrong",
     "grade_healed_step",
@@ -42,8 +42,6 @@ __all__ = [
     "trained_by",
 ]
 
-_ROWS, _WIDTH = 3, 4
-_TOLERANCE = 1e-9
 Microbatches = Sequence[Tensor]
 
 
@@ -119,17 +117,9 @@ def healed_versions_step(
 # What a step is judged by: the weights after each update, beside those of one process.
 
 
-def _model(p: int) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        *(nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh(), nn.Linear(_WIDTH, _WIDTH)) for _ in range(p))
-    ).double()
-
-
-def _batch(m: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    seeded = torch.Generator().manual_seed(m)
-    inputs, targets = torch.randn(2, m * _ROWS, _WIDTH, dtype=torch.float64, generator=seeded)
-    return inputs.split(_ROWS), targets.split(_ROWS)
+def _microbatches(m: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    inputs, targets = batch(m)
+    return inputs.chunk(m), targets.chunk(m)
 
 
 def _optimizer(stage: nn.Module, momentum: float) -> Optimizer:
@@ -144,12 +134,12 @@ def delayed(replicas: Sequence[int], m: int, momentum: float, loss_fn: Any = mse
     """For each stage its weights after each update, trained in one process with the versions of weight stashing."""
     schedule = build("pipedream", sum(replicas), m, replicas=replicas)
     used, p = ledger(schedule, "stash"), len(replicas)
-    stages = list(_model(p))
+    stages = list(layers())[:p]
     optimizers = [_optimizer(stage, momentum) for stage in stages]
     history = [[copy.deepcopy(stage.state_dict())] for stage in stages]
     waiting: list[list[list[Tensor]]] = [[] for _ in stages]
     after: list[list[Tensor]] = [[] for _ in stages]
-    for i, (x, target) in enumerate(zip(*_batch(m), strict=True)):
+    for i, (x, target) in enumerate(zip(*_microbatches(m), strict=True)):
         leaves = [
             {name: value.clone().requires_grad_() for name, value in history[s][used.of(s, i).forward].items()}
             for s in range(p)
@@ -214,12 +204,12 @@ def trained_by(
     number = next(s for s in range(len(replicas)) if rank < sum(replicas[: s + 1]))
     results = []
     for m in sizes:
-        stage = _Watched(_model(len(replicas))[number])
+        stage = _Watched(layers()[number])
         optimizer, after = _optimizer(stage, momentum), list[Tensor]()
         optimizer.register_step_post_hook(lambda *_: after.append(_flat(stage)))  # noqa: B023
-        inputs, targets = _batch(m)
+        inputs, targets = _microbatches(m)
         with unchanged(microbatches=inputs, targets=targets):
-            fn(stage, optimizer, inputs, targets, loss_fn, Link((_ROWS, _WIDTH), torch.float64))
+            fn(stage, optimizer, inputs, targets, loss_fn, microbatch_link())
         results.append(Ran(after, stage.seen.most))
     return results
 
@@ -227,7 +217,7 @@ def trained_by(
 def first_wrong(found: Sequence[Tensor], expected: Sequence[Tensor]) -> int | None:
     """The first update after which weights differ; None if all are right."""
     for update, wanted in enumerate(expected):
-        if update >= len(found) or not torch.allclose(found[update], wanted, rtol=_TOLERANCE, atol=_TOLERANCE):
+        if update >= len(found) or not torch.allclose(found[update], wanted, rtol=TOLERANCE, atol=TOLERANCE):
             return update
     return None
 
@@ -304,115 +294,3 @@ def _judge_versions(where: str, ran: Sequence[Ran], p: int, m: int) -> None:
         if each.versions > enough + 1:
             symptom = f"{where} the weights are right, but rank {rank} keeps {each.versions} versions of them"
             raise Mistake(f"{symptom}; {enough} are in flight.", "A version can go when its backward is done.")
-
-
-# The clinic.
-
-
-def _patient_a(
-    stage: nn.Module, optimizer: Optimizer, microbatches: Microbatches, targets: Microbatches, loss_fn: Any, link: Link
-) -> None:
-    _sick_step(stage, optimizer, microbatches, targets, loss_fn, link, late=True)
-
-
-def _patient_b(
-    stage: nn.Module, optimizer: Optimizer, microbatches: Microbatches, targets: Microbatches, loss_fn: Any, link: Link
-) -> None:
-    _sick_step(stage, optimizer, microbatches, targets, loss_fn, link, moments=True)
-
-
-def _sick_step(
-    stage: nn.Module,
-    optimizer: Optimizer,
-    microbatches: Microbatches,
-    targets: Microbatches,
-    loss_fn: Any,
-    link: Link,
-    late: bool = False,
-    moments: bool = False,
-) -> None:
-    m, ahead = len(microbatches), link.n_ranks - 1 - link.rank
-    inputs, stash, sends = deque[Tensor](), deque[Any](), list[dist.Work]()
-
-    def put_away() -> None:
-        stash.append(copy.deepcopy((stage.state_dict(), optimizer.state_dict())))
-
-    def forward(i: int) -> None:
-        x = recv_activation(microbatches[i], link)
-        with torch.no_grad():
-            y = forward_stage(stage, x, targets[i], loss_fn, link)
-        inputs.append(x)
-        if not late:
-            put_away()
-        sends.extend(send_activation(y, link))
-
-    def backward(i: int) -> None:
-        newest = copy.deepcopy(stage.state_dict())
-        if stash:
-            weights, state = stash.popleft()
-            stage.load_state_dict(weights)
-            if moments:
-                optimizer.load_state_dict(state)
-        x = inputs.popleft()
-        y = forward_stage(stage, x, targets[i], loss_fn, link)
-        dx = backward_stage(x, y, recv_gradient(y, 1, link))
-        sends.extend(send_gradient(dx, link))
-        stage.load_state_dict(newest)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for i in range(m + ahead):
-        if i < m:
-            forward(i)
-        if i >= ahead:
-            backward(i - ahead)
-        if i < m and late:
-            put_away()
-    for send in sends:
-        send.wait()
-
-
-def _patient_c(
-    stage: nn.Module, optimizer: Optimizer, microbatches: Microbatches, targets: Microbatches, loss_fn: Any, link: Link
-) -> None:
-    """Two replicas of stage 0 on ranks 0 and 1, stage 1 on rank 2, which counts forwards and backwards apart."""
-    rank, last, share = dist.get_rank(), 2, 2
-    mates, sends = dist.new_group([0, 1]), list[dist.Work | None]()
-    if rank == last:
-        for backwards, target in enumerate(targets, start=1):
-            x = torch.empty(link.shape, dtype=link.dtype)
-            dist.recv(x, (backwards - 1) % share)
-            x.requires_grad_()
-            y = loss_fn(stage(x), target)
-            [dx] = torch.autograd.grad(y, x, retain_graph=True)
-            y.backward()
-            sends.append(dist.isend(dx, backwards % share))
-            optimizer.step()
-            optimizer.zero_grad()
-    mine, in_flight = microbatches[rank::share] if rank < last else (), deque[tuple[nn.Module, Tensor]]()
-    for i in range(len(mine) + (rank < last)):
-        if i < len(mine):
-            kept = copy.deepcopy(stage)
-            in_flight.append((kept, kept(mine[i])))
-            sends.append(dist.isend(in_flight[-1][1].detach(), last))
-        if i >= 1:
-            kept, y = in_flight.popleft()
-            dy = torch.empty(link.shape, dtype=link.dtype)
-            dist.recv(dy, last)
-            gradients = torch.autograd.grad(y, list(kept.parameters()), dy)
-            for newest, gradient in zip(stage.parameters(), gradients, strict=True):
-                dist.all_reduce(gradient, group=mates)
-                newest.grad = gradient / share
-            optimizer.step()
-            optimizer.zero_grad()
-    for send in sends:
-        if send is not None:
-            send.wait()
-
-
-PATIENTS: dict[str, tuple[Callable[..., None], tuple[int, ...]]] = {
-    "A": (_patient_a, (1, 1, 1, 1)),
-    "B": (_patient_b, (1, 1, 1, 1)),
-    "C": (_patient_c, (2, 1)),
-}
-"""Steps that run and go wrong, each for another reason, and the replicas of each stage that they are for."""
