@@ -5,6 +5,7 @@
   lists them, :func:`check` says whether any schedule can run, and if not, why not.
 * :func:`simulate`: when each rank does what, given :class:`Costs`. :mod:`theory` has the closed forms,
   :func:`bound` what no schedule can beat.
+* :func:`search`: the best order that can be found in seconds, under a memory cap, and its gap to the bound.
 * :func:`to_torch_csv`, :func:`from_torch_csv`: the text form that torch's schedules load and dump.
 * :class:`Span` and :class:`Timeline`: when each rank did it. A simulation and a measurement give the
   same type, so one function draws either (:func:`course_pp.show.timeline`).
@@ -25,6 +26,7 @@ from course_pp.schedule.layer_plan import ClusterLevel, LayerCost, Partition, Pl
 from course_pp.schedule.ledger import Ledger, Use, Versions, ledger
 from course_pp.schedule.legality import check
 from course_pp.schedule.schedule import Schedule
+from course_pp.schedule.searching.search import Found, search
 from course_pp.schedule.simulation import simulate
 from course_pp.schedule.span import Gap, Receive, Span, Time, format_time
 from course_pp.schedule.timeline import Timeline
@@ -37,6 +39,7 @@ __all__ = [
     "Costs",
     "Entry",
     "Fit",
+    "Found",
     "Gap",
     "LayerCost",
     "Ledger",
@@ -62,6 +65,7 @@ __all__ = [
     "ledger",
     "names",
     "partition",
+    "search",
     "simulate",
     "theory",
     "to_torch_csv",

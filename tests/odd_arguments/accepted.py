@@ -1,7 +1,7 @@
 """What is not refused and yet no mistake, with the reason for each."""
 
 UNTRIED = {
-    "schedule": {"Time": "a type", "Versions": "a type"},
+    "schedule": {"Found": "made by search", "Time": "a type", "Versions": "a type"},
     "schedule.theory": {"NoClosedForm": "an exception", "Prediction": "made by predict"},
     "model": {
         "config_from_hf": "takes any object with transformers' fields",

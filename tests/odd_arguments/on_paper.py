@@ -71,6 +71,17 @@ SCHEDULE: Rows = {
     "ledger": {"schedule": build("pipedream", 2, 4), "versions": "stash"},
     "names": {},
     "partition": {"layers": [LayerCost(1.0)], "levels": 2},
+    "search": {
+        "n_ranks": 1,
+        "n_microbatches": 1,
+        "costs": None,
+        "memory_limit": None,
+        "n_chunks": 1,
+        "seconds": 1.0,
+        "placement": None,
+        "split": True,
+        "seed": 0,
+    },
     "simulate": {"schedule": S, "costs": None, "durations": None},
     "to_torch_csv": {"schedule": S},
 }

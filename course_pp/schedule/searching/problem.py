@@ -1,0 +1,203 @@
+"""A search's question in numbers, and a simulator fast enough to be asked thousands of times.
+
+All microbatches are alike, so on each rank, each stage may take them in order without loss: give the k-th ``F`` of a
+stage to start, in any schedule, to microbatch k, and likewise its ``I`` and ``W``. Every action still finds its input,
+as the k-th of a stage ends no earlier than the k-th of the stage it waits for did, and a rank holds as much as before.
+So a rank's order is a *word* over its (stage, kind) pairs; which microbatch each letter means follows from counting.
+
+A letter is an integer: ``3 * stage + kind``, with the kinds ``F``, ``I``, ``W`` as 0, 1, 2.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import lcm
+from typing import NamedTuple
+
+from course_pp.schedule.action import Action
+from course_pp.schedule.costs import Costs
+from course_pp.schedule.schedule import Schedule
+from course_pp.schedule.span import Time
+
+FORWARD, INPUT, WEIGHT = 0, 1, 2
+_KINDS = "FIW"
+
+Words = list[list[int]]
+"""For each rank its letters in order."""
+
+
+class Pass(NamedTuple):
+    """A run of words.
+
+    Attributes:
+        makespan: when the last rank finishes.
+        total: of all ranks' ends, which tells equal makespans apart.
+        ends: for each letter, when its k-th occurrence ends.
+    """
+
+    makespan: Time
+    total: Time
+    ends: list[list[Time]]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes, times and memory caps.
+
+    Attributes:
+        ranks: for each stage its rank.
+        n_ranks: how many ranks there are.
+        n_microbatches: m.
+        split: whether the backward is in two halves, ``I`` and ``W``; if not, the letter of ``I`` stands for ``B``.
+        durations: of each letter.
+        waits_for: for each letter the one whose k-th occurrence its k-th needs; -1 for the first stage's ``F``.
+        delays: for each letter how long what it waits for is on its way.
+        caps: for each rank how many activations it may hold.
+        scale: by which times were multiplied, to calculate with integers where costs are fractions.
+    """
+
+    ranks: tuple[int, ...]
+    n_ranks: int
+    n_microbatches: int
+    split: bool
+    durations: tuple[Time, ...]
+    waits_for: tuple[int, ...]
+    delays: tuple[Time, ...]
+    caps: tuple[int, ...]
+    scale: int = 1
+
+    @classmethod
+    def of(
+        cls, placement: Sequence[Sequence[int]], n_microbatches: int, costs: Costs, caps: Sequence[int], split: bool
+    ) -> "Problem":
+        """Read the times off ``costs``; ``placement`` has one rank for each stage."""
+        n = len(placement)
+        ranks = tuple(rank for (rank,) in placement)
+        times, transfers = costs.durations(n), costs.transfers(n)
+        kinds = ("F", "I", "W") if split else ("F", "B", "B")
+        durations = [times[kind][stage] for stage in range(n) for kind in kinds]
+        waits_for, delays = [-1] * (3 * n), [0] * (3 * n)
+        for stage in range(n):
+            waits_for[3 * stage + FORWARD] = 3 * (stage - 1) + FORWARD if stage else -1
+            waits_for[3 * stage + INPUT] = 3 * (stage + 1) + INPUT if stage + 1 < n else 3 * stage + FORWARD
+            waits_for[3 * stage + WEIGHT] = 3 * stage + INPUT
+        for stage, transfer in enumerate(transfers):
+            if ranks[stage] != ranks[stage + 1]:
+                delays[3 * (stage + 1) + FORWARD] = delays[3 * stage + INPUT] = transfer  # type: ignore[call-overload]
+        scale = _scale((*durations, *delays))
+        if scale > 1:
+            durations, delays = [int(t * scale) for t in durations], [int(t * scale) for t in delays]
+        return cls(
+            ranks,
+            1 + max(ranks),
+            n_microbatches,
+            split,
+            tuple(durations),
+            tuple(waits_for),
+            tuple(delays),
+            tuple(caps),
+            scale,
+        )
+
+    def with_caps(self, caps: Sequence[int]) -> "Problem":
+        return replace(self, caps=tuple(caps))
+
+    @property
+    def n_chunks(self) -> int:
+        return len(self.ranks) // self.n_ranks
+
+    def letters_of(self, rank: int) -> tuple[int, ...]:
+        """The letters that a rank's word is made of, stage by stage."""
+        kinds = (FORWARD, INPUT, WEIGHT) if self.split else (FORWARD, INPUT)
+        return tuple(3 * stage + kind for stage, r in enumerate(self.ranks) if r == rank for kind in kinds)
+
+    def releases(self, letter: int) -> bool:
+        """Whether the letter gives an activation back."""
+        return letter % 3 == (WEIGHT if self.split else INPUT)
+
+    def fits(self, words: Words) -> bool:
+        """Whether no rank ever holds more than its cap. That depends on each rank's order alone, not on times."""
+        return all(self.row_fits(rank, word) for rank, word in enumerate(words))
+
+    def row_fits(self, rank: int, word: Iterable[int]) -> bool:
+        held, cap, last = 0, self.caps[rank], WEIGHT if self.split else INPUT
+        for letter in word:
+            kind = letter % 3
+            if kind == FORWARD:
+                held += 1
+                if held > cap:
+                    return False
+            elif kind == last:
+                held -= 1
+        return True
+
+    def run(self, words: Words) -> Pass | None:
+        """Do every letter as early as its rank and its input allow; None if ranks wait for one another in a circle."""
+        durations, waits_for, delays = self.durations, self.waits_for, self.delays
+        ends: list[list[Time]] = [[] for _ in durations]
+        clocks: list[Time] = [0] * self.n_ranks
+        places = [0] * self.n_ranks
+        asleep = [-1] * len(durations)
+        able = list(range(self.n_ranks))
+        while able:
+            rank = able.pop()
+            clock, word = clocks[rank], words[rank]
+            for place in range(places[rank], len(word)):
+                letter = word[place]
+                done = ends[letter]
+                maker = waits_for[letter]
+                if maker >= 0:
+                    made = ends[maker]
+                    if len(made) <= len(done):
+                        asleep[maker] = rank
+                        places[rank] = place
+                        break
+                    arrival = made[len(done)] + delays[letter]
+                    if arrival > clock:
+                        clock = arrival
+                clock += durations[letter]
+                done.append(clock)
+                if asleep[letter] >= 0:
+                    able.append(asleep[letter])
+                    asleep[letter] = -1
+            else:
+                places[rank] = len(word)
+            clocks[rank] = clock
+        if any(place < len(word) for place, word in zip(places, words, strict=True)):
+            return None
+        return Pass(max(clocks), sum(clocks), ends)
+
+    def words_of(self, schedule: Schedule) -> Words:
+        """The orders of ``schedule``, with pairs taken apart and, if halves are allowed, backwards too."""
+        words: Words = []
+        for row in schedule.actions:
+            word = []
+            for action in row:
+                for part in action.parts:
+                    if part.kind == "B" and self.split:
+                        word += [3 * part.stage + INPUT, 3 * part.stage + WEIGHT]
+                    else:
+                        word.append(3 * part.stage + (INPUT if part.kind == "B" else _KINDS.index(part.kind)))
+            words.append(word)
+        return words
+
+    def schedule_of(self, name: str, words: Words) -> Schedule:
+        """Number the microbatches of each stage and kind as they come."""
+        counts = [0] * len(self.durations)
+        rows = []
+        for word in words:
+            row = []
+            for letter in word:
+                stage, kind = divmod(letter, 3)
+                row.append(Action(stage, _KINDS[kind] if self.split or kind == FORWARD else "B", counts[letter]))
+                counts[letter] += 1
+            rows.append(tuple(row))
+        return Schedule(name, tuple((rank,) for rank in self.ranks), tuple(rows))
+
+
+def _scale(times: Iterable[Time]) -> int:
+    """What makes integers of all times, if none is a float; 1 otherwise."""
+    values = list(times)
+    if any(isinstance(t, float) for t in values):
+        return 1
+    return lcm(*(t.denominator for t in values if isinstance(t, Fraction)), 1)

@@ -1,0 +1,85 @@
+from fractions import Fraction
+
+import pytest
+
+from course_pp.schedule import Costs, build, check, search, simulate
+from course_pp.schedule.searching.problem import Problem
+from course_pp.schedule.searching.question import questions
+
+
+def test_under_the_memory_of_1f1b_it_is_as_fast_as_zb_h1() -> None:
+    found = search(4, 8, memory_limit=4)
+    assert max(found.timeline.peak_activations) <= 4
+    assert found.timeline.makespan <= simulate(build("zb_h1", 4, 8)).makespan
+
+
+def test_with_nearly_twice_the_memory_no_rank_waits_between_its_first_and_last_action() -> None:
+    found = search(4, 8, memory_limit=7)
+    assert max(found.timeline.peak_activations) <= 7
+    assert found.timeline.span_bubble_fraction == 0
+
+
+def test_what_it_found_is_legal_and_takes_as_long_as_it_says() -> None:
+    costs = Costs((1, Fraction(3, 2), 1), 1, Fraction(1, 2), latency=Fraction(1, 3))
+    found = search(3, 5, costs, memory_limit=[3, 2, 2], seconds=1)
+    assert check(found.schedule) == []
+    assert simulate(found.schedule, costs) == found.timeline
+    assert all(held <= cap for held, cap in zip(found.timeline.peak_activations, [3, 2, 2], strict=True))
+    assert found.timeline.makespan == found.bound * (1 + found.gap)
+
+
+@pytest.mark.parametrize(
+    "name", ["naive", "gpipe", "1f1b", "1f1b_eager", "zb_h1", "zb_h2", "zb_v", "hanayo", "looped_bfs"]
+)
+def test_the_fast_simulator_agrees_with_the_exact_one(name: str) -> None:
+    schedule = build(name, 4, 8)
+    costs = Costs(tuple(range(1, schedule.n_stages + 1)), 2, Fraction(1, 3), latency=Fraction(1, 2))
+    problem = Problem.of(schedule.placement, 8, costs, [99] * 4, split="W" in str(schedule.actions))
+    run = problem.run(problem.words_of(schedule))
+    assert run is not None
+    assert Fraction(run.makespan, problem.scale) == simulate(schedule, costs).makespan
+
+
+@pytest.mark.parametrize("placement", ["loop", "v"])
+def test_two_stages_a_rank_are_never_worse_than_the_catalogue(placement: str) -> None:
+    (question,) = questions(3, 4, Costs(), 8, 2, placement, True)
+    named = question.named()
+    assert named
+    found = search(3, 4, memory_limit=8, n_chunks=2, placement=placement, seconds=1)
+    assert found.schedule.placement == named[0].placement
+    assert found.timeline.makespan <= min(simulate(each).makespan for each in named)
+
+
+def test_a_whole_backward_stays_whole() -> None:
+    found = search(3, 4, memory_limit=3, split=False, seconds=1)
+    assert {part.kind for part in found.schedule.parts} == {"F", "B"}
+    assert found.timeline.makespan == simulate(build("1f1b", 3, 4)).makespan
+
+
+def test_the_same_seed_finds_the_same_schedule() -> None:
+    one, other = (search(3, 4, memory_limit=2, seconds=60, seed=3) for _ in range(2))
+    assert one.stopped == other.stopped == "patience"
+    assert one.schedule == other.schedule
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"memory_limit": 0}, "memory_limit is 0 on rank 0.*give at least 1"),
+        ({"memory_limit": [2, 1], "n_chunks": 2}, "memory_limit is 1 on rank 1.*give at least 2"),
+        ({"memory_limit": [2, 2, 2]}, "3 values for 2 ranks"),
+        ({"n_ranks": 0}, "n_ranks is 0: give an integer of at least 1"),
+        ({"n_microbatches": -1}, "n_microbatches is -1"),
+        ({"n_microbatches": 10**6}, "6,000,000.*20,000 or below"),
+        ({"n_chunks": 3}, "n_chunks is 3: a search takes 1 or 2"),
+        ({"placement": "v"}, "a V has two stages a rank"),
+        ({"seconds": 0}, "seconds is 0: give a time limit above 0"),
+        ({"seconds": float("inf")}, "seconds is inf"),
+        ({"costs": Costs((1, 0))}, "forward is 0 in stage 1"),
+        ({"costs": Costs(1, 0)}, "input_grad is 0 in stage 0"),
+        ({"costs": Costs((1, 1, 1))}, "forward has 3 values for 2 stages"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused_by_name(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        search(**{"n_ranks": 2, "n_microbatches": 2, **arguments})
