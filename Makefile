@@ -13,7 +13,7 @@ WHEELS := --extra-index-url https://download.pytorch.org/whl/cpu
 endif
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: FORCE help setup lab run lint types images notebooks clean \
+.PHONY: FORCE help setup lab run lint types images site notebooks clean \
   test test-fast test-long test-solutions test-slurm test-gpu test-full without-ranks tests as-shipped
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo "make test-gpu        the stack on this machine's GPUs; skipped without one"
 	@echo "make test-full       every size of every grid of tests"
 	@echo "make images          redraw the figures used in prose"
+	@echo "make site            build the pages of the course in runs/site/html, offline"
 	@echo "make notebooks       run the notebooks again and save them in place"
 	@echo "make setup           only set up $(VENV); every other target does it when needed"
 	@echo "make clean           remove $(VENV)"
@@ -104,6 +105,9 @@ test-full: $(READY)
 
 images: $(READY)
 	@$(BIN)/python images/make.py
+
+site: $(READY)
+	@$(BIN)/python docs/make_site.py $(ARGS)
 
 notebooks: $(READY)
 	@COURSE_PP_WHERE=local $(BIN)/jupyter nbconvert --to notebook --execute --inplace --log-level=WARN \

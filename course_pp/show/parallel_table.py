@@ -109,7 +109,7 @@ def _on_one_line(n_bytes: float) -> str:
 def parallelisms(config: Sizes, n_ranks: int, tokens: int, itemsize: int = 2) -> ParallelismTable:
     """Compare data, FSDP, tensor and pipeline parallelism for one model: what each cuts, sends and keeps.
 
-    With N parameters, L layers of width d, and A = tokens · d numbers in the activations of a step, n ranks send, each:
+    With N parameters, L layers of width d, and A = tokens · d numbers in a step's activations, n ranks send, each::
 
         data       2 (n - 1)/n N      an all-reduce of the gradients: Patarasuk and Yuan 2009,
                                       doi:10.1016/j.jpdc.2008.09.002

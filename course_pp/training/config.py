@@ -87,7 +87,7 @@ class TrainConfig:
     eps: float | None = None
     """Of most optimizers; None is the optimizer's own."""
     optimizer_options: dict[str, float | bool] = field(default_factory=dict)
-    """Whatever else the optimizer takes, such as `{"momentum": 0.9}`."""
+    """Whatever else the optimizer takes, by name, such as `dict(momentum=0.9)`."""
     weight_decay: float = 0.01
     """Of matrices; norms, biases and embeddings do not decay."""
     clip_norm: float = 1.0

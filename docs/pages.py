@@ -1,0 +1,194 @@
+"""Pages that are made from the package and the notebooks: exercises, figures, references, schedules, the API."""
+
+import importlib
+import inspect
+import json
+import pkgutil
+import re
+from base64 import b64decode
+from io import BytesIO
+from pathlib import Path
+from types import ModuleType
+
+from chapters import anchor
+from PIL import Image
+from sphinx_additions import alt_texts, figure_id
+
+import course_pp
+from course_pp.exercises.registry import exercises, number_of
+
+THUMBNAIL = 440
+
+
+def write(folder: Path, notebooks: list[Path]) -> None:
+    """Write all generated pages into ``folder``."""
+    folder.mkdir(parents=True)
+    (folder / "exercises.md").write_text(exercise_page(notebooks), encoding="utf-8")
+    (folder / "figures.md").write_text(figure_page(notebooks, folder / "thumbnails"), encoding="utf-8")
+    (folder / "references.md").write_text(reference_page(notebooks), encoding="utf-8")
+    write_api(folder / "api")
+
+
+def title_of(notebook: dict) -> str:
+    """What the first heading of a notebook says."""
+    return re.match(r"# (.*)", "".join(notebook["cells"][0]["source"]))[1]
+
+
+def exercise_page(notebooks: list[Path]) -> str:
+    """A table of all exercises: where, how hard, how long, how many hints."""
+    paths = {path.stem[:2]: path for path in notebooks}
+    rows, minutes = [], 0
+    for exercise in exercises():
+        if (path := paths.get(exercise.notebook)) is None:
+            continue
+        minutes += exercise.minutes
+        where = f"{exercise.notebook} · {number_of(exercise)}"
+        link = f"[{exercise.title}](../notebooks/{path.name}#{anchor(exercise)})"
+        rows.append(
+            f"| {where} | {link} | `{exercise.name}` | {exercise.stars} | {exercise.minutes} | {len(exercise.hints)} |"
+        )
+    return "\n".join(
+        (
+            "# Exercises",
+            "",
+            f"{len(rows)} functions to complete, {minutes / 60:.0f} hours in all. Each has a check that runs your "
+            "answer, hints one step at a time, and a tested solution (`solution(…)` in the notebook).",
+            "",
+            "| | exercise | function | difficulty | minutes | hints |",
+            "|---|---|---|---|---|---|",
+            *rows,
+            "",
+        )
+    )
+
+
+def figure_page(notebooks: list[Path], thumbnails: Path) -> str:
+    """All figures of the chapters, small, each a link to its place."""
+    thumbnails.mkdir()
+    parts = [
+        "# Figures",
+        "",
+        "Every figure of the chapters, in order. Each is drawn by `course_pp.show` and leads to its place.",
+        "",
+    ]
+    for path in notebooks:
+        notebook = json.loads(path.read_text(encoding="utf-8"))
+        figures = list(zip(_pictures(notebook), alt_texts(notebook), strict=True))
+        if figures:
+            parts += [f"## {title_of(notebook)}", ""]
+        for i, (data, alt) in enumerate(figures, start=1):
+            name = f"{figure_id(path.stem, i)}.png"
+            picture = Image.open(BytesIO(b64decode(data))).convert("RGB")
+            picture.thumbnail((THUMBNAIL, THUMBNAIL * 3))
+            picture.save(thumbnails / name, optimize=True)
+            short = alt.split(". ")[0].replace("[", "(").replace("]", ")").replace("\n", " ")
+            link = f"../notebooks/{path.name}#{figure_id(path.stem, i)}"
+            parts += [
+                "```{figure} " + f"thumbnails/{name}",
+                f":alt: {short}",
+                ":figclass: thumbnail",
+                "",
+                f"[{short}.]({link})",
+                "```",
+                "",
+            ]
+    return "\n".join(parts)
+
+
+def _pictures(notebook: dict) -> list[str]:
+    datas = (output.get("data", {}) for cell in notebook["cells"] for output in cell.get("outputs", ()))
+    return ["".join(data["image/png"]) for data in datas if "image/png" in data]
+
+
+def reference_page(notebooks: list[Path]) -> str:
+    """The lists of references of all chapters."""
+    parts = ["# References", ""]
+    for path in notebooks:
+        notebook = json.loads(path.read_text(encoding="utf-8"))
+        found = re.search(
+            r"\*\*References\*\*\n(.*?)(?=\n\*\*|\nPrevious|\n#|\Z)",
+            "\n\n".join("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown"),
+            re.S,
+        )
+        if found:
+            parts += [
+                f"## [{title_of(notebook)}](../notebooks/{path.name})",
+                "",
+                found[1].strip().replace("](", "](../notebooks/").replace("../notebooks/http", "http"),
+                "",
+            ]
+    return "\n".join(parts)
+
+
+def public_modules() -> list[ModuleType]:
+    """The packages and modules directly below `course_pp` that list what is public."""
+    names = sorted(info.name for info in pkgutil.iter_modules(course_pp.__path__) if not info.name.startswith("_"))
+    return [
+        module
+        for name in names
+        if (module := importlib.import_module(f"course_pp.{name}")) and getattr(module, "__all__", None)
+    ]
+
+
+def write_api(folder: Path) -> None:
+    """One page a package with every public name, and their list."""
+    folder.mkdir()
+    modules = public_modules()
+    listed = "\n".join(f"   {module.__name__}" for module in modules)
+    lines = [
+        "API",
+        "===",
+        "",
+        "Every public name, with its types and a link to its source.",
+        "",
+        ".. toctree::",
+        "   :maxdepth: 1",
+        "",
+        listed,
+        "",
+    ]
+    (folder / "index.rst").write_text("\n".join(lines), encoding="utf-8")
+    for module in modules:
+        (folder / f"{module.__name__}.rst").write_text(api_page(module), encoding="utf-8")
+
+
+def api_page(module: ModuleType) -> str:
+    """The page of one module in reStructuredText: its docstring, and each of its public names."""
+    name = module.__name__
+    lines = [name, "=" * len(name), "", f".. automodule:: {name}", f".. currentmodule:: {name}", ""]
+    for public in module.__all__:
+        value = getattr(module, public)
+        if inspect.ismodule(value):
+            heading = f"{name}.{public}"
+            lines += [
+                heading,
+                "-" * len(heading),
+                "",
+                f".. automodule:: {heading}",
+                "   :members:",
+                "",
+                f".. currentmodule:: {name}",
+                "",
+            ]
+            continue
+        lines += [public, "-" * len(public), "", *_directive(module, public), ""]
+    return "\n".join(lines)
+
+
+def _directive(module: ModuleType, public: str) -> list[str]:
+    value = getattr(module, public)
+    if (home := _home(value)) not in (None, module.__name__):
+        kind = "class" if inspect.isclass(value) else "func"
+        return [f"Passed on from :{kind}:`{home}.{public}`."]
+    if inspect.isclass(value):
+        # matplotlib writes a method of its own into every figure's class, in markup of its own.
+        return [f".. autoclass:: {public}", "   :members:", "   :exclude-members: set"]
+    if inspect.isroutine(value):
+        return [f".. autofunction:: {public}"]
+    return [f".. py:data:: {public}", f"   :value: {value!r}".replace("typing.", "")]
+
+
+def _home(value: object) -> str | None:
+    """The package that a class or function is from, with its own page or not; None for a constant or a type."""
+    home = getattr(value, "__module__", "") if inspect.isclass(value) or inspect.isroutine(value) else ""
+    return ".".join(home.split(".")[:2]) if home.startswith("course_pp.") else None
