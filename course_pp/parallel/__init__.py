@@ -53,7 +53,7 @@ from course_pp.parallel.post_validation import OptimisticStep
 from course_pp.parallel.precision import compute_dtype, compute_in
 from course_pp.parallel.predicting import predict_collectives
 from course_pp.parallel.schedules import get_stage_indices, schedule_names
-from course_pp.parallel.split import auto_split, explain
+from course_pp.parallel.split import auto_split, explain, weights_on_meta
 from course_pp.parallel.stage import build_pipeline_stage
 from course_pp.parallel.tensor import Plan, apply_tensor_parallel
 from course_pp.parallel.tied import find_ties
@@ -115,5 +115,6 @@ __all__ = [
     "resolve_reshard_after_forward",
     "schedule_names",
     "transformer_plan",
+    "weights_on_meta",
     "wire_factor",
 ]

@@ -79,7 +79,7 @@ WORDS: dict[str | tuple[str, str], str] = {
 """Parameters that take any words."""
 
 PATHS = dict.fromkeys(
-    ["root", "path", "directory", "source", "cache_dir", "log_folder", "texts"],
+    ["root", "path", "directory", "source", "cache_dir", "folder", "log_folder", "texts"],
     "a path that exists in the test's folder",
 )
 """Parameters that take a path, of which ``'x'`` is one."""
@@ -90,6 +90,7 @@ USERS_CODE = {
     for parameter in ("x", "inputs", "target", "targets", "loss_fn")
 } | {
     ("auto_split", "example"): "what the caller's own model raises is passed on",
+    ("load_stage", "names"): "what the caller's own function raises is passed on",
     ("Trainer", "optimizer"): "what the caller's own factory raises is passed on",
     ("emulate", "inputs"): "what the caller's own model raises is passed on",
     ("emulate", "targets"): "what the loss raises is passed on",

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
@@ -169,6 +170,7 @@ def parallel_rows(folder: Path) -> Rows:
         "refusals_said_once": {"program": "train.py"},
         "resolve_reshard_after_forward": {"policy": "auto", "device_mesh": None},
         "schedule_names": {},
+        "weights_on_meta": {},
         "wire_factor": {"collective": "all_reduce", "n_ranks": 2},
     }
 
@@ -303,7 +305,9 @@ def data_rows(folder: Path) -> Rows:
 
 
 def checkpoint_rows(folder: Path) -> Rows:
-    model = Transformer(CONFIG)
+    model, weights = Transformer(CONFIG), folder / "weights"
+    weights.mkdir()
+    save_file(nn.Linear(1, 1).state_dict(), weights / "model.safetensors")
     saved = save(folder / "run", 1, model, device_mesh=None).path
     what = {"path": saved, "modules": model, "optimizer": None, "device_mesh": None, "tied": ()}
     kept = {"keep_last": None, "keep_every": None}
@@ -328,6 +332,7 @@ def checkpoint_rows(folder: Path) -> Rows:
         "find_latest": {"root": folder / "run"},
         "import_hf": {"source": folder / "no model", "root": folder / "imported"},
         "load": what,
+        "load_stage": {"stage": nn.Linear(1, 1), "folder": weights, "device": "cpu", "names": None},
         "resume": what,
         "save": {
             "root": Fresh(_new(folder, "run")),

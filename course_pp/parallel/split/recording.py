@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from course_pp.parallel._torch import TorchDispatchMode, tree_flatten, tree_map
 from course_pp.parallel.split.calls import Call, Input, Output, Parameter, Problem, Recording, Source
+from course_pp.parallel.split.on_meta import has_no_weights, to_meta, without_numbers
 from course_pp.parallel.split.units import candidates, draws_random_numbers
 
 __all__ = ["Example", "as_call", "is_of_model", "left_as_it_was", "record"]
@@ -49,9 +50,12 @@ def record(model: nn.Module, example: Example) -> Recording:
 
 
 def _run(model: nn.Module, example: Example, units: dict[str, nn.Module], undecided: dict[str, nn.Module]) -> "_Watch":
-    watch = _Watch(model, Recording(units, example=example), undecided)
-    args, kwargs = watch.take_inputs(example)
+    on_meta = any(tensor.is_meta for tensor in _tensors(example))
     with left_as_it_was(model), torch.no_grad(), ExitStack() as hooks:
+        if not on_meta and has_no_weights(model):
+            hooks.enter_context(without_numbers(model, units))
+        watch = _Watch(model, Recording(units, example=example), undecided)
+        args, kwargs = watch.take_inputs(example)
         for name, unit in {**units, **undecided}.items():
             for handle in watch.hooks_on(name, unit):
                 hooks.callback(handle.remove)
@@ -89,12 +93,13 @@ class _Watch(TorchDispatchMode):
         self._opaque: dict[int, str] = {}
         self._decided_by = _NOTHING
         self._looking = True
+        self._device = next((leaf.device for leaf in _tensors(recording.example)), torch.device("cpu"))
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self._set(tensor, frozenset({Parameter(name)}))
 
     def take_inputs(self, example: Example) -> Example:
         """The example, its tensors marked."""
-        tensors = [leaf for leaf in tree_flatten(example)[0] if isinstance(leaf, Tensor)]
+        tensors = _tensors(example)
         copies = {id(tensor): tensor.clone() for tensor in tensors}
         for index, tensor in enumerate(tensors):
             self._set(copies[id(tensor)], frozenset({Input(index)}))
@@ -102,7 +107,7 @@ class _Watch(TorchDispatchMode):
 
     def take_result(self, output: Any) -> None:
         """Note what the model's result was computed from."""
-        tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
+        tensors = _tensors(output)
         self.recording.result_reads = self._read_by(tensors)
 
     def hooks_on(self, name: str, unit: nn.Module) -> Iterator[Any]:
@@ -119,8 +124,8 @@ class _Watch(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         if not self._looking:
             return output
-        arguments = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        results = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
+        arguments = _tensors((args, kwargs))
+        results = _tensors(output)
         if self._open:
             self._see_inside(arguments, results, _written(func, args, kwargs or {}))
         else:
@@ -167,14 +172,28 @@ class _Watch(TorchDispatchMode):
                 self._kept.append(tensor)
                 self._inside.setdefault(_key(tensor), len(self.recording.calls))
 
-    def _enter(self, name: str, unit: nn.Module, given: Any) -> None:
-        tensors = [leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, Tensor)]
+    def _enter(self, name: str, unit: nn.Module, given: Any) -> Any:
+        tensors = _tensors(given)
         if self._open:
             outer, remedy = self._open[-1].unit, "let each hold modules of its own, or put both into one"
             self._refuse("nested call", f"{outer!r} calls {name!r}, which the model calls itself", remedy)
         reads = self._read_by(tensors)
         allowed = {_key(tensor) for tensor in (*tensors, *unit.parameters(), *unit.buffers())}
-        self._open.append(_Open(name, reads, allowed, tuple((tuple(t.shape), t.dtype) for t in tensors)))
+        on_meta = has_no_weights(unit) and self._device.type != "meta"
+        if on_meta:
+            given = self._on_meta(given, allowed)
+        self._open.append(_Open(name, reads, allowed, tuple((tuple(t.shape), t.dtype) for t in tensors), on_meta))
+        return given if on_meta else None
+
+    def _on_meta(self, given: Any, allowed: set[int]) -> Any:
+        """The arguments of a unit without weights, which is seen to change them as it would those it is given."""
+        self._looking = False
+        copies = to_meta(given)
+        self._looking = True
+        for tensor, copy in zip(_tensors(given), _tensors(copies), strict=True):
+            self._set(copy, self._of(tensor))
+            allowed.add(_key(copy))
+        return copies
 
     def _leave(self, output: Any) -> Any:
         now, call = self._open.pop(), len(self.recording.calls)
@@ -185,7 +204,9 @@ class _Watch(TorchDispatchMode):
         def mine(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            return own.setdefault(id(leaf), leaf.clone())
+            if id(leaf) not in own:
+                own[id(leaf)] = torch.zeros_like(leaf, device=self._device) if now.on_meta else leaf.clone()
+            return own[id(leaf)]
 
         self._looking = False
         output = tree_map(mine, output)
@@ -208,7 +229,7 @@ class _Watch(TorchDispatchMode):
         return sources.difference(problems)
 
     def _judge(self, name: str, output: Any) -> None:
-        tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
+        tensors = _tensors(output)
         if any(isinstance(source, Output) for tensor in tensors for source in self._of(tensor)):
             self.independent.discard(name)
 
@@ -241,8 +262,14 @@ class _Watch(TorchDispatchMode):
 
 
 class _Open:
-    def __init__(self, unit: str, reads: frozenset[Source], allowed: set[int], arguments: tuple[Any, ...]) -> None:
-        self.unit, self.reads, self.allowed, self.arguments = unit, reads, allowed, arguments
+    def __init__(
+        self, unit: str, reads: frozenset[Source], allowed: set[int], arguments: tuple[Any, ...], on_meta: bool
+    ) -> None:
+        self.unit, self.reads, self.allowed, self.arguments, self.on_meta = unit, reads, allowed, arguments, on_meta
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
 def _key(tensor: Tensor) -> int:
@@ -255,7 +282,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
     for place, each in enumerate(func._schema.arguments):
         if each.alias_info is not None and each.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(each.name)
-            found += [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+            found += _tensors(value)
     return found
 
 

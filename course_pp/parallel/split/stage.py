@@ -182,7 +182,9 @@ class _Carver:
             path = f"{name}.{key}" if name else key
             if parameter is not None and path not in self._read:
                 del copied._parameters[key]
-                copied.register_buffer(key, parameter.detach().new_zeros(()).expand(parameter.shape), persistent=False)
+                zeros: Any = parameter.detach().new_zeros(()).expand(parameter.shape)
+                zeros.of_another_stage = True
+                copied.register_buffer(key, zeros, persistent=False)
         for key, child in module._modules.items():
             if child is not None:
                 copied._modules[key] = self._copy(child, f"{name}.{key}" if name else key)

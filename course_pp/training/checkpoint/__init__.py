@@ -23,6 +23,7 @@ from course_pp.training.checkpoint.manifest import verify
 from course_pp.training.checkpoint.opening import find_latest
 from course_pp.training.checkpoint.ranks import CheckpointError
 from course_pp.training.checkpoint.saving import AsyncSaver, Saved, Saving, save
+from course_pp.training.checkpoint.stage_weights import load_stage
 
 __all__ = [
     "AsyncSaver",
@@ -39,6 +40,7 @@ __all__ = [
     "find_latest",
     "import_hf",
     "load",
+    "load_stage",
     "resume",
     "save",
     "verify",

@@ -13,12 +13,12 @@ from course_pp.model.hf import EMBEDDING, HEAD, name_to_hf
 from course_pp.training.checkpoint.manifest import opened, read_json
 from course_pp.training.checkpoint.ranks import CheckpointError
 
-__all__ = ["read_weights"]
+__all__ = ["DTYPES", "files_of", "header", "open_safetensors", "read_weights"]
 
 T = TypeVar("T")
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_DTYPES = ("F64", "F32", "BF16", "F16")
+DTYPES = ("F64", "F32", "BF16", "F16")
 _ANEW = "get the directory anew, whole"
 
 Found = dict[str, tuple[Path, tuple[int, ...]]]
@@ -49,7 +49,7 @@ def read_weights(folder: Path, config: ModelConfig, dtype: torch.dtype | None) -
     tensors: dict[str, Tensor] = {}
     for path in sorted({path for path, _ in found.values()}):
         names = [name for name, (where, _) in found.items() if where == path]
-        tensors |= _open(path, partial(_tensors, names))
+        tensors |= open_safetensors(path, partial(_tensors, names))
     state = {name: tensors.get(name_to_hf(name)) for name in model.state_dict()}
     if config.tie_embeddings:
         head, embedding = state[HEAD], state[EMBEDDING]
@@ -67,23 +67,23 @@ def read_weights(folder: Path, config: ModelConfig, dtype: torch.dtype | None) -
 def _found_in(folder: Path) -> Found:
     """Every weight in the files that make up the model."""
     found: Found = {}
-    for path in _files(folder):
-        for name, (kind, shape) in _open(path, _header).items():
+    for path in files_of(folder):
+        for name, (kind, shape) in open_safetensors(path, header).items():
             if name.endswith("rotary_emb.inv_freq"):
                 continue  # a table that older versions saved
-            if kind not in _DTYPES:
-                raise CheckpointError(f"{path} holds {name} as {kind}: get the model in one of {', '.join(_DTYPES)}")
+            if kind not in DTYPES:
+                raise CheckpointError(f"{path} holds {name} as {kind}: get the model in one of {', '.join(DTYPES)}")
             found[name] = path, shape
     return found
 
 
-def _files(folder: Path) -> list[Path]:
-    """The one file; or those of the index, if there is one; or all."""
+def files_of(folder: Path, follow: bool = False) -> list[Path]:
+    """The one file; or those of the index, if there is one; or all. The index is no link, unless links are followed."""
     if (folder / _ONE).exists():
         return [folder / _ONE]
     if not (folder / _INDEX).exists():
         return sorted(folder.glob("*.safetensors"))
-    index = read_json(folder / _INDEX)
+    index = read_json((folder / _INDEX).resolve() if follow else folder / _INDEX)
     weights = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights.values()):
         raise CheckpointError(f"{folder}: {_INDEX} is damaged: it has no weight_map")
@@ -93,7 +93,7 @@ def _files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _header(file: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
+def header(file: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Kind and shape of every tensor in an open file."""
     parts = {name: file.get_slice(name) for name in list(file.keys())}
     return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
@@ -103,7 +103,7 @@ def _tensors(names: Collection[str], file: Any) -> dict[str, Tensor]:
     return {name: file.get_tensor(name) for name in names}
 
 
-def _open(path: Path, work: Callable[[Any], T]) -> T:
+def open_safetensors(path: Path, work: Callable[[Any], T]) -> T:
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -1,0 +1,184 @@
+"""A stage built without weights is filled from the files' part that it needs, and is then the model's."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from course_pp.launch import on_ranks
+from course_pp.model import ModelConfig, build_stage_module, config_to_hf
+from course_pp.parallel import auto_split, weights_on_meta
+from course_pp.training.checkpoint import CheckpointError, load_stage
+from source_code.hf_pp.families import FAMILIES, OWN, build, called, example, tensor_of
+
+GPT2 = "GPT-2, language model"
+
+
+def saved(name: str, folder: Path) -> nn.Module:
+    """A family's model, in shards as transformers writes them."""
+    model = build(name).eval()
+    if name in OWN:
+        save_file({key: tensor.contiguous() for key, tensor in model.state_dict().items()}, folder / "any.safetensors")
+    else:
+        model.save_pretrained(folder, max_shard_size="20KB")
+    return model
+
+
+def empty_stages(name: str, n_stages: int) -> list[nn.Module]:
+    with weights_on_meta():
+        model = build(name).eval()
+    return auto_split(model, example(name), n_stages)
+
+
+def in_turn(stages: list[nn.Module], given: Any) -> Any:
+    value = called(stages[0], given)
+    for stage in stages[1:]:
+        value = stage(**value)
+    return tensor_of(value)
+
+
+def as_vit_was(name: str) -> str:
+    changes = ((r"vit\.layers", "vit.encoder.layer"), (r"attention\.o_proj", "attention.output.dense"))
+    changes += ((r"attention\.q_proj", "attention.attention.query"), (r"attention\.k_proj", "attention.attention.key"))
+    changes += ((r"attention\.v_proj", "attention.attention.value"), (r"mlp\.fc1", "intermediate.dense"))
+    for pattern, with_ in (*changes, (r"mlp\.fc2", "output.dense")):
+        name = re.sub(pattern, with_, name)
+    return name
+
+
+RENAMED: dict[str, Callable[[str], str]] = {  # transformers saves these under the names that they had once
+    "GPT-NeoX": lambda name: name.replace("lm_head", "embed_out"),
+    "ViT": as_vit_was,
+}
+SAMPLE = (GPT2, "T5", "BERT", "one block, repeated")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SAMPLE else pytest.mark.full) for n in FAMILIES])
+def test_stages_filled_from_files_are_the_model(name: str, tmp_path: Path) -> None:
+    model, batch = saved(name, tmp_path), example(name, seed=1)
+    stages = empty_stages(name, 3)
+    for stage in stages:
+        load_stage(stage, tmp_path, names=RENAMED.get(name))
+    assert not any(tensor.is_meta for stage in stages for tensor in (*stage.parameters(), *stage.buffers()))
+    assert torch.equal(in_turn(stages, batch), tensor_of(called(model, batch)))
+
+
+def test_only_what_the_stage_needs_is_read(tmp_path: Path) -> None:
+    saved("Llama", tmp_path)
+    for stage in empty_stages("Llama", 4):
+        assert load_stage(stage, tmp_path) == sum(tensor.nbytes for tensor in stage.state_dict().values())
+
+
+def test_weights_of_two_stages_of_a_rank_stay_one(tmp_path: Path) -> None:
+    saved(GPT2, tmp_path)
+    stages = empty_stages(GPT2, 4)
+    load_stage([stages[0], stages[3]], tmp_path)
+    (tie,) = stages[0].ties
+    assert stages[0].get_parameter(tie[0]) is stages[3].get_parameter(tie[3])
+
+
+def test_the_names_of_a_model_without_its_head_are_known(tmp_path: Path) -> None:
+    model = build(GPT2).eval()
+    save_file(
+        {key: tensor.clone() for key, tensor in model.transformer.state_dict().items()}, tmp_path / "a.safetensors"
+    )
+    stages = empty_stages(GPT2, 2)
+    for stage in stages:
+        load_stage(stage, tmp_path)
+    assert torch.equal(in_turn(stages, example(GPT2)), tensor_of(called(model, example(GPT2))))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_of_the_courses_model_are_filled_too(tied: bool, tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    config = ModelConfig(dim=32, n_layers=3, n_heads=4, vocab_size=61, max_seq_len=16, tie_embeddings=tied)
+    model = LlamaForCausalLM(config_to_hf(config)).eval()
+    model.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        stages = [build_stage_module(config, stage, 2) for stage in range(2)]
+    for stage in stages:
+        load_stage(stage, tmp_path)
+    tokens = torch.arange(16).view(2, 8)
+    torch.testing.assert_close(stages[1](stages[0](tokens)), model(tokens).logits)
+
+
+def test_links_are_followed_as_downloaded_models_consist_of_them(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    model = saved("Llama", tmp_path / "blobs")
+    for path in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / path.name).symlink_to(path)
+    stages = empty_stages("Llama", 2)
+    for stage in stages:
+        load_stage(stage, tmp_path / "snapshot")
+    assert torch.equal(in_turn(stages, example("Llama")), tensor_of(called(model, example("Llama"))))
+
+
+def refused_on_rank(rank: int, folder: Path) -> tuple[str, bool]:
+    stage = empty_stages("Sequential", 2)[rank]
+    try:
+        load_stage(stage, folder)
+    except CheckpointError as error:
+        return str(error), all(parameter.is_meta for parameter in stage.parameters())
+    return "", False
+
+
+def without(state: dict[str, torch.Tensor]) -> None:
+    del state["1.up.bias"], state["2.up.bias"]
+
+
+def of_another_shape(state: dict[str, torch.Tensor]) -> None:
+    state["1.up.bias"] = torch.zeros(3, dtype=torch.float64)
+
+
+def of_integers(state: dict[str, torch.Tensor]) -> None:
+    state["1.up.bias"] = torch.zeros(48, dtype=torch.int8)
+
+
+SPOILED = [
+    (without, "has no 1.up.bias and 1 more, which a stage needs: get the directory of this model, whole"),
+    (
+        of_another_shape,
+        "has 1.up.bias as (3,), and the stage needs (48,): build the model with the sizes of",
+    ),
+    (of_integers, "has 1.up.bias as I8, and the stage as torch.float64: get the model in one of F64, F32"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "said"), SPOILED)
+def test_files_that_do_not_fit_are_refused_on_every_rank(spoil: Any, said: str, tmp_path: Path) -> None:
+    saved("Sequential", tmp_path)
+    state = load_file(tmp_path / "any.safetensors")
+    spoil(state)
+    save_file(state, tmp_path / "any.safetensors")
+    ranks = on_ranks(2, refused_on_rank, tmp_path)
+    assert ranks[0] == ranks[1]
+    assert said in ranks[0][0]
+    assert ranks[0][1], "something was filled"
+
+
+def test_a_directory_without_weights_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
+    (stage, _) = empty_stages("Sequential", 2)
+    with pytest.raises(CheckpointError, match=r"holds no \.safetensors files: give the directory of a model"):
+        load_stage(stage, tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 100)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        load_stage(stage, tmp_path)
+
+
+def test_a_table_that_no_file_holds_must_have_its_values(tmp_path: Path) -> None:
+    saved("U-Net", tmp_path)
+    model = build("U-Net")
+    for part in model.modules():
+        for name, parameter in part._parameters.items():
+            part._parameters[name] = nn.Parameter(parameter.to("meta"))
+    model.into.register_buffer("table", torch.zeros(2, device="meta"), persistent=False)
+    first, _ = auto_split(model, example("U-Net"), 2)
+    with pytest.raises(ValueError, match=r"into\.table is on the meta device.* build the model under weights_on_meta"):
+        load_stage(first, tmp_path)
