@@ -13,11 +13,12 @@ WHEELS := --extra-index-url https://download.pytorch.org/whl/cpu
 endif
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: FORCE help setup lab run lint types images site notebooks clean \
+.PHONY: FORCE help setup lab doctor run lint types images site notebooks clean \
   test test-fast test-long test-solutions test-slurm test-gpu test-full without-ranks tests as-shipped
 
 help:
 	@echo "make lab             open your own copy of the course, my_course/ (ARGS=... goes to jupyter lab)"
+	@echo "make doctor          say what works here, and what will fail in which notebook"
 	@echo "make run             train a pipeline on two ranks and check it against one process"
 	@echo "make test-fast       linter, type checker, the tests that start no ranks"
 	@echo "make test            linter, type checker, all tests with a sample of each grid, all notebooks"
@@ -49,8 +50,16 @@ $(READY): pyproject.toml constraints.txt $(if $(MOVED),FORCE)
 	@$(BIN)/jupyter labextension disable --level=sys_prefix @jupyterlab/apputils-extension:announcements >/dev/null 2>&1
 	@echo '$(CURDIR)' > $@
 
-lab: $(READY)
+# Once after set-up: says what will fail here, and opens the course whatever that is.
+$(VENV)/examined: $(READY)
+	@$(BIN)/python -m course_pp doctor --short || true
+	@touch $@
+
+lab: $(VENV)/examined
 	@$(BIN)/python -m course_pp lab -- $(ARGS)
+
+doctor: $(READY)
+	@$(BIN)/python -m course_pp doctor
 
 run: $(READY)
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node=2 source_code/first_run.py

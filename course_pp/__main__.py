@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
 # Each module has HELP, add_arguments(parser) and run(arguments), and imports nothing heavy before run.
+# What run returns is the exit code; None is 0.
 _COMMANDS = {
     "checkpoint": "course_pp.training.checkpoint_command",
+    "doctor": "course_pp.doctor.command",
     "lab": "course_pp.notebook.command",
     "schedule": "course_pp.show.command",
     "tokens": "course_pp.training.tokens_command",
@@ -65,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     That is 2, with one line on standard error, for what a command refuses or cannot write; 130 after an interrupt;
     141, as for other programs in a pipeline, if the reader has gone.
     """
-    name = _NAME
+    name, code = _NAME, 0
     if sys.stdout is None:
         return _refuse(name, f"{_STANDARD_OUTPUT}: it is closed")
     output = _Output(sys.stdout)
@@ -78,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     parser.print_help()
                 else:
                     name += f" {parsed.command}"
-                    parsed.run(parsed)
+                    code = parsed.run(parsed) or 0
             finally:
                 output.flush()
     except KeyboardInterrupt:
@@ -90,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.filename == _STANDARD_OUTPUT:
             output.give_up()
         return _refuse(name, _sentence(error))
-    return 0
+    return code
 
 
 def _refuse(name: str, why: str) -> int:

@@ -21,6 +21,7 @@ ARROWS = {
     "parallel": {"collective", "deferred", "loss", "model", "schedule", "tied"},
     "training": {"collective", "loss", "model", "parallel", "runtime", "schedule"},
     "launch": {"cycles"},
+    "doctor": {"launch"},
     "notebook": {"launch", "runtime", "schedule"},
 }
 
@@ -37,6 +38,7 @@ HEAVY = {"torch", "transformers", "datasets"}
         ("course_pp.schedule", HEAVY | {"numpy", "matplotlib"}),
         ("course_pp.show", HEAVY | {"matplotlib.pyplot"}),
         ("course_pp.launch", HEAVY),
+        ("course_pp.doctor", HEAVY | {"numpy", "matplotlib", "IPython"}),
         ("course_pp.notebook", HEAVY | {"matplotlib"}),
     ],
 )

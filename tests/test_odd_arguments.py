@@ -30,6 +30,7 @@ _MANY, _BY_NAME = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWOR
 
 ROWS: dict[str, Callable[[Path], Rows]] = {
     "collective": around.collective_rows,
+    "doctor": around.doctor_rows,
     "exercises": around.exercise_rows,
     "launch": around.launch_rows,
     "loss": around.loss_rows,

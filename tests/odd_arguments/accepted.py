@@ -20,7 +20,7 @@ UNTRIED = {
 
 
 RECORDS = {
-    *("Action", "Alignment", "Difference", "EmulatedRun", "Entry", "Fitted", "ForwardFlops", "Gap"),
+    *("Action", "Alignment", "Difference", "EmulatedRun", "Entry", "Finding", "Fitted", "ForwardFlops", "Gap"),
     *("Loaded", "Loss", "Overrun", "ParallelismTable", "Partition", "Peak", "Piece", "PlannedStage"),
     *("Product", "Progress", "RankMemory", "Receive", "Saved", "Saving", "Span", "Speed"),
     *("StepResult", "Tally", "TokenFile", "Use", "Verdict", "Wait"),

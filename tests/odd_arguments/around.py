@@ -33,6 +33,13 @@ def launch_rows(folder: Path) -> Rows:
     }
 
 
+def doctor_rows(folder: Path) -> Rows:
+    return {
+        "Finding": {"name": "", "ok": True, "says": "", "breaks": "", "remedy": ""},
+        "examine": {},
+    }
+
+
 def exercise_rows(folder: Path) -> Rows:
     named = {"name": "nothing", "notebook": "00", "title": "One", "difficulty": 1, "minutes": 1, "hints": ("look",)}
     return {

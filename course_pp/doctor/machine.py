@@ -1,0 +1,303 @@
+"""What the operating system gives: memory, disk, shared memory, files, processes, ports, clocks, a home."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from course_pp.doctor.finding import Check, Finding
+
+_GIB, _MIB = 2**30, 2**20
+OLDEST_PYTHON = (3, 11)
+SHARED_MEMORY = Path("/dev/shm")
+# Eight ranks and JupyterLab: the largest notebooks at their peak.
+_MEMORY_BYTES = 3 * _GIB
+_DISK_BYTES = 500 * _MIB
+_SHARED_BYTES = 64 * _MIB
+# JupyterLab holds about 100, its kernel 60, `on_ranks(8)` 40 more.
+_OPEN_FILES = 256
+_PROCESSES = 256
+_CONNECT_S = 2.0
+_CLOCK_S = 1.0
+_STEP_S = 0.01
+_LATE_S = 0.01
+_EIGHT_RANKS = "notebooks 02 to 05 and 08, which start up to 8 ranks"
+
+
+def python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Finding:
+    """Say whether the interpreter is new enough."""
+    says = f"{'.'.join(map(str, version))} at {sys.executable}"
+    if version[:2] < OLDEST_PYTHON:
+        return Finding("Python", False, f"{says} is too old", "all notebooks", "make clean lab PYTHON=python3.11")
+    return Finding("Python", True, says)
+
+
+def memory() -> Finding:
+    """Say how much memory a process could still get: what the system has available, under the limit of a container."""
+    found = [value for value in (_available(), _left_in_cgroup()) if value is not None]
+    if not found:
+        return Finding("memory", True, "not known on this system; eight ranks need 3 GiB")
+    free = min(found)
+    says = f"{free / _GIB:.1f} GiB free, {_MEMORY_BYTES / _GIB:.0f} GiB needed"
+    if free < _MEMORY_BYTES:
+        breaks = f"{_EIGHT_RANKS}: the system kills a rank"
+        return Finding("memory", False, says, breaks, "close other programs, or ask for a larger machine or job")
+    return Finding("memory", True, says)
+
+
+def _available() -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
+
+
+def _left_in_cgroup() -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        most = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        return most - int(Path("/sys/fs/cgroup/memory.current").read_text())
+    return None  # no limit is the word "max"
+
+
+def shared_memory() -> Finding:
+    """Say whether /dev/shm takes files: semaphores and tensors that processes of one machine share lie there."""
+    name = "shared memory"
+    if not sys.platform.startswith("linux"):
+        return Finding(name, True, "not needed on this system")
+    breaks = "NCCL between GPUs of one machine, and training with data workers (workers > 0); the notebooks run"
+    remedy = "in a container, start it with --shm-size=1g or --ipc=host; else mount -t tmpfs tmpfs /dev/shm"
+    if not SHARED_MEMORY.is_dir():
+        return Finding(name, False, f"there is no {SHARED_MEMORY}", breaks, remedy)
+    try:
+        _write(SHARED_MEMORY)
+    except OSError as error:
+        return Finding(name, False, f"{SHARED_MEMORY} takes no file ({error.strerror})", breaks, remedy)
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    if free < _SHARED_BYTES:
+        return Finding(name, False, f"only {free / _MIB:.0f} MiB free in {SHARED_MEMORY}", breaks, remedy)
+    return Finding(name, True, f"{free / _GIB:.1f} GiB free in {SHARED_MEMORY}")
+
+
+def disk() -> list[Finding]:
+    """Say of the folder here, of the one for temporary files and of the cache whether files can be written."""
+    breaks = {
+        "disk here": "notebook 09, which writes checkpoints beside itself, and saving any notebook",
+        "disk for temporary files": "every on_ranks, check and %torchrun, so notebooks 00 to 09",
+    }
+    places = {
+        "disk here": (
+            Path.cwd(),
+            "free some, or copy the course to another disk: python -m course_pp lab --folder FOLDER",
+        )
+    }
+    try:
+        temporary = Path(tempfile.gettempdir())
+    except OSError as error:
+        name = "disk for temporary files"
+        says = f"no folder takes a file ({error.strerror or error})"
+        return [*_places(places, breaks), Finding(name, False, says, breaks[name], "free space, or set TMPDIR")]
+    places["disk for temporary files"] = (temporary, "free some, or set TMPDIR to a folder with space")
+    return _places(places, breaks)
+
+
+def _places(places: dict[str, tuple[Path, str]], breaks: dict[str, str]) -> list[Finding]:
+    findings = []
+    for name, (folder, remedy) in places.items():
+        try:
+            _write(folder)
+        except OSError as error:
+            findings.append(Finding(name, False, f"{folder} takes no file ({error.strerror})", breaks[name], remedy))
+            continue
+        free = shutil.disk_usage(folder).free
+        says = f"{free / _GIB:.1f} GiB free in {folder}"
+        if free < _DISK_BYTES:
+            says = f"only {free / _MIB:.0f} MiB free in {folder}, {_DISK_BYTES / _MIB:.0f} MiB needed"
+            findings.append(Finding(name, False, says, breaks[name], remedy))
+        else:
+            findings.append(Finding(name, True, says))
+    return findings
+
+
+def _write(folder: Path) -> None:
+    """Write a megabyte and take it away again; a full disk or a quota shows only then."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(_MIB))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def home() -> Finding:
+    """Say whether progress can be kept: in a folder that exists, takes files, and locks them."""
+    name = "progress file"
+    remedy = "set COURSE_PP_PROGRESS to a file that can be written, on a local disk"
+    breaks = "nothing stops, but what check(...) finds in notebooks 00 to 09 is forgotten"
+    path = Path(os.environ.get("COURSE_PP_PROGRESS") or os.environ.get("XDG_STATE_HOME") or "~")
+    with contextlib.suppress(RuntimeError):
+        path = path.expanduser()
+    if str(path).startswith("~"):
+        return Finding(name, False, "there is no home folder", breaks, remedy)
+    folder = path if path.is_dir() else path.parent
+    while not folder.exists():
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return Finding(name, False, f"{folder} takes no locked file ({error.strerror})", breaks, remedy)
+    return Finding(name, True, f"can be kept below {folder}")
+
+
+def open_files() -> Finding:
+    """Say whether a process may open enough files: a rank needs some in its caller, and one for each other rank."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= _OPEN_FILES:
+        return Finding("open files", True, f"{soft if soft != resource.RLIM_INFINITY else 'any number'} allowed")
+    able = hard == resource.RLIM_INFINITY or hard >= _OPEN_FILES
+    remedy = "ulimit -n 4096 before make lab" if able else f"raise the hard limit of {hard} (limits.conf)"
+    says = f"a process may open {soft}, {_OPEN_FILES} needed"
+    return Finding("open files", False, says, f"JupyterLab, and {_EIGHT_RANKS}", remedy)
+
+
+def processes() -> Finding:
+    """Say whether enough processes and threads may be started: each rank is one process with about ten threads."""
+    limits = []
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    # What the system's own user may start has no limit.
+    if soft != resource.RLIM_INFINITY and os.getuid() != 0:
+        limits.append(soft - _threads_of_this_user())
+    with contextlib.suppress(OSError, ValueError):
+        most = int(Path("/sys/fs/cgroup/pids.max").read_text())
+        limits.append(most - int(Path("/sys/fs/cgroup/pids.current").read_text()))
+    if not limits:
+        return Finding("processes", True, "no limit")
+    left = min(limits)
+    says = f"{left} more may be started, {_PROCESSES} needed with their threads"
+    if left < _PROCESSES:
+        return Finding("processes", False, says, _EIGHT_RANKS, "end other programs, or raise ulimit -u")
+    return Finding("processes", True, says)
+
+
+def _threads_of_this_user() -> int:
+    """0 where the system does not say."""
+    count, user = 0, os.getuid()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if process.stat().st_uid == user:
+                count += len(os.listdir(process / "task"))
+    return count
+
+
+def ports() -> Finding:
+    """Say whether a process can connect to another on this machine, as ranks and the kernel do."""
+    name, breaks = "ports", "every rank and every kernel, so notebooks 00 to 09"
+    remedy = "let the firewall pass the loopback interface (127.0.0.1), and bring it up: ip link set lo up"
+    try:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            listener.settimeout(_CONNECT_S)
+            port = listener.getsockname()[1]
+            with socket.create_connection(("127.0.0.1", port), _CONNECT_S) as near:
+                far, _ = listener.accept()
+                with far:
+                    near.sendall(b"x")
+                    far.settimeout(_CONNECT_S)
+                    far.recv(1)
+    except TimeoutError:
+        says = f"messages to 127.0.0.1 are dropped: no answer in {_CONNECT_S:.0f} s"
+        return Finding(name, False, says, breaks, remedy)
+    except OSError as error:
+        return Finding(name, False, f"nothing reaches 127.0.0.1 ({error.strerror})", breaks, remedy)
+    return Finding(name, True, f"a message to 127.0.0.1:{port} arrives")
+
+
+def host_name() -> Finding:
+    """Say whether this machine finds itself by its name, as gloo and torchrun look it up."""
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        says = f"{name!r} has no address"
+        remedy = f"add the line 127.0.1.1 {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo"
+        return Finding("host name", False, says, "%torchrun cells of notebooks 00 to 09, which wait or fail", remedy)
+    return Finding("host name", True, f"{name} is {address}")
+
+
+def clock() -> Finding:
+    """Say whether the clock steps, and whether a sleep ends when it should: emulated ranks sleep for their work."""
+    wall, steady = time.time(), time.monotonic()
+    late = []
+    while time.monotonic() < steady + _CLOCK_S:
+        begun = time.monotonic()
+        time.sleep(0.02)
+        late.append(time.monotonic() - begun - 0.02)
+    step = (time.time() - wall) - (time.monotonic() - steady)
+    if abs(step) > _STEP_S:
+        says = f"the time of day moved by {step * 1e3:.0f} ms against the steady clock in {_CLOCK_S:.0f} s"
+        return Finding("clock", False, says, "times in logs and make (no notebook)", "wait until NTP has settled")
+    late.sort()
+    typical = late[len(late) // 2]
+    says = f"no step in {_CLOCK_S:.0f} s; a sleep of 20 ms ends {max(0.0, typical) * 1e3:.1f} ms late"
+    if typical > _LATE_S:
+        breaks = "no cell, but the emulated timelines of notebooks 02 to 06 show more idle time than their prose says"
+        return Finding("clock", False, says, breaks, "close what else runs here")
+    return Finding("clock", True, says)
+
+
+def cores() -> Finding:
+    """Say how many cores this process may use."""
+    n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    says = f"{n}, which {n} ranks can use at once"
+    if n < 2:
+        breaks = "no cell, but measured timelines of notebooks 01 and 07 to 09 show no speed-up"
+        return Finding("cores", False, "one: ranks take turns", breaks, "take a machine or job with 2 cores")
+    return Finding("cores", True, says)
+
+
+def shared_folder() -> Finding:
+    """Say on what kind of file system the course lies: every node of a cluster must see it."""
+    here = Path.cwd()
+    kind = _file_system(here)
+    if kind is None:
+        return Finding("file system", True, f"of unknown kind at {here}")
+    network = kind.startswith(("nfs", "lustre", "gpfs", "beegfs", "cifs", "smb", "ceph", "fuse", "9p", "afs"))
+    return Finding("file system", True, f"{kind} at {here}" + (", shared" if network else ", of this machine alone"))
+
+
+def _file_system(folder: Path) -> str | None:
+    """The kind of the mount that holds ``folder``; None where /proc is not there to say."""
+    best: tuple[int, str] | None = None
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/mounts").read_text().splitlines():
+            _, point, kind, *_ = line.split()
+            where = point.replace("\\040", " ")
+            if folder.is_relative_to(where) and (best is None or len(where) >= best[0]):
+                best = len(where), kind
+    return best and best[1]
+
+
+CHECKS = (
+    Check("Python", python),
+    Check("cores", cores),
+    Check("memory", memory, _EIGHT_RANKS),
+    Check("shared memory", shared_memory, "training with data workers"),
+    Check("disk", disk, "notebook 09, and saving any notebook"),
+    Check("progress file", home, "what check(...) remembers"),
+    Check("open files", open_files, _EIGHT_RANKS),
+    Check("processes", processes, _EIGHT_RANKS),
+    Check("ports", ports, "notebooks 00 to 09"),
+    Check("host name", host_name, "%torchrun cells of notebooks 00 to 09"),
+    Check("clock", clock, "emulated timelines of notebooks 02 to 06"),
+    Check("file system", shared_folder, "jobs on several nodes"),
+)
