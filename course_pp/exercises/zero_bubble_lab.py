@@ -28,7 +28,7 @@ def time_halves(module: nn.Module | None = None, x: Tensor | None = None, repeat
     module = build_stage_module(config, 1, 3) if module is None else module
     x = torch.randn(4, 128, config.dim) if x is None else x
     stage = Stage(0, module, x.device, False, None)
-    gradient = torch.randn_like(stage.evaluate(x, None))
+    gradient = torch.randn_like(stage.evaluate(x, None)[0])
     seconds: dict[str, list[float]] = {kind: [] for kind in "FBIW"}
     for _ in range(repeats + 2):
         for kinds in ("FB", "FIW"):

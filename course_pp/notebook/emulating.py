@@ -132,6 +132,8 @@ def emulate(
         losses,
         emulated=False,
         ledger=used,
+        edges=predicted.edges,
+        edge_transfers=predicted.edge_transfers,
     )
 
 
@@ -239,7 +241,7 @@ def _in_units(
     spans: tuple[Span, ...] = tuple(map(scale, run.spans))
     receives: tuple[Receive, ...] = tuple(map(scale, run.receives))
     kept = _stretched(memory, 1 / unit_s)
-    return EmulatedRun(run.n_ranks, spans, "", (), receives, run.name, kept, losses, unit_s)
+    return EmulatedRun(run.n_ranks, spans, "", (), receives, run.name, kept, losses, unit_s, edges=run.edges)
 
 
 def _stretched(memory: tuple[RankMemory, ...], factor: float) -> tuple[RankMemory, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from course_pp.collective import Ranks, difference
+from course_pp.runtime.values import Declared
 
 __all__ = ["Agreed", "agree_on_pipeline"]
 
@@ -21,10 +22,12 @@ class Agreed:
     Attributes:
         series: a number below 2**15 that keeps this pipeline's messages apart from others'.
         parameters: for each stage the names of its parameters.
+        declared: for each stage the values that it reads and writes beyond its neighbours'.
     """
 
     series: int
     parameters: Mapping[int, Sequence[str]]
+    declared: Mapping[int, Declared]
 
 
 def agree_on_pipeline(
@@ -32,6 +35,7 @@ def agree_on_pipeline(
     facts: Mapping[str, Any],
     parameters: Mapping[int, Mapping[str, str]],
     group: dist.ProcessGroup | None,
+    declared: Mapping[int, Declared],
 ) -> Agreed:
     """Compare what the ranks were given.
 
@@ -39,12 +43,13 @@ def agree_on_pipeline(
         problem: what is wrong with this rank's arguments, None if nothing is.
         facts: what must be the same everywhere, by name.
         parameters: of this rank's stages, by name: shape, dtype and whether it is trained.
+        declared: what this rank's stages read and write beyond their neighbours'.
 
     Raises:
         RankMissing: if a rank has ended or does not come.
         ValueError: on every rank, with the first rank's problem or the first fact that differs.
     """
-    mine = (problem, dict(facts), dict(parameters), 1 + secrets.randbelow(2**15 - 1))
+    mine = (problem, dict(facts), (dict(parameters), dict(declared)), 1 + secrets.randbelow(2**15 - 1))
     everyone = Ranks(group, limit_s=_LIMIT_S).gather(mine)
     for rank, (trouble, _, _, _) in enumerate(everyone):
         if trouble is not None:
@@ -52,8 +57,16 @@ def agree_on_pipeline(
     problem = difference([theirs for _, theirs, _, _ in everyone])
     if problem is not None:
         raise ValueError(problem)
-    held = _same_on_replicas([theirs for _, _, theirs, _ in everyone])
-    return Agreed(everyone[0][3], {stage: tuple(parameters) for stage, parameters in held.items()})
+    held = _same_on_replicas([theirs for _, _, (theirs, _), _ in everyone])
+    values: dict[int, Declared] = {}
+    for rank, (_, _, (_, theirs), _) in enumerate(everyone):
+        for stage, ours in theirs.items():
+            if values.setdefault(stage, ours) != ours:
+                raise ValueError(
+                    f"rank {rank} has stage {stage} as {ours}, another replica as {values[stage]}: "
+                    "give all replicas of a stage the same reads and writes"
+                )
+    return Agreed(everyone[0][3], {stage: tuple(parameters) for stage, parameters in held.items()}, values)
 
 
 def _same_on_replicas(by_rank: Sequence[Mapping[int, Mapping[str, str]]]) -> Mapping[int, Mapping[str, str]]:

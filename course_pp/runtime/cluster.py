@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from course_pp.arguments import checked
-from course_pp.schedule import Costs, Schedule, Timeline, simulate
+from course_pp.schedule import Costs, Schedule, Time, Timeline, simulate
 from course_pp.schedule.costs import refuse_impossible_number
+from course_pp.schedule.edges import Lane, lanes_of
 from course_pp.schedule.simulation import durations_of
 
 __all__ = ["EmulatedCluster", "EmulatedLink"]
@@ -94,6 +95,7 @@ class EmulatedCluster:
         try:
             self.costs.durations(schedule.n_stages)
             self.costs.transfers(schedule.n_stages)
+            self.costs.edge_transfers(schedule.edges, schedule.n_stages)
         except ValueError as error:
             return str(error)
         return None
@@ -104,13 +106,20 @@ class EmulatedCluster:
         slowness = self.stragglers.get(rank, 1.0)
         return [float(time) * slowness * self._luck(rank, index) for index, time in enumerate(planned)]
 
-    def transfer(self, source: int, target: int, boundary: int | None, nbytes: float, schedule: Schedule) -> float:
-        """Seconds of a message of ``nbytes`` over ``boundary``, between stages ``boundary`` and ``boundary + 1``.
+    def transfer(
+        self, source: int, target: int, crossed: int | Lane | None, nbytes: float, schedule: Schedule
+    ) -> float:
+        """Seconds of a message of ``nbytes``.
 
-        None is no boundary: replicas of a stage exchange gradients, which ``costs`` takes to cost nothing.
+        Args:
+            crossed: the boundary between stages ``crossed`` and ``crossed + 1``, or a reader of an edge. None is
+                neither: replicas of a stage exchange gradients, which ``costs`` takes to cost nothing.
         """
         if self.links is None:
-            return 0.0 if boundary is None else float(self.costs.transfers(schedule.n_stages)[boundary])
+            if isinstance(crossed, Lane):
+                lanes = lanes_of(schedule.edges)
+                return float(self.costs.edge_transfers(schedule.edges, schedule.n_stages)[lanes.index(crossed)])
+            return 0.0 if crossed is None else float(self.costs.transfers(schedule.n_stages)[crossed])
         return self._link(source, target, schedule.n_ranks).seconds(nbytes)
 
     def predict(self, schedule: Schedule) -> Timeline:
@@ -124,8 +133,12 @@ class EmulatedCluster:
         if problem := self.problem_with(schedule):
             raise ValueError(problem)
         durations = [self.durations(schedule, rank) for rank in range(schedule.n_ranks)]
-        transfers = [self._between(schedule, boundary) for boundary in range(schedule.n_stages - 1)]
-        costs = replace(self.costs, latency=transfers, bandwidth=None)
+        sizes = self.costs.each("message_bytes", schedule.n_stages - 1)
+        transfers = [self._between(schedule, boundary, size) for boundary, size in enumerate(sizes)]
+        lanes = lanes_of(schedule.edges)
+        sizes = self.costs.each("edge_bytes", len(lanes))
+        over_edges = [self._between(schedule, *each) for each in zip(lanes, sizes, strict=True)]
+        costs = replace(self.costs, latency=transfers, edge_latency=over_edges, bandwidth=None)
         return replace(simulate(schedule, costs, durations), unit="s")
 
     def _luck(self, rank: int, index: int) -> float:
@@ -144,17 +157,18 @@ class EmulatedCluster:
         bandwidths = [link.bandwidth for link in way if link.bandwidth is not None]
         return EmulatedLink(sum(link.latency for link in way), min(bandwidths, default=None))
 
-    def _between(self, schedule: Schedule, boundary: int) -> float:
-        sizes = self.costs.each("message_bytes", schedule.n_stages - 1)
+    def _between(self, schedule: Schedule, crossed: int | Lane, nbytes: Time) -> float:
+        """Seconds of the messages over a boundary, or to a reader of an edge."""
+        ends = (crossed.writer, crossed.reader) if isinstance(crossed, Lane) else (crossed, crossed + 1)
         pairs = {
-            tuple(schedule.rank_of(stage, microbatch) for stage in (boundary, boundary + 1))
+            tuple(schedule.rank_of(stage, microbatch) for stage in ends)
             for microbatch in range(schedule.n_microbatches)
         }
-        times = sorted(self.transfer(a, b, boundary, float(sizes[boundary]), schedule) for a, b in pairs if a != b)
+        times = sorted(self.transfer(a, b, crossed, float(nbytes), schedule) for a, b in pairs if a != b)
         for one, other in pairwise(times):
             if one != other:
                 raise ValueError(
-                    f"messages between stages {boundary} and {boundary + 1} take {one} s or {other} s, as replicas "
+                    f"messages between stages {ends[0]} and {ends[1]} take {one} s or {other} s, as replicas "
                     "have different links: give all of these the same"
                 )
         return times[0] if times else 0.0

@@ -21,6 +21,7 @@ from course_pp.runtime.cluster import EmulatedCluster
 from course_pp.runtime.payload import tensors_of
 from course_pp.runtime.plan import Message
 from course_pp.schedule import Action, Overlap, Product, Schedule, Timeline
+from course_pp.schedule.edges import Lane
 from course_pp.schedule.span import format_time
 
 __all__ = ["Emulated", "EmulatedTimeline", "Emulator", "Overrun"]
@@ -130,11 +131,23 @@ class Emulator:
         """The value in what was received; notes when it arrives."""
         value, product = stamped["value"], message.content
         assert isinstance(product, Product)
-        boundary = {"activation": product.stage, "gradient": product.stage - 1}.get(product.what)
         nbytes = sum(tensor.nbytes for tensor in tensors_of(value))
-        on_its_way = self._cluster.transfer(message.source, message.target, boundary, nbytes, self._schedule)
+        on_its_way = self._cluster.transfer(
+            message.source, message.target, self._crossed(product, message.target), nbytes, self._schedule
+        )
         self._arrivals.append((product, int(stamped["ready"]) + round(on_its_way * _NANOSECONDS)))
         return value
+
+    def _crossed(self, product: Product, target: int) -> int | Lane | None:
+        """The boundary or the edge that a product comes over."""
+        if not product.name:
+            return {"activation": product.stage, "gradient": product.stage - 1}.get(product.what)
+        number, edge = next((i, e) for i, e in enumerate(self._schedule.edges) if e.name == product.name)
+        reader = product.stage
+        if product.what == "value":  # the first reader there has received it
+            there = (stage for stage in edge.readers if self._schedule.rank_of(stage, product.microbatch) == target)
+            reader = next(there)
+        return Lane(number, edge.writer, reader)
 
     @contextmanager
     def action(self, action: Action | Overlap) -> Iterator[None]:

@@ -15,7 +15,8 @@ from course_pp.runtime.payload import map_tensors
 from course_pp.runtime.plan import Content, Message, Plan, Step
 from course_pp.runtime.recorder import Recorder
 from course_pp.runtime.rng import get_random_state, set_random_state
-from course_pp.runtime.stage import Stage
+from course_pp.runtime.stage import Gradients, Stage
+from course_pp.runtime.values import Read, reads_of, writes_of
 from course_pp.runtime.versions import VersionedStage
 from course_pp.schedule import Action, Overlap, Product, Schedule
 from course_pp.schedule.products import round_of
@@ -78,6 +79,9 @@ class Executor:
         self.trains = any(part.kind != "F" for part in schedule.parts)
         self._split = {(part.stage, part.microbatch) for part in schedule.parts if part.kind == "I"}
         self._leaving = {message.content for row in plan.outgoing.values() for message in row}
+        here = [part for step in plan.steps for part in step.action.parts if part.kind == "F"]
+        written = (write for part in here for write in writes_of(schedule, part.stage, part.microbatch))
+        self._read_here = {write.value for write in written if write.is_read_here}
         self._turns = [(step.action, self._calls_of(step)) for step in plan.steps]
 
     def run(self, batch: Batch) -> None:
@@ -106,7 +110,8 @@ class Executor:
         }
         calls += self._timed(step.action, [write[part.kind](part) for part in step.action.parts])
         for number, message in enumerate(step.sends, 1):
-            calls.append(self._send(message, any(other.content == message.content for other in step.sends[number:])))
+            again = any(other.content == message.content for other in step.sends[number:])
+            calls.append(self._send(message, again or message.content in self._read_here))
         return tuple(calls)
 
     def _timed(self, action: Action | Overlap, work: list[_Call]) -> list[_Call]:
@@ -162,12 +167,19 @@ class Executor:
         worker, trains, split = self._stages[stage], self.trains, (stage, microbatch) in self._split
         before, product = Product("activation", stage - 1, microbatch), Product("activation", stage, microbatch)
         is_last, leaves = stage == self._last, product in self._leaving
+        reads, writes = reads_of(self._schedule, stage, microbatch), writes_of(self._schedule, stage, microbatch)
 
         def forward(batch: Batch) -> None:
             value = batch.products.pop(before) if stage else batch.inputs[microbatch]
             value = self._with_its_random_state(stage, value, None if batch.seeds is None else batch.seeds[microbatch])
             loss = partial(batch.loss, microbatch) if is_last and batch.loss is not None else None
-            output = worker.forward(microbatch, value, loss, split) if trains else worker.evaluate(value, loss)
+            read = {each.name: _taken(batch.products, each) for each in reads}
+            if trains:
+                output, values = worker.forward(microbatch, value, loss, split, read)
+            else:
+                output, values = worker.evaluate(value, loss, read)
+            for write in writes:
+                batch.products[write.value] = map_tensors(_as_if_received, values[write.name])
             if is_last:
                 batch.shares[microbatch] = output.detach()
                 return
@@ -205,11 +217,18 @@ class Executor:
         stage, microbatch = action.stage, action.microbatch
         worker, is_last = self._stages[stage], stage == self._last
         after, product = Product("gradient", stage + 1, microbatch), Product("gradient", stage, microbatch)
+        reads, writes = reads_of(self._schedule, stage, microbatch), writes_of(self._schedule, stage, microbatch)
 
         def backward_input(batch: Batch) -> None:
-            of_input = worker.backward_input(microbatch, None if is_last else batch.products.pop(after))
+            products = batch.products
+            of_output = None if is_last else products.pop(after)
+            of_values = [_added_up([products.pop(each) for each in write.gradients]) for write in writes]
+            of_input, *of_read = worker.backward_input(microbatch, of_output, of_values)
             if stage:
-                batch.products[product] = of_input
+                products[product] = of_input
+            for read, gradients in zip(reads, of_read, strict=True):
+                earlier = products.get(read.gradient)
+                products[read.gradient] = gradients if earlier is None else _added_up([earlier, gradients])
 
         return backward_input
 
@@ -241,6 +260,17 @@ class Executor:
         return update
 
 
+def _taken(products: dict[Content, Any], read: Read) -> Any:
+    """A value for one of its readers: leaves of its own, as each goes backward by itself."""
+    value = products.pop(read.value) if read.is_last else products[read.value]
+    return map_tensors(_as_if_received, value)
+
+
+def _added_up(several: Sequence[Gradients]) -> Gradients:
+    """Gradients of one value from several readers, in their order."""
+    return several[0] if len(several) == 1 else tuple(add_up(terms) for terms in zip(*several, strict=True))
+
+
 def _as_if_received(tensor: Tensor) -> Tensor:
-    """A leaf, so that the next stage's graph ends there although it is on the same rank."""
+    """A leaf, so that a later stage's graph ends there although it is on the same rank."""
     return tensor.detach().requires_grad_(tensor.requires_grad)

@@ -50,7 +50,9 @@ class Pipeline:
     Args:
         schedule: any legal one. Forward only is evaluation. With ``U`` stages update their own weights within the step.
         stages: this rank's modules by stage; a module alone where the rank has one stage. None is an empty stage, which
-            passes on what it gets.
+            passes on what it gets. A module whose attribute ``writes`` has names returns ``(output, {name: value})``;
+            one whose ``reads`` has names gets these values as keyword arguments, from whichever earlier stage
+            writes them (:mod:`course_pp.runtime.values`). ``pipeline.schedule`` then has the edges.
         loss_fn: ``loss_fn(output, target)``, the mean loss of a microbatch, or a :class:`TokenLoss`.
         group: the ranks of the pipeline; None is all of them, or this process alone if there is no process group.
         device: where the stages compute; None is where their parameters are.
@@ -110,9 +112,12 @@ class Pipeline:
             versions=versions,
         )
         self._rank, modules, self._device = settled.rank, settled.modules, settled.device
+        schedule = settled.schedule
         self.schedule, self._loss_fn, self._recorder = schedule, loss_fn, recorder
         plans, timeout = plan(schedule, settled.pairs), timedelta(seconds=float(timeout_s))
         self._plan = plans[self._rank]
+        if recorder is not None:
+            recorder.edges = schedule.edges
         self._meter = meter = _meter_of(recorder, self._device, modules.values())
         channels = {(source, p.rank) for p in plans for source in p.incoming}
         wire = open_wire(group, channels, self._device, transport, settled.series, timeout)
@@ -122,7 +127,16 @@ class Pipeline:
         self._planned = settled.planned
         self._weights = _versioned(schedule, self._rank, modules, optimizers, settled.planned, meter)
         self._stages = {
-            stage: Stage(stage, module, self._device, recompute, meter, self._weights.get(stage))
+            stage: Stage(
+                stage,
+                module,
+                self._device,
+                recompute,
+                meter,
+                self._weights.get(stage),
+                settled.declared[stage].writes,
+                [edge.name for edge in schedule.edges if edge.writer == stage],
+            )
             for stage, module in modules.items()
         }
         emulator = None

@@ -82,14 +82,19 @@ def plan(schedule: Schedule, shares: Sequence[tuple[int, int]] = ()) -> tuple[Pl
         schedule: a legal one.
         shares: pairs of ranks that exchange the gradients of shared weights after their last action.
     """
-    makers = {product: (rank, index) for rank, index, part in _walk(schedule) for product in part.provides}
     products, channels = Products.of(schedule), _Channels()
+    makers = {
+        products.describe(product): (rank, index)
+        for rank, index, part in _walk(schedule)
+        for product in products.made_by(part)
+    }
     receives: dict[tuple[int, int], list[Message]] = defaultdict(list)
     sends: dict[tuple[int, int], list[Message]] = defaultdict(list)
     for rank, index, part in _walk(schedule):
-        for product in map(products.describe, products.needed_by(part)):
+        for number in products.needed_by(part):
+            product = products.describe(number)
             maker = makers[product]
-            if maker[0] != rank:
+            if maker[0] != rank and not _comes_with_another(schedule, products, number):
                 message = channels.add(maker[0], rank, product)
                 receives[rank, index].append(message)
                 sends[maker].append(message)
@@ -135,6 +140,17 @@ class _Channels:
         for rank in others:
             self.add(root, rank, "answer")
         return partners
+
+
+def _comes_with_another(schedule: Schedule, products: Products, number: int) -> bool:
+    """Whether it crosses an edge to or from a rank with an earlier reader: that one's message serves both."""
+    lane = products.lane_of(number)
+    if lane is None:
+        return False
+    microbatch = products.describe(number).microbatch
+    rank = schedule.rank_of(lane.reader, microbatch)
+    readers = schedule.edges[lane.edge].readers
+    return any(reader < lane.reader and schedule.rank_of(reader, microbatch) == rank for reader in readers)
 
 
 def _walk(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:

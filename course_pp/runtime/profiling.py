@@ -74,7 +74,7 @@ def _timed(layer: nn.Module, value: Any, repeats: int, device: torch.device) -> 
         received = map_tensors(_received, value)
         wait_for(device)
         begun = time.perf_counter()
-        output = stage.forward(0, received, None, False)
+        output, _ = stage.forward(0, received, None, False)
         gradients = tuple(torch.ones_like(tensor) for tensor in tensors_of(output) if tensor.requires_grad)
         stage.backward(0, gradients)
         wait_for(device)

@@ -19,7 +19,7 @@ from course_pp.collective import Ranks
 from course_pp.runtime.clocks import Alignment, HostClock, align, clock_of
 from course_pp.runtime.emulation import Emulated, EmulatedTimeline, Overrun
 from course_pp.runtime.memory import Meter, MeterLog, RankMemory
-from course_pp.schedule import Action, Overlap, Product, Receive, Span, Timeline
+from course_pp.schedule import Action, Edge, Overlap, Product, Receive, Span, Timeline
 
 _NANOSECONDS = 10**9
 
@@ -109,6 +109,9 @@ class Recorder:
             CPU.
         memory: also count the bytes kept for backward, with :attr:`meter`.
     """
+
+    edges: tuple[Edge, ...] = ()
+    """Of the pipeline that is recorded, which sets it; they are part of the timeline."""
 
     def __init__(self, device: torch.device | str | None = None, *, memory: bool = False) -> None:
         self.meter = Meter(HostClock.mark) if memory else None
@@ -223,7 +226,7 @@ class Recorder:
                 elif since >= 0 or until > 0:
                     receives.append(Receive(rank, what, max(since, 0) / _NANOSECONDS, until / _NANOSECONDS))
         if not any(record.emulated for record in records):
-            return Timeline(len(records), tuple(spans), unit="s", receives=tuple(receives), name=name)
+            return Timeline(len(records), tuple(spans), unit="s", receives=tuple(receives), edges=self.edges, name=name)
         wall, overruns = [], []
         for rank, record in enumerate(records):
             for each in record.emulated:
@@ -236,6 +239,7 @@ class Recorder:
             tuple(spans),
             unit="s",
             receives=tuple(receives),
+            edges=self.edges,
             name=name,
             wall=Timeline(len(records), tuple(wall), unit="s", name=f"{name} in real time".strip()),
             overruns=tuple(overruns),

@@ -16,9 +16,10 @@ from course_pp.runtime.cluster import EmulatedCluster
 from course_pp.runtime.recorder import Recorder
 from course_pp.runtime.shared import Weight, shared_weights
 from course_pp.runtime.stages import Stages, by_stage, device_of, facts_of_parameters, problem_of_stages
+from course_pp.runtime.values import Declared, declared_by, edges_from
 from course_pp.runtime.versions import Optimizers, problem_of_versions, settings_of
 from course_pp.runtime.wire import TRANSPORTS
-from course_pp.schedule import Ledger, Schedule, Versions, check, ledger
+from course_pp.schedule import Edge, Ledger, Schedule, Versions, check, ledger
 
 __all__ = ["Settled", "settle"]
 
@@ -34,6 +35,8 @@ class Settled:
         weights: those that are in several places, on all ranks.
         series: keeps this pipeline's messages apart from others'.
         planned: which versions its actions use, if stages update their own weights.
+        schedule: what it was given, with the edges between the stages.
+        declared: the values that this rank's stages read and write beyond their neighbours'.
     """
 
     rank: int
@@ -42,6 +45,8 @@ class Settled:
     weights: tuple[Weight, ...]
     series: int
     planned: Ledger | None
+    schedule: Schedule
+    declared: Mapping[int, Declared]
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
@@ -79,6 +84,7 @@ def settle(
         raise ValueError(f"rank {dist.get_rank()} is not in the pipeline's group: call it on the group's ranks only")
     modules: Mapping[int, nn.Module | None] = {}
     facts: dict[str, Any] = {}
+    declared: Mapping[int, Declared] = {}
     computes_on = torch.device("cpu")
     try:  # whatever is wrong on one rank alone must not keep the others waiting
         check_arguments(settle, given, "Pipeline")
@@ -102,7 +108,9 @@ def settle(
             "cluster": repr(cluster),
             "host": "" if cluster is None else host_identity(),  # an emulated rank trusts the clocks of the others
         }
-        problem = problem or (None if cluster is None else cluster.problem_with(schedule))
+        if problem is None:
+            declared = {stage: declared_by(stage, module) for stage, module in modules.items()}
+            problem = None if cluster is None else cluster.problem_with(schedule)
     except WrongArgument as error:
         problem = str(error)
     except Exception as error:
@@ -112,11 +120,24 @@ def settle(
     for stage, optimizer in ({} if optimizers is None or problem else optimizers).items():
         if stage in copied:
             parameters[stage] |= {"the optimizer": settings_of(optimizer, modules[stage])}
-    agreed = agree_on_pipeline(problem, facts, parameters, group)
+    agreed = agree_on_pipeline(problem, facts, parameters, group, declared)
+    schedule = _with_edges(schedule, edges_from(agreed.declared))
+    if cluster is not None and (problem := cluster.problem_with(schedule)):
+        raise ValueError(problem)
     # Stages that update by themselves exchange gradients at each update.
     planned = None if versions is None else ledger(schedule, versions)
     weights = shared_weights(schedule, agreed.parameters, tied) if planned is None else ()
-    return Settled(rank, modules, computes_on, weights, agreed.series, planned)
+    return Settled(rank, modules, computes_on, weights, agreed.series, planned, schedule, declared)
+
+
+def _with_edges(schedule: Schedule, found: tuple[Edge, ...]) -> Schedule:
+    """The schedule with the edges that the stages have; those it was given with must be the same."""
+    if schedule.edges and {*schedule.edges} != {*found}:
+        raise ValueError(
+            f"{schedule!r} has edges {schedule.edges}, but the stages' reads and writes make {found}: leave out the "
+            "schedule's, or give the stages these"
+        )
+    return schedule if schedule.edges else schedule.with_edges(*found)
 
 
 def _problem_of_pipeline(schedule: Schedule, n_ranks: int, transport: str | None) -> str | None:

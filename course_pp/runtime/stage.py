@@ -1,6 +1,6 @@
 """One stage at work: its forwards and backwards, and what it keeps between them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +25,9 @@ Gradients = tuple[Tensor | None, ...]
 """One for each tensor of a value that requires grad, in order; None where nothing depends on it."""
 
 
+_NONE: Mapping[str, Any] = {}
+
+
 @dataclass(slots=True)
 class _Kept:
     """What a stage keeps of one microbatch from its forward to its backward.
@@ -32,11 +35,12 @@ class _Kept:
     Of the output only the edges of the graph that lead to it: its memory is free as soon as it is sent.
     """
 
-    leaves: list[Tensor] = field(default_factory=list)
+    # Of the input first, then of each value that it read.
+    leaves: list[list[Tensor]] = field(default_factory=list)
     roots: list[Tensor | GradientEdge] = field(default_factory=list)
     weight_gradients: WeightGradients | None = None
     # What there is to compute the forward again from.
-    again: tuple[Any, Loss | None, RandomState] | None = None
+    again: tuple[Any, Mapping[str, Any], Loss | None, RandomState] | None = None
     holds: list[Hold] = field(default_factory=list)
 
 
@@ -52,6 +56,8 @@ class Stage:
             (activation checkpointing, Chen et al. 2016).
         meter: counts what is kept, if there is one.
         weights: which version of its weights each microbatch uses, if it updates them itself.
+        writes: the names of the values that it returns beside its output, as ``(output, {name: value})``.
+        wanted: those that another stage reads, in order.
     """
 
     def __init__(
@@ -62,63 +68,82 @@ class Stage:
         recompute: bool,
         meter: Meter | None,
         weights: VersionedStage | None = None,
+        writes: Sequence[str] = (),
+        wanted: Sequence[str] = (),
     ) -> None:
         self.index, self.module, self._device = index, module, device
         self._recompute, self._meter, self._weights = recompute, meter, weights
+        self._writes, self._wanted = writes, wanted
         self._kept: dict[int, _Kept] = {}
 
     def clear(self) -> None:
         """Forget what a step that failed has left."""
         self._kept.clear()
 
-    def evaluate(self, value: Any, loss: Loss | None) -> Any:
+    def evaluate(self, value: Any, loss: Loss | None, read: Mapping[str, Any] = _NONE) -> tuple[Any, dict[str, Any]]:
         """The forward of a microbatch when no backward follows."""
         with torch.no_grad():
-            return self._compute(value, loss, self.module)
+            return self._compute(value, read, loss, self.module)
 
-    def forward(self, microbatch: int, value: Any, loss: Loss | None, split: bool) -> Any:
-        """``F``: the output or, in the last stage, the loss.
+    def forward(
+        self, microbatch: int, value: Any, loss: Loss | None, split: bool, read: Mapping[str, Any] = _NONE
+    ) -> tuple[Any, dict[str, Any]]:
+        """``F``: the output or, in the last stage, the loss; and the values that other stages read.
 
         Args:
+            read: the values that it reads itself, by name.
             loss: makes the loss of this microbatch from the output; None except in the last stage.
             split: whether its backward will come in two halves.
         """
         kept = self._kept[microbatch] = _Kept()
-        kept.leaves = [tensor for tensor in tensors_of(value) if tensor.requires_grad]
+        kept.leaves = [[t for t in tensors_of(each) if t.requires_grad] for each in (value, *read.values())]
         if split:
             kept.weight_gradients = WeightGradients(self._meter)
         if self._meter is not None:
-            kept.holds = [self._meter.hold(tensor, "activation", (self.index, microbatch)) for tensor in kept.leaves]
+            here = (self.index, microbatch)
+            kept.holds = [self._meter.hold(leaf, "activation", here) for leaves in kept.leaves for leaf in leaves]
         if self._recompute:
-            kept.again = value, loss, get_random_state(self._device)
+            kept.again = value, read, loss, get_random_state(self._device)
             # On a copy, as the stage may change its input in place. With a graph, though of no use, so that the output
             # says what of it can be differentiated.
             with saved_tensors_hooks(_drop, _drop):
-                return self._compute(map_tensors(_copy, value), loss, self._module_for(microbatch))
-        return self._compute_and_keep(microbatch, value, loss, kept)
+                copies = map_tensors(_copy, value), map_tensors(_copy, read)
+                return self._compute(*copies, loss, self._module_for(microbatch))
+        return self._compute_and_keep(microbatch, value, read, loss, kept)
 
     def backward(self, microbatch: int, gradients: Gradients | None) -> Gradients:
-        """``B``: add to the gradients of the weights, and return those of the input.
+        """``B`` of a stage without values beyond its neighbours': return the gradients of the input.
 
         ``gradients`` are those of the output; None in the last stage.
         """
-        input_gradients = self.backward_input(microbatch, gradients)
+        input_gradients = self.backward_input(microbatch, gradients)[0]
         self.backward_weight(microbatch)
         return input_gradients
 
-    def backward_input(self, microbatch: int, gradients: Gradients | None) -> Gradients:
-        """``I``: return the gradients of the input; those of linear layers' weights wait for ``W``."""
+    def backward_input(
+        self, microbatch: int, gradients: Gradients | None, of_values: Sequence[Gradients] = ()
+    ) -> tuple[Gradients, ...]:
+        """``I``: return the gradients of the input; those of linear layers' weights wait for ``W``.
+
+        Args:
+            gradients: those of the output; None in the last stage.
+            of_values: those of each value that another stage has read, in order.
+
+        Returns:
+            The gradients of the input, and of each value that this stage has read, in order.
+        """
         kept = self._kept[microbatch]
         if self._weights is not None:
             self._weights.begin_backward(microbatch)
         if kept.again is not None:
-            value, loss, state = kept.again
+            value, read, loss, state = kept.again
             kept.again = None
             with random_state_kept(self._device):
                 set_random_state(state, self._device)
-                self._compute_and_keep(microbatch, value, loss, kept)
+                self._compute_and_keep(microbatch, value, read, loss, kept)
         if gradients is None:
             gradients = tuple(torch.ones_like(root) for root in kept.roots if isinstance(root, Tensor))
+        gradients = sum(of_values, start=gradients)
         pairs = [(root, grad) for root, grad in zip(kept.roots, gradients, strict=True) if grad is not None]
         kept.roots = []
         if pairs:
@@ -128,7 +153,7 @@ class Stage:
             with nullcontext() if queue is None else queue.collecting():
                 backward() if self._weights is None else self._weights.go_backward(microbatch, backward)
         # Those of the batch may be parts of a larger tensor, which has the gradient.
-        input_gradients = tuple(leaf.grad if leaf.is_leaf else None for leaf in kept.leaves)
+        input_gradients = tuple(tuple(leaf.grad if leaf.is_leaf else None for leaf in row) for row in kept.leaves)
         kept.leaves = []
         for hold in kept.holds:
             hold.release()
@@ -149,27 +174,46 @@ class Stage:
         """What computes the forward of a microbatch."""
         return self.module if self._weights is None else partial(self._weights.call, microbatch)
 
-    def _compute_and_keep(self, microbatch: int, value: Any, loss: Loss | None, kept: _Kept) -> Any:
+    def _compute_and_keep(
+        self, microbatch: int, value: Any, read: Mapping[str, Any], loss: Loss | None, kept: _Kept
+    ) -> tuple[Any, dict[str, Any]]:
         queue = kept.weight_gradients
         saving: AbstractContextManager[Any] = nullcontext()
         if self._meter is not None:
             saving = self._meter.saving(self.index, microbatch)
         with saving, nullcontext() if queue is None else Deferring(queue):
-            output = self._compute(value, loss, self._module_for(microbatch))
-        differentiable = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+            output, values = self._compute(value, read, loss, self._module_for(microbatch))
+        differentiable = [t for each in (output, *values.values()) for t in tensors_of(each) if t.requires_grad]
         kept.roots = [get_gradient_edge(tensor) for tensor in differentiable] if loss is None else [*differentiable]
-        return output
+        return output, values
 
-    def _compute(self, value: Any, loss: Loss | None, module: Callable[..., Any] | None) -> Any:
+    def _compute(
+        self, value: Any, read: Mapping[str, Any], loss: Loss | None, module: Callable[..., Any] | None
+    ) -> tuple[Any, dict[str, Any]]:
         if module is None:
             output = value
         elif isinstance(value, tuple | list):
-            output = module(*value)
+            output = module(*value, **read)
         elif isinstance(value, Mapping):
-            output = module(**value)
+            output = module(**value, **read)
         else:
-            output = module(value)
-        return output if loss is None else loss(output)
+            output = module(value, **read)
+        values: dict[str, Any] = {}
+        if self._writes:
+            output, values = self._taken_apart(output)
+        return output if loss is None else loss(output), values
+
+    def _taken_apart(self, returned: Any) -> tuple[Any, dict[str, Any]]:
+        """The output, and of the values beside it those that another stage reads."""
+        is_pair = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)
+        if not is_pair or set(returned[1]) != set(self._writes):
+            beside = f" beside {sorted(returned[1])}" if is_pair else ""
+            raise TypeError(
+                f"stage {self.index} writes {', '.join(map(repr, self._writes))}, but its forward returns "
+                f"{type(returned[0] if is_pair else returned).__name__}{beside}: return (output, {{name: value}}) with "
+                "exactly these names"
+            )
+        return returned[0], {name: returned[1][name] for name in self._wanted}
 
 
 def _drop(_: Any) -> Any:

@@ -3,6 +3,7 @@
 * :class:`Action` and :class:`Overlap`: one thing a rank does, written as torch writes it (``2F0``).
 * :class:`Schedule`: for each rank its actions in order. :func:`build` makes those of the literature, :func:`names`
   lists them, :func:`check` says whether any schedule can run, and if not, why not.
+* :class:`Edge`: a value that stages read beyond their neighbours, such as a skip connection.
 * :func:`simulate`: when each rank does what, given :class:`Costs`. :mod:`theory` has the closed forms,
   :func:`bound` what no schedule can beat.
 * :func:`search`: the best order that can be found in seconds, under a memory cap, and its gap to the bound.
@@ -21,6 +22,7 @@ from course_pp.schedule.action import KINDS, Action, Overlap, Product
 from course_pp.schedule.bounds import bound
 from course_pp.schedule.catalogue import Entry, build, find, names
 from course_pp.schedule.costs import Costs
+from course_pp.schedule.edges import Edge
 from course_pp.schedule.fitting import Fit, Loss, fit
 from course_pp.schedule.layer_plan import ClusterLevel, LayerCost, Partition, PlannedStage, partition
 from course_pp.schedule.ledger import Ledger, Use, Versions, ledger
@@ -37,6 +39,7 @@ __all__ = [
     "Action",
     "ClusterLevel",
     "Costs",
+    "Edge",
     "Entry",
     "Fit",
     "Found",

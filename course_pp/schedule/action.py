@@ -34,14 +34,20 @@ _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 class Product(NamedTuple):
     """What one action leaves behind for another: the edges of the dependency graph.
 
-    ``gradient`` is the gradient with respect to the input of ``stage``, which the stage before needs.
+    ``gradient`` is the gradient with respect to the input of ``stage``, which the stage before needs. What crosses an
+    :class:`~course_pp.schedule.Edge` has its name too: the ``value`` that ``stage`` makes, and the ``value gradient``
+    with respect to what the readers on the rank of ``stage`` have read.
     """
 
-    what: Literal["activation", "gradient", "weight gradient"]
+    what: Literal["activation", "gradient", "weight gradient", "value", "value gradient"]
     stage: int
     microbatch: int
+    name: str = ""
 
     def __str__(self) -> str:
+        if self.name:
+            what = f"the value {self.name!r}" if self.what == "value" else f"the gradient of {self.name!r}"
+            return f"{what} of microbatch {self.microbatch} from stage {self.stage}"
         return f"the {self.what} of microbatch {self.microbatch} from stage {self.stage}"
 
 

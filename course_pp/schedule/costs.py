@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
 
+from course_pp.schedule.edges import Edge, lanes_of
 from course_pp.schedule.span import Time
 
 PerStage = Time | Sequence[Time]
@@ -26,6 +27,9 @@ class Costs:
         update: time of ``U``, the stage's optimizer step.
         latency: time a message between two ranks is on its way, whatever its size. Occupies neither rank.
         message_bytes: size of an activation, and of its gradient.
+        edge_latency: the same for the messages of edges (skip connections): one number, or one for each reader of each
+            edge in order; unless given, the longest latency of the boundaries that the edge passes over.
+        edge_bytes: size of an edge's value, and of its gradient; one number or one for each reader.
         bandwidth: bytes per unit of time; a message takes ``latency + message_bytes / bandwidth``. No link is shared.
         activation: memory that ``F`` of one microbatch keeps.
         released_by_input_grad: the part of ``activation`` that ``I`` releases; the rest goes with ``W``.
@@ -44,6 +48,8 @@ class Costs:
     overlapped: PerStage | None = None
     update: PerStage = 0
     message_bytes: PerStage = 0
+    edge_latency: PerStage | None = None
+    edge_bytes: PerStage = 0
     bandwidth: Time | None = None
     activation: PerStage = 1
     released_by_input_grad: PerStage = 0
@@ -80,7 +86,8 @@ class Costs:
         if not isinstance(value, tuple):
             return (value,) * n
         if len(value) != n:
-            per = "boundaries" if name in ("latency", "message_bytes") else "stages"
+            of_edges = {"edge_latency": "readers of edges", "edge_bytes": "readers of edges"}
+            per = {"latency": "boundaries", "message_bytes": "boundaries", **of_edges}.get(name, "stages")
             raise ValueError(f"{name} has {len(value)} values for {n} {per}: give one number, or one for each")
         return value
 
@@ -104,6 +111,19 @@ class Costs:
             return latency
         sizes = self.each("message_bytes", n_stages - 1)
         return tuple(wait + divide(size, self.bandwidth) for wait, size in zip(latency, sizes, strict=True))
+
+    def edge_transfers(self, edges: Sequence[Edge], n_stages: int) -> tuple[Time, ...]:
+        """For each reader of each edge, how long a message between two ranks takes."""
+        lanes = lanes_of(edges)
+        if self.edge_latency is None:
+            latency = self.each("latency", n_stages - 1)
+            waits = tuple(max(latency[lane.writer : lane.reader], default=0) for lane in lanes)
+        else:
+            waits = self.each("edge_latency", len(lanes))
+        sizes = self.each("edge_bytes", len(lanes))
+        if self.bandwidth is None:
+            return waits
+        return tuple(wait + divide(size, self.bandwidth) for wait, size in zip(waits, sizes, strict=True))
 
 
 def _is_sequence(value: object) -> bool:

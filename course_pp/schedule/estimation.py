@@ -199,6 +199,7 @@ def costs_of(graph: Precedence, work: Work, links: Mapping[Link, float]) -> Cost
         overlapped=overlapped if pairs else None,
         update=_filled(alone, "U", n_stages),
         latency=_latencies(graph, links),
+        edge_latency=_edge_latency(graph, links),
     )
 
 
@@ -231,6 +232,12 @@ def _latencies(graph: Precedence, links: Mapping[Link, float]) -> tuple[float, .
     for messages in graph.messages:
         for message in messages:
             product = message.product
-            if product.what != "weight gradient":  # replicas exchange those, within a stage
+            if product.what in ("activation", "gradient"):  # the rest stays within a stage, or crosses an edge
                 crossing[product.stage - (product.what == "gradient")].append(links[message.link])
     return tuple(sum(times) / len(times) if times else 0.0 for times in crossing)
+
+
+def _edge_latency(graph: Precedence, links: Mapping[Link, float]) -> float | None:
+    """The mean over all messages of edges; None without any."""
+    times = [links[m.link] for row in graph.messages for m in row if m.product.what in ("value", "value gradient")]
+    return sum(times) / len(times) if times else None

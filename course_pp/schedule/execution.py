@@ -24,16 +24,22 @@ class Run:
     stuck: dict[int, int]
 
 
-def execute(schedule: Schedule, durations: Sequence[Sequence[Time]], transfers: Sequence[Time]) -> Run:
+def execute(
+    schedule: Schedule,
+    durations: Sequence[Sequence[Time]],
+    transfers: Sequence[Time],
+    edge_transfers: Sequence[Time] = (),
+) -> Run:
     """Do every action as soon as its rank is free and its inputs have arrived, until nothing more can be done.
 
     Args:
         schedule: without stages that do not exist.
         durations: of each action, rank by rank.
         transfers: for each boundary between stages, the time of a message between different ranks.
+        edge_transfers: the same for each reader of each edge; nothing unless given.
     """
     products = Products.of(schedule)
-    delays = _delays(schedule, products, transfers)
+    delays = _delays(schedule, products, transfers, edge_transfers)
     arrival: list[Time | None] = [None] * len(delays)
     starts: tuple[list[Time], ...] = tuple([] for _ in schedule.actions)
     ends: tuple[list[Time], ...] = tuple([] for _ in schedule.actions)
@@ -67,14 +73,21 @@ def execute(schedule: Schedule, durations: Sequence[Sequence[Time]], transfers: 
     return Run(starts, ends, stuck)
 
 
-def _delays(schedule: Schedule, products: Products, transfers: Sequence[Time]) -> list[Time]:
+def _delays(
+    schedule: Schedule, products: Products, transfers: Sequence[Time], edge_transfers: Sequence[Time]
+) -> list[Time]:
     """For each product how long it is on its way: only what is sent between different ranks takes time."""
     m = schedule.n_microbatches
-    delays: list[Time] = [0] * (5 * products.per_kind)
+    delays: list[Time] = [0] * products.count
     for stage, transfer in enumerate(transfers):
         if transfer:
             activations, gradients = products.per_kind + stage * m, 3 * products.per_kind + (stage + 1) * m
             for microbatch in range(m):
                 if schedule.rank_of(stage, microbatch) != schedule.rank_of(stage + 1, microbatch):
                     delays[activations + microbatch] = delays[gradients + microbatch] = transfer
+    for number, (lane, transfer) in enumerate(zip(products.lanes, edge_transfers, strict=False)):
+        for microbatch in range(m) if transfer else ():
+            if schedule.rank_of(lane.writer, microbatch) != schedule.rank_of(lane.reader, microbatch):
+                for product in (products.value(number, microbatch), products.value_gradient(number, microbatch)):
+                    delays[product] = transfer
     return delays

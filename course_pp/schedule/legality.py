@@ -7,6 +7,7 @@ from itertools import count
 from course_pp.arguments import checked
 from course_pp.cycles import find_cycle
 from course_pp.schedule.action import KINDS
+from course_pp.schedule.edges import problems_of_edges
 from course_pp.schedule.execution import execute
 from course_pp.schedule.products import Products
 from course_pp.schedule.schedule import Schedule
@@ -19,6 +20,7 @@ def check(schedule: Schedule) -> list[str]:
     * An action is missing, repeated, of a stage that does not exist or on a rank that does not hold its stage. Every
       microbatch must pass every stage forward and, unless the schedule is forward only, backward: as ``B``, or as
       ``I`` and ``W``.
+    * An edge names a stage that does not exist, goes backwards, or makes a value that another stage makes too.
     * A rank has an action before another of its own actions that it depends on.
     * Ranks wait for one another in a circle, with the circle spelled out. Sends are buffered: a rank that sends never
       waits for the receiver. Actions start in the order listed, overlapped pairs when the inputs of both are there.
@@ -27,8 +29,11 @@ def check(schedule: Schedule) -> list[str]:
 
 
 def problems_of_bookkeeping(schedule: Schedule) -> list[str]:
-    """The problems that can be told without going through the schedule: missing, repeated and misplaced actions."""
-    return [*_misplaced(schedule), *_repeated_or_missing(schedule)]
+    """The problems that can be told without going through the schedule: missing, repeated and misplaced actions, edges
+    that are none.
+    """
+    problems = [*_misplaced(schedule), *_repeated_or_missing(schedule)]
+    return [*problems, *problems_of_edges(schedule.edges, schedule.n_stages)]
 
 
 def _misplaced(schedule: Schedule) -> Iterable[str]:

@@ -5,12 +5,18 @@ There are five kinds of products, one of each for every stage s and microbatch:
 * the activation that ``F`` leaves on its own rank, and the one it sends to stage s + 1;
 * the gradient that ``I`` or ``B`` leaves on its own rank, and the one it sends to stage s - 1;
 * the weight gradient that ``W`` or ``B`` leaves for ``U``, where a stage is replicated also for those of the others.
+
+For each reader of an edge there are two more, one of each for every microbatch: the value that it gets from ``F`` of
+the writer, and the gradient that its ``I`` or ``B`` leaves for the writer's.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from course_pp.schedule.action import Action, Overlap, Product
+from course_pp.schedule.edges import Edge, Lane, lanes_of
 from course_pp.schedule.schedule import Schedule
 
 _WHAT: tuple[Literal["activation", "gradient", "weight gradient"], ...] = (
@@ -36,20 +42,60 @@ class Products:
     n_microbatches: int
     shares: tuple[int, ...] = ()
     """How many ranks hold each stage; one each unless given."""
+    edges: tuple[Edge, ...] = ()
 
     @classmethod
     def of(cls, schedule: Schedule) -> "Products":
         """Those of ``schedule``."""
-        return cls(schedule.n_stages, schedule.n_microbatches, tuple(map(len, schedule.placement)))
+        return cls(schedule.n_stages, schedule.n_microbatches, tuple(map(len, schedule.placement)), schedule.edges)
 
     @property
     def per_kind(self) -> int:
         return self.n_stages * self.n_microbatches
 
+    @cached_property
+    def lanes(self) -> tuple[Lane, ...]:
+        """The readers of the edges, in order."""
+        return lanes_of(self.edges)
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return 5 * self.per_kind + 2 * len(self.lanes) * self.n_microbatches
+
+    def value(self, lane: int, microbatch: int) -> int:
+        """The value of an edge, as one of its readers gets it."""
+        return 5 * self.per_kind + lane * self.n_microbatches + microbatch
+
+    def value_gradient(self, lane: int, microbatch: int) -> int:
+        """The gradient that one of the readers leaves."""
+        return self.value(len(self.lanes) + lane, microbatch)
+
     def needed_by(self, action: Action | Overlap) -> tuple[int, ...]:
         """What must be there before ``action`` can start."""
+        needed = self._needed_in_chain(action)
+        return (*needed, *self._over_edges(action, makes=False)) if self.edges else needed
+
+    def made_by(self, action: Action | Overlap) -> tuple[int, ...]:
+        """What is there once ``action`` is done."""
+        made = self._made_in_chain(action)
+        return (*made, *self._over_edges(action, makes=True)) if self.edges else made
+
+    def _over_edges(self, action: Action | Overlap, makes: bool) -> Sequence[int]:
+        """Writers make values and need their gradients; readers need values and make gradients."""
+        found = []
+        for part in action.parts:
+            if part.kind in "FIB":
+                number = self.value if part.kind == "F" else self.value_gradient
+                by_writer = makes == (part.kind == "F")
+                for i, lane in enumerate(self.lanes):
+                    if part.stage == (lane.writer if by_writer else lane.reader):
+                        found.append(number(i, part.microbatch))
+        return found
+
+    def _needed_in_chain(self, action: Action | Overlap) -> tuple[int, ...]:
         if isinstance(action, Overlap):
-            return self.needed_by(action.forward) + self.needed_by(action.backward)
+            return self._needed_in_chain(action.forward) + self._needed_in_chain(action.backward)
         n, kind, stage = self.n_stages * self.n_microbatches, action.kind, action.stage
         here = stage * self.n_microbatches + action.microbatch
         if kind == "F":
@@ -62,10 +108,9 @@ class Products:
             return tuple(4 * n + stage * self.n_microbatches + mate for mate in mates)
         return (here, 3 * n + here + self.n_microbatches) if stage + 1 < self.n_stages else (here,)
 
-    def made_by(self, action: Action | Overlap) -> tuple[int, ...]:
-        """What is there once ``action`` is done."""
+    def _made_in_chain(self, action: Action | Overlap) -> tuple[int, ...]:
         if isinstance(action, Overlap):
-            return self.made_by(action.forward) + self.made_by(action.backward)
+            return self._made_in_chain(action.forward) + self._made_in_chain(action.backward)
         n, kind = self.n_stages * self.n_microbatches, action.kind
         here = action.stage * self.n_microbatches + action.microbatch
         if kind == "F":
@@ -78,11 +123,25 @@ class Products:
 
     def describe(self, product: int) -> Product:
         """Return what the number stands for."""
+        if (lane := self.lane_of(product)) is not None:
+            number, microbatch = divmod(product - 5 * self.per_kind, self.n_microbatches)
+            name = self.edges[lane.edge].name
+            if number < len(self.lanes):
+                return Product("value", lane.writer, microbatch, name)
+            return Product("value gradient", lane.reader, microbatch, name)
         kind, here = divmod(product, self.per_kind)
         return Product(_WHAT[kind], *divmod(here, self.n_microbatches))
 
     def boundary(self, product: int) -> int | None:
-        """The boundary between stages that it crosses, s for the one between s and s + 1; None if it stays."""
+        """The boundary between stages that it crosses, s for the one between s and s + 1; None if it crosses none."""
+        if product >= 5 * self.per_kind:
+            return None
         kind, here = divmod(product, self.per_kind)
         stage = here // self.n_microbatches
         return {1: stage, 3: stage - 1}.get(kind)
+
+    def lane_of(self, product: int) -> Lane | None:
+        """The reader of an edge whose value or gradient it is; None for what goes from neighbour to neighbour."""
+        if product < 5 * self.per_kind:
+            return None
+        return self.lanes[(product - 5 * self.per_kind) // self.n_microbatches % len(self.lanes)]

@@ -2,11 +2,12 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from course_pp.arguments import described, refuse_unless
 from course_pp.schedule.action import Action, Overlap
+from course_pp.schedule.edges import Edge
 
 Work = tuple[int, int]
 """A stage and a microbatch."""
@@ -23,15 +24,18 @@ class Schedule:
         placement: for each stage the ranks that hold it: one, or several replicas that take the microbatches in turn,
             so that microbatch i of stage s runs on ``placement[s][i % len(placement[s])]``.
         actions: for each rank its actions in order.
+        edges: values that stages read beyond their neighbours' (skip connections); most schedules have none.
 
     Raises:
         ValueError: for no ranks or no stages, a stage on no rank, twice on one rank or on a rank that does not exist,
-            and for anything among the actions that is neither an ``Action`` nor an ``Overlap``.
+            for anything among the actions that is neither an ``Action`` nor an ``Overlap``, and among the edges for
+            anything but an ``Edge``.
     """
 
     name: str
     placement: tuple[tuple[int, ...], ...]
     actions: tuple[tuple[Action | Overlap, ...], ...]
+    edges: tuple[Edge, ...] = ()
 
     def __post_init__(self) -> None:
         refuse_unless(isinstance(self.name, str), "Schedule", "name", self.name, "pass text")
@@ -39,6 +43,9 @@ class Schedule:
         refuse_unless(is_table, "Schedule", "actions", self.actions, "pass for each rank a sequence of its actions")
         object.__setattr__(self, "placement", normalised(self.placement))
         object.__setattr__(self, "actions", tuple(map(tuple, self.actions)))
+        is_edges = isinstance(self.edges, tuple | list) and all(isinstance(edge, Edge) for edge in self.edges)
+        refuse_unless(is_edges, "Schedule", "edges", self.edges, "pass a tuple of Edge(name, writer, readers)")
+        object.__setattr__(self, "edges", tuple(self.edges))
         if not self.actions or not self.placement:
             raise ValueError(
                 f"schedule {self.name!r} has {self.n_ranks} ranks and {self.n_stages} stages: "
@@ -75,7 +82,16 @@ class Schedule:
     @cached_property
     def fingerprint(self) -> str:
         """A short text that tells this order and placement from any other, whatever its name; for ranks to compare."""
-        return hashlib.sha256(repr((self.placement, self.actions)).encode()).hexdigest()[:12]
+        facts = (self.placement, self.actions, self.edges) if self.edges else (self.placement, self.actions)
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
+
+    def with_edges(self, *edges: Edge) -> "Schedule":
+        """The same orders for stages that read what others than their neighbours make; replaces earlier edges.
+
+        Raises:
+            ValueError: for anything but edges. Whether they fit, :func:`course_pp.schedule.check` says.
+        """
+        return replace(self, edges=edges)
 
     def rank_of(self, stage: int, microbatch: int) -> int:
         """The rank on which ``stage`` works on ``microbatch``."""

@@ -19,7 +19,8 @@ def simulate(
     """When each rank does what, if every action starts as soon as it can.
 
     Sends are buffered: a rank hands its message over and goes on, and the message arrives a transfer later. With
-    integer or fractional costs every number is exact.
+    integer or fractional costs every number is exact. A value that crosses an edge is one message for each rank that
+    reads it, and one more for its gradient.
 
     Args:
         costs: one unit for each of ``F``, ``I`` and ``W`` and no latency unless given.
@@ -36,7 +37,9 @@ def simulate(
     problems = problems_of_bookkeeping(schedule)
     if not problems:
         transfers = costs.transfers(schedule.n_stages)
-        run = execute(schedule, durations_of(schedule, costs) if durations is None else durations, transfers)
+        edge_transfers = costs.edge_transfers(schedule.edges, schedule.n_stages)
+        durations = durations_of(schedule, costs) if durations is None else durations
+        run = execute(schedule, durations, transfers, edge_transfers)
         problems = check(schedule) if run.stuck else []
     if problems:
         more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
@@ -46,7 +49,14 @@ def simulate(
         for rank, row in enumerate(schedule.actions)
         for action, start, end in zip(row, run.starts[rank], run.ends[rank], strict=True)
     )
-    return Timeline(schedule.n_ranks, spans, transfers=transfers, name=schedule.name)
+    return Timeline(
+        schedule.n_ranks,
+        spans,
+        transfers=transfers,
+        edges=schedule.edges,
+        edge_transfers=edge_transfers,
+        name=schedule.name,
+    )
 
 
 def durations_of(schedule: Schedule, costs: Costs) -> list[list[Time]]:

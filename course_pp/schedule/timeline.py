@@ -14,6 +14,7 @@ from operator import attrgetter
 from course_pp.arguments import checked
 from course_pp.schedule.action import Action
 from course_pp.schedule.costs import Costs
+from course_pp.schedule.edges import Edge
 from course_pp.schedule.memory import Curve, curve_of_rank, most_versions
 from course_pp.schedule.span import Gap, Receive, Span, Time, format_time
 from course_pp.schedule.waiting import Inputs, critical_path, gaps_of_rank
@@ -29,6 +30,8 @@ class Timeline:
     Attributes:
         transfers: for each boundary between stages, how long a message between two ranks takes; empty if unknown.
         receives: when which rank was blocked until a message was there, sorted as the spans are; empty if not measured.
+        edges: values that stages read beyond their neighbours'.
+        edge_transfers: for each reader of each edge, how long a message between two ranks takes; empty if unknown.
         name: what ran, for labels: simulating sets it to the schedule's. It plays no part in comparisons.
 
     Raises:
@@ -41,6 +44,8 @@ class Timeline:
     unit: str = ""
     transfers: tuple[Time, ...] = ()
     receives: tuple[Receive, ...] = ()
+    edges: tuple[Edge, ...] = field(default=(), kw_only=True)
+    edge_transfers: tuple[Time, ...] = field(default=(), kw_only=True)
     name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -178,7 +183,7 @@ class Timeline:
 
     @cached_property
     def _inputs(self) -> Inputs:
-        return Inputs(self.spans, self.transfers)
+        return Inputs(self.spans, self.transfers, self.edges, self.edge_transfers)
 
     @cached_property
     def idle_gaps(self) -> tuple[Gap, ...]:

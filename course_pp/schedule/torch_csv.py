@@ -16,7 +16,7 @@ from course_pp.schedule.schedule import Schedule, implied_placement, normalised
 
 @checked
 def to_torch_csv(schedule: Schedule) -> str:
-    """``schedule`` as CSV, a row a rank, without idle slots.
+    """``schedule`` as CSV, a row a rank, without idle slots. Placement and edges are not in it.
 
     Raises:
         ValueError: for an asynchronous schedule or one with replicated stages: torch has neither.

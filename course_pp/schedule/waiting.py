@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from course_pp.schedule.action import Product
+from course_pp.schedule.edges import Edge
 from course_pp.schedule.products import Products
 from course_pp.schedule.span import Gap, Span, Time, format_time
 
@@ -25,7 +26,13 @@ class Inputs:
     A step may appear several times in one timeline; a span then takes what was last made before it started.
     """
 
-    def __init__(self, spans: Sequence[Span], transfers: Sequence[Time]) -> None:
+    def __init__(
+        self,
+        spans: Sequence[Span],
+        transfers: Sequence[Time],
+        edges: Sequence[Edge] = (),
+        edge_transfers: Sequence[Time] = (),
+    ) -> None:
         parts = [part for span in spans for part in span.action.parts]
         n_stages = 1 + max((part.stage for part in parts), default=0)
         on: defaultdict[int, set[int]] = defaultdict(set)
@@ -33,8 +40,10 @@ class Inputs:
             for part in span.action.parts:
                 on[part.stage].add(span.rank)
         shares = tuple(max(1, len(on[stage])) for stage in range(n_stages))
-        self._products = Products(n_stages, 1 + max((part.microbatch for part in parts), default=0), shares)
+        n_microbatches = 1 + max((part.microbatch for part in parts), default=0)
+        self._products = Products(n_stages, n_microbatches, shares, tuple(edges))
         self._transfers = transfers
+        self._edge_transfers = dict(zip(self._products.lanes, edge_transfers, strict=False))
         self._maker: dict[int, Span] = {}
         self._others: defaultdict[int, list[Span]] = defaultdict(list)
         for span in spans:
@@ -59,11 +68,18 @@ class Inputs:
             maker = self._latest(product, span.start) if product in self._others else self._maker.get(product)
             if maker is not None and maker.end <= span.start:
                 arrival = maker.end
-                crossed = self._products.boundary(product)
-                if self._transfers and crossed is not None and maker.rank != span.rank:
-                    arrival += self._transfers[crossed]
+                if maker.rank != span.rank:
+                    arrival += self._on_its_way(product)
                 found.append(Input(product, arrival, maker))
         return found
+
+    def _on_its_way(self, product: int) -> Time:
+        """How long a message with it takes, as far as that is known."""
+        lane = self._products.lane_of(product)
+        if lane is not None:
+            return self._edge_transfers.get(lane, 0)
+        crossed = self._products.boundary(product)
+        return 0 if crossed is None or not self._transfers else self._transfers[crossed]
 
     def _latest(self, product: int, until: Time) -> Span | None:
         makers = (self._maker[product], *self._others[product])

@@ -22,6 +22,7 @@ SCHEDULE: Rows = {
     "Action": {"stage": 0, "kind": "F", "microbatch": 0},
     "ClusterLevel": {"size": 2, "bandwidth": 1.0},
     "Costs": dict.fromkeys(inspect.signature(Costs).parameters, 1.0),
+    "Edge": {"name": "own", "writer": 0, "readers": (1,)},
     "Entry": {
         "name": "own",
         "order": build,
@@ -40,9 +41,9 @@ SCHEDULE: Rows = {
     "Overlap": {"forward": F0, "backward": B0},
     "Partition": {"stages": (PlannedStage(0, 1, 1),), "slowest": 1.0},
     "PlannedStage": {"start": 0, "end": 1, "replicas": 1},
-    "Product": {"what": "activation", "stage": 0, "microbatch": 0},
+    "Product": {"what": "activation", "stage": 0, "microbatch": 0, "name": ""},
     "Receive": {"rank": 0, "product": Product("activation", 0, 0), "start": 0, "end": 1},
-    "Schedule": {"name": "own", "placement": ((0,),), "actions": ((F0,),)},
+    "Schedule": {"name": "own", "placement": ((0,),), "actions": ((F0,),), "edges": ()},
     "Span": {"rank": 0, "action": F0, "start": 0, "end": 1},
     "Use": {"stage": 0, "microbatch": 0, "forward": 0, "backward": 0, "update": 0},
     "Timeline": {
@@ -52,6 +53,8 @@ SCHEDULE: Rows = {
         "transfers": (),
         "receives": (),
         "name": "",
+        "edges": (),
+        "edge_transfers": (),
     },
     "bound": {"n_ranks": 2, "n_microbatches": 4, "costs": None, "memory_limit": None, "placement": None},
     "build": {

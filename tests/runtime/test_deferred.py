@@ -372,7 +372,7 @@ def test_input_and_weight_halves_together_do_the_products_of_one_backward(index:
         stage = Stage(index, stack, CPU, recompute, None)
         x = torch.randn(5, WIDTH, requires_grad=index > 0)
         with counting(counts, f"F {split}"):
-            output = stage.forward(0, x, None, split)
+            output, _ = stage.forward(0, x, None, split)
         gradient = (torch.ones_like(output),)
         if split:
             with counting(counts, "I"):
@@ -398,7 +398,7 @@ def test_a_stage_that_recomputes_splits_its_backward_just_the_same(autocast: boo
         stage = Stage(1, module, CPU, recompute, None)
         x = input_of((5, WIDTH), module)
         with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-            output = stage.forward(0, x, None, True)
+            output, _ = stage.forward(0, x, None, True)
             (of_input,) = stage.backward_input(0, (torch.ones_like(output),))
             assert not gradients(module)
             stage.backward_weight(0)
