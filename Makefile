@@ -14,7 +14,7 @@ endif
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: FORCE help setup lab doctor run lint types images site notebooks clean \
-  test test-fast test-long test-solutions test-slurm test-gpu test-full without-ranks tests as-shipped
+  test test-fast test-browser test-long test-solutions test-slurm test-gpu test-full without-ranks tests as-shipped
 
 help:
 	@echo "make lab             open your own copy of the course, my_course/ (ARGS=... goes to jupyter lab)"
@@ -22,7 +22,8 @@ help:
 	@echo "make run             train a pipeline on two ranks and check it against one process"
 	@echo "make test-fast       linter, type checker, the tests that start no ranks"
 	@echo "make test            linter, type checker, all tests with a sample of each grid, all notebooks"
-	@echo "make test-long       the tests of make test, and those of whole runs and in a browser"
+	@echo "make test-browser    the explorer, the board and the notebooks in Chromium"
+	@echo "make test-long       the tests of make test, those in Chromium, and whole runs that repeat what parts have shown"
 	@echo "make test-solutions  all notebooks with the exercises solved"
 	@echo "make test-slurm      the scripts, %torchrun and the notebooks on throw-away Slurm clusters"
 	@echo "make test-gpu        the stack on this machine's GPUs; skipped without one"
@@ -92,6 +93,10 @@ without-ranks: $(READY)
 
 tests: $(READY)
 	@$(ONE_EACH) $(PYTEST) tests --ignore=tests/slurm -n 2 $(SHARED) --durations=10
+
+# One browser and one JupyterLab serve them all.
+test-browser: $(READY)
+	@$(PYTEST) tests/browser -m 'not full'
 
 test-long: $(READY)
 	@$(ONE_EACH) $(PYTEST) tests --ignore=tests/slurm -n 2 $(SHARED) --durations=10 -m 'not full and not solutions'

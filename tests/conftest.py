@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from inspect import unwrap
+from itertools import groupby
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from course_pp.exercises import check, checking
 from course_pp.launch import client, on_ranks, run_torchrun
+from tests import grids
 
 # Beside a cluster, too, ranks start here; the tests in tests/slurm say otherwise.
 os.environ["COURSE_PP_WHERE"] = "local"
@@ -25,9 +27,15 @@ STARTING_FILES: set[str] = set()
 SHARING_FOLDERS = ("browser",)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    grids.IN_FULL = "not long" not in config.option.markexpr
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts ranks; keep the tests of a file together, so that a grid which they share runs once."""
+    """Mark what starts ranks and what a sample leaves out; keep the tests of a file together, for what they share."""
+    for _, cases in groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
+        mark_all_but_a_sample([item for item in cases if not item.get_closest_marker("full")])
     for item in items:
         if isinstance(item, pytest.Function) and starts_ranks(item):
             item.add_marker("ranks")
@@ -38,6 +46,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(str(shared.relative_to(item.config.rootpath))))
     # What waits goes first, or the last worker would wait alone.
     items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
+
+
+def mark_all_but_a_sample(cases: list[pytest.Item]) -> None:
+    """Of cases under ``@pytest.mark.sample(n)``, every n-th stays in the default run; the others are ``long``."""
+    for number, item in enumerate(cases):
+        sample = item.get_closest_marker("sample")
+        if sample is not None and number % sample.args[0]:
+            item.add_marker("long")
 
 
 def starts_ranks(item: pytest.Item) -> bool:

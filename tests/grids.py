@@ -6,12 +6,23 @@ from math import prod
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+IN_FULL = True
 
 # A prime, so that what is taken of a grid holds every value of its axes.
 thinned = pytest.mark.parametrize(
     "every", [pytest.param(7, id="a seventh"), pytest.param(1, id="all", marks=pytest.mark.long)]
 )
 """For a test of many cases in one process: it takes ``cases[::every]``."""
+
+
+def examples(n: int) -> settings:
+    """Hypothesis' settings for a property: ``n`` examples, and in the default run a third of them.
+
+    Which run this is, tests/conftest.py says in ``IN_FULL``.
+    """
+    return settings(deadline=None, max_examples=n if IN_FULL else n // 3)
 
 
 def crossed(*axes: Sequence[Any]) -> list[Any]:

@@ -22,3 +22,9 @@ def test_tuples_are_values_of_several_parameters_and_names_are_kept() -> None:
     first, *_ = crossed([("1f1b", 2), ("zb_v", 3)], [pytest.param(len, id="length"), pytest.param(abs, id="size")])
     assert first.values == ("1f1b", 2, len)
     assert first.id == "1f1b-2-length"
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("number", range(7))
+def test_a_sample_is_the_first_case_and_every_nth_after_it(number: int, request: pytest.FixtureRequest) -> None:
+    assert (request.node.get_closest_marker("long") is None) == (number in (0, 3, 6))

@@ -211,6 +211,7 @@ NOT_YET = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("answer", "words"), NOT_YET.items(), ids=lambda value: getattr(value, "__name__", ""))
 def test_whatever_an_answer_does_is_said_in_a_sentence(
     answer: Callable[..., Any], words: str, capfd: pytest.CaptureFixture[str]
@@ -545,6 +546,7 @@ def rank_1_spins(rank, p):
         pass
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("answer", "words"),
     [

@@ -271,6 +271,7 @@ def rank_0_writes(rank: int, write: Answer, publish: Answer) -> None:
     dist.barrier()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
@@ -365,6 +366,7 @@ def by_number_under_the_name(stage: Any, optimizer: Any, coordinates: Any, step:
     return found
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
@@ -392,6 +394,7 @@ def test_what_a_rank_forgets_is_told_from_its_symptom(answer: Answer, words: str
     assert words.lower() in verdict.text.lower(), verdict.text
 
 
+@pytest.mark.long
 @pytest.mark.timeout(60)
 def test_patients_have_the_symptoms_that_the_notebook_tells() -> None:
     symptoms = {

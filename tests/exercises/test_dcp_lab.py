@@ -26,6 +26,7 @@ def _losses(rank: int, layout: DistributedConfig, root: Path, until: int, die_in
     return losses
 
 
+@pytest.mark.long
 def test_a_rank_dies_in_a_step_and_in_a_save_and_another_layout_goes_on(tmp_path: Path) -> None:
     four = DistributedConfig(pp=4)
     with pytest.raises(RankDied, match=r"^rank 2 was ended by SIGKILL"):
@@ -59,6 +60,7 @@ def test_without_barriers_half_is_published_or_the_old_one_found(tmp_path: Path)
     ]
 
 
+@pytest.mark.long
 def test_an_asynchronous_save_copies_weights_and_both_moments(tmp_path: Path) -> None:
     saved = save_meanwhile(tmp_path)
     assert saved.copied == pytest.approx(3, rel=1e-3)

@@ -11,6 +11,7 @@ FOUR = DistributedConfig(dp_shard=4)
 TWO_BY_TWO = DistributedConfig(pp=2, dp_shard=2)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("layout", "often"),

@@ -267,6 +267,7 @@ def empties_its_lists(model: Any, microbatches: Any, targets: Any, loss_fn: Any)
     microbatches.clear()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
@@ -291,6 +292,7 @@ def test_a_step_that_is_still_ill_is_told_from_its_symptom(answer: Answer, words
     refuses("accumulate_sharded", answer, words)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(60)
 def test_patients_have_the_symptoms_that_the_notebook_tells() -> None:
     [a, b, c] = (on_ranks(4, patient)[0] for patient in PATIENTS.values())

@@ -240,6 +240,7 @@ def no_backward(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> fl
     return float(mse_loss(model(torch.cat(microbatches)), torch.cat(targets)))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
@@ -347,6 +348,7 @@ def strided(targets: Any, m: int) -> list[Any]:
     return [targets[i::m] for i in range(m)]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("answer", "words"),
     [

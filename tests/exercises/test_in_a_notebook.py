@@ -58,6 +58,7 @@ CORRECT = "✓ correct · Exercise 1, the bubble of GPipe"
 PENDING = "○ pending · Exercise 4, bytes at the peak"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("cell", "shown"),
     [

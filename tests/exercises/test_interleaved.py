@@ -100,6 +100,7 @@ WRONG_CHUNKS = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_CHUNKS])
 def test_a_wrong_number_of_chunks_is_told_why(answer: Answer, words: list[str]) -> None:
     refuses("best_chunks", answer, *words)
@@ -245,6 +246,7 @@ WRONG_STEPS = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_STEPS])
 def test_an_ill_step_is_told_why(answer: Answer, words: list[str]) -> None:
     refuses("healed_chunks_step", answer, *words, limit_s=5)

@@ -9,6 +9,7 @@ from tests.exercises.mutants import LIMIT_S, found, judged, judged_all, mutants_
 ALL = list(registry.exercises())
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("name", "change"), [(name, change) for name, changes in found().items() for change in changes]
 )

@@ -268,6 +268,7 @@ def test_a_step_is_correct_however_it_is_written(answer: Callable[..., Any]) -> 
     accepts("two_rank_step", answer)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("answer", "words"),
     [

@@ -258,6 +258,7 @@ WRONG_STEPS = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_STEPS])
 def test_a_wrong_step_is_told_why(answer: Answer, words: list[str]) -> None:
     refuses("step_without_deadlock", answer, *words)
@@ -387,6 +388,7 @@ WRONG_LIMITS = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_LIMITS])
 def test_wrong_room_for_what_is_on_its_way_is_told_why(answer: Answer, words: list[str]) -> None:
     refuses("held_with_latency", answer, *words)

@@ -228,6 +228,7 @@ WRONG_STEPS = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_STEPS])
 def test_a_wrong_step_is_told_why(answer: Answer, words: list[str]) -> None:
     refuses("stashed_step", answer, *words)
@@ -239,6 +240,7 @@ def test_steps_may_stash_copies_or_compute_again() -> None:
     accepts("healed_versions_step", stashed_step)
 
 
+@pytest.mark.long
 def test_each_patient_shows_its_symptom_and_the_healed_step_none() -> None:
     found = {
         (name, momentum): examine(step, replicas, momentum).first_wrong

@@ -165,6 +165,7 @@ def test_a_ring_without_a_deadlock_is_correct_however_it_is_written(answer: Call
     accepts("shift", answer)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
@@ -317,6 +318,7 @@ def test_a_gather_is_correct_however_it_is_written(answer: Callable[..., Any]) -
     accepts("all_gather", answer)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("answer", "words"),
     [

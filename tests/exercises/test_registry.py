@@ -32,6 +32,7 @@ def test_the_stub_is_pending(exercise: Exercise) -> None:
     assert verdict_of(exercise.name, stub_of(exercise)).status == "pending"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("exercise", ALL, ids=lambda exercise: exercise.name)
 def test_an_answer_that_returns_nothing_is_not_yet_correct(exercise: Exercise) -> None:
     def nothing(*args: object, **kwargs: object) -> None:

@@ -45,6 +45,7 @@ def cutting(
     return shard_linear
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
@@ -114,6 +115,7 @@ def in_place(gradient: Any, group: Any) -> Any:
     return gradient
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
@@ -254,6 +256,7 @@ def norm_of(cut: Any, copied: Any) -> Any:
     return (square(cut) + square(copied)).sqrt()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("answer", "words"),
     [

@@ -329,6 +329,7 @@ WRONG_STEPS = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_STEPS])
 def test_a_wrong_step_is_told_why(answer: Answer, words: list[str]) -> None:
     refuses("healed_split_step", answer, *words)

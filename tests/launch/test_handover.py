@@ -71,6 +71,7 @@ def test_threads_of_one_kernel_get_each_their_own_results(tools: Path, tmp_path:
     assert results == {"first": ["first"], "second": ["second"]}
 
 
+@pytest.mark.long
 def test_a_kept_job_needs_no_look_at_the_cluster_and_keeps_no_files(
     tools: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

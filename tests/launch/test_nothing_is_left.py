@@ -64,7 +64,7 @@ def wait_for(*files: Path) -> None:
     ("caller", "how"),
     [
         pytest.param(ON_RANKS, signal.SIGKILL, id="on_ranks-killed"),
-        pytest.param(RUN_TORCHRUN, signal.SIGINT, id="torchrun-interrupted"),
+        pytest.param(RUN_TORCHRUN, signal.SIGINT, id="torchrun-interrupted", marks=pytest.mark.long),
         pytest.param(RUN_TORCHRUN, signal.SIGKILL, id="torchrun-killed", marks=pytest.mark.long),
         # test_an_interrupt_says_who_waited_for_whom interrupts such a caller, too.
         pytest.param(ON_RANKS, signal.SIGINT, id="on_ranks-interrupted", marks=pytest.mark.full),
@@ -169,6 +169,7 @@ def test_an_interrupt_at_any_moment_leaves_no_descriptor_open(
     assert open_descriptors() == before
 
 
+@pytest.mark.long
 def test_ranks_end_when_the_process_they_fork_from_is_killed() -> None:
     def kill_the_server(rank: int) -> None:
         if rank == 0:

@@ -113,6 +113,7 @@ def _own_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     servers.stop()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_own_server")
 def test_what_is_no_string_in_the_callers_path_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
@@ -324,6 +325,7 @@ def test_a_call_inside_a_rank_is_refused() -> None:
         on_ranks(1, lambda rank: on_ranks(1, print))
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
@@ -365,6 +367,7 @@ def test_the_server_that_ranks_fork_from_has_one_thread() -> None:
         assert on_ranks(1, threads_of_parent) == [1]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_own_server")
 def test_what_a_rank_imported_of_this_package_is_there_for_the_next_call() -> None:
     def threads_and_what_was_there(rank: int) -> tuple[int, bool]:
@@ -395,6 +398,7 @@ def test_a_module_that_has_changed_is_imported_anew() -> None:
         Path(importlib.util.cache_from_source(str(file))).unlink(missing_ok=True)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_own_server")
 def test_what_reads_the_environment_of_the_call_is_not_kept_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     def backend(rank: int) -> str:

@@ -51,6 +51,7 @@ Path(sys.argv[1]).write_text(repr(said))
 """
 
 
+@pytest.mark.long
 def test_ranks_start_without_streams_from_a_long_path_with_few_files_blocked_signals_and_an_ascii_locale(
     tmp_path: Path,
 ) -> None:

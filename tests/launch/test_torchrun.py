@@ -147,6 +147,7 @@ def test_slurm_tools_without_a_cluster_behind_them_are_not_used_unless_inside_a_
     assert not build(["../source_code/train.py"], environ={**os.environ, "SLURM_JOB_ID": "7"}).local
 
 
+@pytest.mark.long
 def test_a_run_under_srun_executes_what_it_shows(
     fake_srun: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,6 +217,7 @@ def test_the_rank_that_failed_first_is_named(folder: Path, failing: str, words: 
     assert words in str(failure.value)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_nothing_left")
 def test_a_temporary_folder_with_a_name_that_fits_no_socket_or_path_is_no_obstacle(
     folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -283,6 +285,7 @@ def test_a_limit_that_no_clock_can_count_to_is_refused(folder: Path, timeout_s: 
         run_torchrun(["source_code/train.py"], timeout_s=timeout_s, local=True)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_nothing_left")
 def test_wrong_arguments_are_reported_in_torchruns_words(folder: Path) -> None:
     with pytest.raises(LaunchError, match=r"exit code 2 and named no rank[^\n]*\n.*error"):

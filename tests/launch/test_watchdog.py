@@ -135,6 +135,7 @@ HANGS: list[tuple[Callable[[int], None], int, list[tuple[str, tuple[int, ...]]],
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("hang", "n", "expected", "source", "advice"), HANGS, ids=[h[0].__name__ for h in HANGS])
 def test_a_hang_is_explained(
     hang: Callable[[int], None], n: int, expected: list[tuple[str, tuple[int, ...]]], source: str, advice: str

@@ -77,6 +77,7 @@ def real_token_loss(logits: Tensor, tokens: Tensor, attention_mask: Tensor | Non
     return logits[real], F.cross_entropy(logits[real], tokens.roll(-1, 1)[real])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", INPUTS)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_logits_and_every_gradient_equal_llama(config: ModelConfig, kind: str) -> None:

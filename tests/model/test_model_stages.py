@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from course_pp.model import (
     layer_costs,
     partition_by_cost,
 )
+from tests.grids import examples
 
 UNTIED = ModelConfig(dim=32, n_layers=5, n_heads=4, vocab_size=61, n_kv_heads=2, max_seq_len=16)
 TIED = replace(UNTIED, tie_embeddings=True)
@@ -72,6 +73,7 @@ def stages(config: ModelConfig, n_stages: int) -> list[Transformer]:
 
 
 class TestStages:
+    @pytest.mark.sample(4)
     @configs
     @splits
     @pytest.mark.parametrize("way", WAYS)
@@ -87,6 +89,7 @@ class TestStages:
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
+    @pytest.mark.sample(4)
     @configs
     @splits
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -116,6 +119,7 @@ class TestStages:
         for part in parts:
             assert all(torch.equal(p.grad, expected[name]) for name, p in part.named_parameters())
 
+    @pytest.mark.sample(3)
     @configs
     @splits
     def test_allocate_their_own_parameters_only(self, n_stages: int, config: ModelConfig) -> None:
@@ -241,7 +245,7 @@ costs = st.one_of(st.sampled_from([0.0, 0.1, 0.2, 0.3, 1.0, 2.0]), st.floats(0, 
 
 class TestPartitionByCost:
     @given(data=st.data(), layers=st.lists(costs, min_size=1, max_size=8), first=costs, last=costs)
-    @settings(max_examples=150, deadline=None)
+    @examples(150)
     def test_is_the_best_of_all_splits(
         self, data: st.DataObject, layers: list[float], first: float, last: float
     ) -> None:

@@ -114,6 +114,7 @@ SAMPLE = {
 LONG = {Case(pp=2, schedule="zb_v", tp=2): TIED}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("case", "variants"), grid(SAMPLE, long=LONG))
 def test_predicted_collectives_are_counted_on_every_rank(case, variants):
     jobs = jobs_of(case, variants)
@@ -134,11 +135,13 @@ IN_FULL = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("case", "variants"), grid(OTHER_CASES, IN_FULL))
 def test_schedules_and_policies_beyond_the_table_are_predicted_too(case, variants):
     test_predicted_collectives_are_counted_on_every_rank(case, variants)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [
@@ -164,6 +167,7 @@ def test_a_vocabulary_parallel_loss_is_predicted(case):
     assert_counted([counts[0] for counts in ranks], predict(case, PLAIN, job[1], gather_logits=False))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [Case(pp=2, schedule="1f1b", dp_shard=2), pytest.param(Case(dp_shard=2, tp=2), marks=pytest.mark.full)],
@@ -220,6 +224,7 @@ def measure_on_rank(rank, case, jobs, mp_policy=None):
     return list(run_jobs(case, jobs, lambda step, modules, mesh: measure_unsharded_bytes(step, modules), mp_policy))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("case", "variants"), grid(MEMORY_CASES, MEMORY_IN_FULL))
 def test_predicted_memory_of_gathered_parameters_is_measured(case, variants):
     jobs = jobs_of(case, variants)

@@ -133,6 +133,7 @@ def warnings_on_rank(rank: int, schedule: str, mode: str) -> tuple[list[str], di
     return [str(warning.message) for warning in caught], calls
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("mode", "n_parameters"), [("full", 9), ("selective", 4)])
 @pytest.mark.parametrize("schedule", ["zb_v", "interleaved_zb"])
 def test_a_schedule_that_splits_backward_recomputes_once_a_parameter_and_says_so_once(

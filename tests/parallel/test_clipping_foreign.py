@@ -82,6 +82,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_foreign_models_norm_is_that_of_one_process_and_counts_a_tied_weight_once(name: str) -> None:
     layout, placement = LAYOUTS[name]

@@ -47,6 +47,7 @@ def test_compiled_stages_train_as_one_process(subtests: pytest.Subtests) -> None
             assert_equals_one_process(list(found), reference(), CONFIG)
 
 
+@pytest.mark.long
 def test_a_foreign_model_is_compiled_too() -> None:
     plain, compiled = (train(_gpt2(backend), "gpt2") for backend in (None, "aot_eager"))
     torch.testing.assert_close(compiled.losses, plain.losses, rtol=1e-12, atol=0)

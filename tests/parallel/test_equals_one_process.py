@@ -42,7 +42,7 @@ def train_on_rank(rank, pp, config, data, schedules, loss_fn, kwargs):
     return results
 
 
-MARKS = {(3, True): (), (4, False): pytest.mark.long}
+MARKS = {(2, True): (), (3, True): pytest.mark.long, (4, False): pytest.mark.long}
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def _counted(name: str, mesh: DeviceMesh | None, reshard: bool) -> tuple[Collect
     return count_collectives(step, mesh), peak
 
 
-@pytest.mark.parametrize("n_ranks", LAYOUTS)
+@pytest.mark.parametrize("n_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_a_llama_of_transformers_communicates_and_holds_what_is_predicted(n_ranks: int) -> None:
     cases = [(layout, name, policy) for layout in LAYOUTS[n_ranks] for name in MODELS for policy in (True, False)]
     for rank, found in enumerate(on_ranks(n_ranks, counted_on_rank, n_ranks, timeout_s=60)):
@@ -113,6 +113,7 @@ def _piped(layout: DistributedConfig) -> CollectiveCounts:
     return count_collectives(step, mesh)
 
 
+@pytest.mark.long
 def test_the_stages_of_a_foreign_pipeline_tell_one_another_what_is_predicted() -> None:
     sizes = {"batch_size": ROWS, "seq_len": SEQ_LEN, "n_microbatches": 2, "dtype": torch.float64, "foreign": True}
     for rank, found in enumerate(on_ranks(4, pipelines_on_rank, timeout_s=60)):

@@ -55,6 +55,7 @@ def table() -> Iterator[dict[str, str]]:
     TABLE.write_text("\n".join([*head, *(f"{name} | {rows[name]}" for name in names if name in rows), ""]))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("case", "variants"), grid(SAMPLE, long=LONG))
 def test_a_layout_equals_one_process(case: Case, variants: Sequence[Variant], table: dict[str, str]) -> None:
     jobs = jobs_of(case, variants)

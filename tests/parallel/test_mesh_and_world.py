@@ -263,6 +263,7 @@ def warnings_on_rank(rank, node_of_rank, config):
     return [str(warning.message) for warning in caught]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("node_of_rank", "config", "ranks"),
     [

@@ -74,6 +74,7 @@ def step_on_rank(rank, pp, config, data, schedule, loss_fn, kwargs):
     return Trained(losses, snapshot_gradients(modules), snapshot_parameters(modules)), evaluated
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "schedule", [*(name for name in schedule_names() if find(name).torch_name), "interleaved_zb", "v_min"]
 )

@@ -40,6 +40,7 @@ def refusal_on_rank(rank, pp, config, arguments):
     return None, None
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -113,6 +114,7 @@ def build_on_rank(rank, pp, change):
     return None
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

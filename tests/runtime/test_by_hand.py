@@ -85,6 +85,7 @@ def every_case_on_rank(rank, pp):
     return results
 
 
+@pytest.mark.sample(3)
 @each_size
 def test_loss_and_every_gradient_equal_one_process(pp, subtests):
     assert_every_case_equal(on_ranks(pp, every_case_on_rank, pp), subtests)
@@ -177,6 +178,7 @@ def most_in_flight_on_rank(rank, pp):
     return peaks
 
 
+@pytest.mark.sample(3)
 @each_size
 def test_activations_in_flight_are_all_m_or_as_many_as_ranks_to_come(pp):
     ranks = on_ranks(pp, most_in_flight_on_rank, pp)
@@ -214,6 +216,7 @@ def order_on_rank(rank, pp):
     return orders
 
 
+@pytest.mark.sample(3)
 @each_size
 def test_what_is_done_and_in_which_order_is_the_schedule_of_that_name(pp):
     ranks = on_ranks(pp, order_on_rank, pp)

@@ -175,6 +175,7 @@ def in_two_halves(module: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tenso
     return output, gradients(module), x.grad, early
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize(("make", "early"), MODULES.values(), ids=MODULES)

@@ -90,6 +90,7 @@ def with_links_a_straggler_and_jitter() -> EmulatedCluster:
     )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "make"),
     crossed(

@@ -223,6 +223,7 @@ def trained_with_options(options: Options = FEW) -> dict[str, tuple[Trained, ...
     return dict(zip(jobs, zip(*ranks, strict=True), strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [pytest.param(FEW, id="few"), pytest.param(ALL, id="all", marks=pytest.mark.full)])
 def test_training_without_tags_recomputed_tied_or_replicated_equals_one_process(
     options: Options, subtests: pytest.Subtests
@@ -233,6 +234,7 @@ def test_training_without_tags_recomputed_tied_or_replicated_equals_one_process(
             assert_right(trained[what], job)
 
 
+@pytest.mark.long
 def test_replicas_of_a_stage_stay_equal_bit_by_bit() -> None:
     first, second, _ = trained_with_options()["replicated (2, 1) 5"]
     assert first.parameters.keys() == second.parameters.keys()

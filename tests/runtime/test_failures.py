@@ -82,6 +82,7 @@ RAISING = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "n", "action", "step"), crossed(RAISING, [0, 2]))
 def test_a_stage_that_raises_is_named_on_every_rank(name: str, n: int, action: str, step: int) -> None:
     schedule, where = build(name, n, M), Where(action, step)
@@ -95,6 +96,7 @@ def test_it_is_named_without_tags_too(action: str) -> None:
     assert_all_say(found, schedule, where, "Trouble: the cable is loose")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "n", "step"), crossed([("1f1b", 3), ("gpipe", 2), ("gpipe", 4), ("zb_v", 2)], [0, 1]))
 def test_raising_in_the_very_last_action_reaches_ranks_that_have_done_theirs(name: str, n: int, step: int) -> None:
     schedule = build(name, n, M)
@@ -168,6 +170,7 @@ def in_a_child(rank: int, *args: Any) -> tuple[int | None, Caught | None]:
     return child.exitcode, result
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "n", "action", "step"),
     crossed(

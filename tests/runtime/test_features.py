@@ -44,6 +44,7 @@ def with_empty_stages(pattern: str, empty: Callable[[], nn.Module | None]) -> St
     return [next(full) if letter == "L" else empty() for letter in pattern]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "n", "pattern", "empty"),
     crossed(
@@ -78,6 +79,7 @@ FROZEN = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("names", "name", "recompute"),
     crossed([pytest.param(names, id=what) for what, names in FROZEN.items()], ["1f1b", "zb_h1"], [False, True]),
@@ -108,6 +110,7 @@ def generator_left_as_it_was() -> Iterator[None]:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "n", "cuts", "recompute"),
     crossed(
@@ -139,6 +142,7 @@ def seed_ranks(_: Stages) -> None:
     torch.manual_seed(3)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "n"), [("1f1b", 2), ("zb_h1", 3), ("zb_v", 2), ("gpipe", 1)])
 def test_without_seeds_the_forward_that_is_computed_again_draws_what_it_drew_first(name: str, n: int) -> None:
     schedule = build(name, n, M)
@@ -174,6 +178,7 @@ def layers_with_autocast(n: int) -> Stages:
     return [Autocast(layer) for layer in layers(n, torch.float32)]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "n", "recompute", "inside"),
     crossed(
@@ -206,6 +211,7 @@ def saved_apart() -> Any:
     return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.detach().clone(), lambda saved: saved)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("around", "record_memory", "recompute", "name", "n"),
     crossed(
@@ -304,6 +310,7 @@ def with_sum_of_tied(reference: Sequence[Done], *names: str) -> list[Done]:
     return changed
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "n", "one_parameter"),
     crossed(

@@ -87,6 +87,7 @@ def measured_alone(stage: int, n_stages: int, split: bool, recompute: bool) -> t
     return kept, kept - after, queued
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "n"), SCHEDULES)
 def test_the_peak_of_activation_bytes_on_every_rank_is_the_simulated_one(name: str, n: int) -> None:
     schedule = build(name, n, M)
@@ -151,6 +152,7 @@ def most_in_flight(of: Plan) -> int:
     return most
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("m", [8, 16])
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1", "gpipe"])
 def test_buffers_are_two_receives_a_channel_and_the_sends_that_may_not_have_been_taken(name: str, m: int) -> None:
@@ -189,6 +191,7 @@ def outputs_alive(rank: int, schedule: Schedule, recompute: bool) -> list[bool]:
     return [alive for stage, module in modules.items() if stage < schedule.n_stages - 1 for alive in module.alive]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(("name", "n"), [("gpipe", 3), ("1f1b", 3), ("interleaved_1f1b", 2)])
 def test_an_output_is_freed_once_it_is_sent_long_before_its_backward(name: str, n: int, recompute: bool) -> None:

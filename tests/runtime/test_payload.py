@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from course_pp.runtime.payload import NOTHING, describe, flatten, map_tensors, pack, tensors_of, unpack
+from tests.grids import examples
 
 DTYPES = [
     torch.bool,
@@ -99,7 +100,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(values)
 def test_any_nesting_of_tensors_and_plain_values_arrives_as_it_was(value: Any) -> None:
     assert_same(sent(value), value)
@@ -198,7 +199,7 @@ def test_anything_else_is_refused_by_name_wherever_it_is(stranger: Any, name: st
         describe(where(stranger))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.lists(tensors, max_size=6))
 def test_tensors_lie_in_order_without_overlap_where_any_dtype_may_start(row: list[Tensor]) -> None:
     spec, _ = describe(row)

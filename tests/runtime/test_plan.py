@@ -12,13 +12,14 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from course_pp.runtime.mailbox import Mailbox
 from course_pp.runtime.plan import Content, Message, Plan, plan
 from course_pp.schedule import Product, Schedule, build, names
+from tests.grids import examples
 from tests.runtime.random_schedules import random_schedule
 from tests.runtime.small import forward_only, parse
 
@@ -112,7 +113,7 @@ def by_channel(message: Message) -> tuple[int, int, int]:
 
 
 @given(legal, shares, any_order)
-@settings(deadline=None, max_examples=300)
+@examples(300)
 def test_by_order_alone_every_run_ends_and_what_counts_as_arrived_has_been_taken(
     schedule: Schedule, pairs: list[tuple[int, int]], rng: random.Random
 ) -> None:
@@ -296,6 +297,7 @@ def follow(this: Plan, wire: StrictWire, rng: random.Random) -> None:
         mailbox.end()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("has_tags", [True, False], ids=["tags", "order alone"])
 @pytest.mark.parametrize("seed", range(30))
 def test_the_mailbox_needs_nothing_that_stores_messages_on_the_way(seed: int, has_tags: bool) -> None:

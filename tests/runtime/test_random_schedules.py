@@ -226,6 +226,7 @@ def refuse_on_rank(rank: int) -> tuple[int, list[float]]:
     return refused, in_a_pipeline(rank, legal, None, "gloo")[0]
 
 
+@pytest.mark.long
 def test_every_rank_refuses_what_one_rank_cannot_run_and_can_go_on_with_another() -> None:
     legal = next(schedule for schedule in map(random_schedule, SEEDS) if schedule.n_ranks == 4)
     for refused, losses in on_ranks(4, refuse_on_rank):

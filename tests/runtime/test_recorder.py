@@ -51,6 +51,7 @@ def record_torch(rank: int, name: str) -> Timeline:
     return recorder.timeline()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_run_of_torch_is_recorded_action_by_action(name: str) -> None:
     first, second = on_ranks(2, record_torch, name, timeout_s=60.0)
@@ -74,6 +75,7 @@ def test_a_run_of_torch_is_recorded_action_by_action(name: str) -> None:
         assert len(done) == len(set(done))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_action_starts_before_what_it_needs_is_there(name: str) -> None:
     tl = on_ranks(2, record_torch, name, timeout_s=60.0)[0]

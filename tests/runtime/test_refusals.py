@@ -56,6 +56,7 @@ def bad_step(rank: int, schedule: Schedule, given: Mapping[str, Any]) -> tuple[C
     return ended[0], ended[1]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("given", "guilty", "says"), BAD_STEPS.values(), ids=BAD_STEPS)
 def test_a_step_with_bad_arguments_says_so_on_the_rank_and_is_over_on_the_others(
     given: Mapping[str, Any], guilty: int, says: str
@@ -226,6 +227,7 @@ BAD_PIPELINES: dict[str, tuple[list[tuple[Schedule, Any, Mapping[str, Any]]], st
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("arguments", "says"), BAD_PIPELINES.values(), ids=BAD_PIPELINES)
 def test_a_pipeline_that_cannot_work_is_refused_on_every_rank_before_the_first_message(
     arguments: list[tuple[Schedule, Any, Mapping[str, Any]]], says: str

@@ -118,6 +118,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "steps", "transport"),
     crossed(["1f1b", "zb_h1"], [pytest.param(steps, id=what) for what, steps in CHANGES.items()], TRANSPORTS),
@@ -274,6 +275,7 @@ def token_batch(n: int, length: int) -> Step:
     return Step(torch.randint(7, (n, length)), torch.randn(n, length, WIDTH, dtype=torch.float64))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("schedule", "recompute", "transport"),
     crossed(

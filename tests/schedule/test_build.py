@@ -48,6 +48,7 @@ def sizes(name: str) -> list[tuple[int, int, int | None]]:
     return [(p, m, v) for p in range(1, 6) for m in range(1, 14) for v in chunks]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", EXPECTED)
 def test_every_size_a_schedule_allows_can_run_and_every_other_is_refused_with_one_that_works(name: str) -> None:
     built, refusals = 0, []

@@ -5,7 +5,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from course_pp.schedule import (
@@ -23,6 +23,7 @@ from course_pp.schedule import (
     simulate,
 )
 from course_pp.schedule.precedence import schedule_of
+from tests.grids import examples
 from tests.schedule.planted import CAUSES, Planted
 from tests.schedule.test_properties import costs_for, schedules
 
@@ -52,6 +53,7 @@ def rightly_attributed(found: Fit, truth: dict[str, float]) -> float:
     return 1 - misplaced / sum(truth.values())
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("plant", PLANTS)
 @pytest.mark.parametrize(("name", "p", "m"), SIZES)
 def test_a_straggler_and_a_slow_link_are_named_and_charged_with_what_they_cost(
@@ -222,7 +224,7 @@ def measured_runs(draw: st.DrawFn) -> tuple[Timeline, Costs]:
 
 
 @given(measured_runs())
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_the_parts_add_up_to_what_was_lost_by_cause_by_rank_and_by_link(case: tuple[Timeline, Costs]) -> None:
     tl, expected = case
     found = fit(tl, expected)
@@ -243,7 +245,7 @@ def test_the_parts_add_up_to_what_was_lost_by_cause_by_rank_and_by_link(case: tu
 
 
 @given(measured_runs())
-@settings(deadline=None, max_examples=20)
+@examples(20)
 def test_every_simulated_run_keeps_the_orders(case: tuple[Timeline, Costs]) -> None:
     tl, expected = case
     found = fit(tl, expected)

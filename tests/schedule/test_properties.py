@@ -3,10 +3,11 @@
 from dataclasses import fields
 from fractions import Fraction
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from course_pp.schedule import Costs, Schedule, Timeline, bound, build, check, names, simulate
+from tests.grids import examples
 from tests.schedule.sizes import TWO_COPIES
 
 times = st.fractions(min_value=0, max_value=9, max_denominator=7)
@@ -59,7 +60,7 @@ def cases(draw: st.DrawFn) -> tuple[Schedule, Costs]:
 
 
 @given(cases())
-@settings(deadline=None, max_examples=150)
+@examples(150)
 def test_every_schedule_runs_and_keeps_every_promise(case: tuple[Schedule, Costs]) -> None:
     schedule, costs = case
     assert check(schedule) == []
@@ -83,7 +84,7 @@ def floats(value: object) -> object:
 
 
 @given(cases())
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_no_schedule_beats_the_bound_in_floats_either_and_its_own_memory_is_enough(
     case: tuple[Schedule, Costs],
 ) -> None:

@@ -40,6 +40,7 @@ def figure(request: pytest.FixtureRequest) -> ChartFigure:
     return FIGURES[request.param]()
 
 
+@pytest.mark.sample(3)
 def test_a_figure_shows_itself_as_a_picture_with_its_alt_text(figure: ChartFigure) -> None:
     data, metadata = figure._repr_mimebundle_()
     picture = Image.open(io.BytesIO(data["image/png"]))
@@ -49,6 +50,7 @@ def test_a_figure_shows_itself_as_a_picture_with_its_alt_text(figure: ChartFigur
     assert title(figure) in figure.alt_text
 
 
+@pytest.mark.sample(3)
 def test_a_notebook_with_matplotlib_inline_still_gets_the_alt_text_once(figure: ChartFigure) -> None:
     from IPython.core.interactiveshell import InteractiveShell
     from IPython.core.pylabtools import select_figure_formats
@@ -70,6 +72,7 @@ def test_no_words_are_over_each_other_or_out_of_their_place(figure: ChartFigure)
     assert flaws(figure) == []
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", names())
 @pytest.mark.parametrize("sizes", [(2, 4), (4, 8), (8, 32)])
 def test_the_timeline_of_every_schedule_is_legible(name: str, sizes: tuple[int, int]) -> None:
@@ -88,6 +91,7 @@ def test_later_chunks_of_a_rank_have_a_foot_as_high_as_their_number() -> None:
     assert (middle, highest) == pytest.approx((2 * lowest, 3 * lowest), rel=1e-4)
 
 
+@pytest.mark.sample(3)
 def test_figures_leave_pyplot_alone(figure: ChartFigure) -> None:
     from matplotlib import pyplot
 
@@ -95,6 +99,7 @@ def test_figures_leave_pyplot_alone(figure: ChartFigure) -> None:
     assert pyplot.get_fignums() == []
 
 
+@pytest.mark.sample(3)
 def test_an_svg_is_the_same_every_time_with_text_and_description(figure: ChartFigure, tmp_path: Path) -> None:
     first = figure.save(tmp_path / "a.svg").read_text(encoding="utf-8")
     assert first == figure.save(tmp_path / "b.svg").read_text(encoding="utf-8")
@@ -114,6 +119,7 @@ def test_what_xml_would_misread_is_escaped_in_the_description() -> None:
 FIGURES_BY_TITLE = {title(make()): make for make in FIGURES.values()}
 
 
+@pytest.mark.sample(3)
 def test_a_png_is_saved_and_another_ending_is_refused(figure: ChartFigure, tmp_path: Path) -> None:
     assert Image.open(figure.save(str(tmp_path / "a.PNG"))).format == "PNG"
     with pytest.raises(ValueError, match=r"end the name in \.png or \.svg"):

@@ -24,6 +24,7 @@ def test_a_small_timeline_reads_like_its_figure() -> None:
     ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", names())
 @pytest.mark.parametrize(("n_ranks", "n_microbatches"), [(1, 4), (2, 4), (4, 8), (8, 32), (16, 256)])
 def test_no_line_is_longer_than_the_width(name: str, n_ranks: int, n_microbatches: int) -> None:

@@ -127,6 +127,7 @@ IN_BFLOAT16 = DistributedConfig(pp=2, dp_shard=2)
 N_LAYERS = 14  # of the deepest example
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["llama", pytest.param("gpt2", marks=pytest.mark.full), pytest.param("convnet", marks=pytest.mark.full)]
 )
@@ -154,11 +155,11 @@ CASES = [
     if layout.tp == 1 or name == "llama"
     for schedule in SCHEDULES
 ]
-SAMPLE = [
+SAMPLE = [("gpt2", True, DistributedConfig(pp=2, dp_shard=2), "interleaved_1f1b")]
+LONG = [
     ("convnet", False, DistributedConfig(pp=2, dp_shard=2), "zb_v"),
-    ("gpt2", True, DistributedConfig(pp=2, dp_shard=2), "interleaved_1f1b"),
+    ("llama", True, DistributedConfig(pp=2, dp_shard=1, tp=2), "1f1b"),
 ]
-LONG = [("llama", True, DistributedConfig(pp=2, dp_shard=1, tp=2), "1f1b")]
 
 
 @pytest.mark.parametrize(
@@ -172,6 +173,7 @@ def test_an_example_equals_one_process(name: str, tied: bool, layout: Distribute
     assert_equal(name, tied, layout, schedule)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("script", [name for name in SCRIPTS if "alone" not in name])
 def test_an_example_runs_as_its_docstring_says(script: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)

@@ -48,6 +48,7 @@ def test_more_ranks_than_layers_are_refused_in_one_message():
     assert "2 stages need at least 2 layers, and this model has 1" in printed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("head", "schedule", "options"),
     [

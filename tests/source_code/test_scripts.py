@@ -52,6 +52,7 @@ def test_plain_torchrun_runs_pipeline_test_on_one_rank_from_its_own_folder(monke
     assert rank == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("schedule", "last", "precision"), [pytest.param("1f1b", 1, "fp16", marks=pytest.mark.long), ("zb_v", 0, "bf16")]
 )
@@ -108,7 +109,12 @@ def printed_by_layout(layout):
 
 
 @pytest.mark.parametrize(
-    "layout", [*LAYOUTS[1:3], *(pytest.param(layout, marks=pytest.mark.full) for layout in LAYOUTS[3:])]
+    "layout",
+    [
+        LAYOUTS[1],
+        pytest.param(LAYOUTS[2], marks=pytest.mark.long),
+        *(pytest.param(layout, marks=pytest.mark.full) for layout in LAYOUTS[3:]),
+    ],
 )
 def test_training_prints_the_same_losses_and_the_same_sample_under_every_layout(layout):
     assert printed_by_layout(layout) == printed_by_layout(LAYOUTS[0])
@@ -158,6 +164,7 @@ def test_first_run_equals_one_process_and_writes_its_picture():
     assert "<svg" in picture.read_text()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

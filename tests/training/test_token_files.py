@@ -91,6 +91,7 @@ def _of_tomorrow(path: Path) -> None:
     beside.write_text(json.dumps({**json.loads(beside.read_text()), "format": "course_pp tokens 2"}))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("damage", "words"),
     [

@@ -176,6 +176,7 @@ class TestCache:
         assert sorted(path.name.split("-")[0] for path in cache_dir.iterdir()) == ["tokenizer", "tokens"]
 
 
+@pytest.mark.long
 def test_a_process_forked_after_training_encodes_without_a_warning(cache_dir: Path) -> None:
     program = (
         "import os, sys; from course_pp.training.data import *;"

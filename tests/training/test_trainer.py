@@ -28,6 +28,7 @@ def run(n_ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
         return on_ranks(n_ranks, fn, *args, timeout_s=60)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("model", "padded", "accumulation"),
     [(MODEL, False, 1), (TIED, True, 2)],

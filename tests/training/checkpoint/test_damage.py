@@ -94,6 +94,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("damage", "said"), DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_checkpoint_is_refused_and_the_older_one_used(
     damage: Callable[[Path], None], said: str, tmp_path: Path
