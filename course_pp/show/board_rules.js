@@ -1,0 +1,352 @@
+// The rules of the board, as board_rules.py and board_policies.py have them, name by name; a test holds them together.
+// Actions are text ("0F2"), a span is {rank, action, start, end}.
+
+const ORDER = "FBIW";
+export const POLICIES = { "forward first": "FIBW", "backward first": "BIFW", "zero bubble": "IFWB" };
+const MOVE = /^(-?)(\d{1,6}[FBIW]\d{1,6})(?:@(\d{1,6}))?$/;
+
+// Not an Error, whose stack would cost more than the rule: thousands are thrown and caught for one list of legal actions.
+export class Refused {
+  constructor(why, message) {
+    Object.assign(this, { why, message });
+  }
+}
+
+export function parse(text) {
+  const [, stage, kind, microbatch] = /^(\d+)([FBIW])(\d+)$/.exec(text);
+  return { stage: Number(stage), kind, microbatch: Number(microbatch) };
+}
+
+export const spelled = (time) => String(Number(time.toFixed(3)));
+const key = (what, stage, microbatch) => `the ${what} of microbatch ${microbatch} from stage ${stage}`;
+
+function provides({ stage, kind, microbatch }) {
+  if (kind === "F") return [key("activation", stage, microbatch)];
+  const gradient = key("gradient", stage, microbatch), weights = key("weight gradient", stage, microbatch);
+  return kind === "I" ? [gradient] : kind === "W" ? [weights] : [gradient, weights];
+}
+
+// [what, stage] of what an action needs
+function wants({ stage, kind }, stages) {
+  if (kind === "F") return stage > 0 ? [["activation", stage - 1]] : [];
+  if (kind === "W") return [["gradient", stage]];
+  return stage + 1 < stages ? [["activation", stage], ["gradient", stage + 1]] : [["activation", stage]];
+}
+
+export function heldAfter(row) {
+  let held = 0;
+  return row.map((span) => {
+    const { kind } = parse(span.action);
+    held += kind === "F" ? 1 : kind === "I" ? 0 : -1;
+    return held;
+  });
+}
+
+function less(a, b) {
+  for (let i = 0; i < a.length; i += 1) if (a[i] !== b[i]) return a[i] < b[i];
+  return false;
+}
+
+export class Position {
+  constructor(game) {
+    this.game = game;
+    this.ranks = game.limits.length;
+    this.stages = game.placement.length;
+    this.kinds = game.split ? "FBIW" : "FB";
+    this.stagesOf = game.limits.map((_, rank) => game.placement.flatMap((home, stage) => (home === rank ? [stage] : [])));
+    this.rows = game.limits.map(() => []);
+    this.maker = new Map();
+  }
+
+  rankOf(action) {
+    return this.game.placement[parse(action).stage];
+  }
+
+  get spans() {
+    return this.rows.flat();
+  }
+
+  get makespan() {
+    return Math.max(0, ...this.rows.map((row) => (row.length ? row.at(-1).end : 0)));
+  }
+
+  get left() {
+    return 3 * this.stages * this.game.microbatches - this.maker.size;
+  }
+
+  get peaks() {
+    return this.rows.map((row) => Math.max(0, ...heldAfter(row)));
+  }
+
+  place(action, at = null) {
+    this.refuseUnlessPossible(action);
+    return this.insert(action, this.indexAt(this.rankOf(action), at));
+  }
+
+  placeAt(action, index) {
+    this.refuseUnlessPossible(action);
+    this.insert(action, Math.min(index, this.rows[this.rankOf(action)].length));
+  }
+
+  whyNot(action, at = null) {
+    try {
+      this.refuseUnlessPossible(action);
+      this.fit(action, this.indexAt(this.rankOf(action), at));
+    } catch (refused) {
+      if (refused instanceof Refused) return refused;
+      throw refused;
+    }
+    return null;
+  }
+
+  legal(rank, at = null) {
+    const found = [];
+    for (const stage of this.stagesOf[rank]) {
+      for (let microbatch = 0; microbatch < this.game.microbatches; microbatch += 1) {
+        for (const kind of this.kinds) {
+          const action = `${stage}${kind}${microbatch}`;
+          if (this.whyNot(action, at) === null) {
+            const start = this.fit(action, this.indexAt(rank, at));
+            found.push({ action, rank: [start, ORDER.indexOf(kind), microbatch, stage] });
+          }
+        }
+      }
+    }
+    return found.sort((a, b) => (less(a.rank, b.rank) ? -1 : 1)).map((each) => each.action);
+  }
+
+  startOf(action) {
+    this.refuseUnlessPossible(action);
+    return this.fit(action, this.rows[this.rankOf(action)].length);
+  }
+
+  inFlight(stage) {
+    let count = 0;
+    for (const span of this.spans) {
+      const action = parse(span.action);
+      if (action.stage === stage) count += action.kind === "F" ? 1 : action.kind === "W" ? 0 : -1;
+    }
+    return count;
+  }
+
+  nextOf(rank, kind, at = null) {
+    for (const action of this.legal(rank, at)) if (parse(action).kind === kind) return action;
+    for (let microbatch = 0; microbatch < this.game.microbatches; microbatch += 1) {
+      for (const stage of this.stagesOf[rank]) {
+        const refused = this.whyNot(`${stage}${kind}${microbatch}`, at);
+        if (refused !== null && refused.why !== "placed") throw refused;
+      }
+    }
+    throw new Refused("nothing", `rank ${rank} has no ${kind} left to place`);
+  }
+
+  remove(action) {
+    const home = /^\d+[FBIW]\d+$/.test(action) ? this.rankOf(action) : undefined;
+    const place = home === undefined ? -1 : this.rows[home].findIndex((span) => span.action === action);
+    if (place < 0) throw new Refused("nothing", `${action} is not on the board`);
+    const keep = this.rows.map((row) => row.length);
+    keep[home] = place;
+    for (let changed = true; changed; ) {
+      changed = false;
+      const gone = new Set(this.rows.flatMap((row, rank) => row.slice(keep[rank]).map((span) => span.action)));
+      this.rows.forEach((row, rank) => {
+        const first = row.slice(0, keep[rank]).findIndex((span) =>
+          this.needs(span.action).some((product) => gone.has(this.maker.get(product.key).action)));
+        if (first >= 0) {
+          keep[rank] = first;
+          changed = true;
+        }
+      });
+    }
+    this.rows.forEach((row, rank) => {
+      for (const span of row.splice(keep[rank])) for (const product of provides(parse(span.action))) this.maker.delete(product);
+    });
+  }
+
+  gaps() {
+    const found = [], end = this.makespan;
+    this.rows.forEach((row, rank) => {
+      let free = 0;
+      for (const span of row) {
+        if (span.start > free) found.push([rank, free, span.start, this.whyWaits(span, free)]);
+        free = span.end;
+      }
+      if (end > free) {
+        const why = this.leftOn(rank) ? `rank ${rank} has nothing placed after ${spelled(free)}`
+          : `rank ${rank} is done at ${spelled(free)}, the others at ${spelled(end)}`;
+        found.push([rank, free, end, why]);
+      }
+    });
+    return found;
+  }
+
+  criticalPath() {
+    let span = null;
+    for (const row of this.rows) if (row.length && (span === null || row.at(-1).end > span.end)) span = row.at(-1);
+    const path = [];
+    while (span !== null) {
+      path.push(span.action);
+      const here = span;
+      const causes = this.needs(here.action).map((each) => [this.arrival(each, here.rank), this.maker.get(each.key)]);
+      const row = this.rows[here.rank], index = row.indexOf(here);
+      if (index) causes.push([row[index - 1].end, row[index - 1]]);
+      span = null;
+      let latest = -1;
+      for (const [time, maker] of causes) {
+        if (time > latest) [span, latest] = [maker, time];
+      }
+    }
+    return path.reverse();
+  }
+
+  needs(action) {
+    const parsed = parse(action);
+    return wants(parsed, this.stages).map(([what, stage]) => (
+      { what, stage, microbatch: parsed.microbatch, key: key(what, stage, parsed.microbatch) }));
+  }
+
+  arrival(product, rank) {
+    const maker = this.maker.get(product.key);
+    if (maker.rank === rank) return maker.end;
+    return maker.end + this.game.transfers[product.what === "activation" ? product.stage : product.stage - 1];
+  }
+
+  refuseUnlessPossible(action) {
+    const { stage, kind, microbatch } = parse(action);
+    if (!this.kinds.includes(kind)) {
+      const kinds = this.game.split ? "F, B, I and W" : "F and B";
+      throw new Refused("unknown", `${action} is not for this board: it takes ${kinds}`);
+    }
+    if (stage >= this.stages || microbatch >= this.game.microbatches) {
+      throw new Refused("unknown", `there is no ${action} here: stages are 0 to ${this.stages - 1}, microbatches 0 to ${this.game.microbatches - 1}`);
+    }
+    for (const product of provides({ stage, kind, microbatch })) {
+      const placed = this.maker.get(product);
+      if (placed) throw new Refused("placed", `${placed.action} is placed already, from ${spelled(placed.start)}`);
+    }
+    for (const product of this.needs(action)) {
+      if (!this.maker.has(product.key)) {
+        const kinds = product.what === "activation" ? ["F"] : this.game.split ? ["I", "B"] : ["B"];
+        const makers = kinds.map((each) => `${product.stage}${each}${product.microbatch}`).join(" or ");
+        throw new Refused("missing", `${action} needs ${product.key}: place ${makers} first`);
+      }
+    }
+  }
+
+  indexAt(rank, at) {
+    const row = this.rows[rank];
+    if (at === null) return row.length;
+    for (const span of row) {
+      if (span.start <= at && at < span.end) {
+        throw new Refused("busy", `rank ${rank} is busy with ${span.action} from ${spelled(span.start)} to ${spelled(span.end)}: choose a time when it is free`);
+      }
+    }
+    return row.filter((span) => span.start <= at).length;
+  }
+
+  fit(action, index) {
+    const { stage, kind } = parse(action), rank = this.rankOf(action), row = this.rows[rank];
+    const took = this.game.durations[kind][stage];
+    let start = index ? row[index - 1].end : 0;
+    for (const product of this.needs(action)) start = Math.max(start, this.arrival(product, rank));
+    if (index < row.length && start + took > row[index].start) {
+      throw new Refused("room", `${action} takes ${spelled(took)} and cannot start before ${spelled(start)} here, but ${row[index].action} starts at ${spelled(row[index].start)}: choose a longer gap`);
+    }
+    const limit = this.game.limits[rank];
+    if (limit !== null && kind === "F") {
+      const held = Math.max(...heldAfter([...row.slice(0, index), { action }, ...row.slice(index)]).slice(index));
+      if (held > limit) {
+        throw new Refused("memory", `with ${action}, rank ${rank} would hold ${held} activations and its cap is ${limit}: place a ${this.game.split ? "W or B" : "B"} first`);
+      }
+    }
+    return start;
+  }
+
+  insert(action, index) {
+    const start = this.fit(action, index), parsed = parse(action), rank = this.rankOf(action), row = this.rows[rank];
+    const span = { rank, action, start, end: start + this.game.durations[parsed.kind][parsed.stage] };
+    const isLast = index === row.length;
+    row.splice(index, 0, span);
+    for (const product of provides(parsed)) this.maker.set(product, span);
+    return isLast ? null : index;
+  }
+
+  leftOn(rank) {
+    const done = this.rows[rank].reduce((sum, span) => sum + provides(parse(span.action)).length, 0);
+    return 3 * this.stagesOf[rank].length * this.game.microbatches - done;
+  }
+
+  whyWaits(span, free) {
+    let latest = null;
+    for (const product of this.needs(span.action)) {
+      if (latest === null || this.arrival(product, span.rank) > this.arrival(latest, span.rank)) latest = product;
+    }
+    const maker = this.maker.get(latest.key);
+    const waits = `rank ${span.rank} waits from ${spelled(free)} to ${spelled(span.start)} for ${latest.key}`;
+    if (maker.end === span.start) return `${waits}: rank ${maker.rank} makes it until then`;
+    return `${waits}: rank ${maker.rank} sent it at ${spelled(maker.end)}`;
+  }
+}
+
+export function play(position, move) {
+  const match = MOVE.exec(move);
+  if (!match || (match[1] && match[3])) {
+    throw new Refused("unknown", "write stage, kind and microbatch, as in 0F0, 0W0@3 or -0F0");
+  }
+  const { stage, kind, microbatch } = parse(match[2]), action = `${stage}${kind}${microbatch}`;
+  if (match[1]) position.remove(action);
+  else if (match[3]) position.placeAt(action, Number(match[3]));
+  else position.place(action);
+}
+
+export function replay(game, moves) {
+  const position = new Position(game);
+  for (const move of moves) play(position, move);
+  return position;
+}
+
+export function advice(position, policy, references, rank = null) {
+  const ranks = rank === null ? [...position.rows.keys()] : [rank];
+  let best = null;
+  for (const each of ranks) {
+    const option = policy in references ? ofReference(position, references[policy], each) : ofPolicy(position, policy, each);
+    if (option !== null && (best === null || less(option.rank, best.rank))) best = option;
+  }
+  return best && best.action;
+}
+
+export function fill(position, policy, references) {
+  const moves = [];
+  for (let action = advice(position, policy, references); action !== null; action = advice(position, policy, references)) {
+    position.place(action);
+    moves.push(action);
+  }
+  return moves;
+}
+
+export function recognised(position, references) {
+  if (!position.spans.length) return [];
+  return Object.keys(references).filter((name) =>
+    position.rows.every((row, rank) => row.every((span, i) => span.action === references[name][rank][i])));
+}
+
+function ofReference(position, order, rank) {
+  const row = position.rows[rank];
+  if (row.length >= order[rank].length || !row.every((span, i) => span.action === order[rank][i])) return null;
+  const action = order[rank][row.length];
+  return position.whyNot(action) === null ? { rank: [position.startOf(action), 0, rank], action } : null;
+}
+
+function ofPolicy(position, policy, rank) {
+  const { split } = position.game;
+  let best = null;
+  for (const action of position.legal(rank)) {
+    const { stage, kind, microbatch } = parse(action);
+    if (split && kind === "B" && policy === "zero bubble") continue;
+    if (split && "IW".includes(kind) && policy !== "zero bubble") continue;
+    if (policy === "backward first" && kind === "F" && position.inFlight(stage) >= position.stages - stage) continue;
+    const order = [position.startOf(action), POLICIES[policy].indexOf(kind), microbatch, -stage, rank];
+    if (best === null || less(order, best.rank)) best = { rank: order, action };
+  }
+  return best;
+}

@@ -1,0 +1,25 @@
+"""What the browser decides about a board is what Python decides."""
+
+import json
+from importlib.resources import files
+from typing import Any
+
+import pytest
+
+from tests.browser.boards import SCRIPT, for_browser, random_board, told
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.long]
+
+
+def test_on_1000_random_boards_the_browser_decides_as_python_does(page: Any) -> None:
+    source = files("course_pp.show").joinpath("board_rules.js").read_text(encoding="utf-8")
+    boards = [random_board(seed) for seed in range(1000)]
+    expected = [json.loads(json.dumps(told(board))) for board in boards]
+    refusals = {answer[0] for answers, *_ in expected for answer in answers if answer != "done"}
+    assert refusals == {"unknown", "placed", "missing", "room", "memory", "nothing"}
+    assert "busy" in {first[0] for each in expected for first in each[4] if isinstance(first, list)}
+    page.goto("about:blank")
+    for first in range(0, len(boards), 100):
+        found = page.evaluate(SCRIPT, [source, [for_browser(board) for board in boards[first : first + 100]]])
+        for number, answer in enumerate(found, first):
+            assert answer == expected[number], f"board {number}"
