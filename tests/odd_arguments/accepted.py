@@ -1,7 +1,12 @@
 """What is not refused and yet no mistake, with the reason for each."""
 
 UNTRIED = {
-    "schedule": {"Found": "made by search", "Time": "a type", "Versions": "a type"},
+    "schedule": {
+        "Found": "made by search",
+        "Optimum": "made by optimum",
+        "Time": "a type",
+        "Versions": "a type",
+    },
     "schedule.theory": {"NoClosedForm": "an exception", "Prediction": "made by predict"},
     "model": {
         "config_from_hf": "takes any object with transformers' fields",
@@ -33,6 +38,7 @@ NUMBERS = {
     ("CrossEntropy", "ignore_index", "-1"): "a target that is no token",
     ("VocabParallelCrossEntropy", "ignore_index", "-1"): "a target that is no token",
     ("EmulatedCluster", "seed", "-1"): "Python's generator takes any integer",
+    **{(name, "seed", "-1"): "Python's generator takes any integer" for name in ("search", "optimum")},
     ("init_distributed", "seed", "-1"): "torch's generators take any integer",
     ("OptimisticStep", "max_norm", "inf"): "only an infinity is taken back",
     ("clip_grad_norm_", "max_norm", "inf"): "only measures",

@@ -73,6 +73,18 @@ SCHEDULE: Rows = {
     "from_torch_csv": {"text": "0F0,0B0\n", "placement": None, "name": "own"},
     "ledger": {"schedule": build("pipedream", 2, 4), "versions": "stash"},
     "names": {},
+    "optimum": {
+        "n_ranks": 1,
+        "n_microbatches": 1,
+        "costs": None,
+        "memory_limit": None,
+        "n_chunks": 1,
+        "seconds": 1.0,
+        "placement": None,
+        "split": True,
+        "seed": 0,
+        "workers": 1,
+    },
     "partition": {"layers": [LayerCost(1.0)], "levels": 2},
     "search": {
         "n_ranks": 1,

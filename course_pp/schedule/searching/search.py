@@ -88,13 +88,14 @@ def search(
     costs = Costs() if costs is None else costs
     asked = questions(n_ranks, n_microbatches, costs, memory_limit, n_chunks, placement, split)
     found = [
-        _answer(question, began + seconds * (number + 1) / len(asked), seed) for number, question in enumerate(asked)
+        answer(question, began + seconds * (number + 1) / len(asked), seed) for number, question in enumerate(asked)
     ]
     best = min(found, key=lambda each: each.timeline.makespan)
     return replace(best, bound=min(each.bound for each in found), tries=sum(each.tries for each in found))
 
 
-def _answer(question: Question, deadline: float, seed: int) -> Found:
+def answer(question: Question, deadline: float, seed: int) -> Found:
+    """Search for one placement, until ``deadline`` by ``time.monotonic``."""
     problem = question.problem
     enough: Time = question.bound * problem.scale
     if isinstance(enough, float):

@@ -1,0 +1,238 @@
+"""The best order there is, by constraint programming, with the proof or what is missing of it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
+from time import monotonic
+from types import ModuleType
+from typing import Any
+
+from course_pp.arguments import checked
+from course_pp.schedule.costs import Costs, PerStage, divide
+from course_pp.schedule.searching.problem import FORWARD, INPUT, WEIGHT, Problem, Words
+from course_pp.schedule.searching.question import Layout, MemoryLimit, Question, questions, refuse_no_time
+from course_pp.schedule.searching.search import Found, answer
+from course_pp.schedule.simulation import simulate
+from course_pp.schedule.span import Time
+
+_LONGEST = 2**40
+
+
+@dataclass(frozen=True)
+class Optimum(Found):
+    """What an exact search came back with: as :class:`Found`, with the bound that was proven.
+
+    Attributes:
+        proven: whether the schedule is proven to be the best, so that ``gap`` is 0.
+    """
+
+    proven: bool = False
+
+
+@checked
+def optimum(
+    n_ranks: int,
+    n_microbatches: int,
+    costs: Costs | None = None,
+    memory_limit: MemoryLimit = None,
+    n_chunks: int = 1,
+    seconds: float = 60.0,
+    *,
+    placement: Layout | None = None,
+    split: bool = True,
+    seed: int = 0,
+    workers: int = 1,
+) -> Optimum:
+    """Find the order of least makespan and prove it, as far as time allows. For small sizes.
+
+    It begins with :func:`course_pp.schedule.search`; where the result meets the bound, that is the proof. Otherwise
+    CP-SAT of OR-Tools looks for anything shorter: one interval an action, each rank doing one at a time, each stage
+    taking the microbatches in order (without loss, as they are alike), a forward of one stage a rank no earlier than
+    the end of the weight gradient that makes room for it. Known: Qi et al. 2024 (arXiv 2401.10241) state the problem as
+    an integer linear program, and use it to improve single schedules.
+
+    Args:
+        costs: as for ``search``. Floats are read as the decimals they print as, and the proof is for those.
+        seconds: end after that long, with the gap that remains.
+        workers: threads. With one, the solver does the same each time, unless ``seconds`` end it.
+
+    Raises:
+        ImportError: without OR-Tools.
+        ValueError: for what ``search`` refuses, and for costs with so many digits that whole numbers cannot hold a
+            multiple of all.
+    """
+    cp_model = _solver()
+    refuse_no_time("optimum", seconds)
+    if not 1 <= workers <= 1024:
+        raise ValueError(f"workers is {workers}: give from 1 to 1,024 threads")
+    began = monotonic()
+    exact = _exact(Costs() if costs is None else costs)
+    asked = questions(n_ranks, n_microbatches, exact, memory_limit, n_chunks, placement, split)
+    found = []
+    for number, question in enumerate(asked):
+        _refuse_too_fine(question.problem)
+        deadline = began + seconds * (number + 1) / len(asked)
+        start = answer(question, monotonic() + (deadline - monotonic()) / 4, seed)
+        found.append(_prove(cp_model, question, start, deadline, workers, seed))
+    best = min(found, key=lambda each: each.timeline.makespan)
+    bound = min(each.bound for each in found)
+    proven = bound >= best.timeline.makespan
+    timeline = best.timeline
+    if costs is None or _has_floats(costs):
+        timeline = simulate(best.schedule, replace(Costs() if costs is None else costs, activation=1))
+        bound = timeline.makespan if proven else float(bound)
+    return replace(best, timeline=timeline, bound=bound, proven=proven, tries=sum(each.tries for each in found))
+
+
+def _solver() -> ModuleType:
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError as error:
+        raise ImportError("optimum needs OR-Tools: pip install ortools, or use search") from error
+    return cp_model
+
+
+def _prove(cp_model: ModuleType, question: Question, start: Found, deadline: float, workers: int, seed: int) -> Optimum:
+    """Look for something better than ``start``, or for the proof that there is nothing."""
+    as_they_are = Optimum(
+        start.schedule, start.timeline, start.bound, start.stopped, start.tries, proven=start.stopped == "bound"
+    )
+    left = deadline - monotonic()
+    if as_they_are.proven or left <= 0:
+        return as_they_are
+    problem = question.problem
+    words = problem.words_of(start.schedule)
+    model = _Model(cp_model, problem, words, question.bound)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = left
+    solver.parameters.num_workers = workers
+    solver.parameters.random_seed = seed % 2**31
+    status = solver.solve(model.model)
+    bound = max(question.bound, divide(round(solver.best_objective_bound), problem.scale))
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return replace(as_they_are, bound=bound, stopped="time")
+    schedule = problem.schedule_of("found", model.words(solver))
+    timeline = simulate(schedule, question.costs)
+    if timeline.makespan >= start.timeline.makespan:
+        schedule, timeline = start.schedule, start.timeline
+    proven = status == cp_model.OPTIMAL
+    return Optimum(schedule, timeline, bound, "bound" if proven else "time", start.tries, proven=proven)
+
+
+class _Model:
+    """The question in CP-SAT's terms: for each letter and microbatch the time at which it starts."""
+
+    def __init__(self, cp_model: ModuleType, problem: Problem, hint: Words, bound: Time) -> None:
+        self.problem = problem
+        self.model: Any = cp_model.CpModel()
+        run = problem.run(hint)
+        assert run is not None
+        self.horizon = int(run.makespan)
+        self.letters = [letter for rank in range(problem.n_ranks) for letter in problem.letters_of(rank)]
+        self.starts = {
+            (letter, k): self.model.new_int_var(0, self.horizon, f"{letter}.{k}")
+            for letter in self.letters
+            for k in range(problem.n_microbatches)
+        }
+        self._order()
+        for rank in range(problem.n_ranks):
+            self._one_at_a_time(rank)
+            self._memory(rank)
+        makespan = self.model.new_int_var(int(-(-bound * problem.scale // 1)), self.horizon, "makespan")
+        for letter in self.letters:
+            self.model.add(makespan >= self._end(letter, problem.n_microbatches - 1))
+        self.model.minimize(makespan)
+        for (letter, k), start in self.starts.items():
+            self.model.add_hint(start, int(run.ends[letter][k] - problem.durations[letter]))
+        self.model.add_hint(makespan, self.horizon)
+
+    def _end(self, letter: int, k: int) -> Any:
+        return self.starts[letter, k] + int(self.problem.durations[letter])
+
+    def _order(self) -> None:
+        problem = self.problem
+        for letter in self.letters:
+            maker = problem.waits_for[letter]
+            for k in range(problem.n_microbatches):
+                if maker >= 0:
+                    self.model.add(self.starts[letter, k] >= self._end(maker, k) + int(problem.delays[letter]))
+                if k:
+                    self.model.add(self.starts[letter, k] >= self._end(letter, k - 1))
+
+    def _one_at_a_time(self, rank: int) -> None:
+        problem = self.problem
+        self.model.add_no_overlap(
+            self.model.new_fixed_size_interval_var(
+                self.starts[letter, k], int(problem.durations[letter]), f"{letter}.{k}"
+            )
+            for letter in problem.letters_of(rank)
+            for k in range(problem.n_microbatches)
+        )
+
+    def _memory(self, rank: int) -> None:
+        problem, m = self.problem, self.problem.n_microbatches
+        cap, last = problem.caps[rank], WEIGHT if problem.split else INPUT
+        stages = [stage for stage, each in enumerate(problem.ranks) if each == rank]
+        if cap >= len(stages) * m:
+            return
+        if len(stages) == 1:
+            first, last = 3 * stages[0] + FORWARD, 3 * stages[0] + last
+            for k in range(m - cap):
+                self.model.add(self.starts[first, k + cap] >= self._end(last, k))
+            return
+        held = []
+        for stage in stages:
+            for k in range(m):
+                begin, end = self.starts[3 * stage + FORWARD, k], self._end(3 * stage + last, k)
+                size = self.model.new_int_var(0, self.horizon, "")
+                held.append(self.model.new_interval_var(begin, size, end, f"held {stage}.{k}"))
+        self.model.add_cumulative(held, [1] * len(held), cap)
+
+    def words(self, solver: Any) -> Words:
+        """The solution's orders. What takes no time comes before what starts with it."""
+        problem = self.problem
+
+        def times(letter: int, k: int) -> tuple[int, int]:
+            start = solver.value(self.starts[letter, k])
+            return start, start + int(problem.durations[letter])
+
+        def word(rank: int) -> list[int]:
+            timed = [
+                (*times(each, k), each) for each in problem.letters_of(rank) for k in range(problem.n_microbatches)
+            ]
+            return [letter for *_, letter in sorted(timed)]
+
+        return [word(rank) for rank in range(problem.n_ranks)]
+
+
+def _values(value: PerStage | None) -> Iterator[Time]:
+    if value is not None:
+        yield from value if isinstance(value, tuple) else (value,)
+
+
+def _has_floats(costs: Costs) -> bool:
+    return any(isinstance(each, float) for field in fields(costs) for each in _values(getattr(costs, field.name)))
+
+
+def _exact(costs: Costs) -> Costs:
+    """The same, in fractions: a float stands for the decimal it prints as."""
+
+    def exact(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(exact, value))
+        return Fraction(repr(value)) if isinstance(value, float) else value
+
+    return replace(
+        costs,
+        overlapped=None,
+        **{field.name: exact(getattr(costs, field.name)) for field in fields(costs) if field.name != "overlapped"},
+    )
+
+
+def _refuse_too_fine(problem: Problem) -> None:
+    whole = problem.n_microbatches * (sum(problem.durations) + sum(problem.delays))
+    if whole > _LONGEST:
+        raise ValueError(
+            f"costs have so many digits that a solver in whole numbers would count to {float(whole):.1g}: "
+            f"round them, so that it is at most {float(_LONGEST):.1g}"
+        )
