@@ -41,6 +41,7 @@ autodoc_preserve_defaults = True
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 add_module_names = False
+toc_object_entries = False
 python_display_short_literal_types = True
 viewcode_line_numbers = True
 

@@ -19,12 +19,26 @@ SITE = ROOT / "runs" / "site"
 NEEDED = {"sphinx": "sphinx", "myst_nb": "myst-nb", "pydata_sphinx_theme": "pydata-sphinx-theme"}
 # What the site shows lies where it lies in the repository, so a link holds on a host of the code and here.
 FOLDERS = ("docs", "notebooks", "images", "source_code")
+# The parts of the site: title, what they hold, and their pages.
 PARTS = (
-    ("Course", "notebooks/*"),
-    ("Practice", "generated/exercises generated/schedules docs/cheat_sheet generated/figures"),
-    ("Package", "docs/package docs/models docs/scripts docs/cluster source_code/examples/README generated/api/index"),
-    ("Reference", "docs/glossary generated/references generated/answers"),
-    ("Taking part", "INSTRUCTOR ARCHITECTURE CONTRIBUTING docs/develop docs/release CHANGELOG"),
+    ("Course", "The chapters, with all outputs, figures and hints.", "docs/start notebooks/*"),
+    (
+        "Practice",
+        "What to try, what to choose, and what to have beside you.",
+        "generated/exercises generated/schedules docs/which_schedule docs/cheat_sheet generated/figures",
+    ),
+    (
+        "Package",
+        "Scripts and functions to use in your own training.",
+        "docs/package docs/schedules docs/models docs/scripts docs/cluster source_code/examples/README "
+        "source_code/examples/index generated/api/index",
+    ),
+    ("Reference", "Words and papers.", "docs/glossary generated/references"),
+    (
+        "Taking part",
+        "For who teaches the course, and who changes it.",
+        "INSTRUCTOR docs/guesses ARCHITECTURE CONTRIBUTING docs/develop docs/release CHANGELOG",
+    ),
 )
 
 
@@ -79,18 +93,21 @@ def assemble(source: Path) -> Path:
 
 
 def _add_contents(source: Path) -> None:
-    """The tree of pages, at the end of the first one."""
-    blocks = []
-    for title, patterns in PARTS:
+    """A page for each part that lists its pages, and the parts at the end of the first page."""
+    parts = []
+    for title, sentence, patterns in PARTS:
         found = []
         for pattern in patterns.split():
             pages = (path for path in source.glob(f"{pattern}.*") if path.suffix in (".md", ".ipynb", ".rst"))
-            found += sorted(path.relative_to(source).with_suffix("") for path in pages)
+            found += sorted(f"/{path.relative_to(source).with_suffix('')}" for path in pages)
         if found:
-            listed = "\n".join(map(str, dict.fromkeys(found)))
-            blocks.append(f"```{{toctree}}\n:hidden:\n:caption: {title}\n\n{listed}\n```\n")
+            parts.append(f"/parts/{title.lower().replace(' ', '_')}")
+            page = source / f"{parts[-1][1:]}.md"
+            page.parent.mkdir(exist_ok=True)
+            tree = "\n".join(["```{toctree}", ":maxdepth: 1", "", *dict.fromkeys(found), "```", ""])
+            page.write_text(f"# {title}\n\n{sentence}\n\n{tree}", encoding="utf-8")
     with (source / "index.md").open("a", encoding="utf-8") as index:
-        index.write("\n" + "\n".join(blocks))
+        index.write("\n".join(["", "```{toctree}", ":hidden:", "", *parts, "```", ""]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The README's table of which families of models are cut automatically is what cutting them gives."""
+"""The table in docs/models.md of which families of models are cut automatically is what cutting them gives."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 from course_pp.parallel import auto_split, explain
 from source_code.hf_pp.families import FAMILIES, build, called, example, tensor_of
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 HEADER = (
     "| family | model | tensors sent at 2 / 4 stages | tied weights | outputs at 2 / 4 stages |",
     "|---|---|---|---|---|",
@@ -37,6 +37,6 @@ def row(name: str) -> str:
 
 def test_the_table_says_which_families_are_cut_automatically() -> None:
     expected = "\n".join((*HEADER, *map(row, FAMILIES)))
-    found = re.search(rf"{re.escape(HEADER[0])}\n(\|[^\n]*\n)+", README.read_text(encoding="utf-8"))
-    assert found is not None, f"put this into the README:\n{expected}"
+    found = re.search(rf"{re.escape(HEADER[0])}\n(\|[^\n]*\n)+", PAGE.read_text(encoding="utf-8"))
+    assert found is not None, f"put this into docs/models.md:\n{expected}"
     assert found[0].strip() == expected

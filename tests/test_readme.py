@@ -1,51 +1,59 @@
-"""What the README says is true: its links lead somewhere, its picture is described, its example runs."""
+"""What README and docs/ say is true: links lead somewhere, pictures are described, commands and examples run."""
 
+import html
 import math
 import os
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
 
 from course_pp.__main__ import main
 from course_pp.launch import on_ranks
+from tests.documents import PAGES, ROOT, TEXT
 from tests.source_code.scripts import TRAIN_IMPORTS, labelled_lines
 
-ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
 RANKS_IMPORT = TRAIN_IMPORTS
 
 
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\((?!http)([^)#]+)\)", README))))
-def test_links_lead_to_a_file(target):
-    assert (ROOT / target).exists()
+LINKS = [(page, target) for page, text in PAGES.items() for target in re.findall(r"\]\((?!http)([^)]+)\)", text)]
+PICTURES = [(page, *found) for page, text in PAGES.items() for found in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", text)]
 
 
-@pytest.mark.parametrize(("alt", "name"), re.findall(r"!\[([^\]]*)\]\((images/[^)]+)\)", README))
-def test_pictures_carry_the_alt_text_they_were_drawn_with(alt, name):
-    description = re.search(r"<desc>(.*?)</desc>", (ROOT / name).read_text())
+@pytest.mark.parametrize(("page", "target"), sorted(set(LINKS)))
+def test_links_lead_to_a_file_and_a_heading(page, target):
+    name, _, anchor = target.partition("#")
+    path = (ROOT / page).parent / name if name else ROOT / page
+    assert path.exists()
+    if anchor:
+        headings = re.findall(r"^#+ (.*)", path.read_text(), re.M)
+        assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize(("page", "alt", "name"), PICTURES)
+def test_pictures_carry_the_alt_text_they_were_drawn_with(page, alt, name):
+    description = re.search(r"<desc>(.*?)</desc>", ((ROOT / page).parent / name).read_text(), re.S)
     assert description is not None
-    assert description[1] == alt
+    assert html.unescape(description[1]) == alt
 
 
 def test_every_notebook_is_in_the_table():
-    listed = re.findall(r"\]\(notebooks/([^)]+)\)", README)
+    listed = re.findall(r"\]\(notebooks/([^)]+)\)", PAGES["README.md"])
     assert listed == sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
 
 
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"`?make (\w+)", README))))
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"`?make (\w+)", TEXT))))
 def test_make_targets_exist(target):
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M)
 
 
-@pytest.mark.parametrize("script", sorted(set(re.findall(r"source_code/[\w/]+\.py", README))))
+@pytest.mark.parametrize("script", sorted(set(re.findall(r"source_code/[\w/]+\.py", TEXT))))
 def test_scripts_exist(script):
     assert (ROOT / script).is_file()
 
 
-PYTHON = re.findall(r"```python\n(.*?)```", README, re.S)
+PYTHON = sorted(set(re.findall(r"```python\n(.*?)```", TEXT, re.S)))
 
 
 def test_the_example_without_torch_runs(capsys):
@@ -56,7 +64,7 @@ def test_the_example_without_torch_runs(capsys):
     assert peaks.startswith("(4, 3, 2, 1) rank ")
 
 
-@pytest.mark.parametrize("command", re.findall(r"^python -m course_pp (schedule [^#\n]*)", README, re.M))
+@pytest.mark.parametrize("command", re.findall(r"^python -m course_pp (schedule [^#\n]*)", TEXT, re.M))
 def test_commands_of_the_package_run(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(shlex.split(command)) == 0
@@ -74,7 +82,7 @@ def under_torchrun(command):
 def test_the_commands_about_checkpoints_follow_each_other(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "source_code").symlink_to(ROOT / "source_code")
-    [block] = re.findall(r"### Checkpoints\n\n```bash\n(.*?)```", README, re.S)
+    [block] = re.findall(r"## Checkpoints\n\n```bash\n(.*?)```", TEXT, re.S)
     first, second, *others = (shlex.split(line, comments=True) for line in block.splitlines())
     tiny = ["--dim=16", "--seq-len=16", "--global-batch-size=8", "--save-every=2"]
     under_torchrun([*first, *tiny, "--steps=4"])

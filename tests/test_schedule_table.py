@@ -1,4 +1,4 @@
-"""The README's table of which schedule runs where is what the catalogue and torch say."""
+"""The table in docs/schedules.md of which schedule runs where is what the catalogue and torch say."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from course_pp.parallel import schedule_names
 from course_pp.schedule import build, find, names
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "schedules.md"
 HEADER = (
     "| schedule | stages a rank | ranks | microbatches on 4 ranks | `runtime` | `parallel` |",
     "|---|---|---|---|---|---|",
@@ -45,6 +45,6 @@ def row(name: str) -> str:
 
 def test_the_table_says_which_schedule_runs_where() -> None:
     expected = "\n".join((*HEADER, *map(row, names())))
-    found = re.search(rf"{re.escape(HEADER[0])}\n(\|[^\n]*\n)+", README.read_text(encoding="utf-8"))
-    assert found is not None, f"put this into the README:\n{expected}"
+    found = re.search(rf"{re.escape(HEADER[0])}\n(\|[^\n]*\n)+", PAGE.read_text(encoding="utf-8"))
+    assert found is not None, f"put this into docs/schedules.md:\n{expected}"
     assert found[0].strip() == expected

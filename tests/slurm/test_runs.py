@@ -1,4 +1,4 @@
-"""What the README promises of a cluster runs on one, and trains as it does without."""
+"""What docs/cluster.md promises of a cluster runs on one, and trains as it does without."""
 
 import json
 import re
@@ -22,13 +22,13 @@ def losses_without_slurm() -> list[str]:
     return losses(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True).stdout)
 
 
-def readme_line(beginning: str) -> str:
-    [line] = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(beginning)]
+def line_of_page(beginning: str) -> str:
+    [line] = [line for line in (ROOT / "docs" / "cluster.md").read_text().splitlines() if line.startswith(beginning)]
     return line
 
 
-def test_the_readmes_srun_torchrun_line_runs_pipeline_test():
-    line = readme_line("srun -p gpu -N 1 --gres=gpu:2 torchrun --nnodes=1")
+def test_the_srun_torchrun_line_runs_pipeline_test():
+    line = line_of_page("srun -p gpu -N 1 --gres=gpu:2 torchrun --nnodes=1")
     assert line.endswith("--nproc-per-node=2 source_code/pipeline_test.py")
     done = run(line)
     assert done.returncode == 0, done.stderr
@@ -36,7 +36,7 @@ def test_the_readmes_srun_torchrun_line_runs_pipeline_test():
 
 
 def test_bare_srun_starts_four_ranks_that_train_as_one_process_does(losses_without_slurm):
-    line = readme_line("srun -p gpu -N 1 -n 4 --gres=gpu:4 python source_code/train.py").partition("#")[0]
+    line = line_of_page("srun -p gpu -N 1 -n 4 --gres=gpu:4 python source_code/train.py").partition("#")[0]
     done = run(f"{line} {TINY}")
     assert done.returncode == 0, done.stderr
     assert losses(done.stdout) == losses_without_slurm

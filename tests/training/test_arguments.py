@@ -9,7 +9,7 @@ import pytest
 from course_pp.training.arguments import parse
 from course_pp.training.options import PRESETS, ModelOptions, Options
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+SCRIPTS = (Path(__file__).parents[2] / "docs" / "scripts.md").read_text()
 
 
 def parsed(*arguments: str) -> Options:
@@ -60,12 +60,12 @@ def test_the_default_is_the_small_preset() -> None:
 
 
 def test_the_readmes_run_of_the_article_and_its_file_are_what_it_says(tmp_path: Path) -> None:
-    [command] = re.findall(r"^torchrun.*train\.py (--model article.*)", README, re.M)
+    [command] = re.findall(r"^torchrun.*train\.py (--model article.*)", SCRIPTS, re.M)
     options = parsed(*shlex.split(command))
     sizes = (options.model.layers, options.model.heads, options.model.kv_heads, options.model.seq_len)
     assert sizes == (12, 12, 3, 512)
     assert (options.data.padded, options.train.lr_schedule, options.train.warmup) == (True, "cosine", 100)
-    [content] = re.findall(r"```toml\n(.*?)```", README, re.S)
+    [content] = re.findall(r"```toml\n(.*?)```", SCRIPTS, re.S)
     (tmp_path / "run.toml").write_text(content)
     assert parsed(f"--config={tmp_path}/run.toml").train.optimizer_options == {"momentum": 0.9}
 
