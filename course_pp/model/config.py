@@ -38,15 +38,27 @@ class ModelConfig:
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
     """Whether the output head uses the embedding's matrix (Press & Wolf 2017, arXiv:1608.05859)."""
+    qkv_bias: bool = False
+    """Whether queries, keys and values have a bias, as Qwen2's (Yang et al. 2024, arXiv:2407.10671, section 2.2)."""
+    rope_factor: float = 1.0
+    """How many times slower the slow pairs of rotary positions turn, as in Llama 3.1; 1 leaves all as they are."""
+    rope_low_freq: float = 1.0
+    """Pairs that turn less often than this in `rope_original_len` positions are slow."""
+    rope_high_freq: float = 4.0
+    """Pairs that turn more often than this are left as they are; those in between, in part."""
+    rope_original_len: int = 8192
+    """The longest sequence before scaling."""
 
     def __post_init__(self) -> None:
-        for name in ("dim", "n_layers", "n_heads", "vocab_size", "max_seq_len"):
+        for name in ("dim", "n_layers", "n_heads", "vocab_size", "max_seq_len", "rope_original_len"):
             _check_size(name, getattr(self, name))
         for name in ("n_kv_heads", "ffn_dim"):
             if getattr(self, name) is not None:
                 _check_size(name, getattr(self, name))
-        for name in ("rope_theta", "norm_eps"):
+        for name in ("rope_theta", "norm_eps", "rope_factor", "rope_low_freq", "rope_high_freq"):
             _check_positive(name, getattr(self, name))
+        if self.rope_low_freq >= self.rope_high_freq:
+            raise ValueError(f"rope_low_freq={self.rope_low_freq} must be below rope_high_freq={self.rope_high_freq}")
         self._check_heads()
 
     def _check_heads(self) -> None:
@@ -97,9 +109,14 @@ class ModelConfig:
 
     @property
     def n_layer_parameters(self) -> int:
-        """Parameters of one decoder layer: q and o, k and v, the three SwiGLU matrices, two norms."""
+        """Parameters of one decoder layer: q and o, k and v, the three SwiGLU matrices, two norms, biases."""
+        return self.n_layer_matrices + 2 * self.dim + self.qkv_bias * (self.dim + 2 * self.kv_heads * self.head_dim)
+
+    @property
+    def n_layer_matrices(self) -> int:
+        """Parameters of one decoder layer that are multiplied with."""
         attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * self.head_dim
-        return attention + 3 * self.dim * self.hidden_dim + 2 * self.dim
+        return attention + 3 * self.dim * self.hidden_dim
 
     @property
     def n_head_parameters(self) -> int:

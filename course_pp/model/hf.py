@@ -1,4 +1,4 @@
-"""Weights and sizes to and from Hugging Face's Llama.
+"""Weights and sizes to and from Hugging Face's Llama, and what has its layers: Mistral, Qwen2.
 
 The two models compute the same function; only names differ. Names are the full model's on both sides, so
 `hf_state_dict` and `load_hf_state_dict` work for one pipeline stage as well as for the whole model.
@@ -17,13 +17,21 @@ from course_pp.model.config import ModelConfig
 from course_pp.model.transformer import Transformer
 
 if TYPE_CHECKING:
-    from transformers import LlamaConfig, PreTrainedModel
+    from transformers import LlamaConfig, PreTrainedModel, Qwen2Config
 
 # Ours -> theirs. Whole dotted parts, so that "norm" does not match inside "attn_norm".
 _ENDS = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 _IN_LAYER = {"attn_norm": "input_layernorm", "attn": "self_attn", "mlp_norm": "post_attention_layernorm"}
 _ENDS_BACK = {theirs: ours for ours, theirs in _ENDS.items()}
 _IN_LAYER_BACK = {theirs: ours for ours, theirs in _IN_LAYER.items()}
+
+_SCALING = {
+    "rope_factor": "factor",
+    "rope_low_freq": "low_freq_factor",
+    "rope_high_freq": "high_freq_factor",
+    "rope_original_len": "original_max_position_embeddings",
+}
+KINDS = ("llama", "mistral", "qwen2")
 
 EMBEDDING, HEAD = "embed.weight", "head.weight"
 
@@ -48,12 +56,14 @@ def name_from_hf(name: str) -> str:
 
 @checked
 def config_from_hf(hf_config: Any) -> ModelConfig:
-    """Sizes of a Hugging Face Llama (or Mistral, which has the same layers) as ours.
+    """Sizes of a Hugging Face Llama (or Mistral or Qwen2, which have the same layers) as ours.
 
     Raises:
         ValueError: the model uses something this decoder does not have, which is named.
     """
     _refuse_unsupported(hf_config)
+    rope = hf_config.rope_parameters
+    scaled = {ours: rope[theirs] for ours, theirs in _SCALING.items()} if rope.get("rope_type") == "llama3" else {}
     return ModelConfig(
         dim=hf_config.hidden_size,
         n_layers=hf_config.num_hidden_layers,
@@ -62,18 +72,23 @@ def config_from_hf(hf_config: Any) -> ModelConfig:
         n_kv_heads=hf_config.num_key_value_heads,
         ffn_dim=hf_config.intermediate_size,
         max_seq_len=hf_config.max_position_embeddings,
-        rope_theta=hf_config.rope_parameters["rope_theta"],
+        rope_theta=rope["rope_theta"],
         norm_eps=hf_config.rms_norm_eps,
         tie_embeddings=hf_config.tie_word_embeddings,
+        qkv_bias=hf_config.model_type == "qwen2",
+        **scaled,
     )
 
 
 @checked
-def config_to_hf(config: ModelConfig) -> LlamaConfig:
-    """The `transformers.LlamaConfig` of the same model."""
-    from transformers import LlamaConfig
+def config_to_hf(config: ModelConfig) -> LlamaConfig | Qwen2Config:
+    """The `transformers.LlamaConfig` of the same model, or the `Qwen2Config` if it has biases."""
+    from transformers import LlamaConfig, Qwen2Config
 
-    return LlamaConfig(
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.rope_factor != 1:
+        rope |= {"rope_type": "llama3", **{theirs: getattr(config, ours) for ours, theirs in _SCALING.items()}}
+    return (Qwen2Config if config.qkv_bias else LlamaConfig)(
         hidden_size=config.dim,
         num_hidden_layers=config.n_layers,
         num_attention_heads=config.n_heads,
@@ -81,7 +96,7 @@ def config_to_hf(config: ModelConfig) -> LlamaConfig:
         num_key_value_heads=config.kv_heads,
         intermediate_size=config.hidden_dim,
         max_position_embeddings=config.max_seq_len,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        rope_parameters=rope,
         rms_norm_eps=config.norm_eps,
         tie_word_embeddings=config.tie_embeddings,
     )
@@ -140,15 +155,21 @@ def from_hf(hf_model: PreTrainedModel) -> Transformer:
     return model
 
 
+def refuse_other_kinds(kind: object) -> None:
+    """Raise ValueError for a ``model_type`` whose layers this decoder does not have."""
+    if kind not in KINDS:
+        raise ValueError(f"model_type={kind!r} is not supported; use a model of type {', '.join(map(repr, KINDS))}")
+
+
 def _refuse_unsupported(hf_config: Any) -> None:
     kind = hf_config.model_type
-    if kind not in ("llama", "mistral"):
-        raise ValueError(f"model_type={kind!r} is not supported; use a model of type 'llama' or 'mistral'")
+    refuse_other_kinds(kind)
+    width = getattr(hf_config, "head_dim", None)  # Qwen2 has none of its own
     head_dim = hf_config.hidden_size // hf_config.num_attention_heads
     rope_type = hf_config.rope_parameters.get("rope_type", "default")
     unsupported = {
-        f"rope_type={rope_type!r} (scaled rotary positions)": rope_type != "default",
-        f"head_dim={hf_config.head_dim}, not hidden_size / heads = {head_dim}": hf_config.head_dim != head_dim,
+        f"rope_type={rope_type!r} (scaled rotary positions)": rope_type not in ("default", "llama3"),
+        f"head_dim={width}, not hidden_size / heads = {head_dim}": width not in (None, head_dim),
         f"hidden_act={hf_config.hidden_act!r}, not 'silu'": hf_config.hidden_act != "silu",
         f"attention_dropout={hf_config.attention_dropout}": hf_config.attention_dropout != 0,
         "attention_bias=True": getattr(hf_config, "attention_bias", False),

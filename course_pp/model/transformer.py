@@ -35,9 +35,9 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         kv_dim = config.kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.dim, config.dim, bias=False)
-        self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
-        self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.q_proj = nn.Linear(config.dim, config.dim, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.dim, kv_dim, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.dim, kv_dim, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
@@ -190,7 +190,7 @@ class Transformer(nn.Module):
 
         Matrices are normal(0, 0.02); the two projections of a layer that end in the residual stream are
         scaled by 1/sqrt(2 · n_layers), there being 2 · n_layers additions to it (Radford et al. 2019, GPT-2,
-        section 2.3); norms are one. Each is drawn whole on the CPU in float32, then cast and, if it is a
+        section 2.3); norms are one, biases zero. Each is drawn whole on the CPU in float32, then cast and, if it is a
         DTensor, sharded: neither dtype, device nor layout changes the model a seed means.
 
         Args:
@@ -224,6 +224,8 @@ class Transformer(nn.Module):
         self.rope_sin.copy_(sin)
 
     def _draw(self, name: str, shape: torch.Size, seed: int) -> Tensor:
+        if name.endswith(".bias"):
+            return torch.zeros(shape, dtype=torch.float32, device="cpu")
         if len(shape) == 1:
             return torch.ones(shape, dtype=torch.float32, device="cpu")
         if name == "head.weight" and self.config.tie_embeddings:
@@ -301,10 +303,15 @@ def rotary_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
     """Cosines and sines, each float32 (max_seq_len, head_dim / 2) on the CPU.
 
     Angle of position t and pair i: t · theta^(-2i / head_dim) (Su et al. 2021, arXiv:2104.09864, section
-    3.2.2).
+    3.2.2). With `rope_factor` f, pairs with a wavelength above rope_original_len / rope_low_freq turn f times slower,
+    those below rope_original_len / rope_high_freq as before, and those in between by a mean of both, weighted by where
+    the frequency lies (Llama 3.1's `apply_scaling`, github.com/meta-llama/llama-models).
     """
     pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
     frequencies = 1.0 / config.rope_theta ** (pairs / config.head_dim)
+    turns = config.rope_original_len * frequencies / (2 * math.pi)
+    kept = ((turns - config.rope_low_freq) / (config.rope_high_freq - config.rope_low_freq)).clamp(0, 1)
+    frequencies = kept * frequencies + (1 - kept) * frequencies / config.rope_factor
     positions = torch.arange(config.max_seq_len, dtype=torch.float32, device="cpu")
     angles = positions[:, None] * frequencies
     return angles.cos(), angles.sin()

@@ -1,12 +1,20 @@
 """The decoder computes what transformers' Llama computes, and weights travel both ways."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from course_pp.model import (
@@ -176,6 +184,40 @@ def test_what_this_decoder_lacks_is_refused_by_name(change: dict[str, Any], mess
 def test_a_sliding_window_is_refused() -> None:
     with pytest.raises(ValueError, match="sliding_window=4096"):
         config_from_hf(MistralConfig())
+
+
+QWEN2 = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+QWEN2 |= {"vocab_size": 61, "intermediate_size": 48, "max_position_embeddings": 32}
+SCALED = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def test_a_qwen2_has_biases_and_is_the_same_decoder() -> None:
+    qwen = Qwen2ForCausalLM(Qwen2Config(**QWEN2, tie_word_embeddings=True))
+    for name, parameter in qwen.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    model, (tokens, _) = from_hf(qwen), inputs_for("plain", 61)
+    torch.testing.assert_close(model(tokens), qwen(tokens, use_cache=False).logits)
+    assert model.config.n_parameters == sum(p.numel() for p in qwen.parameters())
+    assert config_to_hf(model.config).model_type == "qwen2"
+
+
+def test_rotary_positions_are_scaled_as_llama_3_does() -> None:
+    sizes = {**QWEN2, "num_attention_heads": 2, "rope_parameters": {**SCALED, "original_max_position_embeddings": 16}}
+    llama = LlamaForCausalLM(LlamaConfig(**sizes))
+    model, (tokens, _) = from_hf(llama), inputs_for("plain", 61)
+    torch.testing.assert_close(model(tokens), llama(tokens, use_cache=False).logits)
+    cos, sin = llama.model.rotary_emb(torch.zeros(1), torch.arange(32)[None])
+    torch.testing.assert_close(model.rope_cos, cos[0, :, :8])
+    torch.testing.assert_close(model.rope_sin, sin[0, :, :8])
+    assert config_from_hf(config_to_hf(model.config)) == model.config
+
+
+def test_biases_begin_at_zero_and_layers_count_them() -> None:
+    config = replace(SMALL, qkv_bias=True)
+    model = Transformer(config)
+    assert all(not p.any() for name, p in model.named_parameters() if name.endswith("bias"))
+    assert sum(p.numel() for p in model.parameters()) == config.n_parameters
 
 
 def test_another_architecture_is_refused() -> None:

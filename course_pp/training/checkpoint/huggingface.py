@@ -12,7 +12,7 @@ import torch
 
 from course_pp.arguments import checked
 from course_pp.model import ModelConfig, Transformer, config_from_hf, config_to_hf
-from course_pp.model.hf import HEAD, name_to_hf
+from course_pp.model.hf import HEAD, name_to_hf, refuse_other_kinds
 from course_pp.training.checkpoint.contents import read_whole
 from course_pp.training.checkpoint.manifest import read_json, read_manifest, read_plain
 from course_pp.training.checkpoint.opening import Opened, open_checkpoint
@@ -83,7 +83,7 @@ def _write(
         text = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **roles}, indent=1)
         (directory / _TOKENIZER[1]).write_text(text, encoding="utf-8")
     hf_config = config_to_hf(config)
-    hf_config.architectures = ["LlamaForCausalLM"]
+    hf_config.architectures = [f"{type(hf_config).__name__.removesuffix('Config')}ForCausalLM"]
     hf_config.dtype = next(iter(renamed.values())).dtype
     for name, token in _token_ids(attached, ours).items():
         setattr(hf_config, name, token)
@@ -180,15 +180,14 @@ def import_hf(source: str | os.PathLike[str], root: str | os.PathLike[str]) -> S
 
 def _hf_config(folder: Path, described: Mapping[str, Any]) -> Any:
     """What ``config.json`` says, as the class of its model reads it."""
-    from transformers import LlamaConfig, MistralConfig
+    from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
-    kinds: dict[str, Any] = {"llama": LlamaConfig, "mistral": MistralConfig}
+    kinds: dict[str, Any] = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config}
     kind = described.get("model_type")
-    if not isinstance(kind, str) or kind not in kinds:
-        raise ValueError(f"model_type={kind!r} is not supported; use a model of type 'llama' or 'mistral'")
+    refuse_other_kinds(kind)
     # How transformers computes attention, and whose code it fetches for that, is not a matter of the model.
     kept = {name: value for name, value in described.items() if "attn_implementation" not in name}
-    return _readable(folder, lambda: kinds[kind].from_dict(kept))
+    return _readable(folder, lambda: kinds[str(kind)].from_dict(kept))
 
 
 def _readable(folder: Path, work: Callable[[], Any]) -> Any:

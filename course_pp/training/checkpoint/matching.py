@@ -1,10 +1,12 @@
 """Whether a checkpoint is of this model and this optimizer; it is refused by the first thing that differs."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 
+from course_pp.model import ModelConfig
 from course_pp.training.checkpoint.files import read_tensors
 from course_pp.training.checkpoint.opening import Opened
 from course_pp.training.checkpoint.ranks import CheckpointError, Ranks
@@ -64,6 +66,7 @@ def check_model(opened: Opened, parts: Sequence[Part], held: Held) -> None:
     """Refuse a checkpoint of another model, by the first thing that differs."""
     saved, mine = opened.state["config"], config_of(parts)
     if saved is not None and mine is not None:
+        saved = {each.name: each.default for each in fields(ModelConfig)} | saved  # older ones lack newer sizes
         differ = [k for k in mine if k not in _MAY_DIFFER and saved.get(k) != mine[k]]
         if differ:
             spelled_out = ", ".join(f"{key}={saved.get(key)!r}, not {mine[key]!r}" for key in differ)

@@ -12,7 +12,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from course_pp.__main__ import main
 from course_pp.launch import on_ranks
@@ -319,3 +326,15 @@ def test_an_interrupt_ends_a_command_in_one_line(
     assert "interrupted" in err
     assert str(arguments[action][-1]) in err
     assert not out.exists() or not list(out.iterdir())
+
+
+def test_a_qwen2_comes_back_as_one(tmp_path: Path) -> None:
+    theirs = Qwen2ForCausalLM(Qwen2Config(**{**LLAMA.to_diff_dict(), "model_type": "qwen2"}))
+    torch.nn.init.normal_(theirs.model.layers[1].self_attn.q_proj.bias)
+    theirs.save_pretrained(tmp_path / "theirs")
+    import_hf(tmp_path / "theirs", tmp_path / "run")
+    export_hf(tmp_path / "run", tmp_path / "back")
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert isinstance(back, Qwen2ForCausalLM)
+    tokens = torch.arange(8)[None]
+    assert torch.equal(back(tokens).logits, theirs(tokens).logits)
