@@ -86,7 +86,7 @@ def parallel_rows(folder: Path) -> Rows:
             "blocks": None,
         },
         "apply_tensor_parallel": {"model": model, "device_mesh": None, "plan": None, "gather_logits": True},
-        "auto_split": {"model": WHOLE, "example": X, "n_stages": 2, "by": "parameters"},
+        "auto_split": {"model": WHOLE, "example": X, "n_stages": 2, "by": "parameters", "at": None},
         "build_pipeline_schedule": {
             "stage": stage(),
             "n_microbatches": 2,

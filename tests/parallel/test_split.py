@@ -1,5 +1,6 @@
 """Models that somebody else wrote, cut without changing their code, do what they did in one piece."""
 
+import re
 from typing import Any
 
 import pytest
@@ -194,3 +195,63 @@ def test_more_stages_than_places_to_cut_are_refused() -> None:
         ValueError, match=rf"n_stages is {n} .*: the example makes {n - 1} calls of Sequential's modules"
     ):
         auto_split(build("Sequential"), example("Sequential"), n)
+
+
+def test_a_model_is_cut_before_the_modules_that_are_named() -> None:
+    stages = auto_split(build("Llama"), example("Llama"), at=["model.layers.1", "model.norm"])
+    found = [list(find_blocks(stage)) for stage in stages[:2]]
+    assert found == [["model.layers.0"], ["model.layers.1", "model.layers.2", "model.layers.3"]]
+    assert [name for name, _ in stages[2].named_parameters()] == ["model.norm.weight", "lm_head.weight"]
+    assert torch.equal(tensor_of(in_turn(stages, example("Llama"))), tensor_of(build("Llama")(example("Llama"))))
+
+
+NO_PLACES = [
+    ("Llama", ["model.layer.2"], "no module has this name; the nearest are 'model.layers.2' or 'model.layers"),
+    ("Llama", ["model.layers.2.mlp"], "it lies inside 'model.layers.2', which one stage holds as a whole: name "
+                                      "'model.layers.2' or 'model.layers.3'"),
+    ("Llama", ["model.layers"], "every stage runs its forward: name 'model.layers.0' or 'model.layers.1' or"),
+    ("Llama", ["model.rotary_emb"], "no other module's result goes into it: name 'model.embed_tokens' or"),
+    ("Llama", ["model.embed_tokens"], "in the order of their calls, so that it is not the first that is called"),
+    ("Llama", ["model.layers.2", "model.layers.1"], "so that it is called after 'model.layers.2'"),
+    ("Llama", ["model.layers.2", "model.layers.2"], "name each module once"),
+    ("T5", ["decoder.dropout"], "it is called 2 times: name one that is called once, or"),
+    ("one block, repeated", ["block"], "it is called 4 times: name one that is called once, or let n_stages find"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "at", "said"), NO_PLACES)
+def test_a_name_that_is_no_place_to_cut_is_refused_with_one_that_is(family: str, at: list[str], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        auto_split(build(family), example(family), at=at)
+
+
+def test_as_many_stages_as_names_say_or_a_refusal() -> None:
+    for given, said in (({"n_stages": 3, "at": ["2"]}, "make 2 stages, so give 2"), ({}, "give a number, or names in")):
+        with pytest.raises(ValueError, match=said):
+            auto_split(build("Sequential"), example("Sequential"), **given)
+    with pytest.raises(ValueError, match="the example does not make the model call it; name another"):
+        auto_split(Skipping(), torch.ones(2, 4), at=["never"])
+
+
+class Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.never, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x))
+
+
+class SameTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.again = self.first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.again(self.first(x)))
+
+
+def test_the_second_name_of_a_module_leads_to_its_calls() -> None:
+    with pytest.raises(ValueError, match=r"'again' .*it is called 2 times, as 'first' is the same module: name one"):
+        auto_split(SameTwice(), torch.ones(2, 4), at=["again"])

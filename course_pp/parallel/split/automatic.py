@@ -1,7 +1,7 @@
 """From a model and an example to stages, or to the reason why not."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from course_pp.arguments import checked, refuse_below, refuse_unless
 from course_pp.parallel._torch import tree_flatten
 from course_pp.parallel.split.balance import partition
 from course_pp.parallel.split.calls import Problem, Recording
+from course_pp.parallel.split.named import partition_at
 from course_pp.parallel.split.recording import Example, as_call, is_of_model, left_as_it_was, record
 from course_pp.parallel.split.stage import carve
 from course_pp.wrappers import problem_of_wrappers
@@ -21,7 +22,14 @@ By = Literal["parameters", "time", "memory"]
 
 
 @checked
-def auto_split(model: nn.Module, example: Any, n_stages: int, by: By = "parameters") -> list[nn.Module]:
+def auto_split(
+    model: nn.Module,
+    example: Any,
+    n_stages: int | None = None,
+    by: By = "parameters",
+    *,
+    at: Sequence[str] | None = None,
+) -> list[nn.Module]:
     """Cut a model into stages that a pipeline can run; embeddings and head count as what they are.
 
     Each stage is a module of the model's class, holds the model's own modules and parameters under the model's names,
@@ -37,22 +45,24 @@ def auto_split(model: nn.Module, example: Any, n_stages: int, by: By = "paramete
         example: what the model is called with for one microbatch: a tuple or list gives positional arguments, a dict
             keyword arguments, anything else is the only one. Arguments that are no tensors are fixed by it; sizes of
             tensors are not. Give transformers ``use_cache=False``: a cache does not cross.
-        n_stages: how many.
-        by: what is made even: ``parameters``; ``time`` of forward and backward, as rank 0
+        n_stages: how many; may be left out where ``at`` says it.
+        by: what is made even, without ``at``: ``parameters``; ``time`` of forward and backward, as rank 0
             measures it, so call this on every rank of the process group; or ``memory`` of weights, gradients, two
             moments and the activations that 1F1B keeps, in bytes.
+        at: names of the modules that a stage begins with, such as ``model.layers.5``, for each stage but the first.
 
     Raises:
-        ValueError: for more stages than there are places to cut, an example that the model does not take, or a model
-            that cannot be cut, as :func:`explain` says.
+        ValueError: for more stages than there are places to cut, a name that is none, an example that the model does
+            not take, or a model that cannot be cut, as :func:`explain` says.
     """
-    refuse_below(1, "auto_split", n_stages=n_stages)
+    n_stages = _count_of(n_stages, at)
     recording = _recorded(model, as_call(example), "auto_split")
     _refuse(model, recording.problems)
     n_calls = len(recording.calls)
     remedy = f"the example makes {n_calls} calls of {type(model).__name__}'s modules, so give at most {n_calls} stages"
     refuse_unless(n_stages <= n_calls, "auto_split", "n_stages", n_stages, remedy)
-    stages = [carve(model, recording, first, end) for first, end in partition(model, recording, n_stages, by)]
+    cuts = partition(model, recording, n_stages, by) if at is None else partition_at(model, recording, at)
+    stages = [carve(model, recording, first, end) for first, end in cuts]
     for stage in stages:
         vars(stage)["ties"] = _ties_of(stages)
     _refuse(model, _differences(model, stages, recording))
@@ -78,6 +88,16 @@ def explain(model: nn.Module, example: Any) -> list[Problem]:
         return recording.problems
     stages = [carve(model, recording, number, number + 1) for number in range(len(recording.calls))]
     return _differences(model, stages, recording)
+
+
+def _count_of(n_stages: int | None, at: Sequence[str] | None) -> int:
+    """How many stages there are to be."""
+    refuse_below(1, "auto_split", n_stages=n_stages)
+    count = n_stages if at is None else len(at) + 1
+    refuse_unless(count is not None, "auto_split", "n_stages", n_stages, "give a number, or names in at=")
+    remedy = f"the names in at= make {count} stages, so give {count}, or leave it out"
+    refuse_unless(n_stages in (None, count), "auto_split", "n_stages", n_stages, remedy)
+    return cast(int, count)
 
 
 class _DoesNotRun(ValueError):
