@@ -37,6 +37,7 @@ class Batch:
         seeds: for each microbatch, if its random numbers are to be reproduced.
         products: what actions have left for other actions, whether they are on this rank or on others.
         shares: the losses so far, by microbatch.
+        outputs: those of the last stage, where no loss is made of them.
     """
 
     inputs: Sequence[Any]
@@ -44,6 +45,7 @@ class Batch:
     seeds: Sequence[int] | None
     products: dict[Content, Any] = field(default_factory=dict)
     shares: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
 
 
 _Call = Callable[[Batch], None]
@@ -83,6 +85,11 @@ class Executor:
         written = (write for part in here for write in writes_of(schedule, part.stage, part.microbatch))
         self._read_here = {write.value for write in written if write.is_read_here}
         self._turns = [(step.action, self._calls_of(step)) for step in plan.steps]
+
+    def clear(self) -> None:
+        """Forget what a step that failed has left."""
+        for stage in self._stages.values():
+            stage.clear()
 
     def run(self, batch: Batch) -> None:
         """Do every action of this rank; afterwards ``batch.shares`` has the losses computed here."""
@@ -180,6 +187,9 @@ class Executor:
                 output, values = worker.evaluate(value, loss, read)
             for write in writes:
                 batch.products[write.value] = map_tensors(_as_if_received, values[write.name])
+            if is_last and loss is None:
+                batch.outputs[microbatch] = map_tensors(Tensor.detach, output)
+                return
             if is_last:
                 batch.shares[microbatch] = output.detach()
                 return

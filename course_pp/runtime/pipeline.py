@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,15 +21,14 @@ from torch import Tensor, nn
 from course_pp.arguments import check_arguments
 from course_pp.loss import LossFn, TokenLoss
 from course_pp.runtime.batch import loss_shares, own_means, split
-from course_pp.runtime.clocks import wait_for
 from course_pp.runtime.cluster import EmulatedCluster
-from course_pp.runtime.emulation import Emulator
-from course_pp.runtime.errors import LossNotFinite, Origin, PipelineError
-from course_pp.runtime.executor import Batch, Executor
-from course_pp.runtime.mailbox import Mailbox, MessageLost, PeerFailed
+from course_pp.runtime.engine import Engine, build_engine
+from course_pp.runtime.errors import LossNotFinite, Origin
+from course_pp.runtime.executor import Batch
 from course_pp.runtime.memory import Meter
+from course_pp.runtime.outputs import put_together
 from course_pp.runtime.payload import tensors_of
-from course_pp.runtime.plan import Message, plan
+from course_pp.runtime.plan import plan
 from course_pp.runtime.recorder import Recorder
 from course_pp.runtime.rng import random_state_kept
 from course_pp.runtime.settled import settle
@@ -53,7 +52,8 @@ class Pipeline:
             passes on what it gets. A module whose attribute ``writes`` has names returns ``(output, {name: value})``;
             one whose ``reads`` has names gets these values as keyword arguments, from whichever earlier stage
             writes them (:mod:`course_pp.runtime.values`). ``pipeline.schedule`` then has the edges.
-        loss_fn: ``loss_fn(output, target)``, the mean loss of a microbatch, or a :class:`TokenLoss`.
+        loss_fn: ``loss_fn(output, target)``, the mean loss of a microbatch, or a :class:`TokenLoss`. Only :meth:`step`
+            needs it.
         group: the ranks of the pipeline; None is all of them, or this process alone if there is no process group.
         device: where the stages compute; None is where their parameters are.
         recompute: keep each microbatch's input only, and compute forwards again in the backward. What a forward does to
@@ -83,7 +83,7 @@ class Pipeline:
         self,
         schedule: Schedule,
         stages: Stages,
-        loss_fn: LossFn | TokenLoss,
+        loss_fn: LossFn | TokenLoss | None = None,
         *,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
@@ -114,16 +114,15 @@ class Pipeline:
         self._rank, modules, self._device = settled.rank, settled.modules, settled.device
         schedule = settled.schedule
         self.schedule, self._loss_fn, self._recorder = schedule, loss_fn, recorder
-        plans, timeout = plan(schedule, settled.pairs), timedelta(seconds=float(timeout_s))
-        self._plan = plans[self._rank]
+        timeout = timedelta(seconds=float(timeout_s))
         if recorder is not None:
             recorder.edges = schedule.edges
         self._meter = meter = _meter_of(recorder, self._device, modules.values())
-        channels = {(source, p.rank) for p in plans for source in p.incoming}
+        channels = {(source, p.rank) for p in plan(schedule, settled.pairs) for source in p.incoming}
         wire = open_wire(group, channels, self._device, transport, settled.series, timeout)
-        self._mailbox = Mailbox(self._plan, wire, self._device, timeout, meter)
         self._shared = SharedWeights(self._rank, settled.weights, modules)
         self._sharded = ShardedStages(modules.values(), any(part.kind != "F" for part in schedule.parts))
+        self._only_forward = ShardedStages(modules.values(), trains=False)
         self._planned = settled.planned
         self._weights = _versioned(schedule, self._rank, modules, optimizers, settled.planned, meter)
         self._stages = {
@@ -139,13 +138,20 @@ class Pipeline:
             )
             for stage, module in modules.items()
         }
-        emulator = None
-        if cluster is not None:
-            emulator = Emulator(cluster, schedule, self._rank, partial(wait_for, self._device))
-        self._executor = Executor(
-            schedule, self._plan, self._stages, self._mailbox, recorder, self._device, emulator, self._weights
+
+        self._engine_of = partial(
+            build_engine,
+            rank=self._rank,
+            stages=self._stages,
+            weights=self._weights,
+            wire=wire,
+            device=self._device,
+            timeout=timeout,
+            recorder=recorder,
+            cluster=cluster,
         )
-        self._failed: Origin | None = None
+        self._engine = self._engine_of(schedule, settled.pairs)
+        self._engine_forward: Engine | None = None
 
     def step(
         self,
@@ -179,40 +185,78 @@ class Pipeline:
             ValueError: on a rank whose arguments are of no use; the others get a PipelineError.
             RuntimeError: after a step that failed; in the same way as ValueError, under ``no_grad``.
         """
-        if self._failed is not None:
-            raise RuntimeError(f"this pipeline cannot go on, build another one; its last step failed: {self._failed}")
-        self._executor.current = None
-        try:
-            self._mailbox.begin()
+        self._refuse_after_failure()
+        if self._loss_fn is None:
+            raise ValueError("this pipeline has no loss_fn: build it with one, or call evaluate for outputs")
+
+        def step() -> tuple[float, ...]:
             for weights in self._weights.values():
                 weights.begin()
             batch = self._batch(inputs, targets, seeds, divisor)
             with self._shared.apart(), random_state_kept(self._device) if seeds is not None else nullcontext():
                 with self._sharded.reduced_once():
-                    self._executor.run(batch)
-                self._exchange_shared_gradients()
-            losses = self._report(batch.shares)
-            self._mailbox.end()
-        except PeerFailed as error:
-            self._fail(error.origin, lost=False)
-            told = f"(rank {self._rank} was told at {self._executor.current})"
-            raise PipelineError(error.origin, told) from None
-        except Exception as error:
-            what = str(error) if isinstance(error, MessageLost) else f"{type(error).__name__}: {error}"
-            origin = self._origin(what)
-            self._fail(origin, lost=isinstance(error, MessageLost))
-            if self._executor.current is None:
-                raise
-            raise PipelineError(origin) from error
-        except BaseException:
-            self._failed = self._origin("interrupted")
-            raise
+                    self._engine.executor.run(batch)
+                self._shared.add(self._engine.exchange("shared gradients", self._shared.for_rank))
+            return self._report(batch.shares)
+
+        losses = self._engine.perform(step)
         self._refuse_not_finite(losses)
         return losses
 
+    def evaluate(self, inputs: Any = None, *, on: Literal["last", "all"] = "last") -> Any:
+        """Return what the model returns for a batch: the schedule's forwards alone, without gradients or a loss.
+
+            outputs = Pipeline(schedule, stages).evaluate(inputs)         # None but where the last stage is
+
+        Between training steps as well as without any. Modules stay in the mode they are in: call ``module.eval()``
+        first if they have dropout.
+
+        Args:
+            inputs: as for :meth:`step`.
+            on: who gets the outputs: the ranks of the last stage, or all.
+
+        Returns:
+            The last stage's outputs of all microbatches: tensors are put together along their first dimension, scalars
+            along a new one. A list with one output for each microbatch where their shapes or containers do not fit
+            together. None on a rank that gets none.
+
+        Raises:
+            PipelineError, ValueError, RuntimeError: as :meth:`step`; ValueError for another ``on``.
+        """
+        self._refuse_after_failure()
+        if on not in ("last", "all"):
+            raise ValueError(f"on is {on!r}: use 'last' for the ranks of the last stage, or 'all'")
+        engine = self._forward_engine()
+        holders = self.schedule.placement[-1]
+
+        def step() -> Any:
+            n = self.schedule.n_microbatches
+            if self._meter is not None:
+                self._meter.ignore(tensors_of([inputs]))
+            batch = Batch(split("inputs", inputs, n) if 0 in self._stages else (), None, None)
+            with self._only_forward.reduced_once():
+                engine.executor.run(batch)
+            # Replicas of the last stage have some of the outputs each.
+            travels = on == "all" or len(holders) > 1
+            everyone = engine.tell_everyone(batch.outputs if travels else {}, _both)
+            return everyone if travels else batch.outputs
+
+        outputs = engine.perform(step)
+        return put_together(outputs) if on == "all" or self._rank in holders else None
+
+    def _forward_engine(self) -> Engine:
+        if self._engine_forward is None:
+            self._engine_forward = self._engine_of(self.schedule.forward_only())
+        return self._engine_forward
+
+    def _refuse_after_failure(self) -> None:
+        failed = self._engine.failed or (self._engine_forward and self._engine_forward.failed)
+        if failed:
+            raise RuntimeError(f"this pipeline cannot go on, build another one; its last step failed: {failed}")
+
     def _batch(self, inputs: Any, targets: Any, seeds: Sequence[int] | None, divisor: float | None) -> Batch:
         n = self.schedule.n_microbatches
-        if self._executor.trains and not torch.is_grad_enabled():
+        if self._engine.executor.trains and not torch.is_grad_enabled():
             raise RuntimeError(
                 "a training step under no_grad: step outside it, or evaluate with a forward-only schedule"
             )
@@ -232,6 +276,7 @@ class Pipeline:
 
     def _loss_of(self, targets: Sequence[Any], divisor: float | None) -> Callable[[int, Any], Tensor]:
         """A microbatch's part of what is minimised, from its number and output."""
+        assert self._loss_fn is not None  # or step has refused
         if self._planned is None:
             return loss_shares(self._loss_fn, targets, divisor)
         last, planned = self.schedule.n_stages - 1, self._planned
@@ -249,28 +294,12 @@ class Pipeline:
             raise ValueError(f"{self.schedule!r} flushes, so there is one version of the weights: there is no ledger")
         return Ledger(self._planned.versions, tuple(use for weights in self._weights.values() for use in weights.uses))
 
-    def _exchange_shared_gradients(self) -> None:
-        outgoing = _named("shared gradients", self._plan.outgoing)
-        for target, message in outgoing.items():
-            self._mailbox.send(message, self._shared.for_rank(target))
-        incoming = _named("shared gradients", self._plan.incoming)
-        self._shared.add({source: self._mailbox.take(message) for source, message in incoming.items()})
-
     def _report(self, shares: Mapping[int, Tensor]) -> tuple[float, ...]:
         """Every microbatch's loss, on every rank; and all ranks are through when one returns from here."""
         losses = torch.zeros(self.schedule.n_microbatches, dtype=torch.float64, device=self._device)
         if shares:
             losses[list(shares)] = torch.stack(list(shares.values())).double()
-        for message in _named("report", self._plan.incoming).values():
-            losses = losses + self._mailbox.take(message)
-        for message in (
-            *_named("report", self._plan.outgoing).values(),
-            *_named("answer", self._plan.outgoing).values(),
-        ):
-            self._mailbox.send(message, losses)
-        for message in _named("answer", self._plan.incoming).values():
-            losses = self._mailbox.take(message)
-        return tuple(losses.tolist())
+        return tuple(self._engine.tell_everyone(losses, torch.add).tolist())
 
     def _refuse_not_finite(self, losses: Sequence[float]) -> None:
         for microbatch, loss in enumerate(losses):
@@ -283,16 +312,6 @@ class Pipeline:
                 raise LossNotFinite(
                     Origin(self.schedule.rank_of(last, microbatch), Action(last, "F", microbatch), what)
                 )
-
-    def _fail(self, origin: Origin, lost: bool) -> None:
-        self._failed = origin
-        self._mailbox.fail(origin, lost)
-        for stage in self._stages.values():
-            stage.clear()
-
-    def _origin(self, what: str) -> Origin:
-        current = self._executor.current
-        return Origin(self._rank, "before the first action" if current is None else current, what)
 
 
 def run_step(
@@ -322,6 +341,10 @@ def run_step(
         inputs, targets, seeds=seeds
     )
     return losses, recorder.timeline(group, name=schedule.name)
+
+
+def _both(one: Mapping[int, Any], other: Mapping[int, Any]) -> Mapping[int, Any]:
+    return {**one, **other}
 
 
 def _meter_of(recorder: Recorder | None, device: torch.device, modules: Iterable[nn.Module | None]) -> Meter | None:
@@ -366,8 +389,3 @@ def _finite(loss: Callable[[int, Any], Tensor], planned: Ledger, last: int, micr
             "lower the learning rate, or look at the data"
         )
     return value
-
-
-def _named(content: str, channels: Mapping[int, Sequence[Message]]) -> dict[int, Message]:
-    """The messages of that content, by the rank at the other end."""
-    return {peer: message for peer, row in channels.items() for message in row if message.content == content}

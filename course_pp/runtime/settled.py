@@ -57,7 +57,7 @@ class Settled:
 def settle(
     schedule: Schedule,
     stages: Stages,
-    loss_fn: LossFn | TokenLoss,
+    loss_fn: LossFn | TokenLoss | None,
     *,
     group: dist.ProcessGroup | None,
     device: torch.device | str | None,
@@ -89,7 +89,8 @@ def settle(
     try:  # whatever is wrong on one rank alone must not keep the others waiting
         check_arguments(settle, given, "Pipeline")
         refuse_bad_timeout("Pipeline", timeout_s)
-        counted(loss_fn)
+        if loss_fn is not None:
+            counted(loss_fn)
         here = [stage for stage, ranks in enumerate(schedule.placement) if rank in ranks]
         modules = by_stage(stages, here)
         problem = _problem_of_pipeline(schedule, n_ranks, transport)
@@ -100,6 +101,7 @@ def settle(
         computes_on = torch.device(device) if device is not None else device_of(modules)
         facts = {
             "schedule": f"{schedule!r} {schedule.fingerprint}",
+            "loss_fn": "None" if loss_fn is None else "a loss",
             "recompute": recompute,
             "tied": [dict(tie) for tie in tied],
             "versions": versions,

@@ -61,6 +61,11 @@ class Schedule:
             f"Schedule({self.name!r}, {self.n_ranks} ranks, {self.n_stages} stages, {self.n_microbatches} microbatches)"
         )
 
+    def forward_only(self) -> "Schedule":
+        """The forwards of these orders, without the rest: evaluation."""
+        rows = (tuple(part for action in row for part in action.parts if part.kind == "F") for row in self.actions)
+        return replace(self, name=f"{self.name} forward", actions=tuple(rows))
+
     @property
     def n_ranks(self) -> int:
         return len(self.actions)
