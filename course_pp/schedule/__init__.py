@@ -7,7 +7,8 @@
 * :func:`simulate`: when each rank does what, given :class:`Costs`. :mod:`theory` has the closed forms,
   :func:`bound` what no schedule can beat.
 * :func:`search`: the best order that can be found in seconds, under a memory cap, and its gap to the bound.
-* :func:`optimum`: the best order there is, proven as far as time allows. Needs OR-Tools.
+* :func:`optimum`: the best order there is, proven as far as time allows. Needs OR-Tools. :func:`optima`: a
+  table of those of small pipelines, which does not.
 * :func:`to_torch_csv`, :func:`from_torch_csv`: the text form that torch's schedules load and dump.
 * :class:`Span` and :class:`Timeline`: when each rank did it. A simulation and a measurement give the
   same type, so one function draws either (:func:`course_pp.show.timeline`).
@@ -31,6 +32,7 @@ from course_pp.schedule.legality import check
 from course_pp.schedule.schedule import Schedule
 from course_pp.schedule.searching.exact import Optimum, optimum
 from course_pp.schedule.searching.search import Found, search
+from course_pp.schedule.searching.table import optima
 from course_pp.schedule.simulation import simulate
 from course_pp.schedule.span import Gap, Receive, Span, Time, format_time
 from course_pp.schedule.timeline import Timeline
@@ -70,6 +72,7 @@ __all__ = [
     "from_torch_csv",
     "ledger",
     "names",
+    "optima",
     "optimum",
     "partition",
     "search",

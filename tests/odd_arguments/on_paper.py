@@ -73,6 +73,7 @@ SCHEDULE: Rows = {
     "from_torch_csv": {"text": "0F0,0B0\n", "placement": None, "name": "own"},
     "ledger": {"schedule": build("pipedream", 2, 4), "versions": "stash"},
     "names": {},
+    "optima": {},
     "optimum": {
         "n_ranks": 1,
         "n_microbatches": 1,

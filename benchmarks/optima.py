@@ -1,0 +1,80 @@
+"""The least makespan of every small pipeline: makes the table that ``course_pp.schedule.optima`` reads.
+
+    python benchmarks/optima.py [seconds a case]
+
+p up to 4 ranks, m up to 8 microbatches, caps from 1 to 2p activations a rank; backwards in halves and whole; F = I = W,
+and the times of a layer: a transformer block of width 256, on one thread of a CPU, measured by
+``course_pp.exercises.zero_bubble_lab.time_halves()`` as 10 : 11.8 : 6.6 and rounded. Takes minutes. A case that was
+proven is not done again, so an interrupted run goes on where it was, and a longer limit tries the rest.
+"""
+
+import csv
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import course_pp.schedule
+from course_pp.schedule import Costs, optimum
+from course_pp.schedule.searching.table import FIELDS, Row, named_makespans, read_row, written
+
+TABLE = Path(course_pp.schedule.__file__).with_name("optima.csv")
+TIMES = [(1, 1, 1), (10, 12, 7)]
+Case = tuple[tuple[int, int, int], bool, int, int, int]
+
+
+def main(seconds: float = 60.0) -> None:
+    rows = {case_of(row): row for row in known()}
+    for case in cases():
+        if case in rows and rows[case].proven:
+            continue
+        rows[case] = solved(case, seconds, rows)
+        row = rows[case]
+        print(*case, row.makespan, "proven" if row.proven else f"at least {row.bound}", flush=True)
+        save(rows)
+    proven = sum(row.proven for row in rows.values())
+    print(f"{len(rows)} cases, {proven} proven: {TABLE}")
+
+
+def cases() -> Iterator[Case]:
+    for times in TIMES:
+        for split in (True, False):
+            for p in range(1, 5):
+                for m in range(1, 9):
+                    for cap in range(1, 2 * p + 1):
+                        yield times, split, p, m, cap
+
+
+def solved(case: Case, seconds: float, rows: dict[Case, Row]) -> Row:
+    times, split, p, m, cap = case
+    named = named_makespans(p, m, Costs(*times), cap)
+    if cap > m:  # no more than m activations are ever held
+        least = rows[times, split, p, m, m]
+        return Row(times, split, p, m, cap, least.makespan, least.bound, named, least.words)
+    found = optimum(p, m, Costs(*times), cap, seconds=seconds, split=split)
+    words = tuple("".join(part.kind for action in row for part in action.parts) for row in found.schedule.actions)
+    bound = -int(-found.bound // 1)  # makespans are whole numbers, as the times are
+    return Row(times, split, p, m, cap, int(found.timeline.makespan), bound, named, words)
+
+
+def case_of(row: Row) -> Case:
+    return row.times, row.split, row.n_ranks, row.n_microbatches, row.cap
+
+
+def known() -> list[Row]:
+    if not TABLE.exists():
+        return []
+    with TABLE.open(encoding="utf-8", newline="") as file:
+        return [read_row(cells) for cells in csv.DictReader(file)]
+
+
+def save(rows: dict[Case, Row]) -> None:
+    scratch = TABLE.with_suffix(".tmp")
+    with scratch.open("w", encoding="utf-8", newline="") as file:
+        table = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        table.writeheader()
+        table.writerows(written(rows[case]) for case in cases() if case in rows)
+    scratch.replace(TABLE)
+
+
+if __name__ == "__main__":
+    main(*map(float, sys.argv[1:]))

@@ -1,0 +1,135 @@
+"""The least makespan of every small pipeline: a table that ``benchmarks/optima.py`` makes, and how to read it.
+
+Known: that ZB-H1, ZB-H2 and ZB-V reach the bound at F = I = W, as their authors say (Qi et al. 2024, sections 2 and 6),
+and that a solver can be asked for single schedules (the same, and Lin et al. 2024, "Tessel"). New, as far as we know:
+for all these sizes and memory caps the proven optimum, beside the schedules that have a name.
+
+A row tells the order of each rank as a word, such as ``FFIFWIWIW``: microbatches are alike, so the k-th letter of a
+kind is the k-th microbatch (see :mod:`course_pp.schedule.searching.problem`).
+"""
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from importlib.resources import files
+
+from course_pp.schedule.action import Action
+from course_pp.schedule.catalogue import build, find, names
+from course_pp.schedule.costs import Costs
+from course_pp.schedule.schedule import Schedule, looped
+from course_pp.schedule.simulation import simulate
+from course_pp.schedule.span import Time
+
+NAMED = tuple(name for name in names() if not find(name).updates)
+FIELDS = ("F", "I", "W", "backward", "p", "m", "cap", "makespan", "bound", "proven", *NAMED, "order")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One size, one cap, one set of costs.
+
+    Attributes:
+        times: of ``F``, ``I`` and ``W``, the same in every stage; no latency.
+        split: whether the backward was in halves, ``I`` and ``W``, or whole.
+        n_ranks: p, with one stage each.
+        n_microbatches: m.
+        cap: how many activations each rank may hold.
+        makespan: the least that was found.
+        bound: the most that was proven: no order takes less.
+        named: of each schedule of the catalogue that exists in this size and fits, the makespan. Those with two stages
+            a rank have stages of half the work, whose activations weigh half.
+        words: the order of each rank.
+    """
+
+    times: tuple[int, int, int]
+    split: bool
+    n_ranks: int
+    n_microbatches: int
+    cap: int
+    makespan: int
+    bound: int
+    named: Mapping[str, Time]
+    words: tuple[str, ...]
+
+    @property
+    def proven(self) -> bool:
+        """Whether ``makespan`` is the optimum."""
+        return self.bound == self.makespan
+
+    @property
+    def costs(self) -> Costs:
+        """The costs of a stage."""
+        return Costs(*self.times)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The order that takes ``makespan``."""
+        rows = []
+        for stage, word in enumerate(self.words):
+            counts = dict.fromkeys("FBIW", 0)
+            row = []
+            for kind in word:
+                row.append(Action(stage, kind, counts[kind]))
+                counts[kind] += 1
+            rows.append(tuple(row))
+        return Schedule("optimum", looped(self.n_ranks), tuple(rows))
+
+
+@cache
+def optima() -> tuple[Row, ...]:
+    """The table: p up to 4, m up to 8, caps from 1 to 2p activations, F = I = W and a measured layer's, 10 : 12 : 7."""
+    text = files("course_pp.schedule").joinpath("optima.csv").read_text(encoding="utf-8")
+    return tuple(map(read_row, csv.DictReader(text.splitlines())))
+
+
+def read_row(cells: Mapping[str, str]) -> Row:
+    """A row from the text of its cells."""
+    numbers = {name: int(cells[name]) for name in ("F", "I", "W", "p", "m", "cap", "makespan", "bound")}
+    return Row(
+        (numbers["F"], numbers["I"], numbers["W"]),
+        cells["backward"] == "halves",
+        numbers["p"],
+        numbers["m"],
+        numbers["cap"],
+        numbers["makespan"],
+        numbers["bound"],
+        {name: Fraction(cells[name]) for name in NAMED if cells[name]},
+        tuple(cells["order"].split("/")),
+    )
+
+
+def written(row: Row) -> dict[str, str]:
+    """The cells of a row."""
+    numbers = dict(zip("FIW", row.times, strict=True)) | {
+        "p": row.n_ranks,
+        "m": row.n_microbatches,
+        "cap": row.cap,
+        "makespan": row.makespan,
+        "bound": row.bound,
+    }
+    named = {name: format(float(row.named[name]), "g") if name in row.named else "" for name in NAMED}
+    kinds = {"backward": "halves" if row.split else "whole", "proven": "yes" if row.proven else "no"}
+    return {**{k: str(v) for k, v in numbers.items()}, **kinds, **named, "order": "/".join(row.words)}
+
+
+def named_makespans(n_ranks: int, n_microbatches: int, costs: Costs, cap: int) -> dict[str, Time]:
+    """Of each schedule of the catalogue that exists in this size and keeps to the cap, the makespan.
+
+    Args:
+        costs: of a rank's whole work, equal for all; two stages a rank share it.
+        cap: in activations of all that a rank holds.
+    """
+    found: dict[str, Time] = {}
+    for name in NAMED:
+        try:
+            schedule = build(name, n_ranks, n_microbatches)
+        except ValueError:  # a size that this one does not allow
+            continue
+        parts = find(name).n_chunks
+        times = [Fraction(time) / parts for times in costs.durations(1).values() for time in times]
+        tl = simulate(schedule, Costs(times[0], times[1], times[2]))
+        if max(tl.peak_activations) <= cap * parts:
+            found[name] = tl.makespan
+    return found
