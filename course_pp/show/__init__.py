@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from course_pp.show.byte_bars import bytes_by_kind, format_bytes
+    from course_pp.show.carried_values import carried
     from course_pp.show.chains import dependencies
     from course_pp.show.chart import ChartFigure
     from course_pp.show.comparison import compare
@@ -53,6 +54,7 @@ _HOMES = {
     "autograd": "gradient_graph",
     "bubble_curve": "curves",
     "bytes_by_kind": "byte_bars",
+    "carried": "carried_values",
     "compare": "comparison",
     "course_map": "course",
     "cut": "stage_cuts",
@@ -87,6 +89,7 @@ __all__ = [
     "autograd",
     "bubble_curve",
     "bytes_by_kind",
+    "carried",
     "compare",
     "course_map",
     "cut",

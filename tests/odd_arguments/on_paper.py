@@ -174,6 +174,7 @@ SHOW: Rows = {
     "timeline": {"tl": TL, "title": None},
     "timeline_text": {"tl": TL, "width": 80, "colour": False},
     "to_trace": {"tl": TL, "name": "own"},
+    "carried": {"cut": SimpleNamespace(calls=("a", "b"), begins=(1,), values=()), "title": None},
     "versions": {"tl": ASYNC, "ledger": ledger(build("pipedream", 1, 1), "stash"), "title": None},
     "waits": {"waits": [SimpleNamespace(rank=0, operation="recv", peers=(1,))]},
 }

@@ -25,6 +25,7 @@ from course_pp.parallel import (
     get_pp_rank,
     init_distributed,
 )
+from course_pp.parallel.split import crossing
 from course_pp.schedule import build as build_schedule
 from source_code.hf_pp.families import FAMILIES, LAYERS, Example, build, called, example, tensor_of
 from tests.equality import Trained, adamw, assert_same_training, snapshot_gradients, snapshot_parameters
@@ -255,3 +256,16 @@ class SameTwice(nn.Module):
 def test_the_second_name_of_a_module_leads_to_its_calls() -> None:
     with pytest.raises(ValueError, match=r"'again' .*it is called 2 times, as 'first' is the same module: name one"):
         auto_split(SameTwice(), torch.ones(2, 4), at=["again"])
+
+
+def test_what_crosses_is_told_once_with_all_who_read_it() -> None:
+    found = crossing(auto_split(build("U-Net"), example("U-Net"), 3))
+    assert [found.calls[begin] for begin in found.begins] == ["middle", "up2"]
+    told = [(found.calls[v.made], [found.calls[number] for number in v.read]) for v in found.values]
+    assert told[:2] == [("into", ["down1", "join1"]), ("down1", ["down2", "join2"])]
+    assert [sum(v.n_bytes for v in found.over(cut)) for cut in range(2)] == [
+        sum(tensor.nbytes for tensor in stage.sent_for_example()[1]["values"])
+        for stage in auto_split(build("U-Net"), example("U-Net"), 3)[:2]
+    ]
+    with pytest.raises(ValueError, match="give the list that auto_split returns"):
+        crossing([nn.Linear(1, 1)])

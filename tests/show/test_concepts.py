@@ -36,6 +36,14 @@ def cut(config: ModelConfig, n_stages: int) -> show.ChartFigure:
     return show.cut(config, compute_layer_assignment(config.n_layers, n_stages), tokens=256)
 
 
+def carried(n_cuts: int, begins: tuple[int, ...] | None = None) -> Any:
+    """A model of 24 modules whose third is read by its last but one as well."""
+    begins = tuple(24 * (i + 1) // (n_cuts + 1) for i in range(n_cuts)) if begins is None else begins
+    values = [SimpleNamespace(made=begin - 1, read=(begin,), n_bytes=4096) for begin in begins]
+    values += [SimpleNamespace(made=2, read=(3, 22), n_bytes=8192)] if begins else []
+    return SimpleNamespace(calls=tuple(f"model.blocks.{i}" for i in range(24)), begins=begins, values=values)
+
+
 FIGURES = {
     "message": lambda: show.message(),
     "message of 4": lambda: show.message([1.5, 2, 3, 4, 5, 6, 7, 8], n_ranks=4, receiver=2),
@@ -66,6 +74,8 @@ FIGURES = {
         for name, p, m in (("naive", 4, 1), ("gpipe", 2, 4), ("1f1b", 8, 16), ("gpipe", 8, 64), ("dualpipe_v", 4, 8))
     },
     "measured, on the way": lambda: show.microbatches(naive(2, 0.2, 0.4, unit="s")),
+    **{f"carried over {n} cuts": lambda n=n: show.carried(carried(n)) for n in (0, 1, 3, 7)},
+    "carried side by side": lambda: show.carried(carried(3, begins=(10, 11, 12))),
     "course map": lambda: show.course_map(),
     "course map here": lambda: show.course_map(here="03"),
 }
@@ -78,6 +88,17 @@ def test_every_size_is_legible_and_told_in_words(name: str) -> None:
     assert flaws(figure) == []
     assert title(figure) in figure.alt_text
     assert figure.get_figwidth() < 9.51  # as wide as the others: it fits 980 pixels
+
+
+def test_what_a_cut_carries_is_told_and_added_up() -> None:
+    figure = show.carried(carried(3))
+    assert title(figure) == "4 stages: a cut carries up to 2 tensors; 1 skip a stage"
+    assert texts(figure).count("2 tensors, 12 KiB") == 3
+    assert (
+        "the cut before model.blocks.12 carries 12 KiB, made by model.blocks.11 and model.blocks.2" in figure.alt_text
+    )
+    with pytest.raises(ValueError, match="cut has 25 calls: from 1 to 24 are drawn"):
+        show.carried(SimpleNamespace(calls=("a",) * 25, begins=(), values=()))
 
 
 def test_words_over_each_other_or_out_of_their_box_are_flaws() -> None:

@@ -13,7 +13,19 @@ read, so skip connections and encoders' outputs cross as well.
 from course_pp.parallel.split.automatic import By, auto_split, explain
 from course_pp.parallel.split.board import OtherWay
 from course_pp.parallel.split.calls import Problem
+from course_pp.parallel.split.crossing import Carried, Crossing, crossing
 from course_pp.parallel.split.on_meta import weights_on_meta
 from course_pp.parallel.split.stage import SplitStage
 
-__all__ = ["By", "OtherWay", "Problem", "SplitStage", "auto_split", "explain", "weights_on_meta"]
+__all__ = [
+    "By",
+    "Carried",
+    "Crossing",
+    "OtherWay",
+    "Problem",
+    "SplitStage",
+    "auto_split",
+    "crossing",
+    "explain",
+    "weights_on_meta",
+]
