@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from html import escape
+from importlib.util import find_spec
 from typing import Any, Literal, Self
 
 from course_pp.arguments import checked
@@ -136,6 +137,11 @@ def _notebook() -> Any:
     """The shell of the notebook that this runs in; None in a script, a terminal, a test."""
     found = shell()
     return found if hasattr(found, "kernel") else None
+
+
+def shows_widgets() -> bool:
+    """Whether this is a notebook whose kernel has ipywidgets."""
+    return _notebook() is not None and find_spec("ipywidgets") is not None
 
 
 def _under(title: str, text: str) -> str:

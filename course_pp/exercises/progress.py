@@ -12,8 +12,8 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from course_pp.exercises.exercise import Exercise
 
 _LOCK_LIMIT_S = 2.0
 _VERSION = 1
+_EXPORT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,16 @@ class Record:
         attempts: checks that did not say pending, up to the first that said correct.
         hints: how many hints were shown.
         solution_seen: whether the solution was shown before the answer was correct.
+        begun, solved: when the first check did not say pending, or the first hint was shown, and when a check first
+            said correct: seconds since 1970, 0 if it has not.
     """
 
     correct: bool = False
     attempts: int = 0
     hints: int = 0
     solution_seen: bool = False
+    begun: float = field(default=0.0, compare=False)
+    solved: float = field(default=0.0, compare=False)
 
 
 _Change = Callable[[Record], Record]
@@ -81,18 +86,24 @@ class Store:
 
     def record_attempt(self, name: str, correct: bool) -> str:
         """Count a check; return a sentence if that could not be kept as it should."""
-        return self._change(
-            name, lambda old: old if old.correct else replace(old, correct=correct, attempts=old.attempts + 1)
-        )[1]
+        now = time.time()
+
+        def one_more(old: Record) -> Record:
+            if old.correct:
+                return old
+            begun, solved = old.begun or now, now if correct else 0.0
+            return replace(old, correct=correct, attempts=old.attempts + 1, begun=begun, solved=solved)
+
+        return self._change(name, one_more)[1]
 
     def record_hint(self, name: str, n_hints: int) -> int:
         """Count a hint; return its number from 1, or ``n_hints + 1`` when there is none left."""
-        seen = 0
+        seen, now = 0, time.time()
 
         def one_more(old: Record) -> Record:
             nonlocal seen
             seen = old.hints + 1
-            return replace(old, hints=min(seen, n_hints))
+            return replace(old, hints=min(seen, n_hints), begun=old.begun or now)
 
         self._change(name, one_more)
         return seen
@@ -131,23 +142,8 @@ class Store:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[Path]:
-        """Hold the lock of the file and yield its real path. The lock lies beside the file, which is replaced."""
-        path = Path(os.path.realpath(self.path))
-        if str(self.path).startswith("~"):
-            raise OSError("nobody has that home directory")
-        if path.exists() and not path.is_file():
-            raise OSError("it is no file" if not path.is_dir() else "it is a directory")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path.with_name(f"{path.name}.lock"), "a") as lock:
-            limit = time.monotonic() + _LOCK_LIMIT_S
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > limit:
-                        raise OSError("another process holds its lock") from None
-                    time.sleep(0.01)
+        """Hold the lock of the file and yield its real path."""
+        with locked(self.path) as path:
             yield path
 
     def _load(self, path: Path) -> tuple[dict[str, Record], str]:
@@ -182,12 +178,34 @@ def _parsed(content: bytes) -> dict[str, Record]:
     for name, kept in data["exercises"].items():
         if not isinstance(kept, dict):
             raise ValueError(f"the entry of {name!r} is no record")
-        known = {field.name: kept[field.name] for field in fields(Record) if field.name in kept}
-        for field, value in known.items():
-            if type(value) is not type(getattr(Record(), field)) or value < 0:
-                raise ValueError(f"{field!r} of {name!r} is {value!r}")
+        known = {each.name: kept[each.name] for each in fields(Record) if each.name in kept}
+        for each, value in known.items():
+            if type(value) is not type(getattr(Record(), each)) or not value >= 0:
+                raise ValueError(f"{each!r} of {name!r} is {value!r}")
         records[name] = Record(**known)
     return records
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[Path]:
+    """Hold the lock of a file and yield its real path. The lock lies beside the file, which is replaced."""
+    given, path = path, Path(os.path.realpath(path))
+    if str(given).startswith("~"):
+        raise OSError("nobody has that home directory")
+    if path.exists() and not path.is_file():
+        raise OSError("it is no file" if not path.is_dir() else "it is a directory")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_name(f"{path.name}.lock"), "a") as lock:
+        limit = time.monotonic() + _LOCK_LIMIT_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > limit:
+                    raise OSError("another process holds its lock") from None
+                time.sleep(0.01)
+        yield path
 
 
 def _free_name(path: Path) -> Path:
@@ -227,33 +245,48 @@ class Row:
     attempts: int
     hints: int
     solution_seen: bool
+    took_minutes: float
 
 
 @checked
 @dataclass(frozen=True)
 class Progress(Shown):
-    """Every exercise of the course and how far the learner is; shows itself as a table."""
+    """Every exercise of the course and how far the learner is; shows itself as a table.
+
+    Attributes:
+        rows: one an exercise.
+        note: what was wrong with the file, if anything.
+        quiz: the answers given to ``quiz("before")`` and ``quiz("after")``, by name of question.
+    """
 
     rows: tuple[Row, ...]
     note: str = ""
+    quiz: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def summary(self) -> str:
         correct = sum(row.status == "correct" for row in self.rows)
         left = sum(row.minutes for row in self.rows if row.status != "correct")
-        return f"{correct} of {len(self.rows)} correct" + (f", about {left} minutes left" if left else "")
+        answered = [f"{len(given)} {when}" for when, given in self.quiz.items() if given]
+        quiz = f"; questions answered: {' and '.join(answered)} the course" if answered else ""
+        return f"{correct} of {len(self.rows)} correct" + (f", about {left} minutes left" if left else "") + quiz
 
     def to_csv(self, path: str | Path) -> Path:
         """Write one line an exercise, with a heading. Raises OSError, with the remedy, if that cannot be."""
         text = io.StringIO()
-        writer = csv.DictWriter(text, [field.name for field in fields(Row)], lineterminator="\n")
+        writer = csv.DictWriter(text, [each.name for each in fields(Row)], lineterminator="\n")
         writer.writeheader()
         writer.writerows(asdict(row) for row in self.rows)
         return _exported(Path(path), text.getvalue())
 
     def to_json(self, path: str | Path) -> Path:
-        """Write a list of objects, one an exercise. Raises OSError, with the remedy, if that cannot be."""
-        return _exported(Path(path), json.dumps([asdict(row) for row in self.rows], indent=1) + "\n")
+        """Write the exercises and the answers of the quiz. Raises OSError, with the remedy, if that cannot be.
+
+        No name of a person is in it; ``python -m course_pp report`` reads a folder of such files.
+        """
+        exercises = [asdict(row) for row in self.rows]
+        written = {"course_pp_export": _EXPORT_VERSION, "exercises": exercises, "quiz": self.quiz}
+        return _exported(Path(path), json.dumps(written, indent=1) + "\n")
 
     def __repr__(self) -> str:
         cells = [_HEADINGS, *map(_cells, self.rows)]
@@ -293,8 +326,12 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def progress() -> Progress:
     """A table over all notebooks: what is solved, with how many attempts and how much help."""
+    from course_pp.exercises.inventory.answers import read_answers  # which keeps its file as this module does
+
     records, note = STORE.read()
-    return Progress(tuple(_row(exercise, records.get(exercise.name)) for exercise in registry.exercises()), note).show()
+    answers, note_on_answers = read_answers()
+    rows = tuple(_row(exercise, records.get(exercise.name)) for exercise in registry.exercises())
+    return Progress(rows, " ".join(filter(None, (note, note_on_answers))), answers).show()
 
 
 def _exported(path: Path, text: str) -> Path:
@@ -322,4 +359,5 @@ def _row(exercise: Exercise, record: Record | None) -> Row:
         record.attempts,
         record.hints,
         record.solution_seen,
+        round((record.solved - record.begun) / 60, 1) if record.correct else 0.0,
     )

@@ -27,7 +27,7 @@ UNTRIED = {
 RECORDS = {
     *("Action", "Alignment", "Difference", "EmulatedRun", "Entry", "Finding", "Fitted", "ForwardFlops", "Gap"),
     *("Loaded", "Loss", "Overrun", "ParallelismTable", "Partition", "Peak", "Piece", "PlannedStage"),
-    *("Product", "Progress", "RankMemory", "Receive", "Saved", "Saving", "Span", "Speed"),
+    *("Product", "Progress", "Quiz", "RankMemory", "Receive", "Saved", "Saving", "Span", "Speed"),
     *("StepResult", "Tally", "TokenFile", "Use", "Verdict", "Wait"),
 }
 """What the package makes itself, some by the thousand: their numbers are what was seen, and are not judged."""

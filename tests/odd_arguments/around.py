@@ -44,7 +44,8 @@ def exercise_rows(folder: Path) -> Rows:
     named = {"name": "nothing", "notebook": "00", "title": "One", "difficulty": 1, "minutes": 1, "hints": ("look",)}
     return {
         "Exercise": named | {"solution": nothing, "grade": grade, "limit_s": 5.0},
-        "Progress": {"rows": (), "note": ""},
+        "Progress": {"rows": (), "note": "", "quiz": {}},
+        "Quiz": {"when": "before", "notebook": "", "given": (), "earlier": (), "note": ""},
         "Verdict": {
             "status": "correct",
             **dict.fromkeys(["heading", "symptom", "cause", "example", "printed", "next_step", "note"], ""),
@@ -52,6 +53,7 @@ def exercise_rows(folder: Path) -> Rows:
         "check": {"fn": nothing},
         "hint": {"exercise": "no such exercise"},
         "progress": {},
+        "quiz": {"when": "before", "answers": "---", "notebook": "03"},
         "solution": {"exercise": "no such exercise"},
     }
 

@@ -1,0 +1,1 @@
+"""What people learned: thirty questions before and after the course, and what an instructor sees of a class."""

@@ -1,0 +1,26 @@
+"""The quiz in a real JupyterLab, by keyboard alone."""
+
+from typing import Any
+
+import pytest
+
+from tests.browser.conftest import Lab
+from tests.browser.notebook import SOON, errors, open_and_run
+
+pytestmark = pytest.mark.long
+
+
+def test_a_question_is_answered_and_left_by_keyboard_alone(page: Any, lab: Lab) -> None:
+    kept = f"import os; os.environ['COURSE_PP_PROGRESS'] = {str(lab.folder / 'progress.json')!r}"
+    cell = "from course_pp.exercises import quiz\nquiz('after', notebook='03')"
+    open_and_run(page, lab, kept, cell, until="button:text-is('I do not know')")
+    page.locator("button:text-is('a')").focus()
+    page.keyboard.press("Tab")
+    page.keyboard.press("Space")
+    page.wait_for_selector("[role=status]:has-text('Notebook 03, section')", timeout=SOON)
+    assert page.evaluate("document.activeElement.textContent") == "✓ b"
+    while page.evaluate("document.activeElement.textContent") != "Next":
+        page.keyboard.press("Tab")
+    page.keyboard.press("Space")
+    page.wait_for_selector("text=Question 2 of 3", timeout=SOON)
+    assert errors(page) == []
