@@ -50,7 +50,7 @@ def grade_lower_bound(answer: Answer) -> None:
         if value > least * (1 + 1e-9):
             raise Mistake(
                 f"`{call}` is {value:g}, yet {name} is done after {float(least):g}.",
-                "A lower bound holds for every order. Each argument must be sure on its own; of those, take the latest.",
+                "A lower bound holds for every order. Each argument must be sure by itself; take the latest of them.",
                 f"`simulate(build({name!r}, {p}, {m}), Costs({forward}, {input_grad}, {weight_grad})).makespan`",
             )
         if value < bound(p, m, costs) * (1 - 1e-9):
