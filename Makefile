@@ -22,7 +22,7 @@ help:
 	@echo "make run             train a pipeline on two ranks and check it against one process"
 	@echo "make test-fast       linter, type checker, the tests that start no ranks"
 	@echo "make test            linter, type checker, all tests with a sample of each grid, all notebooks"
-	@echo "make test-browser    the explorer, the board and the notebooks in Chromium"
+	@echo "make test-browser    the explorer, the board, the notebooks and the site in Chromium"
 	@echo "make test-long       the tests of make test, those in Chromium, and whole runs that repeat what parts have shown"
 	@echo "make test-solutions  all notebooks with the exercises solved"
 	@echo "make test-slurm      the scripts, %torchrun and the notebooks on throw-away Slurm clusters"
@@ -96,7 +96,7 @@ tests: $(READY)
 
 # One browser and one JupyterLab serve them all.
 test-browser: $(READY)
-	@$(PYTEST) tests/browser -m 'not full'
+	@$(PYTEST) tests/browser tests/site -m 'not full'
 
 test-long: $(READY)
 	@$(ONE_EACH) $(PYTEST) tests --ignore=tests/slurm -n 2 $(SHARED) --durations=10 -m 'not full and not solutions'

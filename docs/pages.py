@@ -6,6 +6,7 @@ import json
 import pkgutil
 import re
 from base64 import b64decode
+from fractions import Fraction
 from io import BytesIO
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,8 @@ from sphinx_additions import alt_texts, figure_id
 
 import course_pp
 from course_pp.exercises.registry import exercises, number_of
+from course_pp.schedule import Costs, build, names, simulate
+from course_pp.show import play
 
 THUMBNAIL = 440
 
@@ -26,6 +29,7 @@ def write(folder: Path, notebooks: list[Path]) -> None:
     (folder / "exercises.md").write_text(exercise_page(notebooks), encoding="utf-8")
     (folder / "figures.md").write_text(figure_page(notebooks, folder / "thumbnails"), encoding="utf-8")
     (folder / "references.md").write_text(reference_page(notebooks), encoding="utf-8")
+    (folder / "schedules.md").write_text(schedule_page(), encoding="utf-8")
     write_api(folder / "api")
 
 
@@ -98,6 +102,24 @@ def figure_page(notebooks: list[Path], thumbnails: Path) -> str:
 def _pictures(notebook: dict) -> list[str]:
     datas = (output.get("data", {}) for cell in notebook["cells"] for output in cell.get("outputs", ()))
     return ["".join(data["image/png"]) for data in datas if "image/png" in data]
+
+
+def schedule_page() -> str:
+    """Every schedule as a timeline that moves, and the file from which torch loads it."""
+    parts = [
+        "# Schedules that move",
+        "",
+        "4 ranks, 8 microbatches, a backward twice as long as a forward. Give a timeline the focus: the space bar "
+        "plays, the arrow keys step. Each needs a script, and no kernel. "
+        "[Which schedule?](../docs/which_schedule.md) compares them.",
+        "",
+    ]
+    for name in names():
+        schedule = build(name, 4, 8)
+        share = Fraction(4, schedule.n_stages)
+        timeline = simulate(schedule, Costs(forward=share, input_grad=share, weight_grad=share))
+        parts += [f"## {name}", "", "```{raw} html", play(timeline).html(), "```", ""]
+    return "\n".join(parts)
 
 
 def reference_page(notebooks: list[Path]) -> str:

@@ -1,9 +1,10 @@
-"""Draw every figure used in prose, timelines from real runs, and write its alt text beside it in the README.
+"""Draw every figure used in prose, and write its alt text beside it; write the page that compares the schedules.
 
 make images
 """
 
 import re
+import sys
 from pathlib import Path
 
 import torch
@@ -22,7 +23,27 @@ from course_pp.runtime import Recorder
 from course_pp.schedule import Timeline
 
 IMAGES = Path(__file__).parent
-README = IMAGES.parent / "README.md"
+ROOT = IMAGES.parent
+sys.path.insert(0, str(ROOT / "docs"))
+import cheat_sheet  # noqa: E402
+import comparison  # noqa: E402
+
+# Three times and no more: what moves for longer needs a switch.
+MOVING = """
+ <style>
+  .cover {{ transform: scaleX(0); transform-origin: {right:.2f}px 0; animation: uncover 8s linear 3; }}
+  .cursor {{ visibility: hidden; animation: go 8s linear 3; }}
+  @keyframes uncover {{ from {{ transform: scaleX(1); }} }}
+  @keyframes go {{
+    from {{ visibility: visible; }}
+    to {{ visibility: visible; transform: translateX({width:.2f}px); }}
+  }}
+  @media (prefers-reduced-motion: reduce) {{ .cover, .cursor {{ animation: none; }} }}
+ </style>
+ <rect class="cover" x="{left:.2f}" y="{top:.2f}" width="{width:.2f}" height="{height:.2f}" fill="white"/>
+ <line class="cursor" x1="{left:.2f}" x2="{left:.2f}" y1="{top:.2f}" y2="{bottom:.2f}" stroke="black"/>
+</svg>
+"""
 
 
 def measure_pipeline(rank: int, n_ranks: int, n_microbatches: int) -> Timeline:
@@ -41,21 +62,35 @@ def measure_pipeline(rank: int, n_ranks: int, n_microbatches: int) -> Timeline:
     return recorder.timeline()
 
 
-def put(name: str, figure: show.ChartFigure) -> None:
-    """Save a figure, and its alt text where the README shows it."""
-    figure.save(IMAGES / name)
-    shown = re.compile(rf"!\[[^\]]*\]\(images/{re.escape(name)}\)")
-    text = README.read_text()
+def moving(figure: show.ChartFigure) -> str:
+    """A timeline as SVG that uncovers itself from left to right. Where nothing moves it is the whole picture."""
+    wide, high = (inches * 72 for inches in figure.get_size_inches())
+    x0, y0, x1, y1 = figure.axes[0].get_position().extents
+    left, right, top, bottom = x0 * wide, x1 * wide, (1 - y1) * high, (1 - y0) * high
+    place = {"left": left, "right": right, "top": top, "bottom": bottom, "width": right - left, "height": bottom - top}
+    return figure.svg().rstrip().removesuffix("</svg>").rstrip() + MOVING.format(**place)
+
+
+def put(name: str, figure: show.ChartFigure, page: str, moves: bool = False) -> None:
+    """Save a figure, and its alt text where a page shows it."""
+    (IMAGES / name).write_text(moving(figure) if moves else figure.svg(), encoding="utf-8")
+    path = ROOT / page
+    shown = re.compile(rf"!\[[^\]]*\]\(((?:\.\./)?images/{re.escape(name)})\)")
+    text = path.read_text(encoding="utf-8")
     if not shown.search(text):
-        raise RuntimeError(f"README.md does not show images/{name}: remove it from images/make.py, or show it")
-    README.write_text(shown.sub(f"![{figure.alt_text}](images/{name})", text))
+        raise RuntimeError(f"{page} does not show images/{name}: remove it from images/make.py, or show it")
+    path.write_text(shown.sub(lambda found: f"![{figure.alt_text}]({found[1]})", text), encoding="utf-8")
     print(f"images/{name}: {figure.alt_text}")
 
 
 def main() -> None:
-    put("course_map.svg", show.course_map())
+    comparison.PAGE.write_text(comparison.page(), encoding="utf-8")
+    sheet = cheat_sheet.draw()
+    put("cheat_sheet.svg", sheet, "docs/cheat_sheet.md")
+    sheet.savefig(IMAGES / "cheat_sheet.pdf", metadata={"CreationDate": None})
+    put("course_map.svg", show.course_map(), "README.md")
     timeline = on_ranks(2, measure_pipeline, 2, 8)[0]
-    put("1f1b_on_two_ranks.svg", show.timeline(timeline))
+    put("1f1b_on_two_ranks.svg", show.timeline(timeline), "README.md", moves=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,161 @@
+"""The page that compares the schedules: every number is simulated when it is written. `make images` writes it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from course_pp.schedule import Costs, Schedule, Timeline, build, names, simulate
+
+PAGE = Path(__file__).parent / "which_schedule.md"
+RANKS, MICROBATCHES, LATENCY = 4, 16, Fraction(1, 2)
+REMARKS = {
+    "naive": "one microbatch at a time: only to see why not",
+    "gpipe": "two loops; waits for no answer, so latency costs it least",
+    "1f1b": "the usual first choice",
+    "1f1b_eager": "1F1B with more room: for slow links",
+    "interleaved_1f1b": "smaller bubble, more messages; microbatches a multiple of the ranks",
+    "looped_bfs": "interleaved without a limit on what is held: latency costs little, memory much",
+    "hanayo": "1F1B in waves, for about as many microbatches as ranks",
+    "zb_h1": "1F1B with its weight gradients moved into the bubble",
+    "zb_h2": "no bubble between steps, for twice the memory",
+    "zb_v": "no bubble between steps, at 1F1B's memory; first and last stage on one rank",
+    "v_half": "less memory than 1F1B, down to half of it with many ranks",
+    "v_min": "the least memory, down to a third of 1F1B's with many ranks",
+    "chimera": "two pipelines in opposite directions: weights twice",
+    "dualpipe": "both directions, made to overlap messages: weights twice",
+    "dualpipe_v": "DualPipe folded: weights once",
+    "pipedream": "no flush, so late gradients: another algorithm",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One schedule on equal terms: the same model, the same ranks, the same batch.
+
+    Attributes:
+        name: of the schedule.
+        step: makespan; one unit is the forward of a rank's share of the model for one microbatch.
+        step_late: the same when each message takes half a unit.
+        bubble: waiting time as a share of ranks times makespan.
+        held: the most activations on a rank, in those of a rank's share of the model for one microbatch.
+        weights: how many copies of a rank's share of the model it holds.
+        messages: from rank to rank in a step.
+    """
+
+    name: str
+    step: Fraction
+    step_late: Fraction
+    bubble: Fraction
+    held: Fraction
+    weights: Fraction
+    messages: int
+
+
+def row(name: str) -> Row:
+    """Simulate one schedule on 4 ranks with 16 microbatches, a backward twice as long as a forward."""
+    schedule = build(name, RANKS, MICROBATCHES)
+    share = Fraction(RANKS, schedule.n_stages)
+
+    def at(latency: Fraction) -> Timeline:
+        return simulate(schedule, Costs(forward=share, input_grad=share, weight_grad=share, latency=latency))
+
+    now, late = at(Fraction(0)), at(LATENCY)
+    held = max(Fraction(peak) for peak in now.peak_activations)
+    per_rank = max(sum(rank in ranks for ranks in schedule.placement) for rank in range(RANKS))
+    bubble = Fraction(now.bubble_fraction).limit_denominator(10_000)
+    return Row(
+        name,
+        Fraction(now.makespan),
+        Fraction(late.makespan),
+        bubble,
+        held * share,
+        per_rank * share,
+        crossings(schedule),
+    )
+
+
+def crossings(schedule: Schedule) -> int:
+    """Messages of one step: each microbatch crosses each boundary between two ranks down, and up."""
+    places = schedule.placement
+    return 2 * sum(
+        places[stage][i % len(places[stage])] != places[stage + 1][i % len(places[stage + 1])]
+        for stage in range(schedule.n_stages - 1)
+        for i in range(schedule.n_microbatches)
+    )
+
+
+def rows() -> list[Row]:
+    """All schedules, in the catalogue's order."""
+    return [row(name) for name in names()]
+
+
+def page() -> str:
+    """The page in Markdown."""
+    table = rows()
+    flushed = [each for each in table if each.name != "pipedream"]
+    once = [each for each in flushed if each.weights == 1]
+    usual = next(each for each in table if each.name == "1f1b")
+    lean = [each for each in once if each.held <= usual.held]
+    by = {
+        "you want the simplest that works": "`1f1b`: " + told(usual),
+        "memory for activations is short": best(
+            [each for each in once if each.name != "naive"], lambda each: (each.held, each.step)
+        ),
+        "the bubble is too large, and memory is what 1F1B takes": best(lean, lambda each: (each.step, each.held)),
+        "the bubble is too large, and memory is left": best(once, lambda each: (each.step, each.held)),
+        f"links are slow (a message takes {number(LATENCY)}) and memory is what 1F1B takes": best(
+            lean, lambda each: (each.step_late, each.held), late=True
+        ),
+        "links are slow, and memory is left": best(once, lambda each: (each.step_late, each.held), late=True),
+    }
+    lines = [
+        "# Which schedule?",
+        "",
+        f"The same model on {RANKS} ranks with {MICROBATCHES} microbatches. One unit of time is the forward of a "
+        "rank's share of the model for one microbatch; input and weight gradient take as long each. One unit of memory "
+        "is what that forward keeps.",
+        "",
+        "| if | then |",
+        "|---|---|",
+        *(f"| {question} | {answer} |" for question, answer in by.items()),
+        "",
+        "Your stages and links are not equal. Simulate them: `simulate(build(name, p, m), Costs(…))` takes a number a "
+        "stage, and `search(p, m, costs, memory_limit)` looks for an order made for them.",
+        "",
+        "## All of them",
+        "",
+        f"| schedule | step | step, messages take {number(LATENCY)} | bubble | activations held | weights | messages "
+        "| |",
+        "|---|---|---|---|---|---|---|---|",
+        *(
+            f"| `{each.name}` | {number(each.step)} | {number(each.step_late)} | {float(each.bubble):.1%} "
+            f"| {number(each.held)} | {number(each.weights)} × | {each.messages} | {REMARKS.get(each.name, '')} |"
+            for each in table
+        ),
+        "",
+        "*Activations held* are those of the rank that holds most. *Weights* counts copies of a rank's share. What "
+        "each schedule asks of ranks and microbatches is in [the table of schedules](schedules.md). Written "
+        "by `make images` from `docs/comparison.py`.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def best(table: list[Row], key: Callable[[Row], Any], late: bool = False) -> str:
+    """The first schedule by ``key``, and those that are equal to it in what the key looks at."""
+    least = min(map(key, table))
+    found = [each for each in table if key(each) == least]
+    return f"{' or '.join(f'`{each.name}`' for each in found)}: {told(found[0], late)}"
+
+
+def told(each: Row, late: bool = False) -> str:
+    """A schedule's numbers in half a sentence."""
+    step = each.step_late if late else each.step
+    return f"step {number(step)}, holds {number(each.held)}, {each.messages} messages"
+
+
+def number(value: Fraction) -> str:
+    """At most two digits after the point."""
+    return f"{float(value):.2f}".rstrip("0").rstrip(".")
