@@ -1,5 +1,6 @@
 """One Llama-style decoder, and its cut into pipeline stages."""
 
+from course_pp.model.cache import KVCache
 from course_pp.model.config import ModelConfig
 from course_pp.model.hf import config_from_hf, config_to_hf, from_hf, hf_state_dict, load_hf_state_dict
 from course_pp.model.loss import CrossEntropy
@@ -18,6 +19,7 @@ __all__ = [
     "CrossEntropy",
     "DecoderLayer",
     "ForwardFlops",
+    "KVCache",
     "ModelConfig",
     "PipelineStageModule",
     "Transformer",

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_pp.arguments import checked
+from course_pp.model.cache import KVCache, LayerCache
 from course_pp.model.config import ModelConfig
 
 INIT_STD = 0.02
@@ -40,10 +41,14 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.dim, kv_dim, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        """x (batch, seq, dim) -> (batch, seq, dim); `cos`, `sin`, `mask` as in `DecoderLayer.forward`."""
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None = None
+    ) -> Tensor:
+        """x (batch, seq, dim) -> (batch, seq, dim); `cos`, `sin`, `mask`, `cache` as in `DecoderLayer.forward`."""
         q, k, v = (self._split_heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache is not None:
+            k, v = cache.extend(k, v)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -79,15 +84,21 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = SwiGLU(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None = None
+    ) -> Tensor:
         """One layer.
 
         Args:
             x: hidden states (batch, seq, dim).
             cos, sin: rotary tables of these positions, broadcastable to (batch, heads, seq, head_dim / 2).
-            mask: None for plain causal attention, else bool (batch, 1 or heads, seq, seq), True = may attend.
+            mask: None for plain causal attention, else bool (batch, 1 or heads, seq, seq), True = may attend; with
+                a cache the last dimension counts what it holds, too.
+            cache: keys and values of earlier positions; those of `x` are added.
         """
-        x = x + self.attn(self.attn_norm(x), cos, sin, mask)
+        # Nothing is passed where there is none: tensor parallelism counts the positional arguments.
+        more = {} if cache is None else {"cache": cache}
+        x = x + self.attn(self.attn_norm(x), cos, sin, mask, **more)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -153,7 +164,17 @@ class Transformer(nn.Module):
         end = self.embed if self.embed is not None else self.head
         return cast(nn.Parameter, end.weight) if end is not None else None
 
-    def forward(self, x: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None) -> Tensor:
+    def new_cache(self) -> KVCache:
+        """An empty cache for `forward`; one for each batch that text is generated for."""
+        return KVCache()
+
+    def forward(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
         """Tokens or hidden states in, hidden states or logits out.
 
         Args:
@@ -161,22 +182,29 @@ class Transformer(nn.Module):
             attention_mask: None; or (batch, seq) of bool or integers, nonzero = real token; or bool
                 (batch, 1 or heads, seq, seq), True = may attend. Attention stays causal under every mask.
             position_ids: integer positions (batch, seq); None for 0, 1, 2, …
+            cache: of the positions before these, to which these are added (`new_cache`); positions then go on from
+                there, and neither of the other two is taken.
 
         Returns:
             Logits (batch, seq, vocab_size) where the head is here, else hidden states (batch, seq, dim).
 
         Raises:
-            ValueError: wrong rank, shape or dtype, or a sequence longer than `max_seq_len`. Token ids and
-                positions out of range are named on the CPU only; a GPU would have to be waited for.
+            ValueError: wrong rank, shape or dtype, or a sequence longer than `max_seq_len`, cache included. Token ids
+                and positions out of range are named on the CPU only; a GPU would have to be waited for.
         """
         self._check_input(x)
         batch, seq_len = x.shape[:2]
-        cos, sin = self._rotary_tables(position_ids, batch, seq_len)
-        mask = None if attention_mask is None else causal_mask(attention_mask, batch, seq_len)
+        if cache is None:
+            cos, sin = self._rotary_tables(position_ids, batch, seq_len)
+            mask = None if attention_mask is None else causal_mask(attention_mask, batch, seq_len)
+        else:
+            new = cache.advance(seq_len, self.config.max_seq_len, attention_mask is None and position_ids is None)
+            cos, sin, mask = self.rope_cos[new], self.rope_sin[new], cache.mask(new, x.device)
         if self.embed is not None:
             x = self._embed_tokens(self.embed, x)
-        for layer in self.layers.values():
-            x = layer(x, cos, sin, mask)
+        for name, layer in self.layers.items():
+            more = {} if cache is None else {"cache": cache.layer(name)}
+            x = layer(x, cos, sin, mask, **more)
         if self.norm is not None:
             x = self.norm(x)
         if self.head is not None:

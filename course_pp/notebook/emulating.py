@@ -134,6 +134,8 @@ def emulate(
         ledger=used,
         edges=predicted.edges,
         edge_transfers=predicted.edge_transfers,
+        feedback=predicted.feedback,
+        token_transfer=predicted.token_transfer,
     )
 
 
@@ -241,7 +243,9 @@ def _in_units(
     spans: tuple[Span, ...] = tuple(map(scale, run.spans))
     receives: tuple[Receive, ...] = tuple(map(scale, run.receives))
     kept = _stretched(memory, 1 / unit_s)
-    return EmulatedRun(run.n_ranks, spans, "", (), receives, run.name, kept, losses, unit_s, edges=run.edges)
+    return EmulatedRun(
+        run.n_ranks, spans, "", (), receives, run.name, kept, losses, unit_s, edges=run.edges, feedback=run.feedback
+    )
 
 
 def _stretched(memory: tuple[RankMemory, ...], factor: float) -> tuple[RankMemory, ...]:

@@ -3,6 +3,7 @@
 * :func:`train_step_pipeline_gpipe`, :func:`train_step_pipeline_1f1b`: one step of the two first schedules, written out
   by hand from :func:`forward_stage`, :func:`backward_stage` and four functions that send and receive; to be read.
 * :class:`Pipeline`, :func:`run_step`: execute any legal :class:`~course_pp.schedule.Schedule`.
+* :func:`generate`: text from a pipeline, the prompts taking turns.
 * :class:`Recorder`: when each rank computed, waited, and what it kept; as the same timeline a simulation gives.
 * :class:`EmulatedCluster`: the times of a cluster of your choice, on the machine at hand.
 * :func:`profile_layers`: what layers cost on this machine, for the planner :func:`course_pp.schedule.partition`.
@@ -27,6 +28,7 @@ from course_pp.runtime.clocks import Alignment, align
 from course_pp.runtime.cluster import EmulatedCluster, EmulatedLink
 from course_pp.runtime.emulation import EmulatedTimeline, Overrun
 from course_pp.runtime.errors import LossNotFinite, PipelineError
+from course_pp.runtime.generating import generate
 from course_pp.runtime.memory import Hold, Meter, RankMemory
 from course_pp.runtime.pipeline import Pipeline, run_step
 from course_pp.runtime.profiling import profile_layers
@@ -50,6 +52,7 @@ __all__ = [
     "align",
     "backward_stage",
     "forward_stage",
+    "generate",
     "get_stage_layers",
     "partition_model",
     "profile_layers",

@@ -107,15 +107,18 @@ class EmulatedCluster:
         return [float(time) * slowness * self._luck(rank, index) for index, time in enumerate(planned)]
 
     def transfer(
-        self, source: int, target: int, crossed: int | Lane | None, nbytes: float, schedule: Schedule
+        self, source: int, target: int, crossed: int | Lane | str | None, nbytes: float, schedule: Schedule
     ) -> float:
         """Seconds of a message of ``nbytes``.
 
         Args:
-            crossed: the boundary between stages ``crossed`` and ``crossed + 1``, or a reader of an edge. None is
-                neither: replicas of a stage exchange gradients, which ``costs`` takes to cost nothing.
+            crossed: the boundary between stages ``crossed`` and ``crossed + 1``; or a reader of an edge; or ``"token"``
+                for one that goes back to the first stage. None is none of these: replicas of a stage exchange
+                gradients, which ``costs`` takes to cost nothing.
         """
         if self.links is None:
+            if isinstance(crossed, str):
+                return float(self.costs.token_transfer(schedule.n_stages))
             if isinstance(crossed, Lane):
                 lanes = lanes_of(schedule.edges)
                 return float(self.costs.edge_transfers(schedule.edges, schedule.n_stages)[lanes.index(crossed)])

@@ -138,8 +138,10 @@ class Emulator:
         self._arrivals.append((product, int(stamped["ready"]) + round(on_its_way * _NANOSECONDS)))
         return value
 
-    def _crossed(self, product: Product, target: int) -> int | Lane | None:
-        """The boundary or the edge that a product comes over."""
+    def _crossed(self, product: Product, target: int) -> int | Lane | str | None:
+        """The boundary or the edge that a product comes over; ``"token"`` for one that goes back to the first stage."""
+        if product.what == "token":
+            return "token"
         if not product.name:
             return {"activation": product.stage, "gradient": product.stage - 1}.get(product.what)
         number, edge = next((i, e) for i, e in enumerate(self._schedule.edges) if e.name == product.name)

@@ -116,7 +116,7 @@ class Pipeline:
         self.schedule, self._loss_fn, self._recorder = schedule, loss_fn, recorder
         timeout = timedelta(seconds=float(timeout_s))
         if recorder is not None:
-            recorder.edges = schedule.edges
+            recorder.edges, recorder.feedback = schedule.edges, schedule.feedback
         self._meter = meter = _meter_of(recorder, self._device, modules.values())
         channels = {(source, p.rank) for p in plan(schedule, settled.pairs) for source in p.incoming}
         wire = open_wire(group, channels, self._device, transport, settled.series, timeout)

@@ -111,7 +111,8 @@ class Recorder:
     """
 
     edges: tuple[Edge, ...] = ()
-    """Of the pipeline that is recorded, which sets it; they are part of the timeline."""
+    feedback: int = 0
+    """Of the schedule that is recorded, set by whoever runs it; both are part of the timeline."""
 
     def __init__(self, device: torch.device | str | None = None, *, memory: bool = False) -> None:
         self.meter = Meter(HostClock.mark) if memory else None
@@ -226,7 +227,15 @@ class Recorder:
                 elif since >= 0 or until > 0:
                     receives.append(Receive(rank, what, max(since, 0) / _NANOSECONDS, until / _NANOSECONDS))
         if not any(record.emulated for record in records):
-            return Timeline(len(records), tuple(spans), unit="s", receives=tuple(receives), edges=self.edges, name=name)
+            return Timeline(
+                len(records),
+                tuple(spans),
+                unit="s",
+                receives=tuple(receives),
+                edges=self.edges,
+                feedback=self.feedback,
+                name=name,
+            )
         wall, overruns = [], []
         for rank, record in enumerate(records):
             for each in record.emulated:
@@ -240,6 +249,7 @@ class Recorder:
             unit="s",
             receives=tuple(receives),
             edges=self.edges,
+            feedback=self.feedback,
             name=name,
             wall=Timeline(len(records), tuple(wall), unit="s", name=f"{name} in real time".strip()),
             overruns=tuple(overruns),

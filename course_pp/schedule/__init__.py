@@ -4,6 +4,7 @@
 * :class:`Schedule`: for each rank its actions in order. :func:`build` makes those of the literature, :func:`names`
   lists them, :func:`check` says whether any schedule can run, and if not, why not.
 * :class:`Edge`: a value that stages read beyond their neighbours, such as a skip connection.
+* :func:`generation`: the order in which a pipeline generates tokens, the last stage's going back to the first.
 * :func:`simulate`: when each rank does what, given :class:`Costs`. :mod:`theory` has the closed forms,
   :func:`bound` what no schedule can beat.
 * :func:`search`: the best order that can be found in seconds, under a memory cap, and its gap to the bound.
@@ -26,6 +27,7 @@ from course_pp.schedule.catalogue import Entry, build, find, names
 from course_pp.schedule.costs import Costs
 from course_pp.schedule.edges import Edge
 from course_pp.schedule.fitting import Fit, Loss, fit
+from course_pp.schedule.generating import generation
 from course_pp.schedule.layer_plan import ClusterLevel, LayerCost, Partition, PlannedStage, partition
 from course_pp.schedule.ledger import Ledger, Use, Versions, ledger
 from course_pp.schedule.legality import check
@@ -70,6 +72,7 @@ __all__ = [
     "fit",
     "format_time",
     "from_torch_csv",
+    "generation",
     "ledger",
     "names",
     "optima",

@@ -36,10 +36,11 @@ class Product(NamedTuple):
 
     ``gradient`` is the gradient with respect to the input of ``stage``, which the stage before needs. What crosses an
     :class:`~course_pp.schedule.Edge` has its name too: the ``value`` that ``stage`` makes, and the ``value gradient``
-    with respect to what the readers on the rank of ``stage`` have read.
+    with respect to what the readers on the rank of ``stage`` have read. In generation the last stage makes a ``token``,
+    which the first one continues with.
     """
 
-    what: Literal["activation", "gradient", "weight gradient", "value", "value gradient"]
+    what: Literal["activation", "gradient", "weight gradient", "value", "value gradient", "token"]
     stage: int
     microbatch: int
     name: str = ""

@@ -12,7 +12,7 @@ from course_pp.schedule.families.pipedream import pipedream
 from course_pp.schedule.families.single import eager_1f1b, gpipe, naive, one_f_one_b
 from course_pp.schedule.families.v_shape import zb_v
 from course_pp.schedule.families.zero_bubble import zb_h1, zb_h2
-from course_pp.schedule.schedule import Schedule, both_ways, in_waves, looped, v_shaped
+from course_pp.schedule.schedule import MOST_FORWARDS, Schedule, both_ways, in_waves, looped, v_shaped
 
 
 @checked
@@ -134,9 +134,6 @@ def find(name: str) -> Entry:
     return entry
 
 
-_MOST = 4_000_000  # forwards of a schedule; some seconds and gigabytes
-
-
 @checked
 def build(
     name: str,
@@ -168,10 +165,10 @@ def build(
     entry = find(name)
     sizes = [_whole("n_ranks", n_ranks, entry.name), _whole("n_microbatches", n_microbatches, entry.name)]
     n_chunks = entry.chunks(n_chunks)
-    if n_ranks * n_microbatches * n_chunks > _MOST:
+    if n_ranks * n_microbatches * n_chunks > MOST_FORWARDS:
         raise ValueError(
             f"n_ranks × n_microbatches × n_chunks is {n_ranks * n_microbatches * n_chunks:,}: a schedule names each "
-            f"action, so keep it at {_MOST:,} or below"
+            f"action, so keep it at {MOST_FORWARDS:,} or below"
         )
     if entry.order is pipedream and round_size is None:
         return pipedream(n_ranks, n_microbatches, replicas, group)
@@ -194,6 +191,6 @@ def build(
 def _whole(what: str, value: int, name: str) -> int:
     if type(value) is not int or value < 1:
         raise ValueError(f"{what} is {value!r}: {name} needs an integer of at least 1")
-    if value > _MOST:
-        raise ValueError(f"{what} is {value}: a schedule names each action, so give at most {_MOST:,}")
+    if value > MOST_FORWARDS:
+        raise ValueError(f"{what} is {value}: a schedule names each action, so give at most {MOST_FORWARDS:,}")
     return value

@@ -125,6 +125,10 @@ class Costs:
             return waits
         return tuple(wait + divide(size, self.bandwidth) for wait, size in zip(waits, sizes, strict=True))
 
+    def token_transfer(self, n_stages: int) -> Time:
+        """How long a token is on its way from the last stage to the first: the longest latency of all boundaries."""
+        return max(self.each("latency", n_stages - 1), default=0)
+
 
 def _is_sequence(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from course_pp.arguments import refuse_unless, shown
+from course_pp.arguments import refuse_unless
 
 __all__ = ["Edge", "Lane", "lanes_of", "problems_of_edges"]
 
@@ -21,7 +21,7 @@ class Edge:
     Attributes:
         name: what to call the value; one stage makes it.
         writer: the stage that makes it.
-        readers: the stages that use it, in order; a number alone is the only one.
+        readers: the stages that use it, in order.
 
     Raises:
         ValueError: for a name that is no text or empty, a stage that is not an integer from 0 up, and no reader or one
@@ -34,19 +34,19 @@ class Edge:
 
     def __post_init__(self) -> None:
         refuse_unless(isinstance(self.name, str) and bool(self.name), "Edge", "name", self.name, "pass text")
-        readers = (self.readers,) if isinstance(self.readers, int) else self.readers
-        refuse_unless(
-            isinstance(readers, tuple | list), "Edge", "readers", readers, "pass a tuple of stages, such as (3,)"
-        )
-        readers = tuple(readers)
-        for what, stage in (("writer", self.writer), *(("a reader", each) for each in readers)):
-            if type(stage) is not int or stage < 0:
-                raise ValueError(f"{what} of edge {self.name!r} is {shown(stage)}: give a stage, an integer from 0 up")
+        refuse_unless(_is_stage(self.writer), "Edge", "writer", self.writer, "pass a stage, an integer from 0 up")
+        is_stages = isinstance(self.readers, tuple | list) and all(map(_is_stage, self.readers))
+        refuse_unless(is_stages, "Edge", "readers", self.readers, "pass a tuple of stages, such as (3,)")
+        readers = tuple(self.readers)
         if not readers or len(set(readers)) < len(readers):
             raise ValueError(
                 f"edge {self.name!r} has readers {readers}: give at least one stage, and each of them once"
             )
         object.__setattr__(self, "readers", tuple(sorted(readers)))
+
+
+def _is_stage(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
 
 
 class Lane(NamedTuple):

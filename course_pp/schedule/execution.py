@@ -29,6 +29,7 @@ def execute(
     durations: Sequence[Sequence[Time]],
     transfers: Sequence[Time],
     edge_transfers: Sequence[Time] = (),
+    token_transfer: Time = 0,
 ) -> Run:
     """Do every action as soon as its rank is free and its inputs have arrived, until nothing more can be done.
 
@@ -37,9 +38,10 @@ def execute(
         durations: of each action, rank by rank.
         transfers: for each boundary between stages, the time of a message between different ranks.
         edge_transfers: the same for each reader of each edge; nothing unless given.
+        token_transfer: the same for a token on its way back to the first stage.
     """
     products = Products.of(schedule)
-    delays = _delays(schedule, products, transfers, edge_transfers)
+    delays = _delays(schedule, products, transfers, edge_transfers, token_transfer)
     arrival: list[Time | None] = [None] * len(delays)
     starts: tuple[list[Time], ...] = tuple([] for _ in schedule.actions)
     ends: tuple[list[Time], ...] = tuple([] for _ in schedule.actions)
@@ -74,7 +76,11 @@ def execute(
 
 
 def _delays(
-    schedule: Schedule, products: Products, transfers: Sequence[Time], edge_transfers: Sequence[Time]
+    schedule: Schedule,
+    products: Products,
+    transfers: Sequence[Time],
+    edge_transfers: Sequence[Time],
+    token_transfer: Time,
 ) -> list[Time]:
     """For each product how long it is on its way: only what is sent between different ranks takes time."""
     m = schedule.n_microbatches
@@ -90,4 +96,7 @@ def _delays(
             if schedule.rank_of(lane.writer, microbatch) != schedule.rank_of(lane.reader, microbatch):
                 for product in (products.value(number, microbatch), products.value_gradient(number, microbatch)):
                     delays[product] = transfer
+    for microbatch in range(m - schedule.feedback) if schedule.feedback and token_transfer else ():
+        if schedule.rank_of(schedule.n_stages - 1, microbatch) != schedule.rank_of(0, microbatch + schedule.feedback):
+            delays[products.token(microbatch)] = token_transfer
     return delays

@@ -33,6 +33,8 @@ def problems_of_bookkeeping(schedule: Schedule) -> list[str]:
     that are none.
     """
     problems = [*_misplaced(schedule), *_repeated_or_missing(schedule)]
+    if schedule.feedback and any(part.kind != "F" for part in schedule.parts):
+        problems.append("tokens feed back to the first stage, yet there are backwards: generation is forward only")
     return [*problems, *problems_of_edges(schedule.edges, schedule.n_stages)]
 
 

@@ -156,7 +156,7 @@ def schedule_of(tl: Timeline) -> Schedule:
     missing = next((stage for stage in range(tl.n_stages) if stage not in found), None)
     if missing is not None:
         raise ValueError(f"{tl!r} has nothing of stage {missing}: give a timeline of all ranks")
-    schedule = Schedule(tl.name, tuple(found[stage] for stage in range(tl.n_stages)), rows, tl.edges)
+    schedule = Schedule(tl.name, tuple(found[stage] for stage in range(tl.n_stages)), rows, tl.edges, tl.feedback)
     if problems := check(schedule):
         raise ValueError(f"{tl!r} is not one whole step: {problems[0]}; record all of one step on every rank")
     return schedule

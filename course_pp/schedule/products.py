@@ -7,7 +7,8 @@ There are five kinds of products, one of each for every stage s and microbatch:
 * the weight gradient that ``W`` or ``B`` leaves for ``U``, where a stage is replicated also for those of the others.
 
 For each reader of an edge there are two more, one of each for every microbatch: the value that it gets from ``F`` of
-the writer, and the gradient that its ``I`` or ``B`` leaves for the writer's.
+the writer, and the gradient that its ``I`` or ``B`` leaves for the writer's. In generation there is a token for every
+microbatch, which ``F`` of the last stage leaves for a later one of the first.
 """
 
 from collections.abc import Sequence
@@ -43,11 +44,18 @@ class Products:
     shares: tuple[int, ...] = ()
     """How many ranks hold each stage; one each unless given."""
     edges: tuple[Edge, ...] = ()
+    feedback: int = 0
 
     @classmethod
     def of(cls, schedule: Schedule) -> "Products":
         """Those of ``schedule``."""
-        return cls(schedule.n_stages, schedule.n_microbatches, tuple(map(len, schedule.placement)), schedule.edges)
+        return cls(
+            schedule.n_stages,
+            schedule.n_microbatches,
+            tuple(map(len, schedule.placement)),
+            schedule.edges,
+            schedule.feedback,
+        )
 
     @property
     def per_kind(self) -> int:
@@ -61,7 +69,15 @@ class Products:
     @property
     def count(self) -> int:
         """How many there are."""
+        return self._first_token + (self.n_microbatches if self.feedback else 0)
+
+    @cached_property
+    def _first_token(self) -> int:
         return 5 * self.per_kind + 2 * len(self.lanes) * self.n_microbatches
+
+    def token(self, microbatch: int) -> int:
+        """What the last stage has made of a microbatch for the first stage to continue with."""
+        return self._first_token + microbatch
 
     def value(self, lane: int, microbatch: int) -> int:
         """The value of an edge, as one of its readers gets it."""
@@ -74,11 +90,23 @@ class Products:
     def needed_by(self, action: Action | Overlap) -> tuple[int, ...]:
         """What must be there before ``action`` can start."""
         needed = self._needed_in_chain(action)
+        if self.feedback:
+            needed += tuple(
+                self.token(part.microbatch - self.feedback)
+                for part in action.parts
+                if part.kind == "F" and part.stage == 0 and part.microbatch >= self.feedback
+            )
         return (*needed, *self._over_edges(action, makes=False)) if self.edges else needed
 
     def made_by(self, action: Action | Overlap) -> tuple[int, ...]:
         """What is there once ``action`` is done."""
         made = self._made_in_chain(action)
+        if self.feedback:
+            made += tuple(
+                self.token(part.microbatch)
+                for part in action.parts
+                if part.kind == "F" and part.stage == self.n_stages - 1
+            )
         return (*made, *self._over_edges(action, makes=True)) if self.edges else made
 
     def _over_edges(self, action: Action | Overlap, makes: bool) -> Sequence[int]:
@@ -123,6 +151,8 @@ class Products:
 
     def describe(self, product: int) -> Product:
         """Return what the number stands for."""
+        if product >= self._first_token:
+            return Product("token", self.n_stages - 1, product - self._first_token)
         if (lane := self.lane_of(product)) is not None:
             number, microbatch = divmod(product - 5 * self.per_kind, self.n_microbatches)
             name = self.edges[lane.edge].name
@@ -142,6 +172,10 @@ class Products:
 
     def lane_of(self, product: int) -> Lane | None:
         """The reader of an edge whose value or gradient it is; None for what goes from neighbour to neighbour."""
-        if product < 5 * self.per_kind:
+        if not 5 * self.per_kind <= product < self._first_token:
             return None
         return self.lanes[(product - 5 * self.per_kind) // self.n_microbatches % len(self.lanes)]
+
+    def is_token(self, product: int) -> bool:
+        """Whether it goes from the last stage to the first."""
+        return product >= self._first_token

@@ -9,6 +9,8 @@ from course_pp.arguments import described, refuse_unless
 from course_pp.schedule.action import Action, Overlap
 from course_pp.schedule.edges import Edge
 
+MOST_FORWARDS = 4_000_000  # of a schedule; some seconds and gigabytes
+
 Work = tuple[int, int]
 """A stage and a microbatch."""
 
@@ -25,6 +27,8 @@ class Schedule:
             so that microbatch i of stage s runs on ``placement[s][i % len(placement[s])]``.
         actions: for each rank its actions in order.
         edges: values that stages read beyond their neighbours' (skip connections); most schedules have none.
+        feedback: in generation, by how many microbatches the first stage is behind: its microbatch i + feedback is the
+            token that the last stage has made of microbatch i. 0 is none.
 
     Raises:
         ValueError: for no ranks or no stages, a stage on no rank, twice on one rank or on a rank that does not exist,
@@ -36,6 +40,7 @@ class Schedule:
     placement: tuple[tuple[int, ...], ...]
     actions: tuple[tuple[Action | Overlap, ...], ...]
     edges: tuple[Edge, ...] = ()
+    feedback: int = 0
 
     def __post_init__(self) -> None:
         refuse_unless(isinstance(self.name, str), "Schedule", "name", self.name, "pass text")
@@ -46,6 +51,8 @@ class Schedule:
         is_edges = isinstance(self.edges, tuple | list) and all(isinstance(edge, Edge) for edge in self.edges)
         refuse_unless(is_edges, "Schedule", "edges", self.edges, "pass a tuple of Edge(name, writer, readers)")
         object.__setattr__(self, "edges", tuple(self.edges))
+        is_count = type(self.feedback) is int and 0 <= self.feedback < 2**63
+        refuse_unless(is_count, "Schedule", "feedback", self.feedback, "pass an integer from 0 up")
         if not self.actions or not self.placement:
             raise ValueError(
                 f"schedule {self.name!r} has {self.n_ranks} ranks and {self.n_stages} stages: "
@@ -87,8 +94,8 @@ class Schedule:
     @cached_property
     def fingerprint(self) -> str:
         """A short text that tells this order and placement from any other, whatever its name; for ranks to compare."""
-        facts = (self.placement, self.actions, self.edges) if self.edges else (self.placement, self.actions)
-        return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
+        more = (self.edges, self.feedback) if self.edges or self.feedback else ()
+        return hashlib.sha256(repr((self.placement, self.actions, *more)).encode()).hexdigest()[:12]
 
     def with_edges(self, *edges: Edge) -> "Schedule":
         """The same orders for stages that read what others than their neighbours make; replaces earlier edges.

@@ -39,7 +39,8 @@ def simulate(
         transfers = costs.transfers(schedule.n_stages)
         edge_transfers = costs.edge_transfers(schedule.edges, schedule.n_stages)
         durations = durations_of(schedule, costs) if durations is None else durations
-        run = execute(schedule, durations, transfers, edge_transfers)
+        token_transfer = costs.token_transfer(schedule.n_stages)
+        run = execute(schedule, durations, transfers, edge_transfers, token_transfer)
         problems = check(schedule) if run.stuck else []
     if problems:
         more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
@@ -55,6 +56,8 @@ def simulate(
         transfers=transfers,
         edges=schedule.edges,
         edge_transfers=edge_transfers,
+        feedback=schedule.feedback,
+        token_transfer=token_transfer,
         name=schedule.name,
     )
 

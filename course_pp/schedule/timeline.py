@@ -13,7 +13,7 @@ from operator import attrgetter
 
 from course_pp.arguments import checked
 from course_pp.schedule.action import Action
-from course_pp.schedule.costs import Costs
+from course_pp.schedule.costs import Costs, refuse_impossible_number
 from course_pp.schedule.edges import Edge
 from course_pp.schedule.memory import Curve, curve_of_rank, most_versions
 from course_pp.schedule.span import Gap, Receive, Span, Time, format_time
@@ -32,6 +32,8 @@ class Timeline:
         receives: when which rank was blocked until a message was there, sorted as the spans are; empty if not measured.
         edges: values that stages read beyond their neighbours'.
         edge_transfers: for each reader of each edge, how long a message between two ranks takes; empty if unknown.
+        feedback: in generation, by how many microbatches the first stage is behind the last one's tokens.
+        token_transfer: how long one of these is on its way.
         name: what ran, for labels: simulating sets it to the schedule's. It plays no part in comparisons.
 
     Raises:
@@ -46,6 +48,8 @@ class Timeline:
     receives: tuple[Receive, ...] = ()
     edges: tuple[Edge, ...] = field(default=(), kw_only=True)
     edge_transfers: tuple[Time, ...] = field(default=(), kw_only=True)
+    feedback: int = field(default=0, kw_only=True)
+    token_transfer: Time = field(default=0, kw_only=True)
     name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -53,6 +57,9 @@ class Timeline:
             raise ValueError(f"n_ranks is {self.n_ranks}: give an integer of at least 1")
         if self.unit not in ("", "s"):
             raise ValueError(f"unit is {self.unit!r}: use '' for relative costs or 's' for seconds")
+        if self.feedback < 0:
+            raise ValueError(f"feedback is {self.feedback}: give a number of microbatches from 0 up")
+        refuse_impossible_number("token_transfer", self.token_transfer, "the time of a message")
         done: tuple[Span | Receive, ...] = (*self.spans, *self.receives)
         # The comparison is false for NaN; only then is it worth a second look at each.
         if not all(0 <= each.rank < self.n_ranks and 0 <= each.start <= each.end < inf for each in done):
@@ -183,7 +190,7 @@ class Timeline:
 
     @cached_property
     def _inputs(self) -> Inputs:
-        return Inputs(self.spans, self.transfers, self.edges, self.edge_transfers)
+        return Inputs(self.spans, self.transfers, self.edges, self.edge_transfers, self.feedback, self.token_transfer)
 
     @cached_property
     def idle_gaps(self) -> tuple[Gap, ...]:

@@ -32,6 +32,8 @@ class Inputs:
         transfers: Sequence[Time],
         edges: Sequence[Edge] = (),
         edge_transfers: Sequence[Time] = (),
+        feedback: int = 0,
+        token_transfer: Time = 0,
     ) -> None:
         parts = [part for span in spans for part in span.action.parts]
         n_stages = 1 + max((part.stage for part in parts), default=0)
@@ -41,8 +43,9 @@ class Inputs:
                 on[part.stage].add(span.rank)
         shares = tuple(max(1, len(on[stage])) for stage in range(n_stages))
         n_microbatches = 1 + max((part.microbatch for part in parts), default=0)
-        self._products = Products(n_stages, n_microbatches, shares, tuple(edges))
+        self._products = Products(n_stages, n_microbatches, shares, tuple(edges), feedback)
         self._transfers = transfers
+        self._token_transfer = token_transfer
         self._edge_transfers = dict(zip(self._products.lanes, edge_transfers, strict=False))
         self._maker: dict[int, Span] = {}
         self._others: defaultdict[int, list[Span]] = defaultdict(list)
@@ -75,6 +78,8 @@ class Inputs:
 
     def _on_its_way(self, product: int) -> Time:
         """How long a message with it takes, as far as that is known."""
+        if self._products.is_token(product):
+            return self._token_transfer
         lane = self._products.lane_of(product)
         if lane is not None:
             return self._edge_transfers.get(lane, 0)

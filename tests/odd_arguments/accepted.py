@@ -96,6 +96,7 @@ USERS_CODE = {
     for parameter in ("x", "inputs", "target", "targets", "loss_fn")
 } | {
     ("auto_split", "example"): "what the caller's own model raises is passed on",
+    ("generate", "choose"): "what the caller's own function raises is passed on",
     ("load_stage", "names"): "what the caller's own function raises is passed on",
     ("Trainer", "optimizer"): "what the caller's own factory raises is passed on",
     ("emulate", "inputs"): "what the caller's own model raises is passed on",

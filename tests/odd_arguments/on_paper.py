@@ -43,7 +43,7 @@ SCHEDULE: Rows = {
     "PlannedStage": {"start": 0, "end": 1, "replicas": 1},
     "Product": {"what": "activation", "stage": 0, "microbatch": 0, "name": ""},
     "Receive": {"rank": 0, "product": Product("activation", 0, 0), "start": 0, "end": 1},
-    "Schedule": {"name": "own", "placement": ((0,),), "actions": ((F0,),), "edges": ()},
+    "Schedule": {"name": "own", "placement": ((0,),), "actions": ((F0,),), "edges": (), "feedback": 0},
     "Span": {"rank": 0, "action": F0, "start": 0, "end": 1},
     "Use": {"stage": 0, "microbatch": 0, "forward": 0, "backward": 0, "update": 0},
     "Timeline": {
@@ -55,6 +55,8 @@ SCHEDULE: Rows = {
         "name": "",
         "edges": (),
         "edge_transfers": (),
+        "feedback": 0,
+        "token_transfer": 0,
     },
     "bound": {"n_ranks": 2, "n_microbatches": 4, "costs": None, "memory_limit": None, "placement": None},
     "build": {
@@ -71,6 +73,7 @@ SCHEDULE: Rows = {
     "fit": {"measured": TL, "expected": None},
     "format_time": {"time": 1.0, "unit": ""},
     "from_torch_csv": {"text": "0F0,0B0\n", "placement": None, "name": "own"},
+    "generation": {"n_ranks": 2, "n_groups": 2, "n_tokens": 2, "n_chunks": 1, "placement": None},
     "ledger": {"schedule": build("pipedream", 2, 4), "versions": "stash"},
     "names": {},
     "optima": {},
@@ -183,6 +186,7 @@ MODEL: Rows = {
     "CrossEntropy": {"ignore_index": -100},
     "DecoderLayer": {"config": CONFIG},
     "ForwardFlops": {"embed": 0.0, "layers": (1.0,), "head": 1.0},
+    "KVCache": {},
     "ModelConfig": {
         "dim": 8,
         "n_layers": 4,

@@ -1,0 +1,160 @@
+"""Text from a pipeline is that of the whole model, and prompts that take turns keep the ranks at work."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from course_pp.launch import on_ranks
+from course_pp.model import ModelConfig, Transformer, build_stage_module
+from course_pp.runtime import EmulatedCluster, PipelineError, Recorder, generate
+from course_pp.schedule import Costs, Timeline, build, check, generation, simulate
+from tests.processes import no_process_left
+
+CONFIG = ModelConfig(dim=16, n_layers=4, n_heads=2, n_kv_heads=1, vocab_size=23, max_seq_len=24)
+N_TOKENS = 8
+LIMIT_S = 60.0
+
+
+def prompts_of(n: int, lengths: Sequence[int] = (3, 4, 5, 9)) -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(CONFIG.vocab_size) for _ in range(rng.choice(lengths))] for _ in range(n)]
+
+
+def sharpened(model: nn.Module) -> nn.Module:
+    """With weights so large that texts differ, which those of a fresh model hardly do."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8)
+    return model.double()
+
+
+def of_one_process(prompts: list[list[int]], n_tokens: int = N_TOKENS) -> list[list[int]]:
+    """The whole model, without a cache."""
+    torch.manual_seed(0)
+    model, found = sharpened(Transformer(CONFIG)), []
+    for prompt in prompts:
+        text = list(prompt)
+        for _ in range(n_tokens):
+            with torch.no_grad():
+                text.append(int(model(torch.tensor([text]))[0, -1].argmax()))
+        found.append(text[len(prompt) :])
+    return found
+
+
+def stages_on(rank: int, placement: Sequence[int]) -> dict[int, nn.Module]:
+    torch.manual_seed(0)
+    n = len(placement)
+    return {s: sharpened(build_stage_module(CONFIG, s, n)) for s in range(n) if placement[s] == rank}
+
+
+def generated(rank: int, placement: Sequence[int], prompts: list[list[int]], options: dict[str, Any]) -> Any:
+    return generate(stages_on(rank, placement), prompts, N_TOKENS, timeout_s=30, **options)
+
+
+CASES: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
+    "20 prompts on 4 ranks": ((0, 1, 2, 3), 20, {}),
+    "in groups": ((0, 1), 9, {"group_size": 3}),
+    "in a V": ((0, 1, 1, 0), 5, {}),
+    "in a loop": ((0, 1, 0, 1), 3, {}),
+    "without a cache": ((0, 1), 5, {"cache": False, "group_size": 2}),
+    "one rank": ((0,), 3, {}),
+}
+
+
+@pytest.mark.parametrize(("placement", "n_prompts", "options"), CASES.values(), ids=CASES)
+def test_tokens_are_those_of_the_whole_model(
+    placement: tuple[int, ...], n_prompts: int, options: dict[str, Any]
+) -> None:
+    prompts = prompts_of(n_prompts)
+    expected = of_one_process(prompts)
+    assert len({*map(tuple, expected)}) > n_prompts / 2, "the texts hardly differ"
+    with no_process_left():
+        for found in on_ranks(1 + max(placement), generated, placement, prompts, options, timeout_s=LIMIT_S):
+            assert found == expected
+
+
+def test_a_prompt_is_done_after_the_end() -> None:
+    prompts = prompts_of(6)
+    whole = of_one_process(prompts)
+    end = whole[0][2]
+    expected = [text[: text.index(end) + 1] if end in text else text for text in whole]
+    for found in on_ranks(2, generated, (0, 1), prompts, {"end": end, "group_size": 2}, timeout_s=LIMIT_S):
+        assert found == expected
+
+
+def emulated(rank: int, prompts: list[list[int]], cluster: EmulatedCluster) -> Timeline:
+    recorder = Recorder()
+    generate(stages_on(rank, range(4)), prompts, N_TOKENS, cluster=cluster, recorder=recorder, timeout_s=30)
+    return recorder.timeline(name="generation")
+
+
+def test_eight_prompts_use_the_ranks_three_times_as_well_as_one() -> None:
+    cluster = EmulatedCluster(Costs(forward=0.012, latency=0.001))
+    used = {}
+    for n in (1, 8):
+        timeline = on_ranks(4, emulated, prompts_of(n), cluster, timeout_s=LIMIT_S)[0]
+        predicted = cluster.predict(generation(4, n, N_TOKENS))
+        assert float(timeline.makespan) == pytest.approx(float(predicted.makespan), abs=1e-6) or timeline.trouble
+        assert timeline.feedback == n
+        used[n] = predicted.utilisation if timeline.trouble else timeline.utilisation
+    assert used[8] >= 3 * used[1]
+
+
+def refused(rank: int, given: list[dict[str, Any]]) -> str:
+    arguments = {"stages": stages_on(rank, (0, 1)), "prompts": [[1, 2]], "n_tokens": 2, **given[rank]}
+    try:
+        generate(timeout_s=20, **arguments)
+    except (ValueError, PipelineError) as error:
+        return str(error)
+    return "taken"
+
+
+def two_ids(logits: Tensor) -> Tensor:
+    return torch.zeros(2, dtype=torch.int64)
+
+
+NO_CACHE: dict[str, Any] = {"stages": nn.Linear(4, 4)}
+BAD: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "other prompts": ([{}, {"prompts": [[1, 3]]}], r"rank 1 was given prompts=[[1, 3]]"),
+    "no prompts": ([{"prompts": []}] * 2, "generate: prompts is [] (a list): give at least one"),
+    "an empty prompt": ([{"prompts": [[1], []]}] * 2, "prompt 1 has no tokens: begin it with one"),
+    "no tokens": ([{}, {"n_tokens": 0}], "generate: n_tokens is 0 (an int): give at least 1"),
+    "no cache": ([{}, NO_CACHE], "stage here is a Linear without new_cache(): pass cache=False, or a module whose"),
+    "twice": ([{}, {"stages": {0: None}}], "ranks 0 and 1 both hold stage 0: give it to one of them"),
+    "gaps": ([{}, {"stages": {3: None}}], "stages [0, 3] are held: number them from 0 without gaps"),
+    "too long": (
+        [{"n_tokens": 30}] * 2,
+        "with what the cache holds the sequence has 25 tokens, more than max_seq_len=24",
+    ),
+    "no logits": (
+        [{"cache": False}, {"cache": False, "stages": nn.Flatten()}],
+        "the last stage returned no logits (batch, seq, vocabulary) of shape (1, 32): give it the head",
+    ),
+    "choice": ([{"choose": two_ids}] * 2, "choose returned tensor([0, 0]) for 1 prompts: return one token id for each"),
+}
+
+
+@pytest.mark.parametrize(("given", "says"), BAD.values(), ids=BAD)
+def test_misuse_is_refused_by_name_on_every_rank(given: list[dict[str, Any]], says: str) -> None:
+    for found in on_ranks(2, refused, given, timeout_s=LIMIT_S):
+        assert says in found
+
+
+def test_the_order_of_generation_is_legal_and_as_busy_as_groups_allow() -> None:
+    for n_groups in range(1, 9):
+        schedule = generation(4, n_groups, 50)
+        assert check(schedule) == []
+        assert simulate(schedule).utilisation == pytest.approx(min(1, n_groups / 4), rel=0.02)
+    stuck = schedule.actions[0][::-1]
+    backwards = replace(schedule, actions=(stuck, *schedule.actions[1:]))
+    assert "deadlock" in check(backwards)[0]
+    trained = replace(build("1f1b", 4, 8), feedback=2)
+    assert check(trained) == [
+        "tokens feed back to the first stage, yet there are backwards: generation is forward only"
+    ]
