@@ -25,6 +25,9 @@ ARROWS = {
     "notebook": {"launch", "runtime", "schedule"},
 }
 
+# The one exception, inside a function: a board that is told to run what was drawn starts ranks.
+LATE = {"show/board_widget.py": {"notebook"}}
+
 # What every package may import: these import nothing themselves.
 COMMON = {"arguments", "files", "wrappers"}
 
@@ -69,7 +72,7 @@ def test_packages_import_only_along_the_arrows(package: str) -> None:
     wrong = {
         str(path.relative_to(ROOT)): sorted(extra)
         for path in (ROOT / package).rglob("*.py")
-        if (extra := siblings_imported(path) - allowed)
+        if (extra := siblings_imported(path) - allowed - LATE.get(str(path.relative_to(ROOT)), set()))
     }
     assert not wrong
 

@@ -10,7 +10,6 @@ import json
 import os
 import secrets
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -22,6 +21,7 @@ from course_pp.arguments import checked
 from course_pp.exercises import registry
 from course_pp.exercises.display import Shown
 from course_pp.exercises.exercise import Exercise
+from course_pp.files import state_folder
 
 _LOCK_LIMIT_S = 2.0
 _VERSION = 1
@@ -67,12 +67,8 @@ class Store:
     @property
     def path(self) -> Path:
         """``COURSE_PP_PROGRESS``, or a file in the user's state directory; ``~`` stays where nobody has that name."""
-        if chosen := os.environ.get("COURSE_PP_PROGRESS"):
-            path = Path(chosen)
-        elif sys.platform == "darwin":
-            path = Path("~/Library/Application Support/course_pp/progress.json")
-        else:
-            path = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "course_pp" / "progress.json"
+        chosen = os.environ.get("COURSE_PP_PROGRESS")
+        path = Path(chosen) if chosen else state_folder() / "progress.json"
         with contextlib.suppress(RuntimeError):
             path = path.expanduser()
         return path

@@ -8,8 +8,8 @@ Each figure is a :class:`ChartFigure`: a matplotlib figure that carries its find
 notebook, and saves itself to PNG or SVG. None of them imports torch or touches pyplot. Colours are Okabe and Ito's;
 letters, hatches or line styles say the same for those who see no colours.
 
-:func:`play` is a timeline that moves, :func:`explore` a panel of widgets, :func:`timeline_text` draws in a terminal,
-:func:`to_trace` writes for Perfetto.
+:func:`play` is a timeline that moves, :func:`explore` a panel of widgets, :func:`board` a grid to draw schedules on;
+:func:`timeline_text` draws in a terminal, :func:`to_trace` writes for Perfetto.
 
 Names are loaded when first used, so that drawing with text in a terminal does not wait for matplotlib.
 """
@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from course_pp.show.board_widget import Board, board
     from course_pp.show.byte_bars import bytes_by_kind, format_bytes
     from course_pp.show.carried_values import carried
     from course_pp.show.chains import dependencies
@@ -48,10 +49,12 @@ if TYPE_CHECKING:
     from course_pp.show.waiting import waits
 
 _HOMES = {
+    "Board": "board_widget",
     "ChartFigure": "chart",
     "ParallelismTable": "parallel_table",
     "Player": "player",
     "autograd": "gradient_graph",
+    "board": "board_widget",
     "bubble_curve": "curves",
     "bytes_by_kind": "byte_bars",
     "carried": "carried_values",
@@ -83,10 +86,12 @@ _HOMES = {
 }
 
 __all__ = [
+    "Board",
     "ChartFigure",
     "ParallelismTable",
     "Player",
     "autograd",
+    "board",
     "bubble_curve",
     "bytes_by_kind",
     "carried",

@@ -130,6 +130,7 @@ export class Position {
   }
 
   nextOf(rank, kind, at = null) {
+    this.indexAt(rank, at);
     for (const action of this.legal(rank, at)) if (parse(action).kind === kind) return action;
     for (let microbatch = 0; microbatch < this.game.microbatches; microbatch += 1) {
       for (const stage of this.stagesOf[rank]) {

@@ -119,6 +119,7 @@ class Position:
 
     def next_of(self, rank: int, kind: str, at: float | None = None) -> Action:
         """The first action of ``kind`` that can be placed on ``rank``. Raises Refused, about the first that is left."""
+        self.index_at(rank, at)  # a busy rank is the first reason
         for action in self.legal(rank, at):
             if action.kind == kind:
                 return action

@@ -74,6 +74,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"),
         "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces"),
         "IPYTHONDIR": str(folder / "ipython"),
+        "COURSE_PP_PROGRESS": str(folder / "progress.json"),
     }
     options = [
         "--no-browser",

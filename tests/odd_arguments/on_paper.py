@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from course_pp.model import ModelConfig, Transformer
 from course_pp.schedule import Action, Costs, LayerCost, PlannedStage, Product, Span, Use, build, fit, ledger, simulate
 from course_pp.schedule.schedule import looped
+from course_pp.show.board_levels import LEVELS
 from course_pp.show.explorer import Settings
 from tests.odd_arguments.rows import Fresh, Rows
 
@@ -140,6 +141,20 @@ SHOW: Rows = {
     "microbatches": {"timeline": TL, "frames": 2, "times": None, "title": None},
     "parallelisms": {"config": CONFIG, "n_ranks": 2, "tokens": 8, "itemsize": 2},
     "placement": {"schedule": S, "title": None},
+    "Board": {
+        "game": LEVELS[0].game,
+        "costs": LEVELS[0].costs,
+        "level": None,
+    },
+    "board": {
+        "level": None,
+        "n_ranks": 2,
+        "n_microbatches": 4,
+        "placement": None,
+        "costs": None,
+        "memory_limit": None,
+        "split": False,
+    },
     "play": {"tl": TL, "title": None},
     "ring": {"n_ranks": 2, "step": None, "n_bytes": None, "title": None},
     "speed_up": {

@@ -1,0 +1,501 @@
+// The board in the browser. The rules stand above, from board_rules.js; here they are drawn and played by mouse and keys.
+
+const SVG = "http://www.w3.org/2000/svg";
+const LEFT = 74, RIGHT = 70, TOP = 24, WIDTH = 976, BOX = 28, STRIP = 9, GAP = 10;
+const COLOURS = { F: "#56B4E9", B: "#D55E00", I: "#E69F00", W: "#009E73" };
+const STROKES = { I: "M2 2h2v2h-2z", W: "M0 6L6 0" };
+const WORDS = { F: "forward", B: "full backward", I: "input gradient", W: "weight gradient" };
+const HELP = "Keys: ↑ ↓ choose a rank, ← → a time, Home and End its ends; f b i w place the first that is legal, 1 to 9 the " +
+  "numbered ones; u undoes, y redoes, Delete takes away, h hints, c shows the critical path, p plays, r runs it on ranks.";
+
+let boards = 0;
+
+function svg(parent, tag, attributes, text) {
+  const node = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  if (text !== undefined) node.textContent = text;
+  parent.appendChild(node);
+  return node;
+}
+
+function html(parent, tag, properties = {}, attributes = {}) {
+  const node = Object.assign(document.createElement(tag), properties);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  parent.appendChild(node);
+  return node;
+}
+
+class View {
+  constructor(model, root) {
+    this.model = model;
+    this.root = root;
+    this.id = `cpp-board-${(boards += 1)}`;
+    this.game = model.get("game");
+    this.words = model.get("words");
+    this.references = this.words.references;
+    this.rank = 0;
+    this.at = null; // the end of the row
+    this.path = false;
+    this.versus = "";
+    this.time = null;
+    const times = Object.values(this.game.durations).flat().concat(this.game.transfers.filter((each) => each > 0));
+    this.step = Math.min(...times);
+    this.build();
+    this.read();
+    this.say(this.words.said || "Choose a rank and place its first action.");
+  }
+
+  build() {
+    const { root, words } = this;
+    root.classList.add("cpp-board");
+    for (const [name, value] of Object.entries({
+      role: "application", tabindex: 0, "aria-label": `Schedule board. ${words.title}`, "aria-roledescription": "schedule board",
+      "aria-describedby": `${this.id}-keys`, "data-lm-suppress-shortcuts": "true",
+    })) root.setAttribute(name, value);
+    html(root, "h3", { textContent: words.title });
+    html(root, "p", { textContent: words.story });
+    this.facts = html(root, "div", { className: "cpp-facts" });
+    this.chart = svg(root, "svg", { role: "img" });
+    this.chart.addEventListener("click", (event) => this.click(event));
+    this.chart.addEventListener("dblclick", (event) => this.click(event, true));
+    this.palette = html(root, "div", { className: "cpp-bar" }, { role: "group", "aria-label": "what can be placed" });
+    const bar = html(root, "div", { className: "cpp-bar" }, { role: "group", "aria-label": "tools" });
+    const button = (text, label, does, parent = bar) => {
+      const node = html(parent, "button", { type: "button", textContent: text }, { "aria-label": label });
+      node.addEventListener("click", does);
+      return node;
+    };
+    this.buttons = {
+      undo: button("↶ undo", "undo, key u", () => this.undo()),
+      redo: button("↷ redo", "redo, key y", () => this.redo()),
+      hint: button("hint", "hint, key h", () => this.hint()),
+    };
+    this.policy = this.menu(bar, "who finishes it", [...Object.keys(POLICIES), ...Object.keys(this.references)]);
+    button("fill the rest", "fill the rest by the chosen policy", () => this.fill());
+    this.buttons.path = button("critical path", "critical path, key c", () => this.togglePath());
+    this.buttons.play = button("▶ play", "play, key p", () => this.togglePlay());
+    this.other = this.menu(bar, "compare with", ["compare with …", ...Object.keys(this.references)]);
+    this.other.addEventListener("change", () => {
+      this.versus = this.other.value in this.references ? this.other.value : "";
+      this.draw();
+    });
+    this.buttons.run = button("run on ranks", "run on real ranks, key r", () => this.run());
+    button("clear", "clear the board", () => this.commit([], [], "The board is empty."));
+    this.now = html(root, "div", { className: "cpp-now" }, { "aria-live": "polite" });
+    html(root, "div", { className: "cpp-keys", id: `${this.id}-keys`, textContent: HELP });
+    this.aside = html(root, "div", { className: "cpp-aside" });
+    root.addEventListener("keydown", (event) => this.key(event));
+  }
+
+  menu(parent, label, options) {
+    const node = html(parent, "select", {}, { "aria-label": label });
+    for (const option of options) html(node, "option", { value: option, textContent: option });
+    return node;
+  }
+
+  // Take the moves from the model; the first that is illegal and what follows it are left out.
+  read() {
+    this.moves = [];
+    this.position = new Position(this.game);
+    for (const move of this.model.get("moves")) {
+      try {
+        play(this.position, move);
+      } catch (refused) {
+        if (!(refused instanceof Refused)) throw refused;
+        break;
+      }
+      this.moves.push(move);
+    }
+    this.undone = this.model.get("undone");
+    this.draw();
+  }
+
+  commit(moves, undone, text, kind = "") {
+    this.model.set("moves", moves);
+    this.model.set("undone", undone);
+    this.model.save_changes();
+    this.time = null;
+    this.read();
+    this.say(text, kind);
+  }
+
+  say(text, kind = "") {
+    this.now.dataset.kind = kind;
+    this.now.textContent = text;
+  }
+
+  attempt(does) {
+    try {
+      does();
+    } catch (refused) {
+      if (!(refused instanceof Refused)) throw refused;
+      this.say(`Not allowed: ${refused.message}.`, "refused");
+    }
+  }
+
+  place(action) {
+    this.attempt(() => {
+      const rank = this.position.rankOf(action), index = this.position.place(action, this.at);
+      const span = this.position.rows[rank].find((each) => each.action === action);
+      this.at = null;
+      const [text, kind] = this.outcome(`${action} on rank ${rank} from ${spelled(span.start)} to ${spelled(span.end)}.`);
+      this.commit([...this.moves, index === null ? action : `${action}@${index}`], [], text, kind);
+    });
+  }
+
+  outcome(text) {
+    if (this.position.left === 0) {
+      const end = spelled(this.position.makespan), { par, bound } = this.words;
+      const share = Math.round((100 * bound) / this.position.makespan);
+      const score = `Complete: makespan ${end}, ${share}% of the bound ${spelled(bound)}`;
+      if (par === null || this.position.makespan > par) return [`${score}${par === null ? "" : `; par is ${spelled(par)}`}.`, ""];
+      return [`${score}: par.`, "good"];
+    }
+    if (this.position.rows.every((_, rank) => !this.position.legal(rank).length)) {
+      return [`${text} Nothing is legal any more: the caps are full. Undo.`, "refused"];
+    }
+    return [text, ""];
+  }
+
+  undo() {
+    if (!this.moves.length) return this.say("There is nothing to undo.", "refused");
+    const last = this.moves.at(-1);
+    this.commit(this.moves.slice(0, -1), [last, ...this.undone], `Undone: ${last}.`);
+  }
+
+  redo() {
+    if (!this.undone.length) return this.say("There is nothing to redo.", "refused");
+    const [next, ...rest] = this.undone;
+    this.commit([...this.moves, next], rest, `Redone: ${next}.`);
+  }
+
+  remove() {
+    const span = this.under();
+    if (!span) return this.say("There is nothing here to take away.", "refused");
+    this.at = null;
+    this.commit([...this.moves, `-${span.action}`], [], `Took ${span.action} away, and what came after it or needs it.`);
+  }
+
+  fill() {
+    const moves = fill(this.position, this.policy.value, this.references);
+    const [text, kind] = this.outcome(`${this.policy.value} placed ${moves.length}.`);
+    const strayed = !moves.length && this.policy.value in this.references;
+    if (strayed && this.position.left) return this.say(`The board does not follow ${this.policy.value}.`, "refused");
+    this.commit([...this.moves, ...moves], [], text, kind);
+  }
+
+  hint() {
+    const { reference } = this.words, simple = this.game.split ? "zero bubble" : "backward first";
+    const follows = reference && (!this.moves.length || recognised(this.position, this.references).includes(reference));
+    const ask = (policy) => advice(this.position, policy, this.references, this.rank) ?? advice(this.position, policy, this.references);
+    const first = follows ? ask(reference) : null;
+    const action = first ?? ask(simple);
+    if (!action) return this.say(this.position.left ? "Nothing is legal: undo." : "The board is complete.");
+    this.rank = this.position.rankOf(action);
+    this.at = null;
+    this.draw();
+    this.say(`Hint, from ${first ? reference : simple}: ${action} on rank ${this.rank}.`);
+  }
+
+  run() {
+    if (this.position.left) return this.say("Place every action first: a step needs all of them.", "refused");
+    this.say(`Running on ${this.position.ranks} ranks; this takes seconds, and a kernel.`);
+    this.model.send({ do: "run" });
+  }
+
+  togglePath() {
+    this.path = !this.path;
+    this.buttons.path.setAttribute("aria-pressed", this.path);
+    this.draw();
+    if (this.path) this.say(`Critical path: ${this.position.criticalPath().join(" → ") || "nothing yet"}.`);
+  }
+
+  togglePlay() {
+    if (this.time !== null) {
+      this.time = null;
+      return this.draw();
+    }
+    const end = this.position.makespan, seconds = Math.min(12, Math.max(3, end / 3));
+    const started = performance.now();
+    const tick = (stamp) => {
+      if (this.time === null || !this.root.isConnected) return;
+      this.time = Math.min(end, (Math.max(0, stamp - started) / 1000 / seconds) * end);
+      this.draw();
+      if (this.time < end) requestAnimationFrame(tick);
+      else {
+        this.time = null;
+        this.draw();
+        this.say(`Played: ${spelled(end)}.`);
+      }
+    };
+    if (!end) return this.say("There is nothing to play.", "refused");
+    this.time = 0;
+    requestAnimationFrame(tick);
+  }
+
+  under() {
+    if (this.at === null) return null;
+    return this.position.rows[this.rank].find((span) => span.start <= this.at && this.at < span.end) ?? null;
+  }
+
+  end(rank = this.rank) {
+    return this.position.rows[rank].at(-1)?.end ?? 0;
+  }
+
+  goTo(rank, at) {
+    this.rank = Math.min(this.position.ranks - 1, Math.max(0, rank));
+    this.at = at === null || at >= this.end() ? null : Math.max(0, at);
+    this.draw();
+    const span = this.under();
+    const gap = this.position.gaps().find((each) => each[0] === this.rank && this.at !== null && each[1] <= this.at && this.at < each[2]);
+    if (span) this.say(`${span.action}: ${WORDS[parse(span.action).kind]}, rank ${this.rank}, ${spelled(span.start)} to ${spelled(span.end)}.`);
+    else if (gap) this.say(`${gap[3]}.`);
+    else this.say(`Rank ${this.rank}, free from ${spelled(this.end())}. ${this.choices().join(", ") || "Nothing"} can be placed.`);
+  }
+
+  key(event) {
+    if (event.altKey || event.metaKey || event.target.tagName === "SELECT") return;
+    const shown = this.at ?? this.end(), press = event.key.length === 1 ? event.key.toLowerCase() : event.key;
+    const onButton = event.target.tagName === "BUTTON";
+    const does = {
+      ArrowUp: () => this.goTo(this.rank - 1, null), ArrowDown: () => this.goTo(this.rank + 1, null),
+      ArrowLeft: () => this.goTo(this.rank, Math.max(0, shown - this.step)),
+      ArrowRight: () => this.goTo(this.rank, shown + this.step),
+      Home: () => this.goTo(this.rank, 0), End: () => this.goTo(this.rank, null),
+      u: () => this.undo(), z: event.ctrlKey ? () => this.undo() : undefined, y: () => this.redo(),
+      Delete: () => this.remove(), Backspace: () => this.remove(), h: () => this.hint(), c: () => this.togglePath(),
+      p: () => this.togglePlay(), r: () => this.run(),
+    }[press];
+    const letter = press.toUpperCase();
+    const place = !event.ctrlKey && press.length === 1 && "FBIW".includes(letter)
+      ? () => this.attempt(() => this.place(this.position.nextOf(this.rank, letter, this.at))) : undefined;
+    const number = /^[1-9]$/.test(press) ? () => this.number(Number(press)) : undefined;
+    const found = does ?? place ?? number;
+    if (!found || (event.ctrlKey && !"zy".includes(press)) || (onButton && (press === "Enter" || press === " "))) return;
+    event.preventDefault();
+    event.stopPropagation();
+    found();
+  }
+
+  number(n) {
+    const action = this.choices()[n - 1];
+    if (action) this.place(action);
+    else this.say(`There is no choice ${n}.`, "refused");
+  }
+
+  choices() {
+    try {
+      return this.position.legal(this.rank, this.at);
+    } catch (refused) {
+      if (refused instanceof Refused) return [];
+      throw refused;
+    }
+  }
+
+  click(event, twice = false) {
+    const box = this.chart.getBoundingClientRect(), scale = WIDTH / box.width;
+    const x = (event.clientX - box.left) * scale, y = (event.clientY - box.top) * scale;
+    const rank = Math.floor((y - TOP) / this.row);
+    if (rank < 0 || rank >= this.position.ranks || x < LEFT) return;
+    this.goTo(rank, Math.floor((x - LEFT) / this.scale / this.step) * this.step);
+    if (twice && this.under()) this.remove();
+  }
+
+  draw() {
+    const { position, chart } = this, { par } = this.words;
+    const measured = this.model.get("measured");
+    const run = measured && measured.of === this.moves.join(" ") ? measured : null;
+    const other = this.versus ? this.ordered(this.versus) : null;
+    const under = (other ? 1 : 0) + (run ? 1 : 0);
+    this.row = BOX + STRIP + GAP + under * 14;
+    const height = TOP + this.row * position.ranks + 4;
+    const ends = [position.makespan + 2 * this.step, (par ?? 0) + this.step, ...(other ?? []).map((span) => span.end), run ? run.end : 0];
+    this.scale = (WIDTH - LEFT - RIGHT) / Math.max(8 * this.step, ...ends);
+    chart.replaceChildren();
+    chart.setAttribute("viewBox", `0 0 ${WIDTH} ${height}`);
+    chart.setAttribute("aria-label", this.summary());
+    this.drawPatterns();
+    this.drawAxis(height);
+    const path = this.path ? position.criticalPath() : [];
+    for (let rank = 0; rank < position.ranks; rank += 1) this.drawRank(rank, path);
+    for (const [i, spans, name] of [[0, other, this.versus], [other ? 1 : 0, run && run.spans.map(([rank, action, start, end]) => ({ rank, action, start, end })), "measured"]]) {
+      if (spans) this.drawBelow(i, spans, name);
+    }
+    if (this.time !== null) {
+      const x = LEFT + this.time * this.scale;
+      svg(chart, "rect", { x, y: TOP, width: Math.max(0, WIDTH - RIGHT - x), height: height - TOP - 4, fill: "var(--paper)", "fill-opacity": 0.65 });
+      svg(chart, "path", { d: `M${x} ${TOP - 4}V${height}`, stroke: "var(--ink)", "stroke-width": 2 });
+      if (this.time < position.makespan) return; // words and buttons wait until it has played
+    }
+    this.drawWords(run);
+  }
+
+  drawPatterns() {
+    const definitions = svg(this.chart, "defs", {});
+    for (const [kind, colour] of Object.entries(COLOURS)) {
+      const pattern = svg(definitions, "pattern", { id: `${this.id}-${kind}`, width: 6, height: 6, patternUnits: "userSpaceOnUse" });
+      svg(pattern, "rect", { width: 6, height: 6, fill: colour });
+      if (STROKES[kind]) svg(pattern, "path", { d: STROKES[kind], stroke: "#fff", "stroke-opacity": 0.55 });
+    }
+  }
+
+  drawAxis(height) {
+    const every = [1, 2, 5, 10, 20, 50].find((each) => each * this.step * this.scale >= 34) ?? 100;
+    for (let time = 0; LEFT + time * this.scale <= WIDTH - RIGHT + 0.5; time += this.step) {
+      const x = LEFT + time * this.scale, named = Math.round(time / this.step) % every === 0;
+      svg(this.chart, "path", { d: `M${x} ${TOP - 4}V${height - 4}`, stroke: "var(--line)", "stroke-opacity": named ? 0.45 : 0.16 });
+      if (named) svg(this.chart, "text", { x, y: 12, "font-size": 11, "text-anchor": "middle" }, spelled(time));
+    }
+    const { par } = this.words;
+    if (par !== null) {
+      const x = LEFT + par * this.scale;
+      svg(this.chart, "path", { d: `M${x} ${TOP - 6}V${height - 4}`, stroke: "var(--mark)", "stroke-width": 2, "stroke-dasharray": "5 4" });
+      svg(this.chart, "text", { x: x + 4, y: TOP - 1, "font-size": 11 }, "par");
+    }
+  }
+
+  drawRank(rank, path) {
+    const { chart, position } = this, top = TOP + this.row * rank + 2, right = WIDTH - RIGHT;
+    svg(chart, "text", { x: 2, y: top + 18, "font-size": 12, "font-weight": rank === this.rank ? "bold" : "normal" },
+      `${rank === this.rank ? "▸" : "\u00a0\u00a0"}rank ${rank}`);
+    svg(chart, "rect", { x: LEFT, y: top, width: right - LEFT, height: BOX, fill: "var(--idle)" });
+    const several = position.stagesOf[rank].length > 1;
+    for (const span of position.rows[rank]) this.drawBox(span, top, BOX, several, path.includes(span.action));
+    this.drawMemory(rank, top + BOX + 1);
+    if (rank !== this.rank) return;
+    const here = this.under(), at = here ? here.start : this.at ?? this.end();
+    const width = Math.max(6, (here ? here.end - here.start : this.step) * this.scale);
+    svg(chart, "rect", { x: LEFT + at * this.scale + 1, y: top - 1, width: width - 2, height: BOX + 2, fill: "none", stroke: "var(--ink)",
+      "stroke-width": 2, "stroke-dasharray": here ? "" : "4 3" });
+  }
+
+  drawBox(span, y, height, several, marked) {
+    const { kind, microbatch } = parse(span.action), x = LEFT + span.start * this.scale;
+    const width = (span.end - span.start) * this.scale;
+    svg(this.chart, "rect", { x: x + 0.5, y, width: Math.max(1, width - 1), height, fill: `url(#${this.id}-${kind})`,
+      stroke: marked ? "var(--ink)" : "none", "stroke-width": marked ? 3 : 0 });
+    const size = Math.min(12, height - 1);
+    for (const label of [several ? span.action : `${kind}${microbatch}`, String(microbatch)]) {
+      if (size >= 8 && 0.68 * size * label.length + 2 <= width) {
+        svg(this.chart, "text", { x: x + width / 2, y: y + height / 2 + 0.36 * size, "font-size": size, "text-anchor": "middle", class: "cpp-on-box" }, label);
+        break;
+      }
+    }
+  }
+
+  // A bar below the row: as high as what the rank holds, up to its cap.
+  drawMemory(rank, y) {
+    const row = this.position.rows[rank], held = heldAfter(row), cap = this.game.limits[rank];
+    const most = cap ?? Math.max(1, ...held);
+    row.forEach((span, i) => {
+      const from = parse(span.action).kind === "F" ? span.start : span.end;
+      const next = row[i + 1], until = !next ? this.position.makespan : parse(next.action).kind === "F" ? next.start : next.end;
+      const high = (STRIP * held[i]) / most;
+      svg(this.chart, "rect", { x: LEFT + from * this.scale, y: y + STRIP - high, width: Math.max(0, until - from) * this.scale, height: high,
+        fill: "var(--quiet)", "fill-opacity": held[i] === cap ? 0.95 : 0.5 });
+    });
+    svg(this.chart, "path", { d: `M${LEFT} ${y + STRIP}H${WIDTH - RIGHT}`, stroke: "var(--line)", "stroke-opacity": 0.6 });
+    svg(this.chart, "text", { x: WIDTH - RIGHT + 6, y: y + STRIP, "font-size": 11 }, `holds ${Math.max(0, ...held)}${cap === null ? "" : `/${cap}`}`);
+  }
+
+  drawBelow(i, spans, name) {
+    const rows = [...this.position.rows.keys()];
+    for (const rank of rows) {
+      const y = TOP + this.row * rank + 2 + BOX + STRIP + 3 + 14 * i;
+      svg(this.chart, "text", { x: WIDTH - RIGHT + 6, y: y + 9, "font-size": 9 }, name.length > 11 ? `${name.slice(0, 10)}…` : name);
+      for (const span of spans) if (span.rank === rank) this.drawBox(span, y, 11, false, false);
+    }
+  }
+
+  ordered(name) {
+    const free = new Position({ ...this.game, limits: this.game.limits.map(() => null) });
+    fill(free, name, this.references);
+    return free.spans;
+  }
+
+  drawWords(run) {
+    const { position, facts, palette, words } = this;
+    facts.replaceChildren();
+    const fact = (name, value) => {
+      const node = html(facts, "span");
+      html(node, "span", { textContent: `${name} ` });
+      html(node, "b", { textContent: value });
+    };
+    const total = 3 * position.stages * this.game.microbatches;
+    fact("makespan", spelled(position.makespan));
+    if (words.par !== null) fact("par", spelled(words.par));
+    fact("no order beats", spelled(words.bound));
+    fact("done", `${Math.floor((100 * (total - position.left)) / total)}%`);
+    const known = recognised(position, this.references);
+    fact(position.left ? "so far this is" : "this is", known.length ? known.slice(0, 3).join(" or ") : this.moves.length ? "yours" : "empty");
+    if (run) fact("measured", `${spelled(run.end)}, ${run.verdict}`);
+    palette.replaceChildren();
+    html(palette, "span", { textContent: this.at === null ? `rank ${this.rank} next:` : `rank ${this.rank} at ${spelled(this.at)}:` });
+    const choices = this.choices();
+    choices.slice(0, 9).forEach((action, i) => {
+      const node = html(palette, "button", { type: "button", textContent: `${i + 1}: ${action}` },
+        { "aria-label": `place ${action}, ${WORDS[parse(action).kind]} of microbatch ${parse(action).microbatch}, key ${i + 1}` });
+      node.addEventListener("click", () => {
+        this.place(action);
+        this.root.focus();
+      });
+    });
+    if (!choices.length) html(palette, "span", { textContent: this.why() });
+    this.buttons.undo.disabled = !this.moves.length;
+    this.buttons.redo.disabled = !this.undone.length;
+    this.aside.textContent = this.summary();
+  }
+
+  // Why nothing can be placed where the cursor is.
+  why() {
+    try {
+      this.position.indexAt(this.rank, this.at);
+      if (!this.position.leftOn(this.rank)) return "all placed";
+      for (const kind of this.game.split ? "IFW" : "BF") {
+        try {
+          this.position.nextOf(this.rank, kind, this.at);
+        } catch (refused) {
+          if (!(refused instanceof Refused)) throw refused;
+          if (refused.why !== "nothing") return `nothing: ${refused.message}`;
+        }
+      }
+      return "nothing";
+    } catch (refused) {
+      if (refused instanceof Refused) return refused.message;
+      throw refused;
+    }
+  }
+
+  summary() {
+    const rows = this.position.rows.map((row, rank) => `rank ${rank}: ` +
+      (row.map((span) => `${span.action} ${spelled(span.start)} to ${spelled(span.end)}`).join(", ") || "nothing"));
+    return `${this.position.ranks} ranks, makespan ${spelled(this.position.makespan)}. ${rows.join(". ")}.`;
+  }
+}
+
+function render({ model, el }) {
+  const view = new View(model, html(el, "div"));
+  const again = () => view.read();
+  const told = () => {
+    view.words = model.get("words");
+    view.draw();
+    if (view.words.said) view.say(view.words.said);
+  };
+  const ran = () => {
+    view.draw();
+    const measured = model.get("measured");
+    if (measured.said) view.say(measured.said, measured.kind);
+  };
+  model.on("change:moves", again);
+  model.on("change:undone", again);
+  model.on("change:words", told);
+  model.on("change:measured", ran);
+  return () => {
+    model.off("change:moves", again);
+    model.off("change:undone", again);
+    model.off("change:words", told);
+    model.off("change:measured", ran);
+  };
+}
+
+export default { render };

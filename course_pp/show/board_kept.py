@@ -1,0 +1,50 @@
+"""Boards outlive their kernel: the moves of each are kept in one small file beside the learner's progress."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from pathlib import Path
+
+from course_pp.files import state_folder
+
+
+def kept_in() -> Path:
+    """The file; delete it to begin again."""
+    path = state_folder() / "boards.json"
+    with contextlib.suppress(RuntimeError):  # nobody has that home directory
+        path = path.expanduser()
+    return path
+
+
+def kept(name: str) -> list[str]:
+    """The moves of the board called ``name``; none if nothing readable was kept."""
+    found = _read().get(name, [])
+    return found if isinstance(found, list) and all(isinstance(move, str) for move in found) else []
+
+
+def keep(name: str, moves: list[str]) -> str:
+    """Keep them; an empty list forgets the board. Returns why it could not be done, in a sentence, or nothing."""
+    path = kept_in()
+    boards = {**_read(), name: moves}
+    boards = {each: made for each, made in boards.items() if made}
+    new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new.write_text(json.dumps(boards, indent=1) + "\n", encoding="utf-8")
+        os.replace(new, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        return f"This board will not outlive its kernel: {path} cannot be written ({error.strerror or error})."
+    return ""
+
+
+def _read() -> dict[str, object]:
+    try:
+        boards = json.loads(kept_in().read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return boards if isinstance(boards, dict) else {}

@@ -1,0 +1,356 @@
+"""The board: draw a schedule by hand, be told why a move is illegal, and run what was drawn on real ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+from anywidget import AnyWidget
+from traitlets import Dict, List, Unicode
+
+from course_pp.arguments import checked, refuse_unless
+from course_pp.schedule import Action, Costs, Schedule, Time, Timeline, to_torch_csv
+from course_pp.show.board_game import Game, game_of, spelled
+from course_pp.show.board_kept import keep, kept
+from course_pp.show.board_levels import LEVELS, Level, least_makespan, references
+from course_pp.show.board_policies import POLICIES, advice, fill, recognised
+from course_pp.show.board_rules import Position, replay
+from course_pp.show.chart import ChartFigure
+from course_pp.show.timelines import timeline
+from course_pp.show.wording import listed
+
+__all__ = ["Board", "board"]
+
+_EQUAL = 1e-12
+_MOST_ACTIONS = 600
+
+
+def _asset(name: str) -> str:
+    return files("course_pp.show").joinpath(name).read_text(encoding="utf-8")
+
+
+class Board(AnyWidget):
+    """A grid of ranks and time in which actions are placed, by mouse, by keys or by the methods here.
+
+    Its state is :attr:`moves`, a plain list of texts that each language replays: ``0F0`` at the end of its rank's row,
+    ``0W0@3`` before the fourth action there, ``-0F0`` taken away. It is kept in a file beside the learner's progress,
+    so the same board comes back after the kernel was restarted.
+
+    Attributes:
+        moves: what was done, in order.
+        undone: what redoing would do, in order.
+        figure: a still picture, for where no browser runs it.
+    """
+
+    _esm = _asset("board_rules.js") + "\n" + _asset("board.js")
+    _css = _asset("board.css")
+    game = Dict().tag(sync=True)
+    words = Dict().tag(sync=True)
+    moves = List(Unicode()).tag(sync=True)
+    undone = List(Unicode()).tag(sync=True)
+    measured = Dict().tag(sync=True)
+
+    @checked
+    def __init__(self, game: Game, costs: Costs, level: Level | None = None) -> None:
+        self.level, self.costs, self._game = level, costs, game
+        self.bound: Time = least_makespan(game.placement, game.n_microbatches, costs, game.limits, game.split)
+        self.par: Time | None = None if level is None else level.par
+        own = None if level is None else level.reference
+        self._references = references(game.placement, game.n_microbatches, game.split, own)
+        self._name = _name_of(game, level)
+        self._position = Position(game)
+        moves, said = kept(self._name), ""
+        try:
+            self._position = replay(game, moves)
+        except ValueError:
+            moves, said = [], "What was kept of this board cannot be read; it begins anew."
+        if moves:
+            said = f"{_counted(moves)} from last time; clear the board to begin anew."
+        super().__init__(game=game.as_json(), words=self._words(said), moves=moves)
+        self.observe(self._follow, "moves")
+        self.on_msg(self._asked)
+
+    def _words(self, said: str) -> dict[str, Any]:
+        level, game = self.level, self._game
+        of = f"{game.n_ranks} ranks, {game.n_stages} stages, {game.n_microbatches} microbatches"
+        return {
+            "title": f"Level {level.number} of {len(LEVELS)}: {level.title}" if level else f"A board of {of}",
+            "story": level.story if level else "Place every forward and backward; the fewer gaps, the better.",
+            "par": None if self.par is None else float(self.par),
+            "bound": float(self.bound),
+            "reference": level.reference.name if level else "",
+            "references": self._references,
+            "said": said,
+        }
+
+    def _follow(self, change: Any) -> None:
+        """Replay what the browser or a method has set; what is illegal is taken back."""
+        try:
+            self._position = replay(self._game, change["new"])
+        except ValueError as problem:
+            self.moves = change["old"]
+            self.words = {**self.words, "said": f"Not allowed: {problem}."}
+            return
+        if failed := keep(self._name, list(self.moves)):
+            self.words = {**self.words, "said": failed}
+
+    def _asked(self, _widget: Any, content: Any, _buffers: Any) -> None:
+        """Answer the button. Nobody would see an exception of a message, so it is told on the board."""
+        if content != {"do": "run"}:
+            return
+        try:
+            self.run()
+        except Exception as problem:
+            self.measured = {"of": "", "said": f"It did not run: {problem}", "kind": "refused"}
+
+    @property
+    def schedule(self) -> Schedule:
+        """What is on the board, complete or not: to ``simulate``, ``check``, ``to_torch_csv`` or ``run_step``."""
+        return self._position.schedule
+
+    @property
+    def timeline(self) -> Timeline:
+        """When each action that was placed is done."""
+        return self._position.timeline
+
+    @property
+    def is_complete(self) -> bool:
+        return self._position.left == 0
+
+    @property
+    def score(self) -> float:
+        """The bound over the makespan: 1 for an order that nothing can beat; 0 before the board is complete."""
+        return float(self.bound) / self._position.makespan if self.is_complete else 0.0
+
+    @property
+    def recognised(self) -> tuple[str, ...]:
+        """The named orders that the board has followed so far."""
+        return tuple(recognised(self._position, self._references))
+
+    @property
+    def gaps(self) -> tuple[str, ...]:
+        """For each time in which a rank does nothing: why."""
+        return tuple(why for *_, why in self._position.gaps())
+
+    @property
+    def critical_path(self) -> tuple[str, ...]:
+        """The actions that set the makespan, in order."""
+        return tuple(map(str, self._position.critical_path()))
+
+    @property
+    def figure(self) -> ChartFigure:
+        """What is on the board, as a picture."""
+        return timeline(self.timeline, f"{self.words['title']}. {self._standing()}")
+
+    @checked
+    def place(self, actions: str, at: Time | None = None) -> None:
+        """Place one action or several, as text: ``board.place("0F0 1F0 1B0")``.
+
+        Args:
+            actions: separated by spaces; all or none of them are placed.
+            at: a time in the gap that they go to; the end of their rows unless given.
+
+        Raises:
+            ValueError: for an action that cannot be placed, with the reason.
+        """
+        position, moves = replay(self._game, self.moves), list(self.moves)
+        for text in actions.split():
+            index = position.place(Action.parse(text), None if at is None else float(at))
+            moves.append(text if index is None else f"{text}@{index}")
+        self._commit(moves)
+
+    @checked
+    def remove(self, action: str) -> None:
+        """Take an action away, what came after it on its rank, and what depends on these.
+
+        Raises:
+            ValueError: if it is not on the board.
+        """
+        replay(self._game, self.moves).remove(Action.parse(action))
+        self._commit([*self.moves, f"-{action.strip()}"])
+
+    @checked
+    def why_not(self, action: str, at: Time | None = None) -> str:
+        """Why ``action`` cannot be placed; empty if it can."""
+        refused = self._position.why_not(Action.parse(action), None if at is None else float(at))
+        return "" if refused is None else str(refused)
+
+    @checked
+    def legal(self, rank: int) -> tuple[str, ...]:
+        """What ``rank`` could do next, that which can start first in front. Raises ValueError for no such rank."""
+        if not 0 <= rank < self._game.n_ranks:
+            raise ValueError(f"rank is {rank}: give a rank from 0 to {self._game.n_ranks - 1}")
+        return tuple(map(str, self._position.legal(rank)))
+
+    def undo(self) -> None:
+        """Take the last move back, if there is one."""
+        if self.moves:
+            self.undone, self.moves = [self.moves[-1], *self.undone], self.moves[:-1]
+
+    def redo(self) -> None:
+        """Make the last move that was undone again, if there is one."""
+        if self.undone:
+            self.moves, self.undone = [*self.moves, self.undone[0]], self.undone[1:]
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self._commit([])
+
+    @checked
+    def hint(self, policy: str = "") -> str:
+        """The next action by a policy or a named order, or by the level's own; empty if there is none.
+
+        Raises:
+            ValueError: for an unknown policy.
+        """
+        action = advice(self._position, self._policy(policy), self._references)
+        return "" if action is None else str(action)
+
+    @checked
+    def fill(self, policy: str = "") -> None:
+        """Place what is left by ``policy``, or by a named order that the board has followed so far.
+
+        Raises:
+            ValueError: for an unknown policy, and for an order that the board does not follow.
+        """
+        policy = self._policy(policy)
+        position = replay(self._game, self.moves)
+        moves = fill(position, policy, self._references)
+        if policy in self._references and position.left:
+            raise ValueError(f"the board does not follow {policy}: undo, or fill by one of {', '.join(POLICIES)}")
+        self._commit([*self.moves, *moves])
+
+    def _policy(self, policy: str) -> str:
+        if not policy:
+            return self.words["reference"] or ("zero bubble" if self._game.split else "backward first")
+        if policy not in POLICIES and policy not in self._references:
+            known = ", ".join([*POLICIES, *self._references])
+            raise ValueError(f"unknown policy {policy!r}: use one of {known}")
+        return policy
+
+    def _commit(self, moves: list[str]) -> None:
+        self.undone = []
+        self.moves = moves
+
+    def to_csv(self) -> str:
+        """The order as torch's schedules read it."""
+        return to_torch_csv(self.schedule)
+
+    def run(self) -> Timeline:
+        """Run one step of what was drawn on real ranks; lay the measured timeline under the drawn one.
+
+        Every gradient is compared with one process's, and the board says whether they are equal. Then the same order
+        runs at the pace of the board's costs.
+
+        Returns:
+            the measured timeline, in the unit of the board's costs.
+
+        Raises:
+            ValueError: for a board that is not complete, or of more ranks than are started on one machine.
+        """
+        from course_pp.notebook import compare_gradients, emulate
+
+        if not self.is_complete:
+            raise ValueError(f"the board is not complete: {self._standing()} Place the rest, or let fill() do it")
+        schedule = self.schedule
+        (difference,) = compare_gradients([schedule])
+        equal = difference <= _EQUAL
+        verdict = "gradients equal" if equal else f"gradients differ by {difference:.0e}"
+        ran = emulate(schedule, self.costs)
+        spans = [[span.rank, str(span.action), float(span.start), float(span.end)] for span in ran.spans]
+        said = f"Ran on {schedule.n_ranks} ranks: {ran.how} {float(ran.makespan):.2f}, drawn "
+        said += f"{spelled(self._position.makespan)}; {verdict} to one process's."
+        self.measured = {
+            "of": " ".join(self.moves),
+            "spans": spans,
+            "end": float(ran.makespan),
+            "verdict": verdict,
+            "said": said,
+            "kind": "good" if equal else "refused",
+        }
+        return ran
+
+    def _standing(self) -> str:
+        position = self._position
+        if position.left:
+            done = sum(map(len, position.rows))
+            return f"{done} action{'s' if done != 1 else ''} placed, makespan {spelled(position.makespan)}."
+        against = "" if self.par is None else f", par {spelled(float(self.par))}"
+        names = f"; this is {listed(list(self.recognised))}" if self.recognised else ""
+        return f"Complete: makespan {spelled(position.makespan)}{against}{names}."
+
+    def __repr__(self) -> str:
+        return f"Board({self.words['title']}. {self._standing()})"
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        found = super()._repr_mimebundle_(**kwargs)
+        data = found[0] if isinstance(found, tuple) else found
+        figure = self.figure
+        picture, metadata = figure._repr_mimebundle_()
+        return {**picture, **(data or {}), "text/plain": figure.alt_text}, metadata
+
+
+def _counted(moves: Sequence[str]) -> str:
+    return f"{len(moves)} move{'s' if len(moves) != 1 else ''}"
+
+
+def _name_of(game: Game, level: Level | None) -> str:
+    told = json.dumps(game.as_json(), sort_keys=True)
+    name = f"level {level.number}" if level else "board"
+    return f"{name} {hashlib.sha256(told.encode()).hexdigest()[:12]}"
+
+
+@checked
+def board(
+    level: int | None = None,
+    *,
+    n_ranks: int = 2,
+    n_microbatches: int = 4,
+    placement: Sequence[int] | None = None,
+    costs: Costs | None = None,
+    memory_limit: int | Sequence[int | None] | None = None,
+    split: bool = False,
+) -> Board:
+    """A board on which to draw a schedule: a level of the course, or one of your own sizes.
+
+    Args:
+        level: from 1 to 12; it sets everything else.
+        n_ranks: p, one stage a rank unless there is a placement.
+        n_microbatches: m.
+        placement: for each stage its rank, such as ``(0, 1, 1, 0)``; then ``n_ranks`` is not needed.
+        costs: one unit for each of ``F``, ``I`` and ``W`` unless given.
+        memory_limit: activations that a rank may hold, one number or one for each rank.
+        split: whether the backward comes in halves, ``I`` and ``W``.
+
+    Raises:
+        ValueError: for no such level, a level with other sizes, a board of more than 600 actions, and what
+            :func:`~course_pp.schedule.bound` refuses.
+    """
+    if level is not None:
+        own = (n_ranks, n_microbatches, placement, costs, memory_limit, split) != (2, 4, None, None, None, False)
+        refuse_unless(not own, "board", "level", level, "a level has its own sizes; give the level alone, or none")
+        if not 1 <= level <= len(LEVELS):
+            raise ValueError(f"level is {level}: give a level from 1 to {len(LEVELS)}, or leave it out")
+        chosen = LEVELS[level - 1]
+        return Board(chosen.game, chosen.costs, chosen)
+    places = _places(n_ranks, placement)
+    if 3 * len(places) * n_microbatches > _MOST_ACTIONS:
+        raise ValueError(
+            f"{len(places)} stages and {n_microbatches} microbatches make up to {3 * len(places) * n_microbatches} "
+            f"actions: nobody places more than {_MOST_ACTIONS} by hand, take fewer"
+        )
+    costs = Costs() if costs is None else costs
+    return Board(game_of(places, n_microbatches, costs, memory_limit, split), costs)
+
+
+def _places(n_ranks: int, placement: Sequence[int] | None) -> tuple[int, ...]:
+    if placement is None:
+        if not 1 <= n_ranks <= _MOST_ACTIONS:
+            raise ValueError(f"n_ranks is {n_ranks}: give an integer from 1 to {_MOST_ACTIONS}")
+        return tuple(range(n_ranks))
+    if not placement or set(placement) != set(range(1 + max(placement))):
+        raise ValueError(f"placement is {tuple(placement)}: give every rank from 0 on at least one stage")
+    return tuple(placement)

@@ -1,0 +1,164 @@
+"""The widget around the rules: its state, what is kept of it, and what it shows where no browser runs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from course_pp import show
+from course_pp.schedule import Timeline, build, check, from_torch_csv, simulate
+from course_pp.show.board_kept import kept_in
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COURSE_PP_PROGRESS", str(tmp_path / "kept" / "progress.json"))
+
+
+def test_what_is_drawn_is_a_schedule_like_any_other() -> None:
+    board = show.board(4)
+    board.fill("1f1b")
+    order = build("1f1b", 3, 4)
+    assert (board.schedule.placement, board.schedule.actions) == (order.placement, order.actions)
+    assert check(board.schedule) == []
+    assert simulate(board.schedule) == board.timeline
+    assert from_torch_csv(board.to_csv()).actions == order.actions
+    assert (board.is_complete, board.score, board.recognised) == (True, 1.0, ("1f1b",))
+
+
+def test_placing_undoing_and_redoing_by_methods() -> None:
+    board = show.board(n_ranks=2, n_microbatches=2)
+    board.place("0F0 1F0 1B0 0B0")
+    board.place("0F1", at=2)
+    assert board.moves == ["0F0", "1F0", "1B0", "0B0", "0F1@1"]
+    board.undo()
+    board.undo()
+    assert (board.moves[-1], board.undone) == ("1B0", ["0B0", "0F1@1"])
+    board.redo()
+    board.redo()
+    board.redo()
+    assert (board.moves[-1], board.undone) == ("0F1@1", [])
+    board.remove("1F0")
+    assert [len(row) for row in board.schedule.actions] == [2, 0]
+    assert board.legal(1) == ("1F0", "1F1")
+    board.clear()
+    assert (board.moves, board.hint()) == ([], "0F0")
+
+
+def test_an_illegal_action_is_refused_with_its_reason_and_places_nothing() -> None:
+    board = show.board(3)
+    with pytest.raises(ValueError, match="0B0 needs the gradient of microbatch 0 from stage 1: place 1B0 first"):
+        board.place("0F0 0B0")
+    assert board.moves == []
+    assert board.why_not("1F0").startswith("1F0 needs the activation")
+    assert board.why_not("0F0") == ""
+    board.place("0F1")
+    with pytest.raises(ValueError, match="does not follow 1f1b: undo"):
+        board.fill("1f1b")
+    with pytest.raises(ValueError, match="unknown policy 'x': use one of forward first"):
+        board.fill("x")
+    with pytest.raises(ValueError, match="rank is 2: give a rank from 0 to 1"):
+        board.legal(2)
+    with pytest.raises(ValueError, match="the board is not complete: 1 action placed"):
+        board.run()
+
+
+def test_a_board_comes_back_until_it_is_cleared() -> None:
+    show.board(3).place("0F0 1F0")
+    again = show.board(3)
+    assert again.moves == ["0F0", "1F0"]
+    assert again.words["said"] == "2 moves from last time; clear the board to begin anew."
+    assert show.board(4).moves == []
+    again.clear()
+    assert show.board(3).moves == []
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"NAME": 3}', '{"NAME": ["0B0"]}', '{"NAME": ["x"]}'])
+def test_a_kept_board_that_cannot_be_read_begins_anew(content: str) -> None:
+    show.board(3).place("0F0")
+    name = next(iter(json.loads(kept_in().read_text())))
+    kept_in().write_text(content.replace("NAME", name))
+    board = show.board(3)
+    assert board.moves == []
+    board.place("0F0")
+    assert show.board(3).moves == ["0F0"]
+
+
+def test_where_nothing_can_be_kept_the_board_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("COURSE_PP_PROGRESS", str(tmp_path / "file" / "progress.json"))
+    board = show.board(3)
+    board.place("0F0")
+    assert "will not outlive its kernel" in board.words["said"]
+
+
+def test_moves_from_the_browser_are_checked() -> None:
+    board = show.board(3)
+    board.set_state({"moves": ["0F0", "0B0"]})
+    assert board.moves == []
+    assert "Not allowed: move 1, '0B0': 0B0 needs" in board.words["said"]
+    board.set_state({"moves": ["0F0", "1F0"]})
+    assert board.timeline.makespan == 2
+
+
+def test_the_button_runs_the_board_and_tells_what_went_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compared(schedules: Any) -> tuple[float, ...]:
+        return (1e-3,)
+
+    def emulated(schedule: Any, costs: Any) -> Timeline:
+        tl = simulate(schedule, costs)
+        object.__setattr__(tl, "how", "measured")
+        return tl
+
+    monkeypatch.setattr("course_pp.notebook.compare_gradients", compared)
+    monkeypatch.setattr("course_pp.notebook.emulate", emulated)
+    board = show.board(1)
+    board._handle_custom_msg({"do": "run"}, [])
+    assert board.measured["said"].startswith("It did not run: the board is not complete")
+    board.fill()
+    board._handle_custom_msg({"do": "run"}, [])
+    assert board.measured["verdict"] == "gradients differ by 1e-03"
+    assert board.measured["said"].startswith("Ran on 2 ranks: measured 6.00, drawn 6; gradients differ")
+    assert board.measured["of"] == " ".join(board.moves)
+
+
+@pytest.mark.long
+def test_what_was_drawn_runs_on_real_ranks_with_the_gradients_of_one_process() -> None:
+    board = show.board(5)
+    board.fill()
+    ran = board.run()
+    assert board.measured["verdict"] == "gradients equal"
+    assert ran.n_ranks == 2
+
+
+def test_without_a_browser_it_is_a_picture_with_alt_text() -> None:
+    board = show.board(2)
+    board.place("0F0")
+    data, metadata = board._repr_mimebundle_()
+    assert "application/vnd.jupyter.widget-view+json" in data
+    assert metadata["image/png"]["alt"] == data["text/plain"]
+    assert repr(board) == "Board(Level 2 of 12: Fill the pipeline. 1 action placed, makespan 1.)"
+    assert show.board(n_ranks=1, n_microbatches=1).figure.alt_text
+
+
+def test_the_browser_loads_nothing_from_elsewhere() -> None:
+    board = show.board(1)
+    for text in (str(board._esm), str(board._css)):
+        assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+        assert "import " not in text.replace("important", "")
+
+
+def test_impossible_boards_are_refused() -> None:
+    with pytest.raises(ValueError, match="level is 13: give a level from 1 to 12"):
+        show.board(13)
+    with pytest.raises(ValueError, match="a level has its own sizes"):
+        show.board(1, n_ranks=3)
+    with pytest.raises(ValueError, match="nobody places more than 600 by hand"):
+        show.board(n_ranks=8, n_microbatches=64)
+    with pytest.raises(ValueError, match=r"placement is \(0, 2\): give every rank"):
+        show.board(placement=(0, 2))
+    with pytest.raises(ValueError, match="n_ranks is 0"):
+        show.board(n_ranks=0)
+    with pytest.raises(ValueError, match="one microbatch is held by each of rank 0's stages"):
+        show.board(placement=(0, 1, 1, 0), memory_limit=1)
