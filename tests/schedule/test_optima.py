@@ -65,3 +65,57 @@ def test_no_row_contradicts_another() -> None:
             assert each.makespan >= bound(p, m, each.costs, cap)
             one_stage = {"naive", "gpipe", "1f1b", "1f1b_eager", "zb_h1", "zb_h2"} & each.named.keys()
             assert all(each.named[name] >= each.makespan for name in one_stage)
+
+
+# What the table says, as notebook 11 tells it.
+
+ONE_STAGE = ("naive", "gpipe", "1f1b", "1f1b_eager", "zb_h1", "zb_h2")
+MEASURED = (10, 12, 7)
+
+
+def of(times: tuple[int, int, int], split: bool) -> list[Row]:
+    """Where a cap is one: rows of several ranks, in which more room than microbatches is left out."""
+    return [
+        each
+        for each in ROWS.values()
+        if (each.times, each.split) == (times, split) and each.n_ranks > 1 and each.cap <= each.n_microbatches
+    ]
+
+
+@pytest.mark.parametrize("times", [EQUAL, MEASURED])
+def test_with_whole_backwards_1f1b_is_optimal_wherever_it_fits_and_more_memory_buys_nothing(
+    times: tuple[int, int, int],
+) -> None:
+    fitting = [each for each in of(times, False) if "1f1b" in each.named]
+    assert len(fitting) == 57
+    assert all(each.named["1f1b"] == each.makespan for each in fitting)
+
+
+def test_at_equal_times_zb_h1_is_optimal_wherever_it_fits() -> None:
+    fitting = [each for each in of(EQUAL, True) if "zb_h1" in each.named]
+    assert len(fitting) == 57
+    assert all(each.named["zb_h1"] == each.makespan for each in fitting)
+
+
+def test_with_the_times_of_a_layer_zb_h1_is_optimal_at_its_own_memory_and_zb_h2_at_its_own() -> None:
+    """Between the two, on three ranks and four, each activation more buys time, and no name has it."""
+    for m in (4, 8):
+        for p in (2, 3, 4):
+            assert row(p, m, p, MEASURED).named["zb_h1"] == row(p, m, p, MEASURED).makespan
+    assert [row(4, 8, cap, MEASURED).makespan for cap in range(4, 9)] == [277, 270, 263, 262, 262]
+    assert row(4, 8, 7, MEASURED).named["zb_h2"] == 262
+    for cap in (5, 6):
+        named = row(4, 8, cap, MEASURED).named
+        assert min(named[name] for name in ONE_STAGE if name in named) == 277
+
+
+def test_with_one_activation_less_than_1f1b_the_best_order_still_beats_it() -> None:
+    """No schedule of one stage a rank with a name lives there but the naive one."""
+    assert row(4, 8, 3).makespan == 31 < row(4, 8, 4).named["1f1b"] == 33
+    assert set(ONE_STAGE) & row(4, 8, 3).named.keys() == {"naive"}
+    assert row(4, 8, 3).named["naive"] == 96
+
+
+def test_two_stages_a_rank_in_a_v_beat_every_order_of_one_stage_a_rank_in_the_same_memory() -> None:
+    assert row(4, 8, 4).named["zb_v"] == 25.5 < row(4, 8, 8).makespan == 27
+    assert row(4, 8, 2).named["v_min"] == 29.5 < row(4, 8, 2).makespan == 41
