@@ -17,6 +17,7 @@ from fractions import Fraction
 from functools import cache, partial, wraps
 from inspect import Parameter, signature
 from numbers import Integral, Real
+from operator import call
 from os import PathLike
 from reprlib import Repr
 from types import NoneType, UnionType
@@ -190,34 +191,61 @@ def _as_python(value: object, hint: Any) -> Any:
 
 def fits(value: object, hint: Any) -> bool:
     """Whether ``value`` is what an annotation promises, as far as can be told without consuming an iterator."""
+    return _test_of(hint)(value)
+
+
+@cache
+def _test_of(hint: Any) -> Callable[[Any], bool]:
+    """An annotation read once, for the hundred thousand values that a curve may have."""
     kind, inner = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
-        return any(fits(value, each) for each in inner) and not _unreadable(value, inner)
+        options = [_test_of(each) for each in inner]
+        return lambda value: any(test(value) for test in options) and not _unreadable(value, inner)
     if kind is Literal:
-        return any(type(value) is type(each) and value == each for each in inner)
+        return lambda value: any(type(value) is type(each) and value == each for each in inner)
     if hint is None:
-        return value is None
-    if kind is float or kind is int:
-        is_number = isinstance(value, Real if kind is float else Integral) and not isinstance(value, bool)
-        return is_number and _in_range(value)
+        return lambda value: value is None
+    if kind is float:
+        return lambda value: type(value) is float or _is_number(value, Real)
+    if kind is int:
+        return lambda value: _is_number(value, Integral)
     if kind is Any or not isinstance(kind, type):  # or a type variable
-        return True
+        return lambda value: True
     if _is_protocol(kind):
-        return not isinstance(value, type) and all(hasattr(value, name) for name in _members(kind))
-    if not isinstance(value, (tuple, list) if kind is tuple else kind):
+        return lambda value: not isinstance(value, type) and all(hasattr(value, name) for name in _members(kind))
+    return _test_of_class(kind, inner)
+
+
+def _test_of_class(kind: type, inner: tuple[Any, ...]) -> Callable[[Any], bool]:
+    right = (tuple, list) if kind is tuple else kind
+    if inner and kind is not Callable:
+        holds = _test_of_items(kind, inner)
+        return lambda value: isinstance(value, right) and (not isinstance(value, Collection) or holds(value))
+    if kind.__name__ == "ProcessGroup":
         # torch gives -100 for a group of which this process is no member; that has a refusal of its own.
-        return kind.__name__ == "ProcessGroup" and type(value) is int and value == -100
-    if not inner or kind is Callable or not isinstance(value, Collection):
-        return True
-    if isinstance(value, Mapping):
-        return all(fits(key, inner[0]) and fits(each, inner[-1]) for key, each in value.items())
-    if isinstance(value, str | bytes):
-        return False
+        return lambda value: isinstance(value, right) or (type(value) is int and value == -100)
+    return lambda value: isinstance(value, right)
+
+
+def _test_of_items(kind: type, inner: tuple[Any, ...]) -> Callable[[Any], bool]:
+    first, last = _test_of(inner[0]), _test_of(inner[-1])
     if kind is tuple and Ellipsis not in inner:
-        return len(value) == len(inner) and all(map(fits, value, inner))
-    if classes := _plain_classes(inner[0]):
-        return all(isinstance(each, classes) for each in value)  # a timeline may have a hundred thousand spans
-    return all(fits(each, inner[0]) for each in value)
+        tests = [_test_of(each) for each in inner]
+        return lambda value: len(value) == len(tests) and all(map(call, tests, value))
+    classes = _plain_classes(inner[0])
+
+    def holds(value: Any) -> bool:
+        if isinstance(value, Mapping):
+            return all(first(key) and last(each) for key, each in value.items())
+        if isinstance(value, str | bytes):
+            return False
+        return all(isinstance(each, classes) for each in value) if classes else all(map(first, value))
+
+    return holds
+
+
+def _is_number(value: object, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool) and _in_range(value)
 
 
 def _in_range(value: object) -> bool:
