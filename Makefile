@@ -13,7 +13,7 @@ WHEELS := --extra-index-url https://download.pytorch.org/whl/cpu
 endif
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: FORCE help setup lab doctor run lint types images site notebooks clean \
+.PHONY: FORCE help setup lab doctor run lint types images site slides notebooks clean \
   test test-fast test-browser test-long test-solutions test-slurm test-gpu test-full without-ranks tests as-shipped
 
 help:
@@ -30,6 +30,7 @@ help:
 	@echo "make test-full       every size of every grid of tests"
 	@echo "make images          redraw the figures used in prose"
 	@echo "make site            build the pages of the course in runs/site/html, offline"
+	@echo "make slides          decks of slides in runs/slides, one a route of INSTRUCTOR.md"
 	@echo "make notebooks       run the notebooks again and save them in place"
 	@echo "make setup           only set up $(VENV); every other target does it when needed"
 	@echo "make clean           remove $(VENV)"
@@ -122,6 +123,9 @@ images: $(READY)
 
 site: $(READY)
 	@$(BIN)/python docs/make_site.py $(ARGS)
+
+slides: $(READY)
+	@$(BIN)/python docs/slides.py $(ARGS)
 
 notebooks: $(READY)
 	@COURSE_PP_WHERE=local $(BIN)/jupyter nbconvert --to notebook --execute --inplace --log-level=WARN \

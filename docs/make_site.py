@@ -37,7 +37,7 @@ PARTS = (
     (
         "Taking part",
         "For who teaches the course, and who changes it.",
-        "INSTRUCTOR docs/guesses ARCHITECTURE CONTRIBUTING docs/develop docs/release CHANGELOG",
+        "INSTRUCTOR generated/routes generated/guesses ARCHITECTURE CONTRIBUTING docs/develop docs/release CHANGELOG",
     ),
 )
 

@@ -29,6 +29,11 @@ def write(folder: Path, notebooks: list[Path]) -> None:
     (folder / "exercises.md").write_text(exercise_page(notebooks), encoding="utf-8")
     (folder / "figures.md").write_text(figure_page(notebooks, folder / "thumbnails"), encoding="utf-8")
     (folder / "references.md").write_text(reference_page(notebooks), encoding="utf-8")
+    import guesses
+    import routes
+
+    (folder / "guesses.md").write_text(guesses.page(notebooks), encoding="utf-8")
+    (folder / "routes.md").write_text(routes.page(), encoding="utf-8")
     (folder / "schedules.md").write_text(schedule_page(), encoding="utf-8")
     write_api(folder / "api")
 

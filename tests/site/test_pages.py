@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 def docs(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     yield
-    for name in ("comparison", "cheat_sheet"):
+    for name in ("comparison", "cheat_sheet", "routes", "slides", "guesses", "pages", "chapters"):
         sys.modules.pop(name, None)
 
 
@@ -49,3 +49,47 @@ def test_the_picture_of_the_readme_moves_thrice_at_most_and_rests_for_who_asks()
     picture = (ROOT / "images" / "1f1b_on_two_ranks.svg").read_text(encoding="utf-8")
     assert re.findall(r"animation: \w+ 8s linear (\w+)", picture) == ["3", "3"]
     assert "prefers-reduced-motion: reduce" in picture
+
+
+def test_every_route_fits_its_time_and_leaves_some_for_questions():
+    import routes
+
+    for route in routes.ROUTES[:-1]:
+        used = sum(sum(routes.minutes_of(part)) for part in route.parts)
+        assert 0.6 * route.minutes <= used <= 0.85 * route.minutes, route.title
+    listed = (ROOT / "INSTRUCTOR.md").read_text(encoding="utf-8")
+    for route in routes.ROUTES:
+        [row] = re.findall(rf"^\| {route.title.split(',')[0].split(' (')[0].lower()} \|.*", listed, re.M)
+        assert row.endswith(f"| {routes.ranks_of(route)} |")
+        if route.minutes:
+            numbers = {part.notebook for part in route.parts}
+            assert set(re.findall(r"\b\d\d\b", row.split("|")[3])) - {"10"} == numbers
+            assert f"{sum(len(part.exercises) for part in route.parts)} exercises" in row
+
+
+def test_slides_have_every_figure_described_and_need_nothing_else(tmp_path, monkeypatch, capsys):
+    import slides
+
+    monkeypatch.setattr(sys, "argv", ["slides.py", "--out", str(tmp_path)])
+    assert slides.main() == 0
+    decks = sorted(tmp_path.glob("*.html"))
+    assert len(decks) == len(slides.ROUTES)
+    for path in decks:
+        text = path.read_text(encoding="utf-8")
+        assert text.count("<img ") == len(re.findall(r'<img alt="[^"]+"', text)) > 2
+        assert not re.findall(r'(?:src|href)="http', text)
+        assert "$" not in re.sub(r"<pre>.*?</pre>|<script>.*?</script>", "", text, flags=re.S)
+
+
+def test_each_guess_has_its_question_and_its_result():
+    import json
+
+    import guesses
+
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        notebook = json.loads(path.read_text(encoding="utf-8"))
+        found = guesses.guesses_of(notebook)
+        written = set(re.findall(r"\bguess_\w+(?=(?:, guess_\w+)* = )", json.dumps(notebook)))
+        assert {each.name for each in found} <= written
+        assert len(found) >= 0.8 * len(written), (path.name, written - {each.name for each in found})
+        assert all(each.question and each.shown for each in found)
