@@ -29,6 +29,7 @@ from course_pp.model import (
 )
 from course_pp.parallel.activation_checkpointing import apply_ac
 from course_pp.parallel.blocks import Blocks, find_blocks
+from course_pp.parallel.carrying import Carried, carried_bytes, carry_along
 from course_pp.parallel.clipping import clip_grad_norm_
 from course_pp.parallel.compiling import apply_compile
 from course_pp.parallel.counting import CollectiveCounter, CollectiveCounts, Tally, count_collectives, wire_factor
@@ -63,6 +64,7 @@ from course_pp.parallel.world import get_world_info, is_rank_zero, refusals_said
 
 __all__ = [
     "Blocks",
+    "Carried",
     "CollectiveCounter",
     "CollectiveCounts",
     "DistributedConfig",
@@ -83,6 +85,8 @@ __all__ = [
     "build_pipeline_schedule",
     "build_pipeline_stage",
     "build_stage_module",
+    "carried_bytes",
+    "carry_along",
     "clip_grad_norm_",
     "compute_dtype",
     "compute_in",

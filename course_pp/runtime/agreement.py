@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from course_pp.collective import Ranks, difference
-from course_pp.runtime.values import Declared
+from course_pp.schedule.declared import Declared
 
 __all__ = ["Agreed", "agree_on_pipeline"]
 

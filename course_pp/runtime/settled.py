@@ -16,10 +16,10 @@ from course_pp.runtime.cluster import EmulatedCluster
 from course_pp.runtime.recorder import Recorder
 from course_pp.runtime.shared import Weight, shared_weights
 from course_pp.runtime.stages import Stages, by_stage, device_of, facts_of_parameters, problem_of_stages
-from course_pp.runtime.values import Declared, declared_by, edges_from
 from course_pp.runtime.versions import Optimizers, problem_of_versions, settings_of
 from course_pp.runtime.wire import TRANSPORTS
 from course_pp.schedule import Edge, Ledger, Schedule, Versions, check, ledger
+from course_pp.schedule.declared import Declared, declared_by, edges_from
 
 __all__ = ["Settled", "settle"]
 

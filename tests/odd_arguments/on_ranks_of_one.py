@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 from course_pp import parallel, runtime
 from course_pp.model import CrossEntropy, ModelConfig, Transformer, build_stage_module
 from course_pp.runtime import Link
-from course_pp.schedule import Action, Costs, build
+from course_pp.schedule import Action, Costs, Edge, build
 from course_pp.training import Peak, Speed, TrainConfig
 from course_pp.training.checkpoint import save
 from course_pp.training.data import Corpus, Sequences, Stream, train_tokenizer, write_tokens
@@ -108,6 +108,11 @@ def parallel_rows(folder: Path) -> Rows:
             "outputs": None,
         },
         "build_stage_module": MODEL["build_stage_module"],
+        "Carried": {"edges": (Edge("x", 0, (1,)),), "sizes": {"x": 8}, "ranks": (0, 1)},
+        "carry_along": {"modules": Fresh(lambda: {0: nn.Linear(3, 3)}), "device_mesh": None},
+        "carried_bytes": {
+            "pipeline": Fresh(lambda: parallel.build_pipeline_schedule(stage(), 2, CrossEntropy(), "gpipe"))
+        },
         "clip_grad_norm_": {
             "model_or_stages": model,
             "max_norm": 1.0,

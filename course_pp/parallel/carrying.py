@@ -1,0 +1,212 @@
+"""Skip connections under torch's schedules, which send from neighbour to neighbour only: values are carried along.
+
+    stage 0 writes "encoded" ──► stage 1 ──► stage 2 ──► stage 3 reads "encoded"
+                                └─ carry it, and its gradient back ─┘
+
+Every boundary in between pays for it; :func:`carried_bytes` says how much, and what it would be if each value went
+straight to the ranks that read it, as it does in :class:`course_pp.runtime.Pipeline`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from course_pp.arguments import check_arguments, checked
+from course_pp.collective import Ranks
+from course_pp.model import PipelineStageModule
+from course_pp.parallel._torch import tree_map
+from course_pp.parallel.boundary import Boundary
+from course_pp.parallel.mesh import get_pp_mesh
+from course_pp.parallel.pipeline import PipelineSchedule
+from course_pp.parallel.refusing import on_every_rank
+from course_pp.schedule import Edge
+from course_pp.schedule.declared import Declared, declared_by, edges_from
+
+__all__ = ["Carried", "carried_bytes", "carry_along"]
+
+_VALUE, _CARRIED = "value", "carried"
+
+
+@dataclass(frozen=True)
+class _Load:
+    """What one stage takes from the stage before beside its output, and hands on, by name."""
+
+    stage: int
+    arrives: tuple[str, ...]
+    leaves: tuple[str, ...]
+    declared: Declared
+
+
+class _Carrying:
+    """A stage that hands on what others beyond its neighbour read; made by :func:`carry_along`."""
+
+    _load: _Load
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        load, carried = self._load, {}
+        if load.arrives:
+            value, carried = kwargs.pop(_VALUE), kwargs.pop(_CARRIED)
+            args = tuple(value) if isinstance(value, tuple | list) else () if isinstance(value, Mapping) else (value,)
+            kwargs = {**kwargs, **value} if isinstance(value, Mapping) else kwargs
+        read = {name: carried[name] for name in load.declared.reads}
+        output = super().forward(*args, **kwargs, **read)  # type: ignore[misc]
+        values: Mapping[str, Any] = {}
+        if load.declared.writes:
+            output, values = _taken_apart(load, output)
+        if not load.leaves:
+            return output
+        # A view, as torch's split backward starts from what has a history.
+        onward = {name: values[name] if name in values else tree_map(_view, carried[name]) for name in load.leaves}
+        return {_VALUE: output, _CARRIED: onward}
+
+
+def _view(leaf: Any) -> Any:
+    return leaf.view_as(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _taken_apart(load: _Load, returned: Any) -> tuple[Any, Mapping[str, Any]]:
+    is_pair = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)
+    if not is_pair or set(returned[1]) != set(load.declared.writes):
+        beside = f" beside {sorted(returned[1])}" if is_pair else ""
+        raise TypeError(
+            f"stage {load.stage} writes {', '.join(map(repr, load.declared.writes))}, but its forward returns "
+            f"{type(returned[0] if is_pair else returned).__name__}{beside}: return (output, {{name: value}}) with "
+            "exactly these names"
+        )
+    return returned
+
+
+def carry_along(modules: Mapping[int, nn.Module], device_mesh: DeviceMesh | None) -> dict[int, nn.Module]:
+    """Let stages read values of stages beyond their neighbours under torch's schedules.
+
+    A stage says so as for :class:`course_pp.runtime.Pipeline`: one whose attribute ``writes`` has names returns
+    ``(output, {name: value})``, one whose ``reads`` has names gets these values as keyword arguments.
+
+        stages = carry_along({i: stage_modules[i] for i in get_stage_indices("1f1b", rank, 4)}, mesh)
+
+    Args:
+        modules: this rank's stages by number; they are changed in place, and keep the names of their parameters.
+            Before FSDP2 and :func:`build_pipeline_stage`.
+        device_mesh: call it on all ranks of the mesh.
+
+    Returns:
+        The modules, of classes that carry.
+
+    Raises:
+        ValueError: on every rank, for a value that nobody writes, that two stages write, or that goes backwards, and
+            for a stage of this package's model in between, which knows only its own boundaries.
+    """
+    asked = locals()
+    declared = on_every_rank(device_mesh, lambda: _declared(modules, asked))
+    pp_mesh = get_pp_mesh(device_mesh)
+    everyone = [declared] if pp_mesh is None else Ranks(pp_mesh.get_group()).gather(declared)
+    edges = edges_from({stage: said for theirs in everyone for stage, said in theirs.items()})
+    loads = {stage: _load_of(stage, edges, declared[stage]) for stage in modules}
+    on_every_rank(device_mesh, lambda: _refuse_own_model(modules, loads))
+    for stage, module in modules.items():
+        load, kind = loads[stage], type(module)
+        if load.arrives or load.leaves or load.declared.writes:
+            module.__class__ = type(f"{kind.__name__}Carrying", (_Carrying, kind), {"__module__": kind.__module__})
+            vars(module)["_load"] = load
+    return dict(modules)
+
+
+def _declared(modules: Mapping[int, nn.Module], asked: Mapping[str, Any]) -> dict[int, Declared]:
+    check_arguments(carry_along, asked)
+    return {stage: declared_by(stage, module) for stage, module in modules.items()}
+
+
+def _load_of(stage: int, edges: tuple[Edge, ...], declared: Declared) -> _Load:
+    arrives = tuple(edge.name for edge in edges if edge.writer < stage <= edge.readers[-1])
+    leaves = tuple(edge.name for edge in edges if edge.writer <= stage < edge.readers[-1])
+    return _Load(stage, arrives, leaves, declared)
+
+
+def _refuse_own_model(modules: Mapping[int, nn.Module], loads: Mapping[int, _Load]) -> None:
+    for stage, module in modules.items():
+        if isinstance(module, PipelineStageModule) and (loads[stage].arrives or loads[stage].leaves):
+            names = ", ".join(map(repr, dict.fromkeys((*loads[stage].arrives, *loads[stage].leaves))))
+            raise ValueError(
+                f"stage {stage} is a PipelineStageModule, which cannot carry {names}: put it into a module of your "
+                "own, or use course_pp.runtime, where values go straight to their readers"
+            )
+
+
+@checked
+@dataclass(frozen=True)
+class Carried:
+    """What skip connections cost at each boundary of a torch pipeline, a microbatch, one way.
+
+    Attributes:
+        edges: the values, and which stages write and read them.
+        sizes: bytes of each value.
+        ranks: the rank of each stage.
+    """
+
+    edges: tuple[Edge, ...]
+    sizes: Mapping[str, int]
+    ranks: tuple[int, ...]
+
+    @property
+    def by_boundary(self) -> tuple[dict[str, int], ...]:
+        """For each boundary, s lying between stages s and s + 1, the bytes of each value that crosses it."""
+        return tuple(
+            {e.name: self.sizes[e.name] for e in self.edges if e.writer <= boundary < e.readers[-1]}
+            for boundary in range(len(self.ranks) - 1)
+        )
+
+    @property
+    def carried(self) -> int:
+        """Bytes sent between ranks for their sake."""
+        return sum(sum(row.values()) for s, row in enumerate(self.by_boundary) if self.ranks[s] != self.ranks[s + 1])
+
+    @property
+    def direct(self) -> int:
+        """What it would be if each went once to each rank that reads it."""
+        return sum(
+            self.sizes[edge.name] * len({self.ranks[reader] for reader in edge.readers} - {self.ranks[edge.writer]})
+            for edge in self.edges
+        )
+
+    def __str__(self) -> str:
+        rows = [
+            f"{f'stage {s} to {s + 1}':<16}{sum(row.values()):>14,}  {', '.join(row) or '-'}"
+            for s, row in enumerate(self.by_boundary)
+        ]
+        head = f"{'boundary':<16}{'bytes':>14}  values carried"
+        total = f"{'between ranks':<16}{self.carried:>14,}  against {self.direct:,} if sent to their readers only"
+        return "\n".join((head, *rows, total))
+
+
+@checked
+def carried_bytes(pipeline: PipelineSchedule) -> Carried:
+    """Count the bytes that :func:`carry_along` adds to the messages of one microbatch. Call it on every rank at once.
+
+    Values with fractions cost as much again on the way back, as gradients. ``print`` the result for a table.
+
+    Raises:
+        RankMissing: if a rank does not come.
+    """
+    mine: dict[int, tuple[Declared, dict[str, int]]] = {}
+    for stage in pipeline.stages:
+        load = getattr(stage.submod, "_load", None)
+        declared = load.declared if isinstance(load, _Load) else Declared()
+        mine[stage.stage_index] = declared, _sizes(stage.inputs)
+    everyone = Ranks(pipeline.stages[0].group).gather(mine)
+    owner = {stage: rank for rank, theirs in enumerate(everyone) for stage in theirs}
+    found = {stage: said for theirs in everyone for stage, said in theirs.items()}
+    edges = edges_from({stage: declared for stage, (declared, _) in found.items()})
+    sizes = {name: size for _, row in found.values() for name, size in row.items()}
+    return Carried(edges, sizes, tuple(owner[stage] for stage in sorted(owner)))
+
+
+def _sizes(boundary: Boundary | None) -> dict[str, int]:
+    tree = None if boundary is None else boundary.tree
+    if not isinstance(tree, Mapping) or _CARRIED not in tree:
+        return {}
+    return {
+        name: sum(meta.empty("meta").nbytes for meta in Boundary(each).metas) for name, each in tree[_CARRIED].items()
+    }

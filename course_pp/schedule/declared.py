@@ -1,0 +1,70 @@
+"""What stages say that they read and write beyond their neighbours', and the edges that follow from it."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from course_pp.arguments import described
+from course_pp.schedule.edges import Edge, goes_backwards, made_twice
+
+__all__ = ["Declared", "declared_by", "edges_from"]
+
+
+@dataclass(frozen=True)
+class Declared:
+    """The names of the values that a stage reads and writes beyond its neighbours'."""
+
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+
+
+def declared_by(stage: int, module: object) -> Declared:
+    """Return what the attributes ``reads`` and ``writes`` of a module say; nothing where it has none.
+
+    Raises:
+        ValueError: for attributes that are no names, or a name twice.
+    """
+    return Declared(_names(stage, module, "reads"), _names(stage, module, "writes"))
+
+
+def _names(stage: int, module: object, what: str) -> tuple[str, ...]:
+    given: Any = getattr(module, what, ())
+    names = given if isinstance(given, tuple | list) else None
+    if names is None or not all(isinstance(name, str) and name for name in names):
+        raise ValueError(
+            f"{what} of stage {stage} is {described(given)}: give a tuple of names, such as {what} = ('mask',)"
+        )
+    if again := [name for i, name in enumerate(names) if name in names[:i]]:
+        raise ValueError(f"{what} of stage {stage} has {again[0]!r} twice: name each value once")
+    return tuple(names)
+
+
+def edges_from(declared: Mapping[int, Declared]) -> tuple[Edge, ...]:
+    """The edges between the stages, in the order of writers and of what each writes. What nobody reads has none.
+
+    Raises:
+        ValueError: for a value that two stages write, that none writes, or that goes backwards.
+    """
+    writers: dict[str, int] = {}
+    for stage in sorted(declared):
+        for name in declared[stage].writes:
+            if name in writers:
+                raise ValueError(made_twice(name, writers[name], stage))
+            writers[name] = stage
+    readers: dict[str, list[int]] = {name: [] for name in writers}
+    for stage in sorted(declared):
+        for name in declared[stage].reads:
+            if name not in writers:
+                raise ValueError(
+                    f"stage {stage} reads {name!r}, which no stage writes (written: {_spelled(writers)}): "
+                    f"give the stage that makes it writes = ({name!r},), and let its forward return "
+                    f"(output, {{{name!r}: value}})"
+                )
+            if stage <= writers[name]:
+                raise ValueError(goes_backwards(name, writers[name], stage))
+            readers[name].append(stage)
+    return tuple(Edge(name, writer, tuple(readers[name])) for name, writer in writers.items() if readers[name])
+
+
+def _spelled(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"
