@@ -1,0 +1,203 @@
+"""What an instructor sees of a class: gain by concept, exercises that many fail, help that was needed, minutes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from course_pp.exercises import registry
+from course_pp.exercises.inventory.exports import Damaged, Export, read_export
+from course_pp.exercises.inventory.questions import Question, questions
+
+__all__ = ["ClassReport", "ConceptGain", "ExerciseLine", "QuestionLine", "class_report"]
+
+# Longer than anybody works on one exercise without going home.
+_MOST_MINUTES = 180.0
+_HARD = 0.5
+
+
+@dataclass(frozen=True)
+class ConceptGain:
+    """The questions of one concept over those who answered them before and after.
+
+    Attributes:
+        people: who answered at least one of its questions both times.
+        before, after: share of right answers among the questions that they answered both times.
+    """
+
+    concept: str
+    people: int
+    before: float
+    after: float
+
+    @property
+    def gain(self) -> float | None:
+        """What was learned of what could be: (after − before) / (1 − before); None where all was right before."""
+        return None if self.before == 1 else (self.after - self.before) / (1 - self.before)
+
+
+@dataclass(frozen=True)
+class QuestionLine:
+    """One question after the course: how many answered, how many rightly, the wrong answer given most often."""
+
+    name: str
+    notebook: str
+    section: str
+    answered: int
+    right: int
+    common_mistake: str
+
+
+@dataclass(frozen=True)
+class ExerciseLine:
+    """One exercise over the class.
+
+    Attributes:
+        tried, correct: people with a check that did not say pending, and those of them who solved it.
+        attempts, hints: mean of those who tried.
+        solution_seen: people who looked at the solution before.
+        expected_minutes: what the notebook says.
+        minutes: median from the first check or hint to *correct*; None where nobody's is known.
+    """
+
+    notebook: str
+    exercise: str
+    tried: int
+    correct: int
+    attempts: float
+    hints: float
+    solution_seen: int
+    expected_minutes: int
+    minutes: float | None
+
+    @property
+    def hard(self) -> bool:
+        """Whether half of those who tried, or more, did not solve it by themselves."""
+        return self.tried > 0 and self.correct <= _HARD * self.tried
+
+
+@dataclass(frozen=True)
+class ClassReport:
+    """The whole report.
+
+    Attributes:
+        people: files that were read.
+        left_out: for each file that was not, its name and why.
+    """
+
+    people: int
+    concepts: tuple[ConceptGain, ...]
+    questions: tuple[QuestionLine, ...]
+    exercises: tuple[ExerciseLine, ...]
+    left_out: tuple[str, ...]
+
+    def __str__(self) -> str:
+        parts = [f"{self.people} exports read", *self.left_out]
+        if self.concepts:
+            parts += ["", _table(["concept", "people", "before", "after", "gain"], map(_concept_cells, self.concepts))]
+        missed = sorted((q for q in self.questions if q.right < q.answered), key=lambda q: q.right / q.answered)[:5]
+        if missed:
+            head = ["missed most after the course", "right", "taught in", "often answered"]
+            rows = (
+                [q.name, f"{q.right} of {q.answered}", f"{q.notebook}, {q.section}", q.common_mistake] for q in missed
+            )
+            parts += ["", _table(head, rows)]
+        if tried := [line for line in self.exercises if line.tried]:
+            head = ["exercise", "notebook", "correct", "attempts", "hints", "solution seen", "minutes", ""]
+            parts += ["", _table(head, map(_exercise_cells, tried))]
+        return "\n".join(parts)
+
+
+def class_report(folder: Path) -> ClassReport:
+    """Read every ``.json`` and ``.csv`` in ``folder``. What is no export is left out, and said.
+
+    Raises:
+        ValueError: ``folder`` is none, or nothing in it could be read.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{str(folder)!r} is no folder: name one with files of progress().to_json(...)")
+    exports, left_out = [], []
+    for path in sorted(path for path in folder.iterdir() if path.suffix in (".json", ".csv")):
+        try:
+            exports.append(read_export(path))
+        except Damaged as error:
+            left_out.append(f"{path.name} {error}; left out")
+        except OSError as error:
+            left_out.append(f"{path.name} cannot be read ({error.strerror}); left out")
+    if not exports:
+        why = f" ({'; '.join(left_out)})" if left_out else ""
+        raise ValueError(f"{str(folder)!r} has no export{why}: let each person run progress().to_json(...)")
+    concepts = tuple(filter(None, (_gain(concept, exports) for concept in _concepts())))
+    lines = tuple(_question(question, exports) for question in questions())
+    return ClassReport(len(exports), concepts, lines, tuple(_exercises(exports)), tuple(left_out))
+
+
+def _concepts() -> list[str]:
+    return list(dict.fromkeys(question.concept for question in questions()))
+
+
+def _gain(concept: str, exports: Sequence[Export]) -> ConceptGain | None:
+    """None where nobody answered both times."""
+    about = [question for question in questions() if question.concept == concept]
+    right, asked, people = {"before": 0, "after": 0}, 0, 0
+    for export in exports:
+        both = [q for q in about if all(q.name in given for given in export.quiz.values())]
+        people += bool(both)
+        asked += len(both)
+        for when in right:
+            right[when] += sum(export.quiz[when][question.name] == question.correct for question in both)
+    return ConceptGain(concept, people, right["before"] / asked, right["after"] / asked) if asked else None
+
+
+def _question(question: Question, exports: Sequence[Export]) -> QuestionLine:
+    given = [export.quiz["after"][question.name] for export in exports if question.name in export.quiz["after"]]
+    common = [wrong.says for wrong in question.wrong if wrong.says in given]
+    mistake = max(common, key=given.count, default="")
+    return QuestionLine(
+        question.name, question.notebook, question.section, len(given), given.count(question.correct), mistake
+    )
+
+
+def _exercises(exports: Sequence[Export]) -> Iterable[ExerciseLine]:
+    for exercise in registry.exercises():
+        people = [export.exercises[exercise.name] for export in exports if exercise.name in export.exercises]
+        tried = [each for each in people if each.attempts]
+        times = [each.took_minutes for each in tried if 0 < each.took_minutes <= _MOST_MINUTES]
+        yield ExerciseLine(
+            exercise.notebook,
+            exercise.name,
+            len(tried),
+            sum(each.status == "correct" for each in tried),
+            statistics.fmean(each.attempts for each in tried) if tried else 0.0,
+            statistics.fmean(each.hints for each in tried) if tried else 0.0,
+            sum(each.solution_seen for each in people),
+            exercise.minutes,
+            statistics.median(times) if times else None,
+        )
+
+
+def _concept_cells(line: ConceptGain) -> list[str]:
+    gain = "all known before" if line.gain is None else f"{line.gain:.0%}"
+    return [line.concept, str(line.people), f"{line.before:.0%}", f"{line.after:.0%}", gain]
+
+
+def _exercise_cells(line: ExerciseLine) -> list[str]:
+    minutes = "-" if line.minutes is None else f"{line.minutes:.0f}"
+    return [
+        line.exercise,
+        line.notebook,
+        f"{line.correct} of {line.tried}",
+        f"{line.attempts:.1f}",
+        f"{line.hints:.1f}",
+        str(line.solution_seen),
+        f"{minutes} of {line.expected_minutes}",
+        "many fail" if line.hard else "",
+    ]
+
+
+def _table(head: list[str], rows: Iterable[list[str]]) -> str:
+    cells = [head, *rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
