@@ -7,11 +7,13 @@ learner may have edited, as ``03_1f1b.new.ipynb``.
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Copied", "WorkingCopyError", "update"]
+__all__ = ["Copied", "WorkingCopyError", "copy_scripts", "update"]
 
 # For each notebook the digest of every version that was ever put here, the newest last.
 _RECORD = ".course_pp.json"
@@ -49,9 +51,29 @@ def update(source: Path, folder: Path) -> Copied:
     notebooks = sorted(source.glob("[0-9][0-9]_*.ipynb"))
     if not notebooks:
         raise WorkingCopyError(f"there are no notebooks in {str(source)!r}: start from a clone of the course")
-    try:
+    with _refusing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         return _update(notebooks, folder)
+
+
+def copy_scripts(source: Path, folder: Path) -> None:
+    """Copy the scripts that notebooks launch from ``source``; change no file that is there.
+
+    Raises:
+        WorkingCopyError: ``folder`` cannot be written.
+    """
+    with _refusing(folder):
+        for path in sorted(path for path in source.rglob("*") if path.is_file() and path.suffix != ".pyc"):
+            target = folder / path.relative_to(source)
+            if not target.exists():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                _write(target, path.read_text(encoding="utf-8"))
+
+
+@contextmanager
+def _refusing(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         where = error.filename or folder
         raise WorkingCopyError(
