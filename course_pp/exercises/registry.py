@@ -21,6 +21,7 @@ MODULES = {
     "07": "tp_pp",
     "08": "fsdp_reshard_policy",
     "09": "dcp_checkpointing",
+    "10": "models_of_others",
 }
 
 

@@ -1,0 +1,274 @@
+"""What notebook 10 looks at: models that others wrote, small and with random weights, and steps that train them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+from course_pp.launch import on_ranks
+from course_pp.model import ModelConfig, Transformer
+from course_pp.parallel import auto_split, count_collectives
+from course_pp.parallel.split import crossing
+from course_pp.runtime import Pipeline
+from course_pp.schedule import build
+
+__all__ = [
+    "ARTICLE",
+    "IDS",
+    "Down",
+    "Noisy",
+    "Remembers",
+    "UNet",
+    "Up",
+    "ends_apart",
+    "gpt2",
+    "in_turn",
+    "layers_of",
+    "scaled_down",
+    "skip_step",
+    "t5",
+    "time_stages",
+]
+
+ARTICLE = ModelConfig(768, 12, 12, 50_000, n_kv_heads=3, ffn_dim=3072, max_seq_len=512)
+"""The model of 179.4 million parameters that a widely read article trains."""
+WORDS, WIDTH, LAYERS = 96, 32, 6
+IDS = torch.randint(WORDS, (4, 8), generator=torch.Generator().manual_seed(0))
+"""Four rows of tokens."""
+
+
+def gpt2() -> nn.Module:
+    """GPT-2 with a head for language modelling, tied to the embedding."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": 4, "vocab_size": WORDS, "n_positions": 64}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False, bos_token_id=0, eos_token_id=1))
+    return model.double().eval()
+
+
+def t5() -> nn.Module:
+    """An encoder and a decoder, each of three blocks."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "d_model": WIDTH,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 3,
+        "num_heads": 4,
+        "vocab_size": WORDS,
+    }
+    return T5ForConditionalGeneration(T5Config(**sizes, use_cache=False)).double().eval()
+
+
+class UNet(nn.Module):
+    """Down and up again, with a skip connection on each level."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.down1, self.down2 = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, 4 * width, 2, stride=2)
+        self.down3, self.middle = nn.Conv2d(4 * width, 8 * width, 2, stride=2), nn.Conv2d(8 * width, 8 * width, 1)
+        self.up3 = nn.ConvTranspose2d(8 * width, 4 * width, 2, stride=2)
+        self.up2 = nn.ConvTranspose2d(8 * width, width, 2, stride=2)
+        self.up1, self.head = nn.Conv2d(2 * width, width, 3, padding=1), nn.Conv2d(width, 3, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        first = self.down1(images).relu()
+        second = self.down2(first).relu()
+        x = self.middle(self.down3(second).relu()).relu()
+        x = torch.cat([self.up3(x), second], 1)
+        x = torch.cat([self.up2(x), first], 1)
+        return self.head(self.up1(x).relu())
+
+
+class Remembers(nn.Module):
+    """A block that hands something on without returning it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = _Keeping(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.second(x) * self.first.gate
+
+
+class _Keeping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.gate = x.sigmoid()
+        return self.linear(x)
+
+
+class Noisy(nn.Module):
+    """Noise between two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.second(x + 0.1 * torch.randn_like(x))
+
+
+def in_turn(stages: Sequence[nn.Module], *inputs: Any) -> Any:
+    """Call stages one after another: each returns what the next is called with."""
+    value = stages[0](*inputs)
+    for stage in stages[1:]:
+        value = stage(**value)
+    return value
+
+
+def scaled_down(config: ModelConfig, by: int = 4) -> Transformer:
+    """A model of the same proportions and as many layers, ``by`` times as narrow."""
+    small = ModelConfig(
+        dim=config.dim // by,
+        n_layers=config.n_layers,
+        n_heads=config.n_heads // 3,
+        n_kv_heads=1,
+        vocab_size=config.vocab_size // by,
+        ffn_dim=config.hidden_dim // by,
+        max_seq_len=128,
+    )
+    torch.manual_seed(0)
+    return Transformer(small)
+
+
+def layers_of(stages: Sequence[nn.Module]) -> list[int]:
+    """How many of a decoder's layers each stage calls."""
+    cut = crossing(stages)
+    bounds = (0, *cut.begins, len(cut.calls))
+    return [sum(name.startswith("layers.") for name in cut.calls[a:b]) for a, b in pairwise(bounds)]
+
+
+def time_stages(stages: Sequence[nn.Module], *inputs: Any, repeats: int = 3) -> list[float]:
+    """Milliseconds of processor time of each stage's forward and backward, medians of ``repeats``."""
+    rows: list[list[float]] = [[] for _ in stages]
+    for _ in range(repeats + 1):
+        value: Any = None
+        for row, stage in zip(rows, stages, strict=True):
+            start = time.process_time()
+            result = stage(*inputs) if value is None else stage(**_leaves(value))
+            made = result["values"] if isinstance(result, dict) else (result,)
+            sum(each.sum() for each in made).backward()
+            row.append(1e3 * (time.process_time() - start))
+            value = result
+    for stage in stages:
+        stage.zero_grad()
+    return [statistics.median(row[1:]) for row in rows]
+
+
+def _leaves(value: dict[str, Any]) -> dict[str, Any]:
+    return {"inputs": value["inputs"], "values": tuple(each.detach().requires_grad_() for each in value["values"])}
+
+
+def ends_apart(n_ranks: int = 2, n_steps: int = 3) -> dict[bool, float]:
+    """Train GPT-2 on real ranks, without and with ``tied=``.
+
+    Returns:
+        For each the largest difference between head and embedding in the end.
+    """
+    ranks = on_ranks(n_ranks, _train, n_steps)
+    return {tied: (ranks[0][tied] - ranks[-1][tied]).abs().max().item() for tied in (False, True)}
+
+
+def _train(rank: int, n_steps: int) -> dict[bool, Tensor]:
+    n_ranks, ends = torch.distributed.get_world_size(), {}
+    for tied in (False, True):
+        stages = auto_split(gpt2(), IDS[:1, :-1], n_ranks)
+        mine, ties = stages[rank], vars(stages[0])["ties"]
+        optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
+        pipeline = Pipeline(build("1f1b", n_ranks, 4), mine, _loss, tied=ties if tied else ())
+        for _ in range(n_steps):
+            optimizer.zero_grad()
+            pipeline.step(IDS[:, :-1], IDS[:, 1:])
+            optimizer.step()
+        ends[tied] = mine.get_parameter(ties[0].get(rank, "")).detach()
+    return ends
+
+
+def _loss(output: Any, target: Tensor) -> Tensor:
+    return cross_entropy(output.logits.flatten(0, 1), target.flatten())
+
+
+class Down(nn.Module):
+    """A stage on the way down, whose result a stage on the way up reads as well."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__()
+        self.linear, self.writes = nn.Linear(WIDTH, WIDTH), (f"level {level}",)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        y = self.linear(x).relu()
+        return y, {self.writes[0]: y}
+
+
+class Up(nn.Module):
+    """A stage on the way up."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__()
+        self.linear, self.reads = nn.Linear(2 * WIDTH, WIDTH), (f"level {level}",)
+
+    def forward(self, x: Tensor, **skips: Tensor) -> Tensor:
+        return self.linear(torch.cat([x, *skips.values()], -1)).relu()
+
+
+def ladder(n_stages: int = 4) -> list[nn.Module]:
+    """Stages down and up again; the last reads what the first wrote."""
+    torch.manual_seed(0)
+    half = n_stages // 2
+    return [*(Down(level).double() for level in range(half)), *(Up(level).double() for level in reversed(range(half)))]
+
+
+def skip_step(schedule: str, n_ranks: int, m: int = 4) -> tuple[float, int]:
+    """One step of :func:`ladder` on real ranks.
+
+    Returns:
+        How far its gradients are from one process, and how many bytes the ranks sent.
+    """
+    ranks = on_ranks(n_ranks, _skip_step, schedule, n_ranks, m)
+    expected = _ladder_in_one_process(m)
+    apart = max((gradient - expected[key]).abs().max().item() for found, _ in ranks for key, gradient in found.items())
+    return apart, sum(n_bytes for _, n_bytes in ranks)
+
+
+def _batch(m: int) -> Tensor:
+    return torch.randn(8 * m, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def _skip_step(rank: int, name: str, n_ranks: int, m: int) -> tuple[dict[str, Tensor], int]:
+    schedule, stages = build(name, n_ranks, m), ladder()
+    mine = {stage: stages[stage] for stage, ranks in enumerate(schedule.placement) if rank in ranks}
+    pipeline = Pipeline(schedule, mine, mse_loss)
+    pipeline.step(_batch(m), _batch(m))  # the first step also agrees on shapes
+    for module in mine.values():
+        module.zero_grad()
+    counts = count_collectives(lambda: pipeline.step(_batch(m), _batch(m)))
+    sent = sum(tally.n_bytes for (_, kind), tally in counts.tallies.items() if kind == "send")
+    return {f"{s}.{k}": p.grad for s, module in mine.items() for k, p in module.named_parameters()}, sent  # type: ignore[misc]
+
+
+def _ladder_in_one_process(m: int) -> dict[str, Tensor]:
+    stages, x, skips = ladder(), _batch(m), []
+    for stage in stages:
+        if isinstance(stage, Down):
+            x, written = stage(x)
+            skips.append(written)
+        else:
+            x = stage(x, **skips.pop())
+    mse_loss(x, _batch(m)).backward()
+    return {f"{s}.{k}": p.grad for s, module in enumerate(stages) for k, p in module.named_parameters()}  # type: ignore[misc]

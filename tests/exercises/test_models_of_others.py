@@ -1,0 +1,183 @@
+"""The graders of notebook 10, by what learners hand in, and what its cells rely on."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from torch.nn.functional import cross_entropy
+
+from course_pp.exercises.models_of_others import carries, skip_bytes, tied_across
+from course_pp.exercises.models_of_others_clinic import PATIENTS, examine, patient_a
+from course_pp.exercises.models_of_others_lab import ARTICLE, ends_apart, skip_step
+from course_pp.model import layer_costs, partition_by_cost
+from tests.exercises import grading
+from tests.exercises.grading import accepts
+
+Answer = Callable[..., Any]
+refuses = partial(grading.refuses, limit_s=5.0)
+RANKS_IMPORT = ["transformers.models.gpt2.modeling_gpt2"]
+
+
+def only_the_neighbour(reads: list[set[int]], begins: list[int]) -> list[list[int]]:
+    return [[begin - 1] for begin in begins]
+
+
+def read_by_the_first(reads: list[set[int]], begins: list[int]) -> list[list[int]]:
+    return [sorted(reads[begin]) for begin in begins]
+
+
+def all_before(reads: list[set[int]], begins: list[int]) -> list[list[int]]:
+    return [list(range(begin)) for begin in begins]
+
+
+def behind_too(reads: list[set[int]], begins: list[int]) -> list[list[int]]:
+    return [sorted(set().union(*reads[begin:])) for begin in begins]
+
+
+def in_any_order(reads: list[set[int]], begins: list[int]) -> list[list[int]]:
+    return [each[::-1] for each in carries(reads, begins)]
+
+
+WRONG_CARRIES = [
+    (only_the_neighbour, "is lost"),
+    (read_by_the_first, "is lost", "A call behind the cut may read what was made long before it"),
+    (all_before, "is too many", "No call behind the cut reads it"),
+    (behind_too, "is too many", "It is made behind the cut"),
+    (in_any_order, "Each result once, in the order of the calls"),
+    (lambda reads, begins: carries(reads, begins)[:1], "carries("),
+]
+
+
+@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_CARRIES])
+def test_what_a_cut_is_wrongly_said_to_carry_is_told(answer: Answer, words: list[str]) -> None:
+    refuses("carries", answer, *words)
+
+
+def all_weights(stages: list[dict[str, int]]) -> list[dict[int, str]]:
+    places: dict[int, dict[int, str]] = {}
+    for stage, weights in enumerate(stages):
+        for name, weight in weights.items():
+            places.setdefault(weight, {})[stage] = name
+    return list(places.values())
+
+
+def by_name(stages: list[dict[str, int]]) -> list[dict[int, str]]:
+    names = {name for weights in stages for name in weights}
+    where = [{stage: name for stage, weights in enumerate(stages) if name in weights} for name in sorted(names)]
+    return [each for each in where if len(each) > 1]
+
+
+def last_name(stages: list[dict[str, int]]) -> list[dict[int, str]]:
+    return [each for each in all_weights(stages) if len(each) > 1]
+
+
+WRONG_TIES = [
+    (all_weights, "a weight of one stage", "nothing has to be added up"),
+    (by_name, "finds 0 of 1", "if their number is the same"),
+    (last_name, "of two names on a stage the first"),
+    (lambda stages: tied_across(stages)[:1], "finds 1 of 2"),
+]
+
+
+@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_TIES])
+def test_ties_that_are_not_found_are_told(answer: Answer, words: list[str]) -> None:
+    refuses("tied_across", answer, *words)
+
+
+def test_ties_may_come_in_any_order() -> None:
+    accepts("tied_across", lambda stages: [dict(reversed(each.items())) for each in tied_across(stages)[::-1]])
+
+
+def every_reader(values: Any, rank_of: list[int]) -> tuple[int, int]:
+    return skip_bytes(values, rank_of)[0], sum(size * len(readers) for _, readers, size in values)
+
+
+def every_boundary(values: Any, rank_of: list[int]) -> tuple[int, int]:
+    return sum(size * (max(readers) - writer) for writer, readers, size in values), skip_bytes(values, rank_of)[1]
+
+
+def one_boundary(values: Any, rank_of: list[int]) -> tuple[int, int]:
+    return sum(size for _, _, size in values), skip_bytes(values, rank_of)[1]
+
+
+WRONG_BYTES = [
+    (every_reader, "straight, it is not", "Once to each *rank*"),
+    (every_boundary, "handed on, it is not", "on the same rank nothing is sent"),
+    (one_boundary, "handed on, it is not", "It crosses every boundary"),
+    (lambda values, rank_of: sum(skip_bytes(values, rank_of)), "skip_bytes("),
+]
+
+
+@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_BYTES])
+def test_bytes_that_are_wrong_are_told_why(answer: Answer, words: list[str]) -> None:
+    refuses("skip_bytes", answer, *words)
+
+
+def loss_with(divide: str, chunk: bool) -> Answer:
+    def answer(stages: Any, tokens: Any, mask: Any, m: int) -> Any:
+        losses = []
+        for i, rows in enumerate(tokens.chunk(m)):
+            real = mask.chunk(m)[i] if chunk else mask[: len(rows)]
+            x = rows
+            for stage in stages:
+                x = stage(x, attention_mask=real)
+            targets = rows[:, 1:].masked_fill(mask.chunk(m)[i][:, 1:] == 0, -100).flatten()
+            losses.append(cross_entropy(x[:, :-1].flatten(0, 1), targets, reduction=divide))
+        return sum(losses) / (m if divide == "mean" else mask[:, 1:].sum())
+
+    return answer
+
+
+def detached(stages: Any, tokens: Any, mask: Any, m: int) -> Any:
+    return loss_with("sum", True)(stages, tokens, mask, m).detach()
+
+
+WRONG_LOSSES = [
+    (patient_a, "With padding behind the loss is wrong|With padding in front the loss is wrong"),
+    (loss_with("mean", True), "divided by the tokens counted in the whole batch"),
+    (loss_with("sum", False), "its own rows of the mask"),
+    (detached, "its gradient is not"),
+]
+
+
+@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_LOSSES])
+def test_a_loss_that_is_wrong_with_padding_is_told_why(answer: Answer, words: list[str]) -> None:
+    verdict = grading.verdict_of("masked_loss", answer, 5.0)
+    assert verdict.status == "not yet"
+    assert any(word in verdict.text for word in words[0].split("|")), verdict.text
+
+
+def test_a_loss_may_be_computed_otherwise() -> None:
+    accepts("masked_loss", loss_with("sum", True))
+
+
+def test_each_patient_complains_of_what_its_diagnosis_says() -> None:
+    said = {name: examine(name) for name in PATIENTS}
+    assert "padding none: loss 3.1984, in one piece 3.1984" in said["A"]
+    assert "called 2 times, as 'embed' is the same module" in said["B"]
+    assert "right; the next: OtherWay: 'long' is called" in said["C"]
+    assert "3 rows of 6: right; 2 rows of 5: RuntimeError" in said["D"]
+
+
+def test_the_articles_model_is_cut_as_the_text_says() -> None:
+    assert round(ARTICLE.n_parameters / 1e6, 1) == 179.4
+    parts = layer_costs(ARTICLE, 512)
+    cut = partition_by_cost(parts.layers, 3, parts.embed, parts.head)
+    assert [end - start for start, end in cut] == [6, 5, 1]
+    last = sum(parts.layers[8:]) + parts.head
+    assert round(3 * last / parts.total, 2) == 1.53
+
+
+@pytest.mark.ranks
+def test_ends_drift_apart_unless_they_are_tied() -> None:
+    apart = ends_apart()
+    assert apart[True] == 0.0
+    assert apart[False] > 0.01
+
+
+@pytest.mark.ranks
+def test_skips_stay_on_their_rank_in_a_v() -> None:
+    line, v = skip_step("1f1b", 4), skip_step("zb_v", 2)
+    assert max(line[0], v[0]) < 1e-12
+    assert line[1] / v[1] == pytest.approx(2.5, rel=0.05)
