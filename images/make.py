@@ -1,4 +1,4 @@
-"""Draw every figure used in prose, and write its alt text beside it; write the page that compares the schedules.
+"""Draw every figure used in prose, and write its alt text beside it; write the tables of schedules.
 
 make images
 """
@@ -27,6 +27,8 @@ ROOT = IMAGES.parent
 sys.path.insert(0, str(ROOT / "docs"))
 import cheat_sheet  # noqa: E402
 import comparison  # noqa: E402
+import lives  # noqa: E402
+import schedule_table  # noqa: E402
 
 # Three times and no more: what moves for longer needs a switch.
 MOVING = """
@@ -84,10 +86,14 @@ def put(name: str, figure: show.ChartFigure, page: str, moves: bool = False) -> 
 
 
 def main() -> None:
+    schedule_table.write()
     comparison.PAGE.write_text(comparison.page(), encoding="utf-8")
     sheet = cheat_sheet.draw()
     put("cheat_sheet.svg", sheet, "docs/cheat_sheet.md")
     sheet.savefig(IMAGES / "cheat_sheet.pdf", metadata={"CreationDate": None})
+    put("rooms.svg", lives.rooms(), "ARCHITECTURE.md")
+    for of in lives.LIVES:
+        put(f"life_of_a_{of}.svg", lives.life(of), "ARCHITECTURE.md")
     put("course_map.svg", show.course_map(), "README.md")
     timeline = on_ranks(2, measure_pipeline, 2, 8)[0]
     put("1f1b_on_two_ranks.svg", show.timeline(timeline), "README.md", moves=True)
