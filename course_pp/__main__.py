@@ -20,6 +20,7 @@ _COMMANDS = {
     "checkpoint": "course_pp.training.checkpoint_command",
     "doctor": "course_pp.doctor.command",
     "lab": "course_pp.notebook.command",
+    "plan": "course_pp.plan.command",
     "report": "course_pp.exercises.inventory.command",
     "schedule": "course_pp.show.command",
     "tokens": "course_pp.training.tokens_command",

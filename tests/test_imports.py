@@ -11,14 +11,15 @@ import course_pp
 
 ROOT = Path(course_pp.__file__).parent
 
-# What each package may import from its siblings. `collective`, `cycles`, `loss` and `tied` stand alone. `exercises` and
-# `notebook` are for cells: nothing imports them.
+# What each package may import from its siblings. `collective`, `cycles`, `loss`, `sizes` and `tied` stand alone.
+# `exercises` and `notebook` are for cells: nothing imports them.
 ARROWS = {
     "schedule": {"cycles"},
-    "show": {"cycles", "schedule"},
-    "model": set(),
+    "plan": {"schedule", "sizes"},
+    "show": {"cycles", "plan", "schedule"},
+    "model": {"sizes"},
     "runtime": {"collective", "deferred", "loss", "schedule", "tied"},
-    "parallel": {"collective", "deferred", "loss", "model", "schedule", "tied"},
+    "parallel": {"collective", "deferred", "loss", "model", "plan", "schedule", "sizes", "tied"},
     "training": {"collective", "loss", "model", "parallel", "runtime", "schedule"},
     "launch": {"cycles"},
     "doctor": {"launch"},
@@ -38,6 +39,7 @@ HEAVY = {"torch", "transformers", "datasets"}
     ("module", "kept_out"),
     [
         ("course_pp", HEAVY | {"numpy", "matplotlib"}),
+        ("course_pp.plan", HEAVY | {"numpy", "matplotlib"}),
         ("course_pp.schedule", HEAVY | {"numpy", "matplotlib"}),
         ("course_pp.show", HEAVY | {"matplotlib.pyplot"}),
         ("course_pp.launch", HEAVY),
@@ -85,7 +87,7 @@ def test_the_arrows_name_every_package() -> None:
 @pytest.mark.parametrize(
     ("source", "imported"),
     [
-        ("import course_pp.model.config", {"model"}),
+        ("import course_pp.model.stages", {"model"}),
         ("from course_pp import launch, show", {"launch", "show"}),
         ("def f():\n    from ..training import data", {"training"}),
         ("from .timeline import Span", {"schedule"}),

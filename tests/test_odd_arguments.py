@@ -37,6 +37,7 @@ ROWS: dict[str, Callable[[Path], Rows]] = {
     "model": lambda _: on_paper.MODEL,
     "notebook": around.notebook_rows,
     "parallel": on_ranks_of_one.parallel_rows,
+    "plan": lambda _: on_paper.PLAN,
     "runtime": on_ranks_of_one.runtime_rows,
     "schedule": lambda _: on_paper.SCHEDULE,
     "schedule.theory": lambda _: on_paper.THEORY,

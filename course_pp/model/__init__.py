@@ -1,19 +1,18 @@
 """One Llama-style decoder, and its cut into pipeline stages."""
 
 from course_pp.model.cache import KVCache
-from course_pp.model.config import ModelConfig
 from course_pp.model.hf import config_from_hf, config_to_hf, from_hf, hf_state_dict, load_hf_state_dict
 from course_pp.model.loss import CrossEntropy
 from course_pp.model.stages import (
     ForwardFlops,
     PipelineStageModule,
     build_stage_module,
-    compute_layer_assignment,
     drop_other_stages,
     layer_costs,
     partition_by_cost,
 )
 from course_pp.model.transformer import DecoderLayer, Transformer
+from course_pp.sizes import ModelConfig, compute_layer_assignment
 
 __all__ = [
     "CrossEntropy",

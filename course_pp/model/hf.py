@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from course_pp.arguments import checked
-from course_pp.model.config import ModelConfig
 from course_pp.model.transformer import Transformer
+from course_pp.sizes import ModelConfig
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, PreTrainedModel, Qwen2Config
@@ -82,7 +82,13 @@ def config_from_hf(hf_config: Any) -> ModelConfig:
 
 @checked
 def config_to_hf(config: ModelConfig) -> LlamaConfig | Qwen2Config:
-    """The `transformers.LlamaConfig` of the same model, or the `Qwen2Config` if it has biases."""
+    """The `transformers.LlamaConfig` of the same model, or the `Qwen2Config` if it has biases.
+
+    Raises:
+        ValueError: without a gate in the feed-forward block, as no Llama is.
+    """
+    if not config.gated_ffn:
+        raise ValueError("gated_ffn=False: every Llama's feed-forward has a gate; export a model with gated_ffn=True")
     from transformers import LlamaConfig, Qwen2Config
 
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}

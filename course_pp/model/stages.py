@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from course_pp.arguments import checked
-from course_pp.model.config import ModelConfig
 from course_pp.model.transformer import Transformer
+from course_pp.sizes import LayerRange, ModelConfig, check_stage_count, compute_layer_assignment
 
-LayerRange = tuple[int, int]
-"""(start, end) of consecutive layers, end excluded."""
 Tie = Mapping[int, str]
 """A parameter's name by stage: weights that are one."""
 
@@ -124,22 +122,6 @@ def drop_other_stages(model: Transformer, stage_id: int, num_stages: int, layer_
 
 
 @checked
-def compute_layer_assignment(n_layers: int, pp_size: int) -> list[LayerRange]:
-    """Split layers into contiguous stages as evenly as possible; earlier stages take the extras.
-
-    Returns:
-        One (start, end) a stage, end excluded: 5 layers on 2 stages are [(0, 3), (3, 5)].
-
-    Raises:
-        ValueError: fewer than one stage, or more stages than layers.
-    """
-    _check_stage_count(n_layers, pp_size, "pp_size")
-    share, extras = divmod(n_layers, pp_size)
-    ends = list(accumulate(share + (stage < extras) for stage in range(pp_size)))
-    return list(zip([0, *ends[:-1]], ends, strict=True))
-
-
-@checked
 def partition_by_cost(costs: Sequence[float], n_stages: int, first: float = 0.0, last: float = 0.0) -> list[LayerRange]:
     """Contiguous split of the layers that makes the slowest stage as fast as it can be.
 
@@ -162,7 +144,7 @@ def partition_by_cost(costs: Sequence[float], n_stages: int, first: float = 0.0,
         ValueError: a cost that is negative, infinite or NaN; fewer than one stage or more than layers.
     """
     n_layers = len(costs)
-    _check_stage_count(n_layers, n_stages, "n_stages")
+    check_stage_count(n_layers, n_stages, "n_stages")
     first_cost, *layer_costs_, last_cost = _as_whole_numbers([first, *costs, last])
     up_to = list(accumulate(layer_costs_, initial=0))
 
@@ -266,17 +248,6 @@ def _as_whole_numbers(costs: Sequence[float]) -> list[int]:
     ratios = [float(cost).as_integer_ratio() for cost in costs]
     denominator = max(below for _, below in ratios)  # every one is a power of two
     return [above * (denominator // below) for above, below in ratios]
-
-
-def _check_stage_count(n_layers: int, n_stages: int, count: str) -> None:
-    if n_stages < 1:
-        raise ValueError(f"{count} is {n_stages}: {n_stages} stages: a pipeline needs at least 1")
-    if n_stages > n_layers:
-        raise ValueError(
-            f"{count} is {n_stages}: {n_stages} stages need at least {n_stages} layers, and this model has "
-            f"n_layers={n_layers}; "
-            f"use at most {n_layers} {'stage' if n_layers == 1 else 'stages'}, or a deeper model (or more costs)"
-        )
 
 
 def _check_stage_id(stage_id: int, num_stages: int, index: str = "stage_id", count: str = "num_stages") -> None:

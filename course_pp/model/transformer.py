@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from course_pp.arguments import checked
 from course_pp.model.cache import KVCache, LayerCache
-from course_pp.model.config import ModelConfig
+from course_pp.sizes import ModelConfig
 
 INIT_STD = 0.02
 
@@ -73,16 +73,29 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class FeedForward(nn.Module):
+    """Ungated feed-forward block: down(gelu(up(x)))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.down_proj = nn.Linear(config.hidden_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (batch, seq, dim) -> (batch, seq, dim)."""
+        return self.down_proj(F.gelu(self.up_proj(x)))
+
+
 @checked
 class DecoderLayer(nn.Module):
-    """Pre-norm block: attention, then SwiGLU, each added to the residual stream."""
+    """Pre-norm block: attention, then the feed-forward block, each added to the residual stream."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.attn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attn = Attention(config)
         self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.mlp = SwiGLU(config)
+        self.mlp = SwiGLU(config) if config.gated_ffn else FeedForward(config)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None = None

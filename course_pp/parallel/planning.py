@@ -1,17 +1,15 @@
 """A layout on paper: where each rank is, which stages and shards it holds, in which dtypes. Nothing is built."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from course_pp.model import ModelConfig, compute_layer_assignment
+from course_pp.model import ModelConfig
 from course_pp.parallel.fsdp import ReshardPolicy, policy_of_dtypes, reshard_policy_of_sizes
 from course_pp.parallel.mesh import DistributedConfig
-from course_pp.parallel.plans import shards_head
 from course_pp.parallel.schedules import get_stage_indices
+from course_pp.plan.shapes import Coordinates, StagePlan, coordinates, gathered_elements, stage_plans
 
 __all__ = [
     "Coordinates",
@@ -23,49 +21,6 @@ __all__ = [
     "reshard_policy_of",
     "stages_of",
 ]
-
-Shape = tuple[int, ...]
-Group = tuple[Shape, ...]
-
-
-@dataclass(frozen=True)
-class Coordinates:
-    """Where a rank is in the mesh."""
-
-    pp: int
-    dp_replicate: int
-    dp_shard: int
-    tp: int
-
-
-@dataclass(frozen=True)
-class StagePlan:
-    """One stage on one rank: the shapes that tensor parallelism leaves of its parameters, in FSDP2's groups.
-
-    Args:
-        index: which stage, of ``n_stages``.
-        root: embedding, final norm and head, where they are here.
-        layer: one decoder layer, of ``n_layers``, all alike.
-    """
-
-    index: int
-    n_stages: int
-    root: Group
-    layer: Group
-    n_layers: int
-
-    @property
-    def is_first(self) -> bool:
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.index == self.n_stages - 1
-
-    @property
-    def groups(self) -> list[Group]:
-        """Those that own parameters."""
-        return [*([self.root] if self.root else []), *[self.layer] * self.n_layers]
 
 
 @dataclass(frozen=True)
@@ -88,14 +43,9 @@ def coordinates_of(layout: DistributedConfig) -> list[Coordinates]:
             "dp_shard=-1 stands for the ranks that are left, but on paper there are none yet: say how many, 1 for no "
             "sharding"
         )
-    sizes = layout.sizes(layout.pp * layout.dp_replicate * layout.dp_shard * layout.tp)
-    coordinates = []
-    for rank in range(prod(sizes.values())):
-        place = {}
-        for name, size in reversed(sizes.items()):
-            rank, place[name] = divmod(rank, size)
-        coordinates.append(Coordinates(**place))
-    return coordinates
+    n_ranks = layout.pp * layout.dp_replicate * layout.dp_shard * layout.tp
+    sizes = layout.sizes(n_ranks)
+    return [coordinates(rank, **sizes) for rank in range(n_ranks)]
 
 
 def stages_of(config: ModelConfig, layout: DistributedConfig, schedule: str, pp_rank: int) -> list[StagePlan]:
@@ -106,15 +56,7 @@ def stages_of(config: ModelConfig, layout: DistributedConfig, schedule: str, pp_
     """
     indices = get_stage_indices(schedule, pp_rank, layout.pp) if layout.pp > 1 else [0]
     n_stages = layout.pp * len(indices)
-    ranges = compute_layer_assignment(config.n_layers, n_stages)
-    n_layers = [end - start for start, end in ranges]
-    layer = _layer(config, layout.tp)
-    return [StagePlan(i, n_stages, _root(config, layout.tp, i, n_stages), layer, n_layers[i]) for i in indices]
-
-
-def gathered_elements(group: Sequence[Shape], n_shards: int) -> int:
-    """Elements of a group gathered from ``n_shards`` shards: each parameter's rows are padded to a multiple of them."""
-    return sum(-(-shape[0] // n_shards) * n_shards * prod(shape[1:]) for shape in group)
+    return stage_plans(config, indices, n_stages, layout.tp)
 
 
 def dtypes_of(dtype: torch.dtype, mp_policy: MixedPrecisionPolicy | None, layout: DistributedConfig) -> Dtypes:
@@ -129,23 +71,3 @@ def dtypes_of(dtype: torch.dtype, mp_policy: MixedPrecisionPolicy | None, layout
 def reshard_policy_of(policy: ReshardPolicy, layout: DistributedConfig) -> bool | int:
     """:func:`resolve_reshard_after_forward` for a mesh that is not there yet."""
     return reshard_policy_of_sizes(policy, pp=layout.pp, dp_shard=layout.dp_shard, tp=layout.tp)
-
-
-def _root(config: ModelConfig, tp: int, index: int, n_stages: int) -> Group:
-    matrix: Shape = (config.vocab_size, config.dim)
-    root: list[Shape] = [matrix] if index == 0 else []
-    if index == n_stages - 1:
-        root.append((config.dim,))
-        if shards_head(config, tp):
-            root.append((config.vocab_size // tp, config.dim))
-        elif n_stages > 1 or not config.tie_embeddings:  # a whole tied model has one matrix for both ends
-            root.append(matrix)
-    return tuple(root)
-
-
-def _layer(config: ModelConfig, tp: int) -> Group:
-    """Column-wise matrices lose rows, row-wise ones columns, norms nothing."""
-    dim, hidden, kv_dim = config.dim, config.hidden_dim, config.kv_heads * config.head_dim
-    attention: Group = ((dim // tp, dim), (kv_dim // tp, dim), (kv_dim // tp, dim), (dim, dim // tp))
-    feed_forward: Group = ((hidden // tp, dim), (hidden // tp, dim), (dim, hidden // tp))
-    return ((dim,), *attention, (dim,), *feed_forward)

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 from course_pp.arguments import checked, refuse_unless
 from course_pp.model import ModelConfig, Transformer
 from course_pp.parallel.styles import GatheredColwiseParallel, PartOfSequence, SequencesDivide, WholeOutputs
+from course_pp.plan.shapes import shards_head
 
 __all__ = ["check_tensor_parallel", "llama_plan", "shards_head", "transformer_plan"]
 
@@ -74,6 +75,8 @@ def transformer_plan(module: Transformer, tp: int, gather_logits: bool = True) -
         "layers.*.attn.o_proj": RowwiseParallel(output_layouts=stream),
         "layers.*.mlp.down_proj": RowwiseParallel(output_layouts=stream),
     }
+    if not config.gated_ffn:
+        del plan["layers.*.mlp.gate_proj"]
     cut_head = shards_head(config, tp)
     if module.head is not None and cut_head:
         plan["head"] = _head(gather_logits, stream)
@@ -95,11 +98,6 @@ def _head(gather_logits: bool, stream: Placement) -> ParallelStyle:
     if gather_logits:
         return GatheredColwiseParallel(input_layouts=stream)
     return ColwiseParallel(input_layouts=stream, use_local_output=False)
-
-
-def shards_head(config: ModelConfig, tp: int) -> bool:
-    """Whether the head is cut over the vocabulary: it cannot be where it is, or mirrors, a replicated embedding."""
-    return not config.tie_embeddings and config.vocab_size % tp == 0
 
 
 def check_tensor_parallel(config: ModelConfig, tp: int, gather_logits: bool) -> None:

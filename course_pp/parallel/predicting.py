@@ -40,10 +40,11 @@ from course_pp.parallel.planning import (
     reshard_policy_of,
     stages_of,
 )
-from course_pp.parallel.plans import check_tensor_parallel, shards_head
+from course_pp.parallel.plans import check_tensor_parallel
 from course_pp.parallel.schedules import check_microbatches, get_stage_indices, splits_backward
 from course_pp.parallel.stage import check_microbatch
 from course_pp.parallel.styles import check_sequence_divides
+from course_pp.plan.shapes import shards_head
 
 __all__ = ["predict_collectives"]
 

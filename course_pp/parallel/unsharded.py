@@ -14,7 +14,6 @@ Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054, stage 3 (True) and stage 2 (F
 """
 
 from collections.abc import Callable, Iterable
-from fractions import Fraction
 
 import torch
 from torch import nn
@@ -25,7 +24,8 @@ from course_pp.model import ModelConfig
 from course_pp.parallel._torch import GatheredWatcher
 from course_pp.parallel.fsdp import ReshardPolicy
 from course_pp.parallel.mesh import DistributedConfig
-from course_pp.parallel.planning import coordinates_of, dtypes_of, gathered_elements, reshard_policy_of, stages_of
+from course_pp.parallel.planning import coordinates_of, dtypes_of, reshard_policy_of, stages_of
+from course_pp.plan.shapes import unsharded_elements
 
 __all__ = ["measure_unsharded_bytes", "predict_unsharded_bytes"]
 
@@ -53,17 +53,12 @@ def predict_unsharded_bytes(
     """
     places = coordinates_of(layout)
     policy, dtypes = reshard_policy_of(reshard_after_forward, layout), dtypes_of(dtype, mp_policy, layout)
-    left = Fraction(not policy) if isinstance(policy, bool) else Fraction(1, policy)
+    applied = layout.dp_replicate * layout.dp_shard > 1
     peaks = []
     for at in places:
-        n_elements = Fraction(0)
-        for stage in stages_of(config, layout, schedule, at.pp):
-            root, layer = (gathered_elements(group, layout.dp_shard) for group in (stage.root, stage.layer))
-            # A layer in use, and one gathered ahead; from one shard there is nothing to gather.
-            full = stage.n_layers if layout.pp > 1 else min(2 if layout.dp_shard > 1 else 1, stage.n_layers)
-            n_elements += root + layer * (full + left * (stage.n_layers - full))
-        applied = layout.dp_replicate * layout.dp_shard > 1
-        peaks.append(int(n_elements) * dtypes.computed.itemsize if applied else 0)
+        stages = stages_of(config, layout, schedule, at.pp)
+        n_elements = unsharded_elements(stages, layout.dp_shard, policy, pipelined=layout.pp > 1)
+        peaks.append(n_elements * dtypes.computed.itemsize if applied else 0)
     return tuple(peaks)
 
 

@@ -13,6 +13,7 @@ UNTRIED = {
         "config_to_hf": "needs transformers",
         "from_hf": "needs transformers",
     },
+    "plan": {"Prediction": "made by predict"},
     "parallel": {"Blocks": "a type", "ReshardPolicy": "a type", "TokenLoss": "a protocol"},
     "runtime": {"LossNotFinite": "an exception", "TokenLoss": "a protocol", "PipelineError": "an exception"},
     "training.data": {"Rows": "a protocol"},

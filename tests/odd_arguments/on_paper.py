@@ -5,6 +5,7 @@ from dataclasses import fields
 from types import SimpleNamespace
 
 from course_pp.model import ModelConfig, Transformer
+from course_pp.plan import Constants, Layout, cluster_of, gpu_named, predict
 from course_pp.schedule import Action, Costs, LayerCost, PlannedStage, Product, Span, Use, build, fit, ledger, simulate
 from course_pp.schedule.schedule import looped
 from course_pp.show.board_levels import LEVELS
@@ -218,6 +219,7 @@ MODEL: Rows = {
         "rope_low_freq": 1.0,
         "rope_high_freq": 4.0,
         "rope_original_len": 8,
+        "gated_ffn": True,
     },
     "PipelineStageModule": {"config": CONFIG, "stage_id": 0, "num_stages": 2, "layer_range": (0, 2)},
     "Transformer": {"config": CONFIG, "layer_range": None, "has_embedding": True, "has_head": True},
@@ -228,4 +230,24 @@ MODEL: Rows = {
     "layer_costs": {"config": CONFIG, "seq_len": 4},
     "load_hf_state_dict": {"module": WHOLE, "state": Fresh(dict)},
     "partition_by_cost": {"costs": [1.0, 2.0], "n_stages": 2, "first": 0.0, "last": 0.0},
+}
+
+GPU, LAYOUT, PAPER = gpu_named("A100"), Layout(pp=2, microbatch_size=2), cluster_of("1x2xA100")
+ON_PAPER = predict(CONFIG, LAYOUT, PAPER, 8, 16)
+ASKED = {"model": CONFIG, "cluster": PAPER, "global_batch": 8, "seq_len": 16, "constants": None}
+
+PLAN: Rows = {
+    "Cluster": {field.name: getattr(PAPER, field.name) for field in fields(PAPER)},
+    "Constants": {field.name: getattr(Constants(), field.name) for field in fields(Constants)},
+    "Gpu": {field.name: getattr(GPU, field.name) for field in fields(GPU)},
+    "Layout": {field.name: getattr(LAYOUT, field.name) for field in fields(LAYOUT)},
+    "ModelConfig": {field.name: getattr(CONFIG, field.name) for field in fields(CONFIG)},
+    "cluster_of": {"text": "1x2xA100"},
+    "explain": {"first": ON_PAPER, "second": ON_PAPER},
+    "gpu_named": {"name": "A100"},
+    "gpu_names": {},
+    "model_named": {"name": "gpt2"},
+    "model_names": {},
+    "plan": {**ASKED, "n_best": 1, "precision": "mixed"},
+    "predict": {**ASKED, "layout": LAYOUT},
 }

@@ -12,10 +12,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from course_pp.arguments import refuse_unless
 from course_pp.collective import Ranks
-from course_pp.model.stages import LayerRange, split_by_cost
+from course_pp.model.stages import split_by_cost
 from course_pp.parallel._torch import tree_flatten, tree_map
 from course_pp.parallel.split.calls import Recording
 from course_pp.parallel.split.recording import left_as_it_was
+from course_pp.sizes import LayerRange
 
 __all__ = ["partition"]
 

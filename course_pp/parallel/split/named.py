@@ -6,8 +6,8 @@ from difflib import get_close_matches
 from torch import nn
 
 from course_pp.arguments import refuse_unless
-from course_pp.model.stages import LayerRange
 from course_pp.parallel.split.calls import Recording
+from course_pp.sizes import LayerRange
 
 __all__ = ["partition_at"]
 

@@ -1,13 +1,20 @@
-"""The sizes of one Llama-style decoder, checked when they are written down."""
+"""The sizes of one Llama-style decoder, checked when they are written down, and how its layers go to stages.
+
+Pure Python: what plans a run on paper and what builds it read the same sizes.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 
 from course_pp.arguments import checked
 
 FFN_MULTIPLE = 32
+
+LayerRange = tuple[int, int]
+"""(start, end) of consecutive layers, end excluded."""
 
 
 @checked
@@ -31,7 +38,7 @@ class ModelConfig:
     n_kv_heads: int | None = None
     """Key/value heads (grouped-query attention, Ainslie et al. 2023, arXiv:2305.13245); None: `n_heads`."""
     ffn_dim: int | None = None
-    """Inner width of the SwiGLU block; None: see `hidden_dim`."""
+    """Inner width of the feed-forward block; None: see `hidden_dim`."""
     max_seq_len: int = 2048
     """Positions for which rotary tables exist, hence the longest sequence."""
     rope_theta: float = 10_000.0
@@ -48,6 +55,8 @@ class ModelConfig:
     """Pairs that turn more often than this are left as they are; those in between, in part."""
     rope_original_len: int = 8192
     """The longest sequence before scaling."""
+    gated_ffn: bool = True
+    """SwiGLU; False: two matrices with a GELU between them, as in GPT-2 and GPT-3."""
 
     def __post_init__(self) -> None:
         for name in ("dim", "n_layers", "n_heads", "vocab_size", "max_seq_len", "rope_original_len"):
@@ -92,15 +101,23 @@ class ModelConfig:
 
     @property
     def hidden_dim(self) -> int:
-        """Inner width of the SwiGLU block, resolved.
+        """Inner width of the feed-forward block, resolved.
 
-        Default: 8/3 of `dim`, rounded up to a multiple of 32. SwiGLU has three matrices where a plain
+        Default without a gate: 4 times `dim`. With one: 8/3 of `dim`, rounded up to a multiple of 32.
+        SwiGLU has three matrices where a plain
         feed-forward block of width 4·dim has two, so 2/3 of that width keeps the parameter count
         (Shazeer 2020, arXiv:2002.05202, section 2; LLaMA, section 2.2).
         """
         if self.ffn_dim is not None:
             return self.ffn_dim
+        if not self.gated_ffn:
+            return 4 * self.dim
         return math.ceil(8 * self.dim / (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
+
+    @property
+    def n_ffn_matrices(self) -> int:
+        """Matrices of one feed-forward block: three with a gate, two without."""
+        return 3 if self.gated_ffn else 2
 
     @property
     def n_embedding_parameters(self) -> int:
@@ -109,14 +126,14 @@ class ModelConfig:
 
     @property
     def n_layer_parameters(self) -> int:
-        """Parameters of one decoder layer: q and o, k and v, the three SwiGLU matrices, two norms, biases."""
+        """Parameters of one decoder layer: q and o, k and v, the feed-forward's matrices, two norms, biases."""
         return self.n_layer_matrices + 2 * self.dim + self.qkv_bias * (self.dim + 2 * self.kv_heads * self.head_dim)
 
     @property
     def n_layer_matrices(self) -> int:
         """Parameters of one decoder layer that are multiplied with."""
         attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * self.head_dim
-        return attention + 3 * self.dim * self.hidden_dim
+        return attention + self.n_ffn_matrices * self.dim * self.hidden_dim
 
     @property
     def n_head_parameters(self) -> int:
@@ -138,3 +155,31 @@ def _check_size(name: str, value: int) -> None:
 def _check_positive(name: str, value: float) -> None:
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{name}={value} must be finite and greater than 0")
+
+
+@checked
+def compute_layer_assignment(n_layers: int, pp_size: int) -> list[LayerRange]:
+    """Split layers into contiguous stages as evenly as possible; earlier stages take the extras.
+
+    Returns:
+        One (start, end) a stage, end excluded: 5 layers on 2 stages are [(0, 3), (3, 5)].
+
+    Raises:
+        ValueError: fewer than one stage, or more stages than layers.
+    """
+    check_stage_count(n_layers, pp_size, "pp_size")
+    share, extras = divmod(n_layers, pp_size)
+    ends = list(accumulate(share + (stage < extras) for stage in range(pp_size)))
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def check_stage_count(n_layers: int, n_stages: int, count: str) -> None:
+    """Refuse fewer stages than one, or more than layers; ``count`` is the argument's name."""
+    if n_stages < 1:
+        raise ValueError(f"{count} is {n_stages}: {n_stages} stages: a pipeline needs at least 1")
+    if n_stages > n_layers:
+        raise ValueError(
+            f"{count} is {n_stages}: {n_stages} stages need at least {n_stages} layers, and this model has "
+            f"n_layers={n_layers}; "
+            f"use at most {n_layers} {'stage' if n_layers == 1 else 'stages'}, or a deeper model (or more costs)"
+        )

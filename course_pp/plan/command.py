@@ -1,0 +1,49 @@
+"""``python -m course_pp plan``: the fastest layouts that fit, as a table."""
+
+import argparse
+
+from course_pp.plan.cluster import cluster_of, gpu_names
+from course_pp.plan.models import model_named, model_names
+from course_pp.plan.prediction import Prediction
+from course_pp.plan.search import plan
+
+HELP = "rank the layouts of a model on a cluster, on paper"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help=f"one of {', '.join(model_names())}")
+    parser.add_argument("--cluster", required=True, help=f"as 2048x8xH100; GPUs are {', '.join(gpu_names())}")
+    parser.add_argument("--batch", type=int, required=True, help="sequences in a step, of all ranks together")
+    parser.add_argument("--seq-len", type=int, required=True, help="tokens in a sequence")
+    parser.add_argument("--precision", default="mixed", help="mixed, megatron, bfloat16, float32 (default: mixed)")
+    parser.add_argument("--rows", type=int, default=10, help="how many layouts to show (default: 10)")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print the table.
+
+    Raises:
+        ValueError: for unknown names, and where nothing fits.
+    """
+    model, cluster = model_named(arguments.model), cluster_of(arguments.cluster)
+    found = plan(model, cluster, arguments.batch, arguments.seq_len, arguments.rows, arguments.precision)
+    print(table(found))
+
+
+def table(found: list[Prediction]) -> str:
+    """Predictions as rows."""
+    rows = [("layout", "step s", "tokens/s", "TFLOP/s", "MFU", "GB", "bound by")]
+    for each in found:
+        rows.append(
+            (
+                str(each.layout),
+                f"{each.step_s:.3g}",
+                f"{each.tokens_per_s:,.0f}",
+                f"{each.tflops_per_gpu:.0f}",
+                f"{each.mfu:.1%}",
+                f"{max(each.total_memory) / 1e9:.1f}",
+                each.bound_by,
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)

@@ -1,0 +1,191 @@
+"""How a run is laid out: the mesh, the schedule, what is kept and in which precision."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from typing import Literal
+
+from course_pp.arguments import checked
+from course_pp.plan.cluster import Cluster, nearest
+from course_pp.plan.shapes import Coordinates, StagePlan, coordinates, stage_plans
+from course_pp.schedule import Schedule, build, find
+from course_pp.sizes import ModelConfig
+
+__all__ = ["PRECISIONS", "Layout", "Precision"]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes of an element: as parameters and gradients are kept, computed with, reduced; of the optimizer's state."""
+
+    kept: int
+    computed: int
+    reduced: int
+    optimizer: int
+
+
+PRECISIONS = {
+    # This stack's default under FSDP2: everything kept in float32, computed with in bfloat16, reduced in float32.
+    "mixed": Precision(4, 2, 4, 8),
+    # Megatron-LM's: 16-bit parameters and gradients; a float32 copy and two moments in the optimizer.
+    "megatron": Precision(2, 2, 2, 12),
+    "bfloat16": Precision(2, 2, 4, 4),
+    "float32": Precision(4, 4, 4, 8),
+    "float64": Precision(8, 8, 8, 16),
+}
+
+
+@checked
+@dataclass(frozen=True)
+class Layout:
+    """One way to lay a run out.
+
+    Attributes:
+        pp, tp, dp_shard, dp_replicate: sizes of the mesh, as ``DistributedConfig`` has them.
+        schedule, n_chunks: of the pipeline, as :func:`course_pp.schedule.build` takes them; ignored with ``pp=1``.
+        microbatch_size: sequences in a microbatch of one data-parallel rank.
+        reshard: whether a gathered layer is freed after forward; ``"auto"`` frees without a pipeline, keeps with one.
+        ac: activation checkpointing: of whole layers (``full``), of attention (``selective``), none.
+        precision: one of :data:`PRECISIONS`.
+        sequence_parallel: whether norms work on parts of the sequence; None as the stack does: without a pipeline.
+        flash: whether attention keeps no scores and skips what the causal mask hides.
+        fused_norms: whether a norm keeps its input alone, as CUDA's kernels do; on the CPU it keeps two float32 copies.
+        splits_head: whether logits stay cut over the vocabulary (``gather_logits=False``).
+        scatter_gather: whether tensor-parallel ranks send a part of a message each and gather it behind the link
+            (Narayanan et al. 2021, section 4.1); this stack sends it whole.
+        overlap: whether data-parallel traffic runs beside the work it need not wait for.
+
+    Raises:
+        ValueError: for sizes below 1 and unknown names.
+    """
+
+    pp: int = 1
+    tp: int = 1
+    dp_shard: int = 1
+    dp_replicate: int = 1
+    schedule: str = "1f1b"
+    n_chunks: int | None = None
+    microbatch_size: int = 1
+    reshard: bool | Literal["auto"] = "auto"
+    ac: Literal["none", "selective", "full"] = "none"
+    precision: str = "mixed"
+    sequence_parallel: bool | None = None
+    flash: bool = True
+    fused_norms: bool = True
+    splits_head: bool = True
+    scatter_gather: bool = False
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("pp", "tp", "dp_shard", "dp_replicate", "microbatch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: give at least 1")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"unknown precision {self.precision!r}: {nearest(self.precision, list(PRECISIONS))}")
+        entry = find(self.schedule)
+        if entry.updates:
+            raise ValueError(f"schedule={self.schedule!r} has no step that ends: plan a synchronous one")
+        entry.placement(self.pp, self.n_chunks)
+
+    @property
+    def n_ranks(self) -> int:
+        return self.pp * self.tp * self.n_data
+
+    @property
+    def n_data(self) -> int:
+        """Data-parallel ranks, sharded or not."""
+        return self.dp_shard * self.dp_replicate
+
+    @property
+    def n_stages(self) -> int:
+        return len(self.placement)
+
+    @property
+    def placement(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage its pipeline ranks."""
+        return find(self.schedule).placement(self.pp, self.n_chunks) if self.pp > 1 else ((0,),)
+
+    @property
+    def bytes_of(self) -> Precision:
+        return PRECISIONS[self.precision]
+
+    @property
+    def frees_after_forward(self) -> bool:
+        return self.pp == 1 if self.reshard == "auto" else self.reshard
+
+    def splits_sequence(self, model: ModelConfig) -> bool:
+        """Whether norms work on parts of the sequence."""
+        if self.sequence_parallel is None:
+            return self.tp > 1 and self.pp == 1 and not model.tie_embeddings
+        return self.sequence_parallel and self.tp > 1
+
+    def place(self, rank: int) -> Coordinates:
+        """Where a global rank is in the mesh."""
+        return coordinates(rank, pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, tp=self.tp)
+
+    def stages(self, model: ModelConfig, pp_rank: int) -> list[StagePlan]:
+        """What a pipeline rank holds."""
+        here = [stage for stage, ranks in enumerate(self.placement) if pp_rank in ranks]
+        return stage_plans(model, here, self.n_stages, self.tp)
+
+    def stages_of_all(self, model: ModelConfig) -> list[StagePlan]:
+        """Every stage, first to last."""
+        return stage_plans(model, range(self.n_stages), self.n_stages, self.tp)
+
+    def n_microbatches(self, global_batch: int) -> int:
+        """Of one data-parallel rank, in a step of ``global_batch`` sequences.
+
+        Raises:
+            ValueError: unless the batch divides.
+        """
+        each = self.n_data * self.microbatch_size
+        if global_batch < 1 or global_batch % each:
+            near = max(each, round(global_batch / each) * each)
+            raise ValueError(
+                f"global_batch={global_batch} must be a multiple of data ranks × microbatch_size = {self.n_data} × "
+                f"{self.microbatch_size} = {each}, in sequences of all ranks together: the nearest is {near}"
+            )
+        return global_batch // each
+
+    def order(self, n_microbatches: int) -> Schedule:
+        """The pipeline's schedule."""
+        name = self.schedule if self.pp > 1 else "1f1b"
+        return _built(name, self.pp, n_microbatches, self.n_chunks)
+
+    def check(self, model: ModelConfig, cluster: Cluster) -> None:
+        """Refuse what cannot be laid out.
+
+        Raises:
+            ValueError: for the wrong number of ranks, heads that ``tp`` does not divide, more stages than layers.
+        """
+        if self.n_ranks != cluster.n_gpus:
+            sizes = {name: getattr(self, name) for name in ("pp", "dp_replicate", "dp_shard", "tp")}
+            spelled = " × ".join(f"{name} {size}" for name, size in sizes.items())
+            raise ValueError(
+                f"{spelled} = {prod(sizes.values())} ranks, but the cluster has {cluster.n_nodes} × "
+                f"{cluster.gpus_per_node} = {cluster.n_gpus} GPUs: change one of them"
+            )
+        for name, size in {"n_heads": model.n_heads, "kv_heads": model.kv_heads, "ffn_dim": model.hidden_dim}.items():
+            if size % self.tp:
+                works = max(k for k in range(1, self.tp) if size % k == 0)
+                raise ValueError(f"tp={self.tp} must divide {name}={size}: the nearest that works is tp={works}")
+        if self.n_stages > model.n_layers:
+            raise ValueError(
+                f"{self.n_stages} stages need at least as many layers, and the model has {model.n_layers}: lower pp "
+                "or n_chunks"
+            )
+
+    def with_(self, **changes: object) -> "Layout":
+        """The same with some attributes changed."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        sizes = {"pp": self.pp, "tp": self.tp, "shard": self.dp_shard, "replicate": self.dp_replicate}
+        mesh = " ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "one rank"
+        order = f" {self.schedule}" + (f"×{self.n_chunks}" if self.n_chunks else "") if self.pp > 1 else ""
+        return f"{mesh}{order} mb={self.microbatch_size} ac={self.ac}"
+
+
+@lru_cache(maxsize=16)  # a search asks for the same orders again and again
+def _built(name: str, n_ranks: int, n_microbatches: int, n_chunks: int | None) -> Schedule:
+    return build(name, n_ranks, n_microbatches, n_chunks if n_ranks > 1 else None)

@@ -1,0 +1,243 @@
+"""Predict one layout: the step's time and parts, memory by rank and kind, and what bounds it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from course_pp.arguments import checked
+from course_pp.plan.cluster import Cluster
+from course_pp.plan.layout import Layout
+from course_pp.plan.memory import memory_of_rank, peaks_in_flight
+from course_pp.plan.timing import (
+    Constants,
+    StageTime,
+    data_parallel_times,
+    model_flops,
+    optimizer_time,
+    stage_time,
+    transfer,
+)
+from course_pp.schedule import Costs, Timeline, simulate
+from course_pp.sizes import ModelConfig
+
+__all__ = ["PARTS", "USABLE_MEMORY", "Prediction", "predict"]
+
+PARTS = ("compute", "recompute", "tensor", "bubble", "point-to-point", "data", "optimizer")
+USABLE_MEMORY = 0.92
+"""Of a GPU's memory; the driver, the libraries' buffers and fragments take the rest."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A run on paper.
+
+    Attributes:
+        model, layout, cluster, global_batch, seq_len, constants: what was asked.
+        step_s: seconds of a step.
+        parts: seconds by kind, :data:`PARTS`, of the rank that ends last; they add up to ``step_s``.
+        timeline: the pipeline's, in seconds, up to its last backward.
+    """
+
+    model: ModelConfig
+    layout: Layout
+    cluster: Cluster
+    global_batch: int
+    seq_len: int
+    constants: Constants
+    step_s: float
+    parts: Mapping[str, float]
+    timeline: Timeline = field(repr=False)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.global_batch * self.seq_len / self.step_s
+
+    @property
+    def tflops_per_gpu(self) -> float:
+        """Useful operations a GPU, in 10¹² a second."""
+        flops = model_flops(self.model, self.global_batch, self.seq_len)
+        return flops / self.step_s / self.cluster.n_gpus / 1e12
+
+    @property
+    def mfu(self) -> float:
+        """Useful operations over what the GPUs could do at their peak (Chowdhery et al. 2022, arXiv:2204.02311)."""
+        return self.tflops_per_gpu * 1e12 / self.cluster.gpu.peak
+
+    @property
+    def hfu(self) -> float:
+        """As ``mfu``, recomputed operations counted too."""
+        tokens = self.global_batch * self.seq_len
+        attention = 4.0 * tokens * self.seq_len * self.model.dim * self.model.n_layers
+        forward = model_flops(self.model, self.global_batch, self.seq_len) / 3
+        head = 2.0 * tokens * self.model.vocab_size * self.model.dim
+        again = {"none": 0.0, "selective": attention, "full": forward - head}[self.layout.ac]
+        return self.mfu * (1 + again / (3 * forward))
+
+    @cached_property
+    def _peaks(self) -> tuple[float, ...]:
+        return peaks_in_flight(self.model, self.layout, self.seq_len, self.timeline)
+
+    @cached_property
+    def peak_memory(self) -> tuple[Mapping[str, int], ...]:
+        """Bytes by pipeline rank and kind, of the first data- and tensor-parallel rank, which holds most."""
+        return tuple(self.memory(rank * self.layout.n_data * self.layout.tp) for rank in range(self.layout.pp))
+
+    @cached_property
+    def total_memory(self) -> tuple[int, ...]:
+        """Bytes by pipeline rank."""
+        return tuple(sum(kinds.values()) for kinds in self.peak_memory)
+
+    @property
+    def budget(self) -> float:
+        """Bytes a rank may hold."""
+        return self.cluster.gpu.memory * USABLE_MEMORY
+
+    @property
+    def fits(self) -> bool:
+        return max(self.total_memory) <= self.budget
+
+    @property
+    def bound_by(self) -> str:
+        """The largest part of the step, beside the products it is for."""
+        return max(PARTS, key=lambda part: self.parts[part])
+
+    def memory(self, rank: int) -> dict[str, int]:
+        """Bytes on a global rank at its fullest, by kind."""
+        m = self.layout.n_microbatches(self.global_batch)
+        return memory_of_rank(self.model, self.layout, self.seq_len, m, rank, self._peaks)
+
+    def gains(self) -> dict[str, float]:
+        """What twice of each resource would leave of the step's time, 1 for no gain."""
+        gpu, cluster = self.cluster.gpu, self.cluster
+        intra = float(cluster.intra_bandwidth or 0)
+        doubled = {
+            "peak": replace(cluster, gpu=replace(gpu, peak=2 * gpu.peak)),
+            "memory bandwidth": replace(cluster, gpu=replace(gpu, memory_bandwidth=2 * gpu.memory_bandwidth)),
+            "links inside nodes": replace(cluster, intra_bandwidth=2 * intra),
+            "links between nodes": replace(cluster, inter_bandwidth=2 * cluster.inter_bandwidth),
+        }
+        found = {name: self._again(cluster=other).step_s / self.step_s for name, other in doubled.items()}
+        found["global batch"] = self._again(global_batch=2 * self.global_batch).step_s / (2 * self.step_s)
+        return found
+
+    def _again(self, cluster: Cluster | None = None, global_batch: int | None = None) -> "Prediction":
+        return predict(
+            self.model,
+            self.layout,
+            cluster or self.cluster,
+            global_batch or self.global_batch,
+            self.seq_len,
+            self.constants,
+        )
+
+    def __str__(self) -> str:
+        most = max(self.total_memory)
+        return (
+            f"{self.layout}: {self.step_s:.4g} s a step, {self.tflops_per_gpu:.4g} TFLOP/s a GPU, MFU {self.mfu:.1%}, "
+            f"{most / 1e9:.3g} of {self.cluster.gpu.memory / 1e9:.3g} GB, bound by {self.bound_by}"
+        )
+
+
+@checked
+def predict(
+    model: ModelConfig,
+    layout: Layout,
+    cluster: Cluster,
+    global_batch: int,
+    seq_len: int,
+    constants: Constants | None = None,
+) -> Prediction:
+    """One step of ``model`` laid out on a cluster.
+
+    The pipeline is simulated with each stage's own times; reducing gradients, gathering parameters and the optimizer
+    are added on the rank that ends last, less what overlaps.
+
+    Args:
+        global_batch: sequences of all ranks together.
+        seq_len: tokens in a sequence.
+        constants: those fitted on the Megatron table unless given.
+
+    Raises:
+        ValueError: for what cannot be laid out, a batch that does not divide, or a sequence below 1 token.
+    """
+    constants = constants or Constants()
+    _check(model, layout, cluster, seq_len)
+    m = layout.n_microbatches(global_batch)
+    stages = layout.stages_of_all(model)
+    times = [stage_time(model, layout, cluster, constants, seq_len, stage) for stage in stages]
+    gathers = [data_parallel_times(layout, cluster, constants, [s])[0] for s in stages]
+    hop = transfer(model, layout, cluster, constants, seq_len) if layout.pp > 1 else 0.0
+    timeline = simulate(layout.order(m), _costs(layout, times, gathers, hop))
+    step_s, parts = _ending(model, layout, cluster, constants, timeline, times, hop)
+    return Prediction(model, layout, cluster, global_batch, seq_len, constants, step_s, parts, timeline)
+
+
+def _check(model: ModelConfig, layout: Layout, cluster: Cluster, seq_len: int) -> None:
+    layout.check(model, cluster)
+    if seq_len < 1:
+        raise ValueError(f"seq_len={seq_len}: give at least 1 token")
+
+
+def _costs(layout: Layout, times: list[StageTime], gathers: list[float], hop: float) -> Costs:
+    """What the simulator takes: with ``reshard`` each forward and backward waits for parameters that come too late."""
+    late = late_back = [0.0] * len(times)
+    if layout.frees_after_forward:
+        both = list(zip(gathers, times, strict=True))
+        late = [_exposed(layout, g, t.forward) for g, t in both]
+        late_back = [_exposed(layout, g, t.input_grad + t.weight_grad) for g, t in both]
+    return Costs(
+        forward=tuple(t.forward + x for t, x in zip(times, late, strict=True)),
+        input_grad=tuple(t.input_grad + x for t, x in zip(times, late_back, strict=True)),
+        weight_grad=tuple(t.weight_grad for t in times),
+        latency=hop,
+    )
+
+
+def _ending(
+    model: ModelConfig,
+    layout: Layout,
+    cluster: Cluster,
+    constants: Constants,
+    timeline: Timeline,
+    times: list[StageTime],
+    hop: float,
+) -> tuple[float, dict[str, float]]:
+    """When the last rank is done, and what it did until then."""
+    best: tuple[float, dict[str, float]] = (-1.0, {})
+    for rank, row in enumerate(timeline.by_rank):
+        held = layout.stages(model, rank)
+        gathered, reduced = data_parallel_times(layout, cluster, constants, held)
+        last = sum(times[s.index].input_grad + times[s.index].weight_grad for s in held)
+        first = sum(times[s.index].forward for s in held)
+        if layout.frees_after_forward:  # the links gather for the same backward
+            data = _exposed(layout, reduced, max(0.0, last - gathered))
+        else:
+            data = _exposed(layout, reduced, last) + _exposed(layout, gathered, first)
+        update = optimizer_time(layout, cluster, held)
+        end = float(row[-1].end) + data + update
+        if end > best[0]:
+            n = sum(part.kind == "F" for span in row for part in span.action.parts) / len(held)
+            here = [times[s.index] for s in held]
+            work = n * sum(t.forward + t.input_grad + t.weight_grad for t in here)
+            tensor = n * sum(t.tensor for t in here)
+            again = n * sum(t.recomputed for t in here)
+            again_tensor = again and tensor / 3 if layout.ac == "full" else 0.0
+            busy = float(timeline.busy[rank])
+            idle = float(row[-1].end) - busy
+            hops = min(idle, 2.0 * hop * (len(timeline.by_rank) - 1))
+            parts = {
+                "compute": work - tensor - again + again_tensor,
+                "recompute": again - again_tensor,
+                "tensor": tensor,
+                "bubble": idle - hops,
+                "point-to-point": hops,
+                "data": data + busy - work,
+                "optimizer": update,
+            }
+            best = (end, parts)
+    return best
+
+
+def _exposed(layout: Layout, traffic: float, beside: float) -> float:
+    """What is left of some traffic when it runs beside work: at least a tenth, for the first and last layer's wait."""
+    return max(traffic - beside, 0.1 * traffic) if layout.overlap else traffic
