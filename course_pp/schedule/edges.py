@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from course_pp.arguments import refuse_unless
 
-__all__ = ["Edge", "Lane", "lanes_of", "problems_of_edges"]
+__all__ = ["Edge", "Lane", "lanes_of", "problems_of_edges", "spelled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,16 @@ def problems_of_edges(edges: Sequence[Edge], n_stages: int) -> Iterable[str]:
         for reader in edge.readers:
             if reader <= edge.writer:
                 yield goes_backwards(edge.name, edge.writer, reader)
+
+
+def spelled(edges: Sequence[Edge]) -> str:
+    """``'x' from stage 0 to stages 2 and 3``, one after another."""
+    told = []
+    for edge in edges:
+        *others, last = map(str, edge.readers)
+        stages = f"stages {', '.join(others)} and {last}" if others else f"stage {last}"
+        told.append(f"{edge.name!r} from stage {edge.writer} to {stages}")
+    return "; ".join(told)
 
 
 def made_twice(name: str, one: int, other: int) -> str:

@@ -295,9 +295,11 @@ def note_ranks(axes: Axes, notes: Mapping[int, str], heading: str = "", size: fl
     )
 
 
-def draw_key(axes: Axes, kinds: Collection[str], has_idle: bool, n_chunks: int = 1) -> None:
-    """Name every colour in use, and the foot of a rank's later chunks, on the line of the axis label."""
-    handles = [
+def draw_key(
+    axes: Axes, kinds: Collection[str], has_idle: bool, n_chunks: int = 1, lines: Sequence[Line2D] = ()
+) -> None:
+    """Name every colour in use, the foot of a rank's later chunks, and lines, on the line of the axis label."""
+    handles: list[Patch | Line2D] = [
         Patch(facecolor=look.colour, hatch=look.hatch, edgecolor="white", label=f"{kind}  {KINDS[kind]}")
         for kind, look in LOOKS.items()
         if kind in kinds
@@ -307,6 +309,7 @@ def draw_key(axes: Axes, kinds: Collection[str], has_idle: bool, n_chunks: int =
     if n_chunks > 1:
         label = "2nd chunk" if n_chunks == 2 else "later chunk"
         handles.append(Patch(facecolor=chart.TEXT_GREY, label=label))
+    handles += lines
     if handles:
         add_legend(axes, handles)
 

@@ -6,6 +6,7 @@ from course_pp.arguments import checked
 from course_pp.schedule import Time, Timeline, format_time
 from course_pp.show import rows
 from course_pp.show.chart import ChartFigure
+from course_pp.show.far_messages import describe_far_messages, draw_far_messages
 from course_pp.show.wording import amount, counted, listed, named, percent
 
 
@@ -15,6 +16,7 @@ def timeline(tl: Timeline, title: str | None = None) -> ChartFigure:
 
     A box reads ``F3``, forward of microbatch 3, or ``2F3`` where a rank has several stages; a label that
     does not fit is shortened to the microbatch, then left out. A dark foot tells a rank's later chunks from its first.
+    Lines are messages beyond the neighbour: values of edges, their gradients, and tokens on their way back.
     The right margin has each rank's busy share.
     """
     figure, axes, scale, unit = rows.begin(tl, heights=(0.13, 0.42, 4.2), right=0.75)
@@ -29,7 +31,8 @@ def timeline(tl: Timeline, title: str | None = None) -> ChartFigure:
     if tl.makespan:
         rows.note_ranks(axes, {rank: percent(tl.busy[rank] / tl.makespan) for rank in ranks}, "busy")
     n_chunks = 1 + max(chunks.values(), default=0)
-    rows.draw_key(axes, {box.action.kind for box in boxes}, tl.bubble_fraction > 0, n_chunks)
+    lines = draw_far_messages(axes, tl, scale)
+    rows.draw_key(axes, {box.action.kind for box in boxes}, tl.bubble_fraction > 0, n_chunks, lines)
     axes.set_title(finding(tl) if title is None else title, loc="left", fontsize=11.5, pad=9)
     figure.alt_text = describe(tl)
     return figure
@@ -57,7 +60,8 @@ def describe(tl: Timeline) -> str:
     """The finding and the peaks in a sentence for those who do not see the figure."""
     kind = "Measured timeline" if tl.unit == "s" else "Timeline"
     what = named(tl.name, f"{kind}, one row a rank")
-    return f"{what}. {finding(tl)}; peak activations held: {spelled_peaks(tl.peak_activations)}."
+    peaks = f"peak activations held: {spelled_peaks(tl.peak_activations)}."
+    return f"{what}. {finding(tl)}; {peaks}{describe_far_messages(tl)}"
 
 
 def spelled_peaks(peaks: Sequence[Time], spell: Callable[[Time], str] = amount) -> str:
