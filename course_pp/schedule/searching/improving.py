@@ -10,7 +10,7 @@ accepted within a threshold that falls to zero; then the next round starts from 
 from collections.abc import Callable
 from random import Random
 
-from course_pp.schedule.searching.problem import Pass, Problem, Words
+from course_pp.schedule.searching.problem import FORWARD, Pass, Problem, Words
 from course_pp.schedule.span import Time
 
 ROUND = 400
@@ -68,15 +68,13 @@ class Improver:
             if move is None:
                 continue
             rank, taken, put = move
-            word = words[rank]
-            letter = word.pop(taken)
-            word.insert(put, letter)
+            kept = words[rank]
+            words[rank] = self._moved(rank, kept, taken, put)
             self.tries += 1
-            found = self.problem.run(words) if self.problem.row_fits(rank, word) else None
+            found = self.problem.run(words) if self.problem.row_fits(rank, words[rank]) else None
             slack = start * (1 - step / ROUND)
-            if found is None or (found.makespan - now[0], found.total - now[1]) > (slack, 0 if slack == 0 else slack):
-                word.pop(put)
-                word.insert(taken, letter)
+            if found is None or (found.makespan - now[0], found.total - now[1]) > (slack, slack):
+                words[rank] = kept
                 continue
             now = (found.makespan, found.total)
             blocks = self._blocks(words, found)
@@ -86,6 +84,30 @@ class Improver:
                 self.best, self.score = [list(each) for each in words], now
                 if now[0] <= enough:
                     return
+
+    def _moved(self, rank: int, word: list[int], taken: int, put: int) -> list[int]:
+        """The word with a letter elsewhere. Where the rank is then too full, what makes room comes first."""
+        problem, cap = self.problem, self.problem.caps[rank]
+        word = word.copy()
+        word.insert(put, word.pop(taken))
+        held, place = 0, 0
+        while place < len(word):
+            letter = word[place]
+            if letter % 3 == FORWARD:
+                if held == cap:
+                    later = next((i for i in range(place + 1, len(word)) if problem.releases(word[i])), None)
+                    if later is None:
+                        break
+                    if self.random.random() < 0.5:
+                        word.insert(place, word.pop(later))
+                    else:
+                        word.insert(later, word.pop(place))
+                    continue
+                held += 1
+            elif problem.releases(letter):
+                held -= 1
+            place += 1
+        return word
 
     def _move(self, words: Words, blocks: list[tuple[int, int, int]]) -> tuple[int, int, int] | None:
         """A rank, the place of a letter in its word, and where to put it."""

@@ -5,7 +5,7 @@ run ahead, and whether it rather waits for a message than start a weight gradien
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from course_pp.schedule.searching.problem import FORWARD, INPUT, WEIGHT, Problem, Words
 from course_pp.schedule.span import Time
@@ -24,15 +24,17 @@ class Rule:
             1 gives the warm-up of 1F1B, 2 that of ZB-H2.
         patient: whether a rank leaves ``W`` if a message known to be on its way arrives before ``W`` would end.
         deep: whether a rank with two stages prefers the later one.
+        window: how many microbatches a rank with two stages may have under way; None for no limit.
     """
 
     order: str = "IFW"
     slope: int | None = None
     patient: bool = False
     deep: bool = True
+    window: int | None = None
 
 
-RULES = tuple(
+_RULES = tuple(
     Rule(order, slope, patient, deep)
     for order in ("IFW", "FIW", "IWF")
     for slope in (None, 1, 2)
@@ -41,12 +43,24 @@ RULES = tuple(
 )
 
 
+def rules_for(problem: Problem) -> tuple[Rule, ...]:
+    """The rules worth a try. Two stages a rank fill it with the first unless only so many microbatches come in."""
+    if problem.n_chunks == 1:
+        return tuple(rule for rule in _RULES if rule.deep)
+    cap = min(problem.caps)
+    windows = [None, *sorted({window for window in (cap // 2, cap // 2 + 1, cap - 2) if 0 < window < cap})]
+    return tuple(replace(rule, window=window) for window in windows for rule in _RULES)
+
+
 class Desk:
     """A schedule as it is being written, rank by rank, with what each rank could do next.
 
     Attributes:
         rows: for each rank the letters so far, each with its microbatch.
         clocks: when each rank is free.
+        held: for each rank how many activations it has.
+        ahead: by how many its forwards exceed its input gradients.
+        under_way: how many activations of its first stage it has.
         inbox: for each letter the microbatches it could take, first come first, each with its time of arrival.
     """
 
@@ -58,6 +72,7 @@ class Desk:
         self.inbox[FORWARD] = [(0, microbatch) for microbatch in range(problem.n_microbatches)]
         self.held = [0] * problem.n_ranks
         self.ahead = [0] * problem.n_ranks
+        self.under_way = [0] * problem.n_ranks
         self.rule = rule
         self._letters = [self._preferred(rank) for rank in range(problem.n_ranks)]
         self._readers: list[list[int]] = [[] for _ in problem.durations]
@@ -84,7 +99,11 @@ class Desk:
         if self.held[rank] + 1 > problem.caps[rank] - later:
             return False
         # With several stages a rank, only the first keeps its distance: the others finish what is under way.
-        if self.rule.slope is None or stage >= problem.n_ranks:
+        if stage >= problem.n_ranks:
+            return True
+        if self.rule.window is not None and self.under_way[rank] >= self.rule.window:
+            return False
+        if self.rule.slope is None:
             return True
         distance = self.rule.slope * (problem.n_ranks - 1 - rank) + (problem.n_chunks - 1) * problem.n_ranks
         return self.ahead[rank] <= distance
@@ -112,6 +131,8 @@ class Desk:
         self.clocks[rank] = end
         self.rows[rank].append((letter, microbatch))
         kind = letter % 3
+        if letter < 3 * problem.n_ranks:
+            self.under_way[rank] += (kind == FORWARD) - problem.releases(letter)
         self.held[rank] += (kind == FORWARD) - problem.releases(letter)
         self.ahead[rank] += (kind == FORWARD) - (kind == INPUT)
         touched = {rank}

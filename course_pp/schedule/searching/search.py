@@ -7,7 +7,7 @@ from course_pp.arguments import checked
 from course_pp.schedule.costs import Costs, divide
 from course_pp.schedule.schedule import Schedule
 from course_pp.schedule.searching.improving import Improver
-from course_pp.schedule.searching.listing import RULES, listed
+from course_pp.schedule.searching.listing import listed, rules_for
 from course_pp.schedule.searching.problem import Words
 from course_pp.schedule.searching.question import Layout, MemoryLimit, Question, questions, refuse_no_time
 from course_pp.schedule.searching.zero_bubble import zero_bubble_heuristic
@@ -125,7 +125,7 @@ def _starts(question: Question, deadline: float) -> list[Words]:
     problem = question.problem
     tried: list[Words] = [problem.words_of(schedule) for schedule in question.named()]
     tried += zero_bubble_heuristic(problem)
-    for rule in RULES:
+    for rule in rules_for(problem):
         # One rule always gets its turn, so that there is an answer whatever the time.
         if tried and monotonic() > deadline:
             break
