@@ -100,6 +100,14 @@ def test_it_agrees_with_every_order_of_a_small_pipeline(p: int, m: int, cap: int
     assert search(p, m, costs, cap, seconds=1).timeline.makespan >= found.bound
 
 
+def test_a_cap_that_the_bound_says_too_little_about_takes_the_solver() -> None:
+    costs = Costs(10, 12, 7)
+    found = optimum(2, 4, costs, 2)
+    (question,) = questions(2, 4, costs, 2, 1, None, True)
+    assert found.proven
+    assert question.bound == 126 < found.bound == 131 == least_of_all_words(question.problem)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("p", "m", "cap"), [(2, 4, 2), (2, 4, 4), (3, 3, 2), (3, 3, 3)])
 def test_it_agrees_with_every_order_of_a_pipeline_that_takes_longer(p: int, m: int, cap: int) -> None:

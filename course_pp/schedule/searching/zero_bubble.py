@@ -93,8 +93,8 @@ class _Attempt:
                 clock, more[rank] = then, more[rank] + 1
             back = max(clock, arrival) + self._cost(rank, INPUT)
         for rank in range(1, n):
-            # A rank can be ahead of its backwards only by fewer forwards than the rank that feeds it.
-            while more[rank] > 0 and more[rank] >= more[rank - 1]:
+            # A rank can be ahead only by fewer forwards than the rank that feeds it, unless that one has done all.
+            while more[rank] > 0 and more[rank] >= more[rank - 1] and more[rank - 1] + 1 < problem.n_microbatches:
                 more[rank] -= 1
         for rank in range(n):
             for _ in range(more[rank]):
