@@ -30,10 +30,12 @@ def predict(
     """The closed form for the schedule that :func:`course_pp.schedule.build` makes of the same name and sizes.
 
     Raises:
-        ValueError: where ``build`` does; a :class:`NoClosedForm` where the conditions of the form do not hold.
+        ValueError: where ``build`` does; a :class:`NoClosedForm` where the conditions of the form do not hold, and
+            for a schedule of which no form is known.
     """
     schedule = build(name, n_ranks, n_microbatches, n_chunks)
-    form = _FORMS[schedule.name]
+    if (form := _FORMS.get(schedule.name)) is None:
+        raise NoClosedForm(schedule.name, f"a schedule whose form is known: {', '.join(_FORMS)}")
     costs = Costs() if costs is None else costs
     return form(Case(n_ranks, n_microbatches, schedule.n_stages // n_ranks, costs))
 

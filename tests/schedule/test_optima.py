@@ -39,8 +39,10 @@ def test_each_stored_order_can_run_keeps_its_cap_and_takes_as_long_as_its_row_sa
 
 @thinned
 def test_each_named_schedule_takes_as_long_as_its_row_says(every: int) -> None:
+    recorded = set().union(*(each.named for each in optima()))  # a schedule may be newer than the table
     for each in optima()[:: 3 * every]:
-        assert each.named == named_makespans(each.n_ranks, each.n_microbatches, each.costs, each.cap)
+        now = named_makespans(each.n_ranks, each.n_microbatches, each.costs, each.cap)
+        assert each.named == {name: makespan for name, makespan in now.items() if name in recorded}
 
 
 @pytest.mark.parametrize("every", [pytest.param(53, id="a sample"), pytest.param(1, id="all", marks=pytest.mark.full)])

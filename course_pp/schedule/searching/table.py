@@ -95,7 +95,7 @@ def read_row(cells: Mapping[str, str]) -> Row:
         numbers["cap"],
         numbers["makespan"],
         numbers["bound"],
-        {name: Fraction(cells[name]) for name in NAMED if cells[name]},
+        {name: Fraction(cells[name]) for name in NAMED if cells.get(name)},  # a schedule newer than the table: absent
         tuple(cells["order"].split("/")),
     )
 
