@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from course_pp.launch import on_ranks
-from course_pp.model import ModelConfig, Transformer
+from course_pp.model import ModelConfig, Transformer, build_stage_module
 from course_pp.parallel import auto_split, count_collectives
 from course_pp.parallel.split import crossing
-from course_pp.runtime import Pipeline
-from course_pp.schedule import build
+from course_pp.runtime import EmulatedCluster, Pipeline, Recorder, generate
+from course_pp.schedule import Costs, Timeline, build
 
 __all__ = [
     "ARTICLE",
@@ -28,6 +28,7 @@ __all__ = [
     "UNet",
     "Up",
     "ends_apart",
+    "generate_text",
     "gpt2",
     "in_turn",
     "layers_of",
@@ -260,6 +261,45 @@ def _skip_step(rank: int, name: str, n_ranks: int, m: int) -> tuple[dict[str, Te
     counts = count_collectives(lambda: pipeline.step(_batch(m), _batch(m)))
     sent = sum(tally.n_bytes for (_, kind), tally in counts.tallies.items() if kind == "send")
     return {f"{s}.{k}": p.grad for s, module in mine.items() for k, p in module.named_parameters()}, sent  # type: ignore[misc]
+
+
+def generate_text(n_prompts: Sequence[int], n_tokens: int = 6) -> dict[int, tuple[bool, Timeline]]:
+    """Continue prompts on four emulated ranks, whose stages take 20 ms for a forward.
+
+    Returns:
+        By number of prompts, whether one process writes the same tokens, and what the ranks did when.
+    """
+    ranks = on_ranks(4, _generate, tuple(n_prompts), n_tokens)
+    return {n: (ranks[0][n][0] == _written_by_one(n, n_tokens), ranks[0][n][1]) for n in n_prompts}
+
+
+_WRITER = ModelConfig(dim=16, n_layers=4, n_heads=2, vocab_size=WORDS, max_seq_len=32)
+
+
+def _prompts(n: int) -> list[list[int]]:
+    return [[7 * i % WORDS, 1 + i, 2] for i in range(n)]
+
+
+def _generate(rank: int, n_prompts: Sequence[int], n_tokens: int) -> dict[int, tuple[list[list[int]], Timeline]]:
+    torch.manual_seed(0)
+    stage, cluster, found = build_stage_module(_WRITER, rank, 4), EmulatedCluster(Costs(forward=0.02)), {}
+    generate({rank: stage}, _prompts(1), 1)  # the first forward does much that is done once
+    for n in n_prompts:
+        recorder = Recorder()
+        texts = generate({rank: stage}, _prompts(n), n_tokens, cluster=cluster, recorder=recorder)
+        found[n] = texts, recorder.timeline(name=f"{n} prompts")
+    return found
+
+
+def _written_by_one(n: int, n_tokens: int) -> list[list[int]]:
+    torch.manual_seed(0)
+    model, texts = Transformer(_WRITER), []
+    for prompt in _prompts(n):
+        text = list(prompt)
+        for _ in range(n_tokens):
+            text.append(int(model(torch.tensor([text]))[0, -1].argmax()))
+        texts.append(text[len(prompt) :])
+    return texts
 
 
 def _ladder_in_one_process(m: int) -> dict[str, Tensor]:

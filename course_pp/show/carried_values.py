@@ -131,9 +131,10 @@ def _short(name: str) -> str:
 def _finding(cut: Cut) -> str:
     if not cut.begins:
         return f"{counted(len(cut.calls), 'call')} in one piece: nothing crosses"
-    most = max(len(_over(cut, begin)) for begin in cut.begins)
+    counts = {len(_over(cut, begin)) for begin in cut.begins}
     past = sum(_passes(cut, value) for value in cut.values)
-    words = f"{len(cut.begins) + 1} stages: a cut carries up to {counted(most, 'tensor')}"
+    up_to = "each cut carries" if len(counts) == 1 else "a cut carries up to"
+    words = f"{len(cut.begins) + 1} stages: {up_to} {counted(max(counts), 'tensor')}"
     return f"{words}; {past} skip a stage" if past else words
 
 

@@ -71,7 +71,7 @@ def mutants(source: str) -> tuple[Mutant, ...]:
     taken: set[str] = set()
     for changed in _changed_trees(original):
         text = ast.unparse(ast.fix_missing_locations(changed))
-        if text == plain or text in found:
+        if text == plain or text in found or not _is_python(text):
             continue
         change = _difference(plain, text)
         # Two may differ in the same words at different places.
@@ -294,3 +294,12 @@ def _swapped(elements: list[ast.expr], i: int) -> list[ast.expr]:
 def _one_fewer(op: ast.boolop, values: list[ast.expr], i: int) -> ast.expr:
     left = values[:i] + values[i + 1 :]
     return left[0] if len(left) == 1 else ast.BoolOp(op, left)
+
+
+def _is_python(text: str) -> bool:
+    """Whether a changed tree can be written down: a number added to ``1:`` cannot."""
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        return False
+    return True

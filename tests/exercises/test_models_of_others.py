@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from course_pp.exercises.models_of_others import carries, skip_bytes, tied_across
 from course_pp.exercises.models_of_others_clinic import PATIENTS, examine, patient_a
-from course_pp.exercises.models_of_others_lab import ARTICLE, ends_apart, skip_step
+from course_pp.exercises.models_of_others_lab import ARTICLE, ends_apart, generate_text, skip_step
 from course_pp.model import layer_costs, partition_by_cost
 from tests.exercises import grading
 from tests.exercises.grading import accepts
@@ -181,3 +181,8 @@ def test_skips_stay_on_their_rank_in_a_v() -> None:
     line, v = skip_step("1f1b", 4), skip_step("zb_v", 2)
     assert max(line[0], v[0]) < 1e-12
     assert line[1] / v[1] == pytest.approx(2.5, rel=0.05)
+
+
+@pytest.mark.ranks
+def test_prompts_in_turn_write_what_one_process_writes() -> None:
+    assert all(equal for equal, _ in generate_text((1, 5), n_tokens=2).values())

@@ -92,7 +92,7 @@ def test_every_size_is_legible_and_told_in_words(name: str) -> None:
 
 def test_what_a_cut_carries_is_told_and_added_up() -> None:
     figure = show.carried(carried(3))
-    assert title(figure) == "4 stages: a cut carries up to 2 tensors; 1 skip a stage"
+    assert title(figure) == "4 stages: each cut carries 2 tensors; 1 skip a stage"
     assert texts(figure).count("2 tensors, 12 KiB") == 3
     assert (
         "the cut before model.blocks.12 carries 12 KiB, made by model.blocks.11 and model.blocks.2" in figure.alt_text
