@@ -16,6 +16,7 @@ from course_pp.schedule.span import Time
 from course_pp.schedule.timeline import Timeline
 
 _PATIENCE = 6_000
+_WALKING = 0.95  # of the time; the exact simulation at the end takes some too
 _SCOUTS, _SCOUTING = 4, 800
 
 
@@ -88,7 +89,8 @@ def search(
     costs = Costs() if costs is None else costs
     asked = questions(n_ranks, n_microbatches, costs, memory_limit, n_chunks, placement, split)
     found = [
-        answer(question, began + seconds * (number + 1) / len(asked), seed) for number, question in enumerate(asked)
+        answer(question, began + _WALKING * seconds * (number + 1) / len(asked), seed)
+        for number, question in enumerate(asked)
     ]
     best = min(found, key=lambda each: each.timeline.makespan)
     return replace(best, bound=min(each.bound for each in found), tries=sum(each.tries for each in found))
