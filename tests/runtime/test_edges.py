@@ -215,3 +215,29 @@ def test_an_emulated_cluster_charges_for_edges_as_the_simulation_does(name: str)
     assert float(found.makespan) == pytest.approx(float(predicted.makespan), abs=1e-6) or found.trouble
     if name == "1f1b":
         assert predicted.makespan > cluster.predict(bare).makespan + 0.04
+
+
+def updated(rank: int, seed: int) -> tuple[tuple[Edge, ...], list[Tensor]]:
+    stage = linked_stages(random_graph(seed, 3))[rank]
+    optimizer = {rank: torch.optim.SGD(stage.parameters(), lr=0.1)}
+    schedule = build("pipedream", 3, 6, group=6)
+    options: Any = {"optimizers": optimizer, "versions": "stash", "timeout_s": 20}
+    pipeline = Pipeline(schedule, {rank: stage}, nn.functional.mse_loss, **options)
+    pipeline.step(*for_rank(rank, schedule, *equal_batch()))
+    return pipeline.schedule.edges, [p.detach().clone() for p in stage.parameters()]
+
+
+def equal_batch() -> tuple[Tensor, Tensor]:
+    return torch.linspace(-1, 1, 2 * 12 * WIDTH, dtype=torch.float64).view(2, 12, WIDTH).unbind()
+
+
+def test_stages_that_update_themselves_have_edges_too() -> None:
+    """All microbatches make one update, so it is that of one process."""
+    stages = linked_stages(random_graph(1, 3))
+    inputs, targets = equal_batch()
+    nn.functional.mse_loss(through(stages, inputs), targets).backward()
+    for stage, (edges, parameters) in zip(stages, on_ranks(3, updated, 1, timeout_s=40), strict=True):
+        assert edges
+        for found, start in zip(parameters, stage.parameters(), strict=True):
+            assert start.grad is not None
+            torch.testing.assert_close(found, start.detach() - 0.1 * start.grad, rtol=1e-12, atol=1e-12)

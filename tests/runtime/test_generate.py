@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from course_pp.launch import on_ranks
 from course_pp.model import ModelConfig, Transformer, build_stage_module
+from course_pp.parallel import auto_split
 from course_pp.runtime import EmulatedCluster, PipelineError, Recorder, generate
 from course_pp.schedule import Costs, Timeline, build, check, generation, simulate
 from tests.processes import no_process_left
@@ -158,3 +159,27 @@ def test_the_order_of_generation_is_legal_and_as_busy_as_groups_allow() -> None:
     assert check(trained) == [
         "tokens feed back to the first stage, yet there are backwards: generation is forward only"
     ]
+
+
+def of_transformers() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.LlamaConfig(vocab_size=29, max_position_embeddings=64, **sizes)
+    return sharpened(transformers.LlamaForCausalLM(config)).eval()
+
+
+def generated_by_cut(rank: int, prompts: list[list[int]]) -> list[list[int]]:
+    stages = auto_split(of_transformers(), torch.ones(1, 4, dtype=torch.int64), 2)
+    return generate({rank: stages[rank]}, prompts, N_TOKENS, cache=False, timeout_s=60)
+
+
+@pytest.mark.long
+def test_a_model_of_transformers_that_was_cut_generates_what_it_does_whole() -> None:
+    prompts, model = prompts_of(5), of_transformers()
+    expected = []
+    for prompt in prompts:
+        options = {"max_new_tokens": N_TOKENS, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        expected.append(model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist())
+    for found in on_ranks(2, generated_by_cut, prompts, timeout_s=LIMIT_S):
+        assert found == expected
