@@ -91,8 +91,6 @@ def memory_of_rank(
     if layout.n_data > 1:
         elements = unsharded_elements(stages, layout.dp_shard, layout.frees_after_forward, pipelined=layout.pp > 1)
         held["gathered"] = elements * size.computed
-        if layout.dp_shard == 1 and size.computed == size.kept:
-            held["gathered"] = 0  # a whole shard in the dtype it is used in is used as it is
     if peaks is None:
         kept = [kept_by_stage(model, layout, seq_len, s) for s in stages]
         held["activations"] = int(_bound_in_flight(layout, kept, n_microbatches, at.pp))

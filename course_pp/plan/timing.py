@@ -35,8 +35,8 @@ class Constants:
         link_efficiency: share of a link's bandwidth that a collective reaches.
     """
 
-    matmul_efficiency: float = 0.66
-    memory_passes: float = 2.2
+    matmul_efficiency: float = 0.6641
+    memory_passes: float = 2.394
     backward_passes: float = 2.0
     link_efficiency: float = 0.8
 

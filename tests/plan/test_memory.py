@@ -1,0 +1,124 @@
+"""Memory on paper is memory on ranks: every kind, on every rank."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from course_pp.launch import on_ranks
+from course_pp.model import CrossEntropy, ModelConfig, PipelineStageModule
+from course_pp.parallel import apply_ac, get_dp_rank, init_distributed, measure_unsharded_bytes
+from course_pp.plan import Layout
+from course_pp.plan.memory import kept_by_stage, memory_of_rank
+from tests.equality import adamw
+from tests.parallel.layouts import (
+    PLAIN,
+    SEQ_LEN,
+    TIED,
+    Case,
+    build_modules,
+    build_pipeline,
+    grid,
+    jobs_of,
+)
+
+
+def n_bytes(tensors):
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if isinstance(t, torch.Tensor)]
+    return sum(t.numel() * t.element_size() for t in local)
+
+
+def held_on_rank(rank, case, jobs):
+    """Bytes by kind after two steps, and the most that was gathered in the second, for each job."""
+    mesh = init_distributed(case.distributed, seed=0)
+    return [held_after_steps(case, mesh, *job) for job in jobs]
+
+
+def held_after_steps(case, mesh, variant, config, data, kwargs):
+    """The same for one job."""
+    modules = build_modules(case, config, mesh, variant.ac)
+    optimizer, loss_fn = adamw(modules), CrossEntropy()
+    inputs, target, *more = (each.chunk(case.n_data)[get_dp_rank(mesh)] for each in (*data[0], *kwargs.values()))
+    given = dict(zip(kwargs, more, strict=True))
+    runner = build_pipeline(case, modules, mesh, len(inputs), loss_fn) if case.pp > 1 else None
+
+    def step():
+        optimizer.zero_grad()
+        if runner is not None:
+            runner.step(inputs, target=target, **given)
+        else:
+            loss_fn(modules[0](inputs, **given), target).backward()
+        optimizer.step()
+
+    step()
+    gathered = measure_unsharded_bytes(step, modules)
+    parameters = [p for m in modules for p in m.parameters()]
+    return {
+        "parameters": n_bytes(parameters),
+        "gradients": n_bytes(p.grad for p in parameters),
+        "optimizer": n_bytes(value for state in optimizer.state.values() for value in state.values()),
+        "gathered": gathered,
+    }
+
+
+SAMPLE = {
+    Case(dp_shard=3, reshard=True): TIED,
+    Case(pp=2, schedule="zb_v", dp_shard=2, reshard=False): PLAIN,
+    Case(pp=2, schedule="1f1b", tp=2): TIED,
+}
+
+
+@pytest.mark.parametrize(("case", "variants"), grid(SAMPLE))
+def test_what_every_rank_holds_is_what_the_formulas_say(case, variants):
+    jobs = jobs_of(case, variants)
+    ranks = on_ranks(case.n_ranks, held_on_rank, case, jobs, timeout_s=110)
+    for (variant, config, _, _), measured in zip(jobs, zip(*ranks, strict=True), strict=True):
+        layout = Layout(
+            case.pp,
+            case.tp,
+            case.dp_shard,
+            case.dp_replicate,
+            case.schedule if case.pp > 1 else "1f1b",
+            reshard=case.reshard,
+            ac=variant.ac,
+            precision="float64",
+        )
+        for rank, held in enumerate(measured):
+            predicted = memory_of_rank(config, layout, SEQ_LEN, case.n_microbatches, rank, None)
+            assert {kind: predicted[kind] for kind in held} == held, f"rank {rank}"
+
+
+def kept_by_forward(module: nn.Module, inputs: torch.Tensor, target: torch.Tensor | None) -> int:
+    """Bytes of the storages that autograd keeps, those of parameters and buffers left out."""
+    own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = module(inputs)
+        if target is not None:
+            output = CrossEntropy()(output, target)
+    return sum(t.untyped_storage().nbytes() for address, t in kept.items() if address not in own)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("ac", ["none", "selective", "full"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_what_a_forward_keeps_is_what_autograd_saves(dtype, ac, gated):
+    config = ModelConfig(64, 6, 4, 100, n_kv_heads=2, ffn_dim=160, max_seq_len=32, gated_ffn=gated)
+    layout = Layout(pp=3, microbatch_size=2, ac=ac, precision=dtype, fused_norms=False)
+    batch, s = 2, 32
+    for stage in layout.stages_of_all(config):
+        module = PipelineStageModule(config, stage.index, 3, (2 * stage.index, 2 * stage.index + 2))
+        module_dtype = getattr(torch, dtype)
+        module = module.to(module_dtype)
+        apply_ac(module, ac)
+        inputs = torch.randint(100, (batch, s)) if stage.is_first else torch.randn(batch, s, 64).to(module_dtype)
+        inputs.requires_grad_(not stage.is_first)
+        target = torch.randint(100, (batch, s)) if stage.is_last else None
+        assert kept_by_stage(config, layout, s, stage) == pytest.approx(
+            kept_by_forward(module, inputs, target), rel=0.03
+        )
