@@ -93,7 +93,7 @@ def disk() -> list[Finding]:
     """Say of the folder here, of the one for temporary files and of the cache whether files can be written."""
     breaks = {
         "disk here": "notebook 09, which writes checkpoints beside itself, and saving any notebook",
-        "disk for temporary files": "every on_ranks, check and %torchrun, so notebooks 00 to 09",
+        "disk for temporary files": "every on_ranks, check and %torchrun, so all notebooks",
     }
     places = {
         "disk here": (
@@ -141,7 +141,7 @@ def home() -> Finding:
     """Say whether progress can be kept: in a folder that exists, takes files, and locks them."""
     name = "progress file"
     remedy = "set COURSE_PP_PROGRESS to a file that can be written, on a local disk"
-    breaks = "nothing stops, but what check(...) finds in notebooks 00 to 09 is forgotten"
+    breaks = "nothing stops, but what check(...) finds is forgotten, in all notebooks"
     path = Path(os.environ.get("COURSE_PP_PROGRESS") or os.environ.get("XDG_STATE_HOME") or "~")
     with contextlib.suppress(RuntimeError):
         path = path.expanduser()
@@ -200,7 +200,7 @@ def _threads_of_this_user() -> int:
 
 def ports() -> Finding:
     """Say whether a process can connect to another on this machine, as ranks and the kernel do."""
-    name, breaks = "ports", "every rank and every kernel, so notebooks 00 to 09"
+    name, breaks = "ports", "every rank and every kernel, so all notebooks"
     remedy = "let the firewall pass the loopback interface (127.0.0.1), and bring it up: ip link set lo up"
     try:
         with socket.socket() as listener:
@@ -230,7 +230,7 @@ def host_name() -> Finding:
     except OSError:
         says = f"{name!r} has no address"
         remedy = f"add the line 127.0.1.1 {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo"
-        return Finding("host name", False, says, "%torchrun cells of notebooks 00 to 09, which wait or fail", remedy)
+        return Finding("host name", False, says, "%torchrun cells of all notebooks, which wait or fail", remedy)
     return Finding("host name", True, f"{name} is {address}")
 
 
@@ -296,8 +296,8 @@ CHECKS = (
     Check("progress file", home, "what check(...) remembers"),
     Check("open files", open_files, _EIGHT_RANKS),
     Check("processes", processes, _EIGHT_RANKS),
-    Check("ports", ports, "notebooks 00 to 09"),
-    Check("host name", host_name, "%torchrun cells of notebooks 00 to 09"),
+    Check("ports", ports, "all notebooks"),
+    Check("host name", host_name, "%torchrun cells of all notebooks"),
     Check("clock", clock, "emulated timelines of notebooks 02 to 06"),
     Check("file system", shared_folder, "jobs on several nodes"),
 )

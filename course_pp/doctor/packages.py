@@ -18,8 +18,8 @@ from course_pp.doctor.finding import Check, Finding
 OLDEST_TORCH, FIRST_TOO_NEW_TORCH = (2, 11), (2, 14)
 INSTALL_TORCH = "pip install 'torch>=2.11,<2.14'"
 _IMPORT_LIMIT_S = 16.0
-_ALL = "notebooks 00 to 09"
-_FIGURES = "the figures of notebooks 00 to 09"
+_ALL = "all notebooks"
+_FIGURES = "the figures of all notebooks"
 # What is imported, what it is installed as, and what fails without it.
 PACKAGES = (
     ("cloudpickle", "cloudpickle", "on_ranks: notebooks 00, 07, 08, 09"),

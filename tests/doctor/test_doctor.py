@@ -46,14 +46,14 @@ def asked(call: str, before: str = "", flags: tuple[str, ...] = (), **environ: s
         ("-m", "mount -t tmpfs -o size=32m none /dev/shm", "machine.shared_memory()", "only 32 MiB free", "NCCL"),
         ("-m", "mount -t tmpfs -o size=64k none /tmp", "machine.disk()", "No space left on device", "every on_ranks"),
         ("-m", "mount -t tmpfs -o size=9m none /tmp; cd /tmp", "machine.disk()", "only 9 MiB free", "notebook 09"),
-        ("-n", "true", "machine.ports()", "Network is unreachable", "notebooks 00 to 09"),
+        ("-n", "true", "machine.ports()", "Network is unreachable", "all notebooks"),
         # A queue of one byte drops every packet, as a firewall does.
         (
             "-n",
             "PATH=$PATH:/usr/sbin; ip link set lo up; tc qdisc add dev lo root bfifo limit 1",
             "machine.ports()",
             "messages to 127.0.0.1 are dropped",
-            "notebooks 00 to 09",
+            "all notebooks",
         ),
         ("-u", "hostname nowhere-here", "machine.host_name()", "'nowhere-here' has no address", "%torchrun"),
     ],
