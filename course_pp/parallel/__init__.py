@@ -33,6 +33,7 @@ from course_pp.parallel.carrying import Carried, carried_bytes, carry_along
 from course_pp.parallel.clipping import clip_grad_norm_
 from course_pp.parallel.compiling import apply_compile
 from course_pp.parallel.counting import CollectiveCounter, CollectiveCounts, Tally, count_collectives, wire_factor
+from course_pp.parallel.dry_run import DryRun, dry_run
 from course_pp.parallel.fsdp import ReshardPolicy, apply_fsdp2, default_mp_policy, resolve_reshard_after_forward
 from course_pp.parallel.mesh import (
     DistributedConfig,
@@ -68,6 +69,7 @@ __all__ = [
     "CollectiveCounter",
     "CollectiveCounts",
     "DistributedConfig",
+    "DryRun",
     "ModelConfig",
     "OptimisticStep",
     "PipelineSchedule",
@@ -94,6 +96,7 @@ __all__ = [
     "count_collectives",
     "default_mp_policy",
     "destroy_distributed",
+    "dry_run",
     "explain",
     "find_blocks",
     "find_ties",

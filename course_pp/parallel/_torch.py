@@ -26,6 +26,7 @@ __all__ = [
     "TorchDispatchMode",
     "carries_integers",
     "explicit_order",
+    "fake_store",
     "forget_meshes",
     "mixed_precision",
     "multiply",
@@ -40,6 +41,13 @@ __all__ = [
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Limit how long messages of ``group`` may take: a mesh gives its groups torch's default of half an hour."""
     distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def fake_store() -> dist.Store:
+    """A store for the backend "fake", whose collectives do nothing; the import makes that backend known."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
 
 
 def forget_meshes() -> None:
