@@ -10,7 +10,7 @@ from tests.exercises.test_own_schedule_rules import judged
 
 
 def searched(schedule: Schedule, costs: Costs, cap: int) -> Schedule:
-    return search(schedule.n_ranks, schedule.n_microbatches, costs, cap, seconds=2).schedule
+    return search(schedule.n_ranks, schedule.n_microbatches, costs, cap, seconds=0.3).schedule
 
 
 def unchanged(schedule: Schedule, costs: Costs, cap: int) -> Schedule:

@@ -15,6 +15,7 @@ def run_all(rank: int, schedules: list[Schedule]) -> Results:
     return [in_a_pipeline(rank, schedule, None, "gloo") for schedule in schedules]
 
 
+@pytest.mark.long
 def test_found_and_tabled_orders_run_with_the_loss_and_gradients_of_one_process() -> None:
     row = next(r for r in optima() if r.split and (r.n_ranks, r.n_microbatches, r.cap) == (4, 8, 3))
     unequal = Costs((1, 2, 1, 1, 1, 3, 1, 1), 1, (2, 1, 1, 1, 1, 1, 1, 1), latency=0.5)
