@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Make the copy and become JupyterLab.
 
-    In a clone the copy holds the notebooks alone. What was installed from a wheel has no clone around it: its copy has
+    In a clone the copy holds the notebooks alone; in a folder elsewhere also the scripts, or ``%torchrun`` would not
+    find them. What was installed from a wheel has no clone around it: its copy has
     the clone's folders, ``notebooks/`` and ``source_code/``, so that links and ``%torchrun`` find the scripts.
 
     Raises:
@@ -37,6 +38,8 @@ def run(arguments: argparse.Namespace) -> None:
     if (clone / "notebooks").is_dir():
         home, folder = clone, (arguments.folder or clone / _FOLDER).resolve()
         copied = update(clone / "notebooks", folder)
+        if not folder.is_relative_to(clone):
+            copy_scripts(clone / _SCRIPTS, folder / _SCRIPTS)
     else:
         home, shipped = (arguments.folder or Path(_FOLDER)).resolve(), _shipped()
         folder = home / "notebooks"

@@ -116,3 +116,5 @@ def test_the_command_makes_the_copy_from_anywhere(tmp_path: Path) -> None:
     names = sorted(path.name for path in (root / "notebooks").glob("*.ipynb"))
     assert sorted(path.name for path in (tmp_path / "mine").glob("*.ipynb")) == names
     assert done.stdout == f"{len(names)} notebooks copied to mine/, without outputs\n"
+    # Outside the clone %torchrun finds scripts only here.
+    assert (tmp_path / "mine" / "source_code" / "train.py").is_file()
