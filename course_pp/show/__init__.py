@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from course_pp.show.parallel_table import ParallelismTable, parallelisms
     from course_pp.show.piece_boxes import pieces
     from course_pp.show.placements import placement
+    from course_pp.show.plan_bars import plan
     from course_pp.show.player import Player, play
     from course_pp.show.processes import message
     from course_pp.show.ring_steps import ring
@@ -74,6 +75,7 @@ _HOMES = {
     "pareto": "curves",
     "pieces": "piece_boxes",
     "placement": "placements",
+    "plan": "plan_bars",
     "play": "player",
     "ring": "ring_steps",
     "speed_up": "speed_ups",
@@ -111,6 +113,7 @@ __all__ = [
     "pareto",
     "pieces",
     "placement",
+    "plan",
     "play",
     "ring",
     "speed_up",

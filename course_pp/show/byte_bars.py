@@ -13,7 +13,7 @@ from course_pp.show.chart import ChartFigure
 from course_pp.show.wording import listed
 
 # Neighbours differ in lightness and in hatch, so a bar reads the same without colour.
-_LOOKS = (
+LOOKS = (
     (chart.BLUE, "", "white"),
     (chart.SKY_BLUE, "////", "black"),
     (chart.GREEN, "", "black"),
@@ -57,8 +57,8 @@ def bytes_by_kind(
     if budget is not None:
         _refuse_impossible("the budget", budget)
     kinds = list(dict.fromkeys(kind for bar in bars.values() for kind in bar))
-    if len(kinds) > len(_LOOKS):
-        raise ValueError(f"{len(kinds)} kinds of bytes in one bar: sum the small ones, up to {len(_LOOKS)}")
+    if len(kinds) > len(LOOKS):
+        raise ValueError(f"{len(kinds)} kinds of bytes in one bar: sum the small ones, up to {len(LOOKS)}")
     totals = {name: sum(bar.values()) for name, bar in bars.items()}
     longest = max([*totals.values(), budget or 0]) or 1
     unit_size, unit = _axis_unit(longest)
@@ -120,7 +120,7 @@ def _draw_bars(axes: Axes, bars: dict[str, dict[str, float]], kinds: list[str], 
     points_x, _ = chart.points_per_unit(axes)
     width_of = cache(chart.text_width)
     lefts = [0.0] * len(bars)
-    for kind, (colour, hatch, ink) in zip(kinds, _LOOKS, strict=False):
+    for kind, (colour, hatch, ink) in zip(kinds, LOOKS, strict=False):
         widths = [bar.get(kind, 0) / unit_size for bar in bars.values()]
         axes.barh(
             range(len(bars)),

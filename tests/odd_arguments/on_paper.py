@@ -251,3 +251,5 @@ PLAN: Rows = {
     "plan": {**ASKED, "n_best": 1, "precision": "mixed"},
     "predict": {**ASKED, "layout": LAYOUT},
 }
+
+SHOW["plan"] = {"prediction": ON_PAPER, "title": None}

@@ -1,0 +1,106 @@
+"""One planned run: where the step's time goes, and what each pipeline rank holds against the budget."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from matplotlib.axes import Axes
+
+from course_pp.arguments import checked
+from course_pp.show import chart
+from course_pp.show.byte_bars import LOOKS
+from course_pp.show.chart import ChartFigure
+
+__all__ = ["plan"]
+
+_SMALL = 8.5
+_MOST_RANKS = 64
+_ABOVE = 1.55  # inches of the bar of the step
+
+
+class Planned(Protocol):
+    """What is drawn; :class:`course_pp.plan.Prediction` has it."""
+
+    @property
+    def step_s(self) -> float: ...
+    @property
+    def parts(self) -> Mapping[str, float]: ...
+    @property
+    def peak_memory(self) -> Sequence[Mapping[str, int]]: ...
+    @property
+    def budget(self) -> float: ...
+
+
+@checked
+def plan(prediction: Planned, title: str | None = None) -> ChartFigure:
+    """Draw a prediction: the parts of its step above, the memory of each pipeline rank below.
+
+    Who is whose neighbour over which link is drawn by :func:`course_pp.show.mesh`.
+
+    Args:
+        prediction: of at most 64 pipeline ranks.
+        title: instead of the finding.
+
+    Raises:
+        ValueError: for more ranks.
+    """
+    ranks = prediction.peak_memory
+    if len(ranks) > _MOST_RANKS:
+        raise ValueError(f"prediction has {len(ranks)} pipeline ranks: bars of at most {_MOST_RANKS} can be read")
+    height = 0.8 + 0.22 * len(ranks)
+    fullest = max(range(len(ranks)), key=lambda rank: sum(ranks[rank].values()))
+    most = sum(ranks[fullest].values())
+    largest = max(prediction.parts, key=lambda name: prediction.parts[name])
+    share = prediction.parts[largest] / prediction.step_s
+    fits = "fits" if most <= prediction.budget else "does not fit"
+    finding = f"{share:.0%} of a step is {largest}; the fullest rank, {fullest}, {fits}"
+    alt = f"{finding}: {most / 1e9:.3g} of {prediction.budget / 1e9:.3g} GB. A step takes {prediction.step_s:.3g} s: "
+    alt += ", ".join(f"{name} {seconds:.3g} s" for name, seconds in prediction.parts.items() if seconds > 1e-9)
+    figure = ChartFigure(chart.WIDTH, _ABOVE + height)
+    times = figure.axes_with_margins(left=0.8, right=0.2, bottom=height + 0.7, top=0.45)
+    memory = figure.axes_with_margins(left=0.8, right=0.2, bottom=0.75, top=_ABOVE - 0.05)
+    _stack(times, [prediction.parts], ["step"], 1.0)
+    times.set_title(title or finding, loc="left", fontsize=11.5)
+    times.set_xlabel("seconds, of the rank that ends last", loc="left", fontsize=9)
+    _stack(memory, ranks, [f"rank {rank}" for rank in range(len(ranks))], 1e9)
+    memory.axvline(prediction.budget / 1e9, color="black", linestyle=(0, (5, 3)), linewidth=1.4)
+    memory.set_xlim(0, 1.05 * max(most, prediction.budget) / 1e9)
+    memory.set_xlabel("GB at the fullest; dashed: what a GPU can give", loc="left", fontsize=9)
+    figure.alt_text = alt
+    return figure
+
+
+def _stack(axes: Axes, bars: Sequence[Mapping[str, float]], names: list[str], unit: float) -> None:
+    """One stacked bar a row, the kinds in their own order; what is nowhere is not in the legend."""
+    lefts = [0.0] * len(bars)
+    kinds = [kind for kind in bars[0] if any(bar[kind] > 1e-9 for bar in bars)]
+    for kind, (colour, hatch, _) in zip(kinds, LOOKS, strict=False):
+        widths = [bar[kind] / unit for bar in bars]
+        axes.barh(
+            range(len(bars)),
+            widths,
+            left=lefts,
+            height=0.75,
+            label=kind,
+            color=colour,
+            hatch=hatch,
+            edgecolor="white",
+            linewidth=0.6,
+            hatchcolor="#FFFFFF80",
+        )
+        lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
+    axes.set_ylim(len(bars) - 0.5, -0.5)
+    axes.set_yticks(range(len(bars)), names, fontsize=_SMALL)
+    axes.tick_params(axis="x", labelsize=_SMALL)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    _, inches = chart.size_in_inches(axes)
+    axes.legend(
+        loc="upper right",
+        bbox_to_anchor=(1, -0.4 / inches),
+        ncols=len(kinds),
+        frameon=False,
+        fontsize=_SMALL,
+        handlelength=1.2,
+        columnspacing=1.2,
+        borderaxespad=0,
+    )
