@@ -85,7 +85,11 @@ def test_a_branch_between_modules_goes_the_way_of_the_batch() -> None:
         torch.testing.assert_close(second(**first(batch)), model(batch))
 
 
-OTHERS = [((X, X), "called with"), ({"x": X}, "called with"), (X.long(), "where the example had")]
+OTHERS = [
+    ((X, X), "called with"),
+    ({"x": X}, "called with"),
+    (X.long(), "of int64 and 2 dimensions where the example had a tensor of float32"),
+]
 
 
 @pytest.mark.parametrize(("given", "said"), OTHERS)

@@ -43,8 +43,8 @@ class Inputs:
         for given, known in zip(leaves, self._leaves, strict=True):
             if isinstance(given, Tensor) != isinstance(known, Tensor) or not _is_as(given, known):
                 raise ValueError(
-                    f"called with {described(given)} where the example had {described(known)}: every stage counts on "
-                    "it, so cut the model with an example that is like the batches"
+                    f"called with {_told(given)} where the example had {_told(known)}: every stage counts on it, so "
+                    "cut the model with an example that is like the batches"
                 )
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
@@ -94,6 +94,12 @@ def _is_as(given: Any, known: Any) -> bool:
     if isinstance(known, Tensor):
         return given.dim() == known.dim() and given.dtype.is_floating_point == known.dtype.is_floating_point
     return type(given) is type(known) and (given is known or bool(given == known))
+
+
+def _told(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return described(value)
+    return f"a tensor of {str(value.dtype).removeprefix('torch.')} and {value.dim()} dimensions"
 
 
 def _spelled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
