@@ -12,6 +12,11 @@ class LayerCache:
     def __init__(self) -> None:
         self._seen: tuple[Tensor, Tensor] | None = None
 
+    @property
+    def length(self) -> int:
+        """How many positions it holds."""
+        return 0 if self._seen is None else self._seen[0].shape[2]
+
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add those of new positions, and return all.
 
@@ -30,26 +35,22 @@ class LayerCache:
 
 
 class KVCache:
-    """The layers' caches of one batch of sequences, in the layers of one model or of one stage.
+    """The layers' caches of one batch of sequences; one will do for all stages of a model that a rank holds.
 
-        cache = model.new_cache()
-        logits = model(prompt, cache=cache)             # (batch, prompt length, vocab_size)
-        logits = model(next_token, cache=cache)         # (batch, 1, vocab_size): as if the prompt came with it
-
-    Attributes:
-        length: how many positions it holds.
+    cache = model.new_cache()
+    logits = model(prompt, cache=cache)             # (batch, prompt length, vocab_size)
+    logits = model(next_token, cache=cache)         # (batch, 1, vocab_size): as if the prompt came with it
     """
 
     def __init__(self) -> None:
-        self.length = 0
         self._layers: dict[str, LayerCache] = {}
 
     def layer(self, name: str) -> LayerCache:
         """The cache of the layer ``name``."""
         return self._layers.setdefault(name, LayerCache())
 
-    def advance(self, n_new: int, limit: int, alone: bool) -> slice:
-        """Make room for new positions, and return where they lie.
+    def after(self, name: str, n_new: int, limit: int, alone: bool) -> slice:
+        """Return where new positions lie, behind those that the layer ``name`` has seen.
 
         Args:
             limit: how many positions there can be.
@@ -63,13 +64,13 @@ class KVCache:
                 "attention_mask and position_ids beside a cache: leave them out, and give sequences of one length "
                 "without padding"
             )
-        new = slice(self.length, self.length + n_new)
+        start = self.layer(name).length
+        new = slice(start, start + n_new)
         if new.stop > limit:
             raise ValueError(
                 f"with what the cache holds the sequence has {new.stop} tokens, more than max_seq_len={limit}: "
                 "generate fewer, or build the model with a larger max_seq_len"
             )
-        self.length = new.stop
         return new
 
     def mask(self, new: slice, device: torch.device) -> Tensor | None:

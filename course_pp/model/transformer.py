@@ -211,7 +211,12 @@ class Transformer(nn.Module):
             cos, sin = self._rotary_tables(position_ids, batch, seq_len)
             mask = None if attention_mask is None else causal_mask(attention_mask, batch, seq_len)
         else:
-            new = cache.advance(seq_len, self.config.max_seq_len, attention_mask is None and position_ids is None)
+            new = cache.after(
+                next(iter(self.layers)),
+                seq_len,
+                self.config.max_seq_len,
+                attention_mask is None and position_ids is None,
+            )
             cos, sin, mask = self.rope_cos[new], self.rope_sin[new], cache.mask(new, x.device)
         if self.embed is not None:
             x = self._embed_tokens(self.embed, x)

@@ -1,11 +1,13 @@
 """Text from the model as it is trained, without gathering it: every token is one forward through the pipeline.
 
-The window has the length the model was trained with, so shapes never change and sequence parallelism keeps dividing it;
-what follows the text in it is padding, which causal attention never looks at. There is no cache of keys and values:
-a token costs a whole window, which a short sample at the end of a run can afford.
+Each stage keeps the keys and values of the text so far, so a token costs one position. That ends where the text
+outgrows the window the model was trained with. It is not for tensor parallelism, which divides the window, nor for
+compiled blocks, which would be compiled again for each length. A token then costs a whole window; what follows the text
+in it is padding, which causal attention never looks at.
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -13,10 +15,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.collective import Ranks
-from course_pp.model import PipelineStageModule
-from course_pp.parallel import build_pipeline_stage, get_pp_size
+from course_pp.model import KVCache, PipelineStageModule
+from course_pp.parallel import build_pipeline_stage, get_pp_mesh, get_pp_size
 from course_pp.parallel.forward_only import forward_only
 from course_pp.parallel.fsdp import reshard
+from course_pp.parallel.model_stage import ModelStage
 from course_pp.training.data import BOT_ID, EOT_ID, PAD_ID
 
 __all__ = ["sample"]
@@ -56,30 +59,52 @@ def sample(
         return []
     weight = next(modules[0].parameters())
     window = modules[0].config.max_seq_len
-    stages = [build_pipeline_stage(module, device_mesh, weight.device, 1, window, param_dtype) for module in modules]
+
+    @cache
+    def stages_for(length: int) -> list[ModelStage]:
+        built = [build_pipeline_stage(module, device_mesh, weight.device, 1, length, param_dtype) for module in modules]
+        for stage in built:
+            stage.stage_index_to_group_rank = owner
+        return built
+
     pp_size, last_stage = get_pp_size(device_mesh), modules[0].num_stages - 1
-    held = Ranks(stages[0].group).gather([module.stage_id for module in modules])
+    pp_mesh = get_pp_mesh(device_mesh)
+    held = Ranks(None if pp_mesh is None else pp_mesh.get_group(), alone=pp_mesh is None).gather(
+        [module.stage_id for module in modules]
+    )
     owner = {stage: rank for rank, indices in enumerate(held) for stage in indices}
-    for stage in stages:
-        stage.stage_index_to_group_rank = owner
     # One rank draws for all, so that none can be of another mind about where the text ends.
     speaker = owner[last_stage] * (dist.get_world_size() // pp_size)
     generator = torch.Generator().manual_seed(seed)
     tokens, n_prompt = [BOT_ID, *prompt], 1 + len(prompt)
+    keys_and_values = KVCache() if _can_cache(modules, device_mesh) else None
     while len(tokens) < n_prompt + n_tokens and tokens[-1] != EOT_ID:
-        visible = tokens[-window:]
-        inputs = torch.tensor([visible + [PAD_ID] * (window - len(visible))], device=weight.device)
+        if len(tokens) > window:
+            keys_and_values = None  # of positions that are no longer where they were
+        if keys_and_values is None:
+            visible, kwargs = tokens[-window:], {}
+            row = visible + [PAD_ID] * (window - len(visible))
+        else:
+            visible, kwargs = tokens if len(tokens) == n_prompt else tokens[-1:], {"cache": keys_and_values}
+            row = visible
+        inputs = torch.tensor([row], device=weight.device)
         drawn = torch.zeros((), dtype=torch.int64, device=weight.device)
 
         def draw(_: int, logits: Tensor, at: int = len(visible) - 1, drawn: Tensor = drawn) -> None:
             drawn.fill_(_draw(logits[0, at, :vocab_size], temperature, generator))
 
-        forward_only(stages, [(inputs,)], [{}], draw)
+        forward_only(stages_for(len(row)), [(inputs,)], [kwargs], draw)
         dist.broadcast(drawn, src=speaker)
         tokens.append(int(drawn))
     for module in modules:
         reshard(module)
     return tokens[n_prompt:]
+
+
+def _can_cache(modules: Sequence[PipelineStageModule], device_mesh: DeviceMesh | None) -> bool:
+    names = () if device_mesh is None else device_mesh.mesh_dim_names or ()
+    compiled = any(getattr(part, "_compiled_call_impl", None) for module in modules for part in module.modules())
+    return "tp" not in names and not compiled
 
 
 def _draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int:

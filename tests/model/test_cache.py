@@ -18,7 +18,7 @@ def test_logits_are_those_of_the_whole_sequence_however_it_comes(pieces: tuple[i
         for piece in tokens.split(pieces, dim=1):
             found.append(model(piece, cache=cache))
         torch.testing.assert_close(torch.cat(found, dim=1), model(tokens), rtol=1e-12, atol=1e-12)
-    assert cache.length == 12
+    assert cache.layer("1").length == 12
 
 
 def test_what_does_not_go_with_a_cache_is_refused() -> None:
