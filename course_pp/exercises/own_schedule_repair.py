@@ -14,7 +14,11 @@ __all__ = ["CHANGES", "grade_repair", "repair"]
 
 def repair(schedule: Schedule, costs: Costs, cap: int) -> Schedule:
     """Swap neighbours on a rank as long as that ends the ranks sooner, within the cap."""
-    rows, least = [list(row) for row in schedule.actions], _ends(simulate(schedule, costs))
+
+    def ends(tl: Timeline) -> tuple[Time, Time]:
+        return tl.makespan, sum(span.end for span in tl.spans)
+
+    rows, least = [list(row) for row in schedule.actions], ends(simulate(schedule, costs))
     improved = True
     while improved:
         improved = False
@@ -24,16 +28,11 @@ def repair(schedule: Schedule, costs: Costs, cap: int) -> Schedule:
                 changed = Schedule(schedule.name, schedule.placement, tuple(map(tuple, rows)))
                 if not check(changed):
                     tl = simulate(changed, costs)
-                    if max(tl.peak_activations) <= cap and _ends(tl) < least:
-                        schedule, least, improved = changed, _ends(tl), True
+                    if max(tl.peak_activations) <= cap and ends(tl) < least:
+                        schedule, least, improved = changed, ends(tl), True
                         continue
                 row[i], row[i + 1] = row[i + 1], row[i]
     return schedule
-
-
-def _ends(tl: Timeline) -> tuple[Time, Time]:
-    """The makespan; and of equal ones, whether actions end sooner."""
-    return tl.makespan, sum(span.end for span in tl.spans)
 
 
 CHANGES: tuple[tuple[Schedule, Costs, int, int], ...] = (

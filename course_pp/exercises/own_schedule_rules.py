@@ -13,7 +13,7 @@ from course_pp.schedule.schedule import looped
 from course_pp.schedule.searching.listing import Desk, Rule
 from course_pp.schedule.searching.problem import Problem
 
-__all__ = ["choose", "grade_choose", "grade_lower_bound", "lower_bound", "play"]
+__all__ = ["grade_choose", "grade_lower_bound", "lower_bound", "next_action", "play"]
 
 
 def lower_bound(p: int, m: int, forward: float, input_grad: float, weight_grad: float) -> float:
@@ -78,19 +78,19 @@ Choice = Callable[[list[Action], int, int], Action]
 """What a rank does next: from what it could start now, how many activations it holds, and how many it may hold."""
 
 
-def choose(able: list[Action], held: int, cap: int) -> Action:
+def next_action(able: list[Action], held: int, cap: int) -> Action:
     """What others wait for first, so that they can go on; weight gradients when there is nothing else to do."""
     return min(able, key=lambda action: "IFW".index(action.kind))
 
 
-def play(choose: Choice, p: int, m: int, cap: int, costs: Costs | None = None) -> Schedule:
+def play(next_action: Choice, p: int, m: int, cap: int, costs: Costs | None = None) -> Schedule:
     """The schedule that a rule makes: whenever a rank could start several things at once, the rule says which.
 
     A rank that could start only one thing first starts that.
 
     Args:
-        choose: ``choose(able, held, cap)``; ``able`` holds an ``F``, an ``I`` and a ``W`` at most, and no ``F`` while
-            the rank holds ``cap`` activations.
+        next_action: ``next_action(able, held, cap)``; ``able`` holds an ``F``, an ``I`` and a ``W`` at most, and no
+            ``F`` while the rank holds ``cap`` activations.
         p: ranks, of one stage each.
         m: microbatches.
         cap: how many activations each rank may hold.
@@ -100,15 +100,15 @@ def play(choose: Choice, p: int, m: int, cap: int, costs: Costs | None = None) -
         Mistake: for a choice that is not in ``able``.
     """
     problem = Problem.of(looped(p), m, costs or Costs(1, 1, 1), [cap] * p, split=True)
-    desk = _Asking(problem, choose)
+    desk = _Asking(problem, next_action)
     desk.fill()
     rows = (tuple(Action(each // 3, "FIW"[each % 3], i) for each, i in row) for row in desk.rows)
     return Schedule("own rule", looped(p), tuple(rows))
 
 
 class _Asking(Desk):
-    def __init__(self, problem: Problem, choose: Choice) -> None:
-        self._choose = choose
+    def __init__(self, problem: Problem, next_action: Choice) -> None:
+        self._choose = next_action
         super().__init__(problem, Rule("FIW"))
 
     def _look(self, rank: int) -> None:
@@ -122,7 +122,7 @@ class _Asking(Desk):
         chosen = self._choose(list(able), held, cap)
         if not isinstance(chosen, Action) or chosen not in able:
             raise Mistake(
-                f"`choose({list(able)}, {held}, {cap})` returned {chosen!r:.60}.",
+                f"`next_action({list(able)}, {held}, {cap})` returned {chosen!r:.60}.",
                 "Return one of the actions in `able`.",
             )
         return able[chosen]
@@ -154,12 +154,12 @@ def grade_choose(answer: Answer) -> None:
                 f"With p = {p}, m = {m}, room for {cap} and F, I, W of {times} the rule's order takes {makespan}; the "
                 f"best takes {best[case]}.",
                 _habit(order, costs),
-                f"`show.timeline(simulate(play(choose, {p}, {m}, {cap}, Costs{times}), Costs{times}))`",
+                f"`show.timeline(simulate(play(next_action, {p}, {m}, {cap}, Costs{times}), Costs{times}))`",
             )
 
 
-def _played(rank: int, choose: Choice, cases: Sequence[_Case]) -> list[Schedule]:
-    return [play(choose, p, m, cap, Costs(*times)) for p, m, cap, times in cases]
+def _played(rank: int, next_action: Choice, cases: Sequence[_Case]) -> list[Schedule]:
+    return [play(next_action, p, m, cap, Costs(*times)) for p, m, cap, times in cases]
 
 
 def _habit(order: Schedule, costs: Costs) -> str:

@@ -22,6 +22,7 @@ MODULES = {
     "08": "fsdp_reshard_policy",
     "09": "dcp_checkpointing",
     "10": "models_of_others",
+    "11": "own_schedule",
 }
 
 

@@ -19,6 +19,7 @@ from course_pp.show.board_levels import LEVELS, Level, least_makespan, reference
 from course_pp.show.board_policies import POLICIES, advice, fill, recognised
 from course_pp.show.board_rules import Position, replay
 from course_pp.show.chart import ChartFigure
+from course_pp.show.rows import draw_idle
 from course_pp.show.timelines import timeline
 from course_pp.show.wording import listed
 
@@ -143,7 +144,14 @@ class Board(AnyWidget):
     @property
     def figure(self) -> ChartFigure:
         """What is on the board, as a picture."""
-        return timeline(self.timeline, f"{self.words['title']}. {self._standing()}")
+        title = f"{self.words['title']}. {self._standing()}"
+        figure = timeline(self.timeline, title)
+        if not self.timeline.spans:  # rows that wait for their first action, and no times yet
+            draw_idle(figure.axes[0], self._game.n_ranks, 1)
+            figure.axes[0].set_xticks([])
+            figure.axes[0].set_xlabel("")
+        figure.alt_text = f"Board, one row a rank. {title}"
+        return figure
 
     @checked
     def place(self, actions: str, at: Time | None = None) -> None:

@@ -39,7 +39,7 @@ NOTEBOOKS = (
     Notebook("08", "FSDP", ("07",)),
     Notebook("09", "checkpoints", ("08",)),
     Notebook("10", "models of others", ("03",)),
-    Notebook("11", "your own schedule", ("05",), is_written=False),
+    Notebook("11", "your own schedule", ("05",)),
     Notebook("12", "capstone", ("09", "10", "11"), is_written=False),
 )
 

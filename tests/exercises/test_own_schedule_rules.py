@@ -7,7 +7,7 @@ import pytest
 
 from course_pp.exercises.answer import Answer
 from course_pp.exercises.exercise import Mistake
-from course_pp.exercises.own_schedule_rules import choose, grade_choose, grade_lower_bound, lower_bound, play
+from course_pp.exercises.own_schedule_rules import grade_choose, grade_lower_bound, lower_bound, next_action, play
 from course_pp.schedule import Action, Costs, bound, check, simulate
 
 
@@ -64,7 +64,7 @@ def weights_when_full(able: list[Action], held: int, cap: int) -> Action:
 @pytest.mark.parametrize(
     ("fn", "says"),
     [
-        (choose, ""),
+        (next_action, ""),
         (weights_when_full, ""),
         (by("FIW"), "the next forward while an input gradient could start"),
         (by("WIF"), "the best takes"),
