@@ -25,6 +25,9 @@ _JOB_LIMIT_S = 10.0
 _SLOW_CALL_S = 2.0
 _LARGE = 2**24  # bytes
 _ALL = "all notebooks"
+_REMEDY = (
+    "mend what is wrong above; if nothing is, the machine is too busy or its disk too slow: try again when it is quiet"
+)
 _PROBE = """
 import json, sys, time
 from course_pp.launch import on_ranks
@@ -76,12 +79,10 @@ def ranks() -> list[Finding]:
         child.kill()
         child.communicate()
         says = f"they have not met after {_RANKS_LIMIT_S:.0f} s"
-        return [Finding(name, False, says, _ALL, "mend what is wrong above first: ports, memory, torch")]
+        return [Finding(name, False, says, _ALL, _REMEDY)]
     if child.returncode:
         last = (err.strip().splitlines() or [f"exit status {child.returncode}"])[-1]
-        return [
-            Finding(name, False, f"they fail ({last})", _ALL, "mend what is wrong above first: ports, files, torch")
-        ]
+        return [Finding(name, False, f"they fail ({last})", _ALL, _REMEDY)]
     first, later, latency, bandwidth = json.loads(out.splitlines()[-1])
     return [_calls(first, later), _messages(latency, bandwidth)]
 
