@@ -34,11 +34,13 @@ class Gpu:
     memory: float
     memory_bandwidth: float
     link_bandwidth: float
-    source: str = ""
+    source: str = "measured"
 
     def __post_init__(self) -> None:
         for field in ("peak", "memory", "memory_bandwidth", "link_bandwidth"):
             _refuse_not_above_0(field, getattr(self, field))
+        if not self.source:
+            raise ValueError("source='': say where the numbers are from")
 
 
 @checked
@@ -126,7 +128,7 @@ def gpu_named(name: str) -> Gpu:
     """
     known = {each.lower(): gpu for each, gpu in _GPUS.items()}
     if name.lower() not in known:
-        raise ValueError(f"unknown GPU {name!r}: {nearest(name, list(_GPUS))}")
+        raise ValueError(f"unknown GPU, name={name!r}: {nearest(name, list(_GPUS))}")
     return known[name.lower()]
 
 
@@ -139,7 +141,7 @@ def cluster_of(text: str) -> Cluster:
     """
     found = re.fullmatch(r"(\d+)x(\d+)x(.+)", text.strip())
     if found is None:
-        raise ValueError(f"cluster {text!r}: write nodes x GPUs a node x GPU, such as 2048x8xH100")
+        raise ValueError(f"text={text!r} is no cluster: write nodes x GPUs a node x GPU, such as 2048x8xH100")
     gpu = gpu_named(found[3])
     return Cluster(int(found[1]), int(found[2]), gpu, inter_bandwidth=_BETWEEN_NODES[gpu.name])
 

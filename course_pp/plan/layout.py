@@ -24,6 +24,9 @@ class Precision:
     optimizer: int
 
 
+_MOST_RANKS = 2**20
+_MOST_FORWARDS = 1_000_000
+
 PRECISIONS = {
     # This stack's default under FSDP2: everything kept in float32, computed with in bfloat16, reduced in float32.
     "mixed": Precision(4, 2, 4, 8),
@@ -80,8 +83,10 @@ class Layout:
         for name in ("pp", "tp", "dp_shard", "dp_replicate", "microbatch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: give at least 1")
+            if getattr(self, name) > _MOST_RANKS:
+                raise ValueError(f"{name}={getattr(self, name)}: give at most {_MOST_RANKS:,}")
         if self.precision not in PRECISIONS:
-            raise ValueError(f"unknown precision {self.precision!r}: {nearest(self.precision, list(PRECISIONS))}")
+            raise ValueError(f"unknown precision={self.precision!r}: {nearest(self.precision, list(PRECISIONS))}")
         entry = find(self.schedule)
         if entry.updates:
             raise ValueError(f"schedule={self.schedule!r} has no step that ends: plan a synchronous one")
@@ -145,7 +150,13 @@ class Layout:
                 f"global_batch={global_batch} must be a multiple of data ranks × microbatch_size = {self.n_data} × "
                 f"{self.microbatch_size} = {each}, in sequences of all ranks together: the nearest is {near}"
             )
-        return global_batch // each
+        m = global_batch // each
+        if m * self.n_stages > _MOST_FORWARDS:
+            raise ValueError(
+                f"global_batch={global_batch} makes {m * self.n_stages:,} forwards of a pipeline, each of which is "
+                f"simulated: give a batch of at most {_MOST_FORWARDS:,} of them"
+            )
+        return m
 
     def order(self, n_microbatches: int) -> Schedule:
         """The pipeline's schedule."""

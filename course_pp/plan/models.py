@@ -59,5 +59,5 @@ def model_named(name: str) -> ModelConfig:
         ValueError: for an unknown name; names the nearest.
     """
     if name.lower() not in _MODELS:
-        raise ValueError(f"unknown model {name!r}: {nearest(name, list(_MODELS))}")
+        raise ValueError(f"unknown model, name={name!r}: {nearest(name, list(_MODELS))}")
     return _MODELS[name.lower()]

@@ -35,6 +35,7 @@ class Prediction:
         model, layout, cluster, global_batch, seq_len, constants: what was asked.
         step_s: seconds of a step.
         parts: seconds by kind, :data:`PARTS`, of the rank that ends last; they add up to ``step_s``.
+        costs: of each stage and message, as the simulator took them, in seconds.
         timeline: the pipeline's, in seconds, up to its last backward.
     """
 
@@ -47,6 +48,7 @@ class Prediction:
     step_s: float
     parts: Mapping[str, float]
     timeline: Timeline = field(repr=False)
+    costs: Costs = field(repr=False)
 
     @property
     def tokens_per_s(self) -> float:
@@ -167,9 +169,10 @@ def predict(
     times = [stage_time(model, layout, cluster, constants, seq_len, stage) for stage in stages]
     gathers = [data_parallel_times(layout, cluster, constants, [s])[0] for s in stages]
     hop = transfer(model, layout, cluster, constants, seq_len) if layout.pp > 1 else 0.0
-    timeline = simulate(layout.order(m), _costs(layout, times, gathers, hop))
+    costs = _costs(layout, times, gathers, hop)
+    timeline = simulate(layout.order(m), costs)
     step_s, parts = _ending(model, layout, cluster, constants, timeline, times, hop)
-    return Prediction(model, layout, cluster, global_batch, seq_len, constants, step_s, parts, timeline)
+    return Prediction(model, layout, cluster, global_batch, seq_len, constants, step_s, parts, timeline, costs)
 
 
 def _check(model: ModelConfig, layout: Layout, cluster: Cluster, seq_len: int) -> None:

@@ -152,7 +152,8 @@ def _why_none(
 ) -> str:
     if least == math.inf:
         return f"global_batch={global_batch} on {cluster.n_gpus} GPUs: no number of data ranks divides it: change one"
-    missing = f"no layout fits: the smallest needs {least:,.0f} bytes a GPU, {least - budget:,.0f} too many"
+    missing = f"no layout fits seq_len={seq_len}: the smallest needs {least:,.0f} bytes a GPU, "
+    missing += f"{least - budget:,.0f} too many"
     for doublings in range(1, 12):
         n_nodes = cluster.n_nodes * 2**doublings
         larger = Cluster(n_nodes, cluster.gpus_per_node, cluster.gpu, cluster.intra_bandwidth, cluster.inter_bandwidth)

@@ -11,7 +11,7 @@ def planned(pp):
 
 
 def test_the_largest_part_and_the_fullest_rank_are_named():
-    found = planned(8)
+    found = planned(4)
     figure = show.plan(found)
     times, memory = figure.axes
     assert found.bound_by in times.get_title(loc="left")
