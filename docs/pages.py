@@ -7,6 +7,7 @@ import pkgutil
 import re
 from base64 import b64decode
 from fractions import Fraction
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from types import ModuleType
@@ -147,6 +148,7 @@ def reference_page(notebooks: list[Path]) -> str:
     return "\n".join(parts)
 
 
+@cache
 def public_modules() -> list[ModuleType]:
     """The packages and modules directly below `course_pp` that list what is public."""
     names = sorted(info.name for info in pkgutil.iter_modules(course_pp.__path__) if not info.name.startswith("_"))
@@ -204,9 +206,9 @@ def api_page(module: ModuleType) -> str:
 
 def _directive(module: ModuleType, public: str) -> list[str]:
     value = getattr(module, public)
-    if (home := _home(value)) not in (None, module.__name__):
+    if (owner := _owner(value, public)) != module.__name__:
         kind = "class" if inspect.isclass(value) else "func"
-        return [f"Passed on from :{kind}:`{home}.{public}`."]
+        return [f"Passed on from :{kind}:`{owner}.{public}`."]
     if inspect.isclass(value):
         # matplotlib writes a method of its own into every figure's class, in markup of its own.
         return [f".. autoclass:: {public}", "   :members:", "   :exclude-members: set"]
@@ -215,7 +217,10 @@ def _directive(module: ModuleType, public: str) -> list[str]:
     return [f".. py:data:: {public}", f"   :value: {value!r}".replace("typing.", "")]
 
 
-def _home(value: object) -> str | None:
-    """The package that a class or function is from, with its own page or not; None for a constant or a type."""
+def _owner(value: object, public: str) -> str | None:
+    """The package on whose page a class or function is described: its own, or the first that passes it on."""
     home = getattr(value, "__module__", "") if inspect.isclass(value) or inspect.isroutine(value) else ""
-    return ".".join(home.split(".")[:2]) if home.startswith("course_pp.") else None
+    home = ".".join(home.split(".")[:2])
+    listing = [each.__name__ for each in public_modules() if getattr(each, public, None) is value]
+    listing = [each for each in listing if public in importlib.import_module(each).__all__]
+    return home if home in listing or not listing else listing[0]
