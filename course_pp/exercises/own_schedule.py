@@ -46,7 +46,7 @@ EXERCISES: tuple[Exercise, ...] = (
         3,
         12,
         (
-            "Try every swap of two neighbours on a rank. `check(schedule)` says whether the order can still run.",
+            "Try every swap of two neighbours on a rank. `problems_of(schedule)` says whether the order can still run.",
             "Keep a swap if `simulate(…).makespan` falls, and `max(….peak_activations)` is at most `cap`. Otherwise "
             "swap back.",
             "Some swaps leave the makespan and prepare the next one. Compare pairs: the makespan, then the sum of all "

@@ -7,7 +7,8 @@ from typing import Any
 
 from course_pp.exercises.answer import Answer
 from course_pp.exercises.exercise import Mistake
-from course_pp.schedule import Costs, Schedule, Time, Timeline, build, check, simulate
+from course_pp.schedule import Costs, Schedule, Time, Timeline, build, simulate
+from course_pp.schedule import check as problems_of
 
 __all__ = ["CHANGES", "grade_repair", "repair"]
 
@@ -26,7 +27,7 @@ def repair(schedule: Schedule, costs: Costs, cap: int) -> Schedule:
             for i in range(len(row) - 1):
                 row[i], row[i + 1] = row[i + 1], row[i]
                 changed = Schedule(schedule.name, schedule.placement, tuple(map(tuple, rows)))
-                if not check(changed):
+                if not problems_of(changed):
                     tl = simulate(changed, costs)
                     if max(tl.peak_activations) <= cap and ends(tl) < least:
                         schedule, least, improved = changed, ends(tl), True
@@ -59,8 +60,10 @@ def _judge(schedule: Schedule, costs: Costs, cap: int, best: int, got: Any) -> N
     if _sorted(got.actions) != _sorted(schedule.actions) or got.placement != schedule.placement:
         cause = "Change the order on a rank only: swap two neighbours, and keep the swap if it helps."
         raise Mistake(f"For {case}, `repair` returned other actions, or on other ranks.", cause)
-    if problems := check(got):
-        cause = "Not every swap is legal. Ask `check(schedule)` first, and undo the swap if it has something to say."
+    if problems := problems_of(got):
+        cause = (
+            "Not every swap is legal. Ask `problems_of(schedule)` first, and undo the swap if it has something to say."
+        )
         raise Mistake(f"For {case}, the order cannot run: {problems[0]}.", cause)
     tl = simulate(got, costs)
     if max(tl.peak_activations) > cap:
