@@ -80,7 +80,12 @@ Choice = Callable[[list[Action], int, int], Action]
 
 def next_action(able: list[Action], held: int, cap: int) -> Action:
     """What others wait for first, so that they can go on; weight gradients when there is nothing else to do."""
-    return min(able, key=lambda action: "IFW".index(action.kind))
+    best, rank = able[0], 3
+    for action in able:
+        place = "IFW".index(action.kind)
+        if place < rank:
+            best, rank = action, place
+    return best
 
 
 def play(next_action: Choice, p: int, m: int, cap: int, costs: Costs | None = None) -> Schedule:
