@@ -39,7 +39,7 @@ def simulate(
         transfers = costs.transfers(schedule.n_stages)
         edge_transfers = costs.edge_transfers(schedule.edges, schedule.n_stages)
         durations = durations_of(schedule, costs) if durations is None else durations
-        token_transfer = costs.token_transfer(schedule.n_stages)
+        token_transfer = costs.token_transfer(schedule.n_stages) if schedule.feedback else 0
         run = execute(schedule, durations, transfers, edge_transfers, token_transfer)
         problems = check(schedule) if run.stuck else []
     if problems:
