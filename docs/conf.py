@@ -26,6 +26,8 @@ html_css_files = ["site.css"]
 # Outputs are those that the notebooks were committed with.
 nb_execution_mode = "off"
 nb_ipywidgets_js = {}
+# No kernel answers here: a widget shows its still picture.
+nb_mime_priority_overrides = [("html", "application/vnd.jupyter.widget-view+json", None)]
 nb_merge_streams = True
 nb_output_stderr = "show"
 

@@ -14,6 +14,7 @@ import pytest
 from course_pp.exercises import check, checking
 from course_pp.launch import client, on_ranks, run_torchrun
 from tests import grids
+from tests.chromium import page as page  # one for all folders: a process drives one browser
 
 # Beside a cluster, too, ranks start here; the tests in tests/slurm say otherwise.
 os.environ["COURSE_PP_WHERE"] = "local"

@@ -16,9 +16,6 @@ import pytest
 import course_pp.parallel
 import course_pp.schedule
 from course_pp.exercises.registry import exercises
-from tests.browser.conftest import page
-
-__all__ = ["page"]  # a fixture
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
