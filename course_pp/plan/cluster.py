@@ -27,6 +27,7 @@ class Gpu:
         memory_bandwidth: in bytes a second.
         link_bandwidth: to the other GPUs of its node, one way, in bytes a second.
         source: where the numbers are from.
+        peak_32: products in float32, in flop/s; None: as ``peak``. Those in float64 run at half of it.
     """
 
     name: str
@@ -35,12 +36,20 @@ class Gpu:
     memory_bandwidth: float
     link_bandwidth: float
     source: str = "measured"
+    peak_32: float | None = None
 
     def __post_init__(self) -> None:
         for field in ("peak", "memory", "memory_bandwidth", "link_bandwidth"):
             _refuse_not_above_0(field, getattr(self, field))
+        if self.peak_32 is not None:
+            _refuse_not_above_0("peak_32", self.peak_32)
         if not self.source:
             raise ValueError("source='': say where the numbers are from")
+
+    def peak_of(self, itemsize: int) -> float:
+        """Products of elements of so many bytes, in flop/s."""
+        wide = self.peak if self.peak_32 is None else self.peak_32
+        return {4: wide, 8: wide / 2}.get(itemsize, self.peak)
 
 
 @checked
@@ -81,18 +90,29 @@ class Cluster:
     def n_gpus(self) -> int:
         return self.n_nodes * self.gpus_per_node
 
-    def bandwidth(self, span: int) -> float:
-        """What a GPU sends to ranks up to ``span`` ranks apart, in bytes a second: within a node, or between nodes."""
-        return self.inter_bandwidth if span > self.gpus_per_node else float(self.intra_bandwidth or 0)
+    def bandwidth(self, span: int, apart: int = 1) -> float:
+        """What a rank of a ring sends, in bytes a second.
+
+        A ring that leaves the node uses the adapters of all its ranks there: NCCL lays a ring over each.
+
+        Args:
+            span: ranks from the ring's first to its last, both counted.
+            apart: ranks from one of the ring to the next.
+        """
+        inside = float(self.intra_bandwidth or 0)
+        if span <= self.gpus_per_node:
+            return inside
+        return min(inside, max(1, self.gpus_per_node // apart) * self.inter_bandwidth)
 
 
 _GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("A100", 312e12, 80e9, 2.039e12, 300e9, "NVIDIA A100 80GB SXM data sheet, 2021; NVLink 600 GB/s both ways"),
-        Gpu("H100", 989.4e12, 80e9, 3.35e12, 450e9, "NVIDIA H100 SXM data sheet, 2022; NVLink 4: 900 GB/s both ways"),
-        Gpu("H200", 989.4e12, 141e9, 4.8e12, 450e9, "NVIDIA H200 SXM data sheet, 2023; NVLink 4: 900 GB/s both ways"),
-        Gpu("B200", 2250e12, 180e9, 8e12, 900e9, "NVIDIA DGX B200 data sheet, 2024; NVLink 5: 1.8 TB/s both ways"),
+        # Data sheets of Hopper and Blackwell print twice the dense rate, "with sparsity"; NVLink's is of both ways.
+        Gpu("A100", 312e12, 80e9, 2.039e12, 300e9, "NVIDIA A100 80GB SXM data sheet, 2021", 19.5e12),
+        Gpu("H100", 989.4e12, 80e9, 3.35e12, 450e9, "NVIDIA H100 white paper, SXM5, 2022", 66.9e12),
+        Gpu("H200", 989.4e12, 141e9, 4.8e12, 450e9, "NVIDIA H200 SXM data sheet, 2023; products as H100", 66.9e12),
+        Gpu("B200", 2250e12, 180e9, 8e12, 900e9, "NVIDIA HGX B200 and DGX B200 data sheets, 2024", 75e12),
         Gpu(
             "laptop",
             5e10,

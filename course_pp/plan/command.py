@@ -3,6 +3,7 @@
 import argparse
 
 from course_pp.plan.cluster import cluster_of, gpu_names
+from course_pp.plan.layout import PRECISIONS
 from course_pp.plan.models import model_named, model_names
 from course_pp.plan.prediction import Prediction
 from course_pp.plan.search import plan
@@ -15,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", required=True, help=f"as 2048x8xH100; GPUs are {', '.join(gpu_names())}")
     parser.add_argument("--batch", type=int, required=True, help="sequences in a step, of all ranks together")
     parser.add_argument("--seq-len", type=int, required=True, help="tokens in a sequence")
-    parser.add_argument("--precision", default="mixed", help="mixed, megatron, bfloat16, float32 (default: mixed)")
+    parser.add_argument("--precision", default="mixed", help=f"{', '.join(PRECISIONS)} (default: mixed)")
     parser.add_argument("--rows", type=int, default=10, help="how many layouts to show (default: 10)")
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import prod
+from math import gcd, prod
 from typing import Literal
 
 from course_pp.arguments import checked
@@ -59,7 +59,7 @@ class Layout:
         overlap: whether data-parallel traffic runs beside the work it need not wait for.
 
     Raises:
-        ValueError: for sizes below 1 and unknown names.
+        ValueError: for sizes below 1, unknown names, and schedules that do not end a step or keep stages twice.
     """
 
     pp: int = 1
@@ -90,7 +90,11 @@ class Layout:
         entry = find(self.schedule)
         if entry.updates:
             raise ValueError(f"schedule={self.schedule!r} has no step that ends: plan a synchronous one")
-        entry.placement(self.pp, self.n_chunks)
+        if any(len(ranks) > 1 for ranks in entry.placement(self.pp, self.n_chunks)):
+            raise ValueError(
+                f"schedule={self.schedule!r} keeps every stage on two ranks, and summing their gradients has no "
+                "formula here: plan one that keeps each once, such as 'dualpipe_v'"
+            )
 
     @property
     def n_ranks(self) -> int:
@@ -176,10 +180,11 @@ class Layout:
                 f"{spelled} = {prod(sizes.values())} ranks, but the cluster has {cluster.n_nodes} × "
                 f"{cluster.gpus_per_node} = {cluster.n_gpus} GPUs: change one of them"
             )
-        for name, size in {"n_heads": model.n_heads, "kv_heads": model.kv_heads, "ffn_dim": model.hidden_dim}.items():
+        divided = {"n_heads": model.n_heads, "kv_heads": model.kv_heads, "ffn_dim": model.hidden_dim}
+        for name, size in divided.items():
             if size % self.tp:
-                works = max(k for k in range(1, self.tp) if size % k == 0)
-                raise ValueError(f"tp={self.tp} must divide {name}={size}: the nearest that works is tp={works}")
+                works = max(k for k in range(1, self.tp) if gcd(*divided.values()) % k == 0)
+                raise ValueError(f"tp={self.tp} must divide {name}={size}: the largest below that works is tp={works}")
         if self.n_stages > model.n_layers:
             raise ValueError(
                 f"{self.n_stages} stages need at least as many layers, and the model has {model.n_layers}: lower pp "

@@ -1,17 +1,18 @@
 """What each rank holds at its fullest, by kind, as the stack of :mod:`course_pp.parallel` holds it.
 
     parameters   kept shards of what tensor parallelism leaves
-    gradients    as large
+    gradients    as large, after the step's last backward
+    unreduced    what gradients are more before: in a pipeline FSDP2 keeps them whole until the last microbatch
     optimizer    AdamW's two moments, and a float32 counter a parameter
     gathered     the most that FSDP2 gathers at once (``parallel.unsharded``)
-    activations  what the microbatches in flight keep for backward, and one recomputed layer
+    activations  what the microbatches in flight keep for backward, and what one recomputed layer keeps meanwhile
     buffers      rotary tables; one receive buffer a microbatch and boundary, which torch posts beforehand
 
 A layer of T = batch · seq tokens keeps, with width h, feed-forward width f, key and value width k, a heads, elements
 of e bytes and norms that compute in w = max(4, e)::
 
     norms         2 (2 h w + w), a norm's input and what it normalised; fused 2 (h e + w)
-    attention     q, k, v, their input, the result as it left attention and as o_proj takes it: (4 h + 2 k) e; 4 a
+    attention     q, k, v, their input, the result as it left attention and as o_proj takes it: (4 h + 2 k) e; a w
     feed-forward  input, and 4 f with a gate or 2 f without: (h + 4 f) e
 
 all times T. Tensor parallelism divides all but the norms and the two inputs; sequence parallelism the norms, too.
@@ -23,13 +24,12 @@ from collections.abc import Sequence
 from math import prod
 
 from course_pp.plan.layout import Layout
-from course_pp.plan.shapes import StagePlan, gathered_elements, held_elements, shards_head, unsharded_elements
+from course_pp.plan.shapes import StagePlan, held_elements, shards_head, unsharded_elements
 from course_pp.schedule import Costs, Timeline
 from course_pp.sizes import ModelConfig
 
-__all__ = ["KINDS", "kept_by_layer", "kept_by_stage", "memory_of_rank", "peaks_in_flight"]
+__all__ = ["kept_by_layer", "kept_by_stage", "memory_of_rank", "peaks_in_flight"]
 
-KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "buffers")
 _COUNTER = 4  # bytes of AdamW's ``step``
 
 
@@ -85,19 +85,24 @@ def memory_of_rank(
     held = {
         "parameters": n_elements * size.kept,
         "gradients": n_elements * size.kept,
+        "unreduced": 0,
         "optimizer": n_elements * size.optimizer + n_tensors * _COUNTER,
         "gathered": 0,
     }
     if layout.n_data > 1:
         elements = unsharded_elements(stages, layout.dp_shard, layout.frees_after_forward, pipelined=layout.pp > 1)
         held["gathered"] = elements * size.computed
+        if layout.pp > 1:
+            held["unreduced"] = max(0, numel(stages) * size.reduced - held["gradients"])
     if peaks is None:
         kept = [kept_by_stage(model, layout, seq_len, s) for s in stages]
         held["activations"] = int(_bound_in_flight(layout, kept, n_microbatches, at.pp))
     else:
         held["activations"] = int(peaks[at.pp])
-    if layout.ac == "full":
-        held["activations"] += int(kept_by_layer(model, layout, seq_len, "none"))
+    if layout.ac != "none":
+        again = kept_by_layer(model, layout, seq_len, "none")
+        again -= kept_by_layer(model, layout, seq_len, "selective") if layout.ac == "selective" else 0
+        held["activations"] += int(again)
     held["buffers"] = _buffers(model, layout, seq_len, n_microbatches, stages)
     return held
 
@@ -124,11 +129,6 @@ def _buffers(model: ModelConfig, layout: Layout, seq_len: int, n_microbatches: i
         (not s.is_first and s.index - 1 not in here) + (not s.is_last and s.index + 1 not in here) for s in stages
     )
     return tables + received * message * n_microbatches
-
-
-def whole_bytes(model: ModelConfig, layout: Layout, stages: Sequence[StagePlan], itemsize: int) -> int:
-    """Bytes of the stages' parameters, gathered."""
-    return itemsize * sum(gathered_elements(group, layout.dp_shard) for s in stages for group in s.groups)
 
 
 def numel(stages: Sequence[StagePlan]) -> int:

@@ -24,9 +24,10 @@ _MODELS = {
     "gpt2-xl": ModelConfig(1600, 48, 25, 50_257, max_seq_len=1024, gated_ffn=False, tie_embeddings=True),
     # The 12-layer model of the course's article: 179.4M parameters.
     "article": ModelConfig(768, 12, 12, 50_000, max_seq_len=512, ffn_dim=2688),
-    # Touvron et al. 2023, arXiv:2307.09288, table 1 and appendix A.
+    # Touvron et al. 2023, arXiv:2307.09288, whose sizes are those of arXiv:2302.13971, table 2, with 4,096 tokens;
+    # feed-forward width and vocabulary of the published weights.
     "llama2-7b": ModelConfig(4096, 32, 32, 32_000, ffn_dim=11_008, max_seq_len=4096),
-    # Grattafiori et al. 2024, arXiv:2407.21783, table 3.
+    # Grattafiori et al. 2024, arXiv:2407.21783, table 3; the vocabulary with its 256 special tokens.
     "llama3-8b": _llama3(4096, 32, 32, 14_336),
     "llama3-70b": _llama3(8192, 80, 64, 28_672),
     "llama3-405b": _llama3(16_384, 126, 128, 53_248),
@@ -41,7 +42,7 @@ _MODELS = {
     "gpt-310b": _gpt(16_384, 96, 128),
     "gpt-530b": _gpt(20_480, 105, 128),
     "gpt-1t": _gpt(25_600, 128, 160),
-    # Le Scao et al. 2022, arXiv:2211.05100, table 3: 70 layers of 14,336.
+    # Le Scao et al. 2022, arXiv:2211.05100, table 3; its 250,680 tokens are padded to 250,880 rows.
     "bloom-176b": _gpt(14_336, 70, 112, 250_880),
 }
 

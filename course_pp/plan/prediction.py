@@ -14,6 +14,7 @@ from course_pp.plan.timing import (
     data_parallel_times,
     model_flops,
     optimizer_time,
+    recomputed_by_selective,
     stage_time,
     transfer,
 )
@@ -62,17 +63,22 @@ class Prediction:
 
     @property
     def mfu(self) -> float:
-        """Useful operations over what the GPUs could do at their peak (Chowdhery et al. 2022, arXiv:2204.02311)."""
+        """Useful operations over what the GPUs could do at their peak (Chowdhery et al. 2022, arXiv:2204.02311).
+
+        Attention is counted whole, as there. With ``flash`` half of it is skipped, so that beyond some ``12 * dim``
+        tokens, more than any model of :func:`model_names` takes, this can pass 1.
+        """
         return self.tflops_per_gpu * 1e12 / self.cluster.gpu.peak
 
     @property
     def hfu(self) -> float:
         """As ``mfu``, recomputed operations counted too."""
         tokens = self.global_batch * self.seq_len
-        attention = 4.0 * tokens * self.seq_len * self.model.dim * self.model.n_layers
+        attended = 4.0 * self.seq_len * self.model.dim + 2.0 * recomputed_by_selective(self.model)
+        selective = tokens * self.model.n_layers * attended
         forward = model_flops(self.model, self.global_batch, self.seq_len) / 3
         head = 2.0 * tokens * self.model.vocab_size * self.model.dim
-        again = {"none": 0.0, "selective": attention, "full": forward - head}[self.layout.ac]
+        again = {"none": 0.0, "selective": selective, "full": forward - head}[self.layout.ac]
         return self.mfu * (1 + again / (3 * forward))
 
     @cached_property
@@ -100,7 +106,7 @@ class Prediction:
 
     @property
     def bound_by(self) -> str:
-        """The largest part of the step, beside the products it is for."""
+        """The largest part of the step, one of :data:`PARTS`."""
         return max(PARTS, key=lambda part: self.parts[part])
 
     def memory(self, rank: int) -> dict[str, int]:
@@ -109,11 +115,12 @@ class Prediction:
         return memory_of_rank(self.model, self.layout, self.seq_len, m, rank, self._peaks)
 
     def gains(self) -> dict[str, float]:
-        """What twice of each resource would leave of the step's time, 1 for no gain."""
+        """What twice of each resource would leave of the time a sequence takes, 1 for no gain."""
         gpu, cluster = self.cluster.gpu, self.cluster
         intra = float(cluster.intra_bandwidth or 0)
+        faster = replace(gpu, peak=2 * gpu.peak, peak_32=2 * gpu.peak_of(4))
         doubled = {
-            "peak": replace(cluster, gpu=replace(gpu, peak=2 * gpu.peak)),
+            "peak": replace(cluster, gpu=faster),
             "memory bandwidth": replace(cluster, gpu=replace(gpu, memory_bandwidth=2 * gpu.memory_bandwidth)),
             "links inside nodes": replace(cluster, intra_bandwidth=2 * intra),
             "links between nodes": replace(cluster, inter_bandwidth=2 * cluster.inter_bandwidth),
@@ -160,7 +167,8 @@ def predict(
         constants: those fitted on the Megatron table unless given.
 
     Raises:
-        ValueError: for what cannot be laid out, a batch that does not divide, or a sequence below 1 token.
+        ValueError: for what cannot be laid out, a batch that does not divide, a sequence below 1 token, beyond the
+            model's ``max_seq_len``, or that sequence-parallel norms cannot share.
     """
     constants = constants or Constants()
     _check(model, layout, cluster, seq_len)
@@ -177,8 +185,27 @@ def predict(
 
 def _check(model: ModelConfig, layout: Layout, cluster: Cluster, seq_len: int) -> None:
     layout.check(model, cluster)
+    check_seq_len(model, seq_len)
+    if layout.splits_sequence(model) and seq_len % layout.tp:
+        raise ValueError(
+            f"seq_len={seq_len} must be a multiple of tp={layout.tp} for sequence-parallel norms: "
+            f"pad it to {-(-seq_len // layout.tp) * layout.tp}"
+        )
+
+
+def check_seq_len(model: ModelConfig, seq_len: int) -> None:
+    """Refuse a sequence that the model cannot take.
+
+    Raises:
+        ValueError: below 1 token, or beyond the rotary tables.
+    """
     if seq_len < 1:
         raise ValueError(f"seq_len={seq_len}: give at least 1 token")
+    if seq_len > model.max_seq_len:
+        raise ValueError(
+            f"seq_len={seq_len} is longer than the model's max_seq_len={model.max_seq_len}: give at most that many "
+            "tokens, or a model with a larger max_seq_len"
+        )
 
 
 def _costs(layout: Layout, times: list[StageTime], gathers: list[float], hop: float) -> Costs:
@@ -219,11 +246,11 @@ def _ending(
         update = optimizer_time(layout, cluster, held)
         end = float(row[-1].end) + data + update
         if end > best[0]:
-            n = sum(part.kind == "F" for span in row for part in span.action.parts) / len(held)
-            here = [times[s.index] for s in held]
-            work = n * sum(t.forward + t.input_grad + t.weight_grad for t in here)
-            tensor = n * sum(t.tensor for t in here)
-            again = n * sum(t.recomputed for t in here)
+            # A stage counts once a microbatch, which is what it runs forward.
+            here = [times[part.stage] for span in row for part in span.action.parts if part.kind == "F"]
+            work = sum(t.forward + t.input_grad + t.weight_grad for t in here)
+            tensor = sum(t.tensor for t in here)
+            again = sum(t.recomputed for t in here)
             again_tensor = again and tensor / 3 if layout.ac == "full" else 0.0
             busy = float(timeline.busy[rank])
             idle = float(row[-1].end) - busy

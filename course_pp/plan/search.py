@@ -13,7 +13,7 @@ from course_pp.arguments import checked, refuse_unless
 from course_pp.plan.cluster import Cluster
 from course_pp.plan.layout import Layout
 from course_pp.plan.memory import memory_of_rank
-from course_pp.plan.prediction import PARTS, USABLE_MEMORY, Prediction, predict
+from course_pp.plan.prediction import PARTS, USABLE_MEMORY, Prediction, check_seq_len, predict
 from course_pp.plan.timing import Constants, data_parallel_times, optimizer_time, stage_time, transfer
 from course_pp.sizes import ModelConfig
 
@@ -43,13 +43,13 @@ def plan(
         ValueError: if none fits: says by how many bytes the smallest does not, and on how many nodes it would.
     """
     refuse_unless(1 <= n_best <= 1000, "plan", "n_best", n_best, "give 1 to 1000")
-    refuse_unless(seq_len >= 1, "plan", "seq_len", seq_len, "give at least 1 token")
+    check_seq_len(model, seq_len)
     refuse_unless(global_batch >= 1, "plan", "global_batch", global_batch, "give at least 1 sequence")
     constants = constants or Constants()
     budget = cluster.gpu.memory * USABLE_MEMORY
     ranked: list[tuple[float, int, Layout]] = []
     least = math.inf
-    for layout in _layouts(model, cluster, global_batch, precision):
+    for layout in _layouts(model, cluster, global_batch, seq_len, precision):
         held = _quick_memory(model, layout, global_batch, seq_len)
         least = min(least, held)
         if held <= budget:
@@ -57,12 +57,16 @@ def plan(
     if not ranked:
         raise ValueError(_why_none(model, cluster, global_batch, seq_len, precision, least, budget))
     best: list[Prediction] = []
+    least = math.inf
     for _, _, layout in sorted(ranked):
         prediction = predict(model, layout, cluster, global_batch, seq_len, constants)
+        least = min(least, max(prediction.total_memory))
         if prediction.fits:
             best.append(prediction)
         if len(best) == n_best:
             break
+    if not best:  # the closed form was too kind to all of them
+        raise ValueError(_why_none(model, cluster, global_batch, seq_len, precision, least, budget))
     return sorted(best, key=lambda each: each.step_s)
 
 
@@ -89,14 +93,14 @@ def explain(first: Prediction, second: Prediction) -> str:
     return "\n".join([*lines, f"The {quicker} is faster; they differ most in {part}."])
 
 
-def _layouts(model: ModelConfig, cluster: Cluster, global_batch: int, precision: str) -> Iterator[Layout]:
+def _layouts(model: ModelConfig, cluster: Cluster, global_batch: int, seq_len: int, precision: str) -> Iterator[Layout]:
     """Everything that divides: tensor parallelism stays inside a node, whole layers make stages."""
     n = cluster.n_gpus
     heads = math.gcd(model.n_heads, model.kv_heads, model.hidden_dim, cluster.gpus_per_node)
     for tp in _divisors(heads):
         for pp in (p for p in _divisors(n // tp) if p <= model.n_layers):
             n_data = n // tp // pp
-            if global_batch % n_data:
+            if global_batch % n_data or (Layout(pp, tp).splits_sequence(model) and seq_len % tp):
                 continue
             for size in (b for b in (1, 2, 4, 8, 16) if global_batch // n_data % b == 0):
                 yield from _variants(model, cluster, precision, (pp, tp, n_data), size, global_batch // n_data // size)
@@ -157,11 +161,12 @@ def _why_none(
     for doublings in range(1, 12):
         n_nodes = cluster.n_nodes * 2**doublings
         larger = Cluster(n_nodes, cluster.gpus_per_node, cluster.gpu, cluster.intra_bandwidth, cluster.inter_bandwidth)
-        layouts = _layouts(model, larger, global_batch, precision)
+        layouts = _layouts(model, larger, global_batch, seq_len, precision)
         if any(_quick_memory(model, layout, global_batch, seq_len) <= budget for layout in layouts):
             return f"{missing}; take {n_nodes} nodes of {cluster.gpus_per_node}, where one fits"
     return f"{missing}, and no larger cluster helps: shorten the sequences, or take GPUs with more memory"
 
 
 def _divisors(n: int) -> list[int]:
-    return [k for k in range(1, n + 1) if n % k == 0]
+    small = [k for k in range(1, math.isqrt(n) + 1) if n % k == 0]
+    return sorted({*small, *(n // k for k in small)})

@@ -8,7 +8,7 @@
     links       rings at ``link_efficiency`` of the bandwidth.
 
 Backward does the products twice, and moves twice the bytes. Two constants are fitted, on table 1 of Narayanan et al.
-2021, arXiv:2104.04473, by ``benchmarks/plan_calibration.py``; the others are set.
+2021, arXiv:2104.04473, by ``benchmarks/plan_calibration.py``; ``link_efficiency`` is set.
 """
 
 from dataclasses import dataclass
@@ -17,10 +17,19 @@ from course_pp.arguments import checked
 from course_pp.plan.cluster import Cluster
 from course_pp.plan.layout import Layout
 from course_pp.plan.memory import numel
-from course_pp.plan.shapes import StagePlan
+from course_pp.plan.shapes import StagePlan, shards_head
 from course_pp.sizes import ModelConfig
 
-__all__ = ["Constants", "StageTime", "data_parallel_times", "model_flops", "optimizer_time", "stage_time", "transfer"]
+__all__ = [
+    "Constants",
+    "StageTime",
+    "data_parallel_times",
+    "model_flops",
+    "optimizer_time",
+    "recomputed_by_selective",
+    "stage_time",
+    "transfer",
+]
 
 
 @checked
@@ -31,22 +40,19 @@ class Constants:
     Attributes:
         matmul_efficiency: share of the peak that large products reach. Fitted.
         memory_passes: bytes moved by a forward over bytes a layer keeps. Fitted.
-        backward_passes: bytes moved by a backward over those of a forward.
         link_efficiency: share of a link's bandwidth that a collective reaches.
     """
 
-    matmul_efficiency: float = 0.6641
-    memory_passes: float = 2.394
-    backward_passes: float = 2.0
+    matmul_efficiency: float = 0.6665
+    memory_passes: float = 2.472
     link_efficiency: float = 0.8
 
     def __post_init__(self) -> None:
         for name in ("matmul_efficiency", "link_efficiency"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)}: give a share, above 0 and at most 1")
-        for name in ("memory_passes", "backward_passes"):
-            if not 0 <= getattr(self, name) < 1000:
-                raise ValueError(f"{name}={getattr(self, name)}: give 0 or more, below 1000")
+        if not 0 <= self.memory_passes < 1000:
+            raise ValueError(f"memory_passes={self.memory_passes}: give 0 or more, below 1000")
 
 
 @dataclass(frozen=True)
@@ -66,15 +72,23 @@ class StageTime:
     recomputed: float
 
 
-def model_flops(model: ModelConfig, global_batch: int, seq_len: int, flash: bool = True) -> float:
+def model_flops(model: ModelConfig, global_batch: int, seq_len: int) -> float:
     """Operations that one step's products need, forward and backward, nothing recomputed.
 
     Attention is counted whole, as published utilisations count it, also where a kernel skips the masked half.
     """
     tokens = global_batch * seq_len
-    matrices = model.n_layers * (model.n_layer_matrices) + model.vocab_size * model.dim
+    matrices = model.n_layers * model.n_layer_matrices + model.vocab_size * model.dim
     attention = 2 * model.n_layers * model.dim * seq_len
     return 6.0 * tokens * (matrices + attention)
+
+
+def recomputed_by_selective(model: ModelConfig) -> int:
+    """Parameters of the products that ``ac="selective"`` does again beside attention itself: queries, keys, values.
+
+    What a part keeps for the product that ends it is its input, so that product is not repeated.
+    """
+    return model.dim * model.dim + 2 * model.dim * model.kv_heads * model.head_dim
 
 
 def stage_time(
@@ -82,23 +96,23 @@ def stage_time(
 ) -> StageTime:
     """The times of one stage for one microbatch."""
     tokens, tp = layout.microbatch_size * seq_len, layout.tp
-    speed = cluster.gpu.peak * constants.matmul_efficiency
-    if layout.bytes_of.computed > 2 and cluster.gpu.name != "laptop":
-        speed /= 8 if layout.bytes_of.computed == 4 else 16  # tensor cores work in 16 bits
-    matrices = 2.0 * tokens * (model.n_layer_matrices) / tp / speed
+    speed = cluster.gpu.peak_of(layout.bytes_of.computed) * constants.matmul_efficiency
+    matrices = 2.0 * tokens * model.n_layer_matrices / tp / speed
     attention = 4.0 * tokens * seq_len * model.dim / tp / speed * (0.5 if layout.flash else 1.0)
     moved = _moved(model, layout, seq_len) * constants.memory_passes / cluster.gpu.memory_bandwidth
     summed = 2 * _ring(layout.tp, 2 * tokens * model.dim * layout.bytes_of.computed, cluster.bandwidth(tp), constants)
     summed += 4 * cluster.latency * (tp > 1)
     forward = matrices + attention + moved + summed
-    again = {"none": 0.0, "full": forward, "selective": attention}[layout.ac]
-    back = constants.backward_passes * moved
+    selective = attention + 2.0 * tokens * recomputed_by_selective(model) / tp / speed
+    again = {"none": 0.0, "full": forward, "selective": selective}[layout.ac]
     n = stage.n_layers
-    head = 2.0 * tokens * model.vocab_size * model.dim / tp / speed if stage.is_last else 0.0
-    logits = tokens * model.vocab_size / tp * 8 / cluster.gpu.memory_bandwidth if stage.is_last else 0.0
+    parts = tp if shards_head(model, tp) else 1
+    head = 2.0 * tokens * model.vocab_size * model.dim / parts / speed if stage.is_last else 0.0
+    # The loss reads and writes the logits once, in float32.
+    logits = tokens * model.vocab_size / parts * 8 / cluster.gpu.memory_bandwidth if stage.is_last else 0.0
     return StageTime(
         forward=n * forward + head + logits,
-        input_grad=n * (matrices + 2 * attention + back + summed + again) + head + logits,
+        input_grad=n * (matrices + 2 * attention + 2 * moved + summed + again) + head + logits,
         weight_grad=n * matrices + head,
         tensor=n * summed * (3 if layout.ac == "full" else 2),
         recomputed=n * again,
@@ -108,12 +122,12 @@ def stage_time(
 def transfer(model: ModelConfig, layout: Layout, cluster: Cluster, constants: Constants, seq_len: int) -> float:
     """Seconds that one microbatch is between two stages; neighbours are ``n_data`` × ``tp`` ranks apart."""
     message = float(layout.microbatch_size * seq_len * model.dim * layout.bytes_of.computed)
-    apart = layout.n_data * layout.tp + 1
+    apart = layout.n_data * layout.tp
     took = cluster.latency
     if layout.scatter_gather:
         took += _ring(layout.tp, message, cluster.bandwidth(layout.tp), constants)
         message /= layout.tp
-    return took + message / (cluster.bandwidth(apart) * constants.link_efficiency)
+    return took + message / (cluster.bandwidth(apart + 1, apart) * constants.link_efficiency)
 
 
 def data_parallel_times(
@@ -122,7 +136,8 @@ def data_parallel_times(
     """Seconds to gather a rank's parameters once, and to reduce its gradients once; nothing overlapped."""
     n_elements, size = numel(stages), layout.bytes_of
     shard, replicate = layout.dp_shard, layout.dp_replicate
-    to_shards, to_replicas = (cluster.bandwidth(layout.tp * n) for n in (shard, shard * replicate))
+    to_shards = cluster.bandwidth(layout.tp * shard, layout.tp)
+    to_replicas = cluster.bandwidth(layout.tp * shard * replicate, layout.tp * shard)
     gathered = _ring(shard, n_elements * size.computed, to_shards, constants)
     reduced = _ring(shard, n_elements * size.reduced, to_shards, constants)
     reduced += _ring(replicate, 2 * n_elements / shard * size.reduced, to_replicas, constants)

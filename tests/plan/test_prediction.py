@@ -1,7 +1,10 @@
 """A run on paper: what adds up, what is refused, and that more of a resource never hurts."""
 
 import re
+import runpy
 from dataclasses import replace
+from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -17,7 +20,7 @@ from course_pp.plan import (
     plan,
     predict,
 )
-from course_pp.plan.timing import model_flops
+from course_pp.plan.timing import model_flops, stage_time
 
 NODE = cluster_of("2x8xA100")
 GPT = model_named("gpt-1.7b")
@@ -92,6 +95,72 @@ def test_the_plan_is_sorted_and_fits():
     assert "faster" in explain(found[0], found[-1])
 
 
+def test_a_sequence_that_norms_cannot_share_is_planned_without_sharing_it():
+    found = plan(GPT, cluster_of("1x8xA100"), 8, 2046, n_best=1000)
+    assert found
+    assert not any(each.layout.splits_sequence(GPT) and 2046 % each.layout.tp for each in found)
+
+
+def test_a_ring_between_nodes_uses_the_adapters_of_all_its_ranks_there():
+    inside, between = NODE.intra_bandwidth, NODE.inter_bandwidth
+    assert NODE.bandwidth(8) == inside
+    # All eight ranks of each node, every second, one.
+    assert [NODE.bandwidth(16, apart) for apart in (1, 2, 8)] == [8 * between, 4 * between, between]
+    assert replace(NODE, inter_bandwidth=inside).bandwidth(16) == inside
+
+
+def test_recomputing_attention_repeats_its_projections():
+    layout = Layout(tp=8, dp_shard=2)
+    none, some, every = (predicted(layout.with_(ac=ac)) for ac in ("none", "selective", "full"))
+    assert none.parts["recompute"] == 0 < some.parts["recompute"] < every.parts["recompute"]
+    # Three of a layer's 12 · dim² parameters, and attention, which is as much as 2 · s · dim of them.
+    share = (3 * GPT.dim + 2 * 2048) / (12 * GPT.dim + 2 * 2048)
+    head = GPT.vocab_size * GPT.dim / (GPT.n_layers * GPT.n_layer_matrices + GPT.vocab_size * GPT.dim)
+    assert some.hfu / some.mfu == pytest.approx(1 + share / 3, rel=head / 3)
+
+
+def test_gradients_are_whole_in_a_pipeline_until_the_last_microbatch():
+    alone, shared = Layout(pp=2, tp=8), Layout(pp=2, tp=4, dp_shard=2)
+    assert predicted(alone).peak_memory[0]["unreduced"] == 0
+    kinds = predicted(shared).peak_memory[0]
+    # Reduced in float32, as parameters are kept: two shards make the whole.
+    assert kinds["unreduced"] + kinds["gradients"] == pytest.approx(2 * kinds["parameters"], rel=1e-3)
+    assert predicted(Layout(tp=4, dp_shard=4)).peak_memory[0]["unreduced"] == 0
+
+
+def test_wider_elements_are_slower_products():
+    mixed, wide, wider = (
+        predicted(Layout(dp_shard=16, precision=p)).parts["compute"] for p in ("mixed", "float32", "float64")
+    )
+    assert mixed < wide < wider
+    measured = replace(gpu_named("A100"), peak_32=None)
+    assert [measured.peak_of(size) for size in (2, 4, 8)] == [312e12, 312e12, 156e12]
+
+
+def test_a_head_that_tensor_parallelism_cannot_cut_is_whole_on_every_rank():
+    cut, whole = (replace(GPT, vocab_size=n) for n in (51_200, 51_201))
+    cluster, constants = cluster_of("1x8xA100"), Constants()
+    times = []
+    for model in (cut, whole):
+        layout = Layout(tp=8)
+        last = layout.stages_of_all(model)[-1]
+        none = replace(last, n_layers=0)
+        times.append(stage_time(model, layout, cluster, constants, 2048, none).forward)
+    assert times[1] / times[0] == pytest.approx(8, rel=1e-3)
+
+
+@pytest.mark.long
+def test_the_constants_are_those_of_the_megatron_table_and_predict_its_rows():
+    calibration = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "plan_calibration.py"))
+    fit, linear = calibration["fitted"](calibration["TABLE"], Constants())
+    assert (fit.matmul_efficiency, fit.memory_passes) == pytest.approx(
+        (Constants().matmul_efficiency, Constants().memory_passes), rel=2e-3
+    )
+    model, naive = ([abs(each) for each in found] for found in calibration["left_out"](fit, linear))
+    assert median(model) <= 0.03 < median(naive)
+    assert max(model) <= 0.08 < max(naive)
+
+
 def test_the_table_is_printed(capsys):
     assert main(["plan", "--model", "gpt2", "--cluster", "1x8xA100", "--batch", "64", "--seq-len", "1024"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 11
@@ -112,7 +181,15 @@ def test_the_table_is_printed(capsys):
         (lambda: Layout(precision="fp8"), ["fp8", "float"]),
         (lambda: Layout(schedule="pipedream"), ["pipedream", "synchronous"]),
         (lambda: Constants(matmul_efficiency=1.5), ["matmul_efficiency=1.5"]),
-        (lambda: plan(model_named("llama3-405b"), NODE, 64, 8192), ["too many", "nodes of 8"]),
+        (lambda: plan(model_named("gpt-39b"), cluster_of("1x8xA100"), 8, 2048), ["too many", "2 nodes of 8"]),
+        (
+            lambda: predict(model_named("gpt2"), Layout(dp_shard=16), NODE, 64, 2048),
+            ["seq_len=2048", "max_seq_len=1024"],
+        ),
+        (lambda: plan(model_named("gpt2"), NODE, 64, 2048), ["seq_len=2048", "max_seq_len=1024"]),
+        (lambda: predict(GPT, Layout(tp=8, dp_shard=2), NODE, 64, 2046), ["seq_len=2046", "tp=8", "2048"]),
+        (lambda: Layout(2, schedule="dualpipe"), ["dualpipe", "two ranks", "dualpipe_v"]),
+        (lambda: replace(gpu_named("A100"), peak_32=0.0), ["peak_32=0.0"]),
     ],
 )
 def test_what_cannot_be_planned_is_refused_with_a_remedy(wrong, words):
