@@ -109,7 +109,7 @@ class EmulatedCluster:
     def transfer(
         self, source: int, target: int, crossed: int | Lane | str | None, nbytes: float, schedule: Schedule
     ) -> float:
-        """Seconds of a message of ``nbytes``.
+        """Seconds of a message of ``nbytes``, which do not count for a token: it is a number or a few.
 
         Args:
             crossed: the boundary between stages ``crossed`` and ``crossed + 1``; or a reader of an edge; or ``"token"``
@@ -123,7 +123,7 @@ class EmulatedCluster:
                 lanes = lanes_of(schedule.edges)
                 return float(self.costs.edge_transfers(schedule.edges, schedule.n_stages)[lanes.index(crossed)])
             return 0.0 if crossed is None else float(self.costs.transfers(schedule.n_stages)[crossed])
-        return self._link(source, target, schedule.n_ranks).seconds(nbytes)
+        return self._link(source, target, schedule.n_ranks).seconds(0.0 if isinstance(crossed, str) else nbytes)
 
     def predict(self, schedule: Schedule) -> Timeline:
         """The timeline with these times, in seconds. Where links have a bandwidth, ``costs.message_bytes`` counts. What
@@ -141,7 +141,8 @@ class EmulatedCluster:
         lanes = lanes_of(schedule.edges)
         sizes = self.costs.each("edge_bytes", len(lanes))
         over_edges = [self._between(schedule, *each) for each in zip(lanes, sizes, strict=True)]
-        costs = replace(self.costs, latency=transfers, edge_latency=over_edges, bandwidth=None)
+        token = self._between(schedule, "token", 0) if schedule.feedback else None
+        costs = replace(self.costs, latency=transfers, edge_latency=over_edges, token_latency=token, bandwidth=None)
         return replace(simulate(schedule, costs, durations), unit="s")
 
     def _luck(self, rank: int, index: int) -> float:
@@ -160,9 +161,12 @@ class EmulatedCluster:
         bandwidths = [link.bandwidth for link in way if link.bandwidth is not None]
         return EmulatedLink(sum(link.latency for link in way), min(bandwidths, default=None))
 
-    def _between(self, schedule: Schedule, crossed: int | Lane, nbytes: Time) -> float:
-        """Seconds of the messages over a boundary, or to a reader of an edge."""
-        ends = (crossed.writer, crossed.reader) if isinstance(crossed, Lane) else (crossed, crossed + 1)
+    def _between(self, schedule: Schedule, crossed: int | Lane | str, nbytes: Time) -> float:
+        """Seconds of the messages over a boundary, to a reader of an edge, or of tokens back to the first stage."""
+        if isinstance(crossed, str):
+            ends = (schedule.n_stages - 1, 0)
+        else:
+            ends = (crossed.writer, crossed.reader) if isinstance(crossed, Lane) else (crossed, crossed + 1)
         pairs = {
             tuple(schedule.rank_of(stage, microbatch) for stage in ends)
             for microbatch in range(schedule.n_microbatches)

@@ -251,7 +251,14 @@ class Recorder:
             edges=self.edges,
             feedback=self.feedback,
             name=name,
-            wall=Timeline(len(records), tuple(wall), unit="s", name=f"{name} in real time".strip()),
+            wall=Timeline(
+                len(records),
+                tuple(wall),
+                unit="s",
+                edges=self.edges,
+                feedback=self.feedback,
+                name=f"{name} in real time".strip(),
+            ),
             overruns=tuple(overruns),
         )
 

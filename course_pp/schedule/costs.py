@@ -34,6 +34,8 @@ class Costs:
         activation: memory that ``F`` of one microbatch keeps.
         released_by_input_grad: the part of ``activation`` that ``I`` releases; the rest goes with ``W``.
         weights: memory of the stage's parameters, once for each version that microbatches in flight still need.
+        token_latency: in generation, time a token is on its way back to the first stage, whatever ``bandwidth``; unless
+            given, the longest latency of all boundaries.
 
     Raises:
         ValueError: for a value that is negative, infinite, NaN, not a number or beyond what a float can hold, a
@@ -54,6 +56,7 @@ class Costs:
     activation: PerStage = 1
     released_by_input_grad: PerStage = 0
     weights: PerStage = 0
+    token_latency: Time | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -67,6 +70,8 @@ class Costs:
                 refuse_impossible_number(field.name, each, "or one for each stage")
         if self.bandwidth is not None and (isinstance(self.bandwidth, tuple) or self.bandwidth == 0):
             raise ValueError(f"bandwidth is {self.bandwidth}: give one number above 0, or leave it out if unlimited")
+        if isinstance(self.token_latency, tuple):
+            raise ValueError(f"token_latency is {self.token_latency}: give one number, or leave it out")
         # Comparing needs equally many values; a scalar fits any number of them.
         n = max(len(v) if isinstance(v, tuple) else 1 for v in (self.activation, self.released_by_input_grad))
         for kept, released in zip(self.each("activation", n), self.each("released_by_input_grad", n), strict=True):
@@ -126,7 +131,9 @@ class Costs:
         return tuple(wait + divide(size, self.bandwidth) for wait, size in zip(waits, sizes, strict=True))
 
     def token_transfer(self, n_stages: int) -> Time:
-        """How long a token is on its way from the last stage to the first: the longest latency of all boundaries."""
+        """How long a token is on its way from the last stage to the first."""
+        if self.token_latency is not None:
+            return self.token_latency
         return max(self.each("latency", n_stages - 1), default=0)
 
 

@@ -88,6 +88,8 @@ def spelled(edges: Sequence[Edge]) -> str:
 
 
 def made_twice(name: str, one: int, other: int) -> str:
+    if one == other:
+        return f"value {name!r} of stage {one} has two edges: give one edge all its readers"
     return f"value {name!r} is made by stage {one} and by stage {other}: give each value a name of its own"
 
 

@@ -244,8 +244,18 @@ def _timeline(
     for number, (span, ready, end) in enumerate(zip(graph.spans, setting.run.ready, setting.run.ends, strict=True)):
         wait = launch[span.rank] if launch is not None and not graph.opens(number) else 0.0
         spans.append(Span(span.rank, span.action, ready + wait, end))
-    transfers = () if costs is None else costs.transfers(graph.schedule.n_stages)
-    return Timeline(measured.n_ranks, tuple(spans), measured.unit, transfers, name=measured.name)
+    n = graph.schedule.n_stages
+    return Timeline(
+        measured.n_ranks,
+        tuple(spans),
+        measured.unit,
+        () if costs is None else costs.transfers(n),
+        edges=measured.edges,
+        edge_transfers=() if costs is None else costs.edge_transfers(graph.schedule.edges, n),
+        feedback=measured.feedback,
+        token_transfer=0 if costs is None else costs.token_transfer(n),
+        name=measured.name,
+    )
 
 
 def name_of(where: Link | int) -> str:

@@ -34,10 +34,11 @@ def generation(
         ValueError: for fewer than one of anything, or so many that the actions cannot be named.
     """
     refuse_below(1, "generation", n_ranks=n_ranks, n_groups=n_groups, n_tokens=n_tokens, n_chunks=n_chunks)
-    n_forwards = n_ranks * n_chunks * n_groups * n_tokens
+    n_stages = n_ranks * n_chunks if placement is None else max(n_ranks, len(placement))
+    n_forwards = n_stages * n_groups * n_tokens
     if n_forwards > MOST_FORWARDS:
         raise ValueError(
-            f"n_ranks × n_chunks × n_groups × n_tokens is {n_forwards:,}: a schedule names each action, so keep it at "
+            f"stages × n_groups × n_tokens is {n_forwards:,}: a schedule names each action, so keep it at "
             f"{MOST_FORWARDS:,} or below"
         )
     placed = looped(n_ranks, n_chunks) if placement is None else normalised(placement)

@@ -30,7 +30,7 @@ def check(schedule: Schedule) -> list[str]:
 
 def problems_of_bookkeeping(schedule: Schedule) -> list[str]:
     """The problems that can be told without going through the schedule: missing, repeated and misplaced actions, edges
-    that are none.
+    that cannot be.
     """
     problems = [*_misplaced(schedule), *_repeated_or_missing(schedule)]
     if schedule.feedback and any(part.kind != "F" for part in schedule.parts):

@@ -98,7 +98,7 @@ class Schedule:
         return hashlib.sha256(repr((self.placement, self.actions, *more)).encode()).hexdigest()[:12]
 
     def with_edges(self, *edges: Edge) -> "Schedule":
-        """The same orders for stages that read what others than their neighbours make; replaces earlier edges.
+        """Return the schedule with these edges, in place of any it had: for stages that read beyond their neighbours.
 
         Raises:
             ValueError: for anything but edges. Whether they fit, :func:`course_pp.schedule.check` says.

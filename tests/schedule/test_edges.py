@@ -24,6 +24,9 @@ def test_edges_that_cannot_be_are_problems_by_name() -> None:
         "value 'y' is made by stage 2 and by stage 0: give each value a name of its own",
         "edge 'z' names stage 4, but the stages are 0 to 3",
     ]
+    assert check(schedule.with_edges(Edge("x", 0, (2,)), Edge("x", 0, (3,)))) == [
+        "value 'x' of stage 0 has two edges: give one edge all its readers"
+    ]
     with pytest.raises(ValueError, match="cannot run: value 'x' goes backwards"):
         simulate(schedule.with_edges(Edge("x", 3, (1,))))
     with pytest.raises(

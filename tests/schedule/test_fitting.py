@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from course_pp.schedule import (
     Action,
     Costs,
+    Edge,
     Fit,
     Product,
     Receive,
@@ -114,6 +115,13 @@ def test_without_jitter_every_action_is_predicted_when_it_was(name: str, p: int,
     for span, other in zip(found.predicted.spans, found.measured.spans, strict=True):
         assert (span.start, span.end) == pytest.approx((other.start, other.end))
     assert found.lost_to("rest").time == pytest.approx(0)
+
+
+def test_a_run_with_values_beyond_neighbours_is_predicted_with_them() -> None:
+    measured = simulate(build("1f1b", 4, 8).with_edges(Edge("x", 0, (3,))), Costs(edge_latency=9.0))
+    predicted = fit(measured).predicted
+    assert schedule_of(predicted).edges == measured.edges
+    assert any("for the value 'x' of microbatch" in gap.cause for gap in predicted.idle_gaps)
 
 
 def test_fitted_costs_and_slowdowns_predict_another_order() -> None:
