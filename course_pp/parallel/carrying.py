@@ -7,7 +7,7 @@ Every boundary in between pays for it; :func:`carried_bytes` says how much, and 
 straight to the ranks that read it, as it does in :class:`course_pp.runtime.Pipeline`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from course_pp.parallel.mesh import get_pp_mesh
 from course_pp.parallel.pipeline import PipelineSchedule
 from course_pp.parallel.refusing import on_every_rank
 from course_pp.schedule import Edge
-from course_pp.schedule.declared import Declared, declared_by, edges_from
+from course_pp.schedule.declared import Declared, declared_by, edges_from, taken_apart
 
 __all__ = ["Carried", "carried_bytes", "carry_along"]
 
@@ -55,7 +55,7 @@ class _Carrying:
         output = super().forward(*args, **kwargs, **read)  # type: ignore[misc]
         values: Mapping[str, Any] = {}
         if load.declared.writes:
-            output, values = _taken_apart(load, output)
+            output, values = taken_apart(load.stage, load.declared.writes, output)
         if not load.leaves:
             return output
         # A view, as torch's split backward starts from what has a history.
@@ -65,18 +65,6 @@ class _Carrying:
 
 def _view(leaf: Any) -> Any:
     return leaf.view_as(leaf) if isinstance(leaf, Tensor) else leaf
-
-
-def _taken_apart(load: _Load, returned: Any) -> tuple[Any, Mapping[str, Any]]:
-    is_pair = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)
-    if not is_pair or set(returned[1]) != set(load.declared.writes):
-        beside = f" beside {sorted(returned[1])}" if is_pair else ""
-        raise TypeError(
-            f"stage {load.stage} writes {', '.join(map(repr, load.declared.writes))}, but its forward returns "
-            f"{type(returned[0] if is_pair else returned).__name__}{beside}: return (output, {{name: value}}) with "
-            "exactly these names"
-        )
-    return returned
 
 
 def carry_along(modules: Mapping[int, nn.Module], device_mesh: DeviceMesh | None) -> dict[int, nn.Module]:
@@ -96,16 +84,15 @@ def carry_along(modules: Mapping[int, nn.Module], device_mesh: DeviceMesh | None
         The modules, of classes that carry.
 
     Raises:
-        ValueError: on every rank, for a value that nobody writes, that two stages write, or that goes backwards, and
-            for a stage of this package's model in between, which knows only its own boundaries.
+        ValueError: on every rank, for a value that nobody writes, that two stages write, or that goes backwards, for
+            a stage that two ranks hold, none holds, that carries already or whose forward was replaced, and for one of
+            this package's model in between, which knows only its own boundaries.
     """
     asked = locals()
     declared = on_every_rank(device_mesh, lambda: _declared(modules, asked))
     pp_mesh = get_pp_mesh(device_mesh)
     everyone = [declared] if pp_mesh is None else Ranks(pp_mesh.get_group()).gather(declared)
-    edges = edges_from({stage: said for theirs in everyone for stage, said in theirs.items()})
-    loads = {stage: _load_of(stage, edges, declared[stage]) for stage in modules}
-    on_every_rank(device_mesh, lambda: _refuse_own_model(modules, loads))
+    loads = on_every_rank(device_mesh, lambda: _loads(modules, everyone, declared))
     for stage, module in modules.items():
         load, kind = loads[stage], type(module)
         if load.arrives or load.leaves or load.declared.writes:
@@ -116,7 +103,33 @@ def carry_along(modules: Mapping[int, nn.Module], device_mesh: DeviceMesh | None
 
 def _declared(modules: Mapping[int, nn.Module], asked: Mapping[str, Any]) -> dict[int, Declared]:
     check_arguments(carry_along, asked)
+    for stage, module in modules.items():
+        if isinstance(module, _Carrying):
+            raise ValueError(f"stage {stage} carries already: call carry_along once, with the modules as you made them")
     return {stage: declared_by(stage, module) for stage, module in modules.items()}
+
+
+def _loads(
+    modules: Mapping[int, nn.Module], everyone: Sequence[Mapping[int, Declared]], declared: Mapping[int, Declared]
+) -> dict[int, _Load]:
+    owner: dict[int, int] = {}
+    for rank, theirs in enumerate(everyone):
+        for stage in theirs:
+            if stage in owner:
+                raise ValueError(f"ranks {owner[stage]} and {rank} both hold stage {stage}: give it to one of them")
+            owner[stage] = rank
+    if sorted(owner) != list(range(len(owner))):
+        raise ValueError(f"stages {sorted(owner)} are held: number them from 0 without gaps")
+    edges = edges_from({stage: said for theirs in everyone for stage, said in theirs.items()})
+    loads = {stage: _load_of(stage, edges, declared[stage]) for stage in modules}
+    _refuse_own_model(modules, loads)
+    for stage, load in loads.items():
+        if (load.arrives or load.leaves) and "forward" in vars(modules[stage]):
+            raise ValueError(
+                f"stage {stage} is a {type(modules[stage]).__name__} whose forward was replaced (compiled, or wrapped "
+                "by another package), so it cannot carry: call carry_along first"
+            )
+    return loads
 
 
 def _load_of(stage: int, edges: tuple[Edge, ...], declared: Declared) -> _Load:

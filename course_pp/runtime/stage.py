@@ -15,6 +15,7 @@ from course_pp.runtime.memory import Hold, Meter
 from course_pp.runtime.payload import map_tensors, tensors_of
 from course_pp.runtime.rng import RandomState, get_random_state, random_state_kept, set_random_state
 from course_pp.runtime.versions import VersionedStage
+from course_pp.schedule.declared import taken_apart
 
 __all__ = ["Gradients", "Loss", "Stage"]
 
@@ -200,20 +201,9 @@ class Stage:
             output = module(value, **read)
         values: dict[str, Any] = {}
         if self._writes:
-            output, values = self._taken_apart(output)
+            output, written = taken_apart(self.index, self._writes, output)
+            values = {name: written[name] for name in self._wanted}
         return output if loss is None else loss(output), values
-
-    def _taken_apart(self, returned: Any) -> tuple[Any, dict[str, Any]]:
-        """The output, and of the values beside it those that another stage reads."""
-        is_pair = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)
-        if not is_pair or set(returned[1]) != set(self._writes):
-            beside = f" beside {sorted(returned[1])}" if is_pair else ""
-            raise TypeError(
-                f"stage {self.index} writes {', '.join(map(repr, self._writes))}, but its forward returns "
-                f"{type(returned[0] if is_pair else returned).__name__}{beside}: return (output, {{name: value}}) with "
-                "exactly these names"
-            )
-        return returned[0], {name: returned[1][name] for name in self._wanted}
 
 
 def _drop(_: Any) -> Any:

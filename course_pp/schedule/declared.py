@@ -1,13 +1,13 @@
 """What stages say that they read and write beyond their neighbours', and the edges that follow from it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from course_pp.arguments import described
 from course_pp.schedule.edges import Edge, goes_backwards, made_twice
 
-__all__ = ["Declared", "declared_by", "edges_from"]
+__all__ = ["Declared", "declared_by", "edges_from", "taken_apart"]
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Declared:
     writes: tuple[str, ...] = ()
 
 
-def declared_by(stage: int, module: object) -> Declared:
+def declared_by(stage: int | str, module: object) -> Declared:
     """Return what the attributes ``reads`` and ``writes`` of a module say; nothing where it has none.
 
     Raises:
@@ -27,7 +27,7 @@ def declared_by(stage: int, module: object) -> Declared:
     return Declared(_names(stage, module, "reads"), _names(stage, module, "writes"))
 
 
-def _names(stage: int, module: object, what: str) -> tuple[str, ...]:
+def _names(stage: int | str, module: object, what: str) -> tuple[str, ...]:
     given: Any = getattr(module, what, ())
     names = given if isinstance(given, tuple | list) else None
     if names is None or not all(isinstance(name, str) and name for name in names):
@@ -37,6 +37,23 @@ def _names(stage: int, module: object, what: str) -> tuple[str, ...]:
     if again := [name for i, name in enumerate(names) if name in names[:i]]:
         raise ValueError(f"{what} of stage {stage} has {again[0]!r} twice: name each value once")
     return tuple(names)
+
+
+def taken_apart(stage: int, writes: Sequence[str], returned: Any) -> tuple[Any, Mapping[str, Any]]:
+    """Return the output of a stage that writes values, and these by name, of what its forward has returned.
+
+    Raises:
+        TypeError: for anything but a pair, or other names than those in ``writes``.
+    """
+    is_pair = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)
+    if not is_pair or set(returned[1]) != set(writes):
+        beside = f" beside {sorted(returned[1])}" if is_pair else ""
+        raise TypeError(
+            f"stage {stage} writes {', '.join(map(repr, writes))}, but its forward returns "
+            f"{type(returned[0] if is_pair else returned).__name__}{beside}: return (output, {{name: value}}) with "
+            "exactly these names"
+        )
+    return returned
 
 
 def edges_from(declared: Mapping[int, Declared]) -> tuple[Edge, ...]:

@@ -99,16 +99,30 @@ def test_carried_values_train_as_in_one_process_and_are_counted(name: str) -> No
     assert seen == expected.keys()
 
 
-def refused(rank: int) -> str:
+def refused(rank: int) -> list[str]:
     mesh = init_distributed(DistributedConfig(pp=2), seed=0)
-    graph = [((), ()), (("nothing",), ())]
-    try:
-        carry_along({rank: Part(*graph[rank])}, mesh)
-    except ValueError as error:
-        return str(error)
-    return "taken"
+    said = []
+    for modules in ({rank: Part((), ()) if rank == 0 else Part(("nothing",))}, {0: Part()}):
+        with pytest.raises(ValueError, match=r"no stage writes|both hold") as caught:
+            carry_along(modules, mesh)
+        said.append(str(caught.value))
+    return said
 
 
-def test_a_value_that_nobody_writes_is_refused_on_every_rank() -> None:
-    for text in on_ranks(2, refused, timeout_s=60):
-        assert text.startswith("stage 1 reads 'nothing', which no stage writes (written: none): give the stage")
+def test_a_value_that_nobody_writes_and_a_stage_of_two_ranks_are_refused_on_every_rank() -> None:
+    for nobody, both in on_ranks(2, refused, timeout_s=60):
+        assert nobody.startswith("stage 1 reads 'nothing', which no stage writes (written: none): give the stage")
+        assert both == "ranks 0 and 1 both hold stage 0: give it to one of them"
+
+
+def test_what_cannot_carry_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"stages \[0, 2\] are held: number them from 0 without gaps"):
+        carry_along({0: Part(), 2: Part()}, None)
+    whole = dict(enumerate(parts(4)))
+    carry_along(whole, None)
+    with pytest.raises(ValueError, match="stage 0 carries already: call carry_along once"):
+        carry_along(whole, None)
+    whole = dict(enumerate(parts(4)))
+    whole[2].forward = whole[2].forward
+    with pytest.raises(ValueError, match="stage 2 is a Part whose forward was replaced"):
+        carry_along(whole, None)
