@@ -6,7 +6,7 @@ A token goes from the last stage back to the first, which meanwhile works on oth
 :func:`course_pp.schedule.generation`, and runs on the engine of every other schedule, emulated clusters included.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -19,18 +19,21 @@ from torch import Tensor
 from course_pp.arguments import WrongArgument, check_arguments, refuse_unless
 from course_pp.collective import Ranks
 from course_pp.runtime.cluster import EmulatedCluster
-from course_pp.runtime.engine import build_engine
+from course_pp.runtime.engine import Engine, build_engine
 from course_pp.runtime.executor import Batch, Executor, _Call
 from course_pp.runtime.plan import plan
 from course_pp.runtime.recorder import Recorder
-from course_pp.runtime.settled import settle
+from course_pp.runtime.settled import Settled, settle
 from course_pp.runtime.sharded import ShardedStages
 from course_pp.runtime.stage import Stage
 from course_pp.runtime.stages import Stages
 from course_pp.runtime.wire import open_wire
 from course_pp.schedule import Action, Product, Schedule, generation
+from course_pp.schedule.declared import declared_by
 
 __all__ = ["generate"]
+
+_LIMIT_S = 300.0  # one rank may take minutes longer than another to build its stages
 
 Choose = Callable[[Tensor], Tensor]
 """From logits (batch, vocabulary) to token ids (batch,)."""
@@ -75,12 +78,14 @@ def generate(
         The new tokens of each prompt, ``end`` included, on every rank. Modules stay in the mode they are in.
 
     Raises:
-        ValueError: on every rank, for prompts that are none or differ between ranks, stages that do not fit together or
-            have no cache, and whatever :class:`Pipeline` refuses.
+        ValueError: on every rank, for no prompts or others than on rank 0, stages that do not fit together,
+            have no cache or read values beyond their neighbours', and whatever :class:`Pipeline` refuses.
         PipelineError: on every rank, if a stage raises; says which rank, stage, group and token it was.
     """
     given = locals()
-    ranks = Ranks(group)
+    ranks = Ranks(group, limit_s=_LIMIT_S)
+    if ranks.rank < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in the pipeline's group: call it on the group's ranks only")
     work, placement = _agree(ranks, given)
     schedule = generation(ranks.size, len(work.groups), n_tokens, placement=placement)
     settled = settle(
@@ -97,19 +102,27 @@ def generate(
         timeout_s=timeout_s,
         optimizers=None,
         versions=None,
+        generates=True,
     )
-    if settled.schedule.edges:
-        raise ValueError(
-            f"stages read and write {', '.join(repr(edge.name) for edge in settled.schedule.edges)} beyond their "
-            "neighbours', which generate does not carry: pass it along, or take whole sequences with evaluate"
-        )
-    timeout = timedelta(seconds=float(timeout_s))
+    engine = _engine(settled, work, given)
+
+    def step() -> Tensor:
+        with ShardedStages(settled.modules.values(), trains=False).reduced_once(), torch.no_grad():
+            engine.executor.run(Batch([row.to(settled.device) for row in work.first], None, None))
+        return engine.tell_everyone(work.written.to(settled.device), torch.add)
+
+    return work.texts(engine.perform(step))
+
+
+def _engine(settled: Settled, work: "_Work", given: Mapping[str, Any]) -> Engine:
+    schedule, recorder = settled.schedule, given["recorder"]
+    timeout = timedelta(seconds=float(given["timeout_s"]))
     channels = {(source, p.rank) for p in plan(schedule) for source in p.incoming}
-    wire = open_wire(group, channels, settled.device, transport, settled.series, timeout)
+    wire = open_wire(given["group"], channels, settled.device, given["transport"], settled.series, timeout)
     if recorder is not None:
         recorder.run_on(settled.device)
         recorder.edges, recorder.feedback = (), schedule.feedback
-    engine = build_engine(
+    return build_engine(
         schedule,
         rank=settled.rank,
         stages={s: Stage(s, module, settled.device, False, None) for s, module in settled.modules.items()},
@@ -118,16 +131,9 @@ def generate(
         device=settled.device,
         timeout=timeout,
         recorder=recorder,
-        cluster=cluster,
+        cluster=given["cluster"],
         executor=cast(type[Executor], partial(_Generating, work=work)),
     )
-
-    def step() -> Tensor:
-        with ShardedStages(settled.modules.values(), trains=False).reduced_once(), torch.no_grad():
-            engine.executor.run(Batch([row.to(settled.device) for row in work.first], None, None))
-        return engine.tell_everyone(work.written, torch.add)
-
-    return work.texts(engine.perform(step))
 
 
 @dataclass
@@ -196,7 +202,7 @@ def _agree(ranks: Ranks, given: Mapping[str, Any]) -> tuple[_Work, list[int]]:
         here = sorted(given["stages"]) if isinstance(given["stages"], Mapping) else here
         facts = {name: given[name] for name in ("n_tokens", "end", "group_size", "cache")}
         facts["prompts"] = [[int(token) for token in prompt] for prompt in given["prompts"]]
-        problem = _problem_of_caches(given) if given["cache"] else None
+        problem = _problem_of_stages(given["stages"], given["cache"])
     except WrongArgument as error:
         problem = str(error)
     except Exception as error:
@@ -226,10 +232,16 @@ def _refuse_odd_values(given: Mapping[str, Any]) -> None:
             raise ValueError(f"prompt {number} has no tokens: begin it with one, such as a mark for the beginning")
 
 
-def _problem_of_caches(given: Mapping[str, Any]) -> str | None:
-    stages = given["stages"]
-    for stage, module in stages.items() if isinstance(stages, Mapping) else (("here", stages),):
-        if module is not None and not callable(getattr(module, "new_cache", None)):
+def _problem_of_stages(stages: Stages, cache: bool) -> str | None:
+    named: Iterable[tuple[Any, Any]] = stages.items() if isinstance(stages, Mapping) else [("here", stages)]
+    for stage, module in named:
+        declared = declared_by(stage, module)
+        if names := (*declared.reads, *declared.writes):
+            return (
+                f"stage {stage} reads or writes {names[0]!r} beyond its neighbours, which generate does not carry: "
+                "pass it along, or take whole sequences with evaluate"
+            )
+        if cache and module is not None and not callable(getattr(module, "new_cache", None)):
             return (
                 f"stage {stage} is a {type(module).__name__} without new_cache(): pass cache=False, or a module whose "
                 "forward takes cache= (see generate)"
@@ -279,17 +291,12 @@ class _Generating(Executor):
         return text
 
     def _called(self, stage: int, group: int, value: Any) -> Any:
-        module, keywords = self._stages[stage].module, {}
-        if module is None:
-            return value
-        if self._work.cache:
-            caches: Any = self._work.caches
-            if (stage, group) not in caches:
-                caches[stage, group] = cast(Any, module).new_cache()
-            keywords["cache"] = caches[stage, group]
-        if isinstance(value, tuple | list):
-            return module(*value, **keywords)
-        return module(**value, **keywords) if isinstance(value, Mapping) else module(value, **keywords)
+        worker, caches = self._stages[stage], self._work.caches
+        if worker.module is None or not self._work.cache:
+            return worker.evaluate(value, None)[0]
+        if (stage, group) not in caches:
+            caches[stage, group] = cast(Any, worker.module).new_cache()
+        return worker.evaluate(value, None, {"cache": caches[stage, group]})[0]
 
 
 def _last_logits(output: Any) -> Tensor:

@@ -221,15 +221,16 @@ class Pipeline:
             together. None on a rank that gets none.
 
         Raises:
-            PipelineError, ValueError, RuntimeError: as :meth:`step`; ValueError for another ``on``.
+            PipelineError, ValueError, RuntimeError: as :meth:`step`; also for another ``on``, or ranks that want the
+                outputs in different places.
         """
         self._refuse_after_failure()
-        if on not in ("last", "all"):
-            raise ValueError(f"on is {on!r}: use 'last' for the ranks of the last stage, or 'all'")
         engine = self._forward_engine()
         holders = self.schedule.placement[-1]
 
         def step() -> Any:
+            if on not in ("last", "all"):  # here, as the others wait for what this rank makes
+                raise ValueError(f"on is {on!r}: use 'last' for the ranks of the last stage, or 'all'")
             n = self.schedule.n_microbatches
             if self._meter is not None:
                 self._meter.ignore(tensors_of([inputs]))
@@ -238,7 +239,7 @@ class Pipeline:
                 engine.executor.run(batch)
             # Replicas of the last stage have some of the outputs each.
             travels = on == "all" or len(holders) > 1
-            everyone = engine.tell_everyone(batch.outputs if travels else {}, _both)
+            _, everyone = engine.tell_everyone((on, batch.outputs if travels else {}), _both)
             return everyone if travels else batch.outputs
 
         outputs = engine.perform(step)
@@ -343,8 +344,11 @@ def run_step(
     return losses, recorder.timeline(group, name=schedule.name)
 
 
-def _both(one: Mapping[int, Any], other: Mapping[int, Any]) -> Mapping[int, Any]:
-    return {**one, **other}
+def _both(one: tuple[str, Mapping[int, Any]], other: tuple[str, Mapping[int, Any]]) -> tuple[str, Mapping[int, Any]]:
+    """The outputs of both, if both want them in the same place."""
+    if one[0] != other[0]:
+        raise ValueError(f"evaluate: on is {one[0]!r} on a rank and {other[0]!r} on another: give every rank the same")
+    return one[0], {**one[1], **other[1]}
 
 
 def _meter_of(recorder: Recorder | None, device: torch.device, modules: Iterable[nn.Module | None]) -> Meter | None:

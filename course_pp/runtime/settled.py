@@ -69,8 +69,11 @@ def settle(
     timeout_s: float,
     optimizers: Optimizers | None,
     versions: Versions | None,
+    generates: bool = False,
 ) -> Settled:
     """Check this rank's arguments and compare them with the others'; they are those of ``Pipeline``.
+
+    ``generates`` is whether tokens are fed back, which :class:`~course_pp.runtime.Pipeline` does not do.
 
     Raises:
         TypeError: for a group that is none: without it nobody can be told of the rest.
@@ -94,6 +97,8 @@ def settle(
         here = [stage for stage, ranks in enumerate(schedule.placement) if rank in ranks]
         modules = by_stage(stages, here)
         problem = _problem_of_pipeline(schedule, n_ranks, transport)
+        if schedule.feedback and not generates:
+            problem = f"{schedule!r} feeds tokens back to its first stage, which a Pipeline does not: call generate"
         problem = problem or problem_of_stages(modules, here, schedule, tied)
         problem = problem or problem_of_versions(
             schedule, modules, optimizers, versions, tied=tied, recompute=recompute

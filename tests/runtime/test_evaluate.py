@@ -79,6 +79,8 @@ def misused(rank: int) -> list[str]:
     for call in (
         lambda p: p.step(torch.ones(M, WIDTH), torch.ones(M, WIDTH)),
         lambda p: p.evaluate(torch.ones(M, WIDTH), on="first"),
+        lambda p: p.evaluate(torch.ones(M, WIDTH), on=("first", "last")[rank]),
+        lambda p: p.evaluate(torch.ones(M, WIDTH), on=("last", "all")[rank]),
         lambda p: p.evaluate(torch.ones(M, WIDTH + 1)),
         lambda p: p.evaluate(None),
     ):
@@ -90,8 +92,10 @@ def misused(rank: int) -> list[str]:
 
 
 def test_misuse_is_refused_by_name_on_every_rank() -> None:
-    for no_loss, odd_place, wrong_shape, no_inputs in on_ranks(2, misused, timeout_s=30):
+    for no_loss, odd_place, odd_on_one, differs, wrong_shape, no_inputs in on_ranks(2, misused, timeout_s=30):
         assert no_loss == "this pipeline has no loss_fn: build it with one, or call evaluate for outputs"
         assert odd_place == "on is 'first': use 'last' for the ranks of the last stage, or 'all'"
+        assert "on is 'first': use 'last' for the ranks of the last stage, or 'all'" in odd_on_one
+        assert "on is 'last' on a rank and 'all' on another: give every rank the same" in differs
         assert wrong_shape.startswith("rank 0, stage 0, microbatch 0, action 0F0: RuntimeError: mat1 and mat2")
         assert "inputs is None on a rank that needs it" in no_inputs

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_pp.launch import on_ranks
 from course_pp.model import ModelConfig, Transformer, build_stage_module
 from course_pp.parallel import auto_split
-from course_pp.runtime import EmulatedCluster, PipelineError, Recorder, generate
+from course_pp.runtime import EmulatedCluster, EmulatedLink, Pipeline, PipelineError, Recorder, generate
 from course_pp.schedule import Costs, Timeline, build, check, generation, simulate
 from tests.processes import no_process_left
 
@@ -96,7 +97,7 @@ def emulated(rank: int, prompts: list[list[int]], cluster: EmulatedCluster) -> T
 
 
 def test_eight_prompts_use_the_ranks_three_times_as_well_as_one() -> None:
-    cluster = EmulatedCluster(Costs(forward=0.012, latency=0.001))
+    cluster = EmulatedCluster(Costs(forward=0.012, latency=0.001, message_bytes=10, bandwidth=5000))
     used = {}
     for n in (1, 8):
         timeline = on_ranks(4, emulated, prompts_of(n), cluster, timeout_s=LIMIT_S)[0]
@@ -105,6 +106,13 @@ def test_eight_prompts_use_the_ranks_three_times_as_well_as_one() -> None:
         assert timeline.feedback == n
         used[n] = predicted.utilisation if timeline.trouble else timeline.utilisation
     assert used[8] >= 3 * used[1]
+
+
+def test_a_token_takes_the_link_from_the_last_rank_to_the_first() -> None:
+    """Around a ring of four that is one link, and what an activation weighs does not count."""
+    links = tuple(EmulatedLink(latency, 1.0) for latency in (1.0, 2.0, 3.0, 7.0))
+    cluster = EmulatedCluster(Costs(forward=10.0, message_bytes=4), links=links)
+    assert cluster.predict(generation(4, 1, 2)).makespan == 2 * (4 * 10 + 1 + 2 + 3 + 3 * 4) + 7
 
 
 def refused(rank: int, given: list[dict[str, Any]]) -> str:
@@ -120,6 +128,10 @@ def two_ids(logits: Tensor) -> Tensor:
     return torch.zeros(2, dtype=torch.int64)
 
 
+class Skipping(nn.Linear):
+    reads = ("mask",)
+
+
 NO_CACHE: dict[str, Any] = {"stages": nn.Linear(4, 4)}
 BAD: dict[str, tuple[list[dict[str, Any]], str]] = {
     "other prompts": ([{}, {"prompts": [[1, 3]]}], r"rank 1 was given prompts=[[1, 3]]"),
@@ -127,6 +139,10 @@ BAD: dict[str, tuple[list[dict[str, Any]], str]] = {
     "an empty prompt": ([{"prompts": [[1], []]}] * 2, "prompt 1 has no tokens: begin it with one"),
     "no tokens": ([{}, {"n_tokens": 0}], "generate: n_tokens is 0 (an int): give at least 1"),
     "no cache": ([{}, NO_CACHE], "stage here is a Linear without new_cache(): pass cache=False, or a module whose"),
+    "values": (
+        [{}, {"stages": Skipping(4, 4)}],
+        "stage here reads or writes 'mask' beyond its neighbours, which generate does not carry: pass it along",
+    ),
     "twice": ([{}, {"stages": {0: None}}], "ranks 0 and 1 both hold stage 0: give it to one of them"),
     "gaps": ([{}, {"stages": {3: None}}], "stages [0, 3] are held: number them from 0 without gaps"),
     "too long": (
@@ -147,6 +163,22 @@ def test_misuse_is_refused_by_name_on_every_rank(given: list[dict[str, Any]], sa
         assert says in found
 
 
+def outside(rank: int) -> str:
+    group = dist.new_group([0])
+    if rank == 0:
+        return str(len(generate(stages_on(0, (0,)), [[1]], 1, group=group)[0]))
+    with pytest.raises(ValueError, match="is not in the") as caught:
+        generate(None, [[1]], 1, group=group)
+    return str(caught.value)
+
+
+def test_a_rank_outside_the_group_is_sent_away() -> None:
+    assert on_ranks(2, outside, timeout_s=LIMIT_S) == [
+        "1",
+        "rank 1 is not in the pipeline's group: call it on the group's ranks only",
+    ]
+
+
 def test_the_order_of_generation_is_legal_and_as_busy_as_groups_allow() -> None:
     for n_groups in range(1, 9):
         schedule = generation(4, n_groups, 50)
@@ -159,6 +191,13 @@ def test_the_order_of_generation_is_legal_and_as_busy_as_groups_allow() -> None:
     assert check(trained) == [
         "tokens feed back to the first stage, yet there are backwards: generation is forward only"
     ]
+
+
+def test_what_is_no_generation_or_too_much_of_it_is_refused() -> None:
+    with pytest.raises(ValueError, match="feeds tokens back to its first stage, which a Pipeline does not: call gener"):
+        Pipeline(generation(1, 1, 2), nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"stages × n_groups × n_tokens is 8,000,000: a schedule names each action"):
+        generation(2, 1000, 1000, placement=[0, 1] * 4)
 
 
 def of_transformers() -> nn.Module:
