@@ -1,6 +1,7 @@
 """Models that somebody else wrote, cut without changing their code, do what they did in one piece."""
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from course_pp.parallel import (
     build_pipeline_stage,
     clip_grad_norm_,
     destroy_distributed,
+    explain,
     find_blocks,
     find_ties,
     get_dp_rank,
@@ -207,7 +209,8 @@ def test_a_model_is_cut_before_the_modules_that_are_named() -> None:
 
 
 NO_PLACES = [
-    ("Llama", ["model.layer.2"], "no module has this name; the nearest are 'model.layers.2' or 'model.layers"),
+    ("Llama", ["model.layer.2"], "no module has this name; the nearest places are 'model.layers.2' or "
+                                "'model.layers.3' or 'model.layers.1'"),
     ("Llama", ["model.layers.2.mlp"], "it lies inside 'model.layers.2', which one stage holds as a whole: name "
                                       "'model.layers.2' or 'model.layers.3'"),
     ("Llama", ["model.layers"], "every stage runs its forward: name 'model.layers.0' or 'model.layers.1' or"),
@@ -232,6 +235,24 @@ def test_as_many_stages_as_names_say_or_a_refusal() -> None:
             auto_split(build("Sequential"), example("Sequential"), **given)
     with pytest.raises(ValueError, match="the example does not make the model call it; name another"):
         auto_split(Skipping(), torch.ones(2, 4), at=["never"])
+
+
+def hooked(model: nn.Module) -> None:
+    model.forward = partial(model.forward)
+
+
+@pytest.mark.parametrize("replace", [hooked, nn.Module.compile])
+@pytest.mark.parametrize("at", ["", "model"])
+def test_a_model_whose_forward_was_replaced_is_refused_and_its_blocks_are_not(replace: Any, at: str) -> None:
+    model = build("Llama")
+    replace(model.get_submodule(at))
+    (problem,) = explain(model, example("Llama"))
+    assert problem.kind == "replaced forward"
+    with pytest.raises(ValueError, match=f"the forward of '{at or 'the model'}' was replaced .*cut the model first"):
+        auto_split(model, example("Llama"), 2)
+    model = build("Sequential")
+    hooked(model[0])
+    assert len(auto_split(model, example("Sequential"), 2)) == 2
 
 
 class Skipping(nn.Module):

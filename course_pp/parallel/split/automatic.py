@@ -13,6 +13,7 @@ from course_pp.parallel.split.calls import Problem, Recording
 from course_pp.parallel.split.named import partition_at
 from course_pp.parallel.split.recording import Example, as_call, is_of_model, left_as_it_was, record
 from course_pp.parallel.split.stage import carve
+from course_pp.parallel.split.units import replaced_on_the_way
 from course_pp.wrappers import problem_of_wrappers
 
 __all__ = ["By", "auto_split", "explain"]
@@ -109,6 +110,8 @@ class _DoesNotRun(ValueError):
 def _recorded(model: nn.Module, example: Example, function: str) -> Recording:
     wrapped = problem_of_wrappers(model, "the model")
     refuse_unless(wrapped is None, function, "model", model, str(wrapped))
+    if (name := replaced_on_the_way(model)) is not None:
+        return Recording({}, problems=[_replaced(model.get_submodule(name), name)])
     try:
         recording = record(model, example)
     except Exception as error:  # whatever a foreign forward raises
@@ -120,6 +123,15 @@ def _recorded(model: nn.Module, example: Example, function: str) -> Recording:
             Problem("one piece", f"{code.co_filename}:{code.co_firstlineno}", what, "compute in modules of its own")
         )
     return recording
+
+
+def _replaced(part: nn.Module, name: str) -> Problem:
+    code = type(part).forward.__code__
+    what = (
+        f"the forward of {name or 'the model'!r} was replaced (compiled, or hooked), and each stage would run all of it"
+    )
+    remedy = "cut the model first, and compile or hook the stages"
+    return Problem("replaced forward", f"{code.co_filename}:{code.co_firstlineno}", what, remedy)
 
 
 def _refuse(model: nn.Module, problems: Sequence[Problem]) -> None:

@@ -36,8 +36,8 @@ def _number(model: nn.Module, recording: Recording, name: str) -> int:
     named = dict(model.named_modules(remove_duplicate=False))
     places = list(dict.fromkeys(call.unit for call in recording.calls))
     if name not in named:
-        nearest = get_close_matches(name, [*places, *named], _SHOWN, 0.0) or places
-        refuse_unless(False, "auto_split", "at", name, f"no module has this name; the nearest are {_listed(nearest)}")
+        nearest = _listed(get_close_matches(name, places, _SHOWN, 0.0))
+        refuse_unless(False, "auto_split", "at", name, f"no module has this name; the nearest places are {nearest}")
     unit = units.get(id(named[name]))
     if unit is None:
         refuse_unless(False, "auto_split", "at", name, _why_not(named, units, places, name))

@@ -4,13 +4,14 @@ A model whose parameters are on the meta device takes no memory. Its units then 
 return zeros; what the model computes between them, such as masks and positions, it computes from the example.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from course_pp.parallel._torch import tree_map
 
@@ -26,10 +27,13 @@ def weights_on_meta() -> Iterator[None]:
     be lost, as no file holds them.
     """
     register = nn.Module.register_parameter
+    made: MutableMapping[nn.Parameter, nn.Parameter] = WeakIdKeyDictionary()  # one that is tied stays one object
 
     def on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:  # one that is tied stays the same object
-            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        if isinstance(parameter, nn.Parameter) and not parameter.is_meta:
+            if parameter not in made:
+                made[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            parameter = made[parameter]
         register(self, name, parameter)
 
     with patch.object(nn.Module, "register_parameter", on_meta):

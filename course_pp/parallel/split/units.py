@@ -17,7 +17,7 @@ from torch import nn
 
 from course_pp.parallel.blocks import runs_of_like_modules
 
-__all__ = ["candidates", "draws_random_numbers"]
+__all__ = ["candidates", "draws_random_numbers", "replaced_on_the_way"]
 
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
@@ -34,6 +34,20 @@ def candidates(model: nn.Module) -> dict[str, nn.Module]:
                 seen.add(module)
                 found[path] = module
     return found
+
+
+def replaced_on_the_way(model: nn.Module) -> str | None:
+    """The name of a module on the way whose forward is not its class's: a copy of it would still run the whole model.
+
+    ``torch.compile`` and accelerate's hooks put such a forward on the module itself; on a unit it does no harm.
+    """
+    for name in sorted(_ancestors(model)):
+        part = model.get_submodule(name)
+        forward = vars(part).get("forward")
+        is_own = forward is None or getattr(forward, "__self__", None) is part
+        if not is_own or getattr(part, "_compiled_call_impl", None) is not None:
+            return name
+    return None
 
 
 def draws_random_numbers(module: nn.Module) -> bool:

@@ -82,6 +82,14 @@ def test_weights_of_two_stages_of_a_rank_stay_one(tmp_path: Path) -> None:
     assert stages[0].get_parameter(tie[0]) is stages[3].get_parameter(tie[3])
 
 
+def test_a_weight_that_was_tied_before_it_was_held_stays_one() -> None:
+    with weights_on_meta():
+        one, other, weight = nn.Linear(2, 2), nn.Linear(2, 2), nn.Parameter(torch.ones(2, 2))
+        one.weight, other.weight = weight, weight
+    assert one.weight.is_meta
+    assert one.weight is other.weight
+
+
 def test_the_names_of_a_model_without_its_head_are_known(tmp_path: Path) -> None:
     model = build(GPT2).eval()
     save_file(
