@@ -29,9 +29,15 @@ def rotary_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
     """
     pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
     frequencies = 1.0 / config.rope_theta ** (pairs / config.head_dim)
-    turns = config.rope_original_len * frequencies / (2 * math.pi)
-    kept = ((turns - config.rope_low_freq) / (config.rope_high_freq - config.rope_low_freq)).clamp(0, 1)
-    frequencies = kept * frequencies + (1 - kept) * frequencies / config.rope_factor
+    if config.rope_factor != 1:
+        frequencies = _slowed(frequencies, config)
     positions = torch.arange(config.max_seq_len, dtype=torch.float32, device="cpu")
     angles = positions[:, None] * frequencies
     return angles.cos(), angles.sin()
+
+
+def _slowed(frequencies: Tensor, config: ModelConfig) -> Tensor:
+    """The frequencies for longer sequences than the model was trained with."""
+    turns = config.rope_original_len * frequencies / (2 * math.pi)
+    kept = ((turns - config.rope_low_freq) / (config.rope_high_freq - config.rope_low_freq)).clamp(0, 1)
+    return kept * frequencies + (1 - kept) * frequencies / config.rope_factor

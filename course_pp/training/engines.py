@@ -168,7 +168,7 @@ class _RuntimeEngine:
         self._pipeline = Pipeline(
             schedule, stages, loss_fn, device=device, tied=ties, optimizers=optimizers, versions=config.versions
         )
-        self._forward = Pipeline(_forwards_of(schedule), stages, loss_fn, device=device)
+        self._forward = Pipeline(schedule.forward_only(), stages, loss_fn, device=device)
 
     def step(self, batch: Sequences, divisor: float) -> float:
         if not self._updates:
@@ -198,9 +198,3 @@ class _MaskPassedOn(nn.Module):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         output = self.module(x, attention_mask=mask)
         return output if self._is_last else (output, mask)
-
-
-def _forwards_of(schedule: Schedule) -> Schedule:
-    """The same placement and order, forwards alone."""
-    rows = tuple(tuple(part for action in row for part in action.parts if part.kind == "F") for row in schedule.actions)
-    return Schedule(f"{schedule.name}, forward only", schedule.placement, rows)

@@ -70,14 +70,14 @@ def sample(
     pp_size, last_stage = get_pp_size(device_mesh), modules[0].num_stages - 1
     pp_mesh = get_pp_mesh(device_mesh)
     held = Ranks(None if pp_mesh is None else pp_mesh.get_group(), alone=pp_mesh is None).gather(
-        [module.stage_id for module in modules]
+        ([module.stage_id for module in modules], _can_cache(modules, device_mesh))
     )
-    owner = {stage: rank for rank, indices in enumerate(held) for stage in indices}
+    owner = {stage: rank for rank, (indices, _) in enumerate(held) for stage in indices}
     # One rank draws for all, so that none can be of another mind about where the text ends.
     speaker = owner[last_stage] * (dist.get_world_size() // pp_size)
     generator = torch.Generator().manual_seed(seed)
     tokens, n_prompt = [BOT_ID, *prompt], 1 + len(prompt)
-    keys_and_values = KVCache() if _can_cache(modules, device_mesh) else None
+    keys_and_values = KVCache() if all(can_cache for _, can_cache in held) else None
     while len(tokens) < n_prompt + n_tokens and tokens[-1] != EOT_ID:
         if len(tokens) > window:
             keys_and_values = None  # of positions that are no longer where they were
