@@ -49,14 +49,16 @@ class Layout:
         microbatch_size: sequences in a microbatch of one data-parallel rank.
         reshard: whether a gathered layer is freed after forward; ``"auto"`` frees without a pipeline, keeps with one.
         ac: activation checkpointing: of whole layers (``full``), of attention (``selective``), none.
-        precision: one of :data:`PRECISIONS`.
+        precision: one of :data:`PRECISIONS`. ``mixed`` is counted as such on one data-parallel rank, too, where this
+            stack, whose policy is FSDP2's, computes in float32.
         sequence_parallel: whether norms work on parts of the sequence; None as the stack does: without a pipeline.
         flash: whether attention keeps no scores and skips what the causal mask hides.
         fused_norms: whether a norm keeps its input alone, as CUDA's kernels do; on the CPU it keeps two float32 copies.
         splits_head: whether logits stay cut over the vocabulary (``gather_logits=False``).
         scatter_gather: whether tensor-parallel ranks send a part of a message each and gather it behind the link
             (Narayanan et al. 2021, section 4.1); this stack sends it whole.
-        overlap: whether data-parallel traffic runs beside the work it need not wait for.
+        overlap: whether data-parallel traffic runs beside the work it need not wait for. In a pipeline torch reduces
+            after a stage's last backward, hence later than is counted.
 
     Raises:
         ValueError: for sizes below 1, unknown names, and schedules that do not end a step or keep stages twice.

@@ -72,7 +72,7 @@ def plan(
 
 @checked
 def explain(first: Prediction, second: Prediction) -> str:
-    """Compare two predictions line by line: where the time goes, what is held, and what decides."""
+    """Compare two predictions line by line: where the time goes, what is held, and where they differ most."""
     rows: list[tuple[str, ...]] = [("", str(first.layout), str(second.layout), "second − first")]
     rows += [("step, s", f"{first.step_s:.4g}", f"{second.step_s:.4g}", f"{second.step_s - first.step_s:+.4g}")]
     for part in PARTS:
@@ -89,7 +89,9 @@ def explain(first: Prediction, second: Prediction) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     part = max(PARTS, key=lambda name: abs(second.parts[name] - first.parts[name]))
-    quicker = "first" if first.step_s <= second.step_s else "second"
+    if first.step_s == second.step_s:
+        return "\n".join([*lines, "Both take the same time."])
+    quicker = "first" if first.step_s < second.step_s else "second"
     return "\n".join([*lines, f"The {quicker} is faster; they differ most in {part}."])
 
 

@@ -93,6 +93,7 @@ def test_the_plan_is_sorted_and_fits():
     assert [each.step_s for each in found] == sorted(each.step_s for each in found)
     assert all(each.fits for each in found)
     assert "faster" in explain(found[0], found[-1])
+    assert "faster" not in explain(found[0], found[0])
 
 
 def test_a_sequence_that_norms_cannot_share_is_planned_without_sharing_it():
