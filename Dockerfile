@@ -11,7 +11,7 @@ WORKDIR /opt/course_pp
 COPY --chown=learner pyproject.toml constraints.txt README.md LICENSE LICENSE-CC-BY-4.0 ./
 COPY --chown=learner course_pp/__init__.py course_pp/
 RUN python -m venv .venv \
-    && pip install --quiet ${INDEX:+--extra-index-url $INDEX} --constraint constraints.txt --editable '.[hf]'
+    && pip install --quiet ${INDEX:+--extra-index-url $INDEX} --constraint constraints.txt --editable '.[course,hf]'
 COPY --chown=learner . .
 # Ranks share memory through files in /dev/shm, of which Docker gives 64 MB: run with --shm-size=1g for large models.
 EXPOSE 8888
