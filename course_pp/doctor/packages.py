@@ -22,7 +22,9 @@ _ALL = "all notebooks"
 _FIGURES = "the figures of all notebooks"
 # What is imported, what it is installed as, and what fails without it.
 PACKAGES = (
-    ("cloudpickle", "cloudpickle", "on_ranks: notebooks 00, 07, 08, 09"),
+    ("anywidget", "anywidget", "the board of notebook 11"),
+    ("cloudpickle", "cloudpickle", f"every on_ranks and check, so {_ALL}"),
+    ("cyclopts", "cyclopts", "training: %torchrun source_code/train.py"),
     ("IPython", "ipython", _ALL),
     ("ipykernel", "ipykernel", _ALL),
     ("jupyterlab", "jupyterlab", "make lab"),
@@ -31,10 +33,11 @@ PACKAGES = (
     ("PIL", "pillow", _FIGURES),
     ("tokenizers", "tokenizers", "training on text: %torchrun source_code/train.py in notebooks 07 to 09"),
     ("tqdm", "tqdm", "training: %torchrun source_code/train.py"),
+    ("transformers", "transformers", "notebook 10"),
     ("xxhash", "xxhash", "notebook 09"),
 )
 _MANAGER = "@jupyter-widgets/jupyterlab-manager"
-_WIDGETS_BREAK = "the sliders of explore() and the buttons of quiz(); figures and play() still show"
+_WIDGETS_BREAK = "explore(), the buttons of quiz(), the board of notebook 11; figures and play() still show"
 _PROBE = """
 import json, time
 begun = time.monotonic()
@@ -144,7 +147,7 @@ def _build(said: dict[str, Any]) -> Finding:
     numbers = tuple(int(part) for part in said["version"].split("+")[0].split(".")[:2])
     if not OLDEST_TORCH <= numbers < FIRST_TOO_NEW_TORCH:
         says = f"{said['version']} is not one the course is tested with (2.11 to 2.13)"
-        breaks = "%torchrun cells of notebooks 02 to 09, whose pipelines use torch.distributed.pipelining and FSDP2"
+        breaks = "%torchrun of notebooks 02 to 10, torch's run in 11: they use torch.distributed.pipelining, FSDP2"
         return Finding("torch", False, says, breaks, f"make clean lab, or {INSTALL_TORCH}")
     return Finding("torch", True, says)
 

@@ -101,7 +101,7 @@ def _messages(latency: float, bandwidth: float) -> Finding:
 
 def slurm() -> list[Finding]:
     """Say whether a cluster answers, what its partition allows, and whether a job of two tasks runs and sees us."""
-    name, breaks = "Slurm", f"%torchrun, on_ranks and check on the cluster in {_ALL}"
+    name, breaks = "Slurm", f"%torchrun and on_ranks on the cluster in {_ALL}"
     if not shutil.which("srun"):
         return [Finding(name, True, "none; ranks run on this machine")]
     try:
@@ -119,7 +119,7 @@ def slurm() -> list[Finding]:
 
 def _sinfo(site: Site) -> list[Finding] | Finding:
     """The partition's finding; without a cluster the finding is about Slurm."""
-    name, breaks = "Slurm", f"%torchrun, on_ranks and check on the cluster in {_ALL}"
+    name, breaks = "Slurm", f"%torchrun and on_ranks on the cluster in {_ALL}"
     remedy = "ask whoever runs the cluster; until then COURSE_PP_WHERE=local runs everything on this machine"
     sinfo = shutil.which("sinfo")
     if sinfo is None:
@@ -162,7 +162,7 @@ def _configured() -> bool:
 
 def _job(site: Site) -> Finding:
     """Run two tasks, each of which looks for files that were written here: beside the course, and where calls go."""
-    name, breaks = "Slurm job", f"%torchrun, on_ranks and check on the cluster in {_ALL}"
+    name, breaks = "Slurm job", f"%torchrun and on_ranks on the cluster in {_ALL}"
     place = decide(Ask(1, 2, _JOB_LIMIT_S, gpus=False), "slurm")
     token = f".course_pp_doctor_{secrets.token_hex(4)}"
     files = [Path(folder).expanduser() / token for folder in (os.getcwd(), site.folder)]

@@ -261,7 +261,11 @@ def _use_huge_pages() -> None:
         return
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for line in _read("/proc/self/maps").splitlines():
+    try:
+        maps = _read("/proc/self/maps")
+    except OSError:  # a container without /proc
+        return
+    for line in maps.splitlines():
         span, mode, _, _, inode, *name = line.split()
         if mode == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
             begin, end = (int(address, 16) for address in span.split("-"))

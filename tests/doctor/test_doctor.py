@@ -236,6 +236,15 @@ def test_a_memory_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch) -
     assert str(machine.memory()).startswith("WRONG memory: 1.0 GiB free, 3 GiB needed. What fails: notebooks 02")
 
 
+def test_copies_of_files_do_not_fill_a_container(tmp_path: Path) -> None:
+    contents = {"memory.max": "4000\n", "memory.current": "3900\n", "memory.stat": "anon 900\ninactive_file 2000\n"}
+    for name, text in contents.items():
+        (tmp_path / name).write_text(text)
+    assert machine._left_in_cgroup(tmp_path) == 2100
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine._left_in_cgroup(tmp_path) is None
+
+
 def test_a_clock_that_steps_is_told_from_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_CLOCK_S", 0.1)
     times = namedtuple("times", "now")(iter([time.time(), time.time() + 5]))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from course_pp.launch import LaunchError, RankDied, RanksHung, client, crew, on_ranks, run_torchrun
+from course_pp.launch import LaunchError, RankDied, RanksHung, client, crew, on_ranks, run_torchrun, server
 from course_pp.launch.channel import Channel
 from course_pp.launch.client import SERVERS, Server, Servers
 from course_pp.launch.crew import Crew
@@ -269,3 +269,11 @@ def test_the_end_of_a_rank_does_not_overtake_what_it_said(monkeypatch: pytest.Mo
     monkeypatch.setattr(Crew, "_poll", late)
     with pytest.raises(RankDied, match="rank 0 ended with exit code 3 while it sent"):
         on_ranks(1, lambda rank: Rebuilt(os._exit, 3))
+
+
+def test_a_server_in_a_container_without_proc_does_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(file: str) -> str:
+        raise FileNotFoundError(file)
+
+    monkeypatch.setattr(server, "_read", absent)
+    server._use_huge_pages()
