@@ -147,7 +147,7 @@ class View {
     if (this.position.left === 0) {
       const end = spelled(this.position.makespan), { par, bound } = this.words;
       const share = Math.round((100 * bound) / this.position.makespan);
-      const score = `Complete: makespan ${end}, ${share}% of the bound ${spelled(bound)}`;
+      const score = `Complete: makespan ${end}, score ${share}% (no order beats ${spelled(bound)})`;
       if (par === null || this.position.makespan > par) return [`${score}${par === null ? "" : `; par is ${spelled(par)}`}.`, ""];
       return [`${score}: par.`, "good"];
     }

@@ -60,8 +60,14 @@ def describe(tl: Timeline) -> str:
     """The finding and the peaks in a sentence for those who do not see the figure."""
     kind = "Measured timeline" if tl.unit == "s" else "Timeline"
     what = named(tl.name, f"{kind}, one row a rank")
-    peaks = f"peak activations held: {spelled_peaks(tl.peak_activations)}."
-    return f"{what}. {finding(tl)}; {peaks}{describe_far_messages(tl)}"
+    return f"{what}. {finding(tl)}; {_held(tl)}.{describe_far_messages(tl)}"
+
+
+def _held(tl: Timeline) -> str:
+    """Nothing waits for a backward where none comes: counting forwards would say so of text that is written."""
+    if {part.kind for span in tl.spans for part in span.action.parts} == {"F"}:
+        return "forwards only"
+    return f"peak activations held: {spelled_peaks(tl.peak_activations)}"
 
 
 def spelled_peaks(peaks: Sequence[Time], spell: Callable[[Time], str] = amount) -> str:

@@ -51,7 +51,7 @@ def test_1f1b_is_placed_and_run_by_keyboard_alone_and_comes_back_after_a_restart
     said(page, "rank 0 waits from 2 to 4 for the gradient of microbatch 0 from stage 1")
     for key in ("ArrowDown", "f", "b", "u", "y", "ArrowUp", "b"):
         page.keyboard.press(key)
-    said(page, "Complete: makespan 9, 100% of the bound 9")
+    said(page, "Complete: makespan 9, score 100% (no order beats 9)")
     assert "this is 1f1b" in page.locator(".cpp-facts").inner_text()
     assert "rank 1: 1F0 1 to 2, 1B0 2 to 4" in page.locator(f"{BOARD} svg").get_attribute("aria-label")
 
@@ -86,7 +86,7 @@ def test_by_mouse_and_in_dark(page: Any, lab: Lab) -> None:
     said(page, "Hint, from zb_h1: 1F0 on rank 1.")
     page.locator("select[aria-label='who finishes it']").select_option("zb_h1")
     page.click("button:text-is('fill the rest')")
-    said(page, "Complete: makespan 7, 100% of the bound 7: par.")
+    said(page, "Complete: makespan 7, score 100% (no order beats 7): par.")
     page.click("button:text-is('▶ play')")
     said(page, "Played: 7.")
     page.click("button:text-is('clear')")

@@ -10,7 +10,7 @@ from matplotlib.patches import PathPatch
 from PIL import Image
 
 from course_pp import show
-from course_pp.schedule import Action, Overlap, Span, Timeline, build, names, simulate
+from course_pp.schedule import Action, Overlap, Schedule, Span, Timeline, build, names, simulate
 from course_pp.show import chart
 from course_pp.show.chart import ChartFigure
 from course_pp.show.timelines import spelled_peaks
@@ -136,6 +136,12 @@ def test_a_naive_split_is_called_one_rank_at_a_time() -> None:
     assert title(figure) == "One rank works at a time: 2 ranks, 1 microbatch, busy 50 % of 1.2 s, bubble 50 %"
     assert figure.alt_text.startswith("Measured timeline")
     assert figure.alt_text.endswith("peak activations held: 1 on every rank.")
+
+
+def test_a_timeline_without_backwards_holds_nothing_for_one() -> None:
+    rows = tuple(tuple(Action(stage, "F", i) for i in range(3)) for stage in range(2))
+    figure = show.timeline(simulate(Schedule("writing", ((0,), (1,)), rows)))
+    assert figure.alt_text.endswith("bubble 25 %; forwards only.")
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def questions(
 def refuse_no_time(function: str, seconds: float) -> None:
     """Raise ValueError unless ``seconds`` is a finite time above 0."""
     if not 0 < seconds < inf:
-        raise ValueError(f"{function}: seconds is {seconds}: give a time limit above 0")
+        raise ValueError(f"{function}: seconds is {seconds}: give a time limit above 0, and a finite one")
 
 
 def _refuse_impossible_sizes(n_ranks: int, n_microbatches: int, n_chunks: int, placement: Layout | None) -> None:

@@ -8,9 +8,9 @@ What it says, for one stage a rank:
 
 * With whole backwards, 1F1B is optimal wherever it fits, at either set of times. More memory buys nothing.
 * With halves and F = I = W, ZB-H1 is optimal wherever it fits.
-* With a layer's times, ZB-H1 is optimal with its own memory, p activations, and ZB-H2 with its own, 2p - 1. Between the
-  two, on three ranks and four, time falls with nearly each activation, and no schedule with a name has it: 277, 270,
-  263, 262 for p = 4, m = 8.
+* With a layer's times, ZB-H1 is optimal with its own memory, p activations, and ZB-H2 with its own, 2p - 1, from
+  m = 2p - 1 microbatches on. Between the two, on three ranks and four, time falls with nearly each activation, and no
+  schedule with a name has it: 277, 270, 263, 262 for p = 4, m = 8.
 * Below p activations only the naive schedule is left of the names, and takes up to 3.1 times as long as the best.
   With 3 activations, p = 4, m = 8 take 31 units of F = I = W; 1F1B with 4 takes 33.
 * A V of two half stages a rank beats every order of whole ones in the same memory: 25.5 (ZB-V) to 27 with 4
