@@ -105,7 +105,7 @@ ROUTES = (
         0,
         "all of it",
         tuple(Part(f"{number:02}") for number in range(13)),
-        "nothing; the exercises are homework, `progress().to_csv(path)` is handed in",
+        "nothing; the exercises are homework, `progress().to_json(path)` is handed in",
     ),
 )
 
