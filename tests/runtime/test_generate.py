@@ -110,9 +110,9 @@ def test_eight_prompts_use_the_ranks_three_times_as_well_as_one() -> None:
 
 def test_a_token_takes_the_link_from_the_last_rank_to_the_first() -> None:
     """Around a ring of four that is one link, and what an activation weighs does not count."""
-    links = tuple(EmulatedLink(latency, 1.0) for latency in (1.0, 2.0, 3.0, 7.0))
+    links = tuple(EmulatedLink(latency, 1.0) for latency in (1.0, 2.0, 3.0, 9.0))
     cluster = EmulatedCluster(Costs(forward=10.0, message_bytes=4), links=links)
-    assert cluster.predict(generation(4, 1, 2)).makespan == 2 * (4 * 10 + 1 + 2 + 3 + 3 * 4) + 7
+    assert cluster.predict(generation(4, 1, 2)).makespan == 2 * (4 * 10 + 1 + 2 + 3 + 3 * 4) + 9
 
 
 def refused(rank: int, given: list[dict[str, Any]]) -> str:
