@@ -19,7 +19,7 @@ def random_plan(seed: int):
     pp, name = draw.choice([2, 3, 4]), ORDERS[seed % len(ORDERS)]
     model = ModelConfig(32, 4 * pp + draw.randrange(3), 4, 64 * draw.randint(1, 4), max_seq_len=64)
     link = Cluster(pp, 1, SLOW, inter_bandwidth=draw.uniform(5e6, 5e7), latency=draw.uniform(0, 2e-3))
-    return predict(model, Layout(pp, schedule=name, precision="float32"), link, pp * draw.randint(1, 2), 32)
+    return predict(model, Layout(pp, schedule=name, precision="float32"), link, pp * draw.randint(2, 3), 32)
 
 
 @pytest.mark.long  # that emulated ranks keep to given costs, tests/runtime/test_emulation.py shows by default
