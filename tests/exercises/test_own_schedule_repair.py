@@ -8,6 +8,8 @@ from course_pp.exercises.own_schedule_repair import CHANGES, grade_repair, repai
 from course_pp.schedule import Costs, Schedule, build, check, optimum, search, simulate
 from tests.exercises.test_own_schedule_rules import judged
 
+pytestmark = pytest.mark.ranks
+
 
 def searched(schedule: Schedule, costs: Costs, cap: int) -> Schedule:
     return search(schedule.n_ranks, schedule.n_microbatches, costs, cap, seconds=0.3).schedule

@@ -10,6 +10,8 @@ from course_pp.exercises.exercise import Mistake
 from course_pp.exercises.own_schedule_rules import grade_choose, grade_lower_bound, lower_bound, next_action, play
 from course_pp.schedule import Action, Costs, bound, check, simulate
 
+pytestmark = pytest.mark.ranks
+
 
 def judged(grade: Callable[[Answer], None], fn: Callable[..., Any], limit_s: float = 10.0) -> str:
     """What the grader has against an answer; nothing if it is right."""
