@@ -226,16 +226,10 @@ class Recorder:
                     spans.append(Span(rank, what, since / _NANOSECONDS, until / _NANOSECONDS))
                 elif since >= 0 or until > 0:
                     receives.append(Receive(rank, what, max(since, 0) / _NANOSECONDS, until / _NANOSECONDS))
+        n_ranks, seen = len(records), tuple(receives)
+        of_all: dict[str, Any] = {"unit": "s", "edges": self.edges, "feedback": self.feedback}
         if not any(record.emulated for record in records):
-            return Timeline(
-                len(records),
-                tuple(spans),
-                unit="s",
-                receives=tuple(receives),
-                edges=self.edges,
-                feedback=self.feedback,
-                name=name,
-            )
+            return Timeline(n_ranks, tuple(spans), receives=seen, name=name, **of_all)
         wall, overruns = [], []
         for rank, record in enumerate(records):
             for each in record.emulated:
@@ -244,22 +238,13 @@ class Recorder:
                 if each.overrun:
                     overruns.append(Overrun(rank, each.action, each.overrun / _NANOSECONDS))
         return EmulatedTimeline(
-            len(records),
+            n_ranks,
             tuple(spans),
-            unit="s",
-            receives=tuple(receives),
-            edges=self.edges,
-            feedback=self.feedback,
+            receives=seen,
             name=name,
-            wall=Timeline(
-                len(records),
-                tuple(wall),
-                unit="s",
-                edges=self.edges,
-                feedback=self.feedback,
-                name=f"{name} in real time".strip(),
-            ),
+            wall=Timeline(n_ranks, tuple(wall), name=f"{name} in real time".strip(), **of_all),
             overruns=tuple(overruns),
+            **of_all,
         )
 
     def memory(self, group: dist.ProcessGroup | None = None) -> tuple[RankMemory, ...]:
