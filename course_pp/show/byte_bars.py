@@ -1,7 +1,7 @@
 """Where the bytes of a training step go."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 from matplotlib.axes import Axes
@@ -119,22 +119,10 @@ def _axis_unit(n_bytes: float) -> tuple[float, str]:
 def _draw_bars(axes: Axes, bars: dict[str, dict[str, float]], kinds: list[str], unit_size: float) -> None:
     points_x, _ = chart.points_per_unit(axes)
     width_of = cache(chart.text_width)
-    lefts = [0.0] * len(bars)
-    for kind, (colour, hatch, ink) in zip(kinds, LOOKS, strict=False):
-        widths = [bar.get(kind, 0) / unit_size for bar in bars.values()]
-        axes.barh(
-            range(len(bars)),
-            widths,
-            left=lefts,
-            height=0.62,
-            color=colour,
-            hatch=hatch,
-            label=kind,
-            edgecolor="white",
-            linewidth=0.8,
-            hatchcolor="#FFFFFF80",
-        )
-        for row, (bar, width) in enumerate(zip(bars.values(), widths, strict=True)):
+    rows = list(bars.values())
+    stacks = stack_bars(axes, rows, kinds, unit_size, height=0.62, linewidth=0.8)
+    for (colour, _, ink), (kind, lefts, widths) in zip(LOOKS, stacks, strict=False):
+        for row, (bar, width) in enumerate(zip(rows, widths, strict=True)):
             size = format_bytes(bar.get(kind, 0))
             for text in (f"{kind} {size}", size):
                 if width_of(text, _SMALL) + 6 <= width * points_x:
@@ -151,7 +139,6 @@ def _draw_bars(axes: Axes, bars: dict[str, dict[str, float]], kinds: list[str], 
                         zorder=4,
                     )
                     break
-        lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
     _, height = chart.size_in_inches(axes)
     axes.legend(
         loc="upper right",
@@ -163,6 +150,36 @@ def _draw_bars(axes: Axes, bars: dict[str, dict[str, float]], kinds: list[str], 
         columnspacing=1.4,
         borderaxespad=0,
     )
+
+
+def stack_bars(
+    axes: Axes,
+    bars: Sequence[Mapping[str, float]],
+    kinds: Sequence[str],
+    unit_size: float,
+    height: float,
+    linewidth: float,
+) -> list[tuple[str, list[float], list[float]]]:
+    """Draw one stacked bar a row, each kind in its look; return for each kind where it begins and how wide it is."""
+    drawn: list[tuple[str, list[float], list[float]]] = []
+    lefts = [0.0] * len(bars)
+    for kind, (colour, hatch, _) in zip(kinds, LOOKS, strict=False):
+        widths = [bar.get(kind, 0) / unit_size for bar in bars]
+        axes.barh(
+            range(len(bars)),
+            widths,
+            left=lefts,
+            height=height,
+            label=kind,
+            color=colour,
+            hatch=hatch,
+            edgecolor="white",
+            linewidth=linewidth,
+            hatchcolor="#FFFFFF80",
+        )
+        drawn.append((kind, lefts, widths))
+        lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
+    return drawn
 
 
 def _note_beside(axes: Axes, x: float, row: int, text: str) -> None:

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 
 from course_pp.arguments import checked
 from course_pp.show import chart
-from course_pp.show.byte_bars import LOOKS
+from course_pp.show.byte_bars import stack_bars
 from course_pp.show.chart import ChartFigure
 
 __all__ = ["plan"]
@@ -71,23 +71,8 @@ def plan(prediction: Planned, title: str | None = None) -> ChartFigure:
 
 def _stack(axes: Axes, bars: Sequence[Mapping[str, float]], names: list[str], unit: float) -> None:
     """One stacked bar a row, the kinds in their own order; what is nowhere is not in the legend."""
-    lefts = [0.0] * len(bars)
     kinds = [kind for kind in bars[0] if any(bar[kind] > 1e-9 for bar in bars)]
-    for kind, (colour, hatch, _) in zip(kinds, LOOKS, strict=False):
-        widths = [bar[kind] / unit for bar in bars]
-        axes.barh(
-            range(len(bars)),
-            widths,
-            left=lefts,
-            height=0.75,
-            label=kind,
-            color=colour,
-            hatch=hatch,
-            edgecolor="white",
-            linewidth=0.6,
-            hatchcolor="#FFFFFF80",
-        )
-        lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
+    stack_bars(axes, bars, kinds, unit, height=0.75, linewidth=0.6)
     axes.set_ylim(len(bars) - 0.5, -0.5)
     axes.set_yticks(range(len(bars)), names, fontsize=_SMALL)
     axes.tick_params(axis="x", labelsize=_SMALL)
