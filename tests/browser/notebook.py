@@ -14,13 +14,22 @@ def open_and_run(page: Any, lab: Lab, *cells: str, until: str) -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}  # or JupyterLab asks for one
     nbformat.write(notebook, lab.folder / "cells.ipynb")
-    page.goto(lab.address("doc/tree/cells.ipynb"))
+    open_notebook(page, lab, "cells.ipynb")
+    run_all(page)
+    page.wait_for_selector(until, timeout=2 * SOON)
+
+
+def open_notebook(page: Any, lab: Lab, path: str) -> None:
+    """Open a notebook and wait for its kernel."""
+    page.goto(lab.address(f"doc/tree/{path}"))
     page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=2 * SOON)
     # The toolbar says idle before there is a kernel; the status bar does not.
     page.wait_for_selector("#jp-main-statusbar .jp-StatusBar-TextItem:text-matches('\\\\| Idle$')", timeout=2 * SOON)
+
+
+def run_all(page: Any) -> None:
     page.click("li.lm-MenuBar-item:has-text('Run')")
     page.click("li.lm-Menu-item[data-command='runmenu:run-all']")
-    page.wait_for_selector(until, timeout=2 * SOON)
 
 
 def errors(page: Any) -> list[str]:
