@@ -236,10 +236,11 @@ class PipelineSchedule:
             first dimension, scalars along a new one. None elsewhere.
 
         Raises:
-            ValueError: on every rank, as :meth:`step`; or for another ``on``.
+            ValueError: on every rank, as :meth:`step`; or for another ``on``, or one that differs between ranks.
         """
         problem = None if on in ("last", "all") else f"on={on!r} must be 'last' or 'all'"
         inputs, _ = self._prepare(inputs, None, kwargs, problem=problem, needs_target=False)
+        self._everyone.require_equal({"on": on})
         outputs: list[Any] = []
         with self._witness.watching():
             self._forward(inputs, kwargs, lambda _, output: outputs.append(output))

@@ -175,6 +175,8 @@ class Executor:
         before, product = Product("activation", stage - 1, microbatch), Product("activation", stage, microbatch)
         is_last, leaves = stage == self._last, product in self._leaving
         reads, writes = reads_of(self._schedule, stage, microbatch), writes_of(self._schedule, stage, microbatch)
+        # Another value may be the output itself, which the next stage may change in place.
+        kept = {write.value: _as_if_copied if write.is_read_here or not leaves else _as_if_received for write in writes}
 
         def forward(batch: Batch) -> None:
             value = batch.products.pop(before) if stage else batch.inputs[microbatch]
@@ -186,7 +188,7 @@ class Executor:
             else:
                 output, values = worker.evaluate(value, loss, read)
             for write in writes:
-                batch.products[write.value] = map_tensors(_as_if_received, values[write.name])
+                batch.products[write.value] = map_tensors(kept[write.value], values[write.name])
             if is_last and loss is None:
                 batch.outputs[microbatch] = map_tensors(Tensor.detach, output)
                 return
@@ -272,8 +274,9 @@ class Executor:
 
 def _taken(products: dict[Content, Any], read: Read) -> Any:
     """A value for one of its readers: leaves of its own, as each goes backward by itself."""
-    value = products.pop(read.value) if read.is_last else products[read.value]
-    return map_tensors(_as_if_received, value)
+    if read.is_last:
+        return map_tensors(_as_if_received, products.pop(read.value))
+    return map_tensors(_as_if_copied, products[read.value])
 
 
 def _added_up(several: Sequence[Gradients]) -> Gradients:
@@ -284,3 +287,8 @@ def _added_up(several: Sequence[Gradients]) -> Gradients:
 def _as_if_received(tensor: Tensor) -> Tensor:
     """A leaf, so that a later stage's graph ends there although it is on the same rank."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _as_if_copied(tensor: Tensor) -> Tensor:
+    """The same where others still need the value: a copy, unless autograd keeps stages from changing it in place."""
+    return _as_if_received(tensor) if tensor.requires_grad else tensor.detach().clone()

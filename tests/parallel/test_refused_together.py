@@ -13,6 +13,7 @@ from course_pp.parallel import (
     apply_ac,
     apply_fsdp2,
     apply_tensor_parallel,
+    auto_split,
     build_pipeline_schedule,
     build_pipeline_stage,
     clip_grad_norm_,
@@ -33,6 +34,7 @@ def doors(rank: int, mesh: Any, odd: Any) -> dict[str, Callable[[], Any]]:
         return odd if rank == 1 else right
 
     stage = build_pipeline_stage(stage_module(), mesh, "cpu", inputs=torch.zeros(1, 4))
+    ready = build_pipeline_schedule(stage, 2, nn.functional.mse_loss)
     schedule = build("1f1b", 2, 2)
     return {
         "fsdp": lambda: apply_fsdp2(here(stage_module()), mesh),
@@ -46,6 +48,10 @@ def doors(rank: int, mesh: Any, odd: Any) -> dict[str, Callable[[], Any]]:
         "stage size": lambda: build_pipeline_stage(stage_module(), mesh, "cpu", here(1), 4),
         "schedule": lambda: build_pipeline_schedule(here(stage), 2, nn.functional.mse_loss),
         "schedule name": lambda: build_pipeline_schedule(stage, 2, nn.functional.mse_loss, here("1f1b")),
+        "evaluate": lambda: ready.evaluate(torch.zeros(2, 4), on=here("all")),
+        "split": lambda: auto_split(here(stage_module()), torch.zeros(1, 4), 2, "time"),
+        "split size": lambda: auto_split(stage_module(), torch.zeros(1, 5 if rank == 1 else 4), 2, "time"),
+        "split count": lambda: auto_split(stage_module(), torch.zeros(1, 4), 99 if rank == 0 else 2, "time"),
         "clip": lambda: clip_grad_norm_(here({rank: stage_module()}), 1.0, device_mesh=mesh),
         "clip norm": lambda: clip_grad_norm_({rank: stage_module()}, here(1.0), device_mesh=mesh),
         "runtime": lambda: Pipeline(schedule, here(stage_module()), nn.functional.mse_loss),
@@ -64,6 +70,11 @@ def refusals(rank: int) -> dict[str, str]:
                 said[f"{name} {odd}"] = f"{type(refusal).__name__}: {refusal}"
             else:
                 pytest.fail(f"{name} takes {odd!r}")
+    stage = build_pipeline_stage(stage_module(), mesh, "cpu", inputs=torch.zeros(1, 4))
+    ready = build_pipeline_schedule(stage, 2, nn.functional.mse_loss)
+    with pytest.raises(ValueError, match="on=") as differs:
+        ready.evaluate(torch.zeros(2, 4), on=("last", "all")[rank])
+    said["other places"] = str(differs.value)
     apply_fsdp2(stage_module(), mesh)  # nobody is left waiting for an earlier message
     return said
 
@@ -71,6 +82,7 @@ def refusals(rank: int) -> dict[str, str]:
 def test_what_is_wrong_on_one_rank_is_refused_on_all_in_the_same_words() -> None:
     first, second = on_ranks(2, refusals, timeout_s=60)
     assert first == second
+    assert first["other places"] == "rank 1 was given on='all', rank 0 'last': give every rank the same"
 
 
 def refusals_over_data(rank: int) -> str:

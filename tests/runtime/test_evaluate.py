@@ -54,6 +54,33 @@ def test_the_outputs_are_those_of_one_process(name: str, trains: bool) -> None:
                 torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+class Keeps(nn.Module):
+    """Writes what it returns."""
+
+    writes = ("kept",)
+
+    def forward(self, x: Tensor) -> Any:
+        x = x + 1
+        return x, {"kept": x}
+
+
+class Overwrites(nn.Module):
+    """Adds what it reads, and changes all that it was given."""
+
+    reads = ("kept",)
+
+    def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+        return x.mul_(2).add_(kept.add_(5))
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.int64])
+def test_a_stage_that_changes_its_input_leaves_the_values_of_others_as_they_were(kind: torch.dtype) -> None:
+    """As on ranks of their own, where each has received a copy."""
+    pipeline = Pipeline(build("interleaved_1f1b", 1, 2, n_chunks=4), dict(enumerate([Keeps(), *[Overwrites()] * 3])))
+    x = torch.arange(4).to(kind)
+    assert torch.equal(pipeline.evaluate(x), 15 * (x + 1) + 5 * 7)
+
+
 class Several(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Any]:
         return {"mean": x.mean(), "each": (x, x > 0), "name": "x"}

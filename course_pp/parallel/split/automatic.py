@@ -6,9 +6,10 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from course_pp.arguments import checked, refuse_below, refuse_unless
+from course_pp.arguments import check_arguments, checked, refuse_below, refuse_unless
+from course_pp.collective import Ranks
 from course_pp.parallel._torch import tree_flatten
-from course_pp.parallel.split.balance import partition
+from course_pp.parallel.split.balance import LIMIT_S, partition, refuse_unmeasurable
 from course_pp.parallel.split.calls import Problem, Recording
 from course_pp.parallel.split.named import partition_at
 from course_pp.parallel.split.recording import Example, as_call, is_of_model, left_as_it_was, record
@@ -22,7 +23,6 @@ By = Literal["parameters", "time", "memory"]
 """What a balanced cut makes even: the slowest stage's share of it is the least there is."""
 
 
-@checked
 def auto_split(
     model: nn.Module,
     example: Any,
@@ -54,15 +54,12 @@ def auto_split(
 
     Raises:
         ValueError: for more stages than there are places to cut, a name that is none, an example that the model does
-            not take, or a model that cannot be cut, as :func:`explain` says.
+            not take, or a model that cannot be cut, as :func:`explain` says; by ``time`` on every rank.
     """
-    n_stages = _count_of(n_stages, at)
-    recording = _recorded(model, as_call(example), "auto_split")
-    _refuse(model, recording.problems)
-    n_calls = len(recording.calls)
-    remedy = f"the example makes {n_calls} calls of {type(model).__name__}'s modules, so give at most {n_calls} stages"
-    refuse_unless(n_stages <= n_calls, "auto_split", "n_stages", n_stages, remedy)
-    cuts = partition(model, recording, n_stages, by) if at is None else partition_at(model, recording, at)
+    given, on_all = locals(), isinstance(by, str) and by == "time" and at is None
+    ranks = Ranks(alone=not on_all, limit_s=LIMIT_S)  # who measures must not wait for one that has refused
+    count, recording = ranks.collectively(lambda: _looked_at(given))
+    cuts = partition(model, recording, count, by) if at is None else partition_at(model, recording, at)
     stages = [carve(model, recording, first, end) for first, end in cuts]
     for stage in stages:
         vars(stage)["ties"] = _ties_of(stages)
@@ -89,6 +86,20 @@ def explain(model: nn.Module, example: Any) -> list[Problem]:
         return recording.problems
     stages = [carve(model, recording, number, number + 1) for number in range(len(recording.calls))]
     return _differences(model, stages, recording)
+
+
+def _looked_at(given: Mapping[str, Any]) -> tuple[int, Recording]:
+    """How many stages of what, from the arguments of :func:`auto_split`."""
+    check_arguments(auto_split, given)
+    model, count = given["model"], _count_of(given["n_stages"], given["at"])
+    recording = _recorded(model, as_call(given["example"]), "auto_split")
+    _refuse(model, recording.problems)
+    n_calls = len(recording.calls)
+    remedy = f"the example makes {n_calls} calls of {type(model).__name__}'s modules, so give at most {n_calls} stages"
+    refuse_unless(count <= n_calls, "auto_split", "n_stages", count, remedy)
+    if given["at"] is None:
+        refuse_unmeasurable(model, given["by"])
+    return count, recording
 
 
 def _count_of(n_stages: int | None, at: Sequence[str] | None) -> int:

@@ -18,25 +18,19 @@ from course_pp.parallel.split.calls import Recording
 from course_pp.parallel.split.recording import left_as_it_was
 from course_pp.sizes import LayerRange
 
-__all__ = ["partition"]
+__all__ = ["LIMIT_S", "partition", "refuse_unmeasurable"]
 
-_ROUNDS, _REPEATS, _LIMIT_S = 3, 2, 300.0
+LIMIT_S = 300.0  # one rank may take minutes longer than another to build the model
+_ROUNDS, _REPEATS = 3, 2
 _COPIES = 4  # a weight, its gradient and two moments
 
 
 def partition(model: nn.Module, recording: Recording, n_stages: int, by: str) -> list[LayerRange]:
-    """The calls of each stage as (first, end), the last excluded.
-
-    Raises:
-        ValueError: for time and memory on the meta device, where nothing is computed.
-    """
+    """The calls of each stage as (first, end), the last excluded."""
     n_calls = len(recording.calls)
-    on_meta = any(parameter.is_meta for parameter in model.parameters())
-    remedy = "nothing is computed on the meta device: give by='parameters', or a model with weights"
-    refuse_unless(by == "parameters" or not on_meta, "auto_split", "by", by, remedy)
     measured = [] if by == "parameters" else _measured(model, recording)
     if by == "time":
-        measured = Ranks(limit_s=_LIMIT_S).gather(measured)[0]  # each rank measures otherwise, and all must cut alike
+        measured = Ranks(limit_s=LIMIT_S).gather(measured)[0]  # each rank measures otherwise, and all must cut alike
     held = [list(recording.units[call.unit].parameters()) for call in recording.calls]
 
     def parameters(_: int, first: int, end: int) -> int:
@@ -52,6 +46,13 @@ def partition(model: nn.Module, recording: Recording, n_stages: int, by: str) ->
 
     cost = {"parameters": parameters, "time": nanoseconds, "memory": n_bytes}[by]
     return split_by_cost(n_calls, n_stages, cost)
+
+
+def refuse_unmeasurable(model: nn.Module, by: str) -> None:
+    """Raise WrongArgument for time and memory on the meta device, where nothing is computed."""
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    remedy = "nothing is computed on the meta device: give by='parameters', or a model with weights"
+    refuse_unless(by == "parameters" or not on_meta, "auto_split", "by", by, remedy)
 
 
 def _total(held: list[list[nn.Parameter]], size: Callable[[Tensor], int]) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from course_pp.arguments import checked
+from course_pp.arguments import check_arguments
 from course_pp.model import Transformer
 from course_pp.model.hf import name_to_hf
 from course_pp.training.checkpoint.ranks import CheckpointError, Ranks
@@ -31,7 +31,6 @@ _LIMIT_S = 24 * 3600.0
 _OPEN_BYTES = 2**24
 
 
-@checked
 def load_stage(
     stage: nn.Module | Sequence[nn.Module],
     folder: str | os.PathLike[str],
@@ -56,11 +55,13 @@ def load_stage(
 
     Raises:
         CheckpointError: on every rank, with nothing filled on any: if a tensor is missing, has another shape or a dtype
-            that cannot be cast, or a file is damaged.
-        ValueError: if a buffer has lost its values, as under ``torch.device("meta")``.
+            that cannot be cast, a file is damaged, an argument is of a wrong class, or a buffer has lost its values, as
+            under ``torch.device("meta")``.
     """
+    given, ranks = locals(), Ranks(limit_s=_LIMIT_S)
+    ranks.collectively(lambda: check_arguments(load_stage, given))
     stages = list(stage) if isinstance(stage, Sequence) else [stage]
-    ranks, where = Ranks(limit_s=_LIMIT_S), torch.device(device)
+    where = torch.device(device)
     planned = ranks.collectively(lambda: _plan(stages, Path(folder), names or str))
     full = ranks.collectively(lambda: _read(planned, where))
     for weight, tensor in zip(planned, full, strict=True):
