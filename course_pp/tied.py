@@ -6,15 +6,20 @@ Copies that start equal then stay equal bit by bit, as every rank adds up the sa
 exchanged is the pipeline's own business.
 """
 
+import zlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import combinations
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 
-__all__ = ["add_up", "copies_in", "set_apart"]
+__all__ = ["Look", "add_up", "copies_in", "looks_of", "problem_of_forgotten_ties", "set_apart"]
 
 Key = TypeVar("Key", bound=Hashable)
+_LOOKED_AT = 256  # values of a weight; two that are not one agree in none of them
 
 
 def copies_in(
@@ -52,3 +57,54 @@ def add_up(terms: Sequence[Tensor | None]) -> Tensor | None:
     """The sum of the terms that are there, in their order; None without any."""
     there = [term for term in terms if term is not None]
     return sum(there[1:], start=there[0]) if there else None
+
+
+@dataclass(frozen=True)
+class Look:
+    """By what a weight is known again on another rank: shape, dtype and some values, and whether it is an embedding."""
+
+    is_embedding: bool
+    values: tuple[tuple[int, ...], str, int]
+
+
+def looks_of(modules: "Mapping[int, nn.Module | None]") -> dict[int, dict[str, Look]]:
+    """By stage and name the look of each trained matrix, of its shard if it is sharded.
+
+    Not of what is on meta, all one value, or a tensor that was met before: what is one for autograd needs no tie.
+    """
+    met: set[int] = set()
+    looks: dict[int, dict[str, Look]] = {stage: {} for stage in modules}
+    for stage, module in modules.items():
+        for path, part in () if module is None else module.named_modules():
+            for name, weight in part.named_parameters(recurse=False):
+                if weight.dim() > 1 and weight.requires_grad and not weight.is_meta and id(weight) not in met:
+                    met.add(id(weight))
+                    if values := _some_values(weight):
+                        looks[stage][f"{path}.{name}".lstrip(".")] = Look(isinstance(part, nn.Embedding), values)
+    return looks
+
+
+def _some_values(weight: nn.Parameter) -> tuple[tuple[int, ...], str, int] | None:
+    """Shape, dtype and a checksum of values all over ``weight``; None if they are all the same."""
+    here: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
+    some = here.detach().flatten()[:: max(1, here.numel() // _LOOKED_AT)][:_LOOKED_AT].cpu().contiguous()
+    if not bool((some != some[:1]).any()):
+        return None
+    return tuple(weight.shape), str(weight.dtype), zlib.crc32(some.view(torch.uint8).numpy().tobytes())
+
+
+def problem_of_forgotten_ties(looks: Mapping[int, Mapping[str, Look]]) -> str | None:
+    """Says which weights of two stages look like one that was cut in two, if nobody has said what is tied.
+
+    One of them is an embedding: layers that are alike because they were seeded or copied alike are nobody's mistake.
+    """
+    for (stage, here), (other, there) in combinations(sorted(looks.items()), 2):
+        for name, look in here.items():
+            for again, same in there.items():
+                if look.values == same.values and (look.is_embedding != same.is_embedding):
+                    return (
+                        f"{name!r} of stage {stage} and {again!r} of stage {other} have the same shape and values, and "
+                        "nothing says whether they are one weight: if so, give "
+                        f"tied=[{{{stage}: {name!r}, {other}: {again!r}}}], so that they stay equal; if not, tied=[]"
+                    )
+    return None

@@ -17,6 +17,7 @@ from course_pp.parallel.schedules import check_microbatches, get_stage_indices, 
 from course_pp.parallel.split.stage import SplitStage
 from course_pp.parallel.tied import SharedName, ties_of_stages
 from course_pp.schedule import Schedule
+from course_pp.tied import looks_of, problem_of_forgotten_ties
 
 __all__ = ["agree", "everyone_of"]
 
@@ -206,12 +207,16 @@ def _rows(stages: Sequence[ModelStage], pipeline: Ranks) -> int | str:
 def _ties(stages: Sequence[ModelStage], tied: Iterable[SharedName] | None, pipeline: Ranks) -> tuple[Tie, ...]:
     """The weights that several stages hold: those of this package's model are known, others are as declared."""
     modules = {stage.stage_index: stage.submod for stage in stages}
-    everyone = pipeline.gather({index: _names(module) for index, module in modules.items()})
-    names = {index: held for rank in everyone for index, held in sorted(rank.items())}
     own = next((m for m in modules.values() if isinstance(m, PipelineStageModule | SplitStage)), None)
     if tied is None and own is not None:
         tied = own.ties
-    return ties_of_stages(tied or (), dict(sorted(names.items())))
+    looks = looks_of(modules if tied is None else {})
+    mine = {index: (_names(module), looks.get(index, {})) for index, module in modules.items()}
+    everyone = dict(sorted(stage for rank in pipeline.gather(mine) for stage in rank.items()))
+    names = {index: held for index, (held, _) in everyone.items()}
+    if problem := problem_of_forgotten_ties({index: found for index, (_, found) in everyone.items()}):
+        raise ValueError(problem)
+    return ties_of_stages(tied or (), names)
 
 
 def _names(module: nn.Module) -> list[str]:

@@ -62,7 +62,8 @@ def build_pipeline_schedule(
             and whose microbatches are numbered as it says.
         tied: weights that several stages share: for each the parameter's name by stage,
             ``[{0: "embed.weight", 3: "head.weight"}]``, or its names in the whole model, as :func:`find_ties` lists
-            them. Those of this package's model are known.
+            them. Those of this package's model are known; None refuses stages of others whose values look tied, ``[]``
+            says that nothing is.
         timeout_s: the longest that a rank waits here for the others. Steps wait as long as the process group says.
 
     Raises:

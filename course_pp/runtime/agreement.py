@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from course_pp.collective import Ranks, difference
 from course_pp.schedule.declared import Declared
+from course_pp.tied import Look, problem_of_forgotten_ties
 
 __all__ = ["Agreed", "agree_on_pipeline"]
 
@@ -30,12 +31,25 @@ class Agreed:
     declared: Mapping[int, Declared]
 
 
+@dataclass(frozen=True)
+class _Told:
+    """What a rank tells the others; ``series`` is its proposal."""
+
+    problem: str | None
+    facts: Mapping[str, Any]
+    parameters: Mapping[int, Mapping[str, str]]
+    declared: Mapping[int, Declared]
+    looks: Mapping[int, Mapping[str, Look]]
+    series: int
+
+
 def agree_on_pipeline(
     problem: str | None,
     facts: Mapping[str, Any],
     parameters: Mapping[int, Mapping[str, str]],
     group: dist.ProcessGroup | None,
     declared: Mapping[int, Declared],
+    looks: Mapping[int, Mapping[str, Look]],
 ) -> Agreed:
     """Compare what the ranks were given.
 
@@ -44,29 +58,31 @@ def agree_on_pipeline(
         facts: what must be the same everywhere, by name.
         parameters: of this rank's stages, by name: shape, dtype and whether it is trained.
         declared: what this rank's stages read and write beyond their neighbours'.
+        looks: how its weights look, if nobody has said which are tied.
 
     Raises:
         RankMissing: if a rank has ended or does not come.
         ValueError: on every rank, with the first rank's problem or the first fact that differs.
     """
-    mine = (problem, dict(facts), (dict(parameters), dict(declared)), 1 + secrets.randbelow(2**15 - 1))
+    mine = _Told(problem, facts, parameters, declared, looks, 1 + secrets.randbelow(2**15 - 1))
     everyone = Ranks(group, limit_s=_LIMIT_S).gather(mine)
-    for rank, (trouble, _, _, _) in enumerate(everyone):
-        if trouble is not None:
-            raise ValueError(f"rank {rank}: {trouble}")
-    problem = difference([theirs for _, theirs, _, _ in everyone])
+    for rank, told in enumerate(everyone):
+        if told.problem is not None:
+            raise ValueError(f"rank {rank}: {told.problem}")
+    problem = difference([told.facts for told in everyone])
+    problem = problem or problem_of_forgotten_ties({s: found for told in everyone for s, found in told.looks.items()})
     if problem is not None:
         raise ValueError(problem)
-    held = _same_on_replicas([theirs for _, _, (theirs, _), _ in everyone])
+    held = _same_on_replicas([told.parameters for told in everyone])
     values: dict[int, Declared] = {}
-    for rank, (_, _, (_, theirs), _) in enumerate(everyone):
-        for stage, ours in theirs.items():
+    for rank, told in enumerate(everyone):
+        for stage, ours in told.declared.items():
             if values.setdefault(stage, ours) != ours:
                 raise ValueError(
                     f"rank {rank} has stage {stage} as {ours}, another replica as {values[stage]}: "
                     "give all replicas of a stage the same reads and writes"
                 )
-    return Agreed(everyone[0][3], {stage: tuple(parameters) for stage, parameters in held.items()}, values)
+    return Agreed(everyone[0].series, {stage: tuple(parameters) for stage, parameters in held.items()}, values)
 
 
 def _same_on_replicas(by_rank: Sequence[Mapping[int, Mapping[str, str]]]) -> Mapping[int, Mapping[str, str]]:

@@ -59,7 +59,8 @@ class Pipeline:
         recompute: keep each microbatch's input only, and compute forwards again in the backward. What a forward does to
             its buffers (BatchNorm's statistics) it then does twice.
         tied: weights that are one: for each the name of the parameter by stage, as in
-            ``[{0: "embed.weight", 3: "head.weight"}]``. Their gradients are summed; give them equal values.
+            ``[{0: "embed.weight", 3: "head.weight"}]``. Their gradients are summed; give them equal values. None
+            refuses stages that look tied: an embedding's values again in another stage. ``[]`` says that nothing is.
         recorder: records every action and every wait.
         cluster: computes and sends as fast as this one would; all ranks must be on one host.
         transport: ``"nccl"``, ``"gloo"``, or None to choose by group and device
@@ -75,8 +76,9 @@ class Pipeline:
 
     Raises:
         ValueError: on every rank, for a schedule that cannot run or is for another number of ranks, stages that are not
-            those the schedule places here, ranks that were given different pipelines, or versions without what they
-            need: an optimizer of all that a stage trains and nothing else, microbatches that replicas can share.
+            those the schedule places here, ranks that were given different pipelines, weights that look tied without
+            ``tied``, or versions without what they need: an optimizer of all that a stage trains and nothing else,
+            microbatches that replicas can share.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class Pipeline:
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
         recompute: bool = False,
-        tied: Sequence[Mapping[int, str]] = (),
+        tied: Sequence[Mapping[int, str]] | None = None,
         recorder: Recorder | None = None,
         cluster: EmulatedCluster | None = None,
         transport: str | None = None,

@@ -20,6 +20,7 @@ from course_pp.runtime.versions import Optimizers, problem_of_versions, settings
 from course_pp.runtime.wire import TRANSPORTS
 from course_pp.schedule import Edge, Ledger, Schedule, Versions, check, ledger
 from course_pp.schedule.declared import Declared, declared_by, edges_from
+from course_pp.tied import looks_of
 
 __all__ = ["Settled", "settle"]
 
@@ -62,7 +63,7 @@ def settle(
     group: dist.ProcessGroup | None,
     device: torch.device | str | None,
     recompute: bool,
-    tied: Sequence[Mapping[int, str]],
+    tied: Sequence[Mapping[int, str]] | None,
     recorder: Recorder | None,
     cluster: EmulatedCluster | None,
     transport: str | None,
@@ -81,6 +82,7 @@ def settle(
     """
     given = locals()
     check_arguments(settle, {"group": group}, "Pipeline")
+    ties = () if tied is None else tied
     in_group = dist.is_available() and dist.is_initialized()
     rank, n_ranks = (dist.get_rank(group), dist.get_world_size(group)) if in_group else (0, 1)
     if rank < 0:
@@ -99,16 +101,16 @@ def settle(
         problem = _problem_of_pipeline(schedule, n_ranks, transport)
         if schedule.feedback and not generates:
             problem = f"{schedule!r} feeds tokens back to its first stage, which a Pipeline does not: call generate"
-        problem = problem or problem_of_stages(modules, here, schedule, tied)
+        problem = problem or problem_of_stages(modules, here, schedule, ties)
         problem = problem or problem_of_versions(
-            schedule, modules, optimizers, versions, tied=tied, recompute=recompute
+            schedule, modules, optimizers, versions, tied=ties, recompute=recompute
         )
         computes_on = torch.device(device) if device is not None else device_of(modules)
         facts = {
             "schedule": f"{schedule!r} {schedule.fingerprint}",
             "loss_fn": "None" if loss_fn is None else "a loss",
             "recompute": recompute,
-            "tied": [dict(tie) for tie in tied],
+            "tied": tied if tied is None else [dict(tie) for tie in tied],
             "versions": versions,
             "transport": transport,
             "device": computes_on.type,
@@ -127,13 +129,15 @@ def settle(
     for stage, optimizer in ({} if optimizers is None or problem else optimizers).items():
         if stage in copied:
             parameters[stage] |= {"the optimizer": settings_of(optimizer, modules[stage])}
-    agreed = agree_on_pipeline(problem, facts, parameters, group, declared)
+    trains = tied is None and problem is None and any(part.kind != "F" for part in schedule.parts)
+    looks = looks_of(modules if trains else {})
+    agreed = agree_on_pipeline(problem, facts, parameters, group, declared, looks)
     schedule = _with_edges(schedule, edges_from(agreed.declared))
     if cluster is not None and (problem := cluster.problem_with(schedule)):
         raise ValueError(problem)
     # Stages that update by themselves exchange gradients at each update.
     planned = None if versions is None else ledger(schedule, versions)
-    weights = shared_weights(schedule, agreed.parameters, tied) if planned is None else ()
+    weights = shared_weights(schedule, agreed.parameters, ties) if planned is None else ()
     return Settled(rank, modules, computes_on, weights, agreed.series, planned, schedule, declared)
 
 

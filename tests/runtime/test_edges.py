@@ -212,7 +212,7 @@ def test_an_emulated_cluster_charges_for_edges_as_the_simulation_does(name: str)
     found = on_ranks(2, emulated, bare, cluster, timeout_s=40)[0]
     assert found.edges == schedule.edges
     predicted = cluster.predict(schedule)
-    assert float(found.makespan) == pytest.approx(float(predicted.makespan), abs=1e-6) or found.trouble
+    assert float(found.makespan) == pytest.approx(float(predicted.makespan), abs=1e-6) or found.overruns
     if name == "1f1b":
         assert predicted.makespan > cluster.predict(bare).makespan + 0.04
 

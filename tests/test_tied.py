@@ -1,0 +1,99 @@
+"""A tie that nobody declared: what looks like one weight in two stages is refused, what only looks alike is not."""
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from course_pp.launch import on_ranks
+from course_pp.parallel import DistributedConfig, build_pipeline_schedule, build_pipeline_stage, init_distributed
+from course_pp.runtime import Pipeline
+from course_pp.schedule import build
+from course_pp.tied import looks_of, problem_of_forgotten_ties
+
+WORDS, WIDTH = 11, 6
+
+
+def embedding(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Embedding(WORDS, WIDTH))
+
+
+def head(like: nn.Module | None = None) -> nn.Module:
+    module = nn.Sequential(nn.Linear(WIDTH, WORDS, bias=False))
+    if like is not None:
+        module[0].weight.data.copy_(like[0].weight.data)
+    return module
+
+
+def encoder() -> list[nn.Module]:
+    """Layers that are copies of one another, as torch makes them."""
+    return list(nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 1, 8), 2, enable_nested_tensor=False).layers)
+
+
+def frozen(module: nn.Module) -> nn.Module:
+    return module.requires_grad_(False)
+
+
+def filled(module: nn.Module) -> nn.Module:
+    module[0].weight.data.fill_(0.5)
+    return module
+
+
+TIED = embedding()
+SHARED = nn.Sequential(nn.Linear(WIDTH, WORDS, bias=False))
+SHARED[0].weight = TIED[0].weight
+NOT_TIED: dict[str, Mapping[int, nn.Module | None]] = {
+    "other values": {0: embedding(), 1: head()},
+    "layers copied by torch": dict(enumerate(encoder())),
+    "embeddings seeded alike": {0: embedding(3), 1: embedding(3)},
+    "one tensor in two stages of a rank": {0: TIED, 3: SHARED},
+    "frozen": {0: frozen(embedding()), 1: frozen(head(embedding()))},
+    "all one value": {0: filled(embedding()), 1: head(filled(embedding()))},
+    "on meta": {0: embedding().to("meta"), 1: head().to("meta")},
+    "an empty stage": {0: embedding(), 1: None},
+    "another dtype": {0: embedding(), 1: head(embedding()).double()},
+}
+
+
+@pytest.mark.parametrize("what", NOT_TIED)
+def test_weights_that_are_not_tied_pass(what: str) -> None:
+    assert problem_of_forgotten_ties(looks_of(NOT_TIED[what])) is None
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_an_embedding_whose_values_come_again_is_named_with_the_remedy(first: int) -> None:
+    ends = {first: embedding(), 1: head(embedding())}
+    said = problem_of_forgotten_ties(looks_of(ends))
+    assert f"{{{min(ends)}: '0.weight', {max(ends)}: '0.weight'}}" in str(said)
+
+
+def built_on_rank(rank: int) -> list[str]:
+    """What either engine says to ends that look tied: with nothing said, and with "nothing is tied" said."""
+    mesh = init_distributed(DistributedConfig(pp=2))
+    mine = head(embedding()) if rank else embedding()
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+
+    def in_runtime(tied: list[Mapping[int, str]] | None) -> None:
+        Pipeline(build("1f1b", 2, 2), mine, F.cross_entropy, tied=tied)
+
+    def in_parallel(tied: list[Mapping[int, str]] | None) -> None:
+        stage = build_pipeline_stage(mine, mesh, "cpu", inputs=ids)
+        build_pipeline_schedule(stage, 2, nn.CrossEntropyLoss(), tied=tied)
+
+    said = []
+    for engine in (in_runtime, in_parallel):
+        with pytest.raises(ValueError, match="nothing says whether they are one weight") as refusal:
+            engine(None)
+        said.append(str(refusal.value))
+        engine([])
+        engine([{0: "0.weight", 1: "0.weight"}])
+    return said
+
+
+def test_both_engines_refuse_it_on_every_rank_until_something_is_said() -> None:
+    first, second = on_ranks(2, built_on_rank, timeout_s=60)
+    assert first == second
+    assert all("tied=[{0: '0.weight', 1: '0.weight'}]" in said and said.endswith("if not, tied=[]") for said in first)
