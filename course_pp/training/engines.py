@@ -107,7 +107,7 @@ class _ParallelEngine:
             return build_pipeline_stage(module, *sizes, stage=index, n_stages=held.n_stages)
 
         stages = Ranks().collectively(lambda: [stage_of(index, module) for index, module in held.modules.items()])
-        tied = held.tied or None
+        tied = held.tied or None if held.ours else held.declared
         self._pipeline = build_pipeline_schedule(stages, config.microbatches, loss_fn, config.schedule, tied=tied)
 
     def step(self, batch: Sequences, divisor: float) -> float:
@@ -162,7 +162,7 @@ class _RuntimeEngine:
         stages = dict(held.modules)
         if masked:
             stages = {index: _MaskPassedOn(module, index == last) for index, module in stages.items()}
-            ties = [{index: f"module.{name}" for index, name in tie.items()} for tie in ties]
+            ties = ties and [{index: f"module.{name}" for index, name in tie.items()} for tie in ties]
         self._updates, self._loss = config.versions is not None, counted(loss_fn)
         optimizers = dict.fromkeys(stages, optimizer) if self._updates else None
         self._pipeline = Pipeline(

@@ -38,13 +38,13 @@ class Held:
     Attributes:
         modules: by stage, in order.
         n_stages: of the whole pipeline.
-        tied: what the caller said is one weight; the stages of our own model know.
+        declared: what the caller said is one weight, None if nothing; the stages of our own model know.
         full_names: whether the names in a stage are the full model's, so that a checkpoint fits any other cut.
     """
 
     modules: dict[int, nn.Module]
     n_stages: int
-    tied: tuple[Tie, ...]
+    declared: tuple[Tie, ...] | None
     full_names: bool = False
 
     @property
@@ -59,9 +59,16 @@ class Held:
         return found if len(found) == len(self.modules) else []
 
     @property
-    def all_ties(self) -> list[Tie]:
-        """Those of our own model as well."""
-        return [*self.tied, *(self.ours[0].ties if self.ours else ())]
+    def tied(self) -> tuple[Tie, ...]:
+        """What the caller said is one weight."""
+        return self.declared or ()
+
+    @property
+    def all_ties(self) -> list[Tie] | None:
+        """Those of our own model as well; None if nobody knows."""
+        if not self.ours:
+            return None if self.declared is None else [*self.declared]
+        return [*self.tied, *self.ours[0].ties]
 
     @property
     def holds_last(self) -> bool:
@@ -93,13 +100,16 @@ def runtime_schedule(config: TrainConfig, pp_size: int) -> Schedule:
     return build(config.schedule, pp_size, config.microbatches, group=group)
 
 
-def held_stages(config: TrainConfig, stages: Stages, tied: Sequence[Tie], device_mesh: DeviceMesh | None) -> Held:
+def held_stages(
+    config: TrainConfig, stages: Stages, tied: Sequence[Tie] | None, device_mesh: DeviceMesh | None
+) -> Held:
     """Read the stages that a trainer was given.
 
     Raises:
         TypeError: for what are no stages.
         ValueError: for other stages than the schedule places on this rank.
     """
+    declared = None if tied is None else tuple(tied)
     given = list(stages.values() if isinstance(stages, Mapping) else stages)
     if not given or not all(isinstance(module, nn.Module) for module in given):
         raise TypeError(
@@ -108,16 +118,16 @@ def held_stages(config: TrainConfig, stages: Stages, tied: Sequence[Tie], device
         )
     if not isinstance(stages, Mapping) and all(isinstance(module, PipelineStageModule) for module in given):
         ours = [module for module in given if isinstance(module, PipelineStageModule)]
-        return Held({module.stage_id: module for module in ours}, ours[0].num_stages, tuple(tied))
+        return Held({module.stage_id: module for module in ours}, ours[0].num_stages, declared)
     indices, n_stages = stages_of_rank(config, get_pp_rank(device_mesh), get_pp_size(device_mesh))
     here = f"schedule {config.schedule!r} places stages {indices} of {n_stages} here"
     if not isinstance(stages, Mapping):
         if len(given) != len(indices):
             raise ValueError(f"modules lists {len(given)} stages, and {here}: list those, in order")
-        return Held(dict(zip(indices, given, strict=True)), n_stages, tuple(tied), full_names=True)
+        return Held(dict(zip(indices, given, strict=True)), n_stages, declared, full_names=True)
     if sorted(stages) != indices:
         raise ValueError(f"modules holds stages {sorted(stages)}, and {here}: build those (stages_of_rank lists them)")
-    return Held(dict(sorted(stages.items())), n_stages, tuple(tied))
+    return Held(dict(sorted(stages.items())), n_stages, declared)
 
 
 def device_and_dtype(modules: Sequence[nn.Module]) -> tuple[torch.device, torch.dtype]:

@@ -89,8 +89,8 @@ class Trainer:
         device_mesh: what :func:`course_pp.parallel.init_distributed` returned.
         loss_fn: ``loss_fn(output, target)``, the mean over the sequences, or a loss that can tell how many tokens it
             averages over; :class:`CrossEntropy` by default.
-        tied: weights that several of the stages share, for each the parameter's name by stage; our own model's are
-            known.
+        tied: weights that several of the stages share, for each the parameter's name by stage. Our own model's are
+            known; None refuses others that look tied, ``[]`` says that nothing is.
         param_dtype: of what crosses the stages' boundaries, by default what they compute in.
         tokenizer_digest: of the tokenizer that made the sequences; kept in :meth:`state`.
         optimizer: makes one of parameter groups, such as ``torch.optim.SGD``; None is the one that ``config`` names.
@@ -118,7 +118,7 @@ class Trainer:
         *,
         device_mesh: DeviceMesh | None,
         loss_fn: LossFn | TokenLoss | None = None,
-        tied: Sequence[Tie] = (),
+        tied: Sequence[Tie] | None = None,
         param_dtype: torch.dtype | None = None,
         tokenizer_digest: str | None = None,
         optimizer: OptimizerFactory | None = None,
@@ -155,7 +155,7 @@ class Trainer:
             everyone.require_equal({"precision": config.precision})
         everyone.collectively(lambda: _check_precision(config, self.modules))
         self._scale = LossScale(config.loss_scale, growth_steps=2000) if config.precision == "fp16" else LossScale()
-        self.optimizer = everyone.collectively(lambda: build_optimizer(self.modules, config, optimizer, tied))
+        self.optimizer = everyone.collectively(lambda: build_optimizer(self.modules, config, optimizer, self.held.tied))
         self._engine = build_engine(
             config,
             self.held,
