@@ -103,9 +103,9 @@ test-long: $(READY)
 	@$(ONE_EACH) $(PYTEST) tests --ignore=tests/slurm -n 2 $(SHARED) --durations=10 -m 'not full and not solutions'
 
 # The last notebooks take longest, so they go first, here and below: no worker is left with one at the end.
-# 120 s are for a cell; the whole of a notebook may take longer beside other tests.
+# Limits for a slow machine that runs other tests beside them: of a cell, and of the whole notebook.
 as-shipped: $(READY)
-	@COURSE_PP_WHERE=local $(PYTEST) -n 2 --nbmake --nbmake-timeout=120 --timeout=300 $$(ls -r notebooks/*.ipynb)
+	@COURSE_PP_WHERE=local $(PYTEST) -n 2 --nbmake --nbmake-timeout=240 --timeout=600 $$(ls -r notebooks/*.ipynb)
 
 test-solutions: $(READY)
 	@$(PYTEST) tests/notebooks -n 2 --dist load -m solutions

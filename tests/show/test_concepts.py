@@ -81,7 +81,7 @@ FIGURES = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", FIGURES)
 def test_every_size_is_legible_and_told_in_words(name: str) -> None:
     figure = FIGURES[name]()
