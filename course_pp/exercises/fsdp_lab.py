@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +33,9 @@ from course_pp.parallel import (
     predict_collectives,
     wire_factor,
 )
-from course_pp.show import ChartFigure
-from course_pp.show.chart import BLUE, VERMILION
+
+if TYPE_CHECKING:
+    from course_pp.show import ChartFigure
 
 __all__ = [
     "CONFIG",
@@ -182,6 +183,10 @@ def refused_orders() -> dict[str, str]:
 
 def draw_shares(share: Callable[[float, bool], float], crossing: float) -> ChartFigure:
     """Draw ``share(tokens, reshard)``, the share of a step in which a rank computes, for both policies."""
+    # Here, because ranks import this module, and matplotlib takes them longer than their steps.
+    from course_pp.show import ChartFigure
+    from course_pp.show.chart import BLUE, VERMILION
+
     tokens = [100 * 2 ** (i / 8) for i in range(73)]
     figure = ChartFigure(8, 3.4)
     axes = figure.axes_with_margins(left=0.7, right=0.2, bottom=0.55, top=0.4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,9 @@ from course_pp.parallel import (
     init_distributed,
 )
 from course_pp.schedule import Schedule
-from course_pp.show import Board
+
+if TYPE_CHECKING:
+    from course_pp.show import Board  # which ranks, who import this module, have no use for
 
 __all__ = ["drawn", "run_in_torch", "run_unbuffered"]
 

@@ -22,6 +22,8 @@ from course_pp.launch import channel, watch
 from course_pp.launch.pickling import dumps
 
 _INSIDE = "COURSE_PP_RANK_PID"
+# What course_pp.training imports besides torch: importing them starts no thread and reads no environment.
+_HARMLESS = {"tokenizers", "xxhash"}
 
 
 @dataclass(frozen=True)
@@ -225,11 +227,11 @@ def _own_modules(inherited: set[str]) -> tuple[str, ...]:
     """Return the modules of this package that this rank imported; none if they imported another package, too.
 
     The server imports them for the next call. Another package may start threads, which a server that forks must not
-    have, or read the environment of this call.
+    have, or read the environment of this call; those of `_HARMLESS` do neither.
     """
     own = _top(__name__)
     new = sys.modules.keys() - inherited
-    known = {_top(name) for name in inherited} | sys.stdlib_module_names | {own}
+    known = {_top(name) for name in inherited} | sys.stdlib_module_names | _HARMLESS | {own}
     if any(_top(name) not in known for name in new):
         return ()
     return tuple(sorted(name for name in new if _top(name) == own))
