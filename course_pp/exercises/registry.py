@@ -23,6 +23,7 @@ MODULES = {
     "09": "dcp_checkpointing",
     "10": "models_of_others",
     "11": "own_schedule",
+    "12": "capstone",
 }
 
 

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from course_pp.show.plan_bars import plan
     from course_pp.show.player import Player, play
     from course_pp.show.processes import message
+    from course_pp.show.published_rows import published
+    from course_pp.show.ratios import break_even
     from course_pp.show.ring_steps import ring
     from course_pp.show.sharded_steps import fsdp_step
     from course_pp.show.speed_ups import speed_up
@@ -56,6 +58,7 @@ _HOMES = {
     "Player": "player",
     "autograd": "gradient_graph",
     "board": "board_widget",
+    "break_even": "ratios",
     "bubble_curve": "curves",
     "bytes_by_kind": "byte_bars",
     "carried": "carried_values",
@@ -77,6 +80,7 @@ _HOMES = {
     "placement": "placements",
     "plan": "plan_bars",
     "play": "player",
+    "published": "published_rows",
     "ring": "ring_steps",
     "speed_up": "speed_ups",
     "tensor_cut": "matrix_cuts",
@@ -94,6 +98,7 @@ __all__ = [
     "Player",
     "autograd",
     "board",
+    "break_even",
     "bubble_curve",
     "bytes_by_kind",
     "carried",
@@ -115,6 +120,7 @@ __all__ = [
     "placement",
     "plan",
     "play",
+    "published",
     "ring",
     "speed_up",
     "tensor_cut",

@@ -61,7 +61,7 @@ def test_no_two_exercises_have_the_same_name() -> None:
 def test_a_notebook_that_is_not_written_yet_has_no_exercises(monkeypatch: pytest.MonkeyPatch) -> None:
     with only_the_toy(monkeypatch) as toy:
         assert list(registry.exercises()) == [toy]
-        assert registry.exercises_of("99") == registry.exercises_of("12") == ()
+        assert registry.exercises_of("99") == registry.exercises_of("13") == ()
 
 
 def test_an_exercise_in_the_module_of_another_notebook_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,6 +157,8 @@ SHOW: Rows = {
         "split": False,
     },
     "play": {"tl": TL, "title": None},
+    "break_even": {"curves": {"own": {1: 0.5, 2: 2.0}}, "title": None},
+    "published": {"rows": {"own": (1.0, 1.1)}, "title": None},
     "ring": {"n_ranks": 2, "step": None, "n_bytes": None, "title": None},
     "speed_up": {
         "schedules": "1f1b",

@@ -336,5 +336,6 @@ def test_the_map_agrees_with_the_notebooks_about_what_there_is_and_what_comes_be
     before = {}
     for path in sorted(Path(__file__).parents[2].glob("notebooks/*.ipynb")):
         first = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
-        before[path.name[:2]] = tuple(re.findall(r"before\s+this:[^.]*?\[(\d\d)", first))
+        _, _, named = re.sub(r"\s+", " ", first).partition("before this:")
+        before[path.name[:2]] = tuple(re.findall(r"\[(\d\d) ·", named))
     assert {each.number: each.after for each in NOTEBOOKS if each.is_written} == before
