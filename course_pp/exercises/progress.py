@@ -267,6 +267,7 @@ class Progress(Shown):
         quiz = f"; questions answered: {' and '.join(answered)} the course" if answered else ""
         return f"{correct} of {len(self.rows)} correct" + (f", about {left} minutes left" if left else "") + quiz
 
+    @checked
     def to_csv(self, path: str | Path) -> Path:
         """Write one line an exercise, with a heading. Raises OSError, with the remedy, if that cannot be."""
         text = io.StringIO()
@@ -275,6 +276,7 @@ class Progress(Shown):
         writer.writerows(asdict(row) for row in self.rows)
         return _exported(Path(path), text.getvalue())
 
+    @checked
     def to_json(self, path: str | Path) -> Path:
         """Write the exercises and the answers of the quiz. Raises OSError, with the remedy, if that cannot be.
 

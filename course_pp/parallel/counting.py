@@ -74,6 +74,7 @@ class CollectiveCounts:
         object.__setattr__(self, "tallies", kept)
 
     @classmethod
+    @checked
     def of(cls, dimension: str, collective: str, number: int, n_bytes_each: int) -> "CollectiveCounts":
         """``number`` collectives of one kind and size."""
         return cls({(dimension, collective): Tally(1, n_bytes_each) * number})
@@ -89,6 +90,7 @@ class CollectiveCounts:
         """The tally of (mesh dimension, collective); zero where there was none."""
         return self.tallies.get(key, Tally())
 
+    @checked
     def total(self, dimension: str | None = None, collective: str | None = None) -> Tally:
         """The tally over all dimensions, or one, and over all collectives, or one."""
         return sum(

@@ -90,6 +90,7 @@ class DistributedConfig:
         if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < _LONGEST_TIMEOUT_S:
             raise ValueError(f"timeout_s={self.timeout_s!r} must be a number of seconds above 0 and below a year")
 
+    @checked
     def sizes(self, world_size: int) -> dict[str, int]:
         """Sizes of all four dimensions, outermost first, with -1 resolved.
 

@@ -46,6 +46,7 @@ class Gpu:
         if not self.source:
             raise ValueError("source='': say where the numbers are from")
 
+    @checked
     def peak_of(self, itemsize: int) -> float:
         """Products of elements of so many bytes, in flop/s."""
         wide = self.peak if self.peak_32 is None else self.peak_32
@@ -90,6 +91,7 @@ class Cluster:
     def n_gpus(self) -> int:
         return self.n_nodes * self.gpus_per_node
 
+    @checked
     def bandwidth(self, span: int, apart: int = 1) -> float:
         """What a rank of a ring sends, in bytes a second.
 

@@ -124,25 +124,30 @@ class Layout:
     def frees_after_forward(self) -> bool:
         return self.pp == 1 if self.reshard == "auto" else self.reshard
 
+    @checked
     def splits_sequence(self, model: ModelConfig) -> bool:
         """Whether norms work on parts of the sequence."""
         if self.sequence_parallel is None:
             return self.tp > 1 and self.pp == 1 and not model.tie_embeddings
         return self.sequence_parallel and self.tp > 1
 
+    @checked
     def place(self, rank: int) -> Coordinates:
         """Where a global rank is in the mesh."""
         return coordinates(rank, pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, tp=self.tp)
 
+    @checked
     def stages(self, model: ModelConfig, pp_rank: int) -> list[StagePlan]:
         """What a pipeline rank holds."""
         here = [stage for stage, ranks in enumerate(self.placement) if pp_rank in ranks]
         return stage_plans(model, here, self.n_stages, self.tp)
 
+    @checked
     def stages_of_all(self, model: ModelConfig) -> list[StagePlan]:
         """Every stage, first to last."""
         return stage_plans(model, range(self.n_stages), self.n_stages, self.tp)
 
+    @checked
     def n_microbatches(self, global_batch: int) -> int:
         """Of one data-parallel rank, in a step of ``global_batch`` sequences.
 
@@ -164,11 +169,13 @@ class Layout:
             )
         return m
 
+    @checked
     def order(self, n_microbatches: int) -> Schedule:
         """The pipeline's schedule."""
         name = self.schedule if self.pp > 1 else "1f1b"
         return _built(name, self.pp, n_microbatches, self.n_chunks)
 
+    @checked
     def check(self, model: ModelConfig, cluster: Cluster) -> None:
         """Refuse what cannot be laid out.
 

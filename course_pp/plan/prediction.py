@@ -109,6 +109,7 @@ class Prediction:
         """The largest part of the step, one of :data:`PARTS`."""
         return max(PARTS, key=lambda part: self.parts[part])
 
+    @checked
     def memory(self, rank: int) -> dict[str, int]:
         """Bytes on a global rank at its fullest, by kind."""
         m = self.layout.n_microbatches(self.global_batch)

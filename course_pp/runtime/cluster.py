@@ -83,6 +83,7 @@ class EmulatedCluster:
         if self.costs.latency or self.costs.bandwidth is not None:
             raise ValueError("both costs and links say how long messages take: leave one of them out")
 
+    @checked
     def problem_with(self, schedule: Schedule) -> str | None:
         """Why this cluster cannot run ``schedule``; None if it can."""
         n = schedule.n_ranks
@@ -100,6 +101,7 @@ class EmulatedCluster:
             return str(error)
         return None
 
+    @checked
     def durations(self, schedule: Schedule, rank: int) -> list[float]:
         """Seconds of each action of ``rank``, in order."""
         planned = durations_of(schedule, self.costs)[rank]
@@ -125,6 +127,7 @@ class EmulatedCluster:
             return 0.0 if crossed is None else float(self.costs.transfers(schedule.n_stages)[crossed])
         return self._link(source, target, schedule.n_ranks).seconds(0.0 if isinstance(crossed, str) else nbytes)
 
+    @checked
     def predict(self, schedule: Schedule) -> Timeline:
         """The timeline with these times, in seconds. Where links have a bandwidth, ``costs.message_bytes`` counts. What
         replicas exchange before an update is not in it.

@@ -141,6 +141,7 @@ class Recorder:
         """
         return _Recording(self, product)
 
+    @checked
     def run_on(self, device: torch.device | None) -> None:
         """Settle where the actions run, if that was left open; a pipeline and :meth:`attach` do it for you."""
         if self._device is None:
@@ -153,6 +154,7 @@ class Recorder:
         self._done += received
         self._emulated += done
 
+    @checked
     def attach(self, *stages: Stage) -> "Recorder":
         """Record every forward and backward of ``stages`` until :meth:`detach` or the end of a ``with``.
 
@@ -203,6 +205,7 @@ class Recorder:
         if self.meter is not None:
             self.meter.clear()
 
+    @checked
     def timeline(self, group: dist.ProcessGroup | None = None, name: str = "") -> Timeline:
         """What every rank of ``group`` recorded, the same timeline on each of them.
 
@@ -247,6 +250,7 @@ class Recorder:
             **of_all,
         )
 
+    @checked
     def memory(self, group: dist.ProcessGroup | None = None) -> tuple[RankMemory, ...]:
         """What every rank of ``group`` kept for backward, with the same time 0 as :meth:`timeline`.
 

@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from course_pp.arguments import refuse_unless, shown
+from course_pp.arguments import checked, refuse_unless, shown
 
 KINDS = {
     "F": "forward",
@@ -75,6 +75,7 @@ class Action:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
     @classmethod
+    @checked
     def parse(cls, text: str) -> "Action":
         """Read ``"2F0"``: stage 2, forward, microbatch 0. Raises ValueError for anything else."""
         refuse_unless(isinstance(text, str), "Action.parse", "text", text, "pass text such as '2F0'")
@@ -146,6 +147,7 @@ class Overlap:
         return f"({self.forward};{self.backward})OVERLAP_F_B"
 
     @classmethod
+    @checked
     def parse(cls, text: str) -> "Overlap":
         """Read ``"(0F1;7B0)OVERLAP_F_B"``. Raises ValueError for anything else."""
         refuse_unless(isinstance(text, str), "Overlap.parse", "text", text, "pass text such as '(0F1;7B0)OVERLAP_F_B'")

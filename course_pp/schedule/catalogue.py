@@ -40,6 +40,7 @@ class Entry:
     chunks_in: int = 1
     updates: bool = False
 
+    @checked
     def placement(self, n_ranks: int, n_chunks: int | None = None) -> tuple[tuple[int, ...], ...]:
         """For each stage the ranks that hold it, as :attr:`Schedule.placement` has them.
 
@@ -48,6 +49,7 @@ class Entry:
         """
         return self.placed(_whole("n_ranks", n_ranks, self.name), self.chunks(n_chunks))
 
+    @checked
     def chunks(self, n_chunks: int | None = None) -> int:
         """Stages a rank: those asked for, or as many as is usual.
 

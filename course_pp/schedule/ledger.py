@@ -60,6 +60,7 @@ class Ledger:
     def __post_init__(self) -> None:
         object.__setattr__(self, "uses", tuple(sorted(self.uses, key=lambda use: (use.stage, use.microbatch))))
 
+    @checked
     def of(self, stage: int, microbatch: int) -> Use:
         """What became of one microbatch in one stage.
 
@@ -71,10 +72,12 @@ class Ledger:
             raise ValueError(f"the ledger holds no microbatch {microbatch} of stage {stage}: it has {self!r}")
         return use
 
+    @checked
     def staleness(self, stage: int) -> tuple[int, ...]:
         """Of each microbatch's gradient in ``stage``, in order."""
         return tuple(use.staleness for use in self.uses if use.stage == stage)
 
+    @checked
     def updates(self, stage: int) -> tuple[tuple[int, ...], ...]:
         """For each update of ``stage`` the microbatches whose gradients entered it."""
         found: defaultdict[int, list[int]] = defaultdict(list)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from course_pp.arguments import described, refuse_unless
+from course_pp.arguments import checked, described, refuse_unless
 from course_pp.schedule.action import Action, Overlap
 from course_pp.schedule.edges import Edge
 
@@ -97,6 +97,7 @@ class Schedule:
         more = (self.edges, self.feedback) if self.edges or self.feedback else ()
         return hashlib.sha256(repr((self.placement, self.actions, *more)).encode()).hexdigest()[:12]
 
+    @checked
     def with_edges(self, *edges: Edge) -> "Schedule":
         """Return the schedule with these edges, in place of any it had: for stages that read beyond their neighbours.
 

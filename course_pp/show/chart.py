@@ -63,6 +63,7 @@ class ChartFigure(Figure):
             (left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height)
         )
 
+    @checked
     def png(self, quick: bool = False) -> bytes:
         """The figure as PNG, at twice its nominal resolution, in a reduced palette; larger and sooner if ``quick``."""
         canvas = FigureCanvasAgg(self)

@@ -49,6 +49,7 @@ class Player:
             f"<script>{_asset('player.js').strip()}({json.dumps(name)}, {data});</script>"
         )
 
+    @checked
     def save(self, path: str | Path) -> Path:
         """Write a page of its own, which needs nothing else. Raises ValueError for a name that does not end in .html"""
         path = Path(path)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
+from course_pp.arguments import checked
 from course_pp.schedule import Versions, find
 from course_pp.schedule.ledger import VERSIONS
 from course_pp.training.setting import SettingError, check_number, check_whole, nearest
@@ -253,6 +254,7 @@ class TrainConfig:
                 {"decay_steps": self.decay_steps, "steps": self.steps},
             )
 
+    @checked
     def on_rows(self, n_rows: int) -> "TrainConfig":
         """This run on `n_rows` training sequences: `epochs` are turned into steps.
 
@@ -273,6 +275,7 @@ class TrainConfig:
         """Steps of the warm-up, resolved: by default a tenth of the run, at most 100."""
         return min(100, self.steps // 10) if self.warmup_steps is None else self.warmup_steps
 
+    @checked
     def rows_of_a_microbatch(self, n_data: int) -> int:
         """Sequences in a microbatch where `n_data` data-parallel ranks share the batch.
 

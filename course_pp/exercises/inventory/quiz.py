@@ -85,6 +85,7 @@ class Quiz(Shown):
 
         return Panel(self)
 
+    @checked
     def answer(self, question: Question, option: str | None) -> Quiz:
         """Keep an answer, None for *I do not know*; return the quiz with it."""
         given = {**dict(self.given), question.name: option or NO_ANSWER}

@@ -54,6 +54,7 @@ class Corpus:
             hasher.update(content)
         return hasher.hexdigest()
 
+    @checked
     def split(self, validation: float = 0.1) -> tuple["Corpus", "Corpus"]:
         """Two corpora, for training and for validation, that depend on the contents alone and on no seed.
 

@@ -63,6 +63,7 @@ class Stream:
         parts = (self.name, self.tokenizer.digest, self.seq_len, self.first)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
+    @checked
     def split(self, n_rows: int) -> tuple["Stream", Sequences]:
         """The stream after its first documents, and these as ``n_rows`` rows at least, for validation.
 

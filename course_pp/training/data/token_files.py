@@ -193,6 +193,7 @@ class PackedTokens:
         parts = (self.file.digest, self.seq_len, self.first, self._end)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
+    @checked
     def split(self, validation: float = 0.1, most: int = 1_000_000) -> tuple["PackedTokens", "PackedTokens"]:
         """Rows for training, and from the end of the file rows for validation.
 

@@ -74,10 +74,12 @@ class Tokenizer:
         """SHA-256 of the definition."""
         return hashlib.sha256(self.definition.encode()).hexdigest()
 
+    @checked
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without special tokens. `decode` gives back exactly `text`."""
         return self._backend.encode(text, add_special_tokens=False).ids
 
+    @checked
     def decode(self, ids: Iterable[int] | Tensor) -> str:
         """The text of `ids`, a list or a 1-D tensor; special tokens show as `[BOT]` and so on."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
