@@ -25,7 +25,8 @@ PARTS = (
     (
         "Practice",
         "What to try, what to choose, and what to have beside you.",
-        "generated/exercises generated/schedules docs/which_schedule docs/cheat_sheet generated/figures",
+        "generated/exercises generated/explorer generated/board generated/schedules docs/which_schedule "
+        "docs/cheat_sheet generated/figures",
     ),
     (
         "Package",
@@ -80,8 +81,11 @@ def name_switches(folder: Path) -> None:
 def assemble(source: Path) -> Path:
     """Put the sources of all pages into a folder, those made from the package among them."""
     sys.path.insert(0, str(ROOT / "docs"))
+    # What is on the boards of whoever builds is not for readers.
+    os.environ["COURSE_PP_PROGRESS"] = str(source / "nobody" / "progress.json")
     import pages
     from chapters import with_hints
+    from live import with_boards
 
     shutil.rmtree(source, ignore_errors=True)
     for folder in FOLDERS:
@@ -96,7 +100,7 @@ def assemble(source: Path) -> Path:
     for extra in ("LICENSE", "LICENSE-CC-BY-4.0", "pyproject.toml", "constraints.txt", "environment.yml", "Makefile"):
         shutil.copy(ROOT / extra, source)
     for path in sorted((source / "notebooks").glob("*.ipynb")):
-        notebook = with_hints(json.loads(path.read_text(encoding="utf-8")), path.stem)
+        notebook = with_boards(with_hints(json.loads(path.read_text(encoding="utf-8")), path.stem))
         path.write_text(json.dumps(notebook), encoding="utf-8")
     pages.write(source / "generated", sorted((source / "notebooks").glob("*.ipynb")))
     _add_contents(source)

@@ -31,8 +31,11 @@ def write(folder: Path, notebooks: list[Path]) -> None:
     (folder / "figures.md").write_text(figure_page(notebooks, folder / "thumbnails"), encoding="utf-8")
     (folder / "references.md").write_text(reference_page(notebooks), encoding="utf-8")
     import guesses
+    import live
     import routes
 
+    (folder / "board.md").write_text(live.board_page(), encoding="utf-8")
+    (folder / "explorer.md").write_text(live.explorer_page(), encoding="utf-8")
     (folder / "guesses.md").write_text(guesses.page(notebooks), encoding="utf-8")
     (folder / "routes.md").write_text(routes.page(), encoding="utf-8")
     (folder / "schedules.md").write_text(schedule_page(), encoding="utf-8")

@@ -6,7 +6,7 @@ const COLOURS = { F: "#56B4E9", B: "#D55E00", I: "#E69F00", W: "#009E73" };
 const STROKES = { I: "M2 2h2v2h-2z", W: "M0 6L6 0" };
 const WORDS = { F: "forward", B: "full backward", I: "input gradient", W: "weight gradient" };
 const HELP = "Keys: ↑ ↓ choose a rank, ← → a time, Home and End its ends; f b i w place the first that is legal, 1 to 9 the " +
-  "numbered ones; u undoes, y redoes, Delete takes away, h hints, c shows the critical path, p plays, r runs it on ranks.";
+  "numbered ones; u undoes, y redoes, Delete takes away, h hints, c shows the critical path, p plays";
 
 let boards = 0;
 
@@ -79,10 +79,11 @@ class View {
       this.versus = this.other.value in this.references ? this.other.value : "";
       this.draw();
     });
-    this.buttons.run = button("run on ranks", "run on real ranks, key r", () => this.run());
+    this.kernel = typeof this.model.send === "function"; // on a page of the site nobody would answer
+    if (this.kernel) this.buttons.run = button("run on ranks", "run on real ranks, key r", () => this.run());
     button("clear", "clear the board", () => this.commit([], [], "The board is empty."));
     this.now = html(root, "div", { className: "cpp-now" }, { "aria-live": "polite" });
-    html(root, "div", { className: "cpp-keys", id: `${this.id}-keys`, textContent: HELP });
+    html(root, "div", { className: "cpp-keys", id: `${this.id}-keys`, textContent: this.kernel ? `${HELP}, r runs it on ranks.` : `${HELP}.` });
     this.aside = html(root, "div", { className: "cpp-aside" });
     root.addEventListener("keydown", (event) => this.key(event));
   }
@@ -198,6 +199,7 @@ class View {
   }
 
   run() {
+    if (!this.kernel) return this.say("Real ranks need a kernel: open notebook 11 with make lab.", "refused");
     if (this.position.left) return this.say("Place every action first: a step needs all of them.", "refused");
     this.say(`Running on ${this.position.ranks} ranks; this takes seconds, and a kernel.`);
     this.model.send({ do: "run" });

@@ -5,10 +5,7 @@ import inspect
 import json
 import os
 import re
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
@@ -16,28 +13,10 @@ import pytest
 import course_pp.parallel
 import course_pp.schedule
 from course_pp.exercises.registry import exercises
+from tests.site.conftest import ROOT, make_site
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-
-
-def make_site(out, **environment):
-    command = [sys.executable, str(ROOT / "docs" / "make_site.py"), "--out", str(out)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=390, check=False, env={**os.environ, **environment}
-    )
-
-
-@pytest.fixture(scope="session")
-def site(tmp_path_factory):
-    """The folder of the built pages. No proxy leads out, so a build that loads anything fails."""
-    out = tmp_path_factory.mktemp("site")
-    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
-    done = make_site(out, **nowhere)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""
-    return out / "html"
 
 
 @cache
@@ -150,6 +129,8 @@ KINDS_OF_PAGE = (
     "generated/api/course_pp.schedule.html",
     "generated/exercises.html",
     "docs/glossary.html",
+    "generated/explorer.html",
+    "notebooks/11_your_own_schedule.html",
 )
 
 

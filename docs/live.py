@@ -1,0 +1,152 @@
+"""The board and the explorer on pages of the site: they need a script, and no kernel."""
+
+import ast
+import json
+from base64 import b64encode
+from html import escape
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from itertools import count
+from pathlib import Path
+
+from course_pp.schedule import build, names, simulate
+from course_pp.show import timeline
+from course_pp.show.board_levels import LEVELS, references
+from course_pp.show.board_widget import Board, board
+from course_pp.show.chart import ChartFigure
+from course_pp.show.rows import LOOKS
+
+RANKS, MICROBATCHES = (2, 3, 4, 6, 8), (2, 4, 6, 8, 12, 16)
+_numbers = count(1)
+
+
+def script() -> str:
+    """Rules, board, player and explorer as one script, for pages that are opened from a folder too."""
+    show = files("course_pp.show")
+    read = {
+        name: show.joinpath(name).read_text(encoding="utf-8") for name in ("board_rules.js", "board.js", "player.js")
+    }
+    player = read.pop("player.js")
+    lines = [line for line in "\n".join(read.values()).splitlines() if not line.startswith("export default")]
+    plain = "\n".join(line.removeprefix("export ") for line in lines)
+    own = _read(Path(__file__).with_name("live.js"))
+    player = player[player.index("(function") :].strip()
+    style = _read(show / "board.css") + _read(show / "player.css")
+    return f"<style>{style}</style><script>(() => {{\n{plain}\nconst PLAYER = {player};\n{own}\n}})();</script>"
+
+
+def _read(path: Traversable) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def board_html(of: Board) -> str:
+    """One board; its still picture where no script runs."""
+    name = of.words["title"] if of.level else json.dumps(of.game, sort_keys=True)
+    data = {"name": name, "game": of.game, "words": {**of.words, "said": ""}}
+    return _live("board", data, of.figure)
+
+
+def explorer_html() -> str:
+    """The explorer, for the sizes above."""
+    looks = {kind: {"colour": look.colour, "hatch": look.hatch[:1]} for kind, look in LOOKS.items()}
+    data = {"ranks": RANKS, "microbatches": MICROBATCHES, "orders": orders(), "looks": looks}
+    return _live("explorer", data, timeline(simulate(build("1f1b", 4, 8))))
+
+
+def orders() -> dict[str, dict[str, object]]:
+    """For each schedule and size its placement and order, or why there is none of that size.
+
+    Schedules with replicated stages, overlapped pairs or updates are left out: the browser's rules have none of them.
+    """
+    found: dict[str, dict[str, object]] = {}
+    for name in names():
+        for p in RANKS:
+            for m in MICROBATCHES:
+                try:
+                    schedule = build(name, p, m)
+                except ValueError as refused:
+                    found.setdefault(name, {})[f"{p} {m}"] = str(refused)
+                    continue
+                placement = tuple(ranks[0] for ranks in schedule.placement)
+                if name not in references(placement, m, split=True):
+                    break
+                rows = [" ".join(map(str, row)) for row in schedule.actions]
+                found.setdefault(name, {})[f"{p} {m}"] = {"placement": placement, "order": rows}
+    whole = len(RANKS) * len(MICROBATCHES)
+    return {
+        name: sizes for name, sizes in found.items() if len(sizes) == whole and not all(map(_is_text, sizes.values()))
+    }
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _live(kind: str, data: dict, figure: ChartFigure) -> str:
+    number = f"cpp-{kind}-{next(_numbers)}"
+    picture = b64encode(figure.png()).decode("ascii")
+    still = f'<img src="data:image/png;base64,{picture}" alt="{escape(figure.alt_text)}" style="max-width:100%">'
+    told = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/")
+    return f'<div id="{number}" class="cpp-live">{still}</div><script>coursePp.{kind}("{number}", {told});</script>'
+
+
+def with_boards(notebook: dict) -> dict:
+    """Put a live board in place of each still one among a notebook's outputs. Changes ``notebook``."""
+    first = True
+    for cell in notebook["cells"]:
+        for output in cell.get("outputs", ()):
+            shown = output.get("data", {})
+            if "application/vnd.jupyter.widget-view+json" in shown and (found := board_of("".join(cell["source"]))):
+                shown["text/html"] = (script() if first else "") + board_html(found)
+                first = False
+    return notebook
+
+
+def board_of(source: str) -> Board | None:
+    """The board that a cell makes by ``show.board(…)`` with plain values; None for other cells."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "show.board":
+            try:
+                values = [ast.literal_eval(each) for each in node.args]
+                named = {each.arg: ast.literal_eval(each.value) for each in node.keywords if each.arg}
+            except ValueError:
+                return None
+            return board(*values, **named)
+    return None
+
+
+def board_page() -> str:
+    """All levels of the board."""
+    parts = [
+        "# The board",
+        "",
+        "Draw a schedule by hand: choose a rank, place its next action, and be told why a move is not legal. Each "
+        "level teaches one schedule; par is its makespan. The page needs a script, and no kernel; what you place stays "
+        "in this browser. To run what you drew on real ranks, open "
+        "[notebook 11](../notebooks/11_your_own_schedule.ipynb) with `make lab`.",
+        "",
+        *_raw(script()),
+    ]
+    for level in LEVELS:
+        parts += [f"## {level.number}. {level.title}", "", *_raw(board_html(board(level.number)))]
+    return "\n".join(parts)
+
+
+def explorer_page() -> str:
+    """The explorer."""
+    left_out = ", ".join(f"`{name}`" for name in names() if name not in orders())
+    parts = [
+        "# The explorer",
+        "",
+        "Choose a schedule, sizes and times, and see the timeline, the bubble, what each rank holds, and why it waits. "
+        f"The browser simulates; no kernel is needed. {left_out} need more than its rules know: they move on the page "
+        "of [schedules](schedules.md). `show.explore()` in a notebook has them all, every size, and the closed forms "
+        "beside what is simulated.",
+        "",
+        *_raw(script() + explorer_html()),
+    ]
+    return "\n".join(parts)
+
+
+def _raw(text: str) -> tuple[str, ...]:
+    return ("````{raw} html", text, "````", "")
