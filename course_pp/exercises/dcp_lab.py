@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import runpy
+import shlex
 import signal
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +41,7 @@ __all__ = [
     "Trainee",
     "die_before_writing",
     "pieces_read",
+    "run_script",
     "save_fresh",
     "save_meanwhile",
     "saves_in_a_hurry",
@@ -125,6 +129,23 @@ def save_fresh(folder: Path, layouts: Mapping[str, DistributedConfig]) -> None:
 def _save_fresh(rank: int, layout: DistributedConfig, root: Path) -> None:
     fresh = Trainee(layout)
     save(root, 0, fresh.module, device_mesh=fresh.mesh)
+
+
+def run_script(line: str) -> None:
+    """Run a script of the repository and its arguments on two ranks of ``on_ranks``, which have torch imported."""
+    # No process group: the script makes its own, for the devices it finds.
+    on_ranks(2, _as_script, shlex.split(line), backend=None)
+
+
+def _as_script(rank: int, line: Sequence[str]) -> None:
+    script = Path(__file__).parents[2] / line[0]
+    sys.argv[:] = [str(script), *line[1:]]
+    sys.path.insert(0, str(script.parent))
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
 
 
 def die_before_writing() -> None:
