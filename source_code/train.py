@@ -3,6 +3,7 @@
     torchrun --standalone --nproc-per-node=2 source_code/train.py --pp 2 --schedule 1f1b --microbatches 8
     torchrun --standalone --nproc-per-node=8 source_code/train.py --pp 2 --tp 2 --dp-shard 2 --reshard auto
     torchrun --nproc-per-node 2 source_code/train.py --engine runtime --schedule pipedream --versions 2bw --max-norm inf
+    torchrun --standalone --nproc-per-node=2 source_code/train.py --schedule own.csv --microbatches 4
     torchrun --standalone --nproc-per-node=2 source_code/train.py --config run.toml --lr 1e-3
     torchrun --standalone --nproc-per-node=2 source_code/train.py --checkpoint-dir runs/mine --save-every 50
 
@@ -40,6 +41,8 @@ from course_pp.training.checkpointer import Checkpointer
 from course_pp.training.config import Precision
 from course_pp.training.data import check_vocabulary, unigram_entropy
 from course_pp.training.options import Options
+from course_pp.training.orders import FILE
+from course_pp.training.orders import written as written_order
 from course_pp.training.precision import DTYPES
 from course_pp.training.preemption import EXIT_CODE, Preempted, Preemption
 from course_pp.training.sampling import sample
@@ -73,7 +76,8 @@ def run(asked: Options, preemption: Preemption | None) -> None:
     mesh = init_distributed(layout, config.seed)
     modules = build_stages(asked, model, mesh)
     trainer = Trainer(config, modules, train, validation, device_mesh=mesh, tokenizer_digest=tokenizer.digest)
-    keep |= {"attachments": {"tokenizer.json": tokenizer.definition}, "preemption": preemption}
+    files = {"tokenizer.json": tokenizer.definition} | ({FILE: written_order(config.order)} if config.order else {})
+    keep |= {"attachments": files, "preemption": preemption}
     with Checkpointer(trainer, device_mesh=mesh, **keep) as checkpointer:
         loaded = checkpointer.resume(asked.checkpoints.resume)
         before = trainer.evaluate()

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from course_pp.arguments import checked
-from course_pp.schedule import Versions, find
+from course_pp.schedule import Schedule, Versions, find
 from course_pp.schedule.ledger import VERSIONS
+from course_pp.training.orders import is_file, read_order
 from course_pp.training.setting import SettingError, check_number, check_whole, nearest
 
 __all__ = ["ENGINES", "LR_SCHEDULES", "OPTIMIZERS", "Engine", "LrSchedule", "OnNan", "Precision", "TrainConfig"]
@@ -57,6 +59,8 @@ class TrainConfig:
     engine: Engine = "parallel"
     """`"parallel"` runs `course_pp.parallel`, `"runtime"` the pipeline of `course_pp.runtime`."""
     schedule: str = "1f1b"
+    """A name of the catalogue, or a CSV file with an order of your own, as `course_pp.schedule.to_torch_csv` writes
+    it."""
     versions: Versions | None = None
     """With schedule `"pipedream"`, which weights a microbatch uses: `"stash"`, `"vertical"`, `"2bw"` or `"none"`, see
     `course_pp.schedule.ledger`. Each microbatch is then an update of its own, all of a step at one learning rate. The
@@ -181,12 +185,7 @@ class TrainConfig:
     def _check_rules(self) -> None:
         refuse_unless = self._refuse_unless
         refuse_unless(self.engine in ENGINES, f"{{engine}} must be one of {', '.join(map(repr, ENGINES))}", "engine")
-        is_name = isinstance(self.schedule, str) and self.schedule != ""
-        refuse_unless(is_name, "{schedule} must be the name of a schedule, such as '1f1b'", "schedule")
-        try:
-            find(self.schedule)
-        except ValueError as unknown:
-            raise SettingError(f"{{schedule}}: {unknown}", {"schedule": self.schedule}) from None
+        self._check_schedule()
         is_folder = self.log_folder is None or (isinstance(self.log_folder, str) and self.log_folder != "")
         refuse_unless(is_folder, "{log_folder} must be a folder to write into, or None to write none", "log_folder")
         refuse_unless(0 < self.lr < math.inf, "{lr} must be above 0 and finite, such as 3e-3", "lr")
@@ -213,10 +212,33 @@ class TrainConfig:
         )
         self.rows_of_a_microbatch(1)
 
+    def _check_schedule(self) -> None:
+        """Refuse a name that is none, and a file whose order cannot be a step of this run."""
+        is_name = isinstance(self.schedule, str) and self.schedule != ""
+        self._refuse_unless(is_name, "{schedule} must be the name of a schedule, such as '1f1b'", "schedule")
+        try:
+            order = self.order if is_file(self.schedule) else find(self.schedule)
+        except ValueError as problem:
+            said = str(problem).replace("{", "{{").replace("}", "}}")
+            more = "" if is_file(self.schedule) else ", or a file that ends in .csv"
+            raise SettingError(f"{{schedule}}: {said}{more}", {"schedule": self.schedule}) from None
+        if isinstance(order, Schedule):
+            self._refuse_unless(
+                order.n_microbatches == self.microbatches,
+                f"{{schedule}} is an order of {order.n_microbatches} microbatches, and {{microbatches}}: make them "
+                "equal",
+                *("schedule", "microbatches"),
+            )
+
+    @cached_property
+    def order(self) -> Schedule | None:
+        """The order of your own, read once; None where `schedule` is a name."""
+        return read_order(self.schedule) if is_file(self.schedule) else None
+
     def _check_versions(self) -> None:
         """Refuse what stages that update their own weights have no use for, and what only these can use."""
         refuse_unless = self._refuse_unless
-        updates, choice = find(self.schedule).updates, ", ".join(VERSIONS)
+        updates, choice = self.order is None and find(self.schedule).updates, ", ".join(VERSIONS)
         if self.versions is None:
             why = f"its stages update their own weights. Choose one of {choice}, or a schedule that flushes"
             refuse_unless(not updates, f"{{schedule}} with {{versions}}: {why}", "schedule", "versions")

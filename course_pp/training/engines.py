@@ -107,8 +107,8 @@ class _ParallelEngine:
             return build_pipeline_stage(module, *sizes, stage=index, n_stages=held.n_stages)
 
         stages = Ranks().collectively(lambda: [stage_of(index, module) for index, module in held.modules.items()])
-        tied = held.tied or None if held.ours else held.declared
-        self._pipeline = build_pipeline_schedule(stages, config.microbatches, loss_fn, config.schedule, tied=tied)
+        tied, schedule = held.tied or None if held.ours else held.declared, config.order or config.schedule
+        self._pipeline = build_pipeline_schedule(stages, config.microbatches, loss_fn, schedule, tied=tied)
 
     def step(self, batch: Sequences, divisor: float) -> float:
         inputs, named = self._arguments(batch)

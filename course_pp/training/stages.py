@@ -16,6 +16,7 @@ from course_pp.parallel.precision import compute_dtypes
 from course_pp.schedule import Schedule, build
 from course_pp.training.config import TrainConfig
 from course_pp.training.metrics import training_flops
+from course_pp.training.setting import SettingError
 
 __all__ = [
     "Held",
@@ -83,9 +84,10 @@ def stages_of_rank(config: TrainConfig, pp_rank: int, pp_size: int) -> tuple[lis
     Raises:
         ValueError: a schedule that the engine does not have, or that cannot run with this many ranks or microbatches.
     """
+    _check_ranks(config, pp_size)
     if config.engine == "parallel":
-        indices = get_stage_indices(config.schedule, pp_rank, pp_size)
-        return indices, pp_size * len(indices)
+        indices = get_stage_indices(config.order or config.schedule, pp_rank, pp_size)
+        return indices, pp_size * len(indices) if config.order is None else config.order.n_stages
     schedule = runtime_schedule(config, pp_size)
     return [stage for stage, ranks in enumerate(schedule.placement) if pp_rank in ranks], len(schedule.placement)
 
@@ -96,8 +98,21 @@ def runtime_schedule(config: TrainConfig, pp_size: int) -> Schedule:
     Raises:
         ValueError: for one that cannot run with this many ranks, microbatches or in these groups.
     """
+    _check_ranks(config, pp_size)
+    if config.order is not None:
+        return config.order
     group = pp_size if config.versions == "2bw" and config.group is None else config.group
     return build(config.schedule, pp_size, config.microbatches, group=group)
+
+
+def _check_ranks(config: TrainConfig, pp_size: int) -> None:
+    """Refuse an order of one's own that is for other ranks."""
+    if config.order is not None and config.order.n_ranks != pp_size:
+        raise SettingError(
+            f"{{schedule}} is an order of {config.order.n_ranks} ranks, and there are {pp_size} pipeline ranks: start "
+            f"{config.order.n_ranks}, or build it for {pp_size}",
+            {"schedule": config.schedule},
+        )
 
 
 def held_stages(

@@ -138,6 +138,7 @@ class Trainer:
         everyone.require_equal(
             {
                 "config": config,
+                "the order in the schedule's file": config.order and config.order.fingerprint,
                 "data": self._data_digest,
                 "tokenizer": tokenizer_digest,
                 "validation": None if validation is None else validation.digest,
