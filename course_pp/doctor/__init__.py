@@ -4,7 +4,7 @@ Each check is a function that returns a :class:`Finding`; :func:`examine` runs t
 torch, and nothing here needs it, Slurm, a home folder or /proc.
 """
 
-from course_pp.doctor import machine, packages, running
+from course_pp.doctor import machine, packages, running, slurm_limits
 from course_pp.doctor.finding import Finding, run_checks
 
 __all__ = ["Finding", "examine"]
@@ -12,4 +12,4 @@ __all__ = ["Finding", "examine"]
 
 def examine() -> list[Finding]:
     """Run every check and return the findings in a fixed order, after at most 18 seconds."""
-    return run_checks([*machine.CHECKS, *packages.CHECKS, *running.CHECKS])
+    return run_checks([*machine.CHECKS, *packages.CHECKS, *slurm_limits.CHECKS, *running.CHECKS])

@@ -13,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from course_pp.doctor import cgroups
 from course_pp.doctor.finding import Check, Finding
 
 _GIB, _MIB = 2**30, 2**20
@@ -42,7 +43,7 @@ def python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Finding:
 
 def memory() -> Finding:
     """Say how much memory a process could still get: what the system has available, under the limit of a container."""
-    found = [value for value in (_available(), _left_in_cgroup()) if value is not None]
+    found = [value for value in (_available(), cgroups.memory_left()) if value is not None]
     if not found:
         return Finding("memory", True, "not known on this system; eight ranks need 3 GiB")
     free = min(found)
@@ -61,15 +62,6 @@ def _available() -> int | None:
     with contextlib.suppress(OSError, ValueError):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return None
-
-
-def _left_in_cgroup(group: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What a container's limit leaves. Copies of files, which the system drops where it needs room, are free."""
-    with contextlib.suppress(OSError, ValueError):
-        most, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        counted = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return most - used + int(counted.get("inactive_file", 0))
-    return None  # no limit is the word "max"
 
 
 def shared_memory() -> Finding:
@@ -178,9 +170,8 @@ def processes() -> Finding:
     # What the system's own user may start has no limit.
     if soft != resource.RLIM_INFINITY and os.getuid() != 0:
         limits.append(soft - _threads_of_this_user())
-    with contextlib.suppress(OSError, ValueError):
-        most = int(Path("/sys/fs/cgroup/pids.max").read_text())
-        limits.append(most - int(Path("/sys/fs/cgroup/pids.current").read_text()))
+    if (left := cgroups.processes_left()) is not None:
+        limits.append(left)
     if not limits:
         return Finding("processes", True, "no limit")
     left = min(limits)

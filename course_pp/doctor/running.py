@@ -132,7 +132,7 @@ def _sinfo(site: Site) -> list[Finding] | Finding:
     except subprocess.TimeoutExpired:
         return Finding(name, False, f"the cluster does not answer within {_ANSWER_LIMIT_S:.0f} s", breaks, remedy)
     if done.returncode:
-        if not _configured():
+        if not configured():
             return Finding(name, True, "srun is installed, no cluster is configured; ranks run on this machine")
         last = (done.stderr.strip().splitlines() or [""])[-1].removeprefix("sinfo: ").removeprefix("error: ")
         return Finding(name, False, f"the cluster is down ({last})", breaks, remedy)
@@ -153,7 +153,7 @@ def _sinfo(site: Site) -> list[Finding] | Finding:
     return [Finding("partition", True, says)]
 
 
-def _configured() -> bool:
+def configured() -> bool:
     """Whether somebody has set up a cluster for this machine, beyond installing its tools."""
     return bool(os.environ.get("SLURM_CONF")) or any(
         Path(file).exists() for file in ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf")

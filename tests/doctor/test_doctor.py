@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from course_pp.__main__ import main
-from course_pp.doctor import Finding, machine, packages, running
+from course_pp.doctor import Finding, cgroups, machine, packages, running, slurm_limits
 from course_pp.doctor.finding import Check, run_checks
 from tests.processes import no_process_left
 
@@ -225,24 +225,108 @@ def test_a_slurm_that_is_down_or_refuses_is_told_apart(
     assert sum("WRONG" in line for line in found) == (not says.startswith("ok"))
 
 
+PARTITION = "PartitionName=gpu Default=YES QoS=N/A State=UP"
+
+
+@pytest.mark.parametrize(
+    ("account", "quality", "partition", "says"),
+    [
+        ("normal|normal||||", "normal|||||", PARTITION, "ok    Slurm limits: your account and QOS normal: none"),
+        ("normal|normal||||", "normal|cpu=64|cpu=16||4|1-00:00:00", PARTITION, ": 16 CPUs at once, 4 jobs at once, 14"),
+        (
+            "|a,normal||||",
+            "normal||cpu=4,node=1|||",
+            PARTITION,
+            "4 CPUs at once; 8 CPUs needed. What fails: notebooks 0",
+        ),
+        (
+            "|tiny||||",
+            "normal|||||\ntiny||||1|",
+            PARTITION,
+            "QOS tiny: 1 job at once; 2 jobs needed. What fails: %tor",
+        ),
+        ("normal|normal||cpu=2|5|", "normal|||||", PARTITION, "your account and QOS normal: 2 CPUs at once, 5 jobs"),
+        ("|||||", "part|||||05:00", PARTITION.replace("N/A", "part"), "QOS part: 5 minutes a job; 10 minutes needed"),
+        ("exit", "", PARTITION, "ok    Slurm limits: not known"),
+    ],
+    ids=["none", "wide", "user", "jobs", "group", "partition", "no-accounting"],
+)
+def test_a_limit_that_would_leave_a_job_waiting_is_named(
+    account: str, quality: str, partition: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = pretend(tmp_path, ROW)
+    answers = f'case "$*" in *assoc*) echo "{account}";; *) printf "{quality}\n";; esac'
+    texts = {"sacctmgr": "exit 1" if account == "exit" else answers, "scontrol": f"echo {partition}"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", path)
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm/slurm.conf")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    [finding] = slurm_limits.limits()
+    assert says in str(finding)
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert slurm_limits.limits() == []
+
+
 def test_tools_of_slurm_without_a_cluster_are_nothing_to_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", pretend(tmp_path, "exit 1"))
-    monkeypatch.setattr(running, "_configured", lambda: False)
+    monkeypatch.setattr(running, "configured", lambda: False)
     assert [finding.ok for finding in running.slurm()] == [True]
 
 
 def test_a_memory_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_left_in_cgroup", lambda: 2**30)
+    monkeypatch.setattr(cgroups, "memory_left", lambda: 2**30)
     assert str(machine.memory()).startswith("WRONG memory: 1.0 GiB free, 3 GiB needed. What fails: notebooks 02")
 
 
-def test_copies_of_files_do_not_fill_a_container(tmp_path: Path) -> None:
-    contents = {"memory.max": "4000\n", "memory.current": "3900\n", "memory.stat": "anon 900\ninactive_file 2000\n"}
-    for name, text in contents.items():
-        (tmp_path / name).write_text(text)
-    assert machine._left_in_cgroup(tmp_path) == 2100
-    (tmp_path / "memory.max").write_text("max\n")
-    assert machine._left_in_cgroup(tmp_path) is None
+def groups(folder: Path, ours: str, files: dict[str, str]) -> tuple[Path, Path]:
+    """A pretended tree of control groups, and the file that says where in it this process is."""
+    for name, text in files.items():
+        path = folder / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    (folder / "ours").write_text(ours)
+    return folder / "cgroup", folder / "ours"
+
+
+def second(folder: str, most: object, used: int, copies: int = 0) -> dict[str, str]:
+    return {f"{folder}memory.max": str(most), f"{folder}memory.current": str(used),
+            f"{folder}memory.stat": f"anon 900\ninactive_file {copies}"}  # fmt: skip
+
+
+def first(folder: str, most: object, used: int, copies: int = 0) -> dict[str, str]:
+    return {f"memory/{folder}memory.limit_in_bytes": str(most), f"memory/{folder}memory.usage_in_bytes": str(used),
+            f"memory/{folder}memory.stat": f"cache 1\ntotal_inactive_file {copies}"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ours", "files", "left"),
+    [
+        ("0::/", second("", 4000, 3900, 2000), 2100),
+        ("0::/", second("", "max", 3900), None),
+        ("0::/job/step", second("job/", 5000, 4000) | second("job/step/", "max", 1), 1000),
+        ("0::/job/step", second("job/", 5000, 4000) | second("job/step/", 300, 100), 200),
+        ("0::/of/the/host", second("", 800, 100), 700),
+        ("4:memory:/slurm/uid_0/job_1", first("", 2**63 - 4096, 9) | first("slurm/uid_0/job_1/", 900, 500, 40), 440),
+        ("4:cpu:/\n3:memory:/slurm/job_1", first("slurm/", 700, 500) | first("slurm/job_1/", 900, 100), 200),
+        ("3:memory:/docker/0f", first("", 600, 100), 500),
+        ("3:memory:/", first("", 2**63 - 4096, 100), None),
+    ],
+    ids=["v2", "v2-none", "v2-above", "v2-nearest", "v2-host", "v1-job", "v1-above", "v1-container", "v1-none"],
+)
+def test_the_nearest_limit_of_memory_counts_in_both_versions(
+    ours: str, files: dict[str, str], left: int | None, tmp_path: Path
+) -> None:
+    assert cgroups.memory_left(*groups(tmp_path, ours, files)) == left
+
+
+@pytest.mark.parametrize("where", ["", "pids/"])
+def test_a_group_above_limits_processes_too(where: str, tmp_path: Path) -> None:
+    controllers = where.rstrip("/")
+    files = {f"{where}job/pids.max": "50", f"{where}job/pids.current": "20", f"{where}job/step/pids.max": "max"}
+    assert cgroups.processes_left(*groups(tmp_path, f"3:{controllers}:/job/step", files)) == 30
+    assert cgroups.processes_left(tmp_path / "none", tmp_path / "nothing") is None
 
 
 def test_a_clock_that_steps_is_told_from_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
