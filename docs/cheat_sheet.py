@@ -24,7 +24,7 @@ WORDS = (
     ("Order", "stage → tensor parallel → activation checkpointing → FSDP2 → optimizer; one clipped norm at the end."),
     ("Mesh", "pp, dp_replicate, dp_shard, tp from outside in: tp inside a node, pp across nodes."),
     ("Hangs", "two sends that face each other: begin both, or hand them over together (batch_isend_irecv)."),
-    ("Look", 'show.timeline(simulate(build("1f1b", 4, 8)))     python -m course_pp schedule 1f1b --ranks 4'),
+    ("Look", 'show.timeline(simulate(build("1f1b", 4, 8)))  or  python -m course_pp schedule 1f1b --ranks 4'),
     ("Run", "torchrun --standalone --nproc-per-node=2 source_code/train.py --pp 2 --schedule 1f1b"),
 )
 

@@ -23,8 +23,9 @@ section { box-sizing: border-box; min-height: 100vh; padding: 5vh 7vw; scroll-sn
   flex-direction: column; justify-content: center }
 h1 { font-size: 6vh; margin: 0 0 2vh } h2 { font-size: 3.4vh; margin: 0 0 3vh; color: #005a8c }
 img { max-width: 100%; max-height: 72vh; object-fit: contain; align-self: flex-start }
-pre { background: #f3f4f5; padding: 2vh; overflow-x: auto; font-size: 2vh; margin: 0 }
-p, li { max-width: 60em } .number { color: #555; font-size: 1.8vh; margin-top: auto; padding-top: 2vh }
+pre { background: #f3f4f5; padding: 2vh; overflow-x: auto; margin: 0; font-size: min(2.2vh, 50vh / var(--lines)) }
+pre { line-height: 1.35 }
+p, li { max-width: 44em; font-size: 3.2vh } .number { color: #555; font-size: 1.8vh; margin-top: auto; padding-top: 2vh }
 @media print { section { min-height: auto; height: 100vh; break-after: page } }
 """
 SCRIPT = """
@@ -86,7 +87,8 @@ def _slides_of_section(section: Section) -> list[str]:
             slides += [heading + rendered(f"**{each}") for each in (e.replace("\n", "**\n", 1) for e in exercises)]
             continue
         if "read" in cell["metadata"].get("tags", ()):
-            slides.append(f"{heading}<pre><code>{escape(source)}</code></pre>")
+            lines = source.count("\n") + 1  # so small that all of them are seen at once
+            slides.append(f'{heading}<pre style="--lines: {lines}"><code>{escape(source)}</code></pre>')
         for output in cell.get("outputs", ()):
             if picture := output.get("data", {}).get("image/png"):
                 alt = escape(output["metadata"]["image/png"].get("alt", ""))
