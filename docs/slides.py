@@ -25,7 +25,8 @@ h1 { font-size: 6vh; margin: 0 0 2vh } h2 { font-size: 3.4vh; margin: 0 0 3vh; c
 img { max-width: 100%; max-height: 72vh; object-fit: contain; align-self: flex-start }
 pre { background: #f3f4f5; padding: 2vh; overflow-x: auto; margin: 0; font-size: min(2.2vh, 50vh / var(--lines)) }
 pre { line-height: 1.35 }
-p, li { max-width: 44em; font-size: 3.2vh } .number { color: #555; font-size: 1.8vh; margin-top: auto; padding-top: 2vh }
+p, li { max-width: 44em; font-size: 3.2vh }
+.number { color: #555; font-size: 1.8vh; margin-top: auto; padding-top: 2vh }
 @media print { section { min-height: auto; height: 100vh; break-after: page } }
 """
 SCRIPT = """
