@@ -14,11 +14,16 @@ from dataclasses import dataclass
 from functools import cache
 
 from course_pp.arguments import checked, refuse_unless
+from course_pp.schedule.costs import Costs
+from course_pp.schedule.families.pipedream import pipedream
+from course_pp.schedule.simulation import simulate
 
 __all__ = ["ClusterLevel", "LayerCost", "Partition", "PlannedStage", "partition"]
 
 _MOST_PARTS = 4096
 _MOST_COMPARISONS = 100_000_000  # a minute or two
+# Microbatches of a quarter of a simulated run, of which the two in the middle are the steady state.
+_FEWEST_PACED = 12
 
 
 @checked
@@ -76,18 +81,60 @@ class Partition:
 
     Attributes:
         stages: first to last.
-        slowest: the time between two microbatches in the steady state, if nobody waits. It takes the exchange of
-            gradients to be hidden behind work. No run is faster; one is slower where replicas update together, and
-            then want a microbatch each at once, while only NOAM of them (:func:`theory.noam`) are under way.
+        slowest: what the planner minimises, as the paper does: the time between two microbatches in the steady state,
+            if nobody waits and the exchange of gradients is hidden behind work. No run is faster; :meth:`pace` says how
+            much slower one is.
+        work: of each stage, for one microbatch on one rank.
+        messages: for each boundary, the time that an activation is on its way, and a gradient back.
     """
 
     stages: tuple[PlannedStage, ...]
     slowest: float
+    work: tuple[float, ...]
+    messages: tuple[float, ...]
 
     @property
     def replicas(self) -> tuple[int, ...]:
         """How many ranks share each stage, as ``build("pipedream", …, replicas=…)`` takes them."""
         return tuple(stage.replicas for stage in self.stages)
+
+    @checked
+    def costs(self, *, forward: float = 1 / 3, update: float = 0.0) -> Costs:
+        """Return what `simulate` and an emulated cluster take.
+
+        Args:
+            forward: share of a stage's work that is forward.
+            update: share that is its optimizer step. The rest is backward, half of it for the weights.
+
+        Raises:
+            ValueError: for shares that are negative or add up to more than 1.
+        """
+        for name, share in (("forward", forward), ("update", update)):
+            refuse_unless(0 <= share <= 1, "costs", name, share, "give a share of the work, 0 to 1")
+        refuse_unless(forward + update <= 1, "costs", "forward + update", forward + update, "give 1 at most")
+        half = tuple((1 - forward - update) / 2 * each for each in self.work)
+        return Costs(
+            tuple(forward * each for each in self.work),
+            half,
+            half,
+            latency=self.messages or 0,
+            update=tuple(update * each for each in self.work),
+        )
+
+    @checked
+    def pace(self, *, forward: float = 1 / 3, update: float = 0.0) -> float:
+        """Return the time between two microbatches in the steady state, with what ranks wait for each other.
+
+        It is `slowest` unless NOAM microbatches under way (:func:`theory.noam`) are too few: long messages want more,
+        and so do replicas, which update together and then all want a microbatch at once. The arguments are those of
+        :meth:`costs`. Simulated, for a stage is busy at irregular times then, and no closed form is known.
+        """
+        turn = math.lcm(*self.replicas)
+        quarter = turn * -(-max(_FEWEST_PACED, 2 * sum(self.replicas)) // turn)
+        order = pipedream(sum(self.replicas), 4 * quarter, self.replicas)
+        run = simulate(order, self.costs(forward=forward, update=update))
+        ends = {part.microbatch: span.end for span in run.by_rank[0] for part in span.action.parts if part.kind == "U"}
+        return max(self.slowest, float(ends[3 * quarter] - ends[quarter]) / (2 * quarter))
 
 
 @checked
@@ -119,7 +166,8 @@ def partition(layers: Sequence[LayerCost], levels: Sequence[ClusterLevel] | int)
             "layers together, or plan for fewer ranks"
         )
     best = _Search(layers, tuple(levels)).best(len(levels), 0, n, levels[-1].size)
-    return Partition(best.stages, best.slowest)
+    times = (sum(layer.time for layer in layers[stage.start : stage.end]) for stage in best.stages)
+    return Partition(best.stages, best.slowest, tuple(map(float, times)), best.messages)
 
 
 @dataclass(frozen=True, order=True)
@@ -127,6 +175,7 @@ class _Found:
     slowest: float
     n_stages: int
     stages: tuple[PlannedStage, ...]
+    messages: tuple[float, ...]
 
 
 class _Search:
@@ -148,19 +197,20 @@ class _Search:
             for last in range(1, size):
                 before, after = self.best(depth, start, cut, size - last), self._one_stage(depth, cut, end, last)
                 slowest = max(before.slowest, crossing, after.slowest)
-                found.append(_Found(slowest, before.n_stages + after.n_stages, before.stages + after.stages))
+                stages = before.stages + after.stages
+                messages = (*before.messages, crossing / 2, *after.messages)
+                found.append(_Found(slowest, len(stages), stages, messages))
         return min(found)
 
     def _one_stage(self, depth: int, start: int, end: int, size: int) -> _Found:
         """The same layers as one stage that ``size`` parts share, T^k(start → end, size)."""
         exchanged = 2 * (size - 1) * (self._weight[end] - self._weight[start]) / self._levels[depth - 1].bandwidth
         if depth == 1:
-            work, stages = self._time[end] - self._time[start], [PlannedStage(start, end, 1)]
+            inside = _Found(self._time[end] - self._time[start], 1, (PlannedStage(start, end, 1),), ())
         else:
             inside = self.best(depth - 1, start, end, self._levels[depth - 2].size)
-            work, stages = inside.slowest, list(inside.stages)
-        replicated = tuple(PlannedStage(s.start, s.end, s.replicas * size) for s in stages)
-        return _Found(max(work, exchanged) / size, len(replicated), replicated)
+        replicated = tuple(PlannedStage(s.start, s.end, s.replicas * size) for s in inside.stages)
+        return _Found(max(inside.slowest, exchanged) / size, len(replicated), replicated, inside.messages)
 
 
 def _running(values: Sequence[float]) -> list[float]:

@@ -309,7 +309,7 @@ def noam(replicas: Sequence[int]) -> int:
 
     PipeDream's number of optimal active mini-batches, ⌈ranks / ranks of the first stage⌉ (Narayanan et al. 2019,
     section 3.2): as many as there are ranks to work on them. Replicas that update together can want more; see
-    :attr:`Partition.slowest`.
+    :meth:`Partition.pace`.
 
     Args:
         replicas: how many ranks share each stage, first stage first.

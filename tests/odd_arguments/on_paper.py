@@ -41,7 +41,7 @@ SCHEDULE: Rows = {
     "Gap": {"rank": 0, "start": 0, "end": 1, "cause": "because"},
     "Loss": {"cause": "rest", "time": 1.0, "per_rank": (1.0,), "per_link": {}},
     "Overlap": {"forward": F0, "backward": B0},
-    "Partition": {"stages": (PlannedStage(0, 1, 1),), "slowest": 1.0},
+    "Partition": {"stages": (PlannedStage(0, 1, 1),), "slowest": 1.0, "work": (1.0,), "messages": ()},
     "PlannedStage": {"start": 0, "end": 1, "replicas": 1},
     "Product": {"what": "activation", "stage": 0, "microbatch": 0, "name": ""},
     "Receive": {"rank": 0, "product": Product("activation", 0, 0), "start": 0, "end": 1},

@@ -100,9 +100,7 @@ def measured(case: Case) -> tuple[float, str]:
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-# The first cases but those whose replicas starve: they update together, and then all want a microbatch at once, for
-# which NOAM of them in flight are too few (tests/schedule/test_layer_plan.py).
-@pytest.mark.parametrize("number", [0, 1, 2, 4, 6, 7, 9, 11, 13, 14])
+@pytest.mark.parametrize("number", range(10))
 def test_a_plan_runs_within_five_percent_of_what_it_foretells(number: int) -> None:
     for unit in (0.004, 0.008, 0.016, 0.032):  # longer where the machine is too busy to keep the shorter
         case = random_case(random.Random(number), unit)
@@ -110,4 +108,4 @@ def test_a_plan_runs_within_five_percent_of_what_it_foretells(number: int) -> No
         if not trouble:
             break
     assert not trouble
-    assert seconds == pytest.approx(case.plan.slowest, rel=0.05)
+    assert seconds == pytest.approx(case.plan.pace(forward=0.2, update=0.2), rel=0.05)
