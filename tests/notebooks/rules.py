@@ -25,7 +25,7 @@ READ_TAG = "read"
 # Where a kernel lacks the package, its traceback shows this line, and so what to do.
 FIRST_LINE = "from course_pp import show  # not found? Start with `make lab`, or choose the kernel of .venv\n"
 # Their scripts are launched, as the owner of the course asked.
-LAUNCHING = ("01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "12")
+LAUNCHING = ("01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12")
 # What draws a concept, and not a timeline, a curve or bars.
 CONCEPTS = {
     "autograd",
