@@ -59,6 +59,13 @@ def test_a_stage_that_changes_its_input_in_place_is_recomputed_right() -> None:
     assert torch.equal(*gradients)
 
 
+def test_a_stage_that_changes_what_it_received_in_place_is_named() -> None:
+    stages = {0: nn.Linear(WIDTH, WIDTH), 1: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))}
+    run, batch = Pipeline(build("interleaved_1f1b", 1, M, n_chunks=2), stages, F.mse_loss), torch.ones(M, WIDTH)
+    with pytest.raises(RuntimeError, match=r"stage 1, microbatch 0, action 1F0: .*in-place operation"):
+        run.step(batch, batch)
+
+
 def test_an_interrupted_pipeline_cannot_go_on() -> None:
     class Interrupted(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -59,6 +59,28 @@ def test_replicas_keep_the_pace_that_was_predicted(shares: tuple[int, ...]) -> N
     assert pace(found, 0, 6) == pytest.approx(pace(cluster.predict(schedule), 0, 6), abs=1e-6 + overrun)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("shares", "work", "tolerance"),
+    [((1, 1, 1, 1), (1, 1, 2, 1), 0.03), ((2, 1), (2, 1), 0.05)],
+    ids=["the slowest of four stages", "twice the pace of a stage that two share"],
+)
+def test_the_steady_state_is_a_microbatch_in_a_forward_and_backward_of_the_slowest_stage(
+    shares: tuple[int, ...], work: tuple[int, ...], tolerance: float
+) -> None:
+    schedule = build("pipedream", sum(shares), 24, replicas=shares)
+    for unit in (0.01, 0.02, 0.04):
+        forward = [unit * each for each in work]
+        cluster = EmulatedCluster(Costs(forward, forward, forward, update=0.002))
+        [found] = on_ranks(sum(shares), emulated, [schedule], [[2, 2]] * len(shares), cluster, timeout_s=60)[0]
+        if not found.trouble:
+            break
+    assert not found.trouble
+    slowest = max(3 * unit * each / share for each, share in zip(work, shares, strict=True))
+    # No real update takes nothing, and one of 0 would be an overrun.
+    assert pace(found, 8, 16) - 0.002 == pytest.approx(slowest, rel=tolerance)
+
+
 @dataclass(frozen=True)
 class Case:
     """A model whose layers are linear, with chosen times, and links."""
