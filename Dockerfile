@@ -3,9 +3,11 @@
 FROM python:3.11-slim-bookworm
 ARG INDEX=https://download.pytorch.org/whl/cpu
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/course_pp/.venv/bin:$PATH
+# The version of make is the image's.
+# hadolint ignore=DL3008
 RUN apt-get update -q && apt-get install -y -q --no-install-recommends make && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 1000 learner && mkdir /opt/course_pp && chown learner /opt/course_pp
-USER learner
+USER 1000
 WORKDIR /opt/course_pp
 # The packages first: a change of the course does not install them again.
 COPY --chown=learner pyproject.toml constraints.txt README.md LICENSE LICENSE-CC-BY-4.0 ./

@@ -20,12 +20,20 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_transform(AltText)
     app.add_transform(Terms)
     app.connect("env-check-consistency", _forget_builtins)
+    app.connect("autodoc-process-docstring", _keep_names_together, priority=600)  # after napoleon
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
 def _forget_builtins(app: Sphinx, env: Any) -> None:
     # viewcode lists the module of a built-in value, for which it writes no page.
     getattr(env, "_viewcode_modules", {}).pop("builtins", None)
+
+
+def _keep_names_together(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    """Sphinx takes all but the last word of ``:ivar schedule, n_chunks:`` for a type, and looks for a class of it."""
+    for i, line in enumerate(lines):
+        if found := re.match(r":(?:ivar|param) ((?:\w+, )+\w+):", line):
+            lines[i] = line.replace(found[1], found[1].replace(" ", ""), 1)
 
 
 class AltText(SphinxTransform):

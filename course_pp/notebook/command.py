@@ -53,6 +53,8 @@ def run(arguments: argparse.Namespace) -> None:
         if importlib.util.find_spec(package) is None:
             remedy = "make clean lab in a clone, else pip install 'course_pp[course]'"
             raise WorkingCopyError(f"{package} is not installed for {sys.executable}: {remedy}")
+    if hasattr(os, "geteuid") and os.geteuid() == 0 and "--allow-root" not in arguments.jupyter:
+        print("as root JupyterLab wants a word: make lab ARGS=--allow-root", flush=True)
     # A kernel of this interpreter is found before those of other installations.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     root = home if folder.is_relative_to(home) else folder

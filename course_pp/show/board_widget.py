@@ -8,9 +8,6 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from anywidget import AnyWidget
-from traitlets import Dict, List, Unicode
-
 from course_pp.arguments import checked, refuse_unless
 from course_pp.schedule import Action, Costs, Schedule, Time, Timeline, to_torch_csv
 from course_pp.show.board_game import Game, game_of, spelled
@@ -22,6 +19,16 @@ from course_pp.show.chart import ChartFigure
 from course_pp.show.rows import draw_idle
 from course_pp.show.timelines import timeline
 from course_pp.show.wording import listed
+
+try:
+    from anywidget import AnyWidget
+    from traitlets import Dict, List, Unicode
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "board() needs anywidget and ipywidgets, which this kernel lacks: start with `make lab`, or choose the "
+        "kernel of .venv",
+        name=error.name,
+    ) from None
 
 __all__ = ["Board", "board"]
 

@@ -167,8 +167,14 @@ def test_the_panel_works_without_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_without_ipywidgets_one_sentence_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "course_pp.show.explorer", raising=False)
-    monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    with pytest.raises(ModuleNotFoundError, match=r"^explore\(\) needs ipywidgets, .* start with `make lab`"):
-        _ = show.explore
+@pytest.mark.parametrize(
+    ("name", "module", "package"),
+    [("explore", "course_pp.show.explorer", "ipywidgets"), ("board", "course_pp.show.board_widget", "anywidget")],
+)
+def test_without_widgets_one_sentence_says_what_to_do(
+    name: str, module: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ModuleNotFoundError, match=rf"^{name}\(\) needs {package}.* start with `make lab`"):
+        getattr(show, name)
