@@ -12,6 +12,7 @@ import pytest
 
 import course_pp.parallel
 import course_pp.schedule
+from course_pp.exercises.inventory.questions import questions
 from course_pp.exercises.registry import exercises
 from tests.site.conftest import ROOT, make_site
 
@@ -168,3 +169,16 @@ def test_a_timeline_of_a_chapter_moves_without_a_kernel(site, page):
 def test_the_search_page_finds_a_word(site, page):
     page.goto((site / "search.html").as_uri() + "?q=reshard")
     page.wait_for_selector("#search-results li a", timeout=20_000)
+
+
+def test_the_pages_alone_answer_every_question_of_the_quiz(site):
+    for question in questions():
+        [page] = (site / "notebooks").glob(f"{question.notebook}_*.html")
+        shown = words_of(re.sub(r"<[^>]+>", "", text_of(page)))
+        for quote in (question.section, question.output, *(wrong.quote for wrong in question.wrong)):
+            if not {"$", "["} & set(quote):  # formulas and references look otherwise there
+                assert words_of(quote) in shown, (question.name, quote)
+
+
+def words_of(text):
+    return " ".join(re.findall(r"\w+", html.unescape(text)))
