@@ -24,8 +24,7 @@ def planned_report(
 ) -> Report:
     """(microbatches of a rank, MFU, parameters of each pipeline rank)"""
     m = batch // layout.n_data // layout.microbatch_size
-    peak = cluster.gpu.peak * cluster.n_gpus
-    mfu = model_flops(model, batch, seq_len) / step_s / peak
+    mfu = model_flops(model, batch, seq_len) / (step_s * cluster.gpu.peak * cluster.n_gpus)
     held = [
         (end - start) * model.n_layer_parameters for start, end in compute_layer_assignment(model.n_layers, layout.pp)
     ]

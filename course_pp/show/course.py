@@ -48,7 +48,7 @@ _HIGH, _GAP_X, _GAP_Y = 0.78, 0.3, 0.24
 
 @checked
 def course_map(here: str | None = None, title: str | None = None) -> ChartFigure:
-    """Draw the notebooks of the course, an arrow from each to those that build on it; dashed ones are to come.
+    """Draw the notebooks of the course, an arrow from each to those that build on it; any that are to come are dashed.
 
     Args:
         here: the number of the notebook to mark, such as ``"03"``.
@@ -64,7 +64,8 @@ def course_map(here: str | None = None, title: str | None = None) -> ChartFigure
     places = _places()
     n_columns, n_rows = (1 + max(place[i] for place in places.values()) for i in (0, 1))
     each = (WIDTH - 2 * MARGIN - (n_columns - 1) * _GAP_X) / n_columns
-    key = "dashed: to come" + (f"; thick frame: you are here, {here}" if here else "")
+    keys = ["dashed: to come"] * (not all(notebook.is_written for notebook in NOTEBOOKS))
+    key = "; ".join([*keys, *([f"thick frame: you are here, {here}"] if here else [])])
     sketch = Sketch(WIDTH - 2 * MARGIN, n_rows * (_HIGH + _GAP_Y) - _GAP_Y, title or finding, key)
 
     def corner(number: str) -> tuple[float, float]:
