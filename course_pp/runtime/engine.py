@@ -13,7 +13,7 @@ from course_pp.runtime.emulation import Emulator
 from course_pp.runtime.errors import Origin, PipelineError
 from course_pp.runtime.executor import Executor
 from course_pp.runtime.mailbox import Mailbox, MessageLost, PeerFailed
-from course_pp.runtime.plan import Message, Plan, plan
+from course_pp.runtime.plan import Message, Plan
 from course_pp.runtime.recorder import Recorder
 from course_pp.runtime.stage import Stage
 from course_pp.runtime.versions import VersionedStage
@@ -93,7 +93,7 @@ class Engine:
 
 def build_engine(
     schedule: Schedule,
-    pairs: Sequence[tuple[int, int]] = (),
+    plans: Sequence[Plan],
     *,
     rank: int,
     stages: Mapping[int, Stage],
@@ -105,11 +105,11 @@ def build_engine(
     cluster: EmulatedCluster | None,
     executor: type[Executor] = Executor,
 ) -> Engine:
-    """This rank's engine for a schedule; ``pairs`` exchange the gradients of shared weights."""
+    """This rank's engine for a schedule and the plans of all ranks."""
     emulator = None
     if cluster is not None:
         emulator = Emulator(cluster, schedule, rank, partial(wait_for, device))
-    mine = plan(schedule, pairs)[rank]
+    mine = plans[rank]
     mailbox = Mailbox(mine, wire, device, timeout, None if recorder is None else recorder.meter)
     return Engine(mine, mailbox, executor(schedule, mine, stages, mailbox, recorder, device, emulator, weights))
 

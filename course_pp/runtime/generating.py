@@ -117,13 +117,15 @@ def generate(
 def _engine(settled: Settled, work: "_Work", given: Mapping[str, Any]) -> Engine:
     schedule, recorder = settled.schedule, given["recorder"]
     timeout = timedelta(seconds=float(given["timeout_s"]))
-    channels = {(source, p.rank) for p in plan(schedule) for source in p.incoming}
+    plans = plan(schedule)
+    channels = {(source, p.rank) for p in plans for source in p.incoming}
     wire = open_wire(given["group"], channels, settled.device, given["transport"], settled.series, timeout)
     if recorder is not None:
         recorder.run_on(settled.device)
         recorder.edges, recorder.feedback = (), schedule.feedback
     return build_engine(
         schedule,
+        plans,
         rank=settled.rank,
         stages={s: Stage(s, module, settled.device, False, None) for s, module in settled.modules.items()},
         weights={},

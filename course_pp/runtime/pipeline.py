@@ -120,7 +120,8 @@ class Pipeline:
         if recorder is not None:
             recorder.edges, recorder.feedback = schedule.edges, schedule.feedback
         self._meter = meter = _meter_of(recorder, self._device, modules.values())
-        channels = {(source, p.rank) for p in plan(schedule, settled.pairs) for source in p.incoming}
+        plans = plan(schedule, settled.pairs)
+        channels = {(source, p.rank) for p in plans for source in p.incoming}
         wire = open_wire(group, channels, self._device, transport, settled.series, timeout)
         self._shared = SharedWeights(self._rank, settled.weights, modules)
         self._sharded = ShardedStages(modules.values(), any(part.kind != "F" for part in schedule.parts))
@@ -152,7 +153,7 @@ class Pipeline:
             recorder=recorder,
             cluster=cluster,
         )
-        self._engine = self._engine_of(schedule, settled.pairs)
+        self._engine = self._engine_of(schedule, plans)
         self._engine_forward: Engine | None = None
 
     def step(
@@ -249,7 +250,8 @@ class Pipeline:
 
     def _forward_engine(self) -> Engine:
         if self._engine_forward is None:
-            self._engine_forward = self._engine_of(self.schedule.forward_only())
+            forward = self.schedule.forward_only()
+            self._engine_forward = self._engine_of(forward, plan(forward))
         return self._engine_forward
 
     def _refuse_after_failure(self) -> None:
