@@ -31,10 +31,10 @@ PACKAGES = (
     ("matplotlib", "matplotlib", _FIGURES),
     ("numpy", "numpy", _FIGURES),
     ("PIL", "pillow", _FIGURES),
-    ("tokenizers", "tokenizers", "training on text: %torchrun source_code/train.py in notebooks 07 to 09"),
+    ("tokenizers", "tokenizers", "training on text: %torchrun source_code/train.py in notebooks 07 to 09 and 12"),
     ("tqdm", "tqdm", "training: %torchrun source_code/train.py"),
-    ("transformers", "transformers", "notebook 10"),
-    ("xxhash", "xxhash", "notebook 09"),
+    ("transformers", "transformers", "notebooks 09, 10 and 12"),
+    ("xxhash", "xxhash", "notebooks 09 and 12"),
 )
 _MANAGER = "@jupyter-widgets/jupyterlab-manager"
 _WIDGETS_BREAK = "explore(), the buttons of quiz(), the board of notebook 11; figures and play() still show"
