@@ -11,7 +11,7 @@ from course_pp.arguments import checked
 from course_pp.schedule.costs import Costs, PerStage, divide
 from course_pp.schedule.searching.problem import FORWARD, INPUT, WEIGHT, Problem, Words
 from course_pp.schedule.searching.question import Layout, MemoryLimit, Question, questions, refuse_no_time
-from course_pp.schedule.searching.search import Found, answer
+from course_pp.schedule.searching.search import Found, answer, stopped_of_all
 from course_pp.schedule.simulation import simulate
 from course_pp.schedule.span import Time
 
@@ -81,7 +81,14 @@ def optimum(
     if costs is None or _has_floats(costs):
         timeline = simulate(best.schedule, replace(Costs() if costs is None else costs, activation=1))
         bound = timeline.makespan if proven else float(bound)
-    return replace(best, timeline=timeline, bound=bound, proven=proven, tries=sum(each.tries for each in found))
+    return replace(
+        best,
+        timeline=timeline,
+        bound=bound,
+        stopped=stopped_of_all(found),
+        proven=proven,
+        tries=sum(each.tries for each in found),
+    )
 
 
 def _solver() -> ModuleType:

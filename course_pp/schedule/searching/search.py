@@ -1,5 +1,6 @@
 """The best order that can be found in some seconds, under a memory cap, and how far from the best it may be."""
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 
@@ -8,8 +9,9 @@ from course_pp.schedule.costs import Costs, divide
 from course_pp.schedule.schedule import Schedule
 from course_pp.schedule.searching.improving import Improver
 from course_pp.schedule.searching.listing import listed, rules_for
-from course_pp.schedule.searching.problem import Words
+from course_pp.schedule.searching.problem import Problem, Words
 from course_pp.schedule.searching.question import Layout, MemoryLimit, Question, questions, refuse_no_time
+from course_pp.schedule.searching.repeating import repeating
 from course_pp.schedule.searching.zero_bubble import zero_bubble_heuristic
 from course_pp.schedule.simulation import simulate
 from course_pp.schedule.span import Time
@@ -17,7 +19,7 @@ from course_pp.schedule.timeline import Timeline
 
 _PATIENCE = 6_000
 _WALKING = 0.95  # of the time; the exact simulation at the end takes some too
-_SCOUTS, _SCOUTING = 4, 800
+_SCOUTS, _REPEATING, _SCOUTING = 4, 2, 800
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,10 @@ def search(
 ) -> Found:
     """Look for the order of least makespan.
 
-    It starts from every schedule of the catalogue with this placement that fits, from list scheduling by many rules
-    and from the heuristic of the Zero Bubble authors, takes the best few, and improves them locally. So it is never
-    worse than any of those. Among equal makespans it prefers ranks that finish early.
+    It starts from every schedule of the catalogue with this placement that fits, from list scheduling by many rules,
+    from the heuristic of the Zero Bubble authors and, with two stages a rank, from repeating blocks made for the caps;
+    it takes the best few, and improves them locally. So it is never worse than any of those. Among equal makespans it
+    prefers ranks that finish early.
 
     Known: list scheduling, local search, and searching pipeline schedules as such (Qi et al. 2024, section 3; Tessel,
     Lin et al. 2024). A simplification of ours: microbatches are alike, so each stage takes them in order, and only the
@@ -93,7 +96,19 @@ def search(
         for number, question in enumerate(asked)
     ]
     best = min(found, key=lambda each: each.timeline.makespan)
-    return replace(best, bound=min(each.bound for each in found), tries=sum(each.tries for each in found))
+    return replace(
+        best,
+        bound=min(each.bound for each in found),
+        stopped=stopped_of_all(found),
+        tries=sum(each.tries for each in found),
+    )
+
+
+def stopped_of_all(found: Sequence[Found]) -> str:
+    """Why a search of several placements ended: ``bound`` if none of them can still hold anything better."""
+    least = min(each.timeline.makespan for each in found)
+    unsettled = {each.stopped for each in found if each.stopped != "bound" and each.bound < least}
+    return "time" if "time" in unsettled else "patience" if unsettled else "bound"
 
 
 def answer(question: Question, deadline: float, seed: int) -> Found:
@@ -102,16 +117,21 @@ def answer(question: Question, deadline: float, seed: int) -> Found:
     enough: Time = question.bound * problem.scale
     if isinstance(enough, float):
         enough *= 1 + 1e-12
-    starts = _starts(question, deadline)
-    improvers = [Improver(problem, words, seed + number) for number, words in enumerate(starts)]
 
     def over() -> bool:
         return monotonic() > deadline
 
+    starts = _starts(question, seed, enough, over)
+    improvers = [Improver(problem, words, seed + number) for number, words in enumerate(starts)]
     for improver in improvers if improvers[0].score[0] > enough else ():
         improver.improve(enough, _SCOUTING, over)
+    # With two stages a rank there are many more orders, and a start that looks worse often leads further.
+    improvers.sort(key=lambda each: each.score)
+    for improver in improvers[: 1 if problem.n_chunks == 1 else None]:
+        stopped = improver.improve(enough, _PATIENCE, over)
+        if stopped == "bound":
+            break
     best = min(improvers, key=lambda each: each.score)
-    stopped = best.improve(enough, _PATIENCE, over)
     schedule = problem.schedule_of("found", best.best)
     candidates = [simulate(schedule, question.costs)]
     orders = [schedule]
@@ -122,19 +142,30 @@ def answer(question: Question, deadline: float, seed: int) -> Found:
     return Found(orders[winner], candidates[winner], question.bound, stopped, sum(each.tries for each in improvers))
 
 
-def _starts(question: Question, deadline: float) -> list[Words]:
-    """The best few of the catalogue, of the heuristic and of all rules, best first."""
+def _starts(question: Question, seed: int, enough: Time, over: Callable[[], bool]) -> list[Words]:
+    """The best few of the catalogue, of the heuristic and of all rules, best first, then the best that repeat.
+
+    These have their place kept: improved, they often end before what was ahead of them.
+    """
     problem = question.problem
     tried: list[Words] = [problem.words_of(schedule) for schedule in question.named()]
     tried += zero_bubble_heuristic(problem)
     for rule in rules_for(problem):
         # One rule always gets its turn, so that there is an answer whatever the time.
-        if tried and monotonic() > deadline:
+        if tried and over():
             break
         if (words := listed(problem, rule)) is not None:
             tried.append(words)
+    best = _ranked(problem, tried)[:_SCOUTS]
+    if best[0][0] > enough:
+        best += _ranked(problem, repeating(problem, seed, over))[:_REPEATING]
+    return [words for *_, words in sorted(best, key=lambda each: each[:2])]
+
+
+def _ranked(problem: Problem, tried: Iterable[Words]) -> list[tuple[Time, Time, Words]]:
+    """Makespan, sum of the ranks' ends and words, best first; of equals the first alone."""
     ranked: dict[tuple[Time, Time], Words] = {}
     for words in tried:
         if (run := problem.run(words)) is not None:
             ranked.setdefault((run.makespan, run.total), words)
-    return [ranked[score] for score in sorted(ranked)[:_SCOUTS]]
+    return [(*score, ranked[score]) for score in sorted(ranked)]
