@@ -3,6 +3,7 @@
 import ast
 import json
 from base64 import b64encode
+from functools import cache
 from html import escape
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -53,6 +54,7 @@ def explorer_html() -> str:
     return _live("explorer", data, timeline(simulate(build("1f1b", 4, 8))))
 
 
+@cache
 def orders() -> dict[str, dict[str, object]]:
     """For each schedule and size its placement and order, or why there is none of that size.
 

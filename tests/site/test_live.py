@@ -35,7 +35,7 @@ def test_the_explorer_says_what_python_simulates(page, live, tmp_path):
     page.goto((tmp_path / "explorer.html").as_uri())
     random, offered = Random(7), live.orders()
     quarters = [each / 4 for each in range(1, 17)]
-    for name in [*offered] * 6:
+    for name in [*offered] * 3:
         p, m = random.choice(live.RANKS), random.choice(live.MICROBATCHES)
         f, b, w, latency, slower = (random.choice(quarters) for _ in range(5))
         slow, slower = random.choice([-1, 0, p - 1]), max(1.0, slower)
