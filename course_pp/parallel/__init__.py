@@ -32,7 +32,14 @@ from course_pp.parallel.blocks import Blocks, find_blocks
 from course_pp.parallel.carrying import Carried, carried_bytes, carry_along
 from course_pp.parallel.clipping import clip_grad_norm_
 from course_pp.parallel.compiling import apply_compile
-from course_pp.parallel.counting import CollectiveCounter, CollectiveCounts, Tally, count_collectives, wire_factor
+from course_pp.parallel.counting import (
+    CollectiveCounter,
+    CollectiveCounts,
+    Entered,
+    Tally,
+    count_collectives,
+    wire_factor,
+)
 from course_pp.parallel.dry_run import DryRun, dry_run
 from course_pp.parallel.fsdp import ReshardPolicy, apply_fsdp2, default_mp_policy, resolve_reshard_after_forward
 from course_pp.parallel.mesh import (
@@ -70,6 +77,7 @@ __all__ = [
     "CollectiveCounts",
     "DistributedConfig",
     "DryRun",
+    "Entered",
     "ModelConfig",
     "OptimisticStep",
     "PipelineSchedule",

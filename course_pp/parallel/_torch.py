@@ -3,7 +3,8 @@
 import functools
 import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -27,11 +28,13 @@ __all__ = [
     "carries_integers",
     "explicit_order",
     "fake_store",
+    "fake_tensors",
     "forget_meshes",
     "mixed_precision",
     "multiply",
     "norms_of",
     "set_timeout",
+    "take_shapes_as_declared",
     "tree_flatten",
     "tree_map",
     "tree_unflatten",
@@ -124,6 +127,24 @@ def explicit_order(
     schedule.pipeline_order = {rank: list(map(_schedules._Action.from_str, row)) for rank, row in enumerate(rows)}
     schedule._prepare_schedule_with_comms(schedule.pipeline_order)
     return schedule
+
+
+def take_shapes_as_declared(schedule: Any) -> None:
+    """Let a schedule of torch's begin without the messages by which ranks agree that their shapes are declared."""
+
+    def settled(stages: Iterable[PipelineStage], *_: Any, **__: Any) -> None:
+        for stage in stages:
+            stage._inference_mode = _pipelining_utils.InferenceMode.STATIC
+
+    if hasattr(_pipelining_utils, "InferenceMode"):  # from 2.13 on
+        schedule._warmup_p2p = settled
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Tensors made inside have a device, a shape and no values, and so has all that is computed with them."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def carries_integers() -> bool:

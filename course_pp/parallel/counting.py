@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from course_pp.arguments import checked
 from course_pp.parallel._torch import CollectiveWatcher
 
-__all__ = ["CollectiveCounter", "CollectiveCounts", "Tally", "count_collectives", "wire_factor"]
+__all__ = ["CollectiveCounter", "CollectiveCounts", "Entered", "Tally", "count_collectives", "wire_factor"]
 
 # How torch spells them, underscores left out; the first that an operator's name starts with is what it is.
 _KINDS = {
@@ -107,6 +108,14 @@ class CollectiveCounts:
         )
 
 
+class Entered(NamedTuple):
+    """One collective or message that a rank began: over which dimension of the mesh, its kind, bytes of the whole."""
+
+    dimension: str
+    collective: str
+    n_bytes: int
+
+
 @checked
 def wire_factor(collective: str, n_ranks: int) -> float:
     """Bytes that a rank of ``n_ranks`` sends for each byte counted, with ring algorithms.
@@ -149,13 +158,18 @@ def count_collectives(fn: Callable[[], object], device_mesh: DeviceMesh | None =
 
 @checked
 class CollectiveCounter:
-    """Counts in a ``with`` block, as :func:`count_collectives` does during a call."""
+    """Counts in a ``with`` block, as :func:`count_collectives` does during a call.
+
+    Attributes:
+        entered: what was counted, one by one, in its order.
+    """
 
     def __init__(self, device_mesh: DeviceMesh | None = None) -> None:
         if not dist.is_initialized():
             raise RuntimeError("no process group, so nothing to count: call init_distributed(config) first")
         self._dimensions = _ranks_by_dimension(device_mesh)
         self._tallies: defaultdict[tuple[str, str], Tally] = defaultdict(Tally)
+        self.entered: list[Entered] = []
         self._watcher = CollectiveWatcher(self._note)
 
     @property
@@ -175,7 +189,9 @@ class CollectiveCounter:
     def _note(self, operator: str, group: dist.ProcessGroup, n_bytes: int) -> None:
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) > 1:
-            self._tallies[self._dimension_of(ranks), _kind_of(operator)] += Tally(1, n_bytes)
+            each = Entered(self._dimension_of(ranks), _kind_of(operator), n_bytes)
+            self._tallies[each.dimension, each.collective] += Tally(1, n_bytes)
+            self.entered.append(each)
 
     def _dimension_of(self, ranks: Iterable[int]) -> str:
         members = frozenset(ranks)

@@ -1,24 +1,31 @@
-"""Build one rank of a large run on paper: meta tensors, and a process group of which nobody else is a member.
+"""Build one rank of a large run on paper, and let it take a step: a process group of which nobody else is a member.
 
 The stage is cut, tensor-parallelised, checkpointed and sharded by the very functions that a run calls, so what it holds
-is what the run's rank would; nothing is allocated and nothing is sent.
+is what the run's rank would, and torch's own schedule takes the step. Its tensors have shapes and no values: nothing is
+allocated, computed or sent.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from course_pp.arguments import checked
-from course_pp.model import ModelConfig, build_stage_module
-from course_pp.parallel._torch import fake_store
+from course_pp.loss import loss_share
+from course_pp.model import CrossEntropy, ModelConfig, build_stage_module
+from course_pp.parallel._torch import fake_store, fake_tensors, forget_meshes, take_shapes_as_declared
 from course_pp.parallel.activation_checkpointing import apply_ac
-from course_pp.parallel.fsdp import apply_fsdp2
+from course_pp.parallel.counting import CollectiveCounter, Entered
+from course_pp.parallel.fsdp import apply_fsdp2, default_mp_policy
+from course_pp.parallel.mesh import lone_group
+from course_pp.parallel.schedules import torch_schedule
+from course_pp.parallel.stage import build_pipeline_stage
 from course_pp.parallel.tensor import apply_tensor_parallel
 from course_pp.plan.layout import Layout
 
@@ -29,58 +36,69 @@ _DTYPES = {"mixed": torch.float32, "float32": torch.float32, "bfloat16": torch.b
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one rank of a run holds.
+    """What one rank of a run holds, and enters in a step.
 
     Attributes:
         rank: which, of the whole mesh.
-        modules: its stages, on the meta device, with everything applied.
+        modules: its stages, with everything applied, of tensors without values.
         shapes: of each parameter's local part, by stage and full name.
         bytes_by_kind: parameters, gradients and optimizer (AdamW), as :class:`course_pp.plan.Prediction` counts them.
+        entered: the collectives and messages of forward, backward and reduction, in the order in which this rank begins
+            them in every step but the first; empty if no step was asked for. What :class:`PipelineSchedule` adds is not
+            among them: scalars for the loss, and the sum of the gradients of a weight that two stages share.
     """
 
     rank: int
     modules: tuple[nn.Module, ...]
     shapes: dict[tuple[int, str], tuple[int, ...]]
     bytes_by_kind: dict[str, int]
+    entered: tuple[Entered, ...] = ()
 
 
 @checked
-def dry_run(config: ModelConfig, layout: Layout, rank: int) -> DryRun:
+def dry_run(
+    config: ModelConfig,
+    layout: Layout,
+    rank: int,
+    *,
+    global_batch: int | None = None,
+    seq_len: int | None = None,
+) -> DryRun:
     """Build rank ``rank`` of ``layout`` without the others.
 
     Args:
-        layout: as :func:`course_pp.plan.predict` takes it; its precision one that this stack has.
+        layout: as :func:`course_pp.plan.predict` takes it; its precision one that this stack has. Logits are gathered,
+            whatever it says of the head.
         rank: the global rank.
+        global_batch, seq_len: sequences of all ranks together and tokens in each, for a step; None for none.
 
     Raises:
-        ValueError: for a rank that is not in the layout, or Megatron's precision.
+        ValueError: for a rank that is not in the layout, Megatron's precision, one of ``global_batch`` and ``seq_len``
+            without the other, or a batch that the layout does not cut.
         RuntimeError: inside a process group: a rank cannot play another one.
     """
     if not 0 <= rank < layout.n_ranks:
         raise ValueError(f"rank={rank} of {layout.n_ranks}: give 0 to {layout.n_ranks - 1}")
     if layout.precision not in _DTYPES:
         raise ValueError(f"precision={layout.precision!r} is not this stack's: use one of {', '.join(_DTYPES)}")
+    if (global_batch is None) != (seq_len is None):
+        raise ValueError(f"global_batch={global_batch} and seq_len={seq_len}: give both for a step, or none")
+    if seq_len is not None and not 1 <= seq_len <= config.max_seq_len:
+        raise ValueError(f"seq_len={seq_len}: this model takes 1 to max_seq_len={config.max_seq_len}")
+    n_microbatches = 0 if global_batch is None else layout.n_microbatches(global_batch)
     if dist.is_initialized():
         raise RuntimeError("dry_run in a process group: call it in a process without one")
     at = layout.place(rank)
-    sizes = {"pp": layout.pp, "dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "tp": layout.tp}
-    kept = {name: n for name, n in sizes.items() if n > 1 or (name == "dp_shard" and layout.dp_replicate > 1)}
     here = [stage for stage, ranks in enumerate(layout.placement) if at.pp in ranks]
-    modules = []
     with _alone_as(rank, layout.n_ranks):
-        mesh = init_device_mesh("cpu", tuple(kept.values()), mesh_dim_names=tuple(kept)) if kept else None
-        for stage in here:
-            with torch.device("meta"):
-                module = build_stage_module(config, stage, layout.n_stages).to(_DTYPES[layout.precision])
-            apply_tensor_parallel(module, mesh)
-            apply_ac(module, layout.ac)
-            apply_fsdp2(module, mesh, reshard_after_forward=layout.reshard)
-            modules.append(module)
+        mesh = _mesh(layout)
+        modules = [_built(config, layout, mesh, stage) for stage in here]
         shapes = {
             (stage, name): tuple((p.to_local() if isinstance(p, DTensor) else p).shape)
             for stage, module in zip(here, modules, strict=True)
             for name, p in module.named_parameters()
         }
+        entered = _second_step(layout, mesh, modules, n_microbatches, seq_len) if seq_len is not None else ()
     n_elements = sum(torch.Size(shape).numel() for shape in shapes.values())
     size = layout.bytes_of
     held = {
@@ -88,7 +106,68 @@ def dry_run(config: ModelConfig, layout: Layout, rank: int) -> DryRun:
         "gradients": n_elements * size.kept,
         "optimizer": n_elements * size.optimizer + 4 * len(shapes),
     }
-    return DryRun(rank, tuple(modules), shapes, held)
+    return DryRun(rank, tuple(modules), shapes, held, entered)
+
+
+def _mesh(layout: Layout) -> DeviceMesh | None:
+    sizes = {"pp": layout.pp, "dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "tp": layout.tp}
+    kept = {name: n for name, n in sizes.items() if n > 1 or (name == "dp_shard" and layout.dp_replicate > 1)}
+    return init_device_mesh("cpu", tuple(kept.values()), mesh_dim_names=tuple(kept)) if kept else None
+
+
+def _built(config: ModelConfig, layout: Layout, mesh: DeviceMesh | None, stage: int) -> nn.Module:
+    kept = _DTYPES[layout.precision]
+    with torch.device("meta"):
+        module = build_stage_module(config, stage, layout.n_stages).to(kept)
+    _without_values(module)
+    apply_tensor_parallel(module, mesh)
+    apply_ac(module, layout.ac)
+    policy = None if layout.precision == "mixed" else default_mp_policy(kept)
+    apply_fsdp2(module, mesh, policy, reshard_after_forward=layout.reshard)
+    return module
+
+
+def _without_values(module: nn.Module) -> None:
+    """Put tensors that are said to be on the CPU in place of those on meta, with which FSDP2 refuses to compute."""
+    made: dict[int, torch.Tensor] = {}  # a tied weight stays one
+    with fake_tensors():
+        for part in module.modules():
+            for name, weight in part.named_parameters(recurse=False, remove_duplicate=False):
+                new = made.setdefault(id(weight), nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype)))
+                part.register_parameter(name, cast(nn.Parameter, new))
+            for name, buffer in part.named_buffers(recurse=False):
+                setattr(part, name, made.setdefault(id(buffer), torch.empty(buffer.shape, dtype=buffer.dtype)))
+
+
+def _second_step(
+    layout: Layout, mesh: DeviceMesh | None, modules: Sequence[nn.Module], n_microbatches: int, seq_len: int
+) -> tuple[Entered, ...]:
+    """What the rank enters in the step after the first, in which torch prepares more."""
+    loss, rows = CrossEntropy(), layout.microbatch_size
+
+    def share_of_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return loss_share(loss, output, target, float(n_microbatches * rows * seq_len))
+
+    with fake_tensors():
+        ids = torch.zeros(n_microbatches * rows, seq_len, dtype=torch.int64)
+        stages = [build_pipeline_stage(module, mesh, "cpu", rows, seq_len) for module in modules]
+        for stage in stages:
+            assert stage.inputs is not None  # this package's model knows them
+            assert stage.outputs is not None
+            stage.settle(stage.inputs, stage.outputs)
+        name = layout.schedule if layout.pp > 1 else "gpipe"
+        schedule = torch_schedule(name, stages, n_microbatches, share_of_loss)
+        take_shapes_as_declared(schedule)
+        for _ in range(2):
+            with CollectiveCounter(mesh) as counter:
+                schedule.step(
+                    *([ids] if stages[0].is_first else []),
+                    target=ids if stages[-1].is_last else None,
+                    return_outputs=False,
+                )
+            for parameter in (p for module in modules for p in module.parameters()):
+                parameter.grad = None
+    return tuple(counter.entered)
 
 
 @contextmanager
@@ -98,3 +177,5 @@ def _alone_as(rank: int, n_ranks: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        lone_group.cache_clear()
+        forget_meshes()  # the next one's groups have other names

@@ -5,8 +5,25 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from course_pp.parallel import dry_run
+from course_pp.launch import on_ranks
+from course_pp.model import CrossEntropy, build_stage_module
+from course_pp.parallel import (
+    CollectiveCounter,
+    DistributedConfig,
+    Entered,
+    apply_ac,
+    apply_fsdp2,
+    apply_tensor_parallel,
+    build_pipeline_schedule,
+    build_pipeline_stage,
+    dry_run,
+    get_pp_rank,
+    get_stage_indices,
+    init_distributed,
+    predict_collectives,
+)
 from course_pp.plan import Layout, ModelConfig, model_named
 from course_pp.plan.memory import memory_of_rank
 
@@ -43,6 +60,86 @@ def test_one_rank_of_sixteen_thousand_holds_what_the_formulas_say():
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True, cwd=ROOT
     )
     assert done.stdout.strip() == str([{}] * len(CASES))
+
+
+SEQ_LEN, BATCH = 16, 16
+STEPS = [
+    Layout(2, 2, 2, microbatch_size=2),
+    Layout(2, 1, 2, 2, schedule="zb_v"),
+    Layout(2, 1, 2, schedule="interleaved_1f1b", n_chunks=2, reshard=True),
+    Layout(4, schedule="zb_h1"),
+    Layout(2, 2, ac="full", schedule="gpipe"),
+    Layout(dp_shard=4, microbatch_size=4),
+]
+UNTIED = ModelConfig(64, 8, 4, 128)
+
+
+def mesh_of(layout: Layout) -> DistributedConfig:
+    return DistributedConfig(
+        pp=layout.pp, tp=layout.tp, dp_shard=layout.dp_shard, dp_replicate=layout.dp_replicate, backend="gloo"
+    )
+
+
+def added_by_us(one: Entered) -> bool:
+    """What `PipelineSchedule` tells all ranks: its tokens, its loss, that nobody refuses."""
+    return one.n_bytes <= 8
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("layout", STEPS, ids=str)
+def test_a_rank_alone_enters_as_many_collectives_of_each_kind_as_is_predicted(layout: Layout) -> None:
+    microbatch = {"batch_size": layout.microbatch_size, "n_microbatches": layout.n_microbatches(BATCH)}
+    how = {"schedule": layout.schedule, "reshard_after_forward": layout.reshard, "ac": layout.ac, "clip": False}
+    predicted = predict_collectives(UNTIED, mesh_of(layout), seq_len=SEQ_LEN, **microbatch, **how)
+    for rank in {0, layout.n_ranks // 2, layout.n_ranks - 1}:
+        found: dict[tuple[str, str], tuple[int, int]] = {}
+        for each in dry_run(UNTIED, layout, rank, global_batch=BATCH, seq_len=SEQ_LEN).entered:
+            number, n_bytes = found.get(each[:2], (0, 0))
+            found[each[:2]] = number + 1, n_bytes + each.n_bytes
+        tallies = {key: (tally.number, tally.n_bytes) for key, tally in predicted[rank].tallies.items()}
+        assert found == {key: tally for key, tally in tallies.items() if tally[1] > 8 * tally[0]}
+
+
+def entered_on_rank(rank: int, layout: Layout) -> list[Entered]:
+    """What a real rank enters in its second step."""
+    mesh = init_distributed(mesh_of(layout))
+    modules = []
+    for stage in get_stage_indices(layout.schedule, get_pp_rank(mesh), layout.pp):
+        module = build_stage_module(UNTIED, stage, layout.n_stages)
+        apply_tensor_parallel(module, mesh)
+        apply_ac(module, layout.ac)
+        apply_fsdp2(module, mesh, reshard_after_forward=layout.reshard)
+        modules.append(module)
+    stages = [build_pipeline_stage(module, mesh, "cpu", layout.microbatch_size, SEQ_LEN) for module in modules]
+    pipeline = build_pipeline_schedule(stages, layout.n_microbatches(BATCH), CrossEntropy(), layout.schedule)
+    ids = torch.zeros(BATCH // layout.n_data, SEQ_LEN, dtype=torch.int64)
+    for _ in range(2):
+        with CollectiveCounter(mesh) as counter:
+            pipeline.step(ids, target=ids)
+        for module in modules:
+            module.zero_grad()
+    return [each for each in counter.entered if not added_by_us(each)]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("layout", [STEPS[2], STEPS[4]], ids=str)
+def test_a_rank_alone_enters_them_in_the_order_of_a_real_one(layout: Layout) -> None:
+    real = on_ranks(layout.n_ranks, entered_on_rank, layout, timeout_s=100)
+    for rank, theirs in enumerate(real):
+        assert list(dry_run(UNTIED, layout, rank, global_batch=BATCH, seq_len=SEQ_LEN).entered) == theirs
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        ({"global_batch": 4}, "give both for a step"),
+        ({"global_batch": 3, "seq_len": 8}, "must be a multiple of"),
+        ({"global_batch": 4, "seq_len": 4096}, "1 to max_seq_len=2048"),
+    ],
+)
+def test_a_step_that_cannot_be_taken_is_refused(step: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        dry_run(UNTIED, Layout(2, dp_shard=2), 0, **step)
 
 
 @pytest.mark.parametrize(
