@@ -132,14 +132,22 @@ def _save_fresh(rank: int, layout: DistributedConfig, root: Path) -> None:
 
 
 def run_script(line: str) -> None:
-    """Run a script of the repository and its arguments on two ranks of ``on_ranks``, which have torch imported."""
+    """Run a script and its arguments on two ranks of ``on_ranks``, which have torch imported.
+
+    Raises:
+        FileNotFoundError: the script is neither here nor in a folder above, where ``%torchrun`` looks for it, too.
+    """
+    name, *arguments = shlex.split(line)
+    here = Path.cwd()
+    script = next((folder / name for folder in (here, *here.parents) if (folder / name).exists()), None)
+    if script is None:
+        raise FileNotFoundError(f"there is no script {name!r} in {here} or above. Check its name and folder.")
     # No process group: the script makes its own, for the devices it finds.
-    on_ranks(2, _as_script, shlex.split(line), backend=None)
+    on_ranks(2, _as_script, script, arguments, backend=None)
 
 
-def _as_script(rank: int, line: Sequence[str]) -> None:
-    script = Path(__file__).parents[2] / line[0]
-    sys.argv[:] = [str(script), *line[1:]]
+def _as_script(rank: int, script: Path, arguments: Sequence[str]) -> None:
+    sys.argv[:] = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
     try:
         runpy.run_path(str(script), run_name="__main__")
