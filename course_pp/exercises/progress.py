@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import fcntl
 import io
 import json
 import os
-import secrets
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -21,9 +18,8 @@ from course_pp.arguments import checked
 from course_pp.exercises import registry
 from course_pp.exercises.display import Shown
 from course_pp.exercises.exercise import Exercise
-from course_pp.files import state_folder
+from course_pp.files import locked, state_folder, write_atomically
 
-_LOCK_LIMIT_S = 2.0
 _VERSION = 1
 _EXPORT_VERSION = 2
 
@@ -182,50 +178,9 @@ def _parsed(content: bytes) -> dict[str, Record]:
     return records
 
 
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[Path]:
-    """Hold the lock of a file and yield its real path. The lock lies beside the file, which is replaced."""
-    given, path = path, Path(os.path.realpath(path))
-    if str(given).startswith("~"):
-        raise OSError("nobody has that home directory")
-    if path.exists() and not path.is_file():
-        raise OSError("it is no file" if not path.is_dir() else "it is a directory")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_name(f"{path.name}.lock"), "a") as lock:
-        limit = time.monotonic() + _LOCK_LIMIT_S
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > limit:
-                    raise OSError("another process holds its lock") from None
-                time.sleep(0.01)
-        yield path
-
-
 def _free_name(path: Path) -> Path:
     candidates = (path.with_name(f"{path.name}.broken{suffix}") for suffix in ["", *map(str, range(2, 1000))])
     return next((name for name in candidates if not name.exists()), path.with_name(f"{path.name}.broken"))
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace the file by ``text`` so that nobody ever sees half of it; a link stays one, a mode stays as it is."""
-    path = Path(os.path.realpath(path))
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")  # to a device; a directory refuses
-        return
-    # Not of `tempfile`, whose files only their owner may read.
-    new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        with open(new, "x", encoding="utf-8", newline="") as file:
-            file.write(text)
-        if path.exists():
-            shutil.copymode(path, new)
-        os.replace(new, path)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
 
 
 @dataclass(frozen=True)

@@ -342,9 +342,11 @@ class View {
   }
 
   drawAxis(height) {
-    const every = [1, 2, 5, 10, 20, 50].find((each) => each * this.step * this.scale >= 34) ?? 100;
-    for (let time = 0; LEFT + time * this.scale <= WIDTH - RIGHT + 0.5; time += this.step) {
-      const x = LEFT + time * this.scale, named = Math.round(time / this.step) % every === 0;
+    // One very short action makes the step tiny: lines that would lie closer than this are left out.
+    const wide = this.step * this.scale, decade = 10 ** Math.max(0, Math.floor(Math.log10(34 / wide)));
+    const every = [1, 2, 5, 10].map((each) => each * decade).find((each) => each * wide >= 34) ?? 10 * decade;
+    for (let i = 0; LEFT + i * wide <= WIDTH - RIGHT + 0.5; i += wide >= 4 ? 1 : every) {
+      const time = i * this.step, x = LEFT + i * wide, named = i % every === 0;
       svg(this.chart, "path", { d: `M${x} ${TOP - 4}V${height - 4}`, stroke: "var(--line)", "stroke-opacity": named ? 0.45 : 0.16 });
       if (named) svg(this.chart, "text", { x, y: 12, "font-size": 11, "text-anchor": "middle" }, spelled(time));
     }

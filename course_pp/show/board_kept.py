@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import secrets
 from pathlib import Path
 
-from course_pp.files import state_folder
+from course_pp.files import locked, state_folder, write_atomically
 
 
 def kept_in() -> Path:
@@ -28,16 +26,11 @@ def kept(name: str) -> list[str]:
 def keep(name: str, moves: list[str]) -> str:
     """Keep them; an empty list forgets the board. Returns why it could not be done, in a sentence, or nothing."""
     path = kept_in()
-    boards = {**_read(), name: moves}
-    boards = {each: made for each, made in boards.items() if made}
-    new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(json.dumps(boards, indent=1) + "\n", encoding="utf-8")
-        os.replace(new, path)
+        with locked(path) as file:  # another kernel may keep a board at the same time
+            boards = {each: made for each, made in {**_read(), name: moves}.items() if made}
+            write_atomically(file, json.dumps(boards, indent=1) + "\n")
     except OSError as error:
-        with contextlib.suppress(OSError):
-            new.unlink(missing_ok=True)
         return f"This board will not outlive its kernel: {path} cannot be written ({error.strerror or error})."
     return ""
 

@@ -6,9 +6,29 @@ from typing import Any
 
 import pytest
 
+from course_pp import show
+from course_pp.schedule import Costs
 from tests.browser.boards import SCRIPT, for_browser, random_board, told
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.long]
+# Draws a board without a kernel, and counts what was drawn.
+DRAW = """
+async ([source, state]) => {
+  const board = await import("data:text/javascript;charset=utf-8," + encodeURIComponent(source));
+  const model = { get: (name) => state[name], set: (name, value) => { state[name] = value; },
+    save_changes: () => {}, send: () => {}, on: () => {}, off: () => {} };
+  board.default.render({ model, el: document.body });
+  return document.querySelectorAll("svg > *").length;
+}
+"""
+
+
+@pytest.mark.parametrize("short", [1e-3, 1e-9, 5e-324])
+def test_an_action_much_shorter_than_the_others_does_not_freeze_the_page(page: Any, short: float) -> None:
+    board = show.board(n_ranks=2, n_microbatches=2, costs=Costs((short, 1)))
+    page.goto("about:blank")
+    state = {name: getattr(board, name) for name in ("game", "words", "moves", "undone", "measured")}
+    assert page.evaluate(DRAW, [board._esm, state]) < 300
 
 
 def test_on_1000_random_boards_the_browser_decides_as_python_does(page: Any) -> None:

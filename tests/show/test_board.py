@@ -1,14 +1,16 @@
 """The widget around the rules: its state, what is kept of it, and what it shows where no browser runs."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from course_pp import show
+from course_pp.files import locked
 from course_pp.schedule import Timeline, build, check, from_torch_csv, simulate
-from course_pp.show.board_kept import kept_in
+from course_pp.show.board_kept import keep, kept_in
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +93,18 @@ def test_where_nothing_can_be_kept_the_board_says_so(tmp_path: Path, monkeypatch
     board = show.board(3)
     board.place("0F0")
     assert "will not outlive its kernel" in board.words["said"]
+
+
+def test_boards_of_several_kernels_are_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"board {i}" for i in range(40)]
+    with ThreadPoolExecutor(8) as kernels:
+        assert set(kernels.map(lambda name: keep(name, ["0F0"]), names)) == {""}
+    assert sorted(json.loads(kept_in().read_text())) == sorted(names)
+
+    monkeypatch.setattr("course_pp.files._LOCK_LIMIT_S", 0.02)
+    with locked(kept_in()):
+        assert "another process holds its lock" in keep("another", ["0F0"])
+    assert keep("another", ["0F0"]) == ""
 
 
 def test_moves_from_the_browser_are_checked() -> None:

@@ -1,5 +1,6 @@
 """What the board allows, what it refuses and why; and its levels."""
 
+from contextlib import suppress
 from random import Random
 
 import pytest
@@ -9,6 +10,7 @@ from course_pp.show.board_game import Game, Refused, game_of
 from course_pp.show.board_levels import LEVELS, Level, references
 from course_pp.show.board_policies import POLICIES, advice, fill, recognised
 from course_pp.show.board_rules import Position, play, replay
+from tests.browser.boards import random_board
 
 
 def game(split: bool = False, memory_limit: int | None = None, costs: Costs | None = None) -> Game:
@@ -185,3 +187,20 @@ def test_impossible_games_are_refused_with_what_would_do() -> None:
         game_of((0, 1), 2, Costs(forward=0))
     with pytest.raises(ValueError, match="n_microbatches is 0"):
         game_of((0, 1), 0, Costs())
+
+
+def test_where_no_row_can_be_continued_no_gap_can_be_filled_either() -> None:
+    """So the board may say that nothing is legal when it has looked at the rows' ends alone."""
+    stuck = gaps = 0
+    for seed in range(60):
+        board = random_board(seed)
+        position = Position(board["game"])
+        for move in board["moves"]:
+            with suppress(Refused):
+                play(position, move)
+        for rank, start, _, _ in position.gaps():
+            gaps += 1
+            assert set(position.legal(rank, start)) <= set(position.legal(rank))
+        stuck += position.left > 0 and not any(position.legal(rank) for rank in range(board["game"].n_ranks))
+    assert gaps > 100
+    assert stuck

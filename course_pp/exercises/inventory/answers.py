@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from course_pp.exercises.progress import STORE, locked, write_atomically
+from course_pp.exercises.progress import STORE
+from course_pp.files import locked, write_atomically
 
 __all__ = ["TIMES", "Answers", "When", "answers_path", "keep_answers", "parse_answers", "read_answers"]
 
