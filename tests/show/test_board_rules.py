@@ -191,6 +191,8 @@ def test_impossible_games_are_refused_with_what_would_do() -> None:
 
 def test_where_no_row_can_be_continued_no_gap_can_be_filled_either() -> None:
     """So the board may say that nothing is legal when it has looked at the rows' ends alone."""
+    full = after("0F0 1F0 1B0 0B0 0F1", memory_limit=1)
+    assert (full.legal(0), full.legal(0, 1.0)) == ([], [])
     stuck = gaps = 0
     for seed in range(60):
         board = random_board(seed)
