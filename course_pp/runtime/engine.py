@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from course_pp.runtime.clocks import wait_for
 from course_pp.runtime.cluster import EmulatedCluster
@@ -15,12 +16,13 @@ from course_pp.runtime.executor import Executor
 from course_pp.runtime.mailbox import Mailbox, MessageLost, PeerFailed
 from course_pp.runtime.plan import Message, Plan
 from course_pp.runtime.recorder import Recorder
+from course_pp.runtime.settled import Settled
 from course_pp.runtime.stage import Stage
 from course_pp.runtime.versions import VersionedStage
-from course_pp.runtime.wire import Wire
+from course_pp.runtime.wire import Wire, open_wire
 from course_pp.schedule import Schedule
 
-__all__ = ["Engine", "build_engine"]
+__all__ = ["Engine", "build_engine", "wire_for"]
 
 T = TypeVar("T")
 
@@ -89,6 +91,18 @@ class Engine:
     def _origin(self, what: str) -> Origin:
         current = self.executor.current
         return Origin(self.plan.rank, "before the first action" if current is None else current, what)
+
+
+def wire_for(
+    plans: Sequence[Plan],
+    settled: Settled,
+    group: dist.ProcessGroup | None,
+    transport: str | None,
+    timeout: timedelta,
+) -> Wire:
+    """What carries the messages of the plans of all ranks."""
+    channels = {(source, each.rank) for each in plans for source in each.incoming}
+    return open_wire(group, channels, settled.device, transport, settled.series, timeout)
 
 
 def build_engine(

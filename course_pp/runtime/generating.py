@@ -19,7 +19,7 @@ from torch import Tensor
 from course_pp.arguments import WrongArgument, check_arguments, refuse_unless
 from course_pp.collective import Ranks
 from course_pp.runtime.cluster import EmulatedCluster
-from course_pp.runtime.engine import Engine, build_engine
+from course_pp.runtime.engine import Engine, build_engine, wire_for
 from course_pp.runtime.executor import Batch, Executor, _Call
 from course_pp.runtime.plan import plan
 from course_pp.runtime.recorder import Recorder
@@ -27,7 +27,6 @@ from course_pp.runtime.settled import Settled, settle
 from course_pp.runtime.sharded import ShardedStages
 from course_pp.runtime.stage import Stage
 from course_pp.runtime.stages import Stages
-from course_pp.runtime.wire import open_wire
 from course_pp.schedule import Action, Product, Schedule, generation
 from course_pp.schedule.declared import declared_by
 
@@ -118,8 +117,7 @@ def _engine(settled: Settled, work: "_Work", given: Mapping[str, Any]) -> Engine
     schedule, recorder = settled.schedule, given["recorder"]
     timeout = timedelta(seconds=float(given["timeout_s"]))
     plans = plan(schedule)
-    channels = {(source, p.rank) for p in plans for source in p.incoming}
-    wire = open_wire(given["group"], channels, settled.device, given["transport"], settled.series, timeout)
+    wire = wire_for(plans, settled, given["group"], given["transport"], timeout)
     if recorder is not None:
         recorder.run_on(settled.device)
         recorder.edges, recorder.feedback = (), schedule.feedback

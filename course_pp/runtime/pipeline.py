@@ -22,7 +22,7 @@ from course_pp.arguments import check_arguments
 from course_pp.loss import LossFn, TokenLoss
 from course_pp.runtime.batch import loss_shares, own_means, split
 from course_pp.runtime.cluster import EmulatedCluster
-from course_pp.runtime.engine import Engine, build_engine
+from course_pp.runtime.engine import Engine, build_engine, wire_for
 from course_pp.runtime.errors import LossNotFinite, Origin
 from course_pp.runtime.executor import Batch
 from course_pp.runtime.memory import Meter
@@ -31,13 +31,12 @@ from course_pp.runtime.payload import tensors_of
 from course_pp.runtime.plan import plan
 from course_pp.runtime.recorder import Recorder
 from course_pp.runtime.rng import random_state_kept
-from course_pp.runtime.settled import settle
+from course_pp.runtime.settled import Settled, settle
 from course_pp.runtime.sharded import ShardedStages
 from course_pp.runtime.shared import SharedWeights
 from course_pp.runtime.stage import Stage
 from course_pp.runtime.stages import Stages
-from course_pp.runtime.versions import Optimizers, VersionedStage
-from course_pp.runtime.wire import open_wire
+from course_pp.runtime.versions import Optimizers, VersionedStage, versioned_stages
 from course_pp.schedule import Action, Ledger, Schedule, Timeline, Versions
 
 __all__ = ["Pipeline", "run_step"]
@@ -121,33 +120,18 @@ class Pipeline:
             recorder.edges, recorder.feedback = schedule.edges, schedule.feedback
         self._meter = meter = _meter_of(recorder, self._device, modules.values())
         plans = plan(schedule, settled.pairs)
-        channels = {(source, p.rank) for p in plans for source in p.incoming}
-        wire = open_wire(group, channels, self._device, transport, settled.series, timeout)
         self._shared = SharedWeights(self._rank, settled.weights, modules)
         self._sharded = ShardedStages(modules.values(), any(part.kind != "F" for part in schedule.parts))
         self._only_forward = ShardedStages(modules.values(), trains=False)
         self._planned = settled.planned
-        self._weights = _versioned(schedule, self._rank, modules, optimizers, settled.planned, meter)
-        self._stages = {
-            stage: Stage(
-                stage,
-                module,
-                self._device,
-                recompute,
-                meter,
-                self._weights.get(stage),
-                settled.declared[stage].writes,
-                [edge.name for edge in schedule.edges if edge.writer == stage],
-            )
-            for stage, module in modules.items()
-        }
-
+        self._weights = versioned_stages(schedule, self._rank, modules, optimizers, settled.planned, meter)
+        self._stages = _stages_of(settled, recompute, meter, self._weights)
         self._engine_of = partial(
             build_engine,
             rank=self._rank,
             stages=self._stages,
             weights=self._weights,
-            wire=wire,
+            wire=wire_for(plans, settled, group, transport, timeout),
             device=self._device,
             timeout=timeout,
             recorder=recorder,
@@ -365,23 +349,22 @@ def _meter_of(recorder: Recorder | None, device: torch.device, modules: Iterable
     return recorder.meter
 
 
-def _versioned(
-    schedule: Schedule,
-    rank: int,
-    modules: Mapping[int, nn.Module | None],
-    optimizers: Optimizers | None,
-    planned: Ledger | None,
-    meter: Meter | None,
-) -> dict[int, VersionedStage]:
-    """The stages of this rank that update their own weights."""
-    if planned is None or optimizers is None:
-        return {}
-    n = schedule.n_microbatches
-    mine = {stage: [i for i in range(n) if schedule.rank_of(stage, i) == rank] for stage in modules}
+def _stages_of(
+    settled: Settled, recompute: bool, meter: Meter | None, weights: Mapping[int, VersionedStage]
+) -> dict[int, Stage]:
+    """This rank's stages, ready to compute."""
     return {
-        stage: VersionedStage(stage, module, optimizers.get(stage), planned, mine[stage], meter)
-        for stage, module in modules.items()
-        if module is not None
+        stage: Stage(
+            stage,
+            module,
+            settled.device,
+            recompute,
+            meter,
+            weights.get(stage),
+            settled.declared[stage].writes,
+            [edge.name for edge in settled.schedule.edges if edge.writer == stage],
+        )
+        for stage, module in settled.modules.items()
     }
 
 

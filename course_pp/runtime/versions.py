@@ -21,7 +21,7 @@ from course_pp.runtime.stages import is_dtensor
 from course_pp.schedule import Ledger, Schedule, Use, Versions, ledger
 from course_pp.tied import add_up
 
-__all__ = ["Optimizers", "VersionedStage", "problem_of_versions", "settings_of"]
+__all__ = ["Optimizers", "VersionedStage", "problem_of_versions", "settings_of", "versioned_stages"]
 
 Optimizers = Mapping[int, torch.optim.Optimizer]
 """This rank's, by stage."""
@@ -278,3 +278,23 @@ def settings_of(optimizer: torch.optim.Optimizer, module: nn.Module | None) -> s
         for group in optimizer.param_groups
     ]
     return f"{type(optimizer).__name__} {groups}"
+
+
+def versioned_stages(
+    schedule: Schedule,
+    rank: int,
+    modules: Mapping[int, nn.Module | None],
+    optimizers: Optimizers | None,
+    planned: Ledger | None,
+    meter: Meter | None,
+) -> dict[int, VersionedStage]:
+    """The stages of this rank that update their own weights."""
+    if planned is None or optimizers is None:
+        return {}
+    n = schedule.n_microbatches
+    mine = {stage: [i for i in range(n) if schedule.rank_of(stage, i) == rank] for stage in modules}
+    return {
+        stage: VersionedStage(stage, module, optimizers.get(stage), planned, mine[stage], meter)
+        for stage, module in modules.items()
+        if module is not None
+    }

@@ -1,14 +1,18 @@
 """Number formats by name, and the scale of a loss in float16, whose smallest numbers are larger than many gradients."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
+from course_pp.parallel.precision import compute_dtypes
 from course_pp.training.config import Precision
+from course_pp.training.setting import SettingError
 
-__all__ = ["DTYPES", "LossScale", "precision_of"]
+__all__ = ["DTYPES", "LossScale", "check_precision", "precision_of"]
 
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -55,3 +59,17 @@ class LossScale:
     def state(self) -> dict[str, Any]:
         """What changes, as JSON can hold it."""
         return {"value": self.value, "good_steps": self.good_steps}
+
+
+def check_precision(precision: Precision, modules: Iterable[nn.Module]) -> None:
+    """Refuse stages that compute in another format than ``precision`` names."""
+    asked = DTYPES[precision]
+    for module in modules:
+        found, kept = next(iter(compute_dtypes(module)), asked), {p.dtype for p in module.parameters()}
+        # Others may be what the parameters are in, but float16 needs the loss to be scaled.
+        if found != asked and (asked != torch.float32 or found == torch.float16 or found not in kept):
+            raise SettingError(
+                f"{{precision}}, and a stage computes in {found}: call compute_in(stage, dtype), or under FSDP2 give "
+                "apply_fsdp2 the policy default_mp_policy(dtype), before Trainer",
+                {"precision": precision},
+            )

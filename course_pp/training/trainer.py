@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.arguments import check_arguments, checked
@@ -31,7 +30,6 @@ from course_pp.model import CrossEntropy
 from course_pp.model.stages import Tie
 from course_pp.parallel import clip_grad_norm_, get_pp_size
 from course_pp.parallel.mesh import limit_waiting
-from course_pp.parallel.precision import compute_dtypes
 from course_pp.runtime import LossNotFinite, PipelineError
 from course_pp.training.config import TrainConfig
 from course_pp.training.data import Rows, Sequences, Stream, validation_batches
@@ -39,7 +37,7 @@ from course_pp.training.engines import build_engine
 from course_pp.training.feed import Feed
 from course_pp.training.metrics import Peak, Speed, find_peak
 from course_pp.training.optim import OptimizerFactory, build_optimizer, build_scheduler, lr_factor
-from course_pp.training.precision import DTYPES, LossScale, precision_of
+from course_pp.training.precision import LossScale, check_precision, precision_of
 from course_pp.training.report import Reporter, StepResult
 from course_pp.training.setting import SettingError
 from course_pp.training.stages import Stages, device_and_dtype, flops_of_a_sequence, held_stages
@@ -154,7 +152,7 @@ class Trainer:
             precision = precision_of(self._dtype)
             self.config = config = everyone.collectively(lambda: replace(self.config, precision=precision))
             everyone.require_equal({"precision": config.precision})
-        everyone.collectively(lambda: _check_precision(config, self.modules))
+        everyone.collectively(lambda: check_precision(config.precision, self.modules))
         self._scale = LossScale(config.loss_scale, growth_steps=2000) if config.precision == "fp16" else LossScale()
         self.optimizer = everyone.collectively(lambda: build_optimizer(self.modules, config, optimizer, self.held.tied))
         self._engine = build_engine(
@@ -376,20 +374,6 @@ class Trainer:
             raise SettingError(
                 f"the state is of step {state['step']}, past {{steps}}: raise steps to go on",
                 {"steps": self.config.steps},
-            )
-
-
-def _check_precision(config: TrainConfig, modules: Sequence[nn.Module]) -> None:
-    """Refuse stages that compute in another format than ``config`` names."""
-    asked = DTYPES[config.precision]
-    for module in modules:
-        found, kept = next(iter(compute_dtypes(module)), asked), {p.dtype for p in module.parameters()}
-        # Others may be what the parameters are in, but float16 needs the loss to be scaled.
-        if found != asked and (asked != torch.float32 or found == torch.float16 or found not in kept):
-            raise SettingError(
-                f"{{precision}}, and a stage computes in {found}: call compute_in(stage, dtype), or under FSDP2 give "
-                "apply_fsdp2 the policy default_mp_policy(dtype), before Trainer",
-                {"precision": config.precision},
             )
 
 
