@@ -62,12 +62,13 @@ class NoClosedForm(ValueError):
 
 @dataclass(frozen=True)
 class Case:
-    """p ranks, m microbatches, v chunks a rank, and what an action costs."""
+    """p ranks, m microbatches, v chunks a rank, what an action costs, and a chosen number of microbatches a round."""
 
     p: int
     m: int
     v: int
     costs: Costs
+    round_size: int | None = None
 
     def equal_stages(self) -> tuple[Time, Time, Time, Time]:
         """f, b, w and L, for the forms that hold only if all stages and messages cost the same. One rank sends none."""

@@ -25,7 +25,13 @@ __all__ = ["NoClosedForm", "Prediction", "noam", "predict"]
 
 @checked
 def predict(
-    name: str, n_ranks: int, n_microbatches: int, costs: Costs | None = None, n_chunks: int | None = None
+    name: str,
+    n_ranks: int,
+    n_microbatches: int,
+    costs: Costs | None = None,
+    n_chunks: int | None = None,
+    *,
+    round_size: int | None = None,
 ) -> Prediction:
     """The closed form for the schedule that :func:`course_pp.schedule.build` makes of the same name and sizes.
 
@@ -33,11 +39,11 @@ def predict(
         ValueError: where ``build`` does; a :class:`NoClosedForm` where the conditions of the form do not hold, and
             for a schedule of which no form is known.
     """
-    schedule = build(name, n_ranks, n_microbatches, n_chunks)
+    schedule = build(name, n_ranks, n_microbatches, n_chunks, round_size=round_size)
     if (form := _FORMS.get(schedule.name)) is None:
         raise NoClosedForm(schedule.name, f"a schedule whose form is known: {', '.join(_FORMS)}")
     costs = Costs() if costs is None else costs
-    return form(Case(n_ranks, n_microbatches, schedule.n_stages // n_ranks, costs))
+    return form(Case(n_ranks, n_microbatches, schedule.n_stages // n_ranks, costs, round_size))
 
 
 def naive(case: Case) -> Prediction:
@@ -97,20 +103,26 @@ def interleaved_1f1b(case: Case) -> Prediction:
     """(m v + p - 1)(f + B): the bubble is that of 1F1B over v, as f and B are those of a chunk.
 
     Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters using Megatron-LM",
-    section 2.2. Holds for equal stages and m a multiple of p, which that paper asks for.
+    section 2.2, for rounds of p microbatches. Holds for equal stages and any rounds of at least p, the last included;
+    rank r keeps min(m v, (v - 1) n + 2 (p - 1 - r) + 1) activations with n a round.
 
-    Latency adds 2 (v p - 1) L as long as L is at most f and at most B: within that, what arrives late only fills a
-    slack of the steady state. Above, it grows with m, and there is no form here.
+    Latency up to f and up to B adds 2 (p - 1) L on the way in and out. Each further chunk waits for what comes round
+    by p links, less what the rank does meanwhile: (v - 1) max(0, p L - (n - p) f) forward and, with the q microbatches
+    of the last round, (v - 1) max(0, p L - (q - p) B) backward. For n = p that is 2 (v p - 1) L in all. Above f or B it
+    grows with m, and there is no form here.
     """
     f, b, w, latency = case.equal_stages()
     p, m, v = case.p, case.m, case.v
-    if v == 1:
-        case.require(latency == 0, "there is no latency, or more than one chunk")
-    case.require(m % p == 0, "m is a multiple of p")
+    n = case.round_size or microbatches_a_round(p, m, v)
+    last = m % n or n
+    case.require(v == 1 or min(n, last) >= p, "rounds have at least p microbatches, the last included")
     case.require(latency <= min(f, b + w), "the latency is at most f and at most B")
-    warm_up = [(v - 1) * microbatches_a_round(p, m, v) + 2 * (p - 1 - rank) for rank in range(p)]
-    makespan = (m * v + p - 1) * (f + b + w) + 2 * (v * p - 1) * latency
-    formula = "(m v + p - 1)(f + B) + 2 (v p - 1) L"
+    makespan = (m * v + p - 1) * (f + b + w) + 2 * (p - 1) * latency
+    if v > 1 and p > 1:
+        waits = max(0, p * latency - (n - p) * f) + max(0, p * latency - (last - p) * (b + w))
+        makespan += (v - 1) * waits
+    formula = "(m v + p - 1)(f + B) + 2 (p - 1) L + (v - 1)(max(0, p L - (n - p) f) + max(0, p L - (q - p) B))"
+    warm_up = [(v - 1) * n + 2 * (p - 1 - rank) for rank in range(p)]
     return predicted(case, formula, makespan, [min(m * v, ahead + 1) for ahead in warm_up])
 
 

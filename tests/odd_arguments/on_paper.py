@@ -109,7 +109,10 @@ SCHEDULE: Rows = {
 
 THEORY: Rows = {
     "noam": {"replicas": (2, 1)},
-    "predict": {"name": "1f1b", "n_ranks": 2, "n_microbatches": 4, "costs": None, "n_chunks": None},
+    "predict": {
+        **{"name": "interleaved_1f1b", "n_ranks": 2, "n_microbatches": 4, "costs": None, "n_chunks": None},
+        "round_size": 2,
+    },
 }
 
 SHOW: Rows = {
