@@ -85,8 +85,10 @@ def looks_of(modules: "Mapping[int, nn.Module | None]") -> dict[int, dict[str, L
 
 
 def _some_values(weight: nn.Parameter) -> tuple[tuple[int, ...], str, int] | None:
-    """Shape, dtype and a checksum of values all over ``weight``; None if they are all the same."""
+    """Shape, dtype and a checksum of values all over ``weight``; None if they are all the same, or sparse."""
     here: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
+    if here.layout is not torch.strided:
+        return None
     some = here.detach().flatten()[:: max(1, here.numel() // _LOOKED_AT)][:_LOOKED_AT].cpu().contiguous()
     if not bool((some != some[:1]).any()):
         return None

@@ -54,6 +54,7 @@ NOT_TIED: dict[str, Mapping[int, nn.Module | None]] = {
     "all one value": {0: filled(embedding()), 1: head(filled(embedding()))},
     "on meta": {0: embedding().to("meta"), 1: head().to("meta")},
     "an empty stage": {0: embedding(), 1: None},
+    "sparse": {0: embedding(), 1: nn.ParameterList([TIED[0].weight.detach().to_sparse()])},
     "another dtype": {0: embedding(), 1: head(embedding()).double()},
 }
 
@@ -68,6 +69,13 @@ def test_an_embedding_whose_values_come_again_is_named_with_the_remedy(first: in
     ends = {first: embedding(), 1: head(embedding())}
     said = problem_of_forgotten_ties(looks_of(ends))
     assert f"{{{min(ends)}: '0.weight', {max(ends)}: '0.weight'}}" in str(said)
+
+
+class Hidden(torch.Tensor):
+    """A weight of a class that computes, and does not let its values be looked at."""
+
+    def flatten(self) -> torch.Tensor:  # type: ignore[override]
+        raise TypeError("nobody looks at me")
 
 
 def built_on_rank(rank: int) -> list[str]:
@@ -90,6 +98,11 @@ def built_on_rank(rank: int) -> list[str]:
         said.append(str(refusal.value))
         engine([])
         engine([{0: "0.weight", 1: "0.weight"}])
+    if rank:  # what one rank alone cannot look at keeps no rank waiting
+        mine[0].weight = nn.Parameter(mine[0].weight.detach().as_subclass(Hidden))
+    for engine in (in_runtime, in_parallel):
+        with pytest.raises((ValueError, RuntimeError), match="nobody looks at me"):
+            engine(None)
     return said
 
 

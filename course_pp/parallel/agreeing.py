@@ -210,7 +210,7 @@ def _ties(stages: Sequence[ModelStage], tied: Iterable[SharedName] | None, pipel
     own = next((m for m in modules.values() if isinstance(m, PipelineStageModule | SplitStage)), None)
     if tied is None and own is not None:
         tied = own.ties
-    looks = looks_of(modules if tied is None else {})
+    looks = pipeline.collectively(lambda: looks_of(modules if tied is None else {}))
     mine = {index: (_names(module), looks.get(index, {})) for index, module in modules.items()}
     everyone = dict(sorted(stage for rank in pipeline.gather(mine) for stage in rank.items()))
     names = {index: held for index, (held, _) in everyone.items()}

@@ -20,7 +20,7 @@ from course_pp.runtime.versions import Optimizers, problem_of_versions, settings
 from course_pp.runtime.wire import TRANSPORTS
 from course_pp.schedule import Edge, Ledger, Schedule, Versions, check, ledger
 from course_pp.schedule.declared import Declared, declared_by, edges_from
-from course_pp.tied import looks_of
+from course_pp.tied import Look, looks_of
 
 __all__ = ["Settled", "settle"]
 
@@ -90,6 +90,8 @@ def settle(
     modules: Mapping[int, nn.Module | None] = {}
     facts: dict[str, Any] = {}
     declared: Mapping[int, Declared] = {}
+    parameters: dict[int, dict[str, str]] = {}
+    looks: dict[int, dict[str, Look]] = {}
     computes_on = torch.device("cpu")
     try:  # whatever is wrong on one rank alone must not keep the others waiting
         check_arguments(settle, given, "Pipeline")
@@ -120,17 +122,18 @@ def settle(
         if problem is None:
             declared = {stage: declared_by(stage, module) for stage, module in modules.items()}
             problem = None if cluster is None else cluster.problem_with(schedule)
+        if problem is None:
+            copied = {stage for stage in modules if len(schedule.placement[stage]) > 1}
+            parameters = {stage: facts_of_parameters(module, stage in copied) for stage, module in modules.items()}
+            for stage, optimizer in (optimizers or {}).items():
+                if stage in copied:
+                    parameters[stage] |= {"the optimizer": settings_of(optimizer, modules[stage])}
+            trains = any(part.kind != "F" for part in schedule.parts)
+            looks = looks_of(modules if trains and tied is None else {})
     except WrongArgument as error:
         problem = str(error)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-    copied = {stage for stage in modules if problem is None and len(schedule.placement[stage]) > 1}
-    parameters = {stage: facts_of_parameters(module, stage in copied) for stage, module in modules.items()}
-    for stage, optimizer in ({} if optimizers is None or problem else optimizers).items():
-        if stage in copied:
-            parameters[stage] |= {"the optimizer": settings_of(optimizer, modules[stage])}
-    trains = tied is None and problem is None and any(part.kind != "F" for part in schedule.parts)
-    looks = looks_of(modules if trains else {})
     agreed = agree_on_pipeline(problem, facts, parameters, group, declared, looks)
     schedule = _with_edges(schedule, edges_from(agreed.declared))
     if cluster is not None and (problem := cluster.problem_with(schedule)):
