@@ -39,12 +39,16 @@ _WIDE: dict[str, Any] = {"style": {"description_width": "10em"}, "layout": {"wid
 
 @dataclass(frozen=True)
 class Settings:
-    """What the panel is set to. Times are multiples of one unit; ``n_chunks`` None is the schedule's own number."""
+    """What the panel is set to. Times are multiples of one unit; None is the schedule's own number.
+
+    ``round_size`` goes from depth first (p) to breadth first (m), for ``interleaved_1f1b``.
+    """
 
     schedule: str = "1f1b"
     n_ranks: int = 4
     n_microbatches: int = 8
     n_chunks: int | None = None
+    round_size: int | None = None
     forward: float = 1.0
     input_grad: float = 1.0
     weight_grad: float = 1.0
@@ -73,7 +77,7 @@ def report_of(settings: Settings) -> Report:
         ValueError: for sizes that the schedule does not allow, and a slow stage that it does not have.
     """
     sizes = (settings.schedule, settings.n_ranks, settings.n_microbatches, settings.n_chunks)
-    schedule = build(*sizes)
+    schedule = build(*sizes, round_size=settings.round_size)
     n_stages = schedule.n_stages
     factors = [1.0] * n_stages
     if settings.slow_stage is not None:
@@ -88,7 +92,7 @@ def report_of(settings: Settings) -> Report:
         weight_grad=_scaled(settings.weight_grad, factors),
         latency=settings.latency,
     )
-    report = Report(*sizes, costs)
+    report = Report(*sizes, costs, settings.round_size)
     vars(report)["schedule"] = schedule  # where cached_property keeps what it has worked out
     report.timeline  # noqa: B018 - what cannot be simulated is refused here
     return report
@@ -202,7 +206,7 @@ def _table(rows: Sequence[tuple[str, ...]]) -> str:
     head, *body = rows
     cells = ["".join(f'<th scope="col" style="{_CELL}">{cell}</th>' for cell in head)]
     cells += ["".join(f'<td style="{_CELL}">{cell}</td>' for cell in row) for row in body]
-    return f'<table style="line-height:1.35">{"".join(f"<tr>{row}</tr>" for row in cells)}</table>'
+    return f'<table style="line-height:1.2">{"".join(f"<tr>{row}</tr>" for row in cells)}</table>'
 
 
 def gap_options(gaps: tuple[Gap, ...]) -> Iterator[tuple[str, int]]:
@@ -307,16 +311,17 @@ def _controls(settings: Settings) -> dict[str, Widget]:
         "slow_stage": choice("slow stage", {"none": _NONE, **_numbers(0, 31)}),
         "latency": times("latency L"),
         "slowdown": times("times slower", 1.0),
+        "round_size": IntSlider(description="round n (0: its own)", min=0, max=64, **_WIDE),
     }
     for field in fields(Settings):
         value = getattr(settings, field.name)
         control = controls[field.name]
-        # Python takes True for 1, and the menus take _NONE for None.
+        # Python takes True for 1, and the controls a number for None.
         fits = value is None or isinstance(value, str | int | float)
-        if not fits or isinstance(value, bool) or (value == _NONE and isinstance(control, Dropdown)):
+        if not fits or isinstance(value, bool) or (value is not None and value == _none_of(control)):
             raise ValueError(f"{field.name} is {shown(value)}: the panel has no such value")
         try:
-            control.value = _NONE if value is None else value
+            control.value = _none_of(control) if value is None else value
         except Exception as refused:  # ipywidgets raises TraitError, which is no ValueError
             raise ValueError(f"{field.name} is {shown(value)}: the panel has no such value") from refused
         if _value(control) != value:
@@ -325,7 +330,14 @@ def _controls(settings: Settings) -> dict[str, Widget]:
 
 
 def _value(control: Widget) -> Any:
-    return None if control.value == _NONE else control.value
+    return None if control.value == _none_of(control) else control.value
+
+
+def _none_of(control: Widget) -> int | None:
+    """The value that stands for None; None if none does."""
+    if isinstance(control, Dropdown):
+        return _NONE
+    return 0 if isinstance(control, IntSlider) and control.min == 0 else None
 
 
 def _numbers(first: int, last: int) -> dict[str, int]:

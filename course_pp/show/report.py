@@ -21,10 +21,11 @@ class Report:
     n_microbatches: int
     n_chunks: int | None = None
     costs: Costs = field(default_factory=Costs)
+    round_size: int | None = None
 
     @cached_property
     def schedule(self) -> Schedule:
-        return build(self.name, self.n_ranks, self.n_microbatches, self.n_chunks)
+        return build(self.name, self.n_ranks, self.n_microbatches, self.n_chunks, round_size=self.round_size)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -33,7 +34,8 @@ class Report:
     @cached_property
     def _form_or_missing(self) -> theory.Prediction | theory.NoClosedForm:
         try:
-            return theory.predict(self.name, self.n_ranks, self.n_microbatches, self.costs, self.n_chunks)
+            sizes = self.name, self.n_ranks, self.n_microbatches, self.costs, self.n_chunks
+            return theory.predict(*sizes, round_size=self.round_size)
         except theory.NoClosedForm as missing:
             return missing
 

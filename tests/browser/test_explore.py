@@ -51,7 +51,7 @@ def test_at_eight_ranks_everything_fits_and_every_slider_can_be_hit(page: Any, l
     page.wait_for_selector("div:has-text('The bubble b is')", timeout=SOON)
     assert page.locator(".jp-OutputArea-output").first.bounding_box()["height"] <= 900
     tracks = page.locator(".widget-slider .noUi-target").all()
-    assert len(tracks) == 7
+    assert len(tracks) == 8
     assert min(track.bounding_box()["width"] for track in tracks) >= 200
     names = page.locator(".widget-slider label, .widget-dropdown label").all()
     assert [name.inner_text() for name in names if name.evaluate("each => each.scrollWidth > each.clientWidth")] == []

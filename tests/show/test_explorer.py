@@ -88,7 +88,7 @@ def test_a_closed_form_that_is_off_by_more_than_rounding_is_said_to_differ(
     changed: dict[str, Any], verdict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exact = theory.predict("1f1b", 4, 8)
-    monkeypatch.setattr(theory, "predict", lambda *_: replace(exact, **changed))
+    monkeypatch.setattr(theory, "predict", lambda *_, **__: replace(exact, **changed))
     assert report_of(Settings()).verdict.startswith(verdict)
 
 
@@ -107,6 +107,18 @@ def test_a_menu_entry_of_none_is_none() -> None:
     assert (panel.settings.n_chunks, panel.settings.slow_stage) == (2, 3)
     panel.controls["n_chunks"].index = panel.controls["slow_stage"].index = 0
     assert (panel.settings.n_chunks, panel.settings.slow_stage) == (None, None)
+
+
+def test_one_slider_goes_from_depth_first_to_breadth_first() -> None:
+    panel = show.explore(schedule="interleaved_1f1b", n_microbatches=16, round_size=4)
+    for size, held in ((4, 11), (8, 15), (16, 23), (0, 11)):
+        panel.controls["round_size"].value = size
+        assert panel.settings.round_size == (size or None)
+        assert words(panel.ranks.value).split(" % ")[1].split()[:2] == [str(held)] * 2
+        assert "gives the same makespan" in panel.formula.value
+    panel.controls["schedule"].value = "1f1b"
+    panel.controls["round_size"].value = 4
+    assert "only interleaved_1f1b goes in rounds" in panel.picture.value
 
 
 def test_choosing_a_gap_tells_its_cause() -> None:
