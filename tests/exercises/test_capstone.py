@@ -82,6 +82,7 @@ def choose(**changes: Any) -> Callable[..., Layout]:
         (choose(pp=(1, 2, 4, 8, 16)), "There is one of"),
         (choose(pp=(1,)), "There is one of"),
         (choose(tp=(1,)), "There is one of"),
+        (choose(tp=(1, 2, 4)), "There is one of"),
         (choose(ac=("none", "full")), "There is one of"),
         (choose(ac=("none", "selective")), "There is one of"),
         (choose(ac=("full",)), "There is one of"),
