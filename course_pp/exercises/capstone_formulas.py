@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import ceil, floor
 from typing import Any
 
 from course_pp.exercises.answer import Answer, written_call
@@ -115,6 +116,8 @@ _WRONG_TOKENS: Sequence[tuple[_Formula, str]] = (
     (lambda n, parameters, batch, speed, bandwidth, each: each * parameters * speed / (3 * bandwidth),
      "The gradients have `each * parameters` bytes, and the work grows with `parameters`, too."),
     (lambda n, parameters, batch, speed, bandwidth, each: speed / (3 * bandwidth), "A gradient has `each` bytes."),
+    *((lambda *given, whole=whole: whole(break_even(*given)), "Give the tokens as they come out, not rounded.")
+      for whole in (ceil, floor, round)),
 )  # fmt: skip
 
 
