@@ -35,6 +35,8 @@ def _held(
     cut: bool = False,
     even: Callable[[int, int, int], float] = lambda rank, pp, layers: layers // pp + (rank < layers % pp),
     whole: bool = False,
+    a_layer: Callable[[float], float] = lambda n: n,
+    uncut: bool = False,
 ) -> _Formula:
     """``bytes_held``, but for what is given."""
 
@@ -42,8 +44,9 @@ def _held(
         n = even(rank, pp, layers)
         n_matrices = (rank == 0) * (ends in ("both", "first")) + (rank == pp - 1) * (ends in ("both", "last"))
         n_matrices += 2 * (ends == "everywhere")
-        parameters = (n * layer + n_matrices * matrix) / (1 if whole else shard)
-        return each * parameters + flight(rank, pp, m) * n * kept / (shard if cut else 1)
+        ends_cut = n_matrices * matrix * (shard if uncut else 1)
+        parameters = (n * layer + ends_cut) / (1 if whole else shard)
+        return each * parameters + flight(rank, pp, m) * a_layer(n) * kept / (shard if cut else 1)
 
     return formula
 
@@ -66,6 +69,9 @@ _WRONG_BYTES: Sequence[tuple[_Formula, str]] = (
     (_held(each=12), "Parameters, gradients and *two* moments: 16 bytes each, not 12."),
     (_held(cut=True), "Shards cut parameters, not activations: each data-parallel rank has its own sequences."),
     (_held(whole=True), "FSDP cuts what is kept of each parameter into `shard` parts."),
+    (_held(uncut=True), "FSDP cuts embedding and head into `shard` parts, too."),
+    (_held(a_layer=lambda n: 1), "`kept` is of one layer: this rank has several."),
+    (_held(flight=lambda rank, pp, m: 0), "Activations are not in your answer: `kept` bytes a layer and microbatch."),
     (_held(even=lambda rank, pp, layers: layers / pp), "Layers are whole: earlier stages take the extras."),
     (_held(even=lambda rank, pp, layers: layers // pp),
      "Where `pp` does not divide the layers, earlier stages take one more."),
@@ -113,11 +119,14 @@ _WRONG_TOKENS: Sequence[tuple[_Formula, str]] = (
      "A stage has an n-th of the layers, so a microbatch takes it an n-th of a sequence's time."),
     (_even(power=lambda n, batch: 1 / batch), _SAME_WORK),
     (_even(power=lambda n, batch: n / batch), _SAME_WORK),
+    (_even(power=lambda n, batch: batch), _SAME_WORK),
     (lambda n, parameters, batch, speed, bandwidth, each: each * parameters * speed / (3 * bandwidth),
      "The gradients have `each * parameters` bytes, and the work grows with `parameters`, too."),
     (lambda n, parameters, batch, speed, bandwidth, each: speed / (3 * bandwidth), "A gradient has `each` bytes."),
     *((lambda *given, whole=whole: whole(break_even(*given)), "Give the tokens as they come out, not rounded.")
       for whole in (ceil, floor, round)),
+    (lambda n, parameters, batch, speed, bandwidth, each: 3 * bandwidth / (each * speed),
+     "This is one over the tokens: with a faster link fewer are enough."),
 )  # fmt: skip
 
 
