@@ -57,7 +57,7 @@ def lost_time(fit: Fit, title: str | None = None) -> ChartFigure:
     told = _teller(fit)
     rows.note_ranks(axes, {rank: told(_lost_on(fit, rank)) for rank in ranks}, "lost", 9.0)
     rows.name_time(axes, unit)
-    axes.set_xlabel(f"makespan lost for what happens on the rank ({unit})", loc="left", fontsize=9)
+    axes.set_xlabel(f"makespan lost on the rank ({unit})", loc="left", fontsize=9)
     handles = [
         Patch(facecolor=look.colour, hatch=look.hatch, edgecolor="white", hatchcolor="#FFFFFF80", label=cause)
         for cause, look in _LOOKS.items()
@@ -136,12 +136,20 @@ def _draw_bars(axes: Axes, fit: Fit, scale: float) -> None:
 
 
 def _blamed(loss: Loss) -> str:
-    """``straggling rank 2``, ``link 0–1`` if most transfers wait for that, else the cause in a word."""
+    """``straggling rank 2``, the link that transfers wait for, else the cause in a word."""
     where = loss.where
     if isinstance(where, tuple):
-        return name_of(where) if loss.per_link[where] > loss.time / 2 else "transfers"
+        return _blamed_link(loss, where)
     names = {"launch": "launching", "imbalance": f"the stages of rank {where}", "rest": "jitter"}
     return names.get(loss.cause, f"straggling rank {where}")
+
+
+def _blamed_link(loss: Loss, link: tuple[int, int]) -> str:
+    """The link alone only if it has all the time that the title gives: another may have the rest."""
+    share = loss.per_link[link] / loss.time
+    if share > 0.995:
+        return name_of(link)
+    return f"transfers (most on {name_of(link)})" if share > 0.5 else "transfers"
 
 
 def _finding(fit: Fit) -> str:

@@ -39,7 +39,7 @@ def test_each_rank_has_a_bar_as_long_as_what_is_lost_on_it() -> None:
     for rank in range(4):
         lost = sum(loss.per_rank[rank] for loss in found().lost)
         assert sum(width for (row, *_), width in lengths.items() if row == rank) == pytest.approx(1000 * lost)
-    assert figure.axes[0].get_xlabel() == "makespan lost for what happens on the rank (ms)"
+    assert figure.axes[0].get_xlabel() == "makespan lost on the rank (ms)"
     assert notes(figure) == ["60 ms", "60 ms", "150 ms", "0 ms"]
 
 
@@ -90,3 +90,9 @@ def test_a_title_can_be_given() -> None:
 def test_runs_that_lost_nothing_and_tall_ones_are_drawn(found: Fit) -> None:
     assert show.lost_time(found).png()
     assert repr(found)
+
+
+def test_a_link_with_most_of_the_time_does_not_get_all_of_it() -> None:
+    costs = Costs(latency=[float(rank in (2, 5)) for rank in range(7)])
+    figure = show.lost_time(fit(simulate(build("zb_h1", 8, 8), costs)))
+    assert title(figure) == "Lost: 24.4 % of the makespan to transfers (most on link 5–6)"
