@@ -60,7 +60,7 @@ def doors(rank: int, mesh: Any, odd: Any) -> dict[str, Callable[[], Any]]:
 
 
 def refusals(rank: int) -> dict[str, str]:
-    mesh = init_distributed(DistributedConfig(pp=2, timeout_s=10))
+    mesh = init_distributed(DistributedConfig(pp=2, timeout_s=60))
     said = {}
     for odd in (["odd"], "no.such.*"):
         for name, call in doors(rank, mesh, odd).items():
@@ -80,14 +80,14 @@ def refusals(rank: int) -> dict[str, str]:
 
 
 def test_what_is_wrong_on_one_rank_is_refused_on_all_in_the_same_words() -> None:
-    first, second = on_ranks(2, refusals, timeout_s=60)
+    first, second = on_ranks(2, refusals, timeout_s=100)
     assert first == second
     assert first["other places"] == "rank 1 was given on='all', rank 0 'last': give every rank the same"
 
 
 def refusals_over_data(rank: int) -> str:
     """Of four ranks, two of which hold one stage."""
-    mesh = init_distributed(DistributedConfig(pp=2, dp_shard=2, timeout_s=10))
+    mesh = init_distributed(DistributedConfig(pp=2, dp_shard=2, timeout_s=60))
     assert mesh is not None
     with pytest.raises(ValueError, match="blocks") as refused:
         apply_fsdp2(stage_module(), mesh, blocks="no.such.*" if rank == 2 else None)
