@@ -24,7 +24,7 @@ from course_pp.parallel.activation_checkpointing import apply_ac
 from course_pp.parallel.counting import CollectiveCounter, Entered
 from course_pp.parallel.fsdp import apply_fsdp2, default_mp_policy
 from course_pp.parallel.mesh import lone_group
-from course_pp.parallel.schedules import torch_schedule
+from course_pp.parallel.schedules import check_microbatches, torch_schedule
 from course_pp.parallel.stage import build_pipeline_stage
 from course_pp.parallel.tensor import apply_tensor_parallel
 from course_pp.plan.layout import Layout
@@ -74,7 +74,7 @@ def dry_run(
 
     Raises:
         ValueError: for a rank that is not in the layout, Megatron's precision, one of ``global_batch`` and ``seq_len``
-            without the other, or a batch that the layout does not cut.
+            without the other, or a batch that the layout does not cut, or into microbatches that torch cannot run.
         RuntimeError: inside a process group: a rank cannot play another one.
     """
     if not 0 <= rank < layout.n_ranks:
@@ -86,6 +86,8 @@ def dry_run(
     if seq_len is not None and not 1 <= seq_len <= config.max_seq_len:
         raise ValueError(f"seq_len={seq_len}: this model takes 1 to max_seq_len={config.max_seq_len}")
     n_microbatches = 0 if global_batch is None else layout.n_microbatches(global_batch)
+    if n_microbatches and layout.pp > 1:
+        check_microbatches(layout.schedule, n_microbatches, layout.n_stages, layout.pp)
     if dist.is_initialized():
         raise RuntimeError("dry_run in a process group: call it in a process without one")
     at = layout.place(rank)
@@ -122,7 +124,7 @@ def _built(config: ModelConfig, layout: Layout, mesh: DeviceMesh | None, stage: 
     _without_values(module)
     apply_tensor_parallel(module, mesh)
     apply_ac(module, layout.ac)
-    policy = None if layout.precision == "mixed" else default_mp_policy(kept)
+    policy = default_mp_policy(kept) if layout.precision == "float32" else None  # of others FSDP2's own is the one
     apply_fsdp2(module, mesh, policy, reshard_after_forward=layout.reshard)
     return module
 

@@ -140,11 +140,24 @@ def test_a_rank_alone_enters_them_in_the_order_of_a_real_one(layout: Layout) -> 
         ({"global_batch": 4}, "give both for a step"),
         ({"global_batch": 3, "seq_len": 8}, "must be a multiple of"),
         ({"global_batch": 4, "seq_len": 4096}, "1 to max_seq_len=2048"),
+        (
+            {"global_batch": 2, "seq_len": 8},
+            "n_microbatches=1, but torch's 1F1B needs at least as many as its 2 stages",
+        ),
     ],
 )
 def test_a_step_that_cannot_be_taken_is_refused(step: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         dry_run(UNTIED, Layout(2, dp_shard=2), 0, **step)
+
+
+@pytest.mark.parametrize(("precision", "reduced"), [("bfloat16", 4), ("float64", 8)])
+def test_gradients_are_reduced_in_the_precision_that_a_plan_counts(precision: str, reduced: int) -> None:
+    tiny = ModelConfig(8, 1, 1, 12)
+    alone = dry_run(tiny, Layout(dp_shard=2, precision=precision), 0, global_batch=2, seq_len=4)
+    n_bytes = sum(each.n_bytes for each in alone.entered if each.collective == "reduce_scatter")
+    n_parameters = sum(p.numel() for p in build_stage_module(tiny, 0, 1).parameters())
+    assert n_bytes == reduced * n_parameters
 
 
 @pytest.mark.parametrize(
