@@ -98,7 +98,7 @@ def _some_values(weight: nn.Parameter) -> tuple[tuple[int, ...], str, int] | Non
 def problem_of_forgotten_ties(looks: Mapping[int, Mapping[str, Look]]) -> str | None:
     """Says which weights of two stages look like one that was cut in two, if nobody has said what is tied.
 
-    One of them is an embedding: layers that are alike because they were seeded or copied alike are nobody's mistake.
+    Exactly one of them is an embedding: what was seeded or copied alike, layers or two embeddings, is nobody's mistake.
     """
     for (stage, here), (other, there) in combinations(sorted(looks.items()), 2):
         for name, look in here.items():

@@ -70,7 +70,8 @@ def dry_run(
         layout: as :func:`course_pp.plan.predict` takes it; its precision one that this stack has. Logits are gathered,
             whatever it says of the head.
         rank: the global rank.
-        global_batch, seq_len: sequences of all ranks together and tokens in each, for a step; None for none.
+        global_batch, seq_len: sequences of all ranks together and tokens in each, for a step; None for none. A step
+            takes time for each layer and microbatch, about 10 ms, twice: give few microbatches.
 
     Raises:
         ValueError: for a rank that is not in the layout, Megatron's precision, one of ``global_batch`` and ``seq_len``

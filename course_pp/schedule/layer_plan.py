@@ -24,6 +24,7 @@ _MOST_PARTS = 4096
 _MOST_COMPARISONS = 100_000_000  # a minute or two
 # Microbatches of a quarter of a simulated run, of which the two in the middle are the steady state.
 _FEWEST_PACED = 12
+_MOST_PACED = 200_000  # forwards in a simulation; it takes seconds
 
 
 @checked
@@ -128,9 +129,17 @@ class Partition:
         It is `slowest` unless NOAM microbatches under way (:func:`theory.noam`) are too few: long messages want more,
         and so do replicas, which update together and then all want a microbatch at once. The arguments are those of
         :meth:`costs`. Simulated, for a stage is busy at irregular times then, and no closed form is known.
+
+        Raises:
+            ValueError: for numbers of replicas whose turns come together only after too many microbatches.
         """
         turn = math.lcm(*self.replicas)
         quarter = turn * -(-max(_FEWEST_PACED, 2 * sum(self.replicas)) // turn)
+        if 4 * quarter * len(self.replicas) > _MOST_PACED:
+            raise ValueError(
+                f"replicas {self.replicas} take turns that come together only every {turn:,} microbatches, too many to "
+                "simulate: give stages numbers of replicas with common factors, or take slowest, a lower bound"
+            )
         order = pipedream(sum(self.replicas), 4 * quarter, self.replicas)
         run = simulate(order, self.costs(forward=forward, update=update))
         ends = {part.microbatch: span.end for span in run.by_rank[0] for part in span.action.parts if part.kind == "U"}
