@@ -29,6 +29,7 @@ from course_pp.runtime.stage import Stage
 from course_pp.runtime.stages import Stages
 from course_pp.schedule import Action, Product, Schedule, generation
 from course_pp.schedule.declared import declared_by
+from course_pp.schedule.schedule import MOST_FORWARDS
 
 __all__ = ["generate"]
 
@@ -225,14 +226,19 @@ def _agree(ranks: Ranks, given: Mapping[str, Any]) -> tuple[_Work, list[int]]:
 def _refuse_odd_values(given: Mapping[str, Any]) -> None:
     for name in ("n_tokens", "group_size"):
         refuse_unless(given[name] >= 1, "generate", name, given[name], "give at least 1")
-    prompts = given["prompts"]
+    end, prompts, n_tokens = given["end"], given["prompts"], given["n_tokens"]
+    refuse_unless(end is None or end >= 0, "generate", "end", end, "give a token id, or None")
     refuse_unless(len(prompts) > 0, "generate", "prompts", prompts, "give at least one")
+    most = MOST_FORWARDS // len(prompts)
+    refuse_unless(n_tokens <= most, "generate", "n_tokens", n_tokens, f"give at most {most:,} for so many prompts")
     for number, prompt in enumerate(prompts):
-        if len(prompt) == 0:
-            raise ValueError(f"prompt {number} has no tokens: begin it with one, such as a mark for the beginning")
+        remedy = f"prompt {number} has no tokens: begin it with one, such as a mark for the beginning"
+        refuse_unless(len(prompt) > 0, "generate", "prompts", prompts, remedy)
 
 
 def _problem_of_stages(stages: Stages, cache: bool) -> str | None:
+    if stages is None:
+        return "stages is None: give this rank's module, or its modules by stage"
     named: Iterable[tuple[Any, Any]] = stages.items() if isinstance(stages, Mapping) else [("here", stages)]
     for stage, module in named:
         declared = declared_by(stage, module)

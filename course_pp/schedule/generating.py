@@ -38,7 +38,7 @@ def generation(
     n_forwards = n_stages * n_groups * n_tokens
     if n_forwards > MOST_FORWARDS:
         raise ValueError(
-            f"stages × n_groups × n_tokens is {n_forwards:,}: a schedule names each action, so keep it at "
+            f"n_ranks × n_chunks × n_groups × n_tokens is {n_forwards:,}: a schedule names each action, so keep it at "
             f"{MOST_FORWARDS:,} or below"
         )
     placed = looped(n_ranks, n_chunks) if placement is None else normalised(placement)

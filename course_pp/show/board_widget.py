@@ -354,8 +354,8 @@ def board(
     places = _places(n_ranks, placement)
     if 3 * len(places) * n_microbatches > _MOST_ACTIONS:
         raise ValueError(
-            f"{len(places)} stages and {n_microbatches} microbatches make up to {3 * len(places) * n_microbatches} "
-            f"actions: nobody places more than {_MOST_ACTIONS} by hand, take fewer"
+            f"n_microbatches={n_microbatches} on {len(places)} stages make up to "
+            f"{3 * len(places) * n_microbatches:,} actions: nobody places more than {_MOST_ACTIONS} by hand, take fewer"
         )
     costs = Costs() if costs is None else costs
     return Board(game_of(places, n_microbatches, costs, memory_limit, split), costs)

@@ -122,6 +122,7 @@ UNNAMED = {
     "second": "the refusal names the path",
     "source": "the refusal names the path",
     "root": "the refusal names the path",
+    "folder": "the refusal names the path",
     "tied": "the refusal says which member will not do",
     "documents": "the refusal says that the corpus is empty",
 }

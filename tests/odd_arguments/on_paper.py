@@ -110,8 +110,8 @@ SCHEDULE: Rows = {
 THEORY: Rows = {
     "noam": {"replicas": (2, 1)},
     "predict": {
-        **{"name": "interleaved_1f1b", "n_ranks": 2, "n_microbatches": 4, "costs": None, "n_chunks": None},
-        "round_size": 2,
+        **{"name": "interleaved_1f1b", "n_ranks": 1, "n_microbatches": 4, "costs": None, "n_chunks": None},
+        "round_size": 1,
     },
 }
 

@@ -143,7 +143,10 @@ def _time(when: str) -> When:
 def _read(asked: Sequence[Question], letters: str) -> dict[str, str]:
     letters = "".join(letters.lower().split())
     if len(letters) != len(asked):
-        raise WrongAnswers(f"answers has {len(letters)} letters for {len(asked)} questions: give one for each, or -")
+        raise WrongAnswers(
+            f"answers has {len(letters)} letters for {len(asked)} questions: give one for each, or - "
+            "(notebook= asks only about one notebook)"
+        )
     chosen = {}
     for number, (question, letter) in enumerate(zip(asked, letters, strict=True), 1):
         known = _LETTERS[: len(question.options)]
