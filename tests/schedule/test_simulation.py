@@ -1,9 +1,10 @@
+import contextlib
 import math
 from fractions import Fraction
 
 import pytest
 
-from course_pp.schedule import Action, Costs, Overlap, Schedule, build, names, simulate
+from course_pp.schedule import Action, Costs, Overlap, Schedule, build, names, simulate, theory
 from tests.schedule.sizes import built
 
 
@@ -105,3 +106,12 @@ def test_no_more_can_be_released_than_is_kept() -> None:
 def test_costs_must_fit_the_number_of_stages(costs: Costs, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         simulate(build("1f1b", 4, 4), costs)
+
+
+@pytest.mark.parametrize("name", names())
+def test_costs_of_zero_make_a_run_of_no_time_without_a_bubble(name: str) -> None:
+    timeline = simulate(build(name, 2, 4), Costs(0, 0, 0))
+    assert timeline.makespan == timeline.bubble_fraction == timeline.span_bubble_fraction == 0
+    with contextlib.suppress(theory.NoClosedForm):
+        form = theory.predict(name, 2, 4, Costs(0, 0, 0))
+        assert form.makespan == form.bubble_fraction == form.bubble_overhead == 0
