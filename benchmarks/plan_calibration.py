@@ -3,9 +3,6 @@
 Each row is predicted with constants fitted on the nine others, beside the naive guess that it reaches their mean
 TFLOP/s. Then five runs of other papers, which the fit never saw, are predicted as they come.
 
-Microbatch sizes and interleaving, which the table lacks, are those of examples/sc21/run_table_1.sh in
-NVIDIA/Megatron-LM.
-
     python benchmarks/plan_calibration.py
 """
 
@@ -14,70 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, median
 
-from course_pp.plan import Cluster, Constants, Layout, ModelConfig, cluster_of, model_named, predict
+from course_pp.plan import Constants, Layout, cluster_of, model_named
+from course_pp.plan.published import MEGATRON, PublishedRun, megatron_seconds
 from course_pp.plan.timing import model_flops
 
-
-@dataclass(frozen=True)
-class Published:
-    """A run that somebody timed: ``seconds`` a step."""
-
-    name: str
-    model: ModelConfig
-    layout: Layout
-    cluster: Cluster
-    global_batch: int
-    seq_len: int
-    seconds: float
-
-    def predicted(self, constants: Constants) -> float:
-        return predict(self.model, self.layout, self.cluster, self.global_batch, self.seq_len, constants).step_s
+TABLE = list(MEGATRON)
 
 
-def megatron_seconds(model: ModelConfig, global_batch: int, seq_len: int, n_gpus: int, tflops: float) -> float:
-    """A step's seconds from the TFLOP/s that Megatron-LM reports: its equation 3, recomputed forwards counted."""
-    h, n_layers = model.dim, model.n_layers
-    more = 1 + seq_len / (6 * h) + model.vocab_size / (16 * n_layers * h)
-    return 96 * global_batch * seq_len * n_layers * h * h * more / (n_gpus * tflops * 1e12)
-
-
-def megatron(
-    name: str, tp: int, pp: int, n_gpus: int, batch: int, tflops: float, size: int, n_chunks: int, overlap: bool
-) -> Published:
-    model = model_named(name)
-    layout = Layout(
-        pp,
-        tp,
-        dp_replicate=n_gpus // tp // pp,
-        schedule="interleaved_1f1b" if n_chunks > 1 else "1f1b",
-        n_chunks=n_chunks if n_chunks > 1 else None,
-        microbatch_size=size,
-        ac="full",
-        precision="megatron",
-        flash=False,
-        scatter_gather=True,
-        overlap=overlap,
-    )
-    seconds = megatron_seconds(model, batch, 2048, n_gpus, tflops)
-    return Published(name, model, layout, cluster_of(f"{n_gpus // 8}x8xA100"), batch, 2048, seconds)
-
-
-# torch's own DDP, whose reductions run beside backward, was used up to 18B, Megatron's, which waits, from 39B.
-TABLE = [
-    megatron("gpt-1.7b", 1, 1, 32, 512, 137, 16, 1, True),
-    megatron("gpt-3.6b", 2, 1, 64, 512, 138, 16, 1, True),
-    megatron("gpt-7.5b", 4, 1, 128, 512, 142, 16, 1, True),
-    megatron("gpt-18b", 8, 1, 256, 1024, 135, 8, 1, True),
-    megatron("gpt-39b", 8, 2, 512, 1536, 138, 4, 1, False),
-    megatron("gpt-76b", 8, 4, 1024, 1792, 140, 2, 3, False),
-    megatron("gpt-145b", 8, 8, 1536, 2304, 148, 2, 2, False),
-    megatron("gpt-310b", 8, 16, 1920, 2160, 155, 1, 2, False),
-    megatron("gpt-530b", 8, 35, 2520, 2520, 163, 1, 3, False),
-    megatron("gpt-1t", 8, 64, 3072, 3072, 163, 1, 1, False),
-]
-
-
-def llama(n_gpus: int, dp: int, tflops: float) -> Published:
+def llama(n_gpus: int, dp: int, tflops: float) -> PublishedRun:
     """Grattafiori et al. 2024, arXiv:2407.21783, table 4: bf16, TP 8, PP 16, sequences of 8,192, 16M tokens a batch.
 
     Interleaved, nothing recomputed, parameters kept after forward (section 3.3.2). There a chunk seems to be one layer,
@@ -88,23 +29,23 @@ def llama(n_gpus: int, dp: int, tflops: float) -> Published:
     layout = Layout(16, 8, dp, schedule="interleaved_1f1b", precision="mixed", sequence_parallel=True)
     # Their TFLOP/s counts useful operations: it is the MFU beside it times the peak.
     seconds = model_flops(model, 2048, 8192) / (n_gpus * tflops * 1e12)
-    return Published(
+    return PublishedRun(
         f"llama3-405b, {n_gpus:,} GPUs", model, layout, cluster_of(f"{n_gpus // 8}x8xH100"), 2048, 8192, seconds
     )
 
 
-def mt_nlg(dp: int, seconds: float) -> Published:
+def mt_nlg(dp: int, seconds: float) -> PublishedRun:
     """Smith et al. 2022, arXiv:2201.11990, section 2.4: 530B on 280 and 420 DGX A100 servers, a batch of 1,920."""
     layout = Layout(
         35, 8, dp_replicate=dp, ac="full", precision="megatron", flash=False, scatter_gather=True, overlap=False
     )
     cluster = cluster_of(f"{35 * dp}x8xA100")
-    return Published(
+    return PublishedRun(
         f"mt-nlg 530b, {cluster.n_gpus:,} GPUs", model_named("gpt-530b"), layout, cluster, 1920, 2048, seconds
     )
 
 
-def bloom() -> Published:
+def bloom() -> PublishedRun:
     """Le Scao et al. 2022, arXiv:2211.05100, section 3.4: 384 A100, four 100 Gb/s links a node.
 
     The layout and 105 s a step are those of train/tr11-176B-ml/README.md in bigscience-workshop/bigscience.
@@ -114,7 +55,7 @@ def bloom() -> Published:
         12, 4, 8, microbatch_size=2, ac="full", precision="megatron", flash=False, overlap=False, reshard=False
     )
     cluster = replace(cluster_of("48x8xA100"), inter_bandwidth=4 * 12.5e9 / 8)
-    return Published("bloom-176b, 384 GPUs", model, layout, cluster, 2048, 2048, 105.0)
+    return PublishedRun("bloom-176b, 384 GPUs", model, layout, cluster, 2048, 2048, 105.0)
 
 
 OTHERS = [mt_nlg(8, 60.1), mt_nlg(12, 44.4), bloom(), llama(8192, 64, 430), llama(16_384, 128, 400)]
@@ -131,10 +72,10 @@ class Linear:
     slopes: tuple[float, float]
 
     @classmethod
-    def of(cls, row: Published, at: Constants) -> "Linear":
-        error = math.log(row.predicted(at) / row.seconds)
+    def of(cls, row: PublishedRun, at: Constants) -> "Linear":
+        error = math.log(row.predicted(at).step_s / row.seconds)
         nudged = (replace(at, **{name: getattr(at, name) * 1.01}) for name in _NAMES)
-        u, v = ((math.log(row.predicted(each) / row.seconds) - error) / 0.01 for each in nudged)
+        u, v = ((math.log(row.predicted(each).step_s / row.seconds) - error) / 0.01 for each in nudged)
         return cls(error, (u, v))
 
 
@@ -148,7 +89,7 @@ def stepped(rows: Sequence[Linear], at: Constants) -> Constants:
     return replace(at, **{n: getattr(at, n) * (1 + s) for n, s in zip(_NAMES, steps, strict=True)})
 
 
-def fitted(rows: Sequence[Published], start: Constants) -> tuple[Constants, list[Linear]]:
+def fitted(rows: Sequence[PublishedRun], start: Constants) -> tuple[Constants, list[Linear]]:
     """The constants that fit best, and the rows near them."""
     for _ in range(4):
         linear = [Linear.of(row, start) for row in rows]
@@ -165,7 +106,7 @@ def left_out(fit: Constants, linear: Sequence[Linear]) -> tuple[list[float], lis
     errors, naive = [], []
     for i, row in enumerate(TABLE):
         # The common fit is so near that one step from it, without this row, ends at the fit of the nine others.
-        predicted = row.predicted(stepped([*linear[:i], *linear[i + 1 :]], fit))
+        predicted = row.predicted(stepped([*linear[:i], *linear[i + 1 :]], fit)).step_s
         errors.append(predicted / row.seconds - 1)
         naive.append(_rate(row) / mean(_rate(each) for each in TABLE[:i] + TABLE[i + 1 :]) - 1)
     return errors, naive
@@ -186,11 +127,11 @@ def main() -> None:
     )
     print(f"{'never seen':<28}{'published s':>12}{'predicted s':>12}{'error':>8}")
     for row in OTHERS:
-        predicted = row.predicted(start)
+        predicted = row.predicted(start).step_s
         print(f"{row.name:<28}{row.seconds:12.2f}{predicted:12.2f}{predicted / row.seconds - 1:+8.1%}")
 
 
-def _rate(row: Published) -> float:
+def _rate(row: PublishedRun) -> float:
     """TFLOP/s a GPU as the table counts them."""
     return megatron_seconds(row.model, row.global_batch, row.seq_len, row.cluster.n_gpus, 1.0) / row.seconds
 
