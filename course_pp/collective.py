@@ -12,7 +12,7 @@ settled by all of them before the next message, and either all go on or all rais
 
 import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from course_pp.arguments import checked, refuse_bad_timeout
 
-__all__ = ["RankMissing", "Ranks", "difference"]
+__all__ = ["RankMissing", "Ranks", "difference", "rank_by_stage"]
 
 T = TypeVar("T")
 
@@ -229,3 +229,21 @@ def difference(facts: Sequence[Mapping[str, Any]]) -> str | None:
             if theirs[name] != value:
                 return f"rank {rank} was given {name}={theirs[name]!r}, rank 0 {value!r}: give every rank the same"
     return None
+
+
+@checked
+def rank_by_stage(held: Sequence[Iterable[int]]) -> dict[int, int]:
+    """Who holds each stage of a pipeline, from the stages that each rank holds.
+
+    Raises:
+        ValueError: for a stage that two ranks hold, or stages that are not numbered from 0 without gaps.
+    """
+    found: dict[int, int] = {}
+    for rank, theirs in enumerate(held):
+        for stage in theirs:
+            if stage in found:
+                raise ValueError(f"ranks {found[stage]} and {rank} both hold stage {stage}: give it to one of them")
+            found[stage] = rank
+    if sorted(found) != list(range(len(found))):
+        raise ValueError(f"stages {sorted(found)} are held: number them from 0 without gaps")
+    return found

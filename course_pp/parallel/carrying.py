@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.arguments import check_arguments, checked
-from course_pp.collective import Ranks
+from course_pp.collective import Ranks, rank_by_stage
 from course_pp.model import PipelineStageModule
 from course_pp.parallel._torch import tree_map
 from course_pp.parallel.boundary import Boundary
@@ -112,14 +112,7 @@ def _declared(modules: Mapping[int, nn.Module], asked: Mapping[str, Any]) -> dic
 def _loads(
     modules: Mapping[int, nn.Module], everyone: Sequence[Mapping[int, Declared]], declared: Mapping[int, Declared]
 ) -> dict[int, _Load]:
-    owner: dict[int, int] = {}
-    for rank, theirs in enumerate(everyone):
-        for stage in theirs:
-            if stage in owner:
-                raise ValueError(f"ranks {owner[stage]} and {rank} both hold stage {stage}: give it to one of them")
-            owner[stage] = rank
-    if sorted(owner) != list(range(len(owner))):
-        raise ValueError(f"stages {sorted(owner)} are held: number them from 0 without gaps")
+    rank_by_stage([sorted(theirs) for theirs in everyone])  # refuses stages that two ranks hold, or none
     edges = edges_from({stage: said for theirs in everyone for stage, said in theirs.items()})
     loads = {stage: _load_of(stage, edges, declared[stage]) for stage in modules}
     _refuse_own_model(modules, loads)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_pp.arguments import WrongArgument, check_arguments, refuse_unless
-from course_pp.collective import Ranks
+from course_pp.collective import Ranks, rank_by_stage
 from course_pp.runtime.cluster import EmulatedCluster
 from course_pp.runtime.engine import Engine, build_engine, wire_for
 from course_pp.runtime.executor import Batch, Executor, _Call
@@ -158,7 +158,7 @@ class _Work:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "_Work":
-        prompts, size = [[int(token) for token in prompt] for prompt in given["prompts"]], given["group_size"]
+        prompts, size = given["prompts"], given["group_size"]
         groups: list[list[int]] = []
         for length in dict.fromkeys(map(len, prompts)):
             alike = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
@@ -199,10 +199,11 @@ def _agree(ranks: Ranks, given: Mapping[str, Any]) -> tuple[_Work, list[int]]:
     try:
         check_arguments(generate, given)
         _refuse_odd_values(given)
-        work = _Work.of(given)
+        prompts = [[int(token) for token in prompt] for prompt in given["prompts"]]
+        work = _Work.of({**given, "prompts": prompts})
         here = sorted(given["stages"]) if isinstance(given["stages"], Mapping) else here
         facts = {name: given[name] for name in ("n_tokens", "end", "group_size", "cache")}
-        facts["prompts"] = [[int(token) for token in prompt] for prompt in given["prompts"]]
+        facts["prompts"] = prompts
         problem = _problem_of_stages(given["stages"], given["cache"])
     except WrongArgument as error:
         problem = str(error)
@@ -212,14 +213,7 @@ def _agree(ranks: Ranks, given: Mapping[str, Any]) -> tuple[_Work, list[int]]:
     assert work is not None  # or all have refused
     assert facts is not None
     ranks.require_equal(facts)
-    placed: dict[int, int] = {}
-    for rank, theirs in enumerate(ranks.gather(here)):
-        for stage in theirs:
-            if stage in placed:
-                raise ValueError(f"ranks {placed[stage]} and {rank} both hold stage {stage}: give it to one of them")
-            placed[stage] = rank
-    if sorted(placed) != list(range(len(placed))):
-        raise ValueError(f"stages {sorted(placed)} are held: number them from 0 without gaps")
+    placed = rank_by_stage(ranks.gather(here))
     return work, [placed[stage] for stage in sorted(placed)]
 
 

@@ -82,6 +82,7 @@ def collective_rows(folder: Path) -> Rows:
     return {
         "Ranks": {"group": None, "alone": False, "limit_s": None},
         "difference": {"facts": [{"a": 1}]},
+        "rank_by_stage": {"held": [(0,), (1,)]},
     }
 
 
