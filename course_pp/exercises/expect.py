@@ -111,7 +111,7 @@ def _scalar(value: Any) -> Any:
 def _wrong_kind(value: Any, what: str, asked_for: str) -> Mistake:
     if value is None:
         return Mistake(f"`{what}` is None; {asked_for} is asked for.", "Is a `return` missing?")
-    name = type(value).__name__
+    name = "complex number" if isinstance(value, complex) else type(value).__name__
     article = "an" if name[0].lower() in "aeiou" else "a"
     return Mistake(f"`{what}` is {article} {name}; {asked_for} is asked for.", example=f"It is {_shown(value)}.")
 

@@ -264,13 +264,24 @@ def _skip_step(rank: int, name: str, n_ranks: int, m: int) -> tuple[dict[str, Te
 
 
 def generate_text(n_prompts: Sequence[int], n_tokens: int = 6) -> dict[int, tuple[bool, Timeline]]:
-    """Continue prompts on four emulated ranks, whose stages take 20 ms for a forward.
+    """Continue prompts on four emulated ranks, whose stages take 20 ms for a forward, or 40 or 80 on a busy machine.
 
     Returns:
         By number of prompts, whether one process writes the same tokens, and what the ranks did when.
     """
-    ranks = on_ranks(4, _generate, tuple(n_prompts), n_tokens)
-    return {n: (ranks[0][n][0] == _written_by_one(n, n_tokens), ranks[0][n][1]) for n in n_prompts}
+    for forward_s in _FORWARDS_S:
+        found = on_ranks(4, _generate, tuple(n_prompts), n_tokens, forward_s)[0]
+        if all(tl.makespan <= _LATE * _forwards_in_a_row(n, n_tokens) * forward_s for n, (_, tl) in found.items()):
+            break
+    return {n: (texts == _written_by_one(n, n_tokens), tl) for n, (texts, tl) in found.items()}
+
+
+_FORWARDS_S, _LATE = (0.02, 0.04, 0.08), 1.02
+
+
+def _forwards_in_a_row(n_prompts: int, n_tokens: int, n_ranks: int = 4) -> int:
+    """How many forwards long the writing is: a round of all prompts for each token but the last, then the way out."""
+    return max(n_prompts, n_ranks) * (n_tokens - 1) + n_prompts + n_ranks - 1
 
 
 _WRITER = ModelConfig(dim=16, n_layers=4, n_heads=2, vocab_size=WORDS, max_seq_len=32)
@@ -280,9 +291,11 @@ def _prompts(n: int) -> list[list[int]]:
     return [[7 * i % WORDS, 1 + i, 2] for i in range(n)]
 
 
-def _generate(rank: int, n_prompts: Sequence[int], n_tokens: int) -> dict[int, tuple[list[list[int]], Timeline]]:
+def _generate(
+    rank: int, n_prompts: Sequence[int], n_tokens: int, forward_s: float
+) -> dict[int, tuple[list[list[int]], Timeline]]:
     torch.manual_seed(0)
-    stage, cluster, found = build_stage_module(_WRITER, rank, 4), EmulatedCluster(Costs(forward=0.02)), {}
+    stage, cluster, found = build_stage_module(_WRITER, rank, 4), EmulatedCluster(Costs(forward=forward_s)), {}
     generate({rank: stage}, _prompts(1), 1)  # the first forward does much that is done once
     for n in n_prompts:
         recorder = Recorder()

@@ -6,7 +6,7 @@ from fractions import Fraction
 from numbers import Real
 from typing import Any
 
-from course_pp.arguments import checked, shown
+from course_pp.arguments import checked, described, shown
 
 __all__ = ["reveal"]
 
@@ -36,7 +36,7 @@ def _verdict(guess: object, measured: object, unit: str) -> str:
     if guess is ...:
         return f"{seen}; you have not guessed"
     if _kind(guess) != _kind(measured):
-        return f"{seen}; your guess {shown(guess)} is {_kind(guess)}, so it cannot be compared: give {_kind(measured)}"
+        return f"{seen}; your guess {_told(guess)}, so it cannot be compared: give {_kind(measured)}"
     return f"{seen}, guessed {_text(guess)}{unit}: {_comparison(guess, measured)}"
 
 
@@ -44,12 +44,21 @@ def _kind(value: object) -> str:
     kinds: tuple[tuple[type | tuple[type, ...], str], ...] = (
         (bool, "True or False"),
         (Real, "a number"),
+        (complex, "a complex number"),
         (str, "text in quotes"),
         (Mapping, "a dict"),
         (Sequence, "several values in brackets, [a, b, …]"),
         (Set, "a set, {a, b, …}"),
     )
-    return next((name for kind, name in kinds if isinstance(value, kind)), f"a {type(value).__name__}")
+    return next((name for kind, name in kinds if isinstance(value, kind)), described(value))
+
+
+def _told(guess: object) -> str:
+    """A guess and its kind; once, where the kind is all that can be shown."""
+    text, kind = shown(guess), _kind(guess)
+    if guess is None or guess is True or guess is False:
+        return f"is {text}"
+    return f"is {kind}" if text == described(guess) else f"{text} is {kind}"
 
 
 def _comparison(guess: object, measured: object) -> str:

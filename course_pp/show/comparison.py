@@ -13,6 +13,7 @@ from course_pp.show.wording import amount, counted, listed, named, percent
 
 _FILL = 0.4
 _OFFSET = 0.21
+_NAME_GAP, _NAME_SIZE = 4, 8.0
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ def compare(
     row_inches = min(0.62, max(0.17, 5.0 / n_ranks))
     figure = ChartFigure(WIDTH, 1.35 + row_inches * n_ranks)
     right = max(0.95, 0.15 + max(chart.text_width(label, 8.5) for label in pair.end_labels) / 72)
-    axes = figure.axes_with_margins(left=1.35, right=right, bottom=0.68, top=0.67)
+    left = min(WIDTH / 2, max(1.35, (_names_end(names) + chart.text_width(f"rank {n_ranks}", 9) + 4) / 72))
+    axes = figure.axes_with_margins(left=left, right=right, bottom=0.68, top=0.67)
     axes.set_xlim(0, max(pair.ends) or 1)
     axes.set_ylim(n_ranks - 0.5, -0.5)
     _draw_rows(axes, pair)
@@ -116,6 +118,11 @@ def _seconds_per_unit(predicted: Timeline, measured: Timeline, given: float | No
     return float(sum(measured.busy)) / work
 
 
+def _names_end(names: tuple[str, str]) -> float:
+    """How many points left of the axes there is room for the rank beside the two names."""
+    return _NAME_GAP + max(chart.text_width(name, _NAME_SIZE) for name in names) + 6
+
+
 def _draw_rows(axes: Axes, pair: _Pair) -> None:
     n_ranks, kinds = pair.measured.n_ranks, set()
     sides = (
@@ -123,8 +130,7 @@ def _draw_rows(axes: Axes, pair: _Pair) -> None:
         (pair.measured, pair.names[1], pair.measured_scale, _OFFSET, pair.ends[1]),
     )
     with_stage = any(map(rows.has_several_stages_a_rank, (pair.predicted, pair.measured)))
-    ranks = rows.name_ranks(axes, n_ranks)
-    axes.tick_params(axis="y", pad=48)
+    ranks = rows.name_ranks(axes, n_ranks, gap=_names_end(pair.names))
     points_y = chart.points_per_unit(axes)[1]
     for tl, name, scale, offset, end in sides:
         rows.draw_idle(axes, n_ranks, end, offset, _FILL)
@@ -133,11 +139,11 @@ def _draw_rows(axes: Axes, pair: _Pair) -> None:
         rows.label_boxes(axes, boxes, with_stage)
         kinds |= {box.action.kind for box in boxes}
         for rank in ranks:
-            size = min(8.0, 0.5 * ranks.step * points_y)
+            size = min(_NAME_SIZE, 0.5 * ranks.step * points_y)
             place = rank + offset * ranks.step
             axes.annotate(
-                name, (0, place), xytext=(-4, 0), textcoords="offset points", ha="right", va="center", size=size,
-                color=chart.TEXT_GREY,
+                name, (0, place), xytext=(-_NAME_GAP, 0), textcoords="offset points", ha="right", va="center",
+                size=size, color=chart.TEXT_GREY,
             )  # fmt: skip
     rows.note_ranks(axes, {rank: f"ends {_signed(pair.lateness(rank))}" for rank in ranks})
     rows.draw_key(axes, kinds, has_idle=any(tl.bubble_fraction > 0 for tl, *_ in sides))
@@ -149,8 +155,8 @@ def _mark_ends(axes: Axes, pair: _Pair) -> None:
     for end, label, style, is_earlier in zip(
         ends, pair.end_labels, styles, (ends[0] <= ends[1], ends[0] > ends[1]), strict=True
     ):
-        # Above the boxes, below their labels.
-        axes.axvline(end, color="black", linestyle=style, linewidth=1.3, clip_on=False, zorder=2.5)
+        # Below the boxes, or it would run through their labels.
+        axes.axvline(end, color="black", linestyle=style, linewidth=1.3, clip_on=False, zorder=0.5)
         axes.annotate(
             label,
             (end, 1),

@@ -35,7 +35,8 @@
     }
   }
 
-  function drawChart(svg) {
+  // The labels of the boxes lie above the veil over what has not begun, so that they can be read there.
+  function drawChart(svg, labels) {
     for (let rank = 0; rank < data.ranks; rank += 1) {
       add(svg, "text", { x: 2, y: middle(rank) + 4, "font-size": 12 }, `rank ${rank}`);
       add(svg, "rect", { x: LEFT, y: TOP + ROW * rank + 2, width: CHART, height: ROW - 4, fill: "#ECECEC" });
@@ -50,7 +51,7 @@
         for (const label of [part.name, part.short]) {
           const size = Math.min(11, high - 1);
           if (size >= 7 && width > 0.66 * size * label.length + 2) {
-            add(svg, "text", {
+            add(labels, "text", {
               x: x(span.start) + width / 2, y: y + high / 2 + 0.36 * size, "font-size": size, "text-anchor": "middle",
             }, label);
             break;
@@ -103,10 +104,12 @@
     const svg = add(root, "svg", { viewBox: `0 0 ${WIDTH} ${bottom + 22}`, role: "img", "aria-label": data.alt });
     drawPatterns(svg);
     add(svg, "text", { x: right + 10, y: 13, "font-size": 12, "font-weight": "bold" }, "holds");
-    drawChart(svg);
+    const labels = add(svg, "g", {});
+    drawChart(svg, labels);
     const holds = Array.from({ length: data.ranks }, (_, rank) =>
       add(svg, "text", { x: right + 10, y: middle(rank) + 4, "font-size": 12 }));
     const veil = add(svg, "rect", { y: TOP, height: bottom - TOP, fill: "#fff", "fill-opacity": 0.62 });
+    svg.append(labels);
     const frames = add(svg, "g", {});
     const cursor = add(svg, "path", { stroke: "#000", "stroke-width": 2 });
     const clock = add(svg, "text", { y: bottom + 16, "font-size": 12, "text-anchor": "middle", "font-weight": "bold" });

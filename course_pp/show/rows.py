@@ -74,6 +74,10 @@ class Box:
     top: float
 
 
+Placed = tuple[str, float, float, float]
+"""A label: text, size in points, x and y."""
+
+
 class Labels(Artist):
     """Short texts, each centred on a point in data coordinates; hundreds of them cost what a few Text objects do."""
 
@@ -88,7 +92,7 @@ class Labels(Artist):
         self._points[text, size].append((x, y))
 
     @property
-    def placed(self) -> list[tuple[str, float, float, float]]:
+    def placed(self) -> list[Placed]:
         """Text, size, x and y of each label."""
         return [(text, size, x, y) for (text, size), points in self._points.items() for x, y in points]
 
@@ -229,15 +233,31 @@ def label_boxes(axes: Axes, boxes: Iterable[Box], with_stage: bool) -> None:
                 return is_full, size
         return None
 
-    labels = Labels()
+    labels, on_hatch = Labels(), defaultdict[str, list[Placed]](list)
     for box in boxes:
         stage = str(box.action.stage) if with_stage else ""
         # Rounded, so that boxes of one cost count as equal.
         if fit := fitting(round(box.right - box.left, 9), round(box.top - box.bottom, 9), stage):
             is_full, size = fit
             text = f"{is_full * (stage + box.action.kind)}{box.action.microbatch}"
-            labels.add((box.left + box.right) / 2, (box.bottom + box.top) / 2, text, size)
+            x, y = (box.left + box.right) / 2, (box.bottom + box.top) / 2
+            labels.add(x, y, text, size)
+            if (look := LOOKS[box.action.kind]).hatch:
+                on_hatch[look.colour].append((text, size, x, y))
+    back_labels(axes, on_hatch)
     axes.add_artist(labels)
+
+
+def back_labels(axes: Axes, placed: Mapping[str, Collection[Placed]]) -> None:
+    """Lay a patch under each label of a hatched box, by the box's colour: no line then runs through its letters."""
+    points_x, points_y = chart.points_per_unit(axes)
+    for colour, labels in placed.items():
+        patches = []
+        for text, size, x, y in labels:
+            wide, high = chart.text_width(text, size) / 2 / points_x, (_digit_height(size) / 2 + 1) / points_y
+            patches.append(_corners(x - wide, x + wide, y - high, y + high))
+        path = Path.make_compound_path_from_polys(np.array(patches))
+        axes.add_artist(PathPatch(path, facecolor=colour, edgecolor="none", linewidth=0, zorder=1.2))
 
 
 def has_several_stages_a_rank(tl: Timeline) -> bool:
@@ -252,15 +272,15 @@ def axis_unit(tl: Timeline) -> tuple[float, str]:
     return (1.0, "s") if tl.makespan >= 1 else (1e3, "ms") if tl.makespan >= 1e-3 else (1e6, "µs")
 
 
-def name_ranks(axes: Axes, n_ranks: int) -> range:
-    """Name the rows, every fourth where they are thin; returns the ranks that have a name."""
+def name_ranks(axes: Axes, n_ranks: int, gap: float = 5) -> range:
+    """Name the rows, every fourth where they are thin, ``gap`` points from the axes; returns the ranks with a name."""
     points_x, points_y = chart.points_per_unit(axes)
     every = 1 if points_y >= 9 else 4
     ranks, size = range(0, n_ranks, every), min(9, every * points_y)
     # Tick labels would be a third of the time that the panel has for a picture.
     names = Labels()
     for rank in ranks:
-        middle = axes.get_xlim()[0] - (5 + chart.text_width(f"rank {rank}", size) / 2) / points_x
+        middle = axes.get_xlim()[0] - (gap + chart.text_width(f"rank {rank}", size) / 2) / points_x
         names.add(middle, rank, f"rank {rank}", size)
     axes.add_artist(names)
     axes.yaxis.set_visible(False)

@@ -1,6 +1,6 @@
 """A timeline of stages that update their own weights: which version each action used, and which each update made."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -115,11 +115,15 @@ def _label(axes: Axes, used: Collection[_Used]) -> None:
 
     n_lines, size = next(((n, size) for n in (2, 1) for size in _SIZES if fits(size, n)), (1, _SIZES[-1]))
     labels, step = Labels(), 0.62 * size / points_y
-    for box, *texts in lines:
+    on_hatch = defaultdict[str, list[rows.Placed]](list)
+    for each, (box, *texts) in zip(used, lines, strict=True):
         x, y = (box.left + box.right) / 2, (box.bottom + box.top) / 2
         places = (y - step, y + step) if n_lines == 2 else (y,)
         for at, text in zip(places, texts[-n_lines:], strict=True):
             labels.add(x, at, text, size)
+            if box.action.kind != "F":
+                on_hatch[_COLOURS[each.version % len(_COLOURS)]].append((text, size, x, at))
+    rows.back_labels(axes, on_hatch)
     axes.add_artist(labels)
 
 

@@ -49,6 +49,9 @@ def test_a_page_of_its_own_needs_nothing_else(page: Any, tmp_path: Path) -> None
     page.on("request", lambda request: asked.append(request.url))
     page.goto(path.as_uri())
     page.wait_for_selector(".cpp-player svg", timeout=SOON)
+    over = "(rect, text) => Boolean(rect.compareDocumentPosition(text) & Node.DOCUMENT_POSITION_FOLLOWING)"
+    veil, label = "rect[fill-opacity='0.62']", ".cpp-player svg text[text-anchor='middle']"  # a box's, not yet begun
+    assert page.evaluate(f'({over})(document.querySelector("{veil}"), document.querySelector("{label}"))')
     page.click("button[aria-label='one step on']")
     assert page.locator(".cpp-now").inner_text().startswith("1.0: rank 0 0F1.")
     assert page.locator(".cpp-player svg").get_attribute("aria-label").startswith("dualpipe_v: ")

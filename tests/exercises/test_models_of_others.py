@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 from torch.nn.functional import cross_entropy
 
+from course_pp.exercises import models_of_others_lab
 from course_pp.exercises.models_of_others import carries, skip_bytes, tied_across
 from course_pp.exercises.models_of_others_clinic import PATIENTS, examine, patient_a
 from course_pp.exercises.models_of_others_lab import ARTICLE, ends_apart, generate_text, skip_step
 from course_pp.model import layer_costs, partition_by_cost
+from course_pp.schedule import Action, Span, Timeline
 from tests.exercises import grading
 from tests.exercises.grading import accepts
 
@@ -181,6 +183,29 @@ def test_skips_stay_on_their_rank_in_a_v() -> None:
     line, v = skip_step("1f1b", 4), skip_step("zb_v", 2)
     assert max(line[0], v[0]) < 1e-12
     assert line[1] / v[1] == pytest.approx(2.5, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("late", "tried"), [((), [0.02]), ((0.02,), [0.02, 0.04]), ((0.02, 0.04, 0.08), [0.02, 0.04, 0.08])]
+)
+def test_prompts_are_written_at_a_slower_pace_where_the_machine_is_too_busy(
+    late: tuple[float, ...], tried: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paces = []
+
+    def on_ranks(n: int, fn: object, n_prompts: tuple[int, ...], n_tokens: int, forward_s: float) -> list[Any]:
+        paces.append(forward_s)
+        length = {1: 24, 4: 27, 8: 51}
+        slow = 1.2 if forward_s in late else 1.0
+        return [{m: ([], measured_in(slow * length[m] * forward_s)) for m in n_prompts}]
+
+    def measured_in(seconds: float) -> Timeline:
+        return Timeline(1, (Span(0, Action(0, "F", 0), 0.0, seconds),), unit="s")
+
+    monkeypatch.setattr(models_of_others_lab, "on_ranks", on_ranks)
+    written = generate_text((1, 4, 8), n_tokens=6)
+    assert paces == tried
+    assert written[4][1].makespan == pytest.approx((1.2 if tried[-1] in late else 1) * 27 * tried[-1])
 
 
 @pytest.mark.ranks

@@ -32,7 +32,10 @@ from course_pp.notebook import reveal
             0.25,
             "measured 0.25; your guess 'half' is text in quotes, so it cannot be compared: give a number",
         ),
-        (None, True, "measured True; your guess None is a NoneType, so it cannot be compared: give True or False"),
+        (None, True, "measured True; your guess is None, so it cannot be compared: give True or False"),
+        (True, 2, "measured 2; your guess is True, so it cannot be compared: give a number"),
+        (1j, 2, "measured 2; your guess is a complex number, so it cannot be compared: give a number"),
+        (object(), 2, "measured 2; your guess is an object, so it cannot be compared: give a number"),
         (1, True, "measured True; your guess 1 is a number, so it cannot be compared: give True or False"),
     ],
 )

@@ -54,6 +54,7 @@ _NAME = re.compile(r"\d\d_[a-z0-9]+(_[a-z0-9]+)*\.ipynb")
 _SHELL = re.compile(r"^\s*(!|%%(bash|sh|script|system)\b|%(system|sx)\b)|^\s*\w+\s*=\s*!", re.MULTILINE)
 # A path below one of these belongs to whoever ran the notebook. A URL has a letter before such a part.
 _MACHINE_PATH = re.compile(r"(?<![\w./])/(home|root|tmp|work|Users|var/folders|mnt|workspace)/\S*|\b[A-Z]:\\\\?Users\b")
+_EMULATED = re.compile(r"\.(makespan|bubble_fraction|utilisation|peak_activations|transfers|spans)\b")
 _LINK = re.compile(r"\]\(([^)\s]+)\)|\bhref=[\"']([^\"']+)")
 
 
@@ -221,6 +222,22 @@ def knows_where_its_numbers_come_from(notebook: Notebook, path: Path) -> Iterato
     yield from quotes.problems(notebook, quotes.sources_of(path))
 
 
+def says_how_each_emulated_value_was_found(notebook: Notebook, path: Path) -> Iterator[str]:
+    """On a busy machine `emulate` simulates, and what shows its times must not call them measured."""
+    cells = _code_cells(notebook)
+    if not any(re.search(r"import .*\bemulate\b", cell.source) for cell in cells):
+        return
+    for cell in cells:
+        for call in ast.walk(_parsed(cell)):
+            if not isinstance(call, ast.Call) or not ast.unparse(call.func).endswith(("reveal", "compare")):
+                continue
+            words = ast.unparse(call)
+            if "reveal" in words and _EMULATED.search(words) and "how=" not in words:
+                yield f"cell {cell.id} reveals {words}: add how=, which says whether it was measured"
+            if "compare" in words and "'measured'" in words:
+                yield f"cell {cell.id} names a timeline 'measured': name it by its .how"
+
+
 def announces_each_exercise(notebook: Notebook, path: Path) -> Iterator[str]:
     headings = [line for cell in notebook.cells if cell.cell_type == "markdown" for line in cell.source.splitlines()]
     for i, exercise in enumerate(exercises_of(path.name[:2]), 1):
@@ -247,6 +264,7 @@ RULES: tuple[Rule, ...] = (
     announces_each_exercise,
     leaves_each_guess_to_the_learner,
     knows_where_its_numbers_come_from,
+    says_how_each_emulated_value_was_found,
 )
 
 

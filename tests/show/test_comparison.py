@@ -1,10 +1,15 @@
 import math
 
 import pytest
+from matplotlib.colors import to_rgba
+from matplotlib.patches import PathPatch
 
 from course_pp import show
 from course_pp.schedule import Span, Timeline, build, simulate
+from course_pp.show import chart
+from course_pp.show.rows import Labels
 from tests.schedule.layouts import gpipe, naive
+from tests.show.layout import flaws
 from tests.show.reading import texts, title
 
 
@@ -24,6 +29,31 @@ def test_each_end_has_its_own_label_on_the_side_away_from_the_other() -> None:
     axes = show.compare(gpipe(4, 8), gpipe(4, 8, latency=1)).axes[0]
     ends = {text.get_text(): (text.xy[0], text.get_ha()) for text in axes.texts if text.xy[1] == 1}
     assert ends == {"predicted 33.0": (33, "right"), "measured 39.0": (39, "left"), "": (1, "left")}
+
+
+@pytest.mark.parametrize(
+    "names", [("1f1b", "zb_h1"), ("sums inside", "sums across"), ("1f1b, 4 held", "found, 3 held")]
+)
+def test_names_stand_beside_their_rank_and_not_over_it(names: tuple[str, str]) -> None:
+    figure = show.compare(gpipe(4, 8), simulate(build("zb_h1", 4, 8)), names=names)
+    assert flaws(figure) == []
+    axes = figure.axes[0]
+    ranks = [
+        axes.transData.transform((x, y))[0] + chart.text_width(text, size) * figure.dpi / 144
+        for artist in axes.findobj(Labels)
+        for text, size, x, y in artist.placed
+        if text.startswith("rank")
+    ]
+    assert len(ranks) == 4
+    assert max(ranks) < min(text.get_window_extent().x0 for text in axes.texts if text.get_text() in names)
+
+
+def test_no_end_runs_through_a_label() -> None:
+    axes = show.compare(simulate(build("1f1b", 4, 8)), simulate(build("zb_h1", 4, 8))).axes[0]
+    boxes = [artist for artist in axes.findobj(PathPatch) if artist.get_facecolor() == to_rgba(chart.VERMILION)]
+    ends = [line for line in axes.get_lines() if len(set(line.get_xdata())) == 1]
+    assert len(ends) == 2
+    assert max(line.get_zorder() for line in ends) < min(box.get_zorder() for box in boxes)
 
 
 def test_two_schedules_are_compared_under_their_own_names() -> None:

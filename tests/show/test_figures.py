@@ -1,6 +1,7 @@
 import io
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ from matplotlib.patches import PathPatch
 from PIL import Image
 
 from course_pp import show
-from course_pp.schedule import Action, Overlap, Schedule, Span, Timeline, build, names, simulate
+from course_pp.schedule import Action, Costs, Overlap, Schedule, Span, Timeline, build, ledger, names, simulate
 from course_pp.show import chart
 from course_pp.show.chart import ChartFigure
 from course_pp.show.timelines import spelled_peaks
@@ -23,6 +24,7 @@ def wait(rank: int, operation: str, *peers: int) -> SimpleNamespace:
     return SimpleNamespace(rank=rank, operation=operation, peers=peers)
 
 
+PIPEDREAM = build("pipedream", 4, 8)
 FIGURES = {
     "timeline": lambda: show.timeline(gpipe(4, 8)),
     "compare": lambda: show.compare(gpipe(4, 8), gpipe(4, 8, latency=1)),
@@ -211,6 +213,27 @@ def test_no_label_is_wider_than_its_box() -> None:
     assert len(placed) == 128
     for text, size, _, _ in placed:
         assert chart.text_width(text, size) <= points * (1 if "F" in text else 2)
+
+
+@pytest.mark.parametrize(
+    ("draw", "kinds"),
+    [
+        (lambda: show.timeline(simulate(build("zb_h1", 4, 8))), "IW"),
+        (lambda: show.versions(simulate(PIPEDREAM, Costs(update=0.25)), ledger(PIPEDREAM, "stash")), "B"),
+    ],
+    ids=["timeline", "versions"],
+)
+def test_no_hatch_runs_through_a_label(draw: Callable[[], ChartFigure], kinds: str) -> None:
+    figure = draw()
+    axes = figure.axes[0]
+    plain = [patch.get_path() for patch in axes.findobj(PathPatch) if not patch.get_hatch()]
+    points = chart.points_per_unit(axes)
+    mine = [each for each in labels(figure) if each[0][0] in kinds]
+    assert len(mine) == 32 * len(kinds)
+    for text, size, x, y in mine:
+        wide, high = 0.45 * chart.text_width(text, size) / points[0], 0.3 * size / points[1]
+        corners = [(x + i * wide, y + j * high) for i in (-1, 1) for j in (-1, 1)]
+        assert any(all(map(path.contains_point, corners)) for path in plain), text
 
 
 def test_a_rank_with_several_stages_names_the_stage() -> None:
