@@ -101,9 +101,9 @@ def test_a_shuffled_order_runs_exactly_if_check_accepts_it(name: str) -> None:
     legal = built(name, 3, 6)
     rng = random.Random(name)
     verdicts = set()
-    for _ in range(60):
+    for attempt in range(60):
         rows = [list(row) for row in legal.actions]
-        for _ in range(rng.randrange(1, 3)):
+        for _ in range(rng.randrange(1, 3 + attempt // 10)):  # where one swap does no harm, several may
             row = rng.choice(rows)
             index = rng.randrange(len(row) - 1)
             row[index], row[index + 1] = row[index + 1], row[index]
