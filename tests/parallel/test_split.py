@@ -1,6 +1,7 @@
 """Models that somebody else wrote, cut without changing their code, do what they did in one piece."""
 
 import re
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -137,6 +138,41 @@ def test_stages_train_on_ranks_as_in_one_process(name: str, engine: str, schedul
     ranks = on_ranks(n_ranks, train_on_rank, name, engine, schedule, n_ranks, 4, timeout_s=100)
     # transformers' norms round to float32, which can make more of a difference in the last digit.
     assert_same_training(ranks, trained_in_one_process(name), find_ties(build(name)), (1e-9, 1e-8))
+
+
+class AddsInPlace(nn.Module):
+    """What ``same`` returns is what it was called with, and is changed between the modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.same, self.last = nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.same(self.first(x))
+        x += 1
+        return self.last(x)
+
+
+def in_place() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(("model", "at"), [(AddsInPlace, "same"), (AddsInPlace, "last"), (in_place, "1")])
+def test_what_a_stage_receives_may_be_changed_in_place(model: Callable[[], nn.Module], at: str) -> None:
+    torch.manual_seed(0)
+    whole, x = model(), torch.ones(3, 4)
+    first, last = auto_split(whole, x, at=[at])
+    value = first(x)
+    received = tuple(tensor.detach().requires_grad_() for tensor in value["values"])  # leaves, as messages are
+    result = last(**{**value, "values": received})
+    assert torch.equal(result, whole(x))
+    gradients = torch.autograd.grad(result.sum(), received)
+    torch.autograd.backward(value["values"], gradients)
+    parts = {name: parameter.grad for name, parameter in whole.named_parameters() if "first" in name or name[0] == "0"}
+    whole.zero_grad()
+    whole(x).sum().backward()
+    for name, gradient in parts.items():
+        torch.testing.assert_close(gradient, whole.get_parameter(name).grad)
 
 
 def test_noise_on_the_input_is_drawn_by_one_stage() -> None:

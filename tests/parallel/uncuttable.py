@@ -128,6 +128,20 @@ class InPlace(nn.Module):
         return self.second(x) + x
 
 
+class HandedOn(nn.Module):
+    """A module returns what it is called with, so that two results are one tensor, which is changed and used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.same, self.second = linear(), nn.Identity(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y = self.same(x)
+        y += 1  # here: changed in place
+        return self.second(y) + x
+
+
 class Nested(nn.Module):
     """A module calls another that the model calls as well."""
 
@@ -172,4 +186,4 @@ class Escaped(nn.Module):
         return self.third(self.second(x)) * scale
 
 
-UNCUTTABLE = (Hidden, Hooked, Unknown, Borrowed, OnePiece, Noisy, InPlace, Nested, Misfit, Escaped)
+UNCUTTABLE = (Hidden, Hooked, Unknown, Borrowed, OnePiece, Noisy, InPlace, HandedOn, Nested, Misfit, Escaped)

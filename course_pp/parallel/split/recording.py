@@ -88,6 +88,7 @@ class _Watch(TorchDispatchMode):
         self.independent = set(undecided)
         self._sources: dict[int, frozenset[Source]] = {}
         self._inside: dict[int, int] = {}  # storages made within a call and not returned by it
+        self._same: dict[int, set[int]] = {}  # storages that are one in the model: results are copied here
         self._kept: list[Any] = []  # alive, so that no storage gets another's number
         self._open: list[_Open] = []
         self._opaque: dict[int, str] = {}
@@ -138,7 +139,7 @@ class _Watch(TorchDispatchMode):
                 self._refuse_hidden(self._inside[_key(tensor)])
         sources = _NOTHING.union(*map(self._of, arguments))
         for tensor in written:
-            self.recording.changed |= {s.call for s in self._of(tensor) if isinstance(s, Output)}
+            self._see_change(tensor, "a tensor that one module returns and another hands on", spares=_key(tensor))
             self._set(tensor, self._of(tensor) | sources)
         for tensor in results:
             if not any(tensor is each for each in written):
@@ -166,11 +167,26 @@ class _Watch(TorchDispatchMode):
                         self._refuse_borrowed(source.name)
         for tensor in written:
             if any(isinstance(source, Output | Input) for source in self._of(tensor)):
-                self._set(tensor, self._of(tensor) | {_spoiled(now.unit)})
+                self._see_change(tensor, f"what {now.unit!r} is called with")
         for tensor in results:
             if _key(tensor) not in self._sources:
                 self._kept.append(tensor)
                 self._inside.setdefault(_key(tensor), len(self.recording.calls))
+
+    def _link(self, one: Tensor, other: Tensor) -> None:
+        """Note that two storages are one in the model: a unit may return what it was called with."""
+        self._kept += [one, other]
+        together = set[int]().union(*(self._same.get(key, {key}) for key in (_key(one), _key(other))))
+        self._same |= dict.fromkeys(together, together)
+
+    def _see_change(self, tensor: Tensor, what: str, spares: int | None = None) -> None:
+        """A tensor is changed in place: nothing that is one with it is to be used afterwards, save ``spares``."""
+        same = self._same.get(_key(tensor), {_key(tensor)})
+        for key in same:
+            sources = self._sources.get(key, _NOTHING)
+            self.recording.changed |= {source.call for source in sources if isinstance(source, Output)}
+            if key != spares:
+                self._sources[key] = sources | {_spoiled(what)}
 
     def _enter(self, name: str, unit: nn.Module, given: Any) -> Any:
         tensors = _tensors(given)
@@ -192,6 +208,7 @@ class _Watch(TorchDispatchMode):
         self._looking = True
         for tensor, copy in zip(_tensors(given), _tensors(copies), strict=True):
             self._set(copy, self._of(tensor))
+            self._link(tensor, copy)
             allowed.add(_key(copy))
         return copies
 
@@ -206,6 +223,7 @@ class _Watch(TorchDispatchMode):
                 return leaf
             if id(leaf) not in own:
                 own[id(leaf)] = torch.zeros_like(leaf, device=self._device) if now.on_meta else leaf.clone()
+                self._link(leaf, own[id(leaf)])
             return own[id(leaf)]
 
         self._looking = False
@@ -291,9 +309,9 @@ def _drawn() -> Problem:
     return Problem("random numbers", line_of_model(), what, "draw them in a module, such as nn.Dropout")
 
 
-def _spoiled(unit: str) -> Problem:
-    what = f"{unit!r} changes in place what it is called with, and that is used afterwards"
-    return Problem("changed in place", line_of_model(), what, "change a copy, or use only what the module returns")
+def _spoiled(what: str) -> Problem:
+    said = f"{what} is changed in place and used afterwards"
+    return Problem("changed in place", line_of_model(), said, "change a copy, or use only what the module returns")
 
 
 def line_of_model() -> str:
