@@ -145,7 +145,7 @@ class _Work:
         groups: for each group the numbers of its prompts.
         first: for each group its prompts, (batch, length).
         written: for each prompt its new tokens plus one, as far as this rank has chosen them; else 0.
-        caches: of the stages here, by stage and group.
+        caches: of the stages here, by stage and group, until the group is done.
     """
 
     groups: list[list[int]]
@@ -261,20 +261,22 @@ class _Generating(Executor):
         at, group = divmod(microbatch, self._schedule.feedback)
         before, product = Product("activation", stage - 1, microbatch), Product("activation", stage, microbatch)
         token_before = Product("token", self._last, microbatch - self._schedule.feedback)
-        token, is_wanted = Product("token", self._last, microbatch), microbatch + len(work.groups) < self._n
+        token, goes_on = Product("token", self._last, microbatch), microbatch + len(work.groups) < self._n
 
         def forward(batch: Batch) -> None:
             if stage:
                 value = batch.products.pop(before)
             else:
                 value = batch.inputs[group] if at == 0 else self._text(batch, group, batch.products.pop(token_before))
-            output = None if value is None else self._called(stage, group, value)
+            made = None if value is None else self._called(stage, group, value)
+            if stage == self._last and made is not None:
+                made = work.write(group, at, _last_logits(made))
+            if made is None or not goes_on:
+                work.caches.pop((stage, group), None)
             if stage < self._last:
-                batch.products[product] = output
-                return
-            chosen = None if output is None else work.write(group, at, _last_logits(output))
-            if is_wanted:
-                batch.products[token] = chosen
+                batch.products[product] = made
+            elif goes_on:
+                batch.products[token] = made
 
         return forward
 

@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -88,6 +89,54 @@ def test_a_prompt_is_done_after_the_end() -> None:
     expected = [text[: text.index(end) + 1] if end in text else text for text in whole]
     for found in on_ranks(2, generated, (0, 1), prompts, {"end": end, "group_size": 2}, timeout_s=LIMIT_S):
         assert found == expected
+
+
+class Caching(nn.Module):
+    """A stage that counts how many of the caches it has made are kept when it is called, itself included."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage, self.kept = stage, list[int]()
+        self._made: WeakSet[Any] = WeakSet()
+
+    def new_cache(self) -> Any:
+        self._made.add(cache := self.stage.new_cache())
+        return cache
+
+    def forward(self, x: Tensor, cache: Any) -> Tensor:
+        self.kept.append(len(self._made))
+        return self.stage(x, cache=cache)
+
+
+def caches_kept(rank: int, prompts: list[list[int]], end: int | None) -> list[int]:
+    (stage,) = stages_on(rank, (0, 1)).values()
+    generate(watched := Caching(stage), prompts, N_TOKENS, end=end, timeout_s=30)
+    return watched.kept
+
+
+def caches_needed(texts: list[list[int]], end: int | None, is_last: bool) -> list[int]:
+    """The prompts whose next token still needs the cache at each call; a rank learns of an end when the token comes."""
+    alive: set[int] = set()
+    found = []
+    for at in range(N_TOKENS):
+        for prompt, text in enumerate(texts):
+            if end in text[:at]:
+                alive.discard(prompt)
+                continue
+            alive.add(prompt)
+            found.append(len(alive))
+            if at == N_TOKENS - 1 or (is_last and text[at] == end):
+                alive.discard(prompt)
+    return found
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_the_cache_of_a_prompt_goes_when_the_prompt_is_done(stops: bool) -> None:
+    prompts = prompts_of(4)
+    texts = of_one_process(prompts)
+    end = texts[0][2] if stops else None
+    for rank, kept in enumerate(on_ranks(2, caches_kept, prompts, end, timeout_s=LIMIT_S)):
+        assert kept == caches_needed(texts, end, rank == 1)
 
 
 def emulated(rank: int, prompts: list[list[int]], cluster: EmulatedCluster) -> Timeline:
