@@ -29,7 +29,7 @@ from course_pp.model import (
 )
 from course_pp.parallel.activation_checkpointing import apply_ac
 from course_pp.parallel.blocks import Blocks, find_blocks
-from course_pp.parallel.carrying import Carried, carried_bytes, carry_along
+from course_pp.parallel.carrying import CarryingCost, carried_bytes, carry_along
 from course_pp.parallel.clipping import clip_grad_norm_
 from course_pp.parallel.compiling import apply_compile
 from course_pp.parallel.counting import (
@@ -72,7 +72,7 @@ from course_pp.parallel.world import get_world_info, is_rank_zero, refusals_said
 
 __all__ = [
     "Blocks",
-    "Carried",
+    "CarryingCost",
     "CollectiveCounter",
     "CollectiveCounts",
     "DistributedConfig",

@@ -18,6 +18,7 @@ from course_pp.arguments import check_arguments, checked
 from course_pp.collective import Ranks, rank_by_stage
 from course_pp.model import PipelineStageModule
 from course_pp.parallel._torch import tree_map
+from course_pp.parallel.agreeing import everyone_of
 from course_pp.parallel.boundary import Boundary
 from course_pp.parallel.mesh import get_pp_mesh
 from course_pp.parallel.pipeline import PipelineSchedule
@@ -25,7 +26,7 @@ from course_pp.parallel.refusing import on_every_rank
 from course_pp.schedule import Edge
 from course_pp.schedule.declared import Declared, declared_by, edges_from, taken_apart
 
-__all__ = ["Carried", "carried_bytes", "carry_along"]
+__all__ = ["CarryingCost", "carried_bytes", "carry_along"]
 
 _VALUE, _CARRIED = "value", "carried"
 
@@ -143,7 +144,7 @@ def _refuse_own_model(modules: Mapping[int, nn.Module], loads: Mapping[int, _Loa
 
 @checked
 @dataclass(frozen=True)
-class Carried:
+class CarryingCost:
     """What skip connections cost at each boundary of a torch pipeline, a microbatch, one way.
 
     Attributes:
@@ -170,6 +171,19 @@ class Carried:
         return sum(sum(row.values()) for s, row in enumerate(self.by_boundary) if self.ranks[s] != self.ranks[s + 1])
 
     @property
+    def by_stage(self) -> tuple[dict[str, int], ...]:
+        """For each stage the bytes of each value that it keeps of a microbatch, from forward to backward.
+
+        That is what it makes and what it takes, be it only to hand it on; what lies between two stages of one rank is
+        in both. A rank keeps as many times that as it has microbatches in flight (``peak_activations`` of the
+        schedule's timeline).
+        """
+        return tuple(
+            {e.name: self.sizes[e.name] for e in self.edges if e.writer <= stage <= e.readers[-1]}
+            for stage in range(len(self.ranks))
+        )
+
+    @property
     def direct(self) -> int:
         """What it would be if each went once to each rank that reads it."""
         return sum(
@@ -178,24 +192,31 @@ class Carried:
         )
 
     def __str__(self) -> str:
-        rows = [
-            f"{f'stage {s} to {s + 1}':<16}{sum(row.values()):>14,}  {', '.join(row) or '-'}"
-            for s, row in enumerate(self.by_boundary)
-        ]
         head = f"{'boundary':<16}{'bytes':>14}  values carried"
+        rows = [_row(f"stage {s} to {s + 1}", carried) for s, carried in enumerate(self.by_boundary)]
         total = f"{'between ranks':<16}{self.carried:>14,}  against {self.direct:,} if sent to their readers only"
-        return "\n".join((head, *rows, total))
+        kept = [_row(f"kept in stage {s}", held) for s, held in enumerate(self.by_stage)]
+        return "\n".join((head, *rows, total, *kept))
 
 
-@checked
-def carried_bytes(pipeline: PipelineSchedule) -> Carried:
+def _row(name: str, values: Mapping[str, int]) -> str:
+    return f"{name:<16}{sum(values.values()):>14,}  {', '.join(values) or '-'}"
+
+
+def carried_bytes(pipeline: PipelineSchedule) -> CarryingCost:
     """Count the bytes that :func:`carry_along` adds to the messages of one microbatch. Call it on every rank at once.
 
     Values with fractions cost as much again on the way back, as gradients. ``print`` the result for a table.
 
     Raises:
+        WrongArgument: on every rank, if one gives something else than a pipeline.
         RankMissing: if a rank does not come.
     """
+    given, known = locals(), isinstance(pipeline, PipelineSchedule)
+    # What is no pipeline counts as one of all ranks, as it was to be.
+    Ranks(everyone_of(pipeline.stages[0]) if known else None).collectively(
+        lambda: check_arguments(carried_bytes, given)
+    )
     mine: dict[int, tuple[Declared, dict[str, int]]] = {}
     for stage in pipeline.stages:
         load = getattr(stage.submod, "_load", None)
@@ -206,7 +227,7 @@ def carried_bytes(pipeline: PipelineSchedule) -> Carried:
     found = {stage: said for theirs in everyone for stage, said in theirs.items()}
     edges = edges_from({stage: declared for stage, (declared, _) in found.items()})
     sizes = {name: size for _, row in found.values() for name, size in row.items()}
-    return Carried(edges, sizes, tuple(owner[stage] for stage in sorted(owner)))
+    return CarryingCost(edges, sizes, tuple(owner[stage] for stage in sorted(owner)))
 
 
 def _sizes(boundary: Boundary | None) -> dict[str, int]:

@@ -17,7 +17,7 @@ _FILLS = (chart.SKY_BLUE, chart.YELLOW, chart.ORANGE, chart.PURPLE)
 
 
 class Value(Protocol):
-    """A tensor that crosses a cut; :class:`course_pp.parallel.split.Carried` is one."""
+    """A tensor that crosses a cut; :class:`course_pp.parallel.split.CrossingTensor` is one."""
 
     @property
     def made(self) -> int: ...

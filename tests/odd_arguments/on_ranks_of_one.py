@@ -108,7 +108,7 @@ def parallel_rows(folder: Path) -> Rows:
             "outputs": None,
         },
         "build_stage_module": MODEL["build_stage_module"],
-        "Carried": {"edges": (Edge("x", 0, (1,)),), "sizes": {"x": 8}, "ranks": (0, 1)},
+        "CarryingCost": {"edges": (Edge("x", 0, (1,)),), "sizes": {"x": 8}, "ranks": (0, 1)},
         "carry_along": {"modules": Fresh(lambda: {0: nn.Linear(3, 3)}), "device_mesh": None},
         "carried_bytes": {
             "pipeline": Fresh(lambda: parallel.build_pipeline_schedule(stage(), 2, CrossEntropy(), "gpipe"))

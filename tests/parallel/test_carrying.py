@@ -1,12 +1,15 @@
 """Skip connections under torch's schedules: carried along, right, and counted."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
+from course_pp.arguments import WrongArgument
 from course_pp.launch import on_ranks
 from course_pp.parallel import (
     DistributedConfig,
@@ -55,7 +58,21 @@ def gradients(modules: dict[int, nn.Module]) -> dict[str, Tensor | None]:
     return {f"{stage}.{name}": p.grad for stage, module in modules.items() for name, p in module.named_parameters()}
 
 
-def step(rank: int, name: str) -> tuple[float, dict[str, Any], Tensor, Any, str]:
+def kept_until_backward(stage: Any) -> Callable[[], int]:
+    """Bytes that torch keeps of a microbatch for the stage's backward: what came in, and what went out."""
+    found: list[int] = []
+    backward = stage.backward_one_chunk
+
+    def looked(number: int, **given: Any) -> Any:
+        tensors = (leaf for leaf in tree_flatten(stage.fwd_cache[number])[0] if isinstance(leaf, Tensor))
+        found.append(sum({t.untyped_storage()._cdata: t.nbytes for t in tensors}.values()))
+        return backward(number, **given)
+
+    stage.backward_one_chunk = looked
+    return lambda: max(found)
+
+
+def step(rank: int, name: str) -> tuple[float, dict[str, Any], Tensor, Any, str, dict[int, int]]:
     mesh = init_distributed(DistributedConfig(pp=2), seed=0)
     indices = get_stage_indices(name, get_pp_rank(mesh), 2)
     n = 2 * len(indices)
@@ -64,9 +81,10 @@ def step(rank: int, name: str) -> tuple[float, dict[str, Any], Tensor, Any, str]
     example, (inputs, target) = torch.empty(ROWS, WIDTH, dtype=torch.float64, device="meta"), batch()
     stages = [build_pipeline_stage(m, mesh, "cpu", stage=i, n_stages=n, inputs=example) for i, m in modules.items()]
     pipeline = build_pipeline_schedule(stages, M, F.mse_loss, name)
+    kept = {stage.stage_index: kept_until_backward(stage) for stage in stages}
     loss = pipeline.step(inputs, target=target).item()
-    cost = carried_bytes(pipeline)
-    return loss, gradients(modules), pipeline.evaluate(inputs, on="all"), cost, str(cost)
+    cost, found = carried_bytes(pipeline), {stage: each() for stage, each in kept.items()}
+    return loss, gradients(modules), pipeline.evaluate(inputs, on="all"), cost, str(cost), found
 
 
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "zb_v"])
@@ -81,7 +99,7 @@ def test_carried_values_train_as_in_one_process_and_are_counted(name: str) -> No
     loss.backward()
     expected = gradients(dict(enumerate(whole)))
     seen: set[str] = set()
-    for found, grads, outputs, cost, table in on_ranks(2, step, name, timeout_s=60):
+    for found, grads, outputs, cost, table, kept in on_ranks(2, step, name, timeout_s=60):
         assert found == pytest.approx(loss.item(), rel=1e-12)
         torch.testing.assert_close(outputs, hidden, rtol=1e-12, atol=1e-12)
         for key, grad in grads.items():
@@ -94,9 +112,28 @@ def test_carried_values_train_as_in_one_process_and_are_counted(name: str) -> No
         assert cost.carried == sum(sum(cost.by_boundary[s].values()) for s in crossing)
         readers_elsewhere = {"zb_v": mask + value + value, "interleaved_1f1b": mask}[name]
         assert cost.direct == readers_elsewhere
+        for stage, n_bytes in kept.items():
+            if stage == 0 or cost.ranks[stage - 1] != cost.ranks[stage]:  # else it has copies
+                activations = 2 * value  # in and out
+                assert n_bytes == sum(cost.by_stage[stage].values()) + activations
         assert "stage 1 to 2" in table
         assert f"against {cost.direct:,} if sent to their readers only" in table
     assert seen == expected.keys()
+
+
+def counted(rank: int) -> str:
+    mesh = init_distributed(DistributedConfig(pp=2), seed=0)
+    stage = build_pipeline_stage(Part(), mesh, "cpu", inputs=torch.empty(ROWS, WIDTH, dtype=torch.float64))
+    pipeline = build_pipeline_schedule(stage, M, F.mse_loss, "1f1b", tied=[])
+    with pytest.raises(WrongArgument) as caught:
+        carried_bytes(pipeline if rank == 0 else stage)
+    return str(caught.value)
+
+
+def test_what_is_no_pipeline_on_one_rank_is_refused_on_both() -> None:
+    said = on_ranks(2, counted, timeout_s=60)
+    assert said[0] == said[1]
+    assert "carried_bytes: pipeline is " in said[0]
 
 
 def refused(rank: int) -> list[str]:

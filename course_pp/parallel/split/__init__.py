@@ -13,14 +13,14 @@ read, so skip connections and encoders' outputs cross as well.
 from course_pp.parallel.split.automatic import By, auto_split, explain
 from course_pp.parallel.split.board import OtherWay
 from course_pp.parallel.split.calls import Problem
-from course_pp.parallel.split.crossing import Carried, Crossing, crossing
+from course_pp.parallel.split.crossing import Crossing, CrossingTensor, crossing
 from course_pp.parallel.split.on_meta import weights_on_meta
 from course_pp.parallel.split.stage import SplitStage
 
 __all__ = [
     "By",
-    "Carried",
     "Crossing",
+    "CrossingTensor",
     "OtherWay",
     "Problem",
     "SplitStage",

@@ -9,11 +9,11 @@ from course_pp.arguments import checked, refuse_unless
 from course_pp.parallel.split.calls import Output
 from course_pp.parallel.split.stage import SplitStage
 
-__all__ = ["Carried", "Crossing", "crossing"]
+__all__ = ["Crossing", "CrossingTensor", "crossing"]
 
 
 @dataclass(frozen=True)
-class Carried:
+class CrossingTensor:
     """A tensor that crosses a cut.
 
     Attributes:
@@ -39,9 +39,9 @@ class Crossing:
 
     calls: tuple[str, ...]
     begins: tuple[int, ...]
-    values: tuple[Carried, ...]
+    values: tuple[CrossingTensor, ...]
 
-    def over(self, cut: int) -> tuple[Carried, ...]:
+    def over(self, cut: int) -> tuple[CrossingTensor, ...]:
         """What the cut before stage ``cut + 1`` carries."""
         begin = self.begins[cut]
         return tuple(value for value in self.values if value.made < begin <= value.read[-1])
@@ -63,5 +63,5 @@ def crossing(stages: Sequence[nn.Module]) -> Crossing:
     for output in sorted(found):
         read = [number for number, call in enumerate(calls) if output in call.reads]
         read += [len(calls)] if output in boards[0].recording.result_reads else []
-        values.append(Carried(output.call, tuple(read), calls[output.call].leaves[output.leaf].nbytes))
+        values.append(CrossingTensor(output.call, tuple(read), calls[output.call].leaves[output.leaf].nbytes))
     return Crossing(tuple(call.unit for call in calls), tuple(board.first for board in boards[1:]), tuple(values))
