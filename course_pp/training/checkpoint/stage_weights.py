@@ -39,9 +39,9 @@ def load_stage(
 ) -> int:
     """Fill a stage that was built without weights from a directory of safetensors files; call it on every rank.
 
-    Weights are cast to the stage's dtype. Weights that are one in the stage, or tied between stages, may be in the
-    files under any of their names, with or without the ``base_model_prefix`` of transformers' models. What other
-    stages need is neither read nor missed.
+    Weights are cast to the stage's dtype. Those that are one in the stage, or tied between stages, may be in the files
+    under any of their names, with or without the ``base_model_prefix`` of transformers' models. Persistent buffers are
+    read like weights; the others stay as they were built. What other stages need is neither read nor missed.
 
     Args:
         stage: of :func:`~course_pp.parallel.auto_split` or :func:`~course_pp.model.build_stage_module`; or all of a
@@ -55,8 +55,8 @@ def load_stage(
 
     Raises:
         CheckpointError: on every rank, with nothing filled on any: if a tensor is missing, has another shape or a dtype
-            that cannot be cast, a file is damaged, an argument is of a wrong class, or a buffer has lost its values, as
-            under ``torch.device("meta")``.
+            that cannot be cast, a file is damaged, an argument is of a wrong class, the stage has state that is no
+            tensor, or a buffer that files do not hold has lost its values, as under ``torch.device("meta")``.
     """
     given, ranks = locals(), Ranks(limit_s=_LIMIT_S)
     ranks.collectively(lambda: check_arguments(load_stage, given))
@@ -141,6 +141,10 @@ def _names_of(stages: Sequence[nn.Module]) -> Iterator[tuple[list[str], Tensor]]
         ties = [set(tie.values()) for tie in getattr(stage, "ties", ())]
         prefix = f"{getattr(stage, 'base_model_prefix', '')}."
         for name, tensor in stage.state_dict(keep_vars=True).items():
+            if not isinstance(tensor, Tensor):
+                raise CheckpointError(
+                    f"{name} is no tensor, and safetensors hold nothing else: fill a stage without it, and set it then"
+                )
             own[id(tensor)] = tensor
             known = [name, *sorted({other for tie in ties if name in tie for other in tie} - {name})]
             if isinstance(stage, Transformer):

@@ -188,6 +188,67 @@ def test_a_directory_without_weights_and_a_damaged_file_are_refused(tmp_path: Pa
         load_stage(stage, tmp_path)
 
 
+class Buffered(nn.Module):
+    """Buffers of modules and of the model itself, some of them in checkpoints and some not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.register_buffer("shift", torch.zeros(4))
+        self.register_buffer("allowed", torch.zeros(4, dtype=torch.bool))
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.first(x + self.shift))
+        return self.last(x * self.table) * self.allowed
+
+
+def saved_buffers(folder: Path) -> Buffered:
+    """Buffers have other values than a model has when it is built."""
+    model = Buffered()
+    with torch.no_grad():
+        for name, buffer in model.state_dict().items():
+            if "weight" not in name and "bias" not in name:
+                buffer.copy_((torch.arange(buffer.numel()).view(buffer.shape) * 3 + 2) % 5)
+    save_file(model.state_dict(), folder / "model.safetensors")
+    return model.eval()
+
+
+def test_buffers_are_read_if_checkpoints_hold_them_and_stay_as_they_were_built_if_not(tmp_path: Path) -> None:
+    model, x = saved_buffers(tmp_path), torch.randn(3, 4)
+    with weights_on_meta():
+        stages = auto_split(Buffered().eval(), x, at=["norm", "last"])
+    for stage in stages:
+        assert load_stage(stage, tmp_path) == sum(tensor.nbytes for tensor in stage.state_dict().values())
+    assert torch.equal(in_turn(stages, x), model(x))
+    assert stages[1].norm.num_batches_tracked == 2
+    assert "norm.running_mean" not in stages[0].state_dict()
+
+
+def test_of_buffers_on_the_meta_device_those_that_no_file_holds_are_refused_by_name(tmp_path: Path) -> None:
+    model, x = saved_buffers(tmp_path), torch.randn(3, 4)
+    with torch.device("meta"):
+        lost = Buffered().eval()
+    stages = auto_split(lost, x.to("meta"), at=["norm", "last"])
+    with pytest.raises(ValueError, match=r"table is on the meta device, and no file holds it: build the model under"):
+        load_stage(stages, tmp_path)
+    for stage in stages:
+        stage.table = torch.arange(4.0)
+    load_stage(stages, tmp_path)
+    assert torch.equal(in_turn(stages, x), model(x))
+
+
+class Stateful(nn.Linear):
+    def get_extra_state(self) -> int:
+        return 7
+
+
+def test_a_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
+    save_file(nn.Linear(2, 2).state_dict(), tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"_extra_state is no tensor, and safetensors hold nothing else: fill"):
+        load_stage(Stateful(2, 2), tmp_path)
+
+
 def test_a_table_that_no_file_holds_must_have_its_values(tmp_path: Path) -> None:
     saved("U-Net", tmp_path)
     model = build("U-Net")
