@@ -11,7 +11,8 @@ from torch import Tensor
 
 from course_pp.runtime.emulation import Emulator
 from course_pp.runtime.mailbox import Mailbox
-from course_pp.runtime.payload import map_tensors
+from course_pp.runtime.memory import Hold
+from course_pp.runtime.payload import map_tensors, tensors_of
 from course_pp.runtime.plan import Content, Message, Plan, Step
 from course_pp.runtime.recorder import Recorder
 from course_pp.runtime.rng import get_random_state, set_random_state
@@ -38,6 +39,7 @@ class Batch:
         products: what actions have left for other actions, whether they are on this rank or on others.
         shares: the losses so far, by microbatch.
         outputs: those of the last stage, where no loss is made of them.
+        held: what a recorder counts of values that wait here for a stage of this rank.
     """
 
     inputs: Sequence[Any]
@@ -46,6 +48,7 @@ class Batch:
     products: dict[Content, Any] = field(default_factory=dict)
     shares: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
+    held: dict[Content, list[Hold]] = field(default_factory=dict)
 
 
 _Call = Callable[[Batch], None]
@@ -175,6 +178,8 @@ class Executor:
         before, product = Product("activation", stage - 1, microbatch), Product("activation", stage, microbatch)
         is_last, leaves = stage == self._last, product in self._leaving
         reads, writes = reads_of(self._schedule, stage, microbatch), writes_of(self._schedule, stage, microbatch)
+        read_again, done = [each.value for each in reads if not each.is_last], [r.value for r in reads if r.is_last]
+        read_later = [write.value for write in writes if write.is_read_here]
         # Another value may be the output itself, which the next stage may change in place.
         kept = {write.value: _as_if_copied if write.is_read_here or not leaves else _as_if_received for write in writes}
 
@@ -182,6 +187,7 @@ class Executor:
             value = batch.products.pop(before) if stage else batch.inputs[microbatch]
             value = self._with_its_random_state(stage, value, None if batch.seeds is None else batch.seeds[microbatch])
             loss = partial(batch.loss, microbatch) if is_last and batch.loss is not None else None
+            self._count(batch, read_again, action)
             read = {each.name: _taken(batch.products, each) for each in reads}
             if trains:
                 output, values = worker.forward(microbatch, value, loss, split, read)
@@ -189,6 +195,10 @@ class Executor:
                 output, values = worker.evaluate(value, loss, read)
             for write in writes:
                 batch.products[write.value] = map_tensors(kept[write.value], values[write.name])
+            self._count(batch, read_later, action)
+            for value in done:
+                for hold in batch.held.pop(value, ()):
+                    hold.release()
             if is_last and loss is None:
                 batch.outputs[microbatch] = map_tensors(Tensor.detach, output)
                 return
@@ -202,6 +212,16 @@ class Executor:
             batch.products[product] = output
 
         return forward
+
+    def _count(self, batch: Batch, values: Sequence[Product], action: Action) -> None:
+        """Count values that wait for a stage of this rank; the stages themselves count what they keep."""
+        meter = None if self._recorder is None else self._recorder.meter
+        if meter is None:
+            return
+        for value in values:
+            if value not in batch.held:
+                tensors, here = tensors_of(batch.products[value]), (action.stage, action.microbatch)
+                batch.held[value] = [meter.hold(tensor, "activation", here) for tensor in tensors]
 
     def _with_its_random_state(self, stage: int, value: Any, seed: int | None) -> Any:
         if stage == 0:

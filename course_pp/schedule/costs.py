@@ -36,6 +36,8 @@ class Costs:
         weights: memory of the stage's parameters, once for each version that microbatches in flight still need.
         token_latency: in generation, time a token is on its way back to the first stage, whatever ``bandwidth``; unless
             given, the longest latency of all boundaries.
+        edge_activation: memory of an edge's value on a rank that reads it (``peak_values``), beside ``activation``; one
+            number or one for each reader. A rank that reads it several times holds it once.
 
     Raises:
         ValueError: for a value that is negative, infinite, NaN, not a number or beyond what a float can hold, a
@@ -57,6 +59,7 @@ class Costs:
     released_by_input_grad: PerStage = 0
     weights: PerStage = 0
     token_latency: Time | None = None
+    edge_activation: PerStage = 1
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -91,7 +94,7 @@ class Costs:
         if not isinstance(value, tuple):
             return (value,) * n
         if len(value) != n:
-            of_edges = {"edge_latency": "readers of edges", "edge_bytes": "readers of edges"}
+            of_edges = dict.fromkeys(("edge_latency", "edge_bytes", "edge_activation"), "readers of edges")
             per = {"latency": "boundaries", "message_bytes": "boundaries", **of_edges}.get(name, "stages")
             raise ValueError(f"{name} has {len(value)} values for {n} {per}: give one number, or one for each")
         return value

@@ -1,17 +1,71 @@
-"""What one rank holds over time: activations from their forward on, and the versions of weights they still need."""
+"""What one rank holds over time: activations from their forward on, values of edges, and versions of weights."""
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
 
 from course_pp.schedule.action import Action
+from course_pp.schedule.edges import Edge
 from course_pp.schedule.span import Span, Time
 
 Curve = tuple[tuple[Time, Time], ...]
 """(time, amount) at each change, in order; several at one time where one thing is released and another kept."""
 
 
-def curve_of_rank(row: Sequence[Span], kept: Sequence[Time], early: Sequence[Time], weights: Sequence[Time]) -> Curve:
+class Stay(NamedTuple):
+    """A value of an edge on one rank, for one microbatch.
+
+    Attributes:
+        reader: which reader of all edges, in order, is its first here.
+        first: the number of the rank's span at whose start it is there.
+        last: the number of the span at whose end it is let go.
+    """
+
+    reader: int
+    first: int
+    last: int
+
+
+def stays_of_rank(row: Sequence[Span], edges: Sequence[Edge]) -> Iterator[Stay]:
+    """When a rank with these spans holds which value: as long as a stage of it will read it, or go backward through it.
+
+    The first reader's backward is the last, as stages go backward in reverse; where none comes, the last reader's
+    forward ends the stay. A value that is made here and read elsewhere is sent at once.
+    """
+    places: dict[tuple[bool, int, int], int] = {}
+    for number, span in enumerate(row) if edges else ():
+        places |= {(p.kind == "F", p.stage, p.microbatch): number for p in span.action.parts if p.kind in "FIB"}
+    microbatches = {microbatch for _, _, microbatch in places}
+    for number, edge in enumerate(edges):
+        before = sum(len(other.readers) for other in edges[:number])
+        for i in microbatches:
+            here = [at for at, reader in enumerate(edge.readers) if (True, reader, i) in places]
+            if here:
+                nearest, furthest = edge.readers[here[0]], edge.readers[here[-1]]
+                first = places.get((True, edge.writer, i), places[True, nearest, i])
+                last = places.get((False, nearest, i), places[True, furthest, i])
+                yield Stay(before + here[0], first, last)
+
+
+def most_values(row: Sequence[Span], edges: Sequence[Edge]) -> int:
+    """The most values of edges that the rank with these spans holds at once."""
+    come, gone = Counter[int](), Counter[int]()
+    for stay in stays_of_rank(row, edges):
+        come[stay.first] += 1
+        gone[stay.last + 1] += 1
+    return max(accumulate(come[i] - gone[i] for i in range(len(row))), default=0)
+
+
+def curve_of_rank(
+    row: Sequence[Span],
+    kept: Sequence[Time],
+    early: Sequence[Time],
+    weights: Sequence[Time],
+    edges: Sequence[Edge] = (),
+    values: Sequence[Time] = (),
+) -> Curve:
     """The memory of one rank.
 
     Args:
@@ -19,12 +73,21 @@ def curve_of_rank(row: Sequence[Span], kept: Sequence[Time], early: Sequence[Tim
         kept: for each stage, what ``F`` of a microbatch keeps.
         early: the part of it that ``I`` releases. ``W`` releases the rest, ``B`` all.
         weights: for each stage, what one version of its weights takes.
+        edges: the values that stages read beyond their neighbours'.
+        values: for each reader of each edge, what its value takes.
     """
+    come, gone = defaultdict[int, Time](int), defaultdict[int, Time](int)
+    for stay in stays_of_rank(row, edges):
+        come[stay.first] += values[stay.reader]
+        gone[stay.last] += values[stay.reader]
     stages = {part.stage: _Versions() for span in row for part in span.action.parts}
     amount: Time = sum(weights[stage] for stage in stages)
     curve: list[tuple[Time, Time]] = [(0, amount)]
     # A rank does one thing at a time, so walking its spans in order is walking through time.
-    for span in row:
+    for number, span in enumerate(row):
+        if number in come:
+            amount += come[number]
+            curve.append((span.start, amount))
         for part in span.action.parts:
             if part.kind == "F":
                 amount += kept[part.stage]
@@ -38,6 +101,9 @@ def curve_of_rank(row: Sequence[Span], kept: Sequence[Time], early: Sequence[Tim
             if change:
                 amount += change
                 curve.append((span.end, amount))
+        if number in gone:
+            amount -= gone[number]
+            curve.append((span.end, amount))
     return tuple(curve)
 
 

@@ -14,8 +14,8 @@ from operator import attrgetter
 from course_pp.arguments import checked
 from course_pp.schedule.action import Action
 from course_pp.schedule.costs import Costs, refuse_impossible_number
-from course_pp.schedule.edges import Edge
-from course_pp.schedule.memory import Curve, curve_of_rank, most_versions
+from course_pp.schedule.edges import Edge, lanes_of
+from course_pp.schedule.memory import Curve, curve_of_rank, most_values, most_versions
 from course_pp.schedule.span import Gap, Receive, Span, Time, format_time
 from course_pp.schedule.waiting import Inputs, critical_path, gaps_of_rank
 
@@ -158,6 +158,16 @@ class Timeline:
         return tuple(map(_peak_held, self.by_rank))
 
     @cached_property
+    def peak_values(self) -> tuple[int, ...]:
+        """For each rank, the most values of edges (one for each microbatch) held at once: memory beside activations.
+
+        One is held where a stage reads it: from the start of that stage's ``F``, or of the writer's on the same rank,
+        until the end of the stage's ``B`` or ``I``; of several readers on the rank the first one's, which goes backward
+        last. Without a backward, the last reader's ``F`` ends it. What is on its way is not counted, nor are gradients.
+        """
+        return tuple(most_values(row, self.edges) for row in self.by_rank)
+
+    @cached_property
     def weight_versions(self) -> tuple[int, ...]:
         """For each rank, the most versions of a stage's weights it needs at once: 1 unless it updates (``U``) while
         microbatches that passed forward under older weights are in flight (PipeDream's weight stashing).
@@ -169,8 +179,8 @@ class Timeline:
         """For each rank, what it holds from when on: (time, amount) at each change, first at 0.
 
         Args:
-            costs: says what a forward keeps, what part ``I`` releases and what weights weigh; activations are counted,
-                one each, unless given.
+            costs: says what a forward keeps, what part ``I`` releases, and what values of edges and weights weigh;
+                activations and values are counted, one each, unless given.
 
         Raises:
             ValueError: for costs of another number of stages.
@@ -178,7 +188,8 @@ class Timeline:
         costs = Costs() if costs is None else costs
         kept, early = costs.each("activation", self.n_stages), costs.each("released_by_input_grad", self.n_stages)
         weights = costs.each("weights", self.n_stages)
-        return tuple(curve_of_rank(row, kept, early, weights) for row in self.by_rank)
+        values = costs.each("edge_activation", len(lanes_of(self.edges)))
+        return tuple(curve_of_rank(row, kept, early, weights, self.edges, values) for row in self.by_rank)
 
     @checked
     def peak_memory(self, costs: Costs | None = None) -> tuple[Time, ...]:

@@ -203,4 +203,6 @@ def _alt_text(pair: _Pair, finding: str, unit: str) -> str:
     ends = " and ".join(pair.end_labels)
     what = named(schedules, f"Two timelines of {sizes} on one axis, {ends} long")
     peaks = "; ".join(f"{name} {spelled_peaks(tl.peak_activations)}" for name, tl in zip(pair.names, both, strict=True))
-    return f"{what}. {finding}. {where}. Peak activations held: {peaks}."
+    values = "; ".join(f"{name} {spelled_peaks(tl.peak_values)}" for name, tl in zip(pair.names, both, strict=True))
+    of_edges = f" Values of edges held: {values}." if any(any(tl.peak_values) for tl in both) else ""
+    return f"{what}. {finding}. {where}. Peak activations held: {peaks}.{of_edges}"

@@ -56,8 +56,9 @@ def memory(
     """Draw for each rank what it holds over time, all to one scale, with the peak in the margin.
 
     Args:
-        costs: what a forward keeps, what part of it ``I`` releases, and what one version of the weights weighs. Without
-            it (stage, microbatch) activations are counted, from the start of their ``F`` to the end of ``B`` or ``W``.
+        costs: what a forward keeps, what part of it ``I`` releases, and what a value of an edge and one version of the
+            weights weigh. Without it (stage, microbatch) activations are counted, from the start of their ``F`` to the
+            end of ``B`` or ``W``, and values of edges (``Timeline.peak_values``), one each.
         measured: draw the bytes that a recorder counted in that run instead, ``recorder.memory()``.
         kind: which of these: ``activation``, ``buffer``, ``queued``, ``version`` or ``total``.
 
@@ -82,7 +83,8 @@ def memory(
 
 
 def _simulated(tl: Timeline, costs: Costs | None) -> _Held:
-    return _Held(tl.memory_curve(costs), "Peak activations held" if costs is None else "Peak memory")
+    counted_ones = "Peak activations and values held" if any(tl.peak_values) else "Peak activations held"
+    return _Held(tl.memory_curve(costs), counted_ones if costs is None else "Peak memory")
 
 
 def _measured(tl: Timeline, costs: Costs | None, measured: Sequence[Measured], kind: str) -> _Held:
@@ -107,14 +109,20 @@ def _draw_all(axes: Axes, tl: Timeline, costs: Costs | None, scale: float, held:
     axes.add_collection(LineCollection(levels, colors=chart.TEXT_GREY, linewidths=0.7, linestyles="dotted", zorder=4))
     if costs is None or not any(costs.each("weights", tl.n_stages)):
         return
-    weights = tl.memory_curve(replace(costs, activation=0, released_by_input_grad=0))
+    weights = tl.memory_curve(replace(costs, activation=0, released_by_input_grad=0, edge_activation=0))
     bottoms = [_area(curve, rank, scale, end, highest) for rank, curve in enumerate(weights)]
     striped = PolyCollection(
         bottoms, facecolors=chart.ORANGE, linewidths=0, hatch="////", hatchcolor="#FFFFFF66", zorder=2
     )
     axes.add_collection(striped)
     key = Patch(facecolor=chart.ORANGE, hatch="////", hatchcolor="#FFFFFF66", label="weights, every version")
-    rows.add_legend(axes, [key, Patch(facecolor=chart.SKY_BLUE, label="activations")])
+    rows.add_legend(
+        axes,
+        [
+            key,
+            Patch(facecolor=chart.SKY_BLUE, label="activations and values" if any(tl.peak_values) else "activations"),
+        ],
+    )
 
 
 def _area(curve: _Curve, rank: int, scale: float, end: float, highest: float) -> list[tuple[float, float]]:

@@ -65,9 +65,10 @@ def describe(tl: Timeline) -> str:
 
 def _held(tl: Timeline) -> str:
     """Nothing waits for a backward where none comes: counting forwards would say so of text that is written."""
+    values = f"; values of edges held: {spelled_peaks(tl.peak_values)}" if any(tl.peak_values) else ""
     if {part.kind for span in tl.spans for part in span.action.parts} == {"F"}:
-        return "forwards only"
-    return f"peak activations held: {spelled_peaks(tl.peak_activations)}"
+        return f"forwards only{values}"
+    return f"peak activations held: {spelled_peaks(tl.peak_activations)}{values}"
 
 
 def spelled_peaks(peaks: Sequence[Time], spell: Callable[[Time], str] = amount) -> str:

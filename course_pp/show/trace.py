@@ -66,10 +66,11 @@ def _arrows(tl: Timeline) -> Iterator[dict[str, Any]]:
 
 
 def _counters(tl: Timeline) -> Iterator[dict[str, Any]]:
+    what = "activations and values" if any(tl.peak_values) else "activations"
     for rank, curve in enumerate(tl.memory_curve()):
         for time, held in dict(curve).items():  # of several changes at one time the last counts
             ts = _microseconds(tl, time)
-            yield _event("C", rank, name=f"activations held by rank {rank}", ts=ts, args={"held": float(held)})
+            yield _event("C", rank, name=f"{what} held by rank {rank}", ts=ts, args={"held": float(held)})
 
 
 def _microseconds(tl: Timeline, time: Time) -> float:

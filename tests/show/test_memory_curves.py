@@ -4,7 +4,7 @@ import pytest
 from matplotlib.collections import PolyCollection
 
 from course_pp import show
-from course_pp.schedule import Costs, Timeline, build, simulate
+from course_pp.schedule import Costs, Edge, Timeline, build, simulate
 from course_pp.show.chart import ChartFigure
 from tests.schedule.layouts import gpipe, naive
 from tests.show.reading import notes, title
@@ -45,6 +45,18 @@ def test_the_peaks_are_in_the_title_the_margin_and_the_alt_text() -> None:
     assert notes(figure) == ["4", "3", "2", "1"]
     assert figure.alt_text.endswith("Rank 0 reaches 4 at time 3.")
     assert show.memory(naive(2, 0.01, 0.02, "s")).alt_text.endswith("Rank 0 reaches 1 at time 0 ms.")
+
+
+def test_values_of_edges_are_memory_too() -> None:
+    tl = simulate(build("1f1b", 4, 8).with_edges(Edge("skip", 0, (3,)), Edge("mask", 0, (2, 3))))
+    assert tl.peak_values == (0, 0, 2, 2)
+    assert title(show.memory(tl)) == "Peak activations and values held: 4, 3, 4 and 3 on ranks 0 to 3"
+    weighed = show.memory(tl, Costs(activation=4, edge_activation=(8, 1, 2), weights=1))
+    assert title(weighed) == "Peak memory: 17, 13, 11 and 15 on ranks 0 to 3"
+    assert weighed.axes[0].get_legend().get_texts()[1].get_text() == "activations and values"
+    held = "held: 4, 3, 2 and 1 on ranks 0 to 3; values of edges held: 0, 0, 2 and 2 on ranks 0 to 3."
+    assert held in show.timeline(tl).alt_text
+    assert "Values of edges held: predicted 0, 0, 2 and 2" in show.compare(tl, tl).alt_text
 
 
 @pytest.mark.parametrize("n_ranks", [1, 3, 64])
