@@ -33,7 +33,8 @@ def beside_data(
 ) -> dict[int, float]:
     """Step times of pipeline (``pp``) or tensor parallelism (``tp``) alone over those of data parallelism alone.
 
-    Memory is not asked for: what does not fit is timed all the same.
+    Data parallelism is torch's own DDP's, whose ring runs beside the last backward. Memory is not asked for: what does
+    not fit is timed all the same.
 
     Args:
         tokens: of a sequence; a microbatch is one.
@@ -41,7 +42,7 @@ def beside_data(
     """
     n = cluster.n_gpus
     longer = replace(model, max_seq_len=max(tokens))
-    layouts = Layout().with_(**{way: n}), Layout(dp_replicate=n)
+    layouts = Layout().with_(**{way: n}), Layout(dp_replicate=n, reduces="backward")
 
     def ratio(seq_len: int) -> float:
         a, b = (predict(longer, each, cluster, per_rank * n, seq_len).step_s for each in layouts)

@@ -24,6 +24,7 @@ from course_pp.parallel.activation_checkpointing import apply_ac
 from course_pp.parallel.counting import CollectiveCounter, Entered
 from course_pp.parallel.fsdp import apply_fsdp2, default_mp_policy
 from course_pp.parallel.mesh import lone_group
+from course_pp.parallel.precision import compute_in
 from course_pp.parallel.schedules import check_microbatches, torch_schedule
 from course_pp.parallel.stage import build_pipeline_stage
 from course_pp.parallel.tensor import apply_tensor_parallel
@@ -127,6 +128,8 @@ def _built(config: ModelConfig, layout: Layout, mesh: DeviceMesh | None, stage: 
     apply_ac(module, layout.ac)
     policy = default_mp_policy(kept) if layout.precision == "float32" else None  # of others FSDP2's own is the one
     apply_fsdp2(module, mesh, policy, reshard_after_forward=layout.reshard)
+    if layout.precision == "mixed":
+        compute_in(module, torch.bfloat16)  # where no FSDP2 does
     return module
 
 

@@ -49,16 +49,20 @@ class Layout:
         microbatch_size: sequences in a microbatch of one data-parallel rank.
         reshard: whether a gathered layer is freed after forward; ``"auto"`` frees without a pipeline, keeps with one.
         ac: activation checkpointing: of whole layers (``full``), of attention (``selective``), none.
-        precision: one of :data:`PRECISIONS`. ``mixed`` is counted as such on one data-parallel rank, too, where this
-            stack, whose policy is FSDP2's, computes in float32.
+        precision: one of :data:`PRECISIONS`. Under FSDP2 ``mixed`` gathers weights in 16 bits, once for all
+            microbatches. On one data-parallel rank there is no FSDP2: each product casts its weights
+            (``parallel.compute_in``), and each microbatch in flight keeps its own copies of them.
         sequence_parallel: whether norms work on parts of the sequence; None as the stack does: without a pipeline.
         flash: whether attention keeps no scores and skips what the causal mask hides.
         fused_norms: whether a norm keeps its input alone, as CUDA's kernels do; on the CPU it keeps two float32 copies.
         splits_head: whether logits stay cut over the vocabulary (``gather_logits=False``).
         scatter_gather: whether tensor-parallel ranks send a part of a message each and gather it behind the link
             (Narayanan et al. 2021, section 4.1); this stack sends it whole.
-        overlap: whether data-parallel traffic runs beside the work it need not wait for. In a pipeline torch reduces
-            after a stage's last backward, hence later than is counted.
+        overlap: whether data-parallel traffic runs beside the work it need not wait for; else all of it is waited for.
+        reduces: when gradients are reduced: layer by layer beside the last microbatch's ``backward``, as torch's DDP
+            does; ``after`` a stage's last backward, while its rank waits; ``"auto"`` is the latter under a
+            ``PipelineSchedule``, so with a pipeline or several microbatches, and the former where one forward and one
+            backward are the step, as in a loop of one's own.
 
     Raises:
         ValueError: for sizes below 1, unknown names, and schedules that do not end a step or keep stages twice.
@@ -80,6 +84,7 @@ class Layout:
     splits_head: bool = True
     scatter_gather: bool = False
     overlap: bool = True
+    reduces: Literal["auto", "backward", "after"] = "auto"
 
     def __post_init__(self) -> None:
         for name in ("pp", "tp", "dp_shard", "dp_replicate", "microbatch_size"):
@@ -123,6 +128,21 @@ class Layout:
     @property
     def frees_after_forward(self) -> bool:
         return self.pp == 1 if self.reshard == "auto" else self.reshard
+
+    @property
+    def casts_weights(self) -> bool:
+        """Whether products cast weights that are kept wider, as no FSDP2 gathers them so."""
+        return self.n_data == 1 and self.bytes_of.computed < self.bytes_of.kept
+
+    @checked
+    def is_scheduled(self, n_microbatches: int) -> bool:
+        """Whether a step is more than one forward and one backward, so that ``PipelineSchedule`` takes it."""
+        return self.pp > 1 or n_microbatches > 1
+
+    @checked
+    def reduces_in_backward(self, n_microbatches: int) -> bool:
+        """Whether gradients are reduced beside the last backward, layer by layer."""
+        return self.reduces == "backward" or (self.reduces == "auto" and not self.is_scheduled(n_microbatches))
 
     @checked
     def splits_sequence(self, model: ModelConfig) -> bool:

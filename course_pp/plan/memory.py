@@ -2,7 +2,8 @@
 
     parameters   kept shards of what tensor parallelism leaves
     gradients    as large, after the step's last backward
-    unreduced    what gradients are more before: in a pipeline FSDP2 keeps them whole until the last microbatch
+    unreduced    what gradients are more before: with a pipeline or several microbatches FSDP2 keeps them whole until
+                 the last microbatch
     optimizer    AdamW's two moments, and a float32 counter a parameter
     gathered     the most that FSDP2 gathers at once (``parallel.unsharded``)
     activations  what the microbatches in flight keep for backward, and what one recomputed layer keeps meanwhile
@@ -16,6 +17,10 @@ of e bytes and norms that compute in w = max(4, e)::
     feed-forward  input, and 4 f with a gate or 2 f without: (h + 4 f) e
 
 all times T. Tensor parallelism divides all but the norms and the two inputs; sequence parallelism the norms, too.
+Where products cast their weights (``Layout.casts_weights``, so mixed precision without FSDP2), what enters a
+checkpointed part is in float32, queries, keys, values, gate and up each keep a copy of their input, and each
+microbatch its copies of the matrices.
+
 The list is what torch's autograd saves; that it is complete is tested. Where attention keeps its scores, it is
 Korthikanti et al. 2022, arXiv:2205.05198, equation 2: 5 a s more a token.
 """
@@ -40,15 +45,28 @@ def kept_by_layer(model: ModelConfig, layout: Layout, seq_len: int, ac: str | No
     h = model.dim
     w = max(4, e)
     stream = 1 / tp if layout.splits_sequence(model) else 1.0
+    between = w if layout.casts_weights else e  # of the residual stream, inside a stage
     if ac == "full":
-        return tokens * h * e * stream
-    norms = 2 * ((h * e if layout.fused_norms else 2 * h * w) + w) * stream
+        return tokens * h * between * stream
+    norms = 2 * ((h * between if layout.fused_norms else 2 * h * w) + w) * stream
     kv = model.kv_heads * model.head_dim
     attention = ((3 * h + 2 * kv) * e + w * model.n_heads) / tp if ac == "none" else 0.0
     if not layout.flash and ac == "none":
         attention += 2.5 * e * model.n_heads * seq_len / tp
     feed_forward = (4 if model.gated_ffn else 2) * model.hidden_dim * e / tp
-    return tokens * (norms + attention + feed_forward + 2 * h * e)
+    kept = tokens * (norms + attention + feed_forward + 2 * h * e)
+    return kept + (_cast_by_layer(model, layout, seq_len, ac) if layout.casts_weights else 0.0)
+
+
+def _cast_by_layer(model: ModelConfig, layout: Layout, seq_len: int, ac: str) -> float:
+    """What one layer keeps more where products cast: copies of matrices and inputs, and of the rotary tables."""
+    e, tokens, h = layout.bytes_of.computed, layout.microbatch_size * seq_len, model.dim
+    feed_forward = model.n_ffn_matrices * h * model.hidden_dim
+    copies = h * (model.n_ffn_matrices - 2) * e
+    if ac == "selective":
+        return feed_forward * e / layout.tp + tokens * (copies + h * (4 - e))
+    tables = 2 * model.head_dim * seq_len * e
+    return model.n_layer_matrices * e / layout.tp + tokens * (copies + 2 * h * e) + tables
 
 
 def kept_by_stage(model: ModelConfig, layout: Layout, seq_len: int, stage: StagePlan) -> float:
@@ -59,9 +77,12 @@ def kept_by_stage(model: ModelConfig, layout: Layout, seq_len: int, stage: Stage
     if stage.is_first:
         kept += 8 * tokens  # token ids
     if stage.is_last:
-        norm = (model.dim * e if layout.fused_norms else 2 * model.dim * w) + w
-        logits = w * model.vocab_size / (layout.tp if shards_head(model, layout.tp) and layout.splits_head else 1)
+        between = w if layout.casts_weights else e
+        norm = (model.dim * between if layout.fused_norms else 2 * model.dim * w) + w
+        parts = layout.tp if shards_head(model, layout.tp) else 1
+        logits = w * model.vocab_size / (parts if layout.splits_head else 1)
         kept += tokens * (norm + model.dim * e + logits + 8)
+        kept += model.vocab_size * model.dim * e / parts if layout.casts_weights else 0
     return kept
 
 
@@ -90,9 +111,10 @@ def memory_of_rank(
         "gathered": 0,
     }
     if layout.n_data > 1:
-        elements = unsharded_elements(stages, layout.dp_shard, layout.frees_after_forward, pipelined=layout.pp > 1)
+        scheduled = layout.is_scheduled(n_microbatches)
+        elements = unsharded_elements(stages, layout.dp_shard, layout.frees_after_forward, pipelined=scheduled)
         held["gathered"] = elements * size.computed
-        if layout.pp > 1:
+        if scheduled:
             held["unreduced"] = max(0, numel(stages) * size.reduced - held["gradients"])
     if peaks is None:
         kept = [kept_by_stage(model, layout, seq_len, s) for s in stages]

@@ -1,6 +1,6 @@
 """Predict one layout: the step's time and parts, memory by rank and kind, and what bounds it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -8,6 +8,7 @@ from course_pp.arguments import checked
 from course_pp.plan.cluster import Cluster
 from course_pp.plan.layout import Layout
 from course_pp.plan.memory import memory_of_rank, peaks_in_flight
+from course_pp.plan.shapes import StagePlan
 from course_pp.plan.timing import (
     Constants,
     StageTime,
@@ -16,9 +17,9 @@ from course_pp.plan.timing import (
     optimizer_time,
     recomputed_by_selective,
     stage_time,
-    transfer,
+    transfers,
 )
-from course_pp.schedule import Costs, Timeline, simulate
+from course_pp.schedule import Costs, Span, Timeline, simulate
 from course_pp.sizes import ModelConfig
 
 __all__ = ["PARTS", "USABLE_MEMORY", "Prediction", "predict"]
@@ -159,8 +160,9 @@ def predict(
 ) -> Prediction:
     """One step of ``model`` laid out on a cluster.
 
-    The pipeline is simulated with each stage's own times; reducing gradients, gathering parameters and the optimizer
-    are added on the rank that ends last, less what overlaps.
+    The pipeline is simulated with each stage's own times. The first gather, the reductions and the optimizer are added
+    on the rank that ends last, less what overlaps: by ``layout.reduces``, reductions run beside the last backward, or
+    each begins when the last backward of its stage ends, and the rank goes on when it is done.
 
     Args:
         global_batch: sequences of all ranks together.
@@ -177,10 +179,10 @@ def predict(
     stages = layout.stages_of_all(model)
     times = [stage_time(model, layout, cluster, constants, seq_len, stage) for stage in stages]
     gathers = [data_parallel_times(layout, cluster, constants, [s])[0] for s in stages]
-    hop = transfer(model, layout, cluster, constants, seq_len) if layout.pp > 1 else 0.0
-    costs = _costs(layout, times, gathers, hop)
+    hops = transfers(model, layout, cluster, constants, seq_len)
+    costs = _costs(layout, times, gathers, hops)
     timeline = simulate(layout.order(m), costs)
-    step_s, parts = _ending(model, layout, cluster, constants, timeline, times, hop)
+    step_s, parts = _ending(model, layout, cluster, constants, timeline, times, hops)
     return Prediction(model, layout, cluster, global_batch, seq_len, constants, step_s, parts, timeline, costs)
 
 
@@ -209,18 +211,20 @@ def check_seq_len(model: ModelConfig, seq_len: int) -> None:
         )
 
 
-def _costs(layout: Layout, times: list[StageTime], gathers: list[float], hop: float) -> Costs:
-    """What the simulator takes: with ``reshard`` each forward and backward waits for parameters that come too late."""
-    late = late_back = [0.0] * len(times)
+def _costs(layout: Layout, times: list[StageTime], gathers: list[float], hops: tuple[float, ...]) -> Costs:
+    """What the simulator takes: with ``reshard`` each backward waits for parameters that come too late.
+
+    Each forward frees a group, so that the next action gathers it; a backward leaves it to the forward that follows.
+    """
+    late = [0.0] * len(times)
     if layout.frees_after_forward:
-        both = list(zip(gathers, times, strict=True))
-        late = [_exposed(layout, g, t.forward) for g, t in both]
-        late_back = [_exposed(layout, g, t.input_grad + t.weight_grad) for g, t in both]
+        both = zip(gathers, times, strict=True)
+        late = [_exposed(layout, g, t.input_grad + t.weight_grad) for g, t in both]
     return Costs(
-        forward=tuple(t.forward + x for t, x in zip(times, late, strict=True)),
-        input_grad=tuple(t.input_grad + x for t, x in zip(times, late_back, strict=True)),
+        forward=tuple(t.forward for t in times),
+        input_grad=tuple(t.input_grad + x for t, x in zip(times, late, strict=True)),
         weight_grad=tuple(t.weight_grad for t in times),
-        latency=hop,
+        latency=hops or 0.0,
     )
 
 
@@ -231,19 +235,13 @@ def _ending(
     constants: Constants,
     timeline: Timeline,
     times: list[StageTime],
-    hop: float,
+    hops: tuple[float, ...],
 ) -> tuple[float, dict[str, float]]:
     """When the last rank is done, and what it did until then."""
     best: tuple[float, dict[str, float]] = (-1.0, {})
     for rank, row in enumerate(timeline.by_rank):
         held = layout.stages(model, rank)
-        gathered, reduced = data_parallel_times(layout, cluster, constants, held)
-        last = sum(times[s.index].input_grad + times[s.index].weight_grad for s in held)
-        first = sum(times[s.index].forward for s in held)
-        if layout.frees_after_forward:  # the links gather for the same backward
-            data = _exposed(layout, reduced, max(0.0, last - gathered))
-        else:
-            data = _exposed(layout, reduced, last) + _exposed(layout, gathered, first)
+        data = _data(layout, cluster, constants, held, times, row)
         update = optimizer_time(layout, cluster, held)
         end = float(row[-1].end) + data + update
         if end > best[0]:
@@ -252,21 +250,54 @@ def _ending(
             work = sum(t.forward + t.input_grad + t.weight_grad for t in here)
             tensor = sum(t.tensor for t in here)
             again = sum(t.recomputed for t in here)
-            again_tensor = again and tensor / 3 if layout.ac == "full" else 0.0
+            again_tensor = sum(t.tensor_again for t in here)
             busy = float(timeline.busy[rank])
             idle = float(row[-1].end) - busy
-            hops = min(idle, 2.0 * hop * (len(timeline.by_rank) - 1))
+            ramps = min(idle, 2.0 * sum(hops[: len(timeline.by_rank) - 1]))
             parts = {
                 "compute": work - tensor - again + again_tensor,
                 "recompute": again - again_tensor,
                 "tensor": tensor,
-                "bubble": idle - hops,
-                "point-to-point": hops,
+                "bubble": idle - ramps,
+                "point-to-point": ramps,
                 "data": data + busy - work,
                 "optimizer": update,
             }
             best = (end, parts)
     return best
+
+
+def _data(
+    layout: Layout,
+    cluster: Cluster,
+    constants: Constants,
+    held: list[StagePlan],
+    times: list[StageTime],
+    row: Sequence[Span],
+) -> float:
+    """Seconds that a rank waits for data-parallel traffic beside what each backward gathers."""
+    gathered, reduced = data_parallel_times(layout, cluster, constants, held)
+    first = sum(times[s.index].forward for s in held)
+    last = sum(times[s.index].input_grad + times[s.index].weight_grad for s in held)
+    waited = _exposed(layout, gathered, first)
+    n_microbatches = sum(part.kind == "F" for span in row for part in span.action.parts) // len(held)
+    if not layout.overlap:
+        return waited + reduced
+    if layout.reduces_in_backward(n_microbatches):
+        # Where forward frees parameters, the links gather for the same backward.
+        return waited + _exposed(layout, reduced, max(0.0, last - gathered * layout.frees_after_forward))
+    each = {s.index: data_parallel_times(layout, cluster, constants, [s])[1] for s in held}
+    return waited + _reduced_at(row, each) - float(row[-1].end)
+
+
+def _reduced_at(row: Sequence[Span], seconds: Mapping[int, float]) -> float:
+    """When a rank is done if it waits for each stage's reduction once the stage's last backward has ended."""
+    ends = {part.stage: i for i, span in enumerate(row) for part in span.action.parts}
+    after = {i: sum(seconds[stage] for stage, at in ends.items() if at == i) for i in set(ends.values())}
+    clock = 0.0
+    for i, span in enumerate(row):
+        clock = max(clock, float(span.start)) + float(span.end - span.start) + after.get(i, 0.0)
+    return clock
 
 
 def _exposed(layout: Layout, traffic: float, beside: float) -> float:

@@ -14,7 +14,7 @@ from course_pp.plan.cluster import Cluster
 from course_pp.plan.layout import Layout
 from course_pp.plan.memory import memory_of_rank
 from course_pp.plan.prediction import PARTS, USABLE_MEMORY, Prediction, check_seq_len, predict
-from course_pp.plan.timing import Constants, data_parallel_times, optimizer_time, stage_time, transfer
+from course_pp.plan.timing import Constants, data_parallel_times, optimizer_time, stage_time, transfers
 from course_pp.sizes import ModelConfig
 
 __all__ = ["explain", "plan"]
@@ -140,10 +140,12 @@ def _quick_time(
         times = [stage_time(model, layout, cluster, constants, seq_len, stage) for stage in stages]
         work.append(sum(t.forward + t.input_grad + t.weight_grad for t in times))
     gathered, reduced = data_parallel_times(layout, cluster, constants, held[0])
-    late = 2 * m * max(0.1 * gathered, gathered - work[0] / 3) if layout.frees_after_forward else gathered
-    hops = 2 * (pp - 1) * transfer(model, layout, cluster, constants, seq_len) if pp > 1 else 0.0
+    data = max(0.1 * gathered, gathered - work[0] / 3)
+    if layout.frees_after_forward:
+        data += m * max(0.1 * gathered, gathered - work[0] * 2 / 3)
+    data += max(0.1 * reduced, reduced - work[0] * 2 / 3) if layout.reduces_in_backward(m) else reduced
+    hops = 2 * sum(transfers(model, layout, cluster, constants, seq_len)[: pp - 1])
     ramp = (pp - 1) * work[0] / len(held[0])
-    data = late + max(0.1 * reduced, reduced - work[0])
     return m * max(work) + ramp + hops + data + optimizer_time(layout, cluster, held[0])
 
 

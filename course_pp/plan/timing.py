@@ -5,13 +5,17 @@
     other work  norms, activations, softmax move bytes instead. A forward moves ``memory_passes`` times what
                 Korthikanti et al. 2022, arXiv:2205.05198, section 4.1, counts as kept. Bytes grow with the width,
                 operations with its square: so narrow matrices look inefficient, and this is that curve.
-    links       rings at ``link_efficiency`` of the bandwidth.
+    casts       where products cast their weights, each microbatch reads and writes them once a forward, and as many
+                bytes of their gradients.
+    links       rings at ``link_efficiency`` of the bandwidth; a ring of n takes n − 1 messages one after another, each
+                the cluster's latency.
 
 Backward does the products twice, and moves twice the bytes. Two constants are fitted, on table 1 of Narayanan et al.
 2021, arXiv:2104.04473, by ``benchmarks/plan_calibration.py``; ``link_efficiency`` is set.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from course_pp.arguments import checked
 from course_pp.plan.cluster import Cluster
@@ -28,7 +32,7 @@ __all__ = [
     "optimizer_time",
     "recomputed_by_selective",
     "stage_time",
-    "transfer",
+    "transfers",
 ]
 
 
@@ -43,8 +47,8 @@ class Constants:
         link_efficiency: share of a link's bandwidth that a collective reaches.
     """
 
-    matmul_efficiency: float = 0.6665
-    memory_passes: float = 2.472
+    matmul_efficiency: float = 0.6737
+    memory_passes: float = 2.517
     link_efficiency: float = 0.8
 
     def __post_init__(self) -> None:
@@ -63,6 +67,7 @@ class StageTime:
         forward, input_grad, weight_grad: as :class:`course_pp.schedule.Costs` has them; recomputation is in the second.
         tensor: the part of all three that waits for tensor-parallel sums.
         recomputed: the part that runs forwards again.
+        tensor_again: the part of ``recomputed`` that waits for such sums.
     """
 
     forward: float
@@ -70,6 +75,7 @@ class StageTime:
     weight_grad: float
     tensor: float
     recomputed: float
+    tensor_again: float
 
 
 def model_flops(model: ModelConfig, global_batch: int, seq_len: int) -> float:
@@ -100,47 +106,93 @@ def stage_time(
     matrices = 2.0 * tokens * model.n_layer_matrices / tp / speed
     attention = 4.0 * tokens * seq_len * model.dim / tp / speed * (0.5 if layout.flash else 1.0)
     moved = _moved(model, layout, seq_len) * constants.memory_passes / cluster.gpu.memory_bandwidth
-    summed = 2 * _ring(layout.tp, 2 * tokens * model.dim * layout.bytes_of.computed, cluster.bandwidth(tp), constants)
-    summed += 4 * cluster.latency * (tp > 1)
-    forward = matrices + attention + moved + summed
+    cast = _cast(layout, cluster, model.n_layer_matrices / tp)
+    summed, summed_back = _tensor_sums(model, layout, cluster, constants, tokens)
+    forward = matrices + attention + moved + cast + summed
     selective = attention + 2.0 * tokens * recomputed_by_selective(model) / tp / speed
+    selective += _cast(layout, cluster, (model.dim**2 + recomputed_by_selective(model)) / tp)
     again = {"none": 0.0, "full": forward, "selective": selective}[layout.ac]
     n = stage.n_layers
     parts = tp if shards_head(model, tp) else 1
     head = 2.0 * tokens * model.vocab_size * model.dim / parts / speed if stage.is_last else 0.0
     # The loss reads and writes the logits once, in float32.
     logits = tokens * model.vocab_size / parts * 8 / cluster.gpu.memory_bandwidth if stage.is_last else 0.0
+    cast_head = _cast(layout, cluster, model.vocab_size * model.dim / parts) if stage.is_last else 0.0
     return StageTime(
-        forward=n * forward + head + logits,
-        input_grad=n * (matrices + 2 * attention + 2 * moved + summed + again) + head + logits,
-        weight_grad=n * matrices + head,
-        tensor=n * summed * (3 if layout.ac == "full" else 2),
+        forward=n * forward + head + logits + cast_head,
+        input_grad=n * (matrices + 2 * attention + 2 * moved + summed_back + again) + head + logits,
+        weight_grad=n * (matrices + cast) + head + cast_head,
+        tensor=n * (summed * (2 if layout.ac == "full" else 1) + summed_back),
         recomputed=n * again,
+        tensor_again=n * summed if layout.ac == "full" else 0.0,
     )
 
 
-def transfer(model: ModelConfig, layout: Layout, cluster: Cluster, constants: Constants, seq_len: int) -> float:
-    """Seconds that one microbatch is between two stages; neighbours are ``n_data`` × ``tp`` ranks apart."""
+def _cast(layout: Layout, cluster: Cluster, n_elements: float) -> float:
+    """Seconds to read weights as they are kept and write them as they are computed with, or their gradients back."""
+    if not layout.casts_weights:
+        return 0.0
+    return n_elements * (layout.bytes_of.kept + layout.bytes_of.computed) / cluster.gpu.memory_bandwidth
+
+
+def _tensor_sums(
+    model: ModelConfig, layout: Layout, cluster: Cluster, constants: Constants, tokens: int
+) -> tuple[float, float]:
+    """Seconds of the sums over tensor-parallel ranks in one layer: forward, backward.
+
+    Two each, of two halves. Where products cast, what enters them is not yet cast: backward's sums are wider, and with
+    sequence parallelism one half of each, forward and backward.
+    """
+    size, tp = layout.bytes_of, layout.tp
+    widths: tuple[float, float] = (size.computed, size.computed)
+    if layout.casts_weights:
+        both = (size.computed + size.kept) / 2
+        widths = (both, both) if layout.splits_sequence(model) else (size.computed, size.kept)
+    waits = 4 * (tp - 1) * cluster.latency
+    forward, backward = (
+        2 * _ring(tp, 2 * tokens * model.dim * width, cluster.bandwidth(tp), constants) + waits for width in widths
+    )
+    return forward, backward
+
+
+def transfers(
+    model: ModelConfig, layout: Layout, cluster: Cluster, constants: Constants, seq_len: int
+) -> tuple[float, ...]:
+    """Seconds that one microbatch is between each two stages, of the slowest of their ranks; 0 on one rank."""
+    inside = float(cluster.intra_bandwidth or 0)
     message = float(layout.microbatch_size * seq_len * model.dim * layout.bytes_of.computed)
-    apart = layout.n_data * layout.tp
     took = cluster.latency
     if layout.scatter_gather:
         took += _ring(layout.tp, message, cluster.bandwidth(layout.tp), constants)
         message /= layout.tp
-    return took + message / (cluster.bandwidth(apart + 1, apart) * constants.link_efficiency)
+    near = took + message / (inside * constants.link_efficiency)
+    far = took + message / (min(inside, cluster.inter_bandwidth) * constants.link_efficiency)
+    ends = pairwise(ranks[0] for ranks in layout.placement)
+    return tuple(0.0 if a == b else far if _leaves_node(layout, cluster, a, b) else near for a, b in ends)
+
+
+def _leaves_node(layout: Layout, cluster: Cluster, a: int, b: int) -> bool:
+    """Whether a rank of pipeline rank ``a`` has its neighbour of pipeline rank ``b`` on another node."""
+    block, node = layout.n_data * layout.tp, cluster.gpus_per_node
+    return abs(a - b) * block >= node or any((a * block + i) // node != (b * block + i) // node for i in range(block))
 
 
 def data_parallel_times(
     layout: Layout, cluster: Cluster, constants: Constants, stages: list[StagePlan]
 ) -> tuple[float, float]:
-    """Seconds to gather a rank's parameters once, and to reduce its gradients once; nothing overlapped."""
+    """Seconds to gather a rank's parameters once, and to reduce its gradients once; nothing overlapped.
+
+    Each layer is a collective of its own, and so are the ends.
+    """
     n_elements, size = numel(stages), layout.bytes_of
+    wait = cluster.latency * sum(len(stage.groups) for stage in stages)
     shard, replicate = layout.dp_shard, layout.dp_replicate
     to_shards = cluster.bandwidth(layout.tp * shard, layout.tp)
     to_replicas = cluster.bandwidth(layout.tp * shard * replicate, layout.tp * shard)
-    gathered = _ring(shard, n_elements * size.computed, to_shards, constants)
-    reduced = _ring(shard, n_elements * size.reduced, to_shards, constants)
+    gathered = _ring(shard, n_elements * size.computed, to_shards, constants) + (shard - 1) * wait
+    reduced = _ring(shard, n_elements * size.reduced, to_shards, constants) + (shard - 1) * wait
     reduced += _ring(replicate, 2 * n_elements / shard * size.reduced, to_replicas, constants)
+    reduced += 2 * (replicate - 1) * wait
     return gathered, reduced
 
 

@@ -67,8 +67,8 @@ STEPS = [
     Layout(2, 2, 2, microbatch_size=2),
     Layout(2, 1, 2, 2, schedule="zb_v"),
     Layout(2, 1, 2, schedule="interleaved_1f1b", n_chunks=2, reshard=True),
-    Layout(4, schedule="zb_h1"),
-    Layout(2, 2, ac="full", schedule="gpipe"),
+    Layout(4, schedule="zb_h1", precision="float32"),
+    Layout(2, 2, ac="full", schedule="gpipe", precision="float32"),
     Layout(dp_shard=4, microbatch_size=4),
 ]
 UNTIED = ModelConfig(64, 8, 4, 128)
@@ -149,6 +149,17 @@ def test_a_rank_alone_enters_them_in_the_order_of_a_real_one(layout: Layout) -> 
 def test_a_step_that_cannot_be_taken_is_refused(step: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         dry_run(UNTIED, Layout(2, dp_shard=2), 0, **step)
+
+
+def test_one_data_parallel_rank_computes_and_sends_in_half_precision_as_a_plan_counts() -> None:
+    sent: dict[str, set[tuple[str, int]]] = {}
+    for precision in ("mixed", "float32"):
+        layout = Layout(2, 2, schedule="gpipe", precision=precision)
+        entered = dry_run(UNTIED, layout, 0, global_batch=2, seq_len=SEQ_LEN).entered
+        sent[precision] = {(each.collective, each.n_bytes // (SEQ_LEN * UNTIED.dim)) for each in entered}
+    # Forward sums what a product gave, backward the gradient of what it had not cast yet.
+    assert sent["mixed"] == {("send", 2), ("recv", 2), ("all_reduce", 2), ("all_reduce", 4)}
+    assert sent["float32"] == {("send", 4), ("recv", 4), ("all_reduce", 4)}
 
 
 @pytest.mark.parametrize(("precision", "reduced"), [("bfloat16", 4), ("float64", 8)])

@@ -7,7 +7,15 @@ from torch.distributed.tensor import DTensor
 
 from course_pp.launch import on_ranks
 from course_pp.model import CrossEntropy, ModelConfig, PipelineStageModule
-from course_pp.parallel import apply_ac, get_dp_rank, init_distributed, measure_unsharded_bytes
+from course_pp.parallel import (
+    apply_ac,
+    build_pipeline_schedule,
+    build_pipeline_stage,
+    compute_in,
+    get_dp_rank,
+    init_distributed,
+    measure_unsharded_bytes,
+)
 from course_pp.parallel._torch import GatheredWatcher
 from course_pp.plan import Layout
 from course_pp.plan.memory import kept_by_stage, memory_of_rank
@@ -48,13 +56,16 @@ def held_on_rank(rank, case, jobs):
     return [held_after_steps(case, mesh, *job) for job in jobs]
 
 
-def held_after_steps(case, mesh, variant, config, data, kwargs):
-    """The same for one job."""
+def held_after_steps(case, mesh, variant, config, data, kwargs, n_microbatches=None):
+    """The same for one job; without a pipeline by a plain loop, several microbatches by ``PipelineSchedule``."""
     modules = build_modules(case, config, mesh, variant.ac)
     optimizer, loss_fn = adamw(modules), CrossEntropy()
     inputs, target, *more = (each.chunk(case.n_data)[get_dp_rank(mesh)] for each in (*data[0], *kwargs.values()))
     given = dict(zip(kwargs, more, strict=True))
     runner = build_pipeline(case, modules, mesh, len(inputs), loss_fn) if case.pp > 1 else None
+    if n_microbatches is not None:
+        stage = build_pipeline_stage(modules[0], mesh, "cpu", len(inputs) // n_microbatches, SEQ_LEN, torch.float64)
+        runner = build_pipeline_schedule(stage, n_microbatches, loss_fn, "1f1b")
 
     def step():
         optimizer.zero_grad()
@@ -74,8 +85,30 @@ def held_after_steps(case, mesh, variant, config, data, kwargs):
         "gradients": n_bytes(p.grad for p in parameters),
         "optimizer": n_bytes(value for state in optimizer.state.values() for value in state.values()),
         "gathered": gathered,
-        "unreduced": watcher.peak - n_bytes(p.grad for p in parameters) if case.pp > 1 and watcher.peak else 0,
+        "unreduced": watcher.peak - n_bytes(p.grad for p in parameters) if runner is not None and watcher.peak else 0,
     }
+
+
+ALONE = Case(dp_shard=2, reshard=True), Case(dp_shard=2, reshard=False)
+SEVERAL = 3
+
+
+def held_without_pipeline(rank, case, config):
+    """The same of a step of several microbatches without a pipeline."""
+    mesh = init_distributed(case.distributed, seed=0)
+    ids = torch.zeros(case.n_data * SEVERAL, SEQ_LEN, dtype=torch.int64)
+    return held_after_steps(case, mesh, PLAIN, config, [(ids, ids)], {}, n_microbatches=SEVERAL)
+
+
+@pytest.mark.parametrize("case", ALONE, ids=str)
+def test_without_a_pipeline_several_microbatches_keep_weights_and_gradients_whole(case):
+    config = ModelConfig(16, 4, 2, 20, max_seq_len=SEQ_LEN)
+    measured = on_ranks(case.n_ranks, held_without_pipeline, case, config, timeout_s=110)
+    layout = Layout(dp_shard=case.dp_shard, reshard=case.reshard, precision="float64")
+    for rank, held in enumerate(measured):
+        predicted = memory_of_rank(config, layout, SEQ_LEN, SEVERAL, rank, None)
+        assert {kind: predicted[kind] for kind in held} == held, f"rank {rank}"
+        assert held["unreduced"] == held["gradients"] > 0
 
 
 SAMPLE = {Case(pp=2, schedule="zb_v", dp_shard=2, reshard=False): PLAIN}
@@ -119,7 +152,7 @@ def kept_by_forward(module: nn.Module, inputs: torch.Tensor, target: torch.Tenso
 
 
 @pytest.mark.parametrize(
-    "dtype", ["float32", *(pytest.param(d, marks=pytest.mark.long) for d in ("bfloat16", "float64"))]
+    "dtype", ["float32", "mixed", *(pytest.param(d, marks=pytest.mark.long) for d in ("bfloat16", "float64"))]
 )
 @pytest.mark.parametrize("ac", ["none", "selective", "full"])
 @pytest.mark.parametrize("gated", [True, pytest.param(False, marks=pytest.mark.long)])
@@ -129,10 +162,12 @@ def test_what_a_forward_keeps_is_what_autograd_saves(dtype, ac, gated):
     batch, s = 2, 32
     for stage in layout.stages_of_all(config):
         module = PipelineStageModule(config, stage.index, 3, (2 * stage.index, 2 * stage.index + 2))
-        module_dtype = getattr(torch, dtype)
-        module = module.to(module_dtype)
+        # On one data-parallel rank mixed precision is not FSDP2's.
+        computed = torch.bfloat16 if dtype == "mixed" else getattr(torch, dtype)
+        module = module.to(torch.float32 if dtype == "mixed" else computed)
         apply_ac(module, ac)
-        inputs = torch.randint(100, (batch, s)) if stage.is_first else torch.randn(batch, s, 64).to(module_dtype)
+        compute_in(module, computed)
+        inputs = torch.randint(100, (batch, s)) if stage.is_first else torch.randn(batch, s, 64).to(computed)
         inputs.requires_grad_(not stage.is_first)
         target = torch.randint(100, (batch, s)) if stage.is_last else None
         assert kept_by_stage(config, layout, s, stage) == pytest.approx(

@@ -20,7 +20,8 @@ from course_pp.plan import (
     plan,
     predict,
 )
-from course_pp.plan.timing import model_flops, stage_time
+from course_pp.plan.memory import kept_by_stage
+from course_pp.plan.timing import data_parallel_times, model_flops, stage_time, transfers
 
 NODE = cluster_of("2x8xA100")
 GPT = model_named("gpt-1.7b")
@@ -126,7 +127,82 @@ def test_gradients_are_whole_in_a_pipeline_until_the_last_microbatch():
     kinds = predicted(shared).peak_memory[0]
     # Reduced in float32, as parameters are kept: two shards make the whole.
     assert kinds["unreduced"] + kinds["gradients"] == pytest.approx(2 * kinds["parameters"], rel=1e-3)
-    assert predicted(Layout(tp=4, dp_shard=4)).peak_memory[0]["unreduced"] == 0
+    # Without a pipeline, too, unless the step is one forward and one backward.
+    several, one = (predicted(Layout(tp=4, dp_shard=4), batch=n).peak_memory[0]["unreduced"] for n in (8, 4))
+    assert several > 0 == one
+
+
+def test_a_pipeline_waits_for_reductions_after_the_last_backward_of_a_stage():
+    layout = Layout(pp=2, tp=2, dp_replicate=4)
+    waits, beside, alone = (
+        predicted(layout.with_(**changes)).parts["data"]
+        for changes in ({}, {"reduces": "backward"}, {"overlap": False})
+    )
+    constants, stages = Constants(), layout.stages(GPT, 0)
+    reduced = data_parallel_times(layout, NODE, constants, stages)[1]
+    # The first rank ends last, with its only stage's last backward: nothing is left to hide behind.
+    assert (waits, alone) == pytest.approx((reduced, reduced))
+    assert beside == pytest.approx(0.1 * reduced)
+
+
+def test_an_earlier_stage_of_a_rank_is_reduced_where_the_rank_waits_anyway():
+    layout = Layout(pp=2, dp_replicate=8, schedule="interleaved_1f1b", n_chunks=2)
+    found = predicted(layout, batch=16)
+    each = {s.index: data_parallel_times(layout, NODE, Constants(), [s])[1] for s in layout.stages(GPT, 0)}
+    ends = {span.action.stage: span.end for span in found.timeline.by_rank[0]}
+    # Stage 2 is reduced once its last backward has ended: the rank has nothing to do until stage 1 has sent a gradient.
+    idle = [gap.end - gap.start for gap in found.timeline.idle_gaps if gap.rank == 0 and gap.start >= ends[2]]
+    hidden = sum(each.values()) - found.parts["data"]
+    assert 0 < hidden <= sum(idle) + 1e-12
+    assert found.parts["data"] >= each[0]
+
+
+def test_pipeline_neighbours_on_another_node_are_reached_over_the_links_between_nodes():
+    # Blocks of 4 GPUs on nodes of 8: the middle boundary of three leaves its node. Blocks of 6: those of rank 1 are on
+    # both nodes, and so are rank 0's and rank 1's, whose slowest pair counts.
+    four = transfers(GPT, Layout(4, 2, 2), NODE, Constants(), 2048)
+    assert four[0] == four[2] < four[1]
+    assert transfers(GPT, Layout(8, 2), NODE, Constants(), 2048) == (*four[:1] * 3, four[1], *four[:1] * 3)
+    apart = cluster_of("3x8xA100")
+    assert transfers(GPT, Layout(4, 2, 3), apart, Constants(), 2048) == (four[1],) * 3
+    message = 2048 * GPT.dim * 2
+    assert four[1] == pytest.approx(NODE.latency + message / (0.8 * NODE.inter_bandwidth))
+    # Chunks: from the last rank back to the first; V: from the last rank to itself.
+    looped = transfers(GPT, Layout(4, 2, 2, schedule="interleaved_1f1b", n_chunks=2), NODE, Constants(), 2048)
+    assert looped == (*four, four[1], *four)
+    assert transfers(GPT, Layout(4, 2, 2, schedule="zb_v"), NODE, Constants(), 2048) == (*four, 0.0, *four[::-1])
+    assert predicted(Layout(4, 2, 2)).costs.latency == four
+
+
+def test_collectives_take_a_message_after_another():
+    slow = replace(NODE, latency=1.0)
+    layout = Layout(dp_shard=4, dp_replicate=4)
+    stages = layout.stages(GPT, 0)
+    n_groups = GPT.n_layers + 1
+    gathered, reduced = (
+        a - b
+        for a, b in zip(*(data_parallel_times(layout, each, Constants(), stages) for each in (slow, NODE)), strict=True)
+    )
+    assert gathered == pytest.approx(3 * n_groups, rel=1e-4)
+    assert reduced == pytest.approx((3 + 2 * 3) * n_groups, rel=1e-4)
+    times = [stage_time(GPT, Layout(tp=8, dp_shard=2), each, Constants(), 2048, stages[0]) for each in (slow, NODE)]
+    # Two sums forward and two backward, of two halves each.
+    assert times[0].tensor - times[1].tensor == pytest.approx(8 * 7 * GPT.n_layers, rel=1e-4)
+
+
+def test_products_that_cast_their_weights_take_time_and_memory_for_it():
+    alone, shared = Layout(pp=8, tp=2), Layout(pp=4, tp=2, dp_shard=2)
+    assert [each.casts_weights for each in (alone, shared, alone.with_(precision="bfloat16"))] == [True, False, False]
+    stage = alone.stages_of_all(GPT)[1]
+    times = [stage_time(GPT, alone.with_(precision=p), NODE, Constants(), 2048, stage) for p in ("mixed", "bfloat16")]
+    matrices = stage.n_layers * GPT.n_layer_matrices / 2
+    cast = matrices * (4 + 2) / NODE.gpu.memory_bandwidth
+    summed = (times[0].tensor - times[1].tensor) / 2
+    assert times[0].forward - times[1].forward == pytest.approx(cast)
+    assert times[0].weight_grad - times[1].weight_grad == pytest.approx(cast)
+    assert summed > 0  # backward's sums over tensor-parallel ranks are of gradients that nobody has cast
+    copies = [kept_by_stage(GPT, alone.with_(precision=p), 2048, stage) for p in ("mixed", "bfloat16")]
+    assert copies[0] - copies[1] > 2 * matrices
 
 
 def test_wider_elements_are_slower_products():
