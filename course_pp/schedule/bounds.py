@@ -1,6 +1,7 @@
 """What no schedule can beat: a lower bound on the makespan, so that a schedule can be scored."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from math import lcm
 
 from course_pp.arguments import checked
@@ -25,7 +26,18 @@ def bound(
     * it waits for a first microbatch to come down to it, then it has all its work to do;
     * after its last input gradient, a gradient still has to go up to stage 0 and through it;
     * with a memory limit: each activation is kept from its forward until the microbatch has been down and come back, so
-      only so many can be under way at a time.
+      only so many can be under way at a time;
+    * and while it waits for room, it has to do what makes the room. The proof:
+
+      Of a rank's first i stages, let h activations fit, and take forwards, input and weight gradients of each stage in
+      the order they come. By the n-th forward of stage i, they began i (n + 1) activations, so x = i (n + 1 - j) - h of
+      those from the j-th microbatch on were given back. Each was so by a weight gradient that follows an input gradient
+      no earlier than the j-th of stage i, before which all they began was held: at most h forwards. Hence from that
+      input gradient, a round trip after the j-th forward, to the n-th forward lie x of both kinds, and x - 1 forwards.
+
+    This adds up along a chain of j and n. That memory is the time under way over the interval is from Qi et al. 2024,
+    "Pipeline parallelism with controllable memory" (arXiv 2405.15362), section 3; adding up what one machine must do
+    between two moments, from Carlier 1982, "The one-machine sequencing problem" (EJOR 11, 42-47).
 
     No schedule need reach it. At f = b = w and without a limit, ZB-H1, ZB-H2 and ZB-V do.
 
@@ -56,16 +68,28 @@ class _Pipeline:
     """The least time that everything takes, stage by stage.
 
     Attributes:
+        loads: for each rank, of each of its stages how many microbatches it sees there; none for a stage without any.
+        forward: of ``F``.
+        inputs: of ``I``.
+        finish: of ``W`` after ``I``.
+        paired: whether a forward and a backward may run as one.
+        saved: the most that pairing a forward of the stage with any backward can save.
         down: from the start until a first ``F`` of the stage can start.
         round_trip: from the start of its ``F`` to the end of its ``I`` of the same microbatch.
         up: from the end of its ``I`` until the microbatch is through with stage 0.
-        finish: of ``W`` after ``I``.
-        saved: the most that pairing a forward of the stage with any backward can save.
+        kept: of memory, by ``F``.
+        early: the part of it that ``I`` gives back.
     """
 
     def __init__(self, placement: Sequence[Sequence[int]], n_microbatches: int, costs: Costs) -> None:
         n = len(placement)
-        self.placement, self.n_microbatches, self.costs = placement, n_microbatches, costs
+        self.placement, self.n_microbatches = placement, n_microbatches
+        self.loads: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        for stage, ranks in enumerate(placement):
+            for first, rank in enumerate(ranks[:n_microbatches]):
+                self.loads[rank][stage] = len(range(first, n_microbatches, len(ranks)))
+        memory = ("activation", "released_by_input_grad", "weights")
+        self.kept, self.early, self.weights = (costs.each(name, n) for name in memory)
         self.times = costs.durations(n)
         times, transfers = self.times, costs.transfers(n)
         # Replicas of neighbouring stages may meet on one rank, and then the message may take no time.
@@ -73,13 +97,15 @@ class _Pipeline:
         forward, inputs, whole = list(times["F"]), list(times["I"]), list(times["B"])
         self.finish: list[Time] = list(times["W"])
         self.saved: list[Time] = [0] * n
-        if costs.overlapped is not None:
+        self.paired = costs.overlapped is not None
+        if self.paired:
             # A pair may end before its parts alone would, and its weight gradient may come with it.
             pairs = costs.each("overlapped", n)
             self.saved = [max(0, f + max(whole) - pair) for f, pair in zip(forward, pairs, strict=True)]
             forward = [min(f, pair) for f, pair in zip(forward, pairs, strict=True)]
             inputs, whole = [min(t, *pairs) for t in inputs], [min(t, *pairs) for t in whole]
             self.finish = [0] * n
+        self.forward, self.inputs = forward, inputs
         self.down: list[Time] = [0]
         self.up = [self.finish[0]]
         self.round_trip = [forward[-1] + inputs[-1]]
@@ -96,7 +122,7 @@ class _Pipeline:
 
     def of_rank(self, rank: int, limit: Time | None) -> Iterator[Time]:
         """Bounds from the work and the memory of one rank; none for a rank without a stage."""
-        load = self._load(rank)
+        load = self.loads[rank]
         if not load:
             return
         start = min(self.down[stage] for stage in load)
@@ -104,26 +130,25 @@ class _Pipeline:
         work = {kind: sum(n * self.times[kind][stage] for stage, n in load.items()) for kind in "FIW"}
         yield start + max(0, sum(work.values()) - saved)
         yield start + max(0, work["F"] + work["I"] - saved) + min(self.up[stage] for stage in load)
-        if limit is not None:
-            yield from (start + time for time in self._from_memory(load, self._room(rank, load, limit)))
+        if limit is None:
+            return
+        room = self._room(rank, limit)
+        yield from (start + time for time in self._from_memory(load, room))
+        # Of replicas, several stages need not see the same microbatches.
+        together = all(len(self.placement[stage]) == 1 for stage in load)
+        for count, stage in enumerate(load, 1):
+            yield self._making_room([*load][:count] if together else [stage], load[stage], room)
 
-    def _load(self, rank: int) -> dict[int, int]:
-        """For each stage on ``rank``, how many microbatches it sees there."""
-        shares = {stage: (ranks.index(rank), len(ranks)) for stage, ranks in enumerate(self.placement) if rank in ranks}
-        load = {stage: len(range(first, self.n_microbatches, step)) for stage, (first, step) in shares.items()}
-        return {stage: n for stage, n in load.items() if n}
-
-    def _room(self, rank: int, load: Iterable[int], limit: Time) -> Time:
+    def _room(self, rank: int, limit: Time) -> Time:
         """What ``limit`` leaves for activations. A copy of a stage that sees no microbatch need not be there."""
-        n = len(self.placement)
-        kept, weights = self.costs.each("activation", n), self.costs.each("weights", n)
+        load = self.loads[rank]
         # At its loss, a microbatch is held by every stage it passes on this rank.
-        shared = lcm(*map(len, self.placement))
+        shared = lcm(*(len(self.placement[stage]) for stage in load))
         least = max(
-            sum(kept[s] for s, ranks in enumerate(self.placement) if ranks[i % len(ranks)] == rank)
+            sum(self.kept[s] for s in load if self.placement[s][i % len(self.placement[s])] == rank)
             for i in range(min(shared, self.n_microbatches))
         )
-        room = limit - sum(weights[stage] for stage in load)
+        room = limit - sum(self.weights[stage] for stage in load)
         # What is left of a float may fall short by a rounding error.
         slack = 1e-9 * float(limit) if isinstance(room - least, float) else 0
         if room < least - slack:
@@ -135,19 +160,44 @@ class _Pipeline:
 
     def _from_memory(self, load: dict[int, int], room: Time) -> Iterator[Time]:
         """Bounds on the time from the rank's first forward on, if at most ``room`` is held."""
-        n = len(self.placement)
-        kept, early = self.costs.each("activation", n), self.costs.each("released_by_input_grad", n)
         held = sum(
-            count * (kept[s] * self.round_trip[s] + (kept[s] - early[s]) * self.finish[s]) for s, count in load.items()
+            count * (self.kept[s] * self.round_trip[s] + (self.kept[s] - self.early[s]) * self.finish[s])
+            for s, count in load.items()
         )
         if held:
             yield divide(held, room)
-        smallest = min(kept[stage] for stage in load)
+        smallest = min(self.kept[stage] for stage in load)
         if smallest:
             rounds = -(-sum(load.values()) // _how_many(room, smallest))
-            stay = min(self.round_trip[s] + (0 if early[s] else self.finish[s]) for s in load)
+            stay = min(self.round_trip[s] + self._last_to_go(s) for s in load)
             last = min(self.round_trip[s] + max(self.up[s], self.finish[s]) for s in load)
             yield (rounds - 1) * stay + last
+
+    def _last_to_go(self, stage: int) -> Time:
+        """How long after ``I`` all of the activation is still there, at least."""
+        return 0 if self.early[stage] else self.finish[stage]
+
+    def _making_room(self, stages: Sequence[int], n: int, room: Time) -> Time:
+        """A bound from a rank's first stages, the last of which sees ``n`` microbatches: see the proof in ``bound``."""
+        last = stages[-1]
+        smallest = min(self.kept[stage] for stage in stages)
+        fits = _how_many(room, smallest) if smallest else len(stages) * n
+        forward = min(self.forward[stage] for stage in stages)
+        backward = min(self.inputs[stage] + self._last_to_go(stage) for stage in stages)
+
+        def apart(d: int) -> Time:
+            """From the start of one forward to that of another, ``d`` microbatches later."""
+            x = len(stages) * (d + 1) - fits
+            # A forward may run with a backward, as a pair.
+            work = x * backward + (0 if self.paired else (x - 1) * forward)
+            return self.round_trip[last] - self.inputs[last] + work
+
+        chains = [(n - 1) * self.forward[last]]
+        least = fits // len(stages)
+        if least < n:
+            steps, rest = divmod(n - 1, least)
+            chains += [apart(n - 1), (steps - 1) * apart(least) + apart(least + rest)]
+        return self.down[last] + max(chains) + self.round_trip[last] + max(self.up[last], self.finish[last])
 
 
 def _how_many(room: Time, each: Time) -> int:

@@ -92,6 +92,16 @@ _PROVEN: dict[tuple[int, int, int, Literal["loop", "v"]], int] = {
 }
 
 
+def test_the_bound_of_two_stages_a_rank_in_little_memory_is_never_above_an_optimum_and_close_below() -> None:
+    gaps = []
+    for (p, m, cap, placement), optimum in _PROVEN.items():
+        (question,) = questions(p, m, Costs(1, 1, 1), cap, 2, placement, True)
+        assert question.bound <= optimum
+        gaps.append(float(1 - question.bound / optimum))
+    assert sum(gaps) / len(gaps) < 0.025
+    assert max(gaps) < 0.11
+
+
 @pytest.mark.parametrize(
     "case", [each if i == 0 else pytest.param(each, marks=pytest.mark.full) for i, each in enumerate(_PROVEN)], ids=str
 )
@@ -112,7 +122,7 @@ def test_a_whole_backward_stays_whole() -> None:
 
 
 def test_the_same_seed_finds_the_same_schedule() -> None:
-    one, other = (search(3, 4, memory_limit=2, seconds=60, seed=3) for _ in range(2))
+    one, other = (search(3, 6, memory_limit=2, seconds=60, seed=3) for _ in range(2))
     assert one.stopped == other.stopped == "patience"
     assert one.schedule == other.schedule
 
