@@ -192,7 +192,7 @@ class _Pipeline:
             work = x * backward + (0 if self.paired else (x - 1) * forward)
             return self.round_trip[last] - self.inputs[last] + work
 
-        chains = [(n - 1) * self.forward[last]]
+        chains: list[Time] = [(n - 1) * self.forward[last]]
         least = fits // len(stages)
         if least < n:
             steps, rest = divmod(n - 1, least)

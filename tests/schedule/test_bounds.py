@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from course_pp.schedule import Costs, Overlap, bound, build, names, search, simulate
+from course_pp.schedule import Action, Costs, Overlap, Schedule, bound, build, names, search, simulate
 from tests.schedule.sizes import built
 
 UNIT = Costs(1, 1, 1)
@@ -131,6 +131,24 @@ def test_no_schedule_beats_the_bound_for_its_memory_under_costs_at_random(name: 
             tl = simulate(schedule, costs)
             least = bound(schedule.n_ranks, m, costs, tl.peak_memory(costs), placement=schedule.placement)
             assert least <= tl.makespan, (p, costs)
+
+
+def test_what_makes_room_may_run_with_a_forward_as_a_pair() -> None:
+    schedule, costs = build("dualpipe_v", 2, 4), Costs(2, 2, 0, overlapped=2)
+    tl = simulate(schedule, costs)
+    assert bound(2, 4, costs, tl.peak_memory(costs), placement=schedule.placement) <= tl.makespan == 30
+
+
+def test_stages_of_which_a_rank_has_a_copy_each_share_no_microbatch() -> None:
+    placement = ((0, 1), (1, 0))
+    rows = [[Action(s, kind, i) for i in range(4) for s in (0, 1) for kind in "FB"] for _ in range(2)]
+    here = [
+        [action for action in row if placement[action.stage][action.microbatch % 2] == rank]
+        for rank, row in enumerate(rows)
+    ]
+    tl = simulate(Schedule("one by one", placement, tuple(map(tuple, here))), UNIT)
+    assert max(tl.peak_activations) == 1
+    assert bound(2, 4, UNIT, 1, placement=placement) <= tl.makespan
 
 
 @pytest.mark.parametrize("seed", range(16))
