@@ -47,6 +47,9 @@ def serve(sock_fd: int) -> None:
     parent = os.getppid()
     # Of a caller that blocks them we would never hear that a rank has ended.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    # Some modules of torch ask for GPUs while they are imported. Unless NVML answers, the CUDA runtime does, and no
+    # process forked after that can use it. Ranks have the environment of their call.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     # Imported here so that no rank has to.
     import cloudpickle  # noqa: F401
     import torch.distributed.pipelining  # noqa: F401

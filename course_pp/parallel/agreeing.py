@@ -110,9 +110,9 @@ def _problem_of_sharding(stages: Sequence[ModelStage], schedule: str | Schedule)
 
 def _facts_of_transformer(stage: ModelStage) -> dict[str, object]:
     """What all stages of this package's model are built for."""
-    if not isinstance(stage.submod, PipelineStageModule) or stage.inputs is None or stage.outputs is None:
+    if not isinstance(stage.submod, PipelineStageModule) or stage.takes is None or stage.returns is None:
         return {}
-    return {"(batch_size, seq_len)": stage.inputs.metas[0].shape[:2], "param_dtype": stage.outputs.metas[0].dtype}
+    return {"(batch_size, seq_len)": stage.takes.metas[0].shape[:2], "param_dtype": stage.returns.metas[0].dtype}
 
 
 def _problem_of_layers(stages: Sequence[ModelStage], pipeline: Ranks) -> str | None:
@@ -149,18 +149,18 @@ def _settle_boundaries(stages: Sequence[ModelStage], pipeline: Ranks) -> str | N
         problem = None
         for stage in (s for s in stages if s.stage_index not in given):
             before = given.get(stage.stage_index - 1) or _returned(found, stage.stage_index - 1)
-            stage.inputs = stage.inputs or before
-            if stage.is_first and stage.inputs is None:
+            stage.takes = stage.takes or before
+            if stage.is_first and stage.takes is None:
                 problem = (
                     "nothing says what the first stage takes: pass build_pipeline_stage(..., inputs=...), the "
                     "arguments of one microbatch, or batch_size= and seq_len= for token ids"
                 )
-            if stage.inputs is not None and stage.outputs is None:
+            if stage.takes is not None and stage.returns is None:
                 try:
-                    stage.outputs = find_outputs(stage)
+                    stage.returns = find_outputs(stage)
                 except ValueError as error:
                     problem = problem or str(error)
-            found[stage.stage_index] = (stage.inputs, stage.outputs)
+            found[stage.stage_index] = (stage.takes, stage.returns)
         told = pipeline.gather((found, problem))
         problem = next((theirs for _, theirs in told if theirs is not None), None)
         if problem is not None:
@@ -198,7 +198,7 @@ def _problem_between(taken: dict[int, Boundary], given: dict[int, Boundary]) -> 
 def _rows(stages: Sequence[ModelStage], pipeline: Ranks) -> int | str:
     """The rows of a microbatch; what is wrong if the first stage's inputs do not tell."""
     first = stages[0] if stages[0].is_first else None
-    told = pipeline.gather(None if first is None or first.inputs is None else (first.inputs, str(first.inputs)))
+    told = pipeline.gather(None if first is None or first.takes is None else (first.takes, str(first.takes)))
     inputs, spelled = next(one for one in told if one is not None)
     rows = rows_of(inputs)
     return f"inputs={spelled}: all tensors must have the microbatch as their first dimension" if rows is None else rows

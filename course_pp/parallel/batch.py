@@ -30,7 +30,7 @@ class Batch:
         self._counts_tokens = counts_tokens
         module = stages[0].submod
         self._transformer = module if isinstance(module, PipelineStageModule) else None
-        self._inputs = self._whole(stages[0].inputs) if stages[0].is_first and stages[0].inputs is not None else None
+        self._inputs = self._whole(stages[0].takes) if stages[0].is_first and stages[0].takes is not None else None
 
     @property
     def size(self) -> int:
@@ -113,8 +113,8 @@ class Batch:
     def _problem_of_tokens(self, name: str, tokens: object) -> str | None:
         """What is wrong with ``inputs`` or ``target`` of this package's model."""
         assert self._transformer is not None
-        assert self._stages[0].inputs is not None
-        seq_len, vocab_size = self._stages[0].inputs.metas[0].shape[1], self._transformer.config.vocab_size
+        assert self._stages[0].takes is not None
+        seq_len, vocab_size = self._stages[0].takes.metas[0].shape[1], self._transformer.config.vocab_size
         if tokens is None:
             return _missing(name)
         if not isinstance(tokens, Tensor):

@@ -221,7 +221,7 @@ def carried_bytes(pipeline: PipelineSchedule) -> CarryingCost:
     for stage in pipeline.stages:
         load = getattr(stage.submod, "_load", None)
         declared = load.declared if isinstance(load, _Load) else Declared()
-        mine[stage.stage_index] = declared, _sizes(stage.inputs)
+        mine[stage.stage_index] = declared, _sizes(stage.takes)
     everyone = Ranks(pipeline.stages[0].group).gather(mine)
     owner = {stage: rank for rank, theirs in enumerate(everyone) for stage in theirs}
     found = {stage: said for theirs in everyone for stage, said in theirs.items()}

@@ -158,9 +158,9 @@ def _second_step(
         ids = torch.zeros(n_microbatches * rows, seq_len, dtype=torch.int64)
         stages = [build_pipeline_stage(module, mesh, "cpu", rows, seq_len) for module in modules]
         for stage in stages:
-            assert stage.inputs is not None  # this package's model knows them
-            assert stage.outputs is not None
-            stage.settle(stage.inputs, stage.outputs)
+            assert stage.takes is not None  # this package's model knows them
+            assert stage.returns is not None
+            stage.settle(stage.takes, stage.returns)
         name = layout.schedule if layout.pp > 1 else "gpipe"
         schedule = torch_schedule(name, stages, n_microbatches, share_of_loss)
         take_shapes_as_declared(schedule)

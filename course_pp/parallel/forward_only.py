@@ -62,8 +62,8 @@ def forward_only(
 
 
 def _received(stage: ModelStage, source: int | None) -> Tensors:
-    assert stage.inputs is not None  # settled
-    tensors = stage.inputs.empty(stage.device)
+    assert stage.takes is not None  # settled
+    tensors = stage.takes.empty(stage.device)
     for tensor in tensors:
         dist.recv(tensor, group=stage.group, group_src=source)
     return tensors

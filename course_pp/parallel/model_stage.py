@@ -27,7 +27,8 @@ class ModelStage(LocalNeighboursStage):
     """torch's stage, and what crosses its boundaries.
 
     Attributes:
-        inputs, outputs: what it is called with and returns for one microbatch; None where that is not known yet.
+        takes, returns: what it is called with and gives back for one microbatch; None where that is not known yet.
+            (torch 2.11 has an attribute ``inputs`` of its own.)
         ties: weights that are one, by stage; :func:`build_pipeline_schedule` finds them.
         device_mesh: the mesh it was built on.
         param_dtype: what is to cross; None is whatever the stages compute in.
@@ -49,7 +50,7 @@ class ModelStage(LocalNeighboursStage):
         super().__init__(module, stage, n_stages, **options)
         self.param_dtype = param_dtype
         self.device_mesh = device_mesh
-        self.inputs, self.outputs = inputs, outputs
+        self.takes, self.returns = inputs, outputs
         self.ties: tuple[Tie, ...] = ()
         self._dtypes = compute_dtypes(module)
         self.can_split = isinstance(module, PipelineStageModule) and not has_replaced(module, Compiled)
@@ -60,7 +61,7 @@ class ModelStage(LocalNeighboursStage):
 
     def settle(self, inputs: Boundary, outputs: Boundary) -> None:
         """Tell torch what crosses the boundaries: it would otherwise find out by one forward, which changes buffers."""
-        self.inputs, self.outputs = inputs, outputs
+        self.takes, self.returns = inputs, outputs
         super().__init__(
             self.submod,
             self.stage_index,
@@ -72,8 +73,8 @@ class ModelStage(LocalNeighboursStage):
 
     def received(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """What the stage before returned, put together from what it sent."""
-        assert self.inputs is not None  # settled
-        return self.inputs.unflatten(tensors)
+        assert self.takes is not None  # settled
+        return self.takes.unflatten(tensors)
 
     def message(self, output: Any) -> tuple[torch.Tensor, ...]:
         """What is sent of ``output``.
@@ -81,9 +82,9 @@ class ModelStage(LocalNeighboursStage):
         Raises:
             ValueError: if the next stage expects something else.
         """
-        assert self.outputs is not None  # settled
+        assert self.returns is not None  # settled
         try:
-            return tuple(_Handed.apply(tensor) for tensor in self.outputs.flatten(output))
+            return tuple(_Handed.apply(tensor) for tensor in self.returns.flatten(output))
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"stage {self.stage_index} returned {error}: a stage must return the same shapes for every microbatch, "
@@ -198,23 +199,23 @@ def find_outputs(stage: ModelStage) -> Boundary:
     Raises:
         ValueError: if that cannot be found on the meta device; names the remedy.
     """
-    assert stage.inputs is not None
-    given, computed = {m.dtype for m in stage.inputs.metas if m.dtype.is_floating_point}, compute_dtypes(stage.submod)
+    assert stage.takes is not None
+    given, computed = {m.dtype for m in stage.takes.metas if m.dtype.is_floating_point}, compute_dtypes(stage.submod)
     if given and computed and given.isdisjoint(computed) and not casts_inputs(stage.submod):
         raise ValueError(  # the meta device would let them pass
-            f"stage {stage.stage_index} is called with {stage.inputs}, but computes in {spelled(computed)}: convert "
+            f"stage {stage.stage_index} is called with {stage.takes}, but computes in {spelled(computed)}: convert "
             "the stages alike, or declare outputs= if it casts its inputs itself"
         )
     try:
         with torch.no_grad():
-            output = call(bare_copy(stage.submod), stage.received(stage.inputs.empty("meta")))
+            output = call(bare_copy(stage.submod), stage.received(stage.takes.empty("meta")))
             found = Boundary(()) if stage.is_last else Boundary.of(output)  # nobody is sent what the last one returns
     except Exception as error:  # whatever a foreign forward raises
         if (known := _known(stage)) is not None:
             return known
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
         raise ValueError(
-            f"stage {stage.stage_index}, a {type(stage.submod).__name__} called with {stage.inputs} alone on the meta "
+            f"stage {stage.stage_index}, a {type(stage.submod).__name__} called with {stage.takes} alone on the meta "
             f"device, does not say what it returns ({reason:.300}): mend the stage, or declare what crosses, "
             "build_pipeline_stage(..., outputs=...)"
         ) from error
@@ -224,10 +225,10 @@ def find_outputs(stage: ModelStage) -> Boundary:
 
 def _known(stage: ModelStage) -> Boundary | None:
     """What a stage of :func:`auto_split` has returned for its example, if it is called with the like."""
-    if not isinstance(stage.submod, SplitStage) or stage.inputs is None:
+    if not isinstance(stage.submod, SplitStage) or stage.takes is None:
         return None
     taken, sent = stage.submod.sent_for_example()
-    return Boundary.of(sent) if Boundary.of(taken).metas == stage.inputs.metas else None
+    return Boundary.of(sent) if Boundary.of(taken).metas == stage.takes.metas else None
 
 
 def check_declared_dtype(stage: int, given: Boundary | None, param_dtype: torch.dtype | None) -> None:

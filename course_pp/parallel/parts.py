@@ -227,7 +227,7 @@ def check_own_parts(parts: Parts, device_mesh: DeviceMesh | None) -> None:
     """Refuse what this package's stages can tell alone, without a message.
 
     Raises:
-        ValueError: for a part of the model without a mesh, or a whole model on a mesh with a ``pp`` dimension.
+        ValueError: for a part of the model without a mesh, or a whole model on a mesh with several ``pp`` ranks.
     """
     modules, n_stages = parts.modules, parts.n_stages
     complete = n_stages is not None and len({id(module) for module in modules}) == n_stages
@@ -237,7 +237,7 @@ def check_own_parts(parts: Parts, device_mesh: DeviceMesh | None) -> None:
             f"this rank holds {held} but device_mesh is None, so its norm would not be the whole model's: "
             "pass device_mesh=, the mesh of init_distributed"
         )
-    if get_pp_mesh(device_mesh) is not None and not any(map(_is_part, modules)):
+    if get_pp_size(device_mesh) > 1 and not any(map(_is_part, modules)):
         raise ValueError(
             f"this rank holds the whole model, but the mesh has pp={get_pp_size(device_mesh)} ranks of stages, whose "
             "norms would be added up: pass this rank's stages, or build the mesh with pp=1"

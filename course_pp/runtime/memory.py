@@ -37,7 +37,8 @@ class RankMemory:
     Attributes:
         curves: for each kind (``activation``, ``buffer``, ``queued``, ``version``) and for ``total`` the (seconds,
             bytes) at each change, first at 0. A storage that is kept as two kinds at once counts once in the total.
-        per_forward: for each (stage, microbatch) the bytes of activations that were first kept for its sake.
+        per_forward: for each (stage, microbatch) the bytes of activations that were first kept for its sake, added
+            up over all steps since the recorder was cleared.
     """
 
     rank: int

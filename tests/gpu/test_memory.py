@@ -20,6 +20,7 @@ def peak_bytes(n_microbatches: int, schedule: str) -> tuple[int, int]:
     x = torch.randn(n_microbatches * ROWS, WIDTH, device="cuda")
     pipeline.step(x, x)  # gradients and workspaces are there now
     torch.cuda.synchronize()
+    recorder.clear()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     pipeline.step(x, x)

@@ -22,9 +22,9 @@ def draw_on_rank(rank: int, root: str) -> list[list[float]]:
     model(torch.ones(1, 2, device=get_device())).sum().backward()
     optimizer.step()
     torch.rand(3, device=get_device())
-    path = save(root, 1, model, optimizer, device_mesh=None)
+    saved = save(root, 1, model, optimizer, device_mesh=None)
     drawn = [torch.rand(4, device=get_device()).tolist()]
-    load(path, model, optimizer, device_mesh=None)
+    load(saved.path, model, optimizer, device_mesh=None)
     return [*drawn, torch.rand(4, device=get_device()).tolist()]
 
 

@@ -30,7 +30,7 @@ from course_pp.parallel import (
 from tests.equality import Trained, adamw, batches, train_in_one_process
 from tests.parallel.layouts import full
 
-CONFIG = ModelConfig(dim=16, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=24, vocab_size=20, max_seq_len=8)
+CONFIG = ModelConfig(dim=16, n_layers=8, n_heads=4, n_kv_heads=2, ffn_dim=24, vocab_size=20, max_seq_len=8)
 ROWS, SEQ_LEN, N_MICROBATCHES = 8, 8, 4
 DATA = batches(CONFIG, ROWS, SEQ_LEN, 2)
 

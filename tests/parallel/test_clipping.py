@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from course_pp.launch import on_ranks
@@ -209,6 +210,19 @@ def test_a_stage_left_out_and_a_whole_model_on_a_pipeline_are_refused_on_every_r
     assert "was given 3 of 4 stages" in first[0]
     assert "the list of all of this rank's stages on every rank" in first[0]
     assert "holds the whole model, but the mesh has pp=2 ranks of stages" in first[1]
+
+
+def norms_alone_on_rank(rank: int) -> tuple[float, float]:
+    """Of a whole model, on a mesh whose pipeline is one rank, and without a mesh."""
+    model = Transformer(CONFIG)
+    model(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("pp", "dp_shard"))
+    return float(clip_grad_norm_(model, math.inf, device_mesh=mesh)), float(clip_grad_norm_(model, math.inf))
+
+
+def test_a_pipeline_of_one_rank_holds_the_whole_model() -> None:
+    [(on_mesh, without)] = on_ranks(1, norms_alone_on_rank)
+    assert on_mesh == without > 0
 
 
 @pytest.mark.parametrize(
