@@ -59,6 +59,8 @@ class Layout:
         scatter_gather: whether tensor-parallel ranks send a part of a message each and gather it behind the link
             (Narayanan et al. 2021, section 4.1); this stack sends it whole.
         overlap: whether data-parallel traffic runs beside the work it need not wait for; else all of it is waited for.
+        receives_ahead: whether every message of a step has its receive buffer from the start, as torch has it; else
+            there is one a boundary.
         reduces: when gradients are reduced: layer by layer beside the last microbatch's ``backward``, as torch's DDP
             does; ``after`` a stage's last backward, while its rank waits; ``"auto"`` is the latter under a
             ``PipelineSchedule``, so with a pipeline or several microbatches, and the former where one forward and one
@@ -85,6 +87,7 @@ class Layout:
     scatter_gather: bool = False
     overlap: bool = True
     reduces: Literal["auto", "backward", "after"] = "auto"
+    receives_ahead: bool = True
 
     def __post_init__(self) -> None:
         for name in ("pp", "tp", "dp_shard", "dp_replicate", "microbatch_size"):

@@ -97,7 +97,8 @@ def memory_of_rank(
     """Bytes on a global rank at its fullest, by kind.
 
     Args:
-        peaks: of :func:`peaks_in_flight`; None for the bound of 1F1B: a microbatch a stage that follows.
+        peaks: of :func:`peaks_in_flight`; None for a bound: of GPipe all microbatches, else 1F1B's, one a stage that
+            follows.
     """
     at = layout.place(rank)
     stages, size = layout.stages(model, at.pp), layout.bytes_of
@@ -139,6 +140,8 @@ def _bound_in_flight(layout: Layout, kept: Sequence[float], n_microbatches: int,
     n_chunks = len(kept)
     # Narayanan et al. 2021, section 2.2: one a rank that follows; interleaved, the first rank holds a round more.
     most = layout.pp - pp_rank if n_chunks == 1 else layout.pp * (n_chunks + 1) - 2 * pp_rank - 1
+    if layout.schedule == "gpipe" and layout.pp > 1:
+        most = n_microbatches
     flying = min(most, n_microbatches * n_chunks)
     return flying * sum(kept) / n_chunks
 
@@ -150,7 +153,7 @@ def _buffers(model: ModelConfig, layout: Layout, seq_len: int, n_microbatches: i
     received = sum(
         (not s.is_first and s.index - 1 not in here) + (not s.is_last and s.index + 1 not in here) for s in stages
     )
-    return tables + received * message * n_microbatches
+    return tables + received * message * (n_microbatches if layout.receives_ahead else 1)
 
 
 def numel(stages: Sequence[StagePlan]) -> int:

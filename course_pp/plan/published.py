@@ -54,6 +54,7 @@ def _megatron(
         scatter_gather=True,
         overlap=overlap,
         reduces="backward" if overlap else "after",
+        receives_ahead=False,
     )
     seconds = megatron_seconds(model, batch, 2048, n_gpus, tflops)
     return PublishedRun(name, model, layout, cluster_of(f"{n_gpus // 8}x8xA100"), batch, 2048, seconds)

@@ -253,7 +253,7 @@ PLAN: Rows = {
     "gpu_names": {},
     "model_named": {"name": "gpt2"},
     "model_names": {},
-    "plan": {**ASKED, "n_best": 1, "precision": "mixed"},
+    "plan": {**ASKED, "n_best": 1, "precision": "mixed", "like": LAYOUT},
     "predict": {**ASKED, "layout": LAYOUT},
 }
 

@@ -9,6 +9,8 @@ from statistics import median
 import pytest
 
 from course_pp.__main__ import main
+from course_pp.parallel import DistributedConfig, predict_collectives
+from course_pp.parallel.schedules import check_microbatches
 from course_pp.plan import (
     Cluster,
     Constants,
@@ -20,7 +22,10 @@ from course_pp.plan import (
     plan,
     predict,
 )
-from course_pp.plan.memory import kept_by_stage
+from course_pp.plan.explaining import reason
+from course_pp.plan.memory import kept_by_stage, memory_of_rank
+from course_pp.plan.prediction import PARTS
+from course_pp.plan.published import MEGATRON
 from course_pp.plan.timing import data_parallel_times, model_flops, stage_time, transfers
 
 NODE = cluster_of("2x8xA100")
@@ -95,6 +100,102 @@ def test_the_plan_is_sorted_and_fits():
     assert all(each.fits for each in found)
     assert "faster" in explain(found[0], found[-1])
     assert "faster" not in explain(found[0], found[0])
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4, 12])
+def test_whatever_is_planned_the_stack_takes(batch):
+    model = replace(model_named("gpt2"), n_layers=4, vocab_size=50_256)
+    found = plan(model, cluster_of("1x4xA100"), batch, 1024, n_best=1000)
+    assert any(each.layout.pp == 4 for each in found)
+    for each in found:
+        m = each.layout.n_microbatches(batch)
+        predict_collectives(
+            model,
+            DistributedConfig(each.layout.pp, each.layout.dp_replicate, each.layout.dp_shard, each.layout.tp),
+            batch_size=each.layout.microbatch_size,
+            seq_len=1024,
+            n_microbatches=m if each.layout.pp > 1 else 1,
+            schedule="1f1b" if each.layout.n_chunks else each.layout.schedule,  # of chunks there may be any number
+            ac=each.layout.ac,
+        )
+        if each.layout.pp > 1:
+            check_microbatches(each.layout.schedule, m, each.layout.n_stages, each.layout.pp)
+    # Too few microbatches for torch's 1F1B.
+    assert ({"gpipe"} if batch < 4 else {"1f1b"}) & {each.layout.schedule for each in found if each.layout.pp == 4}
+
+
+def test_the_closed_form_of_memory_is_near_the_simulated_one_of_gpipe_with_few_microbatches():
+    layout = Layout(pp=8, tp=2, schedule="gpipe")
+    found = predicted(layout, batch=4)
+    for rank in (0, 7):
+        at = rank * 2
+        bound = memory_of_rank(GPT, layout, 2048, 4, at, None)["activations"]
+        assert bound == pytest.approx(found.memory(at)["activations"])
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("run", MEGATRON, ids=lambda run: run.name)
+def test_of_published_models_the_best_layout_fits_and_is_as_fast_as_the_published_one(run):
+    script = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "plan_published.py"))
+    published, best = script["planned"](run)
+    assert best.fits
+    assert best.step_s <= published.step_s
+    told = script["why"](published, best)
+    # One sentence, made of the two layouts and the part that shrinks most.
+    if best.layout != published.layout:
+        part = max(PARTS, key=lambda name: published.parts[name] - best.parts[name])
+        assert f"{best.layout} instead of {published.layout}" in told
+        assert f"as {part} takes" in told
+        assert told.endswith(" more.") or told.endswith(" less.")
+        assert re.search(r"\.\s", told) is None
+
+
+def test_all_planned_layouts_have_in_common_what_is_asked():
+    like = Layout(pp=2, schedule="zb_v", flash=False, overlap=False, precision="megatron")
+    for each in plan(GPT, NODE, 64, 2048, n_best=20, like=like):
+        assert (each.layout.flash, each.layout.overlap, each.layout.precision) == (False, False, "megatron")
+    assert plan(GPT, NODE, 64, 2048, n_best=1, precision="float32", like=like)[0].layout.precision == "float32"
+
+
+def test_torch_has_a_receive_buffer_for_every_message_of_a_step():
+    layout = Layout(pp=8, tp=2)
+    one, more = (predicted(layout.with_(receives_ahead=each), batch=16).memory(2)["buffers"] for each in (False, True))
+    messages = 2 * 2048 * GPT.dim * 2  # an activation and a gradient
+    assert more - one == 15 * messages
+
+
+def test_freed_parameters_are_gathered_for_every_backward():
+    layout, m = Layout(pp=2, dp_shard=8), 8
+    kept, freed = (predicted(layout.with_(reshard=each), batch=8 * m).parts["data"] for each in (False, True))
+    gathered = data_parallel_times(layout, NODE, Constants(), layout.stages(GPT, 0))[0]
+    # All beside work, of which a tenth is not hidden.
+    assert freed - kept == pytest.approx(0.1 * gathered * m)
+
+
+def test_two_predictions_are_compared_without_their_rounding_errors():
+    layout = Layout(pp=4, tp=2, dp_shard=2)
+    first = predicted(layout)
+    shaken = replace(first, step_s=first.step_s * (1 + 1e-15), parts={k: v + 1e-16 for k, v in first.parts.items()})
+    told = explain(first, shaken)
+    assert "e-" not in told
+    assert told.endswith("Both take the same time.")
+    assert all(line.split()[-1] in ("+0", "+0.0%") for line in told.splitlines()[1:-1])
+    second = predicted(layout.with_(ac="full"))
+    assert "e-" not in explain(replace(first, parts={**first.parts, "recompute": 1e-17}), second)
+
+
+def test_what_was_asked_is_named_where_it_differs():
+    layout = Layout(pp=4, tp=2, dp_shard=2)
+    first, second = predicted(layout), predicted(layout, cluster_of("2x8xH100"))
+    assert "2x8xA100" in explain(first, second)
+    assert "cluster 2x8xH100, not 2x8xA100" in explain(first, second).splitlines()[-1]
+    assert "inter_bandwidth  2.5e+10  5e+10" in re.sub(" {3,}", "  ", explain(first, second))
+    assert "latency" not in explain(first, second)
+    assert "cluster" not in explain(first, predicted(layout.with_(ac="full")))
+    assert "model gpt-1.7b, not gpt-3.6b" in reason(first, predict(model_named("gpt-3.6b"), layout, NODE, 64, 2048))
+    assert "global_batch 64, not 128" in reason(first, predicted(layout, batch=128))
+    with pytest.raises(ValueError, match="give the quicker first"):
+        reason(predicted(layout, batch=128), first)
 
 
 def test_a_sequence_that_norms_cannot_share_is_planned_without_sharing_it():
@@ -259,6 +360,24 @@ def test_the_table_is_printed(capsys):
         (lambda: Layout(schedule="pipedream"), ["pipedream", "synchronous"]),
         (lambda: Constants(matmul_efficiency=1.5), ["matmul_efficiency=1.5"]),
         (lambda: plan(model_named("gpt-39b"), cluster_of("1x8xA100"), 8, 2048), ["too many", "2 nodes of 8"]),
+        (
+            lambda: plan(GPT, cluster_of("29x1xA100"), 8, 2048),
+            ["24 stages", "29 data ranks", "multiple of 29"],
+        ),
+        (
+            lambda: plan(replace(GPT, n_layers=1), cluster_of("1x8xA100"), 1, 2047),
+            ["seq_len=2047", "needs tp=8", "pad it to 2048"],
+        ),
+        (
+            # With one layer and tp=2 only more data ranks take more GPUs, and each wants a sequence.
+            lambda: plan(replace(model_named("gpt-1t"), n_layers=1), cluster_of("1x2xA100"), 1, 2048),
+            ["too many", "take 2 nodes of 2 and global_batch=2"],
+        ),
+        (lambda: plan(model_named("gpt-1t"), cluster_of("32x8xH100"), 1, 2048), ["too many", "take 43 nodes of 8"]),
+        (
+            lambda: plan(replace(GPT, max_seq_len=10**7), cluster_of("1x1xA100"), 1, 10**7),
+            ["no larger cluster helps", "shorten the sequences"],
+        ),
         (
             lambda: predict(model_named("gpt2"), Layout(dp_shard=16), NODE, 64, 2048),
             ["seq_len=2048", "max_seq_len=1024"],
