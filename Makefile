@@ -119,7 +119,7 @@ test-full: $(READY)
 	@$(PYTEST) tests -m 'full or not full'
 
 images: $(READY)
-	@$(BIN)/python images/make.py
+	@$(BIN)/python images/make.py $(ARGS)
 
 site: $(READY)
 	@$(BIN)/python docs/make_site.py $(ARGS)

@@ -6,7 +6,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from course_pp.schedule import Costs, Schedule, Timeline, build, names, simulate
+from course_pp.schedule import Costs, Schedule, Timeline, build, find, names, simulate
 
 PAGE = Path(__file__).parent / "which_schedule.md"
 RANKS, MICROBATCHES, LATENCY = 4, 16, Fraction(1, 2)
@@ -86,6 +86,12 @@ def crossings(schedule: Schedule) -> int:
     )
 
 
+def remark(name: str) -> str:
+    """Why one takes a schedule; of one without a remark, what its function says it is."""
+    said = (find(name).order.__doc__ or "").partition("\n")[0].rstrip(".")
+    return REMARKS.get(name, said[:1].lower() + said[1:] if said[1:2].islower() else said)
+
+
 def rows() -> list[Row]:
     """All schedules, in the catalogue's order."""
     return [row(name) for name in names()]
@@ -131,7 +137,7 @@ def page() -> str:
         "|---|---|---|---|---|---|---|---|",
         *(
             f"| `{each.name}` | {number(each.step)} | {number(each.step_late)} | {float(each.bubble):.1%} "
-            f"| {number(each.held)} | {number(each.weights)} × | {each.messages} | {REMARKS.get(each.name, '')} |"
+            f"| {number(each.held)} | {number(each.weights)} × | {each.messages} | {remark(each.name)} |"
             for each in table
         ),
         "",

@@ -1,8 +1,10 @@
 """Draw every figure used in prose, and write its alt text beside it; write the tables of schedules.
 
-make images
+make images              all of it
+make images ARGS=tables  the tables only: nothing is measured, and no picture changes
 """
 
+import argparse
 import re
 import sys
 from pathlib import Path
@@ -86,8 +88,13 @@ def put(name: str, figure: show.ChartFigure, page: str, moves: bool = False) -> 
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=("all", "tables"), default="all")
+    what = parser.parse_args().what
     schedule_table.write()
     comparison.PAGE.write_text(comparison.page(), encoding="utf-8")
+    if what == "tables":
+        return
     sheet = cheat_sheet.draw()
     put("cheat_sheet.svg", sheet, "docs/cheat_sheet.md")
     sheet.savefig(IMAGES / "cheat_sheet.pdf", metadata={"CreationDate": None})

@@ -249,7 +249,11 @@ class Progress(Shown):
 
     def _repr_html_(self) -> str:
         def line(tag: str, cells: tuple[str, ...]) -> str:
-            return "<tr>" + "".join(f'<{tag} style="{_CELL_STYLE}">{escape(c)}</{tag}>' for c in cells) + "</tr>"
+            tags = (
+                f'<{tag} style="text-align:left;white-space:{_wrap(i)}">{escape(c)}</{tag}>'
+                for i, c in enumerate(cells)
+            )
+            return f"<tr>{''.join(tags)}</tr>"
 
         body = "".join(line("td", _cells(row)) for row in self.rows)
         below = "".join(f"<p>{escape(text)}</p>" for text in (self.summary, self.note) if text)
@@ -260,7 +264,13 @@ class Progress(Shown):
 
 
 _HEADINGS = ("notebook", "exercise", "difficulty", "minutes", "status", "attempts", "hints", "solution seen")
-_CELL_STYLE = "text-align:left;white-space:nowrap"
+
+
+def _wrap(column: int) -> str:
+    """The wide columns are broken into lines: a table wider than the page would hide its last."""
+    return "normal" if _HEADINGS[column] in ("exercise", "solution seen") else "nowrap"
+
+
 _SYMBOLS = {"open": "○", "not yet": "✗", "correct": "✓"}
 
 

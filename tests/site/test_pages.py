@@ -26,6 +26,15 @@ def test_the_comparison_of_schedules_is_what_simulation_says():
     assert set(comparison.REMARKS) <= set(names())
 
 
+def test_a_schedule_without_a_remark_is_told_by_its_own_first_sentence(monkeypatch):
+    import comparison
+
+    for name in ("gpipe", "zb_h2", "1f1b"):
+        monkeypatch.delitem(comparison.REMARKS, name)
+    assert comparison.remark("gpipe") == 'all forwards, then all backwards (Huang et al. 2019, "GPipe", section 2.3)'
+    assert all(comparison.remark(name) for name in names())
+
+
 def test_its_steps_are_those_of_the_closed_forms():
     import comparison
 
