@@ -168,7 +168,7 @@ def test_backward_first_is_1f1b_and_a_board_is_recognised_until_it_leaves_the_or
     position = after("")
     assert recognised(position, orders) == []
     position.place(Action.parse("0F0"))
-    assert recognised(position, orders) == ["naive", "gpipe", "1f1b", "1f1b_eager"]
+    assert {"naive", "gpipe", "1f1b", "1f1b_eager"} <= set(recognised(position, orders))
     fill(position, "backward first", orders)
     assert recognised(position, orders) == ["1f1b"]
     strayed = after("0F1")
