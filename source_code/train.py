@@ -41,7 +41,7 @@ from course_pp.training.checkpointer import Checkpointer
 from course_pp.training.config import Precision
 from course_pp.training.data import check_vocabulary, unigram_entropy
 from course_pp.training.options import Options
-from course_pp.training.orders import FILE
+from course_pp.training.orders import FILE, what_changed
 from course_pp.training.orders import written as written_order
 from course_pp.training.precision import DTYPES
 from course_pp.training.preemption import EXIT_CODE, Preempted, Preemption
@@ -87,6 +87,9 @@ def run(asked: Options, preemption: Preemption | None) -> None:
             lowered = "" if precision == "fp32" else f", computed in {precision}"
             print(f"{model.n_parameters:,} parameters, {sequences}, on {trainer.device}{lowered}")
             print(f"resumed {loaded.path}" if loaded else f"validation loss before training {before:.3f}", flush=True)
+            said = loaded and what_changed(loaded.extra["config"], loaded.path, config.schedule, config.order)
+            if said:
+                print(said, flush=True)
         fitted = trainer.fit(checkpointer.after_step)
     sizes = {"device_mesh": mesh, "vocab_size": tokenizer.vocab_size, "seed": config.seed}
     written = sample(modules, tokenizer.encode(text.prompt), text.sample, **sizes)

@@ -5,6 +5,7 @@ idle differently, so a row's length says nothing: what must agree is that every 
 """
 
 import csv
+import re
 from collections.abc import Sequence
 from io import StringIO
 
@@ -12,6 +13,9 @@ from course_pp.arguments import checked
 from course_pp.schedule.action import Action, Overlap
 from course_pp.schedule.legality import problems_of_bookkeeping
 from course_pp.schedule.schedule import Schedule, implied_placement, normalised
+
+_PAIR = re.compile(r"\([^)]*\)")
+"""The part of an overlapped pair that has a semicolon of its own."""
 
 
 @checked
@@ -35,7 +39,8 @@ def from_torch_csv(text: str, placement: Sequence[int | Sequence[int]] | None = 
     """Read what :func:`to_torch_csv` or torch wrote.
 
     Args:
-        text: one row a rank. Blank cells are idle slots and are dropped; a blank line is a rank without actions.
+        text: one row a rank, its cells separated by commas or, if it has none, by semicolons or tabs. Blank cells are
+            idle slots and are dropped; a blank line is a rank without actions.
         placement: for each stage its rank (or ranks, as in ``Schedule``); read off the rows unless given.
 
     Raises:
@@ -48,7 +53,7 @@ def from_torch_csv(text: str, placement: Sequence[int | Sequence[int]] | None = 
         for rank, row in enumerate(_cells(text))
     ]
     if not any(rows):
-        raise ValueError("text: the CSV has no actions: give one row a rank, with cells such as 0F0,0F1,0B0,0B1")
+        raise ValueError("the CSV text has no actions: give one row a rank, with cells such as 0F0,0F1,0B0,0B1")
     found = _placement_of(rows)
     schedule = Schedule(name, found if placement is None else normalised(placement), tuple(rows))
     if problems := problems_of_bookkeeping(schedule):
@@ -61,8 +66,10 @@ def from_torch_csv(text: str, placement: Sequence[int | Sequence[int]] | None = 
 
 
 def _cells(text: str) -> list[list[str]]:
-    # Spreadsheets start a file with a byte order mark.
-    reader = csv.reader(text.removeprefix("\ufeff").splitlines(keepends=True), strict=True)
+    # Spreadsheets start a file with a byte order mark, and where the comma is for decimals they separate otherwise.
+    outside = _PAIR.sub("", text)
+    separator = next((each for each in ",;\t" if each in outside), ",")
+    reader = csv.reader(text.removeprefix("\ufeff").splitlines(keepends=True), delimiter=separator, strict=True)
     try:
         return list(reader)
     except csv.Error as error:
@@ -75,7 +82,7 @@ def _read(cell: str, rank: int, column: int) -> Action | Overlap:
     try:
         return Overlap.parse(cell) if cell.strip().startswith("(") else Action.parse(cell)
     except ValueError as error:
-        raise ValueError(f"text: row {rank + 1}, column {column + 1} of the CSV: {error}") from None
+        raise ValueError(f"row {rank + 1}, column {column + 1} of the CSV text: {error}") from None
 
 
 def _placement_of(rows: Sequence[Sequence[Action | Overlap]]) -> tuple[tuple[int, ...], ...]:

@@ -1,10 +1,14 @@
 """Orders of one's own: a file in place of a schedule's name."""
 
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from course_pp.schedule import Schedule, check, from_torch_csv
+from course_pp.schedule.catalogue import find
 
-__all__ = ["FILE", "is_file", "read_order", "written"]
+__all__ = ["FILE", "is_file", "read_order", "what_changed", "written"]
 
 FILE = "schedule.csv"
 """What an order of one's own is called beside a checkpoint."""
@@ -29,8 +33,9 @@ def read_order(path: str) -> Schedule:
     except OSError as error:
         raise ValueError(f"it cannot be read ({error.strerror}): {_HOW}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"it is not text: {_HOW}") from None
-    order = from_torch_csv(text, name=Path(path).stem)
+        raise ValueError(f"it is not text in UTF-8: {_HOW}") from None
+    # An editor or a spreadsheet may have left blank lines at the end, which are no ranks.
+    order = from_torch_csv(text.rstrip(" \t\r\n,;"), name=Path(path).stem)
     kinds = {part.kind for part in order.parts}
     if "U" in kinds:
         raise ValueError(
@@ -43,8 +48,46 @@ def read_order(path: str) -> Schedule:
         raise ValueError(f"its order cannot run: {problems[0]}{more}")
     idle = next((rank for rank, row in enumerate(order.actions) if not row), None)
     if idle is not None:
-        raise ValueError(f"it gives rank {idle} nothing to do: give every rank a stage")
+        raise ValueError(
+            f"it gives rank {idle} nothing to do, as row {idle + 1} is blank: give every rank a stage, and leave no "
+            "line blank"
+        )
     return order
+
+
+def what_changed(saved: Mapping[str, Any], checkpoint: Path, schedule: str, order: Schedule | None) -> str | None:
+    """What to say where a run goes on in another order than its checkpoint's; None if it is the same.
+
+    A step gives the same in both, so it is no mistake; but nobody is to lose an order by leaving a flag out.
+
+    Args:
+        saved: the configuration in the checkpoint's state; one without a schedule says nothing.
+        schedule: that of this run.
+        order: and what it holds, if it is a file.
+    """
+    before, kept = saved.get("schedule"), checkpoint / FILE
+    if before is None:
+        return None
+    flags = f"--schedule {before}"
+    if not is_file(before):
+        alike = order is None and _known(before) == _known(schedule)
+    else:
+        there = kept.read_text(encoding="utf-8") if kept.is_file() else None
+        alike = order is not None and there == written(order)
+        flags = f"--schedule {before if there is None else kept} --microbatches {saved.get('microbatches')}"
+    if alike:
+        return None
+    return (
+        f"schedule {schedule!r} now, {before!r} before: a step gives the same, in other time and memory. "
+        f"To keep to the one before: {flags}"
+    )
+
+
+def _known(name: str) -> str:
+    """The catalogue's own name; ``name`` as it is, if it came with another version of the course."""
+    with suppress(ValueError):
+        return find(name).name
+    return name
 
 
 def written(order: Schedule) -> str:

@@ -60,6 +60,21 @@ def test_a_byte_order_mark_is_no_part_of_the_first_cell() -> None:
     assert from_torch_csv("\ufeff0F0,0B0\r\n").actions == build("1f1b", 1, 1).actions
 
 
+@pytest.mark.parametrize("separator", [";", "\t", " ; "])
+def test_cells_may_be_separated_as_a_spreadsheet_does_where_the_comma_is_for_decimals(separator: str) -> None:
+    text = to_torch_csv(build("1f1b", 2, 3))
+    assert from_torch_csv(text.replace(",", separator)).actions == build("1f1b", 2, 3).actions
+
+
+def test_the_semicolon_of_a_pair_separates_no_cells() -> None:
+    schedule = build("dualpipe_v", 1, 2)
+    assert "(" in to_torch_csv(schedule)
+    for separator in (",", "\t"):
+        assert from_torch_csv(to_torch_csv(schedule).replace(",", separator)).actions == schedule.actions
+    quoted = ";".join(f'"{action}"' for action in schedule.actions[0])
+    assert from_torch_csv(quoted).actions == schedule.actions
+
+
 def test_a_forward_only_order_may_be_read() -> None:
     assert check(from_torch_csv("0F0,0F1\n1F0,1F1\n")) == []
 
@@ -73,9 +88,9 @@ def test_replicas_are_read_off_the_rows_in_the_order_in_which_they_take_microbat
     [
         ("", "no actions: give one row a rank"),
         (",,\n", "no actions"),
-        ("0F0,0X0\n", r"row 1, column 2 of the CSV: unknown kind of action 'X': use one of F \(forward\)"),
-        ("0F0,0B0\n1F0,what\n", r"row 2, column 2 of the CSV: cannot read 'what' as an action"),
-        ("0F0,0SEND_F0,0B0\n", r"column 2 of the CSV: cannot read '0SEND_F0'"),
+        ("0F0,0X0\n", r"row 1, column 2 of the CSV text: unknown kind of action 'X': use one of F \(forward\)"),
+        ("0F0,0B0\n1F0,what\n", r"row 2, column 2 of the CSV text: cannot read 'what' as an action"),
+        ("0F0,0SEND_F0,0B0\n", r"column 2 of the CSV text: cannot read '0SEND_F0'"),
         ("0F0,0B0\n2F0,2B0\n", "stage 1 is in no row of the CSV, yet stage 2 is"),
         (
             "0F0,0F1,0B0,0B1\n1F0,1B0,1F1\n",
@@ -84,7 +99,7 @@ def test_replicas_are_read_off_the_rows_in_the_order_in_which_they_take_microbat
         ("99999999999F0", "stage 0 is in no row of the CSV, yet stage 99999999999 is"),
         ('0F0,"0B0\n', "cannot be read at row 1: unexpected end of data; close every quote"),
         ('0F0,"0B0"x\n', "cannot be read at row 1: .*; close every quote"),
-        ('0F0,"0\nB0"\n', "row 1, column 2 of the CSV: cannot read"),
+        ('0F0,"0\nB0"\n', "row 1, column 2 of the CSV text: cannot read"),
         ("0F0,0F1,0B0,0B1\n1F0,1B0\n", r"1F1 is missing from rank 1 \(and 1 more\)"),
         ("0F0,0B0,0B0\n", "0B0 appears 2 times"),
     ],

@@ -11,7 +11,7 @@ from course_pp.launch import on_ranks
 from course_pp.schedule import build, search, to_torch_csv
 from course_pp.training import TrainConfig, stages_of_rank
 from course_pp.training.checkpointer import Checkpointer
-from course_pp.training.orders import FILE, read_order, written
+from course_pp.training.orders import FILE, read_order, what_changed, written
 from tests.processes import no_process_left
 from tests.training.small import MODEL, RUN, TIED, Trained, assert_equals, in_one_process, train, trainer
 
@@ -78,14 +78,14 @@ def test_other_pipeline_ranks_than_the_order_has_are_refused(own: Path, engine: 
     [
         (lambda path: None, f"it cannot be read (No such file or directory): {ALIKE}"),
         (lambda path: path.mkdir(), f"it cannot be read (Is a directory): {ALIKE}"),
-        (lambda path: path.write_bytes(b"\xff\xfe0F0"), f"it is not text: {ALIKE}"),
+        (lambda path: path.write_bytes(b"\xff\xfe0F0"), f"it is not text in UTF-8: {ALIKE}"),
         (lambda path: path.write_text(""), "has no actions"),
-        (lambda path: path.write_text("0F0,{0B0}\n"), "row 1, column 2"),
+        (lambda path: path.write_text("0F0,{0B0}\n"), "own.csv': row 1, column 2 of the CSV text: cannot read '{0B0}'"),
         (lambda path: path.write_text("0F0,0B0\n1F0\n"), "1B0 is missing"),
         (lambda path: path.write_text("0F0,0F1\n1F0,1F1\n"), "it has forwards alone, and a run trains"),
         (lambda path: path.write_text("0F0,0B0,0U0\n"), "update their weights within the step (U)"),
         (lambda path: path.write_text("0B0,0F0\n1F0,1B0\n"), "its order cannot run: "),
-        (lambda path: path.write_text("0F0,0B0\n\n1F0,1B0\n"), "it gives rank 1 nothing to do"),
+        (lambda path: path.write_text("0F0,0B0\n\n1F0,1B0\n"), "it gives rank 1 nothing to do, as row 2 is blank"),
         (lambda path: path.write_text(to_torch_csv(build("1f1b", 2, 4))), "4 microbatches, and microbatches=2: make"),
     ],
     ids=[
@@ -100,6 +100,49 @@ def test_a_file_that_no_run_can_have_is_refused_by_name(
     with pytest.raises(ValueError, match=r"own\.csv'") as refusal:
         replace(RUN, schedule=str(path))
     assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text + "\n\n",
+        lambda text: text + ",,,\n",
+        lambda text: "\ufeff" + text,
+        lambda text: text.replace("\n", "\r\n") + "\r\n",
+        lambda text: text.replace(",", ";"),
+        lambda text: text.replace(",", ", "),
+    ],
+    ids=["blank lines", "blank cells", "byte order mark", "windows", "semicolons", "spaces"],
+)
+def test_a_file_as_editors_and_spreadsheets_leave_it_is_read(change: Callable[[str], str], tmp_path: Path) -> None:
+    path, order = tmp_path / "own.csv", build("1f1b", 2, 2)
+    path.write_bytes(change(to_torch_csv(order)).encode())
+    assert read_order(str(path)).actions == order.actions
+
+
+def test_a_run_that_goes_on_in_another_order_is_told_so_and_how_to_keep_to_the_one_before(own: Path) -> None:
+    order, folder = read_order(str(own)), own.parent
+    saved = {"schedule": str(own), "microbatches": 2}
+    gone = what_changed(saved, folder, "1f1b", None)
+    assert gone is not None
+    assert f"--schedule {own} --microbatches 2" in gone
+    kept = folder / FILE
+    kept.write_text(written(order))
+    assert what_changed(saved, folder, "elsewhere.csv", order) is None
+    for name, other in (("1f1b", None), ("elsewhere.csv", build("1f1b", 2, 2))):
+        said = what_changed(saved, folder, name, other)
+        assert said is not None
+        assert said.startswith(f"schedule {name!r} now, {str(own)!r} before: ")
+        assert f"--schedule {kept} --microbatches 2" in said
+
+
+def test_a_run_that_goes_on_in_an_order_of_another_name_is_told_so(tmp_path: Path) -> None:
+    assert what_changed({"schedule": "1f1b"}, tmp_path, "Schedule1F1B", None) is None
+    assert what_changed({}, tmp_path, "1f1b", None) is None
+    assert what_changed({"schedule": "of tomorrow"}, tmp_path, "1f1b", None) is not None
+    said = what_changed({"schedule": "zb_h1"}, tmp_path, "own.csv", build("1f1b", 2, 2))
+    assert said is not None
+    assert said.endswith("--schedule zb_h1")
 
 
 def differing(rank: int, folder: Path) -> str:
