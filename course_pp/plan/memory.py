@@ -2,11 +2,12 @@
 
     parameters   kept shards of what tensor parallelism leaves
     gradients    as large, after the step's last backward
-    unreduced    what gradients are more before: with a pipeline or several microbatches FSDP2 keeps them whole until
-                 the last microbatch
+    unreduced    what gradients are more before: with a pipeline or several microbatches FSDP2 keeps a stage's whole
+                 until its last microbatch
     optimizer    AdamW's two moments, and a float32 counter a parameter
     gathered     the most that FSDP2 gathers at once (``parallel.unsharded``)
-    activations  what the microbatches in flight keep for backward, and what one recomputed layer keeps meanwhile
+    activations  what the microbatches in flight keep for backward, a stage's output, which torch's pipeline holds as
+                 long, and what one recomputed layer keeps meanwhile
     buffers      rotary tables; one receive buffer a microbatch and boundary, which torch posts beforehand
 
 A layer of T = batch · seq tokens keeps, with width h, feed-forward width f, key and value width k, a heads, elements
@@ -30,10 +31,10 @@ from math import prod
 
 from course_pp.plan.layout import Layout
 from course_pp.plan.shapes import StagePlan, held_elements, shards_head, unsharded_elements
-from course_pp.schedule import Costs, Timeline
+from course_pp.schedule import Action, Overlap, Timeline
 from course_pp.sizes import ModelConfig
 
-__all__ = ["kept_by_layer", "kept_by_stage", "memory_of_rank", "peaks_in_flight"]
+__all__ = ["kept_again", "kept_by_layer", "kept_by_stage", "memory_of_rank", "peaks_in_flight"]
 
 _COUNTER = 4  # bytes of AdamW's ``step``
 
@@ -70,20 +71,58 @@ def _cast_by_layer(model: ModelConfig, layout: Layout, seq_len: int, ac: str) ->
 
 
 def kept_by_stage(model: ModelConfig, layout: Layout, seq_len: int, stage: StagePlan) -> float:
-    """Bytes that the forward of one stage keeps for one microbatch."""
+    """Bytes that the forward of one stage keeps for one microbatch, and its output.
+
+    That torch's pipeline holds until the backward; logits are there in any case while the loss is made of them.
+    """
     tokens, e = layout.microbatch_size * seq_len, layout.bytes_of.computed
     kept = stage.n_layers * kept_by_layer(model, layout, seq_len)
-    w = max(4, e)
     if stage.is_first:
         kept += 8 * tokens  # token ids
     if stage.is_last:
-        between = w if layout.casts_weights else e
-        norm = (model.dim * between if layout.fused_norms else 2 * model.dim * w) + w
-        parts = layout.tp if shards_head(model, layout.tp) else 1
-        logits = w * model.vocab_size / (parts if layout.splits_head else 1)
-        kept += tokens * (norm + model.dim * e + logits + 8)
-        kept += model.vocab_size * model.dim * e / parts if layout.casts_weights else 0
-    return kept
+        kept += _kept_by_end(model, layout, seq_len)
+    return kept + tokens * e * (_n_logits(model, layout) if stage.is_last else model.dim)
+
+
+def _kept_by_end(model: ModelConfig, layout: Layout, seq_len: int) -> float:
+    """Of final norm, head and loss, which keeps the logarithms of probabilities."""
+    e, tokens, h = layout.bytes_of.computed, layout.microbatch_size * seq_len, model.dim
+    w = max(4, e)
+    norm = (h * (w if layout.casts_weights else e) if layout.fused_norms else 2 * h * w) + w
+    kept = tokens * (norm + h * e + w * _n_logits(model, layout) + 8)
+    parts = layout.tp if shards_head(model, layout.tp) else 1
+    return kept + (model.vocab_size * h * e / parts if layout.casts_weights else 0.0)
+
+
+def _n_logits(model: ModelConfig, layout: Layout) -> float:
+    """Of a token on one rank."""
+    return model.vocab_size / (layout.tp if shards_head(model, layout.tp) and layout.splits_head else 1)
+
+
+def kept_again(model: ModelConfig, layout: Layout, seq_len: int, stage: StagePlan) -> float:
+    """Bytes that a backward keeps beyond what the forward did, once it has recomputed its first layer or attention.
+
+    By then it has let go of what lies behind: final norm, head and loss; with ``selective`` the layer's feed-forward
+    block, too, which is larger than attention in every published model.
+    """
+    if layout.ac == "none":
+        return 0.0
+    e, tokens, h = layout.bytes_of.computed, layout.microbatch_size * seq_len, model.dim
+    again = kept_by_layer(model, layout, seq_len, "none")
+    stream = 1 / layout.tp if layout.splits_sequence(model) else 1.0
+    between = max(4, e) if layout.casts_weights else e
+    if layout.ac == "selective":
+        again -= kept_by_layer(model, layout, seq_len, "selective")
+        norm = (h * between if layout.fused_norms else 2 * h * max(4, e)) * stream
+        feed_forward = (4 if model.gated_ffn else 2) * model.hidden_dim * e / layout.tp
+        again -= tokens * (norm + h * e + feed_forward)
+        if layout.casts_weights:
+            again -= model.n_ffn_matrices * h * model.hidden_dim * e / layout.tp
+    elif layout.fused_norms or between >= 4:  # the layer's input, kept already, is what its first norm keeps
+        again -= tokens * h * between * stream
+    if stage.is_last:
+        again -= _kept_by_end(model, layout, seq_len)
+    return max(0.0, again)
 
 
 def memory_of_rank(
@@ -98,7 +137,7 @@ def memory_of_rank(
 
     Args:
         peaks: of :func:`peaks_in_flight`; None for a bound: of GPipe all microbatches, else 1F1B's, one a stage that
-            follows.
+            follows; and whole gradients of all stages at once.
     """
     at = layout.place(rank)
     stages, size = layout.stages(model, at.pp), layout.bytes_of
@@ -116,24 +155,46 @@ def memory_of_rank(
         elements = unsharded_elements(stages, layout.dp_shard, layout.frees_after_forward, pipelined=scheduled)
         held["gathered"] = elements * size.computed
         if scheduled:
-            held["unreduced"] = max(0, numel(stages) * size.reduced - held["gradients"])
+            order = () if peaks is None else layout.order(n_microbatches).actions[at.pp]
+            held["unreduced"] = _unreduced(layout, at.dp_shard, stages, order)
     if peaks is None:
         kept = [kept_by_stage(model, layout, seq_len, s) for s in stages]
-        held["activations"] = int(_bound_in_flight(layout, kept, n_microbatches, at.pp))
+        again = max(kept_again(model, layout, seq_len, s) for s in stages)
+        held["activations"] = int(_bound_in_flight(layout, kept, n_microbatches, at.pp) + again)
     else:
         held["activations"] = int(peaks[at.pp])
-    if layout.ac != "none":
-        again = kept_by_layer(model, layout, seq_len, "none")
-        again -= kept_by_layer(model, layout, seq_len, "selective") if layout.ac == "selective" else 0
-        held["activations"] += int(again)
     held["buffers"] = _buffers(model, layout, seq_len, n_microbatches, stages)
     return held
 
 
 def peaks_in_flight(model: ModelConfig, layout: Layout, seq_len: int, timeline: Timeline) -> tuple[float, ...]:
-    """Bytes that each pipeline rank's microbatches in flight keep at most."""
-    kept = tuple(kept_by_stage(model, layout, seq_len, s) for s in layout.stages_of_all(model))
-    return tuple(map(float, timeline.peak_memory(Costs(activation=kept))))
+    """Bytes that each pipeline rank's microbatches in flight keep at most, with what is recomputed."""
+    stages = layout.stages_of_all(model)
+    kept = [kept_by_stage(model, layout, seq_len, s) for s in stages]
+    again = [kept_again(model, layout, seq_len, s) for s in stages]
+    peaks = []
+    for row in timeline.by_rank:
+        held = peak = 0.0
+        for parts in (span.action.parts for span in row):
+            held += sum(kept[part.stage] for part in parts if part.kind == "F")
+            peak = max(peak, held, *(held + again[part.stage] for part in parts if part.kind in "BI"))
+            held -= sum(kept[part.stage] for part in parts if part.kind in "BW")
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def _unreduced(layout: Layout, at_shard: int, stages: Sequence[StagePlan], order: Sequence[Action | Overlap]) -> int:
+    """The most that whole gradients are more than their shards: a stage's from its first backward to its last."""
+    size, more = layout.bytes_of, {}
+    for stage in stages:
+        held = sum(held_elements(group, layout.dp_shard, at_shard) for group in stage.groups)
+        more[stage.index] = max(0, numel([stage]) * size.reduced - held * size.kept)
+    turns = [part.stage for each in order for part in each.parts if part.kind in "BW"]
+    if not turns:
+        return sum(more.values())
+    last = {stage: turn for turn, stage in enumerate(turns)}
+    first = {stage: turns.index(stage) for stage in last}
+    return max(sum(more[s] for s in last if first[s] <= turn <= last[s]) for turn in set(first.values()))
 
 
 def _bound_in_flight(layout: Layout, kept: Sequence[float], n_microbatches: int, pp_rank: int) -> float:

@@ -38,15 +38,16 @@ def n_bytes(tensors):
 
 
 class GradientWatcher(GatheredWatcher):
-    """Looks after every operation at how many bytes of gradients FSDP2 holds whole."""
+    """Looks after every operation by how much the gradients that FSDP2 holds whole are larger than their shards."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         parameters = [p for group in self._groups for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
-        added = [p.unsharded_accumulated_grad for p in parameters]
-        self.peak = max(self.peak, n_bytes(added) + n_bytes(p._unsharded_param.grad for p in parameters))
+        whole = ((n_bytes((p.unsharded_accumulated_grad, p._unsharded_param.grad)), p) for p in parameters)
+        more = sum(held - n_bytes([p.sharded_param]) for held, p in whole if held)
+        self.peak = max(self.peak, more)
         return result
 
 
@@ -85,7 +86,7 @@ def held_after_steps(case, mesh, variant, config, data, kwargs, n_microbatches=N
         "gradients": n_bytes(p.grad for p in parameters),
         "optimizer": n_bytes(value for state in optimizer.state.values() for value in state.values()),
         "gathered": gathered,
-        "unreduced": watcher.peak - n_bytes(p.grad for p in parameters) if runner is not None and watcher.peak else 0,
+        "unreduced": watcher.peak if runner is not None else 0,
     }
 
 
@@ -131,12 +132,12 @@ def test_what_every_rank_holds_is_what_the_formulas_say(case, variants):
             precision="float64",
         )
         for rank, held in enumerate(measured):
-            predicted = memory_of_rank(config, layout, SEQ_LEN, case.n_microbatches, rank, None)
+            predicted = memory_of_rank(config, layout, SEQ_LEN, case.n_microbatches, rank, [0.0] * case.pp)
             assert {kind: predicted[kind] for kind in held} == held, f"rank {rank}"
 
 
 def kept_by_forward(module: nn.Module, inputs: torch.Tensor, target: torch.Tensor | None) -> int:
-    """Bytes of the storages that autograd keeps, those of parameters and buffers left out."""
+    """Bytes of the storages that autograd keeps, and of the output; those of parameters and buffers left out."""
     own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
     kept = {}
 
@@ -146,8 +147,9 @@ def kept_by_forward(module: nn.Module, inputs: torch.Tensor, target: torch.Tenso
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = module(inputs)
+        keep(output)
         if target is not None:
-            output = CrossEntropy()(output, target)
+            CrossEntropy()(output, target)
     return sum(t.untyped_storage().nbytes() for address, t in kept.items() if address not in own)
 
 
