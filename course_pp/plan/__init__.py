@@ -7,6 +7,7 @@ Times follow from operations, bytes and links, and two fitted constants (:class:
 is simulated (:func:`course_pp.schedule.simulate`). Memory follows from what :mod:`course_pp.parallel` holds.
 """
 
+from course_pp.plan.calibration import TimedStep, calibrate
 from course_pp.plan.cluster import Cluster, Gpu, cluster_of, gpu_named, gpu_names
 from course_pp.plan.explaining import explain
 from course_pp.plan.layout import Layout
@@ -23,6 +24,8 @@ __all__ = [
     "Layout",
     "ModelConfig",
     "Prediction",
+    "TimedStep",
+    "calibrate",
     "cluster_of",
     "explain",
     "gpu_named",

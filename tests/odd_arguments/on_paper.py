@@ -5,7 +5,7 @@ from dataclasses import fields
 from types import SimpleNamespace
 
 from course_pp.model import ModelConfig, Transformer
-from course_pp.plan import Constants, Layout, cluster_of, gpu_named, predict
+from course_pp.plan import Constants, Layout, TimedStep, cluster_of, gpu_named, predict
 from course_pp.schedule import Action, Costs, LayerCost, PlannedStage, Product, Span, Use, build, fit, ledger, simulate
 from course_pp.schedule.schedule import looped
 from course_pp.show.board_levels import LEVELS
@@ -241,12 +241,16 @@ GPU, LAYOUT, PAPER = gpu_named("A100"), Layout(pp=2, microbatch_size=2), cluster
 ON_PAPER = predict(CONFIG, LAYOUT, PAPER, 8, 16)
 ASKED = {"model": CONFIG, "cluster": PAPER, "global_batch": 8, "seq_len": 16, "constants": None}
 
+TIMED = {"model": CONFIG, "layout": LAYOUT, "global_batch": 8, "seq_len": 16, "seconds": ON_PAPER.step_s}
+
 PLAN: Rows = {
     "Cluster": {field.name: getattr(PAPER, field.name) for field in fields(PAPER)},
     "Constants": {field.name: getattr(Constants(), field.name) for field in fields(Constants)},
     "Gpu": {field.name: getattr(GPU, field.name) for field in fields(GPU)},
     "Layout": {field.name: getattr(LAYOUT, field.name) for field in fields(LAYOUT)},
     "ModelConfig": {field.name: getattr(CONFIG, field.name) for field in fields(CONFIG)},
+    "TimedStep": TIMED,
+    "calibrate": {"steps": [TimedStep(**TIMED)] * 5, "cluster": PAPER, "constants": None},
     "cluster_of": {"text": "1x2xA100"},
     "explain": {"first": ON_PAPER, "second": ON_PAPER},
     "gpu_named": {"name": "A100"},

@@ -1,0 +1,164 @@
+"""Fit what a cluster can do to a few steps that were timed on it, where a data sheet is missing or too kind."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from course_pp.arguments import checked
+from course_pp.plan.cluster import Cluster
+from course_pp.plan.layout import Layout
+from course_pp.plan.prediction import Prediction, check_seq_len, predict
+from course_pp.plan.timing import Constants
+from course_pp.sizes import ModelConfig
+
+__all__ = ["FITTED", "TimedStep", "calibrate"]
+
+FITTED = ("peak", "memory_passes", "memory_bandwidth", "bandwidth", "latency")
+"""What is fitted: of the GPU, of the constants, of the GPU, of the links of both kinds together, of a message."""
+
+_TURNS = 30
+_STEP = 1e-3  # relative, of the derivatives
+_PRIOR = 1e-4  # what no step depends on stays where it was
+_ENOUGH = 1e-6
+_FURTHEST = 1.0  # in one turn, in logarithms
+
+
+@checked
+@dataclass(frozen=True)
+class TimedStep:
+    """A step that was timed.
+
+    Attributes:
+        model, layout, global_batch, seq_len: what ran, as :func:`course_pp.plan.predict` takes it.
+        seconds: of one step, optimizer included: a median of several, warm-up left out.
+
+    Raises:
+        ValueError: for seconds that are not above 0, a batch that does not divide, a sequence too long for the model.
+    """
+
+    model: ModelConfig
+    layout: Layout
+    global_batch: int
+    seq_len: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.seconds < math.inf:
+            raise ValueError(f"seconds={self.seconds}: give a finite number above 0")
+        self.layout.n_microbatches(self.global_batch)
+        check_seq_len(self.model, self.seq_len)
+
+    def predicted(self, cluster: Cluster, constants: Constants | None = None) -> Prediction:
+        """What the planner says of it."""
+        return predict(self.model, self.layout, cluster, self.global_batch, self.seq_len, constants)
+
+
+@checked
+def calibrate(
+    steps: Sequence[TimedStep], cluster: Cluster, constants: Constants | None = None
+) -> tuple[Cluster, Constants]:
+    """The cluster, and constants, whose predictions come nearest to some timed steps.
+
+    Fitted are the five numbers of :data:`FITTED`; bandwidths inside and between nodes keep their ratio, and so do the
+    peaks of 16 and 32 bits. The sum of squared errors of the logarithms is made least (Levenberg-Marquardt), so that a
+    short step counts as much as a long one.
+
+    Time steps in which each of the five matters: narrow and wide layers, few and many tokens for the same parameters,
+    layouts with a pipeline, with tensor and with data parallelism.
+
+    Args:
+        steps: at least five, all of layouts of ``cluster``.
+        cluster: where they ran; its numbers are where the fit begins.
+        constants: likewise; those fitted on the Megatron table unless given.
+
+    Returns:
+        A cluster whose ``gpu.peak`` is what ``matmul_efficiency`` makes the measured rate of: an MFU on it is of this
+        peak, not of a data sheet's. And the constants, with ``memory_passes`` fitted.
+
+    Raises:
+        ValueError: for fewer than five steps, and what :func:`course_pp.plan.predict` refuses.
+    """
+    if len(steps) < len(FITTED):
+        raise ValueError(
+            f"{len(steps)} steps for {len(FITTED)} numbers ({', '.join(FITTED)}): time at least {len(FITTED)}"
+        )
+    start = constants or Constants()
+
+    def found(moves: Sequence[float]) -> tuple[Cluster, Constants]:
+        return _moved(cluster, start, moves)
+
+    def errors(moves: Sequence[float]) -> list[float]:
+        of = found(moves)
+        prior = [math.sqrt(_PRIOR) * each for each in moves]
+        return [math.log(step.predicted(*of).step_s / step.seconds) for step in steps] + prior
+
+    return found(_least_squares(errors, len(FITTED)))
+
+
+def _moved(cluster: Cluster, constants: Constants, moves: Sequence[float]) -> tuple[Cluster, Constants]:
+    """The numbers times the exponentials of ``moves``, in the order of FITTED."""
+    peak, passes, memory, link, latency = (math.exp(each) for each in moves)
+    gpu = cluster.gpu
+    measured = replace(
+        gpu,
+        peak=gpu.peak * peak,
+        peak_32=None if gpu.peak_32 is None else gpu.peak_32 * peak,
+        memory_bandwidth=gpu.memory_bandwidth * memory,
+        link_bandwidth=gpu.link_bandwidth * link,
+        source="measured",
+    )
+    moved = replace(
+        cluster,
+        gpu=measured,
+        intra_bandwidth=float(cluster.intra_bandwidth or 0) * link,
+        inter_bandwidth=cluster.inter_bandwidth * link,
+        latency=cluster.latency * latency,
+    )
+    return moved, replace(constants, memory_passes=min(999.0, constants.memory_passes * passes))
+
+
+def _least_squares(errors: Callable[[Sequence[float]], list[float]], n: int) -> list[float]:
+    """Where the sum of squared ``errors`` of ``n`` numbers is least, from zeros on."""
+    at, damping = [0.0] * n, 1e-3
+    here = errors(at)
+    for _ in range(_TURNS):
+        slopes = [_slope(errors, at, i, here) for i in range(n)]
+        normal = [[_dot(a, b) for b in slopes] for a in slopes]
+        for i in range(n):
+            normal[i][i] *= 1 + damping
+        step = _solve(normal, [-_dot(each, here) for each in slopes])
+        scale = min(1.0, _FURTHEST / max(1e-12, *map(abs, step)))
+        there = [a + scale * s for a, s in zip(at, step, strict=True)]
+        new = errors(there)
+        if _dot(new, new) < _dot(here, here):
+            at, here, damping = there, new, damping / 4
+        else:
+            damping *= 8
+        if max(map(abs, step)) < _ENOUGH:
+            break
+    return at
+
+
+def _slope(
+    errors: Callable[[Sequence[float]], list[float]], at: Sequence[float], i: int, here: Sequence[float]
+) -> list[float]:
+    nudged = [each + (_STEP if j == i else 0.0) for j, each in enumerate(at)]
+    return [(b - a) / _STEP for a, b in zip(here, errors(nudged), strict=True)]
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+def _solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
+    """Gauss's elimination; the matrix is positive definite."""
+    n = len(right)
+    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
+    for i in range(n):
+        pivot = max(range(i, n), key=lambda k: abs(rows[k][i]))
+        rows[i], rows[pivot] = rows[pivot], rows[i]
+        for k in range(n):
+            if k != i:
+                factor = rows[k][i] / rows[i][i]
+                rows[k] = [a - factor * b for a, b in zip(rows[k], rows[i], strict=True)]
+    return [rows[i][n] / rows[i][i] for i in range(n)]

@@ -1,0 +1,40 @@
+"""What a cluster can do is found again from a few steps that were timed on it."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from course_pp.plan import Cluster, Constants, Layout, ModelConfig, TimedStep, calibrate, gpu_named, predict
+
+HERE = Cluster(1, 2, gpu_named("laptop"), latency=1e-4)
+THERE = Cluster(
+    1, 2, replace(HERE.gpu, peak=2.3e11, memory_bandwidth=4e9), intra_bandwidth=3e8, inter_bandwidth=3e8, latency=2e-3
+)
+CONSTANTS = Constants(memory_passes=5.0)
+
+
+def asked(draw: random.Random, n: int):
+    """Runs of two ranks, of every kind in turn."""
+    kinds = [Layout(2, precision="float32"), Layout(tp=2, precision="float32"), Layout(dp_shard=2, precision="float32")]
+    for i in range(n):
+        model = ModelConfig(64 * draw.randint(1, 8), draw.randint(2, 8), 2, 2048, max_seq_len=256)
+        yield model, kinds[i % 3].with_(overlap=False), 2 * draw.randint(1, 8), 64 * draw.randint(1, 4)
+
+
+def test_a_calibrated_cluster_predicts_steps_that_it_was_not_shown():
+    draw = random.Random(0)
+    steps = [TimedStep(*run, predict(*run[:2], THERE, *run[2:], CONSTANTS).step_s) for run in asked(draw, 8)]
+    found, constants = calibrate(steps, HERE)
+    assert found.gpu.source == "measured"
+    for model, layout, batch, seq_len in asked(draw, 12):
+        expected = predict(model, layout, THERE, batch, seq_len, CONSTANTS).step_s
+        assert predict(model, layout, found, batch, seq_len, constants).step_s == pytest.approx(expected, rel=0.01)
+
+
+def test_too_few_steps_and_no_time_are_refused():
+    [run] = asked(random.Random(0), 1)
+    with pytest.raises(ValueError, match=r"4 steps for 5 numbers .*latency\): time at least 5"):
+        calibrate([TimedStep(*run, 1.0)] * 4, HERE)
+    with pytest.raises(ValueError, match=r"seconds=0.0: give a finite number above 0"):
+        TimedStep(*run, 0.0)
