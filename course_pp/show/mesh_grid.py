@@ -14,7 +14,7 @@ from course_pp.show.sketch import LEAST, MARGIN, SERIES, SMALL, WORDS, Point, Sk
 from course_pp.show.wording import counted, listed
 
 _MOST_RANKS = 128
-_DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
+DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
 _HEAD, _LABEL, _GAP, _BETWEEN = 0.55, 0.3, 0.3, 0.28
 
 
@@ -78,7 +78,7 @@ def mesh(
         ValueError: for sizes below 1, more than 128 ranks, nodes that the ranks do not fill, and a rank that does not
             exist.
     """
-    sizes = dict(layout) if isinstance(layout, Mapping) else {name: getattr(layout, name) for name in _DIMENSIONS}
+    sizes = dict(layout) if isinstance(layout, Mapping) else {name: getattr(layout, name) for name in DIMENSIONS}
     n_ranks = _check(sizes, gpus_per_node, rank)
     gpus_per_node = min(gpus_per_node, n_ranks)
     dimensions = dimensions_of(sizes, gpus_per_node) or (Dimension("one rank", 1, ((0,),), 0),)

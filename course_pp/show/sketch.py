@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
 from matplotlib.path import Path
 
@@ -61,35 +62,14 @@ def fitting_size(text: str, width: float, height: float, sizes: Sequence[float] 
     return 0.0
 
 
-class Sketch:
-    """A drawing of ``width × height`` inches between a title and a note; x and y are inches from its upper left corner.
+class Pen:
+    """Draws on axes that measure inches from their upper left corner."""
 
-    Attributes:
-        figure: what is drawn on; give it an alt text with :meth:`finish`.
-    """
-
-    def __init__(self, width: float, height: float, title: str, note: str = "") -> None:
-        # A title may be wider than what it is about.
-        sheet = min(WIDTH, max(width + 2 * MARGIN, min(7.5, width_of(title, TITLE) + 2 * MARGIN + 0.1)))
-        sheet = max(sheet, width + 2 * MARGIN)
-        words = wrapped(title, sheet - 2 * MARGIN - 0.1, TITLE)
-        top = 0.28 + height_of(words, TITLE)
-        small = wrapped(note, sheet - 2 * MARGIN, SMALL)
-        bottom = MARGIN + (height_of(small, SMALL) + 0.08 if note else 0.0)
-        self.figure = ChartFigure(sheet, top + height + bottom)
-        self._axes = self.figure.axes_with_margins(left=MARGIN, right=sheet - MARGIN - width, bottom=bottom, top=top)
-        self._axes.set_xlim(0, width)
-        self._axes.set_ylim(height, 0)
-        self._axes.set_axis_off()
-        place = (MARGIN / sheet, 1 - 0.14 / self.figure.get_figheight())
-        self.figure.text(*place, words, size=TITLE, va="top", linespacing=1.2)
-        below = (place[0], 0.1 / self.figure.get_figheight())
-        self.figure.text(*below, small, size=SMALL, va="bottom", linespacing=1.2, color=chart.TEXT_GREY)
-
-    def finish(self, alt_text: str) -> ChartFigure:
-        """The figure, described for those who do not see it."""
-        self.figure.alt_text = alt_text
-        return self.figure
+    def __init__(self, axes: Axes, width: float, height: float) -> None:
+        self._axes = axes
+        axes.set_xlim(0, width)
+        axes.set_ylim(height, 0)
+        axes.set_axis_off()
 
     def box(
         self,
@@ -205,3 +185,32 @@ class Sketch:
     ) -> None:
         """A line through ``points``, without a head."""
         self.arrow(*points, ink=ink, line=line, dashed=dashed, head=0, zorder=zorder)
+
+
+class Sketch(Pen):
+    """A drawing of ``width × height`` inches between a title and a note; x and y are inches from its upper left corner.
+
+    Attributes:
+        figure: what is drawn on; give it an alt text with :meth:`finish`.
+    """
+
+    def __init__(self, width: float, height: float, title: str, note: str = "") -> None:
+        # A title may be wider than what it is about.
+        sheet = min(WIDTH, max(width + 2 * MARGIN, min(7.5, width_of(title, TITLE) + 2 * MARGIN + 0.1)))
+        sheet = max(sheet, width + 2 * MARGIN)
+        words = wrapped(title, sheet - 2 * MARGIN - 0.1, TITLE)
+        top = 0.28 + height_of(words, TITLE)
+        small = wrapped(note, sheet - 2 * MARGIN, SMALL)
+        bottom = MARGIN + (height_of(small, SMALL) + 0.08 if note else 0.0)
+        self.figure = ChartFigure(sheet, top + height + bottom)
+        axes = self.figure.axes_with_margins(left=MARGIN, right=sheet - MARGIN - width, bottom=bottom, top=top)
+        super().__init__(axes, width, height)
+        place = (MARGIN / sheet, 1 - 0.14 / self.figure.get_figheight())
+        self.figure.text(*place, words, size=TITLE, va="top", linespacing=1.2)
+        below = (place[0], 0.1 / self.figure.get_figheight())
+        self.figure.text(*below, small, size=SMALL, va="bottom", linespacing=1.2, color=chart.TEXT_GREY)
+
+    def finish(self, alt_text: str) -> ChartFigure:
+        """The figure, described for those who do not see it."""
+        self.figure.alt_text = alt_text
+        return self.figure

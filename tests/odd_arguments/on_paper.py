@@ -261,4 +261,4 @@ PLAN: Rows = {
     "predict": {**ASKED, "layout": LAYOUT},
 }
 
-SHOW["plan"] = {"prediction": ON_PAPER, "title": None}
+SHOW["plan"] = {"prediction": ON_PAPER, "title": None, "rank": 0}

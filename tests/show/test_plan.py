@@ -4,16 +4,22 @@ import pytest
 
 from course_pp import show
 from course_pp.plan import Layout, cluster_of, model_named, predict
+from course_pp.show.plan_mesh import neighbours_of
+from tests.show.layout import flaws
 
 
 def planned(pp):
     return predict(model_named("gpt-145b"), Layout(pp, 8), cluster_of(f"{pp}x8xA100"), 64, 2048)
 
 
+def words_of(axes):
+    return [text.get_text() for text in axes.texts]
+
+
 def test_the_largest_part_and_the_fullest_rank_are_named():
     found = planned(4)
     figure = show.plan(found)
-    times, memory = figure.axes
+    times, memory, _ = figure.axes
     assert found.bound_by in times.get_title(loc="left")
     assert "the fullest rank, 0, does not fit" in figure.alt_text
     right_ends = [max(p.get_x() + p.get_width() for p in axes.patches) for axes in (times, memory)]
@@ -21,7 +27,56 @@ def test_the_largest_part_and_the_fullest_rank_are_named():
     assert right_ends[1] == pytest.approx(max(found.total_memory) / 1e9)
 
 
-def test_more_ranks_than_can_be_read_are_refused():
+LAYOUTS = {
+    "one": ("gpt2", Layout(), "1x1xA100", 0),
+    "a node": ("gpt-1.7b", Layout(2, 2, 2), "1x8xA100", 3),
+    "two nodes": ("gpt-1.7b", Layout(2, 2, 2), "2x4xA100", 5),
+    "eight nodes": ("gpt-1.7b", Layout(4, 4, 4), "8x8xA100", 21),
+    "2,048 nodes": ("llama3-405b", Layout(16, 8, 16, 8), "2048x8xH100", 9001),
+    "the last of them": ("llama3-405b", Layout(16, 8, 16, 8), "2048x8xH100", 16_383),
+    "nodes of 72": ("llama3-70b", Layout(8, 8, 9), "8x72xB200", 80),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_mesh_can_be_read(name):
+    model, layout, cluster, rank = LAYOUTS[name]
+    figure = show.plan(predict(model_named(model), layout, cluster_of(cluster), 2 * layout.n_data, 1024), rank=rank)
+    assert not flaws(figure)
+    assert figure.get_figheight() < 12
+
+
+def test_a_rank_s_neighbours_are_marked_and_the_rest_is_left_out():
+    model, layout, cluster, rank = LAYOUTS["2,048 nodes"]
+    figure = show.plan(predict(model_named(model), layout, cluster_of(cluster), 256, 1024), rank=rank)
+    words = words_of(figure.axes[2])
+    assert {"9001", "9002 t", "9009 s", "9129 r", "10025 p", "9010", "111 nodes not shown"} <= set(words)
+    assert "pp: 16 ranks, 1024 apart, between nodes, 50 GB/s a GPU, an arrow to rank 10025" in figure.alt_text
+    assert not any(word.startswith("100 ") for word in words)
+
+
+def test_neighbours_are_those_of_the_layout_and_their_links_follow_from_the_nodes():
+    layout = Layout(4, 2, 2, 3)
+    sizes = {"pp": 4, "dp_replicate": 3, "dp_shard": 2, "tp": 2}
+    for rank in range(layout.n_ranks):
+        groups = {group.name: group for group in neighbours_of(sizes, rank, 8, 3e11, 5e10)}
+        here = layout.place(rank)
+        for name, group in groups.items():
+            assert len(group.ranks) == sizes[name]
+            for each in group.ranks:
+                there = layout.place(each)
+                assert all(getattr(here, other) == getattr(there, other) for other in sizes if other != name)
+            assert group.crosses == (len({each // 8 for each in group.ranks}) > 1)
+            assert ("50 GB/s" if group.crosses else "300 GB/s") in group.link
+            assert group.after(rank) in group.ranks
+            assert group.after(rank) != rank
+    [*_, pipeline] = neighbours_of(sizes, 47, 8, 3e11, 5e10)
+    assert (pipeline.ranks, pipeline.after(47)) == ((11, 23, 35, 47), 35)
+
+
+def test_more_ranks_than_can_be_read_and_a_rank_too_many_are_refused():
     found = predict(model_named("gpt-1t"), Layout(128, 8), cluster_of("128x8xA100"), 1, 64)
     with pytest.raises(ValueError, match="at most 64"):
         show.plan(found)
+    with pytest.raises(ValueError, match=r"rank=32: give one from 0 to 31"):
+        show.plan(planned(4), rank=32)
