@@ -51,6 +51,31 @@ class Branching(nn.Module):
         return self.third(x)
 
 
+class DropsBetween(nn.Module):
+    """Dropout outside of any module, which draws nothing in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(self.first(x), 0.5, self.training)
+        return self.second(x) + x
+
+
+def test_what_was_cut_in_eval_mode_does_not_train_if_it_could_not_be_cut_in_training() -> None:
+    model = DropsBetween()
+    assert [problem.kind for problem in explain(model, X)] == ["random numbers"]
+    model.eval()
+    model.second.train()
+    assert explain(model, X) == []
+    first, second = auto_split(model, X, 2)
+    assert [part.training for part in model.modules()] == [False, False, True]
+    assert torch.equal(second(**first(X)), model(X))
+    with pytest.raises(ValueError, match=r"this stage trains, and was cut in eval mode; in training .*random numbers"):
+        first.train()(X)
+
+
 def test_a_batch_that_goes_another_way_than_the_example_is_refused() -> None:
     model = Branching()
     batches = [X, -X] if model.first(X).sum() > 0 else [-X, X]

@@ -38,8 +38,8 @@ def auto_split(
     the last returns what the model returns; in between they hand on a dict, as both engines take it. Weights that lie
     in several stages are in each stage's ``ties``, by stage, as ``tied=`` of either engine takes them.
 
-    The model runs once on the example, and once more as stages, which must give the same result. A model on the meta
-    device runs too, but nothing can be compared there.
+    The model runs on the example, and once more as stages, which must give the same result. A model on the meta device
+    runs too, but nothing can be compared there. Cut it in the mode, training or eval, in which the stages are to run.
 
     Args:
         model: any module. It is cut between the blocks it is mostly made of, and the modules beside these.

@@ -82,6 +82,7 @@ class Recording:
         changed: calls whose outputs the model then changes in place.
         draws: whether the model draws random numbers outside of its units.
         problems: what stops a cut.
+        in_training: what would stop it if the model were in training mode, which it is not.
         example: the positional and keyword arguments.
     """
 
@@ -91,6 +92,7 @@ class Recording:
     changed: set[int] = field(default_factory=set)
     draws: bool = False
     problems: list[Problem] = field(default_factory=list)
+    in_training: list[Problem] = field(default_factory=list)
     example: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
     def reads_from(self, first: int) -> frozenset[Source]:

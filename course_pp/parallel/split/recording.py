@@ -46,7 +46,24 @@ def record(model: nn.Module, example: Example) -> Recording:
             model, example, {k: v for k, v in units.items() if k not in undecided}, undecided
         ).independent
         units = {name: unit for name, unit in units.items() if name not in independent}
-    return _run(model, example, units, {}).recording
+    recording = _run(model, example, units, {}).recording
+    recording.in_training = [] if model.training else _only_in_training(model, example, units, recording)
+    return recording
+
+
+def _only_in_training(
+    model: nn.Module, example: Example, units: dict[str, nn.Module], recording: Recording
+) -> list[Problem]:
+    """What a model in eval mode does not do and one in training does: above all, draw random numbers."""
+    modes = [(part, part.training) for part in model.modules()]
+    try:
+        model.train()
+        return [each for each in _run(model, example, units, {}).recording.problems if each not in recording.problems]
+    except Exception:  # one sequence may be too few for a norm of batches: nothing is known then
+        return []
+    finally:
+        for part, mode in modes:
+            part.training = mode
 
 
 def _run(model: nn.Module, example: Example, units: dict[str, nn.Module], undecided: dict[str, nn.Module]) -> "_Watch":

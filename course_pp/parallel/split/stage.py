@@ -63,10 +63,16 @@ class SplitStage:
         """Run the model's forward as far as it is this stage's.
 
         Raises:
-            ValueError: if the first stage is called with other arguments than those of the example.
+            ValueError: if the first stage is called with other arguments than those of the example, and in training
+                for a model that was in eval mode when it was cut and could not be cut in training.
             OtherWay: if the model calls other units than it did for the example.
         """
         board, values = self._board, ()
+        if board.recording.in_training and self.training:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"this stage trains, and was cut in eval mode; in training {board.recording.in_training[0]}; or leave "
+                "the stages in eval mode, without dropout"
+            )
         if board.first:
             values, tensors = kwargs.pop("values"), board.inputs.receive(kwargs.pop("inputs"))
             args, given = board.inputs.call(tensors)
