@@ -43,7 +43,7 @@ def _held(
     def formula(rank: int, pp: int, shard: int, layers: int, layer: int, matrix: int, kept: float, m: int) -> float:
         n = even(rank, pp, layers)
         n_matrices = (rank == 0) * (ends in ("both", "first")) + (rank == pp - 1) * (ends in ("both", "last"))
-        n_matrices += 2 * (ends == "everywhere")
+        n_matrices += 2 * (ends == "everywhere") + (ends == "once" and rank in (0, pp - 1))
         ends_cut = n_matrices * matrix * (shard if uncut else 1)
         parameters = (n * layer + ends_cut) / (1 if whole else shard)
         return each * parameters + flight(rank, pp, m) * a_layer(n) * kept / (shard if cut else 1)
@@ -55,6 +55,7 @@ _WRONG_BYTES: Sequence[tuple[_Formula, str]] = (
     (_held("none"), "The first stage holds the embedding, the last one the head: neither is in your answer."),
     (_held("first"), "The last stage holds the head, as large as the embedding."),
     (_held("last"), "The first stage holds the embedding, as large as the head."),
+    (_held("once"), "A pipeline of one stage holds both, embedding and head."),
     (_held("everywhere"), "Only the first stage holds the embedding, and only the last one the head."),
     (_held(flight=lambda rank, pp, m: m),
      "1F1B has at most `pp - rank` microbatches in flight, not all of them (03)."),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from course_pp.exercises.answer import Answer
@@ -104,6 +104,10 @@ def _grade_tied(answer: Answer) -> None:
         if any(len(row) < 2 for row in rows):
             cause = "A weight on one stage, under however many names, is there once: nothing has to be added up."
             raise Mistake(f"`{call}` has a weight of one stage.", cause, shown)
+        about = [each for row in rows if (each := _weight(stages, row)) is not None]
+        if len(set(about)) < len(about):
+            cause = "One entry for each weight, with all its stages; of two names on a stage the first."
+            raise Mistake(f"`{call}` has a weight in two entries.", cause, shown)
         if len(rows) > len(right):
             raise Mistake(f"`{call}` finds {len(rows)}, and {len(right)} are tied.", _WHEN_TIED, shown)
         if len(rows) < len(right):
@@ -113,6 +117,18 @@ def _grade_tied(answer: Answer) -> None:
 
 
 _WHEN_TIED = "Two entries are one weight if their number is the same, whatever they are called."
+
+
+def _weight(stages: Sequence[Mapping[str, int]], row: Mapping[Any, Any]) -> int | None:
+    """The number of the weight that an entry of an answer is about, None if it names none."""
+    return next(
+        (
+            stages[stage][name]
+            for stage, name in row.items()
+            if isinstance(stage, int) and 0 <= stage < len(stages) and isinstance(name, str) and name in stages[stage]
+        ),
+        None,
+    )
 
 
 def _items(row: dict[Any, Any]) -> str:

@@ -74,7 +74,18 @@ def last_name(stages: list[dict[str, int]]) -> list[dict[int, str]]:
     return [each for each in all_weights(stages) if len(each) > 1]
 
 
+def every_pair(stages: list[dict[str, int]]) -> list[dict[int, str]]:
+    held = [(stage, name, weight) for stage, weights in enumerate(stages) for name, weight in weights.items()]
+    return [{a[0]: a[1], b[0]: b[1]} for a in held for b in held if a[0] < b[0] and a[2] == b[2]]
+
+
+def names_nothing(stages: list[dict[str, int]]) -> list[dict[Any, Any]]:
+    return [{"0": [1], 99: "x"}, {0: ["embed"], None: 3}, {0: "embed", 2: "head"}]
+
+
 WRONG_TIES = [
+    (every_pair, "a weight in two entries", "One entry for each weight"),
+    (names_nothing, "finds 3, and 1 are tied"),
     (all_weights, "a weight of one stage", "nothing has to be added up"),
     (by_name, "finds 0 of 1", "if their number is the same"),
     (last_name, "of two names on a stage the first"),
