@@ -42,7 +42,8 @@ def beside_data(
     """
     n = cluster.n_gpus
     longer = replace(model, max_seq_len=max(tokens))
-    layouts = Layout().with_(**{way: n}), Layout(dp_replicate=n, reduces="backward")
+    plain = Layout(precision="bfloat16")  # in mixed precision one data-parallel rank would cast its weights, too
+    layouts = plain.with_(**{way: n}), plain.with_(dp_replicate=n, reduces="backward")
 
     def ratio(seq_len: int) -> float:
         a, b = (predict(longer, each, cluster, per_rank * n, seq_len).step_s for each in layouts)
