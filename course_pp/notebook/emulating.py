@@ -91,18 +91,9 @@ def emulate(
     Raises:
         ValueError: for a schedule that the cluster or the runtime cannot run, or an optimizer without versions.
     """
-    from torch import Tensor, nn
-
     from course_pp.runtime import EmulatedCluster
 
-    for name, value, kind in (
-        ("cluster", cluster, Costs | EmulatedCluster | None),
-        ("model", model, nn.Sequential | None),
-        ("inputs", inputs, Tensor | None),
-        ("targets", targets, Tensor | None),
-        ("optimizer", optimizer, Callable | None),
-    ):
-        refuse_unless(fits(value, kind), "emulate", name, value, f"pass {spelled(kind, True)}, or leave it out")
+    _refuse_wrong_types(cluster=cluster, model=model, inputs=inputs, targets=targets, optimizer=optimizer)
     if optimizer is not None and versions is None:
         raise ValueError(f"optimizer is {optimizer!r}, but versions is None: give a rule, or leave the optimizer out")
     if cluster is None:
@@ -122,7 +113,31 @@ def emulate(
         if unit_s * float(predicted.makespan) > _LONGEST_RUN_S:
             break
     print("This machine is too busy to emulate a cluster: times are simulated; messages, losses and memory are real.")
-    name, kept = f"{schedule.name}, simulated", _stretched(memory, float(predicted.makespan) / float(run.makespan))
+    kept = _stretched(memory, float(predicted.makespan) / float(run.makespan))
+    return _simulated(predicted, f"{schedule.name}, simulated", kept, losses, used)
+
+
+def _refuse_wrong_types(**given: object) -> None:
+    """Hold the arguments of ``emulate`` to types that are not imported before it is called."""
+    from torch import Tensor, nn
+
+    from course_pp.runtime import EmulatedCluster
+
+    kinds = {
+        "cluster": Costs | EmulatedCluster | None,
+        "model": nn.Sequential | None,
+        "inputs": Tensor | None,
+        "targets": Tensor | None,
+        "optimizer": Callable | None,
+    }
+    for name, value in given.items():
+        what = f"pass {spelled(kinds[name], True)}, or leave it out"
+        refuse_unless(fits(value, kinds[name]), "emulate", name, value, what)
+
+
+def _simulated(
+    predicted: Timeline, name: str, memory: tuple[RankMemory, ...], losses: tuple[float, ...], used: Ledger | None
+) -> EmulatedRun:
     return EmulatedRun(
         predicted.n_ranks,
         predicted.spans,
@@ -130,7 +145,7 @@ def emulate(
         predicted.transfers,
         predicted.receives,
         name,
-        kept,
+        memory,
         losses,
         emulated=False,
         ledger=used,

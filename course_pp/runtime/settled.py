@@ -1,7 +1,7 @@
 """What a pipeline is given, looked at on every rank and settled by all of them before the first message."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -87,61 +87,97 @@ def settle(
     rank, n_ranks = (dist.get_rank(group), dist.get_world_size(group)) if in_group else (0, 1)
     if rank < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the pipeline's group: call it on the group's ranks only")
-    modules: Mapping[int, nn.Module | None] = {}
-    facts: dict[str, Any] = {}
-    declared: Mapping[int, Declared] = {}
-    parameters: dict[int, dict[str, str]] = {}
-    looks: dict[int, dict[str, Look]] = {}
-    computes_on = torch.device("cpu")
+    mine = _Mine()
     try:  # whatever is wrong on one rank alone must not keep the others waiting
         check_arguments(settle, given, "Pipeline")
         refuse_bad_timeout("Pipeline", timeout_s)
         if loss_fn is not None:
             counted(loss_fn)
         here = [stage for stage, ranks in enumerate(schedule.placement) if rank in ranks]
-        modules = by_stage(stages, here)
-        problem = _problem_of_pipeline(schedule, n_ranks, transport)
-        if schedule.feedback and not generates:
-            problem = f"{schedule!r} feeds tokens back to its first stage, which a Pipeline does not: call generate"
-        problem = problem or problem_of_stages(modules, here, schedule, ties)
+        mine.modules = by_stage(stages, here)
+        problem = _problem_of_pipeline(schedule, n_ranks, transport, generates)
+        problem = problem or problem_of_stages(mine.modules, here, schedule, ties)
         problem = problem or problem_of_versions(
-            schedule, modules, optimizers, versions, tied=ties, recompute=recompute
+            schedule, mine.modules, optimizers, versions, tied=ties, recompute=recompute
         )
-        computes_on = torch.device(device) if device is not None else device_of(modules)
-        facts = {
-            "schedule": f"{schedule!r} {schedule.fingerprint}",
-            "loss_fn": "None" if loss_fn is None else "a loss",
-            "recompute": recompute,
-            "tied": tied if tied is None else [dict(tie) for tie in tied],
-            "versions": versions,
-            "transport": transport,
-            "device": computes_on.type,
-            "cluster": repr(cluster),
-            "host": "" if cluster is None else host_identity(),  # an emulated rank trusts the clocks of the others
-        }
-        if problem is None:
-            declared = {stage: declared_by(stage, module) for stage, module in modules.items()}
-            problem = None if cluster is None else cluster.problem_with(schedule)
-        if problem is None:
-            copied = {stage for stage in modules if len(schedule.placement[stage]) > 1}
-            parameters = {stage: facts_of_parameters(module, stage in copied) for stage, module in modules.items()}
-            for stage, optimizer in (optimizers or {}).items():
-                if stage in copied:
-                    parameters[stage] |= {"the optimizer": settings_of(optimizer, modules[stage])}
-            trains = any(part.kind != "F" for part in schedule.parts)
-            looks = looks_of(modules if trains and tied is None else {})
+        mine.device = torch.device(device) if device is not None else device_of(mine.modules)
+        mine.facts = _facts(schedule, loss_fn, recompute, tied, versions, transport, mine.device, cluster)
+        problem = problem or mine.look(schedule, optimizers, tied, cluster)
     except WrongArgument as error:
         problem = str(error)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-    agreed = agree_on_pipeline(problem, facts, parameters, group, declared, looks)
+    agreed = agree_on_pipeline(problem, mine.facts, mine.parameters, group, mine.declared, mine.looks)
     schedule = _with_edges(schedule, edges_from(agreed.declared))
     if cluster is not None and (problem := cluster.problem_with(schedule)):
         raise ValueError(problem)
     # Stages that update by themselves exchange gradients at each update.
     planned = None if versions is None else ledger(schedule, versions)
     weights = shared_weights(schedule, agreed.parameters, ties) if planned is None else ()
-    return Settled(rank, modules, computes_on, weights, agreed.series, planned, schedule, declared)
+    return Settled(rank, mine.modules, mine.device, weights, agreed.series, planned, schedule, mine.declared)
+
+
+@dataclass
+class _Mine:
+    """What this rank brings to the agreement; what it did not come to, because something is wrong, is empty.
+
+    Attributes:
+        facts: must be the same on every rank.
+        parameters: of each stage, what its copies and its weights' other places are compared by.
+        looks: of each stage, what tells tied weights that nobody named.
+    """
+
+    modules: Mapping[int, nn.Module | None] = field(default_factory=dict)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    declared: Mapping[int, Declared] = field(default_factory=dict)
+    parameters: dict[int, dict[str, str]] = field(default_factory=dict)
+    looks: dict[int, dict[str, Look]] = field(default_factory=dict)
+
+    def look(
+        self,
+        schedule: Schedule,
+        optimizers: Optimizers | None,
+        tied: Sequence[Mapping[int, str]] | None,
+        cluster: EmulatedCluster | None,
+    ) -> str | None:
+        """Look into the modules; return what is wrong with the cluster, if anything."""
+        self.declared = {stage: declared_by(stage, module) for stage, module in self.modules.items()}
+        if cluster is not None and (problem := cluster.problem_with(schedule)):
+            return problem
+        copied = {stage for stage in self.modules if len(schedule.placement[stage]) > 1}
+        self.parameters = {
+            stage: facts_of_parameters(module, stage in copied) for stage, module in self.modules.items()
+        }
+        for stage, optimizer in (optimizers or {}).items():
+            if stage in copied:
+                self.parameters[stage] |= {"the optimizer": settings_of(optimizer, self.modules[stage])}
+        trains = any(part.kind != "F" for part in schedule.parts)
+        self.looks = looks_of(self.modules if trains and tied is None else {})
+        return None
+
+
+def _facts(
+    schedule: Schedule,
+    loss_fn: LossFn | TokenLoss | None,
+    recompute: bool,
+    tied: Sequence[Mapping[int, str]] | None,
+    versions: Versions | None,
+    transport: str | None,
+    device: torch.device,
+    cluster: EmulatedCluster | None,
+) -> dict[str, Any]:
+    return {
+        "schedule": f"{schedule!r} {schedule.fingerprint}",
+        "loss_fn": "None" if loss_fn is None else "a loss",
+        "recompute": recompute,
+        "tied": tied if tied is None else [dict(tie) for tie in tied],
+        "versions": versions,
+        "transport": transport,
+        "device": device.type,
+        "cluster": repr(cluster),
+        "host": "" if cluster is None else host_identity(),  # an emulated rank trusts the clocks of the others
+    }
 
 
 def _with_edges(schedule: Schedule, found: tuple[Edge, ...]) -> Schedule:
@@ -154,7 +190,9 @@ def _with_edges(schedule: Schedule, found: tuple[Edge, ...]) -> Schedule:
     return schedule if schedule.edges else schedule.with_edges(*found)
 
 
-def _problem_of_pipeline(schedule: Schedule, n_ranks: int, transport: str | None) -> str | None:
+def _problem_of_pipeline(schedule: Schedule, n_ranks: int, transport: str | None, generates: bool) -> str | None:
+    if schedule.feedback and not generates:
+        return f"{schedule!r} feeds tokens back to its first stage, which a Pipeline does not: call generate"
     if schedule.n_ranks != n_ranks:
         return (
             f"{schedule!r} on a group of {n_ranks} ranks: build it with n_ranks={n_ranks}, or start {schedule.n_ranks}"

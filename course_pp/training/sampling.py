@@ -67,30 +67,24 @@ def sample(
             stage.stage_index_to_group_rank = owner
         return built
 
-    pp_size, last_stage = get_pp_size(device_mesh), modules[0].num_stages - 1
-    pp_mesh = get_pp_mesh(device_mesh)
-    held = Ranks(None if pp_mesh is None else pp_mesh.get_group(), alone=pp_mesh is None).gather(
-        ([module.stage_id for module in modules], _can_cache(modules, device_mesh))
-    )
-    owner = {stage: rank for rank, (indices, _) in enumerate(held) for stage in indices}
+    owner, all_can_cache = _holders(modules, device_mesh)
     # One rank draws for all, so that none can be of another mind about where the text ends.
-    speaker = owner[last_stage] * (dist.get_world_size() // pp_size)
+    speaker = owner[modules[0].num_stages - 1] * (dist.get_world_size() // get_pp_size(device_mesh))
     generator = torch.Generator().manual_seed(seed)
     tokens, n_prompt = [BOT_ID, *prompt], 1 + len(prompt)
-    keys_and_values = KVCache() if all(can_cache for _, can_cache in held) else None
+    keys_and_values = KVCache() if all_can_cache else None
     while len(tokens) < n_prompt + n_tokens and tokens[-1] != EOT_ID:
         if len(tokens) > window:
             keys_and_values = None  # of positions that are no longer where they were
         if keys_and_values is None:
-            visible, kwargs = tokens[-window:], {}
-            row = visible + [PAD_ID] * (window - len(visible))
+            row, last, kwargs = *_padded(tokens, window), {}
         else:
-            visible, kwargs = tokens if len(tokens) == n_prompt else tokens[-1:], {"cache": keys_and_values}
-            row = visible
+            row, kwargs = tokens if len(tokens) == n_prompt else tokens[-1:], {"cache": keys_and_values}
+            last = len(row) - 1
         inputs = torch.tensor([row], device=weight.device)
         drawn = torch.zeros((), dtype=torch.int64, device=weight.device)
 
-        def draw(_: int, logits: Tensor, at: int = len(visible) - 1, drawn: Tensor = drawn) -> None:
+        def draw(_: int, logits: Tensor, at: int = last, drawn: Tensor = drawn) -> None:
             drawn.fill_(_draw(logits[0, at, :vocab_size], temperature, generator))
 
         forward_only(stages_for(len(row)), [(inputs,)], [kwargs], draw)
@@ -99,6 +93,22 @@ def sample(
     for module in modules:
         reshard(module)
     return tokens[n_prompt:]
+
+
+def _holders(modules: Sequence[PipelineStageModule], device_mesh: DeviceMesh | None) -> tuple[dict[int, int], bool]:
+    """For each stage the pipeline rank that holds it, and whether all ranks can keep keys and values."""
+    pp_mesh = get_pp_mesh(device_mesh)
+    held = Ranks(None if pp_mesh is None else pp_mesh.get_group(), alone=pp_mesh is None).gather(
+        ([module.stage_id for module in modules], _can_cache(modules, device_mesh))
+    )
+    owner = {stage: rank for rank, (indices, _) in enumerate(held) for stage in indices}
+    return owner, all(can_cache for _, can_cache in held)
+
+
+def _padded(tokens: list[int], window: int) -> tuple[list[int], int]:
+    """The last tokens, filled up to the window, and the place of the last of them."""
+    visible = tokens[-window:]
+    return visible + [PAD_ID] * (window - len(visible)), len(visible) - 1
 
 
 def _can_cache(modules: Sequence[PipelineStageModule], device_mesh: DeviceMesh | None) -> bool:

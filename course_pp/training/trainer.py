@@ -166,9 +166,7 @@ class Trainer:
             optimizer=self.optimizer,
         )
         self.scheduler = build_scheduler(self.optimizer, config)
-        is_first_of_its_stage = dist.get_rank() % (dist.get_world_size() // get_pp_size(device_mesh)) == 0
-        is_first_copy = self._engine.copies == 1 or dist.get_rank() == 0
-        self.is_logging_rank = self.held.holds_last and is_first_of_its_stage and is_first_copy
+        self.is_logging_rank = self._is_to_log()
 
     def train_step(self) -> StepResult:
         """One optimizer step.
@@ -332,6 +330,11 @@ class Trainer:
         self.scheduler.load_state_dict({**state["scheduler"], "base_lrs": base_lrs, "_last_lr": rates})
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+
+    def _is_to_log(self) -> bool:
+        is_first_of_its_stage = dist.get_rank() % (dist.get_world_size() // get_pp_size(self._mesh)) == 0
+        is_first_copy = self._engine.copies == 1 or dist.get_rank() == 0
+        return self.held.holds_last and is_first_of_its_stage and is_first_copy
 
     def _speed_at_first(self, peak: Peak) -> Speed:
         """Speed of no steps yet."""
