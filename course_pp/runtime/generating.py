@@ -303,11 +303,13 @@ class _Generating(Executor):
 
 def _last_logits(output: Any) -> Tensor:
     """The logits of the last position, (batch, vocabulary)."""
+    logits, shown = output, f" ({type(output).__name__})"
     if isinstance(output, Mapping):
-        output = output.get("logits")
+        logits, shown = output.get("logits"), f" but {', '.join(map(repr, output)) or 'an empty dict'}"
     elif isinstance(output, tuple | list) and output:
-        output = output[0]
-    if not isinstance(output, Tensor) or output.dim() != 3:
-        shown = f"of shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"({type(output).__name__})"
-        raise ValueError(f"the last stage returned no logits (batch, seq, vocabulary) {shown}: give it the head")
-    return output[:, -1]
+        logits = output[0]
+    if isinstance(logits, Tensor):
+        shown = f" of shape {tuple(logits.shape)}"
+    if not isinstance(logits, Tensor) or logits.dim() != 3:
+        raise ValueError(f"the last stage returned no logits (batch, seq, vocabulary){shown}: give it the head")
+    return logits[:, -1]

@@ -212,6 +212,16 @@ def test_misuse_is_refused_by_name_on_every_rank(given: list[dict[str, Any]], sa
         assert says in found
 
 
+class Headless(nn.Module):
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        return {"last_hidden_state": torch.zeros(*ids.shape, 4)}
+
+
+def test_a_model_without_a_head_is_told_what_it_returned_instead() -> None:
+    with pytest.raises(PipelineError, match=r"vocabulary\) but 'last_hidden_state': give it the head"):
+        generate(Headless(), [[1, 2]], 1, cache=False)
+
+
 def outside(rank: int) -> str:
     group = dist.new_group([0])
     if rank == 0:
