@@ -23,7 +23,7 @@ def restart_kernels(lab: Lab) -> None:
 
 
 def said(page: Any, text: str) -> None:
-    page.wait_for_selector(f".cpp-now:has-text('{text}')", timeout=SOON)
+    page.wait_for_selector(f".cpp-now:has-text('{text}')", timeout=3 * SOON)
 
 
 def test_1f1b_is_placed_and_run_by_keyboard_alone_and_comes_back_after_a_restart(page: Any, lab: Lab) -> None:
