@@ -4,17 +4,17 @@
 
 A few steps are timed on two ranks over gloo, with a pipeline, tensor and data parallelism. `course_pp.plan.calibrate`
 fits what this machine can do to them. Twelve other runs, of other widths, depths, batches and schedules, are then
-predicted. All take turns, each repeat once, so that a machine that slows down slows all; printed are medians. Leave the
-machine alone meanwhile: it takes two minutes.
+predicted. All take turns, each repeat in another order, so that a machine that slows down slows all; printed are
+medians. Leave the machine alone meanwhile: it takes two minutes.
 """
 
+import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
 import torch
-import torch.distributed as dist
 from runtime_speed import time_of
 from torch import nn
 
@@ -133,11 +133,13 @@ def take_turns(rank: int, runs: tuple[Run, ...], repeats: int) -> list[list[floa
     """Seconds of each run in each repeat, from the first rank's start to the last one's end."""
     steps = [step_of(run) for run in runs]
     seconds: list[list[float]] = [[] for _ in runs]
+    turns, draw = list(range(len(runs))), random.Random(0)  # the same order on both ranks
     for repeat in range(repeats + 2):
-        for row, step in zip(seconds, steps, strict=True):
-            lasted = time_of(step)
+        draw.shuffle(turns)
+        for turn in turns:
+            lasted = time_of(steps[turn])
             if repeat >= 2:
-                row.append(lasted)
+                seconds[turn].append(lasted)
     return seconds
 
 
@@ -173,7 +175,6 @@ def step_of(run: Run) -> Callable[[], None]:
         optimizer.zero_grad()
         work()
         optimizer.step()
-        dist.barrier()
 
     return step
 
