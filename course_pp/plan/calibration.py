@@ -76,12 +76,14 @@ def calibrate(
         peak, not of a data sheet's. And the constants, with ``memory_passes`` fitted.
 
     Raises:
-        ValueError: for fewer than five steps, and what :func:`course_pp.plan.predict` refuses.
+        ValueError: for fewer than five steps, a latency of 0, and what :func:`course_pp.plan.predict` refuses.
     """
     if len(steps) < len(FITTED):
         raise ValueError(
             f"{len(steps)} steps for {len(FITTED)} numbers ({', '.join(FITTED)}): time at least {len(FITTED)}"
         )
+    if not cluster.latency:  # what is fitted is multiplied
+        raise ValueError("latency=0.0 of the cluster would stay 0: begin with a guess above 0, such as 1e-4 seconds")
     start = constants or Constants()
 
     def found(moves: Sequence[float]) -> tuple[Cluster, Constants]:

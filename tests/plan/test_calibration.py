@@ -38,3 +38,9 @@ def test_too_few_steps_and_no_time_are_refused():
         calibrate([TimedStep(*run, 1.0)] * 4, HERE)
     with pytest.raises(ValueError, match=r"seconds=0.0: give a finite number above 0"):
         TimedStep(*run, 0.0)
+
+
+def test_a_latency_that_no_factor_can_change_is_refused():
+    steps = [TimedStep(*run, 1.0) for run in asked(random.Random(0), 5)]
+    with pytest.raises(ValueError, match=r"latency=0.0 of the cluster.* begin with a guess above 0, such as 1e-4"):
+        calibrate(steps, replace(HERE, latency=0.0))
