@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from course_pp.arguments import checked
 from course_pp.plan.cluster import Cluster
@@ -21,6 +22,8 @@ _STEP = 1e-3  # relative, of the derivatives
 _PRIOR = 1e-4  # what no step depends on stays where it was
 _ENOUGH = 1e-6
 _FURTHEST = 1.0  # in one turn, in logarithms
+_FAR = 300.0  # from the cluster's numbers: milliseconds for seconds, or another kind of machine
+_OFF = 3.0  # from the fit: noise is less
 
 
 @checked
@@ -48,6 +51,7 @@ class TimedStep:
         self.layout.n_microbatches(self.global_batch)
         check_seq_len(self.model, self.seq_len)
 
+    @checked
     def predicted(self, cluster: Cluster, constants: Constants | None = None) -> Prediction:
         """What the planner says of it."""
         return predict(self.model, self.layout, cluster, self.global_batch, self.seq_len, constants)
@@ -76,15 +80,13 @@ def calibrate(
         peak, not of a data sheet's. And the constants, with ``memory_passes`` fitted.
 
     Raises:
-        ValueError: for fewer than five steps, a latency of 0, and what :func:`course_pp.plan.predict` refuses.
+        ValueError: for fewer than five different steps, a latency of 0, steps hundreds of times as long or as short as
+            ``cluster`` would take, steps that contradict each other, and what :func:`course_pp.plan.predict` refuses.
     """
-    if len(steps) < len(FITTED):
-        raise ValueError(
-            f"{len(steps)} steps for {len(FITTED)} numbers ({', '.join(FITTED)}): time at least {len(FITTED)}"
-        )
+    start = constants or Constants()
     if not cluster.latency:  # what is fitted is multiplied
         raise ValueError("latency=0.0 of the cluster would stay 0: begin with a guess above 0, such as 1e-4 seconds")
-    start = constants or Constants()
+    _check_steps(steps, cluster, start)
 
     def found(moves: Sequence[float]) -> tuple[Cluster, Constants]:
         return _moved(cluster, start, moves)
@@ -94,7 +96,37 @@ def calibrate(
         prior = [math.sqrt(_PRIOR) * each for each in moves]
         return [math.log(step.predicted(*of).step_s / step.seconds) for step in steps] + prior
 
-    return found(_least_squares(errors, len(FITTED)))
+    best = found(_least_squares(errors, len(FITTED)))
+    _check_fit(steps, *best)
+    return best
+
+
+def _check_steps(steps: Sequence[TimedStep], cluster: Cluster, constants: Constants) -> None:
+    """Refuse what a fit would answer with numbers that mean nothing."""
+    different = len({replace(step, seconds=1.0) for step in steps})
+    if different < len(FITTED):
+        alike = len(steps) >= len(FITTED)
+        raise ValueError(
+            f"{f'{different} different' if alike else len(steps)} steps for {len(FITTED)} numbers "
+            f"({', '.join(FITTED)}): time at least {len(FITTED)}{', of other models, batches or layouts' * alike}"
+        )
+    ratio = median(step.seconds / step.predicted(cluster, constants).step_s for step in steps)
+    if not 1 / _FAR < ratio < _FAR:
+        raise ValueError(
+            f"the steps took {ratio:.2g} times as long as on cluster: give times in seconds, or a cluster that is "
+            "nearer to the one they ran on"
+        )
+
+
+def _check_fit(steps: Sequence[TimedStep], cluster: Cluster, constants: Constants) -> None:
+    """Refuse steps that no five numbers explain."""
+    seconds = [step.predicted(cluster, constants).step_s for step in steps]
+    i = max(range(len(steps)), key=lambda k: abs(math.log(seconds[k] / steps[k].seconds)))
+    if abs(math.log(seconds[i] / steps[i].seconds)) > math.log(_OFF):
+        raise ValueError(
+            f"steps[{i}] ({steps[i].layout}) took {steps[i].seconds:.3g} s, the nearest fit to all steps says "
+            f"{seconds[i]:.3g} s: they contradict each other; time it again, or leave it out"
+        )
 
 
 def _moved(cluster: Cluster, constants: Constants, moves: Sequence[float]) -> tuple[Cluster, Constants]:

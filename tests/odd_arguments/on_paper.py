@@ -242,6 +242,10 @@ ON_PAPER = predict(CONFIG, LAYOUT, PAPER, 8, 16)
 ASKED = {"model": CONFIG, "cluster": PAPER, "global_batch": 8, "seq_len": 16, "constants": None}
 
 TIMED = {"model": CONFIG, "layout": LAYOUT, "global_batch": 8, "seq_len": 16, "seconds": ON_PAPER.step_s}
+STEPS = [
+    TimedStep(CONFIG, LAYOUT, batch, 16, predict(CONFIG, LAYOUT, PAPER, batch, 16).step_s)
+    for batch in (8, 12, 16, 20, 24)
+]
 
 PLAN: Rows = {
     "Cluster": {field.name: getattr(PAPER, field.name) for field in fields(PAPER)},
@@ -250,7 +254,7 @@ PLAN: Rows = {
     "Layout": {field.name: getattr(LAYOUT, field.name) for field in fields(LAYOUT)},
     "ModelConfig": {field.name: getattr(CONFIG, field.name) for field in fields(CONFIG)},
     "TimedStep": TIMED,
-    "calibrate": {"steps": [TimedStep(**TIMED)] * 5, "cluster": PAPER, "constants": None},
+    "calibrate": {"steps": STEPS, "cluster": PAPER, "constants": None},
     "cluster_of": {"text": "1x2xA100"},
     "explain": {"first": ON_PAPER, "second": ON_PAPER},
     "gpu_named": {"name": "A100"},

@@ -44,3 +44,26 @@ def test_a_latency_that_no_factor_can_change_is_refused():
     steps = [TimedStep(*run, 1.0) for run in asked(random.Random(0), 5)]
     with pytest.raises(ValueError, match=r"latency=0.0 of the cluster.* begin with a guess above 0, such as 1e-4"):
         calibrate(steps, replace(HERE, latency=0.0))
+
+
+def steps_of(n: int, scale=lambda i: 1.0) -> list[TimedStep]:
+    runs = asked(random.Random(0), n)
+    return [
+        TimedStep(*run, scale(i) * predict(*run[:2], THERE, *run[2:], CONSTANTS).step_s) for i, run in enumerate(runs)
+    ]
+
+
+def test_one_step_five_times_is_one_step():
+    with pytest.raises(ValueError, match=r"1 different steps for 5 numbers .*, of other models, batches or layouts"):
+        calibrate(steps_of(1) * 5, HERE)
+
+
+@pytest.mark.parametrize("unit", [1e3, 1e-5])
+def test_times_in_another_unit_are_refused(unit):
+    with pytest.raises(ValueError, match=r"took .*e.0\d times as long as on cluster: give times in seconds, or a clus"):
+        calibrate(steps_of(5, lambda i: unit), HERE)
+
+
+def test_steps_that_contradict_each_other_are_refused():
+    with pytest.raises(ValueError, match=r"steps\[\d+\] \(.*\) took .* nearest fit to all steps says .* contradict"):
+        calibrate(steps_of(8, lambda i: (6.0, 1 / 6)[i % 2]) + steps_of(8, lambda i: (1 / 6, 6.0)[i % 2]), HERE)
