@@ -223,7 +223,7 @@ def carried_bytes(pipeline: PipelineSchedule) -> CarryingCost:
         declared = load.declared if isinstance(load, _Load) else Declared()
         mine[stage.stage_index] = declared, _sizes(stage.takes)
     everyone = Ranks(pipeline.stages[0].group).gather(mine)
-    owner = {stage: rank for rank, theirs in enumerate(everyone) for stage in theirs}
+    owner = rank_by_stage([sorted(theirs) for theirs in everyone])
     found = {stage: said for theirs in everyone for stage, said in theirs.items()}
     edges = edges_from({stage: declared for stage, (declared, _) in found.items()})
     sizes = {name: size for _, row in found.values() for name, size in row.items()}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from course_pp.collective import Ranks
+from course_pp.collective import Ranks, rank_by_stage
 from course_pp.model import KVCache, PipelineStageModule
 from course_pp.parallel import build_pipeline_stage, get_pp_mesh, get_pp_size
 from course_pp.parallel.forward_only import forward_only
@@ -101,8 +101,7 @@ def _holders(modules: Sequence[PipelineStageModule], device_mesh: DeviceMesh | N
     held = Ranks(None if pp_mesh is None else pp_mesh.get_group(), alone=pp_mesh is None).gather(
         ([module.stage_id for module in modules], _can_cache(modules, device_mesh))
     )
-    owner = {stage: rank for rank, (indices, _) in enumerate(held) for stage in indices}
-    return owner, all(can_cache for _, can_cache in held)
+    return rank_by_stage([indices for indices, _ in held]), all(can_cache for _, can_cache in held)
 
 
 def _padded(tokens: list[int], window: int) -> tuple[list[int], int]:
