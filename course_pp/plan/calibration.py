@@ -153,46 +153,22 @@ def _moved(cluster: Cluster, constants: Constants, moves: Sequence[float]) -> tu
 
 def _least_squares(errors: Callable[[Sequence[float]], list[float]], n: int) -> list[float]:
     """Where the sum of squared ``errors`` of ``n`` numbers is least, from zeros on."""
-    at, damping = [0.0] * n, 1e-3
-    here = errors(at)
+    import numpy as np  # who only plans does not wait for it
+
+    at, damping = np.zeros(n), 1e-3
+    here = np.array(errors(at.tolist()))
     for _ in range(_TURNS):
-        slopes = [_slope(errors, at, i, here) for i in range(n)]
-        normal = [[_dot(a, b) for b in slopes] for a in slopes]
-        for i in range(n):
-            normal[i][i] *= 1 + damping
-        step = _solve(normal, [-_dot(each, here) for each in slopes])
-        scale = min(1.0, _FURTHEST / max(1e-12, *map(abs, step)))
-        there = [a + scale * s for a, s in zip(at, step, strict=True)]
-        new = errors(there)
-        if _dot(new, new) < _dot(here, here):
+        nudged = np.array([errors(each.tolist()) for each in at + _STEP * np.eye(n)])
+        slopes = (nudged - here) / _STEP
+        normal = slopes @ slopes.T
+        normal[np.diag_indices(n)] *= 1 + damping
+        step = np.linalg.solve(normal, -slopes @ here)
+        there = at + step * min(1.0, _FURTHEST / max(1e-12, np.abs(step).max()))
+        new = np.array(errors(there.tolist()))
+        if new @ new < here @ here:
             at, here, damping = there, new, damping / 4
         else:
             damping *= 8
-        if max(map(abs, step)) < _ENOUGH:
+        if np.abs(step).max() < _ENOUGH:
             break
-    return at
-
-
-def _slope(
-    errors: Callable[[Sequence[float]], list[float]], at: Sequence[float], i: int, here: Sequence[float]
-) -> list[float]:
-    nudged = [each + (_STEP if j == i else 0.0) for j, each in enumerate(at)]
-    return [(b - a) / _STEP for a, b in zip(here, errors(nudged), strict=True)]
-
-
-def _dot(a: Sequence[float], b: Sequence[float]) -> float:
-    return sum(x * y for x, y in zip(a, b, strict=True))
-
-
-def _solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
-    """Gauss's elimination; the matrix is positive definite."""
-    n = len(right)
-    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
-    for i in range(n):
-        pivot = max(range(i, n), key=lambda k: abs(rows[k][i]))
-        rows[i], rows[pivot] = rows[pivot], rows[i]
-        for k in range(n):
-            if k != i:
-                factor = rows[k][i] / rows[i][i]
-                rows[k] = [a - factor * b for a, b in zip(rows[k], rows[i], strict=True)]
-    return [rows[i][n] / rows[i][i] for i in range(n)]
+    return list(at.tolist())
