@@ -8,7 +8,7 @@ from typing import Literal
 from course_pp.plan.cluster import Cluster
 from course_pp.plan.layout import Layout
 from course_pp.plan.memory import memory_of_rank
-from course_pp.plan.timing import Constants, data_parallel_times, optimizer_time, stage_time, transfers
+from course_pp.plan.timing import Constants, beyond, data_parallel_times, optimizer_time, stage_time, transfers
 from course_pp.sizes import ModelConfig
 
 __all__ = ["layouts", "meshes", "quick_memory", "quick_time"]
@@ -85,10 +85,10 @@ def quick_time(
         times = [stage_time(model, layout, cluster, constants, seq_len, stage) for stage in stages]
         work.append(sum(t.forward + t.input_grad + t.weight_grad for t in times))
     gathered, reduced = data_parallel_times(layout, cluster, constants, held[0])
-    data = max(0.1 * gathered, gathered - work[0] / 3)
+    data = beyond(gathered, work[0] / 3)
     if layout.frees_after_forward:
-        data += m * max(0.1 * gathered, gathered - work[0] * 2 / 3)
-    data += max(0.1 * reduced, reduced - work[0] * 2 / 3) if layout.reduces_in_backward(m) else reduced
+        data += m * beyond(gathered, work[0] * 2 / 3)
+    data += beyond(reduced, work[0] * 2 / 3) if layout.reduces_in_backward(m) else reduced
     hops = 2 * sum(transfers(model, layout, cluster, constants, seq_len)[: pp - 1])
     ramp = (pp - 1) * work[0] / len(held[0])
     return m * max(work) + ramp + hops + data + optimizer_time(layout, cluster, held[0])

@@ -46,17 +46,31 @@ def kept_by_layer(model: ModelConfig, layout: Layout, seq_len: int, ac: str | No
     h = model.dim
     w = max(4, e)
     stream = 1 / tp if layout.splits_sequence(model) else 1.0
-    between = w if layout.casts_weights else e  # of the residual stream, inside a stage
     if ac == "full":
-        return tokens * h * between * stream
-    norms = 2 * ((h * between if layout.fused_norms else 2 * h * w) + w) * stream
+        return tokens * h * _between(layout) * stream
+    norms = 2 * (_kept_by_norm(model, layout) + w) * stream
     kv = model.kv_heads * model.head_dim
     attention = ((3 * h + 2 * kv) * e + w * model.n_heads) / tp if ac == "none" else 0.0
     if not layout.flash and ac == "none":
         attention += 2.5 * e * model.n_heads * seq_len / tp
-    feed_forward = (4 if model.gated_ffn else 2) * model.hidden_dim * e / tp
-    kept = tokens * (norms + attention + feed_forward + 2 * h * e)
+    kept = tokens * (norms + attention + _kept_inside_ffn(model, layout) + 2 * h * e)
     return kept + (_cast_by_layer(model, layout, seq_len, ac) if layout.casts_weights else 0.0)
+
+
+def _between(layout: Layout) -> int:
+    """Bytes of an element of the residual stream inside a stage."""
+    e = layout.bytes_of.computed
+    return max(4, e) if layout.casts_weights else e
+
+
+def _kept_by_norm(model: ModelConfig, layout: Layout) -> float:
+    """Of its input, a token."""
+    return model.dim * (_between(layout) if layout.fused_norms else 2 * max(4, layout.bytes_of.computed))
+
+
+def _kept_inside_ffn(model: ModelConfig, layout: Layout) -> float:
+    """Between the matrices of a feed-forward block, a token."""
+    return (4 if model.gated_ffn else 2) * model.hidden_dim * layout.bytes_of.computed / layout.tp
 
 
 def _cast_by_layer(model: ModelConfig, layout: Layout, seq_len: int, ac: str) -> float:
@@ -88,7 +102,7 @@ def _kept_by_end(model: ModelConfig, layout: Layout, seq_len: int) -> float:
     """Of final norm, head and loss, which keeps the logarithms of probabilities."""
     e, tokens, h = layout.bytes_of.computed, layout.microbatch_size * seq_len, model.dim
     w = max(4, e)
-    norm = (h * (w if layout.casts_weights else e) if layout.fused_norms else 2 * h * w) + w
+    norm = _kept_by_norm(model, layout) + w
     kept = tokens * (norm + h * e + w * _n_logits(model, layout) + 8)
     parts = layout.tp if shards_head(model, layout.tp) else 1
     return kept + (model.vocab_size * h * e / parts if layout.casts_weights else 0.0)
@@ -110,16 +124,13 @@ def kept_again(model: ModelConfig, layout: Layout, seq_len: int, stage: StagePla
     e, tokens, h = layout.bytes_of.computed, layout.microbatch_size * seq_len, model.dim
     again = kept_by_layer(model, layout, seq_len, "none")
     stream = 1 / layout.tp if layout.splits_sequence(model) else 1.0
-    between = max(4, e) if layout.casts_weights else e
     if layout.ac == "selective":
         again -= kept_by_layer(model, layout, seq_len, "selective")
-        norm = (h * between if layout.fused_norms else 2 * h * max(4, e)) * stream
-        feed_forward = (4 if model.gated_ffn else 2) * model.hidden_dim * e / layout.tp
-        again -= tokens * (norm + h * e + feed_forward)
+        again -= tokens * (_kept_by_norm(model, layout) * stream + h * e + _kept_inside_ffn(model, layout))
         if layout.casts_weights:
             again -= model.n_ffn_matrices * h * model.hidden_dim * e / layout.tp
-    elif layout.fused_norms or between >= 4:  # the layer's input, kept already, is what its first norm keeps
-        again -= tokens * h * between * stream
+    elif layout.fused_norms or _between(layout) >= 4:  # the layer's input, kept already, is what its first norm keeps
+        again -= tokens * h * _between(layout) * stream
     if stage.is_last:
         again -= _kept_by_end(model, layout, seq_len)
     return max(0.0, again)

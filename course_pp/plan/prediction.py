@@ -12,6 +12,7 @@ from course_pp.plan.shapes import StagePlan
 from course_pp.plan.timing import (
     Constants,
     StageTime,
+    beyond,
     data_parallel_times,
     model_flops,
     optimizer_time,
@@ -241,7 +242,7 @@ def _ending(
     best: tuple[float, dict[str, float]] = (-1.0, {})
     for rank, row in enumerate(timeline.by_rank):
         held = layout.stages(model, rank)
-        data = _data(layout, cluster, constants, held, times, row)
+        data = _data(layout, cluster, constants, held, times, timeline, rank)
         update = optimizer_time(layout, cluster, held)
         end = float(row[-1].end) + data + update
         if end > best[0]:
@@ -273,20 +274,21 @@ def _data(
     constants: Constants,
     held: list[StagePlan],
     times: list[StageTime],
-    row: Sequence[Span],
+    timeline: Timeline,
+    rank: int,
 ) -> float:
     """Seconds that a rank waits for data-parallel traffic beside what each backward gathers."""
     gathered, reduced = data_parallel_times(layout, cluster, constants, held)
     first = sum(times[s.index].forward for s in held)
     last = sum(times[s.index].input_grad + times[s.index].weight_grad for s in held)
     waited = _exposed(layout, gathered, first)
-    n_microbatches = sum(part.kind == "F" for span in row for part in span.action.parts) // len(held)
     if not layout.overlap:
         return waited + reduced
-    if layout.reduces_in_backward(n_microbatches):
+    if layout.reduces_in_backward(timeline.n_microbatches):
         # Where forward frees parameters, the links gather for the same backward.
         return waited + _exposed(layout, reduced, max(0.0, last - gathered * layout.frees_after_forward))
     each = {s.index: data_parallel_times(layout, cluster, constants, [s])[1] for s in held}
+    row = timeline.by_rank[rank]
     return waited + _reduced_at(row, each) - float(row[-1].end)
 
 
@@ -301,5 +303,5 @@ def _reduced_at(row: Sequence[Span], seconds: Mapping[int, float]) -> float:
 
 
 def _exposed(layout: Layout, traffic: float, beside: float) -> float:
-    """What is left of some traffic when it runs beside work: at least a tenth, for the first and last layer's wait."""
-    return max(traffic - beside, 0.1 * traffic) if layout.overlap else traffic
+    """What is waited for of some traffic that may run beside work."""
+    return beyond(traffic, beside) if layout.overlap else traffic

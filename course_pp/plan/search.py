@@ -5,6 +5,7 @@ form ranks them in microseconds each; only the best are simulated.
 """
 
 import math
+from dataclasses import replace
 
 from course_pp.arguments import checked, refuse_unless
 from course_pp.plan.candidates import layouts, meshes, quick_memory, quick_time
@@ -97,20 +98,15 @@ def _why_none(model: ModelConfig, cluster: Cluster, global_batch: int, seq_len: 
     missing = f"no layout fits seq_len={seq_len}: the smallest needs {least:,.0f} bytes a GPU, "
     missing += f"{least - budget:,.0f} too many"
     for n_nodes in range(cluster.n_nodes + 1, max(_MOST_NODES, 4 * cluster.n_nodes) + 1):
-        if _one_fits(model, _of_nodes(cluster, n_nodes), global_batch, seq_len, like):
+        if _one_fits(model, replace(cluster, n_nodes=n_nodes), global_batch, seq_len, like):
             return f"{missing}; take {n_nodes} nodes of {cluster.gpus_per_node}, where one fits"
     for doublings in range(1, 10):  # more data ranks need more sequences to share
         n_nodes, batch = cluster.n_nodes * 2**doublings, global_batch * 2**doublings
-        if _one_fits(model, _of_nodes(cluster, n_nodes), batch, seq_len, like):
+        if _one_fits(model, replace(cluster, n_nodes=n_nodes), batch, seq_len, like):
             return (
                 f"{missing}; take {n_nodes} nodes of {cluster.gpus_per_node} and global_batch={batch}, where one fits"
             )
     return f"{missing}, and no larger cluster helps: shorten the sequences, or take GPUs with more memory"
-
-
-def _of_nodes(cluster: Cluster, n_nodes: int) -> Cluster:
-    links = cluster.intra_bandwidth, cluster.inter_bandwidth, cluster.latency
-    return Cluster(n_nodes, cluster.gpus_per_node, cluster.gpu, *links)
 
 
 def _one_fits(model: ModelConfig, cluster: Cluster, global_batch: int, seq_len: int, like: Layout) -> bool:

@@ -27,6 +27,7 @@ from course_pp.sizes import ModelConfig
 __all__ = [
     "Constants",
     "StageTime",
+    "beyond",
     "data_parallel_times",
     "model_flops",
     "optimizer_time",
@@ -175,6 +176,11 @@ def _leaves_node(layout: Layout, cluster: Cluster, a: int, b: int) -> bool:
     """Whether a rank of pipeline rank ``a`` has its neighbour of pipeline rank ``b`` on another node."""
     block, node = layout.n_data * layout.tp, cluster.gpus_per_node
     return abs(a - b) * block >= node or any((a * block + i) // node != (b * block + i) // node for i in range(block))
+
+
+def beyond(traffic: float, beside: float) -> float:
+    """What is left of some traffic that runs beside work: at least a tenth, for the first and last layer's wait."""
+    return max(traffic - beside, 0.1 * traffic)
 
 
 def data_parallel_times(
