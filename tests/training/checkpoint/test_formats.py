@@ -29,32 +29,40 @@ def expected(name: str, shape: torch.Size) -> Tensor:
     return (torch.arange(shape.numel()).reshape(shape) + start) / 128
 
 
-def stepped(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Parameters and first moments as they were saved, by name."""
+def stepped(module: nn.Module) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """Each parameter and its two moments as they were saved, by name."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.copy_(expected(name, parameter.shape))
             parameter.grad = parameter.detach() / 2
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.5)
     optimizer.step()
-    return (
-        {name: p.detach().clone() for name, p in module.named_parameters()},
-        {name: optimizer.state[p]["exp_avg"] for name, p in module.named_parameters()},
+    return {name: with_moments(p, optimizer) for name, p in module.named_parameters()}
+
+
+def with_moments(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> tuple[Tensor, Tensor, Tensor]:
+    state = optimizer.state[parameter]
+    return parameter.detach(), state["exp_avg"], state["exp_avg_sq"]
+
+
+def same(found: tuple[Tensor, ...], saved: tuple[Tensor, ...]) -> bool:
+    """Whether they differ by a few roundings only: another processor's vector units computed the step that was saved.
+
+    Parameters, numbers below 2, were rounded as such; where they come near 0, a relative bound would be too strict.
+    """
+    return torch.allclose(found[0], saved[0], rtol=0, atol=1e-6) and all(
+        torch.allclose(moment, there, rtol=1e-6, atol=0) for moment, there in zip(found[1:], saved[1:], strict=True)
     )
 
 
 def _differing(rank: int, root: Path, n_stages: int) -> list[str]:
     """What a stage loads otherwise than it was saved."""
-    weights, moments = stepped(build_stage_module(CONFIG, rank, n_stages))
+    saved = stepped(build_stage_module(CONFIG, rank, n_stages))
     stage = build_stage_module(CONFIG, rank, n_stages)
     optimizer = torch.optim.AdamW(stage.parameters())
     loaded = load(root, stage, optimizer, device_mesh=None)
     assert (loaded.step, loaded.extra, optimizer.param_groups[0]["lr"]) == (7, {"at": 7}, 0.5)
-    return [
-        name
-        for name, p in stage.named_parameters()
-        if not torch.equal(p, weights[name]) or not torch.equal(optimizer.state[p]["exp_avg"], moments[name])
-    ]
+    return [name for name, p in stage.named_parameters() if not same(with_moments(p, optimizer), saved[name])]
 
 
 @pytest.mark.parametrize("n_stages", [1, 2])
