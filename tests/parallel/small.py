@@ -5,14 +5,13 @@ import torch
 from course_pp.model import ModelConfig, build_stage_module
 from course_pp.parallel import build_pipeline_schedule, build_pipeline_stage, get_stage_indices
 
-BATCH, SEQ_LEN, N_MICROBATCHES = 16, 8, 8
+BATCH, SEQ_LEN, N_MICROBATCHES = 8, 8, 4
 
 
-def model_config(tied):
-    """Eight layers: enough for two stages on each of four ranks, uneven on three."""
-    return ModelConfig(
-        dim=32, n_layers=8, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=61, max_seq_len=16, tie_embeddings=tied
-    )
+def model_config(tied, n_layers=5):
+    """By default layers for two stages on each of two ranks, and one more."""
+    sizes = {"dim": 32, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "vocab_size": 61, "max_seq_len": 16}
+    return ModelConfig(n_layers=n_layers, tie_embeddings=tied, **sizes)
 
 
 def build(config, mesh, pp, rank, schedule, loss_fn, n_microbatches=N_MICROBATCHES, batch=BATCH):

@@ -27,7 +27,7 @@ from course_pp.parallel import (
     get_stage_indices,
     init_distributed,
 )
-from tests.equality import Trained, adamw, batches, train_in_one_process
+from tests.equality import Trained, batches, sharded_adamw, train_in_one_process
 from tests.parallel.layouts import full
 
 CONFIG = ModelConfig(dim=16, n_layers=8, n_heads=4, n_kv_heads=2, ffn_dim=24, vocab_size=20, max_seq_len=8)
@@ -56,14 +56,14 @@ def train_on_rank(rank: int, recipes: Sequence[Recipe]) -> list[Trained]:
     return [train(recipe) for recipe in recipes]
 
 
-def train(recipe: Recipe) -> Trained:
+def train(recipe: Recipe, config: ModelConfig = CONFIG) -> Trained:
     mesh = _mesh(recipe.layout)
-    modules = build_modules(recipe, mesh)
+    modules = build_modules(recipe, mesh, config)
     n_data = get_dp_size(mesh)
     sizes: tuple[Any, ...] = (mesh, get_device(recipe.layout.backend), ROWS // n_data // N_MICROBATCHES, SEQ_LEN)
     stages = [build_pipeline_stage(module, *sizes) for module in modules]
     pipeline = build_pipeline_schedule(stages, N_MICROBATCHES, CrossEntropy(), recipe.schedule)
-    optimizer, trained = adamw(modules), Trained([], {}, {})
+    optimizer, trained = sharded_adamw(modules), Trained([], {}, {})
     for inputs, target in DATA:
         optimizer.zero_grad()
         mine, theirs = (part.chunk(n_data)[get_dp_rank(mesh)].to(sizes[1]) for part in (inputs, target))
@@ -82,12 +82,12 @@ def _mesh(layout: DistributedConfig) -> DeviceMesh:
     return mesh or init_device_mesh(kind, (1, 1, 1), mesh_dim_names=("pp", "dp_shard", "tp"))
 
 
-def build_modules(recipe: Recipe, mesh: DeviceMesh) -> list[PipelineStageModule]:
+def build_modules(recipe: Recipe, mesh: DeviceMesh, config: ModelConfig = CONFIG) -> list[PipelineStageModule]:
     """This rank's stages; two where there is one rank, so that something crosses."""
     indices = get_stage_indices(recipe.schedule, get_pp_rank(mesh), get_pp_size(mesh))
     kept = torch.float64 if recipe.dtype == torch.float64 else torch.float32
     device = get_device(recipe.layout.backend)
-    modules = [build_stage_module(CONFIG, i, get_pp_size(mesh) * len(indices)).to(device, kept) for i in indices]
+    modules = [build_stage_module(config, i, get_pp_size(mesh) * len(indices)).to(device, kept) for i in indices]
     for module in modules:
         apply_tensor_parallel(module, mesh)
         apply_ac(module, recipe.ac)

@@ -27,7 +27,7 @@ from course_pp.parallel import (
     predict_unsharded_bytes,
     wire_factor,
 )
-from tests.equality import adamw
+from tests.equality import sharded_adamw
 from tests.parallel.layouts import (
     PLAIN,
     SELECTIVE,
@@ -46,7 +46,7 @@ from tests.parallel.layouts import (
 def step_of(case, mesh, modules, inputs, target, kwargs, loss_fn, mp_policy):
     """A whole training step on one batch, as a function without arguments."""
     dtype = torch.float64 if mp_policy is None else mp_policy.param_dtype
-    optimizer = adamw(modules)
+    optimizer = sharded_adamw(modules)
     runner = build_pipeline(case, modules, mesh, len(inputs), loss_fn, dtype) if case.pp > 1 else None
 
     def step():

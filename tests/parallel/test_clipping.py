@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
-from itertools import product
 from typing import Any
 
 import pytest
@@ -23,7 +23,8 @@ from course_pp.parallel import (
 )
 from tests.parallel.layouts import Case, Data, build_modules, build_pipeline, data_of, full, model_config
 
-NORM_TYPES = (2.0, 1.0, 3.0, 0.5, math.inf)
+KINDS = ((2.0, True), (2.0, False), (1.0, True), (3.0, False), (0.5, True), (math.inf, False))
+"""Each ``norm_type``, and each way, foreach or not, to find it and to scale."""
 CONFIG = ModelConfig(dim=16, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=24, vocab_size=20, max_seq_len=16)
 STAGED = Case(pp=2, dp_shard=2, schedule="interleaved_1f1b", reshard=False)
 
@@ -40,7 +41,7 @@ def norms_on_rank(rank: int, case: Case, jobs: Sequence[tuple[ModelConfig, Data]
         parameters = {name: p for module in modules for name, p in module.named_parameters()}
         before = {name: p.grad.clone() for name, p in parameters.items()}
         found.append([])
-        for norm_type, foreach in product(NORM_TYPES, (True, False)):
+        for norm_type, foreach in KINDS:
             for name, parameter in parameters.items():
                 parameter.grad = before[name].clone()
             norm = clip_grad_norm_(modules, 0.1, foreach, device_mesh=mesh, norm_type=norm_type)
@@ -59,7 +60,7 @@ def norms_on_rank(rank: int, case: Case, jobs: Sequence[tuple[ModelConfig, Data]
     ids=str,
 )
 def test_every_norm_equals_that_of_one_process(case: Case) -> None:
-    configs = [model_config(case, tied) for tied in (False, True)]
+    configs = [replace(model_config(case, tied), n_layers=4) for tied in (False, True)]
     jobs = [(config, data_of(config, case.n_microbatches, padded=False)[0]) for config in configs]
     for rank in on_ranks(case.n_ranks, norms_on_rank, case, jobs):
         for config, norms in zip(configs, rank, strict=True):
@@ -82,13 +83,11 @@ def expected_norm(config: ModelConfig, batch: int, norm_type: float) -> tuple[fl
     return norm, {name: p.grad for name, p in model.named_parameters()}
 
 
-def staged(fill: Callable[[str, Tensor], Tensor | None]) -> tuple[list[PipelineStageModule], Any]:
-    """This rank's two sharded stages, with gradients that ``fill`` makes of each parameter's name and shard."""
-    mesh = init_distributed(STAGED.distributed, seed=0)
-    modules = build_modules(STAGED, model_config(STAGED, tied=False), mesh)
+def fill(modules: Sequence[PipelineStageModule], gradient: Callable[[str, Tensor], Tensor | None]) -> None:
+    """Give parameters the gradients that ``gradient`` makes of each one's name and shard."""
     for module in modules:
         for name, p in module.named_parameters():
-            local = fill(name, p.to_local())
+            local = gradient(name, p.to_local())
             p.grad = (
                 None
                 if local is None
@@ -96,22 +95,27 @@ def staged(fill: Callable[[str, Tensor], Tensor | None]) -> tuple[list[PipelineS
                     local, p.device_mesh, p.placements, shape=p.shape, stride=p.stride(), run_check=False
                 )
             )
-    return modules, mesh
 
 
-def special_gradients_on_rank(rank: int, norm_type: float) -> dict[str, Any]:
-    """Norms of gradients that are zero, absent, or on one shard of one parameter not a number."""
+def special_gradients_on_rank(rank: int, norm_types: Sequence[float]) -> list[dict[str, Any]]:
+    """For each type, norms of gradients that are zero, absent, or on one shard of one parameter not a number."""
+    mesh = init_distributed(STAGED.distributed, seed=0)
+    modules = build_modules(STAGED, model_config(STAGED, tied=False), mesh)
+    return [_special_norms(rank, modules, mesh, norm_type) for norm_type in norm_types]
+
+
+def _special_norms(rank: int, modules: list[PipelineStageModule], mesh: Any, norm_type: float) -> dict[str, Any]:
     found: dict[str, Any] = {}
     options = {"norm_type": norm_type}
-    modules, mesh = staged(lambda name, shard: torch.zeros_like(shard))
+    fill(modules, lambda name, shard: torch.zeros_like(shard))
     found["zero"] = clip_grad_norm_(modules, 1.0, device_mesh=mesh, error_if_nonfinite=True, **options).item()
     found["stays zero"] = all(not p.grad.to_local().any() for m in modules for p in m.parameters())
-    modules, mesh = staged(lambda name, shard: None)
+    fill(modules, lambda name, shard: None)
     found["none"] = clip_grad_norm_(modules, 1.0, device_mesh=mesh, error_if_nonfinite=True, **options).item()
-    modules, mesh = staged(lambda name, shard: torch.ones_like(shard) if "head" in name else None)
+    fill(modules, lambda name, shard: torch.ones_like(shard) if "head" in name else None)
     found["head alone"] = clip_grad_norm_(modules, math.inf, device_mesh=mesh, **options).item()
     for value in (math.nan, math.inf):
-        modules, mesh = staged(lambda name, shard, v=value: torch.full_like(shard, v if rank == 3 else 1.0))
+        fill(modules, lambda name, shard, v=value: torch.full_like(shard, v if rank == 3 else 1.0))
         with pytest.raises(RuntimeError) as refusal:
             clip_grad_norm_(modules, 1.0, device_mesh=mesh, error_if_nonfinite=True, **options)
         kept = rank == 3 or all((p.grad.to_local() == 1).all() for m in modules for p in m.parameters())
@@ -120,10 +124,10 @@ def special_gradients_on_rank(rank: int, norm_type: float) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_gradients_that_are_zero_absent_or_not_finite(norm_type: float) -> None:
-    config = model_config(STAGED, tied=False)
-    for found in on_ranks(4, special_gradients_on_rank, norm_type):
+def test_gradients_that_are_zero_absent_or_not_finite() -> None:
+    config, norm_types = model_config(STAGED, tied=False), (2.0, math.inf)
+    ranks = on_ranks(4, special_gradients_on_rank, norm_types)
+    for norm_type, found in [pair for rank in ranks for pair in zip(norm_types, rank, strict=True)]:
         assert found["zero"] == 0
         assert found["stays zero"]
         assert found["none"] == 0

@@ -1,7 +1,7 @@
 """Predictions for models that are not this package's: a Llama of transformers counts as ours; others are refused."""
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -29,6 +29,8 @@ from course_pp.parallel import (
 )
 from tests.parallel.whole_models import SEQ_LEN, build
 
+RANKS_IMPORT = ("transformers.models.llama.modeling_llama",)
+
 ROWS = 2
 LAYOUTS = {
     2: [
@@ -38,12 +40,21 @@ LAYOUTS = {
     ],
     4: [DistributedConfig(dp_shard=2, tp=2)],
 }
-MODELS = ("llama", "llama, tied")
+
+
+def cases_of(n_ranks: int) -> list[tuple[DistributedConfig, str, bool]]:
+    """Layout, model and whether its parameters are freed after forward, which matters where they are sharded."""
+    return [
+        (layout, name, reshard)
+        for layout in LAYOUTS[n_ranks]
+        for name, freed in (("llama", True), ("llama, tied", False))
+        for reshard in ((True, False) if layout.dp_shard > 1 else (freed,))
+    ]
 
 
 def counted_on_rank(rank: int, n_ranks: int) -> list[tuple[CollectiveCounts, int]]:
-    meshes = map(init_distributed, LAYOUTS[n_ranks])  # DTensor takes groups of equal, older meshes for the same
-    return [_counted(name, mesh, policy) for mesh in meshes for name in MODELS for policy in (True, False)]
+    mesh_of = cache(init_distributed)  # DTensor takes groups of equal, older meshes for the same
+    return [_counted(name, mesh_of(layout), reshard) for layout, name, reshard in cases_of(n_ranks)]
 
 
 def _counted(name: str, mesh: DeviceMesh | None, reshard: bool) -> tuple[CollectiveCounts, int]:
@@ -58,15 +69,15 @@ def _counted(name: str, mesh: DeviceMesh | None, reshard: bool) -> tuple[Collect
         clip_grad_norm_(model, 1.0, device_mesh=mesh)
 
     step()
-    peak = measure_unsharded_bytes(step, model)
-    return count_collectives(step, mesh), peak
+    counts: list[CollectiveCounts] = []
+    peak = measure_unsharded_bytes(lambda: counts.append(count_collectives(step, mesh)), model)
+    return counts[0], peak
 
 
 @pytest.mark.parametrize("n_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_a_llama_of_transformers_communicates_and_holds_what_is_predicted(n_ranks: int) -> None:
-    cases = [(layout, name, policy) for layout in LAYOUTS[n_ranks] for name in MODELS for policy in (True, False)]
     for rank, found in enumerate(on_ranks(n_ranks, counted_on_rank, n_ranks, timeout_s=60)):
-        for (layout, name, policy), (counts, peak) in zip(cases, found, strict=True):
+        for (layout, name, policy), (counts, peak) in zip(cases_of(n_ranks), found, strict=True):
             config = config_from_hf(build(name).config)
             known = {"reshard_after_forward": policy, "dtype": torch.float64}
             sizes = {"batch_size": ROWS, "seq_len": SEQ_LEN, "foreign": True}

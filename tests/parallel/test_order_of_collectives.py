@@ -1,6 +1,7 @@
 """Every rank of a group enters the same collectives in the same order: NCCL has no tags, and would wait for ever."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -10,13 +11,14 @@ import torch.distributed as dist
 from course_pp.launch import on_ranks
 from course_pp.parallel import DistributedConfig
 from course_pp.parallel._torch import CollectiveWatcher
-from tests.parallel.stack import Recipe, train
+from tests.parallel.stack import CONFIG, Recipe, train
 
 RECIPES = [
     Recipe(DistributedConfig(pp=2, dp_shard=2), "1f1b", "full"),
     Recipe(DistributedConfig(pp=2, dp_shard=2), "zb_v"),
     Recipe(DistributedConfig(pp=2, dp_shard=1, tp=2), "interleaved_1f1b", "selective"),
 ]
+SHORT = replace(CONFIG, n_layers=4)  # one layer a stage where a rank has two
 
 Entered = tuple[tuple[int, ...], str, int]
 """The ranks of the group, the operator, its bytes."""
@@ -34,7 +36,7 @@ def _entered(recipe: Recipe) -> list[Entered]:
         found.append((tuple(dist.get_process_group_ranks(group)), operator, n_bytes))
 
     with CollectiveWatcher(tell):
-        train(recipe)
+        train(recipe, SHORT)
     return found
 
 

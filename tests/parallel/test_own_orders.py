@@ -50,7 +50,7 @@ def _gpipe():
 
 
 def test_an_order_of_ones_own_equals_one_process_and_must_be_the_same_on_all_ranks(subtests):
-    config = model_config(True)
+    config = model_config(True, n_layers=8)
     data = batches(config, BATCH, SEQ_LEN, 1)
     reference = in_one_process(config, data, CrossEntropy())
     ranks = on_ranks(2, step_on_rank, config, data)

@@ -24,7 +24,7 @@ from course_pp.parallel.tied import TiedWeights
 from course_pp.schedule import find
 from tests.equality import Trained, assert_equals_one_process, batches, snapshot_gradients, snapshot_parameters
 from tests.grids import crossed
-from tests.parallel.small import N_MICROBATCHES, SEQ_LEN, build, model_config, tokens
+from tests.parallel.small import BATCH, N_MICROBATCHES, SEQ_LEN, build, model_config, tokens
 
 SINGLE_AND_V = ("1f1b", "zb_v", "interleaved_zb")
 
@@ -49,17 +49,17 @@ def accumulate_on_rank(rank, pp, config, data, schedule):
 
 
 @pytest.mark.parametrize(("schedule", "tied"), crossed(SINGLE_AND_V, [False, True]))
-def test_gradients_of_three_steps_add_up_without_being_rescaled(schedule, tied):
+def test_gradients_of_two_steps_add_up_without_being_rescaled(schedule, tied):
     config = model_config(tied)
-    data = batches(config, 2 * N_MICROBATCHES, SEQ_LEN, 3)
-    reference = summed_reference(config, data, (1, 1, 1), CrossEntropy())
+    data = batches(config, BATCH, SEQ_LEN, 2)
+    reference = summed_reference(config, data, (1, 1), CrossEntropy())
     assert_equals_one_process(on_ranks(2, accumulate_on_rank, 2, config, data, schedule), reference, config)
 
 
 def padded_batch(config):
     """Rows with 1 to SEQ_LEN real tokens, left-padded, so that microbatches count different numbers of tokens."""
-    (inputs, target), *_ = batches(config, 2 * N_MICROBATCHES, SEQ_LEN, 1, seed=1)
-    lengths = torch.arange(2 * N_MICROBATCHES) % SEQ_LEN + 1
+    (inputs, target), *_ = batches(config, BATCH, SEQ_LEN, 1, seed=1)
+    lengths = torch.arange(BATCH) % SEQ_LEN + 1
     mask = torch.arange(SEQ_LEN) >= SEQ_LEN - lengths[:, None]
     target = target.masked_fill(~mask, -100)
     target[:2] = -100  # the first microbatch counts no token at all
@@ -89,7 +89,7 @@ def test_keywords_reach_every_stage_and_unequal_microbatches_are_weighted_by_the
 
 def test_a_plain_loss_function_is_averaged_over_microbatches():
     config = model_config(tied=False)
-    data = batches(config, 2 * N_MICROBATCHES, SEQ_LEN, 1)
+    data = batches(config, BATCH, SEQ_LEN, 1)
 
     def squared(output, target):
         return (output**2).mean()
@@ -126,7 +126,7 @@ def data_parallel_on_rank(rank, config, batch, schedule):
     mesh = init_distributed(DistributedConfig(pp=2), seed=0)
     data_rank, group = get_dp_mesh(mesh).get_local_rank(), get_dp_mesh(mesh).get_group()
     inputs, target = (part.chunk(2)[data_rank] for part in batch)
-    modules, pipeline = build(config, mesh, 2, get_pp_rank(mesh), schedule, CrossEntropy(), 8, len(inputs))
+    modules, pipeline = build(config, mesh, 2, get_pp_rank(mesh), schedule, CrossEntropy(), N_MICROBATCHES, len(inputs))
     evaluated = pipeline.eval(inputs, target=target).item()
     loss = pipeline.step(inputs, target=target).item()
     assert evaluated == pytest.approx(loss, rel=1e-12)
@@ -140,8 +140,8 @@ def data_parallel_on_rank(rank, config, batch, schedule):
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
 def test_the_divisor_counts_the_tokens_of_all_data_parallel_ranks(schedule):
     config = model_config(tied=True)
-    (inputs, target), *_ = batches(config, 16, SEQ_LEN, 1)
-    target[:8, :6] = -100  # the first half of the batch counts a quarter of its tokens
+    (inputs, target), *_ = batches(config, BATCH, SEQ_LEN, 1)
+    target[: BATCH // 2, :6] = -100  # the first half of the batch counts a quarter of its tokens
     reference = summed_reference(config, [(inputs, target)], (1,), CrossEntropy())
     assert_equals_one_process(on_ranks(4, data_parallel_on_rank, config, (inputs, target), schedule), reference, config)
 
@@ -157,7 +157,7 @@ def lone_pipelines_on_rank(rank, config, data):
 
 def test_without_a_pipeline_dimension_a_rank_runs_all_stages_itself():
     config = model_config(tied=True)
-    [data] = batches(config, 2 * N_MICROBATCHES, SEQ_LEN, 1)
+    [data] = batches(config, BATCH, SEQ_LEN, 1)
     expected = summed_reference(config, [data], (1,), CrossEntropy()).losses[0]
     for losses in on_ranks(2, lone_pipelines_on_rank, config, data):
         assert losses == pytest.approx([expected] * 3, rel=1e-12)

@@ -44,8 +44,8 @@ def refusal_on_rank(rank, pp, config, arguments):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (lambda rank: ((tokens(15),), {"target": tokens(15)}), "inputs has shape (15, 8)"),
-        (lambda rank: ((tokens(),), {"target": tokens(17)}), "8 × 2 = 16: drop or pad the remainder"),
+        (lambda rank: ((tokens(7),), {"target": tokens(7)}), "inputs has shape (7, 8)"),
+        (lambda rank: ((tokens(),), {"target": tokens(9)}), "4 × 2 = 8: drop or pad the remainder"),
         (lambda rank: ((tokens(seq_len=9),), {"target": tokens()}), "built for seq_len=8"),
         (lambda rank: ((tokens(),), {}), "target is missing on the rank that holds the last stage"),
         (lambda rank: ((), {"target": tokens()}), "inputs is missing on the rank that holds the first stage"),
@@ -54,7 +54,7 @@ def refusal_on_rank(rank, pp, config, arguments):
             "keyword argument position_ids has shape (1, 8)",
         ),
         (lambda rank: ((tokens(),), {"target": tokens(), "masks": [tokens()]}), "keyword argument masks is a list"),
-        (lambda rank: (([1, 2],), {"target": tokens()}), "inputs is a list: pass a tensor of shape (16, 8)"),
+        (lambda rank: (([1, 2],), {"target": tokens()}), "inputs is a list: pass a tensor of shape (8, 8)"),
         (lambda rank: ((tokens().float(),), {"target": tokens()}), "inputs is torch.float32"),
         (lambda rank: ((tokens(),), {"target": tokens().float()}), "target is torch.float32"),
         (lambda rank: ((tokens() + 61,), {"target": tokens()}), "token ids from 61 to 61, but vocab_size=61"),
@@ -87,7 +87,7 @@ def one_data_rank_refusal_on_rank(rank):
     """Two pipelines of two ranks, of which the second is given too few rows."""
     mesh = init_distributed(DistributedConfig(pp=2), seed=0)
     _, pipeline = build(model_config(False), mesh, 2, get_pp_rank(mesh), "1f1b", CrossEntropy())
-    batch = tokens(15) if get_dp_mesh(mesh).get_local_rank() else tokens()
+    batch = tokens(7) if get_dp_mesh(mesh).get_local_rank() else tokens()
     with pytest.raises(ValueError, match="shape") as refusal:
         pipeline.step(batch, target=batch)
     return str(refusal.value), pipeline.step(tokens(), target=tokens()).item()
@@ -96,7 +96,7 @@ def one_data_rank_refusal_on_rank(rank):
 def test_what_does_not_fit_one_data_parallel_rank_is_refused_on_all():
     ranks = on_ranks(4, one_data_rank_refusal_on_rank, timeout_s=30)
     assert len(set(ranks)) == 1
-    assert ranks[0][0].startswith("inputs has shape (15, 8)")
+    assert ranks[0][0].startswith("inputs has shape (7, 8)")
 
 
 def build_on_rank(rank, pp, change):
@@ -259,7 +259,7 @@ def test_a_tie_frozen_at_both_ends_trains_the_rest():
 
 def ranges_on_rank(rank, layer_ranges):
     mesh = init_distributed(DistributedConfig(pp=2), seed=0)
-    module = build_stage_module(model_config(False), rank, 2, layer_ranges[rank])
+    module = build_stage_module(model_config(False, n_layers=8), rank, 2, layer_ranges[rank])
     stage = build_pipeline_stage(module, mesh, "cpu", 2, SEQ_LEN, torch.float32)
     try:
         build_pipeline_schedule(stage, 4, CrossEntropy(), "1f1b")

@@ -31,7 +31,14 @@ from course_pp.parallel import (
 from course_pp.parallel.split import crossing
 from course_pp.schedule import build as build_schedule
 from source_code.hf_pp.families import FAMILIES, LAYERS, Example, build, called, example, tensor_of
-from tests.equality import Trained, adamw, assert_same_training, snapshot_gradients, snapshot_parameters
+from tests.equality import (
+    Trained,
+    adamw,
+    assert_same_training,
+    sharded_adamw,
+    snapshot_gradients,
+    snapshot_parameters,
+)
 
 RANKS_IMPORT = [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "t5", "llama")]
 
@@ -54,12 +61,15 @@ def in_turn(stages: list[nn.Module], given: Example) -> Any:
     return value
 
 
-@pytest.mark.parametrize("n_stages", [2, 4])
+@pytest.mark.parametrize("n_stages", [pytest.param(2, marks=pytest.mark.long), 4])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_stages_called_one_after_another_are_the_model(name: str, n_stages: int) -> None:
-    """While it trains, dropout included: the same result to the last bit, and the same gradients."""
+    """While it trains, dropout included: the same result to the last bit, the same gradients, the same names."""
     model, cut, batch = build(name), build(name), example(name, seed=1)
     stages = auto_split(cut, example(name), n_stages)
+    assert set().union(*(stage.state_dict() for stage in stages)) == model.state_dict().keys()
+    held = [p for stage in stages for p in {id(p): p for p in stage.parameters()}.values()]
+    assert len(held) == len(list(model.parameters())) + sum(len(tie) - 1 for tie in stages[0].ties)
     results = []
     for run in (lambda: called(model, batch), lambda: in_turn(stages, batch)):
         torch.manual_seed(7)
@@ -70,16 +80,6 @@ def test_stages_called_one_after_another_are_the_model(name: str, n_stages: int)
     gradients = {parameter_name: p.grad for parameter_name, p in cut.named_parameters()}
     for parameter_name, parameter in model.named_parameters():
         torch.testing.assert_close(gradients[parameter_name], parameter.grad, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_stages_together_have_the_names_of_the_model(name: str) -> None:
-    model = build(name)
-    stages = auto_split(model, example(name), 3)
-    assert set().union(*(stage.state_dict() for stage in stages)) == model.state_dict().keys()
-    held = [p for stage in stages for p in {id(p): p for p in stage.parameters()}.values()]
-    tied = sum(len(tie) - 1 for tie in stages[0].ties)
-    assert len(held) == len(list(model.parameters())) + tied
 
 
 def trained_in_one_process(name: str) -> Trained:
@@ -207,7 +207,8 @@ def sharded_on_rank(rank: int, name: str) -> tuple[Trained, float]:
     apply_ac(module, "full")
     apply_fsdp2(module, mesh, MixedPrecisionPolicy())
     stage = build_pipeline_stage(module, mesh, "cpu", inputs=batch[:1])
-    pipeline, optimizer, losses, gradients = build_pipeline_schedule(stage, 2, loss_of, "1f1b"), adamw([module]), [], {}
+    pipeline = build_pipeline_schedule(stage, 2, loss_of, "1f1b")
+    optimizer, losses, gradients = sharded_adamw([module]), [], {}
     for _ in range(2):
         optimizer.zero_grad()
         losses.append(pipeline.step(batch[rows], target=target[rows]).item())

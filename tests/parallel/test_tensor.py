@@ -1,9 +1,11 @@
 """Tensor parallelism: who holds what, what is refused, and a loss over a vocabulary in parts."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from course_pp.launch import on_ranks
@@ -36,6 +38,7 @@ def test_without_a_tp_dimension_nothing_changes() -> None:
 
 
 def local_shapes_on_rank(rank: int, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of each parameter but those of the second block."""
     mesh = init_distributed(DistributedConfig(tp=2))
     model = Transformer(config)
     apply_tensor_parallel(model, mesh)
@@ -72,9 +75,14 @@ def test_a_head_that_is_odd_or_tied_stays_whole(config: ModelConfig) -> None:
         assert shapes.get("head.weight", shapes["embed.weight"]) == (config.vocab_size, 32)
 
 
-def stream_on_rank(rank: int, config: ModelConfig, n_stages: int) -> tuple[int, ...]:
-    """Shape of the residual stream between two blocks, and of the output."""
+def streams_on_rank(rank: int, cases: list[tuple[ModelConfig, int]]) -> list[tuple[Any, ...]]:
+    """As :func:`_stream` says of each case."""
     mesh = init_distributed(DistributedConfig(tp=2))
+    return [_stream(mesh, *case) for case in cases]
+
+
+def _stream(mesh: DeviceMesh | None, config: ModelConfig, n_stages: int) -> tuple[Any, ...]:
+    """Shape of the residual stream between two blocks, and of the output."""
     module = build_stage_module(config, 0, n_stages) if n_stages > 1 else Transformer(config)
     apply_tensor_parallel(module, mesh)
     seen = []
@@ -83,16 +91,10 @@ def stream_on_rank(rank: int, config: ModelConfig, n_stages: int) -> tuple[int, 
     return seen[0], tuple(output.shape)
 
 
-@pytest.mark.parametrize(
-    ("config", "n_stages", "stream"),
-    [(CONFIG, 1, (3, 4, 32)), (CONFIG, 2, (3, 8, 32)), (replace(CONFIG, tie_embeddings=True), 1, (3, 8, 32))],
-    ids=["whole", "stage", "tied"],
-)
-def test_only_a_whole_untied_model_shares_the_sequence(
-    config: ModelConfig, n_stages: int, stream: tuple[int, ...]
-) -> None:
-    output = (3, 8, 32 if n_stages > 1 else 20)
-    assert on_ranks(2, stream_on_rank, config, n_stages) == [(stream, output)] * 2
+def test_only_a_whole_untied_model_shares_the_sequence() -> None:
+    whole, stage, tied = (CONFIG, 1), (CONFIG, 2), (replace(CONFIG, tie_embeddings=True), 1)
+    expected = [((3, 4, 32), (3, 8, 20)), ((3, 8, 32), (3, 8, 32)), ((3, 8, 32), (3, 8, 20))]
+    assert on_ranks(2, streams_on_rank, [whole, stage, tied]) == [expected] * 2
 
 
 def refusals_on_rank(rank: int, tp: int, attempts: list[tuple[dict[str, int], dict[str, bool]]]) -> list[str]:

@@ -1,6 +1,7 @@
 """Models that are not this package's train under every mesh as in one process: loss, gradients, parameters."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from course_pp.launch import on_ranks
-from course_pp.model import CrossEntropy, Transformer
+from course_pp.model import CrossEntropy, ModelConfig, Transformer
 from course_pp.parallel import llama_plan
 from tests.parallel.layouts import Case, build_modules, build_pipeline, data_of, model_config
 from tests.parallel.whole_models import Recipe, assert_equals, train_on_rank
@@ -62,25 +63,25 @@ def test_a_foreign_model_trains_as_in_one_process(n_ranks: int, subtests: pytest
             assert_equals([trained for trained, _ in found], recipe.model, sizes)
 
 
-def pipeline_on_rank(rank: int, case: Case, data: Any) -> tuple[float, dict[str, torch.Tensor]]:
+def pipeline_on_rank(rank: int, case: Case, config: ModelConfig, data: Any) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of one step of a pipeline whose mesh has a dimension of another kind."""
     mesh = init_device_mesh("cpu", (2, 2, 1, 1), mesh_dim_names=("pp", "cp", "dp_shard", "tp"))
     torch.manual_seed(0)
-    modules = build_modules(case, model_config(case, tied=True), mesh)
+    modules = build_modules(case, config, mesh)
     loss = build_pipeline(case, modules, mesh, case.batch, CrossEntropy()).step(data[0], target=data[1])
     return loss.item(), {n: p.grad.full_tensor() for module in modules for n, p in module.named_parameters()}
 
 
 def test_a_pipeline_lets_a_dimension_of_another_kind_be() -> None:
     case = Case(pp=2, schedule="1f1b")
-    config = model_config(case, tied=True)
+    config = replace(model_config(case, tied=True), n_layers=2)
     [(inputs, target), *_], _ = data_of(config, case.batch, padded=False)
     torch.manual_seed(0)
     model = Transformer(config).double()
     expected = CrossEntropy()(model(inputs), target)
     expected.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    for loss, found in on_ranks(4, pipeline_on_rank, case, (inputs, target)):
+    for loss, found in on_ranks(4, pipeline_on_rank, case, config, (inputs, target)):
         assert loss == pytest.approx(expected.item(), rel=1e-12)
         for name, gradient in found.items():
             source = "embed.weight" if name == "head.weight" else name
