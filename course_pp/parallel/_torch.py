@@ -25,6 +25,7 @@ __all__ = [
     "GatheredWatcher",
     "LocalNeighboursStage",
     "TorchDispatchMode",
+    "begin_without_messages",
     "carries_integers",
     "explicit_order",
     "fake_store",
@@ -34,7 +35,6 @@ __all__ = [
     "multiply",
     "norms_of",
     "set_timeout",
-    "take_shapes_as_declared",
     "tree_flatten",
     "tree_map",
     "tree_unflatten",
@@ -129,8 +129,11 @@ def explicit_order(
     return schedule
 
 
-def take_shapes_as_declared(schedule: Any) -> None:
-    """Let a schedule of torch's begin without the messages by which ranks agree that their shapes are declared."""
+def begin_without_messages(schedule: Any, stages: Iterable[Any]) -> None:
+    """Let a schedule of torch's begin without the messages that open connections to neighbours.
+
+    From 2.13 on ranks also agree by them that their shapes are declared.
+    """
 
     def settled(stages: Iterable[PipelineStage], *_: Any, **__: Any) -> None:
         for stage in stages:
@@ -138,6 +141,8 @@ def take_shapes_as_declared(schedule: Any) -> None:
 
     if hasattr(_pipelining_utils, "InferenceMode"):  # from 2.13 on
         schedule._warmup_p2p = settled
+    for stage in stages:
+        stage._get_init_p2p_neighbors_ops = list  # before 2.13
 
 
 def fake_tensors() -> AbstractContextManager[Any]:

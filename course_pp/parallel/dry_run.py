@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from course_pp.arguments import checked
 from course_pp.loss import loss_share
 from course_pp.model import CrossEntropy, ModelConfig, build_stage_module
-from course_pp.parallel._torch import fake_store, fake_tensors, forget_meshes, take_shapes_as_declared
+from course_pp.parallel._torch import begin_without_messages, fake_store, fake_tensors, forget_meshes
 from course_pp.parallel.activation_checkpointing import apply_ac
 from course_pp.parallel.counting import CollectiveCounter, Entered
 from course_pp.parallel.fsdp import apply_fsdp2, default_mp_policy
@@ -72,7 +72,7 @@ def dry_run(
             whatever it says of the head.
         rank: the global rank.
         global_batch, seq_len: sequences of all ranks together and tokens in each, for a step; None for none. A step
-            takes time for each layer and microbatch, about 10 ms, twice: give few microbatches.
+            takes time for each layer and microbatch, 30 to 200 ms: give few microbatches.
 
     Raises:
         ValueError: for a rank that is not in the layout, Megatron's precision, one of ``global_batch`` and ``seq_len``
@@ -102,7 +102,7 @@ def dry_run(
             for stage, module in zip(here, modules, strict=True)
             for name, p in module.named_parameters()
         }
-        entered = _second_step(layout, mesh, modules, n_microbatches, seq_len) if seq_len is not None else ()
+        entered = _step(layout, mesh, modules, n_microbatches, seq_len) if seq_len is not None else ()
     n_elements = sum(torch.Size(shape).numel() for shape in shapes.values())
     size = layout.bytes_of
     held = {
@@ -145,10 +145,10 @@ def _without_values(module: nn.Module) -> None:
                 setattr(part, name, made.setdefault(id(buffer), torch.empty(buffer.shape, dtype=buffer.dtype)))
 
 
-def _second_step(
+def _step(
     layout: Layout, mesh: DeviceMesh | None, modules: Sequence[nn.Module], n_microbatches: int, seq_len: int
 ) -> tuple[Entered, ...]:
-    """What the rank enters in the step after the first, in which torch prepares more."""
+    """What the rank enters in a step, without what torch prepares in a run's first."""
     loss, rows = CrossEntropy(), layout.microbatch_size
 
     def share_of_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -163,16 +163,15 @@ def _second_step(
             stage.settle(stage.takes, stage.returns)
         name = layout.schedule if layout.pp > 1 else "gpipe"
         schedule = torch_schedule(name, stages, n_microbatches, share_of_loss)
-        take_shapes_as_declared(schedule)
-        for _ in range(2):
-            with CollectiveCounter(mesh) as counter:
-                schedule.step(
-                    *([ids] if stages[0].is_first else []),
-                    target=ids if stages[-1].is_last else None,
-                    return_outputs=False,
-                )
-            for parameter in (p for module in modules for p in module.parameters()):
-                parameter.grad = None
+        begin_without_messages(schedule, stages)
+        with CollectiveCounter(mesh) as counter:
+            schedule.step(
+                *([ids] if stages[0].is_first else []),
+                target=ids if stages[-1].is_last else None,
+                return_outputs=False,
+            )
+        for parameter in (p for module in modules for p in module.parameters()):
+            parameter.grad = None
     return tuple(counter.entered)
 
 

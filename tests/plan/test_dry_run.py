@@ -62,7 +62,7 @@ def test_one_rank_of_sixteen_thousand_holds_what_the_formulas_say():
     assert done.stdout.strip() == str([{}] * len(CASES))
 
 
-SEQ_LEN, BATCH = 16, 16
+SEQ_LEN, N_MICROBATCHES = 16, 4
 STEPS = [
     Layout(2, 2, 2, microbatch_size=2),
     Layout(2, 1, 2, 2, schedule="zb_v"),
@@ -71,7 +71,21 @@ STEPS = [
     Layout(2, 2, ac="full", schedule="gpipe", precision="float32"),
     Layout(dp_shard=4, microbatch_size=4),
 ]
-UNTIED = ModelConfig(64, 8, 4, 128)
+UNTIED = ModelConfig(64, 5, 4, 128)
+
+
+def batch_of(layout: Layout) -> int:
+    return N_MICROBATCHES * layout.microbatch_size * layout.n_data
+
+
+def one_of_each_stage(layout: Layout) -> list[int]:
+    """A rank of each pipeline rank, by turns the first and the last of its group."""
+    n = layout.n_ranks // layout.pp
+    return [n * rank + (n - 1) * (rank % 2) for rank in range(layout.pp)]
+
+
+def enters(layout: Layout, rank: int) -> tuple[Entered, ...]:
+    return dry_run(UNTIED, layout, rank, global_batch=batch_of(layout), seq_len=SEQ_LEN).entered
 
 
 def mesh_of(layout: Layout) -> DistributedConfig:
@@ -88,12 +102,12 @@ def added_by_us(one: Entered) -> bool:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", STEPS, ids=str)
 def test_a_rank_alone_enters_as_many_collectives_of_each_kind_as_is_predicted(layout: Layout) -> None:
-    microbatch = {"batch_size": layout.microbatch_size, "n_microbatches": layout.n_microbatches(BATCH)}
+    microbatch = {"batch_size": layout.microbatch_size, "n_microbatches": N_MICROBATCHES}
     how = {"schedule": layout.schedule, "reshard_after_forward": layout.reshard, "ac": layout.ac, "clip": False}
     predicted = predict_collectives(UNTIED, mesh_of(layout), seq_len=SEQ_LEN, **microbatch, **how)
-    for rank in {0, layout.n_ranks // 2, layout.n_ranks - 1}:
+    for rank in one_of_each_stage(layout):
         found: dict[tuple[str, str], tuple[int, int]] = {}
-        for each in dry_run(UNTIED, layout, rank, global_batch=BATCH, seq_len=SEQ_LEN).entered:
+        for each in enters(layout, rank):
             number, n_bytes = found.get(each[:2], (0, 0))
             found[each[:2]] = number + 1, n_bytes + each.n_bytes
         expected = {key: (tally.number, tally.n_bytes) for key, tally in predicted[rank].tallies.items()}
@@ -116,8 +130,8 @@ def entered_on_rank(rank: int, layout: Layout) -> list[Entered]:
         apply_fsdp2(module, mesh, reshard_after_forward=layout.reshard)
         modules.append(module)
     stages = [build_pipeline_stage(module, mesh, "cpu", layout.microbatch_size, SEQ_LEN) for module in modules]
-    pipeline = build_pipeline_schedule(stages, layout.n_microbatches(BATCH), CrossEntropy(), layout.schedule)
-    ids = torch.zeros(BATCH // layout.n_data, SEQ_LEN, dtype=torch.int64)
+    pipeline = build_pipeline_schedule(stages, N_MICROBATCHES, CrossEntropy(), layout.schedule)
+    ids = torch.zeros(N_MICROBATCHES * layout.microbatch_size, SEQ_LEN, dtype=torch.int64)
     for _ in range(2):
         with CollectiveCounter(mesh) as counter:
             pipeline.step(ids, target=ids)
@@ -130,8 +144,8 @@ def entered_on_rank(rank: int, layout: Layout) -> list[Entered]:
 @pytest.mark.parametrize("layout", [STEPS[2], STEPS[4]], ids=str)
 def test_a_rank_alone_enters_them_in_the_order_of_a_real_one(layout: Layout) -> None:
     real = on_ranks(layout.n_ranks, entered_on_rank, layout, timeout_s=100)
-    for rank, theirs in enumerate(real):
-        assert list(dry_run(UNTIED, layout, rank, global_batch=BATCH, seq_len=SEQ_LEN).entered) == theirs
+    for rank in one_of_each_stage(layout):
+        assert list(enters(layout, rank)) == real[rank]
 
 
 @pytest.mark.parametrize(
@@ -152,11 +166,11 @@ def test_a_step_that_cannot_be_taken_is_refused(step: dict[str, int], words: str
 
 
 def test_one_data_parallel_rank_computes_and_sends_in_half_precision_as_a_plan_counts() -> None:
-    sent: dict[str, set[tuple[str, int]]] = {}
+    model, sent = ModelConfig(64, 2, 4, 128), {}
     for precision in ("mixed", "float32"):
         layout = Layout(2, 2, schedule="gpipe", precision=precision)
-        entered = dry_run(UNTIED, layout, 0, global_batch=2, seq_len=SEQ_LEN).entered
-        sent[precision] = {(each.collective, each.n_bytes // (SEQ_LEN * UNTIED.dim)) for each in entered}
+        entered = dry_run(model, layout, 0, global_batch=2, seq_len=SEQ_LEN).entered
+        sent[precision] = {(each.collective, each.n_bytes // (SEQ_LEN * model.dim)) for each in entered}
     # Forward sums what a product gave, backward the gradient of what it had not cast yet.
     assert sent["mixed"] == {("send", 2), ("recv", 2), ("all_reduce", 2), ("all_reduce", 4)}
     assert sent["float32"] == {("send", 4), ("recv", 4), ("all_reduce", 4)}
