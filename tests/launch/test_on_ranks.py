@@ -459,9 +459,9 @@ def test_nccl_without_a_gpu_a_rank_is_refused() -> None:
 def test_an_interrupt_says_who_waited_for_whom(tmp_path: Path) -> None:
     script = tmp_path / "interrupted.py"
     script.write_text(
-        "import torch, torch.distributed as dist\n"
         "from course_pp.launch import on_ranks\n"
         "def swap(rank):\n"
+        "    import torch, torch.distributed as dist\n"
         "    print('waiting', flush=True)\n"
         "    dist.recv(torch.zeros(1), src=1 - rank)\n"
         "on_ranks(2, swap)\n"

@@ -190,7 +190,7 @@ def test_lines_are_labelled_and_nothing_is_added_to_the_command(
     site.mkdir()
     (site / "sitecustomize.py").write_text("import os; os.environ['OWN_SITE'] = 'kept'")
     monkeypatch.setenv("PYTHONPATH", str(site))
-    (folder / "s.py").write_text(HEAD + "print('a\\nb', os.environ['OWN_SITE']); print('c', file=sys.stderr)")
+    (folder / "s.py").write_text("import os, sys; print('a\\nb', os.environ['OWN_SITE']); print('c', file=sys.stderr)")
     lines = run_torchrun(["--nproc-per-node=2", "../s.py"], timeout_s=60, local=True)
     out, err = capsys.readouterr()
     said, shown, *rest = out.splitlines()

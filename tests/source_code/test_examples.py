@@ -22,7 +22,7 @@ EXAMPLES = Path(__file__).parents[2] / "source_code" / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
 LONGEST = 80
 RANKS_IMPORT = ["transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"]
-STEPS, MAX_NORM = 3, 0.5
+STEPS, MAX_NORM = 2, 0.5
 
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_v")
 LAYOUTS = [

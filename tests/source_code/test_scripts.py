@@ -40,7 +40,7 @@ def test_torchrun_runs_pipeline_test():
     assert losses_of(lines) == [(1, LOSSES)]
 
 
-@pytest.mark.parametrize("n_ranks", [1, 2, 3])
+@pytest.mark.parametrize("n_ranks", [1, pytest.param(2, marks=pytest.mark.long), 3])
 def test_pipeline_test_prints_the_same_losses_from_the_last_of_any_number_of_ranks(n_ranks):
     assert losses_of(labelled_lines(n_ranks, [SCRIPT])) == [(n_ranks - 1, LOSSES)]
 

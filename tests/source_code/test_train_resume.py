@@ -54,6 +54,16 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two steps."""
+    folder = tmp_path_factory.mktemp("ended")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        complete(folder, "--steps=2")
+    return folder
+
+
 def losses(folder: Path) -> list[tuple[str, int, float]]:
     """Training and validation losses of every step, in full precision."""
     records = [json.loads(line) for line in (folder / "logs" / METRICS).read_text().splitlines()]
@@ -177,11 +187,11 @@ def test_another_layout_goes_on_from_a_checkpoint_with_the_same_losses(
     assert [path.name for path in tmp_path.glob("step_*")] == [LAST]
 
 
-def test_a_run_that_has_ended_says_that_nothing_is_left(uninterrupted: Path, tmp_path: Path) -> None:
-    lines = labelled_lines(2, command(tmp_path, f"--resume={uninterrupted / LAST}"))
+def test_a_run_that_has_ended_says_that_nothing_is_left(ended: Path, tmp_path: Path) -> None:
+    lines = labelled_lines(2, command(tmp_path, "--steps=2", f"--resume={ended / 'step_00000002'}"))
     assert "[rank 1] no step was left to train" in lines
 
 
-def test_the_last_checkpoint_holds_what_an_export_needs(uninterrupted: Path, tmp_path: Path) -> None:
-    exported = export_hf(uninterrupted, tmp_path / "hf")
+def test_the_last_checkpoint_holds_what_an_export_needs(ended: Path, tmp_path: Path) -> None:
+    exported = export_hf(ended, tmp_path / "hf")
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in exported.iterdir()}
