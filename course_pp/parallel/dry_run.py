@@ -5,6 +5,7 @@ is what the run's rank would, and torch's own schedule takes the step. Its tenso
 allocated, computed or sent.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -177,10 +178,12 @@ def _step(
 
 @contextmanager
 def _alone_as(rank: int, n_ranks: int) -> Iterator[None]:
+    excepthook = sys.excepthook
     dist.init_process_group("fake", rank=rank, world_size=n_ranks, store=fake_store())
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = excepthook  # torch's labels errors with the rank
         lone_group.cache_clear()
         forget_meshes()  # the next one's groups have other names

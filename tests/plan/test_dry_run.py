@@ -185,6 +185,12 @@ def test_gradients_are_reduced_in_the_precision_that_a_plan_counts(precision: st
     assert n_bytes == reduced * n_parameters
 
 
+def test_errors_after_a_dry_run_are_not_labelled_with_its_rank() -> None:
+    before = sys.excepthook
+    dry_run(ModelConfig(8, 1, 1, 12), Layout(dp_shard=2), 1)
+    assert sys.excepthook is before
+
+
 @pytest.mark.parametrize(
     ("layout", "rank", "words"),
     [(Layout(2), 2, "give 0 to 1"), (Layout(2, precision="megatron"), 0, "not this stack's")],
