@@ -14,7 +14,7 @@ from course_pp.training.data import IGNORE_INDEX, Batches, Sequences
 from tests.equality import snapshot_gradients
 
 SEQ_LEN = 8
-MODEL = ModelConfig(dim=16, n_layers=4, n_heads=2, vocab_size=23, max_seq_len=SEQ_LEN)
+MODEL = ModelConfig(dim=16, n_layers=2, n_heads=2, vocab_size=23, max_seq_len=SEQ_LEN)
 TIED = ModelConfig(dim=16, n_layers=4, n_heads=2, vocab_size=23, max_seq_len=SEQ_LEN, tie_embeddings=True)
 RUN = TrainConfig(
     **{"steps": 3, "batch": 8, "microbatches": 2, "precision": "fp32", "peak_flops": 1e9},

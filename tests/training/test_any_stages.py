@@ -123,7 +123,7 @@ def test_stages_that_are_none_or_elsewhere_are_refused_on_every_rank() -> None:
 
 def without_parameters(rank: int, root: Path, engine: Any) -> tuple[float, float | None]:
     """A run whose last stage has none, saved and taken up; then one in which nothing is trained."""
-    config = replace(CONFIG, engine=engine, precision="auto")
+    config = replace(RUN, engine=engine, precision="auto")
     mesh = init_distributed(DistributedConfig(pp=2), seed=0)
     torch.manual_seed(0)
     logits = nn.Sequential(nn.Embedding(MODEL.vocab_size, 16), nn.Linear(16, MODEL.vocab_size)).to(torch.bfloat16)

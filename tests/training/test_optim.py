@@ -16,7 +16,7 @@ from course_pp.training import TrainConfig
 from course_pp.training.checkpoint import load, save
 from course_pp.training.config import OPTIMIZERS
 from course_pp.training.optim import build_optimizer, build_scheduler, lr_factor, parameter_groups
-from tests.training.small import RUN, trainer
+from tests.training.small import MODEL, RUN, trainer
 
 CONFIG = TrainConfig(steps=14, warmup_steps=4, lr=0.5, min_lr=0.2, weight_decay=0.3)
 
@@ -125,7 +125,7 @@ def each_optimizer(
         config = replace(RUN, microbatches=1, optimizer=name, lr_schedule=curve)
         if name == "SGD":
             config = replace(config, optimizer_options={"momentum": 0.9, "nesterov": True})
-        first, second = (trainer(config, layout=layout) for _ in range(2))
+        first, second = (trainer(config, replace(MODEL, n_layers=1), layout) for _ in range(2))
         whole = [first.train_step().loss]
         save(root / name, 1, first.modules, first.optimizer, device_mesh=first._mesh, extra=first.state())
         loaded = load(root / name, second.modules, second.optimizer, device_mesh=second._mesh)

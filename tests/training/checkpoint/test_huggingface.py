@@ -43,7 +43,7 @@ LLAMA = LlamaConfig(
 
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.long), True], ids=["untied", "tied"])
 def test_a_sharded_checkpoint_is_exported_with_equal_logits(tied: bool, tmp_path: Path) -> None:
-    config = config_of(tied)
+    config = config_of(tied, n_layers=4)
     data = data_of(config, 1)
     layout = Case(pp=2, schedule="zb_v", tp=2)
     root, exported = tmp_path / "run" / "sync", tmp_path / "hf"
