@@ -128,7 +128,7 @@ def test_a_missing_package_is_said_in_one_line(tmp_path):
 KINDS_OF_PAGE = (
     "index.html",
     "notebooks/03_1f1b.html",
-    "generated/api/course_pp.schedule.html",
+    "generated/api/course_pp.launch.html",
     "generated/exercises.html",
     "docs/glossary.html",
 )
