@@ -127,7 +127,7 @@ def test_a_missing_package_is_said_in_one_line(tmp_path):
 
 KINDS_OF_PAGE = (
     "index.html",
-    "notebooks/03_1f1b.html",
+    "notebooks/01_naive_split.html",
     "generated/api/course_pp.launch.html",
     "generated/exercises.html",
     "docs/glossary.html",
