@@ -4,18 +4,21 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import cloudpickle
 
-from course_pp.exercises import Verdict
+from course_pp.exercises import Verdict, answer, in_process
 from course_pp.exercises.checking import judge
 from course_pp.exercises.registry import find
+from course_pp.launch import on_ranks
 
 
-def verdict_of(name: str, fn: Callable[..., Any], limit_s: float | None = None) -> Verdict:
+def verdict_of(name: str, fn: Callable[..., Any], limit_s: float | None = None, here: bool = True) -> Verdict:
     """What ``check`` says of ``fn`` as an answer to the exercise ``name``, whatever ``fn`` is called.
 
-    ``limit_s`` is instead of the exercise's own time limit: less, for an answer that hangs.
+    ``limit_s`` is instead of the exercise's own time limit: less, for an answer that hangs. Plain calls are made in
+    this process, which no limit ends, if ``here``; ranks always start.
     The answer travels as one from a notebook does: whole, and not as the name of a function in a test module.
     """
     module = sys.modules[fn.__module__]
@@ -24,7 +27,8 @@ def verdict_of(name: str, fn: Callable[..., Any], limit_s: float | None = None) 
         cloudpickle.register_pickle_by_value(module)
     try:
         exercise = find(name)
-        verdict = judge(replace(exercise, limit_s=limit_s or exercise.limit_s), fn)
+        with mock.patch.object(answer, "on_ranks", _calls_made_here if here else on_ranks):
+            verdict = judge(replace(exercise, limit_s=limit_s or exercise.limit_s), fn)
     finally:
         if by_value:
             cloudpickle.unregister_pickle_by_value(module)
@@ -32,14 +36,22 @@ def verdict_of(name: str, fn: Callable[..., Any], limit_s: float | None = None) 
     return verdict
 
 
-def refuses(name: str, answer: Callable[..., Any], *words: str, limit_s: float | None = None) -> None:
+def _calls_made_here(n: int, run: Callable[..., Any], *args: Any, **settings: Any) -> list[Any]:
+    """Like ``on_ranks``, but for calls that need no rank starts no process: a thousand are judged."""
+    if run is not in_process.call_each:
+        return on_ranks(n, run, *args, **settings)
+    with mock.patch.object(in_process, "_bound_memory"):
+        return [in_process.call_each(0, *args)]
+
+
+def refuses(name: str, fn: Callable[..., Any], *words: str, limit_s: float | None = None, here: bool = True) -> None:
     """The answer is not yet correct, and the learner reads all of ``words``."""
-    verdict = verdict_of(name, answer, limit_s)
+    verdict = verdict_of(name, fn, limit_s, here)
     assert verdict.status == "not yet", verdict.text
     assert [word for word in words if word not in verdict.text] == [], verdict.text
 
 
-def accepts(name: str, answer: Callable[..., Any]) -> None:
+def accepts(name: str, fn: Callable[..., Any]) -> None:
     """The answer is correct."""
-    verdict = verdict_of(name, answer)
+    verdict = verdict_of(name, fn)
     assert verdict.status == "correct", verdict.text
