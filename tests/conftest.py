@@ -1,4 +1,4 @@
-"""Where tests start their ranks, which of them start any, and which stay together under pytest-xdist."""
+"""Where tests start their ranks, and which of them start any."""
 
 import os
 import subprocess
@@ -24,8 +24,6 @@ os.environ.pop("COLUMNS", None)
 STARTERS = (on_ranks, run_torchrun, check, checking.judge, subprocess.Popen)
 STARTING_FIXTURES = {"kernel", "lab", "page", "cluster"}
 STARTING_FILES: set[str] = set()
-# Their files share what takes long to start: one browser and one JupyterLab.
-SHARING_FOLDERS = ("browser",)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts ranks and what a sample leaves out; keep the tests of a file together, for what they share."""
+    """Mark what starts ranks and what a sample leaves out."""
     for _, cases in groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
         mark_all_but_a_sample([item for item in cases if not item.get_closest_marker("full")])
     for item in items:
@@ -42,9 +40,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("ranks")
             if "cluster" not in item.fixturenames:  # else they start on its nodes
                 STARTING_FILES.add(item.nodeid.partition("::")[0])
-        if not item.get_closest_marker("apart"):
-            shared = item.path.parent if item.path.parent.name in SHARING_FOLDERS else item.path
-            item.add_marker(pytest.mark.xdist_group(str(shared.relative_to(item.config.rootpath))))
     # What waits goes first, or the last worker would wait alone.
     items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
 
