@@ -340,6 +340,7 @@ def in_one_place(*order: str) -> Answer:
     return lambda place: {".".join(str(place[name]) for name in order): torch.get_rng_state()}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "answer", [entries(), entries(generator=in_one_place("dp_shard", "pp"))], ids=["", "other keys"]
 )

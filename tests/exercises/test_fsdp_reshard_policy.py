@@ -216,6 +216,7 @@ def one_backward(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> N
     torch.stack(losses).mean().backward()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "answer", [accumulating(reshard=lambda i, m: i == m - 1), one_backward], ids=["gathers once", "one backward"]
 )

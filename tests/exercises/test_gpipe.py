@@ -339,6 +339,7 @@ def clears_the_gradients(stage: Any, inputs: Any, targets: Any, m: int, loss_fn:
     return stepping()(stage, inputs, targets, m, loss_fn, link)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("answer", [stepping(), stepping(take=lambda is_last: -1)])
 def test_the_step_may_be_mended_with_the_oldest_or_the_newest_first(answer: Answer) -> None:
     accepts("mended_step", answer)

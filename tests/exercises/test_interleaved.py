@@ -108,7 +108,6 @@ def test_a_wrong_number_of_chunks_is_told_why(answer: Answer, words: list[str]) 
 
 def test_the_number_of_chunks_may_come_from_the_formula() -> None:
     accepts("best_chunks", by_formula)
-    accepts("best_chunks", best_chunks)
 
 
 # Orders in rounds.
@@ -277,7 +276,6 @@ def in_halves(chunks: Any, order: Any, microbatches: Any, targets: Any, loss_fn:
 
 def test_a_step_may_be_written_in_another_way() -> None:
     accepts("healed_chunks_step", in_halves)
-    accepts("healed_chunks_step", healed_chunks_step)
 
 
 def test_each_patient_has_a_symptom_of_its_own() -> None:

@@ -263,6 +263,7 @@ def assigns_the_gradient(rank, stage, tokens, targets):
         parameter.grad = gradient
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("answer", [with_plain_messages, with_asynchronous_messages])
 def test_a_step_is_correct_however_it_is_written(answer: Callable[..., Any]) -> None:
     accepts("two_rank_step", answer)

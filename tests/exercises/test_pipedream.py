@@ -234,10 +234,17 @@ def test_a_wrong_step_is_told_why(answer: Answer, words: list[str]) -> None:
     refuses("stashed_step", answer, *words)
 
 
-def test_steps_may_stash_copies_or_compute_again() -> None:
-    accepts("stashed_step", step_with())
-    accepts("stashed_step", healed_versions_step)
-    accepts("healed_versions_step", stashed_step)
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("stashed_step", step_with()),
+        ("stashed_step", healed_versions_step),
+        ("healed_versions_step", stashed_step),
+    ],
+)
+def test_a_step_may_stash_copies_or_compute_again(name: str, answer: Answer) -> None:
+    accepts(name, answer)
 
 
 @pytest.mark.long

@@ -160,6 +160,7 @@ def assumes_float32(x, rank, p):
     return received
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("answer", [by_parity, in_a_batch, rank_0_receives_first])
 def test_a_ring_without_a_deadlock_is_correct_however_it_is_written(answer: Callable[..., Any]) -> None:
     accepts("shift", answer)
@@ -313,6 +314,7 @@ def by_the_library(chunks, rank, p):
         dist.broadcast(chunk, src=(i - 1) % p)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("answer", [from_received_index, from_its_owner])
 def test_a_gather_is_correct_however_it_is_written(answer: Callable[..., Any]) -> None:
     accepts("all_gather", answer)

@@ -98,6 +98,7 @@ def hooked(hook: Callable[..., Any], view: Callable[..., Any] = lambda x: x.view
     return enter
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "answer",
     [
@@ -241,6 +242,7 @@ def with_one_rank_for_copies(cut: Any, copied: Any, mesh: Any) -> float:
     return float(summed(part, mesh, "pp", "tp")) ** 0.5
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("answer", [with_a_share_of_copies, with_one_rank_for_copies])
 def test_copies_may_be_counted_once_in_several_ways(answer: Answer) -> None:
     accepts("whole_norm", answer)

@@ -336,8 +336,7 @@ def test_a_wrong_step_is_told_why(answer: Answer, words: list[str]) -> None:
 
 
 def test_a_step_may_add_gradients_by_hand_and_take_any_w_first() -> None:
-    accepts("healed_split_step", step_with(by_hand=True))
-    accepts("healed_split_step", step_with(take=lambda waiting: waiting.pop()))
+    accepts("healed_split_step", step_with(by_hand=True, take=lambda waiting: waiting.pop()))
 
 
 def test_each_patient_shows_its_symptom_and_the_healed_step_none() -> None:
