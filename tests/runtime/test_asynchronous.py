@@ -28,7 +28,7 @@ from course_pp.schedule import Ledger, Schedule, Versions, build, ledger
 from tests.once import once
 from tests.runtime.small import for_rank, stages_of
 
-WIDTH, HIDDEN, ROWS, UPDATES = 5, 7, 3, 50
+WIDTH, HIDDEN, ROWS, UPDATES = 5, 7, 3, 15
 Parameters = dict[str, Tensor]
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -247,8 +247,8 @@ def most_kept(rank: int, job: Job) -> int:
 
 
 def test_stage_s_keeps_p_minus_s_versions_with_stashing_and_two_with_2bw() -> None:
-    p, size = 4, sum(parameter.nbytes for parameter in make_stage(0).parameters())
-    jobs = [Job("stash", "sgd", (1,) * p, 12), Job("2bw", "sgd", (1,) * p, 12, p), Job("none", "sgd", (1,) * p, 12)]
+    p, size = 3, sum(parameter.nbytes for parameter in make_stage(0).parameters())
+    jobs = [Job("stash", "sgd", (1,) * p, 9), Job("2bw", "sgd", (1,) * p, 9, p), Job("none", "sgd", (1,) * p, 9)]
     for stage, (stashed, buffered, mixed) in enumerate(on_ranks(p, kept, jobs, timeout_s=60)):
         assert stashed == (p - stage - 1) * size
         assert buffered == size

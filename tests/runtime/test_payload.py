@@ -100,7 +100,7 @@ values = st.recursive(
 )
 
 
-@examples(200)
+@examples(100)
 @given(values)
 def test_any_nesting_of_tensors_and_plain_values_arrives_as_it_was(value: Any) -> None:
     assert_same(sent(value), value)

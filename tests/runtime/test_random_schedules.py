@@ -17,7 +17,7 @@ from tests.equality import GRADIENT_TOLERANCE
 from tests.runtime.random_schedules import broken_schedule, random_schedule
 from tests.runtime.small import for_rank, stages_of
 
-SEEDS, FEW_SEEDS = range(200), range(80)
+SEEDS, FEW_SEEDS = range(200), range(40)
 # Each channel needs a process group of its own then, which takes time to make.
 WITHOUT_TAGS_EVERY = 7
 WIDTH = 4

@@ -187,7 +187,8 @@ ALL_ON_8_RANKS = [
     *(Layout(name, pp=4) for name in SPLIT),
     *(Layout(name, replicate=2) for name in SPLIT),
 ]
-ON_3_RANKS = [Layout(name, pp=3, shard=1) for name in SPLIT]
+ON_3_RANKS = [Layout(name, pp=3, shard=1) for name in ("zb_h1", "dualpipe_v")]
+ALL_ON_3_RANKS = [Layout(name, pp=3, shard=1) for name in SPLIT]
 
 
 @pytest.mark.parametrize(
@@ -196,6 +197,7 @@ ON_3_RANKS = [Layout(name, pp=3, shard=1) for name in SPLIT]
         pytest.param(ON_4_RANKS, id="4 ranks", marks=pytest.mark.long),
         pytest.param(ON_8_RANKS, id="8 ranks", marks=pytest.mark.long),
         pytest.param(ON_3_RANKS, id="3 ranks"),
+        pytest.param(ALL_ON_3_RANKS, id="all on 3 ranks", marks=pytest.mark.long),
         pytest.param(ALL_ON_4_RANKS, id="all on 4 ranks", marks=pytest.mark.full),
         pytest.param(ALL_ON_8_RANKS, id="all on 8 ranks", marks=pytest.mark.full),
     ],
