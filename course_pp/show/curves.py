@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
 from course_pp.arguments import checked
-from course_pp.schedule import Costs, Timeline, build, find, names, simulate, theory
+from course_pp.schedule import Costs, Schedule, Timeline, build, find, names, simulate, theory
 from course_pp.show import chart
 from course_pp.show.chart import WIDTH, ChartFigure
 from course_pp.show.wording import amount, counted, listed, percent
@@ -82,7 +82,8 @@ def bubble_curve(
     axes.set_xlim(lowest * 0.93, highest * 1.07 if highest > lowest else 2 * lowest)
     _span_bubbles(axes, [value for points in simulated.values() for value in points.values()])
     for i, (name, points) in enumerate(simulated.items()):
-        line = dict(_predicted(name, n_ranks, range(lowest, highest + 1), costs, within_span))
+        shared = _share(costs, _chunks(build(name, n_ranks, max(points))))
+        line = dict(_predicted(name, n_ranks, range(lowest, highest + 1), shared, within_span))
         dash = _DASHES[i % len(_DASHES)]
         axes.plot(list(line), list(line.values()), color=_colour(i), linestyle=dash, linewidth=1.6)
         axes.plot(list(points), list(points.values()), **_marker(i))
@@ -122,10 +123,13 @@ def _share(costs: Costs, n_chunks: int) -> Costs:
     return replace(costs, **shares)
 
 
-def _run(name: str, n_ranks: int, n_microbatches: int, costs: Costs) -> tuple[Timeline, Costs]:
-    schedule = build(name, n_ranks, n_microbatches)
-    shared = _share(costs, max(1, schedule.n_stages // n_ranks))
+def _run(schedule: Schedule, costs: Costs) -> tuple[Timeline, Costs]:
+    shared = _share(costs, _chunks(schedule))
     return simulate(schedule, shared), shared
+
+
+def _chunks(schedule: Schedule) -> int:
+    return max(1, schedule.n_stages // schedule.n_ranks)
 
 
 def _bubble(of: Timeline | theory.Prediction, within_span: bool) -> float:
@@ -137,10 +141,10 @@ def _simulated(
 ) -> Iterator[tuple[int, float]]:
     for m in sorted(set(microbatches)):
         try:
-            build(name, n_ranks, m)
+            schedule = build(name, n_ranks, m)
         except ValueError:
             continue
-        yield m, _bubble(_run(name, n_ranks, m, costs)[0], within_span)
+        yield m, _bubble(_run(schedule, costs)[0], within_span)
 
 
 def _predicted(
@@ -148,13 +152,11 @@ def _predicted(
 ) -> Iterator[tuple[int, float]]:
     for m in microbatches:
         try:
-            n_chunks = max(1, build(name, n_ranks, m).n_stages // n_ranks)
+            yield m, _bubble(theory.predict(name, n_ranks, m, costs), within_span)
+        except theory.NoClosedForm:
+            yield m, nan  # interrupts the line
         except ValueError:
             continue
-        try:
-            yield m, _bubble(theory.predict(name, n_ranks, m, _share(costs, n_chunks)), within_span)
-        except ValueError:
-            yield m, nan  # interrupts the line
 
 
 def _colour(i: int) -> str:
@@ -314,14 +316,14 @@ def _points(
     refused, reason = [], None
     for name in schedules:
         try:
-            build(name, n_ranks, n_microbatches)
+            schedule = build(name, n_ranks, n_microbatches)
         except ValueError as problem:
             if name not in names():
                 raise
             refused.append(name)
             reason = problem
             continue
-        tl, shared = _run(name, n_ranks, n_microbatches, costs)
+        tl, shared = _run(schedule, costs)
         place = (round(float(max(tl.peak_memory(shared))), 9), round(_bubble(tl, within_span), 9))
         found.setdefault(place, []).append(name)
     if not found:
