@@ -11,7 +11,7 @@ from course_pp.exercises import capstone_clinic, capstone_formulas, capstone_pla
 from course_pp.exercises.capstone_clinic import grade_planned_report, planned_report, ward_round
 from course_pp.exercises.capstone_formulas import break_even, bytes_held, grade_break_even, grade_bytes_held
 from course_pp.exercises.capstone_lab import PUBLISHED, beside_data, data_parallel
-from course_pp.exercises.capstone_plans import bottleneck, fastest_layout, grade_bottleneck, grade_fastest_layout
+from course_pp.exercises.capstone_plans import bottleneck, grade_bottleneck, grade_fastest_layout
 from course_pp.exercises.exercise import Mistake
 from course_pp.plan import Layout, cluster_of, model_named, plan, predict
 from course_pp.schedule import Costs, build, check, simulate
@@ -81,7 +81,6 @@ def choose(**changes: Any) -> Callable[..., Layout]:
 @pytest.mark.parametrize(
     ("fn", "says"),
     [
-        (fastest_layout, ""),
         (choose(), ""),
         (choose(any=True), "GB too many"),
         (choose(pp=(1, 2, 4, 8, 16)), "There is one of"),
@@ -95,7 +94,7 @@ def choose(**changes: Any) -> Callable[..., Layout]:
         (choose(key=lambda each: max(each.total_memory)), "There is one of"),
         (lambda *given: Layout(), "cannot be laid out"),
         (lambda *given: None, "Is a `return` missing?"),
-        (lambda *given: fastest_layout(*given).with_(overlap=False), "changes more than"),
+        (lambda *given: choose()(*given).with_(overlap=False), "changes more than"),
         (lambda model, cluster, *rest: Layout(1, cluster.n_gpus), "leaves the node"),
         (planned_best, "changes more than"),
     ],
