@@ -28,7 +28,7 @@ from course_pp.schedule import Ledger, Schedule, Versions, build, ledger
 from tests.once import once
 from tests.runtime.small import for_rank, stages_of
 
-WIDTH, HIDDEN, ROWS, UPDATES = 5, 7, 3, 15
+WIDTH, HIDDEN, ROWS, UPDATES = 5, 7, 3, 8
 Parameters = dict[str, Tensor]
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
