@@ -49,6 +49,7 @@ class Recipe:
     ac: Literal["none", "full", "selective"] = "none"
     compiler: str | None = None
     dtype: torch.dtype = torch.float64
+    n_microbatches: int = N_MICROBATCHES
 
 
 def train_on_rank(rank: int, recipes: Sequence[Recipe]) -> list[Trained]:
@@ -60,9 +61,9 @@ def train(recipe: Recipe, config: ModelConfig = CONFIG) -> Trained:
     mesh = _mesh(recipe.layout)
     modules = build_modules(recipe, mesh, config)
     n_data = get_dp_size(mesh)
-    sizes: tuple[Any, ...] = (mesh, get_device(recipe.layout.backend), ROWS // n_data // N_MICROBATCHES, SEQ_LEN)
+    sizes: tuple[Any, ...] = (mesh, get_device(recipe.layout.backend), ROWS // n_data // recipe.n_microbatches, SEQ_LEN)
     stages = [build_pipeline_stage(module, *sizes) for module in modules]
-    pipeline = build_pipeline_schedule(stages, N_MICROBATCHES, CrossEntropy(), recipe.schedule)
+    pipeline = build_pipeline_schedule(stages, recipe.n_microbatches, CrossEntropy(), recipe.schedule)
     optimizer, trained = sharded_adamw(modules), Trained([], {}, {})
     for inputs, target in DATA:
         optimizer.zero_grad()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -26,11 +26,12 @@ from course_pp.parallel import (
     default_mp_policy,
     get_dp_rank,
     get_pp_rank,
+    get_stage_indices,
     init_distributed,
     resolve_reshard_after_forward,
 )
 from tests.parallel.fake_mesh import FakeMesh
-from tests.parallel.layouts import SEQ_LEN, Case, Data, build_modules, build_pipeline, data_of, full, model_config
+from tests.parallel.layouts import Case, Data, build_modules, build_pipeline, data_of, full, model_config
 
 CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=20, max_seq_len=16)
 
@@ -190,30 +191,29 @@ def test_after_forward_a_parameter_is_freed_kept_or_kept_on_fewer_ranks() -> Non
 FEWEST = {"dualpipe_v": 4}  # microbatches; of the others 2 are more than one
 
 
-def reductions_on_rank(rank: int, cases: list[Case]) -> list[tuple[int, int]]:
-    """Of the second step under each case: reduce-scatters, and groups of parameters on this rank."""
-    found = []
-    for case in cases:
-        mesh = init_distributed(case.distributed, seed=0)
-        n_microbatches = FEWEST.get(case.schedule, 2)
-        config = replace(model_config(case, tied=False), n_layers=4)
-        modules = build_modules(case, config, mesh)
-        [(inputs, target), *_], _ = data_of(config, n_microbatches, padded=False)
-        stages = [build_pipeline_stage(module, mesh, "cpu", 1, SEQ_LEN, torch.float64) for module in modules]
-        pipeline = build_pipeline_schedule(stages, n_microbatches, CrossEntropy(), case.schedule)
-        pipeline.step(inputs, target=target)
-        counts = count_collectives(lambda p=pipeline, x=inputs, y=target: p.step(x, target=y), mesh)
-        ends = sum(module.embed is not None or module.head is not None for module in modules)
-        found.append((counts["dp_shard", "reduce_scatter"].number, ends + sum(len(m.layers) for m in modules)))
+def reductions_on_rank(rank: int, policies: dict[str, bool]) -> list[tuple[int, int]]:
+    """Of the second step under each schedule: reduce-scatters, and groups of parameters on this rank."""
+    mesh, found = init_distributed(DistributedConfig(pp=2, dp_shard=2), seed=0), []
+    for schedule, policy in policies.items():
+        indices, x = get_stage_indices(schedule, get_pp_rank(mesh), 2), torch.zeros(1, 4)
+        modules = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in indices]
+        for module in modules:
+            apply_fsdp2(module, mesh, default_mp_policy(torch.float32), policy, blocks=nn.Linear)
+        sizes = {"n_stages": 2 * len(indices), "inputs": x}
+        stages = [build_pipeline_stage(m, mesh, "cpu", stage=i, **sizes) for i, m in zip(indices, modules, strict=True)]
+        batch = torch.zeros(FEWEST.get(schedule, 2), 4)
+        pipeline = build_pipeline_schedule(stages, len(batch), nn.MSELoss(), schedule)
+        pipeline.step(batch, target=batch)
+        counts = count_collectives(lambda p=pipeline, x=batch: p.step(x, target=x), mesh)
+        found.append((counts["dp_shard", "reduce_scatter"].number, 2 * len(modules)))
     return found
 
 
 def test_microbatch_gradients_are_reduced_once_a_step_also_with_two_stages_a_rank() -> None:
     policies = {"1f1b": True, "interleaved_1f1b": False, "interleaved_zb": True, "zb_v": True, "dualpipe_v": False}
-    cases = [Case(pp=2, dp_shard=2, schedule=name, reshard=policy) for name, policy in policies.items()]
-    for found in on_ranks(4, reductions_on_rank, cases, timeout_s=90):
-        for case, (n_reductions, n_groups) in zip(cases, found, strict=True):
-            assert n_reductions == n_groups, case
+    for found in on_ranks(4, reductions_on_rank, policies, timeout_s=90):
+        for schedule, (n_reductions, n_groups) in zip(policies, found, strict=True):
+            assert n_reductions == n_groups, schedule
 
 
 def accumulated_on_rank(rank: int, case: Case, config: ModelConfig, data: Data) -> dict[str, Tensor]:
@@ -241,7 +241,7 @@ def accumulated_on_rank(rank: int, case: Case, config: ModelConfig, data: Data) 
 )
 def test_sharded_gradients_of_two_steps_add_up(schedule: str, policy: Any, tied: bool) -> None:
     case = Case(pp=2, dp_shard=2, schedule=schedule, reshard=policy)
-    config = replace(model_config(case, tied), n_layers=4)
+    config = replace(model_config(case, tied), n_layers=2 if schedule == "1f1b" else 4)  # one a stage
     data, _ = data_of(config, case.batch, padded=False)
     torch.manual_seed(0)
     model = Transformer(config).double()

@@ -10,7 +10,7 @@ from course_pp.launch import on_ranks
 from course_pp.model import ModelConfig, Transformer
 from course_pp.parallel import apply_ac, apply_compile, apply_fsdp2, apply_tensor_parallel
 
-RANKS_IMPORT = ("torch._dynamo",)
+RANKS_IMPORT = ("torch._dynamo.backends.debugging",)
 
 CONFIG = ModelConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=20, max_seq_len=16)
 

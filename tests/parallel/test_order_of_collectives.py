@@ -16,7 +16,7 @@ from tests.parallel.stack import CONFIG, Recipe, train
 RECIPES = [
     Recipe(DistributedConfig(pp=2, dp_shard=2), "1f1b", "full"),
     Recipe(DistributedConfig(pp=2, dp_shard=2), "zb_v"),
-    Recipe(DistributedConfig(pp=2, dp_shard=1, tp=2), "interleaved_1f1b", "selective"),
+    Recipe(DistributedConfig(pp=2, dp_shard=1, tp=2), "interleaved_1f1b", "selective", n_microbatches=2),
 ]
 SHORT = replace(CONFIG, n_layers=4)  # one layer a stage where a rank has two
 

@@ -76,7 +76,7 @@ def refusal_on_rank(rank, pp, config, arguments):
     ],
 )
 def test_what_does_not_fit_is_refused_on_every_rank_and_the_next_step_works(arguments, message):
-    ranks = on_ranks(2, refusal_on_rank, 2, model_config(False), arguments, timeout_s=20)
+    ranks = on_ranks(2, refusal_on_rank, 2, model_config(False, n_layers=2), arguments, timeout_s=20)
     assert ranks[0][0] is not None
     assert ranks[0][0] == ranks[1][0]
     assert message in ranks[0][0]
@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_refused_on_every_rank_and_the_next_step_works(argu
 def one_data_rank_refusal_on_rank(rank):
     """Two pipelines of two ranks, of which the second is given too few rows."""
     mesh = init_distributed(DistributedConfig(pp=2), seed=0)
-    _, pipeline = build(model_config(False), mesh, 2, get_pp_rank(mesh), "1f1b", CrossEntropy())
+    _, pipeline = build(model_config(False, n_layers=2), mesh, 2, get_pp_rank(mesh), "1f1b", CrossEntropy())
     batch = tokens(7) if get_dp_mesh(mesh).get_local_rank() else tokens()
     with pytest.raises(ValueError, match="shape") as refusal:
         pipeline.step(batch, target=batch)
