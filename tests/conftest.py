@@ -59,7 +59,13 @@ def starts_ranks(item: pytest.Item) -> bool:
     fixtures = item._fixtureinfo.name2fixturedefs
     if STARTING_FIXTURES & fixtures.keys():
         return True
-    todo = {item.function, *(definition.func for definitions in fixtures.values() for definition in definitions)}
+    own = (definition.func for definitions in fixtures.values() for definition in definitions)
+    return reaches_starter(item.function) or any(map(reaches_starter, own))
+
+
+@cache
+def reaches_starter(function: Callable[..., Any]) -> bool:
+    todo = {function}
     seen: set[Any] = set()
     while todo:
         seen.add(function := todo.pop())

@@ -94,7 +94,9 @@ def find_peak(given: float | None, device: torch.device, dtype: torch.dtype) -> 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype, size: int | None = None, repeats: int = 5) -> float:
     """FLOPs a second of the fastest of `repeats` products of two matrices (size, size): 2 · size³ each."""
-    size = size or (8192 if device.type == "cuda" else 768)
+    if size is None:
+        on_cpu = 768 if dtype.itemsize >= 4 else 256  # half precision is slow there
+        size = 8192 if device.type == "cuda" else on_cpu
     a, b = torch.ones(2, size, size, device=device, dtype=dtype)
     product = a @ b  # the first also loads the library
     seconds = []

@@ -61,7 +61,7 @@ def generated(rank: int, placement: Sequence[int], prompts: list[list[int]], opt
 
 
 CASES: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
-    "7 prompts on 4 ranks": ((0, 1, 2, 3), 7, {}),
+    "20 prompts on 4 ranks": ((0, 1, 2, 3), 20, {}),
     "in groups": ((0, 1), 9, {"group_size": 3}),
     "in a V": ((0, 1, 1, 0), 5, {}),
     "in a loop": ((0, 1, 0, 1), 3, {}),
