@@ -107,7 +107,7 @@ test-long: $(READY)
 # The last notebooks take longest, so they go first, here and below: no worker is left with one at the end.
 # Limits for a slow machine that runs other tests beside them: of a cell, and of the whole notebook.
 as-shipped: $(READY)
-	@COURSE_PP_WHERE=local $(PYTEST) -n 2 --nbmake --nbmake-timeout=240 --timeout=600 $$(ls -r notebooks/*.ipynb)
+	@COURSE_PP_WHERE=local $(ONE_EACH) $(PYTEST) -p tests.kernels -n 2 --nbmake --nbmake-timeout=240 --timeout=600 $$(ls -r notebooks/*.ipynb)
 
 test-solutions: $(READY)
 	@$(PYTEST) tests/notebooks -n 2 --dist load -m solutions

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import tests.kernels  # noqa: F401, for every kernel that a test starts
 from course_pp.exercises import check, checking
 from course_pp.launch import client, on_ranks, run_torchrun
 from tests import grids
