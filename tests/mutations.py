@@ -75,7 +75,7 @@ FAULTS = [
         "parallel/clipping.py", "if shard.counted:", "if True:", "parallel/test_clipping.py parallel/test_layouts.py"
     ),
     Fault(
-        "model/stages.py",
+        "sizes.py",
         "share + (stage < extras)",
         "share + (stage >= pp_size - extras)",
         "model/test_model_stages.py",
