@@ -12,7 +12,7 @@ pytestmark = pytest.mark.ranks
 
 
 def searched(schedule: Schedule, costs: Costs, cap: int) -> Schedule:
-    return search(schedule.n_ranks, schedule.n_microbatches, costs, cap, seconds=0.3).schedule
+    return search(schedule.n_ranks, schedule.n_microbatches, costs, cap, seconds=2).schedule
 
 
 def unchanged(schedule: Schedule, costs: Costs, cap: int) -> Schedule:
