@@ -39,15 +39,20 @@ def snapshot_parameters(modules: Iterable[nn.Module]) -> dict[str, Tensor]:
 
 def adamw(modules: Iterable[nn.Module]) -> torch.optim.AdamW:
     """The optimizer of every comparison."""
-    return torch.optim.AdamW(list(dict.fromkeys(p for m in modules for p in m.parameters())), lr=LEARNING_RATE)
+    return torch.optim.AdamW(_parameters(modules), lr=LEARNING_RATE)
 
 
 def sharded_adamw(modules: Iterable[nn.Module]) -> torch.optim.AdamW:
     """:func:`adamw`, in one operation for all parameters of a mesh: DTensor needs milliseconds to plan each."""
     by_mesh: dict[Any, list[nn.Parameter]] = defaultdict(list)
-    for parameter in dict.fromkeys(p for m in modules for p in m.parameters()):
+    for parameter in _parameters(modules):
         by_mesh[getattr(parameter, "device_mesh", None)].append(parameter)
     return torch.optim.AdamW([{"params": each} for each in by_mesh.values()], lr=LEARNING_RATE, fused=True)
+
+
+def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Each once, also where two modules share it."""
+    return list(dict.fromkeys(p for m in modules for p in m.parameters()))
 
 
 def batches(config: ModelConfig, batch: int, seq_len: int, n: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
