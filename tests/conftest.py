@@ -1,5 +1,6 @@
 """Where tests start their ranks, and which of them start any."""
 
+import gc
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -29,6 +30,18 @@ STARTING_FILES: set[str] = set()
 
 def pytest_configure(config: pytest.Config) -> None:
     grids.IN_FULL = "not long" not in config.option.markexpr
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Without the garbage collector: what is imported stays, and looking through it takes a quarter of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
