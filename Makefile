@@ -14,17 +14,17 @@ endif
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: FORCE help setup lab doctor run lint types images site slides notebooks clean \
-  test test-fast test-browser test-long test-solutions test-slurm test-gpu test-full without-ranks tests as-shipped
+  test test-fast test-browser test-long test-notebooks test-slurm test-gpu test-full quick-half quick-rest tests some-notebooks
 
 help:
 	@echo "make lab             open your own copy of the course, my_course/ (ARGS=... goes to jupyter lab)"
 	@echo "make doctor          say what works here, and what will fail in which notebook"
 	@echo "make run             train a pipeline on two ranks and check it against one process"
-	@echo "make test-fast       linter, type checker, the tests that start no ranks"
-	@echo "make test            linter, type checker, all tests with a sample of each grid, all notebooks"
+	@echo "make test-fast       linter, type checker, the quick ones of the tests that start no ranks"
+	@echo "make test            linter, type checker, all tests with a sample of each grid, three notebooks"
 	@echo "make test-browser    the explorer, the board, the notebooks and the site in Chromium"
 	@echo "make test-long       the tests of make test, those in Chromium, and whole runs that repeat what parts have shown"
-	@echo "make test-solutions  all notebooks with the exercises solved"
+	@echo "make test-notebooks  all notebooks as shipped, and the solution of each exercise in its place"
 	@echo "make test-slurm      the scripts, %torchrun and the notebooks on throw-away Slurm clusters"
 	@echo "make test-gpu        the stack on this machine's GPUs; skipped without one"
 	@echo "make test-full       every size of every grid of tests"
@@ -48,6 +48,8 @@ $(READY): pyproject.toml constraints.txt $(if $(MOVED),FORCE)
 	  sys.exit(f"Python {v[0]}.{v[1]} is too old: 3.11 or newer is needed (make PYTHON=python3.11 ...)") if v < (3, 11) else None'
 	@echo "setting up $(VENV): PyTorch, JupyterLab, test tools (once; 2 GB and a few minutes, more with CUDA) ..."
 	@$(PYTHON) -m venv $(if $(MOVED),--clear) $(VENV) || { echo "no venv module: on Debian and Ubuntu, apt install python3-venv"; exit 1; }
+	@# The pip that comes with Python 3.11 takes a third longer, but does.
+	@$(BIN)/python -m pip install --quiet --upgrade pip || echo "pip stays as it is"
 	@$(BIN)/python -m pip install --quiet $(WHEELS) --constraint constraints.txt --editable '.[test]'
 	@$(BIN)/jupyter labextension disable --level=sys_prefix @jupyterlab/apputils-extension:announcements >/dev/null 2>&1
 	@echo '$(CURDIR)' > $@
@@ -83,16 +85,23 @@ ONE_EACH := OMP_NUM_THREADS=1
 PARTS  := MAKE='$(MAKE)' $(BIN)/python .ci/parts.py
 
 test-fast: $(READY)
-	@$(PARTS) without-ranks lint types
+	@$(PARTS) quick-rest quick-half lint types
 
 test: $(READY)
-	@$(PARTS) tests lint types as-shipped
+	@$(PARTS) tests lint types some-notebooks
 
 test-gpu: $(READY)
 	@$(PYTEST) tests/gpu
 
-without-ranks: $(READY)
-	@$(ONE_EACH) $(PYTEST) tests -n 2 $(SHARED) -m 'not ranks and not long and not full and not solutions'
+# Two processes that each collect half of the tests: workers of pytest-xdist would each collect all.
+QUICK := $(ONE_EACH) $(PYTEST) -m 'not ranks and not slow and not long and not full'
+HALF  := $(addprefix tests/,schedule show model plan exercises runtime)
+
+quick-half: $(READY)
+	@$(QUICK) $(HALF)
+
+quick-rest: $(READY)
+	@$(QUICK) tests $(HALF:%=--ignore=%)
 
 tests: $(READY)
 	@$(ONE_EACH) $(PYTEST) tests --ignore=tests/slurm -n 2 $(SHARED) --durations=10
@@ -102,15 +111,17 @@ test-browser: $(READY)
 	@$(PYTEST) tests/browser tests/site -m 'not full'
 
 test-long: $(READY)
-	@$(ONE_EACH) $(PYTEST) tests --ignore=tests/slurm -n 2 $(SHARED) --durations=10 -m 'not full and not solutions'
+	@$(ONE_EACH) $(PYTEST) tests --ignore=tests/slurm -n 2 $(SHARED) --durations=10 -m 'not full'
 
-# The last notebooks take longest, so they go first, here and below: no worker is left with one at the end.
+# The last notebooks take longest, so they go first: no worker is left with one at the end. To run one of them:
+# make test-notebooks NOTEBOOKS=notebooks/05_zero_bubble.ipynb
+NOTEBOOKS := $(shell ls -r notebooks/*.ipynb)
+# The first, one with emulated runs and a clinic, and one with a board, a search and both engines.
+some-notebooks: NOTEBOOKS := $(foreach number,11 03 00,$(wildcard notebooks/$(number)_*.ipynb))
 # Limits for a slow machine that runs other tests beside them: of a cell, and of the whole notebook.
-as-shipped: $(READY)
-	@COURSE_PP_WHERE=local $(ONE_EACH) $(PYTEST) -p tests.kernels -n 2 --nbmake --nbmake-timeout=240 --timeout=600 $$(ls -r notebooks/*.ipynb)
-
-test-solutions: $(READY)
-	@$(PYTEST) tests/notebooks -n 2 --dist load -m solutions
+test-notebooks some-notebooks: $(READY)
+	@COURSE_PP_WHERE=local $(ONE_EACH) $(PYTEST) -p tests.notebooks.solved -n 2 \
+	  --nbmake --nbmake-timeout=240 --timeout=600 $(NOTEBOOKS)
 
 # Two clusters side by side: what the tests wait for is Slurm.
 test-slurm: $(READY)

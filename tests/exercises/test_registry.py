@@ -21,6 +21,7 @@ def stub_of(exercise: Exercise) -> Callable[..., None]:
     return stub
 
 
+@pytest.mark.sample(4)  # `make test-notebooks` checks them all, each in its notebook
 @pytest.mark.parametrize("exercise", ALL, ids=lambda exercise: exercise.name)
 def test_the_solution_is_correct(exercise: Exercise) -> None:
     verdict = verdict_of(exercise.name, exercise.solution, here=False)

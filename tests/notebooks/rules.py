@@ -80,21 +80,21 @@ def begins_with_title_minutes_and_ranks(notebook: Notebook, path: Path) -> Itera
 
 
 def names_the_right_kernel_where_another_stops(notebook: Notebook, path: Path) -> Iterator[str]:
-    if not _code_cells(notebook)[0].source.startswith(FIRST_LINE):
+    if not code_cells(notebook)[0].source.startswith(FIRST_LINE):
         yield f"the first code cell does not begin with {FIRST_LINE!r}"
 
 
 def calls_no_shell(notebook: Notebook, path: Path) -> Iterator[str]:
-    for cell in _code_cells(notebook):
+    for cell in code_cells(notebook):
         if match := _SHELL.search(cell.source):
             yield f"cell {cell.id} calls a shell ({match[0].strip()}), whose failure passes silently"
 
 
 def is_executed_in_order(notebook: Notebook, path: Path) -> Iterator[str]:
-    counts = [cell.execution_count for cell in _code_cells(notebook)]
+    counts = [cell.execution_count for cell in code_cells(notebook)]
     if counts != list(range(1, len(counts) + 1)):
         yield f"execution counts {counts}: run all cells once, from the top"
-    if not any(cell.outputs for cell in _code_cells(notebook)):
+    if not any(cell.outputs for cell in code_cells(notebook)):
         yield "no cell has an output"
 
 
@@ -134,17 +134,17 @@ def links_to_what_exists(notebook: Notebook, path: Path) -> Iterator[str]:
 
 def holds_the_exercises_of_its_module(notebook: Notebook, path: Path) -> Iterator[str]:
     wanted = [exercise.name for exercise in exercises_of(path.name[:2])]
-    checked = [name for cell in _code_cells(notebook) for name in _checked(cell)]
-    if checked != wanted:
-        yield f"checks {checked}, while the exercises of its module are {wanted}, in this order"
+    asked = [name for cell in code_cells(notebook) for name in checked(cell)]
+    if asked != wanted:
+        yield f"checks {asked}, while the exercises of its module are {wanted}, in this order"
     if wanted and not MIN_EXERCISES <= len(wanted) <= MAX_EXERCISES:
         yield f"{len(wanted)} exercises, not {MIN_EXERCISES} to {MAX_EXERCISES}"
 
 
 def leaves_each_exercise_to_the_learner(notebook: Notebook, path: Path) -> Iterator[str]:
-    for cell in _code_cells(notebook):
-        for name in _checked(cell):
-            tree = _parsed(cell)
+    for cell in code_cells(notebook):
+        for name in checked(cell):
+            tree = parsed(cell)
             stubs = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
             if len(stubs) != 1:
                 yield f"cell {cell.id} has {len(stubs)} functions {name} at its top level, not one"
@@ -152,6 +152,15 @@ def leaves_each_exercise_to_the_learner(notebook: Notebook, path: Path) -> Itera
                 yield f"cell {cell.id}: the stub of {name} does more than raise NotImplementedError"
             if ast.unparse(tree.body[-1]) != f"check({name})":
                 yield f"cell {cell.id} does not end in check({name}), so its verdict is not shown"
+
+
+def uses_an_answer_only_where_it_is_asked_for(notebook: Notebook, path: Path) -> Iterator[str]:
+    """So an exercise that is not solved stops nobody, and `solved` may solve each in its own place."""
+    answers = {exercise.name for exercise in exercises_of(path.name[:2])}
+    for cell in code_cells(notebook):
+        used = {node.id for node in ast.walk(parsed(cell)) if isinstance(node, ast.Name)}
+        for name in sorted(used & answers - set(checked(cell))):
+            yield f"cell {cell.id} uses {name}, which is an exercise: take what it needs from the package"
 
 
 @dataclass(frozen=True)
@@ -174,7 +183,7 @@ class Counts:
 
 def counts(notebook: Notebook) -> Counts:
     """Cells tagged for reading do not count for the longest."""
-    code = _code_cells(notebook)
+    code = code_cells(notebook)
     lines = [len(cell.source.splitlines()) for cell in code]
     short = [n for n, cell in zip(lines, code, strict=True) if READ_TAG not in cell.metadata.get("tags", ())]
     prose = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
@@ -210,8 +219,8 @@ def launches_its_script(notebook: Notebook, path: Path) -> Iterator[str]:
 
 
 def leaves_each_guess_to_the_learner(notebook: Notebook, path: Path) -> Iterator[str]:
-    for cell in _code_cells(notebook):
-        for node in ast.walk(_parsed(cell)):
+    for cell in code_cells(notebook):
+        for node in ast.walk(parsed(cell)):
             if not isinstance(node, ast.Assign) or not ast.unparse(node.targets[0]).startswith("guess_"):
                 continue
             if ast.unparse(node.value) != "...":
@@ -224,11 +233,11 @@ def knows_where_its_numbers_come_from(notebook: Notebook, path: Path) -> Iterato
 
 def says_how_each_emulated_value_was_found(notebook: Notebook, path: Path) -> Iterator[str]:
     """On a busy machine `emulate` simulates, and what shows its times must not call them measured."""
-    cells = _code_cells(notebook)
+    cells = code_cells(notebook)
     if not any(re.search(r"import .*\bemulate\b", cell.source) for cell in cells):
         return
     for cell in cells:
-        for call in ast.walk(_parsed(cell)):
+        for call in ast.walk(parsed(cell)):
             if not isinstance(call, ast.Call) or not ast.unparse(call.func).endswith(("reveal", "compare")):
                 continue
             words = ast.unparse(call)
@@ -261,6 +270,7 @@ RULES: tuple[Rule, ...] = (
     links_to_what_exists,
     holds_the_exercises_of_its_module,
     leaves_each_exercise_to_the_learner,
+    uses_an_answer_only_where_it_is_asked_for,
     announces_each_exercise,
     leaves_each_guess_to_the_learner,
     knows_where_its_numbers_come_from,
@@ -272,7 +282,7 @@ def _shown_by(cell: Notebook) -> set[str]:
     """The names in ``show.name(...)``."""
     return {
         node.func.attr
-        for node in ast.walk(_parsed(cell))
+        for node in ast.walk(parsed(cell))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and isinstance(node.func.value, ast.Name)
@@ -280,16 +290,16 @@ def _shown_by(cell: Notebook) -> set[str]:
     }
 
 
-def _parsed(cell: Notebook) -> ast.Module:
+def parsed(cell: Notebook) -> ast.Module:
     """A code cell with its magics as the calls that IPython makes of them."""
     return ast.parse(TransformerManager().transform_cell(cell.source))
 
 
-def _checked(cell: Notebook) -> list[str]:
+def checked(cell: Notebook) -> list[str]:
     """The names in ``check(name)`` at the top level of a cell."""
     if cell.cell_type != "code" or "check(" not in cell.source:
         return []
-    calls = [node.value for node in _parsed(cell).body if isinstance(node, ast.Expr)]
+    calls = [node.value for node in parsed(cell).body if isinstance(node, ast.Expr)]
     return [
         call.args[0].id
         for call in calls
@@ -306,12 +316,12 @@ def _only_raises(stub: ast.FunctionDef) -> bool:
     return [ast.unparse(node) for node in body] == ["raise NotImplementedError"]
 
 
-def _code_cells(notebook: Notebook) -> list[Notebook]:
+def code_cells(notebook: Notebook) -> list[Notebook]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
 def _outputs(notebook: Notebook) -> Iterator[tuple[Notebook, Notebook]]:
-    for cell in _code_cells(notebook):
+    for cell in code_cells(notebook):
         for output in cell.outputs:
             yield cell, output
 

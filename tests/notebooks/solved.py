@@ -1,51 +1,50 @@
-"""A notebook with the solutions in place of the stubs, and what its checks then say."""
+"""Runs each exercise twice, as shipped and then solved: nbmake with ``-p tests.notebooks.solved``.
+
+The cell with the solution runs behind the one with the stub, in the same kernel, and its check must say correct. No
+other cell uses what is asked for (`rules.uses_an_answer_only_where_it_is_asked_for`), so this shows what a second run
+of the whole notebook would.
+"""
 
 import ast
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+import tempfile
+from types import SimpleNamespace
 
 import nbformat
+import pytest
+from nbmake import nb_run
 
+import tests.kernels  # noqa: F401, for the kernels that nbmake starts
 from course_pp.exercises import Exercise
 from course_pp.exercises.registry import exercises_of
-
-_CORRECT = "✓ correct"
-
-
-@dataclass(frozen=True)
-class Checks:
-    """The cells in which a notebook's exercises are checked, by the exercise's name."""
-
-    cells: Mapping[str, nbformat.NotebookNode]
-
-    def not_correct(self) -> dict[str, str]:
-        """What the checks of a run notebook show, where that is not *correct*."""
-        verdicts = {name: _shown(cell) for name, cell in self.cells.items()}
-        return {name: verdict for name, verdict in verdicts.items() if not verdict.startswith(_CORRECT)}
+from tests.notebooks.rules import checked
 
 
-def fill_in_solutions(notebook: nbformat.NotebookNode, number: str) -> Checks:
-    """Solve every exercise of the notebook with this number, each in the one cell that asks for it."""
-    cells = {}
+def add_solutions(notebook: nbformat.NotebookNode, number: str) -> nbformat.NotebookNode:
+    """Put behind every exercise of the notebook with this number a cell that raises unless the solution is correct."""
     for exercise in exercises_of(number):
-        [cells[exercise.name]] = [
-            cell for cell in notebook.cells if cell.cell_type == "code" and _fill_in(cell, exercise)
-        ]
-    return Checks(cells)
+        [i] = [i for i, cell in enumerate(notebook.cells) if exercise.name in checked(cell)]
+        notebook.cells.insert(i + 1, nbformat.v4.new_code_cell(_solved(notebook.cells[i], exercise)))
+    return notebook
 
 
-def _fill_in(cell: nbformat.NotebookNode, exercise: Exercise) -> bool:
-    """Replaces the stub by the solution's source, if it is in this cell."""
-    if f"def {exercise.name}(" not in cell.source or f"check({exercise.name})" not in cell.source:
-        return False
+def _solved(cell: nbformat.NotebookNode, exercise: Exercise) -> str:
+    """The source of the cell with the solution in place of the stub."""
     [stub] = [
         node for node in ast.parse(cell.source).body if isinstance(node, ast.FunctionDef) and node.name == exercise.name
     ]
-    lines = cell.source.splitlines()
+    ending = f"check({exercise.name})"
+    lines = cell.source.removesuffix(ending).splitlines()
     lines[stub.lineno - 1 : stub.end_lineno] = exercise.source.splitlines()
-    cell.source = "\n".join(lines)
-    return True
+    return "\n".join([*lines, f"verdict = {ending}", 'assert verdict.status == "correct", verdict.text'])
 
 
-def _shown(cell: nbformat.NotebookNode) -> str:
-    return "\n".join(output.data.get("text/plain", "") for output in cell.outputs if "data" in output)
+def _read(path: str, as_version: int) -> nbformat.NotebookNode:
+    return add_solutions(nbformat.read(path, as_version), os.path.basename(path)[:2])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    folder = tempfile.TemporaryDirectory()
+    config.add_cleanup(folder.cleanup)
+    os.environ["COURSE_PP_PROGRESS"] = os.path.join(folder.name, "progress.json")
+    nb_run.nbformat = SimpleNamespace(read=_read)  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from course_pp.exercises import Exercise
 from tests.notebooks import rules
+from tests.notebooks.rules import code_cells
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 
@@ -62,10 +63,6 @@ def numbered(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     for i, cell in enumerate(code_cells(notebook), 1):
         cell.execution_count = i
     return notebook
-
-
-def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
-    return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
 def broken_rules(notebook: nbformat.NotebookNode, path: Path) -> set[str]:
@@ -214,12 +211,13 @@ HELD, STUBBED, ANNOUNCED = (
 )
 EXERCISE_BREAKAGES: list[tuple[str, Callable[[nbformat.NotebookNode], None]]] = [
     (HELD, _replace(6, "halve", "half")),
-    (HELD, _replace(10, "check(quarters)", "quarters")),
+    (HELD, _replace(10, "check(quarters)", "None")),
     (HELD, lambda notebook: notebook.cells[6].update(source="1")),
     (STUBBED, _replace(6, "raise NotImplementedError", "return x / 2")),
     (STUBBED, _replace(6, "raise NotImplementedError", "y = x\n    raise NotImplementedError")),
     (STUBBED, _replace(6, "def halve", "def help_halve")),
     (STUBBED, _replace(6, "check(halve)", "check(halve)\nx = 3")),
+    ("uses_an_answer_only_where_it_is_asked_for", _set_source(8 + 3, "a = halve(3)")),
     (ANNOUNCED, _replace(5, "★★☆", "★☆☆")),
     (ANNOUNCED, _replace(5, "5 minutes", "15 minutes")),
     (ANNOUNCED, _replace(7, "### Exercise 2", "### Exercise 3")),

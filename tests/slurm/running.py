@@ -47,11 +47,21 @@ def wait_until(condition: Callable[[], bool], what: str, limit_s: float = _LIMIT
         time.sleep(0.05)
 
 
+def training(launcher: str) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+    """``srun … python source_code/train.py …``, for ever; given over once the first step is done."""
+    return _running(f"{launcher} {ENDLESS}", "step 1/")
+
+
+def sleeping(srun: str) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+    """Tasks that do nothing; given over once the first has started."""
+    return _running(f"{srun} bash -c 'echo started; sleep 1000'", "started")
+
+
 @contextmanager
-def training(command: str) -> Iterator[subprocess.Popen[str]]:
-    """A command that runs train.py for ever, given over once the first step is done; ended with the block."""
+def _running(command: str, begun: str) -> Iterator[subprocess.Popen[str]]:
+    """A command that has printed ``begun``; ended with the block."""
     with subprocess.Popen(
-        ["bash", "-c", f"exec {command} {ENDLESS}"],
+        ["bash", "-c", f"exec {command}"],
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -60,7 +70,7 @@ def training(command: str) -> Iterator[subprocess.Popen[str]]:
     ) as process:
         try:
             assert process.stdout is not None
-            assert any("step 1/" in line for line in process.stdout), process.stderr.read()  # type: ignore[union-attr]
+            assert any(begun in line for line in process.stdout), process.stderr.read()  # type: ignore[union-attr]
             yield process
         finally:
             process.kill()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import Cluster
-from tests.slurm.running import ENDLESS, process_of_rank, run, submit, training, wait_until
+from tests.slurm.running import ENDLESS, process_of_rank, run, sleeping, submit, training, wait_until
 
 TRAIN = "python source_code/train.py"
 
@@ -30,7 +30,7 @@ def test_a_rank_that_dies_under_torchrun_fails_the_batch_job_which_names_it(clus
 
 
 def test_a_job_cancelled_from_outside_ends_srun_which_says_so(cluster: Cluster):
-    with training(f"srun -n 2 {TRAIN} --pp 2") as srun:
+    with sleeping("srun -n 2") as srun:
         [job] = cluster.jobs()
         run(f"scancel {job.id}")
         said = srun.communicate(timeout=60)[1]

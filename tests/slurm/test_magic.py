@@ -19,7 +19,7 @@ from jupyter_client.manager import start_new_kernel
 from course_pp.launch import LaunchError, RankDied, RanksHung, RankTraceback, on_ranks, run_torchrun
 from tests.processes import no_process_left
 from tests.slurm.cluster import Cluster
-from tests.slurm.running import training, wait_until
+from tests.slurm.running import sleeping, wait_until
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -225,8 +225,7 @@ def test_a_lost_node_is_named_to_srun_torchrun_and_on_ranks(cluster: Cluster, tm
         (tmp_path / "started-on_ranks").touch()
         time.sleep(1000)
 
-    spread = "srun -N 2 --ntasks-per-node=1 python source_code/train.py --pp 2"
-    with training(spread) as srun, ThreadPoolExecutor() as calls:
+    with sleeping("srun -N 2 --ntasks-per-node=1") as srun, ThreadPoolExecutor() as calls:
         torchrun = calls.submit(run_torchrun, [script(HANGS), str(tmp_path)], timeout_s=140)
         ranks = calls.submit(on_ranks, 1, hang, timeout_s=140)
         started = [tmp_path / "started-0", tmp_path / "started-on_ranks"]
@@ -243,8 +242,7 @@ def test_a_lost_node_is_named_to_srun_torchrun_and_on_ranks(cluster: Cluster, tm
 
 
 def test_slurms_own_time_limit_is_named_to_srun_and_torchrun(cluster: Cluster, tmp_path: Path) -> None:
-    short = "srun -n 2 --time=1 python source_code/train.py --pp 2"
-    with training(short) as srun, ThreadPoolExecutor() as calls:
+    with sleeping("srun -n 2 --time=1") as srun, ThreadPoolExecutor() as calls:
         torchrun = calls.submit(run_torchrun, [script(HANGS), str(tmp_path)], timeout_s=100)
         wait_until(lambda: (tmp_path / "started-0").exists(), "the rank runs", 60)
         for job in cluster.jobs():

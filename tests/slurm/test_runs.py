@@ -49,6 +49,7 @@ def test_bare_srun_on_two_nodes_trains_as_one_process_does(losses_without_slurm)
     assert "crosses nodes" not in done.stderr
 
 
+@pytest.mark.full  # training says so, too: TP that crosses nodes warns
 @pytest.mark.parametrize(
     ("launcher", "tasks"), [(TORCHRUN_ON_TWO_NODES, 1), ("python {}", 2)], ids=["torchrun", "bare-srun"]
 )
