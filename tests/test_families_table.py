@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 from course_pp.parallel import auto_split, explain
@@ -35,6 +36,7 @@ def row(name: str) -> str:
     return f"| {name} | `{type(model).__name__}` | {sent[0]} / {sent[1]} | {tied} | {said[0]} / {said[1]} |"
 
 
+@pytest.mark.slow
 def test_the_table_says_which_families_are_cut_automatically() -> None:
     expected = "\n".join((*HEADER, *map(row, FAMILIES)))
     found = re.search(rf"{re.escape(HEADER[0])}\n(\|[^\n]*\n)+", PAGE.read_text(encoding="utf-8"))

@@ -174,6 +174,7 @@ def test_drawing_as_text_imports_neither_matplotlib_nor_torch() -> None:
         ('"$@" --save full.svg', 2, "python -m course_pp schedule: full.svg: No space left on device\n"),
     ],
 )
+@pytest.mark.slow
 def test_what_cannot_be_written_is_named_in_one_line(line: str, code: int, said: str, tmp_path: Path) -> None:
     (tmp_path / "full.svg").symlink_to("/dev/full")
     command = [sys.executable, "-m", "course_pp", "schedule", "zb_v", "--microbatches", "64"]

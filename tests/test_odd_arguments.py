@@ -189,6 +189,7 @@ def test_a_public_method_checks_its_arguments_or_there_is_a_reason_why_not() -> 
 
 @thinned
 @pytest.mark.parametrize("package", ROWS)
+@pytest.mark.slow
 def test_an_odd_argument_is_refused_by_name(package: str, every: int, process_group_of_one: Path) -> None:
     rows = ROWS[package](process_group_of_one)
     cases = [(name, parameter, odd) for name, row in rows.items() for parameter in row for odd in ODD][::every]

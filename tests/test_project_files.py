@@ -63,6 +63,7 @@ def test_files_that_the_guides_name_exist(path):
     assert "TOPIC" in path or (ROOT / path).is_file()
 
 
+@pytest.mark.slow
 def test_the_lives_go_through_modules_that_exist(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     import lives

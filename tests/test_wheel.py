@@ -40,6 +40,7 @@ def test_every_notebook_and_every_script_is_shipped_in_the_folder_it_has_here() 
     assert shipped >= wanted
 
 
+@pytest.mark.slow
 def test_lab_says_what_is_missing_where_there_is_neither_clone_nor_wheel(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "course_pp", tmp_path / "course_pp", ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-S", "-m", "course_pp", "lab", "--copy-only"]

@@ -203,7 +203,7 @@ ROW = "echo 'gpu*|up|1-00:00:00|4|idle|8'"
     ("sinfo", "srun", "says"),
     [
         ("echo 'sinfo: error: Unable to contact slurm controller' >&2; exit 1", "", "the cluster is down (Unable to"),
-        ("sleep 60", "", "the cluster does not answer within 1 s"),
+        ("exec sleep 60", "", "the cluster does not answer within 1 s"),
         ("echo 'cpu|up|1:00|4|idle|8'", "", "no default partition; there are cpu"),
         ("echo 'gpu*|up|1:00|4|down*|8'", "", "gpu: 0 nodes usable"),
         (ROW, "echo 'srun: error: Unable to allocate resources: Invalid account' >&2; exit 1", "two tasks do not run"),
@@ -369,6 +369,7 @@ def test_a_check_that_raises_or_hangs_is_one_line_and_stops_no_other() -> None:
     assert third == "ok    third: well"
 
 
+@pytest.mark.long
 def test_two_ranks_that_cannot_meet_are_given_up_and_none_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "_RANKS_LIMIT_S", 0.5)
     with no_process_left(20):  # the fork server first finishes what it imports

@@ -99,6 +99,7 @@ def choose(**changes: Any) -> Callable[..., Layout]:
         (planned_best, "changes more than"),
     ],
 )
+@pytest.mark.slow
 def test_a_layout_is_accepted_if_it_fits_and_none_is_faster(fn: Callable[..., Any], says: str) -> None:
     found = said(grade_fastest_layout, fn)
     assert says in found if says else not found
@@ -192,6 +193,7 @@ def test_the_break_even_hardly_depends_on_the_size_of_the_model() -> None:
     assert max(found) < 2 * min(found)  # type: ignore[type-var, operator]
 
 
+@pytest.mark.slow
 def test_published_runs_are_predicted_within_a_tenth() -> None:
     errors = [abs(run.predicted().step_s / run.seconds - 1) for run in PUBLISHED]
     assert max(errors) < 0.1

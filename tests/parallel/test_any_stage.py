@@ -292,6 +292,7 @@ def lone_rank() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("lone_rank")
+@pytest.mark.slow
 def test_what_a_wrapped_stage_returns_is_found_without_touching_it() -> None:
     """Checkpointed, compiled and sharded in half precision: the copy has none of it but the dtype."""
     module = nn.Sequential(Counting())

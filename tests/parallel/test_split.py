@@ -280,6 +280,7 @@ def hooked(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("replace", [hooked, nn.Module.compile])
 @pytest.mark.parametrize("at", ["", "model"])
+@pytest.mark.slow
 def test_a_model_whose_forward_was_replaced_is_refused_and_its_blocks_are_not(replace: Any, at: str) -> None:
     model = build("Llama")
     replace(model.get_submodule(at))

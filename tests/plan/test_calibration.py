@@ -22,6 +22,7 @@ def asked(draw: random.Random, n: int):
         yield model, kinds[i % 3].with_(overlap=False), 2 * draw.randint(1, 8), 64 * draw.randint(1, 4)
 
 
+@pytest.mark.slow
 def test_a_calibrated_cluster_predicts_steps_that_it_was_not_shown():
     draw = random.Random(0)
     steps = [TimedStep(*run, predict(*run[:2], THERE, *run[2:], CONSTANTS).step_s) for run in asked(draw, 8)]
@@ -64,6 +65,7 @@ def test_times_in_another_unit_are_refused(unit):
         calibrate(steps_of(5, lambda i: unit), HERE)
 
 
+@pytest.mark.slow
 def test_steps_that_contradict_each_other_are_refused():
     with pytest.raises(ValueError, match=r"steps\[\d+\] \(.*\) took .* nearest fit to all steps says .* contradict"):
         calibrate(steps_of(8, lambda i: (6.0, 1 / 6)[i % 2]) + steps_of(8, lambda i: (1 / 6, 6.0)[i % 2]), HERE)

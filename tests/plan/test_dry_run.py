@@ -48,6 +48,7 @@ def differences(cases):
     return found
 
 
+@pytest.mark.slow
 def test_a_rank_built_alone_holds_what_the_formulas_say():
     assert differences(CASES[1:]) == [{}] * len(CASES[1:])
 
@@ -99,8 +100,9 @@ def added_by_us(one: Entered) -> bool:
     return one.n_bytes <= 8
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("layout", STEPS, ids=str)
+@pytest.mark.slow
 def test_a_rank_alone_enters_as_many_collectives_of_each_kind_as_is_predicted(layout: Layout) -> None:
     microbatch = {"batch_size": layout.microbatch_size, "n_microbatches": N_MICROBATCHES}
     how = {"schedule": layout.schedule, "reshard_after_forward": layout.reshard, "ac": layout.ac, "clip": False}
@@ -165,6 +167,7 @@ def test_a_step_that_cannot_be_taken_is_refused(step: dict[str, int], words: str
         dry_run(UNTIED, Layout(2, dp_shard=2), 0, **step)
 
 
+@pytest.mark.slow
 def test_one_data_parallel_rank_computes_and_sends_in_half_precision_as_a_plan_counts() -> None:
     model, sent = ModelConfig(64, 2, 4, 128), {}
     for precision in ("mixed", "float32"):
@@ -177,6 +180,7 @@ def test_one_data_parallel_rank_computes_and_sends_in_half_precision_as_a_plan_c
 
 
 @pytest.mark.parametrize(("precision", "reduced"), [("bfloat16", 4), ("float64", 8)])
+@pytest.mark.slow
 def test_gradients_are_reduced_in_the_precision_that_a_plan_counts(precision: str, reduced: int) -> None:
     tiny = ModelConfig(8, 1, 1, 12)
     alone = dry_run(tiny, Layout(dp_shard=2, precision=precision), 0, global_batch=2, seq_len=4)
@@ -185,6 +189,7 @@ def test_gradients_are_reduced_in_the_precision_that_a_plan_counts(precision: st
     assert n_bytes == reduced * n_parameters
 
 
+@pytest.mark.slow
 def test_errors_after_a_dry_run_are_not_labelled_with_its_rank() -> None:
     before = sys.excepthook
     dry_run(ModelConfig(8, 1, 1, 12), Layout(dp_shard=2), 1)

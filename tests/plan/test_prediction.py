@@ -94,6 +94,7 @@ def test_a_larger_batch_dilutes_the_bubble():
     assert large.mfu > small.mfu
 
 
+@pytest.mark.slow
 def test_the_plan_is_sorted_and_fits():
     found = plan(GPT, NODE, 64, 2048)
     assert [each.step_s for each in found] == sorted(each.step_s for each in found)
@@ -103,6 +104,7 @@ def test_the_plan_is_sorted_and_fits():
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4, 12])
+@pytest.mark.slow
 def test_whatever_is_planned_the_stack_takes(batch):
     model = replace(model_named("gpt2"), n_layers=4, vocab_size=50_256)
     found = plan(model, cluster_of("1x4xA100"), batch, 1024, n_best=1000)
@@ -135,6 +137,7 @@ def test_the_closed_form_of_memory_is_near_the_simulated_one_of_gpipe_with_few_m
 
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("run", MEGATRON, ids=lambda run: run.name)
+@pytest.mark.slow
 def test_of_published_models_the_best_layout_fits_and_is_as_fast_as_the_published_one(run):
     script = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "plan_published.py"))
     published, best = script["planned"](run)
@@ -150,6 +153,7 @@ def test_of_published_models_the_best_layout_fits_and_is_as_fast_as_the_publishe
         assert re.search(r"\.\s", told) is None
 
 
+@pytest.mark.slow
 def test_all_planned_layouts_have_in_common_what_is_asked():
     like = Layout(pp=2, schedule="zb_v", flash=False, overlap=False, precision="megatron")
     for each in plan(GPT, NODE, 64, 2048, n_best=20, like=like):
@@ -198,6 +202,7 @@ def test_what_was_asked_is_named_where_it_differs():
         reason(predicted(layout, batch=128), first)
 
 
+@pytest.mark.slow
 def test_a_sequence_that_norms_cannot_share_is_planned_without_sharing_it():
     found = plan(GPT, cluster_of("1x8xA100"), 8, 2046, n_best=1000)
     assert found

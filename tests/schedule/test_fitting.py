@@ -233,6 +233,7 @@ def measured_runs(draw: st.DrawFn) -> tuple[Timeline, Costs]:
 
 @given(measured_runs())
 @examples(60)
+@pytest.mark.slow
 def test_the_parts_add_up_to_what_was_lost_by_cause_by_rank_and_by_link(case: tuple[Timeline, Costs]) -> None:
     tl, expected = case
     found = fit(tl, expected)

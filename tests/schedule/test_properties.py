@@ -3,6 +3,7 @@
 from dataclasses import fields
 from fractions import Fraction
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,6 +62,7 @@ def cases(draw: st.DrawFn) -> tuple[Schedule, Costs]:
 
 @given(cases())
 @examples(150)
+@pytest.mark.slow
 def test_every_schedule_runs_and_keeps_every_promise(case: tuple[Schedule, Costs]) -> None:
     schedule, costs = case
     assert check(schedule) == []
@@ -85,6 +87,7 @@ def floats(value: object) -> object:
 
 @given(cases())
 @examples(100)
+@pytest.mark.slow
 def test_no_schedule_beats_the_bound_in_floats_either_and_its_own_memory_is_enough(
     case: tuple[Schedule, Costs],
 ) -> None:

@@ -46,6 +46,7 @@ def bubble(schedule: Schedule, costs: Costs) -> tuple[Timeline, float]:
 
 @thinned
 @pytest.mark.parametrize("name", ["v_half", "v_min"])
+@pytest.mark.slow
 def test_controllable_memory_is_never_longer_nor_higher_than_the_authors_generator(name: str, every: int) -> None:
     for p in range(2, 9):
         most, unit, *measured = THEIRS[name, p]
@@ -62,6 +63,7 @@ def test_controllable_memory_is_never_longer_nor_higher_than_the_authors_generat
 
 
 @pytest.mark.parametrize("name", ["v_half", "v_min"])
+@pytest.mark.slow
 def test_controllable_memory_runs_at_every_size(name: str) -> None:
     for p in range(1, 10):
         for m in range(1, 24):
@@ -95,6 +97,7 @@ def test_every_round_size_gives_the_order_of_megatron(every: int) -> None:
         assert ours == [megatron(rank, p, m, v, n) for rank in range(p)], (p, m, v, n)
 
 
+@pytest.mark.slow
 def test_every_round_size_that_is_not_refused_runs_and_the_refusals_name_sizes_that_do() -> None:
     for p, m, v in ((p, m, v) for p in range(1, 6) for m in range(1, 14) for v in (1, 2, 3)):
         for n in range(1, m + 1):
@@ -187,6 +190,7 @@ def test_dualpipe_has_the_order_of_deepseeks_published_code(every: int) -> None:
 
 
 @thinned
+@pytest.mark.slow
 def test_chimera_and_hanayo_idle_as_long_as_their_authors_say(every: int) -> None:
     """For m = p, and for as many units of that as one likes where forward and backward take equally long."""
     sizes = [(p, units) for p in range(1, 21) for units in range(1, 11)]

@@ -105,6 +105,7 @@ def test_the_bound_of_two_stages_a_rank_in_little_memory_is_never_above_an_optim
 @pytest.mark.parametrize(
     "case", [each if i == 0 else pytest.param(each, marks=pytest.mark.full) for i, each in enumerate(_PROVEN)], ids=str
 )
+@pytest.mark.slow
 def test_with_little_room_two_stages_a_rank_come_within_a_twentieth_of_the_optimum(
     case: tuple[int, int, int, Literal["loop", "v"]],
 ) -> None:
@@ -121,6 +122,7 @@ def test_a_whole_backward_stays_whole() -> None:
     assert found.timeline.makespan == simulate(build("1f1b", 3, 4)).makespan
 
 
+@pytest.mark.slow
 def test_the_same_seed_finds_the_same_schedule() -> None:
     one, other = (search(3, 6, memory_limit=2, seconds=60, seed=3) for _ in range(2))
     assert one.stopped == other.stopped == "patience"

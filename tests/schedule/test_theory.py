@@ -41,6 +41,7 @@ def grid(name: str) -> list[tuple[int, int, int | None, tuple[int, int, int], in
 
 @thinned
 @pytest.mark.parametrize("name", FORMED)
+@pytest.mark.slow
 def test_the_closed_form_equals_the_simulation_exactly_wherever_it_holds(name: str, every: int) -> None:
     points, enough = 0, ENOUGH[name] // every
     for p, m, v, ratio, latency in grid(name):
@@ -57,6 +58,7 @@ def test_the_closed_form_equals_the_simulation_exactly_wherever_it_holds(name: s
 
 
 @thinned
+@pytest.mark.slow
 def test_the_form_of_interleaved_1f1b_holds_for_every_round_size_of_at_least_p(every: int) -> None:
     sizes = product(range(1, 7), range(1, 19), (1, 2, 3, 4), range(1, 19), RATIOS, LATENCIES)
     cases = [(p, m, v, n, ratio, latency) for p, m, v, n, ratio, latency in sizes if p <= n <= m]

@@ -81,6 +81,7 @@ def test_the_rank_whose_end_differs_most_is_named() -> None:
 
 
 @pytest.mark.parametrize("n_ranks", [1, 3, 64])
+@pytest.mark.slow
 def test_empty_and_tall_timelines_are_compared(n_ranks: int) -> None:
     assert show.compare(Timeline(n_ranks, ()), gpipe(n_ranks, 1)).png()
     assert show.compare(gpipe(n_ranks, 1), Timeline(n_ranks, ())).png()

@@ -137,6 +137,7 @@ def test_one_rank_is_never_idle() -> None:
 
 @thinned
 @pytest.mark.parametrize("name", names())
+@pytest.mark.slow
 def test_no_position_of_the_sliders_raises(name: str, every: int) -> None:
     panel = show.explore(schedule=name)
     for ranks, microbatches, chunks, cost in [*itertools.product((1, 4), (1, 7), (-1, 2), (0.0, 1.5))][::every]:
@@ -174,6 +175,7 @@ def test_where_widgets_cannot_run_the_output_holds_the_figure() -> None:
     assert "4 ranks, 8 microbatches" in metadata["image/png"]["alt"]
 
 
+@pytest.mark.slow
 def test_the_panel_works_without_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; from course_pp import show; assert show.explore().numbers.value"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

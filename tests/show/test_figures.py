@@ -2,6 +2,7 @@ import io
 import math
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,6 +54,7 @@ def test_a_figure_shows_itself_as_a_picture_with_its_alt_text(figure: ChartFigur
 
 
 @pytest.mark.sample(3)
+@pytest.mark.slow
 def test_a_notebook_with_matplotlib_inline_still_gets_the_alt_text_once(figure: ChartFigure) -> None:
     from IPython.core.interactiveshell import InteractiveShell
     from IPython.core.pylabtools import select_figure_formats
@@ -70,6 +72,7 @@ def test_a_notebook_with_matplotlib_inline_still_gets_the_alt_text_once(figure: 
     assert output.data["text/plain"] == figure.alt_text
 
 
+@pytest.mark.slow
 def test_no_words_are_over_each_other_or_out_of_their_place(figure: ChartFigure) -> None:
     assert flaws(figure) == []
 
@@ -102,6 +105,7 @@ def test_figures_leave_pyplot_alone(figure: ChartFigure) -> None:
 
 
 @pytest.mark.sample(3)
+@pytest.mark.slow
 def test_an_svg_is_the_same_every_time_with_text_and_description(figure: ChartFigure, tmp_path: Path) -> None:
     first = figure.save(tmp_path / "a.svg").read_text(encoding="utf-8")
     assert first == figure.save(tmp_path / "b.svg").read_text(encoding="utf-8")
@@ -109,7 +113,7 @@ def test_an_svg_is_the_same_every_time_with_text_and_description(figure: ChartFi
     assert f"<desc>{figure.alt_text}</desc>" in first
     assert "<text" in first
     assert "dc:date" not in first
-    assert first == FIGURES_BY_TITLE[title(figure)]().svg()
+    assert first == figures_by_title()[title(figure)]().svg()
 
 
 def test_what_xml_would_misread_is_escaped_in_the_description() -> None:
@@ -118,7 +122,9 @@ def test_what_xml_would_misread_is_escaped_in_the_description() -> None:
     assert "<desc>a &lt; b &amp; c</desc>" in figure.svg()
 
 
-FIGURES_BY_TITLE = {title(make()): make for make in FIGURES.values()}
+@cache
+def figures_by_title() -> dict[str, Callable[[], ChartFigure]]:
+    return {title(make()): make for make in FIGURES.values()}
 
 
 @pytest.mark.sample(3)

@@ -1,4 +1,5 @@
 import dataclasses
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -78,16 +79,18 @@ def test_a_title_can_be_given() -> None:
 
 
 @pytest.mark.parametrize(
-    "found",
+    "run",
     [
-        fit(simulate(build("gpipe", 4, 8))),
-        fit(simulate(build("gpipe", 1, 1))),
-        fit(simulate(build("zb_v", 40, 80), Costs(latency=0.1))),
-        fit(Timeline(1, (Span(0, Action(0, "F", 0), 0, 0),))),
+        lambda: simulate(build("gpipe", 4, 8)),
+        lambda: simulate(build("gpipe", 1, 1)),
+        lambda: simulate(build("zb_v", 40, 80), Costs(latency=0.1)),
+        lambda: Timeline(1, (Span(0, Action(0, "F", 0), 0, 0),)),
     ],
     ids=["perfect", "one rank", "many ranks", "no length"],
 )
-def test_runs_that_lost_nothing_and_tall_ones_are_drawn(found: Fit) -> None:
+@pytest.mark.slow
+def test_runs_that_lost_nothing_and_tall_ones_are_drawn(run: Callable[[], Timeline]) -> None:
+    found = fit(run())
     assert show.lost_time(found).png()
     assert repr(found)
 

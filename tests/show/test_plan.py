@@ -39,6 +39,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.slow
 def test_the_mesh_can_be_read(name):
     model, layout, cluster, rank = LAYOUTS[name]
     figure = show.plan(predict(model_named(model), layout, cluster_of(cluster), 2 * layout.n_data, 1024), rank=rank)

@@ -17,6 +17,7 @@ def test_another_name_is_an_attribute_error() -> None:
         show.gantt  # noqa: B018
 
 
+@pytest.mark.slow
 def test_neither_torch_nor_matplotlib_is_imported_before_a_figure_is_asked_for() -> None:
     code = (
         "import sys; from course_pp import show; assert 'matplotlib' not in sys.modules; "

@@ -28,6 +28,7 @@ def test_messages_cost_the_same_however_finely_the_model_is_cut() -> None:
     assert points[4] == pytest.approx(8 * 24 / late.makespan)
 
 
+@pytest.mark.slow
 def test_the_title_says_where_near_linear_ends() -> None:
     figure = show.speed_up(n_microbatches=16, n_chunks=4)
     assert (

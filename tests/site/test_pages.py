@@ -46,6 +46,7 @@ def test_its_steps_are_those_of_the_closed_forms():
         assert comparison.row(name).step == predicted.makespan
 
 
+@pytest.mark.slow
 def test_the_cheat_sheet_says_what_is_drawn():
     import cheat_sheet
 
@@ -76,6 +77,7 @@ def test_every_route_fits_its_time_and_leaves_some_for_questions():
             assert f"{sum(len(part.exercises) for part in route.parts)} exercises" in row
 
 
+@pytest.mark.slow
 def test_slides_have_every_figure_described_and_need_nothing_else(tmp_path, monkeypatch, capsys):
     import slides
 

@@ -5,7 +5,6 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
-import datasets
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -106,6 +105,8 @@ def test_two_sources_and_impossible_limits_are_refused() -> None:
 class TestDataset:
     @pytest.fixture(autouse=True)
     def _offline(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        import datasets  # here: it takes a second
+
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
         monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
         datasets.disable_progress_bars()

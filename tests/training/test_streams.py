@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 
@@ -130,6 +129,8 @@ def _small(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def test_a_dataset_is_streamed_with_its_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets  # here: it takes a second
+
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     folder = tmp_path / "rows"

@@ -111,6 +111,7 @@ def test_verify_says_which_are_whole_and_what_is_wrong_with_the_others(
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_diff_ends_with_1_if_something_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = Small().saved(tmp_path, 1, 2)
     assert main(["checkpoint", "diff", str(path), str(tmp_path)]) == 0
