@@ -16,36 +16,39 @@ Without --text or --dataset the corpus is the source code of Python's own standa
 import sys
 from contextlib import nullcontext
 
-from torch.distributed.device_mesh import DeviceMesh
+from course_pp.imports import imports_that_stay
 
-from course_pp.model import ModelConfig, PipelineStageModule, build_stage_module, layer_costs, partition_by_cost
-from course_pp.parallel import (
-    apply_ac,
-    apply_compile,
-    apply_fsdp2,
-    apply_tensor_parallel,
-    compute_in,
-    default_mp_policy,
-    destroy_distributed,
-    get_device,
-    get_pp_rank,
-    get_pp_size,
-    get_world_info,
-    init_distributed,
-    is_rank_zero,
-    refusals_said_once,
-)
-from course_pp.training import Trainer, stages_of_rank
-from course_pp.training.arguments import flags_named, parse
-from course_pp.training.checkpointer import Checkpointer
-from course_pp.training.config import Precision
-from course_pp.training.data import check_vocabulary, unigram_entropy
-from course_pp.training.options import Options
-from course_pp.training.orders import FILE, what_changed
-from course_pp.training.orders import written as written_order
-from course_pp.training.precision import DTYPES
-from course_pp.training.preemption import EXIT_CODE, Preempted, Preemption
-from course_pp.training.sampling import sample
+with imports_that_stay():
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from course_pp.model import ModelConfig, PipelineStageModule, build_stage_module, layer_costs, partition_by_cost
+    from course_pp.parallel import (
+        apply_ac,
+        apply_compile,
+        apply_fsdp2,
+        apply_tensor_parallel,
+        compute_in,
+        default_mp_policy,
+        destroy_distributed,
+        get_device,
+        get_pp_rank,
+        get_pp_size,
+        get_world_info,
+        init_distributed,
+        is_rank_zero,
+        refusals_said_once,
+    )
+    from course_pp.training import Trainer, stages_of_rank
+    from course_pp.training.arguments import flags_named, parse
+    from course_pp.training.checkpointer import Checkpointer
+    from course_pp.training.config import Precision
+    from course_pp.training.data import check_vocabulary, unigram_entropy
+    from course_pp.training.options import Options
+    from course_pp.training.orders import FILE, what_changed
+    from course_pp.training.orders import written as written_order
+    from course_pp.training.precision import DTYPES
+    from course_pp.training.preemption import EXIT_CODE, Preempted, Preemption
+    from course_pp.training.sampling import sample
 
 
 def build_stages(asked: Options, model: ModelConfig, mesh: DeviceMesh | None) -> list[PipelineStageModule]:

@@ -11,7 +11,8 @@ import course_pp
 
 ROOT = Path(course_pp.__file__).parent
 
-# What each package may import from its siblings. `collective`, `cycles`, `loss`, `sizes` and `tied` stand alone.
+# What each package may import from its siblings. `collective`, `cycles`, `imports`, `loss`, `sizes` and `tied` stand
+# alone.
 # `exercises` and `notebook` are for cells: nothing imports them.
 ARROWS = {
     "schedule": {"cycles"},
@@ -21,7 +22,7 @@ ARROWS = {
     "runtime": {"collective", "deferred", "loss", "schedule", "tied"},
     "parallel": {"collective", "deferred", "loss", "model", "plan", "schedule", "sizes", "tied"},
     "training": {"collective", "loss", "model", "parallel", "runtime", "schedule"},
-    "launch": {"cycles"},
+    "launch": {"cycles", "imports"},
     "doctor": {"launch"},
     "notebook": {"launch", "runtime", "schedule"},
 }

@@ -9,6 +9,7 @@ otherwise (``where="local"``, ``%torchrun --local``, or COURSE_PP_WHERE=local fo
 
 from typing import Any
 
+from course_pp.imports import imports_that_stay
 from course_pp.launch.errors import LaunchError, RankDied, RanksHung, RankTraceback
 from course_pp.launch.ranks import on_ranks
 from course_pp.launch.torchrun import run_torchrun
@@ -18,9 +19,25 @@ __all__ = ["LaunchError", "RankDied", "RankTraceback", "RanksHung", "Wait", "on_
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """Add ``%torchrun``, and begin to import torch if ranks run here; ``%load_ext course_pp.launch`` calls this."""
+    """Add ``%torchrun``, and begin to import torch if ranks run here; ``%load_ext course_pp.launch`` calls this.
+
+    What its cell imports after it stays, so the garbage collector passes over it.
+    """
     from course_pp.launch import client, magic, where
 
     magic.register(ipython)
+    _begin_imports(ipython)
     if where.certainly_here():
         client.SERVERS.get()
+
+
+def _begin_imports(ipython: Any) -> None:
+    """Enter `imports_that_stay` until the cell has run."""
+    imports = imports_that_stay()
+
+    def end() -> None:
+        ipython.events.unregister("post_execute", end)
+        imports.__exit__(None, None, None)
+
+    imports.__enter__()
+    ipython.events.register("post_execute", end)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import gc
 import importlib
 import os
 import selectors
@@ -26,6 +25,8 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator
+
+from course_pp.imports import imports_that_stay
 
 FORK, _PRELOAD = b"f", b"p"
 STATUS = struct.Struct("i")
@@ -205,17 +206,9 @@ def _changed_at(module: str) -> float:
 
 @contextlib.contextmanager
 def _importing_for_ranks() -> Iterator[None]:
-    """Imports inside spare the ranks theirs, and are then cheap to fork: passed over by the collector, in few pages.
-
-    Meanwhile the collector is off: none of it is garbage, and looking for some takes a fifth of the time.
-    """
-    gc.disable()
-    try:
+    """Imports inside spare the ranks theirs, and are then cheap to fork: passed over by the collector, in few pages."""
+    with imports_that_stay():
         yield
-    finally:
-        gc.enable()
-    gc.collect()
-    gc.freeze()
     _use_huge_pages()
 
 

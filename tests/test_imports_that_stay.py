@@ -1,0 +1,46 @@
+import gc
+from collections.abc import Iterator
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+
+from course_pp.imports import imports_that_stay
+
+
+@pytest.fixture(autouse=True)
+def collecting() -> Iterator[None]:
+    yield
+    gc.enable()
+
+
+def test_what_a_block_makes_is_passed_over_and_the_rest_is_collected_as_before() -> None:
+    frozen = gc.get_freeze_count()
+    with imports_that_stay():
+        assert not gc.isenabled()
+        made = [[i] for i in range(1000)]
+    assert gc.get_freeze_count() >= frozen + len(made)
+    assert gc.isenabled()
+
+
+def test_a_block_that_raises_ends_all_the_same() -> None:
+    with pytest.raises(ImportError), imports_that_stay():
+        raise ImportError
+    assert gc.isenabled()
+
+
+def test_who_does_without_a_collector_gets_none() -> None:
+    gc.disable()
+    with imports_that_stay():
+        pass
+    assert not gc.isenabled()
+
+
+def test_in_a_notebook_the_cell_that_loads_the_extension_is_such_a_block() -> None:
+    shell = InteractiveShell()
+    seen = shell.user_ns["seen"] = []
+    look = "import gc; seen.append((gc.isenabled(), gc.get_freeze_count()))"
+    for cell in (look, f"%load_ext course_pp.launch\n{look}\nmade = [[i] for i in range(1000)]\n1 / 0", look):
+        shell.run_cell(cell)
+    (before, frozen), (meanwhile, _), (after, more) = seen
+    assert (before, meanwhile, after) == (True, False, True)
+    assert more >= frozen + 1000
