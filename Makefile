@@ -123,9 +123,9 @@ test-notebooks some-notebooks: $(READY)
 	@COURSE_PP_WHERE=local $(ONE_EACH) $(PYTEST) -p tests.notebooks.solved -n 2 \
 	  --nbmake --nbmake-timeout=240 --timeout=600 $(NOTEBOOKS)
 
-# Two clusters side by side: what the tests wait for is Slurm.
+# Two clusters side by side: what the tests wait for is Slurm. The limit is for a slow machine, as above.
 test-slurm: $(READY)
-	@$(PYTEST) --verbose --durations=10 tests/slurm -n 2 --dist worksteal
+	@$(PYTEST) --verbose --durations=10 tests/slurm -n 2 --dist worksteal --timeout=300
 
 # One after the other: the grids' time limits are for a machine of their own.
 test-full: $(READY)

@@ -16,7 +16,7 @@ TINY = (
     "--text README.md --tokenizer-size=300"
 )
 ENDLESS = TINY.replace("--steps=4", "--steps=1000000")
-_LIMIT_S = 110
+_LIMIT_S = 240  # for a slow machine that runs other tests beside
 
 
 def run(command: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:

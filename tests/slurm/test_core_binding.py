@@ -20,7 +20,6 @@ print(gpu, share.pinned, share.threads, share.cores, sep="|")
 """
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize(
     "options",
     [

@@ -21,8 +21,6 @@ from tests.processes import no_process_left
 from tests.slurm.cluster import Cluster
 from tests.slurm.running import sleeping, wait_until
 
-pytestmark = pytest.mark.timeout(150)
-
 SAYS_WHERE = """
 import os
 e = os.environ
@@ -170,7 +168,7 @@ def test_while_it_waits_it_shows_its_place_in_the_queue_once(
         behind = subprocess.Popen(["srun", "-N", "2", "-n", "2", "-c", "8", "true"], stderr=subprocess.DEVNULL)
         wait_until(lambda: len(cluster.jobs()) == 2, "the second job is queued", 60)
         threading.Timer(5, free).start()
-        assert run_torchrun([script("print('ran')")], timeout_s=60) == ("[rank 0] ran",)
+        assert run_torchrun([script("print('ran')")], timeout_s=120) == ("[rank 0] ran",)
         behind.wait()
     waits = [line for line in capsys.readouterr().out.splitlines() if " waits in " in line]
     assert re.match(r"job \d+ waits in partition gpu: place 2 of 2 \((Priority|Resources).*\); interrupt", waits[0])
@@ -198,7 +196,9 @@ def test_at_the_time_limit_it_says_who_waits_for_whom_across_nodes() -> None:
         dist.recv(torch.zeros(1), src=1 - dist.get_rank())
     """
     with pytest.raises(RanksHung, match="Rank 0 waits for rank 1 and rank 1 for rank 0"):
-        run_torchrun(["--nnodes=2", script(swap)], timeout_s=60)  # a busy machine takes 20 s to import torch four times
+        run_torchrun(
+            ["--nnodes=2", script(swap)], timeout_s=120
+        )  # a busy machine takes 20 s to import torch four times
 
 
 def test_a_request_that_cannot_be_met_is_refused_in_slurms_words() -> None:

@@ -26,7 +26,7 @@ def start(folder: Path, arguments: str = ARGUMENTS) -> Batch:
     return submit("preempted.sbatch", clone_into(folder), f"{kept} {arguments}", ONE_RANK_A_NODE)
 
 
-@pytest.mark.timeout(300)  # it waits for Slurm to start a job three times
+@pytest.mark.timeout(600)  # it waits for Slurm to start a job three times
 def test_a_preempted_run_saves_is_requeued_and_ends_bit_identical_to_an_uninterrupted_one(tmp_path: Path):
     undisturbed, job = start(tmp_path / "undisturbed"), start(tmp_path / "interrupted")
     wait_until(lambda: len(records(job.folder)) >= 20, "the run is under way")
