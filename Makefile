@@ -119,8 +119,9 @@ NOTEBOOKS := $(shell ls -r notebooks/*.ipynb)
 # The first, one with emulated runs and a clinic, and one with a board, a search and both engines.
 some-notebooks: NOTEBOOKS := $(foreach number,11 03 00,$(wildcard notebooks/$(number)_*.ipynb))
 # Limits for a slow machine that runs other tests beside them: of a cell, and of the whole notebook.
+AT_A_TIME ?= 2
 test-notebooks some-notebooks: $(READY)
-	@COURSE_PP_WHERE=local $(ONE_EACH) $(PYTEST) -p tests.notebooks.solved -n 2 \
+	@COURSE_PP_WHERE=local $(ONE_EACH) $(PYTEST) -p tests.notebooks.solved -n $(AT_A_TIME) \
 	  --nbmake --nbmake-timeout=240 --timeout=600 $(NOTEBOOKS)
 
 # Two clusters side by side: what the tests wait for is Slurm. The limit is for a slow machine, as above.
