@@ -11,9 +11,8 @@ import course_pp
 
 ROOT = Path(course_pp.__file__).parent
 
-# What each package may import from its siblings. `collective`, `cycles`, `imports`, `loss`, `sizes` and `tied` stand
-# alone.
-# `exercises` and `notebook` are for cells: nothing imports them.
+# What each package may import from its siblings. `exercises` and `notebook` are for cells: nothing imports them;
+# `collective`, `cycles`, `imports`, `loss`, `sizes` and `tied` stand alone.
 ARROWS = {
     "schedule": {"cycles"},
     "plan": {"schedule", "sizes"},

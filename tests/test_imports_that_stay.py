@@ -45,3 +45,13 @@ def test_in_a_notebook_the_cell_that_loads_the_extension_is_such_a_block(monkeyp
     (before, frozen), (meanwhile, _), (after, more) = seen
     assert (before, meanwhile, after) == (True, False, True)
     assert more >= frozen + 1000
+
+
+def test_loaded_outside_a_cell_it_ends_before_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("course_pp.launch.where.certainly_here", lambda: False)
+    shell = InteractiveShell()
+    shell.extension_manager.load_extension("course_pp.launch")
+    assert not gc.isenabled()
+    for _ in range(2):
+        shell.run_cell("import gc; on = gc.isenabled()")
+        assert shell.user_ns["on"]

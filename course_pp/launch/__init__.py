@@ -7,6 +7,7 @@ process behind. Beside a Slurm cluster both run there, with the settings of `cou
 otherwise (``where="local"``, ``%torchrun --local``, or COURSE_PP_WHERE=local for all). Importing this imports no torch.
 """
 
+import gc
 from typing import Any
 
 from course_pp.imports import imports_that_stay
@@ -32,12 +33,15 @@ def load_ipython_extension(ipython: Any) -> None:
 
 
 def _begin_imports(ipython: Any) -> None:
-    """Enter `imports_that_stay` until the cell has run."""
-    imports = imports_that_stay()
+    """Enter `imports_that_stay` until the cell has run or, outside one, until the first begins."""
+    gc.collect()  # what is garbage by now does not stay
+    imports, events = imports_that_stay(), ("pre_execute", "post_execute")
 
     def end() -> None:
-        ipython.events.unregister("post_execute", end)
         imports.__exit__(None, None, None)
+        for event in events:
+            ipython.events.unregister(event, end)
 
+    for event in events:
+        ipython.events.register(event, end)
     imports.__enter__()
-    ipython.events.register("post_execute", end)

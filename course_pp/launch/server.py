@@ -206,7 +206,7 @@ def _changed_at(module: str) -> float:
 
 @contextlib.contextmanager
 def _importing_for_ranks() -> Iterator[None]:
-    """Imports inside spare the ranks theirs, and are then cheap to fork: passed over by the collector, in few pages."""
+    """What is imported inside is cheap to fork: passed over by the collector, and in few pages."""
     with imports_that_stay():
         yield
     _use_huge_pages()

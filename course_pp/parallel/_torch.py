@@ -58,10 +58,8 @@ def forget_meshes() -> None:
 
     Gloo's threads then end with the groups, and not while the interpreter is being taken down around them.
     """
-    for found in gc.get_objects():
-        is_cache = type(found) is functools._lru_cache_wrapper
-        if is_cache and str(getattr(found, "__module__", "")).startswith("torch.distributed.tensor"):
-            found.cache_clear()
+    for cache in _caches_of("torch.distributed.tensor"):
+        cache.cache_clear()
     for module, name in (
         ("torch.distributed.tensor._redistribute", "clear_redistribute_planner_cache"),
         ("torch._C", "_clear_DTensor_sharding_propagator_cache"),
@@ -70,6 +68,15 @@ def forget_meshes() -> None:
         if clear is not None:
             clear()
     gc.collect()
+
+
+def _caches_of(package: str) -> list[Any]:
+    """The functions of a package, and of classes in it, that remember what they have returned."""
+    modules = [module for name, module in sys.modules.items() if name.startswith(package)]
+    found = [value for module in modules for value in vars(module).values()]
+    found += [value for each in found if isinstance(each, type) for value in vars(each).values()]
+    found = [getattr(value, "__func__", value) for value in found]  # of a static method
+    return [value for value in found if isinstance(value, functools._lru_cache_wrapper)]
 
 
 class LocalNeighboursStage(PipelineStage):
