@@ -115,18 +115,18 @@ test-long: $(READY)
 
 # The last notebooks take longest, so they go first: no worker is left with one at the end. To run one of them:
 # make test-notebooks NOTEBOOKS=notebooks/05_zero_bubble.ipynb
+NOTEBOOKS_AT_ONCE ?= 2
 NOTEBOOKS := $(shell ls -r notebooks/*.ipynb)
 # The first, one with emulated runs and a clinic, and one with a board, a search and both engines.
 some-notebooks: NOTEBOOKS := $(foreach number,11 03 00,$(wildcard notebooks/$(number)_*.ipynb))
 # Limits for a slow machine that runs other tests beside them: of a cell, and of the whole notebook.
-AT_A_TIME ?= 2
 test-notebooks some-notebooks: $(READY)
-	@COURSE_PP_WHERE=local $(ONE_EACH) $(PYTEST) -p tests.notebooks.solved -n $(AT_A_TIME) \
+	@COURSE_PP_WHERE=local $(ONE_EACH) $(PYTEST) -p tests.notebooks.solved -n $(NOTEBOOKS_AT_ONCE) \
 	  --nbmake --nbmake-timeout=240 --timeout=600 $(NOTEBOOKS)
 
-# Two clusters side by side: what the tests wait for is Slurm. The limit is for a slow machine, as above.
+# Two clusters side by side: what the tests wait for is Slurm.
 test-slurm: $(READY)
-	@$(PYTEST) --verbose --durations=10 tests/slurm -n 2 --dist worksteal --timeout=300
+	@$(PYTEST) --verbose --durations=10 tests/slurm -n 2 --dist worksteal
 
 # One after the other: the grids' time limits are for a machine of their own.
 test-full: $(READY)

@@ -369,7 +369,6 @@ def test_a_check_that_raises_or_hangs_is_one_line_and_stops_no_other() -> None:
     assert third == "ok    third: well"
 
 
-@pytest.mark.long
 def test_two_ranks_that_cannot_meet_are_given_up_and_none_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "_RANKS_LIMIT_S", 0.5)
     with no_process_left(20):  # the fork server first finishes what it imports

@@ -36,7 +36,7 @@ def _solved(cell: nbformat.NotebookNode, exercise: Exercise) -> str:
     ending = f"check({exercise.name})"
     lines = cell.source.removesuffix(ending).splitlines()
     lines[stub.lineno - 1 : stub.end_lineno] = exercise.source.splitlines()
-    return "\n".join([*lines, f"verdict = {ending}", 'assert verdict.status == "correct", verdict.text'])
+    return "\n".join([*lines, f"verdict = {ending}", 'assert verdict.status == "correct", verdict.text', "verdict"])
 
 
 def _read(path: str, as_version: int) -> nbformat.NotebookNode:
@@ -47,4 +47,5 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.TemporaryDirectory()
     config.add_cleanup(folder.cleanup)
     os.environ["COURSE_PP_PROGRESS"] = os.path.join(folder.name, "progress.json")
+    assert nb_run.nbformat.read is nbformat.read, "nbmake reads notebooks in another way: solutions would not run"
     nb_run.nbformat = SimpleNamespace(read=_read)  # type: ignore[attr-defined]

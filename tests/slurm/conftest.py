@@ -14,6 +14,15 @@ from tests.slurm.cluster import INSTALL, Cluster, missing_programs, temporary_cl
 from tests.slurm.running import clone_into
 
 _LEFT_LIMIT_S = 20
+# For a slow machine that runs other tests beside them.
+_TEST_LIMIT_S = 300
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give a test of this folder that says nothing else more time than tests have elsewhere."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(_TEST_LIMIT_S))
 
 
 @pytest.fixture(scope="session")

@@ -35,8 +35,8 @@ def through_slurm(ask, where):
 ranks._place = through_slurm
 """
 _SAID = re.compile(r"Ranks run in (a Slurm job of their own|Slurm job \d+, kept since the last call)")
-# Exercises, messages and hangs.
-WHOLE = ("00",)
+# Exercises, messages and hangs; emulated timelines, and what one step measures.
+WHOLE = ("00", "03")
 
 
 def launching_cells(cells: list[nbformat.NotebookNode]) -> list[int]:

@@ -72,7 +72,7 @@ def test_a_run_preempted_before_it_listens_is_requeued(tmp_path: Path, monkeypat
 
 
 @pytest.mark.full  # Slurm looks at time limits twice a minute
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_slurm_itself_signals_the_ranks_before_the_time_limit(tmp_path: Path):
     job = start(tmp_path, ARGUMENTS.replace(f"--steps={STEPS}", "--steps=1000000"))
     wait_until(lambda: len(records(job.folder)) >= 1, "the run is under way")

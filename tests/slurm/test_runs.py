@@ -79,7 +79,7 @@ def test_one_node_sbatch_trains_as_one_process_does(clone: Path, losses_without_
 
 
 def test_several_nodes_sbatch_trains_as_one_process_does_whatever_sbatch_exports(clone: Path, losses_without_slurm):
-    job = submit("several_nodes.sbatch", clone, TINY, "--export=PATH,SLURM_CONF --gres=gpu:1")
+    job = submit("several_nodes.sbatch", clone, TINY, "--export=PATH,SLURM_CONF")
     assert job.wait() == "COMPLETED", job.output
     assert losses(job.output) == losses_without_slurm
     assert "crosses nodes" not in job.output
@@ -87,7 +87,10 @@ def test_several_nodes_sbatch_trains_as_one_process_does_whatever_sbatch_exports
 
 @pytest.mark.parametrize(
     ("tasks", "ending"),
-    [("0,3", {"pp=2"}), pytest.param("0-3", {"pp=2", "dp-shard=2", "dp-replicate=2"}, marks=pytest.mark.full)],
+    [
+        ("0,1,3", {"pp=2", "dp-shard=2"}),
+        pytest.param("0-3", {"pp=2", "dp-shard=2", "dp-replicate=2"}, marks=pytest.mark.full),
+    ],
 )
 def test_layouts_sbatch_ends_in_one_table_that_owns_up_to_failures(cluster, clone: Path, tasks: str, ending: set[str]):
     tiny = TINY.replace("--heads=2 --layers=2", "--heads=1 --layers=2")
