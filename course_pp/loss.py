@@ -7,13 +7,14 @@ each microbatch adds its sum over the divisor, which is the same for all: the nu
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from course_pp.arguments import check_arguments, checked, refuse_unless
 
-__all__ = ["LossFn", "TokenLoss", "counted", "loss_share"]
+__all__ = ["LossFn", "Share", "TokenLoss", "counted", "loss_share", "share_of"]
 
 LossFn = Callable[[Any, Any], Tensor]
 """``loss_fn(output, target)``: a scalar, the mean loss of one microbatch."""
@@ -30,6 +31,20 @@ class TokenLoss(Protocol):
         """Number of tokens of ``target`` that count; a scalar."""
 
 
+class Share(NamedTuple):
+    """What a microbatch adds to the mean loss of its batch: ``value`` times ``weight``.
+
+    The product needs no place in autograd's graph: backward begins at ``value``, with ``weight`` as its gradient.
+    """
+
+    value: Tensor
+    weight: Tensor
+
+    def product(self) -> Tensor:
+        """A scalar without a graph."""
+        return self.value.detach() * self.weight
+
+
 @dataclass(frozen=True)
 class _OverSamples:
     """A mean over samples, seen as a :class:`TokenLoss`: each sample is a token."""
@@ -38,7 +53,10 @@ class _OverSamples:
     samples: Callable[[Any], int]
 
     def total(self, output: Any, target: Any) -> Tensor:
-        return _scalar(self.loss_fn(output, target)) * self.samples(target)
+        return self.mean(output, target) * self.samples(target)
+
+    def mean(self, output: Any, target: Any) -> Tensor:
+        return _scalar(self.loss_fn(output, target))
 
     def count(self, target: Any) -> Any:
         return self.samples(target)
@@ -72,12 +90,29 @@ def loss_share(loss: TokenLoss, output: Any, target: Any, divisor: Tensor | floa
     Raises:
         ValueError: for a loss that is not a scalar tensor.
     """
-    if not (isinstance(divisor, Tensor | float) and hasattr(loss, "total")):  # what every microbatch can afford
-        check_arguments(loss_share, {"loss": loss, "divisor": divisor})
-    if not isinstance(divisor, Tensor):  # to look at a tensor would wait for its device
-        refuse_unless(0 < divisor < math.inf, "loss_share", "divisor", divisor, "give the number of tokens")
-        divisor = float(divisor)
+    divisor = _checked("loss_share", loss, divisor)
     return _scalar(loss.total(output, target)) / divisor
+
+
+def share_of(loss: TokenLoss, output: Any, target: Any, divisor: Tensor | float) -> Share:
+    """As :func:`loss_share`, with the division left to backward and to :meth:`Share.product`."""
+    divisor = _checked("share_of", loss, divisor)
+    if isinstance(loss, _OverSamples):
+        value, counts = loss.mean(output, target), loss.count(target)
+    else:
+        value, counts = _scalar(loss.total(output, target)), 1
+    if isinstance(divisor, Tensor):
+        return Share(value, (counts / divisor.double()).to(value))
+    return Share(value, torch.full_like(value, counts / divisor))
+
+
+def _checked(name: str, loss: TokenLoss, divisor: Tensor | float) -> Tensor | float:
+    if not (isinstance(divisor, Tensor | float) and hasattr(loss, "total")):  # what every microbatch can afford
+        check_arguments(loss_share, {"loss": loss, "divisor": divisor}, name)
+    if not isinstance(divisor, Tensor):  # to look at a tensor would wait for its device
+        refuse_unless(0 < divisor < math.inf, name, "divisor", divisor, "give the number of tokens")
+        divisor = float(divisor)
+    return divisor
 
 
 def _scalar(loss: Any) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from course_pp.loss import LossFn, TokenLoss, counted, loss_share
+from course_pp.loss import LossFn, Share, TokenLoss, counted, share_of
 from course_pp.runtime.payload import map_tensors, tensors_of
 
 __all__ = ["loss_shares", "own_means", "split"]
@@ -54,7 +54,7 @@ def _piece(batch: Any, pieces: Sequence[Sequence[Tensor]], index: int) -> Any:
 
 def loss_shares(
     loss_fn: LossFn | TokenLoss, targets: Sequence[Any], divisor: Tensor | float | None = None
-) -> Callable[[int, Any], Tensor]:
+) -> Callable[[int, Any], Share]:
     """Return a function of i and the output: microbatch i's share of the batch's loss. The shares add up to it.
 
     Args:
@@ -77,7 +77,7 @@ def own_means(
     targets: Sequence[Any],
     divisor: float | None,
     groups: Sequence[Sequence[int]],
-) -> Callable[[int, Any], Tensor]:
+) -> Callable[[int, Any], Share]:
     """Return a function of i and the output: microbatch i's own mean loss, whose gradient an update takes.
 
     Args:
@@ -98,11 +98,11 @@ def own_means(
                 f"one update takes microbatches {group[0]} and {unequal}, of {counts[group[0]]:g} and "
                 f"{counts[unequal]:g} samples or tokens: give microbatches of equal size"
             )
-    return lambda i, output: loss_share(loss, output, targets[i], counts[i])
+    return lambda i, output: share_of(loss, output, targets[i], counts[i])
 
 
-def _share(loss: TokenLoss, targets: Sequence[Any], divisor: Any, i: int, output: Any) -> Tensor:
-    return loss_share(loss, output, targets[i], divisor)
+def _share(loss: TokenLoss, targets: Sequence[Any], divisor: Any, i: int, output: Any) -> Share:
+    return share_of(loss, output, targets[i], divisor)
 
 
 def _samples(target: Any) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from course_pp.loss import Share
 from course_pp.runtime.emulation import Emulator
 from course_pp.runtime.mailbox import Mailbox
 from course_pp.runtime.memory import Hold
@@ -43,7 +44,7 @@ class Batch:
     """
 
     inputs: Sequence[Any]
-    loss: Callable[[int, Any], Tensor] | None
+    loss: Callable[[int, Any], Share] | None
     seeds: Sequence[int] | None
     products: dict[Content, Any] = field(default_factory=dict)
     shares: dict[int, Tensor] = field(default_factory=dict)
@@ -203,7 +204,7 @@ class Executor:
                 batch.outputs[microbatch] = map_tensors(Tensor.detach, output)
                 return
             if is_last:
-                batch.shares[microbatch] = output.detach()
+                batch.shares[microbatch] = output.product()
                 return
             if not leaves:
                 output = map_tensors(_as_if_received, output)

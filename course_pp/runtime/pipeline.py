@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_pp.arguments import check_arguments
-from course_pp.loss import LossFn, TokenLoss
+from course_pp.loss import LossFn, Share, TokenLoss
 from course_pp.runtime.batch import loss_shares, own_means, split
 from course_pp.runtime.cluster import EmulatedCluster
 from course_pp.runtime.engine import Engine, build_engine, wire_for
@@ -263,7 +263,7 @@ class Pipeline:
             seeds,
         )
 
-    def _loss_of(self, targets: Sequence[Any], divisor: float | None) -> Callable[[int, Any], Tensor]:
+    def _loss_of(self, targets: Sequence[Any], divisor: float | None) -> Callable[[int, Any], Share]:
         """A microbatch's part of what is minimised, from its number and output."""
         assert self._loss_fn is not None  # or step has refused
         if self._planned is None:
@@ -285,9 +285,8 @@ class Pipeline:
 
     def _report(self, shares: Mapping[int, Tensor]) -> tuple[float, ...]:
         """Every microbatch's loss, on every rank; and all ranks are through when one returns from here."""
-        losses = torch.zeros(self.schedule.n_microbatches, dtype=torch.float64, device=self._device)
-        if shares:
-            losses[list(shares)] = torch.stack(list(shares.values())).double()
+        elsewhere = torch.zeros((), device=self._device)
+        losses = torch.stack([shares.get(i, elsewhere) for i in range(self.schedule.n_microbatches)]).double()
         return tuple(self._engine.tell_everyone(losses, torch.add).tolist())
 
     def _refuse_not_finite(self, losses: Sequence[float]) -> None:
@@ -368,15 +367,16 @@ def _stages_of(
     }
 
 
-def _finite(loss: Callable[[int, Any], Tensor], planned: Ledger, last: int, microbatch: int, output: Any) -> Tensor:
+def _finite(loss: Callable[[int, Any], Share], planned: Ledger, last: int, microbatch: int, output: Any) -> Share:
     """The loss of a microbatch; weights that have diverged are found where they first show."""
-    value = loss(microbatch, output)
-    if not math.isfinite(float(value.detach())):
+    share = loss(microbatch, output)
+    value = float(share.product())
+    if not math.isfinite(value):
         version = planned.of(last, microbatch).forward
         after = f"update {version - 1} of stage {last}" if version else "the first update"
         when = "after" if version else "before"
         raise ArithmeticError(
-            f"the loss of microbatch {microbatch} is {float(value.detach())}, {when} {after}: "
+            f"the loss of microbatch {microbatch} is {value}, {when} {after}: "
             "lower the learning rate, or look at the data"
         )
-    return value
+    return share

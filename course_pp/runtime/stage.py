@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from course_pp.deferred import Deferring, WeightGradients
+from course_pp.loss import Share
 from course_pp.runtime.memory import Hold, Meter
 from course_pp.runtime.payload import map_tensors, tensors_of
 from course_pp.runtime.rng import RandomState, get_random_state, random_state_kept, set_random_state
@@ -19,8 +20,8 @@ from course_pp.schedule.declared import taken_apart
 
 __all__ = ["Gradients", "Loss", "Stage"]
 
-Loss = Callable[[Any], Tensor]
-"""From the last stage's output to a microbatch's share of the loss, a scalar."""
+Loss = Callable[[Any], Share]
+"""From the last stage's output to a microbatch's share of the loss."""
 
 Gradients = tuple[Tensor | None, ...]
 """One for each tensor of a value that requires grad, in order; None where nothing depends on it."""
@@ -38,7 +39,9 @@ class _Kept:
 
     # Of the input first, then of each value that it read.
     leaves: list[list[Tensor]] = field(default_factory=list)
-    roots: list[Tensor | GradientEdge] = field(default_factory=list)
+    roots: list[GradientEdge] = field(default_factory=list)
+    # Of the loss, in the last stage.
+    weight: Tensor | None = None
     weight_gradients: WeightGradients | None = None
     # What there is to compute the forward again from.
     again: tuple[Any, Mapping[str, Any], Loss | None, RandomState] | None = None
@@ -89,7 +92,7 @@ class Stage:
     def forward(
         self, microbatch: int, value: Any, loss: Loss | None, split: bool, read: Mapping[str, Any] = _NONE
     ) -> tuple[Any, dict[str, Any]]:
-        """``F``: the output or, in the last stage, the loss; and the values that other stages read.
+        """``F``: the output or, in the last stage, the share of the loss; and the values that other stages read.
 
         Args:
             read: the values that it reads itself, by name.
@@ -143,14 +146,13 @@ class Stage:
                 set_random_state(state, self._device)
                 self._compute_and_keep(microbatch, value, read, loss, kept)
         if gradients is None:
-            gradients = tuple(torch.ones_like(root) for root in kept.roots if isinstance(root, Tensor))
+            gradients = tuple(kept.weight for _ in kept.roots)
         gradients = sum(of_values, start=gradients)
         pairs = [(root, grad) for root, grad in zip(kept.roots, gradients, strict=True) if grad is not None]
         kept.roots = []
         if pairs:
-            roots: Any = [root for root, _ in pairs]  # the stubs want all edges or all tensors
             queue = kept.weight_gradients
-            backward = partial(torch.autograd.backward, roots, [grad for _, grad in pairs])
+            backward = partial(torch.autograd.backward, [root for root, _ in pairs], [grad for _, grad in pairs])
             with nullcontext() if queue is None else queue.collecting():
                 backward() if self._weights is None else self._weights.go_backward(microbatch, backward)
         # Those of the batch may be parts of a larger tensor, which has the gradient.
@@ -184,8 +186,9 @@ class Stage:
             saving = self._meter.saving(self.index, microbatch)
         with saving, nullcontext() if queue is None else Deferring(queue):
             output, values = self._compute(value, read, loss, self._module_for(microbatch))
-        differentiable = [t for each in (output, *values.values()) for t in tensors_of(each) if t.requires_grad]
-        kept.roots = [get_gradient_edge(tensor) for tensor in differentiable] if loss is None else [*differentiable]
+        made, kept.weight = (output, None) if loss is None else output
+        differentiable = [t for each in (made, *values.values()) for t in tensors_of(each) if t.requires_grad]
+        kept.roots = [get_gradient_edge(tensor) for tensor in differentiable]
         return output, values
 
     def _compute(

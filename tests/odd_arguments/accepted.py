@@ -28,7 +28,7 @@ UNTRIED = {
     "launch": dict.fromkeys(["LaunchError", "RankDied", "RankTraceback", "RanksHung"], "an exception"),
     "exercises": {"Mistake": "an exception"},
     "collective": {"RankMissing": "an exception"},
-    "loss": {"LossFn": "a type", "TokenLoss": "a protocol"},
+    "loss": {"LossFn": "a type", "Share": "made by share_of", "TokenLoss": "a protocol"},
 }
 
 
@@ -111,6 +111,8 @@ USERS_CODE = {
     ("emulate", "targets"): "what the loss raises is passed on",
     ("loss_share", "output"): "what the caller's own loss raises is passed on",
     ("loss_share", "target"): "what the caller's own loss raises is passed on",
+    ("share_of", "output"): "what the caller's own loss raises is passed on",
+    ("share_of", "target"): "what the caller's own loss raises is passed on",
 }
 ONLY = dict.fromkeys(
     [("check", "fn"), ("hint", "exercise"), ("solution", "exercise"), ("course_map", "here")],

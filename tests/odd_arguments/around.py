@@ -87,12 +87,14 @@ def collective_rows(folder: Path) -> Rows:
 
 
 def loss_rows(folder: Path) -> Rows:
+    of_a_microbatch = {
+        "loss": CrossEntropy(),
+        "output": torch.ones(1, 2, 3),
+        "target": torch.ones(1, 2, dtype=torch.int64),
+        "divisor": 1.0,
+    }
     return {
         "counted": {"loss_fn": mse_loss, "samples": len},
-        "loss_share": {
-            "loss": CrossEntropy(),
-            "output": torch.ones(1, 2, 3),
-            "target": torch.ones(1, 2, dtype=torch.int64),
-            "divisor": 1.0,
-        },
+        "loss_share": of_a_microbatch,
+        "share_of": of_a_microbatch,
     }
