@@ -101,9 +101,11 @@ def share_of(loss: TokenLoss, output: Any, target: Any, divisor: Tensor | float)
         value, counts = loss.mean(output, target), loss.count(target)
     else:
         value, counts = _scalar(loss.total(output, target)), 1
+    # A count of errors may be a whole number, its weight is none.
+    dtype = value.dtype if value.is_floating_point() else torch.get_default_dtype()
     if isinstance(divisor, Tensor):
-        return Share(value, (counts / divisor.double()).to(value))
-    return Share(value, torch.full_like(value, counts / divisor))
+        return Share(value, (counts / divisor.double()).to(value.device, dtype))
+    return Share(value, torch.full_like(value, counts / divisor, dtype=dtype))
 
 
 def _checked(name: str, loss: TokenLoss, divisor: Tensor | float) -> Tensor | float:

@@ -48,8 +48,10 @@ FAULTS = [
         "while False:\n            sends.pop().wait()",
         BY_HAND,
     ),
-    Fault("loss.py", "(loss.total(output, target)) / divisor", "(loss.total(output, target))", EQUAL),
-    Fault("loss.py", ") * self.samples(target)", ")", RANDOM),
+    Fault("loss.py", "(loss.total(output, target)) / divisor", "(loss.total(output, target))", GRID),
+    Fault("loss.py", ") * self.samples(target)", ")", "test_loss.py"),
+    Fault("loss.py", "counts / divisor,", "1 / divisor,", RANDOM),
+    Fault("loss.py", "counts / divisor.double()", "counts / counts", "test_loss.py"),
     Fault(
         "runtime/executor.py", "return tensor.detach().requires_grad_(tensor.requires_grad)", "return tensor", RANDOM
     ),
