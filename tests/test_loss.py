@@ -13,13 +13,9 @@ SIZES = (3, 1, 4)
 
 def over_samples(dtype: torch.dtype, as_tensor: bool):
     outputs = [torch.randn(n, 5, dtype=dtype) for n in SIZES]
-    total = sum(SIZES)
-    return (
-        counted(F.mse_loss),
-        outputs,
-        [torch.zeros_like(x) for x in outputs],
-        torch.tensor(total) if as_tensor else 8.0,
-    )
+    targets = [torch.zeros_like(output) for output in outputs]
+    total = torch.tensor(sum(SIZES))
+    return counted(F.mse_loss), outputs, targets, total if as_tensor else float(total)
 
 
 def over_tokens(dtype: torch.dtype, as_tensor: bool):
@@ -42,14 +38,16 @@ def test_shares_add_up_to_the_mean_of_the_batch(dtype, made, as_tensor):
 
     leaves = [output.clone().requires_grad_() for output in outputs]
     products: list[Tensor] = []
+    quotients: list[Tensor] = []
     for leaf, target in zip(leaves, targets, strict=True):
         share = share_of(loss, leaf, target, divisor)
         assert not share.product().requires_grad
-        products += [share.product(), loss_share(loss, leaf, target, divisor).detach()]
+        products.append(share.product())
+        quotients.append(loss_share(loss, leaf, target, divisor).detach())
         share.value.backward(share.weight)
 
     within = {"rtol": 4 * torch.finfo(dtype).eps, "atol": torch.finfo(dtype).eps}
-    for several in (products[0::2], products[1::2]):
+    for several in (products, quotients):
         torch.testing.assert_close(torch.stack(several).sum().double(), mean.detach().double(), **within)
     torch.testing.assert_close(torch.cat([leaf.grad for leaf in leaves]), whole.grad, **within)
 
