@@ -202,7 +202,8 @@ class View {
     if (!this.kernel) return this.say("Real ranks need a kernel: open notebook 11 with make lab.", "refused");
     if (this.position.left) return this.say("Place every action first: a step needs all of them.", "refused");
     this.say(`Running on ${this.position.ranks} ranks; this takes seconds, and a kernel.`);
-    this.model.send({ do: "run" });
+    // With the moves: while the kernel is busy, Jupyter holds changes of state back, and a message overtakes them.
+    this.model.send({ do: "run", moves: this.moves });
   }
 
   togglePath() {

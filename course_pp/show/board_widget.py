@@ -107,9 +107,10 @@ class Board(AnyWidget):
 
     def _asked(self, _widget: Any, content: Any, _buffers: Any) -> None:
         """Answer the button. Nobody would see an exception of a message, so it is told on the board."""
-        if content != {"do": "run"}:
+        if content.get("do") != "run":
             return
         try:
+            self.set_state({"moves": content["moves"]})
             self.run()
         except Exception as problem:
             self.measured = {"of": "", "said": f"It did not run: {problem}", "kind": "refused"}
@@ -268,6 +269,7 @@ class Board(AnyWidget):
         """
         from course_pp.notebook import compare_gradients, emulate
 
+        self.measured = {}  # or the browser would not be told of the same outcome twice
         if not self.is_complete:
             raise ValueError(f"the board is not complete: {self._standing()} Place the rest, or let fill() do it")
         schedule = self.schedule

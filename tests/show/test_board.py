@@ -129,10 +129,17 @@ def test_the_button_runs_the_board_and_tells_what_went_wrong(monkeypatch: pytest
     monkeypatch.setattr("course_pp.notebook.compare_gradients", compared)
     monkeypatch.setattr("course_pp.notebook.emulate", emulated)
     board = show.board(1)
-    board._handle_custom_msg({"do": "run"}, [])
-    assert board.measured["said"].startswith("It did not run: the board is not complete")
-    board.fill()
-    board._handle_custom_msg({"do": "run"}, [])
+    told: list[str] = []
+    board.observe(lambda change: told.append(change["new"].get("said", "")), "measured")
+    for _ in range(2):
+        board._handle_custom_msg({"do": "run", "moves": ["0F0"]}, [])
+    refusal = "It did not run: the board is not complete: 1 action placed, makespan 1."
+    assert [words.startswith(refusal) for words in told if words] == [True, True]
+
+    filled = show.board(1)
+    filled.fill()
+    board._handle_custom_msg({"do": "run", "moves": filled.moves}, [])  # the moves themselves come later
+    assert board.moves == filled.moves
     assert board.measured["verdict"] == "gradients differ by 1e-03"
     assert board.measured["said"].startswith("Ran on 2 ranks: measured 6.00, drawn 6; gradients differ")
     assert board.measured["of"] == " ".join(board.moves)
