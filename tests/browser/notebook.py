@@ -6,7 +6,7 @@ import nbformat
 
 from tests.browser.conftest import Lab
 
-SOON = 30_000  # milliseconds
+SOON = 60_000  # milliseconds
 
 
 def open_and_run(page: Any, lab: Lab, *cells: str, until: str) -> None:

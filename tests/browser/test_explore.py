@@ -6,7 +6,7 @@ import pytest
 from tests.browser.conftest import Lab
 from tests.browser.notebook import SOON, errors, open_and_run
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.long]
+pytestmark = [pytest.mark.timeout(480), pytest.mark.long]
 FIGURE = ".jp-OutputArea-output img[alt*='microbatches']"
 
 

@@ -12,7 +12,7 @@ from course_pp.schedule import Costs, build, simulate
 from tests.browser.conftest import Lab
 from tests.browser.notebook import SOON, errors, open_and_run
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.long]
+pytestmark = [pytest.mark.timeout(480), pytest.mark.long]
 CELL = """
 from course_pp import show
 from course_pp.schedule import Costs, build, simulate

@@ -7,7 +7,7 @@ import pytest
 from tests.browser.conftest import Lab
 from tests.browser.notebook import SOON, errors, open_and_run
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.timeout(480), pytest.mark.long]
 
 
 def test_a_question_is_answered_and_left_by_keyboard_alone(page: Any, lab: Lab) -> None:
