@@ -8,17 +8,17 @@ what the second needs. Everything else (norms, embeddings, convolutions) gets it
 A queue entry keeps the layer's input, which the forward has kept anyway, and in addition the gradient of its output.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
-from course_pp._torch import saved_tensors_hooks_in_force
+from course_pp._torch import will_add_gradient
+from course_pp.linears import LinearMode, sum_so_far
 
 __all__ = ["Deferring", "WeightGradients"]
 
@@ -52,7 +52,7 @@ class WeightGradients:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Backward runs inside. Outside, a stage may differentiate in its forward: that is no gradient of the loss."""
+        """``I`` runs inside. Outside, what is added is computed at once: a stage may run a backward in its forward."""
         self._open = True
         try:
             yield
@@ -60,39 +60,37 @@ class WeightGradients:
             self._open = False
 
     def add(self, weight: Tensor, bias: Tensor | None, x: Tensor, grad_output: Tensor) -> None:
-        if not self._open:
-            return
         holds: tuple[_Hold, ...] = ()
         if self._meter is not None:
             holds = (self._meter.hold(x, "activation"), self._meter.hold(grad_output, "queued"))
         self._entries.append(_Entry(weight, bias, x, grad_output, holds))
+        if not self._open:
+            self.compute()
 
     def compute(self) -> None:
         """Compute what is queued and add it to each ``.grad``, as a backward would: hooks on parameters see it."""
         leaves: list[Tensor] = []
         gradients: list[Tensor] = []
-        for entry in self._entries:
-            grad = entry.grad_output.flatten(end_dim=-2)
-            if entry.weight.requires_grad:
-                leaves.append(entry.weight)
-                gradients.append((grad.t() @ entry.input.flatten(end_dim=-2)).to(entry.weight.dtype))
-            if entry.bias is not None and entry.bias.requires_grad:
-                leaves.append(entry.bias)
-                gradients.append(grad.sum(0).to(entry.bias.dtype))
-            for hold in entry.holds:
-                hold.release()
+        with torch.no_grad():
+            for entry in self._entries:
+                rows, x = entry.grad_output.flatten(end_dim=-2), entry.input.flatten(end_dim=-2)
+                if (grad := sum_so_far(entry.weight, rows, x)) is not None:
+                    grad.addmm_(rows.t(), x)
+                elif entry.weight.requires_grad:
+                    leaves.append(entry.weight)
+                    gradients.append((rows.t() @ x).to(entry.weight.dtype))
+                if entry.bias is not None and entry.bias.requires_grad:
+                    leaves.append(entry.bias)
+                    gradients.append(rows.sum(0).to(entry.bias.dtype))
+                for hold in entry.holds:
+                    hold.release()
         self._entries.clear()
         if leaves:
             torch.autograd.backward(leaves, gradients)
 
 
-class Deferring(TorchFunctionMode):
-    """While a forward runs inside, its linear layers will put their weight gradients into ``queue``.
-
-    Left alone are layers whose weight is frozen, complex or itself computed (parametrised, say), tensor subclasses,
-    layers inside ``torch.compile``, whose graph has no place for a queue, and layers inside ``torch.utils.checkpoint``:
-    it computes them again outside, and must find saved what it then saves.
-    """
+class Deferring(LinearMode):
+    """While a forward runs inside, its linear layers will put their weight gradients into ``queue``."""
 
     def __init__(self, queue: WeightGradients) -> None:
         super().__init__()
@@ -100,24 +98,8 @@ class Deferring(TorchFunctionMode):
         # Makes outputs require grad. The weights must not: autograd would call their hooks at I, without a gradient.
         self._anchor = torch.empty(0, requires_grad=True)
 
-    def __enter__(self) -> "Deferring":
-        self._hooks = saved_tensors_hooks_in_force()
-        super().__enter__()
-        return self
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is F.linear and not torch.compiler.is_compiling():
-            return self._linear(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        can_wait = torch.is_grad_enabled() and input.dim() > 1 and weight.requires_grad and not weight.is_complex()
-        plain = _is_plain_leaf(weight) and (bias is None or _is_plain_leaf(bias))
-        if can_wait and plain and saved_tensors_hooks_in_force() == self._hooks:
-            return _Linear.apply(_as_autocast_would(input), self._anchor, (weight, bias), self._queue)
-        return F.linear(input, weight, bias)
+    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _Linear.apply(_as_autocast_would(input), self._anchor, (weight, bias), self._queue)
 
 
 class _Linear(torch.autograd.Function):
@@ -136,12 +118,9 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, None, None]:
         x, _ = ctx.saved_tensors
         weight, _ = ctx.layer
-        ctx.queue.add(*ctx.layer, x, grad_output)
+        if will_add_gradient(ctx.next_functions[1][0]):
+            ctx.queue.add(*ctx.layer, x, grad_output)
         return grad_output @ weight.to(grad_output.dtype) if ctx.needs_input_grad[0] else None, None, None, None
-
-
-def _is_plain_leaf(tensor: Tensor) -> bool:
-    return tensor.is_leaf and type(tensor) in (Tensor, nn.Parameter)
 
 
 def _as_autocast_would(x: Tensor) -> Tensor:

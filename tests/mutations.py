@@ -28,7 +28,7 @@ class Fault(NamedTuple):
 
 
 BY_HAND, EQUAL, RANDOM = (f"runtime/test_{name}.py" for name in ("by_hand", "equals_one_process", "random_schedules"))
-DEFERRED = "runtime/test_deferred.py"
+DEFERRED, FUSED = "runtime/test_deferred.py", "runtime/test_fused.py"
 GRID = "parallel/test_equals_one_process.py"
 
 FAULTS = [
@@ -59,9 +59,12 @@ FAULTS = [
     Fault("runtime/executor.py", "            if stage:\n", "            if stage > 1:\n", RANDOM),
     Fault("tied.py", "sum(there[1:], start=there[0])", "there[0]", EQUAL),
     Fault("runtime/shared.py", "if len(ranks) > 1\n", "if len(ranks) > 2\n", EQUAL),
-    Fault("deferred.py", "gradients.append(grad.sum(0)", "gradients.append(grad.mean(0)", DEFERRED),
+    Fault("deferred.py", "gradients.append(rows.sum(0)", "gradients.append(rows.mean(0)", DEFERRED),
     Fault("runtime/stage.py", "kept.weight_gradients.compute()", "pass", EQUAL),
     Fault("deferred.py", "self._entries.clear()", "", DEFERRED),
+    Fault("deferred.py", "if will_add_gradient(ctx.next_functions[1][0]):", "if ctx.queue._open:", FUSED),
+    Fault("fused.py", "will_add_gradient(ctx.next_functions[1][0])", "True", FUSED),
+    Fault("linears.py", "return grad if _references(parameter) <= _UNHELD else None", "return grad", FUSED),
     Fault("runtime/rng.py", "torch.set_rng_state(on_cpu.cpu().clone())", "pass", "runtime/test_features.py"),
     Fault("parallel/tied.py", "add_up([parts.get(rank, own) for rank in one.ranks])", "own", GRID),
     Fault("parallel/tied.py", "end.grad = None if total is None else total.clone()", "pass", GRID),

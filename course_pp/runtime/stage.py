@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from course_pp.deferred import Deferring, WeightGradients
+from course_pp.fused import Fusing, is_worth_fusing
 from course_pp.loss import Share
 from course_pp.runtime.memory import Hold, Meter
 from course_pp.runtime.payload import map_tensors, tensors_of
@@ -78,6 +79,7 @@ class Stage:
         self.index, self.module, self._device = index, module, device
         self._recompute, self._meter, self._weights = recompute, meter, weights
         self._writes, self._wanted = writes, wanted
+        self._fusing = Fusing() if weights is None and is_worth_fusing(module) else None
         self._kept: dict[int, _Kept] = {}
 
     def clear(self) -> None:
@@ -184,7 +186,8 @@ class Stage:
         saving: AbstractContextManager[Any] = nullcontext()
         if self._meter is not None:
             saving = self._meter.saving(self.index, microbatch)
-        with saving, nullcontext() if queue is None else Deferring(queue):
+        linears = self._fusing if queue is None else Deferring(queue)
+        with saving, linears or nullcontext():
             output, values = self._compute(value, read, loss, self._module_for(microbatch))
         made, kept.weight = (output, None) if loss is None else output
         differentiable = [t for each in (made, *values.values()) for t in tensors_of(each) if t.requires_grad]
