@@ -3,16 +3,22 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["forget_gradients", "reduce_gradients", "version"]
+__all__ = ["forget_gradients", "n_groups", "reduce_gradients", "version"]
 
 
 def version(tensor: torch.Tensor) -> int:
     """How often the tensor, or another that shares its memory as a view, has been changed in place."""
     return tensor._version
+
+
+def n_groups() -> int:
+    """How many process groups this process is in: torch names one after it that only its own members make."""
+    return len(dist.distributed_c10d._world.pg_names)
 
 
 def reduce_gradients(root: "FSDPModule") -> None:

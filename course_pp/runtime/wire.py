@@ -1,12 +1,16 @@
 """Bytes from rank to rank: one interface over gloo, which has tags, and NCCL, which has only order."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from course_pp.collective import Ranks
+from course_pp.runtime._torch import n_groups
 
 __all__ = ["TRANSPORTS", "Ordered", "Tagged", "Wire", "open_wire"]
 
@@ -36,6 +40,9 @@ class Tagged:
     Args:
         group: the ranks of the pipeline.
         series: below 2**15, the same on all ranks: keeps this pipeline's messages apart from another's in the group.
+        back: a group of the same ranks for messages to lower ones. While one thread writes to a peer, gloo's own thread
+            cannot read what the peer has sent, and keeps a core busy trying: each direction had better have its own
+            connection. None if one group must do for both.
     """
 
     device = torch.device("cpu")
@@ -43,16 +50,20 @@ class Tagged:
     # their time.
     window = 32
 
-    def __init__(self, group: dist.ProcessGroup | None, series: int) -> None:
-        # The group's own methods are called: dist.isend and dist.irecv check for each message what is settled here.
-        self._group: Any = group or dist.group.WORLD  # None in a process alone, which sends nothing
+    def __init__(self, group: dist.ProcessGroup | None, series: int, back: dist.ProcessGroup | None = None) -> None:
+        # The groups' own methods are called: dist.isend and dist.irecv check for each message what is settled here.
+        self._there: Any = group or dist.group.WORLD  # None in a process alone, which sends nothing
+        self._back: Any = back or self._there
+        self._me = 0 if self._there is None else dist.get_rank(group)
         self._first = series * _TAGS_PER_PIPELINE
 
     def isend(self, buffer: Tensor, target: int, number: int) -> dist.Work:
-        return self._group.send([buffer], target, self._first + number % _TAGS_PER_PIPELINE)
+        group = self._there if target > self._me else self._back
+        return group.send([buffer], target, self._first + number % _TAGS_PER_PIPELINE)
 
     def irecv(self, buffer: Tensor, source: int, number: int) -> dist.Work:
-        return self._group.recv([buffer], source, self._first + number % _TAGS_PER_PIPELINE)
+        group = self._there if source < self._me else self._back
+        return group.recv([buffer], source, self._first + number % _TAGS_PER_PIPELINE)
 
 
 class Ordered:
@@ -132,7 +143,8 @@ def open_wire(
             device, else gloo.
 
     Raises:
-        ValueError: for another transport, or one that the group does not have.
+        ValueError: for another transport, or one that the group does not have; for one without tags, if the ranks have
+            unlike numbers of process groups.
     """
     if not channels:  # one rank, perhaps without a process group
         return Tagged(group, series)
@@ -141,12 +153,48 @@ def open_wire(
     if transport is None:
         transport = "nccl" if nccl else "gloo"
     if transport == "nccl" and nccl:
+        _refuse_unlike_groups(group)
         return Ordered(group, channels, "nccl", device, timeout)
     if transport == "gloo" and "gloo" in backends:
-        return Tagged(group, series)
+        return Tagged(group, series, _way_back(group, timeout))
     if transport == "gloo without tags" and "gloo" in backends:
+        _refuse_unlike_groups(group)
         return Ordered(group, channels, "gloo", torch.device("cpu"), timeout)
     raise ValueError(
         f"transport {transport!r} cannot carry tensors on {device} over a process group with {backends}: "
         "use 'gloo', 'nccl' (stages on CUDA, group initialised with nccl) or 'gloo without tags'"
     )
+
+
+# By group: sockets and threads are worth sharing between its pipelines. None where there can be no second group.
+_WAYS_BACK: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
+
+
+def _way_back(group: dist.ProcessGroup | None, timeout: timedelta) -> dist.ProcessGroup | None:
+    """A second gloo group of the ranks of ``group``, always the same; None where torch would not make it alike."""
+    group = group or dist.group.WORLD
+    assert group is not None
+    if group not in _WAYS_BACK:
+        ranks = dist.get_process_group_ranks(group)
+        alike = len(set(_n_groups_by_rank(group))) == 1 and ranks == sorted(ranks)
+        made = (
+            dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True, group_desc="pipeline, back")
+            if alike
+            else None
+        )
+        _WAYS_BACK[group] = made
+    return _WAYS_BACK[group]
+
+
+def _refuse_unlike_groups(group: dist.ProcessGroup | None) -> None:
+    numbers = _n_groups_by_rank(group)
+    if len(set(numbers)) > 1:
+        raise ValueError(
+            f"the pipeline's ranks are in {', '.join(map(str, numbers))} process groups, and torch names the next one "
+            "after that number: put all of them into as many groups, or use transport 'gloo'"
+        )
+
+
+def _n_groups_by_rank(group: dist.ProcessGroup | None) -> Sequence[int]:
+    """Of process groups. Ranks with unlike numbers would wait for each other under unlike names."""
+    return Ranks(group).gather(n_groups())
