@@ -1,10 +1,19 @@
 """The one place outside the rooms that touches private names of torch, which may move between releases."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
+from torch.utils._device import DeviceContext
 
-__all__ = ["has_hooks", "in_functorch", "saved_tensors_hooks_in_force", "will_add_gradient"]
+__all__ = [
+    "after_backward",
+    "functions_are_redefined",
+    "has_hooks",
+    "in_functorch",
+    "saved_tensors_hooks_in_force",
+    "whither",
+]
 
 
 def saved_tensors_hooks_in_force() -> Any:
@@ -22,12 +31,23 @@ def in_functorch() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def will_add_gradient(node: Any) -> bool:
-    """Whether the backward at work will come to ``node``, which adds up the gradients of a leaf.
+def whither(node: Any) -> Literal["into the sum", "out", "nowhere"]:
+    """What becomes of the gradient that comes to ``node``, which adds up those of a leaf, in the backward at work.
 
-    False in ``torch.autograd.grad``, which hands gradients out, and where only other leaves are asked for.
+    A ``backward`` adds it to the sum, ``torch.autograd.grad`` hands it out, and either may not ask for this leaf.
     """
     try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # torch.autograd.grad was asked for this leaf
-        return False
+        return "into the sum" if torch._C._will_engine_execute_node(node) else "nowhere"
+    except RuntimeError:  # so torch says that torch.autograd.grad was asked for this leaf
+        return "out"
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Call ``function`` when the backward at work has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def functions_are_redefined() -> bool:
+    """Whether another mode than that of the default device gives torch's functions a meaning of its own."""
+    modes = (torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack()))
+    return any(not isinstance(mode, DeviceContext) for mode in modes)

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from course_pp._torch import will_add_gradient
-from course_pp.linears import LinearMode, sum_so_far
+from course_pp._torch import after_backward, whither
+from course_pp.linears import LinearMode, add_product, as_rows, is_autocast
 
 __all__ = ["Deferring", "WeightGradients"]
 
@@ -52,7 +52,7 @@ class WeightGradients:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """``I`` runs inside. Outside, what is added is computed at once: a stage may run a backward in its forward."""
+        """``I`` runs inside. A backward outside, as a stage may run in its forward, adds its gradients at its end."""
         self._open = True
         try:
             yield
@@ -60,12 +60,17 @@ class WeightGradients:
             self._open = False
 
     def add(self, weight: Tensor, bias: Tensor | None, x: Tensor, grad_output: Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a stage runs a backward with create_graph=True in its forward, and a split backward keeps no graph of "
+                "the weights' gradients: use a schedule that does not split it, such as 1f1b"
+            )
+        if not self._open and not self._entries:
+            after_backward(self.compute)
         holds: tuple[_Hold, ...] = ()
         if self._meter is not None:
             holds = (self._meter.hold(x, "activation"), self._meter.hold(grad_output, "queued"))
         self._entries.append(_Entry(weight, bias, x, grad_output, holds))
-        if not self._open:
-            self.compute()
 
     def compute(self) -> None:
         """Compute what is queued and add it to each ``.grad``, as a backward would: hooks on parameters see it."""
@@ -73,12 +78,10 @@ class WeightGradients:
         gradients: list[Tensor] = []
         with torch.no_grad():
             for entry in self._entries:
-                rows, x = entry.grad_output.flatten(end_dim=-2), entry.input.flatten(end_dim=-2)
-                if (grad := sum_so_far(entry.weight, rows, x)) is not None:
-                    grad.addmm_(rows.t(), x)
-                elif entry.weight.requires_grad:
-                    leaves.append(entry.weight)
-                    gradients.append((rows.t() @ x).to(entry.weight.dtype))
+                rows, weight = as_rows(entry.grad_output), entry.weight
+                if weight.requires_grad and (product := add_product(weight, rows, as_rows(entry.input))) is not None:
+                    leaves.append(weight)
+                    gradients.append(product.to(weight.dtype))
                 if entry.bias is not None and entry.bias.requires_grad:
                     leaves.append(entry.bias)
                     gradients.append(rows.sum(0).to(entry.bias.dtype))
@@ -99,10 +102,10 @@ class Deferring(LinearMode):
         self._anchor = torch.empty(0, requires_grad=True)
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _Linear.apply(_as_autocast_would(input), self._anchor, (weight, bias), self._queue)
+        return _DeferredLinear.apply(_as_autocast_would(input), self._anchor, (weight, bias), self._queue)
 
 
-class _Linear(torch.autograd.Function):
+class _DeferredLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, anchor: Tensor, layer: tuple[Tensor, Tensor | None], queue: WeightGradients
@@ -110,7 +113,7 @@ class _Linear(torch.autograd.Function):
         weight, bias = layer
         # The weight is saved for autograd's check that nobody changed it; hooks may give back another tensor, so the
         # parameter that is to get the gradient is kept beside it.
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
         ctx.layer, ctx.queue = layer, queue
         return F.linear(x, weight, bias)
 
@@ -118,13 +121,13 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, None, None]:
         x, _ = ctx.saved_tensors
         weight, _ = ctx.layer
-        if will_add_gradient(ctx.next_functions[1][0]):
+        if whither(ctx.next_functions[1][0]) == "into the sum":  # of the anchor: the weight is no part of the graph
             ctx.queue.add(*ctx.layer, x, grad_output)
         return grad_output @ weight.to(grad_output.dtype) if ctx.needs_input_grad[0] else None, None, None, None
 
 
 def _as_autocast_would(x: Tensor) -> Tensor:
     """The input in the dtype of the product, so that the cast is differentiated like any other operation."""
-    if torch.is_autocast_enabled(x.device.type) and x.is_floating_point() and x.dtype != torch.float64:
+    if is_autocast(x) and x.is_floating_point() and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(x.device.type))
     return x

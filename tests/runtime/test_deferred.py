@@ -351,8 +351,8 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if name in ("mm", "addmm", "addmm_", "bmm", "matmul", "linear", "gelu", "gelu_backward", "sum"):
-            self.counts["product" if name in ("mm", "addmm", "addmm_", "bmm", "matmul", "linear") else name] += 1
+        if name in ("mm", "addmm", "bmm", "matmul", "linear", "gelu", "gelu_backward", "sum"):
+            self.counts["product" if name in ("mm", "addmm", "bmm", "matmul", "linear") else name] += 1
         return func(*args, **(kwargs or {}))
 
 

@@ -1,7 +1,10 @@
 """Weight gradients that are added up by the product that makes them are those of ordinary backwards."""
 
+import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -10,16 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
-from course_pp import fused
+from course_pp import fused, linears
 from course_pp.fused import is_worth_fusing
 from course_pp.launch import on_ranks
 from course_pp.runtime import Pipeline
 from course_pp.runtime.stage import Stage
 from course_pp.schedule import build
 from tests.runtime.small import stages_of
-from tests.runtime.test_deferred import MODULES, SHAPES, WIDTH, gradients, layers, made
+from tests.runtime.test_deferred import MODULES, SHAPES, WIDTH, Products, gradients, layers, made
 
 CPU = torch.device("cpu")
 N = 3  # microbatches
@@ -38,7 +43,7 @@ class Additions(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.overloadpacket.__name__ == "addmm_"
+        self.count += func is torch.ops.aten.addmm.out
         return func(*args, **(kwargs or {}))
 
 
@@ -58,7 +63,7 @@ def train(
     torch.manual_seed(2)
     with Additions() as additions:
         for microbatch in range(N):
-            x = torch.randn(shape, dtype=dtype, requires_grad=of_input)
+            x = torch.randn(shape, dtype=dtype, device=next(module.parameters()).device, requires_grad=of_input)
             output, _ = stage.forward(microbatch, x, None, split)
             found += stage.backward(microbatch, (torch.randn_like(output),))
     return gradients(module), found, additions.count
@@ -252,11 +257,227 @@ def test_a_stage_that_asks_for_the_gradient_of_a_weight() -> None:
     assert_equal_but_for_rounding((found, of_fused_inputs), (expected, of_inputs), torch.float64)
 
 
+class Layer(nn.Module):
+    """One call of the function, with a weight and a bias of any shape."""
+
+    def __init__(self, weight: tuple[int, ...], bias: tuple[int, ...] | None, call: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(weight))
+        self.bias = None if bias is None else nn.Parameter(torch.randn(bias))
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(x, self.weight, self.bias)
+
+
+def of_nested(layout: torch.layout, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.cat(F.linear(torch.nested.as_nested_tensor([x[:2], x[2:]], layout=layout), weight, bias).unbind())
+
+
+def of_sparse(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.linear(x.detach().to_sparse(), weight, bias) + x
+
+
+def jacobian(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    found = torch.autograd.functional.jacobian(lambda row: F.linear(row, weight, bias), x[:2], vectorize=True)
+    return F.linear(x, weight, bias) + found.sum()
+
+
+def clipped(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    with torch.no_grad():
+        weight.clamp_(-0.3, 0.3)
+    return F.linear(x.detach(), weight, bias)
+
+
+def frozen_later(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    output = F.linear(x, weight, bias)
+    weight.requires_grad_(weight.grad is None)
+    return output
+
+
+def clamped_sum(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """A weight that is used twice in a backward of the forward has one gradient for its hook to clamp."""
+    handle = weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    F.linear(F.linear(x.detach(), weight, bias).tanh(), weight, bias).pow(2).sum().backward()
+    handle.remove()
+    return F.linear(x, weight, bias)
+
+
+SQUARE, BIAS = (WIDTH, WIDTH), (WIDTH,)
+UNUSUAL = {
+    "a row of biases": Layer(SQUARE, (1, WIDTH), F.linear),
+    "a bias for each row": Layer(SQUARE, (5, WIDTH), F.linear),
+    "one bias for all": Layer(SQUARE, (1,), F.linear),
+    "a weight of one dimension": Layer(BIAS, None, lambda x, weight, _: x + F.linear(x, weight)[:, None]),
+    "nested": Layer(SQUARE, BIAS, partial(of_nested, torch.strided)),
+    "jagged": Layer(SQUARE, BIAS, partial(of_nested, torch.jagged)),
+    "sparse": Layer(SQUARE, BIAS, of_sparse),
+    "a jacobian": Layer(SQUARE, BIAS, jacobian),
+    "a weight that the forward clips": Layer(SQUARE, BIAS, clipped),
+    "a weight frozen before its backward": Layer(SQUARE, BIAS, frozen_later),
+    "a hook in a backward of the forward": Layer(SQUARE, BIAS, clamped_sum),
+}
+
+
 @pytest.mark.usefixtures("_any_size")
-def test_under_autocast_layers_are_ordinary() -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        expected, _, _ = train(made(layers), (5, WIDTH), fuses=False)
-        found, _, added = train(made(layers), (5, WIDTH), fuses=True)
+@pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_layers_out_of_the_ordinary(name: str, split: bool) -> None:
+    def make() -> nn.Module:
+        return deepcopy(UNUSUAL[name])
+
+    expected, of_inputs, _ = train(made(make, torch.float64), (5, WIDTH), fuses=False)
+    found, of_split_inputs, _ = train(made(make, torch.float64), (5, WIDTH), fuses=True, split=split)
+    assert set(found) == set(expected)
+    assert_equal_but_for_rounding((found, of_split_inputs), (expected, of_inputs), torch.float64)
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return 2 * found if func is F.linear else found
+
+
+@pytest.mark.usefixtures("_any_size")
+@pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
+def test_a_mode_of_somebody_else_is_obeyed_and_a_default_device_is_none(split: bool) -> None:
+    with Doubling():
+        expected, of_inputs, _ = train(made(layers, torch.float64), (5, WIDTH), fuses=False)
+        found, of_split_inputs, added = train(made(layers, torch.float64), (5, WIDTH), fuses=True, split=split)
+    assert_equal_but_for_rounding((found, of_split_inputs), (expected, of_inputs), torch.float64)
+    assert added == 0
+    with torch.device("cpu"):
+        assert train(made(layers), (5, WIDTH), fuses=True, split=split)[2] == 2 * (N - 1)
+
+
+class LearnsToLearn(LearnsInside):
+    """The same, with a graph of the gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.inner[0].weight
+        before = 0 if weight.grad is None else weight.grad.detach()
+        self.inner(x.detach()).pow(2).sum().backward(create_graph=True)
+        made = weight.grad - before
+        for parameter in self.parameters():
+            parameter.grad = parameter.grad.detach()
+        return self.inner(x) * made.sum()
+
+
+@pytest.mark.usefixtures("_any_size")
+@pytest.mark.filterwarnings("ignore:Using backward. with create_graph=True")
+def test_a_backward_in_the_forward_that_makes_a_graph_is_right_or_refused() -> None:
+    expected, of_inputs, _ = train(made(LearnsToLearn, torch.float64), (5, WIDTH), fuses=False)
+    found, of_fused_inputs, _ = train(made(LearnsToLearn, torch.float64), (5, WIDTH), fuses=True)
+    assert_equal_but_for_rounding((found, of_fused_inputs), (expected, of_inputs), torch.float64)
+    with pytest.raises(RuntimeError, match=r"create_graph=True in its forward.*use a schedule that does not split it"):
+        train(made(LearnsToLearn), (5, WIDTH), fuses=True, split=True)
+
+
+@pytest.mark.usefixtures("_any_size")
+def test_products_that_nobody_asks_for_are_not_computed() -> None:
+    counts = []
+    for fuses in (False, True):
+        with Products() as products:
+            train(made(Equilibrium), (5, WIDTH), fuses=fuses)
+        counts.append(products.counts["product"])
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.usefixtures("_any_size")
+def test_flops_are_counted_by_torch() -> None:
+    counts = []
+    for fuses in (False, True):
+        with FlopCounterMode(display=False) as flops:
+            train(made(layers), (5, WIDTH), fuses=fuses)
+        counts.append(flops.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.usefixtures("_any_size")
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_the_search_for_nan_finds_them() -> None:
+    module = made(partial(nn.Linear, WIDTH, WIDTH))
+    stage = Stage(1, module, CPU, False, None)
+    module.weight.grad = torch.zeros_like(module.weight)  # type: ignore[arg-type]
+    with torch.autograd.detect_anomaly():
+        output, _ = stage.forward(0, torch.full((5, WIDTH), torch.inf), None, False)
+        with pytest.raises(RuntimeError, match="returned nan values"):
+            stage.backward(0, (torch.zeros_like(output),))
+
+
+def test_threads_that_share_a_weight_add_to_it_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, at_work, most = nn.Linear(512, 512), 0, 0
+
+    def can_add(_: Tensor, __: Tensor) -> bool:
+        nonlocal at_work, most
+        at_work += 1
+        most = max(most, at_work)
+        time.sleep(0.02)
+        at_work -= 1
+        return True
+
+    def work(_: int) -> None:
+        stage = Stage(1, layer, CPU, False, None)
+        output, _ = stage.forward(0, torch.ones(2, 512), None, False)
+        stage.backward(0, (torch.ones_like(output),))
+
+    monkeypatch.setattr(linears, "_can_add", can_add)
+    layer.weight.grad = torch.zeros_like(layer.weight)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(work, range(2)))
+    assert most == 1
+    assert torch.equal(layer.weight.grad, torch.full_like(layer.weight, 2 * 2))
+
+
+@pytest.mark.usefixtures("_any_size")
+@pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
+def test_a_first_stage_may_change_its_weights_between_two_forwards(split: bool) -> None:
+    module = made(lambda: deepcopy(UNUSUAL["a weight that the forward clips"]))
+    stage = Stage(0, module, CPU, False, None)
+    inputs = [torch.randn(5, WIDTH) for _ in range(2)]
+    outputs = [stage.forward(number, x, None, split)[0] for number, x in enumerate(inputs)]
+    for number, output in enumerate(outputs):
+        stage.backward(number, (torch.ones_like(output),))
+    assert_equal_but_for_rounding(module.weight.grad, sum(inputs).sum(0).expand(WIDTH, WIDTH), torch.float32)
+
+
+@pytest.mark.usefixtures("_any_size")
+@pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
+@pytest.mark.parametrize("kind", [Tensor.to_sparse, Tensor.requires_grad_], ids=["sparse", "with a graph"])
+def test_sums_of_another_kind(kind: Callable[[Tensor], Tensor], split: bool) -> None:
+    def start() -> nn.Module:
+        layer = made(partial(nn.Linear, WIDTH, WIDTH))
+        layer.weight.grad = kind(torch.ones(WIDTH, WIDTH))
+        return layer
+
+    expected, of_inputs, _ = train(start(), (5, WIDTH), fuses=False)
+    found, of_split_inputs, _ = train(start(), (5, WIDTH), fuses=True, split=split)
+    torch.testing.assert_close((found, of_split_inputs), (expected, of_inputs))
+
+
+@pytest.mark.usefixtures("_any_size")
+@pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
+def test_a_stage_on_the_meta_device(split: bool) -> None:
+    assert train(layers().to("meta"), (5, WIDTH), fuses=True, split=split)[2] == 2 * (N - 1)
+
+
+class Cast(nn.Module):
+    """Computes in a dtype of its own; its backward runs outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = layers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.inner(x).float()
+
+
+@pytest.mark.usefixtures("_any_size")
+@pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
+def test_under_autocast_weights_have_the_gradients_of_ordinary_layers(split: bool) -> None:
+    expected, _, _ = train(made(Cast), (5, WIDTH), fuses=False)
+    found, _, added = train(made(Cast), (5, WIDTH), fuses=True, split=split)
     assert added == 0
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
@@ -278,8 +499,6 @@ def test_only_large_weights_are_worth_it() -> None:
     assert not is_worth_fusing(small)
     assert not is_worth_fusing(None)
     assert not is_worth_fusing(nn.Conv2d(64, 64, 9))
-    large.compile()
-    assert not is_worth_fusing(nn.Sequential(small, large))
     both = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 511))
     assert train(both, (2, 512), fuses=True)[2] == N - 1
 
