@@ -1,6 +1,7 @@
 """Bytes from rank to rank: one interface over gloo, which has tags, and NCCL, which has only order."""
 
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -166,7 +167,7 @@ def open_wire(
     )
 
 
-# By group: sockets and threads are worth sharing between its pipelines. None where there can be no second group.
+# By group: its pipelines share sockets and threads. None where there can be no second group.
 _WAYS_BACK: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
 
 
@@ -175,14 +176,14 @@ def _way_back(group: dist.ProcessGroup | None, timeout: timedelta) -> dist.Proce
     group = group or dist.group.WORLD
     assert group is not None
     if group not in _WAYS_BACK:
+        _WAYS_BACK[group] = None
         ranks = dist.get_process_group_ranks(group)
-        alike = len(set(_n_groups_by_rank(group))) == 1 and ranks == sorted(ranks)
-        made = (
-            dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True, group_desc="pipeline, back")
-            if alike
-            else None
-        )
-        _WAYS_BACK[group] = made
+        if len(set(_n_groups_by_rank(group))) == 1 and ranks == sorted(ranks):
+            # Where groups have been destroyed, torch may give it a name that is taken, on every rank.
+            with suppress(ValueError):
+                _WAYS_BACK[group] = dist.new_group(
+                    ranks, timeout, "gloo", use_local_synchronization=True, group_desc="pipeline, back"
+                )
     return _WAYS_BACK[group]
 
 

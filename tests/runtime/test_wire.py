@@ -34,6 +34,18 @@ def test_pipelines_of_a_group_share_one_more_for_the_way_back() -> None:
         assert after == [before + 1, before + 1]
 
 
+def where_the_name_is_taken(rank: int, data: Any) -> Trained:
+    passing = dist.new_group(backend="gloo")
+    run(rank, build("gpipe", 2, 4), CONFIG, data, group=passing)  # its way back is named after two groups
+    dist.destroy_process_group(passing)
+    return run(rank, build("1f1b", 2, 4), CONFIG, data)
+
+
+def test_a_name_that_is_taken_does_without_a_way_back() -> None:
+    data = small_batches(CONFIG)
+    assert_equals_one_process(on_ranks(2, where_the_name_is_taken, data), in_one_process(CONFIG, data), CONFIG)
+
+
 def after_a_group_of_its_own(rank: int, data: Any, transport: str) -> Trained:
     if rank == 0:
         dist.new_group([0], backend="gloo", use_local_synchronization=True)
