@@ -3,13 +3,18 @@
     python benchmarks/two_cores.py [repeats]
 
 1F1B on two ranks with m microbatches can be at most 2m/(m + 1) times as fast as one rank that does all the work: that
-is 2 · (1 - bubble), with the bubble (p - 1)/(m + p - 1). Each repeat runs the whole model on one rank while the other
-sleeps, then the pipeline, then torch's, then both stages at once with no message between them: cores that share caches,
-memory and a power budget are not two cores. These stages never wait, so they are the reference: their row says how far
-the cores are from two, and each repeat's pipelines are divided by it. Printed are medians of ratios, and in brackets
-how far their quartiles are apart: a smaller difference says nothing. Leave the machine alone meanwhile.
+is 2 · (1 - bubble), with the bubble (p - 1)/(m + p - 1). In each repeat four steps take turns: the whole model on one
+rank while the other sleeps, our pipeline, torch's, and both stages at once with no message between them. Cores that
+share caches, memory and a power budget are not two cores, so these stages, which never wait, are the reference: their
+row says how far the cores are from two, and each repeat's pipelines are divided by it. All but torch's add weight
+gradients up as our stages do (:mod:`course_pp.fused`), so that our row shows waiting and messages alone.
+
+Printed are medians of ratios, the interval that holds the true median in 19 of 20 runs, and in brackets how far the
+quartiles are apart: a smaller difference says nothing. Small microbatches show the arithmetic of a step, large ones
+leave little but waiting. Leave the machine alone meanwhile.
 """
 
+import math
 import statistics
 import sys
 
@@ -17,72 +22,86 @@ import torch
 from runtime_speed import N_MICROBATCHES, Size, module_of, time_of, torch_schedule
 from torch import nn
 
+from course_pp.fused import Fusing
 from course_pp.launch import on_ranks
 from course_pp.runtime import Pipeline
 from course_pp.schedule import build
 
-SIZE = Size(layers=4, width=1024, samples=256)
+SIZES = (Size(layers=4, width=1024, samples=64), Size(layers=4, width=1024, samples=256))
+CEILING = 2 * N_MICROBATCHES / (N_MICROBATCHES + 1)
 
 
-def main(repeats: int = 30) -> None:
-    speedups = on_ranks(2, take_turns, repeats, timeout_s=500.0)[0]
-    ceiling = 2 * N_MICROBATCHES / (N_MICROBATCHES + 1)
-    apart = speedups.pop("apart")
+def main(repeats: int = 60) -> None:
     print(f"torch {torch.__version__}, 1F1B on 2 ranks, {N_MICROBATCHES} microbatches, medians of {repeats} repeats")
-    print(f"{SIZE.layers} layers a stage of width {SIZE.width}, {SIZE.samples} samples a microbatch")
-    print(f"{'ceiling':<14}{ceiling:>8.3f}   times as fast as one rank")
-    print(
-        f"{'apart':<14}{median(apart)}   times as fast: two stages side by side that never wait; two cores would be 2"
-    )
-    for name, row in speedups.items():
-        reached = [speedup / reference * 2 / ceiling for speedup, reference in zip(row, apart, strict=True)]
-        print(f"{name:<14}{median(row)}   times as fast;{median(reached)} of the ceiling on these cores")
-    ours_over_torch = [ours / torchs for ours, torchs in zip(speedups["ours"], speedups["torch"], strict=True)]
-    print(f"{'ours / torch':<14}{median(ours_over_torch)}   in the same repeat")
+    print(f"ceiling {CEILING:.3f} times as fast as one rank")
+    for size in SIZES:
+        report(size, on_ranks(2, take_turns, size, repeats, timeout_s=500.0)[0])
+
+
+def report(size: Size, speedups: dict[str, list[float]]) -> None:
+    apart, ours, torchs = (speedups[name] for name in ("apart", "ours", "torch"))
+    print(f"\n{size.layers} layers a stage of width {size.width}, {size.samples} samples a microbatch")
+    print(f"{'apart':<14}{median(apart)}   times as fast as one rank: stages that never wait; two cores would be 2")
+    for name, row in (("ours", ours), ("torch", torchs)):
+        reached = [speedup / reference * 2 / CEILING for speedup, reference in zip(row, apart, strict=True)]
+        print(f"{name:<14}{median(row)}   times as fast as one rank")
+        print(f"{'':<14}{median(reached)}   of the ceiling on these cores")
+    print(f"{'ours / torch':<14}{median([a / b for a, b in zip(ours, torchs, strict=True)])}   in the same repeat")
 
 
 def median(ratios: list[float]) -> str:
-    """The median, and how far the quartiles are apart."""
+    """The median, its interval at 95 % from the order of the values, and how far the quartiles are apart."""
     low, middle, high = statistics.quantiles(ratios, method="inclusive")
-    return f"{middle:>8.3f} ({high - low:.3f})"
+    reach = 0.98 * len(ratios) ** 0.5  # 1.96 standard deviations of a binomial count with probability 1/2
+    first, last = math.floor(len(ratios) / 2 - reach), math.ceil(len(ratios) / 2 + reach)
+    ordered = sorted(ratios)
+    interval = f"{ordered[max(first, 0)]:.3f} to {ordered[min(last, len(ratios) - 1)]:.3f}"
+    return f"{middle:>8.3f} {interval:>16} ({high - low:.3f})"
 
 
-def take_turns(rank: int, repeats: int) -> dict[str, list[float]]:
+def take_turns(rank: int, size: Size, repeats: int) -> dict[str, list[float]]:
     """How many times as fast as one rank ours, torch's and the stages apart were, in each repeat."""
-    modules = [module_of(stage, SIZE) for stage in range(2)]
-    batch = torch.randn(SIZE.samples * N_MICROBATCHES, SIZE.width)
+    modules = [module_of(stage, size) for stage in range(2)]
+    batch = torch.randn(size.samples * N_MICROBATCHES, size.width)
     ours = Pipeline(build("1f1b", 2, N_MICROBATCHES), modules[rank], nn.functional.mse_loss)
     theirs = torch_schedule("1f1b", {rank: modules[rank]}, 2)
     arguments = ((batch,), {}) if rank == 0 else ((), {"target": batch})
 
+    def learn(modules: list[nn.Module], x: torch.Tensor) -> None:
+        y = x
+        with Fusing():
+            for module in modules:
+                y = module(y)
+        (nn.functional.mse_loss(y, x.detach()) / N_MICROBATCHES).backward()
+
     def alone() -> None:
         if rank == 0:
             for x in batch.chunk(N_MICROBATCHES):
-                (nn.functional.mse_loss(modules[1](modules[0](x)), x) / N_MICROBATCHES).backward()
+                learn(modules, x)
 
     inputs = batch.clone().requires_grad_(rank > 0)
 
     def apart() -> None:
         for x in inputs.chunk(N_MICROBATCHES):
-            (nn.functional.mse_loss(modules[rank](x), x.detach()) / N_MICROBATCHES).backward()
+            learn([modules[rank]], x)
 
+    steps = {
+        "one": alone,
+        "ours": lambda: ours.step(batch, batch),
+        "torch": lambda: theirs.step(*arguments[0], **arguments[1]),
+        "apart": apart,
+    }
     speedups: dict[str, list[float]] = {"ours": [], "torch": [], "apart": []}
     for repeat in range(repeats + 2):
-        steps = {
-            "one": alone,
-            "ours": lambda: ours.step(batch, batch),
-            "torch": lambda: theirs.step(*arguments[0], **arguments[1]),
-            "apart": apart,
-        }
         taken = {}
-        for name, step in steps.items():
+        for turn in range(len(steps)):  # each begins equally often: a step leaves caches as the next one finds them
+            name = list(steps)[(turn + repeat) % len(steps)]
             for module in modules:
                 module.zero_grad()
-            taken[name] = time_of(step)
-        one = taken.pop("one")
+            taken[name] = time_of(steps[name])
         if repeat >= 2:
-            for name, seconds in taken.items():
-                speedups[name].append(one / seconds)
+            for name, row in speedups.items():
+                row.append(taken["one"] / taken[name])
     return speedups
 
 
