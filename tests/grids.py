@@ -1,6 +1,8 @@
 """Grids of cases, of which the default run holds a sample."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from inspect import signature
 from itertools import product
 from math import prod
 from typing import Any
@@ -23,6 +25,37 @@ def examples(n: int) -> settings:
     Which run this is, tests/conftest.py says in ``IN_FULL``.
     """
     return settings(deadline=None, max_examples=n if IN_FULL else n // 3)
+
+
+def folded(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """As ``pytest.mark.parametrize``, but one test for all cases: for sizes, of which an id would say nothing.
+
+    The first case that fails ends the test, and its error says which case that is.
+
+    Args:
+        names: of the parameters, with commas between them.
+        cases: a tuple each, or a value if there is one parameter.
+    """
+    keys = names.replace(" ", "").split(",")
+    rows = [dict(zip(keys, case if len(keys) > 1 else (case,), strict=True)) for case in cases]
+
+    def fold(function: Callable[..., None]) -> Callable[..., None]:
+        taken = signature(function)
+
+        @wraps(function)
+        def every(*args: Any, **given: Any) -> None:
+            for row in rows:
+                try:
+                    function(*args, **given, **row)
+                except BaseException as error:  # a skip, too
+                    error.add_note(f"in the case {', '.join(f'{key}={value!r}' for key, value in row.items())}")
+                    raise
+
+        rest = [parameter for name, parameter in taken.parameters.items() if name not in keys]
+        every.__signature__ = taken.replace(parameters=rest)  # type: ignore[attr-defined]  # what pytest asks for
+        return every
+
+    return fold
 
 
 def crossed(*axes: Sequence[Any]) -> list[Any]:

@@ -4,10 +4,11 @@ import re
 import tomllib
 from pathlib import Path
 
-import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from tests.grids import folded
 
 ROOT = Path(__file__).parents[1]
 
@@ -33,7 +34,7 @@ def declared():
     return [r for r in map(Requirement, texts) if r.name != project["name"]]
 
 
-@pytest.mark.parametrize("requirement", declared(), ids=lambda r: r.name)
+@folded("requirement", declared())
 def test_constraints_pin_every_declared_requirement_within_its_range(requirement):
     version = pinned().get(canonicalize_name(requirement.name))
     assert version is not None, f"{requirement.name} is not in constraints.txt"

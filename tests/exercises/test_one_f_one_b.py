@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from math import ceil, floor
 from typing import Any
 
@@ -32,6 +32,7 @@ from course_pp.runtime import (
 from course_pp.schedule import Action, Costs, build, simulate
 from tests.exercises import grading
 from tests.exercises.grading import accepts
+from tests.grids import folded
 
 Answer = Callable[..., Any]
 
@@ -411,9 +412,7 @@ def test_room_may_be_counted_rank_by_rank() -> None:
     accepts("held_with_latency", from_the_last_rank_up)
 
 
-@pytest.mark.parametrize("p", [2, 3, 5])
-@pytest.mark.parametrize("latency", [0, 1, 3, 7])
-@pytest.mark.parametrize("m", [1, 6, 24])
+@folded("p, latency, m", product([2, 3, 5], [0, 1, 3, 7], [1, 6, 24]))
 def test_with_that_room_latency_costs_what_it_costs_gpipe(p: int, latency: int, m: int) -> None:
     costs = Costs(1, 1, 1, latency)
     limits = [held_with_latency(rank, p, 1, 2, latency) for rank in range(p)]

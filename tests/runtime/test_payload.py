@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from course_pp.runtime.payload import NOTHING, describe, flatten, map_tensors, pack, tensors_of, unpack
-from tests.grids import examples
+from tests.grids import examples, folded
 
 DTYPES = [
     torch.bool,
@@ -107,8 +107,8 @@ def test_any_nesting_of_tensors_and_plain_values_arrives_as_it_was(value: Any) -
     assert_same(sent(value), value)
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (1,), (3,), (2, 5)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@folded("shape", [(), (0,), (2, 0, 3), (1,), (3,), (2, 5)])
 def test_a_tensor_of_any_dtype_and_shape_arrives_alone_and_behind_an_odd_one(
     dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:

@@ -5,6 +5,7 @@ from random import Random
 import pytest
 
 from course_pp.schedule import Action, Costs, Overlap, Schedule, bound, build, names, search, simulate
+from tests.grids import folded
 from tests.schedule.sizes import built
 
 UNIT = Costs(1, 1, 1)
@@ -53,7 +54,7 @@ def test_memory_that_goes_back_with_the_input_gradient_is_free_for_the_next_forw
 
 
 @pytest.mark.parametrize("name", names())
-@pytest.mark.parametrize("latency", [0, Fraction(1, 2)])
+@folded("latency", [0, Fraction(1, 2)])
 def test_no_schedule_beats_the_bound_for_the_memory_it_uses(name: str, latency: Fraction) -> None:
     costs = Costs(1, 1, 1, latency, activation=Fraction(3, 2), released_by_input_grad=1, weights=5)
     schedule = build(name, 4, 8)
@@ -69,7 +70,7 @@ def test_floats_that_sum_to_the_limit_fill_it() -> None:
 
 
 @pytest.mark.parametrize("name", names())
-@pytest.mark.parametrize(("activation", "weights"), [(0.1, 0.7), (0.3, 1e6), (1 / 3, 0.1)])
+@folded("activation, weights", [(0.1, 0.7), (0.3, 1e6), (1 / 3, 0.1)])
 def test_a_limit_that_a_schedule_meets_in_floats_is_not_refused(name: str, activation: float, weights: float) -> None:
     costs = Costs(activation=activation, weights=weights)
     schedule = built(name, 1, 2)

@@ -1,9 +1,11 @@
 import re
+from itertools import product
 from typing import Any
 
 import pytest
 
 from course_pp.schedule import Action, Costs, Schedule, build, check, find, names, simulate
+from tests.grids import folded
 from tests.schedule.orders import torch_rows
 from tests.schedule.sizes import TWO_COPIES
 
@@ -65,8 +67,7 @@ def test_every_size_a_schedule_allows_can_run_and_every_other_is_refused_with_on
     assert all("give" in refusal for refusal in refusals)
 
 
-@pytest.mark.parametrize("replicas", [(1,), (2, 1), (1, 3), (2, 3, 1), (3, 3, 2), (1, 2, 4)])
-@pytest.mark.parametrize("n_microbatches", [1, 2, 7, 12])
+@folded("replicas, n_microbatches", product([(1,), (2, 1), (1, 3), (2, 3, 1), (3, 3, 2), (1, 2, 4)], [1, 2, 7, 12]))
 def test_pipedream_runs_with_replicated_stages(replicas: tuple[int, ...], n_microbatches: int) -> None:
     schedule = build("pipedream", sum(replicas), n_microbatches, replicas=replicas)
     assert check(schedule) == []
@@ -99,8 +100,8 @@ def our_order(schedule: Schedule) -> list[list[str]]:
     return [[str(action) for action in row] for row in schedule.actions]
 
 
-@pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 4), (2, 2), (2, 5), (3, 4), (4, 4), (4, 8), (4, 13), (8, 32)])
 @pytest.mark.parametrize("name", ["GPipe", "1F1B"])
+@folded("p, m", [(1, 1), (1, 4), (2, 2), (2, 5), (3, 4), (4, 4), (4, 8), (4, 13), (8, 32)])
 def test_one_stage_a_rank_is_ordered_as_in_torch(name: str, p: int, m: int) -> None:
     ours, theirs = our_order(build(name, p, m)), torch_order(name, p, m, 1)
     if name == "1F1B":
@@ -112,14 +113,14 @@ def test_one_stage_a_rank_is_ordered_as_in_torch(name: str, p: int, m: int) -> N
 
 
 @pytest.mark.parametrize("v", [1, 2, 3])
-@pytest.mark.parametrize(("p", "m"), [(1, 4), (2, 2), (2, 6), (3, 2), (4, 8), (4, 10), (4, 3), (5, 15)])
 @pytest.mark.parametrize("name", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"])
+@folded("p, m", [(1, 4), (2, 2), (2, 6), (3, 2), (4, 8), (4, 10), (4, 3), (5, 15)])
 def test_several_stages_a_rank_are_ordered_as_in_torch(name: str, p: int, m: int, v: int) -> None:
     assert our_order(build(name, p, m, v)) == torch_order(name, p, m, v)
 
 
-@pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 4), (3, 6), (4, 8), (4, 13), (7, 14)])
 @pytest.mark.parametrize("name", ["ZBVZeroBubble", "DualPipeV"])
+@folded("p, m", [(1, 2), (2, 4), (3, 6), (4, 8), (4, 13), (7, 14)])
 def test_v_shaped_schedules_are_ordered_as_in_torch(name: str, p: int, m: int) -> None:
     assert our_order(build(name, p, m)) == torch_order(name, p, m, 2)
 
@@ -135,7 +136,7 @@ def test_torchs_names_are_understood(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*names(), "interleaved_zb"])
-@pytest.mark.parametrize("p", [1, 2, 5])
+@folded("p", [1, 2, 5])
 def test_a_placement_is_known_before_there_are_microbatches(name: str, p: int) -> None:
     p += p % 2 if name in TWO_COPIES else 0
     others = () if not find(name).any_chunks else (2, 4) if name == "hanayo" else (1, 3)
@@ -143,8 +144,8 @@ def test_a_placement_is_known_before_there_are_microbatches(name: str, p: int) -
         assert find(name).placement(p, chunks) == build(name, p, 2 * p, chunks).placement
 
 
-@pytest.mark.parametrize(("p", "m"), [(1, 4), (3, 6), (4, 10)])
 @pytest.mark.parametrize("name", ["interleaved_zb", "InterleavedZeroBubble", "ScheduleInterleavedZeroBubble"])
+@folded("p, m", [(1, 4), (3, 6), (4, 10)])
 def test_interleaved_zero_bubble_is_zb_h1_with_two_stages_a_rank(name: str, p: int, m: int) -> None:
     assert build(name, p, m) == build("zb_h1", p, m, 2)
     assert build(name, p, m, 3) == build("zb_h1", p, m, 3)
@@ -190,7 +191,7 @@ def test_what_a_schedule_does_not_allow_is_refused_with_the_nearest_that_works(a
         build(*arguments)
 
 
-@pytest.mark.parametrize("m", range(1, 30))
+@folded("m", range(1, 30))
 def test_the_sizes_named_in_a_refusal_work(m: int) -> None:
     try:
         build("interleaved_1f1b", 4, m)

@@ -5,6 +5,7 @@ from fractions import Fraction
 import pytest
 
 from course_pp.schedule import Action, Costs, Overlap, Schedule, build, names, simulate, theory
+from tests.grids import folded
 from tests.schedule.sizes import built
 
 
@@ -65,7 +66,7 @@ def test_default_costs_are_one_unit_for_each_third(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["forward", "input_grad", "weight_grad", "latency", "recompute", "overlapped", "update", "activation"]
 )
-@pytest.mark.parametrize("value", [-1, math.nan, math.inf, "1", True, [1, -1], None])
+@folded("value", [-1, math.nan, math.inf, "1", True, [1, -1], None])
 def test_impossible_costs_are_refused_by_name(name: str, value: object) -> None:
     if value is None and name == "overlapped":
         return

@@ -18,6 +18,7 @@ from course_pp.schedule import (
     names,
     simulate,
 )
+from tests.grids import folded
 from tests.schedule.layouts import gpipe, naive
 from tests.schedule.sizes import built
 
@@ -152,8 +153,8 @@ def test_the_critical_path_of_1f1b_goes_down_and_up_once_for_every_round_of_micr
     assert " ".join(str(span.action) for span in tl.critical_path) == "0F0 1F0 2F0 2B0 1B0 0B0 0F3 1F3 2F3 2B3 1B3 0B3"
 
 
-@pytest.mark.parametrize("latency", [0, Fraction(1, 3), 4])
 @pytest.mark.parametrize("name", names())
+@folded("latency", [0, Fraction(1, 3), 4])
 def test_the_critical_path_fills_the_makespan_but_for_transfers(name: str, latency: Fraction) -> None:
     tl = simulate(built(name, 3, 6), Costs(1, 2, 1, latency))
     path = tl.critical_path

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from course_pp.schedule import Action, Schedule, build, check, from_torch_csv, names, simulate, to_torch_csv
+from tests.grids import folded
 from tests.schedule.orders import torch_accepts, torch_rows
 from tests.schedule.sizes import TWO_COPIES
 
@@ -12,7 +13,7 @@ WRITTEN = [name for name in names() if name not in ("pipedream", *TWO_COPIES)]
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-@pytest.mark.parametrize(("p", "m"), [(1, 2), (3, 6), (4, 8)])
+@folded("p, m", [(1, 2), (3, 6), (4, 8)])
 def test_what_is_written_is_read_back(name: str, p: int, m: int) -> None:
     schedule = build(name, p, m)
     read = from_torch_csv(to_torch_csv(schedule), name=name)

@@ -4,9 +4,10 @@ import sys
 import pytest
 
 from course_pp import show
+from tests.grids import folded
 
 
-@pytest.mark.parametrize("name", show.__all__)
+@folded("name", show.__all__)
 def test_every_public_name_is_there(name: str) -> None:
     assert getattr(show, name).__module__.startswith("course_pp.show.")
     assert name in dir(show)

@@ -4,6 +4,7 @@ import pytest
 
 from course_pp.schedule import Action, Costs, Span, Timeline, build, names, simulate
 from course_pp.show import timeline_text
+from tests.grids import folded
 from tests.schedule.layouts import gpipe, naive
 
 
@@ -36,8 +37,8 @@ def test_no_line_is_longer_than_the_width(name: str, n_ranks: int, n_microbatche
     assert len(chart.splitlines()) <= 50
 
 
-@pytest.mark.parametrize("width", [100, 91, 83])
 @pytest.mark.parametrize("name", names())
+@folded("width", [100, 91, 83])
 def test_every_action_is_labelled_on_one_line_where_there_is_room(name: str, width: int) -> None:
     tl = simulate(build(name, 4, 8), Costs(update=1))
     lines = timeline_text(tl, width).splitlines()
