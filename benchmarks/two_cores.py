@@ -9,8 +9,8 @@ share caches, memory and a power budget are not two cores, so these stages, whic
 row says how far the cores are from two, and each repeat's pipelines are divided by it. All but torch's add weight
 gradients up as our stages do (:mod:`course_pp.fused`), so that our row shows waiting and messages alone.
 
-Printed are medians of ratios, the interval that holds the true median in 19 of 20 runs, and in brackets how far the
-quartiles are apart: a smaller difference says nothing. Small microbatches show the arithmetic of a step, large ones
+Printed are medians of ratios, the interval that holds the true median in 19 of 20 runs, and how far the quartiles are
+apart: a smaller difference says nothing of a single step. Small microbatches show the arithmetic of a step, large ones
 leave little but waiting. Leave the machine alone meanwhile.
 """
 
@@ -41,22 +41,23 @@ def main(repeats: int = 60) -> None:
 def report(size: Size, speedups: dict[str, list[float]]) -> None:
     apart, ours, torchs = (speedups[name] for name in ("apart", "ours", "torch"))
     print(f"\n{size.layers} layers a stage of width {size.width}, {size.samples} samples a microbatch")
-    print(f"{'apart':<14}{median(apart)}   times as fast as one rank: stages that never wait; two cores would be 2")
+    print(f"{'':<37}{'median':>8}{'interval':>18}{'quartiles':>11}")
+    for name, row in speedups.items():
+        print(line(f"{name}: times as fast as one rank", row))
     for name, row in (("ours", ours), ("torch", torchs)):
         reached = [speedup / reference * 2 / CEILING for speedup, reference in zip(row, apart, strict=True)]
-        print(f"{name:<14}{median(row)}   times as fast as one rank")
-        print(f"{'':<14}{median(reached)}   of the ceiling on these cores")
-    print(f"{'ours / torch':<14}{median([a / b for a, b in zip(ours, torchs, strict=True)])}   in the same repeat")
+        print(line(f"{name}: of the ceiling on these cores", reached))
+    print(line("ours / torch", [a / b for a, b in zip(ours, torchs, strict=True)]))
 
 
-def median(ratios: list[float]) -> str:
+def line(what: str, ratios: list[float]) -> str:
     """The median, its interval at 95 % from the order of the values, and how far the quartiles are apart."""
     low, middle, high = statistics.quantiles(ratios, method="inclusive")
     reach = 0.98 * len(ratios) ** 0.5  # 1.96 standard deviations of a binomial count with probability 1/2
     first, last = math.floor(len(ratios) / 2 - reach), math.ceil(len(ratios) / 2 + reach)
     ordered = sorted(ratios)
     interval = f"{ordered[max(first, 0)]:.3f} to {ordered[min(last, len(ratios) - 1)]:.3f}"
-    return f"{middle:>8.3f} {interval:>16} ({high - low:.3f})"
+    return f"{what:<37}{middle:>8.3f}{interval:>18}{high - low:>11.3f}"
 
 
 def take_turns(rank: int, size: Size, repeats: int) -> dict[str, list[float]]:
