@@ -24,7 +24,16 @@ from course_pp.runtime import Pipeline
 from course_pp.runtime.stage import Stage
 from course_pp.schedule import build
 from tests.runtime.small import stages_of
-from tests.runtime.test_deferred import MODULES, SHAPES, WIDTH, Products, gradients, layers, made
+from tests.runtime.test_deferred import (
+    MODULES,
+    SHAPES,
+    WIDTH,
+    Products,
+    assert_equal_but_for_rounding,
+    gradients,
+    layers,
+    made,
+)
 
 CPU = torch.device("cpu")
 N = 3  # microbatches
@@ -67,11 +76,6 @@ def train(
             output, _ = stage.forward(microbatch, x, None, split)
             found += stage.backward(microbatch, (torch.randn_like(output),))
     return gradients(module), found, additions.count
-
-
-def assert_equal_but_for_rounding(found: Any, expected: Any, dtype: torch.dtype) -> None:
-    error = 1e-12 if dtype.to_real() == torch.float64 else 1e-5
-    torch.testing.assert_close(found, expected, rtol=error, atol=error)
 
 
 # How many of a microbatch's weight gradients can be added by their product.
