@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ def _nothing_left() -> Iterator[None]:
 
 NO_STREAMS = """
 import os, resource, signal, sys
+from itertools import count, islice
 from pathlib import Path
 from course_pp.launch import on_ranks
 
@@ -108,7 +110,8 @@ def test_a_deleted_folder_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Monk
 def test_too_few_files_are_a_sentence_with_the_limit() -> None:
     on_ranks(1, print)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = max(map(int, os.listdir("/dev/fd"))) + 8
+    used = set(map(int, os.listdir("/dev/fd")))
+    few = next(islice((number for number in count() if number not in used), 8, None))  # leaves 8 unused below it
     resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
     try:
         with pytest.raises(LaunchError, match=f"8 ranks need more open files than the limit of {few} leaves"):
