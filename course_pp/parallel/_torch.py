@@ -47,16 +47,16 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def fake_store() -> dist.Store:
-    """A store for the backend "fake", whose collectives do nothing; the import makes that backend known."""
+    """Return a store for the backend "fake", whose collectives do nothing; the import makes that backend known."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
 
 
 def forget_meshes() -> None:
-    """Empty the caches in which DTensor keeps every mesh, with its process groups; for the end of the process.
+    """Empty the caches in which DTensor keeps every mesh and its process groups; call it when the process ends.
 
-    Gloo's threads then end with the groups, and not while the interpreter is being taken down around them.
+    Gloo's threads then end with their groups, before the interpreter shuts down.
     """
     for cache in _caches_of("torch.distributed.tensor"):
         cache.cache_clear()
@@ -71,7 +71,7 @@ def forget_meshes() -> None:
 
 
 def _caches_of(package: str) -> list[Any]:
-    """The functions of a package, and of classes in it, that remember what they have returned."""
+    """Return the functions of a package, and of classes in it, that remember what they have returned."""
     modules = [module for name, module in sys.modules.items() if name.startswith(package)]
     found = [value for module in modules for value in vars(module).values()]
     found += [value for each in found if isinstance(each, type) for value in vars(each).values()]
@@ -111,10 +111,10 @@ class LocalNeighboursStage(PipelineStage):
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def _gather_parameters(self) -> None:
-        """Put the gathered parameters of FSDP2 in place, which a forward may have freed since.
+        """Put FSDP2's gathered parameters back in place: a forward may have freed them.
 
-        torch looks for the graph's parameters among the module's. Finding shards there instead, it leaves the
-        gradients of a split backward out, without a word.
+        torch looks for the graph's parameters in the module. If it finds shards there, it silently skips the gradients
+        of a split backward.
         """
         for module in self.submod.modules():
             if isinstance(module, FSDPModule):
@@ -124,11 +124,11 @@ class LocalNeighboursStage(PipelineStage):
 def explicit_order(
     stages: list[PipelineStage], n_microbatches: int, rows: Sequence[Sequence[str]], **options: Any
 ) -> Any:
-    """The executor behind torch's own multi-stage schedules, for an order of actions that is given.
+    """Return the executor behind torch's own multi-stage schedules, for a given order of actions.
 
     Args:
         rows: for each rank its actions as torch writes them, ``"2F0"``.
-        options: for the executor, which is a schedule of torch's.
+        options: keyword arguments of the executor, which is itself a torch schedule.
     """
     schedule = _schedules._PipelineScheduleRuntime(stages, n_microbatches, **options)
     schedule.pipeline_order = {rank: list(map(_schedules._Action.from_str, row)) for rank, row in enumerate(rows)}
@@ -137,9 +137,9 @@ def explicit_order(
 
 
 def begin_without_messages(schedule: Any, stages: Iterable[Any]) -> None:
-    """Let a schedule of torch's begin without the messages that open connections to neighbours.
+    """Begin a torch schedule without the messages that open connections to neighbours.
 
-    From 2.13 on ranks also agree by them that their shapes are declared.
+    From torch 2.13 on, ranks also use these messages to agree that their shapes are declared.
     """
 
     def settled(stages: Iterable[PipelineStage], *_: Any, **__: Any) -> None:
@@ -153,14 +153,14 @@ def begin_without_messages(schedule: Any, stages: Iterable[Any]) -> None:
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
-    """Tensors made inside have a device, a shape and no values, and so has all that is computed with them."""
+    """Make tensors without values inside: they, and all results of them, have only a device and a shape."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def carries_integers() -> bool:
-    """Whether torch's pipelining sends tensors without gradient between stages: from 2.13 on."""
+    """Return whether torch's pipelining sends tensors without gradient between stages: from 2.13 on."""
     return hasattr(_pipelining_utils, "_StageMeta")
 
 
@@ -170,7 +170,7 @@ def mixed_precision(module: torch.nn.Module) -> MixedPrecisionPolicy | None:
 
 
 def norms_of(tensors: Sequence[Tensor], norm_type: float, foreach: bool, device: torch.device) -> Tensor:
-    """The norm of each tensor that is not empty, float64 (n,), accumulated in float32 at least."""
+    """Return the norm of each tensor that is not empty, float64 (n,), accumulated in float32 or wider."""
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if not tensors:
         return torch.zeros(0, dtype=torch.float64, device=device)
@@ -202,10 +202,10 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 class CollectiveWatcher(TorchDispatchMode):
-    """Tells of every collective and message this process begins in the ``with`` block, on any process group.
+    """Reports every collective and message that this process begins in the ``with`` block, on any process group.
 
-    All of them pass torch's dispatcher, whether FSDP2, DTensor, pipelining or the user calls them. Autograd takes the
-    mode along to the threads that run backward.
+    All of them pass torch's dispatcher, whether FSDP2, DTensor, pipelining or the user calls them. Autograd carries
+    this mode to the threads that run backward.
 
     Args:
         tell: called with the operator's name, such as ``"_allgather_base_"``, the group, and the bytes of the larger of
@@ -234,7 +234,7 @@ class CollectiveWatcher(TorchDispatchMode):
 
 
 def _group(group: Any) -> dist.ProcessGroup:
-    """A process group from whatever an operator takes for one: a group, its name, or the dispatcher's box around it."""
+    """Return the process group that an operator was given: as a group, its name, or the dispatcher's box around it."""
     if isinstance(group, dist.ProcessGroup):
         return group
     resolve: Callable[[Any], dist.ProcessGroup] = distributed_c10d._resolve_process_group
@@ -246,10 +246,10 @@ def _n_bytes(value: Any) -> int:
 
 
 class GatheredWatcher(TorchDispatchMode):
-    """Looks after every operation in the ``with`` block at how many bytes of parameters FSDP2 holds gathered.
+    """Measures after every operation in the ``with`` block how many bytes of gathered parameters FSDP2 holds.
 
-    On all ranks of ``dp_shard`` or, after forward, on some; a gather that was begun counts. While it is copied out both
-    copies exist, and count once.
+    Parameters count whether they are gathered over all ranks of ``dp_shard`` or, after forward, over some. A gather
+    counts from its start. While it is copied out, both copies exist and count once.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:

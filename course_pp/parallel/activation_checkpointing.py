@@ -4,7 +4,7 @@
     selective   attention is recomputed, the feed-forward block's activations are kept
     full        only the input of each block is kept: least memory, one more forward
 
-Which modules are blocks says :func:`find_blocks`.
+:func:`find_blocks` decides which modules are blocks.
 
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174; recomputing attention alone:
 Korthikanti et al. 2022, arXiv:2205.05198, section 5.
@@ -35,12 +35,11 @@ def apply_ac(
     attention: str | None = None,
     device_mesh: DeviceMesh | None = None,
 ) -> tuple[str, ...]:
-    """Checkpoint the blocks of ``model`` in place: after tensor parallelism, before compilation
-    and FSDP2.
+    """Checkpoint the blocks of ``model`` in place: after tensor parallelism, before compilation and FSDP2.
 
     Results do not change. Each microbatch keeps the state of the random number generators it was computed with, so
     dropout is recomputed as it was. Under a schedule that splits backward (``zb_v``, ``interleaved_zb``,
-    ``dualpipe_v``) torch runs a checkpointed module's forward not once more but again for each of its parameters.
+    ``dualpipe_v``) torch runs a checkpointed module's forward again for each of its parameters, not just once.
 
     Args:
         model: any model, or one stage of it.
@@ -48,7 +47,7 @@ def apply_ac(
         blocks: see :func:`find_blocks`.
         attention: a name pattern inside a block, for ``"selective"``; None is the part whose class is named
             ``…Attention…``, as in this package, transformers and torch.
-        device_mesh: what one of its ranks refuses, all refuse; all must call. None asks no other rank.
+        device_mesh: call on all its ranks; if one refuses, all refuse. None asks no other rank.
 
     Returns:
         The names of the modules that are recomputed.
@@ -74,7 +73,7 @@ def apply_ac(
 
 
 def _attention_of(name: str, block: nn.Module, pattern: str | None) -> tuple[str, nn.Module]:
-    """The one attention of a block, by its name in the model."""
+    """Return the one attention of a block, by its name in the model."""
     found = _outermost_attention(block) if pattern is None else modules_matching(block, pattern)
     if len(found) != 1:
         sought = "whose class is named …Attention…" if pattern is None else f"that attention={pattern!r} matches"

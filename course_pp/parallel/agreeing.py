@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline settle before the first step: that their stages make up one pipeline."""
+"""Before the first step the ranks of a pipeline check that their stages make up one pipeline."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -23,7 +23,7 @@ __all__ = ["agree", "everyone_of"]
 
 
 def everyone_of(stage: ModelStage) -> dist.ProcessGroup | None:
-    """All ranks of the mesh: a rank that refuses leaves not only its own pipeline waiting, but also its replicas."""
+    """Return all ranks of the mesh: a rank that refuses alone leaves its pipeline waiting, and its replicas too."""
     return stage.group if stage.device_mesh is None else dist.group.WORLD
 
 
@@ -34,14 +34,14 @@ def agree(
     tied: Iterable[SharedName] | None,
     limit_s: float | None,
 ) -> int:
-    """Settle what crosses every boundary and which weights are one, and tell the stages; a collective of all ranks.
+    """Agree on what crosses every boundary and which weights are tied, and tell the stages; a collective.
 
     Returns:
         The rows of a microbatch.
 
     Raises:
-        ValueError: on every rank, for stages placed otherwise than ``schedule`` needs, that do not fit one another, or
-            that were built for different pipelines.
+        ValueError: on every rank, for stages that are not placed as ``schedule`` needs, do not fit one another, or were
+            built for different pipelines.
         RankMissing: if a rank has ended or does not come.
     """
     everyone = Ranks(everyone_of(stages[0]), limit_s=limit_s)
@@ -70,7 +70,7 @@ def agree(
 
 
 def _problem_of_placement(stages: Sequence[ModelStage], n_microbatches: int, schedule: str | Schedule) -> str | None:
-    """What keeps this rank's stages from running under ``schedule``, as far as the rank can tell alone."""
+    """Return why this rank's stages cannot run under ``schedule``, as far as the rank can tell alone."""
     pp_rank, pp_size, n_stages = stages[0].group_rank, stages[0].group_size, stages[0].num_stages
     indices = [s.stage_index for s in stages]
     try:
@@ -92,10 +92,10 @@ def _problem_of_placement(stages: Sequence[ModelStage], n_microbatches: int, sch
 
 
 def _problem_of_sharding(stages: Sequence[ModelStage], schedule: str | Schedule) -> str | None:
-    """What keeps FSDP2 from seeing the second half of a split backward.
+    """Return why FSDP2 would miss the second half of a split backward; None if it would not.
 
-    torch tells the stage itself to reduce after the last microbatch. Parts that are sharded in a stage that is not do
-    so at the end of every backward, and what their weights get later would be lost without a word.
+    torch tells the stage itself to reduce after the last microbatch. If only parts of a stage are sharded, they reduce
+    at the end of every backward, and gradients that come later would be silently lost.
     """
     for stage in stages if splits_backward(schedule) != "none" else ():
         inside = [name for name, part in stage.submod.named_modules() if isinstance(part, FSDPModule)]
@@ -109,14 +109,14 @@ def _problem_of_sharding(stages: Sequence[ModelStage], schedule: str | Schedule)
 
 
 def _facts_of_transformer(stage: ModelStage) -> dict[str, object]:
-    """What all stages of this package's model are built for."""
+    """Return what all stages of this package's model are built for."""
     if not isinstance(stage.submod, PipelineStageModule) or stage.takes is None or stage.returns is None:
         return {}
     return {"(batch_size, seq_len)": stage.takes.metas[0].shape[:2], "param_dtype": stage.returns.metas[0].dtype}
 
 
 def _problem_of_layers(stages: Sequence[ModelStage], pipeline: Ranks) -> str | None:
-    """What keeps the stages of this package's model from holding each layer once."""
+    """Return what keeps the stages of this package's model from holding each layer once."""
     ours = [(s.stage_index, s.submod) for s in stages if isinstance(s.submod, PipelineStageModule)]
     ranks = pipeline.gather([(index, module.layer_range) for index, module in ours])
     if not ours:
@@ -136,10 +136,10 @@ def _problem_of_layers(stages: Sequence[ModelStage], pipeline: Ranks) -> str | N
 
 
 def _settle_boundaries(stages: Sequence[ModelStage], pipeline: Ranks) -> str | None:
-    """Find, stage by stage, what crosses every boundary, and tell torch; what is wrong with it, the same on all ranks.
+    """Find what crosses every boundary, and tell torch; return the problem, the same on all ranks, or None.
 
-    A stage that does not declare what it returns can be asked once it is known what it is called with, so each round
-    settles at least one more stage, and all of them if nothing has to be found.
+    What a stage returns can be found once its inputs are known. So each round settles at least one more stage, and the
+    first one settles all if every stage declares what it returns.
     """
     n_stages = stages[0].num_stages
     taken: dict[int, Boundary] = {}
@@ -180,7 +180,7 @@ def _returned(found: dict[int, tuple[Boundary | None, Boundary | None]], stage: 
 
 
 def _problem_between(taken: dict[int, Boundary], given: dict[int, Boundary]) -> str | None:
-    """What keeps neighbours from understanding one another."""
+    """Return why a stage cannot take what the stage before returns; None if all can."""
     for before, after in pairwise(sorted(given)):
         if taken.setdefault(after, given[before]) != given[before]:  # this package's model built for two configurations
             return f"stage {before} returns {given[before]}, but stage {after} takes {taken[after]}: build them alike"
@@ -196,7 +196,7 @@ def _problem_between(taken: dict[int, Boundary], given: dict[int, Boundary]) -> 
 
 
 def _rows(stages: Sequence[ModelStage], pipeline: Ranks) -> int | str:
-    """The rows of a microbatch; what is wrong if the first stage's inputs do not tell."""
+    """Return the rows of a microbatch, or the problem if the first stage's inputs do not tell."""
     first = stages[0] if stages[0].is_first else None
     told = pipeline.gather(None if first is None or first.takes is None else (first.takes, str(first.takes)))
     inputs, spelled = next(one for one in told if one is not None)
@@ -205,7 +205,7 @@ def _rows(stages: Sequence[ModelStage], pipeline: Ranks) -> int | str:
 
 
 def _ties(stages: Sequence[ModelStage], tied: Iterable[SharedName] | None, pipeline: Ranks) -> tuple[Tie, ...]:
-    """The weights that several stages hold: those of this package's model are known, others are as declared."""
+    """Return the weights that several stages hold: this package's model knows its own, others are as declared."""
     modules = {stage.stage_index: stage.submod for stage in stages}
     own = next((m for m in modules.values() if isinstance(m, PipelineStageModule | SplitStage)), None)
     if tied is None and own is not None:

@@ -21,7 +21,7 @@ __all__ = ["bare_copy"]
 
 
 def bare_copy(module: nn.Module) -> nn.Module:
-    """A copy of ``module`` on the meta device, as it was before anything was applied to it."""
+    """Return a copy of ``module`` on the meta device, as it was before anything was applied to it."""
     return _Copier().copy(module, None)
 
 
@@ -66,7 +66,7 @@ class _Copier:
 
 
 def _kind_of(module: nn.Module) -> type[nn.Module]:
-    """The class the module had before FSDP2 put a class of its own in front of it."""
+    """Return the class the module had before FSDP2 put a class of its own in front of it."""
     kinds = type(module).__mro__
     return kinds[kinds.index(FSDPModule) + 1] if isinstance(module, FSDPModule) else type(module)
 
@@ -77,7 +77,7 @@ def _without_hooks(module: nn.Module) -> dict[str, Any]:
 
 
 def _rebind(module: nn.Module, copied: nn.Module) -> None:
-    """Let methods that were put on the module itself, such as a replaced forward, belong to the copy."""
+    """Bind methods that were set on the module itself, such as a replaced forward, to the copy."""
     for key, value in list(vars(copied).items()):
         around = list(replaced_forwards(value))
         method = around[-1].forward if around else value
@@ -89,7 +89,7 @@ def _rebind(module: nn.Module, copied: nn.Module) -> None:
 
 
 def _cast_like(copied: nn.Module, policy: MixedPrecisionPolicy) -> None:
-    """Cast what goes in and what comes out as FSDP2 does."""
+    """Cast inputs and outputs as FSDP2 does."""
     if policy.param_dtype is not None and policy.cast_forward_inputs:
         copied.register_forward_pre_hook(
             lambda _, args, kwargs: (_cast(args, policy.param_dtype), _cast(kwargs, policy.param_dtype)),

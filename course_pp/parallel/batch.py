@@ -1,4 +1,4 @@
-"""A whole batch at the door of a pipeline: whether it fits, and how it is cut into microbatches."""
+"""The batch of a pipeline: whether it fits, and how it is cut into microbatches."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,13 +16,13 @@ __all__ = ["Batch"]
 
 
 class Batch:
-    """What a batch must be like for this rank's stages.
+    """Checks whole batches for this rank's stages, and cuts them into microbatches.
 
     Args:
         stages: this rank's stages, first to last.
         n_microbatches: microbatches in a batch.
-        rows: of a microbatch.
-        counts_tokens: whether the loss averages over tokens, whose targets then are token ids.
+        rows: rows of a microbatch.
+        counts_tokens: whether the loss averages over tokens; targets are then token ids.
     """
 
     def __init__(self, stages: Sequence[ModelStage], n_microbatches: int, rows: int, counts_tokens: bool) -> None:
@@ -40,7 +40,7 @@ class Batch:
     def problem(
         self, inputs: tuple[Any, ...], target: object, kwargs: dict[str, Any], needs_target: bool
     ) -> str | None:
-        """What is wrong with a batch on this rank; None if it fits."""
+        """Return what is wrong with a batch on this rank; None if it fits."""
         problems = [stage.problem_of_dtypes() for stage in self._stages]
         if self._stages[0].is_first:
             problems.append(self._problem_of_inputs(inputs))
@@ -51,14 +51,14 @@ class Batch:
         return next((problem for problem in problems if problem is not None), None)
 
     def cut(self, values: Any) -> list[Any]:
-        """``values`` for each microbatch: tensors are cut, the rest is repeated."""
+        """Return ``values`` for each microbatch: tensors are cut by rows, anything else is repeated."""
         leaves, spec = tree_flatten(values)
         n = self._n_microbatches
         parts = [leaf.chunk(n) if isinstance(leaf, Tensor) else [leaf] * n for leaf in leaves]
         return [tree_unflatten([part[i] for part in parts], spec) for i in range(n)]
 
     def copied(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The same, each tensor in memory of its own, in order."""
+        """Return ``inputs`` with each tensor copied to contiguous memory of its own."""
         copied: tuple[Any, ...] = tree_map(
             lambda leaf: leaf.clone(memory_format=torch.contiguous_format) if isinstance(leaf, Tensor) else leaf, inputs
         )
@@ -81,7 +81,7 @@ class Batch:
         )
 
     def _whole(self, microbatch: Boundary) -> Boundary:
-        """What a microbatch is like, for the whole batch."""
+        """Return the boundary of a whole batch, from that of a microbatch."""
         metas = (replace(meta, shape=(self.size, *meta.shape[1:])).empty("meta") for meta in microbatch.metas)
         return Boundary.of(microbatch.unflatten(tuple(metas)))
 
@@ -111,7 +111,7 @@ class Batch:
         return None
 
     def _problem_of_tokens(self, name: str, tokens: object) -> str | None:
-        """What is wrong with ``inputs`` or ``target`` of this package's model."""
+        """Return what is wrong with ``inputs`` or ``target`` of this package's model."""
         assert self._transformer is not None
         assert self._stages[0].takes is not None
         seq_len, vocab_size = self._stages[0].takes.metas[0].shape[1], self._transformer.config.vocab_size

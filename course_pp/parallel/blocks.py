@@ -1,10 +1,10 @@
-"""A model's blocks: the like modules it is mostly made of, each checkpointed, compiled and sharded by itself.
+"""A model's blocks: the repeated modules it mostly consists of, each checkpointed, compiled and sharded by itself.
 
     model ─┬─ embed
            ├─ layers ── 0, 1, 2, …     blocks: the longest run of modules of one class in one container
            └─ head
 
-What is left, here ``embed`` and ``head``, is the root's.
+Everything else, here ``embed`` and ``head``, belongs to the root.
 """
 
 from collections.abc import Iterator, Sequence
@@ -52,7 +52,7 @@ def find_blocks(module: nn.Module, blocks: Blocks = None) -> dict[str, nn.Module
 
 
 def _wanted(module: nn.Module, each: type[nn.Module] | str) -> dict[str, nn.Module]:
-    """The parts of one class or pattern."""
+    """Return the parts of one class or pattern."""
     if isinstance(each, str):
         if found := modules_matching(module, each):
             return found
@@ -70,7 +70,7 @@ def _wanted(module: nn.Module, each: type[nn.Module] | str) -> dict[str, nn.Modu
 
 
 def _check_apart(found: dict[str, nn.Module]) -> None:
-    """Refuse blocks that are one module, or one inside another: what is done to each would be done twice."""
+    """Refuse a block that has two names or lies inside another: it would be transformed twice."""
     names: dict[nn.Module, str] = {}
     for name, block in found.items():
         if names.setdefault(block, name) != name:
@@ -86,7 +86,7 @@ def _check_apart(found: dict[str, nn.Module]) -> None:
 
 
 def runs_of_like_modules(module: nn.Module) -> list[dict[str, nn.Module]]:
-    """Every run of modules of one class in a ModuleList, ModuleDict or Sequential, outermost alone."""
+    """Return every outermost run of modules of one class in a ModuleList, ModuleDict or Sequential."""
     return list(_runs(module, "", lone=False)) or list(_runs(module, "", lone=True))
 
 
@@ -113,11 +113,11 @@ def _longest_run(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _runs(module: nn.Module, name: str, *, lone: bool) -> Iterator[dict[str, nn.Module]]:
-    """Every run of like modules at or below ``module``, outermost alone.
+    """Return every outermost run of like modules at or below ``module``.
 
     Args:
-        lone: whether a Sequential of one module counts: mostly it is a wrapper, where a ModuleList of one is a list
-            that happens to be short.
+        lone: whether a Sequential of one module counts. It is mostly a wrapper; a ModuleList of one is just a short
+            list.
     """
     here = {f"{name}.{child}" if name else child: part for child, part in module._modules.items() if _is_here(part)}
     taken: set[str] = set()
@@ -138,7 +138,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def _is_here(part: nn.Module | None) -> TypeGuard[nn.Module]:
-    """Whether a part is there, and not, as in a stage of auto_split, in the place of another stage's block."""
+    """Return whether a part is really here: a stage of auto_split has placeholders for other stages' blocks."""
     return part is not None and not getattr(type(part), "of_another_stage", False)
 
 
@@ -147,7 +147,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _what_is_there(module: nn.Module) -> str:
-    """The classes of parts that hold parts, and what to do with them."""
+    """Say which classes of parts hold other parts, and what to do with them."""
     kinds = dict.fromkeys(type(part).__name__ for part in module.modules() if part is not module and _is_block(part))
     there = f"it has {', '.join(list(kinds)[:8])}; " if kinds else ""
     return f"{there}pass blocks= a class or a name pattern, or () for the whole module as one block"

@@ -21,7 +21,7 @@ __all__ = ["Boundary", "TensorMeta", "as_value", "call", "merge", "meta_of", "ro
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """A tensor without its values."""
+    """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -30,7 +30,7 @@ class TensorMeta:
         return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
 
     def empty(self, device: torch.device | str, requires_grad: bool = False) -> Tensor:
-        """A tensor like this; only floating-point ones can require a gradient."""
+        """Return an empty tensor like this; only floating-point ones can require a gradient."""
         differentiable = self.dtype.is_floating_point or self.dtype.is_complex
         return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=requires_grad and differentiable)
 
@@ -40,14 +40,14 @@ class Boundary:
     """The tensors of one microbatch at a boundary between stages.
 
     Attributes:
-        tree: the containers, with a :class:`TensorMeta` in the place of each tensor; places that hold None keep it.
+        tree: the containers, with a :class:`TensorMeta` in place of each tensor; None stays None.
     """
 
     tree: Any
 
     @classmethod
     def of(cls, value: Any) -> "Boundary":
-        """The boundary that ``value`` crosses.
+        """Return the boundary that ``value`` crosses.
 
         Raises:
             TypeError: for anything but tensors and None in containers, or a DTensor.
@@ -56,14 +56,14 @@ class Boundary:
 
     @property
     def metas(self) -> tuple[TensorMeta, ...]:
-        """Of the tensors, in the order in which they are sent."""
+        """The tensors' shapes and dtypes, in the order in which they are sent."""
         return tuple(leaf for leaf in tree_flatten(self.tree)[0] if leaf is not None)
 
     def __str__(self) -> str:
         return repr(self.tree)
 
     def flatten(self, value: Any) -> tuple[Tensor, ...]:
-        """The tensors of ``value``, in order.
+        """Return the tensors of ``value``, in order.
 
         Raises:
             ValueError: if ``value`` does not fit.
@@ -75,12 +75,12 @@ class Boundary:
         return tuple(leaf for leaf in tree_flatten(_normalized(value))[0] if leaf is not None)
 
     def unflatten(self, tensors: Iterable[Tensor]) -> Any:
-        """The value that :meth:`flatten` took apart."""
+        """Return the value that :meth:`flatten` took apart."""
         rest = iter(tensors)
         return tree_map(lambda leaf: None if leaf is None else next(rest), self.tree)
 
     def empty(self, device: torch.device | str, requires_grad: bool = False) -> tuple[Tensor, ...]:
-        """Tensors of these shapes; those that can will require a gradient if asked to."""
+        """Return empty tensors of these shapes; if asked, those that can will require a gradient."""
         return tuple(meta.empty(device, requires_grad) for meta in self.metas)
 
 
@@ -93,27 +93,27 @@ def call(module: nn.Module, value: Any, keywords: Mapping[str, Any] | None = Non
 
 
 def as_value(arguments: tuple[Any, ...]) -> Any:
-    """What a stage before would have returned to have the next one called with these arguments."""
+    """Return the output of a stage by which the next one is called with these arguments."""
     return arguments[0] if len(arguments) == 1 else arguments
 
 
 def rows_of(boundary: Boundary) -> int | None:
-    """The size of the first dimension, which every tensor must share; None if they do not."""
+    """Return the first dimension that all tensors share; None if they differ."""
     rows = {meta.shape[:1] for meta in boundary.metas}
     return rows.pop()[0] if len(rows) == 1 and () not in rows else None
 
 
 def merge(microbatches: list[Any]) -> Any:
-    """The outputs of a whole batch: tensors put together along their first dimension, scalars along a new one.
+    """Merge the outputs of microbatches: concatenate tensors along their first dimension, stack scalars.
 
-    Whatever is no tensor becomes a list with one value a microbatch, unless they are all equal.
+    Other values become a list with one entry a microbatch, or stay as they are if all are equal.
     """
     leaves, specs = zip(*map(tree_flatten, microbatches), strict=True)
     return tree_unflatten([_merged(values) for values in zip(*leaves, strict=True)], specs[0])
 
 
 def meta_of(leaf: Any) -> Any:
-    """A tensor's shape and dtype; anything else as it is."""
+    """Return a tensor's shape and dtype; anything else as it is."""
     return TensorMeta(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
@@ -124,7 +124,7 @@ def _merged(values: tuple[Any, ...]) -> Any:
 
 
 def _normalized(value: Any) -> Any:
-    """A list is a tuple, as torch.export makes the one of the other; one of a single value is that value."""
+    """Turn a list into a tuple, as torch.export does, and a tuple of one value into that value."""
     value = tuple(value) if type(value) is list else value
     return value[0] if type(value) is tuple and len(value) == 1 else value
 

@@ -33,7 +33,7 @@ _VALUE, _CARRIED = "value", "carried"
 
 @dataclass(frozen=True)
 class _Load:
-    """What one stage takes from the stage before beside its output, and hands on, by name."""
+    """The named values that one stage gets from the stage before beside its output, and those it passes on."""
 
     stage: int
     arrives: tuple[str, ...]
@@ -42,7 +42,7 @@ class _Load:
 
 
 class _Carrying:
-    """A stage that hands on what others beyond its neighbour read; made by :func:`carry_along`."""
+    """A stage that passes on values which stages beyond its neighbour read; made by :func:`carry_along`."""
 
     _load: _Load
 
@@ -71,8 +71,9 @@ def _view(leaf: Any) -> Any:
 def carry_along(modules: Mapping[int, nn.Module], device_mesh: DeviceMesh | None) -> dict[int, nn.Module]:
     """Let stages read values of stages beyond their neighbours under torch's schedules.
 
-    A stage says so as for :class:`course_pp.runtime.Pipeline`: one whose attribute ``writes`` has names returns
-    ``(output, {name: value})``, one whose ``reads`` has names gets these values as keyword arguments.
+    Stages declare their values as for :class:`course_pp.runtime.Pipeline`: a stage whose attribute ``writes`` lists
+    names returns ``(output, {name: value})``; a stage whose ``reads`` lists names gets these values as keyword
+    arguments.
 
         stages = carry_along({i: stage_modules[i] for i in get_stage_indices("1f1b", rank, 4)}, mesh)
 
@@ -82,12 +83,12 @@ def carry_along(modules: Mapping[int, nn.Module], device_mesh: DeviceMesh | None
         device_mesh: call it on all ranks of the mesh.
 
     Returns:
-        The modules, of classes that carry.
+        The same modules, whose classes now carry the values.
 
     Raises:
-        ValueError: on every rank, for a value that nobody writes, that two stages write, or that goes backwards, for
-            a stage that two ranks hold, none holds, that carries already or whose forward was replaced, and for one of
-            this package's model in between, which knows only its own boundaries.
+        ValueError: on every rank, for a value that no stage or two stages write, or that goes backwards; for a stage
+            that no rank or two ranks hold, that carries already, or whose forward was replaced; and for a stage of this
+            package's model in between, which knows only its own boundaries.
     """
     asked = locals()
     declared = on_every_rank(device_mesh, lambda: _declared(modules, asked))
@@ -145,7 +146,7 @@ def _refuse_own_model(modules: Mapping[int, nn.Module], loads: Mapping[int, _Loa
 @checked
 @dataclass(frozen=True)
 class CarryingCost:
-    """What skip connections cost at each boundary of a torch pipeline, a microbatch, one way.
+    """The bytes that skip connections add to a torch pipeline, for one microbatch in one direction.
 
     Attributes:
         edges: the values, and which stages write and read them.
@@ -159,7 +160,7 @@ class CarryingCost:
 
     @property
     def by_boundary(self) -> tuple[dict[str, int], ...]:
-        """For each boundary, s lying between stages s and s + 1, the bytes of each value that crosses it."""
+        """For each boundary (s lies between stages s and s + 1) the bytes of each value that crosses it."""
         return tuple(
             {e.name: self.sizes[e.name] for e in self.edges if e.writer <= boundary < e.readers[-1]}
             for boundary in range(len(self.ranks) - 1)
@@ -167,16 +168,16 @@ class CarryingCost:
 
     @property
     def carried(self) -> int:
-        """Bytes sent between ranks for their sake."""
+        """Bytes sent between ranks to carry the values."""
         return sum(sum(row.values()) for s, row in enumerate(self.by_boundary) if self.ranks[s] != self.ranks[s + 1])
 
     @property
     def by_stage(self) -> tuple[dict[str, int], ...]:
         """For each stage the bytes of each value that it keeps of a microbatch, from forward to backward.
 
-        That is what it makes and what it takes, be it only to hand it on; what lies between two stages of one rank is
-        in both. A rank keeps as many times that as it has microbatches in flight (``peak_activations`` of the
-        schedule's timeline).
+        These are the values that it makes and those that it gets, even if it only passes them on. A value between two
+        stages of one rank counts in both. A rank keeps that much for each microbatch in flight (``peak_activations`` of
+        the schedule's timeline).
         """
         return tuple(
             {e.name: self.sizes[e.name] for e in self.edges if e.writer <= stage <= e.readers[-1]}
@@ -185,7 +186,7 @@ class CarryingCost:
 
     @property
     def direct(self) -> int:
-        """What it would be if each went once to each rank that reads it."""
+        """Bytes sent if each value went straight to each rank that reads it, once."""
         return sum(
             self.sizes[edge.name] * len({self.ranks[reader] for reader in edge.readers} - {self.ranks[edge.writer]})
             for edge in self.edges
@@ -206,10 +207,10 @@ def _row(name: str, values: Mapping[str, int]) -> str:
 def carried_bytes(pipeline: PipelineSchedule) -> CarryingCost:
     """Count the bytes that :func:`carry_along` adds to the messages of one microbatch. Call it on every rank at once.
 
-    Values with fractions cost as much again on the way back, as gradients. ``print`` the result for a table.
+    Floating-point values cost the same again on the way back, as gradients. ``print`` the result for a table.
 
     Raises:
-        WrongArgument: on every rank, if one gives something else than a pipeline.
+        WrongArgument: on every rank, if one passes anything but a pipeline.
         RankMissing: if a rank does not come.
     """
     given, known = locals(), isinstance(pipeline, PipelineSchedule)

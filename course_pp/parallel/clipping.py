@@ -52,16 +52,16 @@ def clip_grad_norm_(
 
     Args:
         model_or_stages: a model, a stage, or all of this rank's stages: modules, or stages of torch's pipelining such
-            as :func:`build_pipeline_stage` returns. Modules that are not this package's go by stage, ``{1: module}``;
+            as :func:`build_pipeline_stage` returns. Pass other modules than this package's by stage, ``{1: module}``;
             one alone is stage r on pipeline rank r.
         max_norm: largest norm allowed; ``math.inf`` only measures.
         foreach: handle all gradients of a kind at once instead of one by one.
-        device_mesh: the mesh of :func:`init_distributed`; required where this rank holds only part of the model, or
-            where a foreign module does not show that it is the whole.
-        tied: foreign weights that are one: for each the parameter's name by stage, the same on every rank, as in
-            ``[{0: "embed.weight", 3: "head.weight"}]``. Such a weight counts once; its gradients must have been summed,
-            as pipelines of :func:`build_pipeline_schedule` and :class:`course_pp.runtime.Pipeline` do. Stages that
-            have been through the former know their ties. A parameter that is there under two names counts once anyway.
+        device_mesh: the mesh of :func:`init_distributed`; required if this rank holds only part of the model, or if a
+            foreign module does not show that it is the whole.
+        tied: tied weights of a foreign model: for each the parameter's name by stage, the same on every rank, as in
+            ``[{0: "embed.weight", 3: "head.weight"}]``. Such a weight counts once. Its gradients must be summed
+            already, as pipelines of :func:`build_pipeline_schedule` and :class:`course_pp.runtime.Pipeline` do. Stages
+            given to the former know their ties. A parameter with two names on this rank counts once anyway.
         norm_type: p of the p-norm, above 0; ``math.inf`` for the largest absolute value.
         error_if_nonfinite: raise instead of scaling by a norm that is not finite.
         copies: ranks that hold each stage, all with the same gradients: 2 under ``chimera`` and ``dualpipe``.
@@ -70,10 +70,10 @@ def clip_grad_norm_(
         The norm before clipping, a float64 scalar, the same on every rank; 0 where there is no gradient at all.
 
     Raises:
-        ValueError: on every rank of the mesh, for what is neither a module nor a stage, a norm that is none, stages
-            without a mesh, or a whole model on a mesh that has a ``pp`` dimension; if the ranks together did not pass
-            every stage once, or, of a foreign model, if tied weights have different gradients or data-parallel ranks
-            find different norms.
+        ValueError: on every rank of the mesh, for anything but modules and stages, an impossible norm, stages without a
+            mesh, or a whole model on a mesh with a ``pp`` dimension; if the ranks together did not pass every stage
+            once; or, for a foreign model, if tied weights have different gradients or data-parallel ranks find
+            different norms.
         RuntimeError: on every rank, if ``error_if_nonfinite`` and the norm is infinite or not a number; gradients are
             left as they are.
     """
@@ -116,7 +116,7 @@ class _Shard:
 
 
 def _check_classes(given: Mapping[str, Any]) -> None:
-    """Refuse what no rank could use; what is in ``model_or_stages`` and ``tied`` the ranks settle together."""
+    """Refuse arguments that no rank could use. The ranks check ``model_or_stages`` and ``tied`` together."""
     containers = {"model_or_stages": Part | Iterable, "tied": Sequence | None}
     remedies = {
         "model_or_stages": "pass a model, or this rank's stages, pipeline.stages",
@@ -139,7 +139,7 @@ def _checked(norm_type: float, max_norm: float, copies: int) -> tuple[float, flo
 
 
 def _shards(parts: Parts) -> list[_Shard]:
-    """This rank's gradients, each parameter once."""
+    """Return this rank's gradients, each parameter once."""
     uncounted = parts.uncounted()
     parameters = {id(p): p for module in parts.modules for p in module.parameters()}
     return [_shard(parameter, counted=known not in uncounted) for known, parameter in parameters.items()]
@@ -165,7 +165,7 @@ def _shard(parameter: nn.Parameter, counted: bool) -> _Shard:
 
 
 def _total_norm(shards: Sequence[_Shard], norm_type: float, foreach: bool, device: torch.device) -> Tensor:
-    """Norm over this rank's stages, all shards of their parameters included.
+    """Return the norm over this rank's stages, all shards of their parameters included.
 
     Ranks that share a group hold shards of the same parameters, so they find the same groups in the same order, also
     where some have no gradient.
@@ -192,7 +192,7 @@ def _total_norm(shards: Sequence[_Shard], norm_type: float, foreach: bool, devic
 
 
 def _over_group(norms: Tensor, group: dist.ProcessGroup, norm_type: float) -> Tensor:
-    """Norms (n,) of each rank's parts -> norms (n,) of the wholes.
+    """Combine the norms (n,) of each rank's parts into norms (n,) of the wholes.
 
     Gathered instead of reduced: every rank then adds up in the same order, and a maximum does not lose a NaN.
     """
@@ -202,7 +202,7 @@ def _over_group(norms: Tensor, group: dist.ProcessGroup, norm_type: float) -> Te
 
 
 def _over_stages(norm: Tensor, parts: Parts, device_mesh: DeviceMesh | None, norm_type: float, copies: int) -> Tensor:
-    """Norm over all stages, and a refusal on every rank if some were left out."""
+    """Return the norm over all stages, and a refusal on every rank if some were left out."""
     pp_mesh, n_stages = get_pp_mesh(device_mesh), parts.n_stages
     n_modules = float(len({id(module) for module in parts.modules}))
     stages_here = torch.tensor(n_modules, dtype=norm.dtype, device=norm.device)
@@ -224,7 +224,7 @@ def _over_stages(norm: Tensor, parts: Parts, device_mesh: DeviceMesh | None, nor
 def _check_equal_gradients(total: Tensor, parts: Parts, everyone: Ranks) -> None:
     """Refuse, on every rank, gradients that should be equal and are not: of a tie's ends, of data-parallel ranks.
 
-    A foreign model shows neither, and clipping them by different factors would drive equal weights apart.
+    Nothing in a foreign model shows either case, and clipping by different factors would drive equal weights apart.
     """
     norms = {
         (number, stage): _total_norm([_shard(end, counted=True)], 2.0, True, end.device).item()
@@ -250,13 +250,13 @@ def _check_equal_gradients(total: Tensor, parts: Parts, everyone: Ranks) -> None
 
 
 def _all_close(norms: Sequence[float]) -> bool:
-    """Whether they are equal but for rounding; a norm that is not finite equals none that is."""
+    """Return whether all norms are equal but for rounding; a norm that is not finite differs from every finite one."""
     finite = [norm for norm in norms if math.isfinite(norm)]
     return not finite or (len(finite) == len(norms) and max(norms) - min(norms) <= _SAME * max(norms))
 
 
 def _combine(norms: Tensor, norm_type: float) -> Tensor:
-    """The norm of a vector whose disjoint parts have these norms (n,)."""
+    """Return the norm of a vector whose disjoint parts have these norms (n,)."""
     if norms.numel() == 0:
         return norms.new_zeros(())
     return torch.linalg.vector_norm(norms, norm_type)

@@ -3,8 +3,8 @@
     FSDP2 gathers ─► compiled forward of a block ─► FSDP2 frees        hooks stay outside
                   or checkpoint ( compiled forward )        what is recomputed is compiled too
 
-A whole stage in one piece would take as long again for every layer, and what FSDP2 does between blocks would break it
-into the same pieces.
+Compiling a whole stage at once would take that time again for every layer, and FSDP2's work between blocks would break
+it into the same pieces.
 
 Ansel et al. 2024, "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode Transformation and Graph
 Compilation", ASPLOS.
@@ -29,10 +29,10 @@ __all__ = ["apply_compile"]
 def apply_compile(model: nn.Module, *, blocks: Blocks = None, backend: str = "inductor") -> tuple[str, ...]:
     """Compile the blocks of ``model`` in place: after activation checkpointing, before FSDP2.
 
-    Parameters keep their names. Results differ by rounding, for products and sums are done in another order; random
-    numbers, as of dropout, are drawn otherwise than without. A block is compiled when it first runs, on each rank, and
-    again for other shapes, for evaluation, and without gradients: give the first step minutes. A schedule that splits
-    backward does both halves of a stage with compiled blocks in the first.
+    Parameters keep their names. Results differ by rounding, because products and sums are done in another order. Random
+    numbers, as in dropout, are drawn differently. Each rank compiles a block when it first runs, and again for other
+    shapes, for evaluation and without gradients: allow minutes for the first step. If a schedule splits backward, a
+    stage with compiled blocks does both halves in the first.
 
     Args:
         model: any model, or one stage of it, on its device.
@@ -43,8 +43,9 @@ def apply_compile(model: nn.Module, *, blocks: Blocks = None, backend: str = "in
         The names of the blocks.
 
     Raises:
-        ValueError: for an unknown backend, if compilation or FSDP2 was applied already, or for blocks that
-            :func:`find_blocks` refuses, or of which tensor parallelism has cut and ``"selective"`` checkpoints a part.
+        ValueError: for an unknown backend, if compilation or FSDP2 was applied already, for blocks that
+            :func:`find_blocks` refuses, or blocks that tensor parallelism has cut and ``"selective"`` checkpoints in
+            part.
         RuntimeError: if the backend does not work on this machine; says what is missing.
     """
     known = torch.compiler.list_backends(exclude_tags=())
@@ -87,7 +88,7 @@ def _compile(block: nn.Module, backend: str) -> None:
 
 @cache
 def _problem_of(backend: str, device: str) -> str | None:
-    """What keeps ``backend`` from compiling for ``device``, tried out on one addition."""
+    """Return what keeps ``backend`` from compiling for ``device``, tried out on one addition."""
     if device == "meta":
         return None
     ones = torch.ones(2, device=device)

@@ -24,7 +24,7 @@ class CoreShare:
 
     Attributes:
         cores: on which this rank may run, in order.
-        pinned: whether the rank was bound to them here; otherwise it found itself bound, or shares them.
+        pinned: whether `share_cores` bound the rank to them; otherwise it was bound already, or shares them.
         threads: intra-operation threads of torch.
     """
 
@@ -60,11 +60,11 @@ def share_cores() -> CoreShare:
 def cores_of(
     usable: Sequence[int], local_rank: int, n_local: int, places: Mapping[int, tuple[int, int]]
 ) -> tuple[int, ...]:
-    """Local rank's part of the usable cores: neighbours, as many for each; all of them if there are too few.
+    """Return a local rank's part of the usable cores: adjacent ones, as many for each rank; all if there are too few.
 
     Args:
         places: (package, core) of a core by its number, where it is known. Numbers with the same place are hardware
-            threads of one core (often i and i + N/2), which are torn apart only if there are more ranks than cores.
+            threads of one core (often i and i + N/2), which stay together unless there are more ranks than cores.
 
     Cores that do not divide are left to the system.
     """
@@ -101,9 +101,9 @@ def _places(usable: Sequence[int], folder: Path = _TOPOLOGY) -> dict[int, tuple[
 
 
 def _bound_by_slurm(environ: Mapping[str, str], n_usable: int, n_local: int) -> bool:
-    """Whether this rank is a task that srun has bound to no more cores than its part of the node's.
+    """Return whether this rank is a task that srun has bound to no more cores than its part of the node's.
 
-    SLURM_CPU_BIND_TYPE alone does not tell: it repeats what was asked, also where no plugin has done it.
+    SLURM_CPU_BIND_TYPE alone does not tell: it repeats the request, even if no plugin has carried it out.
     """
     kind = environ.get("SLURM_CPU_BIND_TYPE", "none").rstrip(":")
     on_node = int(environ.get("SLURM_CPUS_ON_NODE", os.cpu_count() or 1))

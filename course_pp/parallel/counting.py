@@ -6,8 +6,8 @@
     all_reduce, broadcast        the tensor
     send, recv                   the message
 
-Of these a rank puts on the wire what :func:`wire_factor` says. Collectives over a group of one rank move nothing and
-are not counted.
+:func:`wire_factor` says how many of these bytes a rank sends. Collectives over a group of one rank move nothing and are
+not counted.
 """
 
 from collections import defaultdict
@@ -46,7 +46,7 @@ _KINDS = {
 @checked
 @dataclass(frozen=True)
 class Tally:
-    """How often, and bytes in all."""
+    """A number of collectives, and their bytes in all."""
 
     number: int = 0
     n_bytes: int = 0
@@ -77,7 +77,7 @@ class CollectiveCounts:
     @classmethod
     @checked
     def of(cls, dimension: str, collective: str, number: int, n_bytes_each: int) -> "CollectiveCounts":
-        """``number`` collectives of one kind and size."""
+        """Return ``number`` collectives of one kind and size."""
         return cls({(dimension, collective): Tally(1, n_bytes_each) * number})
 
     def __add__(self, other: "CollectiveCounts") -> "CollectiveCounts":
@@ -88,12 +88,12 @@ class CollectiveCounts:
         return CollectiveCounts({key: tally * times for key, tally in self.tallies.items()})
 
     def __getitem__(self, key: tuple[str, str]) -> Tally:
-        """The tally of (mesh dimension, collective); zero where there was none."""
+        """Return the tally of (mesh dimension, collective); zero where there was none."""
         return self.tallies.get(key, Tally())
 
     @checked
     def total(self, dimension: str | None = None, collective: str | None = None) -> Tally:
-        """The tally over all dimensions, or one, and over all collectives, or one."""
+        """Return the tally over all dimensions, or one, and over all collectives, or one."""
         return sum(
             (t for (d, c), t in self.tallies.items() if dimension in (None, d) and collective in (None, c)), Tally()
         )
@@ -118,7 +118,7 @@ class Entered(NamedTuple):
 
 @checked
 def wire_factor(collective: str, n_ranks: int) -> float:
-    """Bytes that a rank of ``n_ranks`` sends for each byte counted, with ring algorithms.
+    """Return the bytes that a rank of ``n_ranks`` sends for each byte counted, with ring algorithms.
 
     An all-reduce is a reduce-scatter and an all-gather: Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054, section 7.1.
 
@@ -205,7 +205,7 @@ class CollectiveCounter:
 
 
 def _ranks_by_dimension(device_mesh: DeviceMesh | None) -> dict[str, frozenset[int]]:
-    """This rank's group along each dimension, then the world, which a mesh of one dimension is too."""
+    """Return this rank's group along each dimension, then the world, which a mesh of one dimension is too."""
     names = () if device_mesh is None else device_mesh.mesh_dim_names or ()
     found = {
         name: frozenset(dist.get_process_group_ranks(device_mesh.get_group(name)))

@@ -1,8 +1,7 @@
 """Build one rank of a large run on paper, and let it take a step: a process group of which nobody else is a member.
 
-The stage is cut, tensor-parallelised, checkpointed and sharded by the very functions that a run calls, so what it holds
-is what the run's rank would, and torch's own schedule takes the step. Its tensors have shapes and no values: nothing is
-allocated, computed or sent.
+The functions that a real run calls cut, checkpoint and shard the stage, so it holds what the real rank would hold, and
+torch's own schedule takes the step. Its tensors have shapes and no values: nothing is allocated, computed or sent.
 """
 
 import sys
@@ -69,8 +68,8 @@ def dry_run(
     """Build rank ``rank`` of ``layout`` without the others.
 
     Args:
-        layout: as :func:`course_pp.plan.predict` takes it; its precision one that this stack has. Logits are gathered,
-            whatever it says of the head.
+        layout: as :func:`course_pp.plan.predict` takes it; its precision must be one that this stack has. Logits are
+            gathered, whatever ``splits_head`` says.
         rank: the global rank.
         global_batch, seq_len: sequences of all ranks together and tokens in each, for a step; None for none. A step
             takes time for each layer and microbatch, 30 to 200 ms: give few microbatches.
@@ -135,7 +134,7 @@ def _built(config: ModelConfig, layout: Layout, mesh: DeviceMesh | None, stage: 
 
 
 def _without_values(module: nn.Module) -> None:
-    """Put tensors that are said to be on the CPU in place of those on meta, with which FSDP2 refuses to compute."""
+    """Replace meta tensors, which FSDP2 refuses, by tensors without values that say they are on the CPU."""
     made: dict[int, torch.Tensor] = {}  # a tied weight stays one
     with fake_tensors():
         for part in module.modules():
@@ -149,7 +148,7 @@ def _without_values(module: nn.Module) -> None:
 def _step(
     layout: Layout, mesh: DeviceMesh | None, modules: Sequence[nn.Module], n_microbatches: int, seq_len: int
 ) -> tuple[Entered, ...]:
-    """What the rank enters in a step, without what torch prepares in a run's first."""
+    """Return what the rank enters in a step, without what torch prepares in the first step of a run."""
     loss, rows = CrossEntropy(), layout.microbatch_size
 
     def share_of_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

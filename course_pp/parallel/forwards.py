@@ -1,7 +1,7 @@
-"""What takes the place of ``forward`` on one module, one around the other: recomputed, compiled, in half precision.
+"""Replacements of a module's ``forward``, one around the other: recomputed, compiled, in half precision.
 
-Unlike a wrapper module it leaves parameters their names and the module its class, and hooks of the module, such as
-FSDP2's, run around it: once, and not again in a recomputation.
+Unlike a wrapper module, a replacement changes neither the parameters' names nor the module's class. Hooks of the
+module, such as FSDP2's, run around it: once, and not again in a recomputation.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ __all__ = ["Compiled", "Recomputed", "Replaced", "has_replaced", "replaced_forwa
 
 
 class Replaced:
-    """What takes the place of ``forward``.
+    """A replacement of a module's ``forward``.
 
     Attributes:
         forward: what the module had before.
@@ -26,7 +26,7 @@ class Replaced:
         self.forward = forward
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module is to compute."""
+        """Compute what the module returns."""
         raise NotImplementedError
 
     def put_on(self, module: nn.Module) -> None:
@@ -43,7 +43,7 @@ class Recomputed(Replaced):
         self._module = module
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward, checkpointed."""
+        """Run the forward, checkpointed."""
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         _refuse_cache(kwargs)
@@ -54,10 +54,10 @@ class Recomputed(Replaced):
 
 
 class _Buffers:
-    """The buffers of a module as one forward found them, for its recomputation, which leaves the module's as they are.
+    """The buffers of a module as one forward found them; its recomputation uses these and leaves the module's own.
 
-    Otherwise the running statistics of a BatchNorm would take in each microbatch twice, and what depends on a buffer
-    that every forward changes, such as a spectral norm, would be recomputed from another one's.
+    Otherwise BatchNorm's running statistics would count each microbatch twice. And if a result depends on a buffer that
+    every forward changes, as with a spectral norm, it would be recomputed from a later value.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -65,12 +65,12 @@ class _Buffers:
         self._before: list[tuple[nn.Module, dict[str, Tensor]]] = []
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """What torch's checkpoint runs the forward in, and what its recomputations."""
+        """Return the contexts in which torch's checkpoint runs the forward and its recomputations."""
         return self._noted(), self._put_back()
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
-        """Keep a copy of what the forward inside changes."""
+        """Keep copies of the buffers that the forward inside changes."""
         there = [(part, {n: b for n, b in part._buffers.items() if b is not None}) for part in self._parts]
         versions = [[buffer._version for buffer in buffers.values()] for _, buffers in there]
         copies = [(part, {name: buffer.clone() for name, buffer in buffers.items()}) for part, buffers in there]
@@ -102,12 +102,12 @@ class Compiled(Replaced):
         self._compiled = torch.compile(forward, backend=backend)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward, compiled when it first runs."""
+        """Run the forward, compiled when it first runs."""
         return self._compiled(*args, **kwargs)
 
 
 def _refuse_cache(kwargs: dict[str, Any]) -> None:
-    """What a forward appends to is appended to a second time by its recomputation."""
+    """Refuse a cache: the recomputation of a forward would append to it a second time."""
     name = next((name for name in ("past_key_values", "layer_past") if kwargs.get(name) is not None), None)
     if name is not None:
         raise ValueError(
@@ -117,12 +117,12 @@ def _refuse_cache(kwargs: dict[str, Any]) -> None:
 
 
 def replaced_forwards(forward: Any) -> Iterator[Replaced]:
-    """What a forward is wrapped in, from the outside in; nothing for a module's own."""
+    """Return the replacements around a module's forward, outermost first; none if it is the module's own."""
     while isinstance(replaced := getattr(forward, "__self__", None), Replaced):
         yield replaced
         forward = replaced.forward
 
 
 def has_replaced(module: nn.Module, kind: type[Replaced]) -> bool:
-    """Whether the forward of ``module``, or of a part of it, is of this kind."""
+    """Return whether the forward of ``module``, or of a part of it, is of this kind."""
     return any(isinstance(each, kind) for part in module.modules() for each in replaced_forwards(part.forward))

@@ -44,7 +44,7 @@ def default_mp_policy(param_dtype: torch.dtype = torch.bfloat16) -> MixedPrecisi
 
 @checked
 def resolve_reshard_after_forward(policy: ReshardPolicy, device_mesh: DeviceMesh | None) -> bool | int:
-    """What becomes of gathered parameters after forward: freed (True), kept (False), or kept on fewer ranks.
+    """Decide what happens to gathered parameters after forward: freed (True), kept (False), or kept on fewer ranks.
 
     ``"auto"`` is False under pipeline parallelism and True otherwise. A step of a pipeline runs the forward of every
     microbatch before the gradients are reduced, and True would gather the same parameters again for each of them:
@@ -56,7 +56,7 @@ def resolve_reshard_after_forward(policy: ReshardPolicy, device_mesh: DeviceMesh
             the size of ``dp_shard`` and be neither 1 nor all of it, and needs a mesh without ``pp`` and ``tp``.
 
     Raises:
-        ValueError: for anything else; every rank finds it without asking another.
+        ValueError: for anything else, on every rank alike: none has to ask another.
     """
     return reshard_policy_of_sizes(policy, **{name: size_of(device_mesh, name) for name in ("pp", "dp_shard", "tp")})
 
@@ -100,15 +100,15 @@ def apply_fsdp2(
 
     Where the mesh has no data-parallel dimension nothing is done: :func:`compute_in` lowers precision there.
 
-    The last step before the optimizer is made: one made earlier would hold parameters that are no longer the model's,
-    and train nothing. Gradients are averaged over the
-    data-parallel ranks, under a pipeline once a step, after the last microbatch.
+    Apply it last, before the optimizer is made: an optimizer made earlier would hold parameters that the model no
+    longer uses, and train nothing. Gradients are averaged over the data-parallel ranks, under a pipeline once a step,
+    after the last microbatch.
 
     Args:
         model: any model, or one stage of it.
-        mp_policy: None is :func:`default_mp_policy` where all parameters are float32: they are computed with in
-            bfloat16, and stay, with their gradients, in float32. Of other dtypes it computes in their own and reduces
-            in float32 at least, so float64 stays float64. ``default_mp_policy(torch.float32)`` computes in float32.
+        mp_policy: None is :func:`default_mp_policy` if all parameters are float32: it computes in bfloat16 and keeps
+            parameters and gradients in float32. With other dtypes it computes in the parameters' own and reduces in
+            float32 or wider, so float64 stays float64. ``default_mp_policy(torch.float32)`` computes in float32.
         reshard_after_forward: see :func:`resolve_reshard_after_forward`.
         blocks: which modules are gathered each by itself; see :func:`find_blocks`.
 
@@ -164,7 +164,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def policy_of_dtypes(dtypes: Collection[torch.dtype]) -> MixedPrecisionPolicy:
-    """The policy of a model that is given none, by the dtypes of its parameters."""
+    """Return the policy of a model that is given none, by the dtypes of its parameters."""
     if set(dtypes) == {torch.float32}:
         return default_mp_policy()
     half = any(dtype.itemsize < 4 for dtype in dtypes)

@@ -55,8 +55,8 @@ _MISNAMED = frozenset(
 class DistributedConfig:
     """How many ways each kind of parallelism cuts the run.
 
-    Args:
-        pp: pipeline stages' ranks.
+    Attributes:
+        pp: pipeline-parallel ranks.
         dp_replicate: copies of the sharded model (HSDP); 1 for none.
         dp_shard: ranks a parameter is sharded over (FSDP2); -1 takes what the other factors leave.
         tp: tensor-parallel ranks.
@@ -92,7 +92,7 @@ class DistributedConfig:
 
     @checked
     def sizes(self, world_size: int) -> dict[str, int]:
-        """Sizes of all four dimensions, outermost first, with -1 resolved.
+        """Return the sizes of all four dimensions, outermost first, with -1 resolved.
 
         Raises:
             ValueError: if their product is not ``world_size``.
@@ -116,7 +116,7 @@ class DistributedConfig:
 
 
 def _spelled(sizes: dict[str, int]) -> str:
-    """``pp × tp = 2 × 2 = 4``, without the factors that are 1."""
+    """Return ``pp × tp = 2 × 2 = 4``, without the factors that are 1."""
     factors = {name: size for name, size in sizes.items() if size != 1} or {"pp": sizes["pp"]}
     terms = [" × ".join(factors), " × ".join(map(str, factors.values()))]
     if len(factors) > 1:
@@ -172,7 +172,7 @@ def _seed(seed: int) -> None:
 
 
 def _warn_if_tp_leaves_a_node(tp: int) -> None:
-    """Collective. Asks every rank for its node: no rank can tell from its own variables how tasks were dealt out."""
+    """Warn if a ``tp`` group spans nodes; a collective, as no rank knows alone how tasks were placed."""
     nodes = Ranks().gather(get_node())
     groups = (range(first, first + tp) for first in range(0, len(nodes), tp))
     torn = next((group for group in groups if len({nodes[rank] for rank in group}) > 1), None)
@@ -203,7 +203,7 @@ def destroy_distributed() -> None:
 
 @lru_cache(maxsize=1)
 def lone_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of this rank alone within ``world``; one serves all stages of a model without a pipeline."""
+    """Return a group of this rank alone within ``world``; one serves all stages of a model without a pipeline."""
     return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
@@ -214,9 +214,9 @@ def _check_backend(backend: str | None) -> None:
 
 @checked
 def get_device(backend: str | None = None, *, share: bool = False) -> torch.device:
-    """This rank's device: a GPU of its own if every rank of this host has one, else the CPU, with a warning.
+    """Return this rank's device: a GPU of its own if every rank of this host has one, else the CPU, with a warning.
 
-    Where Slurm shows each task GPUs of its own, it is the first of these.
+    If Slurm shows each task only its own GPUs, it is the first of these.
 
     Args:
         backend: as in :class:`DistributedConfig`; ``"gloo"`` means the CPU.
@@ -275,7 +275,7 @@ def _visible_gpus() -> _Gpus:
 
 
 def _dimension(device_mesh: DeviceMesh | None, name: str) -> DeviceMesh | None:
-    """One dimension, None where the mesh does not have it. Dimensions of other kinds are let be."""
+    """Return one dimension of the mesh, None if it is not there. Other kinds of dimensions are ignored."""
     names = () if device_mesh is None else device_mesh.mesh_dim_names or (None,)
     if None in names or not _MISNAMED.isdisjoint(names) or ("dp_replicate" in names and "dp_shard" not in names):
         raise ValueError(
@@ -287,45 +287,45 @@ def _dimension(device_mesh: DeviceMesh | None, name: str) -> DeviceMesh | None:
 
 
 def size_of(device_mesh: DeviceMesh | None, name: str) -> int:
-    """Ranks along one dimension; 1 where the mesh does not have it."""
+    """Return the ranks along one dimension; 1 where the mesh does not have it."""
     dimension = _dimension(device_mesh, name)
     return 1 if dimension is None else dimension.size()
 
 
 @checked
 def get_pp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """The 1-D pipeline mesh this rank is part of; None without pipeline parallelism."""
+    """Return the 1-D pipeline mesh this rank is part of; None without pipeline parallelism."""
     return _dimension(device_mesh, "pp")
 
 
 @checked
 def get_pp_rank(device_mesh: DeviceMesh | None) -> int:
-    """This rank's coordinate along ``pp``; 0 without pipeline parallelism."""
+    """Return this rank's coordinate along ``pp``; 0 without pipeline parallelism."""
     pp_mesh = get_pp_mesh(device_mesh)
     return 0 if pp_mesh is None else pp_mesh.get_local_rank()
 
 
 @checked
 def get_pp_size(device_mesh: DeviceMesh | None) -> int:
-    """Number of pipeline ranks; 1 without pipeline parallelism."""
+    """Return the number of pipeline ranks; 1 without pipeline parallelism."""
     return size_of(device_mesh, "pp")
 
 
 @checked
 def get_tp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """The 1-D tensor-parallel mesh this rank is part of; None without tensor parallelism."""
+    """Return the 1-D tensor-parallel mesh this rank is part of; None without tensor parallelism."""
     return _dimension(device_mesh, "tp")
 
 
 @checked
 def has_dp_mesh(device_mesh: DeviceMesh | None) -> bool:
-    """True if there is a data-parallel dimension."""
+    """Return True if there is a data-parallel dimension."""
     return _dimension(device_mesh, "dp_shard") is not None
 
 
 @checked
 def get_dp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh:
-    """The 1-D ``dp_shard`` mesh, or the 2-D ``(dp_replicate, dp_shard)`` mesh.
+    """Return the 1-D ``dp_shard`` mesh, or the 2-D ``(dp_replicate, dp_shard)`` mesh.
 
     Raises:
         ValueError: if there is no data-parallel dimension; ask :func:`has_dp_mesh` first.
@@ -342,13 +342,13 @@ def get_dp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh:
 
 @checked
 def get_dp_size(device_mesh: DeviceMesh | None) -> int:
-    """Number of ranks with data of their own, ``dp_replicate × dp_shard``; 1 without data parallelism."""
+    """Return the number of ranks with data of their own, ``dp_replicate × dp_shard``; 1 without data parallelism."""
     return get_dp_mesh(device_mesh).size() if has_dp_mesh(device_mesh) else 1
 
 
 @checked
 def get_dp_rank(device_mesh: DeviceMesh | None) -> int:
-    """Which part of the global batch is this rank's, ``dp_replicate`` outermost; 0 without data parallelism."""
+    """Return which part of the global batch is this rank's, ``dp_replicate`` outermost; 0 without data parallelism."""
     if not has_dp_mesh(device_mesh):
         return 0
     mesh = get_dp_mesh(device_mesh)

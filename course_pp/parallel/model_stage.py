@@ -29,9 +29,9 @@ class ModelStage(LocalNeighboursStage):
     Attributes:
         takes, returns: what it is called with and gives back for one microbatch; None where that is not known yet.
             (torch 2.11 has an attribute ``inputs`` of its own.)
-        ties: weights that are one, by stage; :func:`build_pipeline_schedule` finds them.
+        ties: tied weights, by stage; :func:`build_pipeline_schedule` finds them.
         device_mesh: the mesh it was built on.
-        param_dtype: what is to cross; None is whatever the stages compute in.
+        param_dtype: dtype of what crosses the boundaries; None is whatever the stages compute in.
         can_split: whether torch can split its backward in two.
         defers: whether it puts off weight gradients itself, for a schedule that splits what torch cannot.
     """
@@ -72,12 +72,12 @@ class ModelStage(LocalNeighboursStage):
         )
 
     def received(self, tensors: tuple[torch.Tensor, ...]) -> Any:
-        """What the stage before returned, put together from what it sent."""
+        """Return what the stage before returned, put together from what it sent."""
         assert self.takes is not None  # settled
         return self.takes.unflatten(tensors)
 
     def message(self, output: Any) -> tuple[torch.Tensor, ...]:
-        """What is sent of ``output``.
+        """Return the tensors of ``output`` that are sent.
 
         Raises:
             ValueError: if the next stage expects something else.
@@ -92,7 +92,7 @@ class ModelStage(LocalNeighboursStage):
             ) from error
 
     def problem_of_keywords(self, names: Iterable[str]) -> str | None:
-        """What is wrong with keyword arguments of a step that are called so."""
+        """Return the problem with keyword arguments of these names; None if the module takes them."""
         known = self._keywords
         unknown = [] if known is None else [name for name in names if name not in known]
         if known is None or not unknown:
@@ -103,7 +103,7 @@ class ModelStage(LocalNeighboursStage):
         )
 
     def problem_of_dtypes(self) -> str | None:
-        """What is wrong if the module has been converted since the stage was built."""
+        """Return the problem if the module was converted to another dtype after the stage was built."""
         now = compute_dtypes(self.submod)
         if now == self._dtypes:
             return None
@@ -131,11 +131,11 @@ class ModelStage(LocalNeighboursStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """As torch's, but ``I`` of a foreign module leaves to ``W`` the weights of linear layers alone.
+        """Run backward as torch does; but in a foreign module, ``I`` leaves only the weights of linear layers to ``W``.
 
-        torch splits a graph where the paths from parameters meet those from inputs. A stage whose inputs carry no
-        gradient would lose its own in silence, a parameter used at two depths would fail in the middle of a step, and
-        so would a compiled block, which is one node of the graph and stays whole.
+        torch splits a graph where the paths from parameters meet those from inputs. There, a stage whose inputs carry
+        no gradient would silently lose its own. A parameter used at two depths would fail in the middle of a step, and
+        so would a compiled block, which is one node of the graph.
         """
         if self.can_split:
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
@@ -159,11 +159,11 @@ class ModelStage(LocalNeighboursStage):
             queue.compute()
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """What is sent after a forward; torch would look for a receiver of the last stage's output too."""
+        """Return the sends after a forward; torch would look for a receiver of the last stage's output too."""
         return [] if self.is_last else super().get_fwd_send_ops(fwd_chunk_id)
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's; the last stage returns what its module returned, for the loss function."""
+        """Run forward as torch does; the last stage returns what its module returned, for the loss function."""
         deferring: AbstractContextManager[Any] = nullcontext()
         if self.defers:
             microbatch = args[0] if args else kwargs["fwd_chunk_id"]
@@ -178,10 +178,10 @@ class ModelStage(LocalNeighboursStage):
 
 
 class _Handed(torch.autograd.Function):
-    """A tensor as torch's pipelining is given it: the same memory if that is in order, and a graph node of its own.
+    """A tensor for torch's pipelining: contiguous, copied only if it is not, and with a graph node of its own.
 
-    torch detaches in place what a stage returned. Handed a view it would fail; handed a stage's own input, or a tensor
-    that the graph has saved, it would take that from the rest of the backward.
+    torch detaches a stage's outputs in place. That fails for a view. And if an output is the stage's own input, or
+    saved by the graph, the rest of the backward would lose it.
     """
 
     @staticmethod
@@ -194,7 +194,7 @@ class _Handed(torch.autograd.Function):
 
 
 def find_outputs(stage: ModelStage) -> Boundary:
-    """What a stage returns when it is called with its ``inputs``; nothing is computed.
+    """Return what a stage returns when it is called with its ``inputs``; nothing is computed.
 
     Raises:
         ValueError: if that cannot be found on the meta device; names the remedy.
@@ -224,7 +224,7 @@ def find_outputs(stage: ModelStage) -> Boundary:
 
 
 def _known(stage: ModelStage) -> Boundary | None:
-    """What a stage of :func:`auto_split` has returned for its example, if it is called with the like."""
+    """Return what a stage of :func:`auto_split` returned for its example, if these inputs are like the example's."""
     if not isinstance(stage.submod, SplitStage) or stage.takes is None:
         return None
     taken, sent = stage.submod.sent_for_example()
@@ -246,7 +246,7 @@ def check_declared_dtype(stage: int, given: Boundary | None, param_dtype: torch.
 
 
 def _keywords_of(module: nn.Module) -> list[str] | None:
-    """The names under which a module takes arguments; None if it takes any."""
+    """Return the names under which a module takes arguments; None if it takes any."""
     around = list(replaced_forwards(module.forward))
     takes = signature(around[-1].forward if around else module.forward).parameters.values()
     if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in takes):

@@ -29,7 +29,7 @@ _CALLS: dict[Step, str] = {
 
 
 def applied_steps(model: nn.Module) -> list[Step]:
-    """The steps ``model`` has been through, in order."""
+    """Return the steps ``model`` has been through, in order."""
     tensor_parallel = any(
         isinstance(p, DTensor) and "tp" in (p.device_mesh.mesh_dim_names or ()) for p in model.parameters()
     )

@@ -43,11 +43,11 @@ class Parts:
 
     @property
     def are_ours(self) -> bool:
-        """Whether the modules know of one another's ties and number, so that ranks need not compare anything first."""
+        """Whether all modules are this package's: they know their number and ties, so ranks need not compare first."""
         return not self.ties and all(isinstance(module, Transformer) for module in self.modules)
 
     def ends(self, tie: Tie) -> list[tuple[int, nn.Parameter]]:
-        """This rank's places of a tied weight: stage and parameter."""
+        """Return this rank's places of a tied weight: stage and parameter."""
         return [
             (stage, module.get_parameter(tie[stage]))
             for stage, module in zip(self.stages, self.modules, strict=True)
@@ -55,7 +55,7 @@ class Parts:
         ]
 
     def uncounted(self) -> set[int]:
-        """Ids of the parameters that repeat a weight another stage counts."""
+        """Return the ids of the parameters that repeat a weight another stage counts."""
         heads = [m for m in self.modules if isinstance(m, Transformer) and m.head is not None]
         ends = [(stage == min(tie), parameter) for tie in self.ties for stage, parameter in self.ends(tie)]
         repeats = [m.tied_weight for m in heads] + [p for first, p in ends if not first]
@@ -94,7 +94,7 @@ def parts_of(
 
 
 def agree_on_parts(parts: Parts, device_mesh: DeviceMesh | None, copies: int = 1) -> Ranks:
-    """Settle, on every rank at once, that the parts of a foreign model make up one model.
+    """Check, on every rank at once, that the parts of a foreign model make up one model.
 
     Returns:
         The ranks that compared.
@@ -136,7 +136,7 @@ class _Held:
 
 
 def note_of(column: Iterable[int], stages: Iterable[int], n_stages: int | None) -> object:
-    """What a rank tells the others of parts that share no weight; its size does not depend on which it holds."""
+    """Return what a rank tells the others of parts that share no weight; its size does not depend on which it holds."""
     return _Held(tuple(column), tuple(stages), n_stages, (), None)
 
 
@@ -180,7 +180,7 @@ def _problem_of_ties(parts: Parts) -> str | None:
 
 
 def _problem_of_column(held: Sequence[_Held], column: tuple[int, ...], copies: int) -> str | None:
-    """What keeps the stages of one pipeline from being the whole model."""
+    """Return what keeps the stages of one pipeline from being the whole model."""
     ranks = [one for one in held if one.column == column]
     stages = [stage for one in ranks for stage in one.stages]
     known = [stage for stage in stages if stage is not None]
@@ -198,7 +198,7 @@ def _problem_of_column(held: Sequence[_Held], column: tuple[int, ...], copies: i
 
 
 def _column(device_mesh: DeviceMesh | None) -> tuple[int, ...]:
-    """This rank's place in the mesh but for ``pp``; without a mesh each rank has the whole model."""
+    """Return this rank's place in the mesh but for ``pp``; without a mesh each rank has the whole model."""
     if device_mesh is None:
         return (Ranks().rank,)
     place = zip(device_mesh.mesh_dim_names or (), device_mesh.get_coordinate() or (), strict=False)
@@ -206,7 +206,7 @@ def _column(device_mesh: DeviceMesh | None) -> tuple[int, ...]:
 
 
 def _ranks_of(parts: Parts, device_mesh: DeviceMesh | None) -> Ranks:
-    """The ranks that hold the model between them."""
+    """Return the ranks that hold the model between them."""
     n_ranks = dist.get_world_size() if dist.is_initialized() else 1
     if device_mesh is not None and device_mesh.size() == n_ranks:
         return Ranks()

@@ -14,7 +14,7 @@ __all__ = ["listed", "modules_matching", "nearest"]
 
 
 def modules_matching(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    """The parts of ``module`` whose name matches, by name, in order; a part that has two names is there twice.
+    """Return the parts of ``module`` whose name matches, by name, in order; a part that has two names is there twice.
 
     Args:
         pattern: such as ``layers.*.mlp.down_proj``; ``*``, ``?`` and ``[...]`` stay within one part of the name. The
@@ -38,7 +38,7 @@ def nearest(name: str, names: Iterable[str]) -> list[str]:
 
 
 def listed(names: Iterable[str], most: int = 8) -> str:
-    """Names in quotation marks, the first few of many."""
+    """Return the names in quotation marks, the first few of many."""
     names = list(names)
     shown = ", ".join(map(repr, names[:most]))
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown

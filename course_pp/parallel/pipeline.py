@@ -62,8 +62,8 @@ def build_pipeline_schedule(
             and whose microbatches are numbered as it says.
         tied: weights that several stages share: for each the parameter's name by stage,
             ``[{0: "embed.weight", 3: "head.weight"}]``, or its names in the whole model, as :func:`find_ties` lists
-            them. Those of this package's model are known; None refuses stages of others whose values look tied, ``[]``
-            says that nothing is.
+            them. This package's model knows its ties. For others, None refuses stages whose values look tied, and
+            ``[]`` says that nothing is tied.
         timeout_s: the longest that a rank waits here for the others. Steps wait as long as the process group says.
 
     Raises:
@@ -107,7 +107,7 @@ def _problem_of_arguments(given: dict[str, Any]) -> WrongArgument | None:
 
 
 def _warn_of_recomputation(schedule: str | Schedule) -> None:
-    """Say once what every rank could say."""
+    """Warn, on one rank, that a split backward multiplies recomputation."""
     if is_rank_zero():
         warnings.warn(
             f"schedule={schedule!r} splits backward in two, and torch's weight-gradient half runs the forward of a "
@@ -168,7 +168,7 @@ class PipelineSchedule:
         return [stage.submod for stage in self.stages]
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """This rank's parameters, each once, for an optimizer."""
+        """Return this rank's parameters, each once, for an optimizer."""
         return list(dict.fromkeys(p for module in self.modules for p in module.parameters()))
 
     @property
@@ -189,8 +189,9 @@ class PipelineSchedule:
             inputs: the arguments of the first stage for the whole batch, as it was built for one microbatch: its
                 tensors have n_microbatches times the rows. Needed where the first stage is, ignored elsewhere.
             target: its first dimension is the whole batch; needed where the last stage is, ignored elsewhere.
-            divisor: over how many tokens (samples, if the loss does not count tokens) of the global batch the mean is;
-                None is over those of this batch. Where the gradients of several steps add up, give the number in all.
+            divisor: how many tokens (samples, if the loss does not count tokens) of the global batch to average over;
+                None counts those of this batch. If the gradients of several steps add up, give the number in all of
+                them.
             kwargs: keyword arguments for every stage, such as ``attention_mask``. Tensors have the whole batch as
                 their first dimension and are cut into microbatches.
 
@@ -201,7 +202,7 @@ class PipelineSchedule:
             ValueError: on every rank, before any message, if an argument does not fit what the stages were built for,
                 or tied weights are frozen, sharded or filled differently; on one rank, if a stage returns other shapes
                 than it declared.
-            StepFailed: on the ranks that wait for one that raises in mid-step, when their messages have failed.
+            StepFailed: on the other ranks, if one raises in mid-step and their messages to it fail.
         """
         inputs, target = self._prepare(inputs, target, kwargs, divisor)
         if not self._starts_equal:
@@ -214,7 +215,7 @@ class PipelineSchedule:
             return self._tell_everyone(losses)
 
     def eval(self, *inputs: Any, target: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
-        """The same as :meth:`step` without gradients: before, between or after training steps, for every schedule.
+        """Return the loss as :meth:`step` does, without gradients: at any time between steps, under every schedule.
 
         Modules stay in the mode they are in: call ``module.eval()`` first if it has dropout.
         """
@@ -226,15 +227,15 @@ class PipelineSchedule:
             return self._tell_everyone(losses)
 
     def evaluate(self, *inputs: Any, on: Literal["last", "all"] = "last", **kwargs: Any) -> Any:
-        """What the model returns for a whole batch: forwards alone, without gradients and without a loss.
+        """Return what the model returns for a whole batch: forwards only, without gradients or a loss.
 
         Args:
             inputs, kwargs: as in :meth:`step`.
             on: who gets it: the rank that holds the last stage, or every rank of the pipeline.
 
         Returns:
-            The last stage's output, in its own containers, of all microbatches: tensors are put together along their
-            first dimension, scalars along a new one. None elsewhere.
+            The last stage's output for the whole batch, in its own containers: tensors are concatenated along their
+            first dimension, scalars stacked. None on other ranks.
 
         Raises:
             ValueError: on every rank, as :meth:`step`; or for another ``on``, or one that differs between ranks.
@@ -260,7 +261,7 @@ class PipelineSchedule:
             reshard(stage.submod)  # forward alone may keep gathered parameters, in place of those that are trained
 
     def _from_last(self, output: Any) -> Any:
-        """The last stage's ``output``, on every rank of the pipeline."""
+        """Return the last stage's ``output``, on every rank of the pipeline."""
         told = Ranks(self._group).gather((tree_map(meta_of, output),) if self.holds_last_stage else None)
         (tree,) = next(one for one in told if one is not None)
         mine, spec = tree_flatten(output if self.holds_last_stage else tree)
@@ -274,9 +275,10 @@ class PipelineSchedule:
         return loss_share(self._loss, output, target, self._divisor)
 
     def _divisor_of(self, target: torch.Tensor, divisor: float | None) -> torch.Tensor | float:
-        """What the microbatches' sums are divided by.
+        """Return the divisor of the microbatches' sums.
 
-        Data-parallel ranks average their gradients, so this is the global batch's number of tokens over theirs.
+        Data-parallel ranks average their gradients, so it is the tokens of the global batch over the number of these
+        ranks.
         """
         if divisor is not None:
             return divisor / math.prod(dist.get_world_size(group) for group in self._dp_groups)

@@ -25,7 +25,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Dtypes:
-    """In which parameters are kept, in which they are gathered and used, in which FSDP2 reduces gradients."""
+    """The dtypes of a model.
+
+    Attributes:
+        kept: of the parameters.
+        computed: in which parameters are gathered and used.
+        reduced: in which FSDP2 reduces gradients.
+    """
 
     kept: torch.dtype
     computed: torch.dtype
@@ -33,7 +39,7 @@ class Dtypes:
 
 
 def coordinates_of(layout: DistributedConfig) -> list[Coordinates]:
-    """Each global rank's place in the mesh, the last dimension running fastest.
+    """Return each global rank's place in the mesh, the last dimension running fastest.
 
     Raises:
         ValueError: if ``dp_shard`` is -1.
@@ -49,7 +55,7 @@ def coordinates_of(layout: DistributedConfig) -> list[Coordinates]:
 
 
 def stages_of(config: ModelConfig, layout: DistributedConfig, schedule: str, pp_rank: int) -> list[StagePlan]:
-    """The stages that a pipeline rank holds under ``schedule``, layers split evenly.
+    """Return the stages that a pipeline rank holds under ``schedule``, layers split evenly.
 
     Raises:
         ValueError: for an unknown schedule, or fewer layers than stages.
@@ -60,7 +66,7 @@ def stages_of(config: ModelConfig, layout: DistributedConfig, schedule: str, pp_
 
 
 def dtypes_of(dtype: torch.dtype, mp_policy: MixedPrecisionPolicy | None, layout: DistributedConfig) -> Dtypes:
-    """What :func:`apply_fsdp2` makes of a model in ``dtype``; without it a policy has no effect."""
+    """Return what :func:`apply_fsdp2` makes of a model in ``dtype``; without it a policy has no effect."""
     if layout.dp_replicate * layout.dp_shard == 1:
         return Dtypes(dtype, dtype, dtype)
     mp_policy = policy_of_dtypes({dtype}) if mp_policy is None else mp_policy

@@ -53,8 +53,8 @@ def transformer_plan(module: Transformer, tp: int, gather_logits: bool = True) -
         gather_logits: False leaves each rank its part of the vocabulary, in a DTensor.
 
     Raises:
-        ValueError: if ``tp`` does not divide the heads or the feed-forward width, or logits are to stay cut but the
-            head cannot be.
+        ValueError: if ``tp`` does not divide the heads or the feed-forward width, or if ``gather_logits=False`` and the
+            head cannot be cut.
     """
     _check_size("transformer_plan", tp)
     config = module.config
@@ -90,7 +90,7 @@ def transformer_plan(module: Transformer, tp: int, gather_logits: bool = True) -
 
 
 def _whole_input(stream: Placement) -> ParallelStyle:
-    """Of a head that is not cut."""
+    """Return the style of a head that is not cut: it takes the whole input."""
     return PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),), use_local_output=True)
 
 
@@ -136,13 +136,14 @@ def llama_plan(module: nn.Module, tp: int, gather_logits: bool = True, sequence_
         gather_logits: False leaves each rank its part of the vocabulary, in a DTensor for
             :class:`VocabParallelCrossEntropy`.
         sequence_parallel: whether norms between the blocks work on parts of the sequence, which must then be a multiple
-            of ``tp`` long; else they are replicated. None is wherever it can be: in a whole, untied model, whose blocks
-            hold an attention, a feed-forward and norms. ``plan=partial(llama_plan, sequence_parallel=False)``.
+            of ``tp`` long; else they are replicated. None means where possible: in a whole, untied model whose blocks
+            hold an attention, a feed-forward and norms. Turn it off by
+            ``plan=partial(llama_plan, sequence_parallel=False)``.
 
     Raises:
         ValueError: if ``tp`` does not divide the heads or the feed-forward width, if an attention holds other
-            parameters, whose gradients would be wrong in silence, or if logits are to stay cut but the head cannot be,
-            or norms are to be sequence-parallel and cannot be.
+            parameters, whose gradients would be silently wrong; if ``gather_logits=False`` and the head cannot be cut;
+            or if ``sequence_parallel=True`` and norms cannot work on parts.
     """
     _check_size("llama_plan", tp)
     attentions, feed_forwards = dict(_holding(module, _ATTENTION)), dict(_holding(module, _FEED_FORWARD))
@@ -176,7 +177,7 @@ _BODY, _HEAD = ("embed_tokens", "layers", "norm"), "lm_head"
 
 
 def _problem_of_sequences(module: nn.Module, cut: set[nn.Module]) -> str | None:
-    """Why norms cannot work on parts of the sequence, between modules that ``cut`` its products; None if they can."""
+    """Return why norms cannot work on parts of the sequence between the modules in ``cut``; None if they can."""
     whole = f"the module is not a whole model, of {', '.join(_BODY)} and {_HEAD}"
     found = _with_parameters(module)
     body = next((part for name, part in found.items() if name != _HEAD), None)
@@ -200,9 +201,9 @@ def _with_parameters(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _plan_of_sequences(module: nn.Module) -> Styles:
-    """What keeps each rank to its part of the sequence from the first block on, but within what is cut.
+    """Return styles that keep each rank to its part of the sequence, from the first block on, outside the cut modules.
 
-    Not from the embedding on: behind it the model counts positions.
+    They do not begin at the embedding: behind it the model counts positions.
     """
     body = next(name for name in _with_parameters(module) if name != _HEAD)
     plan: Styles = {"": WholeOutputs(), f"{body}.norm": SequenceParallel(use_local_output=True)}
@@ -213,7 +214,7 @@ def _plan_of_sequences(module: nn.Module) -> Styles:
 
 
 def _holding(module: nn.Module, names: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
-    """Parts that have a Linear under each of ``names``."""
+    """Yield the parts that have a Linear under each of ``names``."""
     for name, part in module.named_modules():
         if all(isinstance(getattr(part, each, None), nn.Linear) for each in names):
             yield name, part
@@ -261,7 +262,7 @@ def _plan_of_heads(module: nn.Module, tp: int, gather_logits: bool, stream: Plac
 
 
 def _is_tied(module: nn.Module, head: nn.Linear) -> bool:
-    """Whether the head is, or in a stage mirrors, the embedding."""
+    """Return whether the head is, or in a stage mirrors, the embedding."""
     users = [part for part in module.modules() for own in part.parameters(recurse=False) if own is head.weight]
     config = getattr(module, "config", None)
     return len(users) > 1 or bool(getattr(config, "tie_word_embeddings", False))

@@ -1,12 +1,12 @@
 """Post-validation: the optimizer steps before the global norm is known, and takes the step back where it must.
 
-A pipeline that waits for the norm of the whole model's gradient, or for the news that all of it is finite, waits for
-its slowest stage, and has its bubble back. So each stage takes its step at once, as if nothing were to be clipped, and
-only afterwards hears what the others found (Qi et al. 2024, "Zero bubble pipeline parallelism", section 4). Mostly that
-was right. Else the step is undone and done as it should have been.
+If a stage waits for the norm of the whole gradient, or for word that all of it is finite, it waits for the slowest
+stage, and the bubble is back. So each stage takes its step at once, as if nothing had to be clipped, and learns
+afterwards what the others found (Qi et al. 2024, "Zero bubble pipeline parallelism", section 4). Mostly the step was
+right. Otherwise it is undone and taken again correctly.
 
-The paper undoes AdamW by arithmetic, which rounds. Here the parameters and the optimizer's state are kept for as long
-as the answer takes, so both cases leave exactly what the plain step leaves: at the price of that memory.
+The paper undoes AdamW by arithmetic, which rounds. Here the parameters and the optimizer's state are kept until the
+answer is there. Both cases then end exactly as the plain step does, at the price of that memory.
 """
 
 import math
@@ -105,7 +105,7 @@ class OptimisticStep:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def _square(self) -> Tensor:
-        """This rank's part of the norm, squared, in float64."""
+        """Return this rank's part of the norm, squared, in float64."""
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         parts = [torch.linalg.vector_norm(gradient, dtype=torch.float64).square() for gradient in gradients]
         device = next((parameter.device for parameter in self._parameters), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Computing in half precision while parameters stay in float32, where no FSDP2 does it.
+"""Compute in half precision while parameters stay in float32, on ranks without FSDP2.
 
     what arrives ─► float32 ─► forward, products in half precision ─► half precision ─► what is sent
 
@@ -38,7 +38,7 @@ class Lowered(Replaced):
         self.dtype = dtype
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward, under autocast."""
+        """Run the forward, under autocast."""
         args, kwargs = (tree_map(self._widened, value) for value in (args, kwargs))
         device = next((leaf.device for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)), None)
         kind = "cpu" if device is None or device.type == "meta" else device.type
@@ -65,7 +65,7 @@ def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
 
     Raises:
         TypeError: for what is no module.
-        ValueError: if it computes in something else already, or for parameters or a dtype that are neither.
+        ValueError: if it computes in another dtype already, or if the parameters or ``dtype`` are none of the above.
     """
     now = compute_dtype(module)
     if now == dtype:
@@ -82,12 +82,12 @@ def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
 
 @checked
 def compute_dtype(module: nn.Module) -> torch.dtype:
-    """What a module computes in and sends: that of mixed precision, else its parameters'."""
+    """Return what a module computes in and sends: that of mixed precision, else its parameters'."""
     return next(iter(compute_dtypes(module)), torch.get_default_dtype())
 
 
 def compute_dtypes(module: nn.Module) -> tuple[torch.dtype, ...]:
-    """What a module computes in: that of mixed precision, else its parameters' dtypes, each once, in their order."""
+    """Return what a module computes in: that of mixed precision, else its parameters' dtypes, each once, in order."""
     policy = mixed_precision(module)
     mixed = None if policy is None else policy.output_dtype or policy.param_dtype
     if policy is None:
@@ -98,7 +98,7 @@ def compute_dtypes(module: nn.Module) -> tuple[torch.dtype, ...]:
 
 
 def casts_inputs(module: nn.Module) -> bool:
-    """Whether mixed precision casts what a module is called with."""
+    """Return whether mixed precision casts what a module is called with."""
     policy = mixed_precision(module)
     if policy is not None:
         return policy.param_dtype is not None and policy.cast_forward_inputs

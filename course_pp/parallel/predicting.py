@@ -56,7 +56,7 @@ _FLOAT64 = torch.float64.itemsize
 class _Rank:
     """One rank, and everything a formula needs to know.
 
-    Args:
+    Attributes:
         tokens: in one microbatch, batch · seq.
         splits_backward: whether input and weight gradients are two actions of the schedule.
     """
@@ -75,7 +75,7 @@ class _Rank:
 
     @property
     def n_ranks(self) -> int:
-        """Of the whole mesh."""
+        """Ranks of the whole mesh."""
         return self.layout.pp * prod(_data_and_tensor(self.layout).values())
 
     @property
@@ -100,7 +100,7 @@ class _Rank:
         return self.tokens * self.config.dim * self.dtypes.computed.itemsize
 
     def over(self, dimension: str, collective: str, number: int, n_bytes: int) -> CollectiveCounts:
-        """``number`` collectives of ``n_bytes`` each over a dimension of the mesh; none if it has only this rank."""
+        """Return ``number`` collectives of ``n_bytes`` each over a mesh dimension; none if it has only this rank."""
         if getattr(self.layout, dimension) == 1:
             return _NOTHING
         return CollectiveCounts.of(dimension, collective, number, n_bytes)
@@ -123,7 +123,7 @@ def predict_collectives(
     clip: bool = True,
     foreign: bool = False,
 ) -> tuple[CollectiveCounts, ...]:
-    """What each rank begins in one training step in the steady state: the second and every later one.
+    """Predict what each rank communicates in one training step in the steady state: the second and every later one.
 
     With ``pp > 1`` that is ``PipelineSchedule.step`` with a :class:`TokenLoss`. With ``pp=1`` it is one forward and
     one backward of the whole model; averaging its loss is the caller's business. Gradients are not kept from step to
@@ -221,7 +221,7 @@ def _tensor_parallel(rank: _Rank) -> CollectiveCounts:
 
 
 def _recomputations(rank: _Rank, stage: StagePlan) -> int:
-    """How often backward runs the forward of a block again, as far as that communicates.
+    """Return how often backward runs the forward of a block again, as far as that communicates.
 
     Recomputing stops at the last product that backward needs. So of a whole block the feed-forward's sum is not
     repeated; and nothing is, if only attention is recomputed, whose one sum is its end.
@@ -239,7 +239,7 @@ def _plain_block(rank: _Rank, n_recomputed: int) -> CollectiveCounts:
 
 
 def _sequence_parallel_block(rank: _Rank, n_recomputed: int) -> CollectiveCounts:
-    """The sums of a plain block in two halves each, between which norms and additions work on parts of the sequence."""
+    """Return the sums of a plain block, each in two halves; between them, norms see parts of the sequence."""
     gathers = rank.over("tp", "all_gather", 4 + 2 * n_recomputed, rank.activation)
     return gathers + rank.over("tp", "reduce_scatter", 4 + n_recomputed, rank.activation)
 
@@ -262,7 +262,7 @@ def _ends(rank: _Rank, stage: StagePlan) -> CollectiveCounts:
 
 
 def _logits(rank: _Rank) -> CollectiveCounts:
-    """Logits put together, or what :class:`VocabParallelCrossEntropy` exchanges instead, in float32 at least."""
+    """Return the gather of logits, or what :class:`VocabParallelCrossEntropy` exchanges, in float32 at least."""
     itemsize = rank.dtypes.computed.itemsize
     if rank.gathers_logits:
         return rank.over("tp", "all_gather", 1, rank.tokens * rank.config.vocab_size * itemsize)
@@ -272,7 +272,7 @@ def _logits(rank: _Rank) -> CollectiveCounts:
 
 
 def _norm_weights(rank: _Rank, dtype: torch.dtype) -> CollectiveCounts:
-    """Gradients of norms that saw parts of the sequence: two a layer, and the final one."""
+    """Return the gradients of norms that saw parts of the sequence: two a layer, and the final one."""
     return rank.over("tp", "all_reduce", 2 * rank.config.n_layers + 1, rank.config.dim * dtype.itemsize)
 
 
@@ -299,19 +299,19 @@ def _pipeline(rank: _Rank) -> CollectiveCounts:
 
 
 def _rows(rank: _Rank) -> int:
-    """Rows of the embedding in this rank's shard; the last shards may be short, or empty."""
+    """Return the rows of the embedding in this rank's shard; the last shards may be short, or empty."""
     rows = -(-rank.config.vocab_size // rank.layout.dp_shard)
     return max(0, min(rows, rank.config.vocab_size - rank.at.dp_shard * rows))
 
 
 def _asks_who_refuses(rank: _Rank) -> CollectiveCounts:
-    """One number, over all ranks of the mesh: is anything wrong on one of them?"""
+    """Count one number, over all ranks of the mesh: is anything wrong on one of them?"""
     alone = rank.n_ranks == 1
     return _NOTHING if alone else CollectiveCounts.of(rank.everyone, "all_reduce", 1, torch.int32.itemsize)
 
 
 def _clipping(rank: _Rank) -> CollectiveCounts:
-    """One float64 a rank and dimension: norms are gathered, and added up in the same order everywhere."""
+    """Count one float64 a rank and dimension: norms are gathered, and added up in the same order everywhere."""
     layout = rank.layout
     counts = _asks_who_refuses(rank) + rank.over("tp", "all_gather", 1, _FLOAT64 * layout.tp)
     counts += rank.over("dp_shard", "all_gather", 1, _FLOAT64 * layout.dp_shard)
@@ -322,7 +322,7 @@ def _clipping(rank: _Rank) -> CollectiveCounts:
 
 
 def _notes(rank: _Rank) -> CollectiveCounts:
-    """What ranks of a foreign model tell one another when they clip, pickled: which stages they hold, and the norm."""
+    """Return what ranks of a foreign model tell one another when they clip: their stages, pickled, and the norm."""
     sizes = {name: size for name, size in _data_and_tensor(rank.layout).items() if size > 1}
     if rank.layout.dp_replicate > 1:
         sizes["dp_shard"] = rank.layout.dp_shard  # this dimension stays, whatever its size

@@ -20,11 +20,12 @@ T = TypeVar("T")
 
 
 def on_every_rank(device_mesh: DeviceMesh | None, look: Callable[[], T]) -> T:
-    """Look at this rank's arguments without sending anything; a collective of the ranks of ``device_mesh``.
+    """Check this rank's arguments; if any rank of ``device_mesh`` refuses its own, all refuse. A collective.
 
     Args:
-        device_mesh: None is this rank alone. What is no mesh counts as one of all ranks, as it was to be.
-        look: returns what the arguments come to; raises ValueError or TypeError if that is nothing.
+        device_mesh: None is this rank alone. Anything else that is not a mesh counts as a mesh of all ranks.
+        look: checks the arguments and returns a result; raises ValueError or TypeError if they are wrong. Sends
+            nothing.
 
     Raises:
         ValueError: on every rank, if ``look`` fails on any, in the words of the lowest rank on which it does.

@@ -19,7 +19,7 @@ __all__ = ["get_stage_indices", "schedule_names"]
 
 
 def schedule_names() -> tuple[str, ...]:
-    """The names :func:`build_pipeline_schedule` takes, and torch's names for them: those torch can run."""
+    """Return the names :func:`build_pipeline_schedule` takes, and torch's names for them: those torch can run."""
     return tuple(name for name in names() if _foreign_to_torch(_example(name)) is None)
 
 
@@ -27,12 +27,11 @@ def schedule_names() -> tuple[str, ...]:
 def get_stage_indices(
     schedule: str | Schedule, pp_rank: int, pp_size: int, stages_per_rank: int | None = None
 ) -> list[int]:
-    """Indices of the stages that ``pp_rank`` holds under ``schedule``.
+    """Return the indices of the stages that ``pp_rank`` holds under ``schedule``.
 
     Args:
         schedule: one of :func:`schedule_names`, or an order of your own.
-        stages_per_rank: model chunks a rank. None means what is usual, as the catalogue says; an order of your own says
-            it itself.
+        stages_per_rank: model chunks a rank. None takes the catalogue's usual number; an order of your own has its own.
 
     Raises:
         ValueError: for a schedule that torch cannot run, a rank outside ``pp_size``, or a number of stages a rank that
@@ -55,7 +54,7 @@ def get_stage_indices(
 
 
 def runnable(schedule: str) -> Entry:
-    """What the catalogue knows of a schedule that torch can run.
+    """Return the catalogue's entry of a schedule that torch can run.
 
     Raises:
         ValueError: for an unknown schedule, or one that torch cannot run.
@@ -66,14 +65,14 @@ def runnable(schedule: str) -> Entry:
 
 
 def name_of(schedule: str | Schedule) -> str:
-    """What to call it: the same for every alias, another for every order."""
+    """Return its name: the same for every alias, another for every order."""
     if isinstance(schedule, Schedule):
         return f"{schedule!r} {schedule.fingerprint}"
     return runnable(schedule).name
 
 
 def problem_of_order(schedule: Schedule) -> str | None:
-    """What keeps torch's executor from running an order, whatever the model; None if nothing does."""
+    """Return why torch's executor cannot run an order, whatever the model; None if it can."""
     reason = _foreign_to_torch(schedule)
     if reason is not None:
         return (
@@ -99,7 +98,7 @@ def _foreign_to_torch(schedule: Schedule) -> str | None:
 
 
 def order_of(schedule: str | Schedule, n_microbatches: int, n_stages: int, pp_size: int) -> Schedule:
-    """The order in which torch will run.
+    """Return the order in which torch will run.
 
     Raises:
         ValueError: for sizes that the schedule, or torch's class for it, does not allow; names the rule and the nearest
@@ -151,7 +150,7 @@ def torch_schedule(
 
 
 def splits_backward(schedule: str | Schedule) -> Literal["none", "some", "all"]:
-    """Which backwards are two actions, the gradients of inputs and those of weights."""
+    """Return which backwards are split in two actions, the gradients of inputs and those of weights."""
     kinds = {part.kind for part in (schedule if isinstance(schedule, Schedule) else _example(schedule)).parts}
     if "I" not in kinds:
         return "none"
@@ -160,7 +159,7 @@ def splits_backward(schedule: str | Schedule) -> Literal["none", "some", "all"]:
 
 @cache
 def _example(name: str) -> Schedule:
-    """The schedule at a size that all of them allow."""
+    """Return the schedule at a size that all of them allow."""
     return build(name, 2, 8)
 
 

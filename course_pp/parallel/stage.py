@@ -1,4 +1,4 @@
-"""Building one stage of a pipeline: which of how many it is, and what its caller says that it takes and returns."""
+"""Build one stage of a pipeline: its index, and what its caller declares that it takes and returns."""
 
 from typing import Any
 
@@ -37,13 +37,13 @@ def build_pipeline_stage(
 
     A stage is called with what the stage before it returned: a tuple or list gives its positional arguments, a dict its
     keyword arguments, anything else is its only one. Tensors may stand in tuples, dicts and dataclasses that torch's
-    pytree knows, such as the outputs of transformers. Those of a floating-point dtype carry gradients back. Where a
-    schedule splits backward in two, a stage that is not of this package's model leaves the weights of its linear layers
-    to the second half; what is compiled, recomputed or cut by tensor parallelism it does in the first.
+    pytree knows, such as the outputs of transformers. Those of a floating-point dtype carry gradients back. If a
+    schedule splits backward in two, a stage of another model leaves only the weights of linear layers to the second
+    half; layers that are compiled, recomputed or cut by tensor parallelism do all in the first.
 
     A stage of this package's model knows what it takes and returns. Of any other module, declare what its first stage
-    takes: ``inputs``, or token ids by ``batch_size`` and ``seq_len``. What each stage returns is then found by
-    :func:`build_pipeline_schedule`, which runs a copy of it on the meta device, without memory or arithmetic.
+    takes: ``inputs``, or token ids by ``batch_size`` and ``seq_len``. :func:`build_pipeline_schedule` then finds what
+    each stage returns: it runs a copy on the meta device, without memory or arithmetic.
 
     Args:
         stage_module: one stage, already on ``device``; any module.
@@ -51,20 +51,20 @@ def build_pipeline_stage(
         batch_size: rows in one *microbatch*.
         seq_len: tokens in a sequence.
         param_dtype: dtype of the activations and gradients that cross stage boundaries; None is what the module
-            computes in. Giving it makes the module's own dtype checked against it.
-        stage, n_stages: which stage of how many. Left out: those of this package's module, else of a pipeline with one
-            stage a rank.
+            computes in. If given, the module's own dtype must be the same.
+        stage, n_stages: index of the stage, and how many there are. By default this package's modules know, and others
+            are one stage a rank.
         inputs: what the first stage is called with for one microbatch; other stages ignore it. Only shapes and dtypes
             count, so meta tensors will do.
-        outputs: what this stage returns, likewise; needed only where it cannot run on the meta device, where it is
-            called without the keyword arguments of a step. What the last stage returns is the loss function's own
-            business; ``outputs=()`` if even calling it there fails.
+        outputs: what this stage returns, likewise; needed only if it cannot run on the meta device, without the keyword
+            arguments of a step. What the last stage returns concerns the loss function alone: ``outputs=()`` will do
+            there.
 
     Raises:
         ValueError: on every rank of the mesh, if ``stage_module`` is no module, or a whole :class:`Transformer`; if a
             size is not positive, the mesh is only a part of the ranks or cannot share the stages, the module is wrapped
-            in DDP or the like, or computes in another dtype than ``param_dtype``. Also on a GPU without NCCL, over
-            which torch's pipeline sends nothing.
+            in DDP or the like, or computes in another dtype than ``param_dtype``. Also on a GPU without NCCL, which
+            torch's pipeline needs to send.
         RuntimeError: if there is no process group.
     """
     if not dist.is_initialized():
@@ -99,7 +99,7 @@ def build_pipeline_stage(
 
 
 def _place(module: object, device_mesh: DeviceMesh | None, stage: int | None, n_stages: int | None) -> tuple[int, int]:
-    """Which stage of how many a module is.
+    """Return which stage of how many a module is.
 
     Raises:
         TypeError: for what is no module, a whole Transformer, or indices that are no whole numbers.
@@ -136,7 +136,7 @@ def _boundaries(
     inputs: Any,
     outputs: Any,
 ) -> tuple[Boundary | None, Boundary | None]:
-    """What a stage takes and returns, as far as that is known before it runs."""
+    """Return what a stage takes and returns, as far as that is known before it runs."""
     if isinstance(module, PipelineStageModule):
         for name, value in (("inputs", inputs), ("outputs", outputs)):
             own = "leave it out, this module knows what it takes and returns"
@@ -151,7 +151,7 @@ def _boundaries(
 def _boundaries_of_transformer(
     module: PipelineStageModule, batch_size: int | None, seq_len: int | None, param_dtype: torch.dtype | None
 ) -> tuple[Boundary, Boundary]:
-    """What a stage of this package's model takes and returns."""
+    """Return what a stage of this package's model takes and returns."""
     rows, positions = check_microbatch(module.config, batch_size, seq_len)
     dtypes = compute_dtypes(module)
     if param_dtype is None:
@@ -175,7 +175,7 @@ def _declared(name: str, value: Any) -> Boundary | None:
 
 
 def _tokens(batch_size: int | None, seq_len: int | None) -> Boundary | None:
-    """Token ids, which the first stage takes unless ``inputs`` says otherwise; None if the sizes are missing.
+    """Return the token ids that the first stage takes unless ``inputs`` says otherwise; None if sizes are missing.
 
     Raises:
         ValueError: for a size that is not positive.
@@ -232,7 +232,7 @@ def _check_size(name: str, size: object) -> int:
 
 
 def _mismatch(module: PipelineStageModule, dtypes: tuple[torch.dtype, ...], boundary_dtype: torch.dtype) -> str:
-    """A stage that computes in another dtype: the neighbour would read the message's bytes as something else."""
+    """Refuse a stage that computes in another dtype: its neighbour would misread the message's bytes."""
     remedy = (
         "pass the module's own dtype, or convert it before building the stage"
         if mixed_precision(module) is None

@@ -46,7 +46,7 @@ class Witness:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """The body is this rank's part of a step.
+        """Run this rank's part of a step in the body; if it fails, the other ranks can learn why.
 
         Raises:
             StepFailed: in place of the error of a message, if another rank has failed before.
@@ -64,7 +64,7 @@ class Witness:
             raise
 
     def _first(self, mine: str) -> str:
-        """What the first rank to fail has said; this one's if it is the first, or nobody can be asked."""
+        """Return what the first rank to fail said: ``mine`` if this rank is the first, or nobody can be asked."""
         if self._group is None:
             return mine
         try:

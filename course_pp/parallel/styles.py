@@ -45,7 +45,7 @@ class PartOfSequence(ParallelStyle):
 
 
 class WholeOutputs(ParallelStyle):
-    """Cuts nothing; refuses keywords that ask for parts of a model which hold parts of sequences."""
+    """Cuts nothing; refuses keywords that need whole sequences, of which each rank has a part."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(_refuse_parts, with_kwargs=True)

@@ -120,7 +120,7 @@ class _Styles(dict[str, tuple[str, ParallelStyle]]):
 
 
 def _styles_of(model: nn.Module, plan: Plan, tp: int, gather_logits: bool) -> _Styles:
-    """What the plan makes of one module.
+    """Return what the plan makes of one module.
 
     Raises:
         ValueError: as :func:`apply_tensor_parallel`, but for patterns that match nothing.

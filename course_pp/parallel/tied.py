@@ -25,7 +25,7 @@ SharedName = Tie | Sequence[str]
 
 @checked
 def find_ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """The parameters that ``model`` holds under several names; ask before it is cut, for a cut forgets.
+    """Return the parameters that ``model`` holds under several names; ask before it is cut, for a cut forgets.
 
     Returns:
         For each shared parameter its names, as ``build_pipeline_schedule(..., tied=...)`` takes them.
@@ -37,10 +37,10 @@ def find_ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def ties_of_stages(tied: Iterable[SharedName], names: Mapping[int, Sequence[str]]) -> tuple[Tie, ...]:
-    """Say by stage which weights are one; a weight that one stage alone holds is none.
+    """Return the ties by stage; a weight that only one stage holds is not a tie.
 
     Args:
-        names: the names of every stage's parameters, those a parameter has besides included.
+        names: the names of every stage's parameters, second names included.
 
     Raises:
         ValueError: for a name or stage that does not exist, or a weight in two ties.
@@ -91,10 +91,10 @@ class TiedWeights:
         self.ties, self._modules, self._owner, self._ranks = tuple(ties), modules, owner, ranks
 
     def problem(self, *, values: bool) -> str | None:
-        """What is wrong with the copies, the same on every rank; a collective of the pipeline's ranks.
+        """Return what is wrong with the copies, the same on every rank; a collective of the pipeline's ranks.
 
         Args:
-            values: compare what is in them too, by a checksum; once they were equal, they stay so.
+            values: compare the values too, by a checksum; copies that were equal once stay equal.
         """
         if not self.ties:
             return None
@@ -181,7 +181,7 @@ def _problem_of(tie: Tie, ends: Mapping[int, _Facts]) -> str | None:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's shard: where both ends are sharded, the peer holds the same rows of the other."""
+    """Return this rank's shard: where both ends are sharded, the peer holds the same rows of the other."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -40,7 +40,7 @@ def predict_unsharded_bytes(
     dtype: torch.dtype = torch.float32,
     mp_policy: MixedPrecisionPolicy | None = None,
 ) -> tuple[int, ...]:
-    """The most bytes of gathered parameters alive on each rank during a training step.
+    """Return the most bytes of gathered parameters alive on each rank during a training step.
 
     Padding is counted, a finished gather's buffer while it is copied out is not. Arguments are those of
     :func:`predict_collectives`.

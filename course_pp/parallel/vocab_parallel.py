@@ -27,12 +27,12 @@ __all__ = ["VocabParallelCrossEntropy", "gather_vocabulary"]
 class VocabParallelCrossEntropy(CrossEntropy):
     """:class:`CrossEntropy` of the logits that a head cut with ``gather_logits=False`` gives; the same on every rank.
 
-    Args:
+    Attributes:
         ignore_index: target value of positions where nothing is to be predicted, such as padding.
     """
 
     def total(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Sum over the counted tokens; a scalar, in float32 at least.
+        """Return the sum over the counted tokens; a scalar, in float32 at least.
 
         Args:
             logits: DTensor (batch, seq, vocab), cut in its last dimension.
@@ -87,7 +87,7 @@ class _TotalLoss(torch.autograd.Function):
 
 
 def gather_vocabulary(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Logits (batch, seq, vocab / tp) of each rank -> (batch, seq, vocab), the same on every rank.
+    """Gather each rank's logits (batch, seq, vocab / tp) into (batch, seq, vocab), the same on every rank.
 
     Every rank computes the same loss from them, so backward takes its part of the gradient and exchanges nothing.
     """

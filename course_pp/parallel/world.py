@@ -47,12 +47,12 @@ def get_world_info() -> tuple[int, int, int]:
 
 
 def is_rank_zero() -> bool:
-    """True on global rank 0, by the process group if there is one, else by the launcher's variables."""
+    """Return True on global rank 0, by the process group if there is one, else by the launcher's variables."""
     return (dist.get_rank() if dist.is_initialized() else get_world_info()[0]) == 0
 
 
 def get_node() -> str:
-    """A name of this rank's node that ranks on other nodes do not have.
+    """Return a name of this rank's node that differs from that of every other node.
 
     Slurm's number of the node comes with the host's name: virtual nodes share one host, and a number that was inherited
     from a batch script is 0 everywhere.
@@ -61,16 +61,16 @@ def get_node() -> str:
 
 
 def is_task_of_srun(environ: Mapping[str, str]) -> bool:
-    """Whether this rank is a task of bare ``srun``; under torchrun, the task is all ranks of the node."""
+    """Return whether this rank is a task of bare ``srun``; under torchrun, the task is all ranks of the node."""
     return "SLURM_PROCID" in environ and not any(name.startswith("TORCHELASTIC_") for name in environ)
 
 
 def has_gpus_of_its_own(environ: Mapping[str, str], n_visible: int, n_local: int) -> bool:
-    """Whether the ``n_visible`` GPUs that this rank sees are shown to none of the other ``n_local - 1`` on its node.
+    """Return whether this rank's ``n_visible`` GPUs are hidden from the other ``n_local - 1`` ranks of its node.
 
-    So it is with srun's ``--gpus-per-task``, ``--ntasks-per-gpu=1`` and ``--gpu-bind=single:1``. Told by what the tasks
-    have got, since srun says in no variable what it was asked; where Slurm does not count the node's GPUs, by what the
-    batch script was asked.
+    That is so with srun's ``--gpus-per-task``, ``--ntasks-per-gpu=1`` and ``--gpu-bind=single:1``. It is inferred from
+    the GPUs that the tasks have got, because no variable holds what srun was asked for; if Slurm does not count the
+    node's GPUs, from what the batch script was asked for.
     """
     if not is_task_of_srun(environ):
         return False
@@ -88,8 +88,8 @@ def has_gpus_of_its_own(environ: Mapping[str, str], n_visible: int, n_local: int
 def refusals_said_once(program: str) -> Iterator[None]:
     """End a script on a ``ValueError`` with exit code 2 and one message, not one traceback a rank.
 
-    A bad argument is refused by every rank at once. Rank 0 speaks; the others leave it five seconds, in which the
-    launcher ends them, and speak only if they are still there: then the trouble was theirs alone.
+    Every rank refuses a bad argument at once, and rank 0 prints the message. The others wait five seconds, in which the
+    launcher ends them. If they are still there, the problem was theirs alone, and they print it.
     """
     try:
         yield
@@ -135,7 +135,7 @@ def _slurm_master_address() -> str:
 
 
 def _address(node: str) -> str:
-    """The node's name if it is a host's, else the address under which Slurm itself reaches it (virtual nodes)."""
+    """Return the node's name if it is a host's, else the address at which Slurm itself reaches it (virtual nodes)."""
     try:
         socket.getaddrinfo(node, None)
         return node
@@ -155,7 +155,7 @@ def _address(node: str) -> str:
 
 
 def _slurm_master_port() -> int:
-    """A port every task of the step computes alike, and two steps of one job do not share."""
+    """Return a port every task of the step computes alike, and two steps of one job do not share."""
     job, step = (int(re.sub(r"\D", "", os.environ.get(k, "")) or 0) for k in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return _PORTS[(7919 * job + step) % len(_PORTS)]
 

@@ -20,7 +20,7 @@ from course_pp.wrappers import problem_of_wrappers
 __all__ = ["By", "auto_split", "explain"]
 
 By = Literal["parameters", "time", "memory"]
-"""What a balanced cut makes even: the slowest stage's share of it is the least there is."""
+"""The cost that a balanced cut evens out: the largest stage's share of it is as small as possible."""
 
 
 def auto_split(
@@ -31,23 +31,24 @@ def auto_split(
     *,
     at: Sequence[str] | None = None,
 ) -> list[nn.Module]:
-    """Cut a model into stages that a pipeline can run; embeddings and head count as what they are.
+    """Cut a model into stages that a pipeline can run; embeddings and head count with their own cost.
 
     Each stage is a module of the model's class, holds the model's own modules and parameters under the model's names,
-    and runs the model's forward in which the modules of other stages are absent. The first is called as the model is,
-    the last returns what the model returns; in between they hand on a dict, as both engines take it. Weights that lie
-    in several stages are in each stage's ``ties``, by stage, as ``tied=`` of either engine takes them.
+    and runs the model's forward without the modules of other stages. The first stage is called as the model is, and the
+    last returns what the model returns; in between, stages pass on a dict, which both engines take. Each stage's
+    ``ties`` names the weights that lie in several stages, by stage, as either engine's ``tied=`` takes them.
 
     The model runs on the example, and once more as stages, which must give the same result. A model on the meta device
-    runs too, but nothing can be compared there. Cut it in the mode, training or eval, in which the stages are to run.
+    runs too, but nothing can be compared there. Before cutting, put it in the mode, training or eval, in which the
+    stages will run.
 
     Args:
         model: any module. It is cut between the blocks it is mostly made of, and the modules beside these.
         example: what the model is called with for one microbatch: a tuple or list gives positional arguments, a dict
-            keyword arguments, anything else is the only one. Arguments that are no tensors are fixed by it; sizes of
-            tensors are not. Give transformers ``use_cache=False``: a cache does not cross.
+            keyword arguments, anything else is the only one. Arguments that are no tensors stay as in the example;
+            sizes of tensors may change. Models of transformers need ``use_cache=False``: a cache cannot cross.
         n_stages: how many; may be left out where ``at`` says it.
-        by: what is made even, without ``at``: ``parameters``; ``time`` of forward and backward, as rank 0
+        by: the cost to even out, unless ``at`` is given: ``parameters``; ``time`` of forward and backward, as rank 0
             measures it, so call this on every rank of the process group; or ``memory`` of weights, gradients, two
             moments and the activations that 1F1B keeps, in bytes.
         at: names of the modules that a stage begins with, such as ``model.layers.5``, for each stage but the first.
@@ -89,7 +90,7 @@ def explain(model: nn.Module, example: Any) -> list[Problem]:
 
 
 def _looked_at(given: Mapping[str, Any]) -> tuple[int, Recording]:
-    """How many stages of what, from the arguments of :func:`auto_split`."""
+    """Return how many stages of what, from the arguments of :func:`auto_split`."""
     check_arguments(auto_split, given)
     model, count = given["model"], _count_of(given["n_stages"], given["at"])
     recording = _recorded(model, as_call(given["example"]), "auto_split")
@@ -103,7 +104,7 @@ def _looked_at(given: Mapping[str, Any]) -> tuple[int, Recording]:
 
 
 def _count_of(n_stages: int | None, at: Sequence[str] | None) -> int:
-    """How many stages there are to be."""
+    """Return how many stages are asked for."""
     refuse_below(1, "auto_split", n_stages=n_stages)
     count = n_stages if at is None else len(at) + 1
     refuse_unless(count is not None, "auto_split", "n_stages", n_stages, "give a number, or names in at=")
@@ -152,7 +153,7 @@ def _refuse(model: nn.Module, problems: Sequence[Problem]) -> None:
 
 
 def _ties_of(stages: Sequence[nn.Module]) -> tuple[Mapping[int, str], ...]:
-    """For each parameter that lies in several stages its name in each."""
+    """Return for each parameter that lies in several stages its name in each."""
     places: dict[int, dict[int, str]] = {}
     for index, stage in enumerate(stages):
         for name, parameter in stage.named_parameters():
@@ -161,7 +162,7 @@ def _ties_of(stages: Sequence[nn.Module]) -> tuple[Mapping[int, str], ...]:
 
 
 def _differences(model: nn.Module, stages: Sequence[nn.Module], recording: Recording) -> list[Problem]:
-    """Whether the stages, one after another, give what the model gives, random numbers included."""
+    """Return whether the stages, one after another, give what the model gives, random numbers included."""
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return []
     args, kwargs = recording.example
@@ -188,7 +189,7 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _line_of(error: Exception) -> str:
-    """The innermost line of the traceback that is not torch's."""
+    """Return the innermost line of the traceback that is not torch's."""
     line, traceback = "?", error.__traceback__
     while traceback is not None:
         if is_of_model(traceback.tb_frame.f_code.co_filename):

@@ -26,7 +26,7 @@ _COPIES = 4  # a weight, its gradient and two moments
 
 
 def partition(model: nn.Module, recording: Recording, n_stages: int, by: str) -> list[LayerRange]:
-    """The calls of each stage as (first, end), the last excluded."""
+    """Return the calls of each stage as (first, end), end excluded."""
     n_calls = len(recording.calls)
     measured = [] if by == "parameters" else _measured(model, recording)
     if by == "time":
@@ -56,20 +56,20 @@ def refuse_unmeasurable(model: nn.Module, by: str) -> None:
 
 
 def _total(held: list[list[nn.Parameter]], size: Callable[[Tensor], int]) -> int:
-    """Of parameters, each of which a stage holds once."""
+    """Return the size of parameters, each counted once, as a stage holds it once."""
     return sum({id(parameter): size(parameter) for each in held for parameter in each}.values())
 
 
 @dataclass(frozen=True)
 class _Cost:
-    """Of one call: processor time of forward and backward, bytes kept from the one to the other."""
+    """The cost of one call: processor time of forward and backward, and bytes kept between them."""
 
     nanoseconds: int
     n_bytes: int
 
 
 def _measured(model: nn.Module, recording: Recording) -> list[_Cost]:
-    """What each call costs, with the arguments that it has in the example.
+    """Return what each call costs, with the arguments that it has in the example.
 
     The least of several rounds through the model: when the machine is busy with other things, it is so for longer than
     one call takes.

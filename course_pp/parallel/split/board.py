@@ -1,4 +1,4 @@
-"""What a stage and the units in it know of one another: which call is next, what is received, what is to be sent."""
+"""What a stage shares with its units: which call is next, what was received, what will be sent."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ __all__ = ["Board", "Done", "OtherWay"]
 
 
 class Done(BaseException):
-    """The stage has made what it sends. No Exception, so that the model does not catch it."""
+    """The stage has made all that it sends. Not an Exception, so that the model does not catch it."""
 
 
 class OtherWay(RuntimeError):
@@ -36,7 +36,7 @@ class _Run:
 
 
 class Board:
-    """Calls ``first`` to ``end`` of a recording, the last excluded.
+    """One stage's calls of a recording: ``first`` to ``end``, end excluded.
 
     Attributes:
         recording: of the whole model.
@@ -59,7 +59,7 @@ class Board:
         }
 
     def of_example(self) -> tuple[Any, Any]:
-        """What the stage is called with and what it sends for the example, as meta tensors."""
+        """Return what the stage is called with and what it sends for the example, as meta tensors."""
         metas = self.inputs.of_example()
         values = [self.recording.calls[key.call].leaves[key.leaf] for key in self.taken]
         taken = {"inputs": self.inputs.packed_before(metas), "values": tuple(values)} if self.first else metas
@@ -76,7 +76,7 @@ class Board:
         return self.recording.names(self.first, self.end)
 
     def is_called_elsewhere(self, unit: str) -> bool:
-        """Whether other stages call it too."""
+        """Return whether other stages call it too."""
         return not all(self.first <= number < self.end for number in self._numbers.get(unit, ()))
 
     def begin(self, received: tuple[Tensor, ...]) -> None:
@@ -99,14 +99,14 @@ class Board:
         return tuple(values[key] for key in self.given)
 
     def count(self, unit: str) -> int:
-        """The number of the call that ``unit`` now gets."""
+        """Count a call of ``unit``, and return its number."""
         number = self.upcoming(unit)
         assert self.run is not None
         self.run.counts[unit] = self.run.counts.get(unit, 0) + 1
         return number
 
     def upcoming(self, unit: str) -> int:
-        """The number of the next call of ``unit``."""
+        """Return the number of the next call of ``unit``."""
         if self.run is None:
             raise RuntimeError(f"{unit!r} is of another stage, or between two: call the stage as a whole")
         count, numbers = self.run.counts.get(unit, 0), self._numbers.get(unit, [])
@@ -115,15 +115,15 @@ class Board:
         return numbers[count]
 
     def last(self, unit: str) -> int:
-        """The number of the call that ``unit`` has got last."""
+        """Return the number of the last call of ``unit``."""
         assert self.run is not None
         return self._numbers[unit][self.run.counts[unit] - 1]
 
     def result(self, number: int, twin: nn.Module, args: Any, kwargs: Any) -> Any:
-        """What an absent unit returns: tensors that were received, and zeros where nobody looks.
+        """Return the result of an absent unit: tensors that were received, and zeros that nobody reads.
 
         Raises:
-            Done: behind the last call of this stage.
+            Done: after the last call of this stage.
         """
         if number >= self.end:
             raise Done
@@ -136,18 +136,18 @@ class Board:
         return tree_unflatten(leaves, self.recording.calls[number].tree)
 
     def keep(self, number: int, output: Any) -> None:
-        """Keep of a result what is to be sent."""
+        """Keep the parts of a result that will be sent."""
         assert self.run is not None
         wanted = [key for key in self.given if key.call == number]
         leaves = tree_flatten(output)[0] if wanted else []
         self.run.values |= {key: self._own(key, leaves[key.leaf]) for key in wanted}
 
     def _own(self, key: Output, value: Tensor) -> Tensor:
-        """The value, or a copy where the model changes it in place later: each stage does so for itself."""
+        """Return the value, or a copy where the model changes it in place later: each stage does so for itself."""
         return value.clone() if key.call in self.recording.changed else value
 
     def _shaped(self, number: int, twin: nn.Module, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, ...]:
-        """The leaves of a result as meta tensors, found once for each shape of the arguments."""
+        """Return the leaves of a result as meta tensors, found once for each shape of the arguments."""
         key, known = tuple((tuple(t.shape), t.dtype) for t in tensors), self._shapes[number]
         if key not in known:
             on_meta = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, (args, kwargs))

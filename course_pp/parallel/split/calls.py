@@ -49,7 +49,7 @@ class Problem:
 
 
 Source = Output | Input | Parameter | Problem
-"""A problem is what a value was computed from that no stage could compute alike; it counts where the value is read."""
+"""What a value was computed from; a problem, which no stage could reproduce, counts if the value is read."""
 
 
 @dataclass(frozen=True)
@@ -96,23 +96,23 @@ class Recording:
     example: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
     def reads_from(self, first: int) -> frozenset[Source]:
-        """What calls from ``first`` on, and the result, read."""
+        """Return what calls from ``first`` on, and the result, read."""
         return self.result_reads.union(*(call.reads for call in self.calls[first:]))
 
     def crossing(self, cut: int) -> tuple[Output, ...]:
-        """What a cut before call number ``cut`` has to carry, in order."""
+        """Return what a cut before call number ``cut`` has to carry, in order."""
         return tuple(sorted(s for s in self.reads_from(cut) if isinstance(s, Output) and s.call < cut))
 
     def inputs_read(self, first: int) -> set[int]:
-        """Which tensors of the model's arguments calls from ``first`` on look into."""
+        """Return which tensors of the model's arguments calls from ``first`` on look into."""
         return {source.leaf for source in self.reads_from(first) if isinstance(source, Input)}
 
     def parameters_read(self, first: int, end: int) -> set[str]:
-        """Names of parameters that the model itself uses for calls ``first`` to ``end``, the last excluded."""
+        """Return the names of parameters that the model itself uses for calls ``first`` to ``end``, end excluded."""
         reads = frozenset[Source]().union(*(call.reads for call in self.calls[first:end]))
         reads |= self.result_reads if end == len(self.calls) else frozenset()
         return {source.name for source in reads if isinstance(source, Parameter)}
 
     def names(self, first: int, end: int) -> list[str]:
-        """The units that are called there, each once, in order."""
+        """Return the units that are called there, each once, in order."""
         return list(dict.fromkeys(call.unit for call in self.calls[first:end]))

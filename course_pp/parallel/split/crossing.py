@@ -1,4 +1,4 @@
-"""What the cuts of a model carry, to be looked at."""
+"""What crosses each cut of a model, for people to look at."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class Crossing:
     values: tuple[CrossingTensor, ...]
 
     def over(self, cut: int) -> tuple[CrossingTensor, ...]:
-        """What the cut before stage ``cut + 1`` carries."""
+        """Return what the cut before stage ``cut + 1`` carries."""
         begin = self.begins[cut]
         return tuple(value for value in self.values if value.made < begin <= value.read[-1])
 
@@ -52,7 +52,7 @@ def crossing(stages: Sequence[nn.Module]) -> Crossing:
     """Return what crosses the cuts between the stages of :func:`auto_split`.
 
     Raises:
-        ValueError: for other stages.
+        ValueError: for stages that :func:`auto_split` has not made.
     """
     others = [stage for stage in stages if not isinstance(stage, SplitStage)]
     refuse_unless(bool(stages) and not others, "crossing", "stages", stages, "give the list that auto_split returns")

@@ -1,7 +1,7 @@
-"""The model's own arguments, which every stage calls the model's forward with, and how they travel.
+"""How the model's own arguments travel: every stage calls the model's forward with them.
 
-Their tensors go from stage to stage. Of one with fractions, such as an image, that no later stage looks into, only the
-shape goes: in a tensor of no elements, as the engines send nothing but tensors. What is no tensor stays as it was in
+Their tensors go from stage to stage. If no later stage looks into a floating-point one, such as an image, only its
+shape goes, as a tensor without elements: the engines send nothing but tensors. Arguments that are no tensors stay as in
 the example.
 """
 
@@ -30,10 +30,10 @@ class Inputs:
         self._read_here, self._read_later = read_here, read_later
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-        """The tensors of a call of the first stage.
+        """Return the tensors of a call of the first stage.
 
         Raises:
-            ValueError: if it is called with other arguments than the model was with the example.
+            ValueError: if its arguments are not those of the example.
         """
         leaves, tree = tree_flatten((args, dict(sorted(kwargs.items()))))
         if tree != self._tree:
@@ -49,26 +49,26 @@ class Inputs:
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
     def call(self, tensors: tuple[Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments that these tensors belong to."""
+        """Return the example's arguments with these tensors in place of its own."""
         rest = iter(tensors)
         leaves = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         args, kwargs = tree_unflatten(leaves, self._tree)
         return args, kwargs
 
     def of_example(self) -> tuple[Tensor, ...]:
-        """The tensors of the example, as meta tensors."""
+        """Return the tensors of the example, as meta tensors."""
         return tuple(leaf.to("meta") for leaf in self._leaves if isinstance(leaf, Tensor))
 
     def send(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What goes to the next stage."""
+        """Return what goes to the next stage."""
         return tuple(self._packed(i, tensor, self._read_later) for i, tensor in enumerate(tensors))
 
     def packed_before(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What the stage before sent of these."""
+        """Return these tensors as the stage before sent them."""
         return tuple(self._packed(i, tensor, self._read_here) for i, tensor in enumerate(tensors))
 
     def receive(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What came from the stage before, zeros in place of what nobody looks into."""
+        """Return the tensors from the stage before, with zeros for those that nobody looks into."""
         kinds = [leaf.dtype for leaf in self._leaves if isinstance(leaf, Tensor)]
         return tuple(
             torch.zeros((), dtype=kinds[i], device=tensor.device).expand(tensor.shape[1:])

@@ -1,4 +1,4 @@
-"""Where to cut, as the caller says it: before the calls of the modules that are named."""
+"""Cut where the caller says: before the calls of the named modules."""
 
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -15,7 +15,7 @@ _SHOWN = 3
 
 
 def partition_at(model: nn.Module, recording: Recording, at: Sequence[str]) -> list[LayerRange]:
-    """The calls of each stage as (first, end), the last excluded; each stage after the first begins with a name.
+    """Return the calls of each stage as (first, end), end excluded; each stage but the first begins with a name.
 
     Raises:
         ValueError: for a name that is no place to cut, with the nearest that are; for names out of order.
@@ -31,7 +31,7 @@ def partition_at(model: nn.Module, recording: Recording, at: Sequence[str]) -> l
 
 
 def _number(model: nn.Module, recording: Recording, name: str) -> int:
-    """The call before which ``name`` means to cut."""
+    """Return the number of the call before which ``name`` cuts."""
     units = {id(unit): first for first, unit in recording.units.items()}
     named = dict(model.named_modules(remove_duplicate=False))
     places = list(dict.fromkeys(call.unit for call in recording.calls))

@@ -41,7 +41,7 @@ def weights_on_meta() -> Iterator[None]:
 
 
 def has_no_weights(unit: nn.Module) -> bool:
-    """Whether a unit computes nothing but shapes."""
+    """Return whether a unit computes nothing but shapes."""
     return any(parameter.is_meta for parameter in unit.parameters())
 
 
@@ -70,5 +70,5 @@ def _zeros(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def to_meta(value: Any) -> Any:
-    """Arguments as meta tensors."""
+    """Return the arguments as meta tensors."""
     return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, value)

@@ -27,7 +27,7 @@ _DATA_OPS = {torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.o
 
 
 def as_call(example: Any) -> Example:
-    """Positional and keyword arguments: of a tuple or list the former, of a dict the latter, else the only one."""
+    """Return positional and keyword arguments: from a tuple or list, from a dict, or from the only one."""
     if isinstance(example, tuple | list):
         return tuple(example), {}
     return ((), dict(sorted(example.items()))) if isinstance(example, Mapping) else ((example,), {})
@@ -54,7 +54,7 @@ def record(model: nn.Module, example: Example) -> Recording:
 def _only_in_training(
     model: nn.Module, example: Example, units: dict[str, nn.Module], recording: Recording
 ) -> list[Problem]:
-    """What a model in eval mode does not do and one in training does: above all, draw random numbers."""
+    """Return what stops a cut in training mode and not in eval mode: above all, drawing random numbers."""
     modes = [(part, part.training) for part in model.modules()]
     try:
         model.train()
@@ -116,7 +116,7 @@ class _Watch(TorchDispatchMode):
             self._set(tensor, frozenset({Parameter(name)}))
 
     def take_inputs(self, example: Example) -> Example:
-        """The example, its tensors marked."""
+        """Return the example, its tensors marked as inputs."""
         tensors = _tensors(example)
         copies = {id(tensor): tensor.clone() for tensor in tensors}
         for index, tensor in enumerate(tensors):
@@ -129,7 +129,7 @@ class _Watch(TorchDispatchMode):
         self.recording.result_reads = self._read_by(tensors)
 
     def hooks_on(self, name: str, unit: nn.Module) -> Iterator[Any]:
-        """Hooks that note each call of a unit."""
+        """Register hooks that note each call of a unit."""
         if name in self._undecided:
             yield unit.register_forward_hook(lambda _, args, output: self._judge(name, output))
         else:
@@ -197,7 +197,7 @@ class _Watch(TorchDispatchMode):
         self._same |= dict.fromkeys(together, together)
 
     def _see_change(self, tensor: Tensor, what: str, spares: int | None = None) -> None:
-        """A tensor is changed in place: nothing that is one with it is to be used afterwards, save ``spares``."""
+        """Note a change in place: what shares the tensor's storage may not be used afterwards, except ``spares``."""
         same = self._same.get(_key(tensor), {_key(tensor)})
         for key in same:
             sources = self._sources.get(key, _NOTHING)
@@ -219,7 +219,7 @@ class _Watch(TorchDispatchMode):
         return given if on_meta else None
 
     def _on_meta(self, given: Any, allowed: set[int]) -> Any:
-        """The arguments of a unit without weights, which is seen to change them as it would those it is given."""
+        """Return meta copies of arguments for a unit without weights; a change to one counts for the original."""
         self._looking = False
         copies = to_meta(given)
         self._looking = True
@@ -257,7 +257,7 @@ class _Watch(TorchDispatchMode):
         return output
 
     def _read_by(self, tensors: list[Tensor]) -> frozenset[Source]:
-        """What tensors, as they are used now, were computed from."""
+        """Return what tensors, as they are used now, were computed from."""
         sources = _NOTHING.union(self._decided_by, *map(self._of, tensors))
         problems = [source for source in sources if isinstance(source, Problem)]
         self.recording.problems += [each for each in problems if each not in self.recording.problems]
@@ -312,7 +312,7 @@ def _key(tensor: Tensor) -> int:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The arguments that an operation changes in place."""
+    """Return the arguments that an operation changes in place."""
     found = []
     for place, each in enumerate(func._schema.arguments):
         if each.alias_info is not None and each.alias_info.is_write:
@@ -332,7 +332,7 @@ def _spoiled(what: str) -> Problem:
 
 
 def line_of_model() -> str:
-    """Where in the model's code we are: the innermost line that is neither torch's nor this package's."""
+    """Return where in the model's code we are: the innermost line that is neither torch's nor this package's."""
     frame = sys._getframe()
     while frame.f_back is not None and not is_of_model(frame.f_code.co_filename):
         frame = frame.f_back
@@ -343,5 +343,5 @@ _OURS: tuple[str, ...] = (str(torch.__path__[0]), __file__.rpartition("/")[0])
 
 
 def is_of_model(path: str) -> bool:
-    """Whether a file is neither torch's nor this package's."""
+    """Return whether a file is neither torch's nor this package's."""
     return not path.startswith((*_OURS, "<"))

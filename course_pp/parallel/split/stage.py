@@ -42,7 +42,7 @@ class Absent(nn.Module):
             return getattr(self.__dict__["_twin"][0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the unit has returned on its own stage, as far as anybody looks."""
+        """Return what the unit returned on its own stage, as far as anybody reads it."""
         return self._board.result(self._board.count(self._unit), self._twin[0], args, kwargs)
 
     def extra_repr(self) -> str:
@@ -63,8 +63,8 @@ class SplitStage:
         """Run the model's forward as far as it is this stage's.
 
         Raises:
-            ValueError: if the first stage is called with other arguments than those of the example, and in training
-                for a model that was in eval mode when it was cut and could not be cut in training.
+            ValueError: if the first stage's arguments are not those of the example; in training, if the model was cut
+                in eval mode and could not be cut in training.
             OtherWay: if the model calls other units than it did for the example.
         """
         board, values = self._board, ()
@@ -95,11 +95,11 @@ class SplitStage:
         return {"inputs": board.inputs.send(tensors), "values": board.finish()}
 
     def sent_for_example(self) -> tuple[Any, Any]:
-        """What the stage is called with and what it sends for the model's example, as meta tensors."""
+        """Return what the stage is called with and what it sends for the model's example, as meta tensors."""
         return self._board.of_example()
 
     def _hooks(self) -> Iterator[Any]:
-        """Hooks for one forward: registered late, so that they see what the model sees, whatever else hooks in."""
+        """Return the hooks for one forward. They are registered last, so that they see what the model sees."""
         board = self._board
         for name in board.units:
             unit = self.get_submodule(name)  # type: ignore[attr-defined]
@@ -116,7 +116,7 @@ def _keeping(board: Board, name: str, number: Callable[[str], int]) -> Callable[
 
 
 def _drawing_from(board: Board, name: str, state: tuple[Tensor, Tensor | None]) -> Callable[..., None]:
-    """What the model draws before this stage's own part, the stages before have drawn already: forget it."""
+    """Undo what the model draws before this stage's own part: the stages before have drawn it already."""
 
     def forget(_: nn.Module, args: Any) -> None:
         if board.upcoming(name) == board.first:
@@ -133,7 +133,7 @@ def _random_state(stage: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def carve(model: nn.Module, recording: Recording, first: int, end: int) -> nn.Module:
-    """The stage of calls ``first`` to ``end``, the last excluded; its units are the model's own modules."""
+    """Make the stage of calls ``first`` to ``end``, end excluded; its units are the model's own modules."""
     return _Carver(model, recording, first, end).stage()
 
 
@@ -175,14 +175,14 @@ class _Carver:
         return absent
 
     def _now_and_then(self, module: nn.Module, unit: str) -> nn.Module:
-        """A unit of several stages, absent in the calls that are not this one's."""
+        """Return a unit that several stages call; it is absent in the calls of other stages."""
         copied = _shallow(module)
         vars(copied).update(_board=self._board, _unit=unit, _twin=(bare_copy(module),))
         copied.forward = MethodType(_here_or_absent, copied)
         return copied
 
     def _on_the_way(self, module: nn.Module, name: str) -> nn.Module:
-        """A module whose forward every stage runs, with those of its own parameters that this stage reads."""
+        """Return a module whose forward every stage runs, with those of its own parameters that this stage reads."""
         copied = _shallow(module)
         for key, parameter in module._parameters.items():
             path = f"{name}.{key}" if name else key
@@ -207,7 +207,7 @@ def _here_or_absent(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _shallow(module: nn.Module) -> nn.Module:
-    """A copy with the same parameters, buffers and children, which can be given others."""
+    """Return a copy whose parameters, buffers and children can be replaced without changing the original's."""
     copied = type(module).__new__(type(module))
     vars(copied).update(
         {k: v.copy() if k.startswith("_") and isinstance(v, dict | set) else v for k, v in vars(module).items()}

@@ -8,7 +8,7 @@
       lm_head                  a unit
 
 A module without parameters whose result depends on no unit, such as one that computes rotary angles from positions, is
-no unit: every stage computes it for itself.
+not a unit: every stage computes it for itself.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
 
 def candidates(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that may be units, by their first name, in the order in which the model names them."""
+    """Return the modules that may be units, by their first name, in the order in which the model names them."""
     on_the_way = _ancestors(model)
     found: dict[str, nn.Module] = {}
     seen: set[nn.Module] = set()
@@ -37,7 +37,7 @@ def candidates(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def replaced_on_the_way(model: nn.Module) -> str | None:
-    """The name of a module on the way whose forward is not its class's: a copy of it would still run the whole model.
+    """Return the name of a module on the way whose forward was replaced: a copy of it would run the whole model.
 
     ``torch.compile`` and accelerate's hooks put such a forward on the module itself; on a unit it does no harm.
     """
@@ -51,12 +51,12 @@ def replaced_on_the_way(model: nn.Module) -> str | None:
 
 
 def draws_random_numbers(module: nn.Module) -> bool:
-    """Whether a module, or a part of it, is a dropout: which stage runs it decides who draws which numbers."""
+    """Return whether a module, or a part of it, is a dropout: which stage runs it decides who draws which numbers."""
     return any(isinstance(part, _RANDOM) for part in module.modules())
 
 
 def _ancestors(model: nn.Module) -> set[str]:
-    """The names of the model, and of all modules on the way from it to a list of blocks, that list included."""
+    """Return the names of the model, and of all modules on the way from it to a list of blocks, that list included."""
     found = {""}
     for run in runs_of_like_modules(model):
         for name in run:
