@@ -1,4 +1,4 @@
-"""Fit what a cluster can do to a few steps that were timed on it, where a data sheet is missing or too kind."""
+"""Fit the real speed of a cluster to a few timed steps, if a data sheet is missing or too optimistic."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from course_pp.sizes import ModelConfig
 __all__ = ["FITTED", "TimedStep", "calibrate"]
 
 FITTED = ("peak", "memory_passes", "memory_bandwidth", "bandwidth", "latency")
-"""What is fitted: of the GPU, of the constants, of the GPU, of the links of both kinds together, of a message."""
+"""The five fitted numbers: of a :class:`Gpu`, of :class:`Constants`, of a :class:`Gpu`, of all links, of a message."""
 
 _TURNS = 30
 _STEP = 1e-3  # relative, of the derivatives
@@ -53,7 +53,7 @@ class TimedStep:
 
     @checked
     def predicted(self, cluster: Cluster, constants: Constants | None = None) -> Prediction:
-        """What the planner says of it."""
+        """Return what the planner says of it."""
         return predict(self.model, self.layout, cluster, self.global_batch, self.seq_len, constants)
 
 
@@ -61,11 +61,11 @@ class TimedStep:
 def calibrate(
     steps: Sequence[TimedStep], cluster: Cluster, constants: Constants | None = None
 ) -> tuple[Cluster, Constants]:
-    """The cluster, and constants, whose predictions come nearest to some timed steps.
+    """Return the cluster and constants whose predictions come nearest to some timed steps.
 
-    Fitted are the five numbers of :data:`FITTED`; bandwidths inside and between nodes keep their ratio, and so do the
-    peaks of 16 and 32 bits. The sum of squared errors of the logarithms is made least (Levenberg-Marquardt), so that a
-    short step counts as much as a long one.
+    It fits the five numbers of :data:`FITTED`; bandwidths inside and between nodes keep their ratio, and so do the
+    peaks of 16 and 32 bits. It minimises the sum of squared errors of the logarithms (Levenberg-Marquardt), so a short
+    step counts as much as a long one.
 
     Time steps in which each of the five matters: narrow and wide layers, few and many tokens for the same parameters,
     layouts with a pipeline, with tensor and with data parallelism.
@@ -76,8 +76,8 @@ def calibrate(
         constants: likewise; those fitted on the Megatron table unless given.
 
     Returns:
-        A cluster whose ``gpu.peak`` is what ``matmul_efficiency`` makes the measured rate of: an MFU on it is of this
-        peak, not of a data sheet's. And the constants, with ``memory_passes`` fitted.
+        The cluster: its ``gpu.peak`` times ``matmul_efficiency`` is the measured rate, so an MFU on it refers to this
+        peak and not to a data sheet's. And the constants, with ``memory_passes`` fitted.
 
     Raises:
         ValueError: for fewer than five different steps, a latency of 0, steps hundreds of times as long or as short as
@@ -102,7 +102,7 @@ def calibrate(
 
 
 def _check_steps(steps: Sequence[TimedStep], cluster: Cluster, constants: Constants) -> None:
-    """Refuse what a fit would answer with numbers that mean nothing."""
+    """Refuse steps from which a fit would make meaningless numbers."""
     different = len({replace(step, seconds=1.0) for step in steps})
     if different < len(FITTED):
         alike = len(steps) >= len(FITTED)
@@ -130,7 +130,7 @@ def _check_fit(steps: Sequence[TimedStep], cluster: Cluster, constants: Constant
 
 
 def _moved(cluster: Cluster, constants: Constants, moves: Sequence[float]) -> tuple[Cluster, Constants]:
-    """The numbers times the exponentials of ``moves``, in the order of FITTED."""
+    """Return the numbers times the exponentials of ``moves``, in the order of FITTED."""
     peak, passes, memory, link, latency = (math.exp(each) for each in moves)
     gpu = cluster.gpu
     measured = replace(
@@ -152,7 +152,7 @@ def _moved(cluster: Cluster, constants: Constants, moves: Sequence[float]) -> tu
 
 
 def _least_squares(errors: Callable[[Sequence[float]], list[float]], n: int) -> list[float]:
-    """Where the sum of squared ``errors`` of ``n`` numbers is least, from zeros on."""
+    """Return the ``n`` numbers where the sum of squared ``errors`` is least; the search starts at zeros."""
     import numpy as np  # who only plans does not wait for it
 
     at, damping = np.zeros(n), 1e-3

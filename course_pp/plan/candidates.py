@@ -28,7 +28,7 @@ def meshes(model: ModelConfig, cluster: Cluster) -> Iterator[tuple[int, int, int
 def layouts(
     model: ModelConfig, cluster: Cluster, global_batch: int, seq_len: int, like: Layout, *, small: bool = False
 ) -> Iterator[Layout]:
-    """Everything that divides, and that the stack does not refuse.
+    """Return the layouts whose sizes divide, and that the stack does not refuse.
 
     Args:
         small: of each mesh only those that hold least: one sequence a microbatch, sharded over all data ranks.
@@ -68,7 +68,7 @@ def _variants(
 
 
 def quick_memory(model: ModelConfig, layout: Layout, global_batch: int, seq_len: int) -> float:
-    """Of the first and the last pipeline rank, the fuller; in closed form."""
+    """Return the bytes of the first or the last pipeline rank, whichever is fuller; in closed form."""
     m = layout.n_microbatches(global_batch)
     ranks = {0, (layout.pp - 1) * layout.n_data * layout.tp}
     return max(sum(memory_of_rank(model, layout, seq_len, m, rank, None).values()) for rank in ranks)
@@ -77,7 +77,7 @@ def quick_memory(model: ModelConfig, layout: Layout, global_batch: int, seq_len:
 def quick_time(
     model: ModelConfig, layout: Layout, cluster: Cluster, constants: Constants, global_batch: int, seq_len: int
 ) -> float:
-    """The steady state of the slowest rank, the ramp, and what data parallelism exposes."""
+    """Return the seconds of a step: the slowest rank's steady state, the ramp, and what data parallelism exposes."""
     m, pp = layout.n_microbatches(global_batch), layout.pp
     held = layout.stages(model, 0), layout.stages(model, pp - 1)
     work = []

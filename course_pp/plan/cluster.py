@@ -48,7 +48,7 @@ class Gpu:
 
     @checked
     def peak_of(self, itemsize: int) -> float:
-        """Products of elements of so many bytes, in flop/s."""
+        """Return the peak of products of elements of ``itemsize`` bytes, in flop/s."""
         wide = self.peak if self.peak_32 is None else self.peak_32
         return {4: wide, 8: wide / 2}.get(itemsize, self.peak)
 
@@ -93,7 +93,7 @@ class Cluster:
 
     @checked
     def bandwidth(self, span: int, apart: int = 1) -> float:
-        """What a rank of a ring sends, in bytes a second.
+        """Return what a rank of a ring sends, in bytes a second.
 
         A ring that leaves the node uses the adapters of all its ranks there: NCCL lays a ring over each.
 
@@ -137,13 +137,13 @@ _BETWEEN_NODES = {
 
 
 def gpu_names() -> tuple[str, ...]:
-    """The names that :func:`gpu_named` knows."""
+    """Return the names that :func:`gpu_named` knows."""
     return tuple(_GPUS)
 
 
 @checked
 def gpu_named(name: str) -> Gpu:
-    """A GPU by name.
+    """Return a GPU by name.
 
     Raises:
         ValueError: for an unknown name; names the nearest.
@@ -156,7 +156,7 @@ def gpu_named(name: str) -> Gpu:
 
 @checked
 def cluster_of(text: str) -> Cluster:
-    """A cluster written as ``2048x8xH100``: nodes, GPUs a node, GPU, with the network those nodes are sold with.
+    """Return the cluster written as ``2048x8xH100``: nodes, GPUs a node, GPU; with the network sold with such nodes.
 
     Raises:
         ValueError: for text that does not read so.
@@ -169,7 +169,7 @@ def cluster_of(text: str) -> Cluster:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """What to say of an unknown name: the nearest known ones, or all."""
+    """Return what to suggest for an unknown name: the nearest known ones, or all."""
     near = get_close_matches(name.lower(), [each.lower() for each in known], n=2)
     found = [each for each in known if each.lower() in near]
     return f"did you mean {' or '.join(found)}?" if found else f"use one of {', '.join(known)}"

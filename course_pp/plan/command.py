@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def table(found: list[Prediction]) -> str:
-    """Predictions as rows."""
+    """Return the predictions as rows."""
     rows = [("layout", "step s", "tokens/s", "TFLOP/s", "MFU", "GB", "bound by")]
     for each in found:
         rows.append(

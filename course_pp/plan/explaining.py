@@ -46,10 +46,10 @@ def explain(first: Prediction, second: Prediction) -> str:
 
 @checked
 def reason(quicker: Prediction, slower: Prediction) -> str:
-    """Why one prediction is quicker than another, in a sentence made of what differs and of the parts of both.
+    """Return why one prediction is quicker than another, in a sentence made of what differs and of the parts of both.
 
     Raises:
-        ValueError: if it is not.
+        ValueError: if it is not quicker.
     """
     refuse_unless(quicker.step_s < slower.step_s, "reason", "quicker", quicker, "give the quicker first")
     what = [f"{name.strip()} {a}, not {b}" for name, a, b in _asked(quicker, slower)]
@@ -69,7 +69,7 @@ def reason(quicker: Prediction, slower: Prediction) -> str:
 
 
 def _asked(first: Prediction, second: Prediction) -> Iterator[tuple[str, str, str]]:
-    """What two predictions were asked for, where it differs."""
+    """Yield what two predictions were asked for, where it differs."""
     if first.model != second.model:
         yield "model", _model(first.model), _model(second.model)
     if first.cluster != second.cluster:
@@ -105,7 +105,7 @@ def _cluster(cluster: Cluster) -> str:
 
 
 def _row(name: str, a: float, b: float, largest: float) -> tuple[str, ...]:
-    """A line of two values; what is rounding beside ``largest`` is 0."""
+    """Return a line of two values; what is rounding beside ``largest`` is 0."""
     a, b = (0.0 if abs(each) <= _ROUNDING * largest else each for each in (a, b))
     return name, f"{a:.4g}", f"{b:.4g}", f"{_less(a, b, largest):+.4g}"
 

@@ -139,35 +139,35 @@ class Layout:
 
     @checked
     def is_scheduled(self, n_microbatches: int) -> bool:
-        """Whether a step is more than one forward and one backward, so that ``PipelineSchedule`` takes it."""
+        """Return whether a step is more than one forward and one backward, so that ``PipelineSchedule`` takes it."""
         return self.pp > 1 or n_microbatches > 1
 
     @checked
     def reduces_in_backward(self, n_microbatches: int) -> bool:
-        """Whether gradients are reduced beside the last backward, layer by layer."""
+        """Return whether gradients are reduced beside the last backward, layer by layer."""
         return self.reduces == "backward" or (self.reduces == "auto" and not self.is_scheduled(n_microbatches))
 
     @checked
     def splits_sequence(self, model: ModelConfig) -> bool:
-        """Whether norms work on parts of the sequence."""
+        """Return whether norms work on parts of the sequence."""
         if self.sequence_parallel is None:
             return self.tp > 1 and self.pp == 1 and not model.tie_embeddings
         return self.sequence_parallel and self.tp > 1
 
     @checked
     def place(self, rank: int) -> Coordinates:
-        """Where a global rank is in the mesh."""
+        """Return where a global rank is in the mesh."""
         return coordinates(rank, pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, tp=self.tp)
 
     @checked
     def stages(self, model: ModelConfig, pp_rank: int) -> list[StagePlan]:
-        """What a pipeline rank holds."""
+        """Return what a pipeline rank holds."""
         here = [stage for stage, ranks in enumerate(self.placement) if pp_rank in ranks]
         return stage_plans(model, here, self.n_stages, self.tp)
 
     @checked
     def stages_of_all(self, model: ModelConfig) -> list[StagePlan]:
-        """Every stage, first to last."""
+        """Return every stage, first to last."""
         return stage_plans(model, range(self.n_stages), self.n_stages, self.tp)
 
     @checked
@@ -194,7 +194,7 @@ class Layout:
 
     @checked
     def order(self, n_microbatches: int) -> Schedule:
-        """The pipeline's schedule."""
+        """Return the pipeline's schedule."""
         name = self.schedule if self.pp > 1 else "1f1b"
         return _built(name, self.pp, n_microbatches, self.n_chunks)
 
@@ -224,7 +224,7 @@ class Layout:
             )
 
     def with_(self, **changes: object) -> "Layout":
-        """The same with some attributes changed."""
+        """Return the same with some attributes changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def __str__(self) -> str:

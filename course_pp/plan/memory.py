@@ -40,7 +40,7 @@ _COUNTER = 4  # bytes of AdamW's ``step``
 
 
 def kept_by_layer(model: ModelConfig, layout: Layout, seq_len: int, ac: str | None = None) -> float:
-    """Bytes that the forward of one layer keeps for one microbatch."""
+    """Return the bytes that the forward of one layer keeps for one microbatch."""
     e, tokens, tp = layout.bytes_of.computed, layout.microbatch_size * seq_len, layout.tp
     ac = layout.ac if ac is None else ac
     h = model.dim
@@ -58,23 +58,23 @@ def kept_by_layer(model: ModelConfig, layout: Layout, seq_len: int, ac: str | No
 
 
 def _between(layout: Layout) -> int:
-    """Bytes of an element of the residual stream inside a stage."""
+    """Return the bytes of an element of the residual stream inside a stage."""
     e = layout.bytes_of.computed
     return max(4, e) if layout.casts_weights else e
 
 
 def _kept_by_norm(model: ModelConfig, layout: Layout) -> float:
-    """Of its input, a token."""
+    """Return the bytes that a norm keeps of its input, for one token."""
     return model.dim * (_between(layout) if layout.fused_norms else 2 * max(4, layout.bytes_of.computed))
 
 
 def _kept_inside_ffn(model: ModelConfig, layout: Layout) -> float:
-    """Between the matrices of a feed-forward block, a token."""
+    """Return the bytes kept between the matrices of a feed-forward block, for one token."""
     return (4 if model.gated_ffn else 2) * model.hidden_dim * layout.bytes_of.computed / layout.tp
 
 
 def _cast_by_layer(model: ModelConfig, layout: Layout, seq_len: int, ac: str) -> float:
-    """What one layer keeps more where products cast: copies of matrices and inputs, and of the rotary tables."""
+    """Return what one layer keeps in addition where products cast: copies of matrices, inputs and rotary tables."""
     e, tokens, h = layout.bytes_of.computed, layout.microbatch_size * seq_len, model.dim
     feed_forward = model.n_ffn_matrices * h * model.hidden_dim
     copies = h * (model.n_ffn_matrices - 2) * e
@@ -85,7 +85,7 @@ def _cast_by_layer(model: ModelConfig, layout: Layout, seq_len: int, ac: str) ->
 
 
 def kept_by_stage(model: ModelConfig, layout: Layout, seq_len: int, stage: StagePlan) -> float:
-    """Bytes that the forward of one stage keeps for one microbatch, and its output.
+    """Return the bytes that the forward of one stage keeps for one microbatch, and its output.
 
     That torch's pipeline holds until the backward; logits are there in any case while the loss is made of them.
     """
@@ -99,7 +99,7 @@ def kept_by_stage(model: ModelConfig, layout: Layout, seq_len: int, stage: Stage
 
 
 def _kept_by_end(model: ModelConfig, layout: Layout, seq_len: int) -> float:
-    """Of final norm, head and loss, which keeps the logarithms of probabilities."""
+    """Return the bytes kept by final norm, head and loss, which keeps the logarithms of probabilities."""
     e, tokens, h = layout.bytes_of.computed, layout.microbatch_size * seq_len, model.dim
     w = max(4, e)
     norm = _kept_by_norm(model, layout) + w
@@ -109,15 +109,15 @@ def _kept_by_end(model: ModelConfig, layout: Layout, seq_len: int) -> float:
 
 
 def _n_logits(model: ModelConfig, layout: Layout) -> float:
-    """Of a token on one rank."""
+    """Return the number of logits of a token on one rank."""
     return model.vocab_size / (layout.tp if shards_head(model, layout.tp) and layout.splits_head else 1)
 
 
 def kept_again(model: ModelConfig, layout: Layout, seq_len: int, stage: StagePlan) -> float:
-    """Bytes that a backward keeps beyond what the forward did, once it has recomputed its first layer or attention.
+    """Return the bytes that a backward keeps in addition once it has recomputed its first layer or attention.
 
-    By then it has let go of what lies behind: final norm, head and loss; with ``selective`` the layer's feed-forward
-    block, too, which is larger than attention in every published model.
+    By then it has freed what lies behind: final norm, head and loss; with ``selective`` the layer's feed-forward block,
+    too, which is larger than attention in every published model.
     """
     if layout.ac == "none":
         return 0.0
@@ -144,7 +144,7 @@ def memory_of_rank(
     rank: int,
     peaks: Sequence[float] | None,
 ) -> dict[str, int]:
-    """Bytes on a global rank at its fullest, by kind.
+    """Return the bytes on a global rank at its fullest, by kind.
 
     Args:
         peaks: of :func:`peaks_in_flight`; None for a bound: of GPipe all microbatches, else 1F1B's, one a stage that
@@ -179,7 +179,7 @@ def memory_of_rank(
 
 
 def peaks_in_flight(model: ModelConfig, layout: Layout, seq_len: int, timeline: Timeline) -> tuple[float, ...]:
-    """Bytes that each pipeline rank's microbatches in flight keep at most, with what is recomputed."""
+    """Return the bytes that each pipeline rank's microbatches in flight keep at most, with what is recomputed."""
     stages = layout.stages_of_all(model)
     kept = [kept_by_stage(model, layout, seq_len, s) for s in stages]
     again = [kept_again(model, layout, seq_len, s) for s in stages]
@@ -195,7 +195,7 @@ def peaks_in_flight(model: ModelConfig, layout: Layout, seq_len: int, timeline: 
 
 
 def _unreduced(layout: Layout, at_shard: int, stages: Sequence[StagePlan], order: Sequence[Action | Overlap]) -> int:
-    """The most that whole gradients are more than their shards: a stage's from its first backward to its last."""
+    """Return the most bytes by which gradients, whole from a stage's first to last backward, exceed their shards."""
     size, more = layout.bytes_of, {}
     for stage in stages:
         held = sum(held_elements(group, layout.dp_shard, at_shard) for group in stage.groups)
@@ -229,5 +229,5 @@ def _buffers(model: ModelConfig, layout: Layout, seq_len: int, n_microbatches: i
 
 
 def numel(stages: Sequence[StagePlan]) -> int:
-    """Elements of the stages' parameters on one tensor-parallel rank."""
+    """Return the elements of the stages' parameters on one tensor-parallel rank."""
     return sum(prod(shape) for s in stages for group in s.groups for shape in group)

@@ -48,13 +48,13 @@ _MODELS = {
 
 
 def model_names() -> tuple[str, ...]:
-    """The names that :func:`model_named` knows."""
+    """Return the names that :func:`model_named` knows."""
     return tuple(_MODELS)
 
 
 @checked
 def model_named(name: str) -> ModelConfig:
-    """The sizes of a model by name.
+    """Return the sizes of a model by name.
 
     Raises:
         ValueError: for an unknown name; names the nearest.

@@ -113,12 +113,12 @@ class Prediction:
 
     @checked
     def memory(self, rank: int) -> dict[str, int]:
-        """Bytes on a global rank at its fullest, by kind."""
+        """Return the bytes on a global rank at its fullest, by kind."""
         m = self.layout.n_microbatches(self.global_batch)
         return memory_of_rank(self.model, self.layout, self.seq_len, m, rank, self._peaks)
 
     def gains(self) -> dict[str, float]:
-        """What twice of each resource would leave of the time a sequence takes, 1 for no gain."""
+        """Return for twice of each resource the share of a sequence's time that is left; 1 is no gain."""
         gpu, cluster = self.cluster.gpu, self.cluster
         intra = float(cluster.intra_bandwidth or 0)
         faster = replace(gpu, peak=2 * gpu.peak, peak_32=2 * gpu.peak_of(4))
@@ -159,11 +159,11 @@ def predict(
     seq_len: int,
     constants: Constants | None = None,
 ) -> Prediction:
-    """One step of ``model`` laid out on a cluster.
+    """Predict one step of ``model`` laid out on a cluster.
 
     The pipeline is simulated with each stage's own times. The first gather, the reductions and the optimizer are added
-    on the rank that ends last, less what overlaps: by ``layout.reduces``, reductions run beside the last backward, or
-    each begins when the last backward of its stage ends, and the rank goes on when it is done.
+    on the rank that ends last, minus what overlaps. As ``layout.reduces`` says, reductions run beside the last
+    backward; or each begins when the last backward of its stage ends, and the rank waits for it.
 
     Args:
         global_batch: sequences of all ranks together.
@@ -213,9 +213,9 @@ def check_seq_len(model: ModelConfig, seq_len: int) -> None:
 
 
 def _costs(layout: Layout, times: list[StageTime], gathers: list[float], hops: tuple[float, ...]) -> Costs:
-    """What the simulator takes: with ``reshard`` each backward waits for parameters that come too late.
+    """Return the simulator's costs; with ``reshard`` each backward waits for parameters that come too late.
 
-    Each forward frees a group, so that the next action gathers it; a backward leaves it to the forward that follows.
+    Each forward frees a group, so the next action gathers it; a backward leaves it gathered for the next forward.
     """
     late = [0.0] * len(times)
     if layout.frees_after_forward:
@@ -238,7 +238,7 @@ def _ending(
     times: list[StageTime],
     hops: tuple[float, ...],
 ) -> tuple[float, dict[str, float]]:
-    """When the last rank is done, and what it did until then."""
+    """Return when the last rank is done, and what it did until then."""
     best: tuple[float, dict[str, float]] = (-1.0, {})
     for rank, row in enumerate(timeline.by_rank):
         held = layout.stages(model, rank)
@@ -277,7 +277,7 @@ def _data(
     timeline: Timeline,
     rank: int,
 ) -> float:
-    """Seconds that a rank waits for data-parallel traffic beside what each backward gathers."""
+    """Return the seconds that a rank waits for data-parallel traffic beside what each backward gathers."""
     gathered, reduced = data_parallel_times(layout, cluster, constants, held)
     first = sum(times[s.index].forward for s in held)
     last = sum(times[s.index].input_grad + times[s.index].weight_grad for s in held)
@@ -293,7 +293,7 @@ def _data(
 
 
 def _reduced_at(row: Sequence[Span], seconds: Mapping[int, float]) -> float:
-    """When a rank is done if it waits for each stage's reduction once the stage's last backward has ended."""
+    """Return when a rank is done if it waits for each stage's reduction once the stage's last backward has ended."""
     ends = {part.stage: i for i, span in enumerate(row) for part in span.action.parts}
     after = {i: sum(seconds[stage] for stage, at in ends.items() if at == i) for i in set(ends.values())}
     clock = 0.0
@@ -303,5 +303,5 @@ def _reduced_at(row: Sequence[Span], seconds: Mapping[int, float]) -> float:
 
 
 def _exposed(layout: Layout, traffic: float, beside: float) -> float:
-    """What is waited for of some traffic that may run beside work."""
+    """Return the seconds that a rank waits for traffic which may run beside work."""
     return beyond(traffic, beside) if layout.overlap else traffic

@@ -1,4 +1,4 @@
-"""Runs that somebody timed: what the planner's two constants are fitted on, and what they are held against."""
+"""Published step times, on which the planner's two constants are fitted and with which predictions are compared."""
 
 from dataclasses import dataclass
 
@@ -25,13 +25,13 @@ class PublishedRun:
     seconds: float
 
     def predicted(self, constants: Constants | None = None) -> Prediction:
-        """What the planner says of it, by its own constants unless given others."""
+        """Return what the planner says of it, by its own constants unless given others."""
         constants = Constants() if constants is None else constants
         return predict(self.model, self.layout, self.cluster, self.global_batch, self.seq_len, constants)
 
 
 def megatron_seconds(model: ModelConfig, global_batch: int, seq_len: int, n_gpus: int, tflops: float) -> float:
-    """A step's seconds from the TFLOP/s that Megatron-LM reports: its equation 3, recomputed forwards counted."""
+    """Return a step's seconds from the TFLOP/s that Megatron-LM reports: its equation 3, with recomputed forwards."""
     h, n_layers = model.dim, model.n_layers
     more = 1 + seq_len / (6 * h) + model.vocab_size / (16 * n_layers * h)
     return 96 * global_batch * seq_len * n_layers * h * h * more / (n_gpus * tflops * 1e12)

@@ -31,16 +31,16 @@ def plan(
     constants: Constants | None = None,
     like: Layout | None = None,
 ) -> list[Prediction]:
-    """The fastest layouts that fit, best first.
+    """Return the fastest layouts that fit, best first.
 
-    Left out is what :mod:`course_pp.parallel` refuses: 1F1B with fewer microbatches than stages is GPipe there.
+    Layouts that :mod:`course_pp.parallel` refuses are left out, such as 1F1B with fewer microbatches than stages.
 
     Args:
         global_batch: sequences of all ranks together.
         n_best: how many to simulate and return.
         precision: as :class:`Layout` takes it; None for that of ``like``.
-        like: what else all layouts have in common, such as ``flash``, ``overlap`` or ``reshard``; of its sizes,
-            schedule and checkpointing nothing is taken. None for :class:`Layout`'s own choices.
+        like: a layout whose other settings, such as ``flash``, ``overlap`` or ``reshard``, all candidates share; its
+            sizes, schedule and checkpointing are ignored. None takes :class:`Layout`'s defaults.
 
     Raises:
         ValueError: if none fits: says by how many bytes the smallest does not, and on how many nodes it would.
@@ -75,7 +75,7 @@ def plan(
 
 
 def _why_no_mesh(model: ModelConfig, cluster: Cluster, global_batch: int, seq_len: int) -> str:
-    """Why nothing divides: the batch, or the sequence."""
+    """Return why nothing divides: the batch, or the sequence."""
     sizes = [(n_data, tp) for _, tp, n_data in meshes(model, cluster)]
     fitting = sorted({tp for n_data, tp in sizes if global_batch % n_data == 0})
     if fitting:  # norms share the sequence
@@ -110,7 +110,7 @@ def _why_none(model: ModelConfig, cluster: Cluster, global_batch: int, seq_len: 
 
 
 def _one_fits(model: ModelConfig, cluster: Cluster, global_batch: int, seq_len: int, like: Layout) -> bool:
-    """Whether the smallest layout, by the closed form, fits when it is simulated."""
+    """Return whether the smallest layout, by the closed form, fits when it is simulated."""
     found = layouts(model, cluster, global_batch, seq_len, like, small=True)
     held = [(quick_memory(model, each, global_batch, seq_len), i, each) for i, each in enumerate(found)]
     if not held or min(held)[0] > cluster.gpu.memory * USABLE_MEMORY:

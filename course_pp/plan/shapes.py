@@ -38,7 +38,7 @@ class Coordinates:
 class StagePlan:
     """One stage on one rank: the shapes that tensor parallelism leaves of its parameters, in FSDP2's groups.
 
-    Args:
+    Attributes:
         index: which stage, of ``n_stages``.
         root: embedding, final norm and head, where they are here.
         layer: one decoder layer, of ``n_layers``, all alike.
@@ -60,12 +60,12 @@ class StagePlan:
 
     @property
     def groups(self) -> list[Group]:
-        """Those that own parameters."""
+        """The groups that own parameters."""
         return [*([self.root] if self.root else []), *[self.layer] * self.n_layers]
 
 
 def coordinates(rank: int, *, pp: int, dp_replicate: int, dp_shard: int, tp: int) -> Coordinates:
-    """A global rank's place in a mesh of these sizes, the last dimension running fastest."""
+    """Return a global rank's place in a mesh of these sizes, the last dimension running fastest."""
     rest, at_tp = divmod(rank, tp)
     rest, at_shard = divmod(rest, dp_shard)
     at_pp, at_replicate = divmod(rest, dp_replicate)
@@ -75,7 +75,7 @@ def coordinates(rank: int, *, pp: int, dp_replicate: int, dp_shard: int, tp: int
 
 
 def stage_plans(config: ModelConfig, indices: Iterable[int], n_stages: int, tp: int) -> list[StagePlan]:
-    """The stages ``indices`` of ``n_stages``, layers split evenly.
+    """Return the stages ``indices`` of ``n_stages``, layers split evenly.
 
     Raises:
         ValueError: for fewer layers than stages.
@@ -86,12 +86,12 @@ def stage_plans(config: ModelConfig, indices: Iterable[int], n_stages: int, tp: 
 
 
 def gathered_elements(group: Sequence[Shape], n_shards: int) -> int:
-    """Elements of a group gathered from ``n_shards`` shards: each parameter's rows are padded to a multiple of them."""
+    """Return the elements of a group gathered from ``n_shards`` shards: rows are padded to a multiple of that."""
     return sum(-(-shape[0] // n_shards) * n_shards * prod(shape[1:]) for shape in group)
 
 
 def held_elements(group: Sequence[Shape], n_shards: int, at: int) -> int:
-    """Elements of a group that shard ``at`` of ``n_shards`` holds: the last ones may be short, or empty."""
+    """Return the elements of a group that shard ``at`` of ``n_shards`` holds: the last ones may be short, or empty."""
     held = 0
     for shape in group:
         rows = -(-shape[0] // n_shards)
@@ -100,7 +100,7 @@ def held_elements(group: Sequence[Shape], n_shards: int, at: int) -> int:
 
 
 def unsharded_elements(stages: Iterable[StagePlan], n_shards: int, policy: bool | int, *, pipelined: bool) -> int:
-    """The most elements of gathered parameters alive in a step; the formula is of ``parallel.unsharded``.
+    """Return the most elements of gathered parameters alive in a step; the formula is of ``parallel.unsharded``.
 
     Args:
         policy: what becomes of a group after forward: freed (True), kept (False), kept on so many ranks.
@@ -117,7 +117,7 @@ def unsharded_elements(stages: Iterable[StagePlan], n_shards: int, policy: bool 
 
 
 def shards_head(config: ModelConfig, tp: int) -> bool:
-    """Whether the head is cut over the vocabulary: it cannot be where it is, or mirrors, a replicated embedding."""
+    """Return whether the head is cut over the vocabulary; a head that is, or mirrors, a replicated embedding is not."""
     return not config.tie_embeddings and config.vocab_size % tp == 0
 
 

@@ -80,7 +80,7 @@ class StageTime:
 
 
 def model_flops(model: ModelConfig, global_batch: int, seq_len: int) -> float:
-    """Operations that one step's products need, forward and backward, nothing recomputed.
+    """Return the operations that one step's products need, forward and backward, nothing recomputed.
 
     Attention is counted whole, as published utilisations count it, also where a kernel skips the masked half.
     """
@@ -91,9 +91,9 @@ def model_flops(model: ModelConfig, global_batch: int, seq_len: int) -> float:
 
 
 def recomputed_by_selective(model: ModelConfig) -> int:
-    """Parameters of the products that ``ac="selective"`` does again beside attention itself: queries, keys, values.
+    """Return the parameters of the products that ``ac="selective"`` repeats beside attention: queries, keys, values.
 
-    What a part keeps for the product that ends it is its input, so that product is not repeated.
+    The product that ends a recomputed part is not repeated: only its input is needed.
     """
     return model.dim * model.dim + 2 * model.dim * model.kv_heads * model.head_dim
 
@@ -101,7 +101,7 @@ def recomputed_by_selective(model: ModelConfig) -> int:
 def stage_time(
     model: ModelConfig, layout: Layout, cluster: Cluster, constants: Constants, seq_len: int, stage: StagePlan
 ) -> StageTime:
-    """The times of one stage for one microbatch."""
+    """Return the times of one stage for one microbatch."""
     tokens, tp = layout.microbatch_size * seq_len, layout.tp
     speed = cluster.gpu.peak_of(layout.bytes_of.computed) * constants.matmul_efficiency
     matrices = 2.0 * tokens * model.n_layer_matrices / tp / speed
@@ -130,7 +130,7 @@ def stage_time(
 
 
 def _cast(layout: Layout, cluster: Cluster, n_elements: float) -> float:
-    """Seconds to read weights as they are kept and write them as they are computed with, or their gradients back."""
+    """Return the seconds to read weights as they are kept and write them as they are used, or their gradients back."""
     if not layout.casts_weights:
         return 0.0
     return n_elements * (layout.bytes_of.kept + layout.bytes_of.computed) / cluster.gpu.memory_bandwidth
@@ -139,7 +139,7 @@ def _cast(layout: Layout, cluster: Cluster, n_elements: float) -> float:
 def _tensor_sums(
     model: ModelConfig, layout: Layout, cluster: Cluster, constants: Constants, tokens: int
 ) -> tuple[float, float]:
-    """Seconds of the sums over tensor-parallel ranks in one layer: forward, backward.
+    """Return the seconds of the sums over tensor-parallel ranks in one layer: forward, backward.
 
     Two each, of two halves. Where products cast, what enters them is not yet cast: backward's sums are wider, and with
     sequence parallelism one half of each, forward and backward.
@@ -159,7 +159,7 @@ def _tensor_sums(
 def transfers(
     model: ModelConfig, layout: Layout, cluster: Cluster, constants: Constants, seq_len: int
 ) -> tuple[float, ...]:
-    """Seconds that one microbatch is between each two stages, of the slowest of their ranks; 0 on one rank."""
+    """Return the seconds that one microbatch takes between each two stages, on their slowest ranks; 0 on one rank."""
     inside = float(cluster.intra_bandwidth or 0)
     message = float(layout.microbatch_size * seq_len * model.dim * layout.bytes_of.computed)
     took = cluster.latency
@@ -173,20 +173,20 @@ def transfers(
 
 
 def _leaves_node(layout: Layout, cluster: Cluster, a: int, b: int) -> bool:
-    """Whether a rank of pipeline rank ``a`` has its neighbour of pipeline rank ``b`` on another node."""
+    """Return whether a rank of pipeline rank ``a`` has its neighbour of pipeline rank ``b`` on another node."""
     block, node = layout.n_data * layout.tp, cluster.gpus_per_node
     return abs(a - b) * block >= node or any((a * block + i) // node != (b * block + i) // node for i in range(block))
 
 
 def beyond(traffic: float, beside: float) -> float:
-    """What is left of some traffic that runs beside work: at least a tenth, for the first and last layer's wait."""
+    """Return the part of traffic that work beside it does not hide: at least a tenth, for the first and last layer."""
     return max(traffic - beside, 0.1 * traffic)
 
 
 def data_parallel_times(
     layout: Layout, cluster: Cluster, constants: Constants, stages: list[StagePlan]
 ) -> tuple[float, float]:
-    """Seconds to gather a rank's parameters once, and to reduce its gradients once; nothing overlapped.
+    """Return the seconds to gather a rank's parameters once, and to reduce its gradients once; nothing overlapped.
 
     Each layer is a collective of its own, and so are the ends.
     """
@@ -203,14 +203,14 @@ def data_parallel_times(
 
 
 def optimizer_time(layout: Layout, cluster: Cluster, stages: list[StagePlan]) -> float:
-    """Seconds to read gradients, and to read and write parameters and optimizer state, at the memory's speed."""
+    """Return the seconds to read gradients and to read and write parameters and optimizer state, at memory speed."""
     size = layout.bytes_of
     moved = numel(stages) / layout.dp_shard * (3 * size.kept + 2 * size.optimizer)
     return moved / cluster.gpu.memory_bandwidth
 
 
 def _moved(model: ModelConfig, layout: Layout, seq_len: int) -> float:
-    """Bytes of one layer's intermediate values: 34 · dim a token and the scores in the paper's case."""
+    """Return the bytes of one layer's intermediate values: 34 · dim a token and the scores in the paper's case."""
     tokens, h, tp = layout.microbatch_size * seq_len, model.dim, layout.tp
     kv = model.kv_heads * model.head_dim
     whole = 10 * h / (tp if layout.splits_sequence(model) else 1)

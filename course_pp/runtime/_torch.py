@@ -12,12 +12,12 @@ __all__ = ["forget_gradients", "n_groups", "reduce_gradients", "version"]
 
 
 def version(tensor: torch.Tensor) -> int:
-    """How often the tensor, or another that shares its memory as a view, has been changed in place."""
+    """Return how often the tensor, or another that shares its memory as a view, has been changed in place."""
     return tensor._version
 
 
 def n_groups() -> int:
-    """How many process groups this process is in: torch names one after it that only its own members make."""
+    """Return how many process groups this process is in: torch names one after it that only its own members make."""
     return len(dist.distributed_c10d._world.pg_names)
 
 
@@ -46,7 +46,7 @@ def forget_gradients(root: "FSDPModule") -> None:
 
 
 def _groups(root: "FSDPModule") -> list[Any]:
-    """The groups of parameters that FSDP2 gathers and reduces together; a list for each state from 2.13 on."""
+    """Return the groups of parameters that FSDP2 gathers and reduces together; a list for each state from 2.13 on."""
     states = root._get_fsdp_state()._state_ctx.all_states
     groups = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states]
     return [group for row in groups for group in row if group is not None]

@@ -13,9 +13,9 @@ __all__ = ["loss_shares", "own_means", "split"]
 
 
 def split(name: str, batch: Any, n: int) -> Sequence[Any]:
-    """``batch`` as ``n`` microbatches.
+    """Cut ``batch`` into ``n`` microbatches.
 
-    A list holds the microbatches already, which may differ in size and shape. Tensors (also in tuples and dicts) are
+    A list already holds the microbatches, which may differ in size and shape. Tensors (also in tuples and dicts) are
     cut along their first dimension, as evenly as possible.
 
     Raises:
@@ -58,7 +58,7 @@ def loss_shares(
     """Return a function of i and the output: microbatch i's share of the batch's loss. The shares add up to it.
 
     Args:
-        divisor: over how many tokens (or samples) the mean is; None counts those of ``targets``.
+        divisor: how many tokens (or samples) to average over; None counts those of ``targets``.
 
     Raises:
         ValueError: for targets without a sample, where the loss is a mean over samples.
@@ -84,8 +84,8 @@ def own_means(
         groups: microbatches whose gradients enter one update, as the mean of their means.
 
     Raises:
-        ValueError: for a ``divisor``, microbatches without a sample, or groups of unequal ones, whose mean would be
-            another one.
+        ValueError: for a ``divisor``, microbatches without a sample, or groups of unequal ones, whose mean is not the
+            mean of their means.
     """
     if divisor is not None:
         raise ValueError(f"divisor is {divisor}: with versions= each update takes a mean of its own; leave it out")

@@ -13,9 +13,9 @@ and for fewer microbatches than ranks.
 Messages. A receive blocks; a send does not, because with two blocking sends facing each other neither ends: gloo's
 ``send`` waits for its receiver however small the message. Between two ranks activations only go one way and gradients
 only the other, so a message is known by where it comes from and no tag is needed. (A rank with several stages does need
-tags, or an agreed order.) Moreover both ends of every pair post their messages in the same order, and an order that
-could do with blocking sends. NCCL asks for that: it ignores tags, and what a pair exchanges it runs one by one as
-posted, so a send that faces a send can stall both. Use gloo for CPU tensors and NCCL for CUDA tensors.
+tags, or an agreed order.) Both ends of every pair also post their messages in the same order, one that would work with
+blocking sends. NCCL needs that: it ignores tags and runs a pair's messages one by one as posted, so two sends that face
+each other can stall both. Use gloo for CPU tensors and NCCL for CUDA tensors.
 """
 
 from collections import deque
@@ -52,7 +52,7 @@ LossFn = Callable[[Tensor, Tensor], Tensor]
 class Link:
     """This rank's place in the line, and the one kind of tensor that crosses to a neighbour.
 
-    Args:
+    Attributes:
         shape: of one microbatch's activation, for example (batch, seq, dim); its gradient has the same.
         dtype: of both.
         device: where they are received.

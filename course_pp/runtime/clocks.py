@@ -32,7 +32,7 @@ class Clock(Protocol):
         """Remember this moment."""
 
     def nanoseconds(self, marks: Sequence[Any]) -> list[int]:
-        """What ``time.monotonic_ns`` showed at each of ``marks``."""
+        """Return what ``time.monotonic_ns`` showed at each of ``marks``."""
 
 
 class HostClock:
@@ -77,7 +77,7 @@ class DeviceClock:
 
 
 def clock_of(device: torch.device | None) -> Clock:
-    """The clock by which work on ``device`` is timed: the host's unless it is CUDA."""
+    """Return the clock by which work on ``device`` is timed: the host's unless it is CUDA."""
     if device is not None and device.type == "cuda":
         return DeviceClock(device)
     return HostClock()
@@ -99,7 +99,7 @@ class Alignment:
 
 
 def host_identity() -> str:
-    """A name that two processes share only if they read the same CLOCK_MONOTONIC.
+    """Return a name that two processes share only if they read the same CLOCK_MONOTONIC.
 
     The boot id changes with every boot, the host's name tells copies of a virtual machine apart, and a time namespace
     shifts the clocks of the processes within. Where there is no boot id, the network card's address stands for it.
@@ -170,5 +170,5 @@ def _answer(other: int, group: dist.ProcessGroup | None, clock: Callable[[], int
 
 
 def _message_device(group: dist.ProcessGroup | None) -> torch.device:
-    """The CPU where the group can send from it; NCCL alone cannot."""
+    """Return the CPU where the group can send from it; NCCL alone cannot."""
     return torch.device("cpu" if "cpu:" in dist.get_backend_config(group) else "cuda")

@@ -1,4 +1,4 @@
-"""A cluster of one's choice, to be emulated: how long its ranks compute and its messages travel."""
+"""A cluster to emulate: how long its ranks compute and its messages travel."""
 
 import math
 import random
@@ -20,7 +20,7 @@ _MOST_JITTER = 10.0
 @checked
 @dataclass(frozen=True)
 class EmulatedLink:
-    """A message of n bytes is ``latency + n / bandwidth`` on its way.
+    """A link on which a message of n bytes takes ``latency + n / bandwidth``.
 
     Attributes:
         latency: seconds.
@@ -51,17 +51,17 @@ class EmulatedCluster:
 
     Attributes:
         costs: seconds of each action, stage by stage; and of each message, unless there are ``links``.
-        links: one for all pairs of ranks; or one for each pair of neighbours, ``links[r]`` between ranks r and r + 1
-            and, if there are as many as ranks (more than two), the last one between the last rank and rank 0. Others
-            reach each other through those between, the way with fewer of them.
-        stragglers: for a rank, how many times as long as the others it takes for everything it computes.
+        links: one for all pairs of ranks; or one for each pair of neighbours: ``links[r]`` joins ranks r and r + 1.
+            With as many links as ranks (more than two), the last one joins the last rank and rank 0. Other pairs use
+            the links between them, the shorter way round.
+        stragglers: by rank, the factor by which all that it computes takes longer: 1.5 is half as long again.
         jitter: standard deviation of an action's time over its mean. Times are log-normal, each action's own, and the
             same in every step.
         seed: of the jitter.
 
     Raises:
-        ValueError: for numbers that are none, negative or infinite, and for messages that have a time both in ``costs``
-            and in ``links``.
+        ValueError: for numbers that are NaN, negative or infinite, and for message times in both ``costs`` and
+            ``links``.
     """
 
     costs: Costs
@@ -85,7 +85,7 @@ class EmulatedCluster:
 
     @checked
     def problem_with(self, schedule: Schedule) -> str | None:
-        """Why this cluster cannot run ``schedule``; None if it can."""
+        """Return why this cluster cannot run ``schedule``; None if it can."""
         n = schedule.n_ranks
         if odd := [rank for rank in self.stragglers if not 0 <= rank < n]:
             return f"rank {odd[0]} is a straggler of {n} ranks: name ranks from 0 to {n - 1}"
@@ -103,7 +103,7 @@ class EmulatedCluster:
 
     @checked
     def durations(self, schedule: Schedule, rank: int) -> list[float]:
-        """Seconds of each action of ``rank``, in order."""
+        """Return the seconds of each action of ``rank``, in order."""
         planned = durations_of(schedule, self.costs)[rank]
         slowness = self.stragglers.get(rank, 1.0)
         return [float(time) * slowness * self._luck(rank, index) for index, time in enumerate(planned)]
@@ -111,12 +111,12 @@ class EmulatedCluster:
     def transfer(
         self, source: int, target: int, crossed: int | Lane | str | None, nbytes: float, schedule: Schedule
     ) -> float:
-        """Seconds of a message of ``nbytes``, which do not count for a token: it is a number or a few.
+        """Return the seconds of a message of ``nbytes``; a token is a few numbers, so its size does not count.
 
         Args:
             crossed: the boundary between stages ``crossed`` and ``crossed + 1``; or a reader of an edge; or ``"token"``
-                for one that goes back to the first stage. None is none of these: replicas of a stage exchange
-                gradients, which ``costs`` takes to cost nothing.
+                for one that goes back to the first stage. None is any other message: gradients that replicas of a stage
+                exchange, which cost nothing by ``costs``.
         """
         if self.links is None:
             if isinstance(crossed, str):
@@ -129,8 +129,10 @@ class EmulatedCluster:
 
     @checked
     def predict(self, schedule: Schedule) -> Timeline:
-        """The timeline with these times, in seconds. Where links have a bandwidth, ``costs.message_bytes`` counts. What
-        replicas exchange before an update is not in it.
+        """Simulate ``schedule`` with these times; return the timeline, in seconds.
+
+        If links have a bandwidth, ``costs.message_bytes`` is the size of messages. What replicas exchange before an
+        update is left out.
 
         Raises:
             ValueError: for a schedule that cannot run on this cluster, and where the links between two stages differ
@@ -165,7 +167,7 @@ class EmulatedCluster:
         return EmulatedLink(sum(link.latency for link in way), min(bandwidths, default=None))
 
     def _between(self, schedule: Schedule, crossed: int | Lane | str, nbytes: Time) -> float:
-        """Seconds of the messages over a boundary, to a reader of an edge, or of tokens back to the first stage."""
+        """Return the seconds of messages over a boundary, to a reader of an edge, or of tokens to the first stage."""
         if isinstance(crossed, str):
             ends = (schedule.n_stages - 1, 0)
         else:

@@ -1,10 +1,9 @@
 """Chosen times for real work: the clock of an emulated cluster, and the timeline that it leaves.
 
-An action starts when its rank is free and its inputs have arrived, and ends its chosen time later; if the real work has
-taken longer, when that is done. The rank sleeps until then, and puts the end on the messages it sends. A receiver adds
-the time of the link to what it reads there, not to when it woke up, so the scheduling noise of a few cores that are
-shared by many ranks does not add up. That could become a replay of the simulator: so what really happened is kept
-beside what was emulated.
+An action starts when its rank is free and its inputs have arrived. It ends its chosen time later, or when the real work
+is done if that takes longer. The rank sleeps until then, and stamps the end on the messages it sends. A receiver adds
+the link's time to that stamp, not to the moment it woke up, so the scheduling noise of many ranks on a few cores does
+not add up. To show that this is no replay of the simulator, the real times are kept beside the emulated ones.
 """
 
 import time
@@ -48,7 +47,7 @@ class EmulatedTimeline(Timeline):
 
     Attributes:
         wall: the same actions, when they were really computed; same time 0.
-        overruns: the actions that took longer than they were to.
+        overruns: the actions whose real work took longer than their chosen time.
     """
 
     wall: Timeline = field(default_factory=lambda: Timeline(1, ()))
@@ -56,9 +55,9 @@ class EmulatedTimeline(Timeline):
 
     @cached_property
     def lateness(self) -> tuple[float, ...]:
-        """For each rank the most that an action's real start came after its chosen start, in seconds.
+        """For each rank the largest delay of an action's real start behind its chosen start, in seconds.
 
-        The rank was still asleep, or waited for a core. It does no harm while the work ends within its chosen time.
+        The rank was still asleep, or waited for a core. A delay does no harm if the work ends within its chosen time.
         """
         late = [0.0] * self.n_ranks
         for chosen, real in zip(self.by_rank, self.wall.by_rank, strict=True):
@@ -103,8 +102,8 @@ class Emulator:
     """The clock of one rank.
 
     Args:
-        cluster: that ``schedule`` runs on.
-        wait_for_device: returns when what was computed is there.
+        cluster: the one that ``schedule`` runs on.
+        wait_for_device: returns when the device has finished its work.
     """
 
     def __init__(
@@ -124,11 +123,11 @@ class Emulator:
         self._arrivals: list[tuple[Product, int]] = []
 
     def stamped(self, value: Any) -> Any:
-        """What is sent instead of ``value``: with the time at which it was ready."""
+        """Return ``value`` with the time at which it was ready, as it is sent."""
         return {"value": value, "ready": torch.tensor(self._free)}
 
     def opened(self, message: Message, stamped: Any) -> Any:
-        """The value in what was received; notes when it arrives."""
+        """Return the value in what was received, and note when it arrives."""
         value, product = stamped["value"], message.content
         assert isinstance(product, Product)
         nbytes = sum(tensor.nbytes for tensor in tensors_of(value))
@@ -139,7 +138,7 @@ class Emulator:
         return value
 
     def _crossed(self, product: Product, target: int) -> int | Lane | str | None:
-        """The boundary or the edge that a product comes over; ``"token"`` for one that goes back to the first stage."""
+        """Return the boundary or edge that a product crosses; ``"token"`` for one that goes back to the first stage."""
         if product.what == "token":
             return "token"
         if not product.name:
@@ -153,7 +152,7 @@ class Emulator:
 
     @contextmanager
     def action(self, action: Action | Overlap) -> Iterator[None]:
-        """The body of a ``with`` is the real work of ``action``."""
+        """Run the real work of ``action`` in the body of a ``with``, and sleep until its chosen end."""
         start = self._start()
         _sleep_until(start)
         real_start = time.monotonic_ns()

@@ -28,10 +28,10 @@ T = TypeVar("T")
 
 
 class Engine:
-    """This rank's part in a plan.
+    """One rank's part in a plan.
 
     Attributes:
-        failed: how the last step failed; None while all is well. There is no going on after that.
+        failed: how the last step failed; None while all is well. An engine that failed cannot go on.
     """
 
     def __init__(self, plan: Plan, mailbox: Mailbox, executor: Executor) -> None:
@@ -73,7 +73,7 @@ class Engine:
         return {source: self.mailbox.take(message) for source, message in incoming.items()}
 
     def tell_everyone(self, mine: Any, combine: Callable[[Any, Any], Any]) -> Any:
-        """What all ranks have, combined two by two; and all ranks are through when one returns from here."""
+        """Combine what all ranks have, two by two, and return it; when one rank returns, all ranks are through."""
         for message in _named("report", self.plan.incoming).values():
             mine = combine(mine, self.mailbox.take(message))
         for content in ("report", "answer"):
@@ -100,7 +100,7 @@ def wire_for(
     transport: str | None,
     timeout: timedelta,
 ) -> Wire:
-    """What carries the messages of the plans of all ranks."""
+    """Return what carries the messages of the plans of all ranks."""
     channels = {(source, each.rank) for each in plans for source in each.incoming}
     return open_wire(group, channels, settled.device, transport, settled.series, timeout)
 
@@ -119,7 +119,7 @@ def build_engine(
     cluster: EmulatedCluster | None,
     executor: type[Executor] = Executor,
 ) -> Engine:
-    """This rank's engine for a schedule and the plans of all ranks."""
+    """Return this rank's engine for a schedule and the plans of all ranks."""
     emulator = None
     if cluster is not None:
         emulator = Emulator(cluster, schedule, rank, partial(wait_for, device))
@@ -129,5 +129,5 @@ def build_engine(
 
 
 def _named(content: str, channels: Mapping[int, Sequence[Message]]) -> dict[int, Message]:
-    """The messages of that content, by the rank at the other end."""
+    """Return the messages of that content, by the rank at the other end."""
     return {peer: message for peer, row in channels.items() for message in row if message.content == content}

@@ -71,5 +71,7 @@ class PipelineError(RuntimeError):
 
 
 class LossNotFinite(PipelineError):
-    """A step whose loss is infinite or not a number. It has run to its end: zero the gradients, and the pipeline can go
-    on."""
+    """A step's loss is infinite or not a number.
+
+    The step ran to its end: zero the gradients, and the pipeline can go on.
+    """

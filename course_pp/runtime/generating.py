@@ -2,8 +2,9 @@
 
     new = generate({rank: stage}, prompts, n_tokens=20)          # on each rank, with its own stages
 
-A token goes from the last stage back to the first, which meanwhile works on other prompts: what is done when is
-:func:`course_pp.schedule.generation`, and runs on the engine of every other schedule, emulated clusters included.
+A token goes from the last stage back to the first, which meanwhile works on other prompts:
+:func:`course_pp.schedule.generation` gives the order, which runs on the same engine as any other schedule, emulated
+clusters included.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -69,17 +70,17 @@ def generate(
         end: after this token a prompt is done.
         group_size: how many prompts of equal length may go through the stages as one batch.
         cache: keep keys and values in each stage, so that a token costs one position. Every stage then needs a method
-            ``new_cache()``, whose result its forward takes as ``cache=``, as those of :mod:`course_pp.model`. Without,
-            the whole text goes through all stages for each token, and any stages will do: also those that
-            :func:`course_pp.parallel.auto_split` makes of a model of transformers.
+            ``new_cache()`` and takes its result as ``cache=``, like those of :mod:`course_pp.model`. If False, the
+            whole text goes through all stages for each token, and any stages will do, such as those that
+            :func:`course_pp.parallel.auto_split` makes.
         group, device, recorder, cluster, transport, timeout_s: as for :class:`Pipeline`.
 
     Returns:
         The new tokens of each prompt, ``end`` included, on every rank. Modules stay in the mode they are in.
 
     Raises:
-        ValueError: on every rank, for no prompts or others than on rank 0, stages that do not fit together,
-            have no cache or read values beyond their neighbours', and whatever :class:`Pipeline` refuses.
+        ValueError: on every rank, for missing prompts or prompts that differ from rank 0's, for stages that do not fit
+            together, have no cache or read values beyond their neighbours', and for whatever :class:`Pipeline` refuses.
         PipelineError: on every rank, if a stage raises; says which rank, stage, group and token it was.
     """
     given = locals()
@@ -139,7 +140,7 @@ def _engine(settled: Settled, work: "_Work", given: Mapping[str, Any]) -> Engine
 
 @dataclass
 class _Work:
-    """What is to be written.
+    """The text to generate.
 
     Attributes:
         groups: for each group the numbers of its prompts.
@@ -181,7 +182,7 @@ class _Work:
         return None if bool(over.all()) else tokens[:, None]
 
     def texts(self, written: Tensor) -> list[list[int]]:
-        """The new tokens of each prompt up to its end."""
+        """Return the new tokens of each prompt up to its end."""
         found = []
         for row in written.tolist():
             tokens = [token - 1 for token in row if token]
@@ -194,7 +195,7 @@ def _most_likely(logits: Tensor) -> Tensor:
 
 
 def _agree(ranks: Ranks, given: Mapping[str, Any]) -> tuple[_Work, list[int]]:
-    """What to write, and the rank of each stage, the same everywhere; or all ranks refuse."""
+    """Agree on what to write and on the rank of each stage; or refuse on all ranks."""
     problem, work, here, facts = None, None, [ranks.rank], None
     try:
         check_arguments(generate, given)
@@ -285,7 +286,7 @@ class _Generating(Executor):
         return self._schedule.n_microbatches
 
     def _text(self, batch: Batch, group: int, token: Tensor | None) -> Tensor | None:
-        """What the first stage is called with: the new token, or all tokens so far."""
+        """Return what the first stage is called with: the new token, or all tokens so far."""
         if token is None or self._work.cache:
             return token
         text = torch.cat((batch.outputs.get(group, batch.inputs[group]), token), dim=1)
@@ -302,7 +303,7 @@ class _Generating(Executor):
 
 
 def _last_logits(output: Any) -> Tensor:
-    """The logits of the last position, (batch, vocabulary)."""
+    """Return the logits of the last position, (batch, vocabulary)."""
     logits, shown = output, f" ({type(output).__name__})"
     if isinstance(output, Mapping):
         logits, shown = output.get("logits"), f" but {', '.join(map(repr, output)) or 'an empty dict'}"

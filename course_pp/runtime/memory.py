@@ -53,8 +53,12 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class MeterLog:
-    """What a meter counted: the bytes of each kind at first, (nanoseconds, kind, change in bytes) from then on, and for
-    each (stage, microbatch) the bytes of activations that were first kept for its sake.
+    """What a meter counted.
+
+    Attributes:
+        first: bytes of each kind at first.
+        changes: from then on (nanoseconds, kind, change in bytes).
+        per_forward: for each (stage, microbatch) the bytes of activations that were first kept for its sake.
     """
 
     first: Mapping[str, int]
@@ -62,7 +66,7 @@ class MeterLog:
     per_forward: Mapping[Forward, int]
 
     def seen_from(self, rank: int, zero: int) -> RankMemory:
-        """In seconds from ``zero``, in nanoseconds; what changed before it is put there."""
+        """Return the log in seconds from ``zero``, given in nanoseconds; earlier changes count at ``zero``."""
         amounts = dict(self.first)
         curves = {kind: [(0.0, amount)] for kind, amount in amounts.items()}
         for when, kind, change in self.changes:
@@ -160,7 +164,7 @@ class Meter:
         return Hold(self, kind, self._counted(tensor), forward)
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Never count the storages that ``tensors``, parameters and buffers or the batch, have now. Keeps none."""
+        """Never count the storages that ``tensors`` have now: parameters, buffers, the batch. Keeps none alive."""
         for tensor in tensors:
             self._ignored.update(_storages(tensor))
 
@@ -178,7 +182,7 @@ class Meter:
         return dict(self._amounts)
 
     def log(self) -> "MeterLog":
-        """What happened since the beginning or :meth:`clear`."""
+        """Return what happened since the beginning or :meth:`clear`."""
         self._count()
         return MeterLog(dict(self._first), tuple(self._changes), dict(self._per_forward))
 
@@ -226,7 +230,7 @@ def _unpack(saved: _Saved) -> torch.Tensor:
 
 
 def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    """The storages behind ``tensor``; those of its inner tensors if it is a wrapper, as a DTensor is."""
+    """Return the storages behind ``tensor``; those of its inner tensors if it is a wrapper, as a DTensor is."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
         parts = (getattr(tensor, name) for name in flatten()[0])

@@ -11,9 +11,9 @@ __all__ = ["put_together"]
 
 
 def put_together(outputs: Mapping[int, Any]) -> Any:
-    """Tensors are put together along their first dimension, scalars along a new one.
+    """Merge the outputs of microbatches: concatenate tensors along their first dimension, stack scalars.
 
-    Where microbatches differ in more than their first dimension, a list with one output for each.
+    If microbatches differ in more than their first dimension, return a list with one output for each.
     """
     values = [outputs[i] for i in sorted(outputs)]
     rows = [tensors_of(value) for value in values]

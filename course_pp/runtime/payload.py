@@ -65,7 +65,7 @@ class Spec:
         return tuple(places)
 
     def is_same(self, other: "Spec") -> bool:
-        """Whether values of the two are read alike. Unlike ``==``, tells the 1, 1.0 and True of a skeleton apart."""
+        """Return whether values of both are read alike. Unlike ``==``, it tells 1, 1.0 and True in a skeleton apart."""
         return self.kinds == other.kinds and repr(self.skeleton) == repr(other.skeleton)
 
     @cached_property
@@ -84,7 +84,7 @@ NOTHING = Spec(None, ())
 
 
 def flatten(value: Any) -> tuple[object, list[Tensor]]:
-    """The skeleton and the tensors of ``value``.
+    """Return the skeleton and the tensors of ``value``.
 
     Raises:
         TypeError: for anything but tensors, tuples, lists, dicts, numbers, strings and None.
@@ -99,12 +99,12 @@ def flatten(value: Any) -> tuple[object, list[Tensor]]:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors of ``value`` in the order of its skeleton."""
+    """Return the tensors of ``value`` in the order of its skeleton."""
     return [value] if isinstance(value, Tensor) else flatten(value)[1]
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """``value`` with ``function`` applied to each tensor; dicts of any class become plain ones, named tuples tuples.
+    """Apply ``function`` to each tensor in ``value``; dicts of any class become plain ones, named tuples tuples.
 
     Raises:
         TypeError: for anything but tensors, tuples, lists, dicts, numbers, strings and None.
@@ -125,7 +125,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def describe(value: Any) -> tuple[Spec, list[Tensor]]:
-    """The spec of ``value`` and its tensors.
+    """Return the spec of ``value`` and its tensors.
 
     Raises:
         TypeError: as :func:`flatten` does, and for a subclass of Tensor, of which only the numbers would arrive.
@@ -142,7 +142,7 @@ def describe(value: Any) -> tuple[Spec, list[Tensor]]:
 
 
 def only_tensor(spec: Spec, value: Any) -> Tensor | None:
-    """The tensor of a value that ``spec`` describes and that has but one, which most have; None for any other."""
+    """Return the tensor of a value that has exactly one by ``spec``, as most have; None for any other."""
     if type(value) is not spec.form:
         return None
     tensor = value[0] if isinstance(value, tuple) and len(value) == 1 else value
@@ -152,7 +152,7 @@ def only_tensor(spec: Spec, value: Any) -> Tensor | None:
 
 
 def places_in(spec: Spec, buffer: Tensor) -> list[Tensor]:
-    """Where in ``buffer``, a uint8 tensor of at least ``spec.nbytes``, the value's tensors are to be copied."""
+    """Return where in ``buffer``, a uint8 tensor of at least ``spec.nbytes``, the value's tensors are to be copied."""
     return [
         buffer[start:end].view(kind.dtype).view(kind.shape)
         for kind, (start, end) in zip(spec.kinds, spec.places, strict=True)
@@ -166,7 +166,7 @@ def pack(spec: Spec, tensors: list[Tensor], buffer: Tensor) -> None:
 
 
 def unpack(spec: Spec, buffer: Tensor, device: torch.device) -> Any:
-    """The value; its tensors lie in ``buffer`` where that is on ``device``, and are leaves that require grad as before.
+    """Return the value; its tensors lie in ``buffer`` if that is on ``device``, and require grad as before.
 
     Args:
         buffer: a tensor with a storage of its own.

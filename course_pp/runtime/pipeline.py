@@ -57,21 +57,21 @@ class Pipeline:
         device: where the stages compute; None is where their parameters are.
         recompute: keep each microbatch's input only, and compute forwards again in the backward. What a forward does to
             its buffers (BatchNorm's statistics) it then does twice.
-        tied: weights that are one: for each the name of the parameter by stage, as in
-            ``[{0: "embed.weight", 3: "head.weight"}]``. Their gradients are summed; give them equal values. None
-            refuses stages that look tied: an embedding's values again in another stage. ``[]`` says that nothing is.
+        tied: tied weights: for each the parameter's name by stage, as in ``[{0: "embed.weight", 3: "head.weight"}]``.
+            Their gradients are summed; give them equal values. None refuses stages that look tied: an embedding's
+            values again in another stage. ``[]`` says that nothing is.
         recorder: records every action and every wait.
-        cluster: computes and sends as fast as this one would; all ranks must be on one host.
+        cluster: emulate this cluster: compute and send as fast as it would. All ranks must be on one host.
         transport: ``"nccl"``, ``"gloo"``, or None to choose by group and device
             (:func:`course_pp.runtime.wire.open_wire`).
         timeout_s: the longest that a rank waits for one message.
-        optimizers: for a schedule with ``U``: one for each of this rank's stages, of all that it trains. An update
-            takes the gradient of a microbatch's own mean loss; of its group and all replicas, the mean of these.
+        optimizers: for a schedule with ``U``: one for each of this rank's stages, over all that it trains. An update
+            takes the gradient of one microbatch's mean loss, or the mean of these over a group and all replicas.
             Parameters must have no hooks: gradients go to versions of them.
         versions: for a schedule with ``U``: which weights a microbatch uses, ``"stash"``, ``"vertical"``, ``"2bw"`` or
             ``"none"``; see :func:`course_pp.schedule.ledger`. Buffers have no versions, and each replica has its own.
 
-    Call it on every rank at once: the ranks compare what they were given.
+    Make it on every rank at once: the ranks compare what they were given.
 
     Raises:
         ValueError: on every rank, for a schedule that cannot run or is for another number of ranks, stages that are not
@@ -158,8 +158,8 @@ class Pipeline:
             targets: likewise, where the last stage is.
             seeds: one for each microbatch, on every rank: its random numbers (dropout) are then what a single process
                 draws after ``torch.manual_seed(seed)``. The generators are left as they were.
-            divisor: over how many tokens (samples, if the loss does not count tokens) the mean is; None is over those
-                of ``targets``. Where the gradients of several steps add up, give the number in all of them.
+            divisor: how many tokens (samples, if the loss does not count tokens) to average over; None counts those of
+                ``targets``. If the gradients of several steps add up, give the number in all of them.
 
         Returns:
             Each microbatch's share of the loss, on every rank; the loss of the batch is their sum. Equal microbatches
@@ -169,7 +169,7 @@ class Pipeline:
         Raises:
             PipelineError: on every rank, if a stage raises, a rank is lost or late, or a loss is not finite; says which
                 rank, stage, microbatch and action it was.
-            ValueError: on a rank whose arguments are of no use; the others get a PipelineError.
+            ValueError: on a rank whose arguments cannot be used; the others get a PipelineError.
             RuntimeError: after a step that failed; in the same way as ValueError, under ``no_grad``.
         """
         self._refuse_after_failure()
@@ -203,9 +203,9 @@ class Pipeline:
             on: who gets the outputs: the ranks of the last stage, or all.
 
         Returns:
-            The last stage's outputs of all microbatches: tensors are put together along their first dimension, scalars
-            along a new one. A list with one output for each microbatch where their shapes or containers do not fit
-            together. None on a rank that gets none.
+            The last stage's outputs for the whole batch: tensors are concatenated along their first dimension, scalars
+            stacked. If shapes or containers of microbatches do not fit together, a list with one output for each. None
+            on a rank that gets none.
 
         Raises:
             PipelineError, ValueError, RuntimeError: as :meth:`step`; also for another ``on``, or ranks that want the
@@ -264,7 +264,7 @@ class Pipeline:
         )
 
     def _loss_of(self, targets: Sequence[Any], divisor: float | None) -> Callable[[int, Any], Share]:
-        """A microbatch's part of what is minimised, from its number and output."""
+        """Return a microbatch's part of the loss to minimise, from its number and output."""
         assert self._loss_fn is not None  # or step has refused
         if self._planned is None:
             return loss_shares(self._loss_fn, targets, divisor)
@@ -284,7 +284,7 @@ class Pipeline:
         return Ledger(self._planned.versions, tuple(use for weights in self._weights.values() for use in weights.uses))
 
     def _report(self, shares: Mapping[int, Tensor]) -> tuple[float, ...]:
-        """Every microbatch's loss, on every rank; and all ranks are through when one returns from here."""
+        """Return every microbatch's loss, on every rank; when one rank returns, all ranks are through."""
         elsewhere = torch.zeros((), device=self._device)
         losses = torch.stack([shares.get(i, elsewhere) for i in range(self.schedule.n_microbatches)]).double()
         return tuple(self._engine.tell_everyone(losses, torch.add).tolist())
@@ -314,7 +314,7 @@ def run_step(
     group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> tuple[tuple[float, ...], Timeline]:
-    """One step, recorded: build a :class:`Pipeline`, run :meth:`Pipeline.step`, gather the timeline.
+    """Run one recorded step: build a :class:`Pipeline`, run :meth:`Pipeline.step`, gather the timeline.
 
     For more steps than one keep the pipeline: its first step settles shapes, the others find them settled.
 
@@ -332,14 +332,14 @@ def run_step(
 
 
 def _both(one: tuple[str, Mapping[int, Any]], other: tuple[str, Mapping[int, Any]]) -> tuple[str, Mapping[int, Any]]:
-    """The outputs of both, if both want them in the same place."""
+    """Return the outputs of both, if both want them in the same place."""
     if one[0] != other[0]:
         raise ValueError(f"evaluate: on is {one[0]!r} on a rank and {other[0]!r} on another: give every rank the same")
     return one[0], {**one[1], **other[1]}
 
 
 def _meter_of(recorder: Recorder | None, device: torch.device, modules: Iterable[nn.Module | None]) -> Meter | None:
-    """The recorder's meter, which does not count what the stages hold anyway; None without one."""
+    """Return the recorder's meter, which does not count what the stages hold anyway; None without one."""
     if recorder is None:
         return None
     recorder.run_on(device)
@@ -351,7 +351,7 @@ def _meter_of(recorder: Recorder | None, device: torch.device, modules: Iterable
 def _stages_of(
     settled: Settled, recompute: bool, meter: Meter | None, weights: Mapping[int, VersionedStage]
 ) -> dict[int, Stage]:
-    """This rank's stages, ready to compute."""
+    """Return this rank's stages, ready to compute."""
     return {
         stage: Stage(
             stage,
@@ -368,7 +368,7 @@ def _stages_of(
 
 
 def _finite(loss: Callable[[int, Any], Share], planned: Ledger, last: int, microbatch: int, output: Any) -> Share:
-    """The loss of a microbatch; weights that have diverged are found where they first show."""
+    """Return the loss of a microbatch; raise where weights that have diverged first show."""
     share = loss(microbatch, output)
     value = float(share.product())
     if not math.isfinite(value):

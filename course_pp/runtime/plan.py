@@ -2,11 +2,11 @@
 
 All messages from one rank to another form a *channel*. The receiver takes them in the order in which its own actions
 need them; the sender sends them in that same order, holding back one that is ready before its turn. So both ends agree
-on the order without a word, and it suffices where messages have no tags (NCCL).
+on the order without a message, and need no tags (NCCL has none).
 
-It adds no deadlock. A message is held back only for others that the receiver needs first anyway: whoever waits on a
-channel waits for an action that the schedule itself puts before the waiting one, and a legal schedule has no circle of
-those (:func:`course_pp.schedule.check`).
+Holding messages back adds no deadlock. A message waits only for others that the receiver needs first anyway. So every
+wait is for an action that the schedule itself puts earlier, and a legal schedule has no cycle of those
+(:func:`course_pp.schedule.check`).
 
 A step ends with every rank reporting to one of them, the root, and the root answering: a rank that returns knows that
 all the others are through.
@@ -76,7 +76,7 @@ class Plan:
 
 
 def plan(schedule: Schedule, shares: Sequence[tuple[int, int]] = ()) -> tuple[Plan, ...]:
-    """The plan of each rank.
+    """Return the plan of each rank.
 
     Args:
         schedule: a legal one.
@@ -143,7 +143,7 @@ class _Channels:
 
 
 def _comes_with_another(schedule: Schedule, products: Products, number: int) -> bool:
-    """Whether it crosses an edge to or from a rank with an earlier reader: that one's message serves both."""
+    """Return whether it crosses an edge to or from a rank with an earlier reader: that one's message serves both."""
     lane = products.lane_of(number)
     if lane is None:
         return False
@@ -163,7 +163,7 @@ def _walk(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
 def _arrived(
     schedule: Schedule, makers: Mapping[Product, tuple[int, int]], receives: Mapping[tuple[int, int], list[Message]]
 ) -> Mapping[tuple[int, int], list[Message]]:
-    """For each action the messages that its rank has sent and that it now knows to be taken.
+    """Return for each action the messages that its rank has sent and that it now knows to be taken.
 
     By vector clocks (Fidge 1988, Mattern 1989): ``begun[rank][other]`` is how many actions of ``other`` had begun, and
     so had their inputs, before what ``rank`` has seen so far was made.

@@ -27,9 +27,9 @@ def profile_layers(
 ) -> tuple[LayerCost, ...]:
     """Measure each layer alone, as a stage of a pipeline would run it, for :func:`course_pp.schedule.partition`.
 
-    Each layer takes what the one before returned, forward and backward. The shortest of ``repeats`` times counts:
-    whatever else the machine does only adds to one. Narayanan et al. 2019, "PipeDream", section 3.1, which profiles
-    1000 minibatches on one GPU.
+    Each layer takes what the one before returned, forward and backward. The shortest of ``repeats`` times counts: other
+    work of the machine can only add to a time. Narayanan et al. 2019, "PipeDream", section 3.1, which profiles 1000
+    minibatches on one GPU.
 
     Args:
         layers: first to last. Their gradients, buffers and the random number generators are left as they were.
@@ -68,7 +68,7 @@ def profile_layers(
 
 
 def _timed(layer: nn.Module, value: Any, repeats: int, device: torch.device) -> tuple[float, Any]:
-    """The seconds of the layer's forward and backward, and what it returns."""
+    """Return the seconds of the layer's forward and backward, and what it returns."""
     stage, shortest, output = Stage(0, layer, device, False, None), float("inf"), None
     for repeat in range(1 + repeats):
         received = map_tensors(_received, value)

@@ -92,8 +92,8 @@ class Recorder:
             schedule.step(inputs, target=targets)
         timeline = recorder.timeline()
 
-    It records until it is read, step after step: ``clear()`` before the step whose timeline you want, and after a first
-    step, in which much is done once only.
+    It records every step until it is read. Call ``clear()`` before the step whose timeline you want, and after a first
+    step, which does much that later ones need not.
 
     On a CPU a span costs two readings of the clock that all processes of a host share. Ranks on several hosts are
     aligned with messages (:func:`~course_pp.runtime.clocks.align`); how wrong that may be is in :attr:`clock_error`.
@@ -207,7 +207,7 @@ class Recorder:
 
     @checked
     def timeline(self, group: dist.ProcessGroup | None = None, name: str = "") -> Timeline:
-        """What every rank of ``group`` recorded, the same timeline on each of them.
+        """Return what every rank of ``group`` recorded, the same timeline on each of them.
 
         Every rank of the group must call it. Time 0 is the earliest start of a span on any rank (receives are cut off
         there), the unit is seconds, and ranks are numbered within the group. Without a process group there is one
@@ -252,7 +252,7 @@ class Recorder:
 
     @checked
     def memory(self, group: dist.ProcessGroup | None = None) -> tuple[RankMemory, ...]:
-        """What every rank of ``group`` kept for backward, with the same time 0 as :meth:`timeline`.
+        """Return what every rank of ``group`` kept for backward, with the same time 0 as :meth:`timeline`.
 
         Every rank of the group must call it.
 
@@ -292,7 +292,7 @@ class Recorder:
         self._marked.clear()
 
     def _gather(self, group: dist.ProcessGroup | None) -> tuple[list[_RankRecord], int]:
-        """What each rank recorded, and time 0 in nanoseconds of rank 0's clock."""
+        """Return what each rank recorded, and time 0 in nanoseconds of rank 0's clock."""
         if self._running is not None:
             raise RuntimeError(f"{_name(self._running)} is still being recorded: ask for what was recorded afterwards")
         self._settle()

@@ -30,7 +30,7 @@ def set_random_state(state: RandomState, device: torch.device) -> None:
 
 @contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
-    """Whatever is drawn inside, afterwards the generators are where they were."""
+    """Put the generators back to where they were, whatever is drawn inside."""
     before = get_random_state(device)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a pipeline is given, looked at on every rank and settled by all of them before the first message."""
+"""Check a pipeline's arguments on every rank, and agree on them before the first message."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,13 +27,13 @@ __all__ = ["Settled", "settle"]
 
 @dataclass(frozen=True)
 class Settled:
-    """What this rank works with.
+    """Arguments that this rank has checked and all ranks have agreed on.
 
     Attributes:
         rank: in the pipeline's group.
         modules: this rank's stages.
         device: where they compute.
-        weights: those that are in several places, on all ranks.
+        weights: weights that lie in several places, on all ranks.
         series: keeps this pipeline's messages apart from others'.
         planned: which versions its actions use, if stages update their own weights.
         schedule: what it was given, with the edges between the stages.
@@ -77,7 +77,7 @@ def settle(
     ``generates`` is whether tokens are fed back, which :class:`~course_pp.runtime.Pipeline` does not do.
 
     Raises:
-        TypeError: for a group that is none: without it nobody can be told of the rest.
+        TypeError: for a ``group`` that is not a process group: without one the ranks cannot agree on the rest.
         ValueError: on every rank, for whatever is wrong on any of them, or differs between them.
     """
     given = locals()
@@ -119,7 +119,7 @@ def settle(
 
 @dataclass
 class _Mine:
-    """What this rank brings to the agreement; what it did not come to, because something is wrong, is empty.
+    """What this rank brings to the agreement. A problem leaves the fields that come after it empty.
 
     Attributes:
         facts: must be the same on every rank.
@@ -181,7 +181,7 @@ def _facts(
 
 
 def _with_edges(schedule: Schedule, found: tuple[Edge, ...]) -> Schedule:
-    """The schedule with the edges that the stages have; those it was given with must be the same."""
+    """Return the schedule with the edges that the stages have; those it was given with must be the same."""
     if schedule.edges and {*schedule.edges} != {*found}:
         raise ValueError(
             f"{schedule!r} has edges {schedule.edges}, but the stages' reads and writes make {found}: leave out the "

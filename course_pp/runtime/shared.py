@@ -28,7 +28,7 @@ Weight = tuple[Place, ...]
 def shared_weights(
     schedule: Schedule, names: Mapping[int, Sequence[str]], tied: Sequence[Mapping[int, str]]
 ) -> tuple[Weight, ...]:
-    """Every weight that is in more than one place.
+    """Return every weight that is in more than one place.
 
     Args:
         names: for each stage the names of its parameters.
@@ -89,14 +89,14 @@ class SharedWeights:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Inside, gradients start from nothing: earlier ones are sums already, and are added back afterwards."""
+        """Let gradients start from nothing inside. Earlier ones are sums already, and are added back afterwards."""
         mine = (place for weight in self._weights for place in weight if place.rank == self._rank)
         self._parameters = copies_in(self._modules, ((place, place.stage, place.name) for place in mine))
         with set_apart(self._parameters.values()):
             yield
 
     def for_rank(self, other: int) -> list[Tensor | None]:
-        """What ``other`` needs from here: this rank's gradient of each weight that both hold."""
+        """Return what ``other`` needs from here: this rank's gradient of each weight that both hold."""
         return [self._own(weight) for weight in self._weights if any(place.rank == other for place in weight)]
 
     def add(self, received: Mapping[int, Sequence[Tensor | None]]) -> None:

@@ -87,14 +87,15 @@ class Stage:
         self._kept.clear()
 
     def evaluate(self, value: Any, loss: Loss | None, read: Mapping[str, Any] = _NONE) -> tuple[Any, dict[str, Any]]:
-        """The forward of a microbatch when no backward follows."""
+        """Run the forward of a microbatch when no backward follows."""
         with torch.no_grad():
             return self._compute(value, read, loss, self.module)
 
     def forward(
         self, microbatch: int, value: Any, loss: Loss | None, split: bool, read: Mapping[str, Any] = _NONE
     ) -> tuple[Any, dict[str, Any]]:
-        """``F``: the output or, in the last stage, the share of the loss; and the values that other stages read.
+        """Run ``F``; return the output (in the last stage, the share of the loss) and the values that other stages
+        read.
 
         Args:
             read: the values that it reads itself, by name.
@@ -118,7 +119,7 @@ class Stage:
         return self._compute_and_keep(microbatch, value, read, loss, kept)
 
     def backward(self, microbatch: int, gradients: Gradients | None) -> Gradients:
-        """``B`` of a stage without values beyond its neighbours': return the gradients of the input.
+        """Run ``B`` of a stage without values beyond its neighbours'; return the gradients of the input.
 
         ``gradients`` are those of the output; None in the last stage.
         """
@@ -129,7 +130,7 @@ class Stage:
     def backward_input(
         self, microbatch: int, gradients: Gradients | None, of_values: Sequence[Gradients] = ()
     ) -> tuple[Gradients, ...]:
-        """``I``: return the gradients of the input; those of linear layers' weights wait for ``W``.
+        """Run ``I``; return the gradients of the input. Those of linear layers' weights wait for ``W``.
 
         Args:
             gradients: those of the output; None in the last stage.
@@ -167,7 +168,7 @@ class Stage:
         return input_gradients
 
     def backward_weight(self, microbatch: int) -> None:
-        """``W``: add the gradients that ``I`` has left out."""
+        """Run ``W``: add the gradients that ``I`` has left out."""
         kept = self._kept.pop(microbatch)
         if kept.weight_gradients is not None:
             kept.weight_gradients.compute()
@@ -176,7 +177,7 @@ class Stage:
             self._weights.finish(microbatch)
 
     def _module_for(self, microbatch: int) -> Callable[..., Any] | None:
-        """What computes the forward of a microbatch."""
+        """Return what computes the forward of a microbatch."""
         return self.module if self._weights is None else partial(self._weights.call, microbatch)
 
     def _compute_and_keep(

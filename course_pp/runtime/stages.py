@@ -29,7 +29,7 @@ def problem_of_stages(
     schedule: Schedule,
     tied: Sequence[Mapping[int, str]],
 ) -> str | None:
-    """Why this rank's stages cannot be used; None if they can.
+    """Return why this rank's stages cannot be used; None if they can.
 
     Args:
         here: the stages that the schedule places on this rank.
@@ -47,7 +47,7 @@ def problem_of_stages(
 
 
 def facts_of_parameters(module: nn.Module | None, is_copied: bool = False) -> dict[str, str]:
-    """What copies of a stage must have in common: for each parameter shape, dtype and whether it is trained.
+    """Return what copies of a stage must have in common: for each parameter shape, dtype and whether it is trained.
 
     Args:
         is_copied: whether there are several, whose values must be equal too.
@@ -62,13 +62,13 @@ def facts_of_parameters(module: nn.Module | None, is_copied: bool = False) -> di
 
 
 def _fingerprint(tensor: torch.Tensor) -> str:
-    """Equal for equal values, and hardly ever for others."""
+    """Return a fingerprint: equal for equal values, and hardly ever for others."""
     values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     return hashlib.sha256(values.numpy().tobytes()).hexdigest()[:12]
 
 
 def device_of(modules: Mapping[int, nn.Module | None]) -> torch.device:
-    """Where the parameters are; the CPU if there are none."""
+    """Return where the parameters are; the CPU if there are none."""
     parameters = (p for module in modules.values() if isinstance(module, nn.Module) for p in module.parameters())
     return next((p.device for p in parameters), torch.device("cpu"))
 
@@ -76,7 +76,7 @@ def device_of(modules: Mapping[int, nn.Module | None]) -> torch.device:
 def _problem_of_shards(
     modules: Mapping[int, nn.Module | None], schedule: Schedule, tied: Sequence[Mapping[int, str]]
 ) -> str | None:
-    """Gradients of DTensors are summed over the ranks of their own mesh only, and once."""
+    """Return why sharded parameters would train wrongly; a DTensor's gradient is summed once, over its own mesh."""
     home: dict[nn.Parameter, int] = {}
     for stage, module in modules.items():
         for name, parameter in () if module is None else module.named_parameters():
@@ -93,6 +93,6 @@ def _problem_of_shards(
 
 
 def is_dtensor(value: Any) -> bool:
-    """Whether a tensor is distributed; imports nothing for the answer."""
+    """Return whether a tensor is distributed; imports nothing for the answer."""
     tensor = sys.modules.get("torch.distributed.tensor")
     return tensor is not None and isinstance(value, tensor.DTensor)

@@ -1,6 +1,6 @@
 """Values beyond the neighbour: which stages write and read them, and what becomes of each on its way.
 
-A stage says so itself:
+A stage declares them itself:
 
     class Encoder(nn.Module):
         writes = ("encoded",)
@@ -13,9 +13,9 @@ A stage says so itself:
         def forward(self, hidden, *, encoded):
             ...
 
-From all stages together follow the edges (:class:`course_pp.schedule.Edge`). A value travels once to each rank that
-reads it. Of the readers on one rank the first receives it; that one goes backward last, and sends the sum of their
-gradients. The writer adds up what it gets from each rank.
+The declarations of all stages give the edges (:class:`course_pp.schedule.Edge`). A value travels once to each rank that
+reads it. If a rank has several readers, the first one receives it. That one goes backward last, and sends the sum of
+their gradients. The writer adds up what it gets from each rank.
 """
 
 from collections.abc import Mapping, Sequence
@@ -59,7 +59,7 @@ class Write:
 
 
 def reads_of(schedule: Schedule, stage: int, microbatch: int) -> tuple[Read, ...]:
-    """What ``stage`` reads for a microbatch."""
+    """Return what ``stage`` reads for a microbatch."""
     found = []
     for edge in schedule.edges:
         if stage in edge.readers:
@@ -71,7 +71,7 @@ def reads_of(schedule: Schedule, stage: int, microbatch: int) -> tuple[Read, ...
 
 
 def writes_of(schedule: Schedule, stage: int, microbatch: int) -> tuple[Write, ...]:
-    """What ``stage`` makes of a microbatch for others to read."""
+    """Return what ``stage`` makes of a microbatch for others to read."""
     found = []
     for edge in schedule.edges:
         if stage == edge.writer:
@@ -83,7 +83,7 @@ def writes_of(schedule: Schedule, stage: int, microbatch: int) -> tuple[Write, .
 
 
 def _readers(schedule: Schedule, edge: Edge, microbatch: int) -> Mapping[int, Sequence[int]]:
-    """The readers of an edge by the rank on which they work on ``microbatch``, each in order."""
+    """Return the readers of an edge by the rank on which they work on ``microbatch``, each in order."""
     ranks: dict[int, list[int]] = {}
     for reader in edge.readers:
         ranks.setdefault(schedule.rank_of(reader, microbatch), []).append(reader)

@@ -3,9 +3,9 @@
     p ──────────────► the optimizer's: always the newest version, changed in place
     └─ alias v ─────► what forwards of version v compute with: the same memory, until an update would write to it
 
-Before an update the parameters move to new memory if an action still to come needs the version they hold, which keeps
-the old memory; otherwise nothing is copied. Gradients arrive at the aliases, from where each microbatch's are taken for
-the update that they enter.
+If a later action still needs the version that the parameters hold, an update first moves them to new memory, and that
+version keeps the old; otherwise nothing is copied. Gradients arrive at the aliases. From there each microbatch's are
+taken for the update that they enter.
 """
 
 from collections import Counter
@@ -87,7 +87,7 @@ class VersionedStage:
         self._waiting: list[Tensor | None] = [None] * len(self._parameters)
 
     def call(self, microbatch: int, *args: Any, **kwargs: Any) -> Any:
-        """The forward of a microbatch, with its version of the weights."""
+        """Run the forward of a microbatch, with its version of the weights."""
         return functional_call(self._module, self._aliases[self._version_of[microbatch]], args, kwargs)
 
     def go_backward(self, microbatch: int, backward: Callable[[], None]) -> None:
@@ -158,7 +158,7 @@ class VersionedStage:
         self._forget_unused()
 
     def _alias(self) -> dict[str, Tensor]:
-        """The parameters as they are, as leaves that share their memory but not autograd's count of changes to it."""
+        """Return the parameters as leaves that share their memory but not autograd's count of changes to it."""
         return {name: parameter.data.requires_grad_() for name, parameter in self._parameters.items()}
 
     def _move(self) -> None:
@@ -198,7 +198,7 @@ def problem_of_versions(
     tied: Sequence[Mapping[int, str]],
     recompute: bool,
 ) -> str | None:
-    """Why this rank's stages cannot update their own weights as asked, or are not asked; None if they can."""
+    """Return the problem with ``versions`` and ``optimizers`` for this schedule; None if its stages can update so."""
     if not any(part.kind == "U" for part in schedule.parts):
         if versions is None and optimizers is None:
             return None
@@ -271,7 +271,7 @@ def _trained(module: nn.Module | None) -> dict[str, nn.Parameter]:
 
 
 def settings_of(optimizer: torch.optim.Optimizer, module: nn.Module | None) -> str:
-    """What replicas of a stage must have in common to update alike: for each group its parameters and settings."""
+    """Return what replicas of a stage must share to update alike: for each group its parameters and settings."""
     names = {id(parameter): name for name, parameter in _trained(module).items()}
     groups = [
         {**group, "params": [names[id(p)] for p in group["params"] if id(p) in names]}
@@ -288,7 +288,7 @@ def versioned_stages(
     planned: Ledger | None,
     meter: Meter | None,
 ) -> dict[int, VersionedStage]:
-    """The stages of this rank that update their own weights."""
+    """Return the stages of this rank that update their own weights."""
     if planned is None or optimizers is None:
         return {}
     n = schedule.n_microbatches
