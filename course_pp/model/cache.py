@@ -46,7 +46,7 @@ class KVCache:
         self._layers: dict[str, LayerCache] = {}
 
     def layer(self, name: str) -> LayerCache:
-        """The cache of the layer ``name``."""
+        """Return the cache of the layer ``name``."""
         return self._layers.setdefault(name, LayerCache())
 
     def after(self, name: str, n_new: int, limit: int, alone: bool) -> slice:
@@ -74,7 +74,7 @@ class KVCache:
         return new
 
     def mask(self, new: slice, device: torch.device) -> Tensor | None:
-        """The causal mask's rows of positions ``new``, bool (1, 1, new, all); None where these are all there are."""
+        """Return the causal mask's rows of positions ``new``, bool (1, 1, new, all); None if there are no others."""
         if new.start == 0:
             return None
         rows = torch.ones(new.stop - new.start, new.stop, dtype=torch.bool, device=device)

@@ -56,7 +56,7 @@ def name_from_hf(name: str) -> str:
 
 @checked
 def config_from_hf(hf_config: Any) -> ModelConfig:
-    """Sizes of a Hugging Face Llama (or Mistral or Qwen2, which have the same layers) as ours.
+    """Return the sizes of a Hugging Face Llama (or Mistral or Qwen2, which have the same layers) as ours.
 
     Raises:
         ValueError: the model uses something this decoder does not have, which is named.
@@ -82,7 +82,7 @@ def config_from_hf(hf_config: Any) -> ModelConfig:
 
 @checked
 def config_to_hf(config: ModelConfig) -> LlamaConfig | Qwen2Config:
-    """The `transformers.LlamaConfig` of the same model, or the `Qwen2Config` if it has biases.
+    """Return the `transformers.LlamaConfig` of the same model, or the `Qwen2Config` if it has biases.
 
     Raises:
         ValueError: without a gate in the feed-forward block, as no Llama is.
@@ -110,7 +110,7 @@ def config_to_hf(config: ModelConfig) -> LlamaConfig | Qwen2Config:
 
 @checked
 def hf_state_dict(module: Transformer) -> dict[str, Tensor]:
-    """The weights of a model or stage under Hugging Face's names, sharing storage with `module`."""
+    """Return the weights of a model or stage under Hugging Face's names, sharing storage with `module`."""
     return {name_to_hf(name): tensor for name, tensor in module.state_dict().items()}
 
 
@@ -144,7 +144,7 @@ def load_hf_state_dict(module: Transformer, state: Mapping[str, Tensor]) -> None
 
 @checked
 def from_hf(hf_model: PreTrainedModel) -> Transformer:
-    """A copy of a Hugging Face causal Llama, on its device and in its dtype.
+    """Return a copy of a Hugging Face causal Llama, on its device and in its dtype.
 
     Raises:
         ValueError: the model uses something this decoder does not have.

@@ -15,7 +15,7 @@ __all__ = ["CrossEntropy"]
 class CrossEntropy:
     """Cross-entropy of logits (batch, seq, vocab) with target token ids (batch, seq), in nats a token.
 
-    Args:
+    Attributes:
         ignore_index: target value of positions where nothing is to be predicted, such as padding.
 
     A batch cut into microbatches with unequal numbers of counted tokens has a mean that is not the mean of the
@@ -25,15 +25,15 @@ class CrossEntropy:
     ignore_index: int = -100
 
     def __call__(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Mean over the counted tokens; 0 where none count."""
+        """Return the mean over the counted tokens; 0 where none count."""
         return self.total(logits, target) / self.count(target).clamp(min=1)
 
     def total(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Sum over the counted tokens; a scalar, in float32 at least: a long sum overflows half precision."""
+        """Return the sum over the counted tokens; a scalar in float32 at least: long sums overflow half precision."""
         if logits.dtype.itemsize < 4:
             logits = logits.float()
         return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=self.ignore_index, reduction="sum")
 
     def count(self, target: torch.Tensor) -> torch.Tensor:
-        """Number of tokens that count; a scalar int64."""
+        """Return the number of tokens that count; a scalar int64."""
         return (target != self.ignore_index).sum()

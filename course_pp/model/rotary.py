@@ -37,7 +37,7 @@ def rotary_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
 
 
 def _slowed(frequencies: Tensor, config: ModelConfig) -> Tensor:
-    """The frequencies for longer sequences than the model was trained with."""
+    """Return the frequencies for longer sequences than the model was trained with."""
     turns = config.rope_original_len * frequencies / (2 * math.pi)
     kept = ((turns - config.rope_low_freq) / (config.rope_high_freq - config.rope_low_freq)).clamp(0, 1)
     return kept * frequencies + (1 - kept) * frequencies / config.rope_factor

@@ -123,7 +123,7 @@ def drop_other_stages(model: Transformer, stage_id: int, num_stages: int, layer_
 
 @checked
 def partition_by_cost(costs: Sequence[float], n_stages: int, first: float = 0.0, last: float = 0.0) -> list[LayerRange]:
-    """Contiguous split of the layers that makes the slowest stage as fast as it can be.
+    """Split the layers into contiguous stages so that the slowest stage is as fast as it can be.
 
     In a steady pipeline every stage waits for the slowest, so that one sets the pace. Among the splits that
     are best for it, the most even is taken (least sum of squared stage costs), and among those the one whose
@@ -156,7 +156,7 @@ def partition_by_cost(costs: Sequence[float], n_stages: int, first: float = 0.0,
 
 
 def split_by_cost(n_layers: int, n_stages: int, stage_cost: Callable[[int, int, int], int]) -> list[LayerRange]:
-    """As :func:`partition_by_cost`, for stages whose cost is not the sum of their layers'.
+    """Split as :func:`partition_by_cost` does, for stages whose cost is not the sum of their layers'.
 
     Args:
         stage_cost: of stage, first layer, last layer (excluded), as a whole number.

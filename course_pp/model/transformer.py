@@ -101,7 +101,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None = None
     ) -> Tensor:
-        """One layer.
+        """Run one layer.
 
         Args:
             x: hidden states (batch, seq, dim).
@@ -179,7 +179,7 @@ class Transformer(nn.Module):
         return cast(nn.Parameter, end.weight) if end is not None else None
 
     def new_cache(self) -> KVCache:
-        """An empty cache for `forward`; one for each batch that text is generated for."""
+        """Return an empty cache for `forward`; one for each batch that text is generated for."""
         return KVCache()
 
     def forward(
@@ -189,7 +189,7 @@ class Transformer(nn.Module):
         position_ids: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """Tokens or hidden states in, hidden states or logits out.
+        """Run this part of the model: tokens or hidden states in, hidden states or logits out.
 
         Args:
             x: token ids (batch, seq) where the embedding is here, else hidden states (batch, seq, dim).
@@ -336,7 +336,7 @@ class Transformer(nn.Module):
 
 
 def causal_mask(attention_mask: Tensor, batch: int, seq_len: int) -> Tensor:
-    """Which position may attend to which: bool (batch, 1 or heads, seq, seq).
+    """Return which position may attend to which: bool (batch, 1 or heads, seq, seq).
 
     A position always sees itself: before the first real token of a left-padded row there is nothing else to
     see, and a softmax over nothing is NaN in some attention kernels and zero in others.

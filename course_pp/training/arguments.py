@@ -48,11 +48,11 @@ Values = dict[str, Any]
 
 
 def parse(arguments: Sequence[str], description: str = "") -> Options | None:
-    """The run that was asked for; None if help was, which is then printed.
+    """Return the run that the arguments ask for; print help and return None if they ask for that.
 
     Raises:
-        ValueError: for what is no flag or no value of one, in one sentence that names it; what no run can have, in the
-            words of :class:`TrainConfig`.
+        ValueError: for an unknown flag or a wrong value, in one sentence that names it; for a setting that no run can
+            have, in the words of :class:`TrainConfig`.
     """
     levels = [_given(arguments)]
     files = levels[0].get("config", [])
@@ -80,7 +80,7 @@ _AS_VALUES: dict[str, Any] = {"exit_on_error": False, "print_error": False, "res
 
 
 def _app(description: str) -> App:
-    """The parser. A flag given twice counts the last time, as with most programs."""
+    """Return the parser. A flag given twice counts the last time, as with most programs."""
     rules = Parameter(
         name="*",
         name_transform=_flag,
@@ -122,12 +122,12 @@ def _flag(field: str) -> str:
 
 
 def _hints() -> dict[str, Any]:
-    """The type of each flag, by its name."""
+    """Return the type of each flag, by its name."""
     return {"config": str | None} | {_flag(each.name): each.type for kind in _CLASSES for each in fields(kind)}
 
 
 def _given(arguments: Sequence[str]) -> Values:
-    """The flags in ``arguments``, each with its values as text, as far as can be told before they are parsed."""
+    """Return the flags in ``arguments``, each with its values as text, as far as can be told before they are parsed."""
     found: Values = {}
     values: list[str] = []
     for token in arguments:
@@ -146,7 +146,7 @@ def _given(arguments: Sequence[str]) -> Values:
 
 
 def _read(path: str) -> Values:
-    """The keys of a file, as flags.
+    """Return the keys of a file, as flags.
 
     Raises:
         ValueError: naming the file, and a key that is none.
@@ -170,7 +170,7 @@ def _read(path: str) -> Values:
 
 
 def _check_value(path: str, key: str, value: Any, hint: Any) -> None:
-    """Refuse what is lost when a value becomes text: whether it was a boolean, a list, a table."""
+    """Check a value of a file before it becomes text and loses its type: boolean, list or table."""
     kinds = {get_origin(each) or each for each in _choices(hint)}
     right = isinstance(value, dict) == (dict in kinds) and isinstance(value, list) == (tuple in kinds)
     right = right and isinstance(value, bool) == (bool in kinds)
@@ -187,7 +187,7 @@ def _preset(model: object) -> Values:
 
 
 def _tokens(name: str, value: Any) -> list[str]:
-    """A value as it would be typed."""
+    """Return a value as it would be typed."""
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
     if isinstance(value, dict):
@@ -211,13 +211,13 @@ def _check_whole_numbers(app: App, commands: tuple[str, ...], arguments: Argumen
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:
-    """The types between which a hint chooses, without None."""
+    """Return the types between which a hint chooses, without None."""
     options = get_args(hint) if get_origin(hint) in (Union, type(int | None)) else (hint,)
     return tuple(each for each in options if each is not type(None))
 
 
 def _spelled(hint: Any) -> str:
-    """A type in words."""
+    """Return a type in words."""
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     [kind, *_] = _choices(hint)
     if get_origin(kind) is Literal:
@@ -228,7 +228,7 @@ def _spelled(hint: Any) -> str:
 
 
 def _sentence(error: cyclopts.CycloptsError) -> str:
-    """What cyclopts found, in our words."""
+    """Return what cyclopts found, in our words."""
     name = "" if error.argument is None else error.argument.name
     if isinstance(error, UnknownOptionError):
         flag = error.token.keyword or error.token.value
@@ -244,10 +244,10 @@ def _sentence(error: cyclopts.CycloptsError) -> str:
 
 @contextmanager
 def flags_named() -> Iterator[None]:
-    """Refuse in the command line's words: ``--global-batch-size 9`` where the package says ``batch=9``.
+    """Rephrase a refusal from inside for the command line: ``--global-batch-size 9`` instead of ``batch=9``.
 
     Raises:
-        ValueError: the one from inside, in these words.
+        ValueError: the refusal, rephrased.
     """
     flags = {each.name: f"--{_flag(each.name)}" for kind in _CLASSES for each in fields(kind)}
     try:

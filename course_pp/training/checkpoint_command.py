@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _interrupted(arguments: argparse.Namespace) -> str:
-    """What an interrupt leaves."""
+    """Return what an interrupt leaves."""
     if arguments.action == "export":
         return f"interrupted: nothing was left in {arguments.directory}"
     if arguments.action == "import":

@@ -71,16 +71,16 @@ class Checkpointer:
         self._saved_step: int | None = None
 
     def resume(self, source: str | os.PathLike[str] = "auto") -> Loaded | None:
-        """Take up a run; None if it is to begin. Call it on every rank, before training.
+        """Resume a run; return None if it starts anew. Call it on every rank, before training.
 
         Args:
-            source: ``"auto"`` takes the newest whole checkpoint in the directory, and begins where there is none;
-                ``"never"`` begins; anything else is a checkpoint, or the directory of another run's.
+            source: ``"auto"`` takes the newest whole checkpoint in the directory, and starts anew if there is none;
+                ``"never"`` starts anew; anything else is a checkpoint, or the directory of another run's checkpoints.
 
         Raises:
-            ValueError: on every rank, if the checkpoint is damaged or of another run, or if the directory already
-                holds something under the name of a step that this run would come to; with ``"auto"`` a damaged
-                checkpoint makes way.
+            ValueError: on every rank, if the checkpoint is damaged or of another run, or if the directory already holds
+                something under the name of a step that this run would come to; with ``"auto"`` a damaged checkpoint is
+                removed.
         """
         Ranks().collectively(lambda: _check_source(source))
         trainer, held, loaded = self._trainer, self._trainer.held, None

@@ -140,7 +140,7 @@ class TrainConfig:
             raise SettingError(sentence, {name: getattr(self, name) for name in names})
 
     def _check_optimizer(self) -> None:
-        """Refuse an optimizer or a course of the learning rate that cannot be; what it takes, it is asked later."""
+        """Refuse an unknown optimizer or course of the learning rate; the optimizer checks its own options later."""
         refuse_unless = self._refuse_unless
         near = nearest(self.optimizer, OPTIMIZERS)
         known = f"{{optimizer}} must be one of {', '.join(OPTIMIZERS)}: did you mean {near!r}?"
@@ -168,7 +168,7 @@ class TrainConfig:
         refuse_unless(only_one, "{epochs} and {steps} both say how long to train: leave one out", "epochs", "steps")
 
     def _check_numbers(self) -> None:
-        """Refuse a number format, or an end of it, that is none."""
+        """Refuse an unknown number format or `on_nan`, an impossible loss scale, and an impossible time limit."""
         refuse_unless = self._refuse_unless
         refuse_unless(
             self.precision in PRECISIONS, f"{{precision}} must be one of {', '.join(PRECISIONS)}", "precision"
@@ -213,7 +213,7 @@ class TrainConfig:
         self.rows_of_a_microbatch(1)
 
     def _check_schedule(self) -> None:
-        """Refuse a name that is none, and a file whose order cannot be a step of this run."""
+        """Refuse an unknown schedule, and a file whose order cannot be a step of this run."""
         is_name = isinstance(self.schedule, str) and self.schedule != ""
         self._refuse_unless(is_name, "{schedule} must be the name of a schedule, such as '1f1b'", "schedule")
         try:
@@ -236,7 +236,7 @@ class TrainConfig:
         return read_order(self.schedule) if is_file(self.schedule) else None
 
     def _check_versions(self) -> None:
-        """Refuse what stages that update their own weights have no use for, and what only these can use."""
+        """Refuse settings that stages with updates of their own cannot use, and settings that only these can use."""
         refuse_unless = self._refuse_unless
         updates, choice = self.order is None and find(self.schedule).updates, ", ".join(VERSIONS)
         if self.versions is None:
@@ -278,7 +278,7 @@ class TrainConfig:
 
     @checked
     def on_rows(self, n_rows: int) -> "TrainConfig":
-        """This run on `n_rows` training sequences: `epochs` are turned into steps.
+        """Return this run on `n_rows` training sequences: `epochs` are turned into steps.
 
         Raises:
             SettingError: if what depends on the number of steps does not fit them.
@@ -316,7 +316,7 @@ class TrainConfig:
         return self.batch // parts
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields, as JSON can hold them."""
+        """Return all fields, as JSON can hold them."""
         return {name: _plain(value) for name, value in asdict(self).items()}
 
 

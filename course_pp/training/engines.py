@@ -39,11 +39,10 @@ class PipelineEngine(Protocol):
     copies: int
 
     def step(self, batch: Sequences, divisor: float) -> float:
-        """Add the gradient of the batch's summed loss over ``divisor`` to ``.grad``; returns that loss on every rank.
+        """Add the gradient of the batch's summed loss over ``divisor`` to ``.grad``; return that loss on every rank.
 
-        Where stages update their own weights, they have done so afterwards; each update took a mean of its own, the
-        divisor counts for nothing, and what returns is the mean over the batch's tokens, each with the weights of its
-        microbatch.
+        Stages that update their own weights do so within the step. Each update takes a mean of its own, ``divisor`` is
+        ignored, and the returned loss is the mean over the batch's tokens, each with the weights of its microbatch.
 
         Args:
             divisor: the number of tokens in all batches whose gradients add up.
@@ -54,7 +53,7 @@ class PipelineEngine(Protocol):
         """
 
     def evaluate(self, batch: Sequences) -> float:
-        """The batch's mean loss, in nats a token, the same on every rank."""
+        """Return the batch's mean loss, in nats a token, the same on every rank."""
 
 
 def build_engine(
@@ -68,7 +67,7 @@ def build_engine(
     param_dtype: torch.dtype | None,
     optimizer: torch.optim.Optimizer,
 ) -> PipelineEngine:
-    """The engine that ``config`` names, over this rank's stages; call it on every rank.
+    """Return the engine that ``config`` names, over this rank's stages; call it on every rank.
 
     Args:
         like: sequences of the run, for their length and whether they are padded.
@@ -119,7 +118,7 @@ class _ParallelEngine:
         return self._pipeline.eval(inputs, **named).item()
 
     def _arguments(self, batch: Sequences) -> tuple[Tensor, dict[str, Tensor]]:
-        """This rank's rows; every stage gets the mask of padded sequences."""
+        """Return this rank's rows; every stage gets the mask of padded sequences."""
         named = {"target": batch.targets, "attention_mask": batch.attention_mask}
         return self._rows(batch.inputs), {name: self._rows(value) for name, value in named.items() if value is not None}
 
@@ -189,7 +188,7 @@ class _RuntimeEngine:
 
 
 class _MaskPassedOn(nn.Module):
-    """A stage that sends the mask on with its output: the runtime knows no arguments but what the stage before sent."""
+    """A stage that sends the mask on with its output: under the runtime it gets only what the stage before sent."""
 
     def __init__(self, module: nn.Module, is_last: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where a trainer's batches come from, and at which of them it is."""
+"""The batches of a trainer, and its position in them."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ class Feed:
 
     Args:
         config: as given; epochs are turned into steps.
-        train: rows, of which a step's follow from its number, or a stream, which has a position.
+        train: rows, where a step's batch follows from its number; or a stream, which has a position.
 
     Attributes:
         config: with steps.
@@ -41,7 +41,7 @@ class Feed:
         self._ahead: Iterator[Sequences] | None = None
 
     def batch(self, step: int) -> Sequences:
-        """The rows of ``step``, over all ranks; a collective, where the ranks read a stream each.
+        """Return the rows of ``step``, over all ranks; a collective, where the ranks read a stream each.
 
         Raises:
             ValueError: on every rank, if a stream fails on any, or gives them different documents.
@@ -60,12 +60,12 @@ class Feed:
             stack.callback(self._forget_ahead)
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint needs to go on with ``step``."""
+        """Return what a checkpoint needs to go on with ``step``."""
         position = self._batches.state() if isinstance(self._batches, StreamedBatches) else None
         return {"next_batch": step, "digest": self.source.digest} | ({"position": position} if position else {})
 
     def seek(self, step: int, state: Mapping[str, Any]) -> None:
-        """Go on with ``step`` where :meth:`state` was told; a collective.
+        """Go on with ``step`` from the position that :meth:`state` returned; a collective.
 
         Raises:
             ValueError: on every rank, if a stream holds something else there.

@@ -35,7 +35,7 @@ class Logs:
         self._board = SummaryWriter(str(folder), purge_step=step + 1)
 
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
-        """One record; its numbers are TensorBoard's scalars, named ``event/name``."""
+        """Write one record; its numbers are TensorBoard's scalars, named ``event/name``."""
         self._lines.write({"event": event, "step": step, **values})
         for name, value in values.items():
             if isinstance(value, int | float):
@@ -98,7 +98,7 @@ class Progress:
         self._bar = tqdm(total=steps, initial=step, unit="step", disable=not (is_logging_rank and self._in_terminal))
 
     def advance(self, loss: float) -> None:
-        """One more step, with its loss."""
+        """Show one more step, with its loss."""
         self._step += 1
         self._bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
         self._bar.update()
@@ -117,7 +117,7 @@ class Progress:
 
 
 def tracing(folder: str | os.PathLike[str], rank: int, steps: int) -> AbstractContextManager[torch.profiler.profile]:
-    """A profiler that leaves out two steps, which open connections, traces ``steps``, and writes ``trace_rank….json``.
+    """Return a profiler that skips two steps, which open connections, and traces ``steps`` to ``trace_rank….json``.
 
     Call ``step()`` on it after each step. Open the file in Perfetto or ``chrome://tracing``.
     """

@@ -3,8 +3,7 @@
     model FLOPs utilisation = tokens/s · FLOPs a token / (peak FLOPs/s of all devices)
 
 Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix B. The FLOPs are those the model needs, forward and backward;
-what an implementation computes again, as activation checkpointing does, does not count, so spending arithmetic cannot
-raise the figure.
+recomputation, as in activation checkpointing, does not count, so wasted arithmetic cannot raise the figure.
 """
 
 import time
@@ -22,7 +21,7 @@ __all__ = ["Peak", "Speed", "find_peak", "matmul_flops", "training_flops"]
 
 
 def training_flops(config: ModelConfig, seq_len: int) -> float:
-    """FLOPs of one training step on one sequence, forward and backward.
+    """Return the FLOPs of one training step on one sequence, forward and backward.
 
     Three times the forward's (:func:`course_pp.model.layer_costs`): for each matrix product backward has two, for the
     gradient of its input and of its weight. PaLM's formula counts all query-key pairs; here only those that causal
@@ -36,7 +35,7 @@ def training_flops(config: ModelConfig, seq_len: int) -> float:
 class Peak:
     """The most that the devices of a run can do.
 
-    Args:
+    Attributes:
         flops: floating-point operations a second, over all ranks.
         source: given (from a data sheet), or measured with a matrix product on all ranks at once.
     """
@@ -50,7 +49,7 @@ class Peak:
 class Speed:
     """How fast steps of one size went.
 
-    Args:
+    Attributes:
         tokens_of_a_step: positions of its batch; padding counts, as it costs the same.
         flops_of_a_step: what the model needs for it.
         peak: what the utilisation is measured against.
@@ -64,7 +63,7 @@ class Speed:
     seconds: float = 0.0
 
     def after(self, seconds: float) -> "Speed":
-        """With one more step, which took ``seconds``."""
+        """Return the speed with one more step, which took ``seconds``."""
         return replace(self, steps=self.steps + 1, seconds=self.seconds + seconds)
 
     @property
@@ -79,7 +78,7 @@ class Speed:
 
 
 def find_peak(given: float | None, device: torch.device, dtype: torch.dtype) -> Peak:
-    """The peak of all ranks together; call it on every rank.
+    """Return the peak of all ranks together; call it on every rank.
 
     Args:
         given: FLOPs a second of one rank's device. None measures instead, on all ranks at the same time, so that ranks
@@ -93,7 +92,7 @@ def find_peak(given: float | None, device: torch.device, dtype: torch.dtype) -> 
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype, size: int | None = None, repeats: int = 5) -> float:
-    """FLOPs a second of the fastest of `repeats` products of two matrices (size, size): 2 · size³ each."""
+    """Return the FLOPs a second of the fastest of `repeats` products of two matrices (size, size): 2 · size³ each."""
     if size is None:
         on_cpu = 768 if dtype.itemsize >= 4 else 256  # half precision is slow there
         size = 8192 if device.type == "cuda" else on_cpu

@@ -49,7 +49,7 @@ def build_optimizer(
 def parameter_groups(
     modules: Iterable[nn.Module], weight_decay: float, tied: Iterable[Mapping[int, str]] = ()
 ) -> list[dict[str, Any]]:
-    """The parameters of any modules, each once: those that decay, and those that do not.
+    """Return the parameters of any modules, each once: those that decay, and those that do not.
 
     Matrices decay. Norms, biases, embeddings, and whatever else is a vector do not: pulling a norm's weight towards 0
     shrinks what the layer passes on, and the rows of rare tokens would decay without being trained. A matrix tied to an
@@ -70,7 +70,7 @@ def parameter_groups(
 
 
 def _without_decay(modules: Iterable[nn.Module], tied_names: set[str]) -> set[int]:
-    """Ids of the parameters that do not decay."""
+    """Return the ids of the parameters that do not decay."""
     found: list[Tensor | None] = []
     for module in modules:
         found += [p for name, p in module.named_parameters() if p.dim() < 2 or name in tied_names]
@@ -105,7 +105,7 @@ def _from_config(groups: list[dict[str, Any]], config: TrainConfig) -> torch.opt
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LambdaLR:
-    """The learning rate of every step, as a factor on the optimizer's."""
+    """Return the learning rate of every step, as a factor on the optimizer's."""
 
     # A plain function: LambdaLR would put the attributes of anything else into its state.
     def factor(step: int) -> float:
@@ -115,7 +115,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig) -> La
 
 
 def lr_factor(step: int, config: TrainConfig) -> float:
-    """Learning rate of ``step``, counted from 0, as a share of the peak.
+    """Return the learning rate of ``step``, counted from 0, as a share of the peak.
 
     With w the warm-up and n all steps it rises linearly, (step + 1) / w, so that no step is wasted at 0 (Goyal et
     al. 2017, arXiv:1706.02677, section 2.2). Then, by ``config.lr_schedule``:

@@ -84,7 +84,7 @@ class LayoutOptions:
     """seconds that a rank waits for the others"""
 
     def distributed(self, world_size: int) -> DistributedConfig:
-        """The layout that was asked for; its sizes are compared with the world's when the ranks join.
+        """Return the layout that was asked for; its sizes are compared with the world's when the ranks join.
 
         Raises:
             ValueError: a size that no layout can have.
@@ -134,7 +134,7 @@ class ModelOptions:
     """rows of the model's embedding (default: the tokenizer's size)"""
 
     def config(self, vocab_size: int) -> ModelConfig:
-        """The model of these sizes, with ``vocab_size`` rows where none was asked for.
+        """Return the model of these sizes, with ``vocab_size`` rows where none was asked for.
 
         Raises:
             ValueError: sizes that no model can have.

@@ -1,4 +1,4 @@
-"""Orders of one's own: a file in place of a schedule's name."""
+"""Orders of your own: a file in place of a schedule's name."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -11,22 +11,23 @@ from course_pp.schedule.catalogue import find
 __all__ = ["FILE", "is_file", "read_order", "what_changed", "written"]
 
 FILE = "schedule.csv"
-"""What an order of one's own is called beside a checkpoint."""
+"""The name of the file that keeps your own order beside a checkpoint."""
 
 _HOW = "give a CSV file with a row a rank, as course_pp.schedule.to_torch_csv and a board's to_csv() write it"
 
 
 def is_file(schedule: str) -> bool:
-    """Whether ``schedule`` names a file and no schedule of the catalogue."""
+    """Return whether ``schedule`` names a file and no schedule of the catalogue."""
     return schedule.casefold().endswith(".csv")
 
 
 def read_order(path: str) -> Schedule:
-    """The order in a file of :func:`course_pp.schedule.to_torch_csv`, which has the placement: each stage is on the
-    ranks in whose rows it is.
+    """Read the order in a file of :func:`course_pp.schedule.to_torch_csv`.
+
+    The rows give the placement: each stage is on the ranks in whose rows it is.
 
     Raises:
-        ValueError: saying, without the file's name, that it cannot be read, or what keeps its order from training.
+        ValueError: if it cannot be read, or its order cannot train; the sentence leaves the file's name out.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -56,14 +57,14 @@ def read_order(path: str) -> Schedule:
 
 
 def what_changed(saved: Mapping[str, Any], checkpoint: Path, schedule: str, order: Schedule | None) -> str | None:
-    """What to say where a run goes on in another order than its checkpoint's; None if it is the same.
+    """Return a warning if a run goes on in another order than its checkpoint's; None if it is the same.
 
-    A step gives the same in both, so it is no mistake; but nobody is to lose an order by leaving a flag out.
+    A step gives the same result in both, so it is no error. But leaving a flag out must not lose an order unnoticed.
 
     Args:
         saved: the configuration in the checkpoint's state; one without a schedule says nothing.
         schedule: that of this run.
-        order: and what it holds, if it is a file.
+        order: the order in that file, if it is one.
     """
     before, kept = saved.get("schedule"), checkpoint / FILE
     if before is None:
@@ -84,12 +85,12 @@ def what_changed(saved: Mapping[str, Any], checkpoint: Path, schedule: str, orde
 
 
 def _known(name: str) -> str:
-    """The catalogue's own name; ``name`` as it is, if it came with another version of the course."""
+    """Return the catalogue's own name; or ``name`` as it is, if it comes from another version of the course."""
     with suppress(ValueError):
         return find(name).name
     return name
 
 
 def written(order: Schedule) -> str:
-    """The text of a file from which :func:`read_order` reads ``order``; unlike torch's, also with several replicas."""
+    """Return the text from which :func:`read_order` reads ``order``; unlike torch's format, also with replicas."""
     return "".join(",".join(map(str, row)) + "\n" for row in order.actions)

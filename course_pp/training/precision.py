@@ -18,13 +18,13 @@ DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfl
 
 
 def precision_of(dtype: torch.dtype) -> Precision:
-    """The name for stages that compute in ``dtype``; ``"fp32"`` for more than that."""
+    """Return the name for stages that compute in ``dtype``; ``"fp32"`` for more than that."""
     return next((name for name, known in DTYPES.items() if known == dtype), "fp32")
 
 
 @dataclass(frozen=True)
 class LossScale:
-    """By what the loss is multiplied before backward, and the gradients divided by after it.
+    """The factor by which the loss is multiplied before backward, and gradients are divided after it.
 
     Every rank of the mesh has the same: it follows from the norm of the whole model's gradient, which is one number.
     A gradient that overflows halves the scale, and its step is skipped; after ``growth_steps`` good ones the scale
@@ -43,11 +43,11 @@ class LossScale:
 
     @property
     def can_shrink(self) -> bool:
-        """Whether an overflow may be the scale's own doing."""
+        """Whether the scale itself may have caused an overflow."""
         return self.growth_steps is not None and self.value > 1
 
     def after(self, norm: float) -> "LossScale":
-        """The scale of the next step, after one with this norm of the gradient."""
+        """Return the scale of the next step, after one with this norm of the gradient."""
         if self.growth_steps is None:
             return self
         if not math.isfinite(norm):
@@ -57,7 +57,7 @@ class LossScale:
         return replace(self, value=min(2.0**24, self.value * 2), good_steps=0)
 
     def state(self) -> dict[str, Any]:
-        """What changes, as JSON can hold it."""
+        """Return what changes from step to step, as JSON can hold it."""
         return {"value": self.value, "good_steps": self.good_steps}
 
 

@@ -58,8 +58,8 @@ class Preemption:
     """Listens for the signals that ask a run to end; a context manager, for the main thread.
 
     Inside, the signals interrupt nothing, however often they come: a save is never cut short. After a
-    :class:`Preempted` they are ignored, so that a launcher that ends all ranks because one has ended cannot change the
-    exit code; after anything else they mean again what they meant before.
+    :class:`Preempted` they are ignored: a launcher that ends all ranks because one has ended cannot change the exit
+    code then. Otherwise the handlers from before are back.
     """
 
     def __init__(self, signals: Iterable[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
@@ -68,7 +68,7 @@ class Preemption:
         self._heard = 0
 
     def agreed(self) -> signal.Signals | None:
-        """The signal that any rank has heard, None if none has; the same on every rank. Call it on all.
+        """Return the signal that any rank has heard, None if none has; the same on every rank. Call it on all.
 
         Of several, the one with the largest number.
         """

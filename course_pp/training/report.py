@@ -24,7 +24,7 @@ __all__ = ["Reporter", "StepResult"]
 class StepResult:
     """One optimizer step.
 
-    Args:
+    Attributes:
         step: number of finished steps, this one included.
         loss: mean over the step's tokens, in nats, before the update; where stages update their own weights, each
             token's with the weights of its microbatch.
@@ -48,12 +48,12 @@ class Reporter:
     """Tells logs, progress and profiler about each step; made on every rank, of which one writes.
 
     Args:
-        speed: a :class:`Speed` of no steps yet, which knows the batch, its FLOPs and the peak.
+        speed: a :class:`Speed` of no steps, with the batch's tokens, its FLOPs and the peak.
         step: finished steps.
         stack: closes everything in the end.
 
     Attributes:
-        speed: of all steps since this reporter was made.
+        speed: the speed of all steps since this reporter was made.
 
     Raises:
         ValueError: on every rank, if ``log_folder`` cannot be written.
@@ -74,7 +74,7 @@ class Reporter:
             self._profiler = stack.enter_context(tracing(config.log_folder, dist.get_rank(), config.profile))
 
     def step(self, result: StepResult) -> None:
-        """A step is done."""
+        """Report a step that is done."""
         self.speed, self._window = self.speed.after(result.seconds), self._window.after(result.seconds)
         if self._profiler is not None:
             self._profiler.step()
@@ -97,7 +97,7 @@ class Reporter:
             self._window = self._nothing_yet
 
     def validation(self, step: int, loss: float) -> None:
-        """An evaluation is done."""
+        """Report an evaluation that is done."""
         self._write("validation", step, {"loss": loss})
         if step < self._config.steps:  # the last is the result, which whoever called fit reports
             self._progress.say(f"step {step}/{self._config.steps}  validation loss {loss:.3f}")

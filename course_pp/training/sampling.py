@@ -39,13 +39,13 @@ def sample(
     """Continue ``[BOT] prompt`` by up to ``n_tokens`` tokens, until ``[EOT]``; the same at every layout.
 
     Call it on every rank of the mesh, between steps. The text is a function of weights, prompt and seed; layouts whose
-    logits differ in their last bits draw the same token unless two are that close.
+    logits differ in their last bits still draw the same token, unless two tokens are that close.
 
     Args:
         modules: this rank's stages, as they are trained.
         vocab_size: ids from here on are never drawn: those that the tokenizer does not have.
         temperature: logits are divided by it; 0 takes the most likely token.
-        param_dtype: of what crosses the stages' boundaries, by default what they compute in.
+        param_dtype: dtype of what crosses the stages' boundaries, by default what they compute in.
 
     Returns:
         The new tokens, on every rank.
@@ -96,7 +96,7 @@ def sample(
 
 
 def _holders(modules: Sequence[PipelineStageModule], device_mesh: DeviceMesh | None) -> tuple[dict[int, int], bool]:
-    """For each stage the pipeline rank that holds it, and whether all ranks can keep keys and values."""
+    """Return for each stage the pipeline rank that holds it, and whether all ranks can keep keys and values."""
     pp_mesh = get_pp_mesh(device_mesh)
     held = Ranks(None if pp_mesh is None else pp_mesh.get_group(), alone=pp_mesh is None).gather(
         ([module.stage_id for module in modules], _can_cache(modules, device_mesh))
@@ -105,7 +105,7 @@ def _holders(modules: Sequence[PipelineStageModule], device_mesh: DeviceMesh | N
 
 
 def _padded(tokens: list[int], window: int) -> tuple[list[int], int]:
-    """The last tokens, filled up to the window, and the place of the last of them."""
+    """Return the last tokens, filled up to the window, and the place of the last of them."""
     visible = tokens[-window:]
     return visible + [PAD_ID] * (window - len(visible)), len(visible) - 1
 
@@ -117,7 +117,7 @@ def _can_cache(modules: Sequence[PipelineStageModule], device_mesh: DeviceMesh |
 
 
 def _draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
-    """A token id from logits (vocab,), by the largest of logit / temperature + Gumbel noise.
+    """Return a token id from logits (vocab,), by the largest of logit / temperature + Gumbel noise.
 
     On the CPU in float64, so that every device draws the same. Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030.
     """

@@ -57,11 +57,11 @@ def check_number(name: str, value: object) -> None:
 
 
 def nearest(name: object, names: Iterable[str]) -> str:
-    """The one of ``names`` that is spelled most like ``name``, whatever the case."""
+    """Return the one of ``names`` that is spelled most like ``name``, whatever the case."""
     by_folded = {each.casefold(): each for each in names}
     return by_folded[get_close_matches(shown(name).casefold(), by_folded, 1, 0.0)[0]]
 
 
 def _short(value: object) -> object:
-    """``value``, unless it is an integer too long to print."""
+    """Return ``value``, unless it is an integer too long to print."""
     return f"{value.bit_length()} bits" if isinstance(value, int) and value.bit_length() > 64 else value

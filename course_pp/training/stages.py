@@ -39,7 +39,7 @@ class Held:
     Attributes:
         modules: by stage, in order.
         n_stages: of the whole pipeline.
-        declared: what the caller said is one weight, None if nothing; the stages of our own model know.
+        declared: the ties that the caller named, None if none were; the stages of our own model know theirs.
         full_names: whether the names in a stage are the full model's, so that a checkpoint fits any other cut.
     """
 
@@ -61,12 +61,12 @@ class Held:
 
     @property
     def tied(self) -> tuple[Tie, ...]:
-        """What the caller said is one weight."""
+        """The ties that the caller named."""
         return self.declared or ()
 
     @property
     def all_ties(self) -> list[Tie] | None:
-        """Those of our own model as well; None if nobody knows."""
+        """All ties, those of our own model included; None if nobody knows."""
         if not self.ours:
             return None if self.declared is None else [*self.declared]
         return [*self.tied, *self.ours[0].ties]
@@ -79,7 +79,7 @@ class Held:
 
 @checked
 def stages_of_rank(config: TrainConfig, pp_rank: int, pp_size: int) -> tuple[list[int], int]:
-    """The indices of the stages to build on a pipeline rank, and the number of all stages.
+    """Return the indices of the stages to build on a pipeline rank, and the number of all stages.
 
     Raises:
         ValueError: a schedule that the engine does not have, or that cannot run with this many ranks or microbatches.
@@ -93,7 +93,7 @@ def stages_of_rank(config: TrainConfig, pp_rank: int, pp_size: int) -> tuple[lis
 
 
 def runtime_schedule(config: TrainConfig, pp_size: int) -> Schedule:
-    """The schedule of a step with engine ``"runtime"``.
+    """Return the schedule of a step with engine ``"runtime"``.
 
     Raises:
         ValueError: for one that cannot run with this many ranks, microbatches or in these groups.
@@ -106,7 +106,7 @@ def runtime_schedule(config: TrainConfig, pp_size: int) -> Schedule:
 
 
 def _check_ranks(config: TrainConfig, pp_size: int) -> None:
-    """Refuse an order of one's own that is for other ranks."""
+    """Refuse an order of your own that is for another number of ranks."""
     if config.order is not None and config.order.n_ranks != pp_size:
         raise SettingError(
             f"{{schedule}} is an order of {config.order.n_ranks} ranks, and there are {pp_size} pipeline ranks: start "
@@ -121,8 +121,8 @@ def held_stages(
     """Read the stages that a trainer was given.
 
     Raises:
-        TypeError: for what are no stages.
-        ValueError: for other stages than the schedule places on this rank.
+        TypeError: for anything but stages.
+        ValueError: for stages that the schedule does not place on this rank.
     """
     declared = None if tied is None else tuple(tied)
     given = list(stages.values() if isinstance(stages, Mapping) else stages)
@@ -146,7 +146,7 @@ def held_stages(
 
 
 def device_and_dtype(modules: Sequence[nn.Module]) -> tuple[torch.device, torch.dtype]:
-    """Where this rank's stages are, and what they compute in; a collective, as a stage need not have a parameter.
+    """Return this rank's stages' device and dtype; a collective, as a stage need not have a parameter.
 
     Raises:
         ValueError: on every rank, if no stage has a parameter that is trained.
@@ -167,10 +167,10 @@ def device_and_dtype(modules: Sequence[nn.Module]) -> tuple[torch.device, torch.
 
 
 def flops_of_a_sequence(held: Held, seq_len: int) -> float:
-    """FLOPs of a training step on one sequence; a collective.
+    """Return the FLOPs of a training step on one sequence; a collective.
 
-    Of our own model counted product by product, of others 6 for each parameter and token (Kaplan et al. 2020,
-    arXiv:2001.08361, section 2.1), without attention's.
+    Those of our own model are counted product by product. Other models count 6 for each parameter and token (Kaplan et
+    al. 2020, arXiv:2001.08361, section 2.1), without attention's.
     """
     if held.ours:
         return training_flops(held.ours[0].config, seq_len)

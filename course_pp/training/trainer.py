@@ -60,7 +60,7 @@ class NonFiniteGradient(RuntimeError):
 class Fitted:
     """What a call of :meth:`Trainer.fit` did, the same on every rank but for the times.
 
-    Args:
+    Attributes:
         steps: optimizer steps taken.
         loss: of the last one; None without any.
         validation_loss: after it, in nats a token; None without validation data.
@@ -80,16 +80,16 @@ class Trainer:
         config: what to train and how.
         modules: this rank's stages, those that :func:`stages_of_rank` lists, as they are trained (after FSDP2), on
             their device, in a list or by stage. They take token ids or what the stage before returned, and
-            ``attention_mask=`` if sequences are padded. A list says that parameters have the names of the full model,
-            by which a checkpoint fits every other cut of it; by stage, it fits the same cut alone.
+            ``attention_mask=`` if sequences are padded. In a list, parameters have the names of the full model, and a
+            checkpoint fits any other cut of it; by stage, it fits the same cut alone.
         train, validation: all sequences, the same on every rank, in memory or on disk, or a stream to train on; without
             validation data nothing is evaluated.
         device_mesh: what :func:`course_pp.parallel.init_distributed` returned.
         loss_fn: ``loss_fn(output, target)``, the mean over the sequences, or a loss that can tell how many tokens it
             averages over; :class:`CrossEntropy` by default.
-        tied: weights that several of the stages share, for each the parameter's name by stage. Our own model's are
-            known; None refuses others that look tied, ``[]`` says that nothing is.
-        param_dtype: of what crosses the stages' boundaries, by default what they compute in.
+        tied: weights that several of the stages share: for each the parameter's name by stage. Our own model knows its
+            ties. For others, None refuses weights that look tied, and ``[]`` says that nothing is tied.
+        param_dtype: dtype of what crosses the stages' boundaries, by default what they compute in.
         tokenizer_digest: of the tokenizer that made the sequences; kept in :meth:`state`.
         optimizer: makes one of parameter groups, such as ``torch.optim.SGD``; None is the one that ``config`` names.
 
@@ -169,7 +169,7 @@ class Trainer:
         self.is_logging_rank = self._is_to_log()
 
     def train_step(self) -> StepResult:
-        """One optimizer step.
+        """Take one optimizer step.
 
         Raises:
             NonFiniteGradient: on every rank, if a gradient is not finite and such steps are not skipped; nothing has
@@ -196,7 +196,7 @@ class Trainer:
         return StepResult(self.step, loss, norm, lr, time.perf_counter() - begin, not is_good, scale.value)
 
     def _asynchronous_step(self, batch: Sequences, begin: float) -> StepResult:
-        """A step of stages that update their own weights; the pipeline is empty before and after it."""
+        """Take a step with stages that update their own weights; the pipeline is empty before and after it."""
         try:
             loss = self._engine.step(batch, 1.0)
         except PipelineError as error:
@@ -206,7 +206,7 @@ class Trainer:
         return StepResult(self.step, loss, None, lr, time.perf_counter() - begin)
 
     def _end_step(self) -> float:
-        """Count the step and turn to the learning rate of the next one; returns that of this one."""
+        """Count the step, set the learning rate of the next one, and return that of this one."""
         lr = float(self.optimizer.param_groups[0]["lr"])
         with warnings.catch_warnings():
             # It counts the optimizer's steps, and a first one that is skipped is none.
@@ -216,7 +216,7 @@ class Trainer:
         return lr
 
     def _gradient(self, batch: Sequences) -> tuple[float, float]:
-        """Loss and norm of the gradient, which is clipped; the norm is not finite on every rank, or on none."""
+        """Return loss and norm of the gradient, which is clipped; the norm is not finite on every rank, or on none."""
         # Over so many tokens less is the loss times the scale, and exactly so.
         divisor = max(1, self._count(batch)) / self._scale.value
         try:
@@ -238,11 +238,11 @@ class Trainer:
         return loss, norm.item()
 
     def _count(self, batch: Sequences) -> int:
-        """Tokens over which the loss is a mean, or sequences if it does not count tokens."""
+        """Return the tokens over which the loss is a mean, or sequences if it does not count tokens."""
         return int(self._loss.count(batch.targets))
 
     def evaluate(self) -> float:
-        """Mean loss over the validation batches, in nats a token.
+        """Return the mean loss over the validation batches, in nats a token.
 
         Raises:
             ValueError: there is no validation data.
@@ -292,10 +292,10 @@ class Trainer:
         return Fitted(self.step - first, loss, validation_loss, reporter.speed)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs besides weights, optimizer and random numbers, as JSON can hold it.
+        """Return what a checkpoint needs besides weights, optimizer and random numbers, as JSON can hold it.
 
-        The position in the data is the step, unless it is a stream: whichever ranks go on, the batch of a step is the
-        same.
+        Unless the data is a stream, its position is the step: on whichever ranks the run goes on, the batch of a step
+        is the same.
         """
         return {
             "step": self.step,
@@ -310,9 +310,9 @@ class Trainer:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on where :meth:`state` was taken; call it on every rank, after the checkpoint filled the optimizer.
 
-        Layout, engine, schedule, microbatches, accumulation and logging may differ; but where stages update their own
-        weights, what an update takes and how late it is depends on stages and microbatches, which are then those of
-        the state. ``steps`` may differ: the learning rate then follows the new curve, and with ``warmup_steps=None``
+        Layout, engine, schedule, microbatches, accumulation and logging may differ; but if stages update their own
+        weights, the gradients in an update and their delay depend on stages and microbatches, which must then be those
+        of the state. ``steps`` may differ: the learning rate then follows the new curve, and with ``warmup_steps=None``
         the new warm-up, a tenth of the new number.
 
         Raises:
@@ -343,7 +343,7 @@ class Trainer:
         return Speed(self.config.batch * seq_len, flops, peak)
 
     def _parts(self, batch: Sequences) -> Iterator[Sequences]:
-        """The batch as the pipeline steps that are accumulated."""
+        """Return the batch as the pipeline steps that are accumulated."""
         rows = len(batch) // self.config.accumulation
         return (batch[first : first + rows] for first in range(0, len(batch), rows))
 
@@ -381,7 +381,7 @@ class Trainer:
 
 
 def _collecting(every: int | None, stack: ExitStack) -> Callable[[int], None]:
-    """Take garbage collection over from Python until ``stack`` is closed; what is returned collects if it is time."""
+    """Take garbage collection over from Python until ``stack`` is closed; return what collects when it is due."""
     if every is None or not gc.isenabled():
         return lambda step: None
     gc.disable()

@@ -50,10 +50,10 @@ _LARGEST = 1 << 60  # of a size or an offset: their sums still fit 64 bits
 
 
 class _Described:
-    """What a pickle says of one object: what it is made with, and its state. It can do nothing.
+    """An object as a pickle describes it: its arguments and its state. It has no behaviour.
 
-    A pickle can not only call what it names but also set attributes of it. So it gets none of the real classes: those
-    belong to the whole process.
+    A pickle can call what it names and also set attributes of it. So it never gets the real classes, which the whole
+    process shares.
     """
 
     kind: Any = None
@@ -89,7 +89,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(content: bytes) -> Metadata:
-    """What DCP's ``.metadata`` file says of tensors and of where they are, built anew from checked numbers and names.
+    """Return what DCP's ``.metadata`` says of tensors and where they are, rebuilt from checked numbers and names.
 
     Raises:
         pickle.UnpicklingError: if it holds anything else; nothing of it has been run, and nothing changed.
@@ -133,7 +133,7 @@ def _record(found: Any) -> _StorageInfo:
 
 
 def _fields(found: Any, kind: type, state: type = dict) -> Any:
-    """The state of a ``kind``."""
+    """Return the state of a ``kind``."""
     if not isinstance(found, _Described) or found.kind is not kind:
         raise pickle.UnpicklingError("it does not describe a checkpoint")
     return _checked(found.state, state)
@@ -167,12 +167,12 @@ class Record:
 
 
 def files_of(metadata: Metadata) -> list[str]:
-    """Every name of a file that the description refers to."""
+    """Return every name of a file that the description refers to."""
     return [record.relative_path for record in metadata.storage_data.values()]
 
 
 def record_of(metadata: Metadata, key: str, offsets: torch.Size) -> Record | None:
-    """Where the piece of ``key`` that begins at ``offsets`` is; None if it is nowhere."""
+    """Return where the piece of ``key`` that begins at ``offsets`` is; None if it is nowhere."""
     found = metadata.storage_data.get(MetadataIndex(key, offsets))
     return None if found is None else Record(found.relative_path, found.offset, found.length)
 
@@ -185,7 +185,7 @@ def chunk_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 @contextmanager
 def quiet_alone() -> Iterator[None]:
-    """Without DCP's warning that one process is one process."""
+    """Silence DCP's warning that there is only one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield

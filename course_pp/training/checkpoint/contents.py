@@ -60,7 +60,7 @@ class TensorEntry:
 
 @checked
 def contents(path: str | os.PathLike[str]) -> list[TensorEntry]:
-    """Every tensor in a checkpoint, or in the newest whole one of a run, by key.
+    """Return every tensor in a checkpoint, or in the newest whole one of a run, by key.
 
     Raises:
         CheckpointError: if it is damaged, or holds anything that is not a tensor or JSON.
@@ -86,7 +86,7 @@ def _natural(key: str) -> list[tuple[int, str]]:
 
 
 def read_whole(opened: Opened, keys: list[str]) -> dict[str, Tensor]:
-    """Tensors on the CPU, whole, in this process."""
+    """Return the tensors on the CPU, whole, in this process."""
     tensors = {}
     for key in keys:
         entry = opened.entry(key)
@@ -99,7 +99,7 @@ def read_whole(opened: Opened, keys: list[str]) -> dict[str, Tensor]:
 @checked
 @dataclass(frozen=True)
 class Difference:
-    """Something that two checkpoints do not have in common.
+    """One difference between two checkpoints.
 
     Attributes:
         key: of a tensor, or a dotted path into ``state.json``.
@@ -114,10 +114,10 @@ class Difference:
 
 @checked
 def diff(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> list[Difference]:
-    """What differs between two checkpoints, however they are laid out; empty if they hold the same.
+    """Return the differences between two checkpoints, however they are laid out; none if they hold the same.
 
-    One tensor of each is in memory at a time. The layout they were written at does not count, but each rank of it has
-    random number generators of its own: those of ranks that only one of them knows are named. NaN equals NaN.
+    One tensor of each is in memory at a time. Another layout alone is no difference. But each rank has random number
+    generators of its own, and those of ranks that only one checkpoint has are named. NaN equals NaN.
     """
     one, other = open_checkpoint(first), open_checkpoint(second)
     found = list(_state_differences(one.state, other.state))

@@ -1,12 +1,12 @@
-"""Which names several ranks hold, and whether they mean one tensor there.
+"""Check that a name which several ranks hold means one tensor.
 
-A checkpoint has one tensor of a name. Ranks that hold it must hold parts of one sharded tensor, or equal copies: those
-of data-parallel ranks, of a stage that is on two ranks, of the ends of a tied weight. Parts of one ``DTensor`` are
-known by its mesh. All else is compared by digest, which costs reading it once; where every stage has names of its own,
+A checkpoint has one tensor for each name. Ranks that share a name must hold parts of one sharded tensor, or equal
+copies: of data-parallel ranks, of a stage on two ranks, of the ends of a tied weight. Parts of one ``DTensor`` are
+known by its mesh. Everything else is compared by digest, which reads it once; if every stage has names of its own,
 there is nothing to compare.
 
-Buffers that data-parallel ranks keep apart, such as the statistics of BatchNorm, are no copies: the lowest rank's
-count.
+Buffers that differ between data-parallel ranks, such as the statistics of BatchNorm, are not copies: the lowest rank's
+are saved.
 """
 
 import hashlib
@@ -57,7 +57,7 @@ class _Held:
 
 
 def check_copies(copies: Mapping[str, Sequence[Copy]], ranks: Ranks) -> set[str]:
-    """See that every name means one tensor. Call it on every rank.
+    """Check that every name means one tensor. Call it on every rank.
 
     Args:
         copies: what this rank holds by key; more than one where it holds several ends of a tied weight.
@@ -96,7 +96,7 @@ def _told(copy: Copy, number: int, rank: int) -> _Held:
 
 
 def _counted(holders: Sequence[_Held]) -> Iterator[_Held]:
-    """All holders, but of plain buffers only the first at each place."""
+    """Yield all holders, but of plain buffers only the first at each place."""
     places: set[tuple[str, int]] = set()
     for held in holders:
         if held.is_buffer and held.mesh is None:
@@ -107,7 +107,7 @@ def _counted(holders: Sequence[_Held]) -> Iterator[_Held]:
 
 
 def _is_one_tensor(holders: Sequence[_Held]) -> bool:
-    """Whether they hold the parts of one ``DTensor``."""
+    """Return whether they hold the parts of one ``DTensor``."""
     return holders[0].mesh is not None and len({(held.name, held.mesh) for held in holders}) == 1
 
 
@@ -140,7 +140,7 @@ def _check_values(copies: Mapping[str, Sequence[Copy]], shared: Mapping[str, Seq
 
 
 def _digest(tensor: Tensor) -> tuple[Box, bytes]:
-    """Which part of a tensor this rank holds, and a digest of its bytes."""
+    """Return which part of a tensor this rank holds, and a digest of its bytes."""
     offsets, sizes = chunk_of(tensor) if isinstance(tensor, DTensor) else ((0,) * tensor.dim(), tuple(tensor.shape))
     content = local_part(tensor).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return (offsets, sizes), hashlib.blake2b(content.data, digest_size=16).digest()
@@ -171,5 +171,5 @@ def _spelled(key: str) -> str:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor that may be sharded."""
+    """Return what this rank holds of a tensor that may be sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,7 +1,7 @@
-"""What ``.metadata`` says of the tensors, believed only as far as it agrees with itself and with the files.
+"""Check ``.metadata``: what it says of the tensors must agree with itself and with the files.
 
-DCP reads the pieces that are described. A description with a hole would leave numbers of the run that loads as they
-are, and one that claims more than the files hold would have it ask for all of that memory first.
+DCP reads exactly the pieces that are described. If a piece is missing, the run that loads would keep its own numbers
+there. If the description claims more than the files hold, DCP would first allocate all of it.
 """
 
 import pickle
@@ -22,7 +22,7 @@ _MOST_CUT = 8  # dimensions along which a tensor is in pieces
 
 
 def open_metadata(directory: Path, files: Mapping[str, Digest]) -> Metadata:
-    """What the files hold.
+    """Return what the files hold.
 
     Raises:
         CheckpointError: if ``.metadata`` is more than a description of tensors in ``files``, or less.
@@ -59,12 +59,12 @@ def _problem_of(key: str, entry: TensorStorageMetadata, metadata: Metadata, file
 
 
 def fills(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
-    """Whether ``boxes``, each as (begin, end), lie inside ``shape``, overlap nowhere and leave nothing out.
+    """Return whether ``boxes``, each as (begin, end), lie inside ``shape``, overlap nowhere and leave nothing out.
 
-    In linear time. Which points are in an odd number of boxes follows from the corners that occur an odd number of
-    times: if those are the corners of ``shape``, every point of it is in at least one box, and if the boxes have no
-    more room than ``shape`` together, in no second one. Boxes cut along more than eight dimensions are refused: a mesh
-    has four.
+    It takes linear time. The corners that occur an odd number of times determine which points lie in an odd number of
+    boxes. If they are the corners of ``shape``, every point of it lies in at least one box. If the boxes' volumes add
+    up to no more than that of ``shape``, no point lies in a second one. Boxes cut along more than eight dimensions are
+    refused: a mesh has four.
     """
     if not all(len(end) == len(shape) and all(e <= n for e, n in zip(end, shape, strict=True)) for _, end in boxes):
         return False

@@ -1,4 +1,4 @@
-"""The directory that holds a run's checkpoints, and how one comes to be there and goes.
+"""The directory that holds a run's checkpoints, and how a checkpoint appears there and is deleted.
 
     step_00000100                 complete; appears by being renamed
     .step_00000200.tmp-k3jd92ab   being written, or left behind by a save that was killed
@@ -40,7 +40,7 @@ _LEFTOVER = re.compile(r"\.step_\d{8,}\.(tmp|old)-\w+")
 
 
 def named(root: str | os.PathLike[str]) -> Path:
-    """The directory that ``root`` names.
+    """Return the directory that ``root`` names.
 
     Raises:
         CheckpointError: for an empty name, which the system takes for the working directory.
@@ -51,17 +51,17 @@ def named(root: str | os.PathLike[str]) -> Path:
 
 
 def step_name(step: int) -> str:
-    """``step_00000100``."""
+    """Return ``step_00000100``."""
     return f"step_{step:08d}"
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint's directory."""
+    """Return the step in the name of a checkpoint's directory."""
     return int(path.name.removeprefix("step_"))
 
 
 def step_directories(root: Path) -> list[Path]:
-    """Every directory named as a checkpoint, newest first; whether it is whole is another question.
+    """Return every directory named as a checkpoint, newest first; whether it is whole is another question.
 
     Raises:
         CheckpointError: if ``root`` cannot be read.
@@ -72,7 +72,7 @@ def step_directories(root: Path) -> list[Path]:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """True if ``path`` is meant as one checkpoint and not as the directory of a run's.
+    """Return True if ``path`` is meant as one checkpoint and not as the directory of a run's.
 
     Raises:
         CheckpointError: if ``path`` cannot be read.
@@ -147,10 +147,10 @@ class Retention:
             raise SettingError(sentence, {"keep_every": self.keep_every})
 
     def apply(self, newest: Path) -> None:
-        """Delete what need not stay beside ``newest``, the checkpoint that has just been written.
+        """Delete what need not be kept beside ``newest``, the checkpoint that has just been written.
 
-        Damaged checkpoints neither count nor go: someone may want to look at them. Nor do those of later steps, which
-        a run that went back to an earlier one has left, whole or damaged where only checksums would tell.
+        Damaged checkpoints are neither counted nor deleted: someone may want to look at them. The same holds for those
+        of later steps, which a run has left that went back to an earlier one.
         """
         if self.keep_last is None:
             return
@@ -217,7 +217,7 @@ class Draft:
         return self.path.with_name(self.path.name.removeprefix(".").partition(".")[0])
 
     def publish(self) -> Path:
-        """Give the checkpoint its name; a damaged one that has it makes way.
+        """Give the checkpoint its name; a damaged one of that name is removed.
 
         Raises:
             CheckpointError: if another run has come to the same step meanwhile (:func:`check_free`).
@@ -244,7 +244,7 @@ class Draft:
 
 
 def _delete(path: Path) -> None:
-    """Take the name away first, so that nobody sees half a checkpoint."""
+    """Delete a checkpoint; rename it first, so that nobody sees half of one."""
     gone = path.rename(_unique(path, "old"))
     shutil.rmtree(gone, ignore_errors=True)
 

@@ -78,7 +78,7 @@ class _Writer(dcp.FileSystemWriter):
         self.fs = self.files = _HashingFiles()
 
     def storage_meta(self) -> None:
-        """Nothing about this machine: DCP would note the directory's full path."""
+        """Return nothing about this machine: DCP would note the directory's full path."""
 
 
 class _Reader(dcp.FileSystemReader):
@@ -87,7 +87,7 @@ class _Reader(dcp.FileSystemReader):
         self._metadata = metadata
 
     def read_metadata(self) -> Metadata:
-        """What was read, and found harmless, already."""
+        """Return what was read already, and found harmless."""
         return self._metadata
 
 
@@ -111,7 +111,7 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor], ranks: Ranks) 
 
 
 def cannot_write(root: Path, error: OSError) -> str:
-    """What a full disk, or one that cannot be written, does to a save."""
+    """Return the sentence for a disk that is full, or cannot be written."""
     return f"a checkpoint cannot be written to {root}: {error.strerror or error}; {_MAKE_ROOM}"
 
 
@@ -148,7 +148,7 @@ def _run(work: Any, ranks: Ranks, failures: list[OSError], problem: str) -> None
 
 @contextmanager
 def _without_crc32() -> Iterator[None]:
-    """The manifest has a stronger checksum of the same bytes, and this one takes longer than writing them."""
+    """Leave CRC-32 out: the manifest has a stronger checksum, and this one takes longer than writing the bytes."""
     before = get_crc32_options()
     set_crc32_options(False)
     try:

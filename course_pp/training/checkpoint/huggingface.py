@@ -35,10 +35,10 @@ def export_hf(
 ) -> Path:
     """Write the model of a checkpoint so that ``AutoModelForCausalLM.from_pretrained(directory)`` loads it.
 
-    Attachments named as a tokenizer's files go along, and what they say of the ids that begin, end and pad a text.
+    Attached tokenizer files are exported too, and ``config.json`` gets their ids that begin, end and pad a text.
 
     Args:
-        path: a checkpoint, or the directory of a run's.
+        path: a checkpoint, or the directory of a run's checkpoints.
         directory: new or empty; it appears when it is complete.
         dtype: None keeps the checkpoint's.
 
@@ -91,13 +91,13 @@ def _write(
 
 
 def _attached_to(opened: Opened) -> dict[str, bytes]:
-    """The tokenizer's files in a checkpoint; nothing that its manifest does not name."""
+    """Return the tokenizer's files in a checkpoint; nothing that its manifest does not name."""
     _, files = read_manifest(opened.path)
     return {name: _json_in(opened.path / name) for name in (*_TOKENIZER, _GENERATION) if name in files}
 
 
 def _json_in(path: Path) -> bytes:
-    """The content of a file that holds a JSON object.
+    """Return the content of a file that holds a JSON object.
 
     Raises:
         CheckpointError: if it holds anything else, is a link, or cannot be read.
@@ -111,7 +111,7 @@ def _json_in(path: Path) -> bytes:
 
 
 def _config_of(opened: Opened) -> ModelConfig:
-    """The sizes of the model, if it is one of ours and all of it is there."""
+    """Return the sizes of the model, if it is one of ours and all of it is there."""
     try:
         config = ModelConfig(**opened.state["config"])
         with torch.device("meta"):
@@ -143,7 +143,7 @@ def _special_ids(attached: Mapping[str, bytes]) -> dict[str, tuple[str, int]]:
 
 
 def _token_ids(attached: Mapping[str, bytes], special: Mapping[str, tuple[str, int]]) -> dict[str, Any]:
-    """``eos_token_id`` and the others for ``config.json``, as the model came with or as our tokenizer has them."""
+    """Return ``eos_token_id`` and the like for ``config.json``, as the model came with or our tokenizer has them."""
     if _GENERATION in attached:
         known = json.loads(attached[_GENERATION])
         return {name: known.get(name) for name in _IDS}
@@ -179,7 +179,7 @@ def import_hf(source: str | os.PathLike[str], root: str | os.PathLike[str]) -> S
 
 
 def _hf_config(folder: Path, described: Mapping[str, Any]) -> Any:
-    """What ``config.json`` says, as the class of its model reads it."""
+    """Return what ``config.json`` says, as the class of its model reads it."""
     from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
     kinds: dict[str, Any] = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config}
@@ -191,7 +191,7 @@ def _hf_config(folder: Path, described: Mapping[str, Any]) -> Any:
 
 
 def _readable(folder: Path, work: Callable[[], Any]) -> Any:
-    """What ``work`` makes of ``config.json``: refusals of what we do not have as they are, all else as damage."""
+    """Run ``work`` on ``config.json``; pass refusals of unsupported models on, and report any other error as damage."""
     try:
         return work()
     except Exception as error:
@@ -202,7 +202,7 @@ def _readable(folder: Path, work: Callable[[], Any]) -> Any:
 
 
 def _dtype_of(described: Mapping[str, Any]) -> torch.dtype | None:
-    """The dtype that ``config.json`` asks for; None if it names none."""
+    """Return the dtype that ``config.json`` asks for; None if it names none."""
     name = str(described.get("dtype") or described.get("torch_dtype"))
     found = getattr(torch, name.removeprefix("torch."), None)
     return found if found in (torch.float64, torch.float32, torch.bfloat16, torch.float16) else None

@@ -58,7 +58,7 @@ def load(
     Call it on every rank, with modules and optimizer as they will be trained, whether or not steps were taken.
 
     Args:
-        path: a checkpoint, or the directory of a run's, of which the newest whole one is taken.
+        path: a checkpoint, or the directory of a run's checkpoints, of which the newest whole one is loaded.
         modules: this rank's stages, or the whole model; ``{index: stage}`` if it was saved so.
         optimizer: None loads the weights alone; otherwise the random number generators are restored too
             (:mod:`~course_pp.training.checkpoint.rng` says what ranks that were not there get).
@@ -83,7 +83,7 @@ def resume(
     device_mesh: DeviceMesh | None,
     tied: Ties = (),
 ) -> Loaded | None:
-    """As :func:`load`, but None if ``path`` does not exist or holds no checkpoint: the run is to begin."""
+    """Load as :func:`load` does; return None if ``path`` does not exist or holds no checkpoint."""
     given = locals()
     ranks = Ranks()
     ranks.each(lambda: check_arguments(resume, given))

@@ -1,7 +1,7 @@
 """What a whole checkpoint consists of: size and checksum of every file, written when all of them are there.
 
 Version 2 has XXH3 of 128 bits, which is computed about as fast as memory is read; version 1 had SHA-256, and is read.
-Either finds damage, and neither malice: whoever can change a file can change the manifest.
+Both detect damage, and neither detects tampering: whoever can change a file can change the manifest.
 """
 
 import errno
@@ -50,7 +50,7 @@ _CHECKSUMS: dict[str, tuple[Callable[[], Any], int]] = {
 
 @dataclass(frozen=True)
 class Digest:
-    """What a file was when it was written.
+    """Size and checksum of a file when it was written.
 
     Attributes:
         bytes: its size.
@@ -64,7 +64,7 @@ class Digest:
 
     @classmethod
     def of_entry(cls, entry: Mapping[str, Any]) -> "Digest":
-        """The digest in a manifest's entry; an error of some kind if there is none."""
+        """Return the digest in a manifest's entry; an error of some kind if there is none."""
         [kind] = entry.keys() - {"bytes"}
         return cls(entry["bytes"], entry[kind], kind)
 
@@ -110,7 +110,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def read_plain(path: Path) -> bytes:
-    """The content of a file that is one: no link is followed, and no pipe or device waited for.
+    """Return the content of a regular file: no link is followed, and no pipe or device waited for.
 
     Raises:
         CheckpointError: if it cannot be read.
@@ -140,7 +140,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file.
+    """Return the content of a JSON file.
 
     Raises:
         CheckpointError: if it cannot be read, or is not JSON.
@@ -153,7 +153,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_manifest(directory: Path) -> tuple[int, dict[str, Digest]]:
-    """The step and the files of a checkpoint.
+    """Return the step and the files of a checkpoint.
 
     Raises:
         CheckpointError: if there is no manifest, or it is not one.
@@ -179,9 +179,9 @@ def read_manifest(directory: Path) -> tuple[int, dict[str, Digest]]:
 
 
 def is_ours(directory: Path) -> bool:
-    """Whether this version wrote what is, perhaps damaged, in ``directory``.
+    """Return whether this version wrote the checkpoint in ``directory``, even if it is damaged now.
 
-    The manifest says so by its format; where it is gone or illegible, the description of the run by its entries.
+    The format in the manifest tells; if that is gone or illegible, the entries in the description of the run do.
     """
     for name in (MANIFEST, STATE):
         try:
@@ -195,17 +195,17 @@ def is_ours(directory: Path) -> bool:
 
 
 def _is_sound(name: str, digest: Digest) -> bool:
-    """Whether an entry names a file of this directory, and not something elsewhere."""
+    """Return whether an entry names a file of this directory, and not something elsewhere."""
     return is_plain_name(name) and name != MANIFEST and digest.is_sound
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether ``name`` can be that of a file in a checkpoint's directory."""
+    """Return whether ``name`` can be that of a file in a checkpoint's directory."""
     return name.isprintable() and name == os.path.basename(name) and name not in ("", ".", "..")
 
 
 def problems(directory: Path, part: int = 0, n_parts: int = 1, checksums: bool = True) -> list[str]:
-    """What is wrong with a checkpoint; empty if it is whole.
+    """Return what is wrong with a checkpoint; empty if it is whole.
 
     Args:
         part, n_parts: check the manifest and every ``n_parts``-th file from ``part`` on, so that ranks share the work.
@@ -223,7 +223,7 @@ def problems(directory: Path, part: int = 0, n_parts: int = 1, checksums: bool =
 
 @checked
 def verify(path: str | os.PathLike[str]) -> list[str]:
-    """What is wrong with one checkpoint, a sentence for each file; empty if every byte is as it was written."""
+    """Return what is wrong with one checkpoint, a sentence for each file; empty if every byte is as it was written."""
     return problems(Path(path))
 
 
@@ -251,7 +251,7 @@ def _checksum(file: BinaryIO, kind: str) -> str:
 
 
 def spelled(path: Path, found: Iterable[str], most: int = 3) -> str:
-    """A checkpoint and its problems in one line."""
+    """Return a checkpoint and its problems in one line."""
     found = list(found)
     more = f" and {len(found) - most} more" if len(found) > most else ""
     return f"{path}: {'; '.join(found[:most])}{more}"

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of this model and this optimizer; it is refused by the first thing that differs."""
+"""Check that a checkpoint is of this model and this optimizer; a refusal names the first difference."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -19,10 +19,10 @@ _MAY_DIFFER = ("max_seq_len",)
 
 
 def renamed(held: Held, opened: Opened) -> tuple[Held, dict[str, list[str]]]:
-    """What is held here under the names it has in the checkpoint, where a tied weight may have another of its names.
+    """Return what is held here, under the checkpoint's names; there, a tied weight may have another of its names.
 
     Returns:
-        Of each tie that was saved as several weights, the other names by the first.
+        For each tie that was saved as several weights, the other names by the first.
     """
     ends: list[tuple[str, Tensor]] = []
     also: dict[str, list[str]] = {}
@@ -37,7 +37,7 @@ def renamed(held: Held, opened: Opened) -> tuple[Held, dict[str, list[str]]]:
 
 
 def check_ties(opened: Opened, also: Mapping[str, Sequence[str]], with_optimizer: bool) -> None:
-    """Refuse weights that are one here and differ in the checkpoint; what it holds of them is read for that."""
+    """Refuse weights that are tied here and differ in the checkpoint, which is read to compare them."""
     slots = saved_slots(opened) if with_optimizer else {}
     for first, others in also.items():
         for other in others:
@@ -113,7 +113,7 @@ def check_optimizer(opened: Opened, optimizer: torch.optim.Optimizer, held: Held
 
 
 def _check_slots(opened: Opened, groups: Sequence[Group], shapes: Mapping[str, torch.Size]) -> None:
-    """Each parameter has the state that others of its group have, in its shape, or none as before its first update."""
+    """Check that each parameter has its group's state, in its own shape; or none, before its first update."""
     saved = saved_slots(opened)
     for group in groups:
         slots = {name: saved[name] for name in group.parameters if name in saved}
@@ -133,7 +133,7 @@ def _check_slots(opened: Opened, groups: Sequence[Group], shapes: Mapping[str, t
 
 
 def saved_slots(opened: Opened) -> dict[str, list[str]]:
-    """What the optimizer keeps of each parameter, by the parameter's name."""
+    """Return what the optimizer keeps of each parameter, by the parameter's name."""
     saved: dict[str, list[str]] = {}
     for key in opened.keys:
         if key.startswith("optimizer."):

@@ -27,12 +27,12 @@ class Opened:
     state: dict[str, Any]
 
     def entry(self, key: str) -> TensorStorageMetadata | None:
-        """Shape and dtype of a tensor; None if it is not there."""
+        """Return the shape and dtype of a tensor; None if it is not there."""
         entry = self.metadata.state_dict_metadata.get(key)
         return entry if isinstance(entry, TensorStorageMetadata) else None
 
     def first_name(self, name: str) -> str:
-        """The name under which a weight was saved; its own, unless that is another name of a tied weight."""
+        """Return the name under which a weight was saved; its own, unless that is another name of a tied weight."""
         aliases = self.state.get("tied", {})
         for _ in aliases:
             name = aliases.get(name, name)
@@ -52,7 +52,7 @@ class Opened:
 
 @checked
 def find_latest(root: str | os.PathLike[str]) -> Path | None:
-    """The newest whole checkpoint in ``root``, found by reading every byte of it; None if there is none at all.
+    """Return the newest whole checkpoint in ``root``, found by reading every byte of it; None if there is none at all.
 
     Newer ones that are damaged are named in a warning.
 
@@ -109,7 +109,7 @@ def _problems_now(path: Path, part: int = 0, n_parts: int = 1) -> list[str] | No
 def _newest(
     root: Path, listed: Callable[[], Sequence[Path]], check: Callable[[Path], list[str] | None], warn: bool
 ) -> Path | None:
-    """The first of those ``listed`` that is whole; they are listed again if one has gone, for a newer one has come."""
+    """Return the first of ``listed`` that is whole; list again if one has vanished, as a newer one has come then."""
     damaged: list[str] = []
     candidates = iter(listed())
     while (path := next(candidates, None)) is not None:

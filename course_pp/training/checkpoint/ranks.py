@@ -23,7 +23,7 @@ class Ranks(collective.Ranks):
     refused = (Exception,)
 
     def each(self, work: Callable[[], T]) -> list[T]:
-        """Do ``work`` on every rank; its results by rank.
+        """Do ``work`` on every rank; return its results by rank.
 
         Raises:
             CheckpointError: on every rank, if it failed on any: what the lowest of those says.
@@ -36,12 +36,12 @@ class Ranks(collective.Ranks):
 
     @staticmethod
     def sentence(error: Exception) -> str:
-        """What went wrong, for a person."""
+        """Return what went wrong, for a person."""
         return sentence(error)
 
 
 def sentence(error: BaseException) -> str:
-    """What went wrong, for a person."""
+    """Return what went wrong, for a person."""
     if isinstance(error, CheckpointError | WrongArgument):
         return str(error)
     if isinstance(error, pickle.UnpicklingError):

@@ -23,7 +23,7 @@ _KINDS = ("cpu", "cuda", "python", "numpy")
 
 
 def coordinates_of(device_mesh: DeviceMesh | None, rank: int) -> dict[str, int]:
-    """Where this rank is in the mesh; ranks without a mesh form a pipeline, as those of ``course_pp.runtime`` do."""
+    """Return where this rank is in the mesh; ranks without a mesh form a pipeline, as in ``course_pp.runtime``."""
     if device_mesh is None:
         return {**dict.fromkeys(DIMENSIONS, 0), "pp": rank}
     found = dict(zip(device_mesh.mesh_dim_names or (), device_mesh.get_coordinate() or (), strict=True))
@@ -31,7 +31,7 @@ def coordinates_of(device_mesh: DeviceMesh | None, rank: int) -> dict[str, int]:
 
 
 def rng_tensors(coordinates: Mapping[str, int]) -> dict[str, Tensor]:
-    """The states of this rank's generators, uint8, by the keys of a checkpoint."""
+    """Return the states of this rank's generators, uint8, by the keys of a checkpoint."""
     states = {
         "cpu": torch.get_rng_state(),
         "python": _as_tensor(random.getstate()),
@@ -43,7 +43,7 @@ def rng_tensors(coordinates: Mapping[str, int]) -> dict[str, Tensor]:
 
 
 def rng_keys(coordinates: Mapping[str, int], saved: Mapping[str, object]) -> dict[str, str]:
-    """Which of the saved keys are for this rank: kind -> key; empty if none are."""
+    """Return which of the saved keys are for this rank: kind -> key; empty if none are."""
     for candidate in (coordinates, {**coordinates, "tp": 0}):
         found = {kind: key for kind in _KINDS if (key := f"{_prefix(candidate)}.{kind}") in saved}
         if found:
@@ -76,7 +76,7 @@ def restore_rng(states: Mapping[str, Tensor], seed: int, step: int, coordinates:
 
 
 def _as_tensor(state: object) -> Tensor:
-    """A generator's state as JSON in uint8; arrays as lists."""
+    """Return a generator's state as JSON in uint8; arrays as lists."""
     text = json.dumps(state, default=lambda array: array.tolist())
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 

@@ -1,4 +1,4 @@
-"""Saving: take what a rank holds, write it beside, declare it complete, give it its name."""
+"""Save: take what a rank holds, write it under another name, declare it complete, and rename it."""
 
 import os
 import threading
@@ -68,16 +68,16 @@ def save(
     Args:
         root: the directory of the run's checkpoints, on a file system that all ranks share.
         step: number of finished steps.
-        modules: this rank's stages, or the whole model, as they are trained (after FSDP2). Where the names in a stage
-            are not the full model's, as in a plain ``nn.Sequential``, pass ``{index: stage}``: names then begin with
-            the stage, and the checkpoint fits any placement of the same stages.
+        modules: this rank's stages, or the whole model, as they are trained (after FSDP2). If the names in a stage are
+            not the full model's, as in a plain ``nn.Sequential``, pass ``{index: stage}``: names then begin with the
+            stage, and the checkpoint fits any placement of the same stages.
         optimizer: made from their parameters; None saves weights alone.
         device_mesh: that of :func:`init_distributed`; None for one process, or for a bare pipeline of ranks.
         extra: whatever else the run needs to go on, as JSON: scheduler, position in the data, tokenizer's digest. Rank
             0's counts. Tuples come back as lists, keys as text.
         attachments: small files to travel with the checkpoint, such as ``{"tokenizer.json": definition}``; rank 0's.
-        tied: weights that are one but lie on several ranks: for each its names, ``["embed.weight", "head.weight"]``, or
-            with ``{index: stage}`` those by stage, ``{0: "embed.weight", 3: "head.weight"}``, as for
+        tied: tied weights that lie on several ranks: for each its names, ``["embed.weight", "head.weight"]``, or with
+            ``{index: stage}`` those by stage, ``{0: "embed.weight", 3: "head.weight"}``, as for
             :class:`course_pp.runtime.Pipeline`. Such a weight is saved once, and loads under each of its names. Ties
             within a rank are found, as are those of our own model.
         keep_last, keep_every: which older checkpoints stay; see :class:`Retention`.
@@ -97,7 +97,7 @@ def save(
 
 
 def _write(root: Path, snapshot: Snapshot, retention: Retention, ranks: Ranks) -> tuple[Path, int, float]:
-    """Write a snapshot; returns the checkpoint's directory, its bytes, and the seconds it took."""
+    """Write a snapshot; return the checkpoint's directory, its bytes, and the seconds it took."""
     begin = time.perf_counter()
     draft: Draft | None = None
 
@@ -154,7 +154,7 @@ class Saving:
         self._future: Future[tuple[Path, int, float]] = Future()
 
     def done(self) -> bool:
-        """True when it is complete, or has failed."""
+        """Return True when it is complete, or has failed."""
         return self._future.done()
 
     def result(self) -> Saved:

@@ -144,7 +144,7 @@ def _keyed(
 
 
 def _copies(held: Held, optimizer: torch.optim.Optimizer | None, place: int) -> Iterable[tuple[str, Copy]]:
-    """What this rank holds by key, every end of a tied weight for itself."""
+    """Yield what this rank holds by key, every end of a tied weight for itself."""
     for name, tensor in held.ends:
         own = held.own_names.get(id(tensor), name)
         for key, value in _keyed([(name, tensor)], held, optimizer).items():
@@ -157,7 +157,7 @@ def _n_stages(part: Part) -> int | None:
 
 
 def _check_whole(everyone: list[_Told]) -> dict[str, Any] | None:
-    """See that the ranks together passed all of one model; the sizes of it.
+    """Check that the ranks together passed all of one model; return its sizes.
 
     Raises:
         CheckpointError: naming what is missing.

@@ -39,16 +39,16 @@ def load_stage(
 ) -> int:
     """Fill a stage that was built without weights from a directory of safetensors files; call it on every rank.
 
-    Weights are cast to the stage's dtype. Those that are one in the stage, or tied between stages, may be in the files
-    under any of their names, with or without the ``base_model_prefix`` of transformers' models. Persistent buffers are
-    read like weights; the others stay as they were built. What other stages need is neither read nor missed.
+    Weights are cast to the stage's dtype. Weights tied within the stage or between stages may be in the files under any
+    of their names, with or without the ``base_model_prefix`` of transformers' models. Persistent buffers are read like
+    weights; the others stay as they were built. What other stages need is neither read nor missed.
 
     Args:
         stage: of :func:`~course_pp.parallel.auto_split` or :func:`~course_pp.model.build_stage_module`; or all of a
             rank's, in a list. Shard it and cast it afterwards.
         folder: a directory with ``model.safetensors``, or an index and its files, or any ``.safetensors`` files.
         device: where the stage is to be.
-        names: from the stage's name of a weight to that in the files, where transformers renames what it reads.
+        names: for a weight's name in the stage its name in the files, where transformers renames what it reads.
 
     Returns:
         Bytes that were read of the files.
@@ -89,7 +89,7 @@ class _Weight:
 
 
 def _plan(stages: Sequence[nn.Module], folder: Path, in_files: Callable[[str], str]) -> list[_Weight]:
-    """Where each weight of the stages is."""
+    """Return where each weight of the stages is."""
     found = _found_in(folder)
     weights: list[_Weight] = []
     missing: list[str] = []
@@ -134,7 +134,7 @@ def _found_in(folder: Path) -> dict[str, tuple[Path, str, tuple[int, ...], int]]
 
 
 def _names_of(stages: Sequence[nn.Module]) -> Iterator[tuple[list[str], Tensor]]:
-    """Each weight that files hold, and the names it may have there, its own first."""
+    """Return each weight that files hold, and the names it may have there, its own first."""
     names: dict[int, dict[str, None]] = {}
     own: dict[int, Tensor] = {}
     for stage in stages:
@@ -166,12 +166,12 @@ def _refuse_lost(stages: Sequence[nn.Module]) -> None:
 
 
 def _is_placeholder(buffer: Tensor) -> bool:
-    """Whether it stands for a parameter of another stage, of which only the shape counts."""
+    """Return whether a tensor stands for a parameter of another stage, of which only the shape counts."""
     return getattr(buffer, "of_another_stage", False)
 
 
 def _read(weights: Sequence[_Weight], device: torch.device) -> list[Tensor]:
-    """The weights, read in pieces: what is open of a file is this process's memory too."""
+    """Read the weights in pieces: the open part of a file takes this process's memory too."""
     full = [torch.empty(each.own.shape, dtype=each.own.dtype, device=device) for each in weights]
     pieces = [(w.path, w.name, to, rows) for w, to in zip(weights, full, strict=True) for rows in _rows(w)]
     for path, group in groupby(sorted(pieces, key=lambda piece: piece[:2]), key=lambda piece: piece[0]):
@@ -185,14 +185,14 @@ _Piece = tuple[Path, str, Tensor, slice | None]
 
 
 def _rows(weight: _Weight) -> Iterator[slice | None]:
-    """A weight in pieces of as many rows as may be open at once; None for one without rows."""
+    """Return a weight in pieces of as many rows as may be open at once; None for one without rows."""
     n_rows = weight.own.shape[0] if weight.own.dim() else 0
     step = max(1, _OPEN_BYTES * n_rows // max(1, weight.n_bytes))
     return (slice(start, min(start + step, n_rows)) for start in range(0, n_rows, step)) if n_rows else iter([None])
 
 
 def _batches(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
-    """Pieces of one file, as many at a time as may be open at once."""
+    """Yield pieces of one file, as many at a time as may be open at once."""
     batch: list[_Piece] = []
     n_bytes = 0
     for piece in pieces:

@@ -106,7 +106,7 @@ class Group:
 
 
 def parts_of(modules: Modules) -> list[Part]:
-    """One module, or all stages of this rank, as a list, without what wraps a whole one and adds to its names.
+    """Return this rank's modules as a list, without wrappers around a whole one, which add to its names.
 
     Raises:
         CheckpointError: if there is none, or one is not a module; if a stage's index is not a whole number.
@@ -134,7 +134,7 @@ def parts_of(modules: Modules) -> list[Part]:
 
 
 def _unwrapped(module: Any) -> Any:
-    """The module inside DistributedDataParallel, DataParallel or what ``torch.compile`` returns."""
+    """Return the module inside DistributedDataParallel, DataParallel or what ``torch.compile`` returns."""
     while True:
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             module = module.module
@@ -150,7 +150,7 @@ def _index_of(module: object) -> int | None:
 
 
 def held_by(parts: Sequence[Part], tied: Ties = ()) -> Held:
-    """What this rank's modules hold.
+    """Return what this rank's modules hold.
 
     Args:
         tied: for each weight that is one, its names on all ranks; ends that are one parameter here are found.
@@ -193,7 +193,7 @@ def held_by(parts: Sequence[Part], tied: Ties = ()) -> Held:
 
 
 def _declared(parts: Sequence[Part], tied: Ties) -> dict[str, str]:
-    """The other names of ``tied``, each with the first; a stage's index stands for its prefix."""
+    """Return the other names of ``tied``, each with the first; a stage's index stands for its prefix."""
     prefixed = any(part.prefix for part in parts)
     aliases: dict[str, str] = {}
     for tie in tied:
@@ -211,7 +211,7 @@ def _declared(parts: Sequence[Part], tied: Ties) -> dict[str, str]:
 
 
 def optimizer_groups(optimizer: torch.optim.Optimizer, held: Held) -> list[Group]:
-    """The optimizer's parameter groups with names in place of tensors.
+    """Return the optimizer's parameter groups with names in place of tensors.
 
     Raises:
         CheckpointError: if it trains something that is not in the modules.
@@ -230,7 +230,7 @@ def optimizer_groups(optimizer: torch.optim.Optimizer, held: Held) -> list[Group
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a parameter group, such as learning rate and weight decay, as numbers."""
+    """Return the options of a parameter group, such as learning rate and weight decay, as numbers."""
     kept = {key: value for key, value in group.items() if key != "params" and key not in _IMPLEMENTATION}
     return {key: value.item() if isinstance(value, Tensor) else value for key, value in kept.items()}
 
@@ -245,7 +245,7 @@ def merged(groups: Iterable[Group]) -> list[Group]:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, ends: Ends) -> dict[str, Tensor]:
-    """The optimizer's state of ``ends`` by key; nothing for parameters that have not been updated yet.
+    """Return the optimizer's state of ``ends`` by key; nothing for parameters that have not been updated yet.
 
     Raises:
         CheckpointError: if the state is more than tensors like the parameter, and scalars.
@@ -265,7 +265,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, ends: Ends) -> dict[str,
 
 
 def config_of(parts: Sequence[Part]) -> dict[str, Any] | None:
-    """The sizes of our own model, with the optional ones resolved.
+    """Return the sizes of our own model, with the optional ones resolved.
 
     None for any other: its configuration may hold what JSON does not, or what changes from release to release; names
     and shapes of its tensors are compared anyway.
@@ -277,7 +277,7 @@ def config_of(parts: Sequence[Part]) -> dict[str, Any] | None:
 
 
 def whole_model(parts: Sequence[Part]) -> set[str]:
-    """The names that all ranks together must hold, as far as the modules know them: those of our own model."""
+    """Return the names that all ranks together must hold, as far as the modules know them: those of our own model."""
     configs = [part.module.config for part in parts if isinstance(part.module, Transformer)]
     if not configs:
         return set()
@@ -286,7 +286,7 @@ def whole_model(parts: Sequence[Part]) -> set[str]:
 
 
 def as_json(value: Any, what: str) -> str:
-    """``value`` as text.
+    """Return ``value`` as text.
 
     Raises:
         CheckpointError: if JSON has no way to say it; infinity and NaN are not in it, though ``json`` writes them.

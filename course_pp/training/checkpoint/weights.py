@@ -65,7 +65,7 @@ def read_weights(folder: Path, config: ModelConfig, dtype: torch.dtype | None) -
 
 
 def _found_in(folder: Path) -> Found:
-    """Every weight in the files that make up the model."""
+    """Return every weight in the files that make up the model."""
     found: Found = {}
     for path in files_of(folder):
         for name, (kind, shape) in open_safetensors(path, header).items():
@@ -78,7 +78,7 @@ def _found_in(folder: Path) -> Found:
 
 
 def files_of(folder: Path, follow: bool = False) -> list[Path]:
-    """The one file; or those of the index, if there is one; or all. The index is no link, unless links are followed."""
+    """Return the one file, or those of the index, or all. The index may be a link only if links are followed."""
     if (folder / _ONE).exists():
         return [folder / _ONE]
     if not (folder / _INDEX).exists():
@@ -94,7 +94,7 @@ def files_of(folder: Path, follow: bool = False) -> list[Path]:
 
 
 def header(file: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Kind and shape of every tensor in an open file."""
+    """Return the kind and shape of every tensor in an open file."""
     parts = {name: file.get_slice(name) for name in list(file.keys())}
     return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
 

@@ -13,13 +13,13 @@ __all__ = ["life_of", "this_process"]
 
 
 def this_process() -> dict[str, Any] | None:
-    """What identifies this process; None where the system does not say."""
+    """Return what identifies this process; None where the system does not say."""
     machine, started = _machine(), _started(os.getpid())
     return None if machine is None or started is None else {"pid": os.getpid(), "started": started, "machine": machine}
 
 
 def life_of(writer: object) -> str | None:
-    """That the process which wrote a checkpoint is alive, or may be; None if it has ended, is this one, or is unknown.
+    """Say that the process which wrote a checkpoint may be alive; None if it has ended, is this one, or unknown.
 
     Args:
         writer: what :func:`this_process` gave then.
@@ -37,7 +37,7 @@ def life_of(writer: object) -> str | None:
 
 
 def _machine() -> str | None:
-    """The same for all processes that see one another's numbers, until the machine starts anew."""
+    """Return a digest that processes share if they see one another's numbers, until the machine starts anew."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         namespace = os.stat("/proc/self/ns/pid").st_ino
@@ -47,7 +47,7 @@ def _machine() -> str | None:
 
 
 def _started(pid: int) -> int | None:
-    """When a process began, in clock ticks since the machine did; None if there is none, or it has ended."""
+    """Return when a process began, in clock ticks since the machine did; None if there is none, or it has ended."""
     try:
         # The name in parentheses may hold anything, spaces included.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()

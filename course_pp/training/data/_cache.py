@@ -20,7 +20,7 @@ def default_cache_dir() -> Path:
 
 
 def remembered(name: str, make: Callable[[], bytes], cache_dir: str | os.PathLike[str] | None = None) -> bytes:
-    """The bytes kept under `name`; where none are kept, or they are damaged, those of `make()`, then kept.
+    """Return the bytes kept under `name`; where none are kept, or they are damaged, those of `make()`, then kept.
 
     Several processes that find nothing each call `make`; since a file appears by renaming, whoever
     reads finds a whole one. A directory that cannot be written costs a warning and the next `make`.

@@ -56,7 +56,7 @@ class ArrowRows:
         return len(self._dataset)
 
     def __getitem__(self, rows: slice | Tensor) -> Sequences:
-        """The chosen rows: a slice, or an int64 tensor of row numbers."""
+        """Return the chosen rows: a slice, or an int64 tensor of row numbers."""
         chosen = list(range(len(self))[rows]) if isinstance(rows, slice) else rows.tolist()
         read: Iterable[Any] = self._dataset[chosen][self.column] if chosen else ()
         both = torch.from_numpy(np.array(list(read), dtype=np.int64).reshape(len(chosen), self.seq_len + 1))

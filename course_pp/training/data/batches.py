@@ -23,7 +23,7 @@ class Batches:
     part of the global batch, in rank order; pipeline and tensor-parallel ranks pass equal arguments and get
     equal parts. Each epoch has its own permutation and leaves out the rows that do not fill a batch.
 
-    Args:
+    Attributes:
         sequences: the same on every rank.
         global_batch: rows of a step over all data-parallel ranks.
         seed: of the permutations, at least 0.
@@ -50,7 +50,7 @@ class Batches:
         return len(self.sequences) // self.global_batch
 
     def __getitem__(self, step: int) -> Sequences:
-        """This rank's rows at `step`, `global_batch / dp_size` of them."""
+        """Return this rank's rows at `step`, `global_batch / dp_size` of them."""
         if step < 0:
             raise ValueError(f"step={step}: steps count from 0")
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
@@ -62,7 +62,7 @@ class Batches:
 
 @lru_cache(maxsize=2)
 def _order(seed: int, epoch: int, n: int) -> np.ndarray:
-    """The permutation of an epoch, drawn once and not at every step of it."""
+    """Return the permutation of an epoch, drawn once and not at every step of it."""
     return np.random.default_rng((seed, epoch)).permutation(n)
 
 
@@ -74,7 +74,7 @@ def validation_batches(
     dp_rank: int = 0,
     dp_size: int = 1,
 ) -> tuple[Sequences, ...]:
-    """The same full batches at every call, this data-parallel rank's part of each.
+    """Return the same full batches at every call, this data-parallel rank's part of each.
 
     With `max_batches` the rows are spread evenly over the data, so that few batches still sample many
     documents. Rows that do not fill a batch are left out.
@@ -93,7 +93,7 @@ def validation_batches(
 
 
 def rows_of_rank(rows: Tensor, dp_rank: int, dp_size: int) -> Tensor:
-    """The part of a global batch (rows, ...) that a data-parallel rank takes: contiguous, in rank order."""
+    """Return the part of a global batch (rows, ...) that a data-parallel rank takes: contiguous, in rank order."""
     return rows.tensor_split(dp_size)[dp_rank]
 
 
@@ -117,7 +117,7 @@ def _check(sequences: Rows, global_batch: int, dp_rank: int, dp_size: int) -> No
 
 
 def read_ahead(batches: Batches, first: int, last: int, workers: int) -> Iterator[Sequences]:
-    """``batches[first]`` to ``batches[last - 1]``, read by so many processes before they are asked for.
+    """Return ``batches[first]`` to ``batches[last - 1]``, which processes read before they are asked for.
 
     The same batches in the same order as without: each is a function of its number, so there is no position to keep.
     The processes end with the iterator.

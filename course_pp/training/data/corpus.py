@@ -56,7 +56,7 @@ class Corpus:
 
     @checked
     def split(self, validation: float = 0.1) -> tuple["Corpus", "Corpus"]:
-        """Two corpora, for training and for validation, that depend on the contents alone and on no seed.
+        """Split into two corpora, for training and validation, that depend on the contents alone and on no seed.
 
         Whole documents are taken in the order of their hashes while they fit into the share `validation` of
         all characters. A single document is cut at that position instead. Neither part is ever empty.
@@ -113,7 +113,7 @@ def load_corpus(
     text_column: str = "text",
     max_bytes: int | None = None,
 ) -> Corpus:
-    """Documents from `texts`, or from `dataset`, or by default from the sources of Python's standard library.
+    """Load documents from `texts`, or from `dataset`, or by default from the sources of Python's standard library.
 
     Args:
         texts: a file, a directory (every file below it, in sorted order, without hidden ones and without
@@ -146,7 +146,7 @@ def iterate_documents(
     text_column: str = "text",
     max_bytes: int | None = None,
 ) -> tuple[str, Iterator[str]]:
-    """The name and the documents of what :func:`load_corpus` would load, one at a time.
+    """Return the name of what :func:`load_corpus` would load, and its documents, one at a time.
 
     Raises:
         ValueError, RuntimeError: as there, some when the document is reached.
@@ -184,7 +184,7 @@ def iterate_documents(
 
 
 def beginning(documents: Iterable[str | None], max_bytes: int | None) -> Iterator[str]:
-    """Documents with text in them, up to the one that reaches ``max_bytes`` of UTF-8."""
+    """Yield the documents with text in them, up to the one that reaches ``max_bytes`` of UTF-8."""
     n_bytes = 0
     for document in documents:
         if document is not None and document.strip():
@@ -236,7 +236,7 @@ def _read_utf8(path: Path) -> str | None:
 def load_stream(
     dataset: str, *, subset: str | None = None, split: str = "train", text_column: str = "text"
 ) -> tuple[str, Callable[[int], Iterator[str | None]]]:
-    """The name of a Hugging Face dataset, and its documents from any number on, read as they are asked for.
+    """Return the name of a Hugging Face dataset, and its documents from any number on, read as they are asked for.
 
     Raises:
         ValueError, RuntimeError: as :func:`load_corpus`.
@@ -262,7 +262,7 @@ def _from_dataset(dataset: str, subset: str | None, split: str, text_column: str
 
 
 def import_datasets(what: str) -> Any:
-    """The package `datasets`, which ``what`` needs.
+    """Import and return the package `datasets`, which ``what`` needs.
 
     Raises:
         RuntimeError: if it is not installed.

@@ -1,4 +1,4 @@
-"""What a model can reach that ignores all context: the mark that a trained one must beat."""
+"""The best loss of a model that ignores all context: a trained one must beat it."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ _MOST_TOKENS = 10**8
 
 @checked
 def unigram_entropy(targets: Tensor, vocab_size: int, reference: Tensor | None = None) -> float:
-    """Entropy of the token frequencies of `targets`, or their cross-entropy under those of `reference`.
+    """Return the entropy of the token frequencies of `targets`, or their cross-entropy under those of `reference`.
 
     With p the relative frequencies in `targets` and n(v) the counts in `reference`, N in all:
 

@@ -22,10 +22,10 @@ class Rows(Protocol):
     """Sequences of one length, in memory (:class:`Sequences`) or on disk."""
 
     def __len__(self) -> int:
-        """How many."""
+        """Return how many rows there are."""
 
     def __getitem__(self, rows: slice | Tensor) -> "Sequences":
-        """The chosen rows: a slice, or an int64 tensor of row numbers."""
+        """Return the chosen rows: a slice, or an int64 tensor of row numbers."""
 
     @property
     def seq_len(self) -> int:
@@ -45,7 +45,7 @@ class Rows(Protocol):
 class Sequences:
     """Inputs and the tokens to be predicted from them: `targets[i, t]` follows `inputs[i, t]`.
 
-    Args:
+    Attributes:
         inputs: int64 (n, seq_len).
         targets: int64 (n, seq_len), `IGNORE_INDEX` where nothing is to be predicted.
         attention_mask: bool (n, seq_len), True on tokens and False on padding; None where nothing is padded.
@@ -73,7 +73,7 @@ class Sequences:
         return len(self.inputs)
 
     def __getitem__(self, rows: slice | Tensor) -> "Sequences":
-        """The chosen rows: a slice, or an int64 tensor of row numbers."""
+        """Return the chosen rows: a slice, or an int64 tensor of row numbers."""
         mask = None if self.attention_mask is None else self.attention_mask[rows]
         return Sequences(self.inputs[rows], self.targets[rows], mask)
 
@@ -102,7 +102,7 @@ class Sequences:
 
 @checked
 def packed(documents: Sequence[Tensor], seq_len: int) -> Sequences:
-    """Documents as `[BOT] … [EOT]`, joined and cut into rows; a row may begin and end within a document.
+    """Join documents, each as `[BOT] … [EOT]`, and cut them into rows; a row may begin and end within a document.
 
     Each token after the first is predicted exactly once, in order; fewer than `seq_len` at the end are left
     out.
@@ -127,7 +127,7 @@ def packed(documents: Sequence[Tensor], seq_len: int) -> Sequences:
 
 @checked
 def padded(documents: Sequence[Tensor], seq_len: int) -> Sequences:
-    """Each document as a row `[BOT] … [EOT] [PAD] …` of its own; a longer one continues on the next row.
+    """Give each document a row `[BOT] … [EOT] [PAD] …` of its own; a longer one continues on the next row.
 
     A continuing row begins with the last token its predecessor predicted, so each token of a document after
     its `[BOT]` is predicted exactly once. Nothing is predicted from `[EOT]` or `[PAD]`.

@@ -29,8 +29,8 @@ __all__ = ["Stream", "StreamedBatches"]
 class Stream:
     """Documents, and how they become rows.
 
-    Args:
-        name: tells this stream from others; of equal streams equal.
+    Attributes:
+        name: tells this stream from others; equal streams have equal names.
         documents: gives the documents from number n on, the same at every call and on every rank; None and white space
             count, but are not trained on.
         tokenizer: of the rows.
@@ -59,13 +59,13 @@ class Stream:
 
     @cached_property
     def digest(self) -> str:
-        """Of the name, not of the documents, which nobody has seen yet."""
+        """Digest of the name, not of the documents, which nobody has seen yet."""
         parts = (self.name, self.tokenizer.digest, self.seq_len, self.first)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     @checked
     def split(self, n_rows: int) -> tuple["Stream", Sequences]:
-        """The stream after its first documents, and these as ``n_rows`` rows at least, for validation.
+        """Return the stream after its first documents, and these as ``n_rows`` rows at least, for validation.
 
         Raises:
             ValueError: the stream ends before that.
@@ -108,7 +108,7 @@ class StreamedBatches:
         self._reading = self._read(stream.first)
 
     def __getitem__(self, step: int) -> Sequences:
-        """The rows of ``step``, which must be the next.
+        """Return the rows of ``step``, which must be the next.
 
         Raises:
             ValueError: another step than the next, or a stream without text.
@@ -127,7 +127,7 @@ class StreamedBatches:
         return Sequences(rows[:-1].view(shape), rows[1:].clone().view(shape))
 
     def state(self) -> dict[str, Any]:
-        """The position, as JSON can hold it."""
+        """Return the position, as JSON can hold it."""
         if not self._unread:
             return {"document": self._first, "token": self._token, "digest": None}
         return {"document": self._unread[0].number, "token": self._token, "digest": self._unread[0].digest}
@@ -155,7 +155,7 @@ class StreamedBatches:
         return sum(len(document.tokens) for document in self._unread) - self._token
 
     def _read(self, start: int) -> Iterator[_Document]:
-        """Documents with text in them, without end."""
+        """Yield the documents with text in them, without end."""
         stream = self.sequences
         while True:
             found = False

@@ -140,7 +140,7 @@ def open_tokens(path: str | os.PathLike[str], verify: bool = False) -> TokenFile
 class PackedTokens:
     """The rows of a token file, without gaps; as :class:`Sequences`, but read when they are asked for.
 
-    Args:
+    Attributes:
         file: the tokens.
         seq_len: tokens in a row, at least 2.
         first, last: which tokens; by default all.
@@ -180,7 +180,7 @@ class PackedTokens:
         return (self._end - self.first - 1) // self.seq_len
 
     def __getitem__(self, rows: slice | Tensor) -> Sequences:
-        """The chosen rows: a slice, or an int64 tensor of row numbers."""
+        """Return the chosen rows: a slice, or an int64 tensor of row numbers."""
         chosen = range(len(self))[rows] if isinstance(rows, slice) else rows.tolist()
         tokens, starts = self.file.tokens, [self.first + row * self.seq_len for row in chosen]
         read = [tokens[start : start + self.seq_len + 1].astype(np.int64) for start in starts]
@@ -195,7 +195,7 @@ class PackedTokens:
 
     @checked
     def split(self, validation: float = 0.1, most: int = 1_000_000) -> tuple["PackedTokens", "PackedTokens"]:
-        """Rows for training, and from the end of the file rows for validation.
+        """Return the rows for training, and from the end of the file rows for validation.
 
         Args:
             validation: their share of the tokens, between 0 and 1.
@@ -215,7 +215,7 @@ def _beside(path: Path) -> Path:
 
 
 def _sample(path: Path) -> str:
-    """SHA-256 of places spread over the file, its beginning and end among them."""
+    """Return the SHA-256 of places spread over the file, its beginning and end among them."""
     hasher, size = hashlib.sha256(), path.stat().st_size
     with path.open("rb") as file:
         last = max(0, size - _PLACE_BYTES)

@@ -76,18 +76,18 @@ class Tokenizer:
 
     @checked
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without special tokens. `decode` gives back exactly `text`."""
+        """Return the token ids of `text`, without special tokens. `decode` gives back exactly `text`."""
         return self._backend.encode(text, add_special_tokens=False).ids
 
     @checked
     def decode(self, ids: Iterable[int] | Tensor) -> str:
-        """The text of `ids`, a list or a 1-D tensor; special tokens show as `[BOT]` and so on."""
+        """Return the text of `ids`, a list or a 1-D tensor; special tokens show as `[BOT]` and so on."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
 @checked
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a ``tokenizer.json``, such as a checkpoint of a run holds.
+    """Return the tokenizer of a ``tokenizer.json``, such as a checkpoint of a run holds.
 
     Raises:
         ValueError: the file cannot be read, is no tokenizer, or has other tokens than ours at 0, 1 and 2.
@@ -114,7 +114,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 def train_tokenizer(
     corpus: Corpus, vocab_size: int = 1024, cache_dir: str | os.PathLike[str] | None = None
 ) -> Tokenizer:
-    """The byte-level BPE tokenizer of `corpus` with at most `vocab_size` tokens, trained or remembered.
+    """Train the byte-level BPE tokenizer of `corpus` with at most `vocab_size` tokens, unless it is remembered.
 
     A corpus too small to fill the vocabulary gives a smaller one. The cache is keyed by the corpus' digest
     and `vocab_size`, and lies in `cache_dir`, by default `$XDG_CACHE_HOME/course_pp` or `~/.cache/course_pp`.
@@ -139,7 +139,7 @@ def train_tokenizer(
 
 @checked
 def encode(corpus: Corpus, tokenizer: Tokenizer, cache_dir: str | os.PathLike[str] | None = None) -> tuple[Tensor, ...]:
-    """Token ids of each document, int64 (length,), without special tokens; remembered like the tokenizer.
+    """Encode each document as token ids, int64 (length,), without special tokens; remembered like the tokenizer.
 
     Encoding a few megabytes takes seconds, reading the result again milliseconds.
     """
