@@ -108,7 +108,7 @@ class Action:
         return ()
 
     def needs(self, n_stages: int) -> tuple[Product, ...]:
-        """What must exist before this action can start, in a pipeline of ``n_stages``."""
+        """Return what must exist before this action can start, in a pipeline of ``n_stages``."""
         stage, microbatch = self.stage, self.microbatch
         if self.kind == "F":
             return (Product("activation", stage - 1, microbatch),) if stage > 0 else ()

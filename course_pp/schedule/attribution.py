@@ -1,4 +1,4 @@
-"""Whose fault a long run is: what each cause adds to the makespan, and on which rank or link."""
+"""Why a run is long: what each cause adds to the makespan, and on which rank or link."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ Shares = Mapping[Place, float]
 
 
 class Setting(NamedTuple):
-    """A run that did not happen: its lengths, and what follows from them."""
+    """A counterfactual: assumed lengths, and the times they give."""
 
     lengths: Lengths
     run: Run
@@ -30,7 +30,7 @@ class Setting(NamedTuple):
 def attribute(
     graph: Precedence, causes: Sequence[str], lengths_with: Callable[[frozenset[str]], Lengths]
 ) -> dict[str, Shares]:
-    """Split among ``causes`` the difference that all of them together make to the makespan.
+    """Split what all ``causes`` together add to the makespan among them.
 
     A cause may hide behind another: a slow link costs nothing while a slower rank is waited for anyway. So each cause
     is charged the average of what it adds, over all orders in which they can be added one by one. That is the Shapley
@@ -38,7 +38,7 @@ def attribute(
     causes alike and charges nothing to one that never matters.
 
     Args:
-        lengths_with: the lengths when just these causes are at work.
+        lengths_with: returns the lengths when only these causes act.
     """
     settings = {present: imagine(graph, lengths_with(present)) for present in _subsets(causes)}
     lost: dict[str, Shares] = {}
@@ -59,9 +59,10 @@ def imagine(graph: Precedence, lengths: Lengths) -> Setting:
 def step(graph: Precedence, before: Setting, after: Setting) -> Shares:
     """Split the difference between two makespans among the places where the lengths differ.
 
-    Let the lengths go evenly from those before to those after. At each moment the makespan grows by what is added along
-    the path that is then the longest; and ever faster, being a maximum of sums of lengths. So the path before gives too
-    little and the path after too much: the mixture of the two that gives just the difference is taken.
+    Let the lengths change evenly from those before to those after. At each moment the makespan grows by what is added
+    along the path that is longest then. It grows ever faster, because it is a maximum of sums of lengths. So the
+    longest path before gives too little, and the longest path after too much. The result is the mixture of the two that
+    gives just the difference.
     """
     first, last = (_added_along(graph, each.run, before.lengths, after.lengths) for each in (before, after))
     too_little, too_much = sum(first.values()), sum(last.values())

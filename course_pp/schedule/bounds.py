@@ -19,7 +19,7 @@ def bound(
     *,
     placement: Sequence[int | Sequence[int]] | None = None,
 ) -> Time:
-    """A time before which no order of the actions can finish: ``bound / makespan`` scores a schedule.
+    """Return a time before which no order of the actions can finish: ``bound / makespan`` scores a schedule.
 
     It is the latest of what these say. Of the pipeline: one microbatch must go down and up. Of each rank:
 
@@ -140,7 +140,7 @@ class _Pipeline:
             yield self._making_room([*load][:count] if together else [stage], load[stage], room)
 
     def _room(self, rank: int, limit: Time) -> Time:
-        """What ``limit`` leaves for activations. A copy of a stage that sees no microbatch need not be there."""
+        """Return what ``limit`` leaves for activations. A copy of a stage that sees no microbatch need not be there."""
         load = self.loads[rank]
         # At its loss, a microbatch is held by every stage it passes on this rank.
         shared = lcm(*(len(self.placement[stage]) for stage in load))
@@ -174,11 +174,11 @@ class _Pipeline:
             yield (rounds - 1) * stay + last
 
     def _last_to_go(self, stage: int) -> Time:
-        """How long after ``I`` all of the activation is still there, at least."""
+        """Return how long after ``I`` all of the activation is still there, at least."""
         return 0 if self.early[stage] else self.finish[stage]
 
     def _making_room(self, stages: Sequence[int], n: int, room: Time) -> Time:
-        """A bound from a rank's first stages, the last of which sees ``n`` microbatches: see the proof in ``bound``."""
+        """Return a bound from a rank's first stages, whose last sees ``n`` microbatches: see the proof in ``bound``."""
         last = stages[-1]
         smallest = min(self.kept[stage] for stage in stages)
         fits = _how_many(room, smallest) if smallest else len(stages) * n

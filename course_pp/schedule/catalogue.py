@@ -24,8 +24,8 @@ class Entry:
         name: as :func:`names` lists it, also where it was found under an alias.
         order: makes the schedule of given sizes.
         n_chunks: stages a rank, unless another number is asked for.
-        any_chunks: whether another number can be.
-        chunks_in: what a number of chunks is a multiple of: 2 where they come down and up.
+        any_chunks: whether another number is allowed.
+        chunks_in: the number of chunks must be a multiple of this: 2 where they go down the ranks and up again.
         updates: whether stages update their own weights within the schedule (``U``).
         placed: the ranks of each stage, for a number of ranks and chunks; of ``pipedream``, without replicas.
         torch_name: what torch calls it, empty where torch has none: ``"GPipe"`` is the class ``ScheduleGPipe``.
@@ -42,7 +42,7 @@ class Entry:
 
     @checked
     def placement(self, n_ranks: int, n_chunks: int | None = None) -> tuple[tuple[int, ...], ...]:
-        """For each stage the ranks that hold it, as :attr:`Schedule.placement` has them.
+        """Return for each stage the ranks that hold it, as :attr:`Schedule.placement` has them.
 
         Raises:
             ValueError: for a number of ranks or chunks that the schedule does not allow.
@@ -51,7 +51,7 @@ class Entry:
 
     @checked
     def chunks(self, n_chunks: int | None = None) -> int:
-        """Stages a rank: those asked for, or as many as is usual.
+        """Return the stages a rank: those asked for, or the usual number.
 
         Raises:
             ValueError: for a number that the schedule does not allow; names those that allow it.
@@ -116,7 +116,7 @@ _ALIASES |= dict.fromkeys(("interleaved_zb", "interleavedzerobubble", "schedulei
 
 
 def names() -> tuple[str, ...]:
-    """The names that :func:`build` knows, simplest first."""
+    """Return the names that :func:`build` knows, simplest first."""
     return tuple(_CATALOGUE)
 
 
@@ -147,7 +147,7 @@ def build(
     group: int | None = None,
     round_size: int | None = None,
 ) -> Schedule:
-    """The schedule called ``name``.
+    """Return the schedule called ``name``.
 
     Args:
         name: one of :func:`names`, or torch's name for it: see :func:`find`.

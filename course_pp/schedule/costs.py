@@ -85,7 +85,7 @@ class Costs:
                 )
 
     def each(self, name: str, n: int) -> tuple[Time, ...]:
-        """The values of the attribute ``name`` for ``n`` stages (or boundaries).
+        """Return the values of the attribute ``name`` for ``n`` stages (or boundaries).
 
         Raises:
             ValueError: for a sequence of another length.
@@ -100,7 +100,7 @@ class Costs:
         return value
 
     def durations(self, n_stages: int) -> dict[str, tuple[Time, ...]]:
-        """For each kind of action its time in each stage."""
+        """Return for each kind of action its time in each stage."""
         again = self.each("recompute", n_stages)
         inputs = tuple(map(sum, zip(again, self.each("input_grad", n_stages), strict=True)))
         weights = self.each("weight_grad", n_stages)
@@ -113,7 +113,7 @@ class Costs:
         }
 
     def transfers(self, n_stages: int) -> tuple[Time, ...]:
-        """For each boundary, how long a message between two ranks takes."""
+        """Return for each boundary, how long a message between two ranks takes."""
         latency = self.each("latency", n_stages - 1)
         if self.bandwidth is None:
             return latency
@@ -121,7 +121,7 @@ class Costs:
         return tuple(wait + divide(size, self.bandwidth) for wait, size in zip(latency, sizes, strict=True))
 
     def edge_transfers(self, edges: Sequence[Edge], n_stages: int) -> tuple[Time, ...]:
-        """For each reader of each edge, how long a message between two ranks takes."""
+        """Return for each reader of each edge, how long a message between two ranks takes."""
         lanes = lanes_of(edges)
         if self.edge_latency is None:
             latency = self.each("latency", n_stages - 1)
@@ -134,7 +134,7 @@ class Costs:
         return tuple(wait + divide(size, self.bandwidth) for wait, size in zip(waits, sizes, strict=True))
 
     def token_transfer(self, n_stages: int) -> Time:
-        """How long a token is on its way from the last stage to the first."""
+        """Return how long a token is on its way from the last stage to the first."""
         if self.token_latency is not None:
             return self.token_latency
         return max(self.each("latency", n_stages - 1), default=0)
@@ -145,7 +145,7 @@ def _is_sequence(value: object) -> bool:
 
 
 def divide(part: Time, whole: Time) -> Time:
-    """``part / whole``, exact unless one is a float: dividing two integers would round."""
+    """Return ``part / whole``, exact unless one is a float: dividing two integers would round."""
     if isinstance(part, float) or isinstance(whole, float):
         return part / whole
     return Fraction(part, whole)

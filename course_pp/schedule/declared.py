@@ -40,7 +40,7 @@ def _names(stage: int | str, module: object, what: str) -> tuple[str, ...]:
 
 
 def taken_apart(stage: int, writes: Sequence[str], returned: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Return the output of a stage that writes values, and these by name, of what its forward has returned.
+    """Split what a stage's forward returned into its output and the values that it writes, by name.
 
     Raises:
         TypeError: for anything but a pair, or other names than those in ``writes``.
@@ -57,7 +57,7 @@ def taken_apart(stage: int, writes: Sequence[str], returned: Any) -> tuple[Any, 
 
 
 def edges_from(declared: Mapping[int, Declared]) -> tuple[Edge, ...]:
-    """The edges between the stages, in the order of writers and of what each writes. What nobody reads has none.
+    """Return the edges between the stages, by writer and in its order. A value without a reader has none.
 
     Raises:
         ValueError: for a value that two stages write, that none writes, or that goes backwards.

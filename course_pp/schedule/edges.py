@@ -58,12 +58,12 @@ class Lane(NamedTuple):
 
 
 def lanes_of(edges: Sequence[Edge]) -> tuple[Lane, ...]:
-    """Every reader of every edge, in order."""
+    """Return every reader of every edge, in order."""
     return tuple(Lane(i, edge.writer, reader) for i, edge in enumerate(edges) for reader in edge.readers)
 
 
 def problems_of_edges(edges: Sequence[Edge], n_stages: int) -> Iterable[str]:
-    """What keeps ``edges`` from being those of a pipeline of ``n_stages``, each problem in a sentence."""
+    """Yield what keeps ``edges`` from being those of a pipeline of ``n_stages``, each problem in a sentence."""
     writers: dict[str, int] = {}
     for edge in edges:
         if strange := [stage for stage in (edge.writer, *edge.readers) if stage >= n_stages]:
@@ -78,7 +78,7 @@ def problems_of_edges(edges: Sequence[Edge], n_stages: int) -> Iterable[str]:
 
 
 def spelled(edges: Sequence[Edge]) -> str:
-    """``'x' from stage 0 to stages 2 and 3``, one after another."""
+    """Return ``'x' from stage 0 to stages 2 and 3``, one after another."""
     told = []
     for edge in edges:
         *others, last = map(str, edge.readers)
@@ -94,7 +94,7 @@ def made_twice(name: str, one: int, other: int) -> str:
 
 
 def goes_backwards(name: str, writer: int, reader: int) -> str:
-    """Why a value cannot be read by the stage that makes it or one before: the way there and back is a cycle."""
+    """Say why a value cannot be read by the stage that makes it or one before: the way there and back is a cycle."""
     if reader == writer:
         return f"stage {reader} reads {name!r}, which it makes itself: use it there, or read it in a later stage"
     way = " → ".join(map(str, (*range(reader, writer + 1), reader)))

@@ -38,7 +38,7 @@ class Work:
         slowdown: for each rank, how many times as long it takes for the same work as the median rank.
         per_group: the time of each group, if its rank were as fast as the median rank.
         at_median_speed: the same, for each action.
-        balanced: and if, moreover, each kind of action took equally long in all stages, with as much work in all.
+        balanced: the same, if also each kind of action took equally long in all stages, with as much work in all.
     """
 
     slowdown: tuple[float, ...]
@@ -52,7 +52,7 @@ class Waits:
     """What lies between one action and the next.
 
     Attributes:
-        launch: for each rank, the time from when its own order and its inputs allow an action until that starts.
+        launch: for each rank, the time from when its own order and its inputs allow an action until the action starts.
         links: for two ranks, how long a message between them is on its way.
     """
 
@@ -110,12 +110,12 @@ def _slowdown(
 
 
 def estimate_waits(graph: Precedence, receives: Iterable[Receive]) -> Waits:
-    """Tell messages from launches: a message shows where a rank had nothing to do but wait for it.
+    """Tell message times from launch times: a message shows where a rank had nothing to do but wait for it.
 
-    What was made after its receiver became free was waited for, so it was on its way until the receive ended, or until
-    the consumer was launched. What had arrived by then lay waiting, and tells that the rest of the gap is launching;
-    but of its link no more than that it is not slower. Both directions of a link count together, as an activation and
-    its gradient are of one size, and often only one of the two is ever waited for.
+    If a value was made after its receiver became free, the receiver waited for it: it was on its way until the receive
+    ended, or until the consumer was launched. If it had arrived before, the rest of the gap is launching, and its link
+    is known only to be no slower. Both directions of a link count together, as an activation and its gradient are of
+    one size, and often only one of the two is ever waited for.
     """
     waited = {(each.rank, each.product): float(each.end) for each in receives}
     longest = _longest_possible(graph)
@@ -128,7 +128,7 @@ def estimate_waits(graph: Precedence, receives: Iterable[Receive]) -> Waits:
 
 
 def _longest_possible(graph: Precedence) -> dict[Link, float]:
-    """For each link the least time from the end of a product until it is used."""
+    """Return for each link the least time from the end of a product until it is used."""
     longest: dict[Link, float] = {}
     for span, messages in zip(graph.spans, graph.messages, strict=True):
         for message in messages:
@@ -143,13 +143,13 @@ def _free_from(graph: Precedence, number: int) -> float:
 
 
 def _last(graph: Precedence, messages: Sequence[Message], links: Mapping[Link, float]) -> tuple[float, Message]:
-    """The message that arrives last, and when."""
+    """Return the message that arrives last, and when."""
     arrivals = [(float(graph.spans[message.maker].end) + links[message.link], message) for message in messages]
     return max(arrivals, key=lambda each: each[0])
 
 
 def _launches(graph: Precedence, links: Mapping[Link, float]) -> tuple[float, ...]:
-    """For each rank the median gap before actions that did not wait for a message; that of all ranks, if it has few."""
+    """Return for each rank the median gap before actions that waited for no message; of all ranks, if it has few."""
     gaps: list[list[float]] = [[] for _ in range(graph.schedule.n_ranks)]
     for number, (span, messages) in enumerate(zip(graph.spans, graph.messages, strict=True)):
         free = _free_from(graph, number)
@@ -166,7 +166,7 @@ def _transfers(
     links: Mapping[Link, float],
     longest: Mapping[Link, float],
 ) -> dict[Link, float]:
-    """For each link the median over the messages that were waited for; where none was, what is usual and possible."""
+    """Return for each link the median over messages that were waited for; without any, what is usual and possible."""
     times = defaultdict(list)
     for number, (span, messages) in enumerate(zip(graph.spans, graph.messages, strict=True)):
         if not messages:
@@ -182,7 +182,7 @@ def _transfers(
 
 
 def costs_of(graph: Precedence, work: Work, links: Mapping[Link, float]) -> Costs:
-    """The times of actions at the median speed, stage by stage, and of messages, boundary by boundary.
+    """Return the times of actions at the median speed, stage by stage, and of messages, boundary by boundary.
 
     Where only whole backwards were measured, half of each counts as input gradient: they do not tell the halves apart.
     """
@@ -204,7 +204,7 @@ def costs_of(graph: Precedence, work: Work, links: Mapping[Link, float]) -> Cost
 
 
 def _per_stage(times: Mapping[Group, float]) -> tuple[_Values, _Values]:
-    """The time of each kind of action in each stage, and of each overlapped pair by the stage of its forward.
+    """Return the time of each kind of action in each stage, and of each overlapped pair by the stage of its forward.
 
     A kind that never came alone gets half of its pair.
     """
@@ -227,7 +227,7 @@ def _filled(times: _Values, kind: str, n_stages: int) -> tuple[float, ...]:
 
 
 def _latencies(graph: Precedence, links: Mapping[Link, float]) -> tuple[float, ...]:
-    """For each boundary the mean over its messages, as replicas of a stage may have different links."""
+    """Return for each boundary the mean over its messages, as replicas of a stage may have different links."""
     crossing: list[list[float]] = [[] for _ in range(graph.schedule.n_stages - 1)]
     for messages in graph.messages:
         for message in messages:
@@ -238,6 +238,6 @@ def _latencies(graph: Precedence, links: Mapping[Link, float]) -> tuple[float, .
 
 
 def _edge_latency(graph: Precedence, links: Mapping[Link, float]) -> float | None:
-    """The mean over all messages of edges; None without any."""
+    """Return the mean over all messages of edges; None without any."""
     times = [links[m.link] for row in graph.messages for m in row if m.product.what in ("value", "value gradient")]
     return sum(times) / len(times) if times else None

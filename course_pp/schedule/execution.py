@@ -15,7 +15,7 @@ class Run:
 
     Attributes:
         starts: for each rank when each action it did began, in order.
-        ends: and when it was done.
+        ends: for each rank when each of these actions was done.
         stuck: for each rank that did not finish, the index of the action it cannot start.
     """
 
@@ -34,7 +34,7 @@ def execute(
     """Do every action as soon as its rank is free and its inputs have arrived, until nothing more can be done.
 
     Args:
-        schedule: without stages that do not exist.
+        schedule: one that names only stages that exist.
         durations: of each action, rank by rank.
         transfers: for each boundary between stages, the time of a message between different ranks.
         edge_transfers: the same for each reader of each edge; nothing unless given.
@@ -82,7 +82,7 @@ def _delays(
     edge_transfers: Sequence[Time],
     token_transfer: Time,
 ) -> list[Time]:
-    """For each product how long it is on its way: only what is sent between different ranks takes time."""
+    """Return for each product how long it is on its way: only what is sent between different ranks takes time."""
     m = schedule.n_microbatches
     delays: list[Time] = [0] * products.count
     for stage, transfer in enumerate(transfers):

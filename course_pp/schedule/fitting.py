@@ -1,4 +1,4 @@
-"""Why a run took as long as it did: from a measured timeline to costs, and from costs to who is to blame."""
+"""Why a run took as long as it did: from a measured timeline to costs, and from costs to causes."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from course_pp.schedule.span import Span, format_time
 from course_pp.schedule.timeline import Timeline
 
 CAUSES = ("imbalance", "transfer", "launch", "straggler")
-"""What can be taken away in a simulation. What then is left to explain is called ``rest``."""
+"""The causes that a simulation can take away. What they do not explain is called ``rest``."""
 
 _WORTH_SAYING = 0.01  # of the makespan
 _WORTH_A_PLACE = 0.001
@@ -35,7 +35,7 @@ class Loss:
 
     Attributes:
         cause: ``imbalance``, ``transfer``, ``launch``, ``straggler`` or ``rest``.
-        time: how much longer the run is for it, in the timeline's unit. Negative if it is shorter.
+        time: how much longer the run is because of it, in the timeline's unit. Negative if it is shorter.
         per_rank: the parts of ``time`` that arise on each rank; those of a message on the rank that receives it.
         per_link: the parts of ``time`` that arise on each link; all of it for ``transfer``, else empty.
     """
@@ -88,7 +88,7 @@ class Fit:
 
     @checked
     def lost_to(self, cause: str) -> Loss:
-        """What is lost to one cause. Raises ValueError for an unknown one."""
+        """Return what is lost to one cause. Raises ValueError for an unknown one."""
         for loss in self.lost:
             if loss.cause == cause:
                 return loss
@@ -132,7 +132,7 @@ class Fit:
         return rows
 
     def _share(self, time: float) -> float:
-        """The part of the makespan; what would be written as -0.0% is 0."""
+        """Return the part of the makespan; what would be written as -0.0% is 0."""
         share = time / (float(self.measured.makespan) or 1)
         return share if abs(share) >= 0.0005 else 0.0
 
@@ -175,8 +175,8 @@ def fit(measured: Timeline, expected: Costs | None = None) -> Fit:
     Args:
         measured: one step, for example of a recorder; its receives are used where it has any.
         expected: what the stages should cost relative to one another, each kind of action by itself; in any unit, and
-            all equal unless given. If rank 3 takes longer because it has the head of the model, it is only this that
-            makes it imbalance instead of a straggler.
+            all equal unless given. If rank 3 takes longer because it has the head of the model, only ``expected`` can
+            tell this imbalance from a straggler.
 
     Raises:
         ValueError: for a timeline without spans, of several steps or of a part of one, and for ``expected`` of another
@@ -208,7 +208,7 @@ def fit(measured: Timeline, expected: Costs | None = None) -> Fit:
 
 
 def _lengths(graph: Precedence, work: Work, waits: Waits, causes: frozenset[str]) -> Lengths:
-    """The lengths with just these causes at work."""
+    """Return the lengths with just these causes at work."""
     times = work.at_median_speed if "imbalance" in causes else work.balanced
     actions = []
     for number, (span, time) in enumerate(zip(graph.spans, times, strict=True)):
@@ -221,7 +221,7 @@ def _lengths(graph: Precedence, work: Work, waits: Waits, causes: frozenset[str]
 
 
 def _as_measured(graph: Precedence, waits: Waits) -> Lengths:
-    """The lengths with which every action ends when it did. What its message did not take as usual, it takes."""
+    """Return the lengths with which every action ends when it did, while messages take their usual time."""
     ends = [float(span.end) for span in graph.spans]
     return Lengths([end - graph.allowed(number, ends, waits.links)[0] for number, end in enumerate(ends)], waits.links)
 
@@ -239,7 +239,7 @@ def _loss(cause: str, shares: Shares, n_ranks: int) -> Loss:
 def _timeline(
     graph: Precedence, setting: Setting, launch: Sequence[float] | None, costs: Costs | None, measured: Timeline
 ) -> Timeline:
-    """When each action runs, after it was launched."""
+    """Return when each action runs, after it was launched."""
     spans = []
     for number, (span, ready, end) in enumerate(zip(graph.spans, setting.run.ready, setting.run.ends, strict=True)):
         wait = launch[span.rank] if launch is not None and not graph.opens(number) else 0.0
@@ -259,5 +259,5 @@ def _timeline(
 
 
 def name_of(where: Link | int) -> str:
-    """``rank 2`` or ``link 0–1``."""
+    """Return ``rank 2`` or ``link 0–1``."""
     return f"rank {where}" if isinstance(where, int) else f"link {where[0]}–{where[1]}"

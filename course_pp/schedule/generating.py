@@ -17,7 +17,7 @@ def generation(
     n_chunks: int = 1,
     placement: Sequence[int | Sequence[int]] | None = None,
 ) -> Schedule:
-    """The schedule that makes ``n_tokens`` tokens for each of ``n_groups`` groups of prompts.
+    """Return the schedule that makes ``n_tokens`` tokens for each of ``n_groups`` groups of prompts.
 
     Microbatch ``token * n_groups + group`` is one token of one group: its forward at the first stage needs the token
     that the last stage has made before it. So one group alone keeps one rank busy at a time, and the bubble is not that

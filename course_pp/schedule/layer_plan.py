@@ -2,8 +2,8 @@
 
 Asynchronous pipelines have no bubble in the steady state, so the slowest of three things counts: a stage's work,
 divided among its replicas; the exchange of its replicas' gradients; the messages between stages. Dynamic programming
-over the last stage and its ranks finds the least slowest. Where ranks stand in nodes, it is done first for the ranks of
-one node, then for nodes in place of ranks, with the slower links between them.
+over the last stage and its ranks finds the plan whose slowest part is fastest. Where ranks stand in nodes, it is done
+first for the ranks of one node, then for nodes in place of ranks, with the slower links between them.
 
 Narayanan et al. 2019, "PipeDream", section 3.1.
 """
@@ -128,7 +128,7 @@ class Partition:
 
         It is `slowest` unless NOAM microbatches under way (:func:`theory.noam`) are too few: long messages want more,
         and so do replicas, which update together and then all want a microbatch at once. The arguments are those of
-        :meth:`costs`. Simulated, for a stage is busy at irregular times then, and no closed form is known.
+        :meth:`costs`. It is simulated: stages are then busy at irregular times, and no closed form is known.
 
         Raises:
             ValueError: for numbers of replicas whose turns come together only after too many microbatches.
@@ -148,7 +148,7 @@ class Partition:
 
 @checked
 def partition(layers: Sequence[LayerCost], levels: Sequence[ClusterLevel] | int) -> Partition:
-    """The contiguous stages, and ranks for each, whose slowest part is the fastest.
+    """Return the contiguous stages, and ranks for each, whose slowest part is the fastest.
 
     With m replicas a stage takes the larger of its work and the exchange of its gradients, 2 (m - 1) weight bytes over
     the bandwidth, divided by m; a boundary takes twice its bytes over the bandwidth. Among equally fast plans it takes
@@ -212,7 +212,7 @@ class _Search:
         return min(found)
 
     def _one_stage(self, depth: int, start: int, end: int, size: int) -> _Found:
-        """The same layers as one stage that ``size`` parts share, T^k(start → end, size)."""
+        """Return the same layers as one stage that ``size`` parts share, T^k(start → end, size)."""
         exchanged = 2 * (size - 1) * (self._weight[end] - self._weight[start]) / self._levels[depth - 1].bandwidth
         if depth == 1:
             inside = _Found(self._time[end] - self._time[start], 1, (PlannedStage(start, end, 1),), ())

@@ -62,7 +62,7 @@ class Ledger:
 
     @checked
     def of(self, stage: int, microbatch: int) -> Use:
-        """What became of one microbatch in one stage.
+        """Return what became of one microbatch in one stage.
 
         Raises:
             ValueError: if it is not in here.
@@ -79,7 +79,7 @@ class Ledger:
 
     @checked
     def updates(self, stage: int) -> tuple[tuple[int, ...], ...]:
-        """For each update of ``stage`` the microbatches whose gradients entered it."""
+        """Return for each update of ``stage`` the microbatches whose gradients entered it."""
         found: defaultdict[int, list[int]] = defaultdict(list)
         for use in self.uses:
             if use.stage == stage:
@@ -91,7 +91,7 @@ class Ledger:
         return {(use.stage, use.microbatch): use for use in self.uses}
 
     def __or__(self, other: "Ledger") -> "Ledger":
-        """The uses of both, such as those of two ranks."""
+        """Return the uses of both, such as those of two ranks."""
         return Ledger(self.versions, tuple({*self.uses, *other.uses}))
 
     def __repr__(self) -> str:
@@ -99,7 +99,7 @@ class Ledger:
         return f"Ledger({self.versions!r}, {len(stages)} stages, {len(microbatches)} microbatches)"
 
     def __str__(self) -> str:
-        """A row a stage, an entry a microbatch: the versions of its forward and backward, and its update."""
+        """Return a row a stage, an entry a microbatch: the versions of its forward and backward, and its update."""
         rows = [f"versions={self.versions!r}: forward/backward→update of each microbatch"]
         for stage, uses in groupby(self.uses, key=lambda use: use.stage):
             rows.append(f"stage {stage}: " + " ".join(f"{u.forward}/{u.backward}→{u.update}" for u in uses))
@@ -108,7 +108,7 @@ class Ledger:
 
 @checked
 def ledger(schedule: Schedule, versions: Versions) -> Ledger:
-    """Which versions ``schedule`` uses under a rule; nothing is run.
+    """Return which versions ``schedule`` uses under a rule; nothing is run.
 
     ============  ======================================================================================================
     ``none``      forward and backward each take the newest weights: a gradient is then of no function at all
@@ -123,8 +123,8 @@ def ledger(schedule: Schedule, versions: Versions) -> Ledger:
     Pipeline-Parallel DNN Training" (arXiv 2006.09503), section 3.1, for the last.
 
     Raises:
-        ValueError: for a schedule that flushes, whose updates are not its own; that leaves a gradient without an
-            update, or in which replicas update unequally often; or that needs a version before there is one.
+        ValueError: for a schedule that flushes, and so has no updates; one that leaves a gradient without an update, or
+            in which replicas update unequally often; or one that needs a version before it exists.
     """
     return Ledger(versions, tuple(_Reading(schedule, versions).uses()))
 
@@ -146,7 +146,7 @@ class _Reading:
         yield from self._walk(entered)
 
     def _entered(self) -> Iterator[tuple[tuple[int, int], int]]:
-        """For each stage and microbatch, the number of the update that its gradient enters."""
+        """Yield for each stage and microbatch, the number of the update that its gradient enters."""
         for rank, row in enumerate(self._schedule.actions):
             done: defaultdict[int, int] = defaultdict(int)
             waiting: defaultdict[int, list[int]] = defaultdict(list)
@@ -187,7 +187,7 @@ class _Reading:
                 )
 
     def _walk(self, entered: dict[int, int]) -> Iterator[Use]:
-        """The uses; ``entered`` has for each microbatch the version that the first stage took of it."""
+        """Yield the uses; ``entered`` has for each microbatch the version that the first stage took of it."""
         for row in self._schedule.actions:
             done: defaultdict[int, int] = defaultdict(int)
             of: dict[tuple[int, int], int] = {}
@@ -218,7 +218,7 @@ class _Reading:
         return sum(self._seen_after(stage, update + 1) <= seen for update in range(self._n_updates(stage)))
 
     def _seen_after(self, stage: int, n_updates: int) -> int:
-        """How many microbatches the first so many updates of ``stage`` take."""
+        """Return how many microbatches the first so many updates of ``stage`` take."""
         return self._sizes[stage][n_updates]
 
     def _n_updates(self, stage: int) -> int:

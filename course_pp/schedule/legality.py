@@ -15,7 +15,7 @@ from course_pp.schedule.schedule import Schedule
 
 @checked
 def check(schedule: Schedule) -> list[str]:
-    """Everything that keeps ``schedule`` from running, each problem in a sentence; empty if it can run.
+    """Return everything that keeps ``schedule`` from running, each problem in a sentence; empty if it can run.
 
     * An action is missing, repeated, of a stage that does not exist or on a rank that does not hold its stage. Every
       microbatch must pass every stage forward and, unless the schedule is forward only, backward: as ``B``, or as
@@ -29,9 +29,7 @@ def check(schedule: Schedule) -> list[str]:
 
 
 def problems_of_bookkeeping(schedule: Schedule) -> list[str]:
-    """The problems that can be told without going through the schedule: missing, repeated and misplaced actions, edges
-    that cannot be.
-    """
+    """Return problems that show without a run: missing, repeated or misplaced actions, and impossible edges."""
     problems = [*_misplaced(schedule), *_repeated_or_missing(schedule)]
     if schedule.feedback and any(part.kind != "F" for part in schedule.parts):
         problems.append("tokens feed back to the first stage, yet there are backwards: generation is forward only")
@@ -79,7 +77,7 @@ def _repeated_or_missing(schedule: Schedule) -> Iterable[str]:
 
 
 def _problem_of_backward(schedule: Schedule, stage: int, microbatch: int, kinds: set[str]) -> str:
-    """``kinds``: the kinds of backward action that there are for this stage and microbatch, and that do not suffice."""
+    """Return the problem of a stage and microbatch whose backward actions, of these ``kinds``, do not suffice."""
     if not kinds:
         return _missing(schedule, "B", stage, microbatch)
     if "B" in kinds:
@@ -105,7 +103,7 @@ def _problems_of_order(schedule: Schedule) -> list[str]:
     }
 
     def needed(rank: int, index: int) -> list[tuple[int, int]]:
-        """Where the inputs of an action are made: rank and index."""
+        """Return where the inputs of an action are made: rank and index."""
         return [places[product] for product in products.needed_by(schedule.actions[rank][index])]
 
     return [*_out_of_order(schedule, needed), *_circles(schedule, run.stuck, needed)]
@@ -124,7 +122,7 @@ def _out_of_order(schedule: Schedule, needed: Callable[[int, int], list[tuple[in
 def _circles(
     schedule: Schedule, stuck: dict[int, int], needed: Callable[[int, int], list[tuple[int, int]]]
 ) -> Iterable[str]:
-    """Ranks that wait for one another. From any rank that is stuck, a chain of waits leads into a circle."""
+    """Return each circle of ranks that wait for one another. From any stuck rank, a chain of waits leads into one."""
     waits_for = {
         rank: next((m, place) for m, place in needed(rank, index) if place >= stuck.get(m, place + 1))
         for rank, index in stuck.items()

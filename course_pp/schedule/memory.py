@@ -29,7 +29,7 @@ class Stay(NamedTuple):
 
 
 def stays_of_rank(row: Sequence[Span], edges: Sequence[Edge]) -> Iterator[Stay]:
-    """When a rank with these spans holds which value: as long as a stage of it will read it, or go backward through it.
+    """Return how long a rank with these spans holds each value: while its stages need it, forward or backward.
 
     The first reader's backward is the last, as stages go backward in reverse; where none comes, the last reader's
     forward ends the stay. A value that is made here and read elsewhere is sent at once.
@@ -50,7 +50,7 @@ def stays_of_rank(row: Sequence[Span], edges: Sequence[Edge]) -> Iterator[Stay]:
 
 
 def most_values(row: Sequence[Span], edges: Sequence[Edge]) -> int:
-    """The most values of edges that the rank with these spans holds at once."""
+    """Return the most values of edges that the rank with these spans holds at once."""
     come, gone = Counter[int](), Counter[int]()
     for stay in stays_of_rank(row, edges):
         come[stay.first] += 1
@@ -66,7 +66,7 @@ def curve_of_rank(
     edges: Sequence[Edge] = (),
     values: Sequence[Time] = (),
 ) -> Curve:
-    """The memory of one rank.
+    """Return the memory of one rank.
 
     Args:
         row: its spans in order of time.
@@ -108,7 +108,7 @@ def curve_of_rank(
 
 
 def most_versions(row: Sequence[Span]) -> int:
-    """The most versions of one stage's weights that the rank with these spans holds at once; 0 if it has no stage."""
+    """Return the most versions of one stage's weights that a rank with these spans holds at once; 0 without a stage."""
     stages: defaultdict[int, _Versions] = defaultdict(_Versions)
     most = 0
     for span in row:

@@ -33,12 +33,12 @@ class Lengths(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """What follows from lengths.
+    """When each action runs, given the lengths of actions and messages.
 
     Attributes:
         ready: for each action, when its rank and its inputs allow it.
-        ends: and when it is done.
-        path: the longest one, from its end back: each action, and the link of the message it waited for, if it did.
+        ends: for each action, when it is done.
+        path: the longest path, from its end back: each action, and the link of the message it waited for, if any.
     """
 
     ready: Sequence[float]
@@ -67,7 +67,7 @@ class Precedence:
     messages: tuple[tuple[Message, ...], ...]
 
     def run(self, lengths: Lengths) -> Run:
-        """Every action as early as its rank and its inputs allow."""
+        """Run every action as early as its rank and its inputs allow."""
         ready: list[float] = []
         ends: list[float] = []
         reached: list[tuple[int | None, Link | None]] = []
@@ -87,9 +87,9 @@ class Precedence:
     def allowed(
         self, number: int, ends: Sequence[float], links: Mapping[Link, float]
     ) -> tuple[float, tuple[int | None, Link | None]]:
-        """When the rank and the inputs of an action allow it, given ``ends``; which action that depends on, which link.
+        """Return when the rank and the inputs of an action allow it, given ``ends``; and which action and link decide.
 
-        What its own rank made is there when the rank is free.
+        What its own rank made is there as soon as the rank is free.
         """
         before = self.before[number]
         at = 0.0 if before is None else ends[before]
@@ -101,7 +101,7 @@ class Precedence:
         return at, by
 
     def opens(self, number: int) -> bool:
-        """Whether nothing has to be done before an action, so that when it could have started is unknown."""
+        """Return whether an action waits for nothing, so that nobody knows when it could have started."""
         return self.before[number] is None and not self.messages[number]
 
 
@@ -136,7 +136,7 @@ def precedence_of(tl: Timeline) -> Precedence:
 
 
 def schedule_of(tl: Timeline) -> Schedule:
-    """The schedule that was run: each rank's order, and the placement that it implies.
+    """Return the schedule that was run: each rank's order, and the placement that it implies.
 
     Raises:
         ValueError: for a timeline without spans, of several steps, or that lacks actions.

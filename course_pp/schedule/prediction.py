@@ -91,7 +91,7 @@ def predicted(
     span: Time | None = None,
     work: Iterable[Time] | None = None,
 ) -> Prediction:
-    """With the work of looped stages unless ``work`` is given, and some rank busy to both ends unless ``span`` is."""
+    """Make a prediction. By default stages are looped, and the longest span is the whole makespan."""
     if work is None:
         times = case.costs.durations(case.p * case.v)
         work = (case.m * sum(sum(times[kind][rank :: case.p]) for kind in "FB") for rank in range(case.p))

@@ -30,7 +30,7 @@ _WHAT: tuple[Literal["activation", "gradient", "weight gradient"], ...] = (
 
 
 def round_of(microbatch: int, share: int, n_microbatches: int) -> range:
-    """The microbatches on which the ``share`` replicas of a stage work at a time: their updates are one."""
+    """Return the microbatches on which the ``share`` replicas of a stage work at a time: their updates are one."""
     first = microbatch - microbatch % share
     return range(first, min(first + share, n_microbatches))
 
@@ -48,7 +48,7 @@ class Products:
 
     @classmethod
     def of(cls, schedule: Schedule) -> "Products":
-        """Those of ``schedule``."""
+        """Return the products of ``schedule``."""
         return cls(
             schedule.n_stages,
             schedule.n_microbatches,
@@ -76,19 +76,19 @@ class Products:
         return 5 * self.per_kind + 2 * len(self.lanes) * self.n_microbatches
 
     def token(self, microbatch: int) -> int:
-        """What the last stage has made of a microbatch for the first stage to continue with."""
+        """Return what the last stage has made of a microbatch for the first stage to continue with."""
         return self._first_token + microbatch
 
     def value(self, lane: int, microbatch: int) -> int:
-        """The value of an edge, as one of its readers gets it."""
+        """Return the value of an edge, as one of its readers gets it."""
         return 5 * self.per_kind + lane * self.n_microbatches + microbatch
 
     def value_gradient(self, lane: int, microbatch: int) -> int:
-        """The gradient that one of the readers leaves."""
+        """Return the gradient that one of the readers leaves."""
         return self.value(len(self.lanes) + lane, microbatch)
 
     def needed_by(self, action: Action | Overlap) -> tuple[int, ...]:
-        """What must be there before ``action`` can start."""
+        """Return what must be there before ``action`` can start."""
         needed = self._needed_in_chain(action)
         if self.feedback:
             needed += tuple(
@@ -99,7 +99,7 @@ class Products:
         return (*needed, *self._over_edges(action, makes=False)) if self.edges else needed
 
     def made_by(self, action: Action | Overlap) -> tuple[int, ...]:
-        """What is there once ``action`` is done."""
+        """Return what is there once ``action`` is done."""
         made = self._made_in_chain(action)
         if self.feedback:
             made += tuple(
@@ -163,7 +163,7 @@ class Products:
         return Product(_WHAT[kind], *divmod(here, self.n_microbatches))
 
     def boundary(self, product: int) -> int | None:
-        """The boundary between stages that it crosses, s for the one between s and s + 1; None if it crosses none."""
+        """Return the boundary that a product crosses, s for that between stages s and s + 1; None without one."""
         if product >= 5 * self.per_kind:
             return None
         kind, here = divmod(product, self.per_kind)
@@ -171,11 +171,11 @@ class Products:
         return {1: stage, 3: stage - 1}.get(kind)
 
     def lane_of(self, product: int) -> Lane | None:
-        """The reader of an edge whose value or gradient it is; None for what goes from neighbour to neighbour."""
+        """Return the reader of an edge whose value or gradient a product is; None for one between neighbours."""
         if not 5 * self.per_kind <= product < self._first_token:
             return None
         return self.lanes[(product - 5 * self.per_kind) // self.n_microbatches % len(self.lanes)]
 
     def is_token(self, product: int) -> bool:
-        """Whether it goes from the last stage to the first."""
+        """Return whether it goes from the last stage to the first."""
         return product >= self._first_token

@@ -69,7 +69,7 @@ class Schedule:
         )
 
     def forward_only(self) -> "Schedule":
-        """The forwards of these orders, without the rest: evaluation."""
+        """Return the schedule with its forwards alone, for evaluation."""
         rows = (tuple(part for action in row for part in action.parts if part.kind == "F") for row in self.actions)
         return replace(self, name=f"{self.name} forward", actions=tuple(rows))
 

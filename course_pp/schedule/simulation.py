@@ -16,7 +16,7 @@ from course_pp.schedule.timeline import Timeline
 def simulate(
     schedule: Schedule, costs: Costs | None = None, durations: Sequence[Sequence[Time]] | None = None
 ) -> Timeline:
-    """When each rank does what, if every action starts as soon as it can.
+    """Return when each rank does what, if every action starts as soon as it can.
 
     Sends are buffered: a rank hands its message over and goes on, and the message arrives a transfer later. With
     integer or fractional costs every number is exact. A value that crosses an edge is one message for each rank that
@@ -63,7 +63,7 @@ def simulate(
 
 
 def durations_of(schedule: Schedule, costs: Costs) -> list[list[Time]]:
-    """The time of each action, rank by rank."""
+    """Return the time of each action, rank by rank."""
     times = costs.durations(schedule.n_stages)
     pairs = None if costs.overlapped is None else costs.each("overlapped", schedule.n_stages)
 

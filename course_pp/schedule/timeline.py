@@ -169,14 +169,16 @@ class Timeline:
 
     @cached_property
     def weight_versions(self) -> tuple[int, ...]:
-        """For each rank, the most versions of a stage's weights it needs at once: 1 unless it updates (``U``) while
-        microbatches that passed forward under older weights are in flight (PipeDream's weight stashing).
+        """For each rank, the most versions of a stage's weights that it needs at once.
+
+        It is 1 unless a stage updates (``U``) while microbatches are in flight that passed forward under older weights
+        (PipeDream's weight stashing).
         """
         return tuple(map(most_versions, self.by_rank))
 
     @checked
     def memory_curve(self, costs: Costs | None = None) -> tuple[Curve, ...]:
-        """For each rank, what it holds from when on: (time, amount) at each change, first at 0.
+        """Return for each rank, what it holds from when on: (time, amount) at each change, first at 0.
 
         Args:
             costs: says what a forward keeps, what part ``I`` releases, and what values of edges and weights weigh;
@@ -193,7 +195,7 @@ class Timeline:
 
     @checked
     def peak_memory(self, costs: Costs | None = None) -> tuple[Time, ...]:
-        """For each rank the highest point of its :meth:`memory_curve`.
+        """Return for each rank the highest point of its :meth:`memory_curve`.
 
         Only the weights of stages seen in the rank's spans count: a replica that no microbatch came to holds none.
         """
@@ -220,7 +222,7 @@ class Timeline:
     def critical_path(self) -> tuple[Span, ...]:
         """The chain of spans that sets the makespan, in order: each starts when the one before, or its message, allows.
 
-        Shortening any other span alone would not end the last one earlier.
+        Shortening any other span alone does not end the run earlier.
         """
         return critical_path(self.by_rank, self._inputs)
 

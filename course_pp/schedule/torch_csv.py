@@ -20,7 +20,7 @@ _PAIR = re.compile(r"\([^)]*\)")
 
 @checked
 def to_torch_csv(schedule: Schedule) -> str:
-    """``schedule`` as CSV, a row a rank, without idle slots. Placement and edges are not in it.
+    """Return ``schedule`` as CSV, a row a rank, without idle slots. Placement and edges are not in it.
 
     Raises:
         ValueError: for an asynchronous schedule or one with replicated stages: torch has neither.
@@ -86,7 +86,7 @@ def _read(cell: str, rank: int, column: int) -> Action | Overlap:
 
 
 def _placement_of(rows: Sequence[Sequence[Action | Overlap]]) -> tuple[tuple[int, ...], ...]:
-    """For each stage the ranks whose rows have it, in the order in which they take microbatches."""
+    """Return for each stage the ranks whose rows have it, in the order in which they take microbatches."""
     found = implied_placement(rows)
     missing = next((stage for stage in range(max(found)) if stage not in found), None)
     if missing is not None:

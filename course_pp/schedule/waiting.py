@@ -65,7 +65,7 @@ class Inputs:
         return self._products.describe(item.product)
 
     def of(self, span: Span) -> list[Input]:
-        """The inputs of ``span`` that the timeline shows being made."""
+        """Return the inputs of ``span`` that the timeline shows being made."""
         found = []
         for product in self._products.needed_by(span.action):
             maker = self._latest(product, span.start) if product in self._others else self._maker.get(product)
@@ -77,7 +77,7 @@ class Inputs:
         return found
 
     def _on_its_way(self, product: int) -> Time:
-        """How long a message with it takes, as far as that is known."""
+        """Return how long a message with it takes, as far as that is known."""
         if self._products.is_token(product):
             return self._token_transfer
         lane = self._products.lane_of(product)
@@ -92,7 +92,7 @@ class Inputs:
 
 
 def gaps_of_rank(rank: int, row: Sequence[Span], inputs: Inputs, makespan: Time, unit: str) -> Iterator[Gap]:
-    """The intervals from 0 to ``makespan`` in which ``rank`` does nothing, each with its cause."""
+    """Yield the intervals from 0 to ``makespan`` in which ``rank`` does nothing, each with its cause."""
 
     @cache
     def at(time: Time) -> str:
@@ -118,7 +118,7 @@ def gaps_of_rank(rank: int, row: Sequence[Span], inputs: Inputs, makespan: Time,
 
 
 def critical_path(rows: Sequence[Sequence[Span]], inputs: Inputs) -> tuple[Span, ...]:
-    """The spans that set the makespan, in order of time, found from the end by what each of them waited for."""
+    """Return the spans that set the makespan, in order of time, found from the end by what each of them waited for."""
     before = {id(later): earlier for row in rows for earlier, later in pairwise(row)}
     span: Span | None = max((row[-1] for row in rows if row), key=lambda each: each.end, default=None)
     path = []
@@ -132,7 +132,7 @@ def critical_path(rows: Sequence[Sequence[Span]], inputs: Inputs) -> tuple[Span,
 
 
 def _ready_later(needs: Sequence[Sequence[Input]]) -> list[tuple[Time | None, int]]:
-    """For each action of a rank: of those after it, which has its inputs first, and when."""
+    """Return for each action of a rank: of those after it, which has its inputs first, and when."""
     best: tuple[Time | None, int] = (None, -1)
     found = []
     for index in reversed(range(len(needs))):

@@ -84,7 +84,7 @@ def game_of(
     memory_limit: int | Sequence[int | None] | None = None,
     split: bool = False,
 ) -> Game:
-    """A game on ``placement``.
+    """Return a game on ``placement``.
 
     Raises:
         ValueError: for fewer than one microbatch, an action that takes no time, and a limit under which no microbatch
@@ -120,7 +120,7 @@ def game_of(
 
 
 def spelled(time: float) -> str:
-    """A time for people: ``3``, ``2.5``."""
+    """Return a time for people: ``3``, ``2.5``."""
     return f"{round(time, 3):.12g}"
 
 
@@ -135,7 +135,7 @@ class Placed:
 
 
 def held_after(row: Iterable[Placed]) -> list[int]:
-    """How many activations a rank holds once each of its actions has started (``F``) or ended (the others)."""
+    """Return how many activations a rank holds once each of its actions has started (``F``) or ended (the others)."""
     held, found = 0, []
     for span in row:
         held += {"F": 1, "I": 0}.get(span.action.kind, -1)

@@ -10,7 +10,7 @@ from course_pp.files import locked, state_folder, write_atomically
 
 
 def kept_in() -> Path:
-    """The file; delete it to begin again."""
+    """Return the file of kept boards; delete it to begin again."""
     path = state_folder() / "boards.json"
     with contextlib.suppress(RuntimeError):  # nobody has that home directory
         path = path.expanduser()
@@ -18,13 +18,13 @@ def kept_in() -> Path:
 
 
 def kept(name: str) -> list[str]:
-    """The moves of the board called ``name``; none if nothing readable was kept."""
+    """Return the moves of the board called ``name``; none if nothing readable was kept."""
     found = _read().get(name, [])
     return found if isinstance(found, list) and all(isinstance(move, str) for move in found) else []
 
 
 def keep(name: str, moves: list[str]) -> str:
-    """Keep them; an empty list forgets the board. Returns why it could not be done, in a sentence, or nothing."""
+    """Keep the moves of a board; an empty list forgets it. Return a sentence if that failed, else an empty one."""
     path = kept_in()
     try:
         with locked(path) as file:  # another kernel may keep a board at the same time

@@ -67,7 +67,7 @@ def least_makespan(
     memory_limit: int | tuple[int | None, ...] | None,
     split: bool,
 ) -> Time:
-    """What no order on this board can beat. Where the backward is whole, nobody can start its weight half later."""
+    """Return what no order on this board can beat. A whole backward cannot leave its weight half for later."""
     if not split:
         n = len(placement)
         costs = replace(costs, recompute=0, input_grad=costs.durations(n)["B"], weight_grad=0)
@@ -183,7 +183,7 @@ LEVELS = (
 def references(
     placement: tuple[int, ...], n_microbatches: int, split: bool, own: Schedule | None = None
 ) -> dict[str, list[list[str]]]:
-    """The named orders that this board can hold, and ``own`` first: for each rank its actions, as text."""
+    """Return the named orders that this board can hold, and ``own`` first: for each rank its actions, as text."""
     p = 1 + max(placement)
     found = {} if own is None else {own.name: own}
     for name in names():

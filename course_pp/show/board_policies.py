@@ -1,4 +1,4 @@
-"""Who else can place: simple rules that finish a board, orders that have a name, and telling which one it is so far."""
+"""Help on a board: simple rules that finish it, orders that have a name, and which of them it has followed so far."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fill(position: Position, policy: str, references: Mapping[str, Rows]) -> lis
 
 
 def advice(position: Position, policy: str, references: Mapping[str, Rows], rank: int | None = None) -> Action | None:
-    """What comes next, on ``rank`` or on any; None if there is nothing."""
+    """Return what comes next, on ``rank`` or on any; None if there is nothing."""
     ranks = range(position.game.n_ranks) if rank is None else (rank,)
     if policy in references:
         options = [_of_reference(position, references[policy], each) for each in ranks]
@@ -38,7 +38,7 @@ def advice(position: Position, policy: str, references: Mapping[str, Rows], rank
 
 
 def recognised(position: Position, references: Mapping[str, Rows]) -> list[str]:
-    """The names of the orders that the board has followed so far; none of an empty board."""
+    """Return the names of the orders that the board has followed so far; none of an empty board."""
     rows = [[str(span.action) for span in row] for row in position.rows]
     if not any(rows):
         return []

@@ -87,7 +87,7 @@ class Position:
         self._insert(action, min(index, len(self.rows[self.rank_of(action)])))
 
     def why_not(self, action: Action, at: float | None = None) -> Refused | None:
-        """Why ``action`` cannot be placed; None if it can."""
+        """Return why ``action`` cannot be placed; None if it can."""
         try:
             self._refuse_unless_possible(action)
             self._fit(action, self.index_at(self.rank_of(action), at))
@@ -96,7 +96,7 @@ class Position:
         return None
 
     def legal(self, rank: int, at: float | None = None) -> list[Action]:
-        """What can be placed on ``rank``, that which can start first in front."""
+        """Return what can be placed on ``rank``, the earliest start first."""
         found = []
         for stage in self.game.stages_of[rank]:
             for microbatch in range(self.game.n_microbatches):
@@ -108,17 +108,17 @@ class Position:
         return [action for _, action in sorted(found, key=lambda each: each[0])]
 
     def start_of(self, action: Action) -> float:
-        """When ``action`` would start at the end of its row. Raises Refused."""
+        """Return when ``action`` would start at the end of its row. Raises Refused."""
         self._refuse_unless_possible(action)
         return self._fit(action, len(self.rows[self.rank_of(action)]))
 
     def in_flight(self, stage: int) -> int:
-        """How many microbatches have passed ``stage`` forward and not backward."""
+        """Return how many microbatches have passed ``stage`` forward and not backward."""
         kinds = [action.kind for action in self._spans if action.stage == stage]
         return kinds.count("F") - kinds.count("B") - kinds.count("I")
 
     def next_of(self, rank: int, kind: str, at: float | None = None) -> Action:
-        """The first action of ``kind`` that can be placed on ``rank``. Raises Refused, about the first that is left."""
+        """Return the first action of ``kind`` that can be placed on ``rank``. Raises Refused if none can."""
         self.index_at(rank, at)  # a busy rank is the first reason
         for action in self.legal(rank, at):
             if action.kind == kind:
@@ -131,7 +131,7 @@ class Position:
         raise Refused("nothing", f"rank {rank} has no {kind} left to place")
 
     def remove(self, action: Action) -> None:
-        """Take ``action`` away, what came after it on its rank, and what depends on any of these.
+        """Remove ``action``, what came after it on its rank, and what depends on any of these.
 
         Raises:
             Refused: if it is not on the board.
@@ -159,7 +159,7 @@ class Position:
             del row[n:]
 
     def gaps(self) -> list[tuple[int, float, float, str]]:
-        """Each interval up to the makespan in which a rank does nothing: rank, start, end, and why."""
+        """Return each interval up to the makespan in which a rank does nothing: rank, start, end, and why."""
         found = []
         for rank, row in enumerate(self.rows):
             free = 0.0
@@ -175,7 +175,7 @@ class Position:
         return found
 
     def critical_path(self) -> list[Action]:
-        """The chain that sets the makespan: each action starts when the one before it, or its message, allows."""
+        """Return the chain that sets the makespan: each action starts when the one before, or its message, allows."""
         span: Placed | None = None
         for row in self.rows:
             if row and (span is None or row[-1].end > span.end):
@@ -197,7 +197,7 @@ class Position:
         return action.needs(self.game.n_stages)
 
     def _arrival(self, product: Product, rank: int) -> float:
-        """When something that was made is there on ``rank``."""
+        """Return when something that was made is there on ``rank``."""
         maker = self._maker[product]
         if maker.rank == rank:
             return maker.end
@@ -224,12 +224,12 @@ class Position:
                 raise Refused("missing", f"{action} needs {product}: place {self._makers(product)} first")
 
     def _makers(self, product: Product) -> str:
-        """The actions that would make ``product``, spelled."""
+        """Return the actions that would make ``product``, spelled."""
         kinds = "F" if product.what == "activation" else "IB" if self.game.split else "B"
         return " or ".join(f"{product.stage}{kind}{product.microbatch}" for kind in kinds)
 
     def index_at(self, rank: int, at: float | None) -> int:
-        """Where in the row of ``rank`` an action placed at time ``at`` would go. Raises Refused if it is busy."""
+        """Return where in the row of ``rank`` an action placed at time ``at`` goes. Raises Refused if it is busy."""
         row = self.rows[rank]
         if at is None:
             return len(row)
@@ -243,7 +243,7 @@ class Position:
         return sum(span.start <= at for span in row)
 
     def _fit(self, action: Action, index: int) -> float:
-        """When ``action`` would start before the one at ``index``. Raises Refused without time or memory for it."""
+        """Return when ``action`` would start before that at ``index``. Raises Refused without time or memory for it."""
         rank = self.rank_of(action)
         row, took = self.rows[rank], self.game.durations[action.kind][action.stage]
         start = row[index - 1].end if index else 0.0
@@ -291,7 +291,7 @@ class Position:
 
 
 def replay(game: Game, moves: Sequence[str]) -> Position:
-    """The position after ``moves``: ``0F0`` at the end of a row, ``0W0@3`` before the fourth, ``-0F0`` taken away.
+    """Replay ``moves``: ``0F0`` at the end of a row, ``0W0@3`` before the fourth action, ``-0F0`` taken away.
 
     Raises:
         ValueError: for a move that cannot be read or is not allowed, with its number.

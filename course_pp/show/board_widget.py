@@ -180,7 +180,7 @@ class Board(AnyWidget):
 
     @checked
     def remove(self, action: str) -> None:
-        """Take an action away, what came after it on its rank, and what depends on these.
+        """Remove an action, what came after it on its rank, and what depends on these.
 
         Raises:
             ValueError: if it is not on the board.
@@ -190,13 +190,13 @@ class Board(AnyWidget):
 
     @checked
     def why_not(self, action: str, at: Time | None = None) -> str:
-        """Why ``action`` cannot be placed; empty if it can."""
+        """Return why ``action`` cannot be placed; empty if it can."""
         refused = self._position.why_not(Action.parse(action), None if at is None else float(at))
         return "" if refused is None else str(refused)
 
     @checked
     def legal(self, rank: int) -> tuple[str, ...]:
-        """What ``rank`` could do next, that which can start first in front. Raises ValueError for no such rank."""
+        """Return what ``rank`` could do next, the earliest start first. Raises ValueError for no such rank."""
         if not 0 <= rank < self._game.n_ranks:
             raise ValueError(f"rank is {rank}: give a rank from 0 to {self._game.n_ranks - 1}")
         return tuple(map(str, self._position.legal(rank)))
@@ -217,7 +217,7 @@ class Board(AnyWidget):
 
     @checked
     def hint(self, policy: str = "") -> str:
-        """The next action by a policy or a named order, or by the level's own; empty if there is none.
+        """Return the next action by a policy or a named order, or by the level's own; empty if there is none.
 
         Raises:
             ValueError: for an unknown policy.
@@ -252,7 +252,7 @@ class Board(AnyWidget):
         self.moves = moves
 
     def to_csv(self) -> str:
-        """The order as torch's schedules read it."""
+        """Return the order as torch's schedules read it."""
         return to_torch_csv(self.schedule)
 
     def run(self) -> Timeline:
@@ -331,7 +331,7 @@ def board(
     memory_limit: int | Sequence[int | None] | None = None,
     split: bool = False,
 ) -> Board:
-    """A board on which to draw a schedule: a level of the course, or one of your own sizes.
+    """Make a board on which to draw a schedule: a level of the course, or one of your own sizes.
 
     Args:
         level: from 1 to 12; it sets everything else.

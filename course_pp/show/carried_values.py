@@ -87,7 +87,7 @@ def carried(cut: Cut, title: str | None = None) -> ChartFigure:
 
 
 def _levels(values: Sequence[Value]) -> list[int]:
-    """How high each arrow goes, so that none lies on another."""
+    """Return how high each arrow goes, so that none lies on another."""
     taken: list[list[tuple[int, int]]] = []
     found: dict[int, int] = {}
     for index, value in sorted(enumerate(values), key=lambda each: each[1].read[-1] - each[1].made):
@@ -113,7 +113,7 @@ def _stage_of(cut: Cut, call: int) -> int:
 
 
 def _passes(cut: Cut, value: Value) -> bool:
-    """Whether it crosses a stage that does not read it."""
+    """Return whether it crosses a stage that does not read it."""
     stages = {_stage_of(cut, call) for call in value.read}
     return any(stage not in stages for stage in range(_stage_of(cut, value.made) + 1, max(stages)))
 
@@ -123,7 +123,7 @@ def _over(cut: Cut, begin: int) -> list[Value]:
 
 
 def _short(name: str) -> str:
-    """``h.3`` of ``transformer.h.3``, and ``norm`` of ``model.norm``."""
+    """Return ``h.3`` of ``transformer.h.3``, and ``norm`` of ``model.norm``."""
     *_, before, last = ("", *name.split("."))
     return f"{before}.{last}" if last.isdigit() and before else last
 

@@ -72,7 +72,7 @@ def _find(tl: Timeline, action: Action | Overlap | str) -> Span:
 
 
 def _chain(tl: Timeline, span: Span) -> tuple[list[_Cause], list[_Cause]]:
-    """The causes from ``span`` back to the start, and the inputs of ``span`` that are not among them."""
+    """Return the causes from ``span`` back to the start, and the inputs of ``span`` that are not among them."""
     makers: dict[Product, list[Span]] = {}
     for made in tl.spans:
         for part in made.action.parts:
@@ -128,7 +128,7 @@ def _draw_arrow(axes: Axes, start: Span, end: Span, scale: float, solid: bool) -
 
 
 def _bend(axes: Axes, length: float, rank: int) -> float:
-    """How an arrow within a row bends over the boxes between: upwards, but downwards from the top row."""
+    """Return how an arrow within a row bends over the boxes between: upwards, but downwards from the top row."""
     points_x, points_y = chart.points_per_unit(axes)
     rows_in_frame = abs(axes.get_ylim()[0] - axes.get_ylim()[1])
     # The arc of arc3 is half as high as its bend times its length.

@@ -57,7 +57,7 @@ class ChartFigure(Figure):
 
     @checked
     def axes_with_margins(self, left: float, right: float, bottom: float, top: float) -> Axes:
-        """Axes that leave margins of so many inches. Fixed margins spare a second drawing to find them."""
+        """Return axes that leave margins of so many inches. Fixed margins spare a second drawing to find them."""
         width, height = self.get_size_inches()
         return self.add_axes(
             (left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height)
@@ -65,7 +65,7 @@ class ChartFigure(Figure):
 
     @checked
     def png(self, quick: bool = False) -> bytes:
-        """The figure as PNG, at twice its nominal resolution, in a reduced palette; larger and sooner if ``quick``."""
+        """Return the figure as PNG, at twice its size, in a reduced palette; larger but sooner if ``quick``."""
         canvas = FigureCanvasAgg(self)
         canvas.draw()
         drawn = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
@@ -75,7 +75,7 @@ class ChartFigure(Figure):
         return data.getvalue()
 
     def svg(self) -> str:
-        """The figure as SVG, always the same bytes: text stays text, alt text is title and description."""
+        """Return the figure as SVG, always the same bytes: text stays text, alt text is title and description."""
         text = BytesIO()
         with matplotlib.rc_context({"svg.hashsalt": "course_pp", "svg.fonttype": "none"}):
             self.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
@@ -115,13 +115,13 @@ class ChartFigure(Figure):
 
 @lru_cache(maxsize=4096)
 def text_width(text: str, size: float) -> float:
-    """Width of ``text`` in points, in the default font at ``size`` points."""
+    """Return the width of ``text`` in points, in the default font at ``size`` points."""
     width, _, _ = text_to_path.get_text_width_height_descent(text, FontProperties(size=size), ismath=False)
     return float(width)
 
 
 def size_in_inches(axes: Axes) -> tuple[float, float]:
-    """Width and height of the frame of ``axes``."""
+    """Return the width and height of the frame of ``axes``."""
     figure = axes.get_figure(root=True)
     if figure is None:
         raise RuntimeError("these axes belong to no figure: add them to one before measuring them")
@@ -131,7 +131,7 @@ def size_in_inches(axes: Axes) -> tuple[float, float]:
 
 
 def points_per_unit(axes: Axes) -> tuple[float, float]:
-    """How many points one unit of x and one unit of y are long."""
+    """Return how many points one unit of x and one unit of y are long."""
     width, height = size_in_inches(axes)
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
     return _POINTS_PER_INCH * width / abs(right - left), _POINTS_PER_INCH * height / abs(top - bottom)

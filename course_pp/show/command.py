@@ -178,7 +178,7 @@ _WRITE: dict[str, Callable[[Report], str]] = {"csv": _as_csv, "trace": _as_trace
 
 
 def _has_colour(wish: str, stream: TextIO) -> bool:
-    """Colour for a terminal, unless NO_COLOR is set (https://no-color.org) or the terminal has none."""
+    """Return whether to colour: on a terminal that has colours, unless NO_COLOR is set (https://no-color.org)."""
     if wish != "auto":
         return wish == "always"
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -44,7 +44,7 @@ class _Pair:
         return f"{self.names[0]} {first}", f"{self.names[1]} {second}"
 
     def lateness(self, rank: int) -> float:
-        """How much later the rank finishes than predicted, in the unit of the axis."""
+        """Return how much later the rank finishes than predicted, in the unit of the axis."""
         before, after = (
             row[rank][-1].end if row[rank] else 0 for row in (self.predicted.by_rank, self.measured.by_rank)
         )
@@ -119,7 +119,7 @@ def _seconds_per_unit(predicted: Timeline, measured: Timeline, given: float | No
 
 
 def _names_end(names: tuple[str, str]) -> float:
-    """How many points left of the axes there is room for the rank beside the two names."""
+    """Return how many points left of the axes there is room for the rank beside the two names."""
     return _NAME_GAP + max(chart.text_width(name, _NAME_SIZE) for name in names) + 6
 
 

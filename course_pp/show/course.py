@@ -97,7 +97,7 @@ def _finding() -> str:
 
 @cache
 def _places() -> dict[str, tuple[int, int]]:
-    """Column and row of each notebook: as far right as its longest way in, each branch in a row of its own."""
+    """Return column and row of each notebook: as far right as its longest way in, each branch in a row of its own."""
     columns: dict[str, int] = {}
     for notebook in NOTEBOOKS:  # what comes before is listed before
         columns[notebook.number] = 1 + max((columns[before] for before in notebook.after), default=-1)

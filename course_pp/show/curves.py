@@ -110,7 +110,7 @@ def _as_names(schedules: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _share(costs: Costs, n_chunks: int) -> Costs:
-    """The costs of one of ``n_chunks`` equal parts of what a rank holds."""
+    """Return the costs of one of ``n_chunks`` equal parts of what a rank holds."""
     shares = {}
     for name in (*_TIMES, *_AMOUNTS):
         value = getattr(costs, name)
@@ -249,7 +249,7 @@ class _Point:
         return listed([f"{name} (asynchronous)" if name == _ASYNCHRONOUS else name for name in self.names])
 
     def beats(self, other: "_Point") -> bool:
-        """Whether it is as good in both and better in one."""
+        """Return whether it is as good in both and better in one."""
         return (
             self.memory <= other.memory
             and self.bubble <= other.bubble
@@ -311,7 +311,7 @@ def pareto(
 def _points(
     schedules: Sequence[str], n_ranks: int, n_microbatches: int, costs: Costs, within_span: bool
 ) -> tuple[list[_Point], list[str]]:
-    """A point for each schedule that allows the sizes, alike ones joined; and the names of the others."""
+    """Return a point for each schedule that allows the sizes, alike ones joined; and the names of the others."""
     found: dict[tuple[float, float], list[str]] = {}
     refused, reason = [], None
     for name in schedules:

@@ -58,7 +58,7 @@ class Settings:
 
 
 def explore(**settings: Any) -> "Panel":
-    """A panel to try schedules, sizes and costs: timeline, bubbles, memory, formula, and the reason for any gap.
+    """Show a panel to try schedules, sizes and costs: timeline, bubbles, memory, formula, the reason for any gap.
 
     Args:
         settings: where to start, by the names of :class:`Settings`, such as ``schedule="zb_h1", n_ranks=8``.
@@ -103,7 +103,7 @@ def _scaled(time: float, factors: list[float]) -> float | tuple[float, ...]:
 
 
 def figure_of(report: Report, gap: Gap | None) -> ChartFigure:
-    """The timeline, with a frame around ``gap``."""
+    """Return the timeline, with a frame around ``gap``."""
     figure = timeline(report.timeline)
     if gap is not None:
         figure.axes[0].add_patch(
@@ -123,7 +123,7 @@ def figure_of(report: Report, gap: Gap | None) -> ChartFigure:
 
 
 def figure_html(figure: ChartFigure) -> str:
-    """The figure as an image with its alt text."""
+    """Return the figure as an image with its alt text."""
     figure.set_dpi(_DOTS_PER_INCH)
     data = b64encode(figure.png(quick=True)).decode("ascii")
     alt = escape(figure.alt_text)
@@ -131,7 +131,7 @@ def figure_html(figure: ChartFigure) -> str:
 
 
 def numbers_html(report: Report) -> str:
-    """Makespan and both bubbles, simulated and by the closed form."""
+    """Return the makespan and both bubbles, simulated and by the closed form."""
     tl, form = report.timeline, report.closed_form
     rows = [
         ("", "simulated", "closed form"),
@@ -160,7 +160,7 @@ def _of_the_work(bubble: Time) -> Time:
 
 
 def definitions_html() -> str:
-    """What is called a bubble here, and by others."""
+    """Return the definitions of a bubble, here and in the papers."""
     return _sentence(
         "The bubble b is the idle share of all rank time, up to the makespan. Megatron-LM (Narayanan et al. 2021) "
         "divides the idle time by the work instead, which is b / (1 − b), and (p − 1) / m for GPipe and 1F1B; the "
@@ -170,7 +170,7 @@ def definitions_html() -> str:
 
 
 def formula_html(report: Report) -> str:
-    """The closed form in letters, and how it compares with the simulation."""
+    """Return the closed form in letters, and how it compares with the simulation."""
     form = report.closed_form
     formula = f"makespan = {form.formula}; " if form else ""
     return _sentence(formula + report.verdict)
@@ -181,7 +181,7 @@ def _sentence(text: str) -> str:
 
 
 def ranks_html(report: Report) -> str:
-    """For each rank its busy share and the most activations it holds, as a number and a bar."""
+    """Return for each rank its busy share and the most activations it holds, as a number and a bar."""
     tl, form = report.timeline, report.closed_form
     highest = max([*tl.peak_activations, 1])
     rows: list[tuple[str, ...]] = [("rank", "busy", "peak held", "closed form", "")]
@@ -210,7 +210,7 @@ def _table(rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def gap_options(gaps: tuple[Gap, ...]) -> Iterator[tuple[str, int]]:
-    """What the menu of gaps offers: its text, and the place in ``gaps``."""
+    """Yield what the menu of gaps offers: its text, and the place in ``gaps``."""
     for index, gap in enumerate(gaps):
         yield f"rank {gap.rank}, {format_time(gap.start)} to {format_time(gap.end)}", index
 
@@ -287,7 +287,7 @@ class Panel(VBox):
 
 
 def _controls(settings: Settings) -> dict[str, Widget]:
-    """A widget for each setting, by its name."""
+    """Return a widget for each setting, by its name."""
 
     def choice(text: str, options: dict[str, Any]) -> Widget:
         return Dropdown(description=text, options=list(options.items()), **_WIDE)
@@ -334,7 +334,7 @@ def _value(control: Widget) -> Any:
 
 
 def _none_of(control: Widget) -> int | None:
-    """The value that stands for None; None if none does."""
+    """Return the value that stands for None; None if none does."""
     if isinstance(control, Dropdown):
         return _NONE
     return 0 if isinstance(control, IntSlider) and control.min == 0 else None

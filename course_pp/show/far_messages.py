@@ -20,7 +20,7 @@ _LOOKS: dict[str, tuple[str, tuple[float, tuple[float, ...]]]] = {
 
 
 def draw_far_messages(axes: Axes, tl: Timeline, scale: float) -> list[Line2D]:
-    """A line for each message between two ranks, from the end of its maker to the start of its reader.
+    """Draw a line for each message between two ranks, from the end of its maker to the start of its reader.
 
     Returns:
         The entries of a key: one for each kind of message that was drawn.
@@ -41,7 +41,7 @@ def draw_far_messages(axes: Axes, tl: Timeline, scale: float) -> list[Line2D]:
 
 
 def describe_far_messages(tl: Timeline) -> str:
-    """The edges and their messages in a sentence with a blank before it; nothing without any."""
+    """Return a sentence on the edges and their messages, with a blank before it; nothing without edges."""
     n = {what: sum(product.what == what for product, _, _ in _messages(tl)) for what in _LOOKS}
     told = ""
     if tl.edges:
@@ -52,7 +52,7 @@ def describe_far_messages(tl: Timeline) -> str:
 
 
 def _messages(tl: Timeline) -> Iterator[tuple[Product, Span, Span]]:
-    """What crosses edges between ranks, once for each rank, with the spans that make it and first need it."""
+    """Yield what crosses edges between ranks, once for each rank, with the spans that make it and first need it."""
     if not tl.edges and not tl.feedback:
         return
     places = {

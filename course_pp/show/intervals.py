@@ -34,7 +34,7 @@ class Held:
 
 
 def messages(tl: Timeline) -> Iterator[Message]:
-    """Every message between two ranks that the timeline shows being made and taken, in the order of taking ends."""
+    """Yield every message between two ranks that the timeline shows made and taken, in the order of taking ends."""
     makers: dict[Product, Span] = {}
     for span in sorted(tl.spans, key=lambda each: (each.end, each.start)):
         for part in span.action.parts:
@@ -50,7 +50,7 @@ def messages(tl: Timeline) -> Iterator[Message]:
 
 
 def held_activations(tl: Timeline) -> Iterator[Held]:
-    """Every interval in which a rank holds activations; until the makespan if their backward is not there."""
+    """Yield every interval in which a rank holds activations; until the makespan if their backward is not there."""
     for rank, row in enumerate(tl.by_rank):
         begun: dict[tuple[int, int], Time] = {}
         for span in row:

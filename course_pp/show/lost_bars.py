@@ -36,7 +36,7 @@ _LOOKS = {
 
 @checked
 def lost_time(fit: Fit, title: str | None = None) -> ChartFigure:
-    """Draw for each rank a bar of the time by which the makespan is longer for what happens there, stacked by cause.
+    """Draw for each rank the time that it adds to the makespan, stacked by cause.
 
     All bars together are the difference between the measured and the ideal makespan; a message counts on the rank that
     receives it. What makes the run shorter goes to the left of 0.
@@ -70,7 +70,7 @@ def lost_time(fit: Fit, title: str | None = None) -> ChartFigure:
 
 
 def _extent(fit: Fit) -> tuple[float, float]:
-    """How far the bars reach to the left and to the right."""
+    """Return how far the bars reach to the left and to the right."""
     parts = list(zip(*(loss.per_rank for loss in fit.lost), strict=True))
     return (
         min(sum(time for time in of_rank if time < 0) for of_rank in parts),
@@ -79,7 +79,7 @@ def _extent(fit: Fit) -> tuple[float, float]:
 
 
 def _axis_unit(longest: float, unit: str) -> tuple[float, str]:
-    """The factor from times to those of the axis, and the unit to write under it."""
+    """Return the factor from times to those of the axis, and the unit to write under it."""
     if unit != "s":
         return 1.0, "relative cost"
     return (1.0, "s") if longest >= 1 else (1e3, "ms") if longest >= 1e-3 else (1e6, "µs")
@@ -136,7 +136,7 @@ def _draw_bars(axes: Axes, fit: Fit, scale: float) -> None:
 
 
 def _blamed(loss: Loss) -> str:
-    """``straggling rank 2``, the link that transfers wait for, else the cause in a word."""
+    """Return ``straggling rank 2``, the link that transfers wait for, else the cause in a word."""
     where = loss.where
     if isinstance(where, tuple):
         return _blamed_link(loss, where)
@@ -145,7 +145,7 @@ def _blamed(loss: Loss) -> str:
 
 
 def _blamed_link(loss: Loss, link: tuple[int, int]) -> str:
-    """The link alone only if it has all the time that the title gives: another may have the rest."""
+    """Return the link alone only if it has all the time that the title gives: another may have the rest."""
     share = loss.per_link[link] / loss.time
     if share > 0.995:
         return name_of(link)

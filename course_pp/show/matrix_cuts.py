@@ -107,7 +107,7 @@ def _finding(n_ranks: int, plan: tuple[How, How], cuts: _Plan, moved: list[int])
 
 
 def _columns(scale: float, has_first: bool) -> tuple[dict[str, float], float]:
-    """Where each matrix and each exchange begins, and how wide all of it is."""
+    """Return where each matrix and each exchange begins, and how wide all of it is."""
     xs, x = {}, 0.55
     widths = {"X": _X, "A": _A, "first": None, "H": _H, "B": _B, "Z": _Z, "second": None, "sum": _Z}
     for name, size in widths.items():

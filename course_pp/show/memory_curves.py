@@ -126,7 +126,7 @@ def _draw_all(axes: Axes, tl: Timeline, costs: Costs | None, scale: float, held:
 
 
 def _area(curve: _Curve, rank: int, scale: float, end: float, highest: float) -> list[tuple[float, float]]:
-    """The corners of the area under a curve, in the row of ``rank``."""
+    """Return the corners of the area under a curve, in the row of ``rank``."""
     floor = rank + rows.ROW_FILL / 2
     corners, level = [(0.0, floor)], floor
     # Of several changes at one time the last counts: one released and the next taken at once is no change.

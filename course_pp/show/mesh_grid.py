@@ -48,7 +48,7 @@ class Dimension:
 
 
 def dimensions_of(sizes: Mapping[str, int], gpus_per_node: int) -> tuple[Dimension, ...]:
-    """The dimensions of more than one rank, for ranks numbered node by node and the last dimension fastest."""
+    """Return the dimensions of more than one rank, for ranks numbered node by node and the last dimension fastest."""
     n_ranks, found, stride = prod(sizes.values()), [], 1
     for name, size in reversed(list(sizes.items())):
         if size > 1:

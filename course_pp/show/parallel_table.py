@@ -61,7 +61,7 @@ class ParallelismTable:
     note: str
 
     def __getitem__(self, name: str) -> Parallelism:
-        """The row called ``name``. Raises KeyError for another name."""
+        """Return the row called ``name``. Raises KeyError for another name."""
         return {row.name: row for row in self.rows}[name]
 
     @property

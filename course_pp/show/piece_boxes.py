@@ -99,7 +99,7 @@ def _as_columns(
 
 
 def _extent(name: str, cut: Sequence[Piece]) -> tuple[int, ...]:
-    """The smallest shape that holds all pieces."""
+    """Return the smallest shape that holds all pieces."""
     n_dims = {len(numbers) for piece in cut for numbers in (piece.offsets, piece.sizes)}
     if len(n_dims) > 1 or max(n_dims, default=0) > 2:
         raise ValueError(f"{name} has pieces of {listed([str(n) for n in sorted(n_dims)])} dimensions: draw up to two")

@@ -55,8 +55,9 @@ class Planned(Protocol):
 def plan(prediction: Planned, title: str | None = None, rank: int = 0) -> ChartFigure:
     """Draw a prediction: the parts of its step, the memory of each pipeline rank, and the mesh on the nodes.
 
-    Of the mesh the groups of one rank are drawn: with whom it shares tensors, stages, data, and over which links. Of
-    more than 8 nodes only those of its neighbours are; all ranks of a smaller mesh draws :func:`course_pp.show.mesh`.
+    The mesh shows the groups of one rank: with whom it shares tensors, stages and data, and over which links. With more
+    than 8 nodes, only the nodes of its neighbours are drawn. :func:`course_pp.show.mesh` draws all ranks of a smaller
+    mesh.
 
     Args:
         prediction: of at most 64 pipeline ranks.
@@ -100,7 +101,7 @@ def plan(prediction: Planned, title: str | None = None, rank: int = 0) -> ChartF
 
 
 def _in_words(prediction: Planned) -> tuple[str, str]:
-    """The finding, and what the bars say."""
+    """Return the finding, and what the bars say."""
     ranks = prediction.peak_memory
     fullest = max(range(len(ranks)), key=lambda rank: sum(ranks[rank].values()))
     most = sum(ranks[fullest].values())
@@ -114,7 +115,7 @@ def _in_words(prediction: Planned) -> tuple[str, str]:
 
 
 def _stack(axes: Axes, bars: Sequence[Mapping[str, float]], names: list[str], unit: float) -> None:
-    """One stacked bar a row, the kinds in their own order; what is nowhere is not in the legend."""
+    """Draw one stacked bar a row, the kinds in their own order; a kind without bytes is not in the legend."""
     kinds = [kind for kind in bars[0] if any(bar[kind] > 1e-9 for bar in bars)]
     stack_bars(axes, bars, kinds, unit, height=0.75, linewidth=0.6)
     axes.set_ylim(len(bars) - 0.5, -0.5)

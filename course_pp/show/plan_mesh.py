@@ -36,7 +36,7 @@ class Neighbours:
     link: str
 
     def after(self, rank: int) -> int:
-        """The next in the group, where the last sends to the first; but the last stage sends to the one before."""
+        """Return the next rank of the group, after the last the first; for the last stage, the one before."""
         at = self.ranks.index(rank)
         if self.name == "pp" and at + 1 == len(self.ranks):
             return self.ranks[at - 1]
@@ -49,7 +49,7 @@ class Neighbours:
 def neighbours_of(
     sizes: Mapping[str, int], rank: int, gpus_per_node: int, inside: float, between: float
 ) -> tuple[Neighbours, ...]:
-    """The groups of more than one rank, innermost dimension first; ranks count node by node, the last one's fastest.
+    """Return the groups of more than one rank, innermost dimension first; ranks are numbered node by node.
 
     Args:
         sizes: by dimension, outermost first.
@@ -70,7 +70,7 @@ def neighbours_of(
 
 
 def nodes_shown(groups: Sequence[Neighbours], rank: int, n_nodes: int, gpus_per_node: int) -> list[int]:
-    """All nodes, or of too many those of ``rank`` and of the next in each of its groups, and the last there is."""
+    """Return all nodes; of too many, those of ``rank`` and of the next in each of its groups, and the last."""
     if n_nodes <= _MOST_NODES:
         return list(range(n_nodes))
     near = [rank, *(group.after(rank) for group in groups)]
@@ -78,7 +78,7 @@ def nodes_shown(groups: Sequence[Neighbours], rank: int, n_nodes: int, gpus_per_
 
 
 def height_of_neighbours(groups: Sequence[Neighbours], nodes: Sequence[int]) -> float:
-    """Inches that :func:`draw_neighbours` takes."""
+    """Return the inches that :func:`draw_neighbours` takes."""
     gaps = sum(b - a > 1 for a, b in pairwise((-1, *nodes)))
     return _TOP + len(nodes) * (_HIGH + _BETWEEN) + gaps * _BETWEEN + 0.05 + (1 + len(groups)) * _LINE
 
@@ -86,7 +86,7 @@ def height_of_neighbours(groups: Sequence[Neighbours], nodes: Sequence[int]) -> 
 def draw_neighbours(
     pen: Pen, groups: Sequence[Neighbours], nodes: Sequence[int], rank: int, n_ranks: int, per_node: int, width: float
 ) -> None:
-    """The nodes as rows of GPUs, the groups of ``rank`` coloured and lettered, an arrow to the next in each."""
+    """Draw the nodes as rows of GPUs, the groups of ``rank`` coloured and lettered, an arrow to the next in each."""
     cell = min(_WIDEST, (width - _LABEL) / per_node)
     n_nodes = n_ranks // per_node
     tops = _rows(pen, nodes, _LABEL + cell * per_node)
@@ -118,7 +118,7 @@ def draw_neighbours(
 
 
 def describe(groups: Sequence[Neighbours], rank: int) -> str:
-    """The same in words."""
+    """Describe the groups in words."""
     if not groups:
         return "One rank, without neighbours."
     told = [f"{group}, an arrow to rank {group.after(rank)}" for group in groups]
@@ -126,7 +126,7 @@ def describe(groups: Sequence[Neighbours], rank: int) -> str:
 
 
 def _rows(pen: Pen, nodes: Sequence[int], right: float) -> dict[int, float]:
-    """Where each node's row begins; names them, and says how many are left out before each."""
+    """Return where each node's row begins; names them, and says how many are left out before each."""
     y, tops = _TOP + 0.02, {}
     for before, node in pairwise((-1, *nodes)):
         if node - before > 1:
@@ -152,7 +152,7 @@ def _draw_rank(pen: Pen, corner: Point, cell: float, each: int, rank: int, look:
 
 
 def _draw_link(pen: Pen, one: Point, other: Point, cell: float, x: float) -> None:
-    """Over the boxes of a row, or down or up behind them."""
+    """Draw a link over the boxes of a row, or down or up behind them."""
     (x0, y0), (x1, y1) = one, other
     if y0 == y1:
         start, end, top = x0 + cell * x, x1 + cell * 0.5, y0 - 0.01

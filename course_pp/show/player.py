@@ -35,7 +35,7 @@ class Player:
         self._data = _data(tl, title or named(tl.name, finding(tl)), self.figure.alt_text)
 
     def html(self) -> str:
-        """A piece of a page: the still picture, and the script that puts the moving one in its place."""
+        """Return a piece of a page: the still picture, and the script that puts the moving one in its place."""
         data = json.dumps(self._data, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
         name = f"cpp-{sha256(data.encode()).hexdigest()[:12]}"
         picture = b64encode(self.figure.png()).decode("ascii")
@@ -67,7 +67,7 @@ class Player:
 
 @checked
 def play(tl: Timeline, title: str | None = None) -> Player:
-    """A timeline that moves, simulated or measured: play, pause and step with buttons or keys.
+    """Show a timeline that moves, simulated or measured: play, pause and step with buttons or keys.
 
     Left of the cursor is what has happened; each rank says which microbatches' activations it holds; messages under way
     go from row to row. Space plays and pauses, the arrow keys step from event to event.
@@ -88,7 +88,7 @@ def _asset(name: str) -> str:
 
 
 def _data(tl: Timeline, title: str, alt: str) -> dict[str, Any]:
-    """What the script needs to know, with times as numbers."""
+    """Return what the script needs to know, with times as numbers."""
     scale, unit = axis_unit(tl)
     several = has_several_stages_a_rank(tl)
     times = {float(time) for span in tl.spans for time in (span.start, span.end)}
@@ -138,7 +138,7 @@ def _data(tl: Timeline, title: str, alt: str) -> dict[str, Any]:
 
 
 def _arrival(tl: Timeline, known: Time, taken: Time) -> Time:
-    """Where a measured timeline does not say how long messages take, one is there when it is taken."""
+    """Return when a message is there; in a measured timeline without transfer times, when it is taken."""
     return known if tl.transfers or not tl.unit else taken
 
 

@@ -66,7 +66,7 @@ class Report:
 
 
 def _compared(tl: Timeline, form: theory.Prediction) -> Iterator[tuple[str, Time, Time]]:
-    """What, simulated, by the closed form."""
+    """Yield what is compared, the simulated value, and that of the closed form."""
     yield "makespan", tl.makespan, form.makespan
     yield "bubble", tl.bubble_fraction, form.bubble_fraction
     yield "bubble within the longest span", tl.span_bubble_fraction, form.span_bubble_fraction

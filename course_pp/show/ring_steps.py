@@ -35,7 +35,7 @@ class RingStep:
 
 
 def ring_steps(n_ranks: int) -> tuple[Held, tuple[RingStep, ...]]:
-    """What the ranks hold at first, and the 2 (n - 1) steps of a ring all-reduce.
+    """Return what the ranks hold at first, and the 2 (n - 1) steps of a ring all-reduce.
 
     Rank r sends chunk r - s in step s of the reduce-scatter, and chunk r + 1 - s in step s of the all-gather, always to
     rank r + 1 (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).

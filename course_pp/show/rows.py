@@ -31,7 +31,7 @@ _FOOT, _ALL_FEET = 0.11, 0.22  # of a row: one step at most, and the highest
 
 
 def begin(tl: Timeline, heights: tuple[float, float, float], right: float) -> tuple[ChartFigure, Axes, float, str]:
-    """A figure with a row a rank over the length of ``tl``, and what turns times into the unit of its axis.
+    """Begin a figure with a row a rank over the length of ``tl``; return it, and the factor to the unit of its axis.
 
     Args:
         heights: of a row at least, at most, and of all rows together between these bounds, in inches.
@@ -121,7 +121,7 @@ class Labels(Artist):
 
 @cache
 def _glyphs(text: str, size: float) -> Path:
-    """The outlines of ``text`` in points, centred on the origin."""
+    """Return the outlines of ``text`` in points, centred on the origin."""
     outline = TextPath((-chart.text_width(text, size) / 2, -_digit_height(size) / 2), text, size=size)
     return Path(outline.vertices, outline.codes)
 
@@ -132,7 +132,7 @@ def _digit_height(size: float) -> float:
 
 
 def boxes_of(tl: Timeline, scale: float = 1.0, offset: float = 0.0, fill: float = ROW_FILL) -> list[Box]:
-    """One box an action; an overlapped pair shares its span, forward above backward.
+    """Return one box an action; an overlapped pair shares its span, forward above backward.
 
     Args:
         scale: units of the axis for one unit of the timeline.
@@ -197,7 +197,7 @@ def draw_feet(axes: Axes, boxes: Collection[Box], chunk_of: Mapping[int, int]) -
     """Give each box a dark foot as high as its chunk's number on the rank, none for the first: colours tell kinds.
 
     Args:
-        chunk_of: for each stage, the how-manieth of its rank it is, from 0.
+        chunk_of: for each stage, its number among the stages of its rank, from 0.
     """
     step = min(_FOOT, _ALL_FEET / max([1, *chunk_of.values()]))
     feet = [
@@ -211,7 +211,7 @@ def draw_feet(axes: Axes, boxes: Collection[Box], chunk_of: Mapping[int, int]) -
 
 
 def chunks_of(tl: Timeline) -> dict[int, int]:
-    """For each stage, the how-manieth of its rank it is, from 0."""
+    """Return for each stage its number among the stages of its rank, from 0."""
     held = [sorted({part.stage for span in row for part in span.action.parts}) for row in tl.by_rank]
     return {stage: chunk for stages in held for chunk, stage in enumerate(stages)}
 
@@ -226,7 +226,7 @@ def label_boxes(axes: Axes, boxes: Iterable[Box], with_stage: bool) -> None:
 
     @cache
     def fitting(width: float, height: float, stage: str) -> tuple[bool, float] | None:
-        """Whether there is room for stage and kind, and the size of the letters; None without room for the number."""
+        """Return whether stage and kind have room, and the size of the letters; None without room for the number."""
         for is_full, size in ((is_full, size) for is_full in (True, False) for size in _LABEL_SIZES):
             room = points_x * width - _LABEL_PADDING
             if size <= points_y * height and width_of(is_full * (stage + widest) + digits, size) <= room:
@@ -261,12 +261,12 @@ def back_labels(axes: Axes, placed: Mapping[str, Collection[Placed]]) -> None:
 
 
 def has_several_stages_a_rank(tl: Timeline) -> bool:
-    """Whether a label needs the stage, because the row does not tell it."""
+    """Return whether a label needs the stage, because the row does not tell it."""
     return any(len({part.stage for span in row for part in span.action.parts}) > 1 for row in tl.by_rank)
 
 
 def axis_unit(tl: Timeline) -> tuple[float, str]:
-    """The factor from the timeline's times to those of the axis, and the unit to write under it."""
+    """Return the factor from the timeline's times to those of the axis, and the unit to write under it."""
     if tl.unit != "s":
         return 1.0, "relative cost"
     return (1.0, "s") if tl.makespan >= 1 else (1e3, "ms") if tl.makespan >= 1e-3 else (1e6, "µs")

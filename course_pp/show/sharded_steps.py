@@ -162,12 +162,12 @@ def _actions(schedule: Schedule | None, rank: int) -> list[Action]:
 
 
 def gathers_of(moments: Sequence[Moment], layer: int) -> int:
-    """How often a layer is gathered."""
+    """Return how often a layer is gathered."""
     return sum(layer in moment.gathers for moment in moments)
 
 
 def most_held(moments: Sequence[Moment]) -> Fraction:
-    """The most that is held at once, in layers, without the shards that are always there."""
+    """Return the most that is held at once, in layers, without the shards that are always there."""
     shard = min(min(moment.held) for moment in moments)
     return max(sum((held for held in moment.held if held > shard), Fraction(0)) for moment in moments)
 

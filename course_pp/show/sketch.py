@@ -33,17 +33,17 @@ HATCHES = ("", "////", "....", "\\\\\\\\")
 
 
 def width_of(text: str, size: float = WORDS) -> float:
-    """Inches that the longest line of ``text`` takes."""
+    """Return the inches that the longest line of ``text`` takes."""
     return max(chart.text_width(line, size) for line in text.split("\n")) / _POINTS_PER_INCH
 
 
 def height_of(text: str, size: float = WORDS) -> float:
-    """Inches that the lines of ``text`` take."""
+    """Return the inches that the lines of ``text`` take."""
     return _LINE * size * (text.count("\n") + 1) / _POINTS_PER_INCH
 
 
 def wrapped(text: str, width: float, size: float = WORDS) -> str:
-    """``text`` with line breaks in place of spaces, so that no line is wider than ``width`` inches."""
+    """Return ``text`` with line breaks in place of spaces, so that no line is wider than ``width`` inches."""
     lines = [""]
     for word in text.split(" "):
         longer = f"{lines[-1]} {word}".strip()
@@ -55,7 +55,7 @@ def wrapped(text: str, width: float, size: float = WORDS) -> str:
 
 
 def fitting_size(text: str, width: float, height: float, sizes: Sequence[float] = (WORDS, SMALL, LEAST)) -> float:
-    """The largest of ``sizes`` in which ``text`` fits a box of so many inches; 0 if none does."""
+    """Return the largest of ``sizes`` in which ``text`` fits a box of so many inches; 0 if none does."""
     for size in sizes:
         if width_of(text, size) <= width - 2 * _PADDING and height_of(text, size) <= height:
             return size
@@ -88,7 +88,7 @@ class Pen:
         sizes: Sequence[float] = (WORDS, SMALL, LEAST),
         zorder: float = 2,
     ) -> bool:
-        """A rectangle from its upper left ``corner``, with ``text`` in its middle if that fits.
+        """Draw a rectangle from its upper left ``corner``, with ``text`` in its middle if that fits.
 
         Returns:
             Whether the text is there.
@@ -211,6 +211,6 @@ class Sketch(Pen):
         self.figure.text(*below, small, size=SMALL, va="bottom", linespacing=1.2, color=chart.TEXT_GREY)
 
     def finish(self, alt_text: str) -> ChartFigure:
-        """The figure, described for those who do not see it."""
+        """Return the figure, described for those who do not see it."""
         self.figure.alt_text = alt_text
         return self.figure

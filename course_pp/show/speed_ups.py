@@ -164,7 +164,7 @@ def _name_ends(figure: ChartFigure, axes: Axes, ends: dict[str, float]) -> None:
 
 
 def _near_linear(points: dict[int, float]) -> int:
-    """The most ranks up to which every number drawn keeps 80 % of linear; 1 if not even the first does."""
+    """Return the most ranks up to which every number drawn keeps 80 % of linear; 1 if not even the first does."""
     most = 1
     for p, value in points.items():
         if value < _NEAR_LINEAR * p:

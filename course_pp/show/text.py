@@ -85,7 +85,7 @@ def _label(span: Span, with_stage: bool) -> str:
 
 
 def _row(spans: Iterable[Span], per_unit: float, n_columns: int, step: int, with_stage: bool) -> list[_Cell]:
-    """The cells of a rank, which will be cut into lines of ``step`` cells."""
+    """Return the cells of a rank, which will be cut into lines of ``step`` cells."""
     cells = [_Cell(_IDLE)] * n_columns
     for span in spans:
         first, last = (min(n_columns, round(float(time) * per_unit)) for time in (span.start, span.end))
@@ -133,7 +133,7 @@ def _painted_runs(cells: list[_Cell]) -> Iterator[str]:
 
 
 def _ruler(tl: Timeline, per_unit: float, first: int, last: int) -> str:
-    """The times under the columns from ``first`` to ``last``, at round numbers."""
+    """Return the times under the columns from ``first`` to ``last``, at round numbers."""
     scale = 1.0 if tl.unit != "s" or tl.makespan >= 1 else 1e3
     unit = "" if tl.unit != "s" else " s" if scale == 1 else " ms"
     per_number = per_unit / scale

@@ -39,7 +39,7 @@ def timeline(tl: Timeline, title: str | None = None) -> ChartFigure:
 
 
 def finding(tl: Timeline) -> str:
-    """Sizes, busy share and bubble in one line."""
+    """Return the sizes, busy share and bubble in one line."""
     if not tl.spans:
         return f"{counted(tl.n_ranks, 'rank')}, nothing done"
     # An emulated run is off by a little: more digits than two would be noise.
@@ -52,19 +52,19 @@ def finding(tl: Timeline) -> str:
 
 
 def sizes(tl: Timeline) -> str:
-    """``4 ranks, 8 microbatches``."""
+    """Return ``4 ranks, 8 microbatches``."""
     return f"{counted(tl.n_ranks, 'rank')}, {counted(tl.n_microbatches, 'microbatch', 'microbatches')}"
 
 
 def describe(tl: Timeline) -> str:
-    """The finding and the peaks in a sentence for those who do not see the figure."""
+    """Return the finding and the peaks in a sentence for those who do not see the figure."""
     kind = "Measured timeline" if tl.unit == "s" else "Timeline"
     what = named(tl.name, f"{kind}, one row a rank")
     return f"{what}. {finding(tl)}; {_held(tl)}.{describe_far_messages(tl)}"
 
 
 def _held(tl: Timeline) -> str:
-    """Nothing waits for a backward where none comes: counting forwards would say so of text that is written."""
+    """Describe the activations held. Forwards alone hold none: nothing waits for a backward, as in generation."""
     values = f"; values of edges held: {spelled_peaks(tl.peak_values)}" if any(tl.peak_values) else ""
     if {part.kind for span in tl.spans for part in span.action.parts} == {"F"}:
         return f"forwards only{values}"
@@ -72,7 +72,7 @@ def _held(tl: Timeline) -> str:
 
 
 def spelled_peaks(peaks: Sequence[Time], spell: Callable[[Time], str] = amount) -> str:
-    """``4, 3, 2 and 1 on ranks 0 to 3``, shorter where they are equal or many."""
+    """Return ``4, 3, 2 and 1 on ranks 0 to 3``, shorter where they are equal or many."""
     if len(set(peaks)) == 1:
         return f"{spell(peaks[0])} on every rank"
     if len(peaks) <= 8:
@@ -84,7 +84,7 @@ def spelled_peaks(peaks: Sequence[Time], spell: Callable[[Time], str] = amount) 
 
 
 def most_busy_at_once(tl: Timeline) -> int:
-    """How many ranks work at the same time, at the most."""
+    """Return how many ranks work at the same time, at the most."""
     # At equal times an end sorts before a start: handing over is not working at the same time.
     changes = sorted((time, step) for s in tl.spans if s.duration for time, step in ((s.start, 1), (s.end, -1)))
     busy = most = 0

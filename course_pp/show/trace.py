@@ -13,7 +13,7 @@ _PROCESS = 1  # both viewers take process 0 and thread 0 for the idle task
 
 @checked
 def to_trace(tl: Timeline, name: str = "pipeline") -> str:
-    """The timeline in the Trace Event Format, as JSON: a thread per rank, an arrow per message.
+    """Return the timeline in the Trace Event Format, as JSON: a thread per rank, an arrow per message.
 
     A slice is an action, or an idle gap with its cause; a counter per rank has the activations held. A second stays a
     second; a unit of relative cost becomes a millisecond. Source of the format: the Chromium project's document "Trace

@@ -36,7 +36,7 @@ class Frame:
 
 
 def frame_at(tl: Timeline, time: Time) -> Frame:
-    """The state of a timeline at ``time``: what begins just then has begun, what ends has ended."""
+    """Return the state of a timeline at ``time``: what begins just then has begun, what ends has ended."""
     at_work: list[Span | None] = [None] * tl.n_ranks
     ends: dict[int, Time] = {}
     begun: set[int] = set()
@@ -112,7 +112,7 @@ def microbatches(
 
 
 def _chosen(tl: Timeline, number: int) -> list[Time]:
-    """The first starts one after the other, the one with most ranks at work, the others evenly until the last."""
+    """Choose times: the first starts one after the other, the one with most ranks at work, the rest evenly."""
     starts = sorted({span.start for span in tl.spans})
     if len(starts) <= number:
         return starts

@@ -106,7 +106,7 @@ def _label(axes: Axes, used: Collection[_Used]) -> None:
     lines = [(each.box, f"{each.box.action.kind}{each.box.action.microbatch}", _version(each)) for each in used]
 
     def fits(size: float, n_lines: int) -> bool:
-        """Whether so many of the lower lines fit into every box."""
+        """Return whether so many of the lower lines fit into every box."""
         return n_lines * 1.15 * size <= high and all(
             chart.text_width(text, size) <= points_x * (box.right - box.left) - 2
             for box, *texts in lines

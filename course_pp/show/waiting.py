@@ -61,7 +61,7 @@ def waits(waits: Iterable[Wait]) -> ChartFigure:
 
 
 def _ring(by_rank: dict[int, Wait]) -> tuple[int, ...]:
-    """The ranks of one cycle of waits, lowest first, each waiting for the next; empty if there is none."""
+    """Return the ranks of one cycle of waits, lowest first, each waiting for the next; empty if there is none."""
     cycle = find_cycle({rank: sorted(by_rank[rank].peers) for rank in sorted(by_rank)})
     first = cycle.index(min(cycle)) if cycle else 0
     return cycle[first:] + cycle[:first]
@@ -106,7 +106,7 @@ def _finding(by_rank: dict[int, Wait], cycle: Sequence[int], ranks: Sequence[int
 
 
 def _stuck_behind(cycle: Sequence[int], by_rank: dict[int, Wait]) -> set[int]:
-    """The ranks of the cycle and everyone who waits for one of them, directly or not."""
+    """Return the ranks of the cycle and everyone who waits for one of them, directly or not."""
     stuck = set(cycle)
     while more := {w.rank for w in by_rank.values() if stuck.intersection(w.peers)} - stuck:
         stuck |= more
@@ -114,7 +114,7 @@ def _stuck_behind(cycle: Sequence[int], by_rank: dict[int, Wait]) -> set[int]:
 
 
 def _spelled_ranks(ranks: Collection[int]) -> str:
-    """``rank 3``, ``ranks 0, 1 and 3``, or ``ranks 0, 1, … and 15`` when they are many."""
+    """Return ``rank 3``, ``ranks 0, 1 and 3``, or ``ranks 0, 1, … and 15`` when they are many."""
     names = [str(rank) for rank in sorted(ranks)]
     if len(names) > 8:
         names = [*names[:2], "…", names[-1]]
@@ -132,7 +132,7 @@ def _alt_text(by_rank: dict[int, Wait], finding: str) -> str:
 
 
 def _places(ranks: Sequence[int]) -> dict[int, tuple[float, float]]:
-    """Two ranks side by side, more on a circle, rank 0 on top and then clockwise."""
+    """Place two ranks side by side, more on a circle, rank 0 on top and then clockwise."""
     if len(ranks) <= 2:
         return {rank: (3.0 * i - 1.5 * (len(ranks) - 1), 0.0) for i, rank in enumerate(ranks)}
     radius = max(1.5, 0.28 * len(ranks))

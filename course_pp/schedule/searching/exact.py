@@ -20,7 +20,7 @@ _LONGEST = 2**40
 
 @dataclass(frozen=True)
 class Optimum(Found):
-    """What an exact search came back with: as :class:`Found`, with the bound that was proven.
+    """The result of an exact search: as :class:`Found`, with the bound that was proven.
 
     Attributes:
         proven: whether the schedule is proven to be the best, so that ``gap`` is 0.
@@ -196,7 +196,7 @@ class _Model:
         self.model.add_cumulative(held, [1] * len(held), cap)
 
     def words(self, solver: Any) -> Words:
-        """The solution's orders. What takes no time comes before what starts with it."""
+        """Return the solution's orders. What takes no time comes before what starts with it."""
         problem = self.problem
 
         def times(letter: int, k: int) -> tuple[int, int]:
@@ -222,7 +222,7 @@ def _has_floats(costs: Costs) -> bool:
 
 
 def _exact(costs: Costs) -> Costs:
-    """The same, in fractions: a float stands for the decimal it prints as."""
+    """Return the same, in fractions: a float stands for the decimal it prints as."""
 
     def exact(value: Any) -> Any:
         if isinstance(value, tuple):

@@ -86,7 +86,7 @@ class Improver:
                     return
 
     def _moved(self, rank: int, word: list[int], taken: int, put: int) -> list[int]:
-        """The word with a letter elsewhere. Where the rank is then too full, what makes room comes first."""
+        """Return the word with a letter elsewhere. Where the rank is then too full, what makes room comes first."""
         problem, cap = self.problem, self.problem.caps[rank]
         word = word.copy()
         word.insert(put, word.pop(taken))
@@ -110,7 +110,7 @@ class Improver:
         return word
 
     def _move(self, words: Words, blocks: list[tuple[int, int, int]]) -> tuple[int, int, int] | None:
-        """A rank, the place of a letter in its word, and where to put it."""
+        """Return a rank, the place of a letter in its word, and where to put it."""
         random = self.random
         rank, first, last = blocks[random.randrange(len(blocks))]
         word = words[rank]
@@ -131,7 +131,7 @@ class Improver:
         return rank, taken, put
 
     def _blocks(self, words: Words, run: Pass) -> list[tuple[int, int, int]]:
-        """The longest path, from its end back: each rank it is on, with the first and last place there."""
+        """Return the longest path, from its end back: each rank it is on, with the first and last place there."""
         problem, ends = self.problem, run.ends
         waits_for, delays, durations = problem.waits_for, problem.delays, problem.durations
         counts: list[list[int]] = []

@@ -44,7 +44,7 @@ _RULES = tuple(
 
 
 def rules_for(problem: Problem) -> tuple[Rule, ...]:
-    """The rules worth a try. Two stages a rank fill it with the first unless only so many microbatches come in."""
+    """Return the rules worth a try. With two stages, a rank fills up with the first unless entries are limited."""
     if problem.n_chunks == 1:
         return tuple(rule for rule in _RULES if rule.deep)
     cap = min(problem.caps)
@@ -90,7 +90,7 @@ class Desk:
         return sorted(self.problem.letters_of(rank), key=lambda each: (order.index(each % 3), sign * (each // 3)))
 
     def has_room(self, rank: int, stage: int) -> bool:
-        """Whether the rank may take a forward of the stage.
+        """Return whether the rank may take a forward of the stage.
 
         It keeps a place free for each of its later stages: full of activations of the first, it could not go on.
         """
@@ -156,6 +156,6 @@ class Desk:
 
 
 def listed(problem: Problem, rule: Rule) -> Words | None:
-    """The orders that a rule makes; None if it gets stuck."""
+    """Return the orders that a rule makes; None if it gets stuck."""
     desk = Desk(problem, rule)
     return [[letter for letter, _ in row] for row in desk.rows] if desk.fill() else None

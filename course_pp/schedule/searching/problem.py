@@ -107,16 +107,16 @@ class Problem:
         return len(self.ranks) // self.n_ranks
 
     def letters_of(self, rank: int) -> tuple[int, ...]:
-        """The letters that a rank's word is made of, stage by stage."""
+        """Return the letters that a rank's word is made of, stage by stage."""
         kinds = (FORWARD, INPUT, WEIGHT) if self.split else (FORWARD, INPUT)
         return tuple(3 * stage + kind for stage, r in enumerate(self.ranks) if r == rank for kind in kinds)
 
     def releases(self, letter: int) -> bool:
-        """Whether the letter gives an activation back."""
+        """Return whether the letter gives an activation back."""
         return letter % 3 == (WEIGHT if self.split else INPUT)
 
     def fits(self, words: Words) -> bool:
-        """Whether no rank ever holds more than its cap. That depends on each rank's order alone, not on times."""
+        """Return whether no rank ever holds more than its cap. It depends on each rank's order alone, not on times."""
         return all(self.row_fits(rank, word) for rank, word in enumerate(words))
 
     def row_fits(self, rank: int, word: Iterable[int]) -> bool:
@@ -168,7 +168,7 @@ class Problem:
         return Pass(max(clocks), sum(clocks), ends)
 
     def words_of(self, schedule: Schedule) -> Words:
-        """The orders of ``schedule``, with pairs taken apart and, if halves are allowed, backwards too."""
+        """Return the orders of ``schedule``, with pairs taken apart and, if halves are allowed, backwards too."""
         words: Words = []
         for row in schedule.actions:
             word = []
@@ -196,7 +196,7 @@ class Problem:
 
 
 def _scale(times: Iterable[Time]) -> int:
-    """What makes integers of all times, if none is a float; 1 otherwise."""
+    """Return what makes integers of all times, if none is a float; 1 otherwise."""
     values = list(times)
     if any(isinstance(t, float) for t in values):
         return 1

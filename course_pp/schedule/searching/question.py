@@ -35,7 +35,7 @@ class Question:
     bound: Time
 
     def named(self) -> list[Schedule]:
-        """The schedules of the catalogue that answer it: same placement, same kinds of backward, within the caps."""
+        """Return the catalogue's schedules that answer it: same placement, same kinds of backward, within the caps."""
         problem, found = self.problem, []
         for name in names():
             entry = find(name)
@@ -61,7 +61,7 @@ def questions(
     placement: Layout | None,
     split: bool,
 ) -> list[Question]:
-    """One question for each placement that is to be tried.
+    """Return one question for each placement that is to be tried.
 
     Raises:
         ValueError: for what cannot be asked; says what can.

@@ -3,7 +3,7 @@
 Qi et al. 2024, "Pipeline parallelism with controllable memory" (arXiv 2405.15362), section 3: how long a microbatch
 holds its activations, over the interval, is the memory of the whole. They draw such blocks for a V and three amounts of
 memory. Here the waits are searched for, for two stages a rank in any placement, with any times and caps. A rule that
-acts whenever it can does not come upon them: in little memory a gradient had better wait where the stages turn.
+acts whenever it can does not find them: with little memory a gradient should wait where the stages turn.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class _Block:
 
 
 def repeating(problem: Problem, seed: int, over: Callable[[], bool]) -> list[Words]:
-    """The words of good blocks within the caps, until time is ``over``. None for one stage a rank."""
+    """Return the words of good blocks within the caps, until time is ``over``. None for one stage a rank."""
     climbs = range(_CLIMBS if problem.n_chunks == 2 else 0)
     found = (_Climb(problem, seed + number).best(number % 2 == 1, over) for number in climbs)
     return [words for words in found if words is not None]
@@ -51,7 +51,7 @@ class _Climb:
         self.kinds = (FORWARD, INPUT, WEIGHT) if problem.split else (FORWARD, INPUT)
 
     def best(self, one_by_one: bool, over: Callable[[], bool]) -> Words | None:
-        """The words of the best block that was found; None without any that fits.
+        """Return the words of the best block that was found; None without any that fits.
 
         Args:
             one_by_one: begin with one microbatch after the other; if not, with as many as a rank can work for.
@@ -88,7 +88,7 @@ class _Climb:
         return _Block(tuple(waits), interval)
 
     def _words(self, block: _Block) -> Words:
-        """Each rank's letters in the order of their starts."""
+        """Return each rank's letters in the order of their starts."""
         problem, times, unit = self.problem, self.times, self.unit
         starts, clock = [0.0] * len(times), 0.0
         for letter in self.way:

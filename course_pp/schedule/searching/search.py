@@ -24,7 +24,7 @@ _SCOUTS, _REPEATING, _SCOUTING = 4, 2, 800
 
 @dataclass(frozen=True)
 class Found:
-    """What a search came back with.
+    """The result of a search.
 
     Attributes:
         schedule: the best order found.
@@ -43,7 +43,7 @@ class Found:
 
     @property
     def gap(self) -> Time:
-        """By what part of the bound the makespan is above it: 0 if the schedule is proven to be the best."""
+        """How far the makespan is above the bound, as a share of it: 0 if the schedule is proven to be the best."""
         gap = divide(self.timeline.makespan - self.bound, self.bound)
         return 0 if isinstance(gap, float) and gap < 1e-12 else gap
 
@@ -105,7 +105,7 @@ def search(
 
 
 def stopped_of_all(found: Sequence[Found]) -> str:
-    """Why a search of several placements ended: ``bound`` if none of them can still hold anything better."""
+    """Return why a search of several placements ended: ``bound`` if none of them can still hold anything better."""
     least = min(each.timeline.makespan for each in found)
     unsettled = {each.stopped for each in found if each.stopped != "bound" and each.bound < least}
     return "time" if "time" in unsettled else "patience" if unsettled else "bound"
@@ -143,7 +143,7 @@ def answer(question: Question, deadline: float, seed: int) -> Found:
 
 
 def _starts(question: Question, seed: int, enough: Time, over: Callable[[], bool]) -> list[Words]:
-    """The best few of the catalogue, of the heuristic and of all rules, best first, then the best that repeat.
+    """Return the best few of the catalogue, of the heuristic and of all rules, best first, then the best that repeat.
 
     These have their place kept: improved, they often end before what was ahead of them.
     """
@@ -163,7 +163,7 @@ def _starts(question: Question, seed: int, enough: Time, over: Callable[[], bool
 
 
 def _ranked(problem: Problem, tried: Iterable[Words]) -> list[tuple[Time, Time, Words]]:
-    """Makespan, sum of the ranks' ends and words, best first; of equals the first alone."""
+    """Return the makespan, sum of the ranks' ends and words, best first; of equals the first alone."""
     ranked: dict[tuple[Time, Time], Words] = {}
     for words in tried:
         if (run := problem.run(words)) is not None:

@@ -91,13 +91,13 @@ class Row:
 
 @cache
 def optima() -> tuple[Row, ...]:
-    """The table: p up to 4, m up to 8, caps from 1 to 2p activations, F = I = W and a measured layer's, 10 : 12 : 7."""
+    """Return the table: p up to 4, m up to 8, caps from 1 to 2p activations; F = I = W, and a layer's 10 : 12 : 7."""
     text = files("course_pp.schedule").joinpath("optima.csv").read_text(encoding="utf-8")
     return tuple(map(read_row, csv.DictReader(text.splitlines())))
 
 
 def read_row(cells: Mapping[str, str]) -> Row:
-    """A row from the text of its cells."""
+    """Return a row from the text of its cells."""
     numbers = {name: int(cells[name]) for name in ("F", "I", "W", "p", "m", "cap", "makespan", "bound")}
     return Row(
         (numbers["F"], numbers["I"], numbers["W"]),
@@ -113,7 +113,7 @@ def read_row(cells: Mapping[str, str]) -> Row:
 
 
 def written(row: Row) -> dict[str, str]:
-    """The cells of a row."""
+    """Return the cells of a row."""
     numbers = dict(zip("FIW", row.times, strict=True)) | {
         "p": row.n_ranks,
         "m": row.n_microbatches,

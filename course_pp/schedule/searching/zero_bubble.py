@@ -15,7 +15,7 @@ from course_pp.schedule.span import Time
 
 
 def zero_bubble_heuristic(problem: Problem) -> Iterator[Words]:
-    """The words of each answer that fits the caps: up to eight. None for several stages a rank or whole backwards."""
+    """Yield the words of each answer that fits the caps, up to eight; none for chunks or whole backwards."""
     if problem.n_chunks != 1 or not problem.split:
         return
     for answers in product((True, False), repeat=3):
@@ -63,7 +63,7 @@ class _Attempt:
         return self.problem.durations[3 * rank + kind]
 
     def _arrival(self, rank: int, kind: int) -> Time:
-        """When the input of the rank's next forward or input gradient is there."""
+        """Return when the input of the rank's next forward or input gradient is there."""
         letter = 3 * rank + kind
         maker = self.problem.waits_for[letter]
         return 0 if maker < 0 else self.ends[maker][self.done[rank][kind]] + self.problem.delays[letter]
@@ -103,7 +103,7 @@ class _Attempt:
             self._put(rank, INPUT)
 
     def _wanted_forwards(self) -> list[bool]:
-        """For each rank whether it runs a forward this round: never more than the ranks after it can take."""
+        """Return for each rank whether it runs a forward this round: never more than the ranks after it can take."""
         wanted = [self._wants_forward(rank) for rank in range(self.n)]
         for rank in reversed(range(self.n - 1)):
             wanted[rank] = wanted[rank] and wanted[rank + 1]
