@@ -36,7 +36,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
     def print_help(self, file: "SupportsWrite[str] | None" = None) -> None:
-        """Print it as anything else is printed: argparse takes no notice of an error."""
+        """Print the help as anything else is printed: argparse takes no notice of an error."""
         print(self.format_help(), end="", file=file)
 
 
@@ -58,7 +58,7 @@ class _Output:
             self._stream.flush()
 
     def give_up(self) -> None:
-        """Lets what could not be written go, or the interpreter would try once more at its end, and complain."""
+        """Drop what could not be written, or the interpreter would try once more at its end, and complain."""
         if self._stream is sys.__stdout__:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 

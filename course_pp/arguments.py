@@ -141,11 +141,11 @@ class _Door:
         self._rest = next((p.name for p in self.parameters.values() if p.kind is Parameter.VAR_POSITIONAL), "")
 
     def names_of(self, args: tuple[Any, ...]) -> tuple[str, ...]:
-        """The parameter of each positional argument."""
+        """Return the parameter of each positional argument."""
         return self._positional + (self._rest,) * max(0, len(args) - len(self._positional))
 
     def value(self, parameter: str, value: Any) -> Any:
-        """``value`` if its class will do, NumPy's scalars as Python's; raises WrongArgument otherwise."""
+        """Return ``value`` if its class will do, NumPy's scalars as Python's; raises WrongArgument otherwise."""
         if isinstance(value, self._sure.get(parameter, object)):
             return value  # an unknown keyword is Python's to refuse
         if type(value) is int and parameter in self._counts and -_FIRST_TOO_LARGE < value < _FIRST_TOO_LARGE:
@@ -190,13 +190,13 @@ def _as_python(value: object, hint: Any) -> Any:
 
 
 def fits(value: object, hint: Any) -> bool:
-    """Whether ``value`` is what an annotation promises, as far as can be told without consuming an iterator."""
+    """Return whether ``value`` is what an annotation promises, as far as can be told without consuming an iterator."""
     return _test_of(hint)(value)
 
 
 @cache
 def _test_of(hint: Any) -> Callable[[Any], bool]:
-    """An annotation read once, for the hundred thousand values that a curve may have."""
+    """Return a test for an annotation, which is read once: a curve may have a hundred thousand values."""
     kind, inner = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
         options = [_test_of(each) for each in inner]
@@ -249,12 +249,12 @@ def _is_number(value: object, kind: type) -> bool:
 
 
 def _in_range(value: object) -> bool:
-    """Nothing that is counted here, and no float, goes beyond 64 bits; Python's integers do, and fail elsewhere."""
+    """Return whether a number fits 64 bits: nothing counted here goes beyond, and larger integers fail elsewhere."""
     return not isinstance(value, Integral) or -_FIRST_TOO_LARGE < int(value) < _FIRST_TOO_LARGE
 
 
 def _unreadable(value: object, options: tuple[Any, ...]) -> bool:
-    """Whether ``value`` is text of which no path or device can be made: no name, or one that torch does not know."""
+    """Return whether ``value`` is text of which no path or device can be made: empty, or unknown to torch."""
     if value == "" and any(get_origin(each) is PathLike for each in options):
         return True
     device = next((each for each in options if getattr(each, "__module__", "") == "torch"), None)
@@ -282,7 +282,7 @@ def _sure_classes(hint: Any) -> tuple[type, ...]:
 
 
 def _options_of(hint: Any) -> tuple[Any, ...]:
-    """The hints between which one chooses; itself alone if it leaves no choice."""
+    """Return the hints between which one chooses; itself alone if it leaves no choice."""
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
@@ -292,7 +292,7 @@ def _is_protocol(kind: Any) -> bool:
 
 @cache
 def _plain_classes(hint: Any) -> tuple[type, ...]:
-    """The classes between which a hint chooses, if ``isinstance`` says all there is to say; else none."""
+    """Return the classes between which a hint chooses, if ``isinstance`` says all there is to say; else none."""
     options = _options_of(hint)
     return options if all(type(each) in (type, ABCMeta) and each not in _NUMBERS for each in options) else ()
 
@@ -303,7 +303,7 @@ def _members(protocol: type) -> list[str]:
 
 
 def spelled(hint: Any, may_be_left_out: bool = False, many: bool = False) -> str:
-    """An annotation in words: ``an integer``, ``a Costs``, ``a sequence of numbers``; in the plural if ``many``."""
+    """Return an annotation in words: ``an integer``, ``a Costs``, ``a sequence of numbers``; a plural if ``many``."""
     kind, inner = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
         rest = [each for each in inner if not (each is NoneType and may_be_left_out)]
@@ -340,7 +340,7 @@ _WORDS: dict[Any, tuple[str, str]] = {
 
 
 def described(value: object) -> str:
-    """A short value as it prints, with its class; of anything else, which may be large, the class alone."""
+    """Return a short value as it prints, with its class; of anything else, which may be large, the class alone."""
     kind = _with_article(type(value).__name__)
     if isinstance(value, type):
         return f"the class {value.__name__}"
@@ -350,12 +350,12 @@ def described(value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """A short value as it prints; of anything else, which may be large or not print at all, the class."""
+    """Return a short value as it prints; of anything else, which may be large or not print at all, the class."""
     return _printed(value) or described(value)
 
 
 def _printed(value: object) -> str:
-    """A short value as it prints; empty for any other."""
+    """Return a short value as it prints; empty for any other."""
     try:
         printed = _SHORT.repr(value) if type(value) in _PLAIN or isinstance(value, Real) else ""
     except ValueError:  # Python prints no integer of more than 4,300 digits

@@ -37,7 +37,7 @@ class RankMissing(RuntimeError):
         rank: the rank that noticed, numbered within the group.
         n_ranks: size of the group.
         waited_s: seconds it had waited: less than the time limit if a rank has ended.
-        missing: the ranks that did not say either that they had waited; empty if nobody can tell.
+        missing: the ranks that have not reported that they waited too; empty if nobody can tell.
         began_elsewhere: True. Whoever collects the failures of all ranks names that of the missing one first.
     """
 
@@ -87,7 +87,7 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """This process among them."""
+        """The rank of this process among them."""
         return 0 if self._is_alone else dist.get_rank(self.group)
 
     @property
@@ -100,7 +100,7 @@ class Ranks:
         return self.alone or not (dist.is_available() and dist.is_initialized())
 
     def gather(self, value: T) -> list[T]:
-        """Everyone's ``value``, by rank, on every rank. Values travel pickled.
+        """Return everyone's ``value``, by rank, on every rank. Values travel pickled.
 
         Raises:
             RankMissing: if a rank has ended, or the time limit is over.
@@ -145,7 +145,7 @@ class Ranks:
             raise self.refusal(problem)
 
     def collectively(self, work: Callable[[], T]) -> T:
-        """Do ``work`` on every rank; its result on this one.
+        """Do ``work`` on every rank; return its result on this one.
 
         Raises:
             ValueError: on every rank, if it failed on any, in the words of the lowest rank on which it did.
@@ -167,7 +167,7 @@ class Ranks:
         return result[0]
 
     def _travels(self, error: Exception) -> bool:
-        """Whether ``error`` can be raised on all ranks as it is, with its fields."""
+        """Return whether ``error`` can be raised on all ranks as it is, with its fields."""
         try:
             return isinstance(error, self.refusal) and str(pickle.loads(pickle.dumps(error))) == str(error)
         except Exception:
@@ -175,7 +175,7 @@ class Ranks:
 
     @staticmethod
     def sentence(error: Exception) -> str:
-        """What a failure of :meth:`collectively` is called on the other ranks."""
+        """Return what a failure of :meth:`collectively` is called on the other ranks."""
         return str(error)
 
     @property
@@ -204,7 +204,7 @@ class Ranks:
             raise RankMissing(self.rank, self.size, waited_s, self._missing()) from error
 
     def _missing(self) -> tuple[int, ...]:
-        """The ranks that do not say within a moment that they have waited too; none if nobody can be asked."""
+        """Return the ranks that do not report within a moment that they waited too; none if nobody can be asked."""
         try:
             store, ends = self._group.get_group_store(), time.monotonic() + _ROLL_CALL_S
             store.set(f"{_WAITED}{self.rank}", "")
@@ -219,7 +219,7 @@ class Ranks:
 
 @checked
 def difference(facts: Sequence[Mapping[str, Any]]) -> str | None:
-    """The first fact, by name, that a rank was given otherwise than rank 0, in a sentence; None if there is none.
+    """Return a sentence on the first fact that a rank was given otherwise than rank 0; None if there is none.
 
     Args:
         facts: each rank's, with the same names.
@@ -233,7 +233,7 @@ def difference(facts: Sequence[Mapping[str, Any]]) -> str | None:
 
 @checked
 def rank_by_stage(held: Sequence[Iterable[int]]) -> dict[int, int]:
-    """Who holds each stage of a pipeline, from the stages that each rank holds.
+    """Return which rank holds each stage of a pipeline, from the stages that each rank holds.
 
     Raises:
         ValueError: for a stage that two ranks hold, or stages that are not numbered from 0 without gaps.

@@ -9,7 +9,7 @@ def find_cycle(waits: Mapping[int, Collection[int]]) -> tuple[int, ...]:
     """Return the first ring of ranks in which each waits for the next, or ``()``.
 
     Args:
-        waits: for each rank that waits those it waits for; searched in this order.
+        waits: for each rank that waits, the ranks it waits for; searched in this order.
     """
     dead_ends: set[int] = set()
 

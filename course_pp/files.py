@@ -14,7 +14,7 @@ _LOCK_LIMIT_S = 2.0
 
 
 def state_folder() -> Path:
-    """The folder of ``COURSE_PP_PROGRESS``, or the user's state directory; it may begin with ``~``."""
+    """Return the folder of ``COURSE_PP_PROGRESS``, or the user's state directory; it may begin with ``~``."""
     if chosen := os.environ.get("COURSE_PP_PROGRESS"):
         return Path(chosen).parent
     if sys.platform == "darwin":

@@ -25,10 +25,10 @@ class TokenLoss(Protocol):
     """A loss that averages over tokens and can say over how many, so that unequal microbatches are weighted right."""
 
     def total(self, output: Any, target: Any) -> Tensor:
-        """Sum of the loss over the tokens of ``target`` that count; a scalar."""
+        """Return the sum of the loss over the tokens of ``target`` that count; a scalar."""
 
     def count(self, target: Any) -> Tensor:
-        """Number of tokens of ``target`` that count; a scalar."""
+        """Return the number of tokens of ``target`` that count; a scalar."""
 
 
 class Share(NamedTuple):
@@ -41,7 +41,7 @@ class Share(NamedTuple):
     weight: Tensor
 
     def product(self) -> Tensor:
-        """A scalar without a graph."""
+        """Return a scalar without a graph."""
         return self.value.detach() * self.weight
 
 

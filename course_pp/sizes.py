@@ -25,38 +25,45 @@ class ModelConfig:
     Optional sizes stay None as given, so `dataclasses.replace(config, dim=...)` resolves them afresh; the
     resolved values are the properties `kv_heads` and `hidden_dim`.
 
+    Attributes:
+        dim: width of the residual stream.
+        n_layers: decoder layers.
+        n_heads: query heads; `dim` is divided among them.
+        vocab_size: rows of the token embedding.
+        n_kv_heads: key/value heads (grouped-query attention, Ainslie et al. 2023, arXiv:2305.13245); None: `n_heads`.
+        ffn_dim: inner width of the feed-forward block; None: see `hidden_dim`.
+        max_seq_len: positions for which rotary tables exist, hence the longest sequence, in tokens.
+        rope_theta: base of the rotary positions.
+        norm_eps: added to the mean square in each norm.
+        tie_embeddings: whether the output head uses the embedding's matrix (Press & Wolf 2017, arXiv:1608.05859).
+        qkv_bias: whether queries, keys and values have a bias, as Qwen2's (Yang et al. 2024, arXiv:2407.10671, section
+            2.2).
+        rope_factor: how many times slower the slow pairs of rotary positions turn, as in Llama 3.1; 1 changes none.
+        rope_low_freq: pairs that turn less often than this in `rope_original_len` positions are slow.
+        rope_high_freq: pairs that turn more often than this do not change; those in between change in part.
+        rope_original_len: the longest sequence before scaling, in tokens.
+        gated_ffn: SwiGLU; False: two matrices with a GELU between them, as in GPT-2 and GPT-3.
+
     Raises:
         ValueError: a size that no model can have; the message names the value, the rule and what would work.
     """
 
     dim: int
-    """Width of the residual stream."""
     n_layers: int
     n_heads: int
-    """Query heads; `dim` is divided among them."""
     vocab_size: int
     n_kv_heads: int | None = None
-    """Key/value heads (grouped-query attention, Ainslie et al. 2023, arXiv:2305.13245); None: `n_heads`."""
     ffn_dim: int | None = None
-    """Inner width of the feed-forward block; None: see `hidden_dim`."""
     max_seq_len: int = 2048
-    """Positions for which rotary tables exist, hence the longest sequence."""
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
-    """Whether the output head uses the embedding's matrix (Press & Wolf 2017, arXiv:1608.05859)."""
     qkv_bias: bool = False
-    """Whether queries, keys and values have a bias, as Qwen2's (Yang et al. 2024, arXiv:2407.10671, section 2.2)."""
     rope_factor: float = 1.0
-    """How many times slower the slow pairs of rotary positions turn, as in Llama 3.1; 1 leaves all as they are."""
     rope_low_freq: float = 1.0
-    """Pairs that turn less often than this in `rope_original_len` positions are slow."""
     rope_high_freq: float = 4.0
-    """Pairs that turn more often than this are left as they are; those in between, in part."""
     rope_original_len: int = 8192
-    """The longest sequence before scaling."""
     gated_ffn: bool = True
-    """SwiGLU; False: two matrices with a GELU between them, as in GPT-2 and GPT-3."""
 
     def __post_init__(self) -> None:
         for name in ("dim", "n_layers", "n_heads", "vocab_size", "max_seq_len", "rope_original_len"):
@@ -103,9 +110,8 @@ class ModelConfig:
     def hidden_dim(self) -> int:
         """Inner width of the feed-forward block, resolved.
 
-        Default without a gate: 4 times `dim`. With one: 8/3 of `dim`, rounded up to a multiple of 32.
-        SwiGLU has three matrices where a plain
-        feed-forward block of width 4·dim has two, so 2/3 of that width keeps the parameter count
+        Default without a gate: 4 times `dim`. With one: 8/3 of `dim`, rounded up to a multiple of 32. SwiGLU has three
+        matrices where a plain feed-forward block of width 4·dim has two, so 2/3 of that width keeps the parameter count
         (Shazeer 2020, arXiv:2002.05202, section 2; LLaMA, section 2.2).
         """
         if self.ffn_dim is not None:

@@ -1,4 +1,4 @@
-"""Gradients of one weight that lies in several places, of which each is to be given the sum.
+"""Tied weights: the gradients of a weight that lies in several places are added up, and each place gets the sum.
 
     compute apart from earlier gradients  ─►  exchange with the ranks that hold a copy  ─►  add up in the same order
 
@@ -25,7 +25,7 @@ _LOOKED_AT = 256  # values of a weight; two that are not one agree in none of th
 def copies_in(
     modules: Mapping[int, "nn.Module | None"], places: Iterable[tuple[Key, int, str]]
 ) -> "dict[Key, nn.Parameter]":
-    """The parameters in ``places``, each a key, a stage and a name, as far as this rank holds the stage.
+    """Return the parameters in ``places``, each a key, a stage and a name, as far as this rank holds the stage.
 
     Look them up for every step: loading a checkpoint may put another parameter in a place.
     """
@@ -54,23 +54,23 @@ def set_apart(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def add_up(terms: Sequence[Tensor | None]) -> Tensor | None:
-    """The sum of the terms that are there, in their order; None without any."""
+    """Return the sum of the terms that are there, in their order; None without any."""
     there = [term for term in terms if term is not None]
     return sum(there[1:], start=there[0]) if there else None
 
 
 @dataclass(frozen=True)
 class Look:
-    """By what a weight is known again on another rank: shape, dtype and some values, and whether it is an embedding."""
+    """What identifies a weight on another rank: shape, dtype and some values, and whether it is an embedding."""
 
     is_embedding: bool
     values: tuple[tuple[int, ...], str, int]
 
 
 def looks_of(modules: "Mapping[int, nn.Module | None]") -> dict[int, dict[str, Look]]:
-    """By stage and name the look of each trained matrix, of its shard if it is sharded.
+    """Return by stage and name the look of each trained matrix; of its shard, if it is sharded.
 
-    Not of what is on meta, all one value, or a tensor that was met before: what is one for autograd needs no tie.
+    Left out are weights on meta, weights of one value only, and tensors met before: autograd itself ties those.
     """
     met: set[int] = set()
     looks: dict[int, dict[str, Look]] = {stage: {} for stage in modules}
@@ -85,7 +85,7 @@ def looks_of(modules: "Mapping[int, nn.Module | None]") -> dict[int, dict[str, L
 
 
 def _some_values(weight: nn.Parameter) -> tuple[tuple[int, ...], str, int] | None:
-    """Shape, dtype and a checksum of values all over ``weight``; None if they are all the same, or sparse."""
+    """Return shape, dtype and a checksum of values all over ``weight``; None if all are the same, or it is sparse."""
     here: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
     if here.layout is not torch.strided:
         return None
@@ -96,9 +96,9 @@ def _some_values(weight: nn.Parameter) -> tuple[tuple[int, ...], str, int] | Non
 
 
 def problem_of_forgotten_ties(looks: Mapping[int, Mapping[str, Look]]) -> str | None:
-    """Says which weights of two stages look like one that was cut in two, if nobody has said what is tied.
+    """Say which weights of two stages look like one that was cut in two, if nobody has said what is tied.
 
-    Exactly one of them is an embedding: what was seeded or copied alike, layers or two embeddings, is nobody's mistake.
+    Exactly one of them must be an embedding: layers, or two embeddings, may be seeded or copied alike on purpose.
     """
     for (stage, here), (other, there) in combinations(sorted(looks.items()), 2):
         for name, look in here.items():

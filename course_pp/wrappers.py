@@ -13,7 +13,7 @@ __all__ = ["problem_of_wrappers"]
 
 
 def problem_of_wrappers(module: nn.Module, what: str) -> str | None:
-    """Why ``module`` cannot be a stage because of what it, or a part of it, is wrapped in; None if it can.
+    """Return why ``module`` cannot be a stage because of what it, or a part of it, is wrapped in; None if it can.
 
     Args:
         what: the module's name in the sentence, such as ``stage 2``.
@@ -30,7 +30,7 @@ def problem_of_wrappers(module: nn.Module, what: str) -> str | None:
 
 
 def _wrappers() -> Iterator[type]:
-    """What is refused. Most is looked for and not imported: whoever has applied it has done so."""
+    """Yield what is refused. Most is looked for and not imported: whoever has applied it has done so."""
     yield nn.DataParallel
     yield nn.parallel.DistributedDataParallel
     if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:

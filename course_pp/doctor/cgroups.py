@@ -15,7 +15,7 @@ _MEMORY = (("memory.max", "memory.current", "inactive_file"),
 
 
 def memory_left(root: Path = _ROOT, ours: Path = _OURS) -> int | None:
-    """Bytes until the nearest limit; None without a limit."""
+    """Return the bytes until the nearest limit; None without a limit."""
     left = []
     for group in _levels("memory", root, ours):
         for limit, used, droppable in _MEMORY:
@@ -37,7 +37,7 @@ def processes_left(root: Path = _ROOT, ours: Path = _OURS) -> int | None:
 
 
 def _levels(controller: str, root: Path, ours: Path) -> Iterator[Path]:
-    """The folders of this process's group and of all above it, which limit it too.
+    """Yield the folders of this process's group and of all above it, which limit it too.
 
     A container may see its own group as the root, and still read the path that its host gave it.
     """

@@ -33,7 +33,7 @@ class Finding:
     remedy: str = ""
 
     def __str__(self) -> str:
-        """One line, whatever was put into it."""
+        """Return one line, whatever was put into it."""
         if self.ok:
             return f"ok    {self.name}: {_in_one_line(self.says)}"
         breaks = f" What fails: {_in_one_line(self.breaks)}." if self.breaks else ""

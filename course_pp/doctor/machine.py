@@ -269,7 +269,7 @@ def shared_folder() -> Finding:
 
 
 def _file_system(folder: Path) -> str | None:
-    """The kind of the mount that holds ``folder``; None where /proc is not there to say."""
+    """Return the kind of the mount that holds ``folder``; None where /proc is not there to say."""
     best: tuple[int, str] | None = None
     with contextlib.suppress(OSError):
         for line in Path("/proc/mounts").read_text().splitlines():

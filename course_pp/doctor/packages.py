@@ -124,7 +124,7 @@ def torch() -> list[Finding]:
 
 
 def ask_torch() -> dict[str, Any] | Finding:
-    """What torch says of itself in a fresh process; a finding if it cannot be imported."""
+    """Return what torch says of itself in a fresh process; a finding if it cannot be imported."""
     if find_spec("torch") is None:
         return Finding("torch", False, "not installed", _ALL, INSTALL_TORCH)
     try:

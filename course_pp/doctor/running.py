@@ -118,7 +118,7 @@ def slurm() -> list[Finding]:
 
 
 def _sinfo(site: Site) -> list[Finding] | Finding:
-    """The partition's finding; without a cluster the finding is about Slurm."""
+    """Return the partition's finding; without a cluster the finding is about Slurm."""
     name, breaks = "Slurm", f"%torchrun and on_ranks on the cluster in {_ALL}"
     remedy = "ask whoever runs the cluster; until then COURSE_PP_WHERE=local runs everything on this machine"
     sinfo = shutil.which("sinfo")
@@ -154,7 +154,7 @@ def _sinfo(site: Site) -> list[Finding] | Finding:
 
 
 def configured() -> bool:
-    """Whether somebody has set up a cluster for this machine, beyond installing its tools."""
+    """Return whether somebody has set up a cluster for this machine, beyond installing its tools."""
     return bool(os.environ.get("SLURM_CONF")) or any(
         Path(file).exists() for file in ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf")
     )

@@ -56,7 +56,7 @@ def _said(*command: str) -> list[str]:
 
 
 def _partition(lines: list[str]) -> dict[str, str]:
-    """The fields of the partition that jobs go to; none if it is not there, which another line says."""
+    """Return the fields of the partition that jobs go to; none if it is not there, which another line says."""
     site = load_site()
     wanted = site.cpu_partition or site.partition
     for line in lines:

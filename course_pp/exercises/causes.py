@@ -1,4 +1,4 @@
-"""What an exception of torch or gloo means for who wrote the line that raised it.
+"""What an exception of torch or gloo means to the person who wrote the line.
 
 Their messages name their own insides. Each is recognised by words of theirs; one that is reworded loses its cause.
 """

@@ -288,7 +288,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def progress() -> Progress:
-    """A table over all notebooks: what is solved, with how many attempts and how much help."""
+    """Return a table over all notebooks: what is solved, with how many attempts and how much help."""
     from course_pp.exercises.inventory.answers import read_answers  # which keeps its file as this module does
 
     records, note = STORE.read()

@@ -105,7 +105,7 @@ class _Rank:
 
 
 def _pipe() -> tuple[FileIO, FileIO]:
-    """A pipe whose ends close with the objects that own them, even when an interrupt comes between two lines."""
+    """Return a pipe whose ends close with the objects that own them, even when an interrupt comes between two lines."""
     read, write = os.pipe()
     return FileIO(read, "r"), FileIO(write, "w")
 

@@ -124,7 +124,7 @@ class Server:
         self._preloaded |= {name: _changed_at(name) for name in own}
 
     def _forget_what_changed(self) -> None:
-        """Let ranks import anew what was imported for them, once the file of any of it is another one."""
+        """Forget what was imported for ranks once any of its files has changed, so that ranks import it anew."""
         if all(_changed_at(name) == then for name, then in self._preloaded.items()):
             return
         for name in self._preloaded:
@@ -206,7 +206,7 @@ def _changed_at(module: str) -> float:
 
 @contextlib.contextmanager
 def _importing_for_ranks() -> Iterator[None]:
-    """What is imported inside is cheap to fork: passed over by the collector, and in few pages."""
+    """Make what is imported inside cheap to fork: the collector passes over it, and it lies in few pages."""
     with imports_that_stay():
         yield
     _use_huge_pages()

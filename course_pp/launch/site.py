@@ -56,8 +56,10 @@ class Site:
 
 
 def load_site(environ: Mapping[str, str] | None = None) -> Site:
-    """Read the first of: ``$COURSE_PP_SITE``; site.toml here or in a folder above, up to the root of the repository;
-    ``~/.config/course_pp/site.toml``. Without any, the defaults.
+    """Read the settings of this cluster; return the defaults if there is no file.
+
+    The first of these is read: ``$COURSE_PP_SITE``; site.toml here or in a folder above, up to the root of the
+    repository; ``~/.config/course_pp/site.toml``.
 
     Raises:
         FileNotFoundError: ``$COURSE_PP_SITE`` names no file.

@@ -90,7 +90,8 @@ def decide(
     Args:
         ask: what the run needs.
         where: ``"local"`` or ``"slurm"`` leave no choice; None takes ``$COURSE_PP_WHERE`` or decides.
-        kept: where a job waits that would do, given what is asked, the cluster's settings and the surrounding job.
+        kept: returns the place of a waiting job that will do, given the request, the cluster's settings and the
+            surrounding job.
 
     Raises:
         ValueError: ``where`` is neither, or the surrounding job has too few nodes.

@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _shipped() -> Path:
-    """The folder in which a wheel puts notebooks and scripts: beside the libraries, wherever those are."""
+    """Return the folder in which a wheel puts notebooks and scripts: beside the libraries, wherever those are."""
     try:
         files = distribution("course_pp").files or []
     except PackageNotFoundError:

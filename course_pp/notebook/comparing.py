@@ -62,7 +62,7 @@ class _Steps:
     schedules: Sequence[Schedule]
 
     def __call__(self, rank: int) -> list[tuple[int, float]]:
-        """For each schedule how many gradients this rank holds, and the largest difference."""
+        """Return for each schedule how many gradients this rank holds, and the largest difference."""
         return [_compared(schedule, rank) for schedule in self.schedules]
 
 

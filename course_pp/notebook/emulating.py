@@ -217,7 +217,7 @@ def _blocks(n: int) -> nn.Sequential:
 
 
 def _in_seconds(cluster: EmulatedCluster, unit_s: float) -> EmulatedCluster:
-    """The same cluster where one unit of time lasts ``unit_s``."""
+    """Return the same cluster where one unit of time lasts ``unit_s``."""
     from course_pp.runtime import EmulatedLink
 
     costs = cluster.costs
@@ -243,7 +243,7 @@ def _times(factor: float, value: Any) -> Any:
 
 
 def _longest_work(run: EmulatedTimeline, predicted: Timeline) -> float:
-    """The longest real work, in seconds for each unit that it was given."""
+    """Return the longest real work, in seconds for each unit that it was given."""
     given = {(span.rank, span.action): float(span.duration) for span in predicted.spans}
     ratios = [
         float(span.duration) / given[span.rank, span.action] for span in run.wall.spans if given[span.rank, span.action]

@@ -54,7 +54,7 @@ def _kind(value: object) -> str:
 
 
 def _told(guess: object) -> str:
-    """A guess and its kind; once, where the kind is all that can be shown."""
+    """Return a guess and its kind; once, where the kind is all that can be shown."""
     text, kind = shown(guess), _kind(guess)
     if guess is None or guess is True or guess is False:
         return f"is {text}"
@@ -83,7 +83,7 @@ def _same(guess: object, measured: object) -> bool:
 
 
 def _float(value: Any) -> float:
-    """``value``; infinity for one beyond all floats."""
+    """Return ``value``; infinity for one beyond all floats."""
     try:
         return float(value)
     except OverflowError:
