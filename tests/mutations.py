@@ -33,7 +33,7 @@ GRID = "parallel/test_equals_one_process.py"
 
 FAULTS = [
     Fault("runtime/by_hand.py", "full_like(y, 1 / n_microbatches)", "ones_like(y)", BY_HAND),
-    Fault("runtime/by_hand.py", "(stage < extras))", "(stage <= extras))", BY_HAND),
+    Fault("sizes.py", "(stage < extras)", "(stage <= extras)", "model/test_model_stages.py"),
     Fault(
         "runtime/by_hand.py",
         "oldest_x, oldest_y = in_flight.popleft()",

@@ -18,7 +18,7 @@ ARROWS = {
     "plan": {"schedule", "sizes"},
     "show": {"cycles", "plan", "schedule"},
     "model": {"sizes"},
-    "runtime": {"collective", "deferred", "fused", "loss", "schedule", "tied"},
+    "runtime": {"collective", "deferred", "fused", "loss", "schedule", "sizes", "tied"},
     "parallel": {"collective", "deferred", "loss", "model", "plan", "schedule", "sizes", "tied"},
     "training": {"collective", "loss", "model", "parallel", "runtime", "schedule"},
     "launch": {"cycles", "imports"},

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_pp.arguments import checked
+from course_pp.sizes import check_stage_count, compute_layer_assignment
 
 __all__ = [
     "Link",
@@ -192,31 +193,22 @@ def train_step_pipeline_1f1b(
 
 @checked
 def get_stage_layers(n_layers: int, n_stages: int, stage: int) -> range:
-    """Indices of one stage's layers: as even a split as there is, earlier stages take the extras.
+    """Return the indices of one stage's layers: the split is as even as can be, earlier stages take the extras.
 
     Raises:
         ValueError: fewer than one stage, more stages than layers, or no such stage.
     """
-    if n_stages < 1:
-        raise ValueError(f"n_stages is {n_stages}: {n_stages} stages: a pipeline needs at least 1")
-    if n_stages > n_layers:
-        raise ValueError(
-            f"n_stages is {n_stages} and n_layers {n_layers}: "
-            f"{n_stages} stages need at least {n_stages} layers, and this model has {n_layers}; "
-            f"use at most {n_layers} {'stage' if n_layers == 1 else 'stages'}, or a deeper model"
-        )
+    check_stage_count(n_layers, n_stages, "n_stages")
     if not 0 <= stage < n_stages:
         raise ValueError(f"stage {stage} must lie between 0 and {n_stages - 1}, the last of {n_stages} stages")
-    share, extras = divmod(n_layers, n_stages)
-    start = stage * share + min(stage, extras)
-    return range(start, start + share + (stage < extras))
+    return range(*compute_layer_assignment(n_layers, n_stages)[stage])
 
 
 @checked
 def partition_model(
     layers: nn.Sequential | nn.ModuleList | Sequence[nn.Module], n_stages: int, stage: int
 ) -> nn.Sequential:
-    """The layers of one stage, under the names they have in the whole model ("4", "5"); nothing is copied.
+    """Return the layers of one stage, under their names in the whole model ("4", "5"); nothing is copied.
 
     Raises:
         ValueError: as :func:`get_stage_layers`.

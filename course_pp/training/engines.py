@@ -19,14 +19,15 @@ from course_pp.parallel import (
 )
 from course_pp.parallel.model_stage import ModelStage
 from course_pp.runtime import Pipeline
+from course_pp.runtime.batch import split
 from course_pp.schedule import Schedule
 from course_pp.training.config import TrainConfig
 from course_pp.training.data import Rows, Sequences, Stream
 from course_pp.training.data.batches import rows_of_rank
 from course_pp.training.setting import SettingError
-from course_pp.training.stages import Held, runtime_schedule
+from course_pp.training.stages import HeldStages, runtime_schedule
 
-__all__ = ["PipelineEngine", "build_engine"]
+__all__ = ["PipelineEngine", "build_pipeline_engine"]
 
 
 class PipelineEngine(Protocol):
@@ -56,9 +57,9 @@ class PipelineEngine(Protocol):
         """Return the batch's mean loss, in nats a token, the same on every rank."""
 
 
-def build_engine(
+def build_pipeline_engine(
     config: TrainConfig,
-    held: Held,
+    held: HeldStages,
     loss_fn: LossFn | TokenLoss,
     like: Rows | Stream,
     *,
@@ -90,7 +91,7 @@ class _ParallelEngine:
     def __init__(
         self,
         config: TrainConfig,
-        held: Held,
+        held: HeldStages,
         loss_fn: LossFn | TokenLoss,
         seq_len: int,
         device_mesh: DeviceMesh | None,
@@ -132,7 +133,7 @@ class _RuntimeEngine:
     def __init__(
         self,
         config: TrainConfig,
-        held: Held,
+        held: HeldStages,
         loss_fn: LossFn | TokenLoss,
         masked: bool,
         device_mesh: DeviceMesh | None,
@@ -173,7 +174,7 @@ class _RuntimeEngine:
         if not self._updates:
             return sum(self._pipeline.step(*self._arguments(batch), divisor=divisor))
         losses = self._pipeline.step(*self._arguments(batch))
-        counts = [float(self._loss.count(targets)) for targets in batch.targets.chunk(len(losses))]
+        counts = [float(self._loss.count(each)) for each in split("targets", batch.targets, len(losses))]
         return sum(map(mul, losses, counts)) / max(1.0, sum(counts))
 
     def evaluate(self, batch: Sequences) -> float:

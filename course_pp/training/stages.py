@@ -19,7 +19,7 @@ from course_pp.training.metrics import training_flops
 from course_pp.training.setting import SettingError
 
 __all__ = [
-    "Held",
+    "HeldStages",
     "Stages",
     "device_and_dtype",
     "flops_of_a_sequence",
@@ -33,7 +33,7 @@ Stages = Sequence[nn.Module] | Mapping[int, nn.Module]
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldStages:
     """What a rank trains.
 
     Attributes:
@@ -117,7 +117,7 @@ def _check_ranks(config: TrainConfig, pp_size: int) -> None:
 
 def held_stages(
     config: TrainConfig, stages: Stages, tied: Sequence[Tie] | None, device_mesh: DeviceMesh | None
-) -> Held:
+) -> HeldStages:
     """Read the stages that a trainer was given.
 
     Raises:
@@ -133,16 +133,16 @@ def held_stages(
         )
     if not isinstance(stages, Mapping) and all(isinstance(module, PipelineStageModule) for module in given):
         ours = [module for module in given if isinstance(module, PipelineStageModule)]
-        return Held({module.stage_id: module for module in ours}, ours[0].num_stages, declared)
+        return HeldStages({module.stage_id: module for module in ours}, ours[0].num_stages, declared)
     indices, n_stages = stages_of_rank(config, get_pp_rank(device_mesh), get_pp_size(device_mesh))
     here = f"schedule {config.schedule!r} places stages {indices} of {n_stages} here"
     if not isinstance(stages, Mapping):
         if len(given) != len(indices):
             raise ValueError(f"modules lists {len(given)} stages, and {here}: list those, in order")
-        return Held(dict(zip(indices, given, strict=True)), n_stages, declared, full_names=True)
+        return HeldStages(dict(zip(indices, given, strict=True)), n_stages, declared, full_names=True)
     if sorted(stages) != indices:
         raise ValueError(f"modules holds stages {sorted(stages)}, and {here}: build those (stages_of_rank lists them)")
-    return Held(dict(sorted(stages.items())), n_stages, declared)
+    return HeldStages(dict(sorted(stages.items())), n_stages, declared)
 
 
 def device_and_dtype(modules: Sequence[nn.Module]) -> tuple[torch.device, torch.dtype]:
@@ -166,7 +166,7 @@ def device_and_dtype(modules: Sequence[nn.Module]) -> tuple[torch.device, torch.
     return device, next(dtype for dtype in (dtype, *(one for _, one, _ in told)) if dtype is not None)
 
 
-def flops_of_a_sequence(held: Held, seq_len: int) -> float:
+def flops_of_a_sequence(held: HeldStages, seq_len: int) -> float:
     """Return the FLOPs of a training step on one sequence; a collective.
 
     Those of our own model are counted product by product. Other models count 6 for each parameter and token (Kaplan et

@@ -33,7 +33,7 @@ from course_pp.parallel.mesh import limit_waiting
 from course_pp.runtime import LossNotFinite, PipelineError
 from course_pp.training.config import TrainConfig
 from course_pp.training.data import Rows, Sequences, Stream, validation_batches
-from course_pp.training.engines import build_engine
+from course_pp.training.engines import build_pipeline_engine
 from course_pp.training.feed import Feed
 from course_pp.training.metrics import Peak, Speed, find_peak
 from course_pp.training.optim import OptimizerFactory, build_optimizer, build_scheduler, lr_factor
@@ -155,7 +155,7 @@ class Trainer:
         everyone.collectively(lambda: check_precision(config.precision, self.modules))
         self._scale = LossScale(config.loss_scale, growth_steps=2000) if config.precision == "fp16" else LossScale()
         self.optimizer = everyone.collectively(lambda: build_optimizer(self.modules, config, optimizer, self.held.tied))
-        self._engine = build_engine(
+        self._engine = build_pipeline_engine(
             config,
             self.held,
             loss_fn,

@@ -308,7 +308,10 @@ def test_a_part_holds_the_whole_models_layers_under_their_names(as_given):
     ("sizes", "message"),
     [
         ((4, 0, 0), "0 stages: a pipeline needs at least 1"),
-        ((4, 5, 0), "5 stages need at least 5 layers, and this model has 4; use at most 4 stages, or a deeper model"),
+        (
+            (4, 5, 0),
+            "5 stages need at least 5 layers, and this model has n_layers=4; use at most 4 stages, or a deeper model",
+        ),
         ((1, 2, 0), "use at most 1 stage, or"),
         ((4, 2, 2), "stage 2 must lie between 0 and 1, the last of 2 stages"),
         ((4, 2, -1), "stage -1 must lie between 0 and 1"),

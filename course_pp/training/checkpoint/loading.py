@@ -23,7 +23,7 @@ from course_pp.training.checkpoint.matching import (
 )
 from course_pp.training.checkpoint.opening import Opened, open_together
 from course_pp.training.checkpoint.ranks import CheckpointError, Ranks
-from course_pp.training.checkpoint.rng import coordinates_of, restore_rng, rng_keys
+from course_pp.training.checkpoint.rng import mesh_coordinates, restore_rng, rng_keys
 from course_pp.training.checkpoint.state import Group, Held, Modules, Ties, held_by, parts_of
 
 __all__ = ["Loaded", "load", "resume"]
@@ -116,7 +116,7 @@ def resume(
     for name, tensor in held.ends:
         request.fill(f"model.{name}", tensor.detach())
     slots = [] if optimizer is None else _request_slots(request, optimizer, held)
-    coordinates = coordinates_of(device_mesh, ranks.rank)
+    coordinates = mesh_coordinates(device_mesh, ranks.rank)
     rng = {} if optimizer is None else rng_keys(coordinates, opened.metadata.state_dict_metadata)
     states = {kind: request.new(key, torch.device("cpu")) for kind, key in rng.items()}
     request.read(ranks)

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["coordinates_of", "restore_rng", "rng_keys", "rng_tensors"]
+__all__ = ["mesh_coordinates", "restore_rng", "rng_keys", "rng_tensors"]
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
 _KINDS = ("cpu", "cuda", "python", "numpy")
 
 
-def coordinates_of(device_mesh: DeviceMesh | None, rank: int) -> dict[str, int]:
+def mesh_coordinates(device_mesh: DeviceMesh | None, rank: int) -> dict[str, int]:
     """Return where this rank is in the mesh; ranks without a mesh form a pipeline, as in ``course_pp.runtime``."""
     if device_mesh is None:
         return {**dict.fromkeys(DIMENSIONS, 0), "pp": rank}

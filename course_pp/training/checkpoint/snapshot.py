@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from course_pp.training.checkpoint.copies import Copy, check_copies
 from course_pp.training.checkpoint.manifest import MANIFEST, METADATA, STATE, is_plain_name
 from course_pp.training.checkpoint.ranks import CheckpointError, Ranks
-from course_pp.training.checkpoint.rng import DIMENSIONS, coordinates_of, rng_tensors
+from course_pp.training.checkpoint.rng import DIMENSIONS, mesh_coordinates, rng_tensors
 from course_pp.training.checkpoint.state import (
     Group,
     Held,
@@ -89,7 +89,7 @@ def take(
     Raises:
         CheckpointError: on every rank, if the ranks together do not hold one whole model, each tensor once.
     """
-    coordinates = coordinates_of(device_mesh, ranks.rank)
+    coordinates = mesh_coordinates(device_mesh, ranks.rank)
     tensors: dict[str, Tensor] = {}
     copies: dict[str, list[Copy]] = {}
 
