@@ -6,7 +6,7 @@ from itertools import combinations
 from math import comb
 from typing import NamedTuple
 
-from course_pp.schedule.precedence import Lengths, Link, Precedence, Run
+from course_pp.schedule.precedence import Lengths, Link, Precedence, Times
 
 
 class Place(NamedTuple):
@@ -20,11 +20,11 @@ Shares = Mapping[Place, float]
 """What is lost at each place; negative where it is gained."""
 
 
-class Setting(NamedTuple):
+class Counterfactual(NamedTuple):
     """A counterfactual: assumed lengths, and the times they give."""
 
     lengths: Lengths
-    run: Run
+    times: Times
 
 
 def attribute(
@@ -52,11 +52,11 @@ def attribute(
     return lost
 
 
-def imagine(graph: Precedence, lengths: Lengths) -> Setting:
-    return Setting(lengths, graph.run(lengths))
+def imagine(graph: Precedence, lengths: Lengths) -> Counterfactual:
+    return Counterfactual(lengths, graph.run(lengths))
 
 
-def step(graph: Precedence, before: Setting, after: Setting) -> Shares:
+def step(graph: Precedence, before: Counterfactual, after: Counterfactual) -> Shares:
     """Split the difference between two makespans among the places where the lengths differ.
 
     Let the lengths change evenly from those before to those after. At each moment the makespan grows by what is added
@@ -64,9 +64,9 @@ def step(graph: Precedence, before: Setting, after: Setting) -> Shares:
     longest path before gives too little, and the longest path after too much. The result is the mixture of the two that
     gives just the difference.
     """
-    first, last = (_added_along(graph, each.run, before.lengths, after.lengths) for each in (before, after))
+    first, last = (_added_along(graph, each.times, before.lengths, after.lengths) for each in (before, after))
     too_little, too_much = sum(first.values()), sum(last.values())
-    difference = after.run.makespan - before.run.makespan
+    difference = after.times.makespan - before.times.makespan
     # Equal but for rounding where one path stays the longest.
     part = (difference - too_little) / (too_much - too_little) if too_much > too_little else 1.0
     part = min(max(part, 0.0), 1.0)
@@ -74,9 +74,9 @@ def step(graph: Precedence, before: Setting, after: Setting) -> Shares:
     return {place: (1 - part) * first.get(place, 0.0) + part * last.get(place, 0.0) for place in places}
 
 
-def _added_along(graph: Precedence, run: Run, before: Lengths, after: Lengths) -> Shares:
+def _added_along(graph: Precedence, times: Times, before: Lengths, after: Lengths) -> Shares:
     added: defaultdict[Place, float] = defaultdict(float)
-    for number, link in run.path:
+    for number, link in times.path:
         rank = graph.spans[number].rank
         added[Place(rank, None)] += after.actions[number] - before.actions[number]
         if link is not None:

@@ -7,7 +7,7 @@ from functools import cached_property
 from statistics import median
 
 from course_pp.arguments import checked
-from course_pp.schedule.attribution import Setting, Shares, attribute, imagine, step
+from course_pp.schedule.attribution import Counterfactual, Shares, attribute, imagine, step
 from course_pp.schedule.costs import Costs
 from course_pp.schedule.estimation import (
     Waits,
@@ -237,11 +237,11 @@ def _loss(cause: str, shares: Shares, n_ranks: int) -> Loss:
 
 
 def _timeline(
-    graph: Precedence, setting: Setting, launch: Sequence[float] | None, costs: Costs | None, measured: Timeline
+    graph: Precedence, imagined: Counterfactual, launch: Sequence[float] | None, costs: Costs | None, measured: Timeline
 ) -> Timeline:
     """Return when each action runs, after it was launched."""
-    spans = []
-    for number, (span, ready, end) in enumerate(zip(graph.spans, setting.run.ready, setting.run.ends, strict=True)):
+    spans, times = [], imagined.times
+    for number, (span, ready, end) in enumerate(zip(graph.spans, times.ready, times.ends, strict=True)):
         wait = launch[span.rank] if launch is not None and not graph.opens(number) else 0.0
         spans.append(Span(span.rank, span.action, ready + wait, end))
     n = graph.schedule.n_stages

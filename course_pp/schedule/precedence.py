@@ -32,7 +32,7 @@ class Lengths(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class Times:
     """When each action runs, given the lengths of actions and messages.
 
     Attributes:
@@ -66,7 +66,7 @@ class Precedence:
     before: tuple[int | None, ...]
     messages: tuple[tuple[Message, ...], ...]
 
-    def run(self, lengths: Lengths) -> Run:
+    def run(self, lengths: Lengths) -> Times:
         """Run every action as early as its rank and its inputs allow."""
         ready: list[float] = []
         ends: list[float] = []
@@ -82,7 +82,7 @@ class Precedence:
             before, link = reached[last]
             path.append((last, link))
             last = before
-        return Run(ready, ends, tuple(path))
+        return Times(ready, ends, tuple(path))
 
     def allowed(
         self, number: int, ends: Sequence[float], links: Mapping[Link, float]
