@@ -17,7 +17,7 @@ from pathlib import Path
 
 from course_pp.doctor.finding import Check, Finding
 from course_pp.launch.site import Site, load_site
-from course_pp.launch.where import Ask, decide
+from course_pp.launch.where import Needs, decide
 
 _RANKS_LIMIT_S = 16.5
 _ANSWER_LIMIT_S = 4.0
@@ -163,7 +163,7 @@ def configured() -> bool:
 def _job(site: Site) -> Finding:
     """Run two tasks, each of which looks for files that were written here: beside the course, and where calls go."""
     name, breaks = "Slurm job", f"%torchrun and on_ranks on the cluster in {_ALL}"
-    place = decide(Ask(1, 2, _JOB_LIMIT_S, gpus=False), "slurm")
+    place = decide(Needs(1, 2, _JOB_LIMIT_S, gpus=False), "slurm")
     token = f".course_pp_doctor_{secrets.token_hex(4)}"
     files = [Path(folder).expanduser() / token for folder in (os.getcwd(), site.folder)]
     task = 'for file; do test -e "$file" && echo "seen" || echo "unseen $file"; done'

@@ -19,7 +19,7 @@ from typing import Any
 
 from course_pp.exercises.code_of import files_of
 from course_pp.exercises.exercise import Mistake
-from course_pp.launch.watch import is_cell
+from course_pp.launch.watch import has_name_of_cell
 
 _MEMORY_BYTES = 2 << 30
 _RESULT_BYTES = 64 << 20
@@ -139,7 +139,7 @@ def _frames(error: BaseException) -> Iterator[TracebackType]:
 
 
 def _is_own(file: str, fn: Callable[..., Any]) -> bool:
-    return file in files_of(fn) or is_cell(file)
+    return file in files_of(fn) or has_name_of_cell(file)
 
 
 def _in_a_line(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from course_pp.arguments import shown
 from course_pp.launch import rank as in_rank
-from course_pp.launch.limits import refuse_bad_timeout
+from course_pp.launch.limits import refuse_bad_limit
 from course_pp.launch.where import CHOICES
 
 _MOST = 4096  # ranks of one machine, and threads of one rank: more would end in a sentence from elsewhere
@@ -40,7 +40,7 @@ def refuse_bad_arguments(
         raise TypeError(
             f"fn is {shown(fn)}, which cannot be called. Pass the function itself: on_ranks({n}, fn), not fn(0)."
         )
-    refuse_bad_timeout(timeout_s)
+    refuse_bad_limit(timeout_s)
     for name, choice, known in (("backend", backend, _BACKENDS), ("where", where, CHOICES)):
         if not isinstance(choice, str | None) or choice not in known:
             spelled = " or ".join(map(repr, known))

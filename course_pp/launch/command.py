@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from course_pp.launch.where import Ask, Place, decide
+from course_pp.launch.where import Needs, Place, decide
 
 _FLAGS = {"--standalone", "-m", "--module", "--no-python", "--run-path", "--virtual-local-rank", "-h", "--help"}
 # What torchrun, a cluster or `get_world_info` sets for a rank: a launcher that inherits it would pass for a rank.
@@ -93,7 +93,7 @@ def build(
     nodes = _number(options, "--nnodes") or 1
     ranks = _number(options, "--nproc-per-node") if any(o.startswith("--nproc-per-node") for o in options) else 1
     chosen = any(o.startswith(_RENDEZVOUS) for o in options)
-    place = decide(Ask(nodes, ranks, timeout_s), where, environ)
+    place = decide(Needs(nodes, ranks, timeout_s), where, environ)
     meets = nodes > 1 and not chosen and not place.local
     run = [place.site.python or sys.executable, "-m", "torch.distributed.run"]
     return Command(

@@ -20,7 +20,7 @@ from course_pp.launch.channel import Channel
 from course_pp.launch.client import SERVERS, Server, search_path
 from course_pp.launch.errors import LaunchError, RanksHung, is_echo
 from course_pp.launch.output import Lines, show
-from course_pp.launch.rank import Ask, Job, Left, Over, Raised, Ready, Returned
+from course_pp.launch.rank import Ask, Left, Over, Raised, RankJob, Ready, Returned
 from course_pp.launch.server import STATUS
 from course_pp.launch.waits import SENDING, Wait, explain, waits_from
 from course_pp.launch.watch import Report
@@ -127,7 +127,7 @@ class Crew:
     def start(self, payload: bytes, backend: str | None, threads: int) -> None:
         """Fork the ranks and begin to send them their work. Raises OSError for what the system refuses."""
         with in_rank.listening_socket() as listener:
-            job = Job(
+            job = RankJob(
                 rank=0,
                 world_size=self._n,
                 port=listener.getsockname()[1],

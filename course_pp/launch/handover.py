@@ -19,7 +19,7 @@ BEGUN, ENDED = "course_pp begins call", "course_pp ended call"
 
 
 @dataclass(frozen=True)
-class Call:
+class RemoteCall:
     """A call of ``on_ranks`` on its way to a node.
 
     Attributes:

@@ -8,7 +8,7 @@ from course_pp.arguments import shown
 _MOST_S = 1_000_000
 
 
-def refuse_bad_timeout(timeout_s: object) -> None:
+def refuse_bad_limit(timeout_s: object) -> None:
     """Raise ValueError unless ``timeout_s`` is a number of seconds that every clock involved can count to."""
     __tracebackhide__ = True
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s <= _MOST_S:

@@ -21,11 +21,11 @@ from pathlib import Path
 from course_pp.launch.cells import shell
 from course_pp.launch.command import Command, of_no_rank, on_nodes
 from course_pp.launch.errors import LaunchError, RanksHung
-from course_pp.launch.handover import BEGUN, ENDED, Call, End, call_file, end_file, write
+from course_pp.launch.handover import BEGUN, ENDED, End, RemoteCall, call_file, end_file, write
 from course_pp.launch.process import Process, shared_folder
 from course_pp.launch.site import Site
 from course_pp.launch.slurm import Job
-from course_pp.launch.where import Ask, Place
+from course_pp.launch.where import Needs, Place
 
 # By so much a job outlasts the time for which it is given calls: one that is just on its way finds it waiting.
 _ON_ITS_WAY_S = 5
@@ -35,8 +35,8 @@ _ROOM = "Make room there, or set folder in site.toml to another one that all nod
 class _Task(Process):
     """The one task of a Slurm job. It answers every call that needs no more than the first one did."""
 
-    def __init__(self, place: Place, ask: Ask) -> None:
-        self.ask, self.owner = ask, os.getpid()
+    def __init__(self, place: Place, needs: Needs) -> None:
+        self.needs, self.owner = needs, os.getpid()
         self.keep_s = place.site.keep_s
         self._environ: Mapping[str, str] = of_no_rank(os.environ)
         self._calls = self._begun = self._answers = 0
@@ -53,17 +53,17 @@ class _Task(Process):
             )
             super().__init__(command, {}, self._folder, started)
 
-    def fits(self, ask: Ask, site: Site, job: str | None) -> bool:
-        """Return whether this job can serve ``ask`` under the present settings and surrounding job."""
+    def fits(self, needs: Needs, site: Site, job: str | None) -> bool:
+        """Return whether this job can serve ``needs`` under the present settings and surrounding job."""
         ours = self.command.place
         alike = self.owner == os.getpid() and (ours.site, ours.job) == (site, job)
         # Inside another job there are the GPUs of that one.
-        gpus = ask.gpus and job is None and bool(site.gres)
-        enough = (ask.ranks or 1) <= (self.ask.ranks or 1) and gpus <= self.ask.gpus
+        gpus = needs.gpus and job is None and bool(site.gres)
+        enough = (needs.ranks or 1) <= (self.needs.ranks or 1) and gpus <= self.needs.gpus
         waits = not self.answered() or time.monotonic() < self._answered_at + self.keep_s
-        return alike and enough and waits and self.running and self._job.seconds_left() > ask.seconds
+        return alike and enough and waits and self.running and self._job.seconds_left() > needs.seconds
 
-    def end(self, call: Call, limit_s: float) -> End | None:
+    def end(self, call: RemoteCall, limit_s: float) -> End | None:
         """Return how the call ended; None if the job, after serving other calls, ended before it took this one."""
         __tracebackhide__ = True
         before, self._environ = self._environ, of_no_rank(os.environ)
@@ -128,12 +128,12 @@ class Tasks:
         # One call after another: threads of one process share the job.
         self._lock = threading.Lock()
 
-    def kept(self, ask: Ask, site: Site, job: str | None) -> Place | None:
-        """Return the place of a waiting job that can serve ``ask``; None if there is none."""
+    def kept(self, needs: Needs, site: Site, job: str | None) -> Place | None:
+        """Return the place of a waiting job that can serve ``needs``; None if there is none."""
         task = self._task
-        return task.command.place if task is not None and task.fits(ask, site, job) else None
+        return task.command.place if task is not None and task.fits(needs, site, job) else None
 
-    def results(self, place: Place, ask: Ask, call: Call) -> list[bytes]:
+    def results(self, place: Place, needs: Needs, call: RemoteCall) -> list[bytes]:
         """Run the call in a Slurm job; return what every rank returned, pickled.
 
         Raises:
@@ -143,17 +143,17 @@ class Tasks:
         __tracebackhide__ = True
         with self._lock:
             # None at most once: then the job is a new one.
-            while (end := self._end(place, ask, call)) is None:
+            while (end := self._end(place, needs, call)) is None:
                 pass
         if end.results is None:
             raise _rebuilt(end)
         return list(end.results)
 
-    def _end(self, place: Place, ask: Ask, call: Call) -> End | None:
+    def _end(self, place: Place, needs: Needs, call: RemoteCall) -> End | None:
         __tracebackhide__ = True
         try:
-            task = self._get(place, ask)
-            end = task.end(call, ask.seconds)
+            task = self._get(place, needs)
+            end = task.end(call, needs.seconds)
         except BaseException as error:
             self.stop(type(error))
             raise
@@ -161,15 +161,15 @@ class Tasks:
             self.stop()
         return end
 
-    def _get(self, place: Place, ask: Ask) -> _Task:
+    def _get(self, place: Place, needs: Needs) -> _Task:
         task = self._task
-        if task is not None and task.fits(ask, place.site, place.job):
+        if task is not None and task.fits(needs, place.site, place.job):
             if task.said_in != (cell := _cell()) or cell is None:
                 print(f"Ranks run in Slurm job {task.number}, kept since the last call.", flush=True)
             task.said_in = cell
             return task
         self.stop()
-        task = self._task = _Task(place, ask)
+        task = self._task = _Task(place, needs)
         task.said_in = _cell()
         print(f"{place.said}\n$ {task.command.shown}", flush=True)
         return task

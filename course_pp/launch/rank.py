@@ -27,7 +27,7 @@ _HARMLESS = {"tokenizers", "xxhash"}
 
 
 @dataclass(frozen=True)
-class Job:
+class RankJob:
     """Everything a rank needs besides the function.
 
     Attributes:
@@ -106,7 +106,7 @@ class Ask:
     """From the caller: say what you are doing."""
 
 
-class Mailbox:
+class ControlEnd:
     """A rank's end of the control connection; the main thread and the watching thread both write to it."""
 
     def __init__(self, connection: socket.socket, rank: int) -> None:
@@ -147,16 +147,16 @@ def main(control: int, listener: int | None) -> None:
     """
     pid = os.getpid()  # fn may fork
     connection = socket.socket(fileno=control)
-    job: Job = pickle.loads(channel.receive(connection))
+    job: RankJob = pickle.loads(channel.receive(connection))
     payload = channel.receive(connection)
-    mailbox = Mailbox(connection, job.rank)
+    caller = ControlEnd(connection, job.rank)
     # Held here until the end: rank 0's store serves ranks that are slower than rank 0's function.
     stores: list[object] = []
-    outcome = _outcome(job, payload, listener, mailbox, stores)
+    outcome = _outcome(job, payload, listener, caller, stores)
     if os.getpid() != pid:
         _end_child(outcome)
     try:
-        mailbox.send(outcome)
+        caller.send(outcome)
     except OSError as error:
         with contextlib.suppress(OSError):
             os.write(2, f"this rank cannot reach its caller any more: {error}. Did fn close descriptors?\n".encode())
@@ -172,14 +172,14 @@ def _end_child(outcome: Returned | Raised | Left) -> None:
 
 
 def _outcome(
-    job: Job, payload: bytes | bytearray, listener: int | None, mailbox: Mailbox, stores: list[object]
+    job: RankJob, payload: bytes | bytearray, listener: int | None, caller: ControlEnd, stores: list[object]
 ) -> Returned | Raised | Left:
     inherited = set(sys.modules)
     try:
         _enter(job)
         stores.append(_join(job, listener))
         fn, args = _unpickled(payload)
-        mailbox.send(Ready())
+        caller.send(Ready())
         value = fn(job.rank, *args)
     except SystemExit as e:
         code = e.code if isinstance(e.code, int) else int(e.code is not None)
@@ -187,11 +187,11 @@ def _outcome(
             print(e.code, file=sys.stderr)
         return Left(code)
     except BaseException as e:
-        _say_over(mailbox)
+        _say_over(caller)
         return _raised(e)
     finally:
         _flush()
-    _say_over(mailbox)
+    _say_over(caller)
     try:
         data = dumps(value)
         # What cannot be built again, never comes to an end of it, or ends the process, does so here and not there.
@@ -206,10 +206,10 @@ def _outcome(
     return Returned(data, _own_modules(inherited))
 
 
-def _say_over(mailbox: Mailbox) -> None:
+def _say_over(caller: ControlEnd) -> None:
     # Whoever cannot say this will hear so again with the outcome.
     with contextlib.suppress(OSError):
-        mailbox.send(Over())
+        caller.send(Over())
 
 
 def _unpickled(payload: bytes | bytearray) -> tuple[Any, tuple[Any, ...]]:
@@ -241,7 +241,7 @@ def _top(module: str) -> str:
     return module.partition(".")[0]
 
 
-def _enter(job: Job) -> None:
+def _enter(job: RankJob) -> None:
     """Make this process look like the caller's, as rank ``job.rank``."""
     rank, size = str(job.rank), str(job.world_size)
     os.environ.clear()
@@ -270,7 +270,7 @@ def _enter(job: Job) -> None:
         setattr(sys, name, open(number, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False))  # noqa: SIM115
 
 
-def _join(job: Job, listener: int | None) -> Any:
+def _join(job: RankJob, listener: int | None) -> Any:
     """Connect the rank's store and, unless ``job.backend`` is None, make the default process group."""
     import torch
     import torch.distributed as dist

@@ -12,11 +12,11 @@ from course_pp.launch import cells, endings
 from course_pp.launch.arguments import refuse_bad_arguments
 from course_pp.launch.client import search_path
 from course_pp.launch.crew import Crew
-from course_pp.launch.handover import Call
+from course_pp.launch.handover import RemoteCall
 from course_pp.launch.on_slurm import TASKS
 from course_pp.launch.pickling import pickled
 from course_pp.launch.surroundings import standard_descriptors_taken, start_refused_in_a_sentence, working_folder
-from course_pp.launch.where import Ask, Place, decide, on_a_node
+from course_pp.launch.where import Needs, Place, decide, on_a_node
 
 
 def on_ranks(
@@ -60,15 +60,15 @@ def on_ranks(
     refuse_bad_arguments(n, fn, args, timeout_s, backend, threads, where)
     folder = working_folder()
     payload = pickled(fn, args)
-    ask = Ask.of_call(n, timeout_s, backend)
-    place = _place(ask, where)
+    needs = Needs.of_call(n, timeout_s, backend)
+    place = _place(needs, where)
     if place.fallen_back:
         _say_once(place.said)
     if place.local:
         results = run_ranks(n, payload, timeout_s, backend, threads)
     else:
         own_interpreter = place.site.python or place.site.container
-        call = Call(
+        call = RemoteCall(
             n=n,
             payload=payload,
             backend=backend,
@@ -80,7 +80,7 @@ def on_ranks(
             argv=tuple(getattr(sys, "argv", ())),
             sources=cells.sources(),
         )
-        results = TASKS.results(place, ask, call)
+        results = TASKS.results(place, needs, call)
     return [endings.result(rank, result) for rank, result in enumerate(results)]
 
 
@@ -101,8 +101,8 @@ def _say_once(sentence: str) -> None:
     print(sentence, flush=True)
 
 
-def _place(ask: Ask, where: str | None) -> Place:
+def _place(needs: Needs, where: str | None) -> Place:
     __tracebackhide__ = True
     if where is None and on_a_node():
         where = "local"
-    return decide(ask, where, kept=TASKS.kept)
+    return decide(needs, where, kept=TASKS.kept)

@@ -18,7 +18,7 @@ import cloudpickle
 
 from course_pp.launch.client import SERVERS
 from course_pp.launch.errors import LaunchError
-from course_pp.launch.handover import BEGUN, ENDED, Call, End, call_file, end_file, write
+from course_pp.launch.handover import BEGUN, ENDED, End, RemoteCall, call_file, end_file, write
 from course_pp.launch.ranks import run_ranks
 
 _FIRST_CALL_S = 60.0
@@ -59,9 +59,9 @@ def _end(file: Path) -> End:
         return End(None, _dumped(error))
 
 
-def _read(file: Path) -> Call:
+def _read(file: Path) -> RemoteCall:
     try:
-        call: Call = pickle.loads(file.read_bytes())
+        call: RemoteCall = pickle.loads(file.read_bytes())
         file.unlink()
     except (OSError, EOFError, pickle.UnpicklingError) as error:
         raise LaunchError(
@@ -71,7 +71,7 @@ def _read(file: Path) -> Call:
     return call
 
 
-def _become(call: Call) -> None:
+def _become(call: RemoteCall) -> None:
     """Take over what a rank is to find as the caller has it."""
     if call.python != sys.version_info[:2]:
         theirs, ours = (".".join(map(str, version)) for version in (call.python, sys.version_info[:2]))

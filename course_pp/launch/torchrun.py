@@ -21,7 +21,7 @@ from typing import Any
 from course_pp.arguments import checked
 from course_pp.launch.command import Command, build
 from course_pp.launch.errors import LaunchError, RanksHung, is_echo, signal_name
-from course_pp.launch.limits import refuse_bad_timeout
+from course_pp.launch.limits import refuse_bad_limit
 from course_pp.launch.on_slurm import TASKS
 from course_pp.launch.output import Lines
 from course_pp.launch.process import LAST_LINES, Process, shared_folder
@@ -67,7 +67,7 @@ def run_torchrun(
         ValueError, FileNotFoundError: no script, no such script, or a limit that is no number of seconds.
     """
     __tracebackhide__ = True  # a reader looks for the line of the cell, not for ours
-    refuse_bad_timeout(timeout_s)
+    refuse_bad_limit(timeout_s)
     working_folder()  # refuses one that is gone
     command = build(args, "local" if local else where, timeout_s=timeout_s)
     print(f"{command.place.said}\n$ {command.shown}", flush=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from course_pp.arguments import checked
 from course_pp.cycles import find_cycle
-from course_pp.launch.watch import Call, Report, is_cell
+from course_pp.launch.watch import Call, Report, has_name_of_cell
 
 COMPUTES = "computes"
 RETURNED = "returned"
@@ -62,7 +62,7 @@ def _wait(rank: int, report: Report | None, returned: bool, calls: dict[int, Cal
 def _where(report: Report) -> str:
     if not report.file:
         return ""
-    place = "cell" if is_cell(report.file) else os.path.basename(report.file)
+    place = "cell" if has_name_of_cell(report.file) else os.path.basename(report.file)
     return f"{place} line {report.line}" + (f": {report.text}" if report.text else "")
 
 

@@ -243,7 +243,7 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _is_library(file: str) -> bool:
     here = os.path.dirname(os.path.abspath(__file__))
-    if file.startswith("<") and not is_cell(file) and file not in ("<stdin>", "<string>"):
+    if file.startswith("<") and not has_name_of_cell(file) and file not in ("<stdin>", "<string>"):
         return True
     if re.search(r"[\\/](site|dist)-packages[\\/](torch|cloudpickle|tqdm)[\\/]", file):
         return True
@@ -251,8 +251,8 @@ def _is_library(file: str) -> bool:
     return file.startswith(here) or in_stdlib
 
 
-def is_cell(file: str) -> bool:
-    """Return whether ``file`` is the name IPython gives a cell."""
+def has_name_of_cell(file: str) -> bool:
+    """Return whether ``file`` is named as IPython names cells; this module may not ask `cells.is_cell`."""
     return "ipykernel_" in file or file.startswith("<ipython-input")
 
 

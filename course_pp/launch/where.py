@@ -25,7 +25,7 @@ _START_AND_END_S = 120.0
 
 
 @dataclass(frozen=True)
-class Ask:
+class Needs:
     """What a run needs.
 
     Attributes:
@@ -43,7 +43,7 @@ class Ask:
     gpus: bool = True
 
     @classmethod
-    def of_call(cls, n: int, timeout_s: float, backend: str | None) -> Ask:
+    def of_call(cls, n: int, timeout_s: float, backend: str | None) -> Needs:
         """Return what a call of ``on_ranks`` needs. Ranks that meet over gloo leave the GPUs to others."""
         return cls(1, n, timeout_s + _START_AND_END_S, calls=True, gpus=backend != "gloo")
 
@@ -80,15 +80,15 @@ class Nodes:
 
 
 def decide(
-    ask: Ask,
+    needs: Needs,
     where: str | None = None,
     environ: Mapping[str, str] | None = None,
-    kept: Callable[[Ask, Site, str | None], Place | None] = lambda ask, site, job: None,
+    kept: Callable[[Needs, Site, str | None], Place | None] = lambda needs, site, job: None,
 ) -> Place:
     """Decide for a Slurm job we are in, else for a job of our own if a cluster answers, else for this machine.
 
     Args:
-        ask: what the run needs.
+        needs: those of the run.
         where: ``"local"`` or ``"slurm"`` leave no choice; None takes ``$COURSE_PP_WHERE`` or decides.
         kept: returns the place of a waiting job that will do, given the request, the cluster's settings and the
             surrounding job.
@@ -102,22 +102,22 @@ def decide(
     if where not in CHOICES:
         raise ValueError(f"where is {where!r}; it must be 'local', 'slurm' or None, which decides by itself.")
     if where == "local":
-        return Place(_on_this_machine(ask, environ))
+        return Place(_on_this_machine(needs, environ))
     if not shutil.which("srun", path=environ.get("PATH")):
         if where == "slurm":
             raise RuntimeError("where is 'slurm', but there is no srun on PATH. Load Slurm's module, or leave it out.")
-        return Place(_on_this_machine(ask, environ))
+        return Place(_on_this_machine(needs, environ))
     site, job = load_site(environ), environ.get("SLURM_JOB_ID")
-    if waiting := kept(ask, site, job):
+    if waiting := kept(needs, site, job):
         return waiting
     if job is not None:
-        return _inside(ask, site, job, environ)
-    nodes = _nodes(_partition(ask, site), environ)
+        return _inside(needs, site, job, environ)
+    nodes = _nodes(_partition(needs, site), environ)
     if nodes is None:
         if where == "slurm":
             raise RuntimeError("where is 'slurm', but no cluster answers: `sinfo` fails. Ask whoever runs it.")
-        return Place(f"{_on_this_machine(ask, environ)} No cluster answers behind srun.", fallen_back=True)
-    return _submitted(ask, site, nodes)
+        return Place(f"{_on_this_machine(needs, environ)} No cluster answers behind srun.", fallen_back=True)
+    return _submitted(needs, site, nodes)
 
 
 def certainly_here() -> bool:
@@ -130,60 +130,60 @@ def on_a_node() -> bool:
     return "SLURMD_NODENAME" in os.environ
 
 
-def _on_this_machine(ask: Ask, environ: Mapping[str, str]) -> str:
-    gpus = _gpus_here(environ) if ask.gpus else 0
+def _on_this_machine(needs: Needs, environ: Mapping[str, str]) -> str:
+    gpus = _gpus_here(environ) if needs.gpus else 0
     if gpus == 0:
         return "Ranks run on this machine, on the CPU."
-    if ask.ranks is not None and ask.ranks > gpus:
-        return f"Ranks run on this machine, on the CPU: it has {_count(gpus, 'GPU')} for {_count(ask.ranks, 'rank')}."
+    if needs.ranks is not None and needs.ranks > gpus:
+        return f"Ranks run on this machine, on the CPU: it has {_count(gpus, 'GPU')} for {_count(needs.ranks, 'rank')}."
     return f"Ranks run on this machine, which has {_count(gpus, 'GPU')}."
 
 
-def _inside(ask: Ask, site: Site, job: str, environ: Mapping[str, str]) -> Place:
-    held = _leading_number(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES")) or ask.nodes
-    if ask.nodes > held:
+def _inside(needs: Needs, site: Site, job: str, environ: Mapping[str, str]) -> Place:
+    held = _leading_number(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES")) or needs.nodes
+    if needs.nodes > held:
         raise ValueError(
-            f"--nnodes={ask.nodes}, but Slurm job {job}, in which this runs, holds {_count(held, 'node')}. "
+            f"--nnodes={needs.nodes}, but Slurm job {job}, in which this runs, holds {_count(held, 'node')}. "
             "Take fewer, or start a job with more."
         )
     # A step that asks for more cores than the job holds on a node is refused.
     cores = _leading_number(environ.get("SLURM_JOB_CPUS_PER_NODE")) or sys.maxsize
-    ranks = ask.ranks or 1
+    ranks = needs.ranks or 1
     cpus = min(ranks * site.cpus_per_rank, cores)
     few = f", where {_count(ranks, 'rank')} share {_count(cores, 'core')}" if cores < ranks else ""
     # Without --overlap the step would wait for what the step of the notebook holds.
-    srun = ("srun", "--overlap", *_tasks(ask), "-c", str(cpus), *site.options)
-    return Place(f"Ranks run inside Slurm job {job}, on {_count(ask.nodes, 'node')}{few}.", srun, job, site)
+    srun = ("srun", "--overlap", *_tasks(needs), "-c", str(cpus), *site.options)
+    return Place(f"Ranks run inside Slurm job {job}, on {_count(needs.nodes, 'node')}{few}.", srun, job, site)
 
 
-def _submitted(ask: Ask, site: Site, nodes: Nodes) -> Place:
+def _submitted(needs: Needs, site: Site, nodes: Nodes) -> Place:
     most = nodes.gpus if site.gpus_per_node is None else site.gpus_per_node
-    gpus = min(ask.ranks or most, most) if site.gres and ask.gpus else 0
-    cpus = min((ask.ranks or max(1, gpus)) * site.cpus_per_rank, nodes.cpus)
+    gpus = min(needs.ranks or most, most) if site.gres and needs.gpus else 0
+    cpus = min((needs.ranks or max(1, gpus)) * site.cpus_per_rank, nodes.cpus)
     srun = ["srun"]
-    partition = _partition(ask, site)
+    partition = _partition(needs, site)
     srun += ["-p", partition] if partition else []
     srun += ["-A", site.account] if site.account else []
-    srun += [*_tasks(ask), "-c", str(cpus)]
+    srun += [*_tasks(needs), "-c", str(cpus)]
     if gpus:
         gres = site.gres.format(n=gpus)
         srun.append(gres if gres.startswith("-") else f"--gres={gres}")
-    seconds = ask.seconds + _SLACK_S + (_CALLS_S if ask.calls and site.keep_s else 0)
+    seconds = needs.seconds + _SLACK_S + (_CALLS_S if needs.calls and site.keep_s else 0)
     srun += ["-t", site.time_limit or str(math.ceil(seconds / 60)), *site.options]
-    each = f", {_count(gpus, 'GPU')}{' on each' if ask.nodes > 1 else ''}"
-    if ask.ranks is not None and ask.ranks > gpus:
-        each += f" for {_count(ask.ranks, 'rank')}"
-    what = f"{_count(ask.nodes, 'node')}{each if gpus else ', CPU only'}"
+    each = f", {_count(gpus, 'GPU')}{' on each' if needs.nodes > 1 else ''}"
+    if needs.ranks is not None and needs.ranks > gpus:
+        each += f" for {_count(needs.ranks, 'rank')}"
+    what = f"{_count(needs.nodes, 'node')}{each if gpus else ', CPU only'}"
     return Place(f"Ranks run in a Slurm job of their own: {what}.", tuple(srun), None, site)
 
 
-def _partition(ask: Ask, site: Site) -> str:
-    return site.partition if ask.gpus else site.cpu_partition or site.partition
+def _partition(needs: Needs, site: Site) -> str:
+    return site.partition if needs.gpus else site.cpu_partition or site.partition
 
 
-def _tasks(ask: Ask) -> tuple[str, ...]:
+def _tasks(needs: Needs) -> tuple[str, ...]:
     """Ask for one task a node; where one fails, those of other nodes would wait for it for ever."""
-    return ("-N", str(ask.nodes), "-n", str(ask.nodes), *(("-K1",) if ask.nodes > 1 else ()))
+    return ("-N", str(needs.nodes), "-n", str(needs.nodes), *(("-K1",) if needs.nodes > 1 else ()))
 
 
 def _nodes(partition: str, environ: Mapping[str, str]) -> Nodes | None:

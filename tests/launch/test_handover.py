@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from course_pp.launch import LaunchError, guard, on_ranks, ranks, remote
-from course_pp.launch.handover import Call, End, call_file, end_file, write
+from course_pp.launch.handover import End, RemoteCall, call_file, end_file, write
 from course_pp.launch.on_slurm import TASKS
 from course_pp.launch.process import Process, shared_folder
 from course_pp.launch.site import load_site
-from course_pp.launch.where import Ask, Place
+from course_pp.launch.where import Needs, Place
 from tests.processes import no_process_left
 
 pytestmark = pytest.mark.timeout(60)
@@ -83,11 +83,11 @@ def test_a_kept_job_needs_no_look_at_the_cluster_and_keeps_no_files(
     [folder] = (tmp_path / "shared").iterdir()
     assert not list(folder.iterdir())
 
-    ask = Ask.of_call(1, 60, "gloo")
-    assert TASKS.kept(ask, load_site(), None)
+    needs = Needs.of_call(1, 60, "gloo")
+    assert TASKS.kept(needs, load_site(), None)
     assert TASKS._task is not None
     TASKS._task._answered_at -= load_site().keep_s
-    assert not TASKS.kept(ask, load_site(), None), "it may leave before a call arrives"
+    assert not TASKS.kept(needs, load_site(), None), "it may leave before a call arrives"
 
 
 @pytest.mark.long
@@ -115,7 +115,7 @@ def test_ranks_that_run_here_although_srun_is_at_hand_say_so_once(
 def test_the_search_path_goes_to_nodes_that_run_the_same_interpreter(
     tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, sent: bool
 ) -> None:
-    def results(place: Place, ask: Ask, call: Call) -> list[bytes]:
+    def results(place: Place, needs: Needs, call: RemoteCall) -> list[bytes]:
         return [pickle.dumps(call.sys_path is not None)]
 
     (tmp_path / "site.toml").write_text(line)
@@ -138,11 +138,11 @@ def test_what_fails_around_a_call_is_told_with_the_folder_and_a_remedy(
 ) -> None:
     assert f"cannot read the call in {tmp_path}" in left_by_the_node(tmp_path)
 
-    write(call_file(tmp_path, 1), Call(1, b"", None, 1, 1.0, None, {}, "/no/such/folder", (), {}))
+    write(call_file(tmp_path, 1), RemoteCall(1, b"", None, 1, 1.0, None, {}, "/no/such/folder", (), {}))
     assert "cannot enter the folder you are in, /no/such/folder" in left_by_the_node(tmp_path)
     assert not call_file(tmp_path, 1).exists()
 
-    write(call_file(tmp_path, 1), Call(1, b"", None, 1, 1.0, None, {}, str(tmp_path), (), {}, python=(3, 1)))
+    write(call_file(tmp_path, 1), RemoteCall(1, b"", None, 1, 1.0, None, {}, str(tmp_path), (), {}, python=(3, 1)))
     ours = ".".join(map(str, sys.version_info[:2]))
     assert f"you call from Python 3.1, and the node runs Python {ours}" in left_by_the_node(tmp_path)
 

@@ -11,9 +11,9 @@ from course_pp.launch import LaunchError, where
 from course_pp.launch.command import build, of_no_rank, on_nodes
 from course_pp.launch.site import Site
 from course_pp.launch.slurm import Job
-from course_pp.launch.where import Ask, Place, decide
+from course_pp.launch.where import Needs, Place, decide
 
-TWO = Ask(nodes=1, ranks=2, seconds=100)
+TWO = Needs(nodes=1, ranks=2, seconds=100)
 
 
 @pytest.fixture
@@ -43,9 +43,9 @@ def cluster(tools: Path) -> Path:
     return tools
 
 
-def srun(ask: Ask, site: str = "") -> str:
+def srun(needs: Needs, site: str = "") -> str:
     Path(os.environ["COURSE_PP_SITE"]).write_text(site)
-    return " ".join(decide(ask).srun)
+    return " ".join(decide(needs).srun)
 
 
 @pytest.mark.parametrize(
@@ -66,17 +66,17 @@ def test_where_local_says_whether_there_are_gpus_enough(
 
 
 @pytest.mark.parametrize(
-    ("ask", "site", "expected"),
+    ("needs", "site", "expected"),
     [
         (TWO, "", "srun -N 1 -n 1 -c 2 --gres=gpu:2 -t 3"),
-        (Ask(1, 6, 100), "", "srun -N 1 -n 1 -c 6 --gres=gpu:4 -t 3"),
-        (Ask(1, 99, 100), "", "srun -N 1 -n 1 -c 8 --gres=gpu:4 -t 3"),
-        (Ask(2, 4, 100), "", "srun -N 2 -n 2 -K1 -c 4 --gres=gpu:4 -t 3"),
-        (Ask(1, None, 100), "", "srun -N 1 -n 1 -c 4 --gres=gpu:4 -t 3"),
+        (Needs(1, 6, 100), "", "srun -N 1 -n 1 -c 6 --gres=gpu:4 -t 3"),
+        (Needs(1, 99, 100), "", "srun -N 1 -n 1 -c 8 --gres=gpu:4 -t 3"),
+        (Needs(2, 4, 100), "", "srun -N 2 -n 2 -K1 -c 4 --gres=gpu:4 -t 3"),
+        (Needs(1, None, 100), "", "srun -N 1 -n 1 -c 4 --gres=gpu:4 -t 3"),
         (TWO, 'partition = "cpu"', "srun -p cpu -N 1 -n 1 -c 2 -t 3"),
-        (Ask.of_call(2, 60, "gloo"), "", "srun -N 1 -n 1 -c 2 -t 14"),
-        (Ask.of_call(2, 60, "gloo"), 'partition = "x"\ncpu_partition = "cpu"', "srun -p cpu -N 1 -n 1 -c 2 -t 14"),
-        (Ask.of_call(2, 60, "nccl"), "keep_s = 0", "srun -N 1 -n 1 -c 2 --gres=gpu:2 -t 4"),
+        (Needs.of_call(2, 60, "gloo"), "", "srun -N 1 -n 1 -c 2 -t 14"),
+        (Needs.of_call(2, 60, "gloo"), 'partition = "x"\ncpu_partition = "cpu"', "srun -p cpu -N 1 -n 1 -c 2 -t 14"),
+        (Needs.of_call(2, 60, "nccl"), "keep_s = 0", "srun -N 1 -n 1 -c 2 --gres=gpu:2 -t 4"),
         (TWO, 'account = "a"\ntime_limit = "1:00:00"', "srun -A a -N 1 -n 1 -c 2 --gres=gpu:2 -t 1:00:00"),
         (TWO, 'gres = "--gpus-per-node={n}"', "srun -N 1 -n 1 -c 2 --gpus-per-node=2 -t 3"),
         (TWO, 'gres = ""\ncpus_per_rank = 3', "srun -N 1 -n 1 -c 6 -t 3"),
@@ -84,9 +84,9 @@ def test_where_local_says_whether_there_are_gpus_enough(
     ],
 )
 def test_a_job_asks_for_what_the_run_needs_and_the_site_calls_it(
-    cluster: Path, ask: Ask, site: str, expected: str
+    cluster: Path, needs: Needs, site: str, expected: str
 ) -> None:
-    assert srun(ask, site) == expected
+    assert srun(needs, site) == expected
 
 
 def test_inside_a_job_its_cores_are_not_exceeded_and_its_nodes_are_counted(
@@ -94,11 +94,11 @@ def test_inside_a_job_its_cores_are_not_exceeded_and_its_nodes_are_counted(
 ) -> None:
     for name, value in (("JOB_ID", "7"), ("JOB_NUM_NODES", "2"), ("JOB_CPUS_PER_NODE", "3(x2)")):
         monkeypatch.setenv(f"SLURM_{name}", value)
-    assert srun(Ask(2, 4, 100)) == "srun --overlap -N 2 -n 2 -K1 -c 3"
-    assert decide(Ask(2, 4, 100)).said == "Ranks run inside Slurm job 7, on 2 nodes, where 4 ranks share 3 cores."
+    assert srun(Needs(2, 4, 100)) == "srun --overlap -N 2 -n 2 -K1 -c 3"
+    assert decide(Needs(2, 4, 100)).said == "Ranks run inside Slurm job 7, on 2 nodes, where 4 ranks share 3 cores."
     assert decide(TWO).said == "Ranks run inside Slurm job 7, on 1 node."
     with pytest.raises(ValueError, match="--nnodes=3, but Slurm job 7, in which this runs, holds 2 nodes"):
-        decide(Ask(3, 4, 100))
+        decide(Needs(3, 4, 100))
 
 
 def test_a_choice_is_kept_to_or_refused(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
