@@ -8,6 +8,7 @@ settled by all of them before the next message, and either all go on or all rais
     ranks.require_equal({"n_microbatches": 8})         # differs anywhere: all raise
     ranks.refuse(None if fits else "batch of 7 …")     # one has a problem: all raise
     sizes = ranks.gather(len(data))                    # everyone's value, by rank
+    most = ranks.largest(len(data))                    # the largest of them, for less
 """
 
 import pickle
@@ -114,6 +115,18 @@ class Ranks:
         parts = zip(self._all_gather(padded), sizes, strict=True)
         return [pickle.loads(part[:size].cpu().numpy().tobytes()) for part, size in parts]
 
+    def largest(self, number: int) -> int:
+        """Return the largest ``number`` that a rank passes, on every rank: one all-reduce of 32 bits.
+
+        Raises:
+            RankMissing: as :meth:`gather`.
+        """
+        if self.size == 1:
+            return number
+        most = torch.tensor(number, dtype=torch.int32, device=self._device)
+        self._wait(lambda timeout: self._group.allreduce([most], dist.ReduceOp.MAX, timeout=timeout))
+        return int(most)
+
     def refuse(self, problem: str | Exception | None) -> None:
         """Raise on every rank if any has a problem; otherwise one small all-reduce.
 
@@ -124,11 +137,8 @@ class Ranks:
             ValueError: with the problem of the lowest rank that has one (in a subclass, its ``refusal``).
             RankMissing: as :meth:`gather`.
         """
-        if self.size > 1:
-            trouble = torch.tensor(problem is not None, dtype=torch.int32, device=self._device)
-            self._wait(lambda timeout: self._group.allreduce([trouble], dist.ReduceOp.MAX, timeout=timeout))
-            if not trouble.item():
-                return
+        if self.size > 1 and not self.largest(int(problem is not None)):
+            return
         for found in self.gather(problem):
             if found is not None:
                 raise found if isinstance(found, Exception) else self.refusal(found)

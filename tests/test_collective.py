@@ -26,6 +26,7 @@ def what_ranks_say(rank: int) -> dict[str, Any]:
 
     said = {
         "gather": ranks.gather("x" * rank),
+        "largest": ranks.largest(-rank),
         "a problem of rank 1": refusal_of(lambda: ranks.refuse("no room" if rank == 1 else None)),
         "problems of two": refusal_of(lambda: ranks.refuse(f"rank {rank} is ill" if rank else None)),
         "different facts": refusal_of(lambda: ranks.require_equal({"m": 8, "seq_len": 4 + (rank == 2)})),
@@ -48,6 +49,7 @@ def test_all_ranks_go_on_or_all_refuse_with_one_sentence() -> None:
         assert "for rank 0, ended or did not come" in str(error) or not rank
         assert said == {
             "gather": ["", "x", "xx"],
+            "largest": 0,
             "a problem of rank 1": "no room",
             "problems of two": "rank 1 is ill",
             "different facts": "rank 2 was given seq_len=5, rank 0 4: give every rank the same",
@@ -58,7 +60,7 @@ def test_all_ranks_go_on_or_all_refuse_with_one_sentence() -> None:
 
 def test_a_process_without_a_group_is_alone() -> None:
     ranks = Ranks()
-    assert (ranks.rank, ranks.size, ranks.gather("x")) == (0, 1, ["x"])
+    assert (ranks.rank, ranks.size, ranks.gather("x"), ranks.largest(3)) == (0, 1, ["x"], 3)
     ranks.refuse(None)
     ranks.require_equal({"m": 8})
     assert ranks.collectively(lambda: 3) == 3

@@ -31,8 +31,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from course_pp.collective import Ranks
 
 __all__ = ["EXIT_CODE", "Preempted", "Preemption"]
 
@@ -72,10 +71,8 @@ class Preemption:
 
         Of several, the one with the largest number.
         """
-        heard = torch.tensor(self._heard)
-        if dist.is_initialized():
-            dist.all_reduce(heard, op=dist.ReduceOp.MAX)
-        return signal.Signals(int(heard)) if heard else None
+        heard = Ranks().largest(self._heard)
+        return signal.Signals(heard) if heard else None
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self._heard = number
