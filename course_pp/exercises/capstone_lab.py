@@ -33,12 +33,12 @@ def beside_data(
 ) -> dict[int, float]:
     """Step times of pipeline (``pp``) or tensor parallelism (``tp``) alone over those of data parallelism alone.
 
-    Data parallelism is torch's own DDP's, whose ring runs beside the last backward. Memory is not asked for: what does
-    not fit is timed all the same.
+    Data parallelism is torch's DDP, whose ring runs beside the last backward. Memory does not count: what does not fit
+    is timed all the same.
 
     Args:
         tokens: of a sequence; a microbatch is one.
-        per_rank: sequences of a batch, for each GPU.
+        per_rank: sequences of a batch on each GPU.
     """
     n = cluster.n_gpus
     longer = replace(model, max_seq_len=max(tokens))

@@ -103,7 +103,7 @@ def saved_bytes(checkpoint: Path) -> list[dict[str, int]]:
 
 
 def planned_bytes(layout: Layout) -> list[dict[str, int]]:
-    """The same on paper."""
+    """Predict the same bytes on paper."""
     run = predict(MODEL, layout, Cluster(1, layout.n_ranks, gpu_named("laptop")), BATCH, SEQ_LEN)
     held = []
     for rank in range(layout.n_ranks):
@@ -114,7 +114,7 @@ def planned_bytes(layout: Layout) -> list[dict[str, int]]:
 
 
 def continued(folder: Path, prompt: str, n_tokens: int = 24) -> str:
-    """What an exported model makes of ``prompt`` in ``transformers``, always taking the likeliest token."""
+    """Return how an exported model continues ``prompt`` in ``transformers``, always with the likeliest token."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 

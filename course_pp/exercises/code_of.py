@@ -12,7 +12,7 @@ _MOST_LAYERS = 100
 
 
 def innermost(fn: Any) -> Any:
-    """What is left of ``fn`` without partials, bindings, and decorators that say what they wrap."""
+    """Return ``fn`` without partials, bindings, and decorators that say what they wrap."""
     # An object may claim to wrap itself.
     for _ in range(_MOST_LAYERS):
         if isinstance(fn, functools.partial):
@@ -29,7 +29,7 @@ def innermost(fn: Any) -> Any:
 
 
 def codes_of(fn: Callable[..., Any]) -> Iterator[CodeType]:
-    """Its code and that of the functions which it uses: of its closure, and of its module or notebook."""
+    """Return its code, and that of the functions it uses from its closure, module or notebook."""
     seen: set[int] = set()
     waiting = [innermost(fn)]
     while waiting:

@@ -166,7 +166,7 @@ def die_before_writing() -> None:
 
 
 def pieces_read(pieces: Sequence[Piece], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[Piece]:
-    """What a rank that wants the rectangle at ``offsets`` reads of a tensor's pieces."""
+    """Return what a rank that wants the rectangle at ``offsets`` reads of a tensor's pieces."""
     reads = overlaps((offsets, sizes), {piece.file: (piece.offsets, piece.sizes) for piece in pieces})
     return [Piece(*box, file, 0) for file, box in reads.items()]
 
@@ -217,7 +217,7 @@ class SavedMeanwhile:
 
     Attributes:
         copied: bytes that a save copied, over those of the weights.
-        stalls: for which share of a synchronous save's time training stood still, for each save.
+        stalls: for each save, how long training stood still, as a share of a synchronous save's time.
         slower: how many times as long a step takes while a save is written; the median.
     """
 

@@ -116,7 +116,7 @@ def count(layout: DistributedConfig, ac: Recomputation = "none") -> dict[bool, l
 
 
 def predicted(layout: DistributedConfig, reshard: bool) -> list[CollectiveCounts]:
-    """The same by formula."""
+    """Predict the same counts by formula."""
     sizes: dict[str, Any] = {"batch_size": 1, "seq_len": _SEQ_LEN, "n_microbatches": _MICROBATCHES}
     return list(
         predict_collectives(CONFIG, layout, reshard_after_forward=reshard, dtype=torch.float64, clip=False, **sizes)
@@ -124,7 +124,7 @@ def predicted(layout: DistributedConfig, reshard: bool) -> list[CollectiveCounts
 
 
 def per_group(counts: list[CollectiveCounts], layout: DistributedConfig) -> tuple[int, int]:
-    """How often each FSDP group is gathered and reduced in the step, which must be the same on every rank.
+    """Return how often each FSDP group is gathered and reduced in the step; every rank must have the same numbers.
 
     Raises:
         ValueError: for a rank whose counts differ, or do not divide by its groups.
@@ -139,7 +139,7 @@ def per_group(counts: list[CollectiveCounts], layout: DistributedConfig) -> tupl
 
 
 def sent(counts: CollectiveCounts, layout: DistributedConfig) -> dict[str, float]:
-    """What a rank sends with rings, by mesh dimension and collective, over the bytes of the model."""
+    """Return what a rank sends with rings, by mesh dimension and collective, as multiples of the model's bytes."""
     whole = _ITEMSIZE * CONFIG.n_parameters
     return {
         f"{dimension} {kind}": tally.n_bytes * wire_factor(kind, getattr(layout, dimension)) / whole
@@ -177,7 +177,7 @@ def largest_difference(module: nn.Module, right: Mapping[str, Tensor]) -> float:
 
 
 def refused_orders() -> dict[str, str]:
-    """What is said of FSDP before tensor parallelism: by this package, and by torch alone."""
+    """Return what this package and torch alone say when FSDP comes before tensor parallelism."""
     return on_ranks(4, _fsdp_first)[0]
 
 

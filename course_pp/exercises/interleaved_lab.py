@@ -16,6 +16,6 @@ def lean(p: int, m: int, v: int) -> Schedule:
 
 
 def turns(schedule: Schedule) -> int:
-    """How often the rank that does so most turns to a chunk that it did not use just before, its first included."""
+    """Return how often a rank turns to another chunk, its first included; of the rank that does so most."""
     stages = [[part.stage for action in row for part in action.parts] for row in schedule.actions]
     return max(1 + sum(a != b for a, b in pairwise(row)) for row in stages)

@@ -88,7 +88,7 @@ class InputsWatched(nn.Module):
 
     @property
     def places(self) -> int:
-        """The most memory that inputs had at once, in inputs."""
+        """Return the most memory that inputs took at once, in units of one input."""
         return self._most_bytes // (_ROWS * _WIDTH * torch.float64.itemsize)
 
 

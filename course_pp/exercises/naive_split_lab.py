@@ -96,7 +96,7 @@ def second_forward(config: ModelConfig, budget: int) -> None:
 
 
 def peaks_while_building(n_ranks: int = 2) -> dict[str, Bytes]:
-    """For three ways to build rank 0's stage of the deep model: the bytes it keeps, and what it peaks at above them."""
+    """Return for three ways to build rank 0's stage of the deep model the bytes it keeps, and its peak above them."""
     ways = {"build all, delete": _build_then_delete, "cut on meta": _cut_on_meta, "only the stage": build_stage_module}
     return {name: on_ranks(n_ranks, _peak_while_building, build, n_ranks)[0] for name, build in ways.items()}
 

@@ -30,7 +30,7 @@ _ROWS, _SEQ_LEN = 2, 8
 
 
 def drawn(board: Board) -> Schedule:
-    """What is on ``board``; where it is not complete, the order that its level teaches, and a line that says so."""
+    """Return what is on ``board``; if that is not complete, its level's order, with a line that says so."""
     if board.is_complete:
         return board.schedule
     assert board.level is not None
@@ -40,7 +40,7 @@ def drawn(board: Board) -> Schedule:
 
 
 def run_in_torch(schedule: Schedule) -> float:
-    """One step of ``schedule`` by torch's executor; the largest difference from one process, of loss and gradients."""
+    """Run a step by torch's executor; return the largest difference of loss or gradients from one process."""
     return max(on_ranks(schedule.n_ranks, _stepped, schedule))
 
 

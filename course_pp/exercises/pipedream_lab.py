@@ -51,7 +51,7 @@ def task(m: int, p: int = 4) -> tuple[Tensor, Tensor]:
 
 
 def steady(run: Timeline) -> float:
-    """The time of one microbatch once the pipeline is full, over the second half of the last stage's backwards."""
+    """Return the time of one microbatch in a full pipeline, from the second half of the last stage's backwards."""
     last = run.n_stages - 1
     ends = sorted(
         span.end for span in run.spans for part in span.action.parts if (part.stage, part.kind) == (last, "B")
@@ -65,8 +65,9 @@ class Angles:
     """Degrees between the gradients of each stage and true ones, means over microbatches.
 
     Attributes:
-        own: to the gradient of what the forward computed: each stage with the weights that its forward used.
-        now: to the gradient at the weights that the update changes, every stage's newest.
+        own: between it and the gradient of what the forward computed, each stage with the weights that its forward
+            used.
+        now: between it and the gradient at the weights that the update changes, every stage's newest.
     """
 
     own: tuple[float, ...]

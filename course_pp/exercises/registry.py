@@ -1,4 +1,4 @@
-"""Which exercises there are."""
+"""The list of all exercises."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ def whole_gradients(module: nn.Module) -> dict[str, Tensor]:
 
 
 def gradients_of_one() -> dict[str, Tensor]:
-    """Those of :data:`TINY` with the tokens :data:`IDS`, of one process in float64."""
+    """Return the gradients of :data:`TINY` with the tokens :data:`IDS`, in one process and float64."""
     torch.manual_seed(0)
     decoder = Transformer(TINY).double()
     CrossEntropy()(decoder(IDS[:, :-1]), IDS[:, 1:]).backward()
@@ -240,17 +240,17 @@ def gradients_of_one() -> dict[str, Tensor]:
 
 
 def largest_difference(found: Gradients, right: Gradients) -> float:
-    """Of any number in any of the gradients in ``found``."""
+    """Return the largest difference of any number in the gradients in ``found``."""
     return max(float((gradient - right[name]).abs().max()) for name, gradient in found.items())
 
 
 def norm_of(gradients: Gradients) -> float:
-    """Of all of them as one vector."""
+    """Return the norm of all gradients, taken as one vector."""
     return float(_flat(gradients).norm())
 
 
 def cosine(one: Gradients, other: Gradients) -> float:
-    """Of the angle between two gradients of one model."""
+    """Return the cosine of the angle between two gradients of one model."""
     return float(torch.cosine_similarity(_flat(one), _flat(other), dim=0))
 
 
@@ -261,7 +261,7 @@ def clip_by_stage(stages: tuple[Gradients, ...], limit: float) -> dict[str, Tens
 
 
 def norms_by(norm: Callable[..., Tensor]) -> list[float]:
-    """What ``norm(cut, copied, mesh)`` says on each rank of two stages of two, and last the norm of one process."""
+    """Return ``norm(cut, copied, mesh)`` on each rank of two stages of two, and last the norm of one process."""
     return [*on_ranks(4, _norm_on_rank, norm), norm_of(_of_one_process()[1])]
 
 

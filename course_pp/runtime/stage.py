@@ -94,8 +94,7 @@ class Stage:
     def forward(
         self, microbatch: int, value: Any, loss: Loss | None, split: bool, read: Mapping[str, Any] = _NONE
     ) -> tuple[Any, dict[str, Any]]:
-        """Run ``F``; return the output (in the last stage, the share of the loss) and the values that other stages
-        read.
+        """Run ``F``; return the output, or the share of the loss, and the values that other stages read.
 
         Args:
             read: the values that it reads itself, by name.

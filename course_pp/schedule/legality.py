@@ -22,8 +22,8 @@ def check(schedule: Schedule) -> list[str]:
       ``I`` and ``W``.
     * An edge names a stage that does not exist, goes backwards, or makes a value that another stage makes too.
     * A rank has an action before another of its own actions that it depends on.
-    * Ranks wait for one another in a circle, with the circle spelled out. Sends are buffered: a rank that sends never
-      waits for the receiver. Actions start in the order listed, overlapped pairs when the inputs of both are there.
+    * Ranks wait for one another in a cycle, which is spelled out. Sends are buffered: a rank that sends never waits
+      for the receiver. Actions start in the order listed, overlapped pairs when the inputs of both are there.
     """
     return problems_of_bookkeeping(schedule) or _problems_of_order(schedule)
 
@@ -106,7 +106,7 @@ def _problems_of_order(schedule: Schedule) -> list[str]:
         """Return where the inputs of an action are made: rank and index."""
         return [places[product] for product in products.needed_by(schedule.actions[rank][index])]
 
-    return [*_out_of_order(schedule, needed), *_circles(schedule, run.stuck, needed)]
+    return [*_out_of_order(schedule, needed), *_cycles(schedule, run.stuck, needed)]
 
 
 def _out_of_order(schedule: Schedule, needed: Callable[[int, int], list[tuple[int, int]]]) -> Iterable[str]:
@@ -119,22 +119,22 @@ def _out_of_order(schedule: Schedule, needed: Callable[[int, int], list[tuple[in
                     yield f"rank {rank} has {action} before {row[place]}, which it needs"
 
 
-def _circles(
+def _cycles(
     schedule: Schedule, stuck: dict[int, int], needed: Callable[[int, int], list[tuple[int, int]]]
 ) -> Iterable[str]:
-    """Return each circle of ranks that wait for one another. From any stuck rank, a chain of waits leads into one."""
+    """Yield the problem of each cycle of ranks that wait for one another. From any stuck rank, waits lead into one."""
     waits_for = {
         rank: next((m, place) for m, place in needed(rank, index) if place >= stuck.get(m, place + 1))
         for rank, index in stuck.items()
     }
     left = {rank: (waits_for[rank][0],) for rank in sorted(stuck)}
-    while circle := find_cycle(left):
-        left = {rank: peers for rank, peers in left.items() if rank not in circle}
+    while cycle := find_cycle(left):
+        left = {rank: peers for rank, peers in left.items() if rank not in cycle}
         # One rank that waits for itself is out of order and reported as that.
-        if len(circle) > 1:
+        if len(cycle) > 1:
             steps = "; ".join(
                 f"rank {r} cannot start {schedule.actions[r][stuck[r]]} until rank {maker} has done "
                 f"{schedule.actions[maker][place]}"
-                for r, (maker, place) in ((r, waits_for[r]) for r in circle)
+                for r, (maker, place) in ((r, waits_for[r]) for r in cycle)
             )
-            yield f"deadlock, ranks {' → '.join(map(str, [*circle, circle[0]]))} wait in a circle: {steps}"
+            yield f"deadlock, ranks {' → '.join(map(str, [*cycle, cycle[0]]))} wait in a circle: {steps}"

@@ -34,13 +34,13 @@ class ConceptGain:
 
     @property
     def gain(self) -> float | None:
-        """What was learned of what could be: (after − before) / (1 − before); None where all was right before."""
+        """The share learned of what could be: (after − before) / (1 − before); None if all was right before."""
         return None if self.before == 1 else (self.after - self.before) / (1 - self.before)
 
 
 @dataclass(frozen=True)
 class QuestionLine:
-    """One question after the course: how many answered, how many rightly, the wrong answer given most often."""
+    """One question after the course: how many answered it, how many rightly, and the most common wrong answer."""
 
     name: str
     notebook: str
