@@ -117,7 +117,7 @@ class Process:
         return tuple(self.printed)
 
     def wait(self, timeout_s: float) -> None:
-        """Print what comes until the command has ended, or said what it was to say."""
+        """Print what comes until the command has ended or given its answer."""
         __tracebackhide__ = True
         limit = None
         while self._open_streams and not self.answered():

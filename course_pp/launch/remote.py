@@ -72,7 +72,7 @@ def _read(file: Path) -> RemoteCall:
 
 
 def _become(call: RemoteCall) -> None:
-    """Take over what a rank is to find as the caller has it."""
+    """Make this process look like the caller's to its ranks."""
     if call.python != sys.version_info[:2]:
         theirs, ours = (".".join(map(str, version)) for version in (call.python, sys.version_info[:2]))
         raise LaunchError(

@@ -57,7 +57,7 @@ class Place:
         srun: what goes before the command of each node; empty on this machine.
         job: id of the surrounding job, if ranks run inside one.
         site: settings of the cluster.
-        fallen_back: whether ranks run on this machine although srun is at hand and nobody asked for that.
+        fallen_back: whether ranks run on this machine although srun is there and the caller did not ask for it.
     """
 
     said: str

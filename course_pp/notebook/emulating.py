@@ -82,7 +82,7 @@ def emulate(
             1, a backward 2, a message nothing.
         model: cut evenly into stages; unless given, a small block of two linear layers for each stage.
         inputs: the batch; unless given, 16 rows a microbatch.
-        targets: likewise; the loss is the mean squared error.
+        targets: of the batch; unless given, zeros. The loss is the mean squared error.
         recompute: keep each microbatch's input only.
         versions: for a schedule whose stages update their own weights (``U``): by which rule, as
             :class:`course_pp.runtime.Pipeline` takes it.

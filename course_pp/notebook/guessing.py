@@ -26,7 +26,7 @@ def reveal(what: str, guess: object, measured: object, unit: str = "", how: str 
         guess: ``...`` if there is none yet; else of the kind of ``measured``.
         measured: a number, text, a truth value, or several numbers in a sequence, a set or a mapping.
         unit: of the numbers: "ms".
-        how: the value was found, in one word: "simulated" or "computed" for what nobody measured.
+        how: how the value was found, in one word: "measured", or "simulated" or "computed".
     """
     print(f"{what}: {how} {_verdict(guess, measured, f' {unit}' if unit else '')}")
 

@@ -112,7 +112,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _read_record(path: Path) -> dict[str, list[str]]:
-    """Empty if there is none, or not one that can be read: then newer notebooks are put beside what is there."""
+    """Return the record; empty if it is missing or unreadable: newer notebooks then go beside what is there."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return {str(name): [str(digest) for digest in digests] for name, digests in found.items()}

@@ -3,8 +3,8 @@
     stage 0 writes "encoded" ──► stage 1 ──► stage 2 ──► stage 3 reads "encoded"
                                 └─ carry it, and its gradient back ─┘
 
-Every boundary in between pays for it; :func:`carried_bytes` says how much, and what it would be if each value went
-straight to the ranks that read it, as it does in :class:`course_pp.runtime.Pipeline`.
+Every boundary in between pays for it; :func:`carried_bytes` counts it, beside what :class:`course_pp.runtime.Pipeline`
+sends: there each value goes straight to the ranks that read it.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Build one rank of a large run on paper, and let it take a step: a process group of which nobody else is a member.
+"""Build one rank of a large run on paper, and let it take a step, in a process group whose other ranks do not exist.
 
 The functions that a real run calls cut, checkpoint and shard the stage, so it holds what the real rank would hold, and
 torch's own schedule takes the step. Its tensors have shapes and no values: nothing is allocated, computed or sent.

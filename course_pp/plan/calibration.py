@@ -73,7 +73,7 @@ def calibrate(
     Args:
         steps: at least five, all of layouts of ``cluster``.
         cluster: where they ran; its numbers are where the fit begins.
-        constants: likewise; those fitted on the Megatron table unless given.
+        constants: where the fit begins; those fitted on the Megatron table unless given.
 
     Returns:
         The cluster: its ``gpu.peak`` times ``matmul_efficiency`` is the measured rate, so an MFU on it refers to this

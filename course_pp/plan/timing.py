@@ -141,8 +141,8 @@ def _tensor_sums(
 ) -> tuple[float, float]:
     """Return the seconds of the sums over tensor-parallel ranks in one layer: forward, backward.
 
-    Two each, of two halves. Where products cast, what enters them is not yet cast: backward's sums are wider, and with
-    sequence parallelism one half of each, forward and backward.
+    There are two each, of two halves. If products cast their inputs, sums before the cast are wider: those of backward,
+    and with sequence parallelism one half of each, forward and backward.
     """
     size, tp = layout.bytes_of, layout.tp
     widths: tuple[float, float] = (size.computed, size.computed)

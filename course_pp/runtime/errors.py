@@ -48,9 +48,10 @@ class PipelineError(RuntimeError):
     Attributes:
         origin: what happened, beginning with rank, stage, microbatch and action.
         rank: where it began, in the pipeline's group.
-        stage: likewise; None if it was in no action.
-        microbatch: likewise.
-        action: likewise; an :class:`Overlap` fails as a whole, and its forward gives stage and microbatch.
+        stage: the stage where it began; None outside an action.
+        microbatch: that of the action; None outside one.
+        action: that in progress; None outside one. An :class:`Overlap` fails as a whole, and its forward gives stage
+            and microbatch.
         began_elsewhere: whether this rank was told by another.
 
     After it a pipeline cannot go on: its ranks are at different places of the schedule, and the gradients of the step

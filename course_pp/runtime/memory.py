@@ -154,7 +154,7 @@ class Meter:
             tensor: what you keep.
             kind: ``"activation"`` for a stage's input, ``"buffer"`` for a message posted or in flight, ``"queued"``
                 for an output gradient that waits for ``W``, ``"version"`` for weights kept besides the newest.
-            forward: the stage and microbatch whose forward an activation is kept for, if it is to be listed.
+            forward: the stage and microbatch whose forward an activation is kept for, to list it by.
 
         Raises:
             ValueError: for an unknown kind.

@@ -40,7 +40,7 @@ class Slot:
 
 
 class Kind(NamedTuple):
-    """Dtype and shape of a tensor, and whether a gradient is to come back for it."""
+    """Dtype and shape of a tensor, and whether a gradient will come back for it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -128,7 +128,7 @@ def describe(value: Any) -> tuple[Spec, list[Tensor]]:
     """Return the spec of ``value`` and its tensors.
 
     Raises:
-        TypeError: as :func:`flatten` does, and for a subclass of Tensor, of which only the numbers would arrive.
+        TypeError: as :func:`flatten` does, and for a subclass of Tensor: only its numbers would arrive.
     """
     skeleton, tensors = (Slot(0), [value]) if isinstance(value, Tensor) else flatten(value)
     for tensor in tensors:
@@ -152,7 +152,7 @@ def only_tensor(spec: Spec, value: Any) -> Tensor | None:
 
 
 def places_in(spec: Spec, buffer: Tensor) -> list[Tensor]:
-    """Return where in ``buffer``, a uint8 tensor of at least ``spec.nbytes``, the value's tensors are to be copied."""
+    """Return where the value's tensors go in ``buffer``, a uint8 tensor of at least ``spec.nbytes``."""
     return [
         buffer[start:end].view(kind.dtype).view(kind.shape)
         for kind, (start, end) in zip(spec.kinds, spec.places, strict=True)

@@ -155,7 +155,7 @@ class Pipeline:
         Args:
             inputs: the batch, where the first stage is: tensors (alone, in a tuple or a dict) to be cut along their
                 first dimension, or a list of microbatches, which may differ in shape.
-            targets: likewise, where the last stage is.
+            targets: the same, where the last stage is.
             seeds: one for each microbatch, on every rank: its random numbers (dropout) are then what a single process
                 draws after ``torch.manual_seed(seed)``. The generators are left as they were.
             divisor: how many tokens (samples, if the loss does not count tokens) to average over; None counts those of

@@ -7,8 +7,8 @@ There are five kinds of products, one of each for every stage s and microbatch:
 * the weight gradient that ``W`` or ``B`` leaves for ``U``, where a stage is replicated also for those of the others.
 
 For each reader of an edge there are two more, one of each for every microbatch: the value that it gets from ``F`` of
-the writer, and the gradient that its ``I`` or ``B`` leaves for the writer's. In generation there is a token for every
-microbatch, which ``F`` of the last stage leaves for a later one of the first.
+the writer, and the gradient that its ``I`` or ``B`` leaves for that of the writer. In generation there is a token for
+every microbatch, which ``F`` of the last stage leaves for a later one of the first.
 """
 
 from collections.abc import Sequence

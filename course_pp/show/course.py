@@ -18,7 +18,7 @@ class Notebook:
         number: ``"03"``.
         topic: in a few words.
         after: numbers of the notebooks to know before.
-        is_written: False for one that is to come.
+        is_written: False for one that is still to come.
     """
 
     number: str
@@ -48,7 +48,7 @@ _HIGH, _GAP_X, _GAP_Y = 0.78, 0.3, 0.24
 
 @checked
 def course_map(here: str | None = None, title: str | None = None) -> ChartFigure:
-    """Draw the notebooks of the course, an arrow from each to those that build on it; any that are to come are dashed.
+    """Draw the notebooks of the course, an arrow from each to those that build on it; dashed are those to come.
 
     Args:
         here: the number of the notebook to mark, such as ``"03"``.

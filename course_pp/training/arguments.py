@@ -149,7 +149,7 @@ def _read(path: str) -> Values:
     """Return the keys of a file, as flags.
 
     Raises:
-        ValueError: naming the file, and a key that is none.
+        ValueError: naming the file, and an unknown key.
     """
     try:
         with open(path, "rb") as file:

@@ -131,7 +131,7 @@ class Checkpointer:
             self._finish_writing()  # every rank is here; after other failures nobody can be waited for
 
     def _finish_writing(self) -> None:
-        """Wait for a save that goes on in the background; if it fails, that is no reason to leave without another."""
+        """Wait for a save in the background; if it fails, go on: the run still has to be saved once more."""
         if self._saver is None:
             return
         try:

@@ -45,7 +45,7 @@ class StepResult:
 
 
 class Reporter:
-    """Tells logs, progress and profiler about each step; made on every rank, of which one writes.
+    """Tells logs, progress and profiler about each step. Make it on every rank; one of them writes.
 
     Args:
         speed: a :class:`Speed` of no steps, with the batch's tokens, its FLOPs and the peak.

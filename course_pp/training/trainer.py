@@ -262,8 +262,8 @@ class Trainer:
         """Train from the current step to ``config.steps``, with logs, progress and evaluation.
 
         Args:
-            after_step: called after each step on every rank; the place to save a checkpoint. Its time does not count
-                as training, and what it raises ends the run with the logs closed.
+            after_step: called after each step on every rank; the place to save a checkpoint. Its time does not count as
+                training. If it raises, the run ends and the logs are closed.
 
         Raises:
             ValueError: on every rank, if ``log_folder`` cannot be written.

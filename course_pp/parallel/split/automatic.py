@@ -54,8 +54,8 @@ def auto_split(
         at: names of the modules that a stage begins with, such as ``model.layers.5``, for each stage but the first.
 
     Raises:
-        ValueError: for more stages than there are places to cut, a name that is none, an example that the model does
-            not take, or a model that cannot be cut, as :func:`explain` says; by ``time`` on every rank.
+        ValueError: for more stages than there are places to cut, an unknown name, an example that the model does not
+            take, or a model that cannot be cut, as :func:`explain` says; by ``time`` on every rank.
     """
     given, on_all = locals(), isinstance(by, str) and by == "time" and at is None
     ranks = Ranks(alone=not on_all, limit_s=LIMIT_S)  # who measures must not wait for one that has refused

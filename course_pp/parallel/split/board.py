@@ -86,7 +86,7 @@ class Board:
         self.run = _Run({key: self._own(key, value) for key, value in pairs})
 
     def finish(self) -> tuple[Tensor, ...]:
-        """End a forward, and return what is to be sent.
+        """End a forward, and return what the stage sends.
 
         Raises:
             OtherWay: if some of it was not made.

@@ -85,7 +85,7 @@ def _squeeze(rows: list[_Row], may_move: Callable[[int, _Step, int], bool], most
     """Do each step in the first free unit that its inputs allow, going through all of them in order of time.
 
     Args:
-        may_move: whether a rank's step, now at some unit, is to be moved.
+        may_move: whether a rank's step, now at some unit, may move.
         most: activations that no rank may hold more of; None where there is no forward to move.
     """
     taken = [set(row.values()) for row in rows]

@@ -61,7 +61,7 @@ def questions(
     placement: Layout | None,
     split: bool,
 ) -> list[Question]:
-    """Return one question for each placement that is to be tried.
+    """Return one question for each placement to try.
 
     Raises:
         ValueError: for what cannot be asked; says what can.

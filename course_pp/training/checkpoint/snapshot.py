@@ -61,7 +61,7 @@ class _Told:
         stages: (index, number of stages) of its modules, as far as they are known.
         config: sizes of the model, None if its modules have none.
         expected: the names of the whole model, as far as they are known.
-        groups: of its optimizer, None if there is none.
+        groups: those of its optimizer, None without one.
     """
 
     names: set[str]

@@ -47,7 +47,7 @@ def load_stage(
         stage: of :func:`~course_pp.parallel.auto_split` or :func:`~course_pp.model.build_stage_module`; or all of a
             rank's, in a list. Shard it and cast it afterwards.
         folder: a directory with ``model.safetensors``, or an index and its files, or any ``.safetensors`` files.
-        device: where the stage is to be.
+        device: where to put the stage.
         names: for a weight's name in the stage its name in the files, where transformers renames what it reads.
 
     Returns:

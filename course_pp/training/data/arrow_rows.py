@@ -72,7 +72,7 @@ def open_arrow(folder: str | os.PathLike[str], column: str = "input_ids") -> Arr
         column: of lists of whole numbers, all of one length of at least 3: seq_len + 1.
 
     Raises:
-        ValueError: it is not there, or another kind of folder; no such column; ids that are none, or rows of several
+        ValueError: the folder is missing or of another kind; no such column; values that are no ids, or rows of several
             lengths.
         RuntimeError: the package `datasets` is not installed.
     """

@@ -42,8 +42,8 @@ class Tokenizer:
     Text never encodes to a special token: the characters `[PAD]` in a document are ordinary characters.
 
     Attributes:
-        definition: the tokenizer as JSON in the format of the `tokenizers` library, as in a `tokenizer.json`. Read
-            at the first use, which raises `ValueError` if it is none.
+        definition: the tokenizer as JSON in the format of the `tokenizers` library, as in a `tokenizer.json`. Read at
+            the first use, which raises `ValueError` if it is no tokenizer.
     """
 
     definition: str = field(repr=False)
