@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from course_pp._torch import after_backward, whither
-from course_pp.linears import LinearMode, add_product, as_rows, is_autocast
+from course_pp.linears import LinearMode, add_product, is_autocast
 
 __all__ = ["Deferring", "WeightGradients"]
 
@@ -78,8 +78,8 @@ class WeightGradients:
         gradients: list[Tensor] = []
         with torch.no_grad():
             for entry in self._entries:
-                rows, weight = as_rows(entry.grad_output), entry.weight
-                if weight.requires_grad and (product := add_product(weight, rows, as_rows(entry.input))) is not None:
+                rows, weight = entry.grad_output, entry.weight
+                if weight.requires_grad and (product := add_product(weight, rows, entry.input)) is not None:
                     leaves.append(weight)
                     gradients.append(product.to(weight.dtype))
                 if entry.bias is not None and entry.bias.requires_grad:

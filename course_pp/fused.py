@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_pp._torch import whither
-from course_pp.linears import LinearMode, add_product, as_rows, is_autocast
+from course_pp.linears import LinearMode, add_product, is_autocast
 
 __all__ = ["Fusing", "is_worth_fusing"]
 
@@ -51,13 +51,13 @@ class _FusedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         of_x, _, of_bias = ctx.needs_input_grad
-        rows, of_weight = as_rows(grad_output), None
+        of_weight = None
         match whither(ctx.next_functions[1][0]):
             case "into the sum":
-                of_weight = add_product(ctx.parameter, rows, as_rows(x))
+                of_weight = add_product(ctx.parameter, grad_output, x)
             case "out":
-                of_weight = rows.t() @ as_rows(x)
-        return grad_output @ weight if of_x else None, of_weight, rows.sum(0) if of_bias else None
+                of_weight = grad_output.t() @ x
+        return grad_output @ weight if of_x else None, of_weight, grad_output.sum(0) if of_bias else None
 
 
 def _is_large(tensor: Tensor) -> bool:

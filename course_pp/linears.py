@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from course_pp._torch import functions_are_redefined, has_hooks, in_functorch, saved_tensors_hooks_in_force
 
-__all__ = ["LinearMode", "add_product", "as_rows", "is_autocast"]
+__all__ = ["LinearMode", "add_product", "is_autocast"]
 
 
 class LinearMode(TorchFunctionMode):
@@ -38,7 +38,7 @@ class LinearMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute a layer whose weight, (out, in), is to have a gradient; ``input`` is (..., in), ``bias`` (out,)."""
+        """Compute a layer whose weight, (out, in), is to have a gradient; ``input`` is (rows, in), ``bias`` (out,)."""
         raise NotImplementedError
 
     def _linear_or_ordinary(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -57,13 +57,15 @@ class LinearMode(TorchFunctionMode):
             and not in_functorch()
             and all(unpack_dual(tensor).tangent is None for tensor in tensors)
         ):
-            return self.linear(input, weight, bias)
+            rows = self.linear(_as_rows(input), weight, bias)
+            # A view of the output, as torch makes it: it may be changed in place, what a function returns as one not.
+            return rows if input.dim() == 2 else rows.view(*input.shape[:-1], rows.shape[-1])
         return F.linear(input, weight, bias)
 
 
-def as_rows(tensor: Tensor) -> Tensor:
+def _as_rows(tensor: Tensor) -> Tensor:
     """(..., n) as (rows, n)."""
-    return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
+    return tensor if tensor.dim() == 2 else tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
 
 
 def is_autocast(tensor: Tensor) -> bool:

@@ -299,6 +299,13 @@ def frozen_later(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return output
 
 
+def in_place_after(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """A part of the output in place, as in attention that rotates its queries, then all of it."""
+    output = F.linear(x[:, None].repeat(1, 3, 1), weight, bias)
+    output[..., : WIDTH // 2].mul_(2)
+    return output.relu_().sum(1)
+
+
 def clamped_sum(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """A weight that is used twice in a backward of the forward has one gradient for its hook to clamp."""
     handle = weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
@@ -318,6 +325,7 @@ UNUSUAL = {
     "sparse": Layer(SQUARE, BIAS, of_sparse),
     "a jacobian": Layer(SQUARE, BIAS, jacobian),
     "a weight that the forward clips": Layer(SQUARE, BIAS, clipped),
+    "three dimensions, changed in place": Layer(SQUARE, BIAS, in_place_after),
     "a weight frozen before its backward": Layer(SQUARE, BIAS, frozen_later),
     "a hook in a backward of the forward": Layer(SQUARE, BIAS, clamped_sum),
 }
