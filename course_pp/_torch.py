@@ -12,6 +12,7 @@ __all__ = [
     "has_hooks",
     "in_functorch",
     "saved_tensors_hooks_in_force",
+    "version",
     "whither",
 ]
 
@@ -29,6 +30,11 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 def in_functorch() -> bool:
     """Whether a transform of ``torch.func`` is at work."""
     return torch._C._are_functorch_transforms_active()
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often the tensor, or another that shares its memory as a view, has been changed in place."""
+    return tensor._version
 
 
 def whither(node: Any) -> Literal["into the sum", "out", "nowhere"]:

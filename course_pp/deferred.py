@@ -4,6 +4,7 @@ The backward of a linear layer is two products: one gives the input's gradient, 
 the other the weight's, for which nobody is (Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2). Inside
 :class:`Deferring` every ``torch.nn.functional.linear``, and so every ``nn.Linear``, does the first at ``I`` and queues
 what the second needs. Everything else (norms, embeddings, convolutions) gets its gradient at ``I``: it is little work.
+So does a layer with a hook on its weight or bias.
 
 A queue entry keeps the layer's input, which the forward has kept anyway, and in addition the gradient of its output.
 """
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from course_pp._torch import after_backward, whither
+from course_pp._torch import after_backward, has_hooks, version, whither
 from course_pp.linears import LinearMode, add_product, is_autocast
 
 __all__ = ["Deferring", "WeightGradients"]
@@ -39,6 +40,7 @@ class _Entry:
     bias: Tensor | None
     input: Tensor
     grad_output: Tensor
+    versions: tuple[int, ...]
     holds: tuple[_Hold, ...]
 
 
@@ -70,14 +72,19 @@ class WeightGradients:
         holds: tuple[_Hold, ...] = ()
         if self._meter is not None:
             holds = (self._meter.hold(x, "activation"), self._meter.hold(grad_output, "queued"))
-        self._entries.append(_Entry(weight, bias, x, grad_output, holds))
+        self._entries.append(_Entry(weight, bias, x, grad_output, _versions(x, grad_output), holds))
 
     def compute(self) -> None:
-        """Compute what is queued and add it to each ``.grad``, as a backward would: hooks on parameters see it."""
+        """Compute what is queued and add it to each ``.grad``, as a backward would.
+
+        Raises:
+            RuntimeError: if somebody has changed in place what a product is made of.
+        """
         leaves: list[Tensor] = []
         gradients: list[Tensor] = []
         with torch.no_grad():
             for entry in self._entries:
+                _refuse_changed(entry)
                 rows, weight = entry.grad_output, entry.weight
                 if weight.requires_grad and (product := add_product(weight, rows, entry.input)) is not None:
                     leaves.append(weight)
@@ -102,6 +109,9 @@ class Deferring(LinearMode):
         self._anchor = torch.empty(0, requires_grad=True)
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        # A hook is to see the whole gradient at once, of which other uses of the parameter may make a part at I.
+        if has_hooks(weight) or (bias is not None and has_hooks(bias)):
+            return F.linear(input, weight, bias)
         return _DeferredLinear.apply(_as_autocast_would(input), self._anchor, (weight, bias), self._queue)
 
 
@@ -124,6 +134,20 @@ class _DeferredLinear(torch.autograd.Function):
         if whither(ctx.next_functions[1][0]) == "into the sum":  # of the anchor: the weight is no part of the graph
             ctx.queue.add(*ctx.layer, x, grad_output)
         return grad_output @ weight.to(grad_output.dtype) if ctx.needs_input_grad[0] else None, None, None, None
+
+
+def _versions(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(map(version, tensors))
+
+
+def _refuse_changed(entry: _Entry) -> None:
+    """As autograd refuses what has changed between forward and backward."""
+    if _versions(entry.input, entry.grad_output) != entry.versions:
+        raise RuntimeError(
+            f"the input of a linear layer, {tuple(entry.input.shape)}, or the gradient of its output, has been changed "
+            "in place before its weight gradient was computed: give the layer a copy (clone), or use a schedule that "
+            "does not split the backward, such as 1f1b"
+        )
 
 
 def _as_autocast_would(x: Tensor) -> Tensor:

@@ -12,13 +12,13 @@ import course_pp
 ROOT = Path(course_pp.__file__).parent
 
 # What each package may import from its siblings. `exercises` and `notebook` are for cells: nothing imports them;
-# `collective`, `cycles`, `imports`, `loss`, `sizes` and `tied` stand alone.
+# `_torch`, `collective`, `cycles`, `imports`, `loss`, `sizes` and `tied` stand alone.
 ARROWS = {
     "schedule": {"cycles"},
     "plan": {"schedule", "sizes"},
     "show": {"cycles", "plan", "schedule"},
     "model": {"sizes"},
-    "runtime": {"collective", "deferred", "fused", "loss", "schedule", "sizes", "tied"},
+    "runtime": {"_torch", "collective", "deferred", "fused", "loss", "schedule", "sizes", "tied"},
     "parallel": {"collective", "deferred", "loss", "model", "plan", "schedule", "sizes", "tied"},
     "training": {"collective", "loss", "model", "parallel", "runtime", "schedule"},
     "launch": {"cycles", "imports"},

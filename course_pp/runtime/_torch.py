@@ -2,18 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["forget_gradients", "n_groups", "reduce_gradients", "version"]
-
-
-def version(tensor: torch.Tensor) -> int:
-    """Return how often the tensor, or another that shares its memory as a view, has been changed in place."""
-    return tensor._version
+__all__ = ["forget_gradients", "n_groups", "reduce_gradients"]
 
 
 def n_groups() -> int:

@@ -12,8 +12,8 @@ from weakref import WeakSet
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from course_pp._torch import version
 from course_pp.arguments import checked
-from course_pp.runtime._torch import version
 
 Kind = Literal["activation", "buffer", "queued", "version"]
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from course_pp.launch import on_ranks
 from course_pp.runtime import Pipeline, PipelineError
 from course_pp.schedule import Action, Schedule
-from tests.runtime.small import for_rank, stages_of
+from tests.runtime.small import for_rank, stages_of, watch_the_node
 
 WIDTH, M, SAMPLES = 4, 4, 8
 LIMIT_S = 20.0
@@ -112,11 +112,12 @@ def at_the_due_time(weight: Tensor, due: int, then: Callable[[], None]) -> None:
     """When the gradient of ``weight`` is accumulated for the time number ``due``, counted from 0."""
     count = itertools.count()
 
-    def hook(_: Tensor) -> None:
+    def hook(*_: object) -> None:
         if next(count) == due:
             then()
 
-    weight.register_post_accumulate_grad_hook(hook)
+    # A hook on the weight itself would bring its gradient forward to I.
+    weight.watched = watch_the_node(weight, hook)  # type: ignore[attr-defined]
 
 
 def batch(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:

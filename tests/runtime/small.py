@@ -53,6 +53,16 @@ def small_batches(config: ModelConfig, steps: int = STEPS, batch: int = BATCH) -
     return batches(config, batch, SEQ_LEN, steps)
 
 
+def watch_the_node(parameter: Tensor, tell: Callable[..., None]) -> Any:
+    """Call ``tell`` whenever the gradient of ``parameter`` is added to, as those do who gather gradients in buckets.
+
+    Keep what is returned as long as it is to be heard.
+    """
+    node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    node.register_hook(tell)
+    return node
+
+
 def stages_of(rank: int, schedule: Schedule) -> list[int]:
     """The stages that ``schedule`` places on ``rank``."""
     return [stage for stage, ranks in enumerate(schedule.placement) if rank in ranks]

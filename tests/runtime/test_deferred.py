@@ -31,6 +31,13 @@ class UsedTwice(nn.Module):
         return self.layer(torch.tanh(self.layer(x)))
 
 
+class UsedOtherwise(UsedTwice):
+    """A layer whose weight is in a product of another kind too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + torch.tanh(x @ self.layer.weight)
+
+
 class ByName(nn.Module):
     """The function, with keywords."""
 
@@ -283,8 +290,10 @@ def test_weight_gradients_are_added_to_those_that_are_there() -> None:
     assert_equal_but_for_rounding(found, expected, torch.float64)
 
 
-@pytest.mark.parametrize("make", [layers, UsedTwice], ids=["layers", "one layer used twice"])
-def test_hooks_on_parameters_fire_once_and_at_w(make: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize(
+    "make", [layers, UsedTwice, UsedOtherwise], ids=["layers", "one layer used twice", "a weight used otherwise"]
+)
+def test_hooks_on_parameters_fire_once_and_see_the_whole_gradient(make: Callable[[], nn.Module]) -> None:
     module = made(make, torch.float64)
     fired: Counter[str] = Counter()
     seen: dict[str, Tensor] = {}
@@ -299,16 +308,18 @@ def test_hooks_on_parameters_fire_once_and_at_w(make: Callable[[], nn.Module]) -
 
         parameter.register_hook(on_gradient)
         parameter.register_post_accumulate_grad_hook(after_accumulation)
-    queue = WeightGradients()
-    with Deferring(queue):
-        output = module(input_of((5, WIDTH), module))
-    with queue.collecting():
-        loss_of(output).backward()
-    assert not fired
-    queue.compute()
-    names = [name for name, _ in module.named_parameters()]
-    assert fired == dict.fromkeys([*names, *(f"{name}, accumulated" for name in names)], 1)
-    assert_same_bits(seen, gradients(module))
+    other = made(make, torch.float64)
+    _, expected, _ = ordinarily(other, input_of((5, WIDTH), other))
+    _, found, _, _ = in_two_halves(module, input_of((5, WIDTH), module))
+    assert fired == dict.fromkeys([*expected, *(f"{name}, accumulated" for name in expected)], 1)
+    assert_same_bits((seen, found), (expected, expected))
+
+
+def test_a_hook_on_several_parameters_fires_once_though_some_could_wait() -> None:
+    module, fired = made(MODULES["layers and norms"][0]), []
+    torch.autograd.graph.register_multi_grad_hook(list(module.parameters()), fired.append)
+    _, found, _, _ = in_two_halves(module, input_of((5, WIDTH), module))
+    assert_same_bits(fired, [tuple(found.values())])
 
 
 def test_a_hook_that_changes_the_gradient_is_heard() -> None:
@@ -346,6 +357,32 @@ def test_weights_changed_between_forward_and_backward_are_refused() -> None:
         module[0].weight.add_(1)  # type: ignore[index]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"), queue.collecting():
         loss_of(output).backward()
+
+
+class Reuses(nn.Module):
+    """Writes the input of its layer into one place, microbatch after microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("place", torch.zeros(5, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(self.place.copy_(x.detach()))
+
+
+@pytest.mark.parametrize("what", ["input", "gradient"])
+def test_what_changes_between_the_halves_is_refused(what: str) -> None:
+    stage = Stage(1, made(Reuses), CPU, False, None)
+    output, _ = stage.forward(0, torch.randn(5, WIDTH, requires_grad=True), None, True)
+    gradient = torch.ones_like(output)
+    stage.backward_input(0, (gradient,))
+    if what == "input":
+        stage.forward(1, torch.randn(5, WIDTH, requires_grad=True), None, True)
+    else:
+        gradient.mul_(2)
+    with pytest.raises(RuntimeError, match=r"linear layer, \(5, 6\), or the gradient.*changed in place.*\(clone\)"):
+        stage.backward_weight(0)
 
 
 class Products(TorchDispatchMode):

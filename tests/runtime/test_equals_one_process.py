@@ -29,6 +29,7 @@ from tests.runtime.small import (
     small_batches,
     stage_modules,
     uneven_layers,
+    watch_the_node,
 )
 
 SIZES = (1, 2, 3, 4, 8)
@@ -358,7 +359,8 @@ def test_each_stage_s_weight_gradients_come_in_its_own_action_though_the_next_st
     schedule = build(name, 1, 4, 3)
     stages = [nn.Linear(2, 2) for _ in range(3)]
     came: list[int] = []
+    watched = []
     for stage, module in enumerate(stages):
-        module.weight.register_post_accumulate_grad_hook(lambda _, stage=stage: came.append(stage))
+        watched.append(watch_the_node(module.weight, lambda *_, stage=stage: came.append(stage)))
     Pipeline(schedule, dict(enumerate(stages)), nn.functional.mse_loss).step(torch.ones(4, 2), torch.zeros(4, 2))
     assert came == [part.stage for part in schedule.parts if part.kind == kind]

@@ -23,7 +23,7 @@ from course_pp.launch import on_ranks
 from course_pp.runtime import Pipeline
 from course_pp.runtime.stage import Stage
 from course_pp.schedule import build
-from tests.runtime.small import stages_of
+from tests.runtime.small import stages_of, watch_the_node
 from tests.runtime.test_deferred import (
     MODULES,
     SHAPES,
@@ -119,13 +119,6 @@ def test_a_stage_that_recomputes_and_one_without_gradient_of_its_input(recompute
     found, of_fused_inputs, added = train(made(layers, torch.float64), (5, WIDTH), True, recompute, of_input)
     assert added == 2 * (N - 1)
     assert_equal_but_for_rounding((found, of_fused_inputs), (expected, of_inputs), torch.float64)
-
-
-def watch_the_node(parameter: nn.Parameter, tell: Callable[..., None]) -> Any:
-    """As those do who gather gradients in buckets."""
-    node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-    node.register_hook(tell)
-    return node
 
 
 @pytest.mark.usefixtures("_any_size")
