@@ -1,7 +1,6 @@
 """Bytes from rank to rank: one interface over gloo, which has tags, and NCCL, which has only order."""
 
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable
 from datetime import timedelta
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -17,6 +16,8 @@ __all__ = ["TRANSPORTS", "Ordered", "Tagged", "Wire", "open_wire"]
 
 TRANSPORTS = ("nccl", "gloo", "gloo without tags")
 _TAGS_PER_PIPELINE = 1 << 16
+# The longest that ranks which have just agreed wait for each other.
+_CONNECTING = timedelta(seconds=300)
 
 
 class Wire(Protocol):
@@ -41,9 +42,9 @@ class Tagged:
     Args:
         group: the ranks of the pipeline.
         series: below 2**15, the same on all ranks: keeps this pipeline's messages apart from another's in the group.
-        back: a group of the same ranks for messages to lower ones. While one thread writes to a peer, gloo's own thread
-            cannot read what the peer has sent, and keeps a core busy trying: each direction had better have its own
-            connection. None if one group must do for both.
+        back: connections of the same ranks for messages to lower ones; None where nothing is sent. While one thread
+            writes to a peer, gloo's own thread cannot read what the peer has sent, and keeps a core busy trying: each
+            direction had better have its own connection.
     """
 
     device = torch.device("cpu")
@@ -51,7 +52,7 @@ class Tagged:
     # their time.
     window = 32
 
-    def __init__(self, group: dist.ProcessGroup | None, series: int, back: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, series: int, back: dist.ProcessGroupGloo | None = None) -> None:
         # The groups' own methods are called: dist.isend and dist.irecv check for each message what is settled here.
         self._there: Any = group or dist.group.WORLD  # None in a process alone, which sends nothing
         self._back: Any = back or self._there
@@ -157,7 +158,7 @@ def open_wire(
         _refuse_unlike_groups(group)
         return Ordered(group, channels, "nccl", device, timeout)
     if transport == "gloo" and "gloo" in backends:
-        return Tagged(group, series, _way_back(group, timeout))
+        return Tagged(group, series, _way_back(group, series))
     if transport == "gloo without tags" and "gloo" in backends:
         _refuse_unlike_groups(group)
         return Ordered(group, channels, "gloo", torch.device("cpu"), timeout)
@@ -167,35 +168,28 @@ def open_wire(
     )
 
 
-# By group: its pipelines share sockets and threads. None where there can be no second group.
-_WAYS_BACK: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
+# By group: its pipelines share sockets and threads, which end with it.
+_WAYS_BACK: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroupGloo] = WeakKeyDictionary()
 
 
-def _way_back(group: dist.ProcessGroup | None, timeout: timedelta) -> dist.ProcessGroup | None:
-    """A second gloo group of the ranks of ``group``, always the same; None where torch would not make it alike."""
+def _way_back(group: dist.ProcessGroup | None, series: int) -> dist.ProcessGroupGloo:
+    """Connections of the ranks of ``group`` beside its own, always the same.
+
+    They are no process group of torch's, which would outlive ``group``, and change the names of groups to come.
+    """
     group = group or dist.group.WORLD
     assert group is not None
     if group not in _WAYS_BACK:
-        _WAYS_BACK[group] = None
-        ranks = dist.get_process_group_ranks(group)
-        if len(set(_n_groups_by_rank(group))) == 1 and ranks == sorted(ranks):
-            # Where groups have been destroyed, torch may give it a name that is taken, on every rank.
-            with suppress(ValueError):
-                _WAYS_BACK[group] = dist.new_group(
-                    ranks, timeout, "gloo", use_local_synchronization=True, group_desc="pipeline, back"
-                )
+        store = dist.PrefixStore(f"pipeline {series}, back", group.get_group_store())
+        _WAYS_BACK[group] = dist.ProcessGroupGloo(store, group.rank(), group.size(), _CONNECTING)
     return _WAYS_BACK[group]
 
 
 def _refuse_unlike_groups(group: dist.ProcessGroup | None) -> None:
-    numbers = _n_groups_by_rank(group)
+    """Ranks in unlike numbers of groups would wait for each other under unlike names."""
+    numbers = Ranks(group).gather(n_groups())
     if len(set(numbers)) > 1:
         raise ValueError(
             f"the pipeline's ranks are in {', '.join(map(str, numbers))} process groups, and torch names the next one "
             "after that number: put all of them into as many groups, or use transport 'gloo'"
         )
-
-
-def _n_groups_by_rank(group: dist.ProcessGroup | None) -> Sequence[int]:
-    """Of process groups. Ranks with unlike numbers would wait for each other under unlike names."""
-    return Ranks(group).gather(n_groups())
