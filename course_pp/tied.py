@@ -41,7 +41,10 @@ def copies_in(
 
 @contextmanager
 def set_apart(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Let gradients start from nothing inside; earlier ones, which are sums already, are added back afterwards."""
+    """Let gradients start from nothing inside, and add them to earlier ones, which are sums already, afterwards.
+
+    In place, as autograd does: an earlier one may be a part of somebody's buffer.
+    """
     before = [(parameter, parameter.grad) for parameter in parameters]
     for parameter, _ in before:
         parameter.grad = None
@@ -50,7 +53,16 @@ def set_apart(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     finally:
         for parameter, earlier in before:
             if earlier is not None:
-                parameter.grad = earlier if parameter.grad is None else parameter.grad + earlier
+                if parameter.grad is not None:
+                    earlier = _added(earlier, parameter.grad)
+                parameter.grad = earlier
+
+
+def _added(earlier: Tensor, new: Tensor) -> Tensor:
+    if earlier.layout != torch.strided:
+        return new + earlier
+    with torch.no_grad():  # dense, as torch adds a sparse tensor to a view in the wrong place
+        return earlier.add_(new if new.layout == torch.strided else new.to_dense())
 
 
 def add_up(terms: Sequence[Tensor | None]) -> Tensor | None:

@@ -11,7 +11,7 @@ from course_pp.launch import on_ranks
 from course_pp.parallel import DistributedConfig, build_pipeline_schedule, build_pipeline_stage, init_distributed
 from course_pp.runtime import Pipeline
 from course_pp.schedule import build
-from course_pp.tied import looks_of, problem_of_forgotten_ties
+from course_pp.tied import looks_of, problem_of_forgotten_ties, set_apart
 
 WORDS, WIDTH = 11, 6
 
@@ -110,3 +110,22 @@ def test_both_engines_refuse_it_on_every_rank_until_something_is_said() -> None:
     first, second = on_ranks(2, built_on_rank, timeout_s=60)
     assert first == second
     assert all("tied=[{0: '0.weight', 1: '0.weight'}]" in said and said.endswith("if not, tied=[]") for said in first)
+
+
+@pytest.mark.parametrize("new", [torch.ones(2, 3), torch.ones(2, 3).to_sparse(), None], ids=["dense", "sparse", "none"])
+def test_a_sum_is_added_to_an_earlier_gradient_in_place_as_autograd_does(new: torch.Tensor | None) -> None:
+    weight, buffer = nn.Parameter(torch.zeros(2, 3)), torch.full((10,), 2.0)
+    weight.grad = part = buffer[4:].view(2, 3)
+    with set_apart([weight]):
+        assert weight.grad is None
+        weight.grad = new
+    assert weight.grad is part
+    assert buffer.tolist() == [2.0] * 4 + [2.0 if new is None else 3.0] * 6
+
+
+def test_a_dense_gradient_after_a_sparse_one_is_their_sum() -> None:
+    weight = nn.Parameter(torch.zeros(2, 3))
+    weight.grad = torch.ones(2, 3).to_sparse()
+    with set_apart([weight]):
+        weight.grad = torch.ones(2, 3)
+    assert weight.grad.tolist() == [[2.0] * 3] * 2
