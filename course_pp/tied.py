@@ -73,52 +73,78 @@ def add_up(terms: Sequence[Tensor | None]) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Look:
-    """What identifies a weight on another rank: shape, dtype and some values, and whether it is an embedding."""
+    """What identifies a weight on another rank: shape, dtype and some values; and what it does there."""
 
     is_embedding: bool
+    is_trained: bool
     values: tuple[tuple[int, ...], str, int]
 
 
 def looks_of(modules: "Mapping[int, nn.Module | None]") -> dict[int, dict[str, Look]]:
-    """Return by stage and name the look of each trained matrix; of its shard, if it is sharded.
+    """Return by stage and name the look of each matrix; of its shard, if it is sharded.
 
     Left out are weights on meta, weights of one value only, and tensors met before: autograd itself ties those.
     """
     met: set[int] = set()
     looks: dict[int, dict[str, Look]] = {stage: {} for stage in modules}
     for stage, module in modules.items():
-        for path, part in () if module is None else module.named_modules():
-            for name, weight in part.named_parameters(recurse=False):
-                if weight.dim() > 1 and weight.requires_grad and not weight.is_meta and id(weight) not in met:
-                    met.add(id(weight))
-                    if values := _some_values(weight):
-                        looks[stage][f"{path}.{name}".lstrip(".")] = Look(isinstance(part, nn.Embedding), values)
+        if module is None:
+            continue
+        embeddings = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
+        # By the names that ties are declared in: wrappers may leave their own part out of them.
+        for name, weight in module.named_parameters():
+            if weight.dim() > 1 and not weight.is_meta and id(weight) not in met:
+                met.add(id(weight))
+                if values := _some_values(weight):
+                    looks[stage][name] = Look(id(weight) in embeddings, weight.requires_grad, values)
     return looks
 
 
 def _some_values(weight: nn.Parameter) -> tuple[tuple[int, ...], str, int] | None:
-    """Return shape, dtype and a checksum of values all over ``weight``; None if all are the same, or it is sparse."""
+    """Return shape, dtype and a checksum of values all over ``weight``; None if all are the same, or it is sparse.
+
+    None also for a frozen weight of a class of its own, whose values cannot be read: a quantised one, say.
+    """
     here: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
-    if here.layout is not torch.strided:
+    if here.layout is not torch.strided or not (weight.requires_grad or type(here) in (Tensor, nn.Parameter)):
         return None
     some = here.detach().flatten()[:: max(1, here.numel() // _LOOKED_AT)][:_LOOKED_AT].cpu().contiguous()
-    if not bool((some != some[:1]).any()):
+    bits = some.view(torch.uint8).view(len(some), -1)  # small formats cannot be compared
+    if not bool((bits != bits[:1]).any()):
         return None
-    return tuple(weight.shape), str(weight.dtype), zlib.crc32(some.view(torch.uint8).numpy().tobytes())
+    return tuple(weight.shape), str(weight.dtype), zlib.crc32(bits.numpy().tobytes())
 
 
 def problem_of_forgotten_ties(looks: Mapping[int, Mapping[str, Look]]) -> str | None:
     """Say which weights of two stages look like one that was cut in two, if nobody has said what is tied.
 
-    Exactly one of them must be an embedding: layers, or two embeddings, may be seeded or copied alike on purpose.
+    An embedding and another layer, as in a language model; or two embeddings, as of an encoder and a decoder, unless
+    the other layers of their stages are alike too: stages may be seeded or copied alike on purpose, or frozen.
     """
     for (stage, here), (other, there) in combinations(sorted(looks.items()), 2):
         for name, look in here.items():
             for again, same in there.items():
-                if look.values == same.values and (look.is_embedding != same.is_embedding):
+                if look.values == same.values and _look_tied(look, same, here, there):
+                    before = "" if look.is_trained and same.is_trained else "freeze or train both, and "
                     return (
                         f"{name!r} of stage {stage} and {again!r} of stage {other} have the same shape and values, and "
-                        "nothing says whether they are one weight: if so, give "
+                        f"nothing says whether they are one weight: if so, {before}give "
                         f"tied=[{{{stage}: {name!r}, {other}: {again!r}}}], so that they stay equal; if not, tied=[]"
                     )
     return None
+
+
+def _look_tied(one: Look, other: Look, here: Mapping[str, Look], there: Mapping[str, Look]) -> bool:
+    """Whether two weights of equal values are rather one weight than alike by chance, a seed or a copy."""
+    if not (one.is_trained or other.is_trained):
+        return False
+    if one.is_embedding and other.is_embedding:
+        return _were_drawn_apart(here, there)
+    return one.is_embedding or other.is_embedding
+
+
+def _were_drawn_apart(here: Mapping[str, Look], there: Mapping[str, Look]) -> bool:
+    """Whether two stages have layers of one shape, of which none has the values of another."""
+    ours, theirs = ({look.values for look in looks.values() if not look.is_embedding} for looks in (here, there))
+    shapes, others = ({values[:2] for values in found} for found in (ours, theirs))
+    return bool(shapes & others) and not ours & theirs

@@ -1,17 +1,20 @@
 """A tie that nobody declared: what looks like one weight in two stages is refused, what only looks alike is not."""
 
+import ast
+import re
 from collections.abc import Mapping
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
 
 from course_pp.launch import on_ranks
 from course_pp.parallel import DistributedConfig, build_pipeline_schedule, build_pipeline_stage, init_distributed
 from course_pp.runtime import Pipeline
 from course_pp.schedule import build
-from course_pp.tied import looks_of, problem_of_forgotten_ties, set_apart
+from course_pp.tied import copies_in, looks_of, problem_of_forgotten_ties, set_apart
 
 WORDS, WIDTH = 11, 6
 
@@ -33,8 +36,26 @@ def encoder() -> list[nn.Module]:
     return list(nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 1, 8), 2, enable_nested_tensor=False).layers)
 
 
+def tower(seed: int, words: nn.Module, shape: int = WIDTH) -> nn.Module:
+    """An encoder or a decoder."""
+    torch.manual_seed(seed)
+    return nn.Sequential(words[0], nn.Linear(WIDTH, shape))  # type: ignore[index]
+
+
 def frozen(module: nn.Module) -> nn.Module:
     return module.requires_grad_(False)
+
+
+class Hidden(torch.Tensor):
+    """A weight of a class that computes, and does not let its values be looked at."""
+
+    def flatten(self) -> torch.Tensor:  # type: ignore[override]
+        raise TypeError("nobody looks at me")
+
+
+def quantised(module: nn.Module) -> nn.Module:
+    module[0].weight = nn.Parameter(module[0].weight.detach().as_subclass(Hidden), requires_grad=False)
+    return module
 
 
 def filled(module: nn.Module) -> nn.Module:
@@ -49,8 +70,16 @@ NOT_TIED: dict[str, Mapping[int, nn.Module | None]] = {
     "other values": {0: embedding(), 1: head()},
     "layers copied by torch": dict(enumerate(encoder())),
     "embeddings seeded alike": {0: embedding(3), 1: embedding(3)},
+    "towers seeded alike": {0: tower(4, embedding(3)), 1: tower(4, embedding(3))},
+    "towers that have nothing to compare": {0: tower(4, embedding(3)), 1: tower(5, embedding(3), 2)},
+    "frozen in two towers": {0: tower(4, frozen(embedding(3))), 1: tower(5, frozen(embedding(3)))},
     "one tensor in two stages of a rank": {0: TIED, 3: SHARED},
     "frozen": {0: frozen(embedding()), 1: frozen(head(embedding()))},
+    "frozen, in 8 bits": {
+        0: frozen(embedding()).to(torch.float8_e4m3fn),
+        1: frozen(head(embedding())).to(torch.float8_e4m3fn),
+    },
+    "frozen, of a class of its own": {0: embedding(), 1: quantised(head(embedding()))},
     "all one value": {0: filled(embedding()), 1: head(filled(embedding()))},
     "on meta": {0: embedding().to("meta"), 1: head().to("meta")},
     "an empty stage": {0: embedding(), 1: None},
@@ -71,11 +100,43 @@ def test_an_embedding_whose_values_come_again_is_named_with_the_remedy(first: in
     assert f"{{{min(ends)}: '0.weight', {max(ends)}: '0.weight'}}" in str(said)
 
 
-class Hidden(torch.Tensor):
-    """A weight of a class that computes, and does not let its values be looked at."""
+class Masked(nn.Module):
+    """As wrappers of other people are."""
 
-    def flatten(self) -> torch.Tensor:  # type: ignore[override]
-        raise TypeError("nobody looks at me")
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+LOOK_TIED: dict[str, tuple[Mapping[int, nn.Module], str]] = {
+    "an encoder's embedding and a decoder's": (
+        {0: tower(4, embedding()), 2: tower(5, embedding())}, "if so, give tied=[{0: '0.weight', 2: '0.weight'}]"
+    ),
+    "one end frozen": (
+        {0: frozen(embedding()), 1: head(embedding())},
+        "if so, freeze or train both, and give tied=[{0: '0.weight', 1: '0.weight'}]",
+    ),
+    "one end in a wrapper": (
+        {0: embedding(), 1: Masked(head(embedding()))}, "give tied=[{0: '0.weight', 1: 'module.0.weight'}]"
+    ),
+    "one end compiled": (
+        {0: torch.compile(embedding(), backend="eager"), 1: head(embedding())}, "give tied=[{0: '_orig_mod.0.weight', 1"
+    ),
+    "one end checkpointed": (
+        {0: embedding(), 1: checkpoint_wrapper(head(embedding()))}, "give tied=[{0: '0.weight', 1: '0.weight'}]"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", LOOK_TIED)
+def test_what_looks_tied_is_named_by_names_that_can_be_declared(what: str) -> None:
+    stages, remedy = LOOK_TIED[what]
+    said = problem_of_forgotten_ties(looks_of(stages))
+    assert remedy in str(said)
+    (tie,) = ast.literal_eval(re.search(r"tied=(\[\{.*?\}\])", str(said)).group(1))  # type: ignore[union-attr]
+    assert copies_in(stages, ((stage, stage, name) for stage, name in tie.items())).keys() == tie.keys()
+    for stage, name in tie.items():
+        assert name in dict(stages[stage].named_parameters())
 
 
 def built_on_rank(rank: int) -> list[str]:
