@@ -112,7 +112,7 @@ class Stage:
             kept.again = value, read, loss, get_random_state(self._device)
             # On a copy, as the stage may change its input in place. With a graph, though of no use, so that the output
             # says what of it can be differentiated.
-            with saved_tensors_hooks(_drop, _drop):
+            with saved_tensors_hooks(_drop, _refuse_dropped):
                 copies = map_tensors(_copy, value), map_tensors(_copy, read)
                 return self._compute(*copies, loss, self._module_for(microbatch))
         return self._compute_and_keep(microbatch, value, read, loss, kept)
@@ -214,6 +214,13 @@ class Stage:
 
 def _drop(_: Any) -> Any:
     return None
+
+
+def _refuse_dropped(_: Any) -> Any:
+    raise RuntimeError(
+        "a stage differentiates in its forward, and recompute=True keeps nothing to do so with: leave recompute out, "
+        "or checkpoint other parts of the stage (torch.utils.checkpoint)"
+    )
 
 
 def _copy(tensor: Tensor) -> Tensor:

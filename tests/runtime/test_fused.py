@@ -235,6 +235,11 @@ def test_a_stage_that_differentiates_by_itself(make: Callable[[], nn.Module], sp
     assert_equal_but_for_rounding((found, of_split_inputs), (expected, of_inputs), torch.float64)
 
 
+def test_with_recomputation_it_is_refused_by_name() -> None:
+    with pytest.raises(RuntimeError, match=r"differentiates in its forward, and recompute=True .* leave recompute out"):
+        train(made(Penalised), (5, WIDTH), fuses=True, recompute=True)
+
+
 class AsksForAGradient(nn.Module):
     """Has the gradient of a weight handed out in its forward."""
 
