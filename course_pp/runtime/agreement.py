@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -11,9 +11,24 @@ from course_pp.collective import Ranks, difference
 from course_pp.schedule.declared import Declared
 from course_pp.tied import Look, problem_of_forgotten_ties
 
-__all__ = ["Agreed", "agree_on_pipeline"]
+__all__ = ["Agreed", "Fact", "agree_on_pipeline"]
 
 _LIMIT_S = 300.0  # one rank may take minutes longer than another to build its stages
+
+
+class Fact(NamedTuple):
+    """What copies of a parameter must have in common.
+
+    Attributes:
+        kind: shape, dtype and whether it is trained; its other places must have the same.
+        value: a fingerprint, of copies alone, which must start equal.
+    """
+
+    kind: str
+    value: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} of value {self.value}" if self.value else self.kind
 
 
 @dataclass(frozen=True)
@@ -22,12 +37,12 @@ class Agreed:
 
     Attributes:
         series: a number below 2**15 that keeps this pipeline's messages apart from others'.
-        parameters: for each stage the names of its parameters.
+        parameters: for each stage its parameters, by name.
         declared: for each stage the values that it reads and writes beyond its neighbours'.
     """
 
     series: int
-    parameters: Mapping[int, Sequence[str]]
+    parameters: Mapping[int, Mapping[str, Fact]]
     declared: Mapping[int, Declared]
 
 
@@ -37,7 +52,7 @@ class _Told:
 
     problem: str | None
     facts: Mapping[str, Any]
-    parameters: Mapping[int, Mapping[str, str]]
+    parameters: Mapping[int, Mapping[str, Fact]]
     declared: Mapping[int, Declared]
     looks: Mapping[int, Mapping[str, Look]]
     series: int
@@ -46,7 +61,7 @@ class _Told:
 def agree_on_pipeline(
     problem: str | None,
     facts: Mapping[str, Any],
-    parameters: Mapping[int, Mapping[str, str]],
+    parameters: Mapping[int, Mapping[str, Fact]],
     group: dist.ProcessGroup | None,
     declared: Mapping[int, Declared],
     looks: Mapping[int, Mapping[str, Look]],
@@ -56,7 +71,7 @@ def agree_on_pipeline(
     Args:
         problem: what is wrong with this rank's arguments, None if nothing is.
         facts: what must be the same everywhere, by name.
-        parameters: of this rank's stages, by name: shape, dtype and whether it is trained.
+        parameters: of this rank's stages, by name.
         declared: what this rank's stages read and write beyond their neighbours'.
         looks: how its weights look, if nobody has said which are tied.
 
@@ -82,11 +97,11 @@ def agree_on_pipeline(
                     f"rank {rank} has stage {stage} as {ours}, another replica as {values[stage]}: "
                     "give all replicas of a stage the same reads and writes"
                 )
-    return Agreed(everyone[0].series, {stage: tuple(parameters) for stage, parameters in held.items()}, values)
+    return Agreed(everyone[0].series, held, values)
 
 
-def _same_on_replicas(by_rank: Sequence[Mapping[int, Mapping[str, str]]]) -> Mapping[int, Mapping[str, str]]:
-    held: dict[int, Mapping[str, str]] = {}
+def _same_on_replicas(by_rank: Sequence[Mapping[int, Mapping[str, Fact]]]) -> Mapping[int, Mapping[str, Fact]]:
+    held: dict[int, Mapping[str, Fact]] = {}
     for rank, stages in enumerate(by_rank):
         for stage, ours in stages.items():
             theirs = held.setdefault(stage, ours)

@@ -10,7 +10,7 @@ from torch import nn
 
 from course_pp.arguments import WrongArgument, check_arguments, refuse_bad_timeout
 from course_pp.loss import LossFn, TokenLoss, counted
-from course_pp.runtime.agreement import agree_on_pipeline
+from course_pp.runtime.agreement import Fact, agree_on_pipeline
 from course_pp.runtime.clocks import host_identity
 from course_pp.runtime.cluster import EmulatedCluster
 from course_pp.runtime.recorder import Recorder
@@ -131,7 +131,7 @@ class _Mine:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     facts: Mapping[str, Any] = field(default_factory=dict)
     declared: Mapping[int, Declared] = field(default_factory=dict)
-    parameters: dict[int, dict[str, str]] = field(default_factory=dict)
+    parameters: dict[int, dict[str, Fact]] = field(default_factory=dict)
     looks: dict[int, dict[str, Look]] = field(default_factory=dict)
 
     def look(
@@ -151,7 +151,7 @@ class _Mine:
         }
         for stage, optimizer in (optimizers or {}).items():
             if stage in copied:
-                self.parameters[stage] |= {"the optimizer": settings_of(optimizer, self.modules[stage])}
+                self.parameters[stage] |= {"the optimizer": Fact(settings_of(optimizer, self.modules[stage]))}
         trains = any(part.kind != "F" for part in schedule.parts)
         self.looks = looks_of(self.modules if trains and tied is None else {})
         return None

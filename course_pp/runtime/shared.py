@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from course_pp.runtime.agreement import Fact
 from course_pp.schedule import Schedule
 from course_pp.tied import add_up, copies_in, set_apart
 
@@ -26,21 +27,21 @@ Weight = tuple[Place, ...]
 
 
 def shared_weights(
-    schedule: Schedule, names: Mapping[int, Sequence[str]], tied: Sequence[Mapping[int, str]]
+    schedule: Schedule, parameters: Mapping[int, Mapping[str, Fact]], tied: Sequence[Mapping[int, str]]
 ) -> tuple[Weight, ...]:
     """Return every weight that is in more than one place.
 
     Args:
-        names: for each stage the names of its parameters.
+        parameters: of each stage, by name.
         tied: for each tie the parameter's name by stage.
 
     Raises:
         ValueError: for a tie of fewer than two stages, with a stage or parameter that does not exist, or with one that
-            is in another tie too.
+            is in another tie too, or of parameters that cannot be one weight.
     """
     seen: set[tuple[int, str]] = set()
     for tie in tied:
-        _refuse_bad_tie(tie, names)
+        _refuse_bad_tie(tie, parameters)
         if again := seen & tie.items():
             stage, name = min(again)
             raise ValueError(f"{name!r} of stage {stage} is in two ties: write one tie with all stages that share it")
@@ -50,7 +51,7 @@ def shared_weights(
         {stage: name}
         for stage, ranks in enumerate(schedule.placement)
         if len(ranks) > 1
-        for name in names[stage]
+        for name in parameters[stage]
         if not any(tie.get(stage) == name for tie in tied)
     ]
     return tuple(
@@ -59,14 +60,21 @@ def shared_weights(
     )
 
 
-def _refuse_bad_tie(tie: Mapping[int, str], names: Mapping[int, Sequence[str]]) -> None:
+def _refuse_bad_tie(tie: Mapping[int, str], parameters: Mapping[int, Mapping[str, Fact]]) -> None:
     if len(tie) < 2:
         raise ValueError(f"tied weight {dict(tie)} is in {len(tie)} stage: give a name for each of at least two stages")
     for stage, name in tie.items():
-        if name not in names.get(stage, ()):
+        if name not in parameters.get(stage, ()):
             raise ValueError(
                 f"tied weight {dict(tie)}: stage {stage} has no parameter {name!r}; it has "
-                f"{', '.join(names.get(stage, ())) or 'none'}"
+                f"{', '.join(parameters.get(stage, ())) or 'none'}"
+            )
+    (first, kind), *others = ((stage, parameters[stage][name].kind) for stage, name in sorted(tie.items()))
+    for stage, other in others:
+        if other != kind:
+            raise ValueError(
+                f"tied weight {dict(tie)} is {kind} in stage {first}, but {other} in stage {stage}: give it one shape "
+                "and dtype, and train or freeze it in all its stages"
             )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from course_pp.runtime.agreement import Fact
 from course_pp.schedule import Schedule
 from course_pp.wrappers import problem_of_wrappers
 
@@ -46,7 +47,7 @@ def problem_of_stages(
     return next(filter(None, wrapped), None) or _problem_of_shards(modules, schedule, tied)
 
 
-def facts_of_parameters(module: nn.Module | None, is_copied: bool = False) -> dict[str, str]:
+def facts_of_parameters(module: nn.Module | None, is_copied: bool = False) -> dict[str, Fact]:
     """Return what copies of a stage must have in common: for each parameter shape, dtype and whether it is trained.
 
     Args:
@@ -55,8 +56,10 @@ def facts_of_parameters(module: nn.Module | None, is_copied: bool = False) -> di
     if not isinstance(module, nn.Module):  # None, or what is about to be refused
         return {}
     return {
-        name: f"{tuple(p.shape)} {p.dtype} {'trained' if p.requires_grad else 'frozen'}"
-        + (f" of value {_fingerprint(p)}" if is_copied and not p.is_meta else "")
+        name: Fact(
+            f"{tuple(p.shape)} {p.dtype} {'trained' if p.requires_grad else 'frozen'}",
+            _fingerprint(p) if is_copied and not p.is_meta else "",
+        )
         for name, p in module.named_parameters()
     }
 

@@ -40,6 +40,22 @@ def test_a_weight_in_two_ties_is_refused() -> None:
     Pipeline(schedule, stages, F.mse_loss, tied=[{0: "weight", 1: "weight", 2: "weight"}])
 
 
+@pytest.mark.parametrize(
+    ("other", "kind"),
+    [
+        (nn.Linear(WIDTH, WIDTH).requires_grad_(False), r"\(3, 3\) torch.float32 frozen"),
+        (nn.Linear(WIDTH, 1), r"\(1, 3\) torch.float32 trained"),
+        (nn.Linear(WIDTH, WIDTH).double(), r"\(3, 3\) torch.float64 trained"),
+    ],
+    ids=["frozen", "shape", "dtype"],
+)
+def test_a_tie_of_what_cannot_be_one_weight_is_refused(other: nn.Module, kind: str) -> None:
+    stages = {0: nn.Linear(WIDTH, WIDTH), 1: other}
+    pattern = rf"\(3, 3\) torch.float32 trained in stage 0, but {kind} in stage 1: .*train or freeze it in all"
+    with pytest.raises(ValueError, match=pattern):
+        Pipeline(build("interleaved_1f1b", 1, M), stages, F.mse_loss, tied=[{0: "weight", 1: "weight"}])
+
+
 class ChangesItsInput(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x.add_(1), self.weight)
