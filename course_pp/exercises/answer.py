@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import re
 import reprlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,8 @@ from course_pp.launch.waits import RETURNED, diagnosis, state
 _KEPT_CHARACTERS = 2000
 _KEPT_LINES = 50
 _LABEL = "[rank 0] "
+_GLOO_LINE = re.compile(r"terminate called after throwing an instance of 'gloo::|what\(\):  \[enforce fail at ")
+_GLOO_SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 
 
 class Pending(Exception):
@@ -88,7 +91,7 @@ class Answer:
             raise _hung(e.waits, f"`{self.name}` {on}", self.limit_s) from None
         except RankDied as e:
             symptom = f"`{self.name}`, {on}: rank {e.rank} {_how_died(e)} before its function returned."
-            raise Stopped("died", symptom, _why_died(e)) from None
+            raise Stopped("died", symptom, self._why_aborted() or _why_died(e)) from None
         except LaunchError as e:
             raise _broken(e, f"`{self.name}`, {on},") from None
         except (TypeError, AttributeError) as e:
@@ -177,6 +180,17 @@ class Answer:
             )
         return ""
 
+    def _why_aborted(self) -> str:
+        """What gloo means with the lines in which it gives up, which are taken from what the answer printed."""
+        lines = self._printed.take(_GLOO_LINE)
+        sizes = next((found for line in lines if (found := _GLOO_SIZES.search(line))), None)
+        if sizes is None:
+            return ""
+        return (
+            f"A message of {sizes[1]} bytes came for a tensor of {sizes[2]}: compare the shape and the dtype of what "
+            "is sent with those of the tensor that receives it."
+        )
+
     def _unsendable(self, error: Exception) -> Stopped:
         if leaving := self.names & {"exit", "quit"}:
             return Stopped(
@@ -222,6 +236,12 @@ class _Kept(io.TextIOBase):
         self._kept += line[:room]
         self._left_out += len(line[room:])
         return len(text)
+
+    def take(self, line: re.Pattern[str]) -> list[str]:
+        """Remove the lines in which ``line`` is found, and return them."""
+        lines = self._kept.splitlines(keepends=True)
+        self._kept = "".join(each for each in lines if not line.search(each))
+        return [each for each in lines if line.search(each)]
 
     @property
     def text(self) -> str:

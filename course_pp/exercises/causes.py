@@ -17,7 +17,8 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         "Trying to backward through the graph a second time",
-        "A backward frees what its forward has kept: one backward for each forward.",
+        "A backward frees what its forward has kept: one backward for each forward, or `retain_graph=True` in the "
+        "first of two.",
     ),
     (
         "modified by an inplace operation",
@@ -29,7 +30,8 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         "Boolean value of Tensor with more than one value is ambiguous",
-        "A tensor stands here where a single number belongs: are the arguments in their order?",
+        "A tensor of several numbers is neither true nor false: ask it for `.any()` or `.all()`. Or a tensor stands "
+        "here where a single number belongs: are the arguments in their order?",
     ),
     (
         "not implemented for 'Long'",
@@ -52,12 +54,46 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         "`//` has no gradient: divide with `/`.",
     ),
     (
+        "One of the differentiated Tensors does not require grad",
+        "A gradient is asked for of a tensor that did not want one in the forward: `requires_grad_()` before it.",
+    ),
+    (
+        "appears to not have been used in the graph",
+        "The output was not computed from the tensor whose gradient is asked for: what was the forward given?",
+    ),
+    (
+        "must have the same dtype",
+        "Two dtypes meet here: `torch.empty` and its like make float32 unless they are told `dtype=`.",
+    ),
+    (
         "Must specify global_rank or group_rank",
         "A message needs the rank at its other end: `dst=…` or `src=…`.",
     ),
     (
+        "Expected parameter `tensor` of type torch.Tensor but got <class 'NoneType'>",
+        "`None` was to be sent or received. A tensor's `.grad` is None until a backward has run, and stays None where "
+        "that backward does not reach the tensor.",
+    ),
+    (
         "Expected parameter `tensor` of type torch.Tensor",
         "What is sent or received has to be a tensor: are the arguments in their order?",
+    ),
+    (
+        "is not initialized in the world group map",
+        '`group=` takes a process group: of a mesh, that of one dimension, `mesh.get_group("tp")`.',
+    ),
+    (
+        "input tensor has to be contiguous",
+        "A message is read from one piece of memory, and this tensor is a view of something larger: is it the one that "
+        "was to be sent? `.contiguous()` makes a copy in one piece.",
+    ),
+    (
+        "has no gradient for rank",
+        "Or no backward has run through it: until then its gradient is None.",
+    ),
+    (
+        "to match target batch_size",
+        "The loss was given targets that do not belong to this output: compare their `.shape`.",
     ),
 )
 

@@ -63,7 +63,7 @@ def expect_actions(value: Any, what: str, most_shown: int | None = None) -> tupl
     """A list of actions or of their texts, and the line that shows it; empty for more than ``most_shown`` actions."""
     texts = [str(each) for each in expect_list(value, what)]
     shown = most_shown is None or len(texts) <= most_shown
-    example = f"`{what}` is `{' '.join(texts)}`." if shown else ""
+    example = f"`{what}` is `{' '.join(texts) or '[]'}`." if shown else ""
     try:
         return tuple(Action.parse(text) for text in texts), example
     except ValueError as error:
@@ -118,7 +118,7 @@ def _wrong_kind(value: Any, what: str, asked_for: str) -> Mistake:
 
 def _shown(value: Any) -> str:
     try:
-        return reprlib.repr(value)
+        return " ".join(reprlib.repr(value).split())
     except Exception:
         return f"something of type {type(value).__name__} that cannot be printed"
 

@@ -21,7 +21,7 @@ def explained(stopped: Stopped) -> Mistake:
     computing = {wait.rank for wait in stopped.waits if wait.operation == COMPUTES}
     unheard = [wait for wait in waiting if returned.intersection(wait.peers)]
     if any(computing.intersection(wait.peers) for wait in waiting):
-        cause = f"{stopped.cause} It computes and waits for nobody: does a loop of it never end?"
+        cause = f"{stopped.cause} A rank that computes waits for nobody: does a loop of it never end?"
     elif any(wait.operation == "send" for wait in unheard):
         cause = f"{stopped.cause} Each message that is sent to it has to be received there, by a `recv_…` of its own."
     elif unheard:

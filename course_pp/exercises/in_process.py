@@ -77,7 +77,14 @@ def run_harness(rank: int, harness: Callable[..., Any], fn: Callable[..., Any], 
     """Call ``harness(rank, fn, *args)`` on a rank. Raises Failure where ``fn`` stops, Mistake where harness does."""
     _bound_memory()
     with _failures_of(fn) as called:
-        return _sendable(harness(rank, called, *args))
+        value = harness(rank, called, *args)
+        try:
+            return _sendable(value)
+        except Failure as e:
+            if not e.error:
+                raise
+            # What it is in is the harness's.
+            raise Failure(e.kind, e.error, error=e.error) from e
 
 
 def _bound_memory() -> None:
@@ -147,7 +154,7 @@ def _in_a_line(error: BaseException) -> str:
         lines = str(error).strip().splitlines() or [""]
     except Exception:
         lines = ["(its message cannot be shown)"]
-    text = lines[-1] if len(lines) > 3 else " ".join(lines)
+    text = " ".join((lines[-1] if len(lines) > 3 else " ".join(lines)).split())
     text = _LIBRARY_PLACE.sub("", text)
     if len(text) > _SHOWN_CHARACTERS:
         text = text[:_SHOWN_CHARACTERS] + " …"

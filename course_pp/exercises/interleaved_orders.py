@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 from course_pp.exercises.answer import Answer
@@ -157,8 +158,10 @@ def _read_order(value: Any, rank: int, p: int, m: int, v: int, n: int) -> tuple[
     if wrong := Counter(row) - Counter(wanted):
         raise Mistake(f"`{what}` has `{next(iter(wrong))}` more than once.", "", example)
     if missing := Counter(wanted) - Counter(row):
-        cause = "After the last forward, as many backwards are left as the warm-up had forwards."
-        raise Mistake(f"`{what}` lacks `{next(iter(missing))}`.", cause if len(missing) < m * v else "", example)
+        cause = "A round adds the forwards and the backwards of its microbatches, in each of the v chunks."
+        if tuple(missing) == tuple(wanted[-len(missing) :]):
+            cause = "After the last forward, as many backwards are left as the warm-up had forwards."
+        raise Mistake(f"`{what}` lacks `{next(iter(missing))}`.", cause, example)
     for kind, word in (("F", "forwards"), ("B", "backwards")):
         mine, theirs = ([a for a in each if a.kind == kind] for each in (row, wanted))
         if mine != theirs:
@@ -177,6 +180,12 @@ def _why_not_in_rounds(mine: Sequence[Action], theirs: Sequence[Action]) -> str:
         return (
             "A round is n microbatches through one chunk, then the same n through the next; then comes the next round."
         )
+    at = 0
+    for _, block in groupby(theirs, key=lambda action: action.stage):
+        expected = set(block)
+        if set(mine[at : at + len(expected)]) != expected:
+            return "The first round takes microbatches 0 to n - 1, each later one those that come next."
+        at += len(expected)
     return "Within a round and chunk the microbatches come in their order."
 
 
@@ -184,13 +193,23 @@ def _both(mine: Sequence[Action], theirs: Sequence[Action]) -> str:
     return f"yours   {' '.join(map(str, mine))}\nrounds  {' '.join(map(str, theirs))}"
 
 
+def _why_impossible(rows: Sequence[tuple[Action, ...]], p: int, m: int, v: int, n: int) -> str:
+    before_backward = [next((i for i, a in enumerate(row) if a.kind == "B"), len(row)) for row in rows]
+    with_p = [min(m * v, (v - 1) * p + 2 * (p - 1 - rank) + 1) for rank in range(p)]
+    if n != p and before_backward == with_p:
+        return "The first backward is in the last chunk: before it come rounds of n, not of p, in every other chunk."
+    return (
+        "Count the warm-up: n in each chunk but the last, then 2 for each rank behind. After it come pairs, each a "
+        "forward and then a backward."
+    )
+
+
 def _judge_orders(rows: list[tuple[Action, ...]], p: int, m: int, v: int, n: int) -> None:
     shown = "\n".join(f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(rows))
     given = f"With p={p}, m={m}, v={v} and rounds of {n}"
     schedule = Schedule("yours", looped(p, v), tuple(rows))
     if problems := check(schedule):
-        cause = "The first backward is in the last chunk: before it come rounds of n, not of p, in every other chunk."
-        raise Mistake(f"{given} it cannot run: {problems[0]}.", cause, shown)
+        raise Mistake(f"{given} it cannot run: {problems[0]}.", _why_impossible(rows, p, m, v, n), shown)
     reference = Schedule("rounds", looped(p, v), tuple(tuple(order_in_rounds(r, p, m, v, n)) for r in range(p)))
     costs = Costs(latency=1)
     late, least = simulate(schedule, costs), simulate(reference, costs)

@@ -105,11 +105,12 @@ def grade_best_chunks(answer: Answer) -> None:
         step, best = steps[v], min(u for u in steps if steps[u] <= least)
         example = "\n".join(f"v = {u}: {each:g}" for u, each in steps.items())
         if step > least:
-            symptom = f"`{what}` is {v}: the step takes {step:g}, and with {best} chunks {least:g}."
+            chunks = "1 chunk" if best == 1 else f"{best} chunks"
+            symptom = f"`{what}` is {v}: the step takes {step:g}, and with {chunks} {least:g}."
             raise Mistake(symptom, _why_another(v, best, row), example)
         if v != best:
             raise Mistake(
-                f"`{what}` is {v}; {best} chunk{'s' * (best > 1)} make the step as short.",
+                f"`{what}` is {v}; {best} chunk{'s make' if best > 1 else ' makes'} the step as short.",
                 "If several are equal, take the fewest: each chunk more costs messages.",
                 example,
             )
@@ -125,7 +126,7 @@ def _why_another(v: int, best: int, row: tuple[float, ...]) -> str:
         return "More chunks shorten the bubble, and each adds 2 p messages to the way in and out. Weigh the two."
     if not latency:
         return "Without latency every chunk more shortens the bubble."
-    if v < best:
+    if v == 1:
         return (
             "`forward` and `backward` are the times of all layers of a rank: a chunk takes a v-th of them. With the "
             "times of a whole rank, more chunks would mean more work."

@@ -38,9 +38,9 @@ def _as_ranges(value: Any, call: str, n_layers: int, n_stages: int) -> list[tupl
     for stage, ((_, end), (start, _)) in enumerate(pairwise(ranges)):
         if start != end:
             lost = f"layers {end} to {start - 1} are on no stage" if start > end else f"layer {start} is on two stages"
-            cause = "Is `end` included? It is the first layer that does not belong to the stage."
-            if start < end:
-                cause = "The next stage starts where this one ends."
+            cause = "The next stage starts where this one ends."
+            if start == end + 1:
+                cause = "Is `end` included? It is the first layer that does not belong to the stage."
             raise Mistake(f"In `{call}`, after stage {stage}, {lost}.", cause, it_is)
     if ranges[0][0] != 0 or ranges[-1][1] != n_layers:
         covered = f"layers {ranges[0][0]} to {ranges[-1][1] - 1}, not 0 to {n_layers - 1}"
@@ -149,15 +149,17 @@ def _judge_cut(costs: list[float], n_stages: int, value: Any) -> None:
         cause = "The same number of layers is not the same cost."
     elif any(cost % 1 for cost in costs):
         cause = "Costs need not be whole numbers, nor near 1: a limit that goes up in steps jumps over the best one."
-    elif got[-1] > max(got[:-1]):
-        cause = (
-            "To fill one stage after another up to the average leaves too much for the last: where to cut first "
-            "depends on what comes later."
-        )
+    elif _is_filled_to(sum(costs) / n_stages, costs, ranges):
+        cause = "One stage after another is filled up to the average: where to cut first depends on what comes later."
     else:
         cause = "A cut is as good as its costliest stage: of all cuts, take the one whose largest sum is smallest."
     example = f"costs of the stages  {got}, at {ranges}\npossible             {best}, at {want}"
     raise Mistake(f"`{call}` has a stage that costs {max(got):g}; {max(best):g} is possible.", cause, example)
+
+
+def _is_filled_to(average: float, costs: list[float], ranges: list[tuple[int, int]]) -> bool:
+    """Whether each stage but the last takes layers as long as it stays below the average, and one more at most."""
+    return all(sum(costs[start : end - 1]) < average < sum(costs[start : end + 1]) for start, end in ranges[:-1])
 
 
 def _stage_costs(costs: list[float], ranges: list[tuple[int, int]]) -> list[float]:

@@ -40,37 +40,44 @@ def grade_version(answer: Answer) -> None:
     rows = [
         (rule, stage, i, p, group) for p, m, group in _SIZES for rule in _RULES for stage in range(p) for i in range(m)
     ]
-    found = dict(zip(rows, answer.calls(rows), strict=True))
+    found = {
+        row: expect_int(value, f"version_used{row}", "A version is a count of updates.")
+        for row, value in zip(rows, answer.calls(rows), strict=True)
+    }
     for p, m, group in _SIZES:
         for rule in _RULES:
             planned = ledger(build("pipedream", p, m, group=group if rule == "2bw" else None), rule)
             for stage in range(p):
                 for i in range(m):
-                    use, call = planned.of(stage, i), f"version_used{(rule, stage, i, p, group)}"
-                    got = expect_int(found[rule, stage, i, p, group], call, "A version is a count of updates.")
-                    if got != use.backward:
+                    use, row = planned.of(stage, i), (rule, stage, i, p, group)
+                    if found[row] != use.backward:
                         raise Mistake(
-                            f"`{call}` is {got}; its backward uses version {use.backward}.",
-                            _why_version(rule, got, use.forward, i, stage, p),
+                            f"`version_used{row}` is {found[row]}; its backward uses version {use.backward}.",
+                            _why_version(rule, {row[1:]: got for row, got in found.items() if row[0] == rule}),
                             f"Its forward used version {use.forward}; its gradient enters update {use.update}.",
                         )
 
 
-def _why_version(rule: str, got: int, forward: int, i: int, stage: int, p: int) -> str:
-    if got < 0:
+def _why_version(rule: str, found: dict[tuple[int, int, int, int], int]) -> str:
+    """``found`` has all versions under this rule, by stage, microbatch, p and group."""
+
+    def is_behind(by: Callable[[int, int], int]) -> bool:
+        return all(got == max(0, i - by(stage, p)) for (stage, i, p, _), got in found.items())
+
+    if min(found.values()) < 0:
         return "There is no version before 0: the first microbatches all use version 0."
     if rule == "none":
         return "Nothing is kept, so the backward uses the newest: count the updates that its stage has had by then."
     if rule == "stash":
-        if got == i:
+        if is_behind(lambda stage, p: 0):
             return "That is the newest. With stashing a backward uses what its forward used."
-        if got == max(0, i - (p - 1)):
+        if is_behind(lambda stage, p: p - 1):
             return "That is stage 0's. A later stage has fewer microbatches in flight, so its newest is newer."
-        if got == max(0, i - (p - stage)):
+        if is_behind(lambda stage, p: p - stage):
             return "One too old: p - stage microbatches are in flight *with* this one, p - 1 - stage before it."
         return "Count the updates that its stage has had when the *forward* runs: one for each microbatch that is back."
     if rule == "vertical":
-        if got == max(0, i - (p - 1 - stage)):
+        if is_behind(lambda stage, p: p - 1 - stage):
             return (
                 "That is this stage's newest at its forward. Vertical sync takes what *stage 0* took, on every stage."
             )
@@ -134,7 +141,9 @@ def _read(value: Any, stage: int, replica: int, replicas: list[int], m: int) -> 
         cause = f"Microbatch i goes to replica `i % {replicas[stage]}` of stage {stage}, forward, backward and update."
         raise Mistake(f"`{what}` has `{extra}`, or has it once too often.", cause, example)
     if missing := Counter(wanted) - Counter(row):
-        cause = "As many backwards are left after the last forward as the warm-up had forwards."
+        cause = f"Every microbatch of replica {replica} has its F, its B and its U."
+        if tuple(missing) == tuple(wanted[-len(missing) :]):
+            cause = "As many backwards are left after the last forward as the warm-up had forwards."
         if all(action.kind == "U" for action in missing):
             cause = "Each backward is followed by an update."
         raise Mistake(f"`{what}` lacks `{next(iter(missing))}`.", cause, example)
@@ -160,10 +169,11 @@ def _judge_orders(rows: list[tuple[Action, ...]], replicas: list[int], m: int) -
     times = tuple(map(float, replicas))
     costs = Costs(times, times, times)
     mine, best = simulate(yours, costs), simulate(reference, costs)
-    for rank, (peak, enough) in enumerate(zip(mine.peak_activations, best.peak_activations, strict=True)):
+    peaks = list(zip(mine.peak_activations, best.peak_activations, strict=True))
+    for rank, (peak, enough) in enumerate(peaks):
         if peak > enough:
             cause = "A replica admits ⌈ranks from its stage on / replicas of its stage⌉ microbatches, and no more."
-            if peak == enough + 1:
+            if all(each <= most + 1 for each, most in peaks):
                 cause = "One too many: the forward of the first pair counts among those in flight."
             raise Mistake(f"{given} rank {rank} has {peak} microbatches in flight; {enough} are enough.", cause, shown)
     if tuple(rows) != reference.actions:

@@ -259,7 +259,7 @@ def _judge_weights(where: str, ran: Sequence[Ran], p: int, m: int) -> None:
     for rank, each in enumerate(ran):
         if len(each.after) != m:
             cause = "Each backward is followed by an update, with the gradient of its own microbatch."
-            raise Mistake(f"{where}, rank {rank} updates {len(each.after)} times, not {m}.", cause)
+            raise Mistake(f"{where}, rank {rank} updates {_times(len(each.after))}, not {m}.", cause)
     expected = delayed((1,) * p, m, 0.9, LopsidedLoss())
     wrong = [first_wrong(each.after, want) for each, want in zip(ran, expected, strict=True)]
     if all(update is None for update in wrong):
@@ -274,17 +274,29 @@ def _judge_weights(where: str, ran: Sequence[Ran], p: int, m: int) -> None:
 
 def _why_wrong(ran: Sequence[Ran], wrong: Sequence[int | None], p: int, m: int) -> str:
     if wrong[-1] == 0:
+        if torch.equal(ran[-1].after[0], _flat(layers()[p - 1])):
+            return (
+                "The update changes nothing: the optimizer's own weights have no gradient by then. A backward through "
+                "a copy leaves its gradients on the copy; or was it cleared too early?"
+            )
         return "Already the first update differs: it takes the gradient of one microbatch's own mean loss, without 1/m."
     plain = delayed((1,) * p, m, 0.0, LopsidedLoss())
     last = ran[-1].after
     if first_wrong(last, plain[-1]) is None:
         return "The last stage trains as if it had no momentum: is the optimizer's state set back?"
     if wrong[-1] == 1:
-        return "The second update differs on the last stage, too: is a gradient left over from the update before?"
+        return (
+            "The second update differs on the last stage, too. Is a gradient left over from the update before, are old "
+            "weights put back after it, or does a second forward come before the first backward?"
+        )
     return (
         "The last stage has nothing in flight when it updates, so there no version can be the wrong one. Elsewhere: "
         "does each backward use exactly what its forward used, and does the optimizer go on from its newest state?"
     )
+
+
+def _times(n: int) -> str:
+    return f"{n} time{'s' * (n != 1)}"
 
 
 def _judge_versions(where: str, ran: Sequence[Ran], p: int, m: int) -> None:

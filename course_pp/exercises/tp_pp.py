@@ -29,7 +29,7 @@ def shard_linear(
 
 
 def _grade_shard_linear(answer: Answer) -> None:
-    sizes = ((6, 4, 2), (4, 6, 2), (9, 6, 3), (4, 4, 4))
+    sizes = ((6, 4, 2), (4, 6, 2), (9, 6, 3), (4, 4, 4), (3, 5, 1))
     cuts = [(how, *size) for how in ("column", "row") for size in sizes]
     rows = [(*_linear(n_out, n_in)[:2], how, rank, n) for how, n_out, n_in, n in cuts for rank in range(n)]
     values = iter(answer.calls(rows))
@@ -49,6 +49,8 @@ def _linear(n_out: int, n_in: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _read_shard(value: Any, what: str) -> tuple[Tensor, Tensor | None]:
     weight, bias = expect_list(value, what, 2)
+    if isinstance(bias, Tensor) and bias.dim() == 2:
+        raise Mistake(f"`{what}[1]` is a matrix; a bias has one number for each output.", "The weight comes first.")
     return expect_tensor(weight, f"{what}[0]"), None if bias is None else expect_tensor(bias, f"{what}[1]")
 
 
@@ -100,7 +102,7 @@ def _why_no_product(
 ) -> str:
     weight, bias, x = data
     n, whole = len(shards), linear(x, weight, bias)
-    if all(torch.equal(shard[0], shards[0][0]) for shard in shards):
+    if n > 1 and all(torch.equal(shard[0], shards[0][0]) for shard in shards):
         return "Every rank has the same part: use `rank`."
     n_biased = sum(shard[1] is not None for shard in shards)
     if how == "row" and n_biased > 1 and torch.allclose(found, whole + (n_biased - 1) * bias):

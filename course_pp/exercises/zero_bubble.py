@@ -73,9 +73,14 @@ def _judge_choice(
 
     if got == best:
         return
+    # Without what needs all of it.
+    of_less = choose_schedule({n: point for n, point in points.items() if needs(n) < budget}, state, activation, budget)
+    is_strict = best is not None and needs(best) == budget and got == of_less
+    exactly = "What needs exactly the budget fits: `<=`."
     if got is None:
         example = f"{best} needs {state} + {points[best or ''][0]} × {activation} = {needs(best or ''):g}. {given}"
-        raise Mistake(f"`{call}` is None, though {best} fits.", "What needs exactly the budget fits: `<=`.", example)
+        cause = exactly if is_strict else "Return a name wherever `state + held * activation` is within the budget."
+        raise Mistake(f"`{call}` is None, though {best} fits.", cause, example)
     if not isinstance(got, str) or got not in points:
         raise Mistake(f"`{call}` is {got!r:.60}, which is no schedule of those.", "Return a name, or None.", given)
     if needs(got) > budget:
@@ -86,8 +91,8 @@ def _judge_choice(
         raise Mistake(f"`{call}` is {got}, which needs {needs(got):g} of {budget}.", cause, example)
     if points[got][1] > points[best or ""][1]:
         cause = "Less memory than the budget buys nothing: of what fits, the smallest bubble is wanted."
-        if needs(best or "") == budget:
-            cause = "What needs exactly the budget fits: `<=`."
+        if is_strict:
+            cause = exactly
         example = f"{best} fits too: bubble {points[best or ''][1]} instead of {points[got][1]}. {given}"
         raise Mistake(f"`{call}` is {got}, and its bubble is not the smallest.", cause, example)
     cause = "Of equal bubbles take the one that holds less: on the picture, the point further to the left."

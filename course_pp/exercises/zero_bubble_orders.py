@@ -79,6 +79,8 @@ def _refuse_wrong_counts(row: Sequence[Action], wanted: Sequence[Action], what: 
             raise Mistake(f"`{what}` lacks `{action}`.", _WHERE_LACKING[action.kind], example)
         if counts[action] > 1:
             cause = "Each phase goes on where the one before stopped."
+            if action.kind == "W":
+                cause = "Each I has one W: those put off go on where the ones before them stopped."
             raise Mistake(f"`{what}` has `{action}` {counts[action]} times.", cause, example)
     for action in wanted:
         if action.kind != "W":
@@ -168,7 +170,8 @@ def grade_forwards_first(answer: Answer) -> None:
         if count == enough:
             continue
         arrives, busy = (p - rank) * f + (p - 1 - rank) * b, count * f
-        gradient = f"Its first gradient is there {arrives} after it began; {count} forwards take {busy}."
+        forwards = "1 forward takes" if count == 1 else f"{count} forwards take"
+        gradient = f"Its first gradient is there {arrives} after it began; {forwards} {busy}."
         many, few = f"`{call}` is {count}; {enough} are enough.", f"`{call}` is {count}, and the rank waits."
         raise Mistake(many if count > enough else few, _why_forwards(found), gradient)
 

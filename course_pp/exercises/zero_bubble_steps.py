@@ -111,7 +111,8 @@ def grade_healed_split_step(answer: Answer) -> None:
         try:
             ranks = answer.on_ranks(p, _step_on_rank, sizes)
         except Stopped as stopped:
-            if stopped.error == "IndexError":
+            # Python's words for what it finds empty, and not for an index that is too large.
+            if stopped.error == "IndexError" and "pop from " in stopped.symptom:
                 raise Mistake(stopped.symptom, _OUT_OF_SLOTS, stopped.example) from None
             raise explained(stopped) from None
         for index, m in enumerate(sizes):

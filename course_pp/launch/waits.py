@@ -129,9 +129,8 @@ def _about_missing(waits: Sequence[Wait]) -> list[str]:
         sentences.append(
             f"{_named(gone).capitalize()} {have} returned: {it} will neither send, receive nor join any more."
         )
-    for wait in idle:
-        if wait.rank not in gone:
-            sentences.append(f"Look at rank {wait.rank} first: the others wait for it.")
+    if busy := [wait.rank for wait in idle if wait.rank not in gone]:
+        sentences.append(f"Look at {_named(busy)} first: the others wait for {'it' if len(busy) == 1 else 'them'}.")
     if not sentences and any(wait.operation == SENDING for wait in waits):
         sentences.append("Raise timeout_s, or let the ranks return less.")
     if not sentences and all(wait.operation == COMPUTES for wait in waits if wait.operation != RETURNED):

@@ -552,7 +552,7 @@ def rank_1_spins(rank, p):
     [
         (all_send_first, "Rank 0 waits for rank 1, rank 1 for rank 2 and rank 2 for rank 0: none can move"),
         (only_rank_0_reduces, "Ranks 1 and 2 have returned"),
-        (receives_too_much, "a message larger than the buffer"),
+        (receives_too_much, "A message of 400 bytes came for a tensor of 4: compare the shape and the dtype"),
         (rank_1_raises, "on 3 ranks, raised IndexError: list index out of range, in line"),
         (rank_2_exits, "tried to leave Python"),
         (yields_on_a_rank, "returned a generator. It contains `yield`"),
@@ -564,6 +564,22 @@ def test_what_goes_wrong_on_ranks_is_said_too(answer: Callable[..., Any], words:
     with no_process_left(), pytest.raises(Mistake) as caught:
         on_three(answer)
     assert words in str(caught.value)
+
+
+def test_what_a_library_says_when_it_gives_up_is_not_shown_as_printed() -> None:
+    answer = Answer(receives_too_much, limit_s=1.0)
+    with pytest.raises(Mistake):
+        answer.on_ranks(2, meet, 2)
+    assert answer.printed == ""
+
+
+def test_an_entry_that_cannot_be_sent_is_named_without_what_a_harness_puts_it_in() -> None:
+    with pytest.raises(Mistake, match=r"on one rank, returned a lock\."):
+        Answer(lambda: threading.Lock()).on_ranks(1, packed)
+
+
+def packed(rank: int, fn: Callable[..., Any]) -> Any:
+    return rank, [fn()]
 
 
 def test_a_harness_can_say_itself_what_is_wrong() -> None:

@@ -93,6 +93,8 @@ WRONG_CHUNKS = [
     (lambda p, m, layers, f, b, latency: layers, "each adds 2 p messages"),
     (lambda p, m, layers, f, b, latency: 1, "Without latency every chunk more shortens the bubble"),
     (with_whole_ranks, "Without latency every chunk more"),
+    (lambda *row: best_chunks(*row) if row[2] != 6 else 2, "Add up the work"),
+    (lambda *row: best_chunks(*row) if row[0] > 1 else 2, "is 2; 1 chunk makes the step as short"),
     (lambda *row: best_chunks(*row) if row[-1] == 0 else with_whole_ranks(*row), "a chunk takes a v-th of them"),
     (lambda *row: 3 if row[0] == 8 else best_chunks(*row), "cannot be cut into 3 equal chunks"),
     (lambda *row: sqrt(2.0), "round, and try both neighbours"),
@@ -153,6 +155,16 @@ def with_rounds_of(size: Callable[[int, int], int]) -> Answer:
     return lambda rank, p, m, v, n: order_in_rounds(rank, p, m, v, size(p, m))
 
 
+def moved_by(microbatch: Answer) -> Answer:
+    return lambda rank, p, m, v, n: [
+        Action(action.stage, action.kind, microbatch(action, m, n)) for action in order_in_rounds(rank, p, m, v, n)
+    ]
+
+
+def only(wanted: Answer) -> Answer:
+    return lambda rank, p, m, v, n: [a for a in order_in_rounds(rank, p, m, v, n) if wanted(a, m, n)]
+
+
 def ahead_by(warm_up: Answer) -> Answer:
     return changed(warm_up=warm_up)
 
@@ -165,6 +177,10 @@ WRONG_ORDERS = [
     (changed(up_again=True), "backwards in another order", "in backward the last chunk comes first"),
     (changed(newest_first=True), "backwards in another order", "comes back first"),
     (changed(no_drain=True), "lacks", "as many backwards are left"),
+    (ahead_by(lambda rank, p, m, v, n: (v - 1) * n + 3 * (p - 1 - rank)), "cannot run", "Count the warm-up"),
+    (moved_by(lambda action, m, n: (action.microbatch + n) % m), "forwards in another order", "0 to n - 1"),
+    (only(lambda action, m, n: action.kind == "F" or action.microbatch >= m - n), "lacks `4B0`", "A round adds"),
+    (lambda *row: [], "`order_in_rounds(0, 4, 8, 2, 4)` is `[]`"),
     (changed(whole_rounds=True), "the microbatches are 0 to 9", "the last round takes what is left"),
     (with_rounds_of(lambda p, m: p), "forwards in another order", "A round is n microbatches"),
     (with_rounds_of(lambda p, m: m), "forwards in another order", "then comes the next round"),

@@ -76,6 +76,11 @@ def floats(n_layers, n_stages):
     return [(i * n_layers / n_stages, (i + 1) * n_layers / n_stages) for i in range(n_stages)]
 
 
+def a_gap(n_layers, n_stages):
+    (start, end), *rest = by_formula(n_layers, n_stages)
+    return [(start, end), *((n_layers, n_layers + size) for size, _ in rest)]
+
+
 def one_too_few(n_layers, n_stages):
     return by_formula(n_layers, n_stages)[:-1]
 
@@ -93,6 +98,7 @@ def test_an_even_split_is_correct_however_it_is_written(answer: Callable[..., An
         (drops_the_rest, ["covers layers 0 to 9, not 0 to 11", "`//` leaves some over"]),
         (rounds_up, ["stage 4 has no layer"]),
         (end_included, ["layers 3 to 3 are on no stage", "Is `end` included?"]),
+        (a_gap, ["layers 4 to 7 are on no stage", "starts where this one ends"]),
         (overlapping, ["layer 4 is on two stages"]),
         (lists_of_layers, ["stage 0 is [0, 1, 2, 3], not (start, end)"]),
         (a_dictionary, ["is a dict; a list is asked for"]),
@@ -222,6 +228,17 @@ def forgets_to_require_a_gradient(rank, stage, tokens, targets):
     return loss.item()
 
 
+def sends_no_whole_piece(rank, stage, tokens, targets):
+    if rank == 0:
+        output = stage(tokens)
+        send_activation(output.transpose(0, 1), 1)
+    return last_half(stage, tokens, targets)
+
+
+def loss_of_other_targets(rank, stage, tokens, targets):
+    return starts_right(stage, tokens) if rank == 0 else last_half(stage, tokens, targets[:1])
+
+
 def forgets_the_loss(rank, stage, tokens, targets):
     if rank == 0:
         return starts_right(stage, tokens)
@@ -279,7 +296,9 @@ def test_a_step_is_correct_however_it_is_written(answer: Callable[..., Any]) -> 
         (backward_twice, ["All are 2 times what they should be"]),
         (backward_of_a_tensor, ["grad can be implicitly created only for scalar outputs"]),
         (both_receive, ["none can move"]),
-        (forgets_to_require_a_gradient, ["raised", "in line"]),
+        (forgets_to_require_a_gradient, ["raised", "in line", "`.grad` is None until a backward has run"]),
+        (sends_no_whole_piece, ["in line", "`.contiguous()` makes a copy in one piece"]),
+        (loss_of_other_targets, ["in line", "targets that do not belong to this output"]),
         (forgets_the_loss, ["is None", "Is a `return` missing?"]),
         (returns_the_sum, ["All gradients are right", "loss.item()"]),
         (clears_first, ["On rank 0, the gradients of a second step are not added", "up to whoever calls"]),
@@ -363,6 +382,10 @@ def up_to_the_average(costs, n_stages):
     return [*ranges, (start, len(costs))]
 
 
+def all_but_one_alone(costs, n_stages):
+    return [*((i, i + 1) for i in range(n_stages - 1)), (n_stages - 1, len(costs))]
+
+
 def tries_all(costs, n_stages):
     from itertools import combinations
 
@@ -418,7 +441,8 @@ def test_a_best_cut_is_correct_however_it_is_found(answer: Callable[..., Any]) -
     ("answer", "words"),
     [
         (by_number, ["`balanced_cut([1, 1, 1, 1, 4], 2)`", "costs 5; 4 is possible", "same number of layers"]),
-        (up_to_the_average, ["is possible", "costs of the stages"]),
+        (up_to_the_average, ["is possible", "costs of the stages", "filled up to the average"]),
+        (all_but_one_alone, ["costs 3; 2 is possible", "take the one whose largest sum is smallest"]),
         (by_bisection, ["`balanced_cut([0.3, 0.4, 0.5, 0.6], 2)`", "costs 1.2; 1.1 is possible", "whole numbers"]),
         (by_bisection_to_a_thousandth, ["`balanced_cut([0.0007,", "nor near 1"]),
         (sorts_first, ["changed its argument `costs`"]),

@@ -46,6 +46,7 @@ WRONG_VERSIONS = [
     (with_rule("stash", lambda s, i, p, g: i), "That is the newest"),
     (with_rule("stash", lambda s, i, p, g: max(0, i - (p - s))), "One too old", "*with* this one"),
     (with_rule("stash", lambda s, i, p, g: max(0, i - (p - 1))), "That is stage 0's"),
+    (with_rule("stash", lambda s, i, p, g: max(0, i // g - 1)), "when the *forward* runs"),
     (with_rule("stash", lambda s, i, p, g: i - (p - 1 - s)), "There is no version before 0"),
     (with_rule("vertical", lambda s, i, p, g: max(0, i - (p - 1 - s))), "takes what *stage 0* took"),
     (with_rule("vertical", lambda s, i, p, g: max(0, i - p)), "Which version did stage 0 use"),
@@ -108,11 +109,12 @@ WRONG_ORDERS = [
     ),
     (ordered(update="end"), "does not update right after `0B0`"),
     (ordered(update="never"), "lacks `0U0`", "followed by an update"),
-    (ordered(in_flight=lambda stage, r: math.ceil(sum(r) / r[0])), "are enough"),
+    (ordered(in_flight=lambda stage, r: math.ceil(sum(r) / r[0])), "are enough", "and no more"),
     (ordered(in_flight=lambda stage, r: math.ceil(sum(r[stage:]) / r[stage]) + 1), "One too many"),
     (ordered(in_flight=lambda stage, r: sum(r[stage:]) // r[stage]), "turns back too soon", "round up"),
     (ordered(in_flight=lambda stage, r: 1), "turns back too soon"),
-    (lambda *row: order_pipedream(*row)[:-1], "lacks"),
+    (lambda *row: order_pipedream(*row)[:-2], "lacks", "as the warm-up had forwards"),
+    (lambda *row: order_pipedream(*row)[3:], "lacks `0F0`", "has its F, its B and its U"),
 ]
 
 
@@ -180,6 +182,7 @@ def step_with(
     adds_up: bool = False,
     at_once: bool = True,
     keeps_all: bool = False,
+    hands_over: bool = True,
 ) -> Answer:
     def step(stage: Any, optimizer: Any, microbatches: Any, targets: Any, loss_fn: Any, link: Any) -> None:
         m, ahead = len(microbatches), link.n_ranks - 1 - link.rank
@@ -197,7 +200,7 @@ def step_with(
             used, x, y = in_flight.popleft()
             dx = backward_stage(x, y, recv_gradient(y, divided_by(m), link))
             sends.extend(send_gradient(dx, link))
-            for newest, each in zip(stage.parameters(), used.parameters(), strict=True):
+            for newest, each in zip(stage.parameters(), used.parameters() if hands_over else (), strict=hands_over):
                 newest.grad = newest.grad + each.grad if adds_up and newest.grad is not None else each.grad
             if at_once:
                 optimizer.step()
@@ -220,8 +223,9 @@ def step_with(
 WRONG_STEPS = [
     (step_with(kept=lambda stage: stage), "inplace operation", "copies that no update changes"),
     (step_with(divided_by=lambda m: m), "Already the first update differs", "without 1/m"),
+    (step_with(hands_over=False), "The update changes nothing", "leaves its gradients on the copy"),
     (step_with(adds_up=True), "left over from the update before"),
-    (step_with(at_once=False), "updates 1 times, not 8", "Each backward is followed by an update"),
+    (step_with(at_once=False), "updates 1 time, not 8", "Each backward is followed by an update"),
     (step_with(keeps_all=True), "keeps 8 versions", "can go when its backward is done"),
     (PATIENTS["A"][0], "exactly what its forward used"),
     (PATIENTS["B"][0], "go on from its newest state"),

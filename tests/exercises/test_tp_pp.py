@@ -60,6 +60,8 @@ def cutting(
         (cutting(row=lambda w, b, r, n: (w.chunk(n, 1)[r], None)), "No rank has the bias"),
         (cutting(row=lambda w, b, r, n: (w.chunk(n, 1)[r], b.chunk(n)[r])), "as long as these"),
         (cutting(row=lambda w, b, r, n: (w[:, r::n], b if r == 0 else None)), "not where x is"),
+        (cutting(row=lambda w, b, r, n: (w.chunk(n, 1)[r], b if r == 1 else None)), "No rank has the bias"),
+        (cutting(row=lambda w, b, r, n: (b if r == 0 else None, w.chunk(n, 1)[r])), "The weight comes first"),
         (cutting(row=lambda w, b, r, n: w.chunk(n, 1)[r]), "is a Tensor; a list"),
     ],
 )

@@ -209,6 +209,12 @@ WRONG_CHOICES = [
         "A rank needs its state",
     ),
     (lambda points, s, a, budget: choose_schedule(points, s, a, budget - 1e-6), "What needs exactly the budget fits"),
+    (lambda points, s, a, budget: None, "though zb_v fits", "wherever `state + held * activation` is within"),
+    (
+        lambda points, s, a, budget: min((held, name) for name, (held, _) in points.items())[1],
+        "its bubble is not the smallest",
+        "Less memory than the budget buys nothing",
+    ),
     (
         lambda points, s, a, budget: min(
             (name for name in points if s + points[name][0] * a <= budget), key=lambda n: points[n][1], default=None
