@@ -131,8 +131,9 @@ _PREDICTED: tuple[tuple[str, str, int, int, Layout], ...] = (
     ("llama3-70b", "8x8xA100", 512, 2048, Layout(tp=8, dp_shard=8, ac="full")),
     ("llama3-70b", "8x8xH100", 64, 8192, Layout(pp=8, dp_shard=8)),
     ("gpt2", "2x8xH100", 2048, 1024, Layout(dp_replicate=16)),
-    # Close calls: three times another resource would help more.
     ("llama3-70b", "4x4xH100", 16, 512, Layout(4, 4)),
+    # Close calls: three times another resource would help more.
+    ("llama3-8b", "4x4xH100", 32, 512, Layout(4, 2, 2)),
     ("gpt-18b", "2x8xH100", 16, 512, Layout(2, dp_shard=8)),
     ("llama3-8b", "4x4xH100", 16, 512, Layout(2, 4, 2)),
 )

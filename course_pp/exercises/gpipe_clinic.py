@@ -13,6 +13,7 @@ from course_pp.exercises.expect import close, expect_number
 from course_pp.exercises.hangs import explained
 from course_pp.exercises.in_process import unchanged
 from course_pp.exercises.lopsided import LopsidedLoss
+from course_pp.exercises.traffic import last_message_waited_for
 from course_pp.runtime import Link, partition_model, recv_activation, recv_gradient, send_activation, send_gradient
 
 __all__ = ["PATIENTS", "grade_mended_step", "mended_step"]
@@ -179,7 +180,7 @@ def _stepped(rank: int, fn: Callable[..., Any], m: int, n_steps: int) -> _Steppe
     link = Link((_STEP_ROWS // m, _STEP_WIDTH), torch.float64)
     weights = {name: p.detach() for name, p in stage.named_parameters()}
     for _ in range(n_steps):
-        with unchanged(inputs=inputs, targets=targets, stage=weights):
+        with unchanged(inputs=inputs, targets=targets, stage=weights), last_message_waited_for(rank, rank - 1):
             loss = fn(stage, inputs, targets, m, LopsidedLoss(), link)
     gradients = {name: None if p.grad is None else p.grad.clone() for name, p in stage.named_parameters()}
     if isinstance(loss, Tensor):

@@ -16,6 +16,7 @@ from course_pp.exercises.hangs import explained
 from course_pp.exercises.in_process import unchanged
 from course_pp.exercises.interleaved_ring import Ring
 from course_pp.exercises.lopsided import LopsidedLoss
+from course_pp.exercises.traffic import last_message_waited_for
 from course_pp.schedule import Action, build
 
 __all__ = ["PATIENTS", "Finding", "Patient", "compared", "grade_healed_step", "healed_chunks_step", "stepped"]
@@ -135,7 +136,10 @@ def stepped(
     microbatches, parts = inputs.chunk(m), targets.chunk(m)
     ring = Ring((_ROWS, width), torch.float64, n_stages)
     weights = [[p.detach() for p in chunk.parameters()] for chunk in chunks]
-    with unchanged(microbatches=microbatches, targets=parts, chunks=weights, order=order):
+    with (
+        unchanged(microbatches=microbatches, targets=parts, chunks=weights, order=order),
+        last_message_waited_for(rank, rank - 1),
+    ):
         result = step(chunks, order, microbatches, parts, loss_fn, ring)
     gradients: Gradients = {}
     for c, (stage, chunk) in enumerate(zip(stages, chunks, strict=True)):

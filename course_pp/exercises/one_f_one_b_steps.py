@@ -29,6 +29,7 @@ from course_pp.exercises.judging_steps import (
     same,
 )
 from course_pp.exercises.lopsided import LopsidedLoss
+from course_pp.exercises.traffic import last_message_waited_for
 from course_pp.runtime import (
     Link,
     backward_stage,
@@ -193,6 +194,7 @@ def _step_on_rank(rank: int, fn: Callable[..., Any], sizes: Sequence[int]) -> li
         with (
             received_activations(rank - 1, stage.note),
             unchanged(microbatches=microbatches, targets=parts, stage=weights),
+            last_message_waited_for(rank, rank - 1),
         ):
             fn(stage, microbatches, parts, LopsidedLoss(), microbatch_link())
         gradients = {name: _added(p) for name, p in stage.stage.named_parameters()}

@@ -21,6 +21,7 @@ from course_pp.exercises.hangs import explained
 from course_pp.exercises.in_process import unchanged
 from course_pp.exercises.judging_steps import TOLERANCE, batch, layers, microbatch_link
 from course_pp.exercises.lopsided import LopsidedLoss
+from course_pp.exercises.traffic import last_message_waited_for
 from course_pp.runtime import (
     Link,
     backward_stage,
@@ -208,7 +209,7 @@ def trained_by(
         optimizer, after = _optimizer(stage, momentum), list[Tensor]()
         optimizer.register_step_post_hook(lambda *_: after.append(_flat(stage)))  # noqa: B023
         inputs, targets = _microbatches(m)
-        with unchanged(microbatches=inputs, targets=targets):
+        with unchanged(microbatches=inputs, targets=targets), last_message_waited_for(rank, rank - 1):
             fn(stage, optimizer, inputs, targets, loss_fn, microbatch_link())
         results.append(Ran(after, stage.seen.most))
     return results

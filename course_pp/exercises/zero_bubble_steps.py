@@ -30,6 +30,7 @@ from course_pp.exercises.judging_steps import (
     same,
 )
 from course_pp.exercises.lopsided import LopsidedLoss
+from course_pp.exercises.traffic import last_message_waited_for
 from course_pp.runtime import Link, forward_stage, partition_model, recv_gradient, send_activation, send_gradient
 
 __all__ = ["PATIENTS", "grade_healed_split_step", "gradient_norm", "healed_split_step"]
@@ -158,6 +159,7 @@ def _step_on_rank(rank: int, fn: Callable[..., Any], sizes: Sequence[int]) -> li
         with (
             received_activations(rank - 1, stage.note),
             unchanged(microbatches=microbatches, targets=parts, stage=weights),
+            last_message_waited_for(rank, rank - 1),
         ):
             norm = fn(stage, microbatches, parts, LopsidedLoss(), microbatch_link())
         gradients = {name: p.grad for name, p in stage.stage.named_parameters()}

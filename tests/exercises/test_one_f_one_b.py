@@ -138,6 +138,7 @@ def step_with(
     take: Callable[[Any], Any] = lambda in_flight: in_flight.popleft(),
     send: Callable[..., list[Any]] = lambda start, message, link: start(message, link),
     keep: bool = True,
+    waits_before_drain: bool = False,
     times: Callable[[int], float] = lambda m: 1.0,
     begin: Callable[[Any], Any] = lambda y: y,
     arriving: Callable[[Any, int], Any] = lambda dy, m: dy,
@@ -164,9 +165,10 @@ def step_with(
         for i in range(ahead, m):
             forward(i)
             backward()
+        begun = list(sends)
         while in_flight:
             backward()
-        for each in sends:
+        for each in begun if waits_before_drain else sends:
             each.wait()
 
     return step
@@ -249,6 +251,7 @@ WRONG_STEPS = [
     (step_with(send=blocking), "waits in send for", "A blocking `send`"),
     (step_with(send=waiting_at_once), "wait after the last backward"),
     (step_with(keep=False), "Keep that, and `wait()`"),
+    (step_with(waits_before_drain=True), "Keep that, and `wait()`"),
     (train_step_pipeline_gpipe, "the gradients are right", "holds 8 activations; 1F1B holds 4"),
     (step_with(warm_up=lambda rank, p, m: min(m, p - rank)), "holds 5 activations; 1F1B holds 4"),
     (step_with(take=lambda in_flight: in_flight.pop()), "The last rank is right", "oldest microbatch"),
