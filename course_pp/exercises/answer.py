@@ -172,7 +172,8 @@ class Answer:
         if failure.where:
             return cause_of(failure.what)
         if not failure.inside:
-            return "It happened outside your function, probably because of what it returned."
+            outside = "It happened outside your function, probably because of what it returned."
+            return f"{outside} {cause_of(failure.what)}".rstrip()
         if isinstance(self._fn, CACHED) and failure.error == TypeError.__name__:
             return (
                 "`functools.cache` looks a result up by the arguments, and a list or a dictionary cannot be looked up "

@@ -91,9 +91,14 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         "has no gradient for rank",
         "Or no backward has run through it: until then its gradient is None.",
     ),
-    (
-        "to match target batch_size",
-        "The loss was given targets that do not belong to this output: compare their `.shape`.",
+    *(
+        (words, "The loss was given targets that do not belong to this output: compare their `.shape` and dtype.")
+        for words in (
+            "to match target batch_size",
+            "1D target must have size",
+            "floating point type for target with class probabilities",
+            "expected target dtype to be",
+        )
     ),
 )
 

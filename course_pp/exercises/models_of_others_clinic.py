@@ -164,15 +164,15 @@ def grade_masked_loss(answer: Answer) -> None:
         tokens, mask, whole = _batch(), _masks()[name], _stages()
         right = _in_one_piece(whole, tokens, mask, m)
         expected = torch.autograd.grad(masked_loss(whole, tokens, mask, m), next(iter(whole[0].parameters())))[0]
-        example = f"{name}, {m} microbatches: {loss:.6f}, in one piece {right.item():.6f}."
+        example = f"{name}, {m} microbatch{'es' * (m > 1)}: {loss:.6f}, in one piece {right.item():.6f}."
         if not close(loss, right.item(), _TOLERANCE):
-            _refuse_loss(name, m, found, cases, example)
+            _refuse_loss(name, m, loss, example)
         if gradient is None or not torch.allclose(gradient, expected, rtol=1e-7, atol=1e-10):
             cause = "Return the loss itself: no `.item()` and no `detach` on the way."
             raise Mistake("The loss is right, and its gradient is not.", cause, example)
 
 
-def _refuse_loss(name: str, m: int, found: Any, cases: Any, example: str) -> None:
+def _refuse_loss(name: str, m: int, loss: float, example: str) -> None:
     if name == "no padding":
         cause = "Add up the losses of all counted tokens, and divide by their number once, at the end."
         raise Mistake(f"Without padding, with m={m}, the loss is wrong.", cause, example)
@@ -183,7 +183,18 @@ def _refuse_loss(name: str, m: int, found: Any, cases: Any, example: str) -> Non
         )
         raise Mistake(f"With {name} and m={m} the loss is wrong.", cause, example)
     cause = "Every stage attends, so each has to know what is padding. What does `stage(x)` know?"
+    if _counts_padding(loss, _batch(), _masks()[name]):
+        cause = "Padding is guessed like everything else: as a target it has to be left out, with -100."
     raise Mistake(f"With {name} the loss is wrong.", cause, example)
+
+
+def _counts_padding(loss: float, tokens: Tensor, mask: Tensor) -> bool:
+    """Whether the loss is that of all targets, over the number of all or of those that count."""
+    torch.manual_seed(0)
+    logits = Transformer(CONFIG).double()(tokens, attention_mask=mask)
+    everything = cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum").item()
+    counted = mask[:, 1:]
+    return any(close(loss, everything / n, _TOLERANCE) for n in (counted.numel(), int(counted.sum())))
 
 
 def _losses(rank: int, fn: Callable[..., Any], cases: list[tuple[str, int]]) -> list[tuple[float, Tensor | None]]:

@@ -88,10 +88,13 @@ def grade_untangled(answer: Answer) -> None:
     """Ask for the same events, receives earlier at most, that end although nothing is kept for a receiver."""
     rows = [(programs_of(build(name, p, m)),) for name, p, m in _ORDERS]
     for (name, p, m), (given,), got in zip(_ORDERS, rows, answer.calls(rows, "untangled(…)"), strict=True):
-        what = f"`untangled` of {name} with p = {p} and m = {m}"
+        what, call = f"`untangled` of {name} with p = {p} and m = {m}", f"untangled(… {name}, p = {p}, m = {m} …)"
         programs = [
-            [tuple(event) if isinstance(event, list | tuple) else event for event in expect_list(program, what)]
-            for program in expect_list(got, what, p)
+            [
+                tuple(event) if isinstance(event, list | tuple) else event
+                for event in expect_list(program, f"{call}[{rank}]")
+            ]
+            for rank, program in enumerate(expect_list(got, call, p))
         ]
         for rank in range(p):
             _judge_rank(what, rank, given[rank], programs[rank])

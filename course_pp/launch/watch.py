@@ -214,7 +214,8 @@ def report(rank: int) -> Report:
     user = _user_frame(frame)
     if user is None:
         return Report(rank, call, "", 0, "")
-    file, line = user.f_code.co_filename, user.f_lineno
+    # Between two lines a frame has none.
+    file, line = user.f_code.co_filename, user.f_lineno or user.f_code.co_firstlineno
     return Report(rank, call, file, line, linecache.getline(file, line).strip())
 
 

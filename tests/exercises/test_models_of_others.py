@@ -127,7 +127,7 @@ def test_bytes_that_are_wrong_are_told_why(answer: Answer, words: list[str]) -> 
     refuses("skip_bytes", answer, *words)
 
 
-def loss_with(divide: str, chunk: bool) -> Answer:
+def loss_with(divide: str, chunk: bool, left_out: int = -100) -> Answer:
     def answer(stages: Any, tokens: Any, mask: Any, m: int) -> Any:
         losses = []
         for i, rows in enumerate(tokens.chunk(m)):
@@ -135,7 +135,8 @@ def loss_with(divide: str, chunk: bool) -> Answer:
             x = rows
             for stage in stages:
                 x = stage(x, attention_mask=real)
-            targets = rows[:, 1:].masked_fill(mask.chunk(m)[i][:, 1:] == 0, -100).flatten()
+            padding = mask.chunk(m)[i][:, 1:] == 0
+            targets = (rows[:, 1:].masked_fill(padding, left_out) if left_out else rows[:, 1:]).flatten()
             losses.append(cross_entropy(x[:, :-1].flatten(0, 1), targets, reduction=divide))
         return sum(losses) / (m if divide == "mean" else mask[:, 1:].sum())
 
@@ -150,6 +151,8 @@ WRONG_LOSSES = [
     (patient_a, "With padding behind the loss is wrong|With padding in front the loss is wrong"),
     (loss_with("mean", True), "divided by the tokens counted in the whole batch"),
     (loss_with("sum", False), "its own rows of the mask"),
+    (loss_with("sum", True, left_out=0), "as a target it has to be left out"),
+    (loss_with("mean", True, left_out=0), "as a target it has to be left out"),
     (detached, "its gradient is not"),
 ]
 

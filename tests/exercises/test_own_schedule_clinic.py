@@ -44,7 +44,7 @@ def late(programs: Programs) -> Programs:
         (late, ["after ('do', '1F0')", "never later"]),
         (lambda programs: [program[:-1] for program in programs], ["has other events on rank 0"]),
         (lambda programs: programs[:1], ["has 1 entry, not 2"]),
-        (lambda programs: None, ["untangled"]),
+        (lambda programs: None, ["`untangled(… 1f1b, p = 2, m = 3 …)` is None; a list is asked for"]),
     ],
 )
 def test_a_wrong_order_of_messages_is_told_why(answer: Any, words: list[str]) -> None:

@@ -1,13 +1,16 @@
 """At the time limit, the watchdog says which rank waits for whom, where, and what to change."""
 
 import linecache
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from course_pp.launch import RanksHung, Wait, on_ranks
+from course_pp.launch import RanksHung, Wait, on_ranks, watch
 from course_pp.launch.waits import explain, waiting_ring
 from tests.processes import no_process_left
 
@@ -161,6 +164,13 @@ def test_the_line_of_a_notebook_cell_is_shown() -> None:
     with pytest.raises(RanksHung) as hung:
         on_ranks(1, cell["sleep"], timeout_s=0.2)
     assert hung.value.waits == (Wait(0, "computes", (), "cell line 3: time.sleep(1000)"),)
+
+
+def test_a_rank_between_two_lines_is_reported_by_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = SimpleNamespace(co_filename=__file__, co_firstlineno=1, co_name="between")
+    between = SimpleNamespace(f_code=code, f_lineno=None, f_back=None)
+    monkeypatch.setattr(sys, "_current_frames", lambda: {threading.main_thread().ident: between})
+    assert watch.report(0).line == 1
 
 
 def test_native_code_that_lets_no_thread_run_is_reported_as_silent() -> None:
