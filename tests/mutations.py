@@ -53,7 +53,10 @@ FAULTS = [
     Fault("loss.py", "counts / divisor,", "1 / divisor,", RANDOM),
     Fault("loss.py", "counts / divisor.double()", "counts / counts", "test_loss.py"),
     Fault(
-        "runtime/executor.py", "return tensor.detach().requires_grad_(tensor.requires_grad)", "return tensor", RANDOM
+        "runtime/executor.py",
+        "return tensor.detach().requires_grad_(tensor.requires_grad)",
+        "return tensor",
+        "runtime/test_edges.py",
     ),
     Fault("runtime/executor.py", "            worker.backward_weight(microbatch)\n", "", RANDOM),
     Fault("runtime/executor.py", "            if stage:\n", "            if stage > 1:\n", RANDOM),
