@@ -170,7 +170,7 @@ def untrained(stage: nn.Module) -> list[str]:
 
 def _patients(rank: int, answer: Callable[..., Any]) -> list[Any]:
     found = []
-    for make in (_healthy, _detached, _zeroed, _frozen, _sparse, _cancelling, _tiny):
+    for make in (_healthy, _detached, _left_last, _zeroed, _frozen, _sparse, _cancelling, _tiny):
         stage = make()
         before = _gradients(stage)
         names = answer(stage)
@@ -198,6 +198,12 @@ def _healthy() -> nn.Module:
 def _detached() -> nn.Module:
     stage = _trained()
     stage[0].weight.grad = stage[0].bias.grad = None
+    return stage
+
+
+def _left_last() -> nn.Module:
+    stage = _trained()
+    stage[2].bias.grad = None
     return stage
 
 
@@ -244,6 +250,7 @@ def grade_untrained(answer: Answer) -> None:
     cases: tuple[tuple[str, list[str], str], ...] = (
         ("every gradient is there", [], "Name only what has no gradient."),
         ("layer 0 has `grad` None", first, "A parameter that backward never reached has `grad is None`."),
+        ("the last bias has `grad` None", ["2.bias"], "Look at every parameter, the last as well."),
         (
             "the gradients of layer 0 are all zeros",
             first,

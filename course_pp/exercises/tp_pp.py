@@ -35,7 +35,7 @@ def _grade_shard_linear(answer: Answer) -> None:
     values = iter(answer.calls(rows))
     for how, n_out, n_in, n in cuts:
         what = f'shard_linear(weight, bias, "{how}", rank, {n})'
-        given = f"With a weight of {n_out} × {n_in}, cut by {how} over {n} ranks,"
+        given = f"With a weight of {n_out} × {n_in}, cut by {how} over {n} rank{'s' * (n > 1)},"
         shards = [_read_shard(next(values), what) for _ in range(n)]
         _judge_shapes(shards, how, (n_out, n_in), n, given)
         _judge_product(shards, how, _linear(n_out, n_in), given)

@@ -1,10 +1,14 @@
-"""Mutants of a function: its source with one small mistake each, as graders are to find them."""
+"""Mutants of a function: its source with one small mistake each, as graders are to find them.
+
+A function that is too short for `FEWEST` of them gets some with two mistakes, too.
+"""
 
 from __future__ import annotations
 
 import ast
 import difflib
 import functools
+import itertools
 import pickle
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -53,6 +57,8 @@ _NAMES = {
     "recv_gradient": "recv_activation",
 }
 
+FEWEST = 40
+
 
 class Mutant(NamedTuple):
     """One changed source; ``change`` names it: the lines taken away and the lines put in, short."""
@@ -63,22 +69,34 @@ class Mutant(NamedTuple):
 
 @functools.cache
 def mutants(source: str) -> tuple[Mutant, ...]:
-    """Every source that differs from ``source``, which defines a function, by one mistake; none twice."""
+    """Sources that differ from ``source``, which defines a function, by one mistake; none twice."""
     original = ast.parse(source)
     _drop_docstrings(original)
     plain = ast.unparse(original)
+    texts = [text for text in dict.fromkeys(_changed_sources(original)) if text != plain]
+    if len(texts) < FEWEST:
+        twice = dict.fromkeys(_in_turn([_changed_sources(ast.parse(text)) for text in texts]))
+        texts += [text for text in twice if text not in {plain, *texts}][: FEWEST - len(texts)]
     found: dict[str, Mutant] = {}
-    taken: set[str] = set()
-    for changed in _changed_trees(original):
-        text = ast.unparse(ast.fix_missing_locations(changed))
-        if text == plain or text in found or not _is_python(text):
-            continue
+    for text in texts:
         change = _difference(plain, text)
         # Two may differ in the same words at different places.
-        name = next(name for k in range(1, 100) if (name := f"{change} ({k})" if k > 1 else change) not in taken)
-        taken.add(name)
-        found[text] = Mutant(name, text)
+        name = next(name for k in range(1, 100) if (name := f"{change} ({k})" if k > 1 else change) not in found)
+        found[name] = Mutant(name, text)
     return tuple(found.values())
+
+
+def _changed_sources(tree: ast.Module) -> Iterator[str]:
+    for changed in _changed_trees(tree):
+        text = ast.unparse(ast.fix_missing_locations(changed))
+        if _is_python(text):
+            yield text
+
+
+def _in_turn(iterators: list[Iterator[str]]) -> Iterator[str]:
+    """The first of each, then the second of each, and so on."""
+    for of_each in itertools.zip_longest(*iterators):
+        yield from (text for text in of_each if text is not None)
 
 
 def _drop_docstrings(tree: ast.Module) -> None:
@@ -157,7 +175,7 @@ def _putter(tree: ast.Module, node: ast.AST) -> Callable[[ast.AST], None] | None
 
 
 def _on_statements(node: ast.AST) -> Iterator[Callable[[], None]]:
-    """Drops each statement of a block, swaps it with the next, and moves it out of a loop or into it."""
+    """Drops each statement of a block, repeats it, swaps it with the next, and moves it out of a loop or into it."""
     for field in ("body", "orelse"):
         block = getattr(node, field, None)
         if not isinstance(block, list):
@@ -165,6 +183,8 @@ def _on_statements(node: ast.AST) -> Iterator[Callable[[], None]]:
         for i, statement in enumerate(block):
             if not (isinstance(node, ast.Module) or isinstance(statement, ast.Nonlocal | ast.Pass)):
                 yield lambda block=block, i=i: block.__setitem__(i, ast.Pass())
+            if isinstance(statement, ast.Expr | ast.AugAssign):
+                yield lambda block=block, i=i: block.insert(i, block[i])
             if i + 1 < len(block):
                 yield lambda block=block, i=i: block.__setitem__(slice(i, i + 2), [block[i + 1], block[i]])
             if isinstance(statement, ast.For | ast.While | ast.If):
@@ -178,6 +198,8 @@ def _across_its_end(block: list[ast.stmt], i: int) -> Iterator[Callable[[], None
         yield lambda: block.insert(i, inner.pop(0))
     if i + 1 < len(block):
         yield lambda: inner.append(block.pop(i + 1))
+    if i > 0:
+        yield lambda: inner.insert(0, block.pop(i - 1))
 
 
 def _replacements(node: ast.AST, names: _Names) -> Iterator[ast.AST]:
@@ -190,10 +212,15 @@ def _replacements(node: ast.AST, names: _Names) -> Iterator[ast.AST]:
             yield from (left, right)
             if not isinstance(op, ast.Add | ast.Mult):
                 yield ast.BinOp(right, op, left)
+            yield from _other_brackets(left, op, right)
         case ast.UnaryOp(_, operand):
             yield operand
         case ast.Compare(left, [op], [right]):
             yield from (ast.Compare(left, [other()], [right]) for other in _COMPARISONS[type(op)])
+        case ast.Compare(left, ops, rights):
+            for i, op in enumerate(ops):
+                for other in _COMPARISONS[type(op)]:
+                    yield ast.Compare(left, [*ops[:i], other(), *ops[i + 1 :]], rights)
         case ast.BoolOp(op, values):
             yield ast.BoolOp(ast.Or() if isinstance(op, ast.And) else ast.And(), values)
             yield from (_one_fewer(op, values, i) for i in range(len(values)))
@@ -222,10 +249,9 @@ def _other_flow(node: ast.AST) -> Iterator[ast.AST]:
             yield from (ast.AugAssign(target, other(), value) for other in _BINARY.get(type(op), ()))
             yield ast.Assign([target], value)
         case ast.For(target, iterated, body, orelse):
-            for bounds in (ast.Slice(ast.Constant(1)), ast.Slice(None, ast.Constant(-1))):
-                yield ast.For(target, ast.Subscript(_called("list", iterated), bounds, ast.Load()), body, orelse)
-            yield ast.For(target, _called("reversed", _called("list", iterated)), body, orelse)
+            yield from (ast.For(target, other, body, orelse) for other in _other_iterated(iterated))
         case ast.comprehension(target, iterated, conditions, is_async):
+            yield from (ast.comprehension(target, other, conditions, is_async) for other in _other_iterated(iterated))
             for i in range(len(conditions)):
                 yield ast.comprehension(target, iterated, conditions[:i] + conditions[i + 1 :], is_async)
                 other = ast.UnaryOp(ast.Not(), conditions[i])
@@ -234,6 +260,25 @@ def _other_flow(node: ast.AST) -> Iterator[ast.AST]:
             yield ast.Continue() if isinstance(node, ast.Break) else ast.Break()
         case ast.Return(value) if value is not None:
             yield ast.Return(ast.Constant(None))
+
+
+def _other_iterated(iterated: ast.expr) -> Iterator[ast.expr]:
+    """All but the first, all but the last, and in the other order."""
+    as_list = _called("list", iterated)
+    for bounds in (ast.Slice(ast.Constant(1)), ast.Slice(None, ast.Constant(-1))):
+        yield ast.Subscript(as_list, bounds, ast.Load())
+    yield _called("reversed", as_list)
+
+
+def _other_brackets(left: ast.expr, op: ast.operator, right: ast.expr) -> Iterator[ast.BinOp]:
+    """``a op b op c`` bracketed the other way, unless that is the same."""
+    same = {ast.Add: (ast.Add, ast.Sub), ast.Mult: (ast.Mult, ast.Div)}
+    match left:
+        case ast.BinOp(first, inner, second) if not isinstance(op, same.get(type(inner), ())):
+            yield ast.BinOp(first, inner, ast.BinOp(second, op, right))
+    match right:
+        case ast.BinOp(first, inner, second) if not isinstance(inner, same.get(type(op), ())):
+            yield ast.BinOp(ast.BinOp(left, op, first), inner, second)
 
 
 def _other_constants(value: object) -> Iterator[ast.AST]:
@@ -297,9 +342,9 @@ def _one_fewer(op: ast.boolop, values: list[ast.expr], i: int) -> ast.expr:
 
 
 def _is_python(text: str) -> bool:
-    """Whether a changed tree can be written down: a number added to ``1:`` cannot."""
+    """Whether a changed tree can be written down and run: a number added to ``1:`` cannot."""
     try:
-        ast.parse(text)
+        compile(text, "a mutant", "exec")
     except SyntaxError:
         return False
     return True

@@ -205,6 +205,10 @@ def newest_if_whole(directories: Any, manifests: Any) -> Any:
         (choosing(whole=lambda manifest, files: (manifest or {}).items() <= files.items()), "never declared whole"),
         (choosing(whole=lambda manifest, files: manifest is not None), "a file that is not there"),
         (choosing(whole=lambda manifest, files: manifest is not None and set(manifest) <= set(files)), "but shorter"),
+        (
+            choosing(whole=lambda manifest, files: manifest and set([*manifest.items()][1:]) <= set(files.items())),
+            "the first as well",
+        ),
         (choosing(whole=lambda manifest, files: manifest == files), "does no harm"),
         (choosing(named=lambda name: name.startswith("step_"), order=lambda name: name[5:13]), "somebody's copies"),
         (choosing(pick=lambda names, order: names[-1] if names else None), "whatever the order"),

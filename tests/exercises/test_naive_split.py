@@ -15,6 +15,7 @@ from course_pp.exercises.naive_split import (
     recv_gradient,
     send_activation,
     send_gradient,
+    untrained,
 )
 from course_pp.exercises.registry import find
 from course_pp.model import partition_by_cost
@@ -530,6 +531,7 @@ def test_a_search_for_the_untrained_is_correct_however_it_is_written(answer: Cal
         (zeroes_what_is_missing, ["layer 0 has `grad` None, `untrained` changed the gradient of 0.weight"]),
         (clears_them_all, ["every gradient is there, `untrained` changed the gradient of 0.weight"]),
         (lambda s: [n for n, p in s.named_parameters() if p.grad is not None], ["every gradient is there"]),
+        (lambda s: untrained(s[:2]), ["the last bias has `grad` None, `untrained` gave [], not ['2.bias']"]),
     ],
 )
 def test_a_search_that_misses_is_told_what(answer: Callable[..., Any], words: list[str]) -> None:
