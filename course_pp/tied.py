@@ -7,7 +7,7 @@ exchanged is the pipeline's own business.
 """
 
 import zlib
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
@@ -80,10 +80,15 @@ class Look:
     values: tuple[tuple[int, ...], str, int]
 
 
-def looks_of(modules: "Mapping[int, nn.Module | None]") -> dict[int, dict[str, Look]]:
+def looks_of(
+    modules: "Mapping[int, nn.Module | None]", shapes: Collection[tuple[int, ...]] | None = None
+) -> dict[int, dict[str, Look]]:
     """Return by stage and name the look of each matrix; of its shard, if it is sharded.
 
     Left out are weights on meta, weights of one value only, and tensors met before: autograd itself ties those.
+
+    Args:
+        shapes: those to look at; None looks at all.
     """
     met: set[int] = set()
     looks: dict[int, dict[str, Look]] = {stage: {} for stage in modules}
@@ -95,7 +100,7 @@ def looks_of(modules: "Mapping[int, nn.Module | None]") -> dict[int, dict[str, L
         for name, weight in module.named_parameters():
             if weight.dim() > 1 and not weight.is_meta and id(weight) not in met:
                 met.add(id(weight))
-                if values := _some_values(weight):
+                if (shapes is None or tuple(weight.shape) in shapes) and (values := _some_values(weight)):
                     looks[stage][name] = Look(id(weight) in embeddings, weight.requires_grad, values)
     return looks
 

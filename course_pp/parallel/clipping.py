@@ -61,7 +61,9 @@ def clip_grad_norm_(
         tied: tied weights of a foreign model: for each the parameter's name by stage, the same on every rank, as in
             ``[{0: "embed.weight", 3: "head.weight"}]``. Such a weight counts once. Its gradients must be summed
             already, as pipelines of :func:`build_pipeline_schedule` and :class:`course_pp.runtime.Pipeline` do. Stages
-            given to the former know their ties. A parameter with two names on this rank counts once anyway.
+            given to the former, or made by :func:`auto_split`, know their ties. A parameter with two names on this rank
+            counts once anyway. None refuses what looks tied: an embedding whose values come again in another stage. If
+            nothing is tied, say ``[]``.
         norm_type: p of the p-norm, above 0; ``math.inf`` for the largest absolute value.
         error_if_nonfinite: raise instead of scaling by a norm that is not finite.
         copies: ranks that hold each stage, all with the same gradients: 2 under ``chimera`` and ``dualpipe``.

@@ -19,6 +19,8 @@ from course_pp.model import PipelineStageModule, Transformer
 from course_pp.model.stages import Tie
 from course_pp.parallel.mesh import get_pp_mesh, get_pp_rank, get_pp_size
 from course_pp.parallel.model_stage import ModelStage
+from course_pp.parallel.split.stage import SplitStage
+from course_pp.tied import Look, looks_of, problem_of_forgotten_ties
 
 __all__ = ["Part", "Parts", "agree_on_parts", "note_of", "parts_of"]
 
@@ -34,12 +36,14 @@ class Parts:
         stages: the index of each module's stage; None where it cannot be told.
         n_stages: stages of the whole pipeline; None where no module can tell.
         ties: for each tied weight the parameter's name by stage.
+        ties_are_known: whether the caller or a stage has said which weights are tied.
     """
 
     modules: tuple[nn.Module, ...]
     stages: tuple[int | None, ...]
     n_stages: int | None
     ties: tuple[Tie, ...] = field(default=())
+    ties_are_known: bool = True
 
     @property
     def are_ours(self) -> bool:
@@ -89,8 +93,10 @@ def parts_of(
         stages = [get_pp_rank(device_mesh)]
     n_stages = next((n for part in given if (n := _n_stages(part)) is not None), None)
     if tied is None and not all(isinstance(module, Transformer) for module in modules):
-        tied = next((part.ties for part in given if isinstance(part, ModelStage)), None)
-    return Parts(tuple(modules), tuple(stages), n_stages, _ties(tied))
+        known = (part.ties for part in (*given, *modules) if isinstance(part, ModelStage | SplitStage))
+        tied = next(known, None)
+    is_whole = len(modules) == 1 and get_pp_size(device_mesh) == 1
+    return Parts(tuple(modules), tuple(stages), n_stages, _ties(tied), tied is not None or is_whole)
 
 
 def agree_on_parts(parts: Parts, device_mesh: DeviceMesh | None, copies: int = 1) -> Ranks:
@@ -101,7 +107,8 @@ def agree_on_parts(parts: Parts, device_mesh: DeviceMesh | None, copies: int = 1
 
     Raises:
         ValueError: on every rank, if it cannot be known that these ranks hold the whole model; if a stage is missing or
-            there twice; or for ties that differ, or name a stage or parameter that does not exist.
+            there twice; for ties that differ, or name a stage or parameter that does not exist; or for weights that
+            look tied, if nobody has said whether they are.
     """
     everyone = _ranks_of(parts, device_mesh)
     mine = _Held(
@@ -110,6 +117,7 @@ def agree_on_parts(parts: Parts, device_mesh: DeviceMesh | None, copies: int = 1
         parts.n_stages,
         tuple(dict(tie) for tie in parts.ties),
         _problem_of_stages(parts) or _problem_of_ties(parts),
+        () if parts.ties_are_known else _shapes_of_embeddings(parts.modules),
     )
     held = everyone.gather(mine)
     problem = (
@@ -119,6 +127,7 @@ def agree_on_parts(parts: Parts, device_mesh: DeviceMesh | None, copies: int = 1
             filter(None, (_problem_of_column(held, column, copies) for column in {one.column for one in held})), None
         )
     )
+    problem = problem or _problem_of_forgotten_ties(parts, held, device_mesh, everyone)
     if problem is not None:
         raise ValueError(problem)
     return everyone
@@ -126,13 +135,17 @@ def agree_on_parts(parts: Parts, device_mesh: DeviceMesh | None, copies: int = 1
 
 @dataclass(frozen=True)
 class _Held:
-    """What a rank tells the others: the ranks of one ``column`` of the mesh make up one pipeline."""
+    """What a rank tells the others: the ranks of one ``column`` of the mesh make up one pipeline.
+
+    ``embeddings`` are their shapes, where nobody has said what is tied.
+    """
 
     column: tuple[int, ...]
     stages: tuple[int | None, ...]
     n_stages: int | None
     ties: tuple[dict[int, str], ...]
     problem: str | None
+    embeddings: tuple[tuple[int, ...], ...] = ()
 
 
 def note_of(column: Iterable[int], stages: Iterable[int], n_stages: int | None) -> object:
@@ -143,13 +156,13 @@ def note_of(column: Iterable[int], stages: Iterable[int], n_stages: int | None) 
 def _stage_index(part: Part) -> int | None:
     if isinstance(part, PipelineStage):
         return int(part.stage_index)
-    return part.stage_id if isinstance(part, PipelineStageModule) else None
+    return part.stage_id if isinstance(part, PipelineStageModule | SplitStage) else None
 
 
 def _n_stages(part: Part) -> int | None:
     if isinstance(part, PipelineStage):
         return int(part.num_stages)
-    return part.num_stages if isinstance(part, PipelineStageModule) else None
+    return part.num_stages if isinstance(part, PipelineStageModule | SplitStage) else None
 
 
 def _ties(tied: Sequence[Tie] | None) -> tuple[Tie, ...]:
@@ -177,6 +190,34 @@ def _problem_of_ties(parts: Parts) -> str | None:
             if stage is not None and stage in tie and tie[stage] not in names:
                 return f"tied={dict(tie)}, but stage {stage} has no parameter {tie[stage]!r}: it has {', '.join(names)}"
     return None
+
+
+def _shapes_of_embeddings(modules: Iterable[nn.Module]) -> tuple[tuple[int, ...], ...]:
+    embeddings = (part for module in modules for part in module.modules() if isinstance(part, nn.Embedding))
+    return tuple(tuple(part.weight.shape) for part in embeddings)
+
+
+def _problem_of_forgotten_ties(
+    parts: Parts, held: Sequence[_Held], device_mesh: DeviceMesh | None, everyone: Ranks
+) -> str | None:
+    """Return which weight would count twice, as nobody has said that it is tied; None if there is none.
+
+    Values are compared only where a weight has the shape of an embedding: this happens in every step. Two embeddings
+    of one shape are judged by the layers around them, so all are looked at.
+    """
+    found = Counter(shape for one in held if one.column == held[0].column for shape in one.embeddings)
+    if not found:
+        return None
+    shapes = None if max(found.values()) > 1 else found.keys()
+    pp_rank, pp_size = get_pp_rank(device_mesh), get_pp_size(device_mesh)
+    # Modules whose stage nobody has said are numbered as if stages went round the ranks.
+    numbers = [pp_rank + i * pp_size if stage is None else stage for i, stage in enumerate(parts.stages)]
+    mine = everyone.collectively(lambda: looks_of(dict(zip(numbers, parts.modules, strict=True)), shapes))
+    looks: dict[int, dict[str, Look]] = {}
+    for one, theirs in zip(held, everyone.gather(mine), strict=True):
+        if one.column == held[0].column:
+            looks |= theirs
+    return problem_of_forgotten_ties(looks)
 
 
 def _problem_of_column(held: Sequence[_Held], column: tuple[int, ...], copies: int) -> str | None:

@@ -232,7 +232,7 @@ class Trainer:
             stages,
             self.config.clip_norm,
             device_mesh=self._mesh,
-            tied=self.held.tied or None,
+            tied=self.held.declared,
             copies=self._engine.copies,
         )
         return loss, norm.item()

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 
 from course_pp.launch import on_ranks
-from course_pp.parallel import DistributedConfig, clip_grad_norm_, get_dp_mesh, init_distributed
+from course_pp.parallel import DistributedConfig, auto_split, clip_grad_norm_, get_dp_mesh, init_distributed
 from tests.parallel.layouts import full
 
 WIDTH, WORDS, N_STAGES = 4, 6, 4
@@ -105,6 +105,32 @@ def test_one_parameter_under_two_names_counts_once_without_being_named() -> None
     assert clip_grad_norm_(dict(enumerate(model)), math.inf, tied=TIED).item() == pytest.approx(expected, rel=1e-12)
 
 
+def norms_of_a_cut_model(rank: int, form: Callable[[int, nn.Module], Any]) -> float:
+    """Stages of auto_split say themselves what is tied, and which they are."""
+    mesh = init_distributed(DistributedConfig(pp=2))
+    model = with_gradients(cuttable())
+    stage = auto_split(model, torch.zeros(2, 3, dtype=torch.int64), 2)[rank]
+    for name, p in stage.named_parameters():
+        replacement = nn.Parameter(p.detach().clone())
+        replacement.grad = p.grad
+        stage.get_submodule(name.rpartition(".")[0]).weight = replacement
+    return clip_grad_norm_(form(rank, stage), math.inf, device_mesh=mesh).item()
+
+
+def cuttable() -> nn.Module:
+    torch.manual_seed(0)
+    body = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)]
+    model = nn.Sequential(nn.Embedding(WORDS, WIDTH), *body, nn.Linear(WIDTH, WORDS, bias=False)).double()
+    model[-1].weight = model[0].weight
+    return model
+
+
+@pytest.mark.parametrize("form", [lambda _, stage: stage, lambda rank, stage: {rank: stage}], ids=["alone", "by stage"])
+def test_stages_of_a_cut_model_count_their_tied_weight_once(form: Callable[[int, nn.Module], Any]) -> None:
+    expected = nn.utils.clip_grad_norm_(with_gradients(cuttable()).parameters(), math.inf).item()
+    assert on_ranks(2, norms_of_a_cut_model, form) == pytest.approx([expected] * 2, rel=1e-12)
+
+
 def norm_of_a_sharded_model(rank: int) -> float:
     """Without a mesh: FSDP2's own, over all ranks, shows that nothing is missing."""
     mesh = init_distributed(DistributedConfig(dp_shard=2))
@@ -147,6 +173,8 @@ def refusals_on_rank(rank: int) -> dict[str, str]:
     refused("no such parameter", lambda: clip(here, [{0: "embed.weight", 3: "tail.weight"}]))
     refused("no such stage", lambda: clip(here, [{0: "embed.weight", 7: "head.weight"}]))
     refused("no tie", lambda: clip(here, [{0: "embed.weight"}]))
+    refused("forgotten", lambda: clip(here, None))
+    refused("forgotten, by rank", lambda: clip(list(here.values()), [] if rank else None))
     for p in here[3].head.parameters() if rank else ():
         p.grad = p.grad / 2
     refused("not summed", lambda: clip(here, TIED))
@@ -172,6 +200,9 @@ def test_what_is_not_one_whole_model_is_refused_on_every_rank() -> None:
     assert "stage 3 has no parameter 'tail.weight': it has body.weight" in first["no such parameter"]
     assert "tied names stage 7, but the stages are 0 to 3" in first["no such stage"]
     assert "at least two of them" in first["no tie"]
+    for case in ("forgotten", "forgotten, by rank"):
+        assert "'embed.weight' of stage 0 and 'head.weight' of stage 3 have the same" in first[case]
+        assert first[case].endswith("if not, tied=[]")
     assert "sum them over its stages before clipping" in first["not summed"]
     assert "nan on stage 3: sum them" in first["not a number at one end"]
     assert "rank 0 finds a gradient of norm 4, rank 1 one of 8" in first["not averaged"]

@@ -36,7 +36,8 @@ def auto_split(
     Each stage is a module of the model's class, holds the model's own modules and parameters under the model's names,
     and runs the model's forward without the modules of other stages. The first stage is called as the model is, and the
     last returns what the model returns; in between, stages pass on a dict, which both engines take. Each stage's
-    ``ties`` names the weights that lie in several stages, by stage, as either engine's ``tied=`` takes them.
+    ``ties`` names the weights that lie in several stages, by stage, as either engine's ``tied=`` takes them; its
+    ``stage_id`` and ``num_stages`` say which stage it is, and of how many.
 
     The model runs on the example, and once more as stages, which must give the same result. A model on the meta device
     runs too, but nothing can be compared there. Before cutting, put it in the mode, training or eval, in which the
@@ -62,8 +63,9 @@ def auto_split(
     count, recording = ranks.collectively(lambda: _looked_at(given))
     cuts = partition(model, recording, count, by) if at is None else partition_at(model, recording, at)
     stages = [carve(model, recording, first, end) for first, end in cuts]
-    for stage in stages:
-        vars(stage)["ties"] = _ties_of(stages)
+    ties = _ties_of(stages)
+    for number, stage in enumerate(stages):
+        vars(stage).update(ties=ties, stage_id=number, num_stages=len(stages))
     _refuse(model, _differences(model, stages, recording))
     return stages
 

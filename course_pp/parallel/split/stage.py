@@ -58,6 +58,8 @@ class SplitStage:
 
     _board: Board
     ties: tuple[Mapping[int, str], ...]
+    stage_id: int
+    num_stages: int
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward as far as it is this stage's.

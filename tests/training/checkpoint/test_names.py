@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from course_pp.launch import on_ranks
 from course_pp.model import build_stage_module
-from course_pp.parallel import DistributedConfig, init_distributed
+from course_pp.parallel import DistributedConfig, auto_split, init_distributed
 from course_pp.training.checkpoint import AsyncSaver, CheckpointError, contents, load, save
 from tests.equality import adamw
 from tests.training.checkpoint.small import CONFIG
@@ -107,6 +107,8 @@ def _refusals(rank: int, root: Path) -> list[str]:
     said.append(refusal(save, root, 3, end, None, tied=[TIE]))
     said.append(refusal(save, root, 3, {rank: end}, None, tied=[{0: "wte.weight", 1: "a"}, {1: "a", 2: "b"}]))
     said.append(refusal(save, root, 3, build_stage_module(CONFIG, 0, 2)))
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    said.append(refusal(save, root, 3, auto_split(model, torch.ones(1, 2), 3)[rank]))
     assert sorted(path.name for path in root.iterdir()) == ["step_00000001", "step_00000002"]
     return said
 
@@ -127,6 +129,7 @@ def test_what_would_lose_a_tensor_is_refused_on_every_rank(tmp_path: Path) -> No
         "wte.weight of rank 0 and lm_head.weight of rank 1 are tied and differ in wte.weight",
         "stages.1.a is in two ties: write one tie",
         "no rank passed a module with head.weight",
+        "no rank passed stage 2 of 3: pass all stages",
     ]
     for sentence, beginning in zip(said, expected, strict=True):
         assert sentence.startswith(beginning)
