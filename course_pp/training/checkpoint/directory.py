@@ -99,8 +99,7 @@ def check_free(final: Path) -> None:
     if not os.path.lexists(final):
         return
     if not problems(final):
-        state = read_json(final / STATE)
-        alive = life_of(state.get("writer")) if isinstance(state, dict) else None
+        alive = _life_of_writer(final)
         if alive is not None:
             raise CheckpointError(
                 f"{final} is a whole checkpoint already, and {alive}; end that run before you resume from it, or save "
@@ -114,6 +113,15 @@ def check_free(final: Path) -> None:
             f"{final} has the name of a checkpoint, but this version has not written it: move it away, or save to "
             "another directory"
         )
+
+
+def _life_of_writer(path: Path) -> str | None:
+    """As :func:`life_of`, of the run that wrote a checkpoint; None if its description of the run is illegible."""
+    try:
+        state = read_json(path / STATE)
+    except CheckpointError:
+        return None
+    return life_of(state.get("writer")) if isinstance(state, dict) else None
 
 
 def check_writable(root: Path) -> None:

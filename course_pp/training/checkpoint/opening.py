@@ -131,7 +131,10 @@ def _newest(
 
 
 def _state_of(path: Path) -> dict[str, Any]:
-    state = read_json(path / STATE)
+    try:
+        state = read_json(path / STATE)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
     expected = {"step": int, "seed": int, "extra": dict, "layout": dict, "config": (dict, type(None))}
     sound = isinstance(state, dict) and all(isinstance(state.get(key), kind) for key, kind in expected.items())  # type: ignore[arg-type]
     sound = sound and isinstance(state.get("optimizer", 0), dict | None) and _are_names(state.get("tied", {}))

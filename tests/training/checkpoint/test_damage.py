@@ -310,6 +310,17 @@ def test_pieces_make_up_a_tensor_if_they_cover_it_once(boxes: list[Any], shape: 
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_description_of_the_run_that_is_not_json_is_refused_with_its_checkpoint(tmp_path: Path) -> None:
+    run = Small()
+    path = run.saved(tmp_path, 1)
+    (path / "state.json").write_text("[" * 400_000)
+    reseal(path)
+    with pytest.raises(CheckpointError, match=r"step_00000001: state\.json is damaged: it is not JSON"):
+        load(tmp_path, run.model, run.optimizer, device_mesh=None)
+    with pytest.raises(CheckpointError, match="step_00000001 is a whole checkpoint already"):
+        run.saved(tmp_path, 1)
+
+
 def test_an_object_among_the_tensors_is_refused(tmp_path: Path) -> None:
     run = Small()
     path = run.saved(tmp_path / "run", 1)
