@@ -2,10 +2,12 @@
 
 import gc
 import os
+import random
 import warnings
 import weakref
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -228,7 +230,7 @@ def describe_mesh(rank, config):
         "pp": (get_pp_mesh(mesh) is not None, get_pp_rank(mesh), get_pp_size(mesh)),
         "tp": get_tp_mesh(mesh) is not None,
         "dp": None if dp is None else (dp.mesh_dim_names, tuple(dp.shape)),
-        "draw": torch.rand(1).item(),
+        "draw": (torch.rand(1).item(), random.random(), np.random.rand()),
     }
 
 
@@ -252,7 +254,9 @@ def test_the_mesh_has_the_dimensions_above_one_outermost_first(config, dims, sha
         assert (described["dims"], described["shape"], described["dp"]) == (dims, shape, dp)
         assert described["pp"] == ((True, rank // 2, 2) if "pp" in dims else (False, 0, 1))
         assert described["tp"] == ("tp" in dims)
-    assert len({described["draw"] for described in ranks}) == 1, "every rank draws from the same seed"
+    numbers = (torch.rand(1, generator=torch.Generator().manual_seed(3)).item(), random.Random(3).random())
+    drawn = {described["draw"] for described in ranks}
+    assert drawn == {(*numbers, np.random.RandomState(3).rand())}, "torch, Python and NumPy draw from the seed"
 
 
 def warnings_on_rank(rank, node_of_rank, config):
