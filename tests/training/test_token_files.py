@@ -1,6 +1,7 @@
 """Tokens on disk give the rows that they give in memory, are read as they are needed, and refused when damaged."""
 
 import json
+import os
 import pickle
 import re
 from collections.abc import Callable
@@ -87,6 +88,15 @@ def _half_a_description(path: Path) -> None:
     path.with_name("data.bin.json").write_text('{"format": "course_pp tokens 1", "dtype": "uint16"}')
 
 
+def _pipe_for_a_description(path: Path) -> None:
+    _without_description(path)
+    os.mkfifo(path.with_name("data.bin.json"))
+
+
+def _brackets_for_a_description(path: Path) -> None:
+    path.with_name("data.bin.json").write_text("[" * 400_000)
+
+
 def _of_tomorrow(path: Path) -> None:
     beside = path.with_name("data.bin.json")
     beside.write_text(json.dumps({**json.loads(beside.read_text()), "format": "course_pp tokens 2"}))
@@ -100,6 +110,8 @@ def _of_tomorrow(path: Path) -> None:
         (_longer, "is too long: it has"),
         (_other, "is not the one that its description describes"),
         (_without_description, "cannot be opened"),
+        (_pipe_for_a_description, "cannot be opened .*is no plain file"),
+        (_brackets_for_a_description, "cannot be opened"),
         (_half_a_description, "does not describe a token file"),
         (_of_tomorrow, "does not describe a token file of this format"),
     ],
@@ -128,6 +140,20 @@ def test_a_file_that_fails_to_be_written_leaves_nothing(tokenizer: Tokenizer, tm
     with pytest.raises(ValueError, match="no documents to write"):
         write_tokens(tmp_path / "none.bin", [], tokenizer)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_but_a_file_is_replaced_and_what_cannot_be_written_is_named(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    for make in (os.mkfifo, Path.mkdir):
+        make(taken := tmp_path / "taken")
+        with pytest.raises(ValueError, match=r"taken' is no plain file: name a new one"):
+            write_tokens(taken, ["a"], tokenizer)
+        assert list(tmp_path.iterdir()) == [taken]
+        taken.rename(tmp_path.with_name(f"{tmp_path.name} {make.__name__}"))
+    with pytest.raises(OSError, match="No such file") as refused:
+        write_tokens(tmp_path / "none" / "data.bin", ["a"], tokenizer)
+    assert refused.value.filename == str(tmp_path / "none" / "data.bin")
 
 
 def test_too_few_tokens_are_refused(file: TokenFile) -> None:

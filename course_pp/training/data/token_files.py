@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from course_pp.arguments import checked
+from course_pp.files import naming
 from course_pp.training.data.sequences import Sequences, check_seq_len
 from course_pp.training.data.tokenizer import BOT_ID, EOT_ID, Tokenizer
 
@@ -71,19 +72,26 @@ def write_tokens(path: str | os.PathLike[str], documents: Iterable[str], tokeniz
     The file appears whole or not at all.
 
     Raises:
-        ValueError: no documents.
+        ValueError: no documents, or a ``path`` where something other than a file is.
         OSError: the files cannot be written.
     """
     path, vocab_size = Path(path), tokenizer.vocab_size
+    for taken in filter(_is_no_file, (path, _beside(path))):  # or a device would be replaced
+        raise ValueError(f"{str(taken)!r} is no plain file: name a new one, or one that may be replaced")
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     beside, hasher, n_tokens = path.with_name(f".{path.name}.{os.getpid()}"), hashlib.sha256(), 0
     try:
-        with beside.open("wb") as file:
+        with naming(path):
+            file = beside.open("wb")
+        with file:
             for document in documents:
                 content = np.array([BOT_ID, *tokenizer.encode(document), EOT_ID], dtype=_DTYPES[dtype])
                 hasher.update(content.tobytes())
-                file.write(content.tobytes())
+                with naming(path):
+                    file.write(content.tobytes())
                 n_tokens += len(content)
+            with naming(path):
+                file.flush()
         if not n_tokens:
             raise ValueError(f"{path}: no documents to write (or only empty ones); give text")
         sample = _sample(beside)
@@ -91,11 +99,12 @@ def write_tokens(path: str | os.PathLike[str], documents: Iterable[str], tokeniz
         description = {"format": _FORMAT, **{k: v for k, v in asdict(written).items() if k != "path"}}
         _beside(path).unlink(missing_ok=True)  # a new file never goes by an old description
         os.replace(beside, path)
-        draft = _beside(beside)
-        draft.write_text(json.dumps(description))
-        os.replace(draft, _beside(path))
+        with naming(_beside(path)):
+            _beside(beside).write_text(json.dumps(description))
+        os.replace(_beside(beside), _beside(path))
     finally:
-        beside.unlink(missing_ok=True)
+        for draft in (beside, _beside(beside)):
+            draft.unlink(missing_ok=True)
     return written
 
 
@@ -111,10 +120,12 @@ def open_tokens(path: str | os.PathLike[str], verify: bool = False) -> TokenFile
     """
     path = Path(path)
     how = "write it with python -m course_pp tokens"
+    for strange in filter(_is_no_file, (path, _beside(path))):  # a pipe would be waited for
+        raise ValueError(f"token file {str(path)!r} cannot be opened ({str(strange)!r} is no plain file): {how}")
     try:
         found = json.loads(_beside(path).read_text())
         n_bytes = path.stat().st_size
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"token file {str(path)!r} cannot be opened ({error}): {how}") from error
     try:
         is_ours = found.pop("format") == _FORMAT
@@ -208,6 +219,10 @@ class PackedTokens:
         cut = max(self.first, self._end - held_out)
         train = PackedTokens(self.file, self.seq_len, self.first, cut)
         return train, PackedTokens(self.file, self.seq_len, cut, self._end)
+
+
+def _is_no_file(path: Path) -> bool:
+    return path.exists() and not path.is_file()
 
 
 def _beside(path: Path) -> Path:
