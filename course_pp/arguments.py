@@ -157,6 +157,7 @@ class _Door:
         left_out = ", or leave it out" if self.parameters[parameter].default is not Parameter.empty else ""
         limit = " of at most 64 bits" if isinstance(value, int) and not _in_range(value) else ""
         limit = " that is not empty" if isinstance(value, str) and not value else limit
+        limit = " without a null character" if isinstance(value, str) and "\0" in value else limit
         refuse_unless(False, self.name, parameter, value, f"pass {spelled(hint, bool(left_out))}{limit}{left_out}")
 
 
@@ -181,7 +182,7 @@ class _Names(dict[str, Any]):
 
 
 def _as_python(value: object, hint: Any) -> Any:
-    if isinstance(value, bool | int | float) or not isinstance(value, Real):
+    if type(value) is int or isinstance(value, bool | float) or not isinstance(value, Real):
         return value
     wanted = (hint, *get_args(hint))
     if isinstance(value, Integral) and (int in wanted or float in wanted):
@@ -239,7 +240,10 @@ def _test_of_items(kind: type, inner: tuple[Any, ...]) -> Callable[[Any], bool]:
             return all(first(key) and last(each) for key, each in value.items())
         if isinstance(value, str | bytes):
             return False
-        return all(isinstance(each, classes) for each in value) if classes else all(map(first, value))
+        try:
+            return all(isinstance(each, classes) for each in value) if classes else all(map(first, value))
+        except TypeError:  # it has the methods of a collection, and is none, as a tensor without dimensions
+            return False
 
     return holds
 
@@ -254,11 +258,13 @@ def _in_range(value: object) -> bool:
 
 
 def _unreadable(value: object, options: tuple[Any, ...]) -> bool:
-    """Return whether ``value`` is text of which no path or device can be made: empty, or unknown to torch."""
-    if value == "" and any(get_origin(each) is PathLike for each in options):
+    """Return whether ``value`` is text of which no path or device can be made: empty, or what nothing can be named."""
+    if not isinstance(value, str):
+        return False
+    if (not value or "\0" in value) and any(get_origin(each) is PathLike for each in options):
         return True
     device = next((each for each in options if getattr(each, "__module__", "") == "torch"), None)
-    if device is None or device.__name__ != "device" or not isinstance(value, str):
+    if device is None or device.__name__ != "device":
         return False
     try:
         device(value)

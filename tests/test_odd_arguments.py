@@ -4,14 +4,16 @@ A new public function without a row in ``tests.odd_arguments`` fails the test, s
 """
 
 import contextlib
+import enum
 import inspect
 import io
 import math
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from importlib import import_module
+from os import PathLike
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,7 +23,7 @@ import torch
 import torch.distributed as dist
 from matplotlib import pyplot as plt
 
-from course_pp.arguments import fits, hints_of
+from course_pp.arguments import checked, fits, hints_of
 from tests.grids import thinned
 from tests.odd_arguments import accepted, around, on_paper, on_ranks_of_one
 from tests.odd_arguments.rows import Rows, made
@@ -136,6 +138,31 @@ def fault_of(package: str, name: str, parameter: str, odd: str, row: dict[str, A
     if not fitting and name not in accepted.RECORDS:
         return "was taken, although it does not fit its annotation"
     return None if accepted.why(name, parameter, odd) else "was taken without a reason"
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        (torch.tensor(3), Iterable[int]),  # has a length and an iterator, which raise
+        ("a\0b", str | PathLike[str]),
+    ],
+    ids=["tensor without dimensions", "null character"],
+)
+def test_what_cannot_even_be_looked_at_does_not_fit(value: object, hint: Any) -> None:
+    assert not fits(value, hint)
+    assert fits(np.array([]), Iterable[int] | None)  # neither equal to '' nor unequal
+
+
+class Choice(enum.IntEnum):
+    TWO = 2
+
+
+def test_a_kind_of_integer_becomes_one() -> None:
+    @checked
+    def kind_of(n: int) -> type:
+        return type(n)
+
+    assert {kind_of(2), kind_of(Choice.TWO), kind_of(np.int64(2))} == {int}
 
 
 METHODS_THAT_DO_NOT_CHECK = {
