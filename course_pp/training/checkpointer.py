@@ -11,7 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from course_pp.collective import Ranks
 from course_pp.parallel import is_rank_zero
 from course_pp.training.checkpoint import AsyncSaver, CheckpointError, Loaded, load, resume, save
-from course_pp.training.checkpoint.directory import Retention, check_free, check_writable, step_directories, step_of
+from course_pp.training.checkpoint.directory import (
+    Retention,
+    check_free,
+    check_writable,
+    life_of_run,
+    step_directories,
+    step_of,
+)
 from course_pp.training.preemption import Preempted, Preemption
 from course_pp.training.report import StepResult
 from course_pp.training.setting import SettingError, check_whole
@@ -171,9 +178,11 @@ class Checkpointer:
             for path in later:
                 check_free(path)
         elif later:
+            alive = life_of_run(later[0])
+            remedy = "resume with auto" if alive is None else f"{alive}; end that run before you resume from it"
             raise CheckpointError(
-                f"{later[0]} is there already, and this run, which begins after step {step}, would come to it: resume "
-                "with auto, or save to another directory"
+                f"{later[0]} is there already, and this run, which begins after step {step}, would come to it: "
+                f"{remedy}, or save to another directory"
             )
 
 

@@ -30,6 +30,7 @@ __all__ = [
     "check_free",
     "check_writable",
     "is_checkpoint",
+    "life_of_run",
     "named",
     "step_directories",
     "step_of",
@@ -99,7 +100,7 @@ def check_free(final: Path) -> None:
     if not os.path.lexists(final):
         return
     if not problems(final):
-        alive = _life_of_writer(final)
+        alive = life_of_run(final)
         if alive is not None:
             raise CheckpointError(
                 f"{final} is a whole checkpoint already, and {alive}; end that run before you resume from it, or save "
@@ -115,8 +116,8 @@ def check_free(final: Path) -> None:
         )
 
 
-def _life_of_writer(path: Path) -> str | None:
-    """As :func:`life_of`, of the run that wrote a checkpoint; None if its description of the run is illegible."""
+def life_of_run(path: Path) -> str | None:
+    """As ``life_of``, of the run that wrote a checkpoint; None if the description of the run is illegible."""
     try:
         state = read_json(path / STATE)
     except CheckpointError:
