@@ -187,5 +187,5 @@ def check_stage_count(n_layers: int, n_stages: int, count: str) -> None:
         raise ValueError(
             f"{count} is {n_stages}: {n_stages} stages need at least {n_stages} layers, and this model has "
             f"n_layers={n_layers}; "
-            f"use at most {n_layers} {'stage' if n_layers == 1 else 'stages'}, or a deeper model (or more costs)"
+            f"use at most {n_layers} {'stage' if n_layers == 1 else 'stages'}, or a deeper model"
         )

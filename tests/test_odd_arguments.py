@@ -170,7 +170,7 @@ METHODS_THAT_DO_NOT_CHECK = {
         "AsyncSaver": {"save"},
         "Pipeline": {"evaluate", "step"},
         "PipelineSchedule": {"eval", "evaluate", "step"},
-        "Ranks": {"collectively", "gather", "refuse", "require_equal", "sentence"},
+        "Ranks": {"collectively", "gather", "largest", "refuse", "require_equal", "sentence"},
         "Trainer": {"fit", "load_state"},
     },
     "called in every action, step or message": {

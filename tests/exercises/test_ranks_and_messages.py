@@ -186,7 +186,7 @@ def test_a_ring_without_a_deadlock_is_correct_however_it_is_written(answer: Call
         (receives_into_x, ["changed `x`", "a tensor of its own"]),
         (returns_its_own, ["its own `x`"]),
         (returns_nothing, ["is None", "Is a `return` missing?"]),
-        (assumes_float32, ["larger than the buffer"]),
+        (assumes_float32, ["24 bytes came for a tensor of 12", "dtype"]),
     ],
 )
 def test_a_shift_that_is_wrong_is_told_why(answer: Callable[..., Any], words: list[str]) -> None:

@@ -45,7 +45,7 @@ def test_more_ranks_than_layers_are_refused_in_one_message():
     assert [rank.code for rank in ranks] == [2] * 2
     printed = "".join(rank.out + rank.err for rank in ranks)
     assert printed.count("error: ") == 1
-    assert "2 stages need at least 2 layers, and this model has 1" in printed
+    assert "2 stages need at least 2 layers, and this model has n_layers=1" in printed
 
 
 @pytest.mark.long
