@@ -70,8 +70,10 @@ def counted(loss_fn: LossFn | TokenLoss, samples: Callable[[Any], int] = len) ->
         samples: how many samples a target has.
 
     Raises:
-        TypeError: for what is neither a function nor a :class:`TokenLoss`.
+        TypeError: for what is neither a function nor a :class:`TokenLoss`; and for a class, such as ``nn.MSELoss``.
     """
+    if isinstance(loss_fn, type):  # it can be called, but returns a loss function
+        raise TypeError(f"loss_fn is the class {loss_fn.__name__}: pass an instance, such as {loss_fn.__name__}()")
     if isinstance(loss_fn, TokenLoss):
         return loss_fn
     if not callable(loss_fn):

@@ -97,11 +97,12 @@ def _problem_of_stages(stages: Sequence[object]) -> TypeError | None:
     )
 
 
-def _problem_of_arguments(given: dict[str, Any]) -> WrongArgument | None:
+def _problem_of_arguments(given: dict[str, Any]) -> TypeError | None:
     try:
         check_arguments(build_pipeline_schedule, given)
         refuse_bad_timeout("build_pipeline_schedule", given["timeout_s"])
-    except WrongArgument as problem:
+        counted(given["loss_fn"])
+    except TypeError as problem:
         return problem
     return None
 

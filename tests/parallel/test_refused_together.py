@@ -47,6 +47,7 @@ def doors(rank: int, mesh: Any, odd: Any) -> dict[str, Callable[[], Any]]:
         "stage": lambda: build_pipeline_stage(here(stage_module()), mesh, "cpu", inputs=torch.zeros(1, 4)),
         "stage size": lambda: build_pipeline_stage(stage_module(), mesh, "cpu", here(1), 4),
         "schedule": lambda: build_pipeline_schedule(here(stage), 2, nn.functional.mse_loss),
+        "schedule loss": lambda: build_pipeline_schedule(stage, 2, nn.MSELoss if rank == 1 else nn.functional.mse_loss),
         "schedule name": lambda: build_pipeline_schedule(stage, 2, nn.functional.mse_loss, here("1f1b")),
         "evaluate": lambda: ready.evaluate(torch.zeros(2, 4), on=here("all")),
         "split": lambda: auto_split(here(stage_module()), torch.zeros(1, 4), 2, "time"),

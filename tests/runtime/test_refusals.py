@@ -146,6 +146,10 @@ BAD_PIPELINES: dict[str, tuple[list[tuple[Schedule, Any, Mapping[str, Any]]], st
         [(GOOD, LAYER, {}), (GOOD, LAYER, {"loss_fn": 3})],
         r"rank 1: .*loss_fn is 3 \(an int\): pass",
     ),
+    "a class as loss on one rank": (
+        [(GOOD, LAYER, {}), (GOOD, LAYER, {"loss_fn": nn.MSELoss})],
+        r"rank 1: .*loss_fn is the class MSELoss: pass an instance, such as MSELoss\(\)",
+    ),
     "an unknown transport": (
         [(GOOD, LAYER, {"transport": "mpi"})] * 2,
         r"transport is 'mpi': use one of 'nccl', 'gloo'",
