@@ -1,6 +1,7 @@
 """A folder for what a notebook writes, which goes when its kernel does, however that ends."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -59,6 +60,29 @@ class ScratchFolder:
         quiet = subprocess.DEVNULL
         watcher = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True)
         self._end = weakref.finalize(self, _let_go, watcher, os.getpid())
+
+    @checked
+    def fresh(self, name: str, copy_of: str | os.PathLike[str] | None = None) -> Path:
+        """Return a folder in this one that holds nothing of an earlier run, so that a cell can be run again.
+
+        Args:
+            name: of the folder. What already has this name is removed first.
+            copy_of: a folder whose contents the new one starts with; None leaves it empty.
+
+        Raises:
+            ValueError: for a name that is not one of a folder in this one, or if there is nothing to copy.
+        """
+        target = self.path / name
+        if name in ("", ".", "..") or target.parent != self.path:
+            raise ValueError(f"name is {name!r}, no name of a folder in {self.path.name}: give one, such as 'run'")
+        if copy_of is not None and not Path(copy_of).is_dir():
+            raise ValueError(f"there is no folder {Path(copy_of).name!r} to copy: first run the cell that writes it")
+        shutil.rmtree(target, ignore_errors=True)
+        if copy_of is None:
+            target.mkdir(parents=True)
+        else:
+            shutil.copytree(copy_of, target)
+        return target
 
     def remove(self) -> None:
         """Remove the folder now, and wait until it is gone; safe to call repeatedly."""

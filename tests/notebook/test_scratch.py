@@ -61,6 +61,32 @@ def test_a_folder_goes_when_the_cell_is_run_again(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_fresh_folder_holds_nothing_of_an_earlier_run_or_a_copy(tmp_path: Path) -> None:
+    folder = ScratchFolder("09_", tmp_path)
+    run = folder.fresh("run")
+    (run / "step_4").mkdir()
+    copy = folder.fresh("copy", copy_of=run)
+    (copy / "step_8").mkdir()
+    assert [path.name for path in run.iterdir()] == ["step_4"]
+    copy = folder.fresh("copy", copy_of=run)
+    assert [path.name for path in copy.iterdir()] == ["step_4"]
+    assert list(folder.fresh("run").iterdir()) == []
+    folder.remove()
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../mine", "a/b", "/mine"])
+def test_a_fresh_folder_is_never_one_that_others_write(tmp_path: Path, name: str) -> None:
+    (tmp_path / "mine").mkdir()
+    folder = ScratchFolder("09_", tmp_path)
+    with pytest.raises(ValueError, match="no name of a folder in 09_"):
+        folder.fresh(name)
+    assert folder.path.exists()
+    assert (tmp_path / "mine").exists()
+    with pytest.raises(ValueError, match="there is no folder 'run' to copy: first run the cell that writes it"):
+        folder.fresh("copy", copy_of=folder.path / "run")
+    folder.remove()
+
+
 def test_where_nothing_can_be_written_it_is_refused_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot make a folder for runs in .*nowhere' \(No such file or directory\)"):
         ScratchFolder("09_", tmp_path / "nowhere")
