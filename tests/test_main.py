@@ -31,6 +31,11 @@ def test_a_schedule_is_drawn_with_its_numbers_under_it(capsys: pytest.CaptureFix
     assert err == ""
 
 
+def test_what_several_stages_of_a_rank_hold_is_said_to_be_of_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command("zb_v", "--ranks", "4", "--microbatches", "8")) == 0
+    assert "peaks        8 8 8 8 activations of a stage, 2 of which make one of a rank, held" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("costs", "makespan"),
     [

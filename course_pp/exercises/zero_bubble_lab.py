@@ -19,6 +19,8 @@ __all__ = ["blocks", "one_after_another", "time_halves"]
 def time_halves(module: nn.Module | None = None, x: Tensor | None = None, repeats: int = 15) -> dict[str, float]:
     """Seconds of F, B, I and W of ``module``, medians of ``repeats`` rounds in which they take turns.
 
+    Where a half takes longer than the whole, it prints that this machine was too busy.
+
     Args:
         module: unless given, one transformer block of width 256.
         x: its input; unless given, 4 sequences of 128 tokens.
@@ -44,7 +46,11 @@ def time_halves(module: nn.Module | None = None, x: Tensor | None = None, repeat
                 work[kind]()
                 seconds[kind].append(time.perf_counter() - start)
             module.zero_grad()
-    return {kind: statistics.median(row[2:]) for kind, row in seconds.items()}
+    medians = {kind: statistics.median(row[2:]) for kind, row in seconds.items()}
+    for half in "IW":
+        if medians[half] > medians["B"]:
+            print(f"This machine was too busy: {half} is a part of B but took longer. Run the cell again.")
+    return medians
 
 
 def blocks(n: int = 8) -> nn.Sequential:

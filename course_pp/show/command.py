@@ -124,12 +124,13 @@ def _heading(report: Report) -> str:
 
 def _numbers(report: Report, width: int) -> str:
     tl, form, gap = report.timeline, report.closed_form, report.longest_gap
-    peaks = " ".join(map(str, tl.peak_activations))
+    peaks, n_chunks = " ".join(map(str, tl.peak_activations)), tl.n_stages // tl.n_ranks
+    unit = f" of a stage, {n_chunks} of which make one of a rank," if n_chunks > 1 else ""
     lines = [
         ("makespan", format_time(tl.makespan)),
         ("bubble", f"{float(tl.bubble_fraction):.2%} of all rank time"),
         ("span bubble", f"{float(tl.span_bubble_fraction):.2%} of the longest span, as zero-bubble papers count"),
-        ("peaks", f"{peaks} activations held, rank by rank"),
+        ("peaks", f"{peaks} activations{unit} held, rank by rank"),
         ("formula", f"{form.formula} = {format_time(form.makespan)}" if form else "none"),
         ("", report.verdict),
         ("longest gap", gap.cause if gap else "none"),

@@ -4,12 +4,15 @@ import math
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate, cycle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from course_pp.exercises import zero_bubble_lab
 from course_pp.exercises.zero_bubble import choose_schedule
 from course_pp.exercises.zero_bubble_clinic import PATIENTS, examine, gradient_norm
 from course_pp.exercises.zero_bubble_lab import one_after_another, time_halves
@@ -368,3 +371,20 @@ def test_each_half_of_a_backward_is_timed() -> None:
     seconds = time_halves(torch.nn.Linear(4, 4), torch.randn(2, 4), repeats=1)
     assert list(seconds) == ["F", "B", "I", "W"]
     assert min(seconds.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("i", "said"),
+    [
+        (1.0, ""),
+        (2.5, "This machine was too busy: I is a part of B but took longer. Run the cell again.\n"),
+    ],
+)
+def test_a_half_that_takes_longer_than_the_whole_is_said_to_be_the_machines(
+    i: float, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends = accumulate(time for took in cycle((1.0, 2.0, 1.0, i, 1.0)) for time in (0.0, took))
+    monkeypatch.setattr(zero_bubble_lab, "time", SimpleNamespace(perf_counter=lambda: next(ends)))
+    seconds = time_halves(torch.nn.Linear(4, 4), torch.randn(2, 4), repeats=1)
+    assert seconds == {"F": 1.0, "B": 2.0, "I": i, "W": 1.0}
+    assert capsys.readouterr().out == said
