@@ -183,7 +183,8 @@ def _finding(pair: _Pair) -> str:
     else:
         what = f"{percent(abs(change))} {'longer' if change > 0 else 'shorter'} than"
     subject = pair.names[1][:1].upper() + pair.names[1][1:]
-    bubbles = f"{percent(pair.measured.bubble_fraction)} instead of {percent(pair.predicted.bubble_fraction)}"
+    bubble, other = percent(pair.measured.bubble_fraction), percent(pair.predicted.bubble_fraction)
+    bubbles = f"{bubble} for both" if bubble == other else f"{bubble} instead of {other}"
     return f"{subject} is {what} {pair.names[0]}: bubble {bubbles}"
 
 

@@ -25,6 +25,11 @@ def test_the_title_says_how_much_longer_and_both_bubbles() -> None:
     assert {"predicted 33.0", "measured 39.0"} <= set(texts(figure))
 
 
+def test_the_title_gives_a_bubble_that_both_have_once() -> None:
+    figure = show.compare(gpipe(4, 8), simulate(build("1f1b", 4, 8)), names=("gpipe", "1f1b"))
+    assert title(figure) == "1f1b is as long as gpipe: bubble 27.3 % for both"
+
+
 def test_each_end_has_its_own_label_on_the_side_away_from_the_other() -> None:
     axes = show.compare(gpipe(4, 8), gpipe(4, 8, latency=1)).axes[0]
     ends = {text.get_text(): (text.xy[0], text.get_ha()) for text in axes.texts if text.xy[1] == 1}
