@@ -166,7 +166,7 @@ class Crew:
         except KeyboardInterrupt:
             # Whoever interrupts wants to know what was going on.
             if any(rank.running for rank in self._ranks):
-                show("stderr", explain(self._ask(), round(time.monotonic() - begun, 1)))
+                show("stderr", explain(self._ask(), round(time.monotonic() - begun, 1), interrupted=True))
             raise
         return [rank.end.value for rank in self._ranks if isinstance(rank.end, Returned)]
 

@@ -66,12 +66,15 @@ def _where(report: Report) -> str:
     return f"{place} line {report.line}" + (f": {report.text}" if report.text else "")
 
 
-def explain(waits: Sequence[Wait], seconds: float) -> str:
-    """Return one message, a line a rank: who waits for whom and where, a cycle if there is one, what to change."""
+def explain(waits: Sequence[Wait], seconds: float, interrupted: bool = False) -> str:
+    """Return one message, a line a rank: who waits for whom and where, a cycle if there is one, what to change.
+
+    Whoever interrupted is not told to raise the time limit, which they did not wait for.
+    """
     running = [wait for wait in waits if wait.operation != RETURNED]
     count = "1 rank" if len(running) == 1 else f"{len(running)} ranks"
     states = "\n".join(f"  {state(wait)}" for wait in running)
-    return f"{count} still running after {seconds:g} s:\n{states}\n{diagnosis(waits)}".rstrip()
+    return f"{count} still running after {seconds:g} s:\n{states}\n{diagnosis(waits, interrupted)}".rstrip()
 
 
 def state(wait: Wait) -> str:
@@ -79,12 +82,12 @@ def state(wait: Wait) -> str:
     where = f" ({wait.where})" if wait.where else ""
     if wait.operation in (COMPUTES, SILENT, SENDING):
         return f"rank {wait.rank} {wait.operation}{where}"
+    if not wait.peers:
+        return f"rank {wait.rank} is in {wait.operation}, as every rank of its group is{where}"
     return f"rank {wait.rank} waits in {wait.operation} for {_named(wait.peers)}{where}"
 
 
 def _named(ranks: Sequence[int]) -> str:
-    if not ranks:
-        return "no rank in particular"
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
@@ -96,7 +99,7 @@ def waiting_ring(waits: Sequence[Wait]) -> tuple[Wait, ...]:
     return tuple(by_rank[rank] for rank in find_cycle({rank: wait.peers for rank, wait in by_rank.items()}))
 
 
-def diagnosis(waits: Sequence[Wait]) -> str:
+def diagnosis(waits: Sequence[Wait], interrupted: bool = False) -> str:
     """Say who holds up whom, and what to change."""
     cycle = waiting_ring(waits)
     if cycle:
@@ -107,7 +110,7 @@ def diagnosis(waits: Sequence[Wait]) -> str:
             *(f"rank {a.rank} for rank {b.rank}" for a, b in others),
         ]
         return f"{', '.join(links[:-1])} and {links[-1]}: none can move. {_way_out(cycle)}"
-    return " ".join(_about_missing(waits))
+    return " ".join(_about_missing(waits, interrupted))
 
 
 def _way_out(cycle: Sequence[Wait]) -> str:
@@ -119,7 +122,7 @@ def _way_out(cycle: Sequence[Wait]) -> str:
     return "Let all of them make their calls in the same order."
 
 
-def _about_missing(waits: Sequence[Wait]) -> list[str]:
+def _about_missing(waits: Sequence[Wait], interrupted: bool) -> list[str]:
     awaited = {peer for wait in waits for peer in wait.peers}
     idle = [wait for wait in waits if wait.rank in awaited and not wait.peers]
     gone = [wait.rank for wait in idle if wait.operation in (RETURNED, SENDING)]
@@ -132,7 +135,9 @@ def _about_missing(waits: Sequence[Wait]) -> list[str]:
     if busy := [wait.rank for wait in idle if wait.rank not in gone]:
         sentences.append(f"Look at {_named(busy)} first: the others wait for {'it' if len(busy) == 1 else 'them'}.")
     if not sentences and any(wait.operation == SENDING for wait in waits):
-        sentences.append("Raise timeout_s, or let the ranks return less.")
+        advice = "Let" if interrupted else "Raise timeout_s, or let"
+        sentences.append(f"{advice} the ranks return less.")
     if not sentences and all(wait.operation == COMPUTES for wait in waits if wait.operation != RETURNED):
-        sentences.append("Nobody waits for a message: raise timeout_s, or look for a loop that does not end.")
+        advice = "look" if interrupted else "raise timeout_s, or look"
+        sentences.append(f"Nobody waits for a message: {advice} for a loop that does not end.")
     return sentences

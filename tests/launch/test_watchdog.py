@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from course_pp.launch import RanksHung, Wait, on_ranks, watch
-from course_pp.launch.waits import explain, waiting_ring
+from course_pp.launch.waits import COMPUTES, SENDING, explain, waiting_ring, waits_from
+from course_pp.launch.watch import Call, Report
 from tests.processes import no_process_left
 
 pytestmark = pytest.mark.timeout(60)
@@ -230,3 +231,20 @@ def test_the_rank_that_others_wait_for_is_pointed_at() -> None:
         "  rank 1 computes (cell line 5: f(x))\n"
         "Look at rank 1 first: the others wait for it."
     )
+
+
+def test_ranks_that_are_all_in_one_collective_wait_for_nobody() -> None:
+    call = Call("all_gather", (0, 1))
+    waits = waits_from((rank, Report(rank, call, "", 0, ""), False) for rank in (0, 1))
+    assert explain(waits, 3.0) == (
+        "2 ranks still running after 3 s:\n"
+        "  rank 0 is in all_gather, as every rank of its group is\n"
+        "  rank 1 is in all_gather, as every rank of its group is"
+    )
+
+
+@pytest.mark.parametrize("operation", [COMPUTES, SENDING])
+def test_who_interrupts_is_not_told_to_raise_the_time_limit(operation: str) -> None:
+    waits = (Wait(0, operation, (), ""),)
+    assert "aise timeout_s" in explain(waits, 3.0)
+    assert "timeout_s" not in explain(waits, 3.0, interrupted=True)
