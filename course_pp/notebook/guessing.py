@@ -47,8 +47,8 @@ def _kind(value: object) -> str:
         (complex, "a complex number"),
         (str, "text in quotes"),
         (Mapping, "a dict"),
-        (Sequence, "several values in brackets, [a, b, …]"),
-        (Set, "a set, {a, b, …}"),
+        (Sequence, "a list, [a, …]"),
+        (Set, "a set, {a, …}"),
     )
     return next((name for kind, name in kinds if isinstance(value, kind)), described(value))
 

@@ -103,7 +103,7 @@ def test_what_progress_exports_is_read_back(export: str, tmp_path: Path, capsys:
     getattr(progress(), export)(folder / f"mine.{export[3:]}")
     assert main(["report", str(folder)]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("1 exports read\n")
+    assert out.startswith("1 export read\n")
     assert f"{EXERCISE} " in out
     assert ("bubble   1       100%    100%   all known before" in out) == (export == "to_json")
     assert main(["report", str(folder), "--json"]) == 0

@@ -36,6 +36,7 @@ from course_pp.notebook import reveal
         (True, 2, "measured 2; your guess is True, so it cannot be compared: give a number"),
         (1j, 2, "measured 2; your guess is a complex number, so it cannot be compared: give a number"),
         (object(), 2, "measured 2; your guess is an object, so it cannot be compared: give a number"),
+        (1, [2], "measured [2]; your guess 1 is a number, so it cannot be compared: give a list, [a, …]"),
         (1, True, "measured True; your guess 1 is a number, so it cannot be compared: give True or False"),
     ],
 )

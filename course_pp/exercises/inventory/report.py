@@ -94,7 +94,7 @@ class ClassReport:
     left_out: tuple[str, ...]
 
     def __str__(self) -> str:
-        parts = [f"{self.people} exports read", *self.left_out]
+        parts = ["1 export read" if self.people == 1 else f"{self.people} exports read", *self.left_out]
         if self.concepts:
             parts += ["", _table(["concept", "people", "before", "after", "gain"], map(_concept_cells, self.concepts))]
         missed = sorted((q for q in self.questions if q.right < q.answered), key=lambda q: q.right / q.answered)[:5]
