@@ -55,13 +55,25 @@ _BUDGETS: list[tuple[_Points, float, float, float]] = [
 
 def _grade_choose(answer: Answer) -> None:
     found = answer.calls(_BUDGETS)
+    known = ""
+    if found == [_with_pairs_swapped(*case) for case in _BUDGETS]:
+        known = "In each pair the activations come first, then the bubble. Here they are swapped."
     for (points, state, activation, budget), got in zip(_BUDGETS, found, strict=True):
-        _judge_choice(points, state, activation, budget, got)
+        _judge_choice(points, state, activation, budget, got, known)
 
 
-def _judge_choice(
-    points: dict[str, tuple[float, float]], state: float, activation: float, budget: float, got: Any
-) -> None:
+def _with_pairs_swapped(points: _Points, state: float, activation: float, budget: float) -> str | None:
+    swapped = {name: (bubble, held) for name, (held, bubble) in points.items()}
+    return choose_schedule(swapped, state, activation, budget)
+
+
+def _without_the_exact(points: _Points, state: float, activation: float, budget: float) -> str | None:
+    """What `<` instead of `<=` chooses."""
+    below = {name: (held, bubble) for name, (held, bubble) in points.items() if state + held * activation < budget}
+    return choose_schedule(below, state, activation, budget)
+
+
+def _judge_choice(points: _Points, state: float, activation: float, budget: float, got: Any, known: str = "") -> None:
     call, best = (
         f"choose_schedule(…, {state}, {activation}, {budget})",
         choose_schedule(points, state, activation, budget),
@@ -73,14 +85,14 @@ def _judge_choice(
 
     if got == best:
         return
-    # Without what needs all of it.
-    of_less = choose_schedule({n: point for n, point in points.items() if needs(n) < budget}, state, activation, budget)
-    is_strict = best is not None and needs(best) == budget and got == of_less
+    is_strict = (
+        best is not None and needs(best) == budget and got == _without_the_exact(points, state, activation, budget)
+    )
     exactly = "What needs exactly the budget fits: `<=`."
     if got is None:
         example = f"{best} needs {state} + {points[best or ''][0]} × {activation} = {needs(best or ''):g}. {given}"
         cause = exactly if is_strict else "Return a name wherever `state + held * activation` is within the budget."
-        raise Mistake(f"`{call}` is None, though {best} fits.", cause, example)
+        raise Mistake(f"`{call}` is None, though {best} fits.", known or cause, example)
     if not isinstance(got, str) or got not in points:
         raise Mistake(f"`{call}` is {got!r:.60}, which is no schedule of those.", "Return a name, or None.", given)
     if needs(got) > budget:
@@ -88,13 +100,13 @@ def _judge_choice(
         if best is None:
             cause = "Nothing fits there: return None."
         example = f"{state} + {points[got][0]} × {activation} = {needs(got):g}. {given}"
-        raise Mistake(f"`{call}` is {got}, which needs {needs(got):g} of {budget}.", cause, example)
+        raise Mistake(f"`{call}` is {got}, which needs {needs(got):g} of {budget}.", known or cause, example)
     if points[got][1] > points[best or ""][1]:
         cause = "Less memory than the budget buys nothing: of what fits, the smallest bubble is wanted."
         if is_strict:
             cause = exactly
         example = f"{best} fits too: bubble {points[best or ''][1]} instead of {points[got][1]}. {given}"
-        raise Mistake(f"`{call}` is {got}, and its bubble is not the smallest.", cause, example)
+        raise Mistake(f"`{call}` is {got}, and its bubble is not the smallest.", known or cause, example)
     cause = "Of equal bubbles take the one that holds less: on the picture, the point further to the left."
     raise Mistake(f"`{call}` is {got}; {best} has the same bubble and holds less.", cause, given)
 

@@ -224,6 +224,18 @@ WRONG_CHOICES = [
         ),
         "holds less",
     ),
+    (
+        lambda points, s, a, budget: choose_schedule(
+            {name: (bubble, held) for name, (held, bubble) in points.items()}, s, a, budget
+        ),
+        "the activations come first, then the bubble",
+    ),
+    (
+        lambda points, s, a, budget: min(
+            (name for name in points if s + points[name][0] * a <= budget), key=lambda n: points[n], default=None
+        ),
+        "Less memory than the budget buys nothing",
+    ),
     (lambda points, s, a, budget: choose_schedule(points, s, a, budget) or "none", "no schedule of those"),
 ]
 
