@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakSet
@@ -92,18 +93,44 @@ class InputsWatched(nn.Module):
         return self._most_bytes // (_ROWS * _WIDTH * torch.float64.itemsize)
 
 
+_FACTORIES = [
+    *((torch, f"{name}{suffix}") for name in ("empty", "zeros", "ones", "full") for suffix in ("", "_like")),
+    *((Tensor, f"new_{name}") for name in ("empty", "zeros", "ones", "full")),
+]
+
+
 @contextmanager
 def received_activations(source: int, note: Callable[[Tensor], None]) -> Iterator[None]:
-    """Call ``note`` with each tensor into which a message of rank ``source`` is received in the block."""
-    recv = dist.ProcessGroup.recv
+    """Call ``note`` with each tensor into which a message of rank ``source`` is received in the block.
+
+    And with each that `torch.empty` and its like make before the first message: it is there to be received into, used
+    or not.
+    """
+    recv, received = dist.ProcessGroup.recv, False
 
     def noted(self: Any, tensors: list[Tensor], peer: int, *args: Any, **kwargs: Any) -> Any:
+        nonlocal received
+        received = True
         if peer == source:
             for tensor in tensors:
                 note(tensor)
         return recv(self, tensors, peer, *args, **kwargs)
 
-    with patch.object(dist.ProcessGroup, "recv", noted):
+    def noting(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @wraps(make)
+        def made(*args: Any, **kwargs: Any) -> Tensor:
+            tensor = make(*args, **kwargs)
+            if not received:
+                note(tensor)
+            return tensor
+
+        return made
+
+    # No TorchFunctionMode: of a rank that waits in `dist.recv`, its line would be told instead of the learner's.
+    with ExitStack() as patches:
+        for owner, name in _FACTORIES:
+            patches.enter_context(patch.object(owner, name, noting(getattr(owner, name))))
+        patches.enter_context(patch.object(dist.ProcessGroup, "recv", noted))
         yield
 
 

@@ -83,7 +83,7 @@ def step_without_deadlock(
 def healed_step(
     stage: nn.Module, microbatches: list[torch.Tensor], targets: list[torch.Tensor], loss_fn: nn.Module, link: Link
 ) -> None:
-    """One 1F1B step on this rank, which receives into a ring of buffers."""
+    """One 1F1B step on this rank, with memory for no more than 1F1B holds."""
     m, in_flight, sends = len(microbatches), deque[tuple](), []
     warm_up = min(m, link.n_ranks - 1 - link.rank)
     slots = [torch.empty(link.shape, dtype=link.dtype) for _ in range(warm_up + 1)]
@@ -161,7 +161,7 @@ def grade_step(answer: Answer, places_count: bool = False) -> None:
             judge_gradients(where, [step.gradients for step in stepped], expected, missing, why)
             _judge_orders(where, m, stepped)
             if places_count:
-                _judge_places(where, m, stepped)
+                _judge_places(where, stepped)
 
 
 class _Counted(InputsWatched):
@@ -250,16 +250,17 @@ def _judge_orders(where: str, m: int, ranks: Sequence[_Stepped]) -> None:
             )
 
 
-def _judge_places(where: str, m: int, ranks: Sequence[_Stepped]) -> None:
+def _judge_places(where: str, ranks: Sequence[_Stepped]) -> None:
     p = len(ranks)
     for rank in range(1, p):
-        enough, places = min(m, p - rank), ranks[rank].places
+        # With few microbatches, the slots that more of them need are let pass.
+        enough, places = p - rank, ranks[rank].places
         # One more is let pass: a name may keep an input until it names the next one.
         if places > enough + 1:
             symptom = f"{where} the gradients are right, but rank {rank} has memory for {places} received activations"
             cause = (
                 "That many are never in flight at once: a slot is free again after the backward of its microbatch. "
-                "Count the slots, and a copy of each input as well."
+                "Count the slots, used or not, and a copy of each input as well."
             )
             raise Mistake(f"{symptom}; 1F1B needs {enough}.", cause)
 

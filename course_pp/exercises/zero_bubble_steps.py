@@ -205,10 +205,14 @@ def _judge_order(where: str, m: int, ranks: Sequence[_Stepped]) -> None:
             cause = f"That W delays an I that rank {rank - 1} waits for. Let `rank` of them wait, as before."
             raise Mistake(symptom, cause)
         # One more is let pass: a name may keep an input until it names the next one.
-        if rank and stepped.places > min(m, p) + 1:
+        # And with few microbatches, the p slots that more of them need.
+        if rank and p <= m and stepped.places > p + 1:
             symptom = f"{where} the gradients are right, but rank {rank} has memory for {stepped.places} inputs"
-            cause = "A slot is free again after the W of its microbatch. Count the slots, and copies of inputs as well."
-            raise Mistake(f"{symptom}; 1F1B lets a rank hold {min(m, p)}.", cause)
+            cause = (
+                "A slot is free again after the W of its microbatch: give it back, and p slots are enough. Count the "
+                "slots, used or not, and copies of inputs as well."
+            )
+            raise Mistake(f"{symptom}; 1F1B lets a rank hold {p}.", cause)
 
 
 def _patient_a(stage: nn.Module, microbatches: Any, targets: Any, loss_fn: Any, link: Link) -> float:

@@ -270,6 +270,7 @@ def step_with(
     n_slots: Callable[[int, int, int], int] = lambda rank, p, m: min(m, p),
     lag: Callable[[int, int], int] = lambda rank, p: rank,
     freed_by: str = "W",
+    free_it: Callable[[Any, Any], None] = lambda free, slot: free.append(slot),
     take: Callable[[Any], Any] = lambda waiting: waiting.popleft(),
     twice: bool = False,
     by_hand: bool = False,
@@ -314,7 +315,7 @@ def step_with(
             else:
                 torch.autograd.backward(y, dy, inputs=list(stage.parameters()))
             if freed_by == "W":
-                free.append(slot)
+                free_it(free, slot)
 
         for i in range(m + ahead):
             if i < m:
@@ -339,6 +340,12 @@ WRONG_STEPS = [
     (step_with(n_slots=lambda rank, p, m: p - rank), "pop from an empty deque", "If it is `free` that is empty"),
     (step_with(n_slots=lambda rank, p, m: m, freed_by="I"), "memory for 8 inputs", "1F1B lets a rank hold 4"),
     (step_with(freed_by="I", copies=True, n_slots=lambda rank, p, m: p + 2), "memory for", "copies of inputs"),
+    (step_with(n_slots=lambda rank, p, m: 100, freed_by="nobody"), "memory for 100 inputs", "the slots, used or not"),
+    (
+        step_with(n_slots=lambda rank, p, m: m, free_it=lambda free, slot: free.appendleft(slot)),
+        "memory for 8 inputs",
+        "1F1B lets a rank hold 4",
+    ),
     (step_with(lag=lambda rank, p: 0), "has done a W before its forward 3", "Let `rank` of them wait"),
     (step_with(twice=True), "twice too large"),
     (step_with(norm_of=lambda stage: None), "Is a `return` missing?"),
@@ -356,8 +363,9 @@ def test_a_wrong_step_is_told_why(answer: Answer, words: list[str]) -> None:
     refuses("healed_split_step", answer, *words)
 
 
-def test_a_step_may_add_gradients_by_hand_and_take_any_w_first() -> None:
-    accepts("healed_split_step", step_with(by_hand=True, take=lambda waiting: waiting.pop()))
+def test_a_step_may_add_gradients_by_hand_take_any_w_first_and_have_p_slots() -> None:
+    by_hand = step_with(by_hand=True, take=lambda waiting: waiting.pop(), n_slots=lambda rank, p, m: p)
+    accepts("healed_split_step", by_hand)
 
 
 def test_each_patient_shows_its_symptom_and_the_healed_step_none() -> None:
