@@ -1,6 +1,8 @@
-"""What it means when the ranks of a step wait for messages that never come."""
+"""What it means when the ranks of a step wait for messages that never come, or send them to nobody."""
 
 from __future__ import annotations
+
+import re
 
 from course_pp.exercises.exercise import Mistake, Stopped
 from course_pp.launch.waits import COMPUTES, RETURNED
@@ -9,6 +11,22 @@ _LOST = (
     "Either a message was never sent, or it was lost: it lives as long as the handle that `isend` or "
     "`send_activation` returns. Keep that, and `wait()` for it at the end."
 )
+
+
+# As the launcher words it.
+_NOBODY = re.compile(r"rank \d+ (?:sends to|receives from) rank (-?\d+), but the group's ranks are")
+
+
+def explained_in_line(stopped: Stopped) -> Mistake:
+    """Tell as `explained` does, for stages in a line, a stage a rank: also a message to a rank beyond its ends."""
+    if found := _NOBODY.search(stopped.symptom):
+        cause = "The last rank has nobody below it: it sends no activation and receives no gradient, `link.is_last`."
+        if int(found[1]) < 0:
+            cause = (
+                "The first rank has nobody above it: it receives no activation and sends no gradient, `link.is_first`."
+            )
+        return Mistake(stopped.symptom, cause, stopped.example)
+    return explained(stopped)
 
 
 def explained(stopped: Stopped) -> Mistake:

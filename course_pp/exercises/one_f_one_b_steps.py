@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from course_pp.exercises.answer import Answer
 from course_pp.exercises.exercise import Mistake, Stopped
-from course_pp.exercises.hangs import explained
+from course_pp.exercises.hangs import explained_in_line
 from course_pp.exercises.in_process import unchanged
 from course_pp.exercises.judging_steps import (
     MICROBATCHES,
@@ -149,7 +149,7 @@ def grade_step(answer: Answer, places_count: bool = False) -> None:
         try:
             ranks = answer.on_ranks(p, _step_on_rank, sizes)
         except Stopped as stopped:
-            raise explained(stopped) from None
+            raise explained_in_line(stopped) from None
         for index, m in enumerate(sizes):
             stepped = [rank[index] for rank in ranks]
             where = f"On {p} ranks with {m} microbatch{'es' * (m > 1)}"
@@ -197,9 +197,30 @@ def _step_on_rank(rank: int, fn: Callable[..., Any], sizes: Sequence[int]) -> li
             last_message_waited_for(rank, rank - 1),
         ):
             fn(stage, microbatches, parts, LopsidedLoss(), microbatch_link())
+        _demand_drain(rank, m, stage.order)
         gradients = {name: _added(p) for name, p in stage.stage.named_parameters()}
         results.append(_Stepped(gradients, stage.order, stage.places))
     return results
+
+
+def _demand_drain(rank: int, m: int, order: str) -> None:
+    """Refuse a step without its last backwards at once: the others wait for the messages, and time is all they tell."""
+    warm_up, done = _warm_up(rank, dist.get_world_size(), m), order.count("B")
+    if warm_up and 0 < done == m - warm_up:
+        raise Mistake(
+            f"With {m} microbatches, rank {rank} returned after {done} of {m} backwards.",
+            "After the last forward, as many backwards are left as the warm-up had forwards: the drain.",
+            f"rank {rank}  {order}",
+        )
+
+
+def _warm_up(rank: int, p: int, m: int) -> int:
+    return min(m, p - 1 - rank)
+
+
+def _order(m: int, warm_up: int) -> str:
+    """What a rank does under 1F1B after that many forwards."""
+    return "F" * warm_up + "FB" * (m - warm_up) + "B" * warm_up
 
 
 def _added(parameter: Tensor) -> Tensor | None:
@@ -239,13 +260,24 @@ def _judge_orders(where: str, m: int, ranks: Sequence[_Stepped]) -> None:
             cause = "In the steady state a backward follows each forward."
             if rank and stepped.peak == ranks[rank - 1].peak:
                 cause = "The warm-up gets shorter from rank to rank: `p - 1 - rank` forwards."
+            elif stepped.peak < m and stepped.order == _order(m, stepped.peak - 1):
+                cause = (
+                    f"The warm-up of rank {rank} is {stepped.peak - 1} forwards instead of {p - 1 - rank}. The forward "
+                    "that comes after it is in flight, too."
+                )
             raise Mistake(f"{symptom}; 1F1B holds {enough}.", cause)
     for rank, stepped in enumerate(ranks):
-        warm_up = min(m, p - 1 - rank)
-        if stepped.order != (order := "F" * warm_up + "FB" * (m - warm_up) + "B" * warm_up):
+        warm_up, begun = _warm_up(rank, p, m), stepped.order.find("B") - 1
+        if stepped.order != (order := _order(m, warm_up)):
+            cause = "One backward follows each forward of the steady state, and the drain comes after the last forward."
+            if begun < warm_up and stepped.order == _order(m, begun):
+                cause = (
+                    f"The warm-up of rank {rank} is too short: {begun} forwards instead of {warm_up}, "
+                    "`min(m, p - 1 - rank)`."
+                )
             raise Mistake(
                 f"{where} the gradients are right, but rank {rank} does not work in the order of 1F1B.",
-                "One backward follows each forward of the steady state, and the drain comes after the last forward.",
+                cause,
                 f"rank {rank}  {stepped.order}\n1F1B    {order}",
             )
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from course_pp.exercises.answer import Answer
 from course_pp.exercises.exercise import Mistake, Stopped
 from course_pp.exercises.expect import close, expect_number
-from course_pp.exercises.hangs import explained
+from course_pp.exercises.hangs import explained_in_line
 from course_pp.exercises.in_process import unchanged
 from course_pp.exercises.judging_steps import (
     MICROBATCHES,
@@ -115,7 +115,7 @@ def grade_healed_split_step(answer: Answer) -> None:
             # Python's words for what it finds empty, and not for an index that is too large.
             if stopped.error == "IndexError" and "pop from " in stopped.symptom:
                 raise Mistake(stopped.symptom, _OUT_OF_SLOTS, stopped.example) from None
-            raise explained(stopped) from None
+            raise explained_in_line(stopped) from None
         for index, m in enumerate(sizes):
             stepped = [rank[index] for rank in ranks]
             where = f"On {p} ranks with {m} microbatch{'es' * (m > 1)}"

@@ -191,9 +191,10 @@ def _call(c10d: ModuleType, calls: Calls, group: Any, name: str, operation: str,
         # Left to the library, a number that is too large ends the process and a negative one waits for ever.
         if not 0 <= args[1] < len(ranks):
             to_or_from = "sends to" if name == "send" else "receives from"
+            end = "first rank has nobody before it" if args[1] < 0 else "last rank has nobody after it"
             raise ValueError(
                 f"rank {group.rank()} {to_or_from} rank {args[1]}, but the group's ranks are 0 to {len(ranks) - 1}: "
-                f"in a ring, take it modulo {len(ranks)}"
+                f"in a ring, take it modulo {len(ranks)}; in a line, the {end}"
             )
         if args[1] == group.rank() and "gloo" in str(group.name()):
             to_or_from = "send to" if name == "send" else "receive from"

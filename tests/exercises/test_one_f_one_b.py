@@ -142,6 +142,7 @@ def step_with(
     times: Callable[[int], float] = lambda m: 1.0,
     begin: Callable[[Any], Any] = lambda y: y,
     arriving: Callable[[Any, int], Any] = lambda dy, m: dy,
+    drains: bool = True,
 ) -> Answer:
     def step(stage: Any, microbatches: Any, targets: Any, loss_fn: Any, link: Any) -> None:
         m, in_flight, sends = len(microbatches), deque[Any](), []
@@ -166,7 +167,7 @@ def step_with(
             forward(i)
             backward()
         begun = list(sends)
-        while in_flight:
+        while in_flight and drains:
             backward()
         for each in begun if waits_before_drain else sends:
             each.wait()
@@ -247,7 +248,20 @@ def runs_dry(stage: Any, microbatches: Any, targets: Any, loss_fn: Any, link: An
         send.wait()
 
 
+def without_guards(start: Callable[..., Any], message: Any, link: Any) -> list[Any]:
+    down = start is send_activation
+    return [dist.isend(message if message is not None else torch.empty(0), link.rank + (1 if down else -1))]
+
+
+def without_a_guard_for_gradients(start: Callable[..., Any], message: Any, link: Any) -> list[Any]:
+    return start(message, link) if start is send_activation else without_guards(start, message, link)
+
+
 WRONG_STEPS = [
+    (step_with(send=without_guards), "rank 3 sends to rank 4", "The last rank has nobody below", "`link.is_last`"),
+    (step_with(send=without_a_guard_for_gradients), "The first rank has nobody above", "`link.is_first`"),
+    (step_with(warm_up=lambda rank, p, m: 0), "The warm-up of rank 0 is too short", "0 forwards instead of 3"),
+    (step_with(drains=False), "rank 0 returned after 5 of 8 backwards", "the drain"),
     (runs_dry, "does not work in the order of 1F1B"),
     (clears_first, "add to it, as `backward` does"),
     (changes_its_targets, "changed its argument `targets[0]`"),
@@ -256,7 +270,12 @@ WRONG_STEPS = [
     (step_with(keep=False), "Keep that, and `wait()`"),
     (step_with(waits_before_drain=True), "Keep that, and `wait()`"),
     (train_step_pipeline_gpipe, "the gradients are right", "holds 8 activations; 1F1B holds 4"),
-    (step_with(warm_up=lambda rank, p, m: min(m, p - rank)), "holds 5 activations; 1F1B holds 4"),
+    (
+        step_with(warm_up=lambda rank, p, m: min(m, p - rank)),
+        "holds 5 activations; 1F1B holds 4",
+        "The warm-up of rank 0 is 4 forwards",
+        "is in flight, too",
+    ),
     (step_with(take=lambda in_flight: in_flight.pop()), "The last rank is right", "oldest microbatch"),
     (step_with(times=lambda m: m), "m times too large"),
     (step_with(times=lambda m: 1 / m), "m times too small"),
