@@ -176,12 +176,14 @@ class _Given(NamedTuple):
     Attributes:
         entries: as it returned them, tensors copied.
         generator: the state of the random number generator at the time.
-        later: the keys it gave after one more step of the optimizer.
+        later: the keys it gave after one more step.
+        turned: the keys it gave the generator when the coordinates came in the other order.
     """
 
     entries: Any
     generator: Tensor
     later: list[Any]
+    turned: list[Any]
 
 
 def _trained(pp: int, index: int, regrouped: bool = False) -> tuple[_Stage, torch.optim.AdamW]:
@@ -202,15 +204,25 @@ def _entries_on_rank(rank: int, fn: Callable[..., Any]) -> list[_Given]:
         stage, optimizer = _trained(pp, rank // dp, regrouped)
         torch.manual_seed(1000 * pp + rank)
         state = torch.get_rng_state()
-        entries = fn(stage, optimizer, _coordinates(rank, dp), _STEP)
+        place = _coordinates(rank, dp)
+        entries = fn(stage, optimizer, dict(place), _STEP)
         if isinstance(entries, dict):
             entries = {
                 key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in entries.items()
             }
+        turned = fn(stage, optimizer, dict(reversed(place.items())), _STEP)
         optimizer.step()
-        later = fn(stage, optimizer, _coordinates(rank, dp), _STEP)
-        found.append(_Given(entries, state, list(later) if isinstance(later, dict) else []))
+        later = fn(stage, optimizer, dict(place), _STEP + 1)
+        found.append(_Given(entries, state, list(_dict(later)), _keys_of(state, turned)))
     return found
+
+
+def _dict(entries: Any) -> dict[Any, Any]:
+    return entries if isinstance(entries, dict) else {}
+
+
+def _keys_of(generator: Tensor, entries: Any) -> list[Any]:
+    return [key for key, value in _dict(entries).items() if _equal(value, generator)]
 
 
 def _coordinates(rank: int, dp: int) -> dict[str, int]:
@@ -290,7 +302,7 @@ def _compare_times(ranks: Sequence[Sequence[_Given]]) -> None:
             if changed := sorted(map(str, set(given.entries) ^ set(given.later))):
                 key = " ".join(changed[0].split())
                 raise Mistake(
-                    f"After one more step of the optimizer, rank {rank} writes other keys, such as `{key:.60}`.",
+                    f"After one more step, rank {rank} writes other keys, such as `{key:.60}`.",
                     "Who loads knows names and coordinates, and none of the values: make the keys of those.",
                 )
 
@@ -316,15 +328,25 @@ def _compare_places(ranks: list[list[_Given]]) -> None:
     """Equal coordinates need equal keys for the generator in every layout, other coordinates another."""
     keys: dict[tuple[int, ...], Any] = {}
     for rank, found in enumerate(ranks):
-        for (_, dp), (entries, state, _) in zip(_LAYOUTS, found, strict=True):
+        for (_, dp), given in zip(_LAYOUTS, found, strict=True):
             place = tuple(_coordinates(rank, dp).values())
-            key = next(key for key, value in entries.items() if _equal(value, state))
+            key = _keys_of(given.generator, given.entries)[0]
             same_key = keys.setdefault(place, key) == key
             if not same_key or any(other == key for at, other in keys.items() if at != place):
                 raise Mistake(
                     f"`{key}` does not follow from the coordinates: other layouts have another rank there.",
                     "Rank 1 of 4 × 1 and rank 1 of 2 × 2 are in different places. Write all coordinates into the key.",
                 )
+    for rank, found in enumerate(ranks):
+        for (_, dp), given in zip(_LAYOUTS, found, strict=True):
+            here = _coordinates(rank, dp)
+            for place, key in keys.items():
+                if key in given.turned and place != tuple(here.values()):
+                    raise Mistake(
+                        f"`{key}` has two meanings: {dict(zip(here, place, strict=True))}, and, where a mesh has its "
+                        f"dimensions in another order, {dict(reversed(here.items()))}.",
+                        "Numbers alone do not say of which dimension. Write the names of the dimensions in, too.",
+                    )
 
 
 def _compare_groups(found: dict[Any, Any], regrouped: list[dict[Any, Any]]) -> None:

@@ -386,6 +386,11 @@ def by_number_under_the_name(stage: Any, optimizer: Any, coordinates: Any, step:
         (entries(generator=lambda place: {}), "no rank's random number generator"),
         (entries(generator=in_one_place("pp")), "a generator of its own"),
         (entries(generator=lambda place: {f"rng.{dist.get_rank()}": torch.get_rng_state()}), "all coordinates"),
+        (
+            entries(generator=lambda place: {f"rng.{'.'.join(map(str, place.values()))}": torch.get_rng_state()}),
+            "Write the names of the dimensions",
+        ),
+        (entries(position=lambda step, place: {f"step_{step}": step}), "such as `step_1234`"),
         (entries(position=lambda step, place: {}), "the data begin again"),
         (entries(position=lambda step, place: {"step": (step, place["dp_shard"])}), "different values"),
         (entries(slots=("exp_avg", "exp_avg_sq")), "no entry holds step of"),
