@@ -36,17 +36,21 @@ def _mine(rank: int, dtype: torch.dtype) -> Tensor:
 
 def _shifted(
     rank: int, answer: Callable[..., Any], p: int, dtype: torch.dtype, late: int | None
-) -> tuple[Any, list[float]]:
-    """What the answer returned, and what it left in its argument; then the argument is overwritten, as is allowed."""
+) -> tuple[Any, bool, list[float]]:
+    """What the answer returned, whether in the memory of its argument, and what it left in that.
+
+    Then the argument is overwritten, as is allowed.
+    """
     x = _mine(rank, dtype)
     dist.barrier()
     if rank == late:
         time.sleep(_LATE_S)
     got = answer(x, rank, p)
-    left = x.tolist()
-    got = got.clone() if isinstance(got, Tensor) else got
+    left, is_x = x.tolist(), False
+    if isinstance(got, Tensor):
+        is_x, got = got.untyped_storage().data_ptr() == x.untyped_storage().data_ptr(), got.clone()
     x.fill_(_OVERWRITTEN)
-    return got, left
+    return got, is_x, left
 
 
 # Ranks, dtype, and the rank that comes late, if any.
@@ -64,15 +68,21 @@ def grade_shift(answer: Answer) -> None:
         try:
             results = answer.on_ranks(p, _shifted, p, dtype, late)
         except Stopped as e:
-            raise Mistake(e.symptom, _why_stopped(answer, p, e) or e.cause, e.example) from None
-        for rank, (got, left) in enumerate(results):
-            _judge_shift(rank, p, dtype, got, left)
+            raise Mistake(e.symptom, _why_stopped(answer, p, dtype, e) or e.cause, e.example) from None
+        for rank, (got, is_x, left) in enumerate(results):
+            _judge_shift(rank, p, dtype, got, is_x, left)
 
 
-def _why_stopped(answer: Answer, p: int, stopped: Stopped) -> str:
+def _why_stopped(answer: Answer, p: int, dtype: torch.dtype, stopped: Stopped) -> str:
     """Return a better cause than the launcher's diagnosis; empty if there is none."""
     if p == 1 and (stopped.how == "endless" or stopped.error == "ValueError"):
         return "In a ring of one, left and right are the rank itself, which cannot send to itself."
+    # gloo ends the process if a message is longer than the memory for it. With float32 the answer was right.
+    if stopped.how == "died" and dtype != torch.float32:
+        return (
+            f"Here `x` is of {dtype}, and what it is received into is smaller: memory like `x` has its shape and its "
+            "dtype, `torch.empty_like(x)`."
+        )
     if stopped.how != "endless":
         return ""
     if "isend" in answer.names and not answer.names & {"wait", "is_completed"}:
@@ -90,7 +100,7 @@ def _why_nothing_comes(stopped: Stopped, p: int) -> str:
     return "A rank receives from its left neighbour: `(rank - 1) % p`."
 
 
-def _judge_shift(rank: int, p: int, dtype: torch.dtype, got: Any, left: list[float]) -> None:
+def _judge_shift(rank: int, p: int, dtype: torch.dtype, got: Any, is_x: bool, left: list[float]) -> None:
     mine, want = _mine(rank, dtype), _mine((rank - 1) % p, dtype)
     where = f"rank {rank} of {p}"
     if left != mine.tolist():
@@ -100,6 +110,11 @@ def _judge_shift(rank: int, p: int, dtype: torch.dtype, got: Any, left: list[flo
         )
     value = expect_tensor(got, f"shift(x, {rank}, {p})", mine.shape, dtype)
     if torch.equal(value, want):
+        if is_x:
+            raise Mistake(
+                f"On {where}, `shift` returned `x` itself.",
+                "Whoever overwrites `x` would change what came back, too: return `x.clone()`.",
+            )
         return
     if torch.equal(value, torch.full_like(value, _OVERWRITTEN)):
         raise Mistake(
@@ -163,13 +178,21 @@ def _gathered(rank: int, answer: Callable[..., Any], p: int, n: int) -> _Gathere
     return _Gathered(x.tolist(), returned, traffic.n_bytes, traffic.collectives)
 
 
+_IN_PLACE = (
+    "Write what is received into the chunk's own memory: give `chunks[…]` to `exchange` to receive into, or copy it "
+    "there with `chunks[…].copy_(received)`."
+)
+
+
 def grade_all_gather(answer: Answer) -> None:
     counts = []
     for p, n in ((2, 4), (3, 6), (4, 8), (3, 7), (4, 3), (1, 2)):
         try:
             results = answer.on_ranks(p, _gathered, p, n)
         except Stopped as e:
-            raise Mistake(e.symptom, _why_nothing_comes(e, p) or e.cause, e.example) from None
+            tuple_assigned = "does not support item assignment" in e.symptom
+            cause = f"`chunks` is a tuple of views of one tensor. {_IN_PLACE}" if tuple_assigned else e.cause
+            raise Mistake(e.symptom, _why_nothing_comes(e, p) or cause, e.example) from None
         lengths = [len(chunk) for chunk in _complete(n).tensor_split(p)]
         uneven = f", with chunks of {', '.join(map(str, lengths))} numbers" if len(set(lengths)) > 1 else ""
         run = f"On {p} rank{'s' if p > 1 else ''}{uneven}"
@@ -234,7 +257,7 @@ def _wrong_gather(run: str, values: list[list[int]], p: int, n: int) -> Mistake:
     else:
         rank, i = wrong[0]
         symptom = f"{run}, chunk {chunk_of[i]} is still unfinished on rank {rank}: nothing was received into it."
-        cause = "There are p - 1 steps, and what is received goes into the list itself, into `chunks[…]`."
+        cause = f"There are p - 1 steps. {_IN_PLACE}"
     return Mistake(symptom, cause, example)
 
 

@@ -20,7 +20,7 @@ refuses = partial(grading.refuses, limit_s=1.5)
 
 def by_parity(x, rank, p):
     if p == 1:
-        return x
+        return x + 0
     received = torch.zeros_like(x)
     right, left = (rank + 1) % p, (rank - 1) % p
     if rank % 2 == 0:
@@ -132,6 +132,10 @@ def keeps_the_handle_and_does_not_wait(x, rank, p):
     return received
 
 
+def returns_x_from_a_ring_of_one(x, rank, p):
+    return x if p == 1 else rank_0_receives_first(x, rank, p)
+
+
 def receives_into_x(x, rank, p):
     if p == 1:
         return x
@@ -183,10 +187,11 @@ def test_a_ring_without_a_deadlock_is_correct_however_it_is_written(answer: Call
         (does_not_wait, ["still running", "keep what it returns and call `wait()`"]),
         # The handle dies with the call: what x becomes is sent, or nothing is. Each of the two is told.
         (keeps_the_handle_and_does_not_wait, ["`isend`", "call `wait()` on"]),
+        (returns_x_from_a_ring_of_one, ["rank 0 of 1", "returned `x` itself", "`x.clone()`"]),
         (receives_into_x, ["changed `x`", "a tensor of its own"]),
         (returns_its_own, ["its own `x`"]),
         (returns_nothing, ["is None", "Is a `return` missing?"]),
-        (assumes_float32, ["24 bytes came for a tensor of 12", "dtype"]),
+        (assumes_float32, ["`x` is of torch.float64", "`torch.empty_like(x)`"]),
     ],
 )
 def test_a_shift_that_is_wrong_is_told_why(answer: Callable[..., Any], words: list[str]) -> None:
@@ -268,6 +273,22 @@ def one_step_too_many(chunks, rank, p):
             exchange(chunks[out], (rank + 1) % p, chunks[into], (rank - 1) % p)
 
 
+def binds_a_name_to_what_came(chunks, rank, p):
+    chunk = chunks[(rank + 1) % p]
+    for step in range(p - 1):
+        received = torch.empty_like(chunks[(rank - step) % p])
+        exchange(chunk, (rank + 1) % p, received, (rank - 1) % p)
+        chunk = received
+
+
+def puts_another_tensor_into_the_tuple(chunks, rank, p):
+    for step in range(p - 1):
+        out, into = (rank + 1 - step) % p, (rank - step) % p
+        received = torch.empty_like(chunks[into])
+        exchange(chunks[out], (rank + 1) % p, received, (rank - 1) % p)
+        chunks[into] = received
+
+
 def returns_new_chunks(chunks, rank, p):
     new = [chunk.clone() for chunk in chunks]
     from_received_index(new, rank, p)
@@ -331,7 +352,9 @@ def test_a_gather_is_correct_however_it_is_written(answer: Callable[..., Any]) -
         (begins_with_its_own_number, ["On 2 ranks", "as it was on rank 1, unfinished"]),
         (one_step_too_few, ["still unfinished on rank 0", "p - 1 steps"]),
         (one_step_too_many, ["a rank sent", "bytes where"]),
-        (returns_new_chunks, ["still unfinished", "into the list itself"]),
+        (returns_new_chunks, ["still unfinished", "give `chunks[…]` to `exchange`", "`chunks[…].copy_(received)`"]),
+        (binds_a_name_to_what_came, ["still unfinished", "`chunks[…].copy_(received)`"]),
+        (puts_another_tensor_into_the_tuple, ["item assignment", "is a tuple", "`chunks[…].copy_(received)`"]),
         (adds_as_in_the_first_half, ["was added to", "nothing is added"]),
         (into_the_wrong_chunk, ["holds numbers of another chunk", "same index"]),
         (equal_lengths_only, ["on 3 ranks, raised RuntimeError: The size of tensor a"]),
