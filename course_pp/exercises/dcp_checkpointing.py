@@ -85,14 +85,28 @@ def _nothing_as_rows(shape: Any, cut: str, tp: int, t: int, dp: int, d: int) -> 
     return rectangle(shape, "rows" if cut == "nothing" else cut, tp, t, dp, d)
 
 
+def _other_dimension(shape: Any, cut: str, *rest: int) -> Box:
+    return rectangle(shape, {"rows": "columns", "columns": "rows"}.get(cut, cut), *rest)
+
+
+def _as_numpy_splits(shape: Any, cut: str, tp: int, t: int, dp: int, d: int) -> Box:
+    (first, start), (rows, numbers) = rectangle(shape, cut, tp, t, 1, 0)
+    each, rest = divmod(rows, dp)
+    return (first + d * each + min(d, rest), start), (each + (d < rest), numbers)
+
+
 _WRONG_RECTANGLES: Sequence[tuple[_Formula, str]] = (
     (_fsdp_first, "Tensor parallelism cuts first; FSDP cuts the rows of what is left (08). Here it is reversed."),
     (_without_offset_of_tp, "Offsets count from the corner of the whole matrix: those of both cuts add up."),
     (_rounded_down, "Where dp does not divide the rows, rounding down leaves some of them to nobody."),
     (_rest_to_the_last, "torch.chunk rounds up: all parts are equally large but the last ones, which may be empty."),
+    (_as_numpy_splits, "torch.chunk rounds up: all parts but the last ones are equally large. Yours even them out."),
     (_not_shortened, "The last parts end where the matrix ends: take the smaller of the part and what is left."),
     (_may_be_negative, "Where nothing is left, the size is 0 and not less."),
     (_with_ends, "The second entry is the size, not the end."),
+    (lambda *case: rectangle(*case)[::-1], "The offsets come first, then the sizes."),
+    (_other_dimension,
+     'With `"rows"` each rank gets some of the rows, dimension 0, and all columns; with `"columns"` the reverse.'),
     (_nothing_as_rows, "Where tensor parallelism cuts nothing, each of its ranks has the matrix whole."),
     (lambda shape, cut, tp, t, dp, d: rectangle(shape, cut, tp, t, 1, 0), "FSDP does not cut anything in your answer."),
     (lambda shape, cut, tp, t, dp, d: rectangle(shape, "nothing", tp, t, dp, d),
@@ -110,6 +124,10 @@ def _grade_rectangle(answer: Answer) -> None:
     if (index := _first_difference(found, [rectangle(*case) for case in cases])) is None:
         return
     causes = [why for wrong, why in _WRONG_RECTANGLES if _first_difference(found, [wrong(*c) for c in cases]) is None]
+    if not causes:
+        # Where nothing is left, one mistake has many faces.
+        held = [(case, got) for case, got in zip(cases, found, strict=True) if 0 not in rectangle(*case)[1]]
+        causes = [why for wrong, why in _WRONG_RECTANGLES if all(got == wrong(*case) for case, got in held)]
     call = written_call(answer.name, *cases[index])
     symptom = f"`{call}` gave {found[index]}, which should be {rectangle(*cases[index])}."
     raise Mistake(symptom, causes[0] if causes else "")
@@ -171,12 +189,26 @@ def _plus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
     return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
+_NOT_ROWS_ALONE = "They have to overlap in every dimension, not in the rows alone."
+
+
+def _all_columns(first: Any, sizes: Any, piece: Box, wanted: Box) -> Box:
+    return (first[0], piece[0][1]), (sizes[0], piece[1][1])
+
+
+def _whole_pieces_alone(wanted: Box, pieces: dict[str, Box]) -> dict[str, Box]:
+    return {file: box for file, box in overlaps(wanted, pieces).items() if box == pieces[file]}
+
+
 _WRONG_OVERLAPS: Sequence[tuple[_Formula, str]] = (
     (_overlaps_with(lambda sizes: min(sizes) >= 0),
      "Rectangles that only touch share nothing: an overlap has more than 0 rows and columns."),
     (_overlaps_with(lambda sizes: max(sizes) > 0),
      "They have to overlap in every dimension, not in one of them."),
-    (_overlaps_with(lambda sizes: sizes[0] > 0), "They have to overlap in every dimension, not in the rows alone."),
+    (_overlaps_with(lambda sizes: sizes[0] > 0), _NOT_ROWS_ALONE),
+    (_overlaps_with(lambda sizes: sizes[0] > 0, _all_columns), _NOT_ROWS_ALONE),
+    (_overlaps_with(told=_all_columns), _NOT_ROWS_ALONE),
+    (_whole_pieces_alone, "A piece of which only a part is wanted is read, too: that part of it."),
     (_overlaps_with(lambda sizes: True), "A file that has nothing of what is wanted is not read: leave it out."),
     (_overlaps_with(told=lambda first, sizes, piece, wanted: (first, _plus(first, sizes))),
      "The second entry is the size, not the end."),

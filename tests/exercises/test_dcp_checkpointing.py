@@ -40,6 +40,11 @@ def part(rows: int, parts: int, index: int) -> tuple[int, int]:
     return min(index * most, rows), min(most, rows - min(index * most, rows))
 
 
+def split_as_numpy_does(rows: int, parts: int, index: int) -> tuple[int, int]:
+    sizes = [rows // parts + (i < rows % parts) for i in range(parts)]
+    return sum(sizes[:index]), sizes[index]
+
+
 def cutting(
     rows_of: Answer = part,
     tp_first: bool = True,
@@ -82,6 +87,16 @@ def cutting(
         (cutting(dim_of=lambda cut: int(cut == "columns")), "has the matrix whole"),
         (cutting(dim_of=lambda cut: None), "Tensor parallelism does not cut"),
         (cutting(fsdp=False), "FSDP does not cut"),
+        (cutting(dim_of={"rows": 1, "columns": 0}.get), 'With `"rows"` each rank gets some of the rows'),
+        (cutting(split_as_numpy_does), "torch.chunk rounds up"),
+        (lambda *case: rectangle(*case)[::-1], "The offsets come first, then the sizes"),
+        (cutting(lambda rows, n, i: (min(i * -(-rows // n), rows), -(-rows // n))), "where the matrix ends"),
+        (
+            cutting(
+                lambda rows, n, i: (i * -(-rows // n), max(0, min(-(-rows // n), rows - i * -(-rows // n)))), ends=True
+            ),
+            "not the end",
+        ),
         (lambda *case: (0, 0, 1, 1), "4 entries, not 2"),
         (lambda *case: ((0.0, 0), (1, 1)), "a whole number"),
     ],
@@ -147,6 +162,18 @@ def less(a: Any, b: Any) -> tuple[int, ...]:
     return tuple(x - y for x, y in zip(a, b, strict=True))
 
 
+def cut_in_rows(first: Any, sizes: Any, piece: Any, wanted: Any) -> Any:
+    return (first[0], piece[0][1]), (sizes[0], piece[1][1])
+
+
+by_rows_alone = reading(lambda sizes: sizes[0] > 0, cut_in_rows)
+by_rows_of_what_overlaps = reading(told=cut_in_rows)
+
+
+def whole_pieces_alone(wanted: Any, pieces: Any) -> Any:
+    return {file: box for file, box in overlaps(wanted, pieces).items() if box == pieces[file]}
+
+
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
@@ -158,6 +185,9 @@ def less(a: Any, b: Any) -> tuple[int, ...]:
         (reading(told=lambda first, sizes, piece, wanted: piece), "whole pieces"),
         (reading(told=lambda first, sizes, piece, wanted: (less(first, piece[0]), sizes)), "corner of the piece"),
         (reading(told=lambda first, sizes, piece, wanted: (less(first, wanted[0]), sizes)), "of what is wanted"),
+        (by_rows_alone, "in every dimension, not in the rows alone"),
+        (by_rows_of_what_overlaps, "in every dimension, not in the rows alone"),
+        (whole_pieces_alone, "A piece of which only a part is wanted is read, too"),
         (lambda wanted, pieces: {}, "__0_0.distcp your answer reads nothing"),
         (lambda wanted, pieces: {**overlaps(wanted, pieces), "x": wanted}, "x is not among"),
         (lambda wanted, pieces: list(pieces), "a dictionary is asked for"),
