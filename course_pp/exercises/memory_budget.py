@@ -36,15 +36,15 @@ class _Case(NamedTuple):
     budget: float
     max_ranks: int
 
-    def needed(self, p: int, m: int, in_flight: int) -> float:
-        """Bytes on the first rank."""
-        return self.state / p + in_flight * self.activations / (p * m)
+    def needed(self, p: int, m: int, in_flight: int, shards: int | None = None) -> float:
+        """Bytes on the first rank, with the state in as many shards as there are ranks, or in ``shards``."""
+        return self.state / (shards or p) + in_flight * self.activations / (p * m)
 
-    def choice(self, in_flight: Callable[[int, int], int]) -> tuple[int, int] | None:
-        """What is chosen if ``in_flight(p, m)`` microbatches are counted on the first rank."""
+    def choice(self, in_flight: Callable[[int, int], int], shards: int | None = None) -> tuple[int, int] | None:
+        """What is chosen if the first rank counts ``in_flight(p, m)`` microbatches, and the state as `needed` does."""
         counts = [m for m in range(1, self.rows // self.min_rows + 1) if self.rows % m == 0]
         pairs = [(p, m) for p in range(1, self.max_ranks + 1) for m in counts]
-        fitting = [pair for pair in pairs if self.needed(*pair, in_flight(*pair)) <= self.budget]
+        fitting = [pair for pair in pairs if self.needed(*pair, in_flight(*pair), shards) <= self.budget]
         return min(fitting, key=lambda pair: ((pair[0] - 1) / (sum(pair) - 1), *pair), default=None)
 
 
@@ -120,6 +120,8 @@ def _why_all(found: dict[_Case, Any]) -> str:
         return "You count m activations in flight, as GPipe has. 1F1B holds min(m, p) on rank 0."
     if all(_same_choice(got, case.choice(lambda p, m: p)) for case, got in found.items()):
         return "A/m holds for m ≥ p; with fewer, rank 0 holds m: min(m, p)·A/(pm)."
+    if all(_same_choice(got, case.choice(min, shards=1)) for case, got in found.items()):
+        return "The state is divided among the ranks: rank 0 has `state / p` of it."
     less = ((case._replace(budget=case.budget - _JUST), got) for case, got in found.items())
     if all(_same_choice(got, case.choice(min)) for case, got in less):
         return "What needs exactly `budget` fits: `<=`."
@@ -127,7 +129,10 @@ def _why_all(found: dict[_Case, Any]) -> str:
 
 
 def _same_choice(got: Any, choice: tuple[int, int] | None) -> bool:
-    return got == choice if got is None or choice is None else tuple(got) == choice
+    if got is None or choice is None:
+        return got == choice
+    # One rank has no bubble, whatever m.
+    return got[0] == choice[0] == 1 or tuple(got) == choice
 
 
 def _why_missed(case: _Case, got: tuple[int, int], found: dict[_Case, Any]) -> str:

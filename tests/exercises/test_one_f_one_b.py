@@ -476,6 +476,11 @@ WRONG_CHOICES = [
     (chosen_by(lambda s, a, p, m: s / p + a / m), "A/m holds for m ≥ p; with fewer, rank 0 holds m: min(m, p)·A/(pm)"),
     (chosen_by(lambda s, a, p, m: s / p + a / (p * m)), "would need", "min(m, p) activations"),
     (chosen_by(lambda s, a, p, m: s / p), "would need"),
+    (chosen_by(lambda s, a, p, m: s + min(m, p) * a / (p * m)), "rank 0 has `state / p`"),
+    (
+        chosen_by(lambda s, a, p, m: s + min(m, p) * a / (p * m), lambda p, m: ((p - 1) / (m + p - 1), -m)),
+        "rank 0 has `state / p`",
+    ),
     (chosen_by(lambda s, a, p, m: s // p + min(m, p) * a // (p * m)), "`//` drops that"),
     (chosen_by(lambda s, a, p, m: s // p + min(m, p) * a / (p * m)), "`//` drops that"),
     (chosen_by(lambda s, a, p, m: s / p + min(m, p) * a // (p * m)), "`//` drops that"),
