@@ -70,13 +70,16 @@ class ScratchFolder:
             copy_of: a folder whose contents the new one starts with; None leaves it empty.
 
         Raises:
-            ValueError: for a name that is not one of a folder in this one, or if there is nothing to copy.
+            ValueError: for a name that is not one of a folder in this one, or if there is nothing to copy, or if that
+                would be removed first.
         """
         target = self.path / name
         if name in ("", ".", "..") or target.parent != self.path:
             raise ValueError(f"name is {name!r}, no name of a folder in {self.path.name}: give one, such as 'run'")
         if copy_of is not None and not Path(copy_of).is_dir():
             raise ValueError(f"there is no folder {Path(copy_of).name!r} to copy: first run the cell that writes it")
+        if copy_of is not None and Path(copy_of).resolve().is_relative_to(target):
+            raise ValueError(f"copy_of is {name!r} or in it, which is removed first: give the copy another name")
         shutil.rmtree(target, ignore_errors=True)
         if copy_of is None:
             target.mkdir(parents=True)

@@ -90,3 +90,13 @@ def test_a_fresh_folder_is_never_one_that_others_write(tmp_path: Path, name: str
 def test_where_nothing_can_be_written_it_is_refused_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot make a folder for runs in .*nowhere' \(No such file or directory\)"):
         ScratchFolder("09_", tmp_path / "nowhere")
+
+
+def test_a_fresh_folder_is_no_copy_of_what_it_replaces(tmp_path: Path) -> None:
+    folder = ScratchFolder("runs_", tmp_path)
+    run = folder.fresh("run")
+    (run / "step").mkdir()
+    for source in (run, run / "step"):
+        with pytest.raises(ValueError, match="copy_of is 'run' or in it"):
+            folder.fresh("run", copy_of=source)
+    assert (run / "step").is_dir()
