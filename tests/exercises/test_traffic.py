@@ -10,6 +10,8 @@ from course_pp.exercises.answer import Answer
 from course_pp.exercises.exercise import Mistake
 from course_pp.exercises.traffic import last_message_waited_for
 
+pytestmark = pytest.mark.ranks
+
 N_MESSAGES = 2
 
 

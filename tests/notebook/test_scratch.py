@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -61,8 +62,17 @@ def test_a_folder_goes_when_the_cell_is_run_again(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_fresh_folder_holds_nothing_of_an_earlier_run_or_a_copy(tmp_path: Path) -> None:
-    folder = ScratchFolder("09_", tmp_path)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScratchFolder]:
+    """Shared, as each takes two seconds to go: a name is used by one test."""
+    place = tmp_path_factory.mktemp("notebooks")
+    (place / "mine").mkdir()
+    folder = ScratchFolder("09_", place)
+    yield folder
+    folder.remove()
+
+
+def test_a_fresh_folder_holds_nothing_of_an_earlier_run_or_a_copy(folder: ScratchFolder) -> None:
     run = folder.fresh("run")
     (run / "step_4").mkdir()
     copy = folder.fresh("copy", copy_of=run)
@@ -71,32 +81,30 @@ def test_a_fresh_folder_holds_nothing_of_an_earlier_run_or_a_copy(tmp_path: Path
     copy = folder.fresh("copy", copy_of=run)
     assert [path.name for path in copy.iterdir()] == ["step_4"]
     assert list(folder.fresh("run").iterdir()) == []
-    folder.remove()
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../mine", "a/b", "/mine"])
-def test_a_fresh_folder_is_never_one_that_others_write(tmp_path: Path, name: str) -> None:
-    (tmp_path / "mine").mkdir()
-    folder = ScratchFolder("09_", tmp_path)
+def test_a_fresh_folder_is_never_one_that_others_write(folder: ScratchFolder, name: str) -> None:
     with pytest.raises(ValueError, match="no name of a folder in 09_"):
         folder.fresh(name)
     assert folder.path.exists()
-    assert (tmp_path / "mine").exists()
-    with pytest.raises(ValueError, match="there is no folder 'run' to copy: first run the cell that writes it"):
-        folder.fresh("copy", copy_of=folder.path / "run")
-    folder.remove()
+    assert (folder.path.parent / "mine").exists()
+
+
+def test_a_copy_needs_a_folder_that_is_there(folder: ScratchFolder) -> None:
+    with pytest.raises(ValueError, match="there is no folder 'unmade' to copy: first run the cell that writes it"):
+        folder.fresh("copy", copy_of=folder.path / "unmade")
+
+
+def test_a_fresh_folder_is_no_copy_of_what_it_replaces(folder: ScratchFolder) -> None:
+    run = folder.fresh("replaced")
+    (run / "step").mkdir()
+    for source in (run, run / "step"):
+        with pytest.raises(ValueError, match="copy_of is 'replaced' or in it"):
+            folder.fresh("replaced", copy_of=source)
+    assert (run / "step").is_dir()
 
 
 def test_where_nothing_can_be_written_it_is_refused_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot make a folder for runs in .*nowhere' \(No such file or directory\)"):
         ScratchFolder("09_", tmp_path / "nowhere")
-
-
-def test_a_fresh_folder_is_no_copy_of_what_it_replaces(tmp_path: Path) -> None:
-    folder = ScratchFolder("runs_", tmp_path)
-    run = folder.fresh("run")
-    (run / "step").mkdir()
-    for source in (run, run / "step"):
-        with pytest.raises(ValueError, match="copy_of is 'run' or in it"):
-            folder.fresh("run", copy_of=source)
-    assert (run / "step").is_dir()
