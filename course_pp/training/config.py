@@ -1,7 +1,7 @@
 """What a training run is, checked when it is written down."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -144,7 +144,7 @@ class TrainConfig:
         refuse_unless = self._refuse_unless
         near = nearest(self.optimizer, OPTIMIZERS)
         known = f"{{optimizer}} must be one of {', '.join(OPTIMIZERS)}: did you mean {near!r}?"
-        refuse_unless(self.optimizer in OPTIMIZERS, known, "optimizer")
+        refuse_unless(_is_one_of(self.optimizer, OPTIMIZERS), known, "optimizer")
         options = self.optimizer_options
         are_options = isinstance(options, Mapping) and all(
             isinstance(name, str) and isinstance(value, bool | int | float) for name, value in options.items()
@@ -158,7 +158,7 @@ class TrainConfig:
         if self.eps is not None:
             check_number("eps", self.eps)
             refuse_unless(0 <= self.eps < math.inf, "{eps} must be 0 or more and finite, such as 1e-8", "eps")
-        is_known = self.lr_schedule in LR_SCHEDULES
+        is_known = _is_one_of(self.lr_schedule, LR_SCHEDULES)
         refuse_unless(is_known, f"{{lr_schedule}} must be one of {', '.join(LR_SCHEDULES)}", "lr_schedule")
         is_used = self.decay_steps is None or self.lr_schedule == "wsd"
         refuse_unless(
@@ -171,9 +171,9 @@ class TrainConfig:
         """Refuse an unknown number format or `on_nan`, an impossible loss scale, and an impossible time limit."""
         refuse_unless = self._refuse_unless
         refuse_unless(
-            self.precision in PRECISIONS, f"{{precision}} must be one of {', '.join(PRECISIONS)}", "precision"
+            _is_one_of(self.precision, PRECISIONS), f"{{precision}} must be one of {', '.join(PRECISIONS)}", "precision"
         )
-        refuse_unless(self.on_nan in ("refuse", "skip"), "{on_nan} must be refuse or skip", "on_nan")
+        refuse_unless(_is_one_of(self.on_nan, ("refuse", "skip")), "{on_nan} must be refuse or skip", "on_nan")
         check_number("loss_scale", self.loss_scale)
         is_scale = 1 <= self.loss_scale <= 2**24 and math.frexp(self.loss_scale)[0] == 0.5
         refuse_unless(is_scale, "{loss_scale} must be a power of two from 1 to 2**24, such as 65536", "loss_scale")
@@ -184,7 +184,9 @@ class TrainConfig:
 
     def _check_rules(self) -> None:
         refuse_unless = self._refuse_unless
-        refuse_unless(self.engine in ENGINES, f"{{engine}} must be one of {', '.join(map(repr, ENGINES))}", "engine")
+        refuse_unless(
+            _is_one_of(self.engine, ENGINES), f"{{engine}} must be one of {', '.join(map(repr, ENGINES))}", "engine"
+        )
         self._check_schedule()
         is_folder = self.log_folder is None or (isinstance(self.log_folder, str) and self.log_folder != "")
         refuse_unless(is_folder, "{log_folder} must be a folder to write into, or None to write none", "log_folder")
@@ -243,7 +245,7 @@ class TrainConfig:
             why = f"its stages update their own weights. Choose one of {choice}, or a schedule that flushes"
             refuse_unless(not updates, f"{{schedule}} with {{versions}}: {why}", "schedule", "versions")
         else:
-            refuse_unless(self.versions in VERSIONS, f"{{versions}} must be one of {choice}", "versions")
+            refuse_unless(_is_one_of(self.versions, VERSIONS), f"{{versions}} must be one of {choice}", "versions")
             why = "it flushes, so there is one version of the weights. Leave versions out, or take 'pipedream'"
             refuse_unless(updates, f"{{versions}} with {{schedule}}: {why}", "versions", "schedule")
             for name, works, why in (
@@ -321,6 +323,11 @@ class TrainConfig:
 
 
 _DEFAULT_STEPS = next(field.default for field in fields(TrainConfig) if field.name == "steps")
+
+
+def _is_one_of(value: object, names: Collection[str]) -> bool:
+    """Return whether ``value`` is one of the names; an array cannot even be compared with them."""
+    return isinstance(value, str) and value in names
 
 
 def _plain(value: Any) -> Any:

@@ -4,6 +4,7 @@ import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from course_pp.training import TrainConfig
@@ -30,6 +31,9 @@ from course_pp.training import TrainConfig
         ({"profile": 2, "log_folder": "logs", "steps": 3}, "train at least 4 steps"),
         ({"batch": 20}, "batch=20 does not divide into 8 microbatches = 8 parts: use a multiple of 8, such as 24"),
         ({"schedule": []}, "schedule=[] must be the name of a schedule, such as '1f1b'"),
+        ({"engine": np.array([])}, "engine=array([], dtype=float64) must be one of 'parallel', 'runtime'"),
+        ({"optimizer": np.array([])}, "must be one of AdamW, Adam,"),
+        ({"lr_schedule": np.array([])}, "must be one of cosine, linear, wsd, constant"),
         ({"schedule": ""}, "schedule='' must be the name of a schedule"),
         ({"log_folder": ""}, "log_folder='' must be a folder to write into, or None"),
         ({"optimizer": "AdamV"}, "optimizer='AdamV' must be one of AdamW, Adam,"),
