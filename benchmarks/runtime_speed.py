@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from torch.distributed import pipelining
 from course_pp.launch import on_ranks
 from course_pp.runtime import Pipeline, Recorder
 from course_pp.schedule import build
+
+T = TypeVar("T")
 
 N_MICROBATCHES = 8
 SCHEDULES = {
@@ -79,8 +81,7 @@ def take_turns(rank: int, name: str, size: Size, repeats: int) -> list[list[floa
     ]
     seconds: list[list[float]] = [[], [], []]
     for repeat in range(repeats + 2):
-        for turn in range(len(steps)):  # each begins equally often: a step leaves caches as the next one finds them
-            row, step = (each[(turn + repeat) % len(steps)] for each in (seconds, steps))
+        for row, step in in_turn(list(zip(seconds, steps, strict=True)), repeat):
             for module in modules.values():
                 module.zero_grad()
             lasted = time_of(step)
@@ -88,6 +89,12 @@ def take_turns(rank: int, name: str, size: Size, repeats: int) -> list[list[floa
                 row.append(lasted)
         recorder.clear()
     return seconds
+
+
+def in_turn(steps: list[T], repeat: int) -> list[T]:
+    """The steps, beginning with another one in each repeat: a step leaves caches as the next one finds them."""
+    first = repeat % len(steps)
+    return steps[first:] + steps[:first]
 
 
 def module_of(stage: int, size: Size) -> nn.Module:

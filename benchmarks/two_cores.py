@@ -19,7 +19,7 @@ import statistics
 import sys
 
 import torch
-from runtime_speed import N_MICROBATCHES, Size, module_of, time_of, torch_schedule
+from runtime_speed import N_MICROBATCHES, Size, in_turn, module_of, time_of, torch_schedule
 from torch import nn
 
 from course_pp.fused import Fusing
@@ -95,11 +95,10 @@ def take_turns(rank: int, size: Size, repeats: int) -> dict[str, list[float]]:
     speedups: dict[str, list[float]] = {"ours": [], "torch": [], "apart": []}
     for repeat in range(repeats + 2):
         taken = {}
-        for turn in range(len(steps)):  # each begins equally often: a step leaves caches as the next one finds them
-            name = list(steps)[(turn + repeat) % len(steps)]
+        for name, step in in_turn(list(steps.items()), repeat):
             for module in modules:
                 module.zero_grad()
-            taken[name] = time_of(steps[name])
+            taken[name] = time_of(step)
         if repeat >= 2:
             for name, row in speedups.items():
                 row.append(taken["one"] / taken[name])

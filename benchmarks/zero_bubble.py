@@ -11,10 +11,10 @@ core say nothing: leave the machine alone, and compare nothing across runs.
 
 import statistics
 import sys
-import time
+from functools import partial
 
 import torch
-import torch.distributed as dist
+from runtime_speed import in_turn, time_of
 from torch import nn
 
 from course_pp.exercises.zero_bubble_lab import time_halves
@@ -63,18 +63,14 @@ def take_turns(rank: int, orders: list[Schedule], repeats: int) -> list[list[flo
     module = stage_of(rank)
     pipelines = [Pipeline(order, {rank: module}, nn.functional.mse_loss) for order in orders]
     batch = torch.randn(ROWS * orders[0].n_microbatches, WIDTH)
+    inputs, targets = batch if rank == 0 else None, batch if rank == N_RANKS - 1 else None
     seconds: list[list[float]] = [[] for _ in orders]
     for repeat in range(repeats + 2):
-        for turn in range(len(orders)):  # each begins equally often
-            i = (turn + repeat) % len(orders)
+        for pipeline, row in in_turn(list(zip(pipelines, seconds, strict=True)), repeat):
             module.zero_grad()
-            dist.barrier()
-            start = time.monotonic_ns()
-            pipelines[i].step(batch if rank == 0 else None, batch if rank == N_RANKS - 1 else None)
-            times = torch.tensor([-start, time.monotonic_ns()])
-            dist.all_reduce(times, op=dist.ReduceOp.MAX)
+            lasted = time_of(partial(pipeline.step, inputs, targets))
             if repeat >= 2:
-                seconds[i].append((times.sum() / 1e9).item())
+                row.append(lasted)
     return seconds
 
 
