@@ -1,16 +1,20 @@
 """What is wrong with how a figure is laid out: words over each other, out of their box, off the sheet, or too small."""
 
-from collections.abc import Iterator
-from itertools import combinations
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
 
+import numpy as np
 from matplotlib.axis import Axis
 from matplotlib.patches import FancyBboxPatch, Rectangle
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
+from numpy.typing import NDArray
 
 from course_pp.show import chart
 from course_pp.show.chart import ChartFigure
 from course_pp.show.rows import Labels
+
+Edges: TypeAlias = NDArray[np.float64]
 
 LEAST_POINTS = 6.0
 _SLACK = 1.5  # pixels of the doubled resolution: letters touch before their boxes do
@@ -20,12 +24,12 @@ def flaws(figure: ChartFigure) -> list[str]:
     """One sentence for each flaw; empty for a figure whose words can all be read."""
     figure.draw_without_rendering()
     words = list(_words(figure))
-    boxes = [
+    boxes = _edges(
         patch.get_window_extent()
         for axes in figure.axes
         for patch in axes.findobj(lambda artist: isinstance(artist, Rectangle | FancyBboxPatch))
         if patch is not axes.patch and patch.get_visible()
-    ]
+    )
     sheet = figure.bbox
     found = []
     for text, size, extent in words:
@@ -33,18 +37,37 @@ def flaws(figure: ChartFigure) -> list[str]:
             found.append(f"{text!r} has letters of {size} points")
         if not (sheet.x0 <= extent.x0 and extent.x1 <= sheet.x1 and sheet.y0 <= extent.y0 and extent.y1 <= sheet.y1):
             found.append(f"{text!r} leaves the sheet")
-        around = [box for box in boxes if box.contains((extent.x0 + extent.x1) / 2, (extent.y0 + extent.y1) / 2)]
-        if around and not _holds(min(around, key=lambda box: box.width * box.height), extent):
+        if _leaves_its_box(extent, boxes):
             found.append(f"{text!r} leaves its box")
-    for (text, _, one), (other, _, two) in combinations(words, 2):
-        if min(one.x1, two.x1) - max(one.x0, two.x0) > _SLACK and min(one.y1, two.y1) - max(one.y0, two.y0) > _SLACK:
-            found.append(f"{text!r} and {other!r} overlap")
-    return found
+    return found + [f"{words[one][0]!r} and {words[other][0]!r} overlap" for one, other in _overlaps(words)]
 
 
-def _holds(box: Bbox, words: Bbox) -> bool:
-    # Sideways only: the height of a text counts room for letters that it may not have.
-    return bool(box.x0 - _SLACK <= words.x0 and words.x1 <= box.x1 + _SLACK)
+def _edges(extents: Iterable[Bbox]) -> Edges:
+    """A row for each: left, bottom, right and top."""
+    return np.array([extent.extents for extent in extents]).reshape(-1, 4)
+
+
+def _leaves_its_box(words: Bbox, boxes: Edges) -> bool:
+    """Whether words are wider than the smallest box that has their middle.
+
+    Sideways only: the height of a text counts room for letters that it may not have.
+    """
+    x, y = (words.x0 + words.x1) / 2, (words.y0 + words.y1) / 2
+    left, bottom, right, top = boxes.T
+    around = boxes[(left <= x) & (x <= right) & (bottom <= y) & (y <= top)]
+    if not len(around):
+        return False
+    sides = around[:, 2:] - around[:, :2]
+    left, _, right, _ = around[np.argmin(sides[:, 0] * sides[:, 1])]
+    return bool(words.x0 < left - _SLACK or right + _SLACK < words.x1)
+
+
+def _overlaps(words: Sequence[tuple[str, float, Bbox]]) -> NDArray[np.intp]:
+    """A row for each two words that lie over each other: their numbers."""
+    left, bottom, right, top = _edges(extent for *_, extent in words).T
+    wide = np.minimum.outer(right, right) - np.maximum.outer(left, left)
+    high = np.minimum.outer(top, top) - np.maximum.outer(bottom, bottom)
+    return np.argwhere(np.triu((wide > _SLACK) & (high > _SLACK), k=1))
 
 
 def _beyond(axis: Axis) -> Iterator[Text]:
