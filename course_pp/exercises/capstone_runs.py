@@ -108,7 +108,7 @@ def planned_bytes(layout: Layout) -> list[dict[str, int]]:
     held = []
     for rank in range(layout.n_ranks):
         on_paper, stages = run.memory(rank), layout.stages(MODEL, layout.place(rank).pp)
-        counters = 4 * sum(len(group) for stage in stages for group in stage.groups)
+        counters = 4 * sum(stage.total(len) for stage in stages)
         held.append({"parameters": on_paper["parameters"], "moments": on_paper["optimizer"] - counters})
     return held
 

@@ -152,8 +152,8 @@ def memory_of_rank(
     """
     at = layout.place(rank)
     stages, size = layout.stages(model, at.pp), layout.bytes_of
-    n_elements = sum(held_elements(group, layout.dp_shard, at.dp_shard) for s in stages for group in s.groups)
-    n_tensors = sum(len(group) for s in stages for group in s.groups)
+    n_elements = sum(s.total(lambda group: held_elements(group, layout.dp_shard, at.dp_shard)) for s in stages)
+    n_tensors = sum(s.total(len) for s in stages)
     held = {
         "parameters": n_elements * size.kept,
         "gradients": n_elements * size.kept,
@@ -198,7 +198,7 @@ def _unreduced(layout: Layout, at_shard: int, stages: Sequence[StagePlan], order
     """Return the most bytes by which gradients, whole from a stage's first to last backward, exceed their shards."""
     size, more = layout.bytes_of, {}
     for stage in stages:
-        held = sum(held_elements(group, layout.dp_shard, at_shard) for group in stage.groups)
+        held = stage.total(lambda group: held_elements(group, layout.dp_shard, at_shard))
         more[stage.index] = max(0, numel([stage]) * size.reduced - held * size.kept)
     turns = [part.stage for each in order for part in each.parts if part.kind in "BW"]
     if not turns:
@@ -230,4 +230,4 @@ def _buffers(model: ModelConfig, layout: Layout, seq_len: int, n_microbatches: i
 
 def numel(stages: Sequence[StagePlan]) -> int:
     """Return the elements of the stages' parameters on one tensor-parallel rank."""
-    return sum(prod(shape) for s in stages for group in s.groups for shape in group)
+    return sum(s.total(lambda group: sum(map(prod, group))) for s in stages)

@@ -1,6 +1,6 @@
 """A layout on paper: where each rank is, and the shapes that its stages' parameters have there. Nothing is built."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
@@ -62,6 +62,10 @@ class StagePlan:
     def groups(self) -> list[Group]:
         """The groups that own parameters."""
         return [*([self.root] if self.root else []), *[self.layer] * self.n_layers]
+
+    def total(self, of: Callable[[Group], int]) -> int:
+        """Return the sum over the groups of what is 0 for an empty one; layers, being alike, are asked once."""
+        return of(self.root) + self.n_layers * of(self.layer)
 
 
 def coordinates(rank: int, *, pp: int, dp_replicate: int, dp_shard: int, tp: int) -> Coordinates:

@@ -65,11 +65,13 @@ class Action:
     microbatch: int
 
     def __post_init__(self) -> None:
-        if type(self.kind) is not str or self.kind not in KINDS:
-            raise ValueError(f"unknown kind of action {shown(self.kind)}: use one of {_spelled_kinds()}")
-        for name, value in (("stage", self.stage), ("microbatch", self.microbatch)):
-            if type(value) is not int or not 0 <= value <= _LAST:
-                raise ValueError(f"{name} {shown(value)} of an action: give an integer, counted from 0")
+        kind, stage, microbatch = self.kind, self.stage, self.microbatch
+        if type(kind) is not str or kind not in KINDS:
+            raise ValueError(f"unknown kind of action {shown(kind)}: use one of {_spelled_kinds()}")
+        if type(stage) is not int or not 0 <= stage <= _LAST:
+            raise ValueError(f"stage {shown(stage)} of an action: give an integer, counted from 0")
+        if type(microbatch) is not int or not 0 <= microbatch <= _LAST:
+            raise ValueError(f"microbatch {shown(microbatch)} of an action: give an integer, counted from 0")
 
     def __repr__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
