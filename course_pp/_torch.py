@@ -7,6 +7,7 @@ import torch
 from torch.utils._device import DeviceContext
 
 __all__ = [
+    "accumulated_hooks",
     "after_backward",
     "functions_are_redefined",
     "has_hooks",
@@ -20,6 +21,12 @@ __all__ = [
 def saved_tensors_hooks_in_force() -> Any:
     """The innermost pair of hooks on what autograd saves; None without any."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def accumulated_hooks(tensor: torch.Tensor) -> dict[Any, Callable[[torch.Tensor], None]]:
+    """What ``register_post_accumulate_grad_hook`` has registered, in order; a change of it counts."""
+    hooks: dict[Any, Callable[[torch.Tensor], None]] | None = tensor._post_accumulate_grad_hooks
+    return {} if hooks is None else hooks
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.arguments import WrongArgument, check_arguments, checked, refuse_bad_timeout, refuse_unless
 from course_pp.collective import Ranks
+from course_pp.hooks import called_once, problem_of_hooks
 from course_pp.loss import LossFn, TokenLoss, counted, loss_share
 from course_pp.parallel._torch import tree_flatten, tree_map, tree_unflatten
 from course_pp.parallel.agreeing import agree, everyone_of
@@ -186,6 +187,9 @@ class PipelineSchedule:
     ) -> torch.Tensor:
         """Forward and backward over a whole batch; gradients are added to what is already there.
 
+        Hooks of ``parameter.register_hook`` are called for each microbatch, as in gradient accumulation. Those of
+        ``register_post_accumulate_grad_hook`` are called once, when the loss is known: an optimizer may step there.
+
         Args:
             inputs: the arguments of the first stage for the whole batch, as it was built for one microbatch: its
                 tensors have n_microbatches times the rows. Needed where the first stage is, ignored elsewhere.
@@ -201,16 +205,17 @@ class PipelineSchedule:
 
         Raises:
             ValueError: on every rank, before any message, if an argument does not fit what the stages were built for,
-                or tied weights are frozen, sharded or filled differently; on one rank, if a stage returns other shapes
-                than it declared.
+                tied weights are frozen, sharded or filled differently, or an optimizer of torch steps in the backward;
+                on one rank, if a stage returns other shapes than it declared.
             StepFailed: on the other ranks, if one raises in mid-step and their messages to it fail.
         """
-        inputs, target = self._prepare(inputs, target, kwargs, divisor)
+        problem = problem_of_hooks({stage.stage_index: stage.submod for stage in self.stages})
+        inputs, target = self._prepare(inputs, target, kwargs, divisor, problem=problem)
         if not self._starts_equal:
             self._everyone.refuse(self._tied.problem(values=True))
             self._starts_equal = True
         losses: list[torch.Tensor] = []
-        with self._witness.watching():
+        with called_once(self.modules), self._witness.watching():
             with self._tied.summed():
                 self._schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **kwargs)
             return self._tell_everyone(losses)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_pp.arguments import check_arguments
+from course_pp.hooks import called_once, problem_of_hooks
 from course_pp.loss import LossFn, Share, TokenLoss
 from course_pp.runtime.batch import loss_shares, own_means, split
 from course_pp.runtime.cluster import EmulatedCluster
@@ -113,6 +114,7 @@ class Pipeline:
             versions=versions,
         )
         self._rank, modules, self._device = settled.rank, settled.modules, settled.device
+        self._modules = modules
         schedule = settled.schedule
         self.schedule, self._loss_fn, self._recorder = schedule, loss_fn, recorder
         timeout = timedelta(seconds=float(timeout_s))
@@ -152,6 +154,9 @@ class Pipeline:
 
         With ``versions=`` updates take the gradients, and leave none. The pipeline is empty when this returns.
 
+        Hooks of ``parameter.register_hook`` are called for each microbatch, as in gradient accumulation. Those of
+        ``register_post_accumulate_grad_hook`` are called once, when the losses are known: an optimizer may step there.
+
         Args:
             inputs: the batch, where the first stage is: tensors (alone, in a tuple or a dict) to be cut along their
                 first dimension, or a list of microbatches, which may differ in shape.
@@ -186,8 +191,9 @@ class Pipeline:
                 self._shared.add(self._engine.exchange("shared gradients", self._shared.for_rank))
             return self._report(batch.shares)
 
-        losses = self._engine.perform(step)
-        self._refuse_not_finite(losses)
+        with called_once(self._modules.values()):
+            losses = self._engine.perform(step)
+            self._refuse_not_finite(losses)
         return losses
 
     def evaluate(self, inputs: Any = None, *, on: Literal["last", "all"] = "last") -> Any:
@@ -254,6 +260,8 @@ class Pipeline:
             raise ValueError(f"{len(seeds)} seeds for {n} microbatches: give one for each")
         if divisor is not None and not 0 < divisor < math.inf:
             raise ValueError(f"divisor is {divisor!r}: give the number of tokens that the mean is over, above 0")
+        if problem := problem_of_hooks(self._modules):
+            raise ValueError(problem)
         if self._meter is not None:
             self._meter.ignore(tensors_of([inputs, targets]))
         first, last = 0 in self._stages, self.schedule.n_stages - 1 in self._stages

@@ -1,0 +1,217 @@
+"""Hooks on complete gradients: called once a step, so that an optimizer may step there as it does in one process."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+
+from course_pp.hooks import called_once
+from course_pp.launch import on_ranks
+from course_pp.parallel import DistributedConfig, build_pipeline_schedule, build_pipeline_stage, init_distributed
+from course_pp.runtime import Pipeline, PipelineError
+from course_pp.schedule import build
+from tests.processes import no_process_left
+
+WIDTH, M, STEPS, RATE = 4, 4, 2, 0.1
+NAMES = ("1f1b", "gpipe", "zb_h1")
+TIES: list[dict[int, str]] = [{0: "0.bias", 1: "2.bias"}]
+
+Stepper = Callable[[nn.Module], None]
+
+
+def stages() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double() for _ in range(2)]
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    x = torch.randn(2 * M, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return x, x.flip(0)
+
+
+def by_hand(module: nn.Module) -> None:
+    """As memory savers do it: past autograd's check that no weight changes between forward and backward."""
+
+    def step(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.data.sub_(RATE * parameter.grad)
+        parameter.grad = None
+
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+
+
+def adam(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        optimizer = torch.optim.AdamW([parameter], lr=RATE)
+
+        def step(_: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step)
+
+
+STEPPERS: dict[str, Stepper] = {"by hand": by_hand, "AdamW": adam}
+
+
+def runtime(rank: int, name: str, module: nn.Module, tied: Any = None) -> Callable[[], float]:
+    pipeline = Pipeline(build(name, 2, M), module, F.mse_loss, tied=tied, timeout_s=20)
+    return lambda: sum(pipeline.step(*batch()))
+
+
+def parallel(rank: int, name: str, module: nn.Module, tied: Any = None) -> Callable[[], float]:
+    mesh = init_distributed(DistributedConfig(pp=2))
+    x, y = batch()
+    stage = build_pipeline_stage(module, mesh, "cpu", inputs=x[: len(x) // M])
+    pipeline = build_pipeline_schedule(stage, M, F.mse_loss, name, tied=tied)
+    return lambda: pipeline.step(x, target=y).item()
+
+
+ENGINES = {"runtime": runtime, "parallel": parallel}
+
+
+def parameters(module: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def trained(rank: int, engine: str, tied: Any) -> dict[tuple[str, str], tuple[list[float], list[Tensor]]]:
+    """The losses and what the parameters of ``rank`` are at last, by schedule and stepper."""
+    found = {}
+    for name in NAMES:
+        for which, add_hooks in STEPPERS.items():
+            module = stages()[rank]
+            if tied:
+                nn.init.zeros_(module.get_parameter(tied[0][rank]))
+            step = ENGINES[engine](rank, name, module, tied)
+            add_hooks(module)
+            losses = [step() for _ in range(STEPS)]
+            assert all(parameter.grad is None for parameter in module.parameters())
+            found[name, which] = losses, parameters(module)
+    return found
+
+
+def trained_here(add_hooks: Stepper, tied: Any) -> tuple[list[float], list[list[Tensor]]]:
+    modules = stages()
+    if tied:
+        shared = modules[0].get_parameter(tied[0][0])
+        nn.init.zeros_(shared)
+        modules[1].get_submodule("2").bias = shared  # type: ignore[assignment]
+    whole, losses = nn.Sequential(*modules), []
+    add_hooks(whole)
+    for _ in range(STEPS):
+        x, y = batch()
+        loss = F.mse_loss(whole(x), y)
+        loss.backward()
+        losses.append(loss.item())
+    return losses, [parameters(module) for module in modules]
+
+
+@pytest.mark.parametrize("tied", [[], TIES], ids=["nothing tied", "tied"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_optimizer_that_steps_in_a_hook_steps_once_as_in_one_process(engine: str, tied: Any) -> None:
+    with no_process_left():
+        ranks = on_ranks(2, trained, engine, tied, timeout_s=60.0)
+    for (name, which), _ in ranks[0].items():
+        losses, expected = trained_here(STEPPERS[which], tied)
+        for rank, found in enumerate(ranks):
+            assert found[name, which][0] == pytest.approx(losses, rel=1e-12), f"{name}, {which}, rank {rank}"
+            torch.testing.assert_close(found[name, which][1], expected[rank], rtol=1e-12, atol=1e-14)
+
+
+def refused(rank: int) -> list[str]:
+    """What each engine says to the optimizers that torch hides in the graph of rank 1's parameters."""
+    said = []
+    for engine in ENGINES.values():
+        module = stages()[rank]
+        step = engine(rank, "1f1b", module)
+        if rank == 1:
+            _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": RATE})
+        with pytest.raises((ValueError, PipelineError)) as caught:
+            step()
+        said.append(str(caught.value))
+    return said
+
+
+def test_optimizers_that_torch_lets_step_in_each_backward_are_refused_by_name_on_every_rank() -> None:
+    for said in on_ranks(2, refused, timeout_s=60.0):
+        for words in said:
+            assert "'0.weight' of stage 1 has an optimizer that steps in the backward" in words
+
+
+def counted(rank: int, engine: str) -> dict[str, int]:
+    """How often hooks are called in a step, by kind."""
+    module, calls = stages()[rank], dict.fromkeys(("gradient", "complete gradient", "node"), 0)
+    assert isinstance(module, nn.Sequential)
+    step = ENGINES[engine](rank, "zb_h1", module)
+    weight = module[0].weight
+
+    def note(kind: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            calls[kind] += 1
+
+        return hook
+
+    node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    weight.register_hook(note("gradient"))
+    weight.register_post_accumulate_grad_hook(note("complete gradient"))
+    node.register_hook(note("node"))
+    step()
+    return calls
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_hooks_on_gradients_and_on_their_nodes_are_called_for_each_microbatch(engine: str) -> None:
+    expected = {"gradient": M, "complete gradient": 1, "node": M}
+    assert on_ranks(2, counted, engine, timeout_s=60.0) == [expected, expected]
+
+
+def backward(module: nn.Module) -> None:
+    module(torch.ones(1, WIDTH)).sum().backward()
+
+
+def test_hooks_of_parameters_that_got_no_gradient_are_not_called() -> None:
+    used, unused, called = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1), []
+    for module in (used, unused):
+        module.weight.register_post_accumulate_grad_hook(called.append)
+        module.weight.grad = torch.zeros_like(module.weight)
+    with called_once([used, None, unused]):
+        backward(used)
+        backward(used)
+        assert not called
+    assert [parameter is used.weight for parameter in called] == [True]
+
+
+def test_hooks_of_a_body_that_raises_are_not_called_and_stay() -> None:
+    module, called = nn.Linear(WIDTH, 1), []
+    module.weight.register_post_accumulate_grad_hook(called.append)
+
+    def fail() -> None:
+        with called_once([module]):
+            backward(module)
+            raise KeyError("my bug")
+
+    with pytest.raises(KeyError):
+        fail()
+    assert not called
+    backward(module)
+    assert len(called) == 1
+
+
+def test_hooks_are_called_in_order_and_may_remove_themselves() -> None:
+    module, called = nn.Linear(WIDTH, 1), []
+
+    def first(_: Tensor) -> None:
+        called.append("first")
+        handle.remove()
+
+    handle = module.weight.register_post_accumulate_grad_hook(first)
+    module.weight.register_post_accumulate_grad_hook(lambda _: called.append("second"))
+    for _ in range(2):
+        with called_once([module]):
+            backward(module)
+    assert called == ["first", "second", "second"]
