@@ -14,6 +14,7 @@ from course_pp.arguments import check_arguments, checked
 from course_pp.training.checkpoint.directory import named
 from course_pp.training.checkpoint.files import read_tensors
 from course_pp.training.checkpoint.matching import (
+    check_filling,
     check_model,
     check_optimizer,
     check_ties,
@@ -98,6 +99,7 @@ def resume(
         mine = held_by(parts, tied)
         held, also = renamed(mine, opened)
         check_model(opened, parts, held)
+        check_filling(parts, mine, tied)
         if optimizer is not None:
             check_optimizer(opened, optimizer, held)
         check_ties(opened, also, optimizer is not None)

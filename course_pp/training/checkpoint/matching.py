@@ -10,9 +10,9 @@ from course_pp.model import ModelConfig
 from course_pp.training.checkpoint.files import read_tensors
 from course_pp.training.checkpoint.opening import Opened
 from course_pp.training.checkpoint.ranks import CheckpointError, Ranks
-from course_pp.training.checkpoint.state import STAGES, Group, Held, Part, config_of, optimizer_groups
+from course_pp.training.checkpoint.state import STAGES, Group, Held, Part, Ties, config_of, held_by, optimizer_groups
 
-__all__ = ["check_model", "check_optimizer", "check_ties", "hint", "renamed", "saved_slots"]
+__all__ = ["check_filling", "check_model", "check_optimizer", "check_ties", "hint", "renamed", "saved_slots"]
 
 # Rotary tables are as long as the run says; no weight depends on it.
 _MAY_DIFFER = ("max_seq_len",)
@@ -34,6 +34,16 @@ def renamed(held: Held, opened: Opened) -> tuple[Held, dict[str, list[str]]]:
         if there[1:]:
             also[there[0]] = there[1:]
     return Held(copies=ends), also
+
+
+def check_filling(parts: Sequence[Part], held: Held, tied: Ties) -> None:
+    """Refuse modules whose state_dict makes copies: these would be filled, and the modules stay as they are."""
+    for (name, tensor), (_, again) in zip(held.ends, held_by(parts, tied).ends, strict=True):
+        if tensor is not again and (type(tensor) is not Tensor or tensor.data_ptr() != again.data_ptr()):
+            raise CheckpointError(
+                f"state_dict gives a copy of {name}, so nothing can be loaded into the module (FSDP1, or a hook, does "
+                "so): load into the module inside before it is wrapped, or shard it with fully_shard (FSDP2)"
+            )
 
 
 def check_ties(opened: Opened, also: Mapping[str, Sequence[str]], with_optimizer: bool) -> None:
