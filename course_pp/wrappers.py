@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-__all__ = ["problem_of_wrappers"]
+__all__ = ["is_flattened", "problem_of_wrappers"]
 
 
 def problem_of_wrappers(module: nn.Module, what: str) -> str | None:
@@ -27,6 +27,14 @@ def problem_of_wrappers(module: nn.Module, what: str) -> str | None:
                 "with fully_shard (FSDP2)"
             )
     return None
+
+
+def is_flattened(parameter: nn.Parameter) -> bool:
+    """Return whether FullyShardedDataParallel (FSDP1) has made a parameter a piece of a flat one, or this is flat."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and (
+        isinstance(parameter, fsdp.FlatParameter) or getattr(parameter, "_fsdp_flattened", False)
+    )
 
 
 def _wrappers() -> Iterator[type]:

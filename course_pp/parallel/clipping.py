@@ -27,6 +27,7 @@ from course_pp.parallel._torch import multiply, norms_of
 from course_pp.parallel.mesh import get_pp_mesh
 from course_pp.parallel.parts import Part, Parts, agree_on_parts, check_own_parts, parts_of
 from course_pp.parallel.refusing import on_every_rank
+from course_pp.wrappers import is_flattened
 
 __all__ = ["clip_grad_norm_"]
 
@@ -75,7 +76,7 @@ def clip_grad_norm_(
         ValueError: on every rank of the mesh, for anything but modules and stages, an impossible norm, stages without a
             mesh, or a whole model on a mesh with a ``pp`` dimension; if the ranks together did not pass every stage
             once; or, for a foreign model, if tied weights have different gradients or data-parallel ranks find
-            different norms.
+            different norms; or for parameters in pieces of FSDP1.
         RuntimeError: on every rank, if ``error_if_nonfinite`` and the norm is infinite or not a number; gradients are
             left as they are.
     """
@@ -84,6 +85,7 @@ def clip_grad_norm_(
     def look() -> tuple[float, float, Parts]:
         _check_classes(given)
         parts = parts_of(model_or_stages, tied, device_mesh)
+        _refuse_flattened(parts)
         if parts.are_ours:
             check_own_parts(parts, device_mesh)
         return *_checked(float(norm_type), float(max_norm), copies), parts
@@ -128,6 +130,17 @@ def _check_classes(given: Mapping[str, Any]) -> None:
     for name, kind in containers.items():
         usable = fits(given[name], kind) and not isinstance(given[name], str | bytes)
         refuse_unless(usable, "clip_grad_norm_", name, given[name], remedies[name])
+
+
+def _refuse_flattened(parts: Parts) -> None:
+    """Nothing in a piece of FSDP1 says which ranks hold the others, and pieces may have norms that look like copies."""
+    for module in parts.modules:
+        name = next((name for name, parameter in module.named_parameters() if is_flattened(parameter)), None)
+        if name is not None:
+            raise ValueError(
+                f"{name!r} of {type(module).__name__} is in pieces of FullyShardedDataParallel (FSDP1): call that "
+                "module's own clip_grad_norm_, or shard with apply_fsdp2"
+            )
 
 
 def _checked(norm_type: float, max_norm: float, copies: int) -> tuple[float, float]:

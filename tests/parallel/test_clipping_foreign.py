@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.pipelining import PipelineStage
 
 from course_pp.launch import on_ranks
@@ -206,3 +206,25 @@ def test_what_is_not_one_whole_model_is_refused_on_every_rank() -> None:
     assert "sum them over its stages before clipping" in first["not summed"]
     assert "nan on stage 3: sum them" in first["not a number at one end"]
     assert "rank 0 finds a gradient of norm 4, rank 1 one of 8" in first["not averaged"]
+
+
+def flattened_on_rank(rank: int) -> list[str]:
+    """What is said to models in pieces of FSDP1 whose norms are equal, so that they look like copies."""
+    mesh, said = init_distributed(DistributedConfig(dp_shard=2)), []
+    for keeps_parameters in (False, True):
+        model = FullyShardedDataParallel(
+            nn.Linear(WIDTH, WIDTH, bias=False), use_orig_params=keeps_parameters, device_id=torch.device("cpu")
+        )
+        model(torch.ones(1, WIDTH)).sum().backward()
+        for given in (model, model.module, nn.Sequential(model)):
+            with pytest.raises(ValueError, match="in pieces of FullyShardedDataParallel") as refusal:
+                clip_grad_norm_(given, math.inf, device_mesh=mesh)
+            said.append(str(refusal.value))
+    return said
+
+
+def test_pieces_of_fsdp1_are_refused_as_they_may_look_like_copies() -> None:
+    first, second = on_ranks(2, flattened_on_rank)
+    assert first == second
+    assert first[0].startswith("'_fsdp_wrapped_module._flat_param' of FullyShardedDataParallel is in pieces")
+    assert first[-1].startswith("'0._fsdp_wrapped_module.weight' of Sequential is in pieces")
