@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from course_pp._torch import has_hooks
 from course_pp.runtime.memory import Hold, Meter
 from course_pp.runtime.stages import is_dtensor
 from course_pp.schedule import Ledger, Schedule, Use, Versions, ledger
@@ -64,13 +65,15 @@ class VersionedStage:
 
         Raises:
             ValueError: for gradients that are there already, which the first update would take in; if other parameters
-                are trained than when the pipeline was built.
+                are trained than when the pipeline was built, or one has been given a hook.
         """
         if changed := sorted(self._parameters.keys() ^ _trained(self._module).keys()):
             raise ValueError(
                 f"{changed[0]!r} of stage {self._stage} was frozen or unfrozen since the pipeline was built: "
                 "build another one"
             )
+        if problem := _problem_of_hooks(self._stage, self._parameters):
+            raise ValueError(problem)
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 raise ValueError(
@@ -235,9 +238,8 @@ def _problem_of_optimizer(stage: int, optimizer: object, modules: Mapping[int, n
     if sharded is not None:
         return f"{sharded!r} of stage {stage} is a DTensor, of which no versions can be kept: leave it whole"
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    hooked = next((name for name, p in own.items() if p._backward_hooks or p._post_accumulate_grad_hooks), None)
-    if hooked is not None:
-        return f"{hooked!r} of stage {stage} has a hook, which gradients of its versions do not call: remove it"
+    if problem := _problem_of_hooks(stage, own):
+        return problem
     elsewhere = {id(parameter): s for s, m in modules.items() if s != stage for parameter in _parameters_of(m)}
     for name, parameter in own.items():
         if id(parameter) in elsewhere:
@@ -253,6 +255,13 @@ def _problem_of_optimizer(stage: int, optimizer: object, modules: Mapping[int, n
         whose = next((name for number, name in others.items() if number in held), "one of no stage here")
         return f"optimizers[{stage}] holds a parameter that is not stage {stage}'s, {whose}: give each stage its own"
     return None
+
+
+def _problem_of_hooks(stage: int, parameters: Mapping[str, nn.Parameter]) -> str | None:
+    hooked = next((name for name, parameter in parameters.items() if has_hooks(parameter)), None)
+    if hooked is None:
+        return None
+    return f"{hooked!r} of stage {stage} has a hook, which gradients of its versions do not call: remove it"
 
 
 def _is_finite(gradient: Tensor) -> bool:

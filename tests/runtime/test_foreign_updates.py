@@ -41,19 +41,28 @@ def test_an_optimizer_may_hold_frozen_parameters_which_stay_as_they_are() -> Non
     assert not torch.equal(module.bias, bias)
 
 
-@pytest.mark.parametrize(
-    "add_hook",
-    [
-        lambda m: m.weight.register_hook(lambda gradient: gradient.clamp(-1, 1)),
-        lambda m: m.weight.register_post_accumulate_grad_hook(lambda parameter: None),
-    ],
-    ids=["gradient", "accumulated"],
-)
+HOOKS: dict[str, Change] = {
+    "gradient": lambda m: m.weight.register_hook(lambda gradient: gradient.clamp(-1, 1)),
+    "accumulated": lambda m: m.weight.register_post_accumulate_grad_hook(lambda parameter: None),
+}
+
+
+@pytest.mark.parametrize("add_hook", HOOKS.values(), ids=HOOKS)
 def test_a_hook_on_a_parameter_is_refused_as_versions_do_not_call_it(add_hook: Change) -> None:
     module = linear()
     add_hook(module)
     with pytest.raises(ValueError, match="'weight' of stage 0 has a hook"):
         pipeline(module)
+
+
+@pytest.mark.parametrize("add_hook", HOOKS.values(), ids=HOOKS)
+def test_a_hook_that_comes_after_the_pipeline_is_refused_too(add_hook: Change) -> None:
+    module = linear()
+    built = pipeline(module)
+    built.step(*data())
+    add_hook(module)
+    with pytest.raises(ValueError, match="'weight' of stage 0 has a hook"):
+        built.step(*data())
 
 
 class FromAList(nn.Linear):
