@@ -36,6 +36,9 @@ class _Copier:
         """Copy ``module``, whose parameters are gathered in ``dtype``; None is their own."""
         if id(module) in self._modules:
             return self._modules[id(module)]
+        # What torch.compile returns passes on each attribute that is set on it, a copy of it to the original.
+        if isinstance(inner := module._modules.get("_orig_mod"), nn.Module):
+            return self.copy(inner, dtype)
         policy = mixed_precision(module)
         if policy is not None:
             dtype = policy.param_dtype or dtype

@@ -307,3 +307,17 @@ def test_what_a_wrapped_stage_returns_is_found_without_touching_it() -> None:
     copy = bare_copy(module)
     assert copy[0].second.weight is copy[0].first.weight
     assert {tensor.device.type for tensor in copy.state_dict().values()} == {"meta"}
+
+
+@pytest.mark.usefixtures("lone_rank")
+@pytest.mark.slow
+def test_what_torch_compile_returns_is_a_stage_and_stays_as_it_is() -> None:
+    module, x = nn.Sequential(linear(), nn.Tanh(), linear()), torch.randn(4, 4)
+    nn.MSELoss()(module(x), x).backward()
+    expected = snapshot_gradients([module])
+    module.zero_grad()
+    compiled = torch.compile(module, backend="eager")
+    assert isinstance(compiled, nn.Module)
+    stage = build_pipeline_stage(compiled, None, "cpu", inputs=X)
+    build_pipeline_schedule(stage, 2, nn.MSELoss(), "1f1b").step(x, target=x)
+    torch.testing.assert_close(snapshot_gradients([module]), expected)
