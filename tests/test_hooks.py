@@ -7,7 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.distributed.tensor import DTensor
 
 from course_pp.hooks import called_once
 from course_pp.launch import on_ranks
@@ -168,6 +171,24 @@ def counted(rank: int, engine: str) -> dict[str, int]:
 def test_hooks_on_gradients_and_on_their_nodes_are_called_for_each_microbatch(engine: str) -> None:
     expected = {"gradient": M, "complete gradient": 1, "node": M}
     assert on_ranks(2, counted, engine, timeout_s=60.0) == [expected, expected]
+
+
+def sharded(rank: int, engine: str) -> list[Tensor]:
+    """What the parameters are after steps in hooks of FSDP2's shards, which has one reduction a step to call them."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp_shard"))
+    module = fully_shard(stages()[rank], mesh=mesh["dp_shard"])
+    step = ENGINES[engine](rank, "zb_h1", module)
+    by_hand(module)
+    for _ in range(STEPS):
+        step()
+    return [parameter.full_tensor() for parameter in parameters(module) if isinstance(parameter, DTensor)]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_optimizer_that_steps_in_a_hook_of_a_shard_steps_once(engine: str) -> None:
+    _, expected = trained_here(by_hand, [])
+    for found, own in zip(on_ranks(2, sharded, engine, timeout_s=60.0), expected, strict=True):
+        torch.testing.assert_close(found, own, rtol=1e-12, atol=1e-14)
 
 
 def backward(module: nn.Module) -> None:
