@@ -1,6 +1,7 @@
 """Where tests start their ranks, and which of them start any."""
 
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -22,6 +23,8 @@ from tests.chromium import page as page  # one for all folders: a process drives
 os.environ["COURSE_PP_WHERE"] = "local"
 # Workers of pytest-xdist get the width of a terminal that is not theirs.
 os.environ.pop("COLUMNS", None)
+# A shell that put us into the background has told us to ignore it, and tests interrupt themselves and what they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 STARTERS = (on_ranks, run_torchrun, check, checking.judge, subprocess.Popen)
 STARTING_FIXTURES = {"kernel", "lab", "page", "cluster"}
