@@ -9,7 +9,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -214,9 +216,10 @@ NOT_YET = {
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(("answer", "words"), NOT_YET.items(), ids=lambda value: getattr(value, "__name__", ""))
 def test_whatever_an_answer_does_is_said_in_a_sentence(
-    answer: Callable[..., Any], words: str, capfd: pytest.CaptureFixture[str]
+    answer: Callable[..., Any], words: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with no_process_left():
+    limit_s = 1.0 if "still running after 1 s" in words else EXERCISE.limit_s
+    with only_the_toy(monkeypatch, replace(EXERCISE, limit_s=limit_s)), no_process_left():
         verdict = check(named(answer))
     assert verdict.status == "not yet"
     assert words in " ".join(verdict.text.split())
@@ -431,20 +434,35 @@ def test_what_a_right_answer_leaves_behind_ends_with_its_process(answer: Callabl
     assert builtins.open is not None
 
 
-def test_an_interrupt_still_interrupts() -> None:
-    interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
-    interrupt.start()
+@pytest.fixture
+def never_ends(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """An answer at whose first call this process is interrupted."""
+
+    def double(x):
+        (tmp_path / "called").touch()
+        time.sleep(60)
+
+    def interrupt() -> None:
+        while not (tmp_path / "called").exists() and not over.wait(0.02):
+            pass
+        if not over.is_set():
+            os.kill(os.getpid(), signal.SIGINT)
+
+    over = threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(interrupt)
+        yield double
+        over.set()
+
+
+def test_an_interrupt_still_interrupts(never_ends: Callable[..., Any]) -> None:
     with no_process_left(), pytest.raises(KeyboardInterrupt):
-        Answer(spins, limit_s=30)(1)
-    interrupt.join()
+        Answer(never_ends, limit_s=30)(1)
 
 
-def test_an_interrupted_check_says_so_in_a_line_and_still_interrupts() -> None:
-    interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
-    interrupt.start()
+def test_an_interrupted_check_says_so_in_a_line_and_still_interrupts(never_ends: Callable[..., Any]) -> None:
     with no_process_left(), pytest.raises(KeyboardInterrupt, match=r"^○ interrupted · run the cell again\.$"):
-        check(named(sleeps))
-    interrupt.join()
+        check(never_ends)
 
 
 def test_an_interrupted_check_is_no_attempt() -> None:
@@ -503,10 +521,6 @@ def meet(rank: int, fn: Callable[..., Any], p: int) -> Any:
     return fn(rank, p)
 
 
-def on_three(fn: Callable[..., Any]) -> list[Any]:
-    return Answer(fn, limit_s=1.0).on_ranks(3, meet, 3)
-
-
 def all_send_first(rank, p):
     x = torch.ones(4)
     dist.send(x, (rank + 1) % p)
@@ -548,26 +562,26 @@ def rank_1_spins(rank, p):
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("answer", "limit_s", "words"),
     [
-        (all_send_first, "Rank 0 waits for rank 1, rank 1 for rank 2 and rank 2 for rank 0: none can move"),
-        (only_rank_0_reduces, "Ranks 1 and 2 have returned"),
-        (receives_too_much, "A message of 400 bytes came for a tensor of 4: compare the shape and the dtype"),
-        (rank_1_raises, "on 3 ranks, raised IndexError: list index out of range, in line"),
-        (rank_2_exits, "tried to leave Python"),
-        (yields_on_a_rank, "returned a generator. It contains `yield`"),
-        (rank_1_spins, "rank 1, was still running after 1 s"),
+        (all_send_first, 1.0, "Rank 0 waits for rank 1, rank 1 for rank 2 and rank 2 for rank 0: none can move"),
+        (only_rank_0_reduces, 1.0, "Ranks 1 and 2 have returned"),
+        (receives_too_much, 30.0, "A message of 400 bytes came for a tensor of 4: compare the shape and the dtype"),
+        (rank_1_raises, 30.0, "on 3 ranks, raised IndexError: list index out of range, in line"),
+        (rank_2_exits, 30.0, "tried to leave Python"),
+        (yields_on_a_rank, 30.0, "returned a generator. It contains `yield`"),
+        (rank_1_spins, 1.0, "rank 1, was still running after 1 s"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_goes_wrong_on_ranks_is_said_too(answer: Callable[..., Any], words: str) -> None:
+def test_what_goes_wrong_on_ranks_is_said_too(answer: Callable[..., Any], limit_s: float, words: str) -> None:
     with no_process_left(), pytest.raises(Mistake) as caught:
-        on_three(answer)
+        Answer(answer, limit_s).on_ranks(3, meet, 3)
     assert words in str(caught.value)
 
 
 def test_what_a_library_says_when_it_gives_up_is_not_shown_as_printed() -> None:
-    answer = Answer(receives_too_much, limit_s=1.0)
+    answer = Answer(receives_too_much, limit_s=30.0)
     with pytest.raises(Mistake):
         answer.on_ranks(2, meet, 2)
     assert answer.printed == ""

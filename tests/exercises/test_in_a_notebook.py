@@ -102,10 +102,15 @@ def test_an_unknown_name_is_told_without_a_traceback(run: Run, cell: str, messag
     assert line.startswith(message)
 
 
-def test_an_interrupted_check_shows_one_line_and_stops_the_cell(kernel: Any) -> None:
+def test_an_interrupted_check_shows_one_line_and_stops_the_cell(kernel: Any, tmp_path: Path) -> None:
     manager, client = kernel
-    client.execute("import time\n\ndef bubble(p, m):\n    time.sleep(60)\n\ncheck(bubble)\nprint('goes on')")
-    time.sleep(1.5)
+    called = tmp_path / "called"
+    answer = f"def bubble(p, m):\n    open({str(called)!r}, 'w').close()\n    time.sleep(60)"
+    client.execute(f"import time\n\n{answer}\n\ncheck(bubble)\nprint('goes on')")
+    limit = time.monotonic() + 60
+    while not called.exists():
+        assert time.monotonic() < limit, "the answer was never called"
+        time.sleep(0.05)
     manager.interrupt_kernel()
     reply = client.get_shell_msg(timeout=30)["content"]
     assert reply["status"] == "error"
