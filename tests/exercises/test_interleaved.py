@@ -1,7 +1,6 @@
 """The graders of notebook 04, by what learners hand in."""
 
 from collections.abc import Callable
-from functools import partial
 from math import sqrt
 from typing import Any
 
@@ -14,12 +13,9 @@ from course_pp.exercises.interleaved_clinic import PATIENTS, examine
 from course_pp.exercises.interleaved_lab import lean, turns
 from course_pp.exercises.interleaved_steps import healed_chunks_step
 from course_pp.schedule import Action, Costs, Schedule, build, simulate
-from tests.exercises import grading
-from tests.exercises.grading import accepts
+from tests.exercises.grading import accepts, refuses
 
 Answer = Callable[..., Any]
-
-refuses = partial(grading.refuses, limit_s=2)
 
 
 # The warm-up.
@@ -264,7 +260,7 @@ WRONG_STEPS = [
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_STEPS])
 def test_an_ill_step_is_told_why(answer: Answer, words: list[str]) -> None:
-    refuses("healed_chunks_step", answer, *words, limit_s=5)
+    refuses("healed_chunks_step", answer, *words)
 
 
 def in_halves(chunks: Any, order: Any, microbatches: Any, targets: Any, loss_fn: Any, ring: Any) -> None:

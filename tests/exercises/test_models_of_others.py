@@ -1,7 +1,6 @@
 """The graders of notebook 10, by what learners hand in, and what its cells rely on."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,11 +12,9 @@ from course_pp.exercises.models_of_others_clinic import PATIENTS, examine, patie
 from course_pp.exercises.models_of_others_lab import ARTICLE, ends_apart, generate_text, skip_step
 from course_pp.model import layer_costs, partition_by_cost
 from course_pp.schedule import Action, Span, Timeline
-from tests.exercises import grading
-from tests.exercises.grading import accepts
+from tests.exercises.grading import accepts, refuses, verdict_of
 
 Answer = Callable[..., Any]
-refuses = partial(grading.refuses, limit_s=5.0)
 RANKS_IMPORT = ["transformers.models.gpt2.modeling_gpt2"]
 
 
@@ -159,7 +156,7 @@ WRONG_LOSSES = [
 
 @pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_LOSSES])
 def test_a_loss_that_is_wrong_with_padding_is_told_why(answer: Answer, words: list[str]) -> None:
-    verdict = grading.verdict_of("masked_loss", answer, 5.0)
+    verdict = verdict_of("masked_loss", answer)
     assert verdict.status == "not yet"
     assert any(word in verdict.text for word in words[0].split("|")), verdict.text
 

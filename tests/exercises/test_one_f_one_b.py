@@ -3,7 +3,6 @@
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from itertools import chain, product
 from math import ceil, floor
 from typing import Any
@@ -30,14 +29,10 @@ from course_pp.runtime import (
     train_step_pipeline_gpipe,
 )
 from course_pp.schedule import Action, Costs, build, simulate
-from tests.exercises import grading
-from tests.exercises.grading import accepts
+from tests.exercises.grading import accepts, hangs, refuses
 from tests.grids import folded
 
 Answer = Callable[..., Any]
-
-
-refuses = partial(grading.refuses, limit_s=1.5)
 
 
 # The order.
@@ -265,9 +260,9 @@ WRONG_STEPS = [
     (runs_dry, "does not work in the order of 1F1B"),
     (clears_first, "add to it, as `backward` does"),
     (changes_its_targets, "changed its argument `targets[0]`"),
-    (step_with(send=blocking), "waits in send for", "A blocking `send`"),
-    (step_with(send=waiting_at_once), "wait after the last backward"),
-    (step_with(keep=False), "Keep that, and `wait()`"),
+    (hangs(step_with(send=blocking)), "waits in send for", "A blocking `send`"),
+    (hangs(step_with(send=waiting_at_once)), "wait after the last backward"),
+    (hangs(step_with(keep=False)), "Keep that, and `wait()`"),
     (step_with(waits_before_drain=True), "Keep that, and `wait()`"),
     (train_step_pipeline_gpipe, "the gradients are right", "holds 8 activations; 1F1B holds 4"),
     (

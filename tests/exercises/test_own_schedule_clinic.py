@@ -1,6 +1,5 @@
 """The bug clinic of notebook 11, by what learners hand in; and what the notebook runs."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,10 +9,8 @@ from course_pp.exercises.own_schedule_clinic import hanging, programs_of, untang
 from course_pp.exercises.own_schedule_lab import drawn, run_in_torch, run_unbuffered
 from course_pp.schedule import build, names, simulate
 from course_pp.show.board_levels import LEVELS
-from tests.exercises import grading
-from tests.exercises.grading import accepts
+from tests.exercises.grading import accepts, refuses
 
-refuses = partial(grading.refuses, limit_s=3.0)
 Programs = list[list[Any]]
 
 

@@ -4,7 +4,6 @@ import copy
 import math
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -22,11 +21,9 @@ from course_pp.runtime import (
     send_gradient,
 )
 from course_pp.schedule import Action, Costs, LayerCost, build, partition, simulate
-from tests.exercises import grading
-from tests.exercises.grading import accepts
+from tests.exercises.grading import accepts, refuses
 
 Answer = Callable[..., Any]
-refuses = partial(grading.refuses, limit_s=5.0)
 
 
 # Which version a backward uses.

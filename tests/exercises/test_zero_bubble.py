@@ -3,7 +3,6 @@
 import math
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from itertools import accumulate, cycle
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +19,9 @@ from course_pp.exercises.zero_bubble_orders import order_zb_h1, place_weights
 from course_pp.exercises.zero_bubble_steps import healed_split_step
 from course_pp.runtime import forward_stage, recv_gradient, send_activation, send_gradient
 from course_pp.schedule import Action, build, check, simulate
-from tests.exercises import grading
-from tests.exercises.grading import accepts
+from tests.exercises.grading import accepts, refuses
 
 Answer = Callable[..., Any]
-refuses = partial(grading.refuses, limit_s=3.0)
 
 
 # The order of ZB-H1.
