@@ -40,7 +40,7 @@ def descendants(others: Collection[int] = ()) -> dict[int, str]:
 
 
 @contextmanager
-def no_process_left(within_s: float = 5.0) -> Iterator[None]:
+def no_process_left(within_s: float = 30.0) -> Iterator[None]:
     """Fails unless every process that was started inside has ended ``within_s`` seconds after the end."""
     before = descendants()
     yield

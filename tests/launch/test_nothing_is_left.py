@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -109,29 +111,35 @@ def test_children_of_ranks_end_with_the_call(then: str) -> None:
 
     with no_process_left():
         try:
-            on_ranks(2, run, timeout_s=0.5)
+            on_ranks(2, run, timeout_s=0.5 if then == "hang" else 30)
         except (ValueError, RuntimeError, RanksHung):
             assert then != "return"
 
 
-def open_descriptors() -> tuple[int, int]:
-    """How many this process has open, and the one that ranks fork from once it is idle.
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """Fails unless this process, and the one that ranks fork from, soon have no more open than before.
 
-    It closes a rank's last socket after it has told the caller that the rank has ended.
+    Ranks end when their connections close, and the server closes a rank's last socket after it has told the caller
+    that the rank has ended: both a moment later.
     """
-    server = psutil.Process(SERVERS.pid())
-    while server.status() != psutil.STATUS_SLEEPING:
+    on_ranks(1, print)
+    processes = psutil.Process(), psutil.Process(SERVERS.pid())
+    gc.collect()  # what tests before this one may have left to it
+    while processes[1].status() != psutil.STATUS_SLEEPING:
         time.sleep(0.01)
-    return psutil.Process().num_fds(), server.num_fds()
+    before = [process.num_fds() for process in processes]
+    yield
+    limit = time.monotonic() + 20
+    while any(process.num_fds() > most for process, most in zip(processes, before, strict=True)):
+        assert time.monotonic() < limit, f"{[p.num_fds() for p in processes]} descriptors are open, {before} were"
+        time.sleep(0.02)
 
 
 def test_calls_leave_no_descriptor_open_here_or_where_ranks_fork_from() -> None:
-    on_ranks(1, print)
-    gc.collect()  # what tests before this one may have left to it
-    before = open_descriptors()
-    for _ in range(20):
-        on_ranks(2, print)
-    assert open_descriptors() == before
+    with no_descriptor_left():
+        for _ in range(20):
+            on_ranks(2, print)
 
 
 @pytest.mark.parametrize(
@@ -148,9 +156,6 @@ def test_calls_leave_no_descriptor_open_here_or_where_ranks_fork_from() -> None:
 def test_an_interrupt_at_any_moment_leaves_no_descriptor_open(
     monkeypatch: pytest.MonkeyPatch, owner: type, method: str, nth: int
 ) -> None:
-    on_ranks(1, print)
-    gc.collect()  # what an interrupt before this one may have left to it
-    before = open_descriptors()
     calls = itertools.count(1)
     undisturbed = getattr(owner, method)
 
@@ -159,15 +164,10 @@ def test_an_interrupt_at_any_moment_leaves_no_descriptor_open(
             raise KeyboardInterrupt
         return undisturbed(*args)
 
-    with no_process_left():
+    with no_descriptor_left(), no_process_left():
         monkeypatch.setattr(owner, method, interrupted)
         with pytest.raises(KeyboardInterrupt):
             on_ranks(2, print)
-        # Ranks end when their connections close, a moment later.
-        limit = time.monotonic() + 10
-        while open_descriptors() != before and time.monotonic() < limit:
-            time.sleep(0.02)
-    assert open_descriptors() == before
 
 
 @pytest.mark.long
@@ -190,8 +190,9 @@ def test_a_child_that_left_the_group_and_session_of_its_rank_ends_too() -> None:
 def test_the_helper_sees_a_process_that_has_left_its_parent_group_and_session() -> None:
     before = descendants()
     subprocess.run(["sh", "-c", "setsid sleep 1000 > /dev/null 2>&1 &"], check=True)
-    time.sleep(0.2)
-    started = {pid: name for pid, name in descendants().items() if pid not in before}
+    limit = time.monotonic() + 20
+    while list((started := descendants(others=before)).values()) != ["sleep 1000"] and time.monotonic() < limit:
+        time.sleep(0.02)  # it is a shell first, then setsid
     for pid in started:
         os.kill(pid, signal.SIGKILL)
     assert list(started.values()) == ["sleep 1000"]

@@ -1,6 +1,7 @@
 """`run_torchrun` and ``%torchrun``: the command that is built, and how a run ends."""
 
 import contextlib
+import gc
 import os
 import shlex
 import shutil
@@ -271,11 +272,12 @@ def test_strangers_at_the_watchdogs_port_are_dropped(folder: Path, monkeypatch: 
 def test_a_launcher_that_cannot_be_started_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setattr(sys, "executable", str(folder / "no-python"))
+    gc.collect()  # what tests before this one may have left to it
     before, descriptors = set(folder.iterdir()), psutil.Process().num_fds()
     with pytest.raises(FileNotFoundError, match="no-python"):
         run_torchrun(["source_code/train.py"], local=True)
     assert set(folder.iterdir()) == before
-    assert psutil.Process().num_fds() == descriptors
+    assert psutil.Process().num_fds() <= descriptors
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf"), 1e10, True])
