@@ -24,13 +24,21 @@ Run = Callable[[str], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     progress_file: Path = tmp_path_factory.mktemp("kernel") / "progress.json"
     manager, client = start_new_kernel(env={**os.environ, "COURSE_PP_PROGRESS": str(progress_file)})
-    client.execute_interactive(BEGINNING, timeout=60)
-    yield manager, client
+    yield manager, client, progress_file
     client.stop_channels()
     manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture
+def kernel(started: Any) -> Any:
+    """One for all tests, whose functions are defined anew for each, by somebody without progress."""
+    manager, client, progress_file = started
+    progress_file.unlink(missing_ok=True)
+    client.execute_interactive(BEGINNING, timeout=60)
+    return manager, client
 
 
 @pytest.fixture
