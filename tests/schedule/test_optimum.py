@@ -1,4 +1,5 @@
 import random
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
@@ -134,6 +135,35 @@ def test_without_time_for_a_proof_the_gap_is_left() -> None:
     assert found.stopped == "time"
     assert found.bound < found.timeline.makespan
     assert found.gap > 0
+
+
+_INTERRUPTED_TWICE = """
+import os, signal, threading
+from ortools.sat.python.cp_model import CpSolver
+from course_pp.schedule import Costs, optimum
+from course_pp.schedule.searching import exact
+
+def interrupted(solver, model, solve=CpSolver.solve):
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    return solve(solver, model)
+
+answer = exact.answer
+exact.answer = lambda question, deadline, seed: answer(question, 0, seed)  # no time for the search before
+optimum(2, 4, Costs(7, 12, 10), 2)
+CpSolver.solve = interrupted
+for _ in range(2):
+    try:
+        optimum(4, 8, Costs((3, 1, 4, 1, 5, 9, 2, 6), 2, 7), 3, 2, seconds=90, placement="v")
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_it_and_not_the_process() -> None:
+    command = [sys.executable, "-c", _INTERRUPTED_TWICE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "interrupted\n" * 2), done.stderr
 
 
 def test_without_or_tools_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

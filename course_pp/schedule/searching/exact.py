@@ -1,6 +1,7 @@
 """The best order there is, by constraint programming, with the proof or what is missing of it."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from time import monotonic
@@ -114,7 +115,7 @@ def _prove(cp_model: ModuleType, question: Question, start: Found, deadline: flo
     solver.parameters.max_time_in_seconds = left
     solver.parameters.num_workers = workers
     solver.parameters.random_seed = seed % 2**31
-    status = solver.solve(model.model)
+    status = _solved(solver, model.model)
     bound = max(question.bound, divide(round(solver.best_objective_bound), problem.scale))
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return replace(as_they_are, bound=bound, stopped="time")
@@ -124,6 +125,21 @@ def _prove(cp_model: ModuleType, question: Question, start: Found, deadline: flo
         schedule, timeline = start.schedule, start.timeline
     proven = status == cp_model.OPTIMAL
     return Optimum(schedule, timeline, bound, "bound" if proven else "time", start.tries, proven=proven)
+
+
+def _solved(solver: Any, model: Any) -> Any:
+    """Return the status of a search that an interrupt ends.
+
+    The solver's own handler would leave none behind, and the next interrupt would end the process. Without it, none is
+    heard in the thread that searches.
+    """
+    solver.parameters.catch_sigint_signal = False
+    with ThreadPoolExecutor(1) as thread:
+        searching = thread.submit(solver.solve, model)
+        try:
+            return searching.result()
+        finally:
+            solver.stop_search()
 
 
 class _Model:
