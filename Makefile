@@ -95,7 +95,7 @@ test-gpu: $(READY)
 
 # Two processes that each collect half of the tests: workers of pytest-xdist would each collect all.
 QUICK := $(ONE_EACH) $(PYTEST) -m 'not ranks and not slow and not long and not full'
-HALF  := $(addprefix tests/,schedule show model plan exercises runtime)
+HALF  := $(addprefix tests/,schedule show model plan runtime)
 
 quick-half: $(READY)
 	@$(QUICK) $(HALF)

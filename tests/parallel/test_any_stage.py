@@ -292,7 +292,6 @@ def lone_rank() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("lone_rank")
-@pytest.mark.slow
 def test_what_a_wrapped_stage_returns_is_found_without_touching_it() -> None:
     """Checkpointed, compiled and sharded in half precision: the copy has none of it but the dtype."""
     module = nn.Sequential(Counting())
@@ -310,7 +309,6 @@ def test_what_a_wrapped_stage_returns_is_found_without_touching_it() -> None:
 
 
 @pytest.mark.usefixtures("lone_rank")
-@pytest.mark.slow
 def test_what_torch_compile_returns_is_a_stage_and_stays_as_it_is() -> None:
     module, x = nn.Sequential(linear(), nn.Tanh(), linear()), torch.randn(4, 4)
     nn.MSELoss()(module(x), x).backward()

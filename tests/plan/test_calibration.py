@@ -22,7 +22,6 @@ def asked(draw: random.Random, n: int):
         yield model, kinds[i % 3].with_(overlap=False), 2 * draw.randint(1, 8), 64 * draw.randint(1, 4)
 
 
-@pytest.mark.slow
 def test_a_calibrated_cluster_predicts_steps_that_it_was_not_shown():
     draw = random.Random(0)
     steps = [TimedStep(*run, predict(*run[:2], THERE, *run[2:], CONSTANTS).step_s) for run in asked(draw, 8)]

@@ -184,7 +184,6 @@ def test_one_data_parallel_rank_computes_and_sends_in_half_precision_as_a_plan_c
 
 
 @pytest.mark.parametrize(("precision", "reduced"), [("bfloat16", 4), ("float64", 8)])
-@pytest.mark.slow
 def test_gradients_are_reduced_in_the_precision_that_a_plan_counts(precision: str, reduced: int) -> None:
     tiny = ModelConfig(8, 1, 1, 12)
     alone = dry_run(tiny, Layout(dp_shard=2, precision=precision), 0, global_batch=2, seq_len=4)
@@ -193,7 +192,6 @@ def test_gradients_are_reduced_in_the_precision_that_a_plan_counts(precision: st
     assert n_bytes == reduced * n_parameters
 
 
-@pytest.mark.slow
 def test_errors_after_a_dry_run_are_not_labelled_with_its_rank() -> None:
     before = sys.excepthook
     dry_run(ModelConfig(8, 1, 1, 12), Layout(dp_shard=2), 1)

@@ -94,7 +94,6 @@ def test_a_larger_batch_dilutes_the_bubble():
     assert large.mfu > small.mfu
 
 
-@pytest.mark.slow
 def test_the_plan_is_sorted_and_fits():
     found = plan(GPT, NODE, 64, 2048)
     assert [each.step_s for each in found] == sorted(each.step_s for each in found)
@@ -104,7 +103,6 @@ def test_the_plan_is_sorted_and_fits():
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4, 12])
-@pytest.mark.slow
 def test_whatever_is_planned_the_stack_takes(batch):
     model = replace(model_named("gpt2"), n_layers=4, vocab_size=50_256)
     found = plan(model, cluster_of("1x4xA100"), batch, 1024, n_best=1000)
@@ -202,7 +200,6 @@ def test_what_was_asked_is_named_where_it_differs():
         reason(predicted(layout, batch=128), first)
 
 
-@pytest.mark.slow
 def test_a_sequence_that_norms_cannot_share_is_planned_without_sharing_it():
     found = plan(GPT, cluster_of("1x8xA100"), 8, 2046, n_best=1000)
     assert found

@@ -102,7 +102,6 @@ values = st.recursive(
 
 @examples(100)
 @given(values)
-@pytest.mark.slow
 def test_any_nesting_of_tensors_and_plain_values_arrives_as_it_was(value: Any) -> None:
     assert_same(sent(value), value)
 

@@ -65,7 +65,6 @@ def named(content: str, channels: Any) -> list[Message]:
 
 
 @given(legal, shares)
-@pytest.mark.slow
 def test_both_ends_of_a_channel_have_the_same_messages_numbered_in_order(
     schedule: Schedule, pairs: list[tuple[int, int]]
 ) -> None:
@@ -115,7 +114,6 @@ def by_channel(message: Message) -> tuple[int, int, int]:
 
 @given(legal, shares, any_order)
 @examples(300)
-@pytest.mark.slow
 def test_by_order_alone_every_run_ends_and_what_counts_as_arrived_has_been_taken(
     schedule: Schedule, pairs: list[tuple[int, int]], rng: random.Random
 ) -> None:

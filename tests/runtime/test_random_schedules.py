@@ -116,7 +116,6 @@ def test_a_random_legal_schedule_runs_with_the_loss_and_gradients_of_one_process
             assert seen == expected.keys(), "parameters without a gradient"
 
 
-@pytest.mark.slow
 def test_the_random_schedules_are_of_every_kind() -> None:
     for seeds, least in ((FEW_SEEDS, 5), (SEEDS, 10)):
         schedules = [random_schedule(seed) for seed in seeds]
@@ -202,7 +201,6 @@ def stages_for(rank: int, schedule: Schedule) -> dict[int, nn.Module | None]:
     return dict.fromkeys(stages_of(rank, schedule))
 
 
-@pytest.mark.slow
 def test_the_reason_is_what_was_done_to_the_schedule() -> None:
     told = {
         "drop an action": "is missing",
@@ -237,7 +235,6 @@ def test_every_rank_refuses_what_one_rank_cannot_run_and_can_go_on_with_another(
         assert losses == pytest.approx([in_one_process(legal)[0]] * STEPS, rel=GRADIENT_TOLERANCE)
 
 
-@pytest.mark.slow
 def test_one_process_refuses_too() -> None:
     alone = [schedule for seed in SEEDS for _, schedule in [broken_schedule(seed)] if schedule.n_ranks == 1]
     assert len(alone) > 10

@@ -67,7 +67,6 @@ def lines(figure: ChartFigure) -> int:
     return sum(len(each.get_segments()) for each in figure.axes[0].findobj(LineCollection))
 
 
-@pytest.mark.slow
 def test_what_waits_for_an_edge_says_so_and_the_chart_draws_it() -> None:
     timeline = simulate(build("1f1b", 4, 3).with_edges(SKIP), Costs(edge_latency=9))
     assert any("for the value 'x' of microbatch 0 from stage 0" in g.cause for g in timeline.idle_gaps)

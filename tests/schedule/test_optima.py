@@ -39,7 +39,6 @@ def test_each_stored_order_can_run_keeps_its_cap_and_takes_as_long_as_its_row_sa
 
 
 @thinned
-@pytest.mark.slow
 def test_each_named_schedule_takes_as_long_as_its_row_says(every: int) -> None:
     recorded = set().union(*(each.named for each in optima()))  # a schedule may be newer than the table
     for each in optima()[:: 3 * every]:
@@ -48,7 +47,6 @@ def test_each_named_schedule_takes_as_long_as_its_row_says(every: int) -> None:
 
 
 @pytest.mark.parametrize("every", [pytest.param(53, id="a sample"), pytest.param(1, id="all", marks=pytest.mark.full)])
-@pytest.mark.slow
 def test_the_proofs_hold_when_they_are_done_again(every: int) -> None:
     for each in optima()[20::every]:
         size = (each.n_ranks, each.n_microbatches, each.costs, each.cap)

@@ -79,7 +79,6 @@ def drawn(seed: int, n_stages: int) -> Costs:
         (2, 1, 2, "v", 2, 4),
     ],
 )
-@pytest.mark.slow
 def test_it_agrees_with_every_order_of_every_microbatch(
     p: int, m: int, n_chunks: int, placement: str, cap: int, seed: int
 ) -> None:

@@ -46,7 +46,6 @@ def bubble(schedule: Schedule, costs: Costs) -> tuple[Timeline, float]:
 
 @thinned
 @pytest.mark.parametrize("name", ["v_half", "v_min"])
-@pytest.mark.slow
 def test_controllable_memory_is_never_longer_nor_higher_than_the_authors_generator(name: str, every: int) -> None:
     for p in range(2, 9):
         most, unit, *measured = THEIRS[name, p]
@@ -63,7 +62,6 @@ def test_controllable_memory_is_never_longer_nor_higher_than_the_authors_generat
 
 
 @pytest.mark.parametrize("name", ["v_half", "v_min"])
-@pytest.mark.slow
 def test_controllable_memory_runs_at_every_size(name: str) -> None:
     for p in range(1, 10):
         for m in range(1, 24):

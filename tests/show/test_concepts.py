@@ -283,7 +283,6 @@ def test_fsdp_in_a_pipeline_needs_one_stage_a_rank_and_true_or_false(
         ),
     ],
 )
-@pytest.mark.slow
 def test_a_placement_tells_its_shape_and_its_messages(name: str, finding: str) -> None:
     name, _, chunks = name.partition(" ")
     assert title(show.placement(build(name, 4, 8, int(chunks) if chunks else None))) == finding

@@ -137,7 +137,6 @@ def test_one_rank_is_never_idle() -> None:
 
 @thinned
 @pytest.mark.parametrize("name", names())
-@pytest.mark.slow
 def test_no_position_of_the_sliders_raises(name: str, every: int) -> None:
     panel = show.explore(schedule=name)
     for ranks, microbatches, chunks, cost in [*itertools.product((1, 4), (1, 7), (-1, 2), (0.0, 1.5))][::every]:

@@ -54,7 +54,6 @@ def test_a_figure_shows_itself_as_a_picture_with_its_alt_text(figure: ChartFigur
 
 
 @pytest.mark.sample(3)
-@pytest.mark.slow
 def test_a_notebook_with_matplotlib_inline_still_gets_the_alt_text_once(figure: ChartFigure) -> None:
     from IPython.core.interactiveshell import InteractiveShell
     from IPython.core.pylabtools import select_figure_formats
@@ -72,7 +71,6 @@ def test_a_notebook_with_matplotlib_inline_still_gets_the_alt_text_once(figure: 
     assert output.data["text/plain"] == figure.alt_text
 
 
-@pytest.mark.slow
 def test_no_words_are_over_each_other_or_out_of_their_place(figure: ChartFigure) -> None:
     assert flaws(figure) == []
 
@@ -105,7 +103,6 @@ def test_figures_leave_pyplot_alone(figure: ChartFigure) -> None:
 
 
 @pytest.mark.sample(3)
-@pytest.mark.slow
 def test_an_svg_is_the_same_every_time_with_text_and_description(figure: ChartFigure, tmp_path: Path) -> None:
     first = figure.save(tmp_path / "a.svg").read_text(encoding="utf-8")
     assert first == figure.save(tmp_path / "b.svg").read_text(encoding="utf-8")

@@ -28,7 +28,6 @@ def test_a_small_timeline_reads_like_its_figure() -> None:
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", names())
 @pytest.mark.parametrize(("n_ranks", "n_microbatches"), [(1, 4), (2, 4), (4, 8), (8, 32), (16, 256)])
-@pytest.mark.slow
 def test_no_line_is_longer_than_the_width(name: str, n_ranks: int, n_microbatches: int) -> None:
     if n_ranks == 1 and name in ("dualpipe_v", "dualpipe", "chimera"):
         n_ranks = 2

@@ -42,7 +42,6 @@ def test_padded_rows_hold_one_document_or_a_part_of_one() -> None:
 
 
 @given(documents, lengths)
-@pytest.mark.slow
 def test_packing_predicts_every_token_once_and_in_order(documents: list[Tensor], seq_len: int) -> None:
     stream = [token for document in documents for token in enclosed(document)]
     if len(stream) <= seq_len:
@@ -57,7 +56,6 @@ def test_packing_predicts_every_token_once_and_in_order(documents: list[Tensor],
 
 
 @given(documents, lengths)
-@pytest.mark.slow
 def test_padding_predicts_every_token_of_every_document_once_and_in_order(
     documents: list[Tensor], seq_len: int
 ) -> None:

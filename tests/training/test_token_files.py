@@ -46,7 +46,6 @@ def equal(one: Sequences, other: Sequences) -> bool:
     return torch.equal(one.inputs, other.inputs) and torch.equal(one.targets, other.targets)
 
 
-@pytest.mark.slow
 def test_rows_and_batches_are_those_of_the_same_tokens_in_memory(
     file: TokenFile, corpus: Corpus, tokenizer: Tokenizer
 ) -> None:

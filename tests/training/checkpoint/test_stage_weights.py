@@ -59,7 +59,6 @@ SAMPLE = (GPT2, "T5", "BERT", "one block, repeated")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SAMPLE else pytest.mark.full) for n in FAMILIES])
-@pytest.mark.slow
 def test_stages_filled_from_files_are_the_model(name: str, tmp_path: Path) -> None:
     model, batch = saved(name, tmp_path), example(name, seed=1)
     stages = empty_stages(name, 3)
