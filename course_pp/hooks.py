@@ -5,15 +5,17 @@ parameter at once and drop its gradient. A pipeline has a backward for each micr
 part of the gradient, between the forward and the backward of other microbatches.
 """
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from typing import Any
 
+import torch
 from torch import nn
 
 from course_pp._torch import accumulated_hooks
 
-__all__ = ["called_once", "problem_of_hooks"]
+__all__ = ["call_hooks", "called_once", "problem_of_hooks"]
 
 
 def problem_of_hooks(modules: Mapping[int, "nn.Module | None"]) -> str | None:
@@ -21,6 +23,8 @@ def problem_of_hooks(modules: Mapping[int, "nn.Module | None"]) -> str | None:
 
     A hook on the node that adds up a gradient cannot be seen; this finds the optimizers that torch puts there.
     """
+    if "torch.distributed.optim.apply_optimizer_in_backward" not in sys.modules:
+        return None  # looking through a large stage in each step takes a millisecond
     for stage, module in modules.items():
         for name, parameter in () if module is None else module.named_parameters():
             if getattr(parameter, "_in_backward_optimizers", None):
@@ -33,29 +37,33 @@ def problem_of_hooks(modules: Mapping[int, "nn.Module | None"]) -> str | None:
 
 
 @contextmanager
-def called_once(modules: "Iterable[nn.Module | None]") -> Iterator[None]:
+def called_once(modules: "Iterable[nn.Module | None]") -> "Iterator[dict[nn.Parameter, None]]":
     """Keep the hooks on complete gradients back inside; afterwards call those whose parameters got one.
 
-    If the body raises, none is called.
+    If the body raises, none is called; nor for parameters that it takes out of what it is given. A hook that is removed
+    inside is not called; one that is added inside is called at once, for each microbatch.
     """
-    parameters = dict.fromkeys(p for module in modules if module is not None for p in module.parameters())
-    waiting = {p: dict(hooks) for p in parameters if (hooks := accumulated_hooks(p))}
+    parameters = (parameter for module in modules if module is not None for parameter in module.parameters())
+    kept = {parameter: dict(hooks) for parameter in parameters if (hooks := accumulated_hooks(parameter))}
     reached: dict[nn.Parameter, None] = {}
-    noting = []
-    for parameter in waiting:
-        accumulated_hooks(parameter).clear()
-        noting.append(parameter.register_post_accumulate_grad_hook(partial(_note, reached)))
+
+    def note(parameter: Any) -> None:
+        reached[parameter] = None
+
     try:
-        yield
+        for parameter, hooks in kept.items():  # in their places, from where their handles can still remove them
+            accumulated_hooks(parameter).update(dict.fromkeys(hooks, note))
+        yield reached
     finally:
-        for handle in noting:
-            handle.remove()
-        for parameter, hooks in waiting.items():
-            accumulated_hooks(parameter).update(hooks)
+        for parameter, hooks in kept.items():
+            now = accumulated_hooks(parameter)
+            now.update({key: hook for key, hook in hooks.items() if key in now})
     for parameter in reached:
-        for hook in waiting[parameter].values():
-            hook(parameter)
+        call_hooks(parameter)
 
 
-def _note(reached: dict[nn.Parameter, None], parameter: nn.Parameter) -> None:
-    reached[parameter] = None
+@torch.no_grad()
+def call_hooks(parameter: nn.Parameter) -> None:
+    """Call the hooks on the complete gradient of ``parameter`` as autograd does, also where it came from elsewhere."""
+    for hook in list(accumulated_hooks(parameter).values()):
+        hook(parameter)

@@ -16,7 +16,7 @@ from course_pp.hooks import called_once
 from course_pp.launch import on_ranks
 from course_pp.parallel import DistributedConfig, build_pipeline_schedule, build_pipeline_stage, init_distributed
 from course_pp.runtime import Pipeline, PipelineError
-from course_pp.schedule import build
+from course_pp.schedule import Action, Schedule, build
 from tests.processes import no_process_left
 
 WIDTH, M, STEPS, RATE = 4, 4, 2, 0.1
@@ -236,3 +236,103 @@ def test_hooks_are_called_in_order_and_may_remove_themselves() -> None:
         with called_once([module]):
             backward(module)
     assert called == ["first", "second", "second"]
+
+
+def test_hooks_may_change_their_parameter_in_place_as_in_a_backward() -> None:
+    module = nn.Linear(WIDTH, 1, bias=False)
+    nn.init.ones_(module.weight)
+    module.weight.register_post_accumulate_grad_hook(lambda weight: weight.sub_(weight.grad))
+    with called_once([module]):
+        backward(module)
+    assert module.weight.eq(0).all()
+
+
+def test_hooks_that_are_removed_inside_are_not_called_and_stay_away() -> None:
+    module, called = nn.Linear(WIDTH, 1), []
+    first, handle, last = (
+        module.weight.register_post_accumulate_grad_hook(lambda _, which=which: called.append(which))
+        for which in ("first", "removed", "last")
+    )
+    with called_once([module]):
+        handle.remove()
+        backward(module)
+    backward(module)
+    assert called == ["first", "last"] * 2
+    first.remove()
+    last.remove()
+    backward(module)
+    assert len(called) == 4
+
+
+def test_a_hook_may_remove_that_of_another_parameter() -> None:
+    """As in a backward, where it may have heard enough."""
+    module, called = nn.Linear(WIDTH, 1), []
+
+    def remove_others(parameter: Tensor) -> None:
+        called.append(parameter)
+        for other, handle in handles.items():
+            if other is not parameter:
+                handle.remove()
+
+    handles = {p: p.register_post_accumulate_grad_hook(remove_others) for p in module.parameters()}
+    with called_once([module]):
+        backward(module)
+    assert len(called) == 1
+    backward(module)
+    assert len(called) == 2
+
+
+def test_one_inside_another_calls_hooks_at_the_end_of_the_outer_one() -> None:
+    module, called = nn.Linear(WIDTH, 1), []
+    module.weight.register_post_accumulate_grad_hook(called.append)
+    with called_once([module]) as reached:
+        for _ in range(2):
+            with called_once([module]):
+                backward(module)
+        assert not called
+        assert [*reached] == [module.weight]
+    assert len(called) == 1
+    with called_once([module]) as reached:
+        backward(module)
+        reached.clear()
+    assert len(called) == 1
+
+
+def detaching(rank: int, engine: str) -> tuple[int, Tensor]:
+    """How often the hook of a tied weight is called of which rank 0 makes no gradient, and what the weight is then."""
+    module, called = stages()[rank], []
+    nn.init.zeros_(module.get_parameter(TIES[0][rank]))
+    step = ENGINES[engine](rank, "1f1b", module, TIES)
+    bias, first = module.get_parameter(TIES[0][rank]), module.get_submodule("0")
+
+    def descend(parameter: Tensor) -> None:
+        called.append(parameter)
+        parameter.sub_(parameter.grad)
+
+    bias.register_post_accumulate_grad_hook(descend)
+    if rank == 0:
+        first.forward = lambda x: F.linear(x, first.weight, first.bias.detach())  # type: ignore[assignment]
+    step()
+    return len(called), bias.detach().clone()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_hook_of_a_tied_weight_is_called_where_its_gradient_comes_from_other_ranks_alone(engine: str) -> None:
+    (one, here), (other, there) = on_ranks(2, detaching, engine, timeout_s=60.0)
+    assert one == other == 1
+    assert here.any()
+    torch.testing.assert_close(here, there, rtol=0.0, atol=0.0)
+
+
+def replicated(rank: int) -> int:
+    """How often a hook is called on two replicas of a stage, of which one has no microbatch."""
+    module, called = stages()[0], []
+    schedule = Schedule("two replicas", ((0, 1),), ((Action(0, "F", 0), Action(0, "B", 0)), ()))
+    pipeline = Pipeline(schedule, module, F.mse_loss, timeout_s=20)
+    module.get_parameter("0.bias").register_post_accumulate_grad_hook(called.append)
+    pipeline.step(*batch())
+    return len(called)
+
+
+def test_hooks_of_a_replica_without_a_microbatch_are_called_too() -> None:
+    assert on_ranks(2, replicated, timeout_s=60.0) == [1, 1]

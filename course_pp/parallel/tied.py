@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from course_pp.arguments import checked
 from course_pp.collective import Ranks
+from course_pp.hooks import call_hooks
 from course_pp.model.stages import Tie
 from course_pp.tied import add_up, copies_in, set_apart
 
@@ -143,6 +144,7 @@ class TiedWeights:
         total = add_up([parts.get(rank, own) for rank in one.ranks])
         for end in one.mine.values():
             end.grad = None if total is None else total.clone()
+            call_hooks(end)  # there may be no gradient from this rank's own backwards
 
 
 @dataclass(frozen=True)

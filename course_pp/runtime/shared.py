@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from course_pp.hooks import call_hooks
 from course_pp.runtime.agreement import Fact
 from course_pp.schedule import Schedule
 from course_pp.tied import add_up, copies_in, set_apart
@@ -115,8 +116,10 @@ class SharedWeights:
             parts = [self._own(weight) if rank == self._rank else next(rows[rank]) for rank in ranks]
             total = add_up(parts)
             for place in weight:
-                if place in self._parameters:
-                    self._parameters[place].grad = None if total is None else total.clone()
+                if (parameter := self._parameters.get(place)) is not None:
+                    parameter.grad = None if total is None else total.clone()
+                    if total is not None:  # of which nothing may have come from this rank's own backwards
+                        call_hooks(parameter)
 
     def _own(self, weight: Weight) -> Tensor | None:
         return add_up([self._parameters[place].grad for place in weight if place in self._parameters])
