@@ -25,7 +25,7 @@ from course_pp.training.checkpoint.matching import (
 from course_pp.training.checkpoint.opening import Opened, open_together
 from course_pp.training.checkpoint.ranks import CheckpointError, Ranks
 from course_pp.training.checkpoint.rng import mesh_coordinates, restore_rng, rng_keys
-from course_pp.training.checkpoint.state import Group, Held, Modules, Ties, held_by, parts_of
+from course_pp.training.checkpoint.state import Group, Held, Modules, Part, Ties, held_by, parts_of
 
 __all__ = ["Loaded", "load", "resume"]
 
@@ -91,15 +91,15 @@ def resume(
     opened = open_together(named(path), ranks)
     if opened is None:
         return None
+    # By itself, as the state_dict of some modules is a collective: all ranks are through it before one refuses.
+    parts, mine = ranks.collectively(lambda: _held_here(modules, tied))
     held = Held()
 
     def compare() -> tuple[set[str], set[str], set[str]]:
         nonlocal held
-        parts = parts_of(modules)
-        mine = held_by(parts, tied)
+        check_filling(parts, mine, tied)
         held, also = renamed(mine, opened)
         check_model(opened, parts, held)
-        check_filling(parts, mine, tied)
         if optimizer is not None:
             check_optimizer(opened, optimizer, held)
         check_ties(opened, also, optimizer is not None)
@@ -126,6 +126,11 @@ def resume(
         _apply(optimizer, slots, held, opened.groups or [])
         restore_rng(states, opened.state["seed"], opened.state["step"], coordinates)
     return Loaded(opened.path, opened.state["step"], opened.state["extra"])
+
+
+def _held_here(modules: Modules, tied: Ties) -> tuple[list[Part], Held]:
+    parts = parts_of(modules)
+    return parts, held_by(parts, tied)
 
 
 class _Request:

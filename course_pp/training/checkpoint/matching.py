@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from course_pp.model import ModelConfig
 from course_pp.training.checkpoint.files import read_tensors
@@ -37,13 +38,32 @@ def renamed(held: Held, opened: Opened) -> tuple[Held, dict[str, list[str]]]:
 
 
 def check_filling(parts: Sequence[Part], held: Held, tied: Ties) -> None:
-    """Refuse modules whose state_dict makes copies: these would be filled, and the modules stay as they are."""
-    for (name, tensor), (_, again) in zip(held.ends, held_by(parts, tied).ends, strict=True):
-        if tensor is not again and (type(tensor) is not Tensor or tensor.data_ptr() != again.data_ptr()):
+    """Refuse modules that loading would leave as they are: on the meta device, or with a state_dict that makes copies.
+
+    FSDP1's state_dict is a collective, so nothing that one rank alone refuses may come in between.
+    """
+    own = {id(tensor) for part in parts for tensor in (*part.module.parameters(), *part.module.buffers())}
+    # The others are views, or beside the parameters: whoever makes copies makes them anew.
+    others = any(id(tensor) not in own for _, tensor in held.ends)
+    again = held_by(parts, tied).ends if others else held.ends
+    for (name, tensor), (_, same) in zip(held.ends, again, strict=True):
+        if tensor.is_meta:
             raise CheckpointError(
-                f"state_dict gives a copy of {name}, so nothing can be loaded into the module (FSDP1, or a hook, does "
-                "so): load into the module inside before it is wrapped, or shard it with fully_shard (FSDP2)"
+                f"{name} is on the meta device, where nothing can be loaded into it: give the module memory first, "
+                "with to_empty(device=…)"
             )
+        if not _share_memory(tensor, same):
+            raise CheckpointError(
+                f"state_dict gives a copy of {name}, so nothing can be loaded into the module (FSDP1, a hook or "
+                "get_extra_state does so): load into the module inside before it is wrapped, or shard it with "
+                "fully_shard (FSDP2)"
+            )
+
+
+def _share_memory(tensor: Tensor, other: Tensor) -> bool:
+    here, there = (each.to_local() if isinstance(each, DTensor) else each for each in (tensor, other))
+    plain = type(here) in (Tensor, nn.Parameter)
+    return tensor is other or (plain and type(here) is type(there) and here.data_ptr() == there.data_ptr())
 
 
 def check_ties(opened: Opened, also: Mapping[str, Sequence[str]], with_optimizer: bool) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 
 from course_pp.launch import on_ranks
 from course_pp.training.checkpoint import CheckpointError, load, save
@@ -92,6 +93,56 @@ WRAPS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.parametrize(
+    "view", [Tensor.detach, lambda tensor: nn.Parameter(tensor.detach())], ids=["tensor", "parameter"]
+)
+@pytest.mark.parametrize("shard", [False, True], ids=["whole", "sharded"])
+def test_views_of_every_class_are_filled(tmp_path: Path, view: Callable[[Tensor], Tensor], shard: bool) -> None:
+    save(tmp_path, 1, layer(1.0), device_mesh=None)
+    on_ranks(1, view_is_filled, tmp_path, view, shard, timeout_s=60.0)
+
+
+def view_is_filled(rank: int, path: Path, view: Callable[[Tensor], Tensor], shard: bool) -> None:
+    module = layer(0.0)
+    if shard:
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+
+    def look(_: nn.Module, state: dict[str, Tensor], *__: object) -> None:
+        state |= {name: view(tensor) for name, tensor in state.items()}
+
+    module.register_state_dict_post_hook(look)
+    load(path, module, device_mesh=None)
+    weight: Any = module.weight
+    assert (weight.full_tensor() if shard else weight).eq(1.0).all()
+
+
+def test_nothing_is_loaded_into_a_module_without_memory(tmp_path: Path) -> None:
+    save(tmp_path, 1, layer(1.0), device_mesh=None)
+    module = layer(0.0).to("meta")
+    with pytest.raises(CheckpointError, match="weight is on the meta device"):
+        load(tmp_path, module, device_mesh=None)
+    load(tmp_path, module.to_empty(device="cpu"), device_mesh=None)
+    assert module.weight.eq(1.0).all()
+
+
+class Counting(nn.Linear):
+    """Counts how often its state is asked for, which may gather or copy all of it."""
+
+    asked = 0
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.asked += 1
+        return super().state_dict(*args, **kwargs)
+
+
+def test_the_state_of_a_module_that_gives_its_own_tensors_is_asked_for_once(tmp_path: Path) -> None:
+    module = Counting(4, 4)
+    save(tmp_path, 1, module, device_mesh=None)
+    module.asked = 0
+    load(tmp_path, module, device_mesh=None)
+    assert module.asked == 1
+
+
 def said(rank: int, path: Path) -> list[str]:
     found = []
     for wrap in WRAPS.values():
@@ -105,3 +156,21 @@ def test_nothing_is_loaded_into_fsdp1_without_a_word(tmp_path: Path) -> None:
     save(tmp_path, 1, layer(1.0), device_mesh=None)
     for row in on_ranks(2, said, tmp_path, timeout_s=60.0):
         assert all(COPY in words for words in row), row
+
+
+def said_beside_others(rank: int, path: Path) -> list[str]:
+    """FSDP1's state_dict is a collective; what rank 1 has beside it is refused there alone."""
+    found = []
+    for other in (layer(0.0), nn.Sequential(layer(0.0))):
+        with pytest.raises(CheckpointError) as caught:
+            load(path, [fsdp1(StateDictType.FULL_STATE_DICT), *([other] if rank == 1 else [])], device_mesh=None)
+        found.append(str(caught.value))
+    return found
+
+
+def test_what_one_rank_refuses_does_not_keep_the_others_in_a_collective_of_fsdp1(tmp_path: Path) -> None:
+    save(tmp_path, 1, layer(1.0), device_mesh=None)
+    first, second = on_ranks(2, said_beside_others, tmp_path, timeout_s=30.0)
+    assert first == second
+    assert "two modules of this rank hold weight" in first[0]
+    assert COPY in first[1]
