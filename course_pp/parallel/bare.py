@@ -36,12 +36,18 @@ class _Copier:
         """Copy ``module``, whose parameters are gathered in ``dtype``; None is their own."""
         if id(module) in self._modules:
             return self._modules[id(module)]
-        # What torch.compile returns passes on each attribute that is set on it, a copy of it to the original.
-        if isinstance(inner := module._modules.get("_orig_mod"), nn.Module):
-            return self.copy(inner, dtype)
         policy = mixed_precision(module)
         if policy is not None:
             dtype = policy.param_dtype or dtype
+        copied = self._modules[id(module)] = self._copy(module, dtype)
+        if policy is not None:
+            _cast_like(copied, policy)
+        return copied
+
+    def _copy(self, module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+        # What torch.compile returns passes on each attribute that is set on it, a copy of it to the original.
+        if isinstance(inner := module._modules.get("_orig_mod"), nn.Module):
+            return self.copy(inner, dtype)
         kind = _kind_of(module)
         copied = self._modules[id(module)] = kind.__new__(kind)
         copied.__dict__ = {key: {} if key.endswith("_hooks") else value for key, value in vars(module).items()}
@@ -53,8 +59,6 @@ class _Copier:
             name: None if child is None else self.copy(child, dtype) for name, child in module._modules.items()
         }
         _rebind(module, copied)
-        if policy is not None:
-            _cast_like(copied, policy)
         return copied
 
     def _tensor(self, tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:

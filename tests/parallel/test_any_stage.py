@@ -319,3 +319,18 @@ def test_what_torch_compile_returns_is_a_stage_and_stays_as_it_is() -> None:
     stage = build_pipeline_stage(compiled, None, "cpu", inputs=X)
     build_pipeline_schedule(stage, 2, nn.MSELoss(), "1f1b").step(x, target=x)
     torch.testing.assert_close(snapshot_gradients([module]), expected)
+
+
+@pytest.mark.usefixtures("lone_rank")
+@pytest.mark.slow
+@pytest.mark.parametrize("compiles_last", [False, True])
+def test_what_a_compiled_stage_returns_has_the_dtype_of_its_mixed_precision(compiles_last: bool) -> None:
+    def compiled(module: nn.Module) -> nn.Module:
+        found = torch.compile(module, backend="eager")
+        assert isinstance(found, nn.Module)
+        return found
+
+    module: nn.Module = nn.Sequential(linear())
+    module = fully_shard(module if compiles_last else compiled(module), mp_policy=default_mp_policy())
+    module = compiled(module) if compiles_last else module
+    assert module(X).dtype == bare_copy(module)(X.to("meta")).dtype == torch.bfloat16
