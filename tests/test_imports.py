@@ -20,7 +20,7 @@ ARROWS = {
     "model": {"sizes"},
     "runtime": {"_torch", "collective", "deferred", "fused", "hooks", "loss", "schedule", "sizes", "tied"},
     "parallel": {"collective", "deferred", "hooks", "loss", "model", "plan", "schedule", "sizes", "tied"},
-    "training": {"collective", "loss", "model", "parallel", "runtime", "schedule"},
+    "training": {"collective", "hooks", "loss", "model", "parallel", "runtime", "schedule"},
     "launch": {"cycles", "imports"},
     "doctor": {"launch"},
     "notebook": {"launch", "runtime", "schedule"},

@@ -7,8 +7,8 @@ One stage a rank, in a line. Activations go down the line, gradients come back u
 
 ``train_step_pipeline_gpipe`` and ``train_step_pipeline_1f1b`` differ in the order of the same eight helpers, and in
 nothing else. Each adds to the parameters' ``.grad`` the gradient of the mean of the m microbatches' losses, so steps
-accumulate until ``zero_grad``; the optimizer is the caller's. Works for one process, with or without a process group,
-and for fewer microbatches than ranks.
+accumulate until ``zero_grad``; the optimizer is the caller's, and no hook may step it: hooks on gradients are called
+for each microbatch. Works for one process, with or without a process group, and for fewer microbatches than ranks.
 
 Messages. A receive blocks; a send does not, because with two blocking sends facing each other neither ends: gloo's
 ``send`` waits for its receiver however small the message. Between two ranks activations only go one way and gradients

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.arguments import check_arguments, checked
 from course_pp.collective import Ranks
+from course_pp.hooks import called_once
 from course_pp.loss import LossFn, TokenLoss, counted
 from course_pp.model import CrossEntropy
 from course_pp.model.stages import Tie
@@ -171,6 +172,9 @@ class Trainer:
     def train_step(self) -> StepResult:
         """Take one optimizer step.
 
+        Hooks of ``register_post_accumulate_grad_hook`` are called once, before it, with the clipped gradient of the
+        whole batch; not if the step is skipped.
+
         Raises:
             NonFiniteGradient: on every rank, if a gradient is not finite and such steps are not skipped; nothing has
                 been updated.
@@ -182,13 +186,16 @@ class Trainer:
         self.optimizer.zero_grad()
         if self.config.versions is not None:
             return self._asynchronous_step(batch, begin)
-        loss, norm = self._gradient(batch)
-        is_good, scale = math.isfinite(norm), self._scale
-        if not is_good and not scale.can_shrink and self.config.on_nan == "refuse":
-            raise NonFiniteGradient(
-                f"step {self.step + 1}: the norm of the gradient is {norm}, so it cannot be clipped: go on from a "
-                "checkpoint with a lower learning rate, or look for the batch that does it"
-            )
+        with called_once(self.modules) as reached:
+            loss, norm = self._gradient(batch)
+            is_good, scale = math.isfinite(norm), self._scale
+            if not is_good and not scale.can_shrink and self.config.on_nan == "refuse":
+                raise NonFiniteGradient(
+                    f"step {self.step + 1}: the norm of the gradient is {norm}, so it cannot be clipped: go on from a "
+                    "checkpoint with a lower learning rate, or look for the batch that does it"
+                )
+            if not is_good:
+                reached.clear()
         self._scale = scale.after(norm)
         if is_good:
             self.optimizer.step()

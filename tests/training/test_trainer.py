@@ -235,3 +235,33 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_the_update() -> None:
     for said, unchanged in run(2, diverging):
         assert "cannot be clipped" in said
         assert unchanged
+
+
+def hooked(rank: int, config: TrainConfig) -> list[int]:
+    """How often hooks are called in a step of several parts, and in one that is skipped."""
+    run = trainer(config, TIED)
+    parameters = [p for module in run.modules for p in module.parameters()]
+    heard: dict[Any, Any] = {}
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(
+            lambda p: heard.setdefault(p, []).append((p.clone(), p.grad.clone()))
+        )
+    before = [p.detach().clone() for p in parameters]
+    run.train_step()
+    calls = [len(heard[p]) for p in parameters]
+    for parameter, old in zip(parameters, before, strict=True):
+        value, gradient = heard[parameter][0]
+        assert value.equal(old), "called after the optimizer"
+        assert gradient.equal(parameter.grad), "called with something else than the optimizer gets"
+    heard.clear()
+    parameters[0].data.view(-1)[0] = math.nan
+    run.train_step()
+    return [min(calls), max(calls), len(heard)]
+
+
+@pytest.mark.parametrize("config", [RUN, RUNTIME], ids=["parallel", "runtime"])
+def test_hooks_hear_the_clipped_gradient_of_the_whole_batch_once_and_nothing_of_a_skipped_step(
+    config: TrainConfig,
+) -> None:
+    config = replace(config, accumulation=2, on_nan="skip")
+    assert run(2, hooked, config) == [[1, 1, 0]] * 2
