@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from course_pp.hooks import called_once
 from course_pp.launch import on_ranks
 from course_pp.parallel import DistributedConfig, build_pipeline_schedule, build_pipeline_stage, init_distributed
+from course_pp.parallel.mesh import limit_waiting
 from course_pp.runtime import Pipeline, PipelineError
 from course_pp.schedule import Action, Schedule, build
 from tests.processes import no_process_left
@@ -63,12 +65,12 @@ STEPPERS: dict[str, Stepper] = {"by hand": by_hand, "AdamW": adam}
 
 
 def runtime(rank: int, name: str, module: nn.Module, tied: Any = None) -> Callable[[], float]:
-    pipeline = Pipeline(build(name, 2, M), module, F.mse_loss, tied=tied, timeout_s=20)
+    pipeline = Pipeline(build(name, dist.get_world_size(), M), module, F.mse_loss, tied=tied, timeout_s=20)
     return lambda: sum(pipeline.step(*batch()))
 
 
 def parallel(rank: int, name: str, module: nn.Module, tied: Any = None) -> Callable[[], float]:
-    mesh = init_distributed(DistributedConfig(pp=2))
+    mesh = init_distributed(DistributedConfig(pp=dist.get_world_size()))
     x, y = batch()
     stage = build_pipeline_stage(module, mesh, "cpu", inputs=x[: len(x) // M])
     pipeline = build_pipeline_schedule(stage, M, F.mse_loss, name, tied=tied)
@@ -193,6 +195,32 @@ def test_an_optimizer_that_steps_in_a_hook_of_a_shard_steps_once(engine: str) ->
 
 def backward(module: nn.Module) -> None:
     module(torch.ones(1, WIDTH)).sum().backward()
+
+
+def failing_at_last(rank: int, engine: str) -> int:
+    """How often hooks are called if rank 0 fails in its last backward, when the others have done theirs."""
+    module, heard, called = nn.Sequential(nn.Linear(WIDTH, WIDTH)).double(), [], []
+    step = ENGINES[engine](rank, "1f1b", module)
+    bias = module.get_parameter("0.bias")
+
+    def fail_at_last(gradient: Tensor) -> None:
+        heard.append(gradient)
+        if len(heard) == M:
+            raise KeyError("my bug")
+
+    if rank == 0:
+        bias.register_hook(fail_at_last)
+    bias.register_post_accumulate_grad_hook(called.append)
+    dist.barrier()
+    limit_waiting(None, 3.0)  # if the machine is slow, they fail earlier and call as little
+    with pytest.raises(RuntimeError):  # on every rank
+        step()
+    return len(called)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_no_rank_calls_hooks_if_another_fails_in_its_last_backward(engine: str) -> None:
+    assert on_ranks(4, failing_at_last, engine, timeout_s=60.0) == [0] * 4
 
 
 def test_hooks_of_parameters_that_got_no_gradient_are_not_called() -> None:

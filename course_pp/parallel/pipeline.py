@@ -189,6 +189,7 @@ class PipelineSchedule:
 
         Hooks of ``parameter.register_hook`` are called for each microbatch, as in gradient accumulation. Those of
         ``register_post_accumulate_grad_hook`` are called once, when the loss is known: an optimizer may step there.
+        None is called if the step fails; what one raises is raised on its own rank.
 
         Args:
             inputs: the arguments of the first stage for the whole batch, as it was built for one microbatch: its
@@ -325,7 +326,8 @@ class PipelineSchedule:
         if losses:
             loss = torch.stack([share.detach() for share in losses]).sum(dtype=torch.float64)
             self._average_over_data(loss)
-        dist.broadcast(loss, group=self._group, group_src=self._last_rank)
+        # A sum with zeros and not a broadcast, which some ranks may leave while others fail in their last backward.
+        dist.all_reduce(loss, group=self._group)
         return loss
 
 

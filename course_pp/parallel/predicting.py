@@ -288,7 +288,7 @@ def _pipeline(rank: _Rank) -> CollectiveCounts:
     counts = CollectiveCounts.of("pp", "send", n_messages, rank.activation)
     counts += CollectiveCounts.of("pp", "recv", n_messages, rank.activation)
     counts += _asks_who_refuses(rank)
-    counts += CollectiveCounts.of("pp", "broadcast", 1, _FLOAT64)  # the loss
+    counts += CollectiveCounts.of("pp", "all_reduce", 1, _FLOAT64)  # the loss
     if n_stages - 1 in here:  # the number of counted tokens before the step, the loss after it
         for dimension in ("dp_replicate", "dp_shard"):
             counts += rank.over(dimension, "all_reduce", 2, _FLOAT64)

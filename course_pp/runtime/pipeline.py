@@ -156,6 +156,7 @@ class Pipeline:
 
         Hooks of ``parameter.register_hook`` are called for each microbatch, as in gradient accumulation. Those of
         ``register_post_accumulate_grad_hook`` are called once, when the losses are known: an optimizer may step there.
+        None is called if the step fails; what one raises is raised on its own rank.
 
         Args:
             inputs: the batch, where the first stage is: tensors (alone, in a tuple or a dict) to be cut along their
