@@ -5,16 +5,17 @@ each microbatch adds its sum over the divisor, which is the same for all: the nu
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from course_pp.arguments import check_arguments, checked, refuse_unless
 
-__all__ = ["LossFn", "Share", "TokenLoss", "counted", "loss_share", "share_of"]
+__all__ = ["LossFn", "Share", "TokenLoss", "average_over", "counted", "divisor_of", "loss_share", "share_of"]
 
 LossFn = Callable[[Any, Any], Tensor]
 """``loss_fn(output, target)``: a scalar, the mean loss of one microbatch."""
@@ -81,6 +82,39 @@ def counted(loss_fn: LossFn | TokenLoss, samples: Callable[[Any], int] = len) ->
             f"loss_fn is {loss_fn!r}: pass a function of (output, target) that returns the mean loss, or a TokenLoss"
         )
     return _OverSamples(loss_fn, samples)
+
+
+def divisor_of(
+    loss: TokenLoss,
+    targets: Iterable[Any],
+    given: float | None,
+    groups: Sequence[dist.ProcessGroup],
+    device: torch.device | None = None,
+) -> Tensor | float:
+    """Return the divisor of the microbatches' sums; a collective of ``groups`` unless it is ``given``.
+
+    Data-parallel ranks average their gradients, so it is the tokens of the global batch over the number of these ranks.
+
+    Args:
+        targets: this rank's.
+        given: the tokens of the global batch, if the caller knows them.
+        groups: those over which gradients are averaged.
+    """
+    if given is not None:
+        return given / math.prod(dist.get_world_size(group) for group in groups)
+    count = sum(loss.count(target) for target in targets)
+    if not groups and not isinstance(count, Tensor):
+        return float(max(count, 1))
+    count = average_over(groups, torch.as_tensor(count, dtype=torch.float64, device=device).clone())
+    return torch.where(count > 0, count, 1.0)
+
+
+def average_over(groups: Iterable[dist.ProcessGroup], value: Tensor) -> Tensor:
+    """Return ``value``, changed in place to its mean over the ranks of all ``groups``; a collective."""
+    for group in groups:
+        dist.all_reduce(value, group=group)
+        value /= dist.get_world_size(group)
+    return value
 
 
 def loss_share(loss: TokenLoss, output: Any, target: Any, divisor: Tensor | float) -> Tensor:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from course_pp.arguments import WrongArgument, check_arguments, checked, refuse_bad_timeout, refuse_unless
 from course_pp.collective import Ranks
 from course_pp.hooks import called_once, problem_of_hooks
-from course_pp.loss import LossFn, TokenLoss, counted, loss_share
+from course_pp.loss import LossFn, TokenLoss, average_over, counted, divisor_of, loss_share
 from course_pp.parallel._torch import tree_flatten, tree_map, tree_unflatten
 from course_pp.parallel.agreeing import agree, everyone_of
 from course_pp.parallel.batch import Batch
@@ -281,25 +281,6 @@ class PipelineSchedule:
     def _share_of_loss(self, output: Any, target: torch.Tensor) -> torch.Tensor:
         return loss_share(self._loss, output, target, self._divisor)
 
-    def _divisor_of(self, target: torch.Tensor, divisor: float | None) -> torch.Tensor | float:
-        """Return the divisor of the microbatches' sums.
-
-        Data-parallel ranks average their gradients, so it is the tokens of the global batch over the number of these
-        ranks.
-        """
-        if divisor is not None:
-            return divisor / math.prod(dist.get_world_size(group) for group in self._dp_groups)
-        if not self._counts_tokens:
-            return float(len(target))  # as many on every data-parallel rank
-        count = self._loss.count(target).double()
-        self._average_over_data(count)
-        return torch.where(count > 0, count, 1.0)
-
-    def _average_over_data(self, value: torch.Tensor) -> None:
-        for group in self._dp_groups:
-            dist.all_reduce(value, group=group)
-            value /= dist.get_world_size(group)
-
     def _prepare(
         self,
         inputs: tuple[Any, ...],
@@ -318,14 +299,16 @@ class PipelineSchedule:
         # torch before 2.12 refuses strides like those of tokens[:, :-1], which contiguous() keeps for a single row.
         inputs = self._batch.copied(inputs)
         if target is not None:
-            self._divisor = self._divisor_of(target, divisor)
+            # Data-parallel ranks have equally many samples, and need not ask one another.
+            groups = self._dp_groups if self._counts_tokens or divisor is not None else []
+            self._divisor = divisor_of(self._loss, [target], divisor, groups, self.stages[0].device)
         return inputs, target
 
     def _tell_everyone(self, losses: list[torch.Tensor]) -> torch.Tensor:
         loss = torch.zeros((), dtype=torch.float64, device=self.stages[0].device)
         if losses:
             loss = torch.stack([share.detach() for share in losses]).sum(dtype=torch.float64)
-            self._average_over_data(loss)
+            average_over(self._dp_groups, loss)
         # A sum with zeros and not a broadcast, which some ranks may leave while others fail in their last backward.
         dist.all_reduce(loss, group=self._group)
         return loss

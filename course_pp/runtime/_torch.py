@@ -1,5 +1,6 @@
 """The one place of the runtime that touches private names of torch, which may move between releases."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -7,7 +8,7 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["forget_gradients", "n_groups", "reduce_gradients"]
+__all__ = ["data_groups", "forget_gradients", "n_groups", "reduce_gradients"]
 
 
 def n_groups() -> int:
@@ -26,6 +27,14 @@ def reduce_gradients(root: "FSDPModule") -> None:
     state._root_post_backward_final_callback()
 
 
+def data_groups(module: "FSDPModule") -> list[dist.ProcessGroup]:
+    """Return the groups over whose ranks FSDP2 averages the gradients of ``module`` itself."""
+    states = [module._get_fsdp_state()]
+    infos = [group.mesh_info for group in _groups_of(states)]
+    found = (getattr(infos[0], f"{kind}_process_group", None) for kind in ("shard", "replicate")) if infos else ()
+    return [group for group in found if group is not None]
+
+
 def forget_gradients(root: "FSDPModule") -> None:
     """Drop the gradients below ``root`` that are not reduced yet, after a forward or backward was cut short."""
     for group in _groups(root):
@@ -41,6 +50,9 @@ def forget_gradients(root: "FSDPModule") -> None:
 
 def _groups(root: "FSDPModule") -> list[Any]:
     """Return the groups of parameters that FSDP2 gathers and reduces together; a list for each state from 2.13 on."""
-    states = root._get_fsdp_state()._state_ctx.all_states
+    return _groups_of(root._get_fsdp_state()._state_ctx.all_states)
+
+
+def _groups_of(states: Iterable[Any]) -> list[Any]:
     groups = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states]
     return [group for row in groups for group in row if group is not None]

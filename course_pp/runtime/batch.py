@@ -4,9 +4,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from course_pp.loss import LossFn, Share, TokenLoss, counted, share_of
+from course_pp.loss import LossFn, Share, TokenLoss, counted, divisor_of, share_of
 from course_pp.runtime.payload import map_tensors, tensors_of
 
 __all__ = ["loss_shares", "own_means", "split"]
@@ -53,23 +55,25 @@ def _piece(batch: Any, pieces: Sequence[Sequence[Tensor]], index: int) -> Any:
 
 
 def loss_shares(
-    loss_fn: LossFn | TokenLoss, targets: Sequence[Any], divisor: Tensor | float | None = None
+    loss_fn: LossFn | TokenLoss,
+    targets: Sequence[Any],
+    divisor: float | None = None,
+    groups: Sequence[dist.ProcessGroup] = (),
+    device: torch.device | None = None,
 ) -> Callable[[int, Any], Share]:
     """Return a function of i and the output: microbatch i's share of the batch's loss. The shares add up to it.
 
     Args:
-        divisor: how many tokens (or samples) to average over; None counts those of ``targets``.
+        divisor: how many tokens (or samples) to average over; None counts those of ``targets`` on all ranks of
+            ``groups``, over which gradients are averaged.
 
     Raises:
         ValueError: for targets without a sample, where the loss is a mean over samples.
     """
     loss = counted(loss_fn, _samples)
-    if divisor is None:
-        total: Any = sum(loss.count(target) for target in targets)
-        if loss is not loss_fn and not total:
-            raise ValueError(f"targets has no samples in any of {len(targets)} microbatches: give at least one")
-        divisor = total.clamp(min=1) if isinstance(total, Tensor) else float(max(total, 1))
-    return partial(_share, loss, targets, divisor)
+    if divisor is None and loss is not loss_fn and not sum(map(loss.count, targets)):
+        raise ValueError(f"targets has no samples in any of {len(targets)} microbatches: give at least one")
+    return partial(_share, loss, targets, divisor_of(loss, targets, divisor, groups, device))
 
 
 def own_means(

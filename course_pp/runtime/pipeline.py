@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from course_pp.arguments import check_arguments
 from course_pp.hooks import called_once, problem_of_hooks
-from course_pp.loss import LossFn, Share, TokenLoss
+from course_pp.loss import LossFn, Share, TokenLoss, average_over
 from course_pp.runtime.batch import loss_shares, own_means, split
 from course_pp.runtime.cluster import EmulatedCluster
 from course_pp.runtime.engine import Engine, build_engine, wire_for
@@ -164,13 +164,15 @@ class Pipeline:
             targets: the same, where the last stage is.
             seeds: one for each microbatch, on every rank: its random numbers (dropout) are then what a single process
                 draws after ``torch.manual_seed(seed)``. The generators are left as they were.
-            divisor: how many tokens (samples, if the loss does not count tokens) to average over; None counts those of
-                ``targets``. If the gradients of several steps add up, give the number in all of them.
+            divisor: how many tokens (samples, if the loss does not count tokens) of the global batch to average over;
+                None counts those of ``targets``, and of the data ranks' over which FSDP2 averages gradients. If the
+                gradients of several steps add up, give the number in all of them.
 
         Returns:
             Each microbatch's share of the loss, on every rank; the loss of the batch is their sum. Equal microbatches
-            have equal weights, others by samples, or by counted tokens for a :class:`TokenLoss`. With ``versions=``
-            each microbatch's own mean loss instead. Numbers, not tensors: the backward is done.
+            have equal weights, others by samples, or by counted tokens for a :class:`TokenLoss`. FSDP2's data ranks get
+            the mean of their shares, whose sum is the loss of the global batch. With ``versions=`` each microbatch's
+            own mean loss instead. Numbers, not tensors: the backward is done.
 
         Raises:
             PipelineError: on every rank, if a stage raises, a rank is lost or late, or a loss is not finite; says which
@@ -276,7 +278,7 @@ class Pipeline:
         """Return a microbatch's part of the loss to minimise, from its number and output."""
         assert self._loss_fn is not None  # or step has refused
         if self._planned is None:
-            return loss_shares(self._loss_fn, targets, divisor)
+            return loss_shares(self._loss_fn, targets, divisor, self._sharded.data_groups, self._device)
         last, planned = self.schedule.n_stages - 1, self._planned
         groups = [group for stage in range(last + 1) for group in planned.updates(stage)]
         return partial(_finite, own_means(self._loss_fn, targets, divisor, groups), planned, last)
@@ -296,6 +298,8 @@ class Pipeline:
         """Return every microbatch's loss, on every rank; when one rank returns, all ranks are through."""
         elsewhere = torch.zeros((), device=self._device)
         losses = torch.stack([shares.get(i, elsewhere) for i in range(self.schedule.n_microbatches)]).double()
+        if self.schedule.n_stages - 1 in self._stages:
+            average_over(self._sharded.data_groups, losses)
         return tuple(self._engine.tell_everyone(losses, torch.add).tolist())
 
     def _refuse_not_finite(self, losses: Sequence[float]) -> None:

@@ -6,6 +6,7 @@ word. So during a step gradients stay whole on each rank and are summed over the
 do; after the rank's last action they are reduced.
 """
 
+import math
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from torch import nn
 
-from course_pp.runtime._torch import forget_gradients, reduce_gradients
+from course_pp.runtime._torch import data_groups, forget_gradients, reduce_gradients
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -27,11 +28,16 @@ class ShardedStages:
     Args:
         modules: of the stages, None for an empty one.
         trains: whether a step has backwards.
+
+    Attributes:
+        data_groups: those over whose ranks gradients are averaged; the widest, if parts of a stage have others.
     """
 
     def __init__(self, modules: Iterable[nn.Module | None], trains: bool) -> None:
         self._roots = [root for module in modules if module is not None for root in _outermost(module)]
         self._trains = trains
+        found = (data_groups(part) for root in self._roots for part in _sharded_parts(root))
+        self.data_groups = max(found, key=lambda groups: math.prod(group.size() for group in groups), default=[])
 
     @contextmanager
     def reduced_once(self) -> Iterator[None]:
@@ -75,7 +81,10 @@ def _sync(root: "FSDPModule", on: bool) -> None:
 
 def _reshard(root: "FSDPModule") -> None:
     """Free what a forward has gathered and no backward will: the next step would compute with it, old or not."""
+    for module in _sharded_parts(root):
+        module.reshard()
+
+
+def _sharded_parts(root: "FSDPModule") -> "Iterator[FSDPModule]":
     assert isinstance(root, nn.Module)
-    for module in root.modules():
-        if _is_sharded(module):
-            module.reshard()
+    return (module for module in root.modules() if _is_sharded(module))

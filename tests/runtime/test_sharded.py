@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_pp.launch import on_ranks
+from course_pp.model import CrossEntropy
 from course_pp.runtime import Pipeline, PipelineError
 from course_pp.schedule import build
 from tests.processes import no_process_left
@@ -101,8 +102,7 @@ def sharded(rank: int, layouts: Sequence[Layout]) -> list[tuple[dict[str, Tensor
 
 def one_layout(layout: Layout) -> tuple[dict[str, Tensor], int]:
     pipe, schedule, modules, mesh = pipeline_of(layout)
-    replica = mesh["dp_replicate", "dp_shard"]._flatten().get_local_rank()
-    counted = 0
+    replica, counted = replica_of(mesh), 0
     for step in range(STEPS):
         arguments = for_rank(mesh.get_local_rank("pp"), schedule, *batch_of(step, replica))
         with Reductions() as reductions:
@@ -116,7 +116,11 @@ def one_layout(layout: Layout) -> tuple[dict[str, Tensor], int]:
     return gradients, counted
 
 
-def pipeline_of(layout: Layout) -> Any:
+def replica_of(mesh: Any) -> int:
+    return mesh["dp_replicate", "dp_shard"]._flatten().get_local_rank()
+
+
+def pipeline_of(layout: Layout, loss_fn: Any = F.mse_loss) -> Any:
     mesh = init_device_mesh(
         "cpu",
         (layout.pp, layout.replicate, layout.shard),
@@ -128,7 +132,7 @@ def pipeline_of(layout: Layout) -> Any:
     here = stages_of(mesh.get_local_rank("pp"), schedule)
     modules = {stage: wrap(stages[stage], data_mesh, layout) for stage in here}
     options = {"group": mesh.get_group("pp"), "recompute": layout.recompute, "timeout_s": 20}
-    return Pipeline(schedule, modules, F.mse_loss, **options), schedule, modules, mesh
+    return Pipeline(schedule, modules, loss_fn, **options), schedule, modules, mesh
 
 
 def in_one_process(layout: Layout) -> dict[str, Tensor]:
@@ -206,6 +210,36 @@ def test_gradients_are_those_of_one_process_and_each_group_is_reduced_once(layou
     assert_equals_one_process(layouts)
 
 
+def unequal(replica: int) -> tuple[Tensor, Tensor]:
+    """Sequences of one token; each replica ignores more of its labels, which leaves some microbatches without any."""
+    x, y = batch_of(0, replica)
+    labels = y.argmax(-1)
+    labels[len(labels) - 5 * replica :] = -100
+    return x[:, None], labels[:, None]
+
+
+def with_unequal_tokens(rank: int, layout: Layout, divisor: float | None) -> tuple[float, dict[str, Tensor]]:
+    pipe, schedule, modules, mesh = pipeline_of(layout, CrossEntropy())
+    arguments = for_rank(mesh.get_local_rank("pp"), schedule, *unequal(replica_of(mesh)))
+    loss = sum(pipe.step(*arguments, divisor=divisor))
+    return loss, {f"{stage}.{n}": p.grad.full_tensor() for stage, m in modules.items() for n, p in m.named_parameters()}
+
+
+@pytest.mark.parametrize("layout", [Layout("1f1b"), Layout("gpipe", pp=1, replicate=2)], ids=["pp x shard", "hsdp"])
+@pytest.mark.parametrize("told", [False, True], ids=["counted", "divisor given"])
+def test_unequal_tokens_of_data_ranks_weigh_alike(layout: Layout, told: bool) -> None:
+    x, labels = map(torch.cat, zip(*map(unequal, range(layout.data)), strict=True))
+    stages = make_stages(layout.pp)
+    loss = F.cross_entropy(nn.Sequential(*stages)(x).flatten(0, 1), labels.flatten())
+    loss.backward()
+    n_counted = float((labels != -100).sum()) if told else None
+    for found, gradients in on_ranks(4, with_unequal_tokens, layout, n_counted, timeout_s=60.0):
+        assert found == pytest.approx(loss.item(), rel=1e-12)
+        for name, gradient in gradients.items():
+            stage, _, parameter = name.partition(".")
+            torch.testing.assert_close(gradient, stages[int(stage)].get_parameter(parameter).grad, rtol=0, atol=1e-12)
+
+
 def after_others(rank: int) -> list[tuple[float, float]]:
     """Largest difference from one process of the gradients after a step that failed, and after one that evaluates."""
     layout = Layout("zb_h1", resharded=False)
@@ -242,15 +276,14 @@ def test_a_failed_step_leaves_nothing_behind_and_evaluation_sees_the_weights_of_
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = [batch_of(0, replica) for replica in range(2)]
 
-    def losses() -> list[Tensor]:
-        return [F.mse_loss(model(x), y) for x, y in batches]
+    def mean_loss() -> Tensor:
+        return torch.stack([F.mse_loss(model(x), y) for x, y in batches]).mean()
 
     for step in range(2):
         optimizer.zero_grad()
-        trained = losses()
-        (sum(trained) / 2).backward()  # type: ignore[union-attr]
+        loss = mean_loss()
+        loss.backward()
         optimizer.step()
-        evaluated = losses()
-        for rank, row in enumerate(found):
-            expected = [trained[rank % 2].item(), evaluated[rank % 2].item()]
-            assert row[step] == pytest.approx(expected, rel=1e-12)
+        trained, evaluated = loss.item(), mean_loss().item()
+        for row in found:
+            assert row[step] == pytest.approx((trained, evaluated), rel=1e-12)
