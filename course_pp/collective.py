@@ -83,8 +83,6 @@ class Ranks:
 
     refusal: ClassVar[type[Exception]] = ValueError
     """What all ranks raise."""
-    refused: ClassVar[tuple[type[Exception], ...]] = (OSError, TypeError, ValueError)
-    """What :meth:`collectively` turns into a refusal; anything else is a bug and is raised where it happened."""
 
     @property
     def rank(self) -> int:
@@ -165,7 +163,9 @@ class Ranks:
         failure: Exception | None = None
         try:
             result.append(work())
-        except self.refused as error:
+        except RankMissing:  # which the others notice by themselves
+            raise
+        except Exception as error:  # a bug too: the others must not wait for this rank
             failure = error
         problem: str | Exception | None = None
         if failure is not None:
@@ -186,7 +186,7 @@ class Ranks:
     @staticmethod
     def sentence(error: Exception) -> str:
         """Return what a failure of :meth:`collectively` is called on the other ranks."""
-        return str(error)
+        return str(error) if isinstance(error, OSError | TypeError | ValueError) else f"{type(error).__name__}: {error}"
 
     @property
     def _group(self) -> dist.ProcessGroup:

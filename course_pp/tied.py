@@ -106,7 +106,7 @@ def looks_of(
 
 
 def _some_values(weight: nn.Parameter) -> tuple[tuple[int, ...], str, int] | None:
-    """Return shape, dtype and a checksum of values all over ``weight``; None if all are the same, or it is sparse.
+    """Return shape, dtype and a checksum of values all over ``weight``; None if there are no two, or it is sparse.
 
     None also for a frozen weight of a class of its own, whose values cannot be read: a quantised one, say.
     """
@@ -114,7 +114,7 @@ def _some_values(weight: nn.Parameter) -> tuple[tuple[int, ...], str, int] | Non
     if here.layout is not torch.strided or not (weight.requires_grad or type(here) in (Tensor, nn.Parameter)):
         return None
     some = here.detach().flatten()[:: max(1, here.numel() // _LOOKED_AT)][:_LOOKED_AT].cpu().contiguous()
-    bits = some.view(torch.uint8).view(len(some), -1)  # small formats cannot be compared
+    bits = some.view(torch.uint8).view(len(some), some.element_size())  # small formats cannot be compared
     if not bool((bits != bits[:1]).any()):
         return None
     return tuple(weight.shape), str(weight.dtype), zlib.crc32(bits.numpy().tobytes())

@@ -3,10 +3,12 @@
 import warnings
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -22,6 +24,7 @@ from course_pp.parallel import (
     build_pipeline_schedule,
     build_pipeline_stage,
     build_stage_module,
+    clip_grad_norm_,
     count_collectives,
     default_mp_policy,
     get_dp_rank,
@@ -30,6 +33,10 @@ from course_pp.parallel import (
     init_distributed,
     resolve_reshard_after_forward,
 )
+from course_pp.runtime import Pipeline
+from course_pp.schedule import build
+from course_pp.training.checkpoint import load, save
+from tests.equality import adamw, sharded_adamw
 from tests.parallel.fake_mesh import FakeMesh
 from tests.parallel.layouts import Case, Data, build_modules, build_pipeline, data_of, full, model_config
 
@@ -334,3 +341,80 @@ def test_a_half_precision_model_reduces_its_gradients_in_float32() -> None:
     for gradient in on_ranks(4, half_gradient_on_rank):
         assert torch.equal(gradient, torch.full_like(gradient, 129.5))
         assert gradient.dtype == torch.bfloat16
+
+
+class Gated(nn.Module):
+    """A layer and a gate, whose weight is one row: of two shards the second is empty."""
+
+    def __init__(self, n_outputs: int) -> None:
+        super().__init__()
+        self.linear, self.gate = nn.Linear(4, n_outputs), nn.Linear(4, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * torch.tanh(self.gate(x))
+
+
+def gated() -> tuple[Gated, Gated]:
+    """The second's gate has the first's values."""
+    torch.manual_seed(0)
+    first, last = Gated(4).double(), Gated(1).double()
+    last.gate.load_state_dict(first.gate.state_dict())
+    return first, last
+
+
+GATED_TIE = ({0: "gate.weight", 1: "gate.weight"},)
+
+
+def step_of_empty_shards(rank: int, engine: str, folder: str, x: Tensor, y: Tensor) -> dict[str, Any]:
+    """One step with a hook on each gradient, clipped; saved and loaded into zeros."""
+    mesh = init_distributed(DistributedConfig(pp=2))
+    module, pp_rank = gated()[get_pp_rank(mesh)], get_pp_rank(mesh)
+    apply_fsdp2(module, mesh, blocks=())
+    heard: set[str] = set()
+    for name, weight in module.named_parameters():
+        weight.register_post_accumulate_grad_hook(lambda _, name=name: heard.add(name))
+    x, y = (each.chunk(2)[get_dp_rank(mesh)] for each in (x, y))
+    if engine == "parallel":
+        stage = build_pipeline_stage(module, mesh, "cpu", inputs=x[:1])
+        build_pipeline_schedule(stage, 2, F.mse_loss)  # looks for ties that nobody declared
+        tied: Any = GATED_TIE
+        loss = build_pipeline_schedule(stage, 2, F.mse_loss, "1f1b", tied=tied).step(x, target=y).item()
+    else:  # which does not tie what is sharded
+        tied = ()
+        group = mesh.get_group("pp")
+        loss = sum(Pipeline(build("zb_h1", 2, 2), module, F.mse_loss, group=group).step(x, y))
+    gradients = {f"{pp_rank}.{name}": full(weight.grad).clone() for name, weight in module.named_parameters()}
+    norm = clip_grad_norm_({pp_rank: module}, 0.1, device_mesh=mesh, tied=tied)
+    optimizer = sharded_adamw([module])
+    optimizer.step()
+    weights = {f"{pp_rank}.{name}": full(weight.detach()).clone() for name, weight in module.named_parameters()}
+    save(folder, 1, {pp_rank: module}, optimizer, device_mesh=mesh)
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.zero_()
+    load(folder, {pp_rank: module}, optimizer, device_mesh=mesh)
+    loaded = all(torch.equal(full(w.detach()), weights[f"{pp_rank}.{name}"]) for name, w in module.named_parameters())
+    every = heard == {name for name, _ in module.named_parameters()}
+    return {"loss": loss, "norm": norm.item(), "gradients": gradients, "weights": weights, "whole": loaded and every}
+
+
+@pytest.mark.parametrize("engine", ["parallel", "runtime"])
+def test_a_rank_whose_shard_has_no_rows_takes_part_in_everything(engine: str, tmp_path: Path) -> None:
+    x, y = torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 1, dtype=torch.float64)
+    first, last = gated()
+    if engine == "parallel":
+        last.gate.weight = first.gate.weight
+    weights = list(nn.ModuleList([first, last]).parameters())
+    optimizer = adamw([first, last])
+    loss = F.mse_loss(last(first(x)), y)
+    loss.backward()
+    named = {f"{i}.{name}": w for i, each in enumerate((first, last)) for name, w in each.named_parameters()}
+    gradients = {name: w.grad.clone() for name, w in named.items()}
+    norm = nn.utils.clip_grad_norm_(weights, 0.1)
+    optimizer.step()
+    for found in on_ranks(4, step_of_empty_shards, engine, str(tmp_path / "saved"), x, y, timeout_s=60.0):
+        assert found["whole"]
+        assert (found["loss"], found["norm"]) == pytest.approx((loss.item(), norm.item()), rel=1e-12)
+        for name, gradient in found["gradients"].items():
+            torch.testing.assert_close(gradient, gradients[name], rtol=0, atol=1e-12)
+            torch.testing.assert_close(found["weights"][name], named[name].detach(), rtol=0, atol=1e-11)

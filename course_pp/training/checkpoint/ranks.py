@@ -20,7 +20,6 @@ class Ranks(collective.Ranks):
     """The ranks that save or load together. Whatever fails on one of them, all raise a :class:`CheckpointError`."""
 
     refusal = CheckpointError
-    refused = (Exception,)
 
     def each(self, work: Callable[[], T]) -> list[T]:
         """Do ``work`` on every rank; return its results by rank.
