@@ -16,7 +16,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Look", "add_up", "copies_in", "looks_of", "problem_of_forgotten_ties", "set_apart"]
+__all__ = [
+    "Look",
+    "add_up",
+    "copies_in",
+    "looks_of",
+    "problem_of_forgotten_ties",
+    "problem_of_left_out_copies",
+    "set_apart",
+]
 
 Key = TypeVar("Key", bound=Hashable)
 _LOOKED_AT = 256  # values of a weight; two that are not one agree in none of them
@@ -135,6 +143,26 @@ def problem_of_forgotten_ties(looks: Mapping[int, Mapping[str, Look]]) -> str | 
                         f"{name!r} of stage {stage} and {again!r} of stage {other} have the same shape and values, and "
                         f"nothing says whether they are one weight: if so, {before}give "
                         f"tied=[{{{stage}: {name!r}, {other}: {again!r}}}], so that they stay equal; if not, tied=[]"
+                    )
+    return None
+
+
+def problem_of_left_out_copies(
+    looks: Mapping[int, Mapping[str, Look]], tied: Iterable[Mapping[int, str]]
+) -> str | None:
+    """Say which weight has the values of a tie's and is not in it, such as a prediction head between the two ends."""
+    for tie in tied:
+        ends = [looks[stage][name] for stage, name in tie.items() if name in looks.get(stage, ())]
+        for stage, here in looks.items():
+            if stage in tie and tie[stage] not in here:  # by another of its names, perhaps
+                continue
+            for name, look in here.items():
+                trained = any(end.is_trained or look.is_trained for end in ends if end.values == look.values)
+                if trained and tie.get(stage) != name:
+                    remedy = f"make it the parameter {tie[stage]!r}" if stage in tie else f"add {stage}: {name!r} to it"
+                    return (
+                        f"{name!r} of stage {stage} has the values of the tied weight {dict(tie)} and is not in it, so "
+                        f"the two would be trained apart: {remedy}; or, if that is meant, fill it after this call"
                     )
     return None
 

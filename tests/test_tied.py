@@ -14,7 +14,7 @@ from course_pp.launch import on_ranks
 from course_pp.parallel import DistributedConfig, build_pipeline_schedule, build_pipeline_stage, init_distributed
 from course_pp.runtime import Pipeline
 from course_pp.schedule import build
-from course_pp.tied import copies_in, looks_of, problem_of_forgotten_ties, set_apart
+from course_pp.tied import copies_in, looks_of, problem_of_forgotten_ties, problem_of_left_out_copies, set_apart
 
 WORDS, WIDTH = 11, 6
 
@@ -171,6 +171,70 @@ def test_both_engines_refuse_it_on_every_rank_until_something_is_said() -> None:
     first, second = on_ranks(2, built_on_rank, timeout_s=60)
     assert first == second
     assert all("tied=[{0: '0.weight', 1: '0.weight'}]" in said and said.endswith("if not, tied=[]") for said in first)
+
+
+def twice(again: bool) -> nn.Module:
+    """A head under two names, or two heads that are equal."""
+    module = nn.ModuleDict({"one": head(embedding()), "other": head(embedding())})
+    if again:
+        module["other"] = module["one"]
+    return module
+
+
+ENDS = {0: embedding(), 2: head(embedding())}
+TIE = {0: "0.weight", 2: "0.weight"}
+COPIES: dict[str, tuple[Mapping[int, nn.Module], Mapping[int, str], str | None]] = {
+    "in a third stage": ({**ENDS, 1: head(embedding())}, TIE, "add 1: '0.weight' to it; or, if that is meant, fill it"),
+    "frozen in a third stage": ({**ENDS, 1: frozen(head(embedding()))}, TIE, "add 1: '0.weight' to it"),
+    "in the stage of an end": ({**ENDS, 2: twice(False)}, {0: "0.weight", 2: "one.0.weight"}, "the parameter 'one.0.w"),
+    "all frozen": ({0: frozen(embedding()), 1: frozen(head(embedding())), 2: frozen(head(embedding()))}, TIE, None),
+    "another name of an end": ({**ENDS, 2: twice(True)}, {0: "0.weight", 2: "other.0.weight"}, None),
+    "other values": ({**ENDS, 1: head()}, TIE, None),
+}
+
+
+@pytest.mark.parametrize("where", COPIES)
+def test_a_copy_that_a_declared_tie_leaves_out_is_named(where: str) -> None:
+    stages, tie, remedy = COPIES[where]
+    said = problem_of_left_out_copies(looks_of(stages), [tie])
+    assert remedy in str(said) if remedy else said is None
+
+
+class Predicting(nn.Sequential):
+    """A stage with a head beside it, whose output it keeps."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def left_out_on_rank(rank: int) -> list[str]:
+    """What either engine says to a tie of the two ends, with a third copy between them."""
+    mesh = init_distributed(DistributedConfig(pp=3))
+    mine = [embedding(), Predicting(*head(embedding())), head(embedding())][rank]
+
+    def in_runtime(tied: list[Mapping[int, str]]) -> None:
+        Pipeline(build("1f1b", 3, 3), mine, F.cross_entropy, tied=tied)
+
+    def in_parallel(tied: list[Mapping[int, str]]) -> None:
+        stage = build_pipeline_stage(mine, mesh, "cpu", inputs=torch.zeros(1, dtype=torch.int64))
+        build_pipeline_schedule(stage, 3, nn.CrossEntropyLoss(), tied=tied)
+
+    said = []
+    for engine in (in_runtime, in_parallel):
+        with pytest.raises(ValueError, match="would be trained apart") as refusal:
+            engine([TIE])
+        said.append(str(refusal.value))
+        engine([{**TIE, 1: "0.weight"}])
+    return said
+
+
+def test_both_engines_refuse_a_left_out_copy_on_every_rank() -> None:
+    for said in on_ranks(3, left_out_on_rank, timeout_s=60):
+        for sentence in said:
+            assert sentence.startswith(
+                f"'0.weight' of stage 1 has the values of the tied weight {TIE} and is not in it"
+            )
+            assert "add 1: '0.weight' to it" in sentence
 
 
 @pytest.mark.parametrize("new", [torch.ones(2, 3), torch.ones(2, 3).to_sparse(), None], ids=["dense", "sparse", "none"])

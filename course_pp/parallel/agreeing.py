@@ -17,7 +17,7 @@ from course_pp.parallel.schedules import check_microbatches, get_stage_indices, 
 from course_pp.parallel.split.stage import SplitStage
 from course_pp.parallel.tied import SharedName, ties_of_stages
 from course_pp.schedule import Schedule
-from course_pp.tied import looks_of, problem_of_forgotten_ties
+from course_pp.tied import looks_of, problem_of_forgotten_ties, problem_of_left_out_copies
 
 __all__ = ["agree", "everyone_of"]
 
@@ -208,15 +208,18 @@ def _ties(stages: Sequence[ModelStage], tied: Iterable[SharedName] | None, pipel
     """Return the weights that several stages hold: this package's model knows its own, others are as declared."""
     modules = {stage.stage_index: stage.submod for stage in stages}
     own = next((m for m in modules.values() if isinstance(m, PipelineStageModule | SplitStage)), None)
+    declared = tied is not None
     if tied is None and own is not None:
         tied = own.ties
-    looks = pipeline.collectively(lambda: looks_of(modules if tied is None else {}))
+    looks = pipeline.collectively(lambda: looks_of(modules if tied is None or (declared and tied) else {}))
     mine = {index: (_names(module), looks.get(index, {})) for index, module in modules.items()}
     everyone = dict(sorted(stage for rank in pipeline.gather(mine) for stage in rank.items()))
     names = {index: held for index, (held, _) in everyone.items()}
-    if problem := problem_of_forgotten_ties({index: found for index, (_, found) in everyone.items()}):
+    ties = ties_of_stages(tied or (), names)
+    found = {index: look for index, (_, look) in everyone.items()}
+    if problem := problem_of_forgotten_ties(found) if tied is None else problem_of_left_out_copies(found, ties):
         raise ValueError(problem)
-    return ties_of_stages(tied or (), names)
+    return ties
 
 
 def _names(module: nn.Module) -> list[str]:

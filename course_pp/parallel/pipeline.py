@@ -58,13 +58,15 @@ def build_pipeline_schedule(
             :func:`get_stage_indices` says.
         n_microbatches: microbatches in a batch.
         loss_fn: ``loss_fn(output, target)`` gives the mean loss of one microbatch. A :class:`TokenLoss` is averaged
-            over the counted tokens of the whole batch instead of over microbatches.
+            over the counted tokens of the whole batch instead of over microbatches. The loss is divided before the
+            backward, where torch divides gradients after it: a gradient that an autograd function of your own adds
+            must be divided too, by ``n_microbatches`` where microbatches weigh alike.
         schedule: one of :func:`schedule_names`, torch's class name, or an order of your own, whose stages are placed
             and whose microbatches are numbered as it says.
         tied: weights that several stages share: for each the parameter's name by stage,
             ``[{0: "embed.weight", 3: "head.weight"}]``, or its names in the whole model, as :func:`find_ties` lists
             them. This package's model knows its ties. For others, None refuses stages whose values look tied, and
-            ``[]`` says that nothing is tied.
+            ``[]`` says that nothing is tied. A further weight with the values of a declared tie is refused too.
         timeout_s: the longest that a rank waits here for the others. Steps wait as long as the process group says.
 
     Raises:
@@ -193,13 +195,16 @@ class PipelineSchedule:
 
         Args:
             inputs: the arguments of the first stage for the whole batch, as it was built for one microbatch: its
-                tensors have n_microbatches times the rows. Needed where the first stage is, ignored elsewhere.
+                tensors have n_microbatches times the rows. Each is cut by rows. Needed where the first stage is,
+                ignored elsewhere.
             target: its first dimension is the whole batch; needed where the last stage is, ignored elsewhere.
             divisor: how many tokens (samples, if the loss does not count tokens) of the global batch to average over;
                 None counts those of this batch. If the gradients of several steps add up, give the number in all of
                 them.
-            kwargs: keyword arguments for every stage, such as ``attention_mask``. Tensors have the whole batch as
-                their first dimension and are cut into microbatches.
+            kwargs: keyword arguments for every stage, such as ``attention_mask``. Each tensor is cut by rows: its first
+                dimension must be the whole batch's. One that is as long only by chance, such as the offsets of packed
+                sequences, is cut all the same, so give a row of offsets for each sequence. Numbers and strings go
+                whole to each microbatch.
 
         Returns:
             The mean loss of the global batch, a float64 scalar without gradient, the same on every rank.

@@ -39,11 +39,13 @@ class Agreed:
         series: a number below 2**15 that keeps this pipeline's messages apart from others'.
         parameters: for each stage its parameters, by name.
         declared: for each stage the values that it reads and writes beyond its neighbours'.
+        looks: of each stage, how its weights look, unless nothing is tied.
     """
 
     series: int
     parameters: Mapping[int, Mapping[str, Fact]]
     declared: Mapping[int, Declared]
+    looks: Mapping[int, Mapping[str, Look]]
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def agree_on_pipeline(
         facts: what must be the same everywhere, by name.
         parameters: of this rank's stages, by name.
         declared: what this rank's stages read and write beyond their neighbours'.
-        looks: how its weights look, if nobody has said which are tied.
+        looks: how its weights look, unless nothing is tied.
 
     Raises:
         RankMissing: if a rank has ended or does not come.
@@ -85,7 +87,9 @@ def agree_on_pipeline(
         if told.problem is not None:
             raise ValueError(f"rank {rank}: {told.problem}")
     problem = difference([told.facts for told in everyone])
-    problem = problem or problem_of_forgotten_ties({s: found for told in everyone for s, found in told.looks.items()})
+    found = {stage: look for told in everyone for stage, look in told.looks.items()}
+    if facts["tied"] is None:
+        problem = problem or problem_of_forgotten_ties(found)
     if problem is not None:
         raise ValueError(problem)
     held = _same_on_replicas([told.parameters for told in everyone])
@@ -97,7 +101,7 @@ def agree_on_pipeline(
                     f"rank {rank} has stage {stage} as {ours}, another replica as {values[stage]}: "
                     "give all replicas of a stage the same reads and writes"
                 )
-    return Agreed(everyone[0].series, held, values)
+    return Agreed(everyone[0].series, held, values, found)
 
 
 def _same_on_replicas(by_rank: Sequence[Mapping[int, Mapping[str, Fact]]]) -> Mapping[int, Mapping[str, Fact]]:

@@ -53,14 +53,16 @@ class Pipeline:
             one whose ``reads`` has names gets these values as keyword arguments, from whichever earlier stage
             writes them (:mod:`course_pp.runtime.values`). ``pipeline.schedule`` then has the edges.
         loss_fn: ``loss_fn(output, target)``, the mean loss of a microbatch, or a :class:`TokenLoss`. Only :meth:`step`
-            needs it.
+            needs it. The loss is divided before the backward: a gradient that an autograd function of your own adds
+            must be divided too, by the number of microbatches where they weigh alike.
         group: the ranks of the pipeline; None is all of them, or this process alone if there is no process group.
         device: where the stages compute; None is where their parameters are.
         recompute: keep each microbatch's input only, and compute forwards again in the backward. What a forward does to
             its buffers (BatchNorm's statistics) it then does twice.
         tied: tied weights: for each the parameter's name by stage, as in ``[{0: "embed.weight", 3: "head.weight"}]``.
             Their gradients are summed; give them equal values. None refuses stages that look tied: an embedding's
-            values again in another stage. ``[]`` says that nothing is.
+            values again in another stage. ``[]`` says that nothing is. A further weight with the values of a declared
+            tie is refused too.
         recorder: records every action and every wait.
         cluster: emulate this cluster: compute and send as fast as it would. All ranks must be on one host.
         transport: ``"nccl"``, ``"gloo"``, or None to choose by group and device
@@ -159,8 +161,9 @@ class Pipeline:
         None is called if the step fails; what one raises is raised on its own rank.
 
         Args:
-            inputs: the batch, where the first stage is: tensors (alone, in a tuple or a dict) to be cut along their
-                first dimension, or a list of microbatches, which may differ in shape.
+            inputs: the batch, where the first stage is: tensors (alone, in a tuple or a dict), each of which is cut
+                along its first dimension; or a list of microbatches, which may differ in shape. What is not a row of
+                the batch, such as the offsets of packed sequences, needs the list.
             targets: the same, where the last stage is.
             seeds: one for each microbatch, on every rank: its random numbers (dropout) are then what a single process
                 draws after ``torch.manual_seed(seed)``. The generators are left as they were.

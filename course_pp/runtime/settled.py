@@ -20,7 +20,7 @@ from course_pp.runtime.versions import Optimizers, problem_of_versions, settings
 from course_pp.runtime.wire import TRANSPORTS
 from course_pp.schedule import Edge, Ledger, Schedule, Versions, check, ledger
 from course_pp.schedule.declared import Declared, declared_by, edges_from
-from course_pp.tied import Look, looks_of
+from course_pp.tied import Look, looks_of, problem_of_left_out_copies
 
 __all__ = ["Settled", "settle"]
 
@@ -114,6 +114,8 @@ def settle(
     # Stages that update by themselves exchange gradients at each update.
     planned = None if versions is None else ledger(schedule, versions)
     weights = shared_weights(schedule, agreed.parameters, ties) if planned is None else ()
+    if problem := problem_of_left_out_copies(agreed.looks, ties):
+        raise ValueError(problem)
     return Settled(rank, mine.modules, mine.device, weights, agreed.series, planned, schedule, mine.declared)
 
 
@@ -153,7 +155,7 @@ class _Mine:
             if stage in copied:
                 self.parameters[stage] |= {"the optimizer": Fact(settings_of(optimizer, self.modules[stage]))}
         trains = any(part.kind != "F" for part in schedule.parts)
-        self.looks = looks_of(self.modules if trains and tied is None else {})
+        self.looks = looks_of(self.modules if trains and (tied is None or tied) else {})
         return None
 
 
