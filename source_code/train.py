@@ -94,8 +94,8 @@ def run(asked: Options, preemption: Preemption | None) -> None:
             if said:
                 print(said, flush=True)
         fitted = trainer.fit(checkpointer.after_step)
-    sizes = {"device_mesh": mesh, "vocab_size": tokenizer.vocab_size, "seed": config.seed}
-    written = sample(modules, tokenizer.encode(text.prompt), text.sample, **sizes)
+    how = {"vocab_size": tokenizer.vocab_size, "special_ids": tokenizer.special_ids, "seed": config.seed}
+    written = sample(modules, tokenizer.encode(text.prompt), text.sample, device_mesh=mesh, **how)
     if trainer.is_logging_rank:
         entropy = unigram_entropy(validation[:].targets, model.vocab_size)
         print(f"validation loss {fitted.validation_loss:.3f} nats a token; unigram entropy {entropy:.3f}")

@@ -164,7 +164,7 @@ class DataOptions:
     column: str = "text"
     """of --dataset: the column that holds the text"""
     tokenizer: str | None = None
-    """a tokenizer.json to use (default: one is trained on the text)"""
+    """a tokenizer.json with [PAD], [BOT] and [EOT] to use (default: one is trained on the text)"""
     tokenizer_size: int = 1024
     """entries of the tokenizer that is trained"""
     padded: bool = False

@@ -34,6 +34,7 @@ def sample(
     vocab_size: int | None = None,
     temperature: float = 0.8,
     seed: int = 0,
+    special_ids: tuple[int, int, int] = (PAD_ID, BOT_ID, EOT_ID),
     param_dtype: torch.dtype | None = None,
 ) -> list[int]:
     """Continue ``[BOT] prompt`` by up to ``n_tokens`` tokens, until ``[EOT]``; the same at every layout.
@@ -44,6 +45,7 @@ def sample(
     Args:
         modules: this rank's stages, as they are trained.
         vocab_size: ids from here on are never drawn: those that the tokenizer does not have.
+        special_ids: the tokenizer's, of ``[PAD]``, ``[BOT]`` and ``[EOT]``; the first two are never drawn.
         temperature: logits are divided by it; 0 takes the most likely token.
         param_dtype: dtype of what crosses the stages' boundaries, by default what they compute in.
 
@@ -71,13 +73,14 @@ def sample(
     # One rank draws for all, so that none can be of another mind about where the text ends.
     speaker = owner[modules[0].num_stages - 1] * (dist.get_world_size() // get_pp_size(device_mesh))
     generator = torch.Generator().manual_seed(seed)
-    tokens, n_prompt = [BOT_ID, *prompt], 1 + len(prompt)
+    pad, bot, eot = special_ids
+    tokens, n_prompt = [bot, *prompt], 1 + len(prompt)
     keys_and_values = KVCache() if all_can_cache else None
-    while len(tokens) < n_prompt + n_tokens and tokens[-1] != EOT_ID:
+    while len(tokens) < n_prompt + n_tokens and tokens[-1] != eot:
         if len(tokens) > window:
             keys_and_values = None  # of positions that are no longer where they were
         if keys_and_values is None:
-            row, last, kwargs = *_padded(tokens, window), {}
+            row, last, kwargs = *_padded(tokens, window, pad), {}
         else:
             row, kwargs = tokens if len(tokens) == n_prompt else tokens[-1:], {"cache": keys_and_values}
             last = len(row) - 1
@@ -85,7 +88,7 @@ def sample(
         drawn = torch.zeros((), dtype=torch.int64, device=weight.device)
 
         def draw(_: int, logits: Tensor, at: int = last, drawn: Tensor = drawn) -> None:
-            drawn.fill_(_draw(logits[0, at, :vocab_size], temperature, generator))
+            drawn.fill_(_draw(logits[0, at, :vocab_size], [pad, bot], temperature, generator))
 
         forward_only(stages_for(len(row)), [(inputs,)], [kwargs], draw)
         dist.broadcast(drawn, src=speaker)
@@ -104,10 +107,10 @@ def _holders(modules: Sequence[PipelineStageModule], device_mesh: DeviceMesh | N
     return rank_by_stage([indices for indices, _ in held]), all(can_cache for _, can_cache in held)
 
 
-def _padded(tokens: list[int], window: int) -> tuple[list[int], int]:
+def _padded(tokens: list[int], window: int, pad: int) -> tuple[list[int], int]:
     """Return the last tokens, filled up to the window, and the place of the last of them."""
     visible = tokens[-window:]
-    return visible + [PAD_ID] * (window - len(visible)), len(visible) - 1
+    return visible + [pad] * (window - len(visible)), len(visible) - 1
 
 
 def _can_cache(modules: Sequence[PipelineStageModule], device_mesh: DeviceMesh | None) -> bool:
@@ -116,13 +119,13 @@ def _can_cache(modules: Sequence[PipelineStageModule], device_mesh: DeviceMesh |
     return "tp" not in names and not compiled
 
 
-def _draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
+def _draw(logits: Tensor, never: list[int], temperature: float, generator: torch.Generator) -> int:
     """Return a token id from logits (vocab,), by the largest of logit / temperature + Gumbel noise.
 
     On the CPU in float64, so that every device draws the same. Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030.
     """
     logits = logits.cpu().double()
-    logits[[PAD_ID, BOT_ID]] = -torch.inf
+    logits[never] = -torch.inf
     if temperature == 0:
         return int(logits.argmax())
     noise = -torch.empty_like(logits).exponential_(generator=generator).log()

@@ -317,7 +317,7 @@ def data_rows(folder: Path) -> Rows:
             "max_bytes": 9,
         },
         "packed": {"documents": documents, "seq_len": 4},
-        "padded": {"documents": documents, "seq_len": 4},
+        "padded": {"documents": documents, "seq_len": 4, "pad_id": 0},
         "train_tokenizer": {"corpus": corpus, "vocab_size": 259, "cache_dir": folder},
         "unigram_entropy": {"targets": IDS, "vocab_size": 4, "reference": None},
         "validation_batches": batch | {"max_batches": None} | part,

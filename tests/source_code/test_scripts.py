@@ -12,6 +12,7 @@ from course_pp.launch import LaunchError, run_torchrun
 from tests.once import once
 from tests.processes import no_process_left
 from tests.source_code.scripts import TRAIN_IMPORTS, labelled_lines, run_script
+from tests.training.small import foreign_tokenizer
 
 ROOT = Path(__file__).parents[2]
 SCRIPT, TRAIN = "source_code/pipeline_test.py", "source_code/train.py"
@@ -150,8 +151,11 @@ def test_no_thread_of_a_process_group_is_left_to_the_end_of_the_interpreter(tmp_
 def test_padded_documents_of_given_files_train_with_their_mask(tmp_path):
     for i in range(120):
         (tmp_path / f"{i}.txt").write_text(f"document {i} has its own length. " * (i % 7 + 1))
-    documents = ["--padded", "--tie-embeddings", f"--text={tmp_path}", "--tokenizer-size=300"]
-    assert any("validation loss" in line for line in labelled_lines(1, [TRAIN, *TINY, *documents]))
+    (tmp_path / "tokenizer.json").write_text(foreign_tokenizer("[BOT]").to_str())
+    documents = ["--padded", "--tie-embeddings", f"--text={tmp_path}", f"--tokenizer={tmp_path}/tokenizer.json"]
+    lines = labelled_lines(1, [TRAIN, *TINY, *documents, "--sample=3"])
+    assert any("validation loss" in line for line in lines)
+    assert any("sample: " in line for line in lines)
 
 
 @pytest.mark.long

@@ -4,7 +4,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import tokenizers
 import torch
+from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from course_pp.model import CrossEntropy, ModelConfig, Transformer, build_stage_module
@@ -34,6 +36,18 @@ def rows(n: int = 24, padded: bool = False, seed: int = 0) -> Sequences:
     lengths = torch.randint(1, SEQ_LEN + 1, (n, 1), generator=generator)
     mask = torch.arange(SEQ_LEN) >= SEQ_LEN - lengths
     return Sequences(tokens[:, :-1].contiguous(), tokens[:, 1:].masked_fill(~mask, IGNORE_INDEX), mask)
+
+
+def foreign_tokenizer(*added: str) -> tokenizers.Tokenizer:
+    """One that was not made by us: `[UNK]` first, `[EOT]` and `[PAD]` last, and it cuts and pads what it encodes."""
+    made = tokenizers.Tokenizer(models.BPE(unk_token="[UNK]"))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(["the cat"], trainers.BpeTrainer(special_tokens=["[UNK]"], initial_alphabet=letters))
+    made.add_special_tokens(["[EOT]", "[PAD]", *added])
+    made.enable_truncation(8)
+    made.enable_padding(length=64)
+    return made
 
 
 @dataclass

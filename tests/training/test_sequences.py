@@ -8,19 +8,13 @@ from torch import Tensor
 
 from course_pp.training.data import BOT_ID, EOT_ID, IGNORE_INDEX, PAD_ID, Sequences, packed, padded
 
-documents = st.lists(
-    st.lists(st.integers(3, 99), max_size=20).map(lambda ids: torch.tensor(ids, dtype=torch.int64)),
-    min_size=1,
-)
-lengths = st.integers(2, 9)
-
-
-def enclosed(document: Tensor) -> list[int]:
-    return [BOT_ID, *document.tolist(), EOT_ID]
-
 
 def tensors(*rows: list[int]) -> list[Tensor]:
-    return [torch.tensor(row) for row in rows]
+    return [torch.tensor([BOT_ID, *row, EOT_ID]) for row in rows]
+
+
+documents = st.lists(st.lists(st.integers(3, 99), max_size=20), min_size=1).map(lambda rows: tensors(*rows))
+lengths = st.integers(2, 9)
 
 
 def test_packed_rows_continue_across_documents() -> None:
@@ -43,7 +37,7 @@ def test_padded_rows_hold_one_document_or_a_part_of_one() -> None:
 
 @given(documents, lengths)
 def test_packing_predicts_every_token_once_and_in_order(documents: list[Tensor], seq_len: int) -> None:
-    stream = [token for document in documents for token in enclosed(document)]
+    stream = [token for document in documents for token in document.tolist()]
     if len(stream) <= seq_len:
         with pytest.raises(ValueError, match=f"{len(stream)} tokens are too few .* needs {seq_len + 1}"):
             packed(documents, seq_len)
@@ -64,8 +58,8 @@ def test_padding_predicts_every_token_of_every_document_once_and_in_order(
     assert mask is not None
     assert inputs.shape == targets.shape == mask.shape == (len(sequences), seq_len)
     counted = targets != IGNORE_INDEX
-    assert targets[counted].tolist() == [token for d in documents for token in enclosed(d)[1:]]
-    assert inputs[counted].tolist() == [token for d in documents for token in enclosed(d)[:-1]]
+    assert targets[counted].tolist() == [token for d in documents for token in d[1:].tolist()]
+    assert inputs[counted].tolist() == [token for d in documents for token in d[:-1].tolist()]
     assert torch.equal(mask, inputs != PAD_ID)
     # Within a row a target is the next input, and nothing follows the end of a text.
     assert torch.equal(targets[:, :-1][counted[:, :-1]], inputs[:, 1:][counted[:, :-1]])

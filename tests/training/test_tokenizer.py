@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,11 +19,15 @@ from course_pp.training.data import (
     Tokenizer,
     check_vocabulary,
     encode,
+    load_tokenizer,
+    packed,
+    padded,
     train_tokenizer,
 )
 from course_pp.training.data import (
     tokenizer as module,
 )
+from tests.training.small import foreign_tokenizer
 
 SMALL = Corpus("small", ("the cat sat on the mat", "the dog sat on the cat", "naïve café"))
 
@@ -41,6 +46,25 @@ def test_special_tokens_have_fixed_ids_and_are_never_encoded_from_text(tokenizer
     assert tokenizer.decode([BOT_ID, *tokenizer.encode("[EOT] if x"), EOT_ID]) == "[BOT][EOT] if x[EOT]"
     for copy in (tokenizer, pickle.loads(pickle.dumps(tokenizer))):
         assert min(copy.encode("[PAD][BOT][EOT]")) >= len(SPECIAL_TOKENS)
+
+
+def test_a_tokenizer_of_others_marks_texts_with_its_own_ids(cache_dir: Path, tmp_path: Path) -> None:
+    path, text = tmp_path / "tokenizer.json", "[BOT] the cat " * 9
+    path.write_text(foreign_tokenizer().to_str())
+    with pytest.raises(ValueError, match=r"tokenizer\.json': \[BOT\], of the \[PAD\], .* add_special_tokens"):
+        load_tokenizer(path)
+    mended = tokenizers.Tokenizer.from_file(str(path))
+    mended.add_special_tokens(list(SPECIAL_TOKENS))
+    mended.save(str(path))
+    tokenizer = load_tokenizer(path)
+    pad, bot, eot = tokenizer.special_ids
+    assert (pad, bot, eot) == tuple(mended.token_to_id(token) for token in SPECIAL_TOKENS) != (0, 1, 2)
+    assert tokenizer.vocab_size == 1 + max(mended.get_vocab().values())
+    assert tokenizer.decode(tokenizer.encode(text)) == text, "neither cut nor padded"
+    [document] = encode(Corpus("one", (text,)), tokenizer, cache_dir)
+    assert document.tolist() == [bot, *tokenizer.encode(text), eot]
+    assert packed([document], 8).inputs[0, 0] == bot
+    assert padded([document], 1000, pad).inputs[0, len(document) :].unique().tolist() == [pad]
 
 
 def test_merges_make_text_shorter_than_its_bytes(corpus: Corpus, tokenizer: Tokenizer) -> None:
@@ -75,8 +99,8 @@ def test_documents_are_encoded_one_by_one(tokenizer: Tokenizer, cache_dir: Path)
     for _ in ("encoded", "remembered"):
         documents = encode(corpus, tokenizer, cache_dir)
         assert [d.dtype for d in documents] == [torch.int64] * 3
-        assert [d.tolist() for d in documents] == [tokenizer.encode(d) for d in corpus.documents]
-        assert tokenizer.decode(documents[2]) == "[EOT] two"
+        assert [d.tolist() for d in documents] == [tokenizer.encode_document(d) for d in corpus.documents]
+        assert tokenizer.decode(documents[2]) == "[BOT][EOT] two[EOT]"
 
 
 class TestCache:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from course_pp.arguments import checked
-from course_pp.training.data.tokenizer import BOT_ID, EOT_ID, PAD_ID
+from course_pp.training.data.tokenizer import PAD_ID
 
 _LONGEST = 10**8  # every row has room for so many
 
@@ -102,20 +102,20 @@ class Sequences:
 
 @checked
 def packed(documents: Sequence[Tensor], seq_len: int) -> Sequences:
-    """Join documents, each as `[BOT] … [EOT]`, and cut them into rows; a row may begin and end within a document.
+    """Join documents and cut them into rows; a row may begin and end within a document.
 
     Each token after the first is predicted exactly once, in order; fewer than `seq_len` at the end are left
     out.
 
     Args:
-        documents: int64 (length,) each, as from `encode`.
+        documents: `[BOT] … [EOT]`, int64 (length,) each, as from `encode`.
         seq_len: tokens in a row, at least 2.
 
     Raises:
         ValueError: `seq_len` is under 2, or the documents do not fill one row.
     """
     _check(documents, seq_len)
-    stream = torch.cat([_enclosed(document) for document in documents])
+    stream = torch.cat(list(documents))
     n = (len(stream) - 1) // seq_len
     if n == 0:
         raise ValueError(
@@ -126,26 +126,27 @@ def packed(documents: Sequence[Tensor], seq_len: int) -> Sequences:
 
 
 @checked
-def padded(documents: Sequence[Tensor], seq_len: int) -> Sequences:
+def padded(documents: Sequence[Tensor], seq_len: int, pad_id: int = PAD_ID) -> Sequences:
     """Give each document a row `[BOT] … [EOT] [PAD] …` of its own; a longer one continues on the next row.
 
     A continuing row begins with the last token its predecessor predicted, so each token of a document after
     its `[BOT]` is predicted exactly once. Nothing is predicted from `[EOT]` or `[PAD]`.
 
     Args:
-        documents: int64 (length,) each, as from `encode`.
+        documents: `[BOT] … [EOT]`, int64 (length,) each, as from `encode`.
         seq_len: tokens in a row, at least 2.
+        pad_id: the tokenizer's id of `[PAD]`.
 
     Raises:
         ValueError: `seq_len` is under 2, or there is no document.
     """
     _check(documents, seq_len)
     pieces = [
-        enclosed[start : start + seq_len + 1]
-        for enclosed in map(_enclosed, documents)
-        for start in range(0, len(enclosed) - 1, seq_len)
+        document[start : start + seq_len + 1]
+        for document in documents
+        for start in range(0, len(document) - 1, seq_len)
     ]
-    rows = torch.full((len(pieces), seq_len + 1), PAD_ID)
+    rows = torch.full((len(pieces), seq_len + 1), pad_id)
     for row, piece in zip(rows, pieces, strict=True):
         row[: len(piece)] = piece
     is_token = torch.arange(seq_len + 1) < torch.tensor([len(piece) for piece in pieces])[:, None]
@@ -166,12 +167,8 @@ def _check(documents: Sequence[Tensor], seq_len: int) -> None:
     if not documents:
         raise ValueError("no documents: 0 tokens do not make a sequence; give more text")
     for i, document in enumerate(documents):
-        if document.dtype != torch.int64 or document.dim() != 1:
+        if document.dtype != torch.int64 or document.dim() != 1 or len(document) < 2:
             raise ValueError(
                 f"documents[{i}] is {document.dtype} of shape {tuple(document.shape)}: "
-                "give int64 token ids (length,), as from encode"
+                "give [BOT] … [EOT] as int64 token ids (length,), as from encode"
             )
-
-
-def _enclosed(document: Tensor) -> Tensor:
-    return torch.cat([torch.tensor([BOT_ID]), document, torch.tensor([EOT_ID])])

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from course_pp.arguments import checked
 from course_pp.training.data.sequences import Sequences, check_seq_len, packed
-from course_pp.training.data.tokenizer import BOT_ID, EOT_ID, Tokenizer
+from course_pp.training.data.tokenizer import Tokenizer
 
 __all__ = ["Stream", "StreamedBatches"]
 
@@ -77,8 +77,8 @@ class Stream:
                 rest = Stream(self.name, self.documents, self.tokenizer, self.seq_len, number)
                 return rest, packed(held, self.seq_len)
             if document is not None and document.strip():
-                held.append(torch.tensor(self.tokenizer.encode(document), dtype=torch.int64))
-                needed -= len(held[-1]) + 2
+                held.append(torch.tensor(self.tokenizer.encode_document(document)))
+                needed -= len(held[-1])
         raise ValueError(
             f"{self.name} ends after {number + 1} documents, all of which {n_rows} validation rows of {self.seq_len} "
             "tokens would take: give more text, or evaluate on less (--eval-batches)"
@@ -162,7 +162,7 @@ class StreamedBatches:
             for number, document in enumerate(stream.documents(start), start=start):
                 if document is not None and document.strip():
                     found = True
-                    tokens = np.array([BOT_ID, *stream.tokenizer.encode(document), EOT_ID])
+                    tokens = np.array(stream.tokenizer.encode_document(document))
                     yield _Document(number, hashlib.sha256(document.encode()).hexdigest(), tokens)
             if not found and start == stream.first:
                 raise ValueError(f"{stream.name} holds no text from document {start} on: name a stream with text in it")

@@ -24,7 +24,7 @@ from torch import Tensor
 from course_pp.arguments import checked
 from course_pp.files import naming
 from course_pp.training.data.sequences import Sequences, check_seq_len
-from course_pp.training.data.tokenizer import BOT_ID, EOT_ID, Tokenizer
+from course_pp.training.data.tokenizer import Tokenizer
 
 __all__ = ["PackedTokens", "TokenFile", "open_tokens", "write_tokens"]
 
@@ -85,7 +85,7 @@ def write_tokens(path: str | os.PathLike[str], documents: Iterable[str], tokeniz
             file = beside.open("wb")
         with file:
             for document in documents:
-                content = np.array([BOT_ID, *tokenizer.encode(document), EOT_ID], dtype=_DTYPES[dtype])
+                content = np.array(tokenizer.encode_document(document), dtype=_DTYPES[dtype])
                 hasher.update(content.tobytes())
                 with naming(path):
                     file.write(content.tobytes())

@@ -22,12 +22,12 @@ from course_pp.training.data._cache import remembered
 from course_pp.training.data.corpus import Corpus
 
 SPECIAL_TOKENS = ("[PAD]", "[BOT]", "[EOT]")
-PAD_ID, BOT_ID, EOT_ID = range(3)
+PAD_ID, BOT_ID, EOT_ID = range(3)  # in the tokenizers that train_tokenizer makes
 MAX_VOCAB_SIZE = 2_000_000  # the library reserves memory for all of it, and ends the process where there is none
 MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 
 # Part of every cache key: raise it when the same corpus would give other tokens.
-_FORMAT = 1
+_FORMAT = 2
 
 # A process forked after the library's threads have run may hang in them, and the library warns about it.
 # Ranks occupy the cores already, so threads would gain nothing here.
@@ -37,7 +37,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 @checked
 @dataclass(frozen=True)
 class Tokenizer:
-    """Token ids for text and back; ids 0, 1, 2 are `[PAD]`, `[BOT]` (begin of text), `[EOT]` (end of text).
+    """Token ids for text and back, with the special tokens `[PAD]`, `[BOT]` (begin of text) and `[EOT]` (end of text).
 
     Text never encodes to a special token: the characters `[PAD]` in a document are ordinary characters.
 
@@ -59,6 +59,8 @@ class Tokenizer:
             ) from error
         # The library does not save this switch, hence also __reduce__.
         backend.encode_special_tokens = True
+        backend.no_truncation()  # a file may ask for both
+        backend.no_padding()
         return backend
 
     def __reduce__(self) -> tuple[type["Tokenizer"], tuple[str]]:
@@ -66,8 +68,27 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Number of tokens, special ones included; ids are 0 … vocab_size - 1."""
-        return self._backend.get_vocab_size()
+        """One more than the largest id, special tokens included."""
+        return 1 + max(self._backend.get_vocab().values(), default=-1)
+
+    @cached_property
+    def special_ids(self) -> tuple[int, int, int]:
+        """Ids of `[PAD]`, `[BOT]` and `[EOT]`.
+
+        Raises:
+            ValueError: the tokenizer has no such tokens, or text can encode to them.
+        """
+        added = self._backend.get_added_tokens_decoder()
+        ids = {token.content: i for i, token in added.items() if token.special}
+        missing = [token for token in SPECIAL_TOKENS if token not in ids]
+        if missing:
+            raise ValueError(
+                f"{', '.join(missing)}, of the {', '.join(SPECIAL_TOKENS)} that mark padding and where texts begin and "
+                "end, are no special tokens of it: add them with tokenizers.Tokenizer.from_file(path)'s "
+                f"add_special_tokens({list(SPECIAL_TOKENS)}) and save(path), or take one that train_tokenizer has made"
+            )
+        pad, bot, eot = (ids[token] for token in SPECIAL_TOKENS)
+        return pad, bot, eot
 
     @cached_property
     def digest(self) -> str:
@@ -76,8 +97,14 @@ class Tokenizer:
 
     @checked
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`, without special tokens. `decode` gives back exactly `text`."""
+        """Return the token ids of `text`, without special tokens; `decode` gives back `text`, if the tokenizer can."""
         return self._backend.encode(text, add_special_tokens=False).ids
+
+    @checked
+    def encode_document(self, text: str) -> list[int]:
+        """Return the token ids of `[BOT] text [EOT]`."""
+        _, bot, eot = self.special_ids
+        return [bot, *self.encode(text), eot]
 
     @checked
     def decode(self, ids: Iterable[int] | Tensor) -> str:
@@ -90,7 +117,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """Return the tokenizer of a ``tokenizer.json``, such as a checkpoint of a run holds.
 
     Raises:
-        ValueError: the file cannot be read, is no tokenizer, or has other tokens than ours at 0, 1 and 2.
+        ValueError: the file cannot be read, is no tokenizer, or lacks a special token.
     """
     name = os.fspath(path)
     try:
@@ -99,14 +126,9 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"tokenizer {name!r} cannot be read ({error}): give a tokenizer.json") from error
     try:
-        found = [tokenizer._backend.id_to_token(i) for i in range(len(SPECIAL_TOKENS))]
+        _ = tokenizer.special_ids
     except ValueError as error:
         raise ValueError(f"tokenizer {name!r}: {error}") from error
-    if found != list(SPECIAL_TOKENS):
-        raise ValueError(
-            f"tokenizer {name!r} has {found} as its first tokens, and a run needs {list(SPECIAL_TOKENS)}, which mark "
-            "padding and where texts begin and end: give one that train_tokenizer or a run of train.py has made"
-        )
     return tokenizer
 
 
@@ -139,7 +161,7 @@ def train_tokenizer(
 
 @checked
 def encode(corpus: Corpus, tokenizer: Tokenizer, cache_dir: str | os.PathLike[str] | None = None) -> tuple[Tensor, ...]:
-    """Encode each document as token ids, int64 (length,), without special tokens; remembered like the tokenizer.
+    """Encode each document as `[BOT] … [EOT]`, int64 (length,); remembered like the tokenizer.
 
     Encoding a few megabytes takes seconds, reading the result again milliseconds.
     """
@@ -182,7 +204,7 @@ def _encode(corpus: Corpus, tokenizer: Tokenizer) -> bytes:
     lengths = []
     # One document at a time: the library's encodings take a hundred times the space of the ids.
     for document in corpus.documents:
-        ids = tokenizer.encode(document)
+        ids = tokenizer.encode_document(document)
         tokens.extend(ids)
         lengths.append(len(ids))
     buffer = io.BytesIO()
