@@ -13,6 +13,7 @@ from course_pp.training.config import TrainConfig
 from course_pp.training.data import (
     Corpus,
     PackedTokens,
+    PaddedTokens,
     Rows,
     Stream,
     Tokenizer,
@@ -196,30 +197,34 @@ class DataOptions:
         corpus = load_corpus(texts, self.dataset, subset=self.subset, split=self.split, text_column=self.column)
         train, validation = corpus.split()
         tokenizer = given or train_tokenizer(train, self.tokenizer_size)
-        arrange = padded if self.padded else packed
-        rows, others = (arrange(encode(part, tokenizer), seq_len) for part in (train, validation))
-        return rows, others, tokenizer
+        rows, others = (encode(part, tokenizer) for part in (train, validation))
+        if self.padded:
+            pad, *_ = tokenizer.special_ids
+            return padded(rows, seq_len, pad), padded(others, seq_len, pad), tokenizer
+        return packed(rows, seq_len), packed(others, seq_len), tokenizer
 
     def _load_stream(self, seq_len: int, held_out: int, given: Tokenizer | None) -> tuple[Stream, Rows, Tokenizer]:
-        if self.dataset is None or self.text or self.padded:
-            raise ValueError("--streaming reads --dataset, packed: name one, and leave --text and --padded out")
+        if self.dataset is None or self.text:
+            raise ValueError("--streaming reads --dataset: name one, and leave --text out")
         name, documents = load_stream(self.dataset, subset=self.subset, split=self.split, text_column=self.column)
         tokenizer = given or train_tokenizer(
             Corpus(name, tuple(beginning(documents(0), STREAM_BEGINNING_BYTES))), self.tokenizer_size
         )
-        return *Stream(name, documents, tokenizer, seq_len).split(held_out), tokenizer
+        stream = Stream(name, documents, tokenizer, seq_len, is_padded=self.padded)
+        return *stream.split(held_out), tokenizer
 
     def _load_tokens(self, path: str, seq_len: int, given: Tokenizer | None) -> tuple[Rows, Rows, Tokenizer]:
-        others = [name for name in ("text", "dataset", "streaming", "padded") if getattr(self, name)]
+        others = [name for name in ("text", "dataset", "streaming") if getattr(self, name)]
         if others:
-            raise ValueError(f"--tokens {path} is the data, packed: leave --{others[0]} out")
+            raise ValueError(f"--tokens {path} is the data: leave --{others[0]} out")
         file = open_tokens(path)
         if given is not None and file.tokenizer != given.definition:
             raise ValueError(
                 f"--tokenizer {self.tokenizer} is of another vocabulary ({given.vocab_size} entries) than --tokens "
                 f"{path} ({file.vocab_size}): leave it out, as the file knows its tokenizer"
             )
-        return *PackedTokens(file, seq_len).split(), Tokenizer(file.tokenizer)
+        rows = PaddedTokens(file, seq_len) if self.padded else PackedTokens(file, seq_len)
+        return *rows.split(), Tokenizer(file.tokenizer)
 
 
 @dataclass(frozen=True)

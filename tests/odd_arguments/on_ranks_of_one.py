@@ -295,10 +295,12 @@ def data_rows(folder: Path) -> Rows:
     return {
         "open_arrow": {"folder": folder / "arrow", "column": "input_ids"},
         "Batches": batch | {"seed": 0} | part,
-        "Stream": {"name": "own", "documents": documents_from, "tokenizer": tokenizer, "seq_len": 4, "first": 0},
+        "Stream": {"name": "own", "documents": documents_from, "tokenizer": tokenizer, "seq_len": 4, "first": 0}
+        | {"is_padded": False},
         "StreamedBatches": {"stream": Stream("own", documents_from, tokenizer, 4), "global_batch": 2},
         "load_stream": {"dataset": "no/such", "subset": None, "split": "train", "text_column": "text"},
         "PackedTokens": {"file": tokens, "seq_len": 4, "first": 0, "last": None},
+        "PaddedTokens": {"file": tokens, "seq_len": 4, "first": 0, "last": None},
         "TokenFile": dict(vars(tokens)),
         "load_tokenizer": {"path": folder / "tokenizer.json"},
         "open_tokens": {"path": folder / "tokens", "verify": False},

@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from course_pp.model import CrossEntropy, Transformer
 from course_pp.training.data import BOT_ID, EOT_ID, IGNORE_INDEX, PAD_ID, Sequences, packed, padded
+from tests.training.small import MODEL
 
 
 def tensors(*rows: list[int]) -> list[Tensor]:
@@ -69,6 +71,16 @@ def test_padding_predicts_every_token_of_every_document_once_and_in_order(
 def test_both_kinds_count_the_same_targets_in_one_document() -> None:
     document = tensors(list(range(3, 19)))
     assert padded(document, 17).n_targets == packed(document, 17).n_targets == 17
+
+
+def test_behind_the_tokens_padding_changes_neither_loss_nor_gradient_mask_or_no_mask() -> None:
+    torch.manual_seed(0)
+    model, found = Transformer(MODEL).double(), []
+    sequences = padded(tensors([10], [20, 3, 4, 5], list(range(3, 20))), MODEL.max_seq_len)
+    for mask in (sequences.attention_mask, None):
+        loss = CrossEntropy()(model(sequences.inputs, attention_mask=mask), sequences.targets)
+        found.append([loss, *torch.autograd.grad(loss, [*model.parameters()])])
+    assert all((one - other).abs().max() < 1e-12 for one, other in zip(*found, strict=True))
 
 
 def test_rows_are_chosen_by_slice_or_by_number() -> None:

@@ -12,7 +12,17 @@ import torch
 
 from course_pp.launch import on_ranks
 from course_pp.training import Trainer
-from course_pp.training.data import Corpus, Sequences, Stream, StreamedBatches, Tokenizer, encode, load_stream, packed
+from course_pp.training.data import (
+    Corpus,
+    Sequences,
+    Stream,
+    StreamedBatches,
+    Tokenizer,
+    encode,
+    load_stream,
+    packed,
+    padded,
+)
 from course_pp.training.options import DataOptions
 from tests.training.small import RUN, rows, trainer
 
@@ -23,36 +33,41 @@ def texts(start: int) -> Iterable[str]:
     return iter(TEXTS[start:])
 
 
-@pytest.fixture
-def stream(tokenizer: Tokenizer) -> Stream:
-    return Stream("texts", texts, tokenizer, 16)
+@pytest.fixture(params=[False, True], ids=["packed", "padded"])
+def stream(tokenizer: Tokenizer, request: pytest.FixtureRequest) -> Stream:
+    return Stream("texts", texts, tokenizer, 16, is_padded=request.param)
 
 
-def joined(batches: Iterable[Sequences]) -> tuple[torch.Tensor, torch.Tensor]:
-    listed = list(batches)
-    return torch.cat([b.inputs for b in listed]), torch.cat([b.targets for b in listed])
+def in_memory(stream: Stream, documents: Iterable[str]) -> Sequences:
+    arrange = padded if stream.is_padded else packed
+    return arrange(encode(Corpus("texts", tuple(t for t in documents if t.strip())), stream.tokenizer), stream.seq_len)
 
 
-def test_a_stream_gives_the_packed_rows_in_order_and_begins_again_at_its_end(
-    stream: Stream, tokenizer: Tokenizer
-) -> None:
-    batches, twice = StreamedBatches(stream, 2), Corpus("twice", tuple(t for t in TEXTS * 2 if t.strip()))
-    whole = packed(encode(twice, tokenizer), 16)
-    inputs, targets = joined(batches[step] for step in range(len(whole) // 2))
-    assert torch.equal(inputs, whole.inputs[: len(inputs)])
-    assert torch.equal(targets, whole.targets[: len(inputs)])
+def test_a_stream_gives_the_rows_in_order_and_begins_again_at_its_end(stream: Stream) -> None:
+    batches, whole = StreamedBatches(stream, 2), in_memory(stream, TEXTS * 2)
+    for step in range(len(whole) // 2):
+        batch, expected = batches[step], whole[2 * step : 2 * step + 2]
+        assert torch.equal(batch.inputs, expected.inputs)
+        assert torch.equal(batch.targets, expected.targets)
+        if expected.attention_mask is None:
+            assert batch.attention_mask is None
+        else:
+            assert torch.equal(batch.attention_mask, expected.attention_mask)
+    assert batches.epoch in (2, 3)
 
 
 def test_every_step_can_be_taken_up_at_its_position(stream: Stream) -> None:
     batches, states, seen = StreamedBatches(stream, 2), [], []
-    for step in range(30):
+    for step in range(50):
         states.append(json.loads(json.dumps(batches.state())))
         seen.append(batches[step])
-    assert max(state["document"] for state in states) > 30 > states[-1]["document"], "it began again"
+    assert max(state["document"] for state in states) > 30, "it began again"
+    assert states[-1]["epoch"] >= 2
     for step, state in enumerate(states):
         again = StreamedBatches(stream, 2)
         again.seek(step, state)
         assert again.state() == (state if state["digest"] else again.state())
+        assert again.epoch == state.get("epoch", 1)
         assert torch.equal(again[step].inputs, seen[step].inputs)
 
 
@@ -70,24 +85,24 @@ def test_what_cannot_go_on_is_refused(stream: Stream, tokenizer: Tokenizer) -> N
         stream.split(10_000)
 
 
-def test_validation_rows_are_taken_from_the_beginning_and_not_trained_on(stream: Stream, tokenizer: Tokenizer) -> None:
+def test_validation_rows_are_taken_from_the_beginning_and_not_trained_on(stream: Stream) -> None:
     rest, held_out = stream.split(4)
     assert len(held_out) >= 4
-    first = Corpus("first", tuple(t for t in TEXTS[: rest.first] if t.strip()))
-    assert torch.equal(held_out.inputs, packed(encode(first, tokenizer), 16).inputs)
+    assert torch.equal(held_out.inputs, in_memory(stream, TEXTS[: rest.first]).inputs)
     following = next(text for text in TEXTS[rest.first :] if text.strip())
-    assert StreamedBatches(rest, 1)[0].inputs.tolist()[0][1:] == tokenizer.encode(following)[:15]
-    assert rest.digest != stream.digest
+    ids = stream.tokenizer.encode_document(following)[:16]
+    assert StreamedBatches(rest, 1)[0].inputs.tolist()[0][: len(ids)] == ids
+    assert len({rest.digest, stream.digest, replace(stream, is_padded=not stream.is_padded).digest}) == 3
 
 
-def of_a_run(rank: int, tokenizer: Tokenizer) -> tuple[list[float], list[float], list[str]]:
+def of_a_run(rank: int, tokenizer: Tokenizer, is_padded: bool) -> tuple[list[float], list[float], list[str]]:
     """Losses of a run on a stream, of one taken up after its first step, and what is refused."""
 
     def fresh(**change: Any) -> Trainer:
         base = trainer(replace(RUN, **change))
         # Each rank's own documents, if asked for, differ.
         own = (lambda start: [f"{t} {rank}" for t in texts(start)]) if "seed" in change else texts
-        small = Stream("texts", own, tokenizer, 8)
+        small = Stream("texts", own, tokenizer, 8, is_padded=is_padded)
         made = Trainer(replace(RUN, **change), base.modules, small, rows(17, seed=1), device_mesh=base._mesh)
         return made
 
@@ -106,8 +121,9 @@ def of_a_run(rank: int, tokenizer: Tokenizer) -> tuple[list[float], list[float],
     return whole[1:], found, said
 
 
-def test_a_run_on_a_stream_goes_on_exactly_and_every_rank_refuses_alike(tokenizer: Tokenizer) -> None:
-    for expected, found, said in on_ranks(2, of_a_run, _small(tokenizer), timeout_s=60):
+@pytest.mark.parametrize("is_padded", [False, True], ids=["packed", "padded"])
+def test_a_run_on_a_stream_goes_on_exactly_and_every_rank_refuses_alike(tokenizer: Tokenizer, is_padded: bool) -> None:
+    for expected, found, said in on_ranks(2, of_a_run, _small(tokenizer), is_padded, timeout_s=60):
         assert found == expected
         assert "workers=1 cannot be used with a stream" in said[0]
         assert "epochs=1 cannot be used with a stream, which has no end" in said[1]
@@ -140,13 +156,16 @@ def test_a_dataset_is_streamed_with_its_column(tmp_path: Path, monkeypatch: pyte
     name, documents = load_stream(str(folder), text_column="body")
     assert list(documents(2))[:3] == ["row 2 " * 9, None, "row 4 " * 9]
     assert name.endswith("rows/train/body")
-    train, validation, tokenizer = DataOptions(
-        dataset=str(folder), column="body", streaming=True, tokenizer_size=300
-    ).load(16, 8)
+    options = DataOptions(dataset=str(folder), column="body", streaming=True, tokenizer_size=300)
+    train, validation, tokenizer = replace(options, padded=True).load(16, 8)
+    assert isinstance(train, Stream)
+    assert train.is_padded
+    assert validation.is_padded
+    train, validation, tokenizer = options.load(16, 8)
     assert isinstance(train, Stream)
     assert len(validation) >= 8
     assert tokenizer.decode(StreamedBatches(train, 2)[0].inputs[0]).startswith("[BOT]row ")
     with pytest.raises(ValueError, match="text_column='text' is not in"):
         load_stream(str(folder))
-    with pytest.raises(ValueError, match="--streaming reads --dataset, packed: name one"):
+    with pytest.raises(ValueError, match="--streaming reads --dataset: name one"):
         DataOptions(streaming=True).load(16, 8)

@@ -19,12 +19,14 @@ from course_pp.training.data import (
     Batches,
     Corpus,
     PackedTokens,
+    PaddedTokens,
     Sequences,
     TokenFile,
     Tokenizer,
     encode,
     open_tokens,
     packed,
+    padded,
     token_files,
     write_tokens,
 )
@@ -56,6 +58,25 @@ def test_rows_and_batches_are_those_of_the_same_tokens_in_memory(
     assert equal(Batches(disk, 8, seed=3)[40], Batches(memory, 8, seed=3)[40])
     assert isinstance(file.tokens, np.memmap)
     assert len(pickle.dumps(open_tokens(file.path))) < 2 * len(tokenizer.definition), "a data worker gets no copy"
+
+
+def test_padded_rows_are_those_of_the_same_documents_in_memory(
+    file: TokenFile, corpus: Corpus, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_files, "_CHUNK", 1000)
+    documents = encode(corpus, tokenizer)
+    memory, disk = padded(documents, 32), PaddedTokens(open_tokens(file.path), 32)
+    assert len(disk) == len(memory)
+    assert disk.is_padded
+    for rows in (slice(None), slice(-7, None), torch.tensor([5, 0])):
+        assert disk[rows].digest == memory[rows].digest
+    train, validation = disk.split(0.3)
+    assert train.last == validation.first
+    assert validation[:].digest == padded(documents[validation.first :], 32).digest
+    assert len({train.digest, validation.digest, disk.digest, PackedTokens(file, 32).digest}) == 4
+    one = PaddedTokens(file, 32, last=1)
+    with pytest.raises(ValueError, match=r"first=0, last=0 of the \d+ documents .*or write more"):
+        one.split()
 
 
 def test_a_split_shares_no_token_and_digests_tell_its_parts_apart(file: TokenFile) -> None:
@@ -189,8 +210,10 @@ def test_the_command_writes_a_file_that_ranks_train_on_or_refuse_together(
         assert main(["tokens", str(name), f"--text={tmp_path}/a.txt", f"--tokenizer-size={size}"]) == 0
     assert "tokens (uint16) of" in capsys.readouterr().out
     command = ["source_code/train.py", "--model=tiny", "--steps=2", "--global-batch-size=4", "--microbatches=2"]
-    lines = labelled_lines(2, [*command, f"--tokens={path}", "--workers=1"])
-    assert any("validation loss" in line for line in lines)
+    (tmp_path / "b.txt").write_text("so are they all, all honourable men. " * 20)
+    assert main(["tokens", f"{tmp_path}/two.bin", f"--text={tmp_path}", "--tokenizer-size=270"]) == 0
+    for options in ([f"--tokens={path}", "--workers=1"], [f"--tokens={tmp_path}/two.bin", "--padded"]):
+        assert any("validation loss" in line for line in labelled_lines(2, [*command, *options]))
     (tmp_path / "tokenizer.json").write_text(open_tokens(other).tokenizer)
     refused = [
         (
@@ -198,7 +221,7 @@ def test_the_command_writes_a_file_that_ranks_train_on_or_refuse_together(
             "is of another vocabulary (265 entries)",
         ),
         (DataOptions(tokens=str(path), tokenizer=__file__), "is not a tokenizer of the tokenizers library"),
-        (DataOptions(tokens=str(path), text=("a.txt",)), "is the data, packed: leave --text out"),
+        (DataOptions(tokens=str(path), text=("a.txt",)), "is the data: leave --text out"),
     ]
     for options, words in refused:
         with pytest.raises(ValueError, match=re.escape(words)):

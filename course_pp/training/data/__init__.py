@@ -4,7 +4,7 @@
     train ─train_tokenizer─► Tokenizer ─encode─► one tensor of token ids per document
     documents ─packed | padded─► Sequences ─Batches─► the batch of a step
 
-    texts ─python -m course_pp tokens─► a file ─open_tokens─► PackedTokens ─Batches─► a batch, read from disk
+    texts ─python -m course_pp tokens─► a file ─open_tokens─► PackedTokens | PaddedTokens ─Batches─► a batch, from disk
     rows of ids that `datasets` has saved ─open_arrow─► ArrowRows ─Batches─► a batch, read from disk
 
 Every arrow is a pure function of its inputs, so ranks that start alike agree without exchanging a message:
@@ -22,7 +22,7 @@ from course_pp.training.data.corpus import Corpus, load_corpus, load_stream
 from course_pp.training.data.entropy import unigram_entropy
 from course_pp.training.data.sequences import IGNORE_INDEX, Rows, Sequences, packed, padded
 from course_pp.training.data.streams import Stream, StreamedBatches
-from course_pp.training.data.token_files import PackedTokens, TokenFile, open_tokens, write_tokens
+from course_pp.training.data.token_files import PackedTokens, PaddedTokens, TokenFile, open_tokens, write_tokens
 from course_pp.training.data.tokenizer import (
     BOT_ID,
     EOT_ID,
@@ -44,6 +44,7 @@ __all__ = [
     "Batches",
     "Corpus",
     "PackedTokens",
+    "PaddedTokens",
     "Rows",
     "Sequences",
     "Stream",

@@ -141,15 +141,16 @@ def padded(documents: Sequence[Tensor], seq_len: int, pad_id: int = PAD_ID) -> S
         ValueError: `seq_len` is under 2, or there is no document.
     """
     _check(documents, seq_len)
-    pieces = [
-        document[start : start + seq_len + 1]
-        for document in documents
-        for start in range(0, len(document) - 1, seq_len)
-    ]
+    starts = [(document, start) for document in documents for start in range(0, len(document) - 1, seq_len)]
+    return padded_rows([document[start : start + seq_len + 1] for document, start in starts], seq_len, pad_id)
+
+
+def padded_rows(pieces: Sequence[Tensor], seq_len: int, pad_id: int) -> Sequences:
+    """Return a row for each piece of 2 to seq_len + 1 tokens: its last is no input, its first no target."""
     rows = torch.full((len(pieces), seq_len + 1), pad_id)
     for row, piece in zip(rows, pieces, strict=True):
         row[: len(piece)] = piece
-    is_token = torch.arange(seq_len + 1) < torch.tensor([len(piece) for piece in pieces])[:, None]
+    is_token = torch.arange(seq_len + 1) < torch.tensor([len(piece) for piece in pieces]).view(-1, 1)
     targets = rows[:, 1:].masked_fill(~is_token[:, 1:], IGNORE_INDEX)
     return Sequences(rows[:, :-1].contiguous(), targets, is_token[:, :-1].contiguous())
 

@@ -1,6 +1,7 @@
-"""Documents that are read once, in order, without an end or a length: what is trained on is packed as it comes.
+"""Documents that are read once, in order, without an end or a length: they become rows as they come.
 
     documents ─► [BOT] … [EOT] [BOT] … ─► rows, row i + 1 beginning with the last token that row i predicted
+    documents ─► [BOT] … [EOT] ─► rows of one document each, padded
 
 The position is a document's number and a token in it, so a run goes on exactly where it was. With it is kept a digest
 of that document: a stream that holds another one there is refused.
@@ -9,7 +10,7 @@ of that document: a stream that holds another one there is refused.
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from course_pp.arguments import checked
-from course_pp.training.data.sequences import Sequences, check_seq_len, packed
+from course_pp.training.data.sequences import Sequences, check_seq_len, packed, padded, padded_rows
 from course_pp.training.data.tokenizer import Tokenizer
 
 __all__ = ["Stream", "StreamedBatches"]
@@ -36,6 +37,7 @@ class Stream:
         tokenizer: of the rows.
         seq_len: tokens in a row, at least 2.
         first: number of the first document; those before it are held out.
+        is_padded: each document has rows of its own, as :func:`~course_pp.training.data.padded` makes them.
 
     Raises:
         ValueError: a ``seq_len`` under 2, or a negative ``first``.
@@ -46,21 +48,17 @@ class Stream:
     tokenizer: Tokenizer
     seq_len: int
     first: int = 0
+    is_padded: bool = False
 
     def __post_init__(self) -> None:
         check_seq_len(self.seq_len)
         if self.first < 0:
             raise ValueError(f"first={self.first}: documents count from 0")
 
-    @property
-    def is_padded(self) -> bool:
-        """False: every position is a token."""
-        return False
-
     @cached_property
     def digest(self) -> str:
         """Digest of the name, not of the documents, which nobody has seen yet."""
-        parts = (self.name, self.tokenizer.digest, self.seq_len, self.first)
+        parts = (self.name, self.tokenizer.digest, self.seq_len, self.first, *["padded"] * self.is_padded)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     @checked
@@ -71,14 +69,15 @@ class Stream:
             ValueError: the stream ends before that.
         """
         held: list[Tensor] = []
-        number, needed = self.first, n_rows * self.seq_len + 1
+        number, needed = self.first, n_rows if self.is_padded else n_rows * self.seq_len + 1
         for number, document in enumerate(self.documents(self.first), start=self.first):
             if needed <= 0:
-                rest = Stream(self.name, self.documents, self.tokenizer, self.seq_len, number)
-                return rest, packed(held, self.seq_len)
+                pad, *_ = self.tokenizer.special_ids
+                rows = padded(held, self.seq_len, pad) if self.is_padded else packed(held, self.seq_len)
+                return replace(self, first=number), rows
             if document is not None and document.strip():
                 held.append(torch.tensor(self.tokenizer.encode_document(document)))
-                needed -= len(held[-1])
+                needed -= -(-(len(held[-1]) - 1) // self.seq_len) if self.is_padded else len(held[-1])
         raise ValueError(
             f"{self.name} ends after {number + 1} documents, all of which {n_rows} validation rows of {self.seq_len} "
             "tokens would take: give more text, or evaluate on less (--eval-batches)"
@@ -87,6 +86,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class _Document:
+    epoch: int
     number: int
     digest: str
     tokens: np.ndarray
@@ -105,7 +105,7 @@ class StreamedBatches:
         self.sequences, self._rows = stream, global_batch
         self._step, self._first, self._token = 0, stream.first, 0
         self._unread: deque[_Document] = deque()
-        self._reading = self._read(stream.first)
+        self._reading = self._read(stream.first, 1)
 
     def __getitem__(self, step: int) -> Sequences:
         """Return the rows of ``step``, which must be the next.
@@ -115,22 +115,51 @@ class StreamedBatches:
         """
         if step != self._step:
             raise ValueError(f"step={step}: a stream is read in order, and its next step is {self._step}")
+        batch = self._padded() if self.sequences.is_padded else self._packed()
+        self._step = step + 1
+        return batch
+
+    def _packed(self) -> Sequences:
         n = self._rows * self.sequences.seq_len
         while self._n_unread() < n + 1:
             self._unread.append(next(self._reading))
         tokens = np.concatenate([document.tokens for document in self._unread])[self._token :]
         rows = torch.from_numpy(tokens[: n + 1].astype(np.int64))
-        self._step, self._token = step + 1, self._token + n
+        self._token += n
         while self._token >= len(self._unread[0].tokens):
             self._token -= len(self._unread.popleft().tokens)
         shape = self._rows, self.sequences.seq_len
         return Sequences(rows[:-1].view(shape), rows[1:].clone().view(shape))
 
+    def _padded(self) -> Sequences:
+        seq_len, (pad, *_) = self.sequences.seq_len, self.sequences.tokenizer.special_ids
+        pieces: list[Tensor] = []
+        while len(pieces) < self._rows:
+            tokens = self._following().tokens
+            pieces.append(torch.from_numpy(tokens[self._token : self._token + seq_len + 1]))
+            self._token += seq_len
+            if self._token >= len(tokens) - 1:
+                self._unread.popleft()
+                self._token = 0
+        self._following()  # the position names it
+        return padded_rows(pieces, seq_len, pad)
+
+    @property
+    def epoch(self) -> int:
+        """How many times the document that comes next is read, this time included."""
+        return self._unread[0].epoch if self._unread else 1
+
     def state(self) -> dict[str, Any]:
         """Return the position, as JSON can hold it."""
         if not self._unread:
             return {"document": self._first, "token": self._token, "digest": None}
-        return {"document": self._unread[0].number, "token": self._token, "digest": self._unread[0].digest}
+        following = self._unread[0]
+        return {
+            "document": following.number,
+            "token": self._token,
+            "digest": following.digest,
+            "epoch": following.epoch,
+        }
 
     def seek(self, step: int, state: Mapping[str, Any]) -> None:
         """Go on with ``step`` at a position that :meth:`state` told.
@@ -140,21 +169,25 @@ class StreamedBatches:
         """
         self._step, self._first, self._token = step, state["document"], state["token"]
         self._unread.clear()
-        self._reading = self._read(self._first)
+        self._reading = self._read(self._first, state.get("epoch", 1))  # older states lack it
         if state["digest"] is None:
             return
-        self._unread.append(next(self._reading))
-        found = self._unread[0]
+        found = self._following()
         if (found.number, found.digest) != (state["document"], state["digest"]):
             raise ValueError(
                 f"document {state['document']} of {self.sequences.name} is another than when the run was saved: give "
                 "the same stream, or begin another run in a new folder"
             )
 
+    def _following(self) -> _Document:
+        if not self._unread:
+            self._unread.append(next(self._reading))
+        return self._unread[0]
+
     def _n_unread(self) -> int:
         return sum(len(document.tokens) for document in self._unread) - self._token
 
-    def _read(self, start: int) -> Iterator[_Document]:
+    def _read(self, start: int, epoch: int) -> Iterator[_Document]:
         """Yield the documents with text in them, without end."""
         stream = self.sequences
         while True:
@@ -163,7 +196,7 @@ class StreamedBatches:
                 if document is not None and document.strip():
                     found = True
                     tokens = np.array(stream.tokenizer.encode_document(document))
-                    yield _Document(number, hashlib.sha256(document.encode()).hexdigest(), tokens)
+                    yield _Document(epoch, number, hashlib.sha256(document.encode()).hexdigest(), tokens)
             if not found and start == stream.first:
                 raise ValueError(f"{stream.name} holds no text from document {start} on: name a stream with text in it")
-            start = stream.first
+            start, epoch = stream.first, epoch + 1

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,14 @@ from torch import Tensor
 
 from course_pp.arguments import checked
 from course_pp.files import naming
-from course_pp.training.data.sequences import Sequences, check_seq_len
+from course_pp.training.data.sequences import Sequences, check_seq_len, padded_rows
 from course_pp.training.data.tokenizer import Tokenizer
 
-__all__ = ["PackedTokens", "TokenFile", "open_tokens", "write_tokens"]
+__all__ = ["PackedTokens", "PaddedTokens", "TokenFile", "open_tokens", "write_tokens"]
 
 _FORMAT = "course_pp tokens 1"
 _PLACES, _PLACE_BYTES = 64, 2**16
+_CHUNK = 2**24  # tokens looked at together
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
@@ -59,6 +60,13 @@ class TokenFile:
     def tokens(self) -> np.ndarray:
         """All of them, mapped: what is not looked at is not read."""
         return np.memmap(self.path, dtype=_DTYPES[self.dtype], mode="r", shape=(self.n_tokens,))
+
+    @cached_property
+    def bounds(self) -> np.ndarray:
+        """Where documents begin, and where the last one ends: found by reading the file once."""
+        _, bot, _ = Tokenizer(self.tokenizer).special_ids
+        parts = [at + np.flatnonzero(self.tokens[at : at + _CHUNK] == bot) for at in range(0, self.n_tokens, _CHUNK)]
+        return np.concatenate([*parts, [self.n_tokens]])
 
     def __getstate__(self) -> dict[str, Any]:
         # A mapping would travel to a data worker as a copy of the whole file.
@@ -219,6 +227,85 @@ class PackedTokens:
         cut = max(self.first, self._end - held_out)
         train = PackedTokens(self.file, self.seq_len, self.first, cut)
         return train, PackedTokens(self.file, self.seq_len, cut, self._end)
+
+
+@checked
+@dataclass(frozen=True, eq=False)
+class PaddedTokens:
+    """The documents of a token file in rows of their own, as :func:`padded` makes them, but read when asked for.
+
+    Attributes:
+        file: the tokens.
+        seq_len: tokens in a row, at least 2.
+        first, last: which documents; by default all.
+
+    Raises:
+        ValueError: a ``seq_len`` under 2, or no document.
+    """
+
+    file: TokenFile
+    seq_len: int
+    first: int = 0
+    last: int | None = None
+
+    def __post_init__(self) -> None:
+        check_seq_len(self.seq_len)
+        n_documents = len(self.file.bounds) - 1
+        if not 0 <= self.first < self._end <= n_documents:
+            raise ValueError(
+                f"first={self.first}, last={self.last} of the {n_documents} documents of {str(self.file.path)!r}: give "
+                "two of them, in order, or write more"
+            )
+
+    @property
+    def _end(self) -> int:
+        return len(self.file.bounds) - 1 if self.last is None else self.last
+
+    @cached_property
+    def _spans(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where the tokens of each row begin and end."""
+        bounds = self.file.bounds[self.first : self._end + 1]
+        rows = -(-(np.diff(bounds) - 1) // self.seq_len)
+        number = np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows)  # of a row in its document
+        starts = np.repeat(bounds[:-1], rows) + number * self.seq_len
+        return starts, np.minimum(starts + self.seq_len + 1, np.repeat(bounds[1:], rows))
+
+    @property
+    def is_padded(self) -> bool:
+        """True: a mask says where tokens are."""
+        return True
+
+    def __len__(self) -> int:
+        return len(self._spans[0])
+
+    def __getitem__(self, rows: slice | Tensor) -> Sequences:
+        """Return the chosen rows: a slice, or an int64 tensor of row numbers."""
+        starts, ends = (each[rows if isinstance(rows, slice) else rows.numpy()] for each in self._spans)
+        pieces = [self.file.tokens[start:end].astype(np.int64) for start, end in zip(starts, ends, strict=True)]
+        pad, *_ = Tokenizer(self.file.tokenizer).special_ids
+        return padded_rows([torch.from_numpy(piece) for piece in pieces], self.seq_len, pad)
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal rows of equal data; computed from the file's own digest."""
+        parts = (self.file.digest, self.seq_len, self.first, self._end, "padded")
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    @checked
+    def split(self, validation: float = 0.1, most: int = 1_000_000) -> tuple["PaddedTokens", "PaddedTokens"]:
+        """Return the documents for training, and from the end of the file documents for validation.
+
+        Args:
+            validation: their share of the tokens, between 0 and 1.
+            most: validation tokens at most, unless one document alone has more.
+
+        Raises:
+            ValueError: either part is without a document.
+        """
+        bounds = self.file.bounds[self.first : self._end + 1]
+        held_out = min(most, round(int(bounds[-1] - bounds[0]) * validation))
+        cut = self.first + min(int(np.searchsorted(bounds, bounds[-1] - held_out)), len(bounds) - 2)
+        return replace(self, last=cut), replace(self, first=cut)
 
 
 def _is_no_file(path: Path) -> bool:
