@@ -53,6 +53,12 @@ class Feed:
         everyone.require_equal({"batch": hashlib.sha256(batch.inputs.numpy().tobytes()).hexdigest()})
         return batch
 
+    def epoch(self, step: int) -> int:
+        """Return which pass over the data ``step`` is in, from 1; of a stream, the pass of what is read next."""
+        if isinstance(self._batches, Batches):
+            return 1 + step // self._batches.steps_per_epoch
+        return self._batches.epoch
+
     def read_ahead(self, first: int, stack: ExitStack) -> None:
         """Let the configuration's workers read what steps from ``first`` on need, until ``stack`` is closed."""
         if self.config.workers and first < self.config.steps and isinstance(self._batches, Batches):

@@ -97,9 +97,10 @@ class Progress:
         self._shown, self._in_terminal = is_logging_rank, sys.stderr.isatty()
         self._bar = tqdm(total=steps, initial=step, unit="step", disable=not (is_logging_rank and self._in_terminal))
 
-    def advance(self, loss: float) -> None:
-        """Show one more step, with its loss."""
+    def advance(self, loss: float, epoch: int) -> None:
+        """Show one more step, with its loss and the pass over the data that it is in."""
         self._step += 1
+        self._bar.set_description(f"epoch {epoch}", refresh=False)
         self._bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
         self._bar.update()
         if not self._in_terminal and self._step % self._every == 0:

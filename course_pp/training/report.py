@@ -73,12 +73,12 @@ class Reporter:
         if config.profile and config.log_folder is not None:
             self._profiler = stack.enter_context(tracing(config.log_folder, dist.get_rank(), config.profile))
 
-    def step(self, result: StepResult) -> None:
-        """Report a step that is done."""
+    def step(self, result: StepResult, epoch: int) -> None:
+        """Report a step that is done, and the pass over the data that it was in."""
         self.speed, self._window = self.speed.after(result.seconds), self._window.after(result.seconds)
         if self._profiler is not None:
             self._profiler.step()
-        self._progress.advance(result.loss)
+        self._progress.advance(result.loss, epoch)
         if result.skipped:
             why = f"the norm of its gradient is {result.grad_norm}"
             scaled = f", at a loss scale of {result.loss_scale:.0f}" if result.loss_scale > 1 else ""
@@ -88,6 +88,7 @@ class Reporter:
                 "loss": result.loss,
                 **({} if result.grad_norm is None else {"grad_norm": result.grad_norm}),
                 "lr": result.lr,
+                "epoch": epoch,
                 "tokens": result.step * self.speed.tokens_of_a_step,
                 "tokens_per_s": self._window.tokens_per_s,
                 "mfu": self._window.utilisation,

@@ -284,7 +284,7 @@ class Trainer:
             collect = _collecting(config.gc_every, stack)
             while self.step < config.steps:
                 result = self.train_step()
-                reporter.step(result)
+                reporter.step(result, self._feed.epoch(result.step - 1))
                 collect(self.step)
                 if config.step_timeout is not None and self.step == first + 1:
                     limit_waiting(self._mesh, config.step_timeout)

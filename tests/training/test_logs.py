@@ -1,12 +1,16 @@
 """Logs hold each step once, also when a run was interrupted and taken up again."""
 
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from course_pp.training.logs import METRICS, Logs
+from course_pp.training.feed import Feed
+from course_pp.training.logs import METRICS, Logs, Progress
+from tests.training.small import RUN, rows
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -30,6 +34,17 @@ def test_a_fresh_run_begins_a_fresh_log(tmp_path: Path) -> None:
     write(tmp_path, 0, range(1, 4))
     write(tmp_path, 0, range(1, 3))
     assert steps_in(tmp_path) == [1, 2]
+
+
+def test_the_bar_says_which_pass_over_the_data_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    feed, bar = Feed(RUN, rows(24)), Progress(0, 4, 10, True)  # 3 steps an epoch
+    for step in range(4):
+        bar.advance(1.0, feed.epoch(step))
+    bar.close()
+    assert re.findall(r"epoch \d:.*?/4", capsys.readouterr().err)[-1].startswith("epoch 2: 100%")
 
 
 def test_half_a_line_of_a_killed_run_is_dropped(tmp_path: Path) -> None:
