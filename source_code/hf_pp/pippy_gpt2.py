@@ -2,15 +2,17 @@
 
     torchrun --standalone --nproc-per-node=4 source_code/hf_pp/pippy_gpt2.py
     torchrun --standalone --nproc-per-node=4 source_code/hf_pp/pippy_gpt2.py --head lm --schedule zb_v --forward-only
+    torchrun --standalone --nproc-per-node=4 source_code/hf_pp/pippy_gpt2.py --decoders 3 3 3 3
 
 The 124M configuration with random weights, so nothing is downloaded. The head for classification wants input_ids again
-on the last rank; the one for language modelling is tied to the embedding on the first. Needs transformers:
-pip install 'course_pp[hf]'.
+on the last rank; the one for language modelling is tied to the embedding on the first. The cut evens out time: with
+equal parameters, rank 0 would hold the embedding and no decoder. Needs transformers: pip install 'course_pp[hf]'.
 """
 
 import argparse
 import sys
 import time
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -35,6 +37,18 @@ def build_gpt2(args: argparse.Namespace) -> nn.Module:
     config = GPT2Config(n_layer=args.layers, n_embd=args.width, n_head=max(1, args.width // 64), use_cache=False)
     config.pad_token_id = PADDING
     return HEADS[args.head](config).eval()
+
+
+def split(args: argparse.Namespace, model: nn.Module, one: Tensor, n_stages: int) -> list[nn.Module]:
+    """The stages, with the decoders that were asked for or of equal cost."""
+    if args.decoders is None:
+        return parallel.auto_split(model, one, n_stages, by=args.by)
+    if len(args.decoders) != n_stages or sum(args.decoders) != args.layers or min(args.decoders) < 1:
+        raise ValueError(
+            f"--decoders {' '.join(map(str, args.decoders))} must be {n_stages} numbers, one a stage, of 1 or more, "
+            f"that add up to --layers {args.layers}"
+        )
+    return parallel.auto_split(model, one, at=[f"transformer.h.{i}" for i in accumulate(args.decoders[:-1])])
 
 
 def batch(args: argparse.Namespace, number: int) -> tuple[Tensor, Tensor]:
@@ -72,7 +86,8 @@ def main() -> None:
     parser.add_argument("--head", choices=HEADS, default="classification")
     parser.add_argument("--schedule", choices=parallel.schedule_names(), default="1f1b")
     parser.add_argument("--forward-only", action="store_true", help="evaluate instead of training")
-    parser.add_argument("--by", choices=("parameters", "time", "memory"), default="parameters", help="what is balanced")
+    parser.add_argument("--by", choices=("parameters", "time", "memory"), default="time", help="what is balanced")
+    parser.add_argument("--decoders", type=int, nargs="+", help="instead of --by: how many each stage holds, in order")
     for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     args = parser.parse_args()
@@ -86,7 +101,7 @@ def main() -> None:
     mine = parallel.get_stage_indices(args.schedule, rank, n_ranks)
     n_stages = n_ranks * len(mine)
     model, one = build_gpt2(args), batch(args, 0)[0][: args.batch // args.microbatches].cpu()
-    stages = parallel.auto_split(model, one, n_stages, by=args.by)
+    stages = split(args, model, one, n_stages)
     if rank == 0:
         sizes = [f"{sum(p.numel() for p in each.parameters()) / 1e6:.1f}M" for each in (model, *stages)]
         print(model.config)

@@ -53,8 +53,8 @@ def test_more_ranks_than_layers_are_refused_in_one_message():
     ("head", "schedule", "options"),
     [
         ("lm", "zb_v", ["--batches=2"]),
-        pytest.param("classification", "1f1b", [], marks=pytest.mark.full),
-        pytest.param("classification", "gpipe", ["--by=time"], marks=pytest.mark.full),
+        pytest.param("classification", "1f1b", ["--decoders", "2", "1"], marks=pytest.mark.full),
+        pytest.param("classification", "gpipe", ["--by=parameters"], marks=pytest.mark.full),
         pytest.param("classification", "interleaved_1f1b", ["--forward-only"], marks=pytest.mark.full),
         pytest.param("lm", "1f1b", ["--forward-only", "--by=memory"], marks=pytest.mark.full),
     ],
@@ -62,18 +62,30 @@ def test_more_ranks_than_layers_are_refused_in_one_message():
 def test_gpt2_cut_automatically_equals_the_model_in_one_piece(head, schedule, options):
     text = "\n".join(labelled_lines(2, [*GPT2, f"--head={head}", f"--schedule={schedule}", *options]))
     assert all(f"[rank {rank}] Rank {rank} completes" in text for rank in range(2))
-    assert sum(int(number) for number in re.findall(r"(\d+) decoders", text)) == 3
+    held = [int(number) for _, number in sorted(re.findall(r"Rank (\d) .* (\d+) decoders", text))]
+    assert sum(held) == 3
+    assert held == [2, 1] or "--decoders" not in options
     found = re.search(r"compared with the model in one piece: .* differs most, by (\S+)", text)
     assert found is not None, text
     assert float(found[1]) <= 1e-5
 
 
-def test_a_batch_that_does_not_divide_is_refused_in_one_message():
-    ranks = run_script(2, [*GPT2, "--microbatches=3"])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--microbatches=3"], "--batch 4 does not divide into --microbatches 3"),
+        (
+            ["--decoders", "3", "0"],
+            "--decoders 3 0 must be 2 numbers, one a stage, of 1 or more, that add up to --layers 3",
+        ),
+    ],
+)
+def test_what_gpt2_cannot_be_cut_into_is_refused_in_one_message(options, words):
+    ranks = run_script(2, [*GPT2, *options])
     assert [rank.code for rank in ranks] == [2] * 2
     printed = "".join(rank.out + rank.err for rank in ranks)
     assert printed.count("error: ") == 1
-    assert "--batch 4 does not divide into --microbatches 3" in printed
+    assert words in printed
 
 
 @pytest.mark.parametrize(
