@@ -2,6 +2,9 @@
 
 import os
 import re
+import shlex
+import socket
+import subprocess
 import sys
 from math import prod
 from pathlib import Path
@@ -120,6 +123,29 @@ def printed_by_layout(layout):
 def test_training_prints_the_same_losses_and_the_same_sample_under_every_layout(layout):
     assert printed_by_layout(layout) == printed_by_layout(LAYOUTS[0])
     assert len(printed_by_layout(layout)) == 4
+
+
+@pytest.mark.long
+def test_the_line_for_several_machines_without_slurm_trains_as_one_process_does():
+    [line] = re.findall(r"^torchrun --nnodes=2 .*", (ROOT / "docs" / "cluster.md").read_text(), re.M)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    line = line.replace("HOST", "127.0.0.1").replace("29500", port).replace("-node=4", "-node=1").replace("--tp 4", "")
+    commands = [shlex.split(line.replace("-rank=0", f"-rank={node}")) for node in range(2)]
+    with no_process_left():
+        machines = [
+            subprocess.Popen([Path(sys.executable).parent / program, *rest, *TINY], stdout=subprocess.PIPE, text=True)
+            for program, *rest in commands
+        ]
+        try:
+            said = "".join(machine.communicate(timeout=100)[0] for machine in machines)
+        finally:
+            for machine in machines:
+                machine.terminate()
+    assert [machine.returncode for machine in machines] == [0, 0]
+    alone = "\n".join(labelled_lines(1, [TRAIN, *TINY]))
+    [found], [expected] = (re.findall(r"validation loss ([\d.]+) nats", text) for text in (said, alone))
+    assert found == expected
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads are listed in Linux's /proc")
