@@ -14,7 +14,7 @@ endif
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: FORCE help setup lab doctor run lint types images site slides notebooks clean \
-  test test-fast test-browser test-long test-notebooks test-slurm test-gpu test-full quick-half quick-rest tests some-notebooks
+  test test-fast test-browser test-long test-notebooks test-slurm test-gpu test-full quick-half quick-rest tests some-notebooks other-notebooks
 
 help:
 	@echo "make lab             open your own copy of the course, my_course/ (ARGS=... goes to jupyter lab)"
@@ -118,9 +118,11 @@ test-long: $(READY)
 NOTEBOOKS_AT_ONCE ?= 2
 NOTEBOOKS := $(shell ls -r notebooks/*.ipynb)
 # The first, one with emulated runs and a clinic, and one with a board, a search and both engines.
-some-notebooks: NOTEBOOKS := $(foreach number,11 03 00,$(wildcard notebooks/$(number)_*.ipynb))
+SOME := $(foreach number,11 03 00,$(wildcard notebooks/$(number)_*.ipynb))
+some-notebooks: NOTEBOOKS := $(SOME)
+other-notebooks: NOTEBOOKS := $(filter-out $(SOME),$(NOTEBOOKS))
 # Limits for a slow machine that runs other tests beside them: of a cell, and of the whole notebook.
-test-notebooks some-notebooks: $(READY)
+test-notebooks some-notebooks other-notebooks: $(READY)
 	@COURSE_PP_WHERE=local $(ONE_EACH) $(PYTEST) -p tests.notebooks.solved -n $(NOTEBOOKS_AT_ONCE) \
 	  --nbmake --nbmake-timeout=240 --timeout=600 $(NOTEBOOKS)
 

@@ -48,7 +48,7 @@ class Part:
     def tests(self) -> dict[str, int]:
         """How many tests passed, failed, …: what the last lines of pytest's runs say."""
         found = {"passed": 0, "failed": 0, "skipped": 0}
-        for line in self.log.splitlines():
+        for line in self.log.partition(f": the end of {LOGS}")[0].splitlines():  # of parts within a part
             if re.search(r" in \d+\.\d+s\b", line):
                 for count, outcome in _OUTCOME.findall(line):
                     found["failed" if outcome.startswith("error") else outcome] += int(count)

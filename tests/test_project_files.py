@@ -1,6 +1,8 @@
 """What hosts, indexes and containers read agrees with the package."""
 
+import os
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -40,6 +42,19 @@ def test_workflows_run_everything_and_publish_what_make_site_builds(name):
     assert ".ci/run" in text
     assert "make site" in text
     assert "runs/site/html" in text
+
+
+def test_ci_runs_the_test_command_of_the_readme_and_then_only_what_it_leaves_out():
+    [command] = re.findall(r"^make (test\S*) ", (ROOT / "README.md").read_text(), re.M)
+    [parts] = re.findall(r"parts\.py (.*)", (ROOT / ".ci" / "run").read_text())
+    first, then, *others = parts.split()
+    assert (first, then) == (command, "then")
+    [within] = re.findall(rf"^{command}: .*\n\t@\$\(PARTS\) (.*)", (ROOT / "Makefile").read_text(), re.M)
+    targets, environment = [*within.split(), *others], {**os.environ, "MAKEFLAGS": ""}
+    assert len({*targets}) == len(targets)
+    commands = subprocess.check_output(["make", "-n", *targets], cwd=ROOT, text=True, env=environment)
+    found = re.findall(r"notebooks/\w+\.ipynb", commands)
+    assert sorted(found) == sorted(f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb"))
 
 
 def test_containers_install_what_is_pinned_from_files_that_exist():
