@@ -2,7 +2,7 @@
 
 function modelOf(name, data) {
   // What a kernel would hold. What was placed outlives the page, where the browser allows it.
-  const state = { ...data, moves: [], undone: [], measured: null };
+  const state = { ...data, moves: [], undone: [], ran: null };
   try {
     const kept = JSON.parse(localStorage.getItem(name) ?? "[]");
     if (Array.isArray(kept) && kept.every((move) => typeof move === "string")) state.moves = kept;

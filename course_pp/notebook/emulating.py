@@ -46,20 +46,14 @@ class EmulatedRun(Timeline):
         memory: what each rank really kept, in bytes; its times are in the same unit.
         losses: each microbatch's share of the loss.
         unit_s: seconds that one unit lasted.
-        emulated: False if this machine was too busy, and the times are the simulator's.
+        measured: False if this machine was too busy, and the times are the simulator's.
         ledger: which version of its weights each action used; None for a schedule that flushes.
     """
 
     memory: tuple[RankMemory, ...] = ()
     losses: tuple[float, ...] = ()
     unit_s: float = 1.0
-    emulated: bool = True
     ledger: Ledger | None = None
-
-    @property
-    def how(self) -> str:
-        """How its times were found: "measured" or "simulated"."""
-        return "measured" if self.emulated else "simulated"
 
 
 @checked
@@ -147,7 +141,6 @@ def _simulated(
         name,
         memory,
         losses,
-        emulated=False,
         ledger=used,
         edges=predicted.edges,
         edge_transfers=predicted.edge_transfers,
@@ -261,7 +254,18 @@ def _in_units(
     receives: tuple[Receive, ...] = tuple(map(scale, run.receives))
     kept = _stretched(memory, 1 / unit_s)
     return EmulatedRun(
-        run.n_ranks, spans, "", (), receives, run.name, kept, losses, unit_s, edges=run.edges, feedback=run.feedback
+        run.n_ranks,
+        spans,
+        "",
+        (),
+        receives,
+        run.name,
+        kept,
+        losses,
+        unit_s,
+        edges=run.edges,
+        feedback=run.feedback,
+        measured=True,
     )
 
 

@@ -7,6 +7,7 @@ from numbers import Real
 from typing import Any
 
 from course_pp.arguments import checked, described, shown
+from course_pp.schedule import Timeline
 
 __all__ = ["reveal"]
 
@@ -16,7 +17,9 @@ _ZERO = 1e-12
 
 
 @checked
-def reveal(what: str, guess: object, measured: object, unit: str = "", how: str = "measured") -> None:
+def reveal(
+    what: str, guess: object, measured: object, unit: str = "", how: str | Sequence[Timeline] = "measured"
+) -> None:
     """Print what was measured beside the learner's guess, and how the two compare.
 
     Goes on without a guess, and with one that cannot be compared: the notebook must run to its end.
@@ -26,8 +29,11 @@ def reveal(what: str, guess: object, measured: object, unit: str = "", how: str 
         guess: ``...`` if there is none yet; else of the kind of ``measured``.
         measured: a number, text, a truth value, or several numbers in a sequence, a set or a mapping.
         unit: of the numbers: "ms".
-        how: how the value was found, in one word: "measured", or "simulated" or "computed".
+        how: how the value was found, in one word: "measured", or "simulated" or "computed". Or the timelines from which
+            it was made: "measured" if all of them were.
     """
+    if not isinstance(how, str):
+        how = "measured" if all(run.measured for run in how) else "simulated"
     print(f"{what}: {how} {_verdict(guess, measured, f' {unit}' if unit else '')}")
 
 

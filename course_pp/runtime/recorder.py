@@ -230,7 +230,7 @@ class Recorder:
                 elif since >= 0 or until > 0:
                     receives.append(Receive(rank, what, max(since, 0) / _NANOSECONDS, until / _NANOSECONDS))
         n_ranks, seen = len(records), tuple(receives)
-        of_all: dict[str, Any] = {"unit": "s", "edges": self.edges, "feedback": self.feedback}
+        of_all: dict[str, Any] = {"unit": "s", "measured": True, "edges": self.edges, "feedback": self.feedback}
         if not any(record.emulated for record in records):
             return Timeline(n_ranks, tuple(spans), receives=seen, name=name, **of_all)
         wall, overruns = [], []

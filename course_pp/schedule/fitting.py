@@ -111,7 +111,7 @@ class Fit:
     def _table(self) -> list[str]:
         whole = float(self.measured.makespan)
         head = (
-            f"{self.measured.name or 'run'} on {self.measured.n_ranks} ranks: measured {self._time(whole)}, "
+            f"{self.measured.name or 'run'} on {self.measured.n_ranks} ranks: {self.measured.how} {self._time(whole)}, "
             f"predicted {self._time(float(self.predicted.makespan))}, ideal {self._time(float(self.ideal.makespan))}"
         )
         rows = [f"{'lost to':<12}{'time':>10}{'makespan':>10}   most of it on"]

@@ -1,7 +1,7 @@
 """When each rank did what, and the numbers that follow from it.
 
 Times count from 0. A simulated timeline has ``unit=""`` (costs are relative) and may use
-:class:`fractions.Fraction`, in which case every number below is exact; a measured one has ``unit="s"``.
+:class:`fractions.Fraction`, in which case every number below is exact. Only a recorder calls one measured.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,9 @@ class Timeline:
         edge_transfers: for each reader of each edge, how long a message between two ranks takes; empty if unknown.
         feedback: in generation, by how many microbatches the first stage is behind the last one's tokens.
         token_transfer: how long one of these is on its way.
-        name: what ran, for labels: simulating sets it to the schedule's. It plays no part in comparisons.
+        measured: whether ranks ran it, emulated ones included; what was simulated or fitted is not.
+        name: what ran, for labels: simulating sets it to the schedule's. This and ``measured`` play no part in
+            comparisons.
 
     Raises:
         ValueError: for a span or receive that ends before it starts, starts before 0, is not finite or names a rank
@@ -50,6 +52,7 @@ class Timeline:
     edge_transfers: tuple[Time, ...] = field(default=(), kw_only=True)
     feedback: int = field(default=0, kw_only=True)
     token_transfer: Time = field(default=0, kw_only=True)
+    measured: bool = field(default=False, compare=False, kw_only=True)
     name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -83,6 +86,11 @@ class Timeline:
             f"Timeline({name}{self.n_ranks} ranks, {len(self.spans)} spans, "
             f"makespan {format_time(self.makespan, self.unit)}, bubble {float(self.bubble_fraction):.1%})"
         )
+
+    @property
+    def how(self) -> str:
+        """How its times were found: "measured" or "simulated"."""
+        return "measured" if self.measured else "simulated"
 
     @cached_property
     def by_rank(self) -> tuple[tuple[Span, ...], ...]:

@@ -306,8 +306,8 @@ class View {
 
   draw() {
     const { position, chart } = this, { par } = this.words;
-    const measured = this.model.get("measured");
-    const run = measured && measured.of === this.moves.join(" ") ? measured : null;
+    const ran = this.model.get("ran");
+    const run = ran && ran.of === this.moves.join(" ") ? ran : null;
     const other = this.versus ? this.ordered(this.versus) : null;
     const under = (other ? 1 : 0) + (run ? 1 : 0);
     this.row = BOX + STRIP + GAP + under * 14;
@@ -321,7 +321,7 @@ class View {
     this.drawAxis(height);
     const path = this.path ? position.criticalPath() : [];
     for (let rank = 0; rank < position.ranks; rank += 1) this.drawRank(rank, path);
-    for (const [i, spans, name] of [[0, other, this.versus], [other ? 1 : 0, run && run.spans.map(([rank, action, start, end]) => ({ rank, action, start, end })), "measured"]]) {
+    for (const [i, spans, name] of [[0, other, this.versus], [other ? 1 : 0, run && run.spans.map(([rank, action, start, end]) => ({ rank, action, start, end })), run?.how]]) {
       if (spans) this.drawBelow(i, spans, name);
     }
     if (this.time !== null) {
@@ -433,7 +433,7 @@ class View {
     fact("done", `${Math.floor((100 * (total - position.left)) / total)}%`);
     const known = recognised(position, this.references);
     fact(position.left ? "so far this is" : "this is", known.length ? known.slice(0, 3).join(" or ") : this.moves.length ? "yours" : "empty");
-    if (run) fact("measured", `${spelled(run.end)}, ${run.verdict}`);
+    if (run) fact(run.how, `${spelled(run.end)}, ${run.verdict}`);
     palette.replaceChildren();
     html(palette, "span", { textContent: this.at === null ? `rank ${this.rank} next:` : `rank ${this.rank} at ${spelled(this.at)}:` });
     const choices = this.choices();
@@ -488,18 +488,18 @@ function render({ model, el }) {
   };
   const ran = () => {
     view.draw();
-    const measured = model.get("measured");
-    if (measured.said) view.say(measured.said, measured.kind);
+    const outcome = model.get("ran");
+    if (outcome.said) view.say(outcome.said, outcome.kind);
   };
   model.on("change:moves", again);
   model.on("change:undone", again);
   model.on("change:words", told);
-  model.on("change:measured", ran);
+  model.on("change:ran", ran);
   return () => {
     model.off("change:moves", again);
     model.off("change:undone", again);
     model.off("change:words", told);
-    model.off("change:measured", ran);
+    model.off("change:ran", ran);
   };
 }
 

@@ -59,7 +59,7 @@ class Board(AnyWidget):
     words = Dict().tag(sync=True)
     moves = List(Unicode()).tag(sync=True)
     undone = List(Unicode()).tag(sync=True)
-    measured = Dict().tag(sync=True)
+    ran = Dict().tag(sync=True)
 
     @checked
     def __init__(self, game: Game, costs: Costs, level: Level | None = None) -> None:
@@ -113,7 +113,7 @@ class Board(AnyWidget):
             self.set_state({"moves": content["moves"]})
             self.run()
         except Exception as problem:
-            self.measured = {"of": "", "said": f"It did not run: {problem}", "kind": "refused"}
+            self.ran = {"of": "", "said": f"It did not run: {problem}", "kind": "refused"}
 
     @property
     def schedule(self) -> Schedule:
@@ -256,20 +256,20 @@ class Board(AnyWidget):
         return to_torch_csv(self.schedule)
 
     def run(self) -> Timeline:
-        """Run one step of what was drawn on real ranks; lay the measured timeline under the drawn one.
+        """Run one step of what was drawn on real ranks; lay its timeline under the drawn one.
 
         Every gradient is compared with one process's, and the board says whether they are equal. Then the same order
         runs at the pace of the board's costs.
 
         Returns:
-            the measured timeline, in the unit of the board's costs.
+            the timeline in the unit of the board's costs: measured, or simulated if this machine is too busy.
 
         Raises:
             ValueError: for a board that is not complete, or of more ranks than are started on one machine.
         """
         from course_pp.notebook import compare_gradients, emulate
 
-        self.measured = {}  # or the browser would not be told of the same outcome twice
+        self.ran = {}  # or the browser would not be told of the same outcome twice
         if not self.is_complete:
             raise ValueError(f"the board is not complete: {self._standing()} Place the rest, or let fill() do it")
         schedule = self.schedule
@@ -280,10 +280,11 @@ class Board(AnyWidget):
         spans = [[span.rank, str(span.action), float(span.start), float(span.end)] for span in ran.spans]
         said = f"Ran on {schedule.n_ranks} ranks: {ran.how} {float(ran.makespan):.2f}, drawn "
         said += f"{spelled(self._position.makespan)}; {verdict} to one process's."
-        self.measured = {
+        self.ran = {
             "of": " ".join(self.moves),
             "spans": spans,
             "end": float(ran.makespan),
+            "how": ran.how,
             "verdict": verdict,
             "said": said,
             "kind": "good" if equal else "refused",

@@ -55,17 +55,17 @@ class _Pair:
 def compare(
     predicted: Timeline,
     measured: Timeline,
-    names: tuple[str, str] = ("predicted", "measured"),
+    names: tuple[str, str] | None = None,
     seconds_per_unit: float | None = None,
     title: str | None = None,
 ) -> ChartFigure:
     """Draw two timelines on one time axis: each rank has a row of ``predicted`` above one of ``measured``.
 
     Dashed and solid lines mark where each ends; the right margin has how much later (+) or earlier (−) each rank
-    finishes than predicted.
+    finishes than in the first.
 
     Args:
-        names: what to call them, for example two schedules.
+        names: what to call them, for example two schedules; "predicted", and "measured" or "simulated", unless given.
         seconds_per_unit: how long one unit of cost takes, where ``predicted`` has relative costs and ``measured``
             seconds. Unless given, it is chosen so that the ranks are busy equally long in both, and the figure shows
             the difference in waiting alone.
@@ -75,6 +75,7 @@ def compare(
         ValueError: for different numbers of ranks, for measured seconds as a prediction of relative costs, and when
             there is no work from which to choose ``seconds_per_unit``.
     """
+    names = ("predicted", measured.how) if names is None else names
     if predicted.n_ranks != measured.n_ranks:
         raise ValueError(
             f"{names[0]} has {predicted.n_ranks} ranks and {names[1]} {measured.n_ranks}: "
@@ -193,7 +194,7 @@ def _alt_text(pair: _Pair, finding: str, unit: str) -> str:
     worst = max(range(len(late)), key=lambda rank: abs(late[rank]))
     suffix = "" if unit == "relative cost" else f" {unit}"
     where = (
-        "Every rank finishes when predicted"
+        "Every rank finishes at the same time in both"
         if _signed(late[worst]) == "±0"
         else f"The end of rank {worst} differs most, by {_signed(late[worst])}{suffix}"
     )

@@ -1,7 +1,7 @@
 """Speed-up against the number of ranks, for one model and one batch: where near-linear ends."""
 
 from collections.abc import Mapping, Sequence
-from math import inf, log2
+from math import log2
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -9,7 +9,7 @@ from matplotlib.ticker import NullLocator
 from matplotlib.transforms import ScaledTranslation
 
 from course_pp.arguments import checked
-from course_pp.schedule import Costs, Schedule, build, find, simulate
+from course_pp.schedule import Costs, Schedule, Timeline, build, find, simulate
 from course_pp.show import chart
 from course_pp.show.chart import WIDTH, ChartFigure
 from course_pp.show.curves import (
@@ -35,7 +35,7 @@ def speed_up(
     n_microbatches: int = 64,
     n_chunks: int | None = None,
     costs: Costs | None = None,
-    measured: Mapping[str, Mapping[int, float]] | None = None,
+    measured: Sequence[Timeline] = (),
     title: str | None = None,
 ) -> ChartFigure:
     """Draw how many times as fast as one rank each schedule is, on more and more ranks, with one model and one batch.
@@ -48,7 +48,7 @@ def speed_up(
         n_microbatches: m, however many ranks there are.
         n_chunks: stages a rank, for the schedules that allow another number; their own unless given.
         costs: of all layers of the model, one number each; a stage gets its share. Messages cost what they cost.
-        measured: by schedule and number of ranks, a speed-up that was measured.
+        measured: steps under ``schedules``, by their names; of those that a busy machine simulated there is no point.
         title: instead of the finding.
 
     Raises:
@@ -63,8 +63,7 @@ def speed_up(
     if n_chunks is not None and n_chunks < 1:
         raise ValueError(f"n_chunks is {n_chunks}: give at least 1, or leave it out")
     _refuse_unknown(schedules)
-    measured = {} if measured is None else measured
-    _refuse_unusable(measured, schedules)
+    ran = _ran(measured, schedules)
     ranks, costs = sorted(set(ranks)), Costs() if costs is None else costs
     simulated = {name: _simulated(name, ranks, n_microbatches, n_chunks, costs) for name in schedules}
     figure = ChartFigure(WIDTH, _HEIGHT)
@@ -73,22 +72,24 @@ def speed_up(
     _span(axes, ranks)
     for i, (name, points) in enumerate(simulated.items()):
         axes.plot(list(points), list(points.values()), color=_colour(i), linestyle=_DASHES[i % len(_DASHES)], lw=1.6)
-        seen = measured.get(name, {})
+        seen = ran.get(name, {})
         axes.plot(list(seen), list(seen.values()), **(_marker(i) | {"markerfacecolor": _colour(i)}), zorder=3)
     _name_ends(figure, axes, {name: points[max(points)] for name, points in simulated.items()})
     finding = _finding(simulated, n_microbatches)
     axes.set_title(finding if title is None else title, loc="left", fontsize=11.5, pad=9)
-    figure.alt_text = _alt_text(simulated, measured, finding)
+    figure.alt_text = _alt_text(simulated, ran, finding)
     return figure
 
 
-def _refuse_unusable(measured: Mapping[str, Mapping[int, float]], schedules: Sequence[str]) -> None:
-    for name, points in measured.items():
-        if name not in schedules:
-            raise ValueError(f"measured has {name!r}, which is not drawn: name it in schedules, or leave it out")
-        for p, value in points.items():
-            if p < 1 or not 0 < value < inf:
-                raise ValueError(f"measured[{name!r}] has {value} on {p} ranks: give speed-ups above 0")
+def _ran(timelines: Sequence[Timeline], schedules: Sequence[str]) -> dict[str, dict[int, float]]:
+    """Return by schedule and number of ranks how much work was done at once."""
+    points: dict[str, dict[int, float]] = {}
+    for tl in timelines:
+        if tl.measured and tl.name not in schedules:
+            raise ValueError(f"measured has {tl.name!r}, which is not drawn: name it in schedules, or leave it out")
+        if tl.measured:
+            points.setdefault(tl.name, {})[tl.n_ranks] = float(tl.n_ranks * tl.utilisation)
+    return points
 
 
 def _simulated(name: str, ranks: Sequence[int], m: int, n_chunks: int | None, costs: Costs) -> dict[int, float]:
@@ -181,10 +182,10 @@ def _finding(simulated: dict[str, dict[int, float]], m: int) -> str:
     return f"{counted(m, 'microbatch', 'microbatches')}: near linear up to {near} ranks"
 
 
-def _alt_text(simulated: dict[str, dict[int, float]], measured: Mapping[str, Mapping[int, float]], finding: str) -> str:
+def _alt_text(simulated: dict[str, dict[int, float]], ran: Mapping[str, Mapping[int, float]], finding: str) -> str:
     lines = []
     for name, points in simulated.items():
         lines.append(f"{name} " + ", ".join(f"{value:.3g} on {p}" for p, value in points.items()))
-        if seen := measured.get(name):
+        if seen := ran.get(name):
             lines[-1] += "; measured " + ", ".join(f"{value:.3g} on {p}" for p, value in seen.items())
     return f"How many times as fast as one rank, against the number of ranks. {finding}. {'. '.join(lines)}."

@@ -58,7 +58,7 @@ def sizes(tl: Timeline) -> str:
 
 def describe(tl: Timeline) -> str:
     """Return the finding and the peaks in a sentence for those who do not see the figure."""
-    kind = "Measured timeline" if tl.unit == "s" else "Timeline"
+    kind = "Measured timeline" if tl.measured else "Timeline"
     what = named(tl.name, f"{kind}, one row a rank")
     return f"{what}. {finding(tl)}; {_held(tl)}.{describe_far_messages(tl)}"
 

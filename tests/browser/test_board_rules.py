@@ -27,7 +27,7 @@ async ([source, state]) => {
 def test_an_action_much_shorter_than_the_others_does_not_freeze_the_page(page: Any, short: float) -> None:
     board = show.board(n_ranks=2, n_microbatches=2, costs=Costs((short, 1)))
     page.goto("about:blank")
-    state = {name: getattr(board, name) for name in ("game", "words", "undone", "measured")} | {"moves": ["0F0", "1F0"]}
+    state = {name: getattr(board, name) for name in ("game", "words", "undone", "ran")} | {"moves": ["0F0", "1F0"]}
     assert page.evaluate(DRAW, [board._esm, state]) < 300
 
 

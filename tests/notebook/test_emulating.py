@@ -27,7 +27,7 @@ def test_a_run_has_the_times_of_its_costs_whatever_the_unit_lasts(name: str) -> 
     schedule, costs = build(name, 2, 4), Costs(forward=1, input_grad=Fraction(3, 2), weight_grad=1, latency=0.5)
     run = emulate(schedule, costs)
     predicted = simulate(schedule, costs)
-    assert run.emulated
+    assert run.measured
     assert run.unit == ""
     assert float(run.makespan) == pytest.approx(float(predicted.makespan), rel=0.006)
     assert [span.action for span in run.spans] == [span.action for span in predicted.spans]
@@ -42,7 +42,7 @@ def test_a_run_has_the_times_of_its_costs_whatever_the_unit_lasts(name: str) -> 
 def test_links_and_stragglers_are_in_units_too() -> None:
     cluster = EmulatedCluster(Costs(), links=[EmulatedLink(latency=2.0, bandwidth=2048.0)], stragglers={1: 2.0})
     run = emulate(build("gpipe", 2, 2), cluster)  # 16 rows of 32 floats: 2,048 bytes, one unit
-    assert run.emulated
+    assert run.measured
     # Two forwards of 1 on rank 0; 3 on the way; 2 + 2 and 4 + 4 on rank 1; 3 on the way back; 2.
     assert float(run.makespan) == pytest.approx(1 + 3 + 4 + 8 + 3 + 2, rel=0.006)
 
@@ -54,7 +54,7 @@ def test_a_machine_too_busy_to_emulate_shows_the_simulated_times_and_says_so(
     monkeypatch.setattr(emulating, "_LONGEST_RUN_S", 1e-3)
     schedule = build("1f1b", 2, 4)
     run = emulate(schedule)
-    assert not run.emulated
+    assert not run.measured
     assert run.name == "1f1b, simulated"
     assert run.spans == simulate(schedule).spans
     assert len(run.losses) == 4
@@ -76,7 +76,7 @@ def test_the_unit_grows_until_the_work_fits(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(emulating, "on_ranks", fake)
     run = emulate(schedule)
     assert tried == pytest.approx([0.008, 0.04])
-    assert run.emulated
+    assert run.measured
     assert run.unit_s == pytest.approx(0.04)
     assert float(run.makespan) == pytest.approx(6)
 

@@ -1,10 +1,12 @@
 """A guess and its measurement, side by side; no guess ends a notebook."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 
 from course_pp.notebook import reveal
+from course_pp.schedule import build, simulate
 
 
 @pytest.mark.parametrize(
@@ -55,3 +57,7 @@ def test_a_unit_follows_both_numbers(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_simulated_value_is_not_called_measured(capsys: pytest.CaptureFixture[str]) -> None:
     reveal("step", ..., 2.5, how="simulated")
     assert capsys.readouterr().out == "step: simulated 2.5; you have not guessed\n"
+    ran = replace(simulate(build("gpipe", 2, 2)), measured=True)
+    for runs, how in (((ran, ran), "measured"), ((ran, replace(ran, measured=False)), "simulated")):
+        reveal("step", ..., 2.5, how=runs)
+        assert capsys.readouterr().out == f"step: {how} 2.5; you have not guessed\n"

@@ -60,8 +60,7 @@ def exercise_rows(folder: Path) -> Rows:
 
 def notebook_rows(folder: Path) -> Rows:
     return {
-        "EmulatedRun": SCHEDULE["Timeline"]
-        | {"memory": (), "losses": (), "unit_s": 1.0, "emulated": True, "ledger": None},
+        "EmulatedRun": SCHEDULE["Timeline"] | {"memory": (), "losses": (), "unit_s": 1.0, "ledger": None},
         "ScratchFolder": {"prefix": "own", "beside": folder},
         "compare_gradients": {"schedules": [ONE]},
         "emulate": {

@@ -59,6 +59,7 @@ SCHEDULE: Rows = {
         "edge_transfers": (),
         "feedback": 0,
         "token_transfer": 0,
+        "measured": False,
     },
     "bound": {"n_ranks": 2, "n_microbatches": 4, "costs": None, "memory_limit": None, "placement": None},
     "build": {
@@ -169,7 +170,7 @@ SHOW: Rows = {
         "n_microbatches": 4,
         "n_chunks": None,
         "costs": None,
-        "measured": {"1f1b": {2: 1.5}},
+        "measured": (TL,),
         "title": None,
     },
     "tensor_cut": {

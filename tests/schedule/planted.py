@@ -58,7 +58,7 @@ class Planted:
         # A recorder's time 0 is the start of the first action.
         zero = min(span.start for span in spans)
         spans = [replace(span, start=span.start - zero, end=span.end - zero) for span in spans]
-        return Timeline(schedule.n_ranks, tuple(spans), "s", name=schedule.name)
+        return Timeline(schedule.n_ranks, tuple(spans), "s", name=schedule.name, measured=True)
 
     def truth(self) -> dict[str, float]:
         """What each cause adds to the makespan, averaged over all orders of adding them; and the rest, the jitter."""

@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,20 +118,19 @@ def test_moves_from_the_browser_are_checked() -> None:
     assert board.timeline.makespan == 2
 
 
-def test_the_button_runs_the_board_and_tells_what_went_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["measured", "simulated"])
+def test_the_button_runs_the_board_and_tells_what_went_wrong(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def compared(schedules: Any) -> tuple[float, ...]:
         return (1e-3,)
 
     def emulated(schedule: Any, costs: Any) -> Timeline:
-        tl = simulate(schedule, costs)
-        object.__setattr__(tl, "how", "measured")
-        return tl
+        return replace(simulate(schedule, costs), measured=how == "measured")
 
     monkeypatch.setattr("course_pp.notebook.compare_gradients", compared)
     monkeypatch.setattr("course_pp.notebook.emulate", emulated)
     board = show.board(1)
     told: list[str] = []
-    board.observe(lambda change: told.append(change["new"].get("said", "")), "measured")
+    board.observe(lambda change: told.append(change["new"].get("said", "")), "ran")
     for _ in range(2):
         board._handle_custom_msg({"do": "run", "moves": ["0F0"]}, [])
     refusal = "It did not run: the board is not complete: 1 action placed, makespan 1."
@@ -140,9 +140,10 @@ def test_the_button_runs_the_board_and_tells_what_went_wrong(monkeypatch: pytest
     filled.fill()
     board._handle_custom_msg({"do": "run", "moves": filled.moves}, [])  # the moves themselves come later
     assert board.moves == filled.moves
-    assert board.measured["verdict"] == "gradients differ by 1e-03"
-    assert board.measured["said"].startswith("Ran on 2 ranks: measured 6.00, drawn 6; gradients differ")
-    assert board.measured["of"] == " ".join(board.moves)
+    assert board.ran["verdict"] == "gradients differ by 1e-03"
+    assert board.ran["said"].startswith(f"Ran on 2 ranks: {how} 6.00, drawn 6; gradients differ")
+    assert board.ran["how"] == how
+    assert board.ran["of"] == " ".join(board.moves)
 
 
 @pytest.mark.long
@@ -150,7 +151,7 @@ def test_what_was_drawn_runs_on_real_ranks_with_the_gradients_of_one_process() -
     board = show.board(5)
     board.fill()
     ran = board.run()
-    assert board.measured["verdict"] == "gradients equal"
+    assert board.ran["verdict"] == "gradients equal"
     assert ran.n_ranks == 2
 
 

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 from matplotlib.colors import to_rgba
@@ -14,13 +15,13 @@ from tests.show.reading import texts, title
 
 
 def measured(tl: Timeline, seconds: float) -> Timeline:
-    """The same timeline as a measurement in which a unit of cost took so many seconds."""
+    """The same timeline, as if ranks had run it and a unit of cost had taken so many seconds."""
     spans = tuple(Span(s.rank, s.action, float(s.start) * seconds, float(s.end) * seconds) for s in tl.spans)
-    return Timeline(tl.n_ranks, spans, unit="s")
+    return Timeline(tl.n_ranks, spans, unit="s", measured=True)
 
 
 def test_the_title_says_how_much_longer_and_both_bubbles() -> None:
-    figure = show.compare(gpipe(4, 8), gpipe(4, 8, latency=1))
+    figure = show.compare(gpipe(4, 8), replace(gpipe(4, 8, latency=1), measured=True))
     assert title(figure) == "Measured is 18.2 % longer than predicted: bubble 38.5 % instead of 27.3 %"
     assert {"predicted 33.0", "measured 39.0"} <= set(texts(figure))
 
@@ -31,9 +32,9 @@ def test_the_title_gives_a_bubble_that_both_have_once() -> None:
 
 
 def test_each_end_has_its_own_label_on_the_side_away_from_the_other() -> None:
-    axes = show.compare(gpipe(4, 8), gpipe(4, 8, latency=1)).axes[0]
+    axes = show.compare(gpipe(4, 8), gpipe(4, 8, latency=1), names=("before", "after")).axes[0]
     ends = {text.get_text(): (text.xy[0], text.get_ha()) for text in axes.texts if text.xy[1] == 1}
-    assert ends == {"predicted 33.0": (33, "right"), "measured 39.0": (39, "left"), "": (1, "left")}
+    assert ends == {"before 33.0": (33, "right"), "after 39.0": (39, "left"), "": (1, "left")}
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_a_given_rate_is_kept() -> None:
 def test_the_rank_whose_end_differs_most_is_named() -> None:
     slow = gpipe(4, 8, latency=0.5)
     assert "The end of rank 0 differs most, by +3." in show.compare(gpipe(4, 8), slow).alt_text
-    assert "Every rank finishes when predicted." in show.compare(slow, slow).alt_text
+    assert "Every rank finishes at the same time in both." in show.compare(slow, slow).alt_text
 
 
 @pytest.mark.parametrize("n_ranks", [1, 3, 64])

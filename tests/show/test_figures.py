@@ -139,7 +139,7 @@ def test_a_timeline_is_titled_by_its_finding() -> None:
 def test_a_naive_split_is_called_one_rank_at_a_time() -> None:
     figure = show.timeline(naive(2, 0.2, 0.4, unit="s"))
     assert title(figure) == "One rank works at a time: 2 ranks, 1 microbatch, busy 50 % of 1.2 s, bubble 50 %"
-    assert figure.alt_text.startswith("Measured timeline")
+    assert figure.alt_text.startswith("Timeline")
     assert figure.alt_text.endswith("peak activations held: 1 on every rank.")
 
 
