@@ -12,7 +12,7 @@ import nbformat
 from IPython.core.inputtransformer2 import TransformerManager
 
 from course_pp.exercises.registry import exercises_of
-from tests.notebooks import quotes
+from tests.notebooks import origins, quotes
 
 MIN_CELLS, MAX_CELLS = 15, 20
 MAX_MEDIAN_LINES = 6
@@ -54,7 +54,6 @@ _NAME = re.compile(r"\d\d_[a-z0-9]+(_[a-z0-9]+)*\.ipynb")
 _SHELL = re.compile(r"^\s*(!|%%(bash|sh|script|system)\b|%(system|sx)\b)|^\s*\w+\s*=\s*!", re.MULTILINE)
 # A path below one of these belongs to whoever ran the notebook. A URL has a letter before such a part.
 _MACHINE_PATH = re.compile(r"(?<![\w./])/(home|root|tmp|work|Users|var/folders|mnt|workspace)/\S*|\b[A-Z]:\\\\?Users\b")
-_EMULATED = re.compile(r"\.(makespan|bubble_fraction|utilisation|peak_activations|transfers|spans)\b")
 _LINK = re.compile(r"\]\(([^)\s]+)\)|\bhref=[\"']([^\"']+)")
 
 
@@ -231,20 +230,14 @@ def knows_where_its_numbers_come_from(notebook: Notebook, path: Path) -> Iterato
     yield from quotes.problems(notebook, quotes.sources_of(path))
 
 
-def says_how_each_emulated_value_was_found(notebook: Notebook, path: Path) -> Iterator[str]:
-    """On a busy machine `emulate` simulates, and what shows its times must not call them measured."""
-    cells = code_cells(notebook)
-    if not any(re.search(r"import .*\bemulate\b", cell.source) for cell in cells):
-        return
-    for cell in cells:
-        for call in ast.walk(parsed(cell)):
-            if not isinstance(call, ast.Call) or not ast.unparse(call.func).endswith(("reveal", "compare")):
-                continue
-            words = ast.unparse(call)
-            if "reveal" in words and _EMULATED.search(words) and "how=" not in words:
-                yield f"cell {cell.id} reveals {words}: add how=, which says whether it was measured"
-            if "compare" in words and "'measured'" in words:
-                yield f"cell {cell.id} names a timeline 'measured': name it by its .how"
+def says_how_each_value_was_found(notebook: Notebook, path: Path) -> Iterator[str]:
+    """What was simulated, also by `emulate` on a busy machine, is not called measured; nor what ran, simulated."""
+    cells = [parsed(cell) for cell in code_cells(notebook)]
+    yield from origins.wrongly_called(cells)
+    for call in (node for cell in cells for node in ast.walk(cell) if isinstance(node, ast.Call)):
+        words = ast.unparse(call)
+        if ast.unparse(call.func).endswith("compare") and "'measured'" in words:
+            yield f"{words} names a timeline 'measured': name it by its .how"
 
 
 def announces_each_exercise(notebook: Notebook, path: Path) -> Iterator[str]:
@@ -274,7 +267,7 @@ RULES: tuple[Rule, ...] = (
     announces_each_exercise,
     leaves_each_guess_to_the_learner,
     knows_where_its_numbers_come_from,
-    says_how_each_emulated_value_was_found,
+    says_how_each_value_was_found,
 )
 
 

@@ -112,7 +112,7 @@ def _drop_outputs(notebook: nbformat.NotebookNode) -> None:
         cell.outputs = []
 
 
-FOUND = "says_how_each_emulated_value_was_found"
+FOUND = "says_how_each_value_was_found"
 TITLE = "begins_with_title_minutes_and_ranks"
 ERROR = new_output("error", ename="ValueError", evalue="no", traceback=["ValueError: no"])
 UNDESCRIBED = new_output("display_data", data={"image/png": "iVBORw0KGgo="})
@@ -134,8 +134,15 @@ BREAKAGES: list[tuple[str, Callable[[nbformat.NotebookNode], None]]] = [
     ("launches_its_script", _set_source(9, "## Elsewhere")),
     ("leaves_each_guess_to_the_learner", _set_source(3, "guess_size = 3")),
     ("knows_where_its_numbers_come_from", _set_source(4, "It took 3.5 s.")),
-    (FOUND, _set_source(3, "from course_pp.notebook import emulate\nreveal('b', guess_b, run.makespan)")),
-    (FOUND, _set_source(3, "from x import y, emulate\nshow.compare(a, b, names=('drawn', 'measured'))")),
+    (FOUND, _set_source(3, "run = emulate(order)\nreveal('b', guess_b, run.makespan)")),
+    (FOUND, _set_source(3, "a, b = {m: emulate(m) for m in c}, emulate(d)\nreveal('b', e, a[1].spans, how=b.how)")),
+    (
+        FOUND,
+        _set_source(3, "a = emulate(c)\nb = emulate(d)\ne = b.makespan / a.makespan\nreveal('b', ..., e, how=[b])"),
+    ),
+    (FOUND, _set_source(3, "best = max(simulate(order).makespan for order in orders)\nreveal('b', guess_b, best)")),
+    (FOUND, _set_source(3, "loss = on_ranks(2, step)[0]\nreveal('loss', guess_loss, loss, how='simulated')")),
+    (FOUND, _set_source(3, "show.compare(a, b, names=('drawn', 'measured'))")),
     ("names_the_right_kernel_where_another_stops", _set_source(1, "%load_ext course_pp.launch")),
     ("calls_no_shell", _set_source(3, "a = 1\n!ls")),
     ("calls_no_shell", _set_source(3, "  !ls")),
