@@ -1,7 +1,8 @@
 """Where the numbers in the notebooks' prose come from: each is computed here, printed by the notebook, or cited.
 
 A sentence that quotes a measurement must be true on every machine, a busy one too. So it quotes a formula, a number
-that the notebook prints however long anything takes (bytes, counts, emulated units), or somebody's paper.
+that the notebook prints however long anything takes (bytes, counts, emulated units), or somebody's paper. A sentence
+that calls its number measured quotes what was printed or published, and one that calls it simulated what was not.
 
 ``python -m tests.notebooks.quotes FILE…`` says what is wrong in executed copies, such as those of a busy machine.
 """
@@ -31,17 +32,19 @@ _QUOTED = re.compile(rf"×\s*(?P<factor>{_NUMBER})|(?P<united>{_NUMBER})\s?{_UNI
 _NOT_PROSE = re.compile(
     r"```.*?```|`[^`]*`|\$\$.*?\$\$|\$[^$]*\$|\]\([^)]*\)|<[^>]*>|^#[^\n]*$", re.DOTALL | re.MULTILINE
 )
+_MEASURED, _ON_PAPER = (re.compile(rf"\b({words})\b", re.I) for words in ("measured", "simulated|predicted|computed"))
 _MINUTES = re.compile(r"^\*\*\d+ minutes\*\*.*$", re.MULTILINE)
 
 
-def quoted(notebook: nbformat.NotebookNode) -> Iterator[str]:
-    """The numbers in the prose that claim something: decimals, shares, factors, and those with a unit."""
+def quoted(notebook: nbformat.NotebookNode) -> Iterator[tuple[str, str]]:
+    """The numbers in the prose that claim something, with their sentences: decimals, shares, factors, with a unit."""
     for cell in notebook.cells:
         if cell.cell_type != "markdown":
             continue
         prose = _MINUTES.sub("", _NOT_PROSE.sub(" ", cell.source.partition("**References**")[0]))
-        for match in _QUOTED.finditer(prose):
-            yield next(group for group in match.groups() if group is not None)
+        for sentence in re.split(r"(?<=[.;?])\s|\n\n", prose):
+            for match in _QUOTED.finditer(sentence):
+                yield next(group for group in match.groups() if group is not None), sentence
 
 
 def sources_of(path: Path) -> Mapping[str, str]:
@@ -52,8 +55,9 @@ def sources_of(path: Path) -> Mapping[str, str]:
 
 def problems(notebook: nbformat.NotebookNode, sources: Mapping[str, str]) -> Iterator[str]:
     """What is wrong with the numbers in a notebook's prose, given where they are said to come from."""
-    found = set(quoted(notebook))
-    shown = _printed(notebook)
+    found = {number for number, _ in quoted(notebook)}
+    outputs = _outputs(notebook)
+    shown = set(re.findall(_NUMBER, outputs))
     references = {
         match for cell in notebook.cells for match in re.findall(r"^(\d+)\. ", _references(cell), re.MULTILINE)
     }
@@ -67,8 +71,28 @@ def problems(notebook: nbformat.NotebookNode, sources: Mapping[str, str]) -> Ite
             yield f"the prose quotes {number} from {source}, which is no reference of this notebook"
         elif source not in ("printed", "chosen") and not cited and not _gives(source, number):
             yield f"the prose quotes {number}, but {source} is {_value(source)}"
+    for number, sentence in quoted(notebook):
+        yield from _miscalled(number, sentence, sources.get(number, ""), outputs)
     for number in sorted(set(sources) - found):
         yield f"the prose no longer quotes {number}"
+
+
+def _miscalled(number: str, sentence: str, source: str, outputs: str) -> Iterator[str]:
+    """Say where a sentence calls a number measured that nothing ran for, or simulated what ran."""
+    said = _word(sentence)
+    if not said or source.startswith("["):
+        return
+    words = {_word(line) for line in outputs.splitlines() if number in re.findall(_NUMBER, line)}
+    if said == "measured" and (source != "printed" or words == {"on paper"}):
+        yield f"the prose calls {number} measured, but nothing ran for it"
+    if said == "on paper" and source == "printed" and words == {"measured"}:
+        yield f"the prose calls {number} simulated or computed, but it was measured"
+
+
+def _word(line: str) -> str:
+    """Return whether a line speaks of what was measured, or of what is on paper; of both or neither, nothing."""
+    measured, on_paper = _MEASURED.search(line), _ON_PAPER.search(line)
+    return "" if bool(measured) == bool(on_paper) else "measured" if measured else "on paper"
 
 
 def _gives(expression: str, number: str) -> bool:
@@ -89,8 +113,8 @@ def _references(cell: nbformat.NotebookNode) -> str:
     return str(cell.source.partition("**References**")[2]) if cell.cell_type == "markdown" else ""
 
 
-def _printed(notebook: nbformat.NotebookNode) -> set[str]:
-    """Every number in the outputs, as it stands."""
+def _outputs(notebook: nbformat.NotebookNode) -> str:
+    """The text of the outputs, and what stands for pictures."""
     texts: list[str] = []
     for cell in notebook.cells:
         for output in cell.get("outputs", ()):
@@ -99,7 +123,7 @@ def _printed(notebook: nbformat.NotebookNode) -> set[str]:
             texts += [
                 str(data.get("alt", "")) for data in output.get("metadata", {}).values() if isinstance(data, dict)
             ]
-    return set(re.findall(_NUMBER, "\n".join(map(str, texts))))
+    return "\n".join(map(str, texts))
 
 
 if __name__ == "__main__":

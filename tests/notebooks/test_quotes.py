@@ -1,5 +1,6 @@
 """Every number that the prose quotes has a source, and a wrong one is noticed."""
 
+import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from tests.notebooks import quotes
@@ -27,7 +28,7 @@ SOURCES = {
 
 
 def test_numbers_with_a_source_pass() -> None:
-    assert set(quotes.quoted(NOTEBOOK)) == set(SOURCES)
+    assert {number for number, _ in quotes.quoted(NOTEBOOK)} == set(SOURCES)
     assert list(quotes.problems(NOTEBOOK, SOURCES)) == []
 
 
@@ -44,3 +45,31 @@ def test_each_kind_of_wrong_source_is_noticed() -> None:
         "no longer quotes 99",
     ):
         assert any(part in line for line in said), part
+
+
+@pytest.mark.parametrize(
+    ("sentence", "source", "output", "said"),
+    [
+        ("It measured 26.5 units.", "printed", "step: measured 26.5", ""),
+        ("It measured 26.5 units.", "printed", "step: simulated 26.5", "calls 26.5 measured, but nothing ran for it"),
+        ("Measured: 26.5 units.", "53 / 2", "", "calls 26.5 measured, but nothing ran for it"),
+        ("They measured 26.5 [1].", "[1] table 2", "", ""),
+        ("The predicted step is 26.5.", "53 / 2", "", ""),
+        (
+            "The simulated step is 26.5.",
+            "printed",
+            "step: measured 26.5",
+            "26.5 simulated or computed, but it was measured",
+        ),
+        ("The simulated step is 26.5.", "printed", "simulated 26.5, measured 27", ""),
+        ("Measured is 26.5, as predicted.", "printed", "step: measured 26.5", ""),
+    ],
+)
+def test_measured_is_said_of_what_ran_and_simulated_of_what_did_not(
+    sentence: str, source: str, output: str, said: str
+) -> None:
+    shown = new_code_cell("1", outputs=[new_output("stream", name="stdout", text=output)])
+    notebook = new_notebook(cells=[shown, new_markdown_cell(f"{sentence}\n\n**References**\n\n1. A paper.")])
+    found = list(quotes.problems(notebook, {"26.5": source}))
+    assert len(found) == bool(said)
+    assert said in "".join(found)
