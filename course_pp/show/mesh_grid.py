@@ -10,7 +10,7 @@ from typing import Protocol
 from course_pp.arguments import checked
 from course_pp.show import chart
 from course_pp.show.chart import WIDTH, ChartFigure
-from course_pp.show.sketch import LEAST, MARGIN, SERIES, SMALL, WORDS, Point, Sketch, width_of, wrapped
+from course_pp.show.sketch import LEAST, MARGIN, SERIES, SMALL, WORDS, Point, Sketch, fitting_size, width_of, wrapped
 from course_pp.show.wording import counted, listed
 
 _MOST_RANKS = 128
@@ -66,7 +66,8 @@ def mesh(
 ) -> ChartFigure:
     """Draw the ranks on their nodes, once for each dimension: one letter a group, and the links of ``rank``'s group.
 
-    Solid links stay inside a node, dashed ones leave it and are slow.
+    Solid links stay inside a node, dashed ones leave it and are slow. The numbers of the ranks stand where all of them
+    have room.
 
     Args:
         layout: the sizes of a mesh, as a configuration or by name, outermost dimension first:
@@ -134,24 +135,16 @@ def _draw_panel(
     for node in range(n_nodes):
         frame = (left - 0.04, _HEAD + _BETWEEN + node * row - 0.04)
         sketch.box(frame, (panel + 0.08, high + 0.08), edge="#999999", line=0.8, rounded=True, zorder=1)
+    names = {each: f"{each}{_letter(index)}" for index, group in enumerate(dimension.groups) for each in group}
+    if not all(fitting_size(name, width, high, (WORDS, SMALL)) for name in names.values()):
+        names = {each: _letter(index) for index, group in enumerate(dimension.groups) for each in group}
     for index, group in enumerate(dimension.groups):
         fill, ink = SERIES[index % len(SERIES)]
         mine = rank in group
         for each in group:
             edge, line, depth = ("black", 2.4, 3.0) if mine else ("white", 0.8, 2.0)
-            for words in (f"{each}{_letter(index)}", str(each)):
-                if sketch.box(
-                    corner(each),
-                    (width, high),
-                    words,
-                    fill=fill,
-                    ink=ink,
-                    edge=edge,
-                    line=line,
-                    bold=mine,
-                    zorder=depth,
-                ):
-                    break
+            place = (corner(each), (width, high), names[each])
+            sketch.box(*place, fill=fill, ink=ink, edge=edge, line=line, bold=mine, zorder=depth)
         if mine:
             for one, other in pairwise(group):
                 _draw_link(sketch, corner(one), corner(other), cell)

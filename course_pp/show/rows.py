@@ -227,7 +227,8 @@ def label_boxes(axes: Axes, boxes: Iterable[Box], with_stage: bool) -> None:
     @cache
     def fitting(width: float, height: float, stage: str) -> tuple[bool, float] | None:
         """Return whether stage and kind have room, and the size of the letters; None without room for the number."""
-        for is_full, size in ((is_full, size) for is_full in (True, False) for size in _LABEL_SIZES):
+        # A full name in the smallest letters is read by nobody; the number alone has room for larger ones.
+        for is_full, size in [*((True, size) for size in _LABEL_SIZES[:-1]), *((False, size) for size in _LABEL_SIZES)]:
             room = points_x * width - _LABEL_PADDING
             if size <= points_y * height and width_of(is_full * (stage + widest) + digits, size) <= room:
                 return is_full, size
@@ -254,7 +255,7 @@ def back_labels(axes: Axes, placed: Mapping[str, Collection[Placed]]) -> None:
     for colour, labels in placed.items():
         patches = []
         for text, size, x, y in labels:
-            wide, high = chart.text_width(text, size) / 2 / points_x, (_digit_height(size) / 2 + 1) / points_y
+            wide, high = (chart.text_width(text, size) / 2 + 1) / points_x, (_digit_height(size) / 2 + 1) / points_y
             patches.append(_corners(x - wide, x + wide, y - high, y + high))
         path = Path.make_compound_path_from_polys(np.array(patches))
         axes.add_artist(PathPatch(path, facecolor=colour, edgecolor="none", linewidth=0, zorder=1.2))

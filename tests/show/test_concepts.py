@@ -202,6 +202,13 @@ def test_a_mesh_knows_whose_groups_leave_their_node() -> None:
     )
 
 
+def test_a_mesh_of_many_small_groups_has_no_letters_too_small_to_read() -> None:
+    figure = show.mesh({"pp": 8, "dp_shard": 4, "tp": 2})
+    sizes = {text.get_text(): text.get_size() for axes in figure.axes for text in axes.texts}
+    assert min(sizes.values()) >= 8
+    assert {"63h", "63p", "af"} <= set(sizes)
+
+
 def test_a_mesh_numbers_ranks_as_torch_does() -> None:
     sizes = {"pp": 2, "dp_shard": 3, "tp": 4}
     grid = torch.arange(24).reshape(*sizes.values())

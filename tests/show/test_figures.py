@@ -209,6 +209,12 @@ def test_boxes_too_narrow_for_the_kind_keep_the_number_and_narrower_ones_nothing
     assert not labels(show.timeline(gpipe(4, 512)))
 
 
+def test_a_name_too_long_for_letters_that_can_be_read_leaves_the_number() -> None:
+    eight = simulate(build("zb_h1", 8, 8), Costs(latency=tuple(float(r in (2, 5)) for r in range(7))))
+    written = {(text, size) for text, size, *_ in labels(show.compare(eight, eight)) if not text.startswith("ends")}
+    assert written == {(str(i), 8.5) for i in range(8)}
+
+
 def test_no_label_is_wider_than_its_box() -> None:
     figure = show.timeline(gpipe(4, 16))
     points, _ = chart.points_per_unit(figure.axes[0])
