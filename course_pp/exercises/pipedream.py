@@ -63,8 +63,7 @@ EXERCISES: tuple[Exercise, ...] = (
         8,
         (
             "Which microbatches are this replica's? `replica`, and then every `replicas[stage]`-th.",
-            "NOAM is ⌈all ranks / replicas of stage 0⌉. For a later stage count only the ranks from it on, and divide "
-            "by its own replicas.",
+            "In flight are `sum(replicas[stage:])` over `replicas[stage]`; `-(-a // b)` divides and rounds up.",
             "So many forwards are in flight at most, the last one included: do one fewer, then F, B, U in turn, then "
             "what is left.",
         ),
@@ -79,7 +78,7 @@ EXERCISES: tuple[Exercise, ...] = (
         7,
         (
             "One number for each stage and one for each boundary between two stages; the largest is the answer.",
-            "A stage: `max(work, exchange) / replicas`. The exchange is 0 for one replica.",
+            "A stage's work is `sum(times[start:end])`, and its weights are added up likewise.",
             "A boundary: the output of the stage's last layer, `outputs[end - 1]`, twice, over the bandwidth; none "
             "behind the last stage.",
         ),
