@@ -65,7 +65,8 @@ EXERCISES: tuple[Exercise, ...] = (
         (
             "Walk through all programs at once. A send and its receive happen together.",
             "Where a rank stands at a send, and its receiver at a send of its own, neither can go on.",
-            "Let the receiver take the message at once: its `recv` moves to where it stands. Note what happens.",
+            "Let the receiver take the message at once: its `recv` moves to where it stands. Write each event "
+            "down as it happens: these lists are the answer.",
         ),
         untangled,
         grade_untangled,
