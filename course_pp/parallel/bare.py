@@ -13,16 +13,58 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from course_pp.parallel._torch import mixed_precision, tree_map
+from course_pp.parallel._torch import TorchDispatchMode, mixed_precision, tree_map
+from course_pp.parallel.boundary import meta_of
 from course_pp.parallel.forwards import replaced_forwards
 from course_pp.parallel.precision import Lowered
 
-__all__ = ["bare_copy"]
+__all__ = ["bare_copy", "run_on_meta"]
 
 
 def bare_copy(module: nn.Module) -> nn.Module:
     """Return a copy of ``module`` on the meta device, as it was before anything was applied to it."""
     return _Copier().copy(module, None)
+
+
+@torch.no_grad()
+def run_on_meta(run: Callable[[], Any]) -> Any:
+    """Return what ``run`` makes of meta tensors, even if it asks yes or no of their values, such as ``mask.all()``.
+
+    A run that asks is answered no throughout, another one yes. If one of them fails, the other counts.
+
+    Raises:
+        ValueError: if the shapes of the result depend on the answer.
+    """
+    results, failures = [], []
+    for yes in (False, True):
+        with _Answering(yes) as answering:
+            try:
+                results.append(run())
+            except Exception as error:  # whatever a foreign forward raises
+                failures.append(error)
+        if not answering.asked:
+            break
+    if not results:
+        raise failures[0]
+    shapes = [tree_map(meta_of, result) for result in results]
+    if shapes[0] != shapes[-1]:
+        raise ValueError(f"{shapes[0]} or {shapes[-1]}, as it depends on values")
+    return results[0]
+
+
+class _Answering(TorchDispatchMode):
+    """Answers what is asked of a truth value on the meta device."""
+
+    def __init__(self, yes: bool) -> None:
+        super().__init__()
+        self.yes, self.asked = yes, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_question = func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta
+        if is_question and args[0].dtype == torch.bool:
+            self.asked = True
+            return self.yes
+        return func(*args, **(kwargs or {}))
 
 
 class _Copier:

@@ -14,7 +14,7 @@ from course_pp.deferred import Deferring, WeightGradients
 from course_pp.model import PipelineStageModule
 from course_pp.model.stages import Tie
 from course_pp.parallel._torch import LocalNeighboursStage, tree_flatten
-from course_pp.parallel.bare import bare_copy
+from course_pp.parallel.bare import bare_copy, run_on_meta
 from course_pp.parallel.boundary import Boundary, as_value, call
 from course_pp.parallel.forwards import Compiled, has_replaced, replaced_forwards
 from course_pp.parallel.precision import casts_inputs, compute_dtypes, spelled
@@ -206,18 +206,24 @@ def find_outputs(stage: ModelStage) -> Boundary:
             f"stage {stage.stage_index} is called with {stage.takes}, but computes in {spelled(computed)}: convert "
             "the stages alike, or declare outputs= if it casts its inputs itself"
         )
+    taken = stage.takes.empty("meta")
+
+    def returned() -> Boundary:
+        output = call(bare_copy(stage.submod), stage.received(taken))
+        return Boundary(()) if stage.is_last else Boundary.of(output)  # nobody is sent what the last one returns
+
     try:
-        with torch.no_grad():
-            output = call(bare_copy(stage.submod), stage.received(stage.takes.empty("meta")))
-            found = Boundary(()) if stage.is_last else Boundary.of(output)  # nobody is sent what the last one returns
+        found = run_on_meta(returned)
     except Exception as error:  # whatever a foreign forward raises
         if (known := _known(stage)) is not None:
             return known
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+        remedy = "mend the stage, or declare what crosses, build_pipeline_stage(..., outputs=...)"
+        if isinstance(stage.submod, SplitStage):
+            remedy = "give auto_split an example of this size"
         raise ValueError(
             f"stage {stage.stage_index}, a {type(stage.submod).__name__} called with {stage.takes} alone on the meta "
-            f"device, does not say what it returns ({reason:.300}): mend the stage, or declare what crosses, "
-            "build_pipeline_stage(..., outputs=...)"
+            f"device, does not say what it returns ({reason:.300}): {remedy}"
         ) from error
     check_declared_dtype(stage.stage_index, found, stage.param_dtype)
     return found

@@ -13,6 +13,7 @@ from course_pp.launch import on_ranks
 from course_pp.parallel import (
     DistributedConfig,
     apply_ac,
+    auto_split,
     build_pipeline_schedule,
     build_pipeline_stage,
     clip_grad_norm_,
@@ -89,6 +90,13 @@ class Ragged(nn.Module):
         return x[x > 0]
 
 
+class Asking(nn.Linear):
+    """Returns another shape when told that there is something negative."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[: 1 if (x < 0).any() else 2]
+
+
 class Sized(nn.Module):
     """Gives back one column fewer where the first number is negative, which no declaration can say."""
 
@@ -115,6 +123,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "shapes that depend on data": (
         lambda rank: (linear() if rank else Ragged(), {"inputs": X}),
         "stage 0, a Ragged called with float32 (2, 4) alone on the meta device, does not say what it returns",
+    ),
+    "a shape that depends on an answer": (
+        lambda rank: (linear() if rank else Asking(4, 4), {"inputs": X}),
+        "does not say what it returns (ValueError: float32 (2, 4) or float32 (1, 4), as it depends on values): mend",
+    ),
+    "a size that only an example could show": (
+        lambda rank: (auto_split(nn.Sequential(linear(), Ragged()), X, 2)[rank], {"inputs": X[:1]}),
+        ": give auto_split an example of this size",
     ),
     "neighbours that differ": (
         lambda rank: (linear(), {"inputs": X, "outputs": WIDE if rank == 0 else None}),

@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from course_pp.parallel._torch import tree_flatten, tree_map, tree_unflatten
+from course_pp.parallel._torch import tree_flatten, tree_unflatten
+from course_pp.parallel.bare import run_on_meta
 from course_pp.parallel.split.calls import Output, Recording
 from course_pp.parallel.split.inputs import Inputs
+from course_pp.parallel.split.on_meta import to_meta
 
 __all__ = ["Board", "Done", "OtherWay"]
 
@@ -150,9 +152,15 @@ class Board:
         """Return the leaves of a result as meta tensors, found once for each shape of the arguments."""
         key, known = tuple((tuple(t.shape), t.dtype) for t in tensors), self._shapes[number]
         if key not in known:
-            on_meta = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-            with torch.no_grad():
-                known[key] = tuple(tree_flatten(twin(*on_meta[0], **on_meta[1]))[0])
+            args, kwargs = to_meta((args, kwargs))
+            try:
+                known[key] = run_on_meta(lambda: tuple(tree_flatten(twin(*args, **kwargs))[0]))
+            except Exception as error:  # whatever a foreign forward raises
+                unit = self.recording.calls[number].unit
+                raise RuntimeError(
+                    f"{unit!r} is of another stage, and does not say on the meta device what it returns for arguments "
+                    "of other sizes than the example's: give auto_split an example of this size"
+                ) from error
         return known[key]
 
 
