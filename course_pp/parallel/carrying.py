@@ -63,6 +63,11 @@ class _Carrying:
         onward = {name: values[name] if name in values else tree_map(_view, carried[name]) for name in load.leaves}
         return {_VALUE: output, _CARRIED: onward}
 
+    @property
+    def forward_without_carrying(self) -> Any:
+        """The stage's own forward, which says what it takes."""
+        return super().forward  # type: ignore[misc]
+
 
 def _view(leaf: Any) -> Any:
     return leaf.view_as(leaf) if isinstance(leaf, Tensor) else leaf

@@ -1,6 +1,6 @@
 """A stage as torch's pipelining runs it: any module, and what crosses its boundaries."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from inspect import Parameter, signature
 from typing import Any
@@ -93,14 +93,20 @@ class ModelStage(LocalNeighboursStage):
 
     def problem_of_keywords(self, names: Iterable[str]) -> str | None:
         """Return the problem with keyword arguments of these names; None if the module takes them."""
-        known = self._keywords
-        unknown = [] if known is None else [name for name in names if name not in known]
-        if known is None or not unknown:
-            return None
-        return (
-            f"keyword argument {unknown[0]} goes to every stage, but stage {self.stage_index}, a "
-            f"{type(self.submod).__name__}, takes {', '.join(known)}: let its forward take it, or **kwargs"
-        )
+        known, tree = self._keywords, None if self.takes is None else self.takes.tree
+        for name in names:
+            what = f"keyword argument {name} goes to every stage, but stage {self.stage_index}, a "
+            what += type(self.submod).__name__
+            if isinstance(tree, Mapping) and name in tree:
+                return f"{what}, is called with one of this name already: leave it out, or give it another name"
+            if known is not None and name not in known and isinstance(self.submod, SplitStage):
+                return (
+                    f"{what}, was cut with an example without it: give auto_split a dict that has it as its example, "
+                    "and such a dict to build_pipeline_stage and to each step as inputs"
+                )
+            if known is not None and name not in known:
+                return f"{what}, takes {', '.join(known) or 'none'}: let its forward take it, or **kwargs"
+        return None
 
     def problem_of_dtypes(self) -> str | None:
         """Return the problem if the module was converted to another dtype after the stage was built."""
@@ -253,8 +259,12 @@ def check_declared_dtype(stage: int, given: Boundary | None, param_dtype: torch.
 
 def _keywords_of(module: nn.Module) -> list[str] | None:
     """Return the names under which a module takes arguments; None if it takes any."""
-    around = list(replaced_forwards(module.forward))
-    takes = signature(around[-1].forward if around else module.forward).parameters.values()
+    if isinstance(module, SplitStage):
+        return module.keywords_of_example()
+    inner = module._modules.get("_orig_mod") or module  # of what torch.compile returns
+    around = list(replaced_forwards(inner.forward))
+    forward = around[-1].forward if around else inner.forward
+    takes = signature(getattr(inner, "forward_without_carrying", forward)).parameters.values()
     if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in takes):
         return None
     return [p.name for p in takes if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)]

@@ -1,6 +1,7 @@
 """Anybody's module is a stage: equal to one process, whatever crosses its boundaries."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from course_pp.parallel import (
     auto_split,
     build_pipeline_schedule,
     build_pipeline_stage,
+    carry_along,
     clip_grad_norm_,
     default_mp_policy,
     destroy_distributed,
@@ -256,6 +258,58 @@ def test_a_batch_that_does_not_fit_is_refused_on_every_rank() -> None:
     ]
     for told, expected in zip(first, words, strict=True):
         assert expected in told
+
+
+class Writes(nn.Linear):
+    writes = ("early",)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), {"early": x}
+
+
+class Reads(nn.Linear):
+    reads = ("early",)
+
+    def forward(self, x: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + early
+
+
+def odd_keywords_on_rank(rank: int) -> list[str]:
+    """What stages made from others say of a keyword that only their wrapping would take."""
+    mesh, batch, found = init_distributed(DistributedConfig(pp=2)), torch.ones(4, 4), []
+    cut = auto_split(nn.Sequential(linear(), linear()), {"input": X}, 2)[rank]
+    carrying = carry_along({rank: Reads(4, 4) if rank else Writes(4, 4)}, mesh)[rank]
+    for module, inputs in (cut, {"input": X}), (carrying, X), (torch.compile(linear(), backend="eager"), X):
+        stage = build_pipeline_stage(module, mesh, "cpu", inputs=inputs)
+        pipeline = build_pipeline_schedule(stage, 2, nn.MSELoss(), "gpipe")
+        given = {"input": batch} if isinstance(inputs, dict) else batch
+        for run, keywords in (
+            (partial(pipeline.step, target=batch), {"mask": batch}),
+            (partial(pipeline.eval, target=batch), {"mask": batch}),
+            (pipeline.evaluate, {"mask": batch}),
+            (pipeline.evaluate, {"input": batch}),
+        ):
+            if "input" not in keywords or module is cut:
+                with pytest.raises(ValueError, match=r".") as refusal:
+                    run(given, **keywords)
+                found.append(str(refusal.value))
+        pipeline.step(given, target=batch)
+    return found
+
+
+def test_a_keyword_that_a_stage_does_not_take_is_refused_on_every_rank_whatever_wraps_the_stage() -> None:
+    first, second = on_ranks(2, odd_keywords_on_rank, timeout_s=60)
+    assert first == second
+    goes = "keyword argument mask goes to every stage, but stage 0, a "
+    assert first[0].startswith(
+        f"{goes}SequentialStage, was cut with an example without it: give auto_split a dict that"
+    )
+    assert first[3].endswith(
+        "SequentialStage, is called with one of this name already: leave it out, or give it another name"
+    )
+    assert first[4] == f"{goes}WritesCarrying, takes x: let its forward take it, or **kwargs"
+    assert first[7].startswith(f"{goes}OptimizedModule, takes input: let")
+    assert [len(set(first[i : i + 3])) for i in (0, 4, 7)] == [1, 1, 1]
 
 
 def unequal_on_rank(rank: int) -> str:

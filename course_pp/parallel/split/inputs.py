@@ -38,7 +38,8 @@ class Inputs:
         leaves, tree = tree_flatten((args, dict(sorted(kwargs.items()))))
         if tree != self._tree:
             raise ValueError(
-                f"called with {_spelled(args, kwargs)}, but the example was {self}: cut the model with such"
+                f"called with {_spelled(args, kwargs)}, but the example was {self}: give auto_split "
+                "an example of these arguments"
             )
         for given, known in zip(leaves, self._leaves, strict=True):
             if isinstance(given, Tensor) != isinstance(known, Tensor) or not _is_as(given, known):

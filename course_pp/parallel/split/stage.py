@@ -100,6 +100,10 @@ class SplitStage:
         """Return what the stage is called with and what it sends for the model's example, as meta tensors."""
         return self._board.of_example()
 
+    def keywords_of_example(self) -> list[str]:
+        """Return the names of the example's keyword arguments."""
+        return list(self._board.recording.example[1])
+
     def _hooks(self) -> Iterator[Any]:
         """Return the hooks for one forward. They are registered last, so that they see what the model sees."""
         board = self._board
