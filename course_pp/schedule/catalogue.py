@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from course_pp.arguments import checked
+from course_pp.schedule.costs import Costs
 from course_pp.schedule.families.building_blocks import v_half, v_min
 from course_pp.schedule.families.dualpipe import dualpipe, dualpipe_v
 from course_pp.schedule.families.looped import interleaved_1f1b, looped_bfs
@@ -13,6 +14,7 @@ from course_pp.schedule.families.single import eager_1f1b, gpipe, naive, one_f_o
 from course_pp.schedule.families.v_shape import zb_v
 from course_pp.schedule.families.zero_bubble import zb_h1, zb_h2
 from course_pp.schedule.schedule import MOST_FORWARDS, Schedule, both_ways, in_waves, looped, v_shaped
+from course_pp.schedule.searching.filling import filled, splits_every_backward
 
 
 @checked
@@ -146,6 +148,7 @@ def build(
     replicas: Sequence[int] | None = None,
     group: int | None = None,
     round_size: int | None = None,
+    costs: Costs | None = None,
 ) -> Schedule:
     """Return the schedule called ``name``.
 
@@ -160,10 +163,21 @@ def build(
         round_size: for ``interleaved_1f1b`` only: how many microbatches pass through a chunk before the rank turns to
             its next; ``n_ranks`` is Megatron's order, ``n_microbatches`` takes the forwards breadth first. As near to
             ``n_ranks`` as divides ``n_microbatches``, unless given.
+        costs: for schedules that split every backward: weight gradients go where these times leave gaps, if that is
+            shorter, and no rank holds more than the fullest did. Without it the order is the published one, made for
+            equal times.
 
     Raises:
         ValueError: for an unknown name and for sizes the schedule does not allow; says which ones it does.
     """
+    if costs is not None:
+        schedule = build(name, n_ranks, n_microbatches, n_chunks, replicas=replicas, group=group, round_size=round_size)
+        if not splits_every_backward(schedule):
+            raise ValueError(
+                f"costs given for {name}: only schedules that split every backward, such as zb_h1 or zb_v, place "
+                "weight gradients by them; leave costs out"
+            )
+        return filled(schedule, costs)
     entry = find(name)
     sizes = [_whole("n_ranks", n_ranks, entry.name), _whole("n_microbatches", n_microbatches, entry.name)]
     n_chunks = entry.chunks(n_chunks)

@@ -70,6 +70,7 @@ SCHEDULE: Rows = {
         "replicas": None,
         "group": None,
         "round_size": None,
+        "costs": None,
     },
     "check": {"schedule": S},
     "find": {"name": "1f1b"},

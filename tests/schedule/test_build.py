@@ -191,6 +191,14 @@ def test_what_a_schedule_does_not_allow_is_refused_with_the_nearest_that_works(a
         build(*arguments)
 
 
+def test_costs_are_refused_where_no_weight_gradient_can_move() -> None:
+    for name in ("1f1b", "dualpipe_v"):
+        with pytest.raises(
+            ValueError, match=rf"costs given for {name}: only .* such as zb_h1 or zb_v, .*leave costs out"
+        ):
+            build(name, 2, 4, costs=Costs(2, 3, 1))
+
+
 @folded("m", range(1, 30))
 def test_the_sizes_named_in_a_refusal_work(m: int) -> None:
     try:

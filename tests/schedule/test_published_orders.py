@@ -39,6 +39,26 @@ THEIRS = {
 }
 
 
+# Makespans of the authors' generators for unequal times of F, I and W, on 2 to 6 ranks with m = 2p.
+UNEQUAL = {
+    ("v_half", (2, 3, 1)): (54, 94, 124, 166, 195),
+    ("v_half", (1, 3, 1)): (50, 88, 116, 156, 183),
+    ("v_half", (1, 1, 2)): (33, 53, 70, 91, 107),
+    ("v_half", (3, 2, 1)): (55, 94, 123, 163, 192),
+    ("v_half", (10, 12, 7)): (251, 419, 547, 729, 857),
+    ("v_min", (2, 3, 1)): (66, 115, 167, 210, 253),
+    ("v_min", (1, 3, 1)): (59, 109, 159, 199, 241),
+    ("v_min", (1, 1, 2)): (35, 53, 73, 93, 111),
+    ("v_min", (3, 2, 1)): (66, 111, 160, 205, 244),
+    ("v_min", (10, 12, 7)): (293, 475, 687, 869, 1039),
+    ("zb_v", (2, 3, 1)): (51, 79, 107, 135, 163),
+    ("zb_v", (1, 3, 1)): (43, 67, 91, 115, 139),
+    ("zb_v", (1, 1, 2)): (33, 50, 67, 84, 101),
+    ("zb_v", (3, 2, 1)): (51, 79, 107, 135, 163),
+    ("zb_v", (10, 12, 7)): (244, 372, 500, 628, 756),
+}
+
+
 def bubble(schedule: Schedule, costs: Costs) -> tuple[Timeline, float]:
     tl = simulate(schedule, costs)
     return tl, tl.makespan - max(tl.busy)
@@ -59,6 +79,19 @@ def test_controllable_memory_is_never_longer_nor_higher_than_the_authors_generat
                 theirs = at_2p + (m - 2 * p) // 2 * two + m % 2 * one
                 assert max(tl.peak_activations) <= most
                 assert lost <= theirs, (p, m, times)
+
+
+@pytest.mark.parametrize(("name", "times"), UNEQUAL)
+def test_built_for_unequal_times_a_v_is_never_longer_than_the_authors_nor_higher_than_its_own(
+    name: str, times: tuple[int, int, int]
+) -> None:
+    costs = Costs(*times)
+    for p, theirs in enumerate(UNEQUAL[name, times], 2):
+        schedule, as_named = build(name, p, 2 * p, costs=costs), simulate(build(name, p, 2 * p), costs)
+        tl = simulate(schedule, costs)
+        assert check(schedule) == []
+        assert tl.makespan <= min(theirs, as_named.makespan)
+        assert max(tl.peak_activations) <= max(as_named.peak_activations)
 
 
 @pytest.mark.parametrize("name", ["v_half", "v_min"])

@@ -7,6 +7,7 @@ from time import monotonic
 from course_pp.arguments import checked
 from course_pp.schedule.costs import Costs, divide
 from course_pp.schedule.schedule import Schedule
+from course_pp.schedule.searching.filling import filled
 from course_pp.schedule.searching.improving import Improver
 from course_pp.schedule.searching.listing import listed, rules_for
 from course_pp.schedule.searching.problem import Problem, Words
@@ -63,10 +64,10 @@ def search(
 ) -> Found:
     """Look for the order of least makespan.
 
-    It starts from every schedule of the catalogue with this placement that fits, from list scheduling by many rules,
-    from the heuristic of the Zero Bubble authors and, with two stages a rank, from repeating blocks made for the caps;
-    it takes the best few, and improves them locally. So it is never worse than any of those. Among equal makespans it
-    prefers ranks that finish early.
+    It starts from every schedule of the catalogue with this placement that fits, built for these costs, from list
+    scheduling by many rules, from the heuristic of the Zero Bubble authors and, with two stages a rank, from repeating
+    blocks made for the caps; it takes the best few, and improves them locally. So it is never worse than any of those.
+    Among equal makespans it prefers ranks that finish early.
 
     Known: list scheduling, local search, and searching pipeline schedules as such (Qi et al. 2024, section 3; Tessel,
     Lin et al. 2024). A simplification of ours: microbatches are alike, so each stage takes them in order, and only the
@@ -148,7 +149,7 @@ def _starts(question: Question, seed: int, enough: Time, over: Callable[[], bool
     These have their place kept: improved, they often end before what was ahead of them.
     """
     problem = question.problem
-    tried: list[Words] = [problem.words_of(schedule) for schedule in question.named()]
+    tried: list[Words] = [problem.words_of(filled(schedule, question.costs)) for schedule in question.named()]
     tried += zero_bubble_heuristic(problem)
     for rule in rules_for(problem):
         # One rule always gets its turn, so that there is an answer whatever the time.
