@@ -77,7 +77,8 @@ class Batch:
             return None
         return (
             f"inputs is {given}, but the pipeline was built for {self._inputs}, of n_microbatches × rows = "
-            f"{self._n_microbatches} × {self._rows} = {self.size} rows: pass that"
+            f"{self._n_microbatches} × {self._rows} = {self.size} rows: pass that, or build the stages "
+            "with inputs= of other sizes"
         )
 
     def _whole(self, microbatch: Boundary) -> Boundary:
@@ -122,7 +123,10 @@ class Batch:
         if tokens.dim() < 2 or tokens.shape[0] != self.size:
             return self._other_size(name, tokens, "batch_size")
         if tokens.shape[1] != seq_len:
-            return f"{name} has shape {tuple(tokens.shape)}, but the pipeline was built for seq_len={seq_len}"
+            shape = tuple(tokens.shape)
+            return (
+                f"{name} has shape {shape}, but the pipeline was built for seq_len={seq_len}: pad or cut, or rebuild it"
+            )
         if name == "target" and not self._counts_tokens:
             return None  # what it may be is the loss function's own business
         if tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):

@@ -1,7 +1,7 @@
 """Which schedules torch can run, and how: `course_pp.schedule` has their names, sizes and placements.
 
-Where torch ships a class, that class runs. Any other order of synchronous actions goes through torch's executor of
-explicit orders, the one behind its own multi-stage schedules.
+Where torch ships a class that takes the sizes, that class runs. Any other order of synchronous actions goes through
+torch's executor of explicit orders, the one behind its own multi-stage schedules.
 """
 
 from collections.abc import Callable, Sequence
@@ -101,8 +101,7 @@ def order_of(schedule: str | Schedule, n_microbatches: int, n_stages: int, pp_si
     """Return the order in which torch will run.
 
     Raises:
-        ValueError: for sizes that the schedule, or torch's class for it, does not allow; names the rule and the nearest
-            that work.
+        ValueError: for sizes that the schedule does not allow; names the rule and the nearest that work.
     """
     if isinstance(schedule, Schedule):
         sizes = (schedule.n_stages, schedule.n_microbatches)
@@ -113,20 +112,11 @@ def order_of(schedule: str | Schedule, n_microbatches: int, n_stages: int, pp_si
             )
         _refuse(problem_of_order(schedule) or _problem_of_ranks(schedule, pp_size))
         return schedule
-    name = runnable(schedule).name
-    order = build(name, pp_size, n_microbatches, n_stages // pp_size)
-    if name == "1f1b" and n_microbatches < n_stages:
-        raise ValueError(
-            f"n_microbatches={n_microbatches}, but torch's 1F1B needs at least as many as its {n_stages} stages: use "
-            f"{n_stages} or more, or 'gpipe'"
-        )
-    if name == "zb_h1":  # torch has rounds of equal size also for a single stage a rank, where they change nothing
-        build("interleaved_1f1b", pp_size, n_microbatches, 2)
-    return order
+    return build(runnable(schedule).name, pp_size, n_microbatches, n_stages // pp_size)
 
 
 def check_microbatches(schedule: str | Schedule, n_microbatches: int, n_stages: int, pp_size: int) -> None:
-    """Refuse a number of microbatches that ``schedule`` does not allow, or torch's class for it.
+    """Refuse a number of microbatches that ``schedule`` does not allow.
 
     Raises:
         ValueError: naming the rule and the nearest numbers that work.
@@ -140,13 +130,22 @@ def torch_schedule(
     """torch's schedule over this rank's stages."""
     # The loss is divided instead of the gradients: torch would divide those of earlier steps again.
     options = {"loss_fn": loss_fn, "scale_grads": False}
+    n_stages, pp_size = stages[0].num_stages, stages[0].group_size
     torch_name = "" if isinstance(schedule, Schedule) else runnable(schedule).torch_name
-    if not torch_name:
-        order = order_of(schedule, n_microbatches, stages[0].num_stages, stages[0].group_size)
+    if not torch_name or not _takes(torch_name, n_microbatches, n_stages, pp_size):
+        order = order_of(schedule, n_microbatches, n_stages, pp_size)
         return explicit_order(list(stages), n_microbatches, [list(map(str, row)) for row in order.actions], **options)
     torch_class = getattr(torch_schedules, f"Schedule{torch_name}")
     takes_one = issubclass(torch_class, torch_schedules.PipelineScheduleSingle)
     return torch_class(stages[0] if takes_one else list(stages), n_microbatches, **options)
+
+
+def _takes(torch_name: str, n_microbatches: int, n_stages: int, pp_size: int) -> bool:
+    """Return whether torch's class takes a number of microbatches that the schedule allows."""
+    if torch_name == "1F1B":
+        return n_microbatches >= n_stages
+    # Rounds of equal size, which change nothing for a single stage a rank.
+    return torch_name != "InterleavedZeroBubble" or n_microbatches % max(1, n_microbatches // pp_size) == 0
 
 
 def splits_backward(schedule: str | Schedule) -> Literal["none", "some", "all"]:

@@ -178,10 +178,15 @@ def _tokens(batch_size: int | None, seq_len: int | None) -> Boundary | None:
     """Return the token ids that the first stage takes unless ``inputs`` says otherwise; None if sizes are missing.
 
     Raises:
-        ValueError: for a size that is not positive.
+        ValueError: for a size that is not positive, or one without the other.
     """
     if batch_size is None and seq_len is None:
         return None
+    if batch_size is None or seq_len is None:
+        raise ValueError(
+            f"batch_size={batch_size} and seq_len={seq_len}: give both if the first stage takes token ids, else "
+            "inputs=, what it is called with for one microbatch"
+        )
     shape = (_check_size("batch_size", batch_size), _check_size("seq_len", seq_len))
     return Boundary.of(torch.empty(shape, dtype=torch.int64, device="meta"))
 

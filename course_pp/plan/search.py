@@ -33,7 +33,7 @@ def plan(
 ) -> list[Prediction]:
     """Return the fastest layouts that fit, best first.
 
-    Layouts that :mod:`course_pp.parallel` refuses are left out, such as 1F1B with fewer microbatches than stages.
+    Layouts that :mod:`course_pp.parallel` refuses are left out.
 
     Args:
         global_batch: sequences of all ranks together.

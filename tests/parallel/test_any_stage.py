@@ -122,6 +122,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda rank: (linear(), {}),
         "nothing says what the first stage takes: pass build_pipeline_stage(..., inputs=",
     ),
+    "one size of two": (
+        lambda rank: (linear(), {"batch_size": 2}),
+        "batch_size=2 and seq_len=None: give both if the first stage takes token ids, else inputs=, what it is called",
+    ),
     "shapes that depend on data": (
         lambda rank: (linear() if rank else Ragged(), {"inputs": X}),
         "stage 0, a Ragged called with float32 (2, 4) alone on the meta device, does not say what it returns",

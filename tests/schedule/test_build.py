@@ -205,8 +205,9 @@ def test_the_sizes_named_in_a_refusal_work(m: int) -> None:
         build("interleaved_1f1b", 4, m)
     except ValueError as error:
         below, above = map(int, re.findall(r"such as (\d+) or (\d+), or choose round_size", str(error))[0])
+        chosen = eval(str(error).rpartition("round_size: ")[2])
         assert below < m < above
-        assert all(check(build("interleaved_1f1b", 4, fits)) == [] for fits in (below, above))
+        assert all(check(each) == [] for each in (chosen, *(build("interleaved_1f1b", 4, m) for m in (below, above))))
 
 
 @pytest.mark.parametrize("replicas", [(), (2,), (2, 2), (0, 3), (4, -1)])

@@ -54,8 +54,8 @@ def microbatches_a_round(n_ranks: int, n_microbatches: int, n_chunks: int) -> in
         below, above = max(m for m in fits if m < n_microbatches), min(m for m in fits if m > n_microbatches)
         raise ValueError(
             f"{n_microbatches} microbatches on {n_ranks} ranks make {n_rounds} rounds of unequal size: "
-            f"give a multiple of the number of rounds, such as {below} or {above}, or choose round_size, which "
-            "interleaved_1f1b takes"
+            f"give a multiple of the number of rounds, such as {below} or {above}, or choose round_size: "
+            f'build("interleaved_1f1b", {n_ranks}, {n_microbatches}, {n_chunks}, round_size={n_microbatches})'
         )
     return n_microbatches // n_rounds
 
