@@ -218,7 +218,9 @@ def _shallow(module: nn.Module) -> nn.Module:
     vars(copied).update(
         {k: v.copy() if k.startswith("_") and isinstance(v, dict | set) else v for k, v in vars(module).items()}
     )
-    for key, value in list(vars(copied).items()):
-        if isinstance(value, MethodType) and value.__self__ is module:
-            vars(copied)[key] = MethodType(value.__func__, copied)
+    hooks = [held for key, held in vars(copied).items() if key.endswith("_hooks")]
+    for held in (vars(copied), *hooks):
+        for key, value in list(held.items()):
+            if isinstance(value, MethodType) and value.__self__ is module:
+                held[key] = MethodType(value.__func__, copied)
     return copied

@@ -14,7 +14,6 @@ from course_pp.arguments import check_arguments, checked
 from course_pp.training.checkpoint.directory import named
 from course_pp.training.checkpoint.files import read_tensors
 from course_pp.training.checkpoint.matching import (
-    check_filling,
     check_model,
     check_optimizer,
     check_ties,
@@ -25,7 +24,7 @@ from course_pp.training.checkpoint.matching import (
 from course_pp.training.checkpoint.opening import Opened, open_together
 from course_pp.training.checkpoint.ranks import CheckpointError, Ranks
 from course_pp.training.checkpoint.rng import mesh_coordinates, restore_rng, rng_keys
-from course_pp.training.checkpoint.state import Group, Held, Modules, Part, Ties, held_by, parts_of
+from course_pp.training.checkpoint.state import Group, Held, Modules, Part, Ties, held_by, load_into, parts_of
 
 __all__ = ["Loaded", "load", "resume"]
 
@@ -56,7 +55,8 @@ def load(
 ) -> Loaded:
     """Fill modules and optimizer from a checkpoint, in place, at this layout, whatever the one it was written at.
 
-    Call it on every rank, with modules and optimizer as they will be trained, whether or not steps were taken.
+    What was read goes through each module's ``load_state_dict``, so its hooks see it, as in torch's own recipe. Call
+    it on every rank, with modules and optimizer as they will be trained, whether or not steps were taken.
 
     Args:
         path: a checkpoint, or the directory of a run's checkpoints, of which the newest whole one is loaded.
@@ -68,7 +68,8 @@ def load(
 
     Raises:
         CheckpointError: on every rank with the same sentence, if the checkpoint is damaged, of another model, or holds
-            anything that is not a tensor or JSON. Nothing is changed, unless the disk fails after the checks.
+            anything that is not a tensor or JSON. Nothing is changed, unless the disk, or a module's own
+            ``load_state_dict``, fails after the checks.
     """
     loaded = resume(path, modules, optimizer, device_mesh=device_mesh, tied=tied)
     if loaded is None:
@@ -97,7 +98,6 @@ def resume(
 
     def compare() -> tuple[set[str], set[str], set[str]]:
         nonlocal held
-        check_filling(parts, mine, tied)
         held, also = renamed(mine, opened)
         check_model(opened, parts, held)
         if optimizer is not None:
@@ -122,6 +122,7 @@ def resume(
     rng = {} if optimizer is None else rng_keys(coordinates, opened.metadata.state_dict_metadata)
     states = {kind: request.new(key, torch.device("cpu")) for kind, key in rng.items()}
     request.read(ranks)
+    ranks.collectively(lambda: _load(mine, optimizer))
     if optimizer is not None:
         _apply(optimizer, slots, held, opened.groups or [])
         restore_rng(states, opened.state["seed"], opened.state["step"], coordinates)
@@ -131,6 +132,19 @@ def resume(
 def _held_here(modules: Modules, tied: Ties) -> tuple[list[Part], Held]:
     parts = parts_of(modules)
     return parts, held_by(parts, tied)
+
+
+def _load(held: Held, optimizer: torch.optim.Optimizer | None) -> None:
+    """Let each module take the state that was read, much of it in its own memory already, by its own means."""
+    for module, state in held.states:
+        load_into(module, state)
+    own = {id(parameter) for module, _ in held.states for parameter in module.parameters()}
+    trained = () if optimizer is None else (each for group in optimizer.param_groups for each in group["params"])
+    if lost := [held.own_names[id(each)] for each in trained if id(each) not in own]:
+        raise CheckpointError(
+            f"load_state_dict puts another parameter in the place of {lost[0]}, which the optimizer trains: let it "
+            "copy into the one that is there"
+        )
 
 
 class _Request:

@@ -4,16 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from course_pp.model import ModelConfig
 from course_pp.training.checkpoint.files import read_tensors
 from course_pp.training.checkpoint.opening import Opened
 from course_pp.training.checkpoint.ranks import CheckpointError, Ranks
-from course_pp.training.checkpoint.state import STAGES, Group, Held, Part, Ties, config_of, held_by, optimizer_groups
+from course_pp.training.checkpoint.state import STAGES, Group, Held, Part, config_of, optimizer_groups
 
-__all__ = ["check_filling", "check_model", "check_optimizer", "check_ties", "hint", "renamed", "saved_slots"]
+__all__ = ["check_model", "check_optimizer", "check_ties", "hint", "renamed", "saved_slots"]
 
 # Rotary tables are as long as the run says; no weight depends on it.
 _MAY_DIFFER = ("max_seq_len",)
@@ -35,35 +34,6 @@ def renamed(held: Held, opened: Opened) -> tuple[Held, dict[str, list[str]]]:
         if there[1:]:
             also[there[0]] = there[1:]
     return Held(copies=ends), also
-
-
-def check_filling(parts: Sequence[Part], held: Held, tied: Ties) -> None:
-    """Refuse modules that loading would leave as they are: on the meta device, or with a state_dict that makes copies.
-
-    FSDP1's state_dict is a collective, so nothing that one rank alone refuses may come in between.
-    """
-    own = {id(tensor) for part in parts for tensor in (*part.module.parameters(), *part.module.buffers())}
-    # The others are views, or beside the parameters: whoever makes copies makes them anew.
-    others = any(id(tensor) not in own for _, tensor in held.ends)
-    again = held_by(parts, tied).ends if others else held.ends
-    for (name, tensor), (_, same) in zip(held.ends, again, strict=True):
-        if tensor.is_meta:
-            raise CheckpointError(
-                f"{name} is on the meta device, where nothing can be loaded into it: give the module memory first, "
-                "with to_empty(device=…)"
-            )
-        if not _share_memory(tensor, same):
-            raise CheckpointError(
-                f"state_dict gives a copy of {name}, so nothing can be loaded into the module (FSDP1, a hook or "
-                "get_extra_state does so): load into the module inside before it is wrapped, or shard it with "
-                "fully_shard (FSDP2)"
-            )
-
-
-def _share_memory(tensor: Tensor, other: Tensor) -> bool:
-    here, there = (each.to_local() if isinstance(each, DTensor) else each for each in (tensor, other))
-    plain = type(here) in (Tensor, nn.Parameter)
-    return tensor is other or (plain and type(here) is type(there) and here.data_ptr() == there.data_ptr())
 
 
 def check_ties(opened: Opened, also: Mapping[str, Sequence[str]], with_optimizer: bool) -> None:
@@ -102,6 +72,11 @@ def check_model(opened: Opened, parts: Sequence[Part], held: Held) -> None:
             spelled_out = ", ".join(f"{key}={saved.get(key)!r}, not {mine[key]!r}" for key in differ)
             raise CheckpointError(f"{opened.path} is of another model: it has {spelled_out}")
     for name, tensor in held.ends:
+        if tensor.is_meta:
+            raise CheckpointError(
+                f"{name} is on the meta device, where nothing can be loaded into it: give the module memory first, "
+                "with to_empty(device=…)"
+            )
         entry = opened.entry(f"model.{name}")
         if entry is None:
             some = next((key.removeprefix("model.") for key in opened.keys if key.startswith("model.")), "")

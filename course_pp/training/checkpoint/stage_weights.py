@@ -9,7 +9,7 @@ Files are read in pieces, so a rank needs memory for its stage and little more.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -23,9 +23,13 @@ from course_pp.arguments import check_arguments
 from course_pp.model import Transformer
 from course_pp.model.hf import name_to_hf
 from course_pp.training.checkpoint.ranks import CheckpointError, Ranks
+from course_pp.training.checkpoint.state import load_into
 from course_pp.training.checkpoint.weights import DTYPES, files_of, header, open_safetensors
 
 __all__ = ["load_stage"]
+
+States = Sequence[tuple[nn.Module, dict[str, Any]]]
+"""A rank's stages, each with its state_dict."""
 
 _LIMIT_S = 24 * 3600.0
 _OPEN_BYTES = 2**24
@@ -41,7 +45,8 @@ def load_stage(
 
     Weights are cast to the stage's dtype. Weights tied within the stage or between stages may be in the files under any
     of their names, with or without the ``base_model_prefix`` of transformers' models. Persistent buffers are read like
-    weights; the others stay as they were built. What other stages need is neither read nor missed.
+    weights; the others stay as they were built. What other stages need is neither read nor missed. The stage's own
+    ``load_state_dict`` and its hooks see what was read.
 
     Args:
         stage: of :func:`~course_pp.parallel.auto_split` or :func:`~course_pp.model.build_stage_module`; or all of a
@@ -56,18 +61,18 @@ def load_stage(
     Raises:
         CheckpointError: on every rank, with nothing filled on any: if a tensor is missing, has another shape or a dtype
             that cannot be cast, a file is damaged, an argument is of a wrong class, the stage has state that is no
-            tensor, or a buffer that files do not hold has lost its values, as under ``torch.device("meta")``.
+            tensor, or a parameter or buffer that files do not hold has lost its values, as under
+            ``torch.device("meta")``. Later, if a stage's ``load_state_dict`` fails.
     """
     given, ranks = locals(), Ranks(limit_s=_LIMIT_S)
     ranks.collectively(lambda: check_arguments(load_stage, given))
     stages = list(stage) if isinstance(stage, Sequence) else [stage]
     where = torch.device(device)
-    planned = ranks.collectively(lambda: _plan(stages, Path(folder), names or str))
+    states = ranks.collectively(lambda: [(each, each.state_dict(keep_vars=True)) for each in stages])
+    planned = ranks.collectively(lambda: _plan(states, Path(folder), names or str))
     full = ranks.collectively(lambda: _read(planned, where))
-    for weight, tensor in zip(planned, full, strict=True):
-        _put(stages, weight.own, tensor)
-    for each in stages:
-        _put_the_rest(each, where)
+    read = {id(weight.own): tensor for weight, tensor in zip(planned, full, strict=True)}
+    ranks.collectively(lambda: _put(states, read, where))
     return sum(weight.n_bytes for weight in planned)
 
 
@@ -88,12 +93,12 @@ class _Weight:
     n_bytes: int
 
 
-def _plan(stages: Sequence[nn.Module], folder: Path, in_files: Callable[[str], str]) -> list[_Weight]:
+def _plan(states: States, folder: Path, in_files: Callable[[str], str]) -> list[_Weight]:
     """Return where each weight of the stages is."""
     found = _found_in(folder)
     weights: list[_Weight] = []
     missing: list[str] = []
-    for names, own in _names_of(stages):
+    for names, own in _names_of(states):
         there = [name for name in dict.fromkeys([*map(in_files, names), *names]) if name in found]
         if not there:
             missing.append(names[0])
@@ -116,7 +121,7 @@ def _plan(stages: Sequence[nn.Module], folder: Path, in_files: Callable[[str], s
             f"{folder} has no {missing[0]}{more}, which a stage needs: get the directory of this model, whole, or say "
             "names= if it has others there"
         )
-    _refuse_lost(stages)
+    _refuse_lost(states)
     return weights
 
 
@@ -133,14 +138,14 @@ def _found_in(folder: Path) -> dict[str, tuple[Path, str, tuple[int, ...], int]]
     return found
 
 
-def _names_of(stages: Sequence[nn.Module]) -> Iterator[tuple[list[str], Tensor]]:
+def _names_of(states: States) -> Iterator[tuple[list[str], Tensor]]:
     """Return each weight that files hold, and the names it may have there, its own first."""
     names: dict[int, dict[str, None]] = {}
     own: dict[int, Tensor] = {}
-    for stage in stages:
+    for stage, state in states:
         ties = [set(tie.values()) for tie in getattr(stage, "ties", ())]
         prefix = f"{getattr(stage, 'base_model_prefix', '')}."
-        for name, tensor in stage.state_dict(keep_vars=True).items():
+        for name, tensor in state.items():
             if not isinstance(tensor, Tensor):
                 raise CheckpointError(
                     f"{name} is no tensor, and safetensors hold nothing else: fill a stage without it, and set it then"
@@ -154,15 +159,18 @@ def _names_of(stages: Sequence[nn.Module]) -> Iterator[tuple[list[str], Tensor]]
     return ((list(names[key]), tensor) for key, tensor in own.items())
 
 
-def _refuse_lost(stages: Sequence[nn.Module]) -> None:
-    for stage in stages:
-        kept = stage.state_dict(keep_vars=True)
-        for name, buffer in () if isinstance(stage, Transformer) else stage.named_buffers():
-            if buffer.is_meta and name not in kept and not _is_placeholder(buffer):
-                raise ValueError(
-                    f"{name} is on the meta device, and no file holds it: build the model under weights_on_meta(), "
-                    "which leaves buffers as they are"
-                )
+def _refuse_lost(states: States) -> None:
+    for stage, state in states:
+        given = {id(tensor) for tensor in state.values()}
+        for name, own in (*stage.named_parameters(), *stage.named_buffers()):
+            if isinstance(stage, Transformer) or not own.is_meta or id(own) in given or _is_placeholder(own):
+                continue
+            how = (
+                "in memory"
+                if isinstance(own, nn.Parameter)
+                else "under weights_on_meta(), which leaves buffers as they are"
+            )
+            raise ValueError(f"{name} is on the meta device, and no file holds it: build the model {how}")
 
 
 def _is_placeholder(buffer: Tensor) -> bool:
@@ -214,27 +222,30 @@ def _fill(batch: Sequence[_Piece], file: Any) -> None:
             to[rows].copy_(file.get_slice(name)[rows])
 
 
-def _put(stages: Sequence[nn.Module], own: Tensor, tensor: Tensor) -> None:
-    """Put a tensor in the place of a parameter or buffer, wherever that is."""
-    new: Any = nn.Parameter(tensor, own.requires_grad) if isinstance(own, nn.Parameter) else tensor
-    for part in (part for stage in stages for part in stage.modules()):
+def _put(states: States, read: Mapping[int, Tensor], device: torch.device) -> None:
+    """Put what was read in the place of parameters and buffers, wherever they are, and let the stages load it.
+
+    Buffers that no file holds are moved: tables, and the shapes of what other stages hold.
+    """
+    moved: dict[int, tuple[Tensor, Any]] = {}  # with the tensor of that id, which must not be used again
+
+    def on_device(own: Tensor) -> Any:
+        if id(own) not in moved:
+            tensor = read.get(id(own))
+            if isinstance(own, nn.Parameter):
+                tensor = own if tensor is None else nn.Parameter(tensor, own.requires_grad)
+            elif tensor is None and _is_placeholder(own):
+                tensor = torch.zeros((), dtype=own.dtype, device=device).expand(own.shape)
+            elif tensor is None:
+                tensor = torch.empty_like(own, device=device) if own.is_meta else own.to(device)
+            moved[id(own)], moved[id(tensor)] = (own, tensor), (tensor, tensor)
+        return moved[id(own)][1]
+
+    for part in (part for stage, _ in states for part in stage.modules()):
         for held in (part._parameters, part._buffers):
-            for name, value in held.items():
-                if value is own:
-                    held[name] = new
-
-
-def _put_the_rest(stage: nn.Module, device: torch.device) -> None:
-    """Move what no file holds: tables, and the shapes of what other stages hold."""
-    for part in stage.modules():
-        for name, buffer in part._buffers.items():
-            if buffer is None:
-                continue
-            if _is_placeholder(buffer):
-                part._buffers[name] = torch.zeros((), dtype=buffer.dtype, device=device).expand(buffer.shape)
-            elif buffer.is_meta:
-                part._buffers[name] = torch.empty_like(buffer, device=device)
-            else:
-                part._buffers[name] = buffer.to(device)
-    if isinstance(stage, Transformer):
-        stage.init_freqs_and_ties()
+            held.update({name: on_device(own) for name, own in held.items() if own is not None})
+    for stage, state in states:
+        if isinstance(stage, Transformer):
+            stage.init_freqs_and_ties()
+        state.update({name: read[id(own)] for name, own in state.items()})
+        load_into(stage, state)

@@ -31,6 +31,7 @@ __all__ = [
     "as_json",
     "config_of",
     "held_by",
+    "load_into",
     "merged",
     "optimizer_groups",
     "optimizer_tensors",
@@ -76,6 +77,7 @@ class Held:
         own_names: what the modules here call a tensor, by its ``id``.
         declared: those of ``aliases`` that the caller named.
         met: every name here.
+        states: each module with the state_dict that the tensors are from, which its ``load_state_dict`` takes.
     """
 
     owned: dict[str, Tensor] = field(default_factory=dict)
@@ -85,6 +87,7 @@ class Held:
     own_names: dict[int, str] = field(default_factory=dict)
     declared: dict[str, str] = field(default_factory=dict)
     met: set[str] = field(default_factory=set)
+    states: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)
 
     @property
     def ends(self) -> list[tuple[str, Tensor]]:
@@ -166,9 +169,10 @@ def held_by(parts: Sequence[Part], tied: Ties = ()) -> Held:
         if isinstance(part.module, Transformer) and part.module.config.tie_embeddings:
             held.aliases[HEAD] = EMBEDDING
         # Not named_parameters: state_dict first brings back the shards of parameters that FSDP2 keeps gathered.
-        state: dict[str, Any] = part.module.state_dict(keep_vars=True, prefix=part.prefix)
+        state: dict[str, Any] = part.module.state_dict(keep_vars=True)
+        held.states.append((part.module, state))
         for wrapped, tensor in state.items():
-            name = wrapped.replace(_COMPILED, "")
+            name = part.prefix + wrapped.replace(_COMPILED, "")
             if not isinstance(tensor, Tensor):
                 raise CheckpointError(
                     f"{name} is a {type(tensor).__name__}: checkpoints hold tensors; pass it as extra"
@@ -190,6 +194,23 @@ def held_by(parts: Sequence[Part], tied: Ties = ()) -> Held:
             if not isinstance(tensor, nn.Parameter):
                 held.buffers.add(first)
     return held
+
+
+def load_into(module: nn.Module, state: dict[str, Any]) -> None:
+    """Give ``module`` its own ``state_dict``, with other values, by its own means.
+
+    Raises:
+        CheckpointError: if it fails, or does not take something of it.
+    """
+    kind = type(module).__name__
+    try:
+        # What the module itself leaves out of its state_dict is not missing there.
+        taken = module.load_state_dict(state, strict=False)
+    except Exception as error:
+        what = " ".join(str(error).split())
+        raise CheckpointError(f"load_state_dict of {kind} failed ({type(error).__name__}: {what})") from error
+    if unknown := getattr(taken, "unexpected_keys", None):
+        raise CheckpointError(f"{kind} has {unknown[0]} in its state_dict, and its load_state_dict does not take it")
 
 
 def _declared(parts: Sequence[Part], tied: Ties) -> dict[str, str]:
