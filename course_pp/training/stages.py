@@ -13,6 +13,7 @@ from course_pp.model import PipelineStageModule
 from course_pp.model.stages import Tie
 from course_pp.parallel import get_pp_rank, get_pp_size, get_stage_indices
 from course_pp.parallel.precision import compute_dtypes
+from course_pp.parallel.split.stage import SplitStage
 from course_pp.schedule import Schedule, build
 from course_pp.training.config import TrainConfig
 from course_pp.training.metrics import training_flops
@@ -39,7 +40,8 @@ class HeldStages:
     Attributes:
         modules: by stage, in order.
         n_stages: of the whole pipeline.
-        declared: the ties that the caller named, None if none were; the stages of our own model know theirs.
+        declared: the ties that the caller or stages of ``auto_split`` named, None if none were; the stages of our own
+            model know theirs.
         full_names: whether the names in a stage are the full model's, so that a checkpoint fits any other cut.
     """
 
@@ -61,7 +63,7 @@ class HeldStages:
 
     @property
     def tied(self) -> tuple[Tie, ...]:
-        """The ties that the caller named."""
+        """The ties that are declared."""
         return self.declared or ()
 
     @property
@@ -124,13 +126,15 @@ def held_stages(
         TypeError: for anything but stages.
         ValueError: for stages that the schedule does not place on this rank.
     """
-    declared = None if tied is None else tuple(tied)
     given = list(stages.values() if isinstance(stages, Mapping) else stages)
     if not given or not all(isinstance(module, nn.Module) for module in given):
         raise TypeError(
             f"modules holds {[type(module).__name__ for module in given]}: pass the list of this rank's stages, or "
             "modules by stage, {0: module}"
         )
+    if tied is None:
+        tied = next((module.ties for module in given if isinstance(module, SplitStage)), None)
+    declared = None if tied is None else tuple(tied)
     if not isinstance(stages, Mapping) and all(isinstance(module, PipelineStageModule) for module in given):
         ours = [module for module in given if isinstance(module, PipelineStageModule)]
         return HeldStages({module.stage_id: module for module in ours}, ours[0].num_stages, declared)

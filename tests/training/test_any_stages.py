@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_pp.launch import on_ranks
-from course_pp.parallel import DistributedConfig, get_pp_rank, get_pp_size, init_distributed
+from course_pp.parallel import DistributedConfig, auto_split, get_pp_rank, get_pp_size, init_distributed
 from course_pp.training import Trainer, stages_of_rank
 from course_pp.training.checkpointer import Checkpointer
 from course_pp.training.data import Batches
@@ -43,7 +43,7 @@ def halves() -> list[nn.Sequential]:
     return [first.double(), last.double()]
 
 
-def train(rank: int, root: Path, engine: Any) -> tuple[list[Any], dict[str, Tensor], float, float]:
+def train(rank: int, root: Path, engine: Any, cut: bool) -> tuple[list[Any], dict[str, Tensor], float, float]:
     """Losses and norms of three steps, the last by a second run; parameters here, validation loss, FLOPs of a step."""
     config = replace(CONFIG, engine=engine)
     mesh, seen = init_distributed(DistributedConfig(pp=2), seed=0), []
@@ -51,8 +51,13 @@ def train(rank: int, root: Path, engine: Any) -> tuple[list[Any], dict[str, Tens
     assert n_stages == 2
 
     def fresh() -> Trainer:
-        stages = {index: halves()[index]}
-        return Trainer(config, stages, rows(), rows(17, seed=1), device_mesh=mesh, loss_fn=mean_loss, tied=TIED)
+        stages: Any = {index: halves()[index]}
+        if cut:  # the stages know the tie
+            whole = nn.Sequential(*halves())
+            whole[1][2].weight = whole[0][0].weight
+            stages = [auto_split(whole, torch.zeros(2, 8, dtype=torch.long), at=["1"])[index]]
+        tied = None if cut else TIED
+        return Trainer(config, stages, rows(), rows(17, seed=1), device_mesh=mesh, loss_fn=mean_loss, tied=tied)
 
     first, second = fresh(), fresh()
     with Checkpointer(first, root, device_mesh=mesh, save_every=1) as checkpointer:
@@ -63,7 +68,8 @@ def train(rank: int, root: Path, engine: Any) -> tuple[list[Any], dict[str, Tens
     with Checkpointer(second, root, device_mesh=mesh) as checkpointer:
         checkpointer.resume()
         fitted = second.fit(lambda _, result: seen.append((result.loss, result.grad_norm)))
-    parameters = {f"{index}.{n}": p.detach().clone() for n, p in second.modules[0].named_parameters()}
+    prefix = "" if cut else f"{index}."
+    parameters = {f"{prefix}{n}": p.detach().clone() for n, p in second.modules[0].named_parameters()}
     return seen, parameters, second.evaluate(), fitted.speed.flops_of_a_step
 
 
@@ -89,10 +95,11 @@ def alone() -> tuple[list[Any], dict[str, Tensor], float]:
     return seen, parameters, mean_loss(stages(held_out.inputs), held_out.targets).item()
 
 
+@pytest.mark.parametrize("cut", [False, True], ids=["by hand", "auto_split"])
 @pytest.mark.parametrize("engine", ["parallel", "runtime"])
-def test_foreign_stages_with_a_tie_and_a_plain_loss_equal_one_process(engine: str, tmp_path: Path) -> None:
+def test_foreign_stages_with_a_tie_and_a_plain_loss_equal_one_process(engine: str, cut: bool, tmp_path: Path) -> None:
     expected, parameters, validation = alone()
-    ranks = on_ranks(2, train, tmp_path, engine, timeout_s=60)
+    ranks = on_ranks(2, train, tmp_path, engine, cut, timeout_s=60)
     held = {name for _, found, *_ in ranks for name in found}
     assert held == set(parameters)
     n_parameters = sum(p.numel() for p in parameters.values())

@@ -14,6 +14,7 @@ from course_pp.arguments import check_arguments, checked
 from course_pp.training.checkpoint.directory import named
 from course_pp.training.checkpoint.files import read_tensors
 from course_pp.training.checkpoint.matching import (
+    check_declared,
     check_model,
     check_optimizer,
     check_ties,
@@ -51,7 +52,7 @@ def load(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     device_mesh: DeviceMesh | None,
-    tied: Ties = (),
+    tied: Ties | None = None,
 ) -> Loaded:
     """Fill modules and optimizer from a checkpoint, in place, at this layout, whatever the one it was written at.
 
@@ -64,7 +65,7 @@ def load(
         optimizer: None loads the weights alone; otherwise the random number generators are restored too
             (:mod:`~course_pp.training.checkpoint.rng` says what ranks that were not there get).
         device_mesh: as for :func:`save`.
-        tied: as for :func:`save`; needed only for a checkpoint that was saved without saying so.
+        tied: as for :func:`save`; to be given only for a checkpoint that was saved without saying so.
 
     Raises:
         CheckpointError: on every rank with the same sentence, if the checkpoint is damaged, of another model, or holds
@@ -83,7 +84,7 @@ def resume(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     device_mesh: DeviceMesh | None,
-    tied: Ties = (),
+    tied: Ties | None = None,
 ) -> Loaded | None:
     """Load as :func:`load` does; return None if ``path`` does not exist or holds no checkpoint."""
     given = locals()
@@ -96,7 +97,7 @@ def resume(
     parts, mine = ranks.collectively(lambda: _held_here(modules, tied))
     held = Held()
 
-    def compare() -> tuple[set[str], set[str], set[str]]:
+    def compare() -> tuple[set[str], set[str], list[tuple[str, ...]]]:
         nonlocal held
         held, also = renamed(mine, opened)
         check_model(opened, parts, held)
@@ -104,11 +105,11 @@ def resume(
             check_optimizer(opened, optimizer, held)
         check_ties(opened, also, optimizer is not None)
         found = {name for name, _ in held.ends} | {name for names in also.values() for name in names}
-        return found, mine.met, mine.declared.keys() | mine.declared.values()
+        return found, mine.met, mine.declared
 
-    here, met, declared = (set().union(*told) for told in zip(*ranks.each(compare), strict=True))
-    if strangers := sorted(declared - met):
-        raise CheckpointError(f"tied= names {strangers[0]}, which no rank's modules have: write it as they do")
+    everyone = ranks.each(compare)
+    check_declared([declared for *_, declared in everyone], set().union(*(met for _, met, _ in everyone)))
+    here = set().union(*(found for found, *_ in everyone))
     left = sorted({key.removeprefix("model.") for key in opened.keys if key.startswith("model.")} - here)
     if left:
         raise CheckpointError(
@@ -129,7 +130,7 @@ def resume(
     return Loaded(opened.path, opened.state["step"], opened.state["extra"])
 
 
-def _held_here(modules: Modules, tied: Ties) -> tuple[list[Part], Held]:
+def _held_here(modules: Modules, tied: Ties | None) -> tuple[list[Part], Held]:
     parts = parts_of(modules)
     return parts, held_by(parts, tied)
 

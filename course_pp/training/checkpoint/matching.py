@@ -1,18 +1,19 @@
 """Check that a checkpoint is of this model and this optimizer; a refusal names the first difference."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 
 import torch
 from torch import Tensor
 
+from course_pp.collective import difference
 from course_pp.model import ModelConfig
 from course_pp.training.checkpoint.files import read_tensors
 from course_pp.training.checkpoint.opening import Opened
 from course_pp.training.checkpoint.ranks import CheckpointError, Ranks
 from course_pp.training.checkpoint.state import STAGES, Group, Held, Part, config_of, optimizer_groups
 
-__all__ = ["check_model", "check_optimizer", "check_ties", "hint", "renamed", "saved_slots"]
+__all__ = ["check_declared", "check_model", "check_optimizer", "check_ties", "hint", "renamed", "saved_slots"]
 
 # Rotary tables are as long as the run says; no weight depends on it.
 _MAY_DIFFER = ("max_seq_len",)
@@ -34,6 +35,19 @@ def renamed(held: Held, opened: Opened) -> tuple[Held, dict[str, list[str]]]:
         if there[1:]:
             also[there[0]] = there[1:]
     return Held(copies=ends), also
+
+
+def check_declared(everyone: Sequence[Sequence[Sequence[str]]], held: Collection[str]) -> None:
+    """Refuse ties that the ranks do not declare alike, or that name what no rank has.
+
+    Args:
+        everyone: each rank's ``declared``.
+        held: the names of all ranks' modules.
+    """
+    if problem := difference([{"tied": declared} for declared in everyone]):
+        raise CheckpointError(problem)
+    if strangers := sorted({name for tie in everyone[0] for name in tie} - set(held)):
+        raise CheckpointError(f"tied= names {strangers[0]}, which no rank's modules have: write it as they do")
 
 
 def check_ties(opened: Opened, also: Mapping[str, Sequence[str]], with_optimizer: bool) -> None:

@@ -59,7 +59,7 @@ def save(
     device_mesh: DeviceMesh | None,
     extra: Mapping[str, Any] | None = None,
     attachments: Attachments | None = None,
-    tied: Ties = (),
+    tied: Ties | None = None,
     keep_last: int | None = None,
     keep_every: int | None = None,
 ) -> Saved:
@@ -79,12 +79,13 @@ def save(
         tied: tied weights that lie on several ranks: for each its names, ``["embed.weight", "head.weight"]``, or with
             ``{index: stage}`` those by stage, ``{0: "embed.weight", 3: "head.weight"}``, as for
             :class:`course_pp.runtime.Pipeline`. Such a weight is saved once, and loads under each of its names. Ties
-            within a rank are found, as are those of our own model.
+            within a rank are found, as are those of our own model; None takes those that stages of ``auto_split`` know.
         keep_last, keep_every: which older checkpoints stay; see :class:`Retention`.
 
     Raises:
         CheckpointError: on every rank with the same sentence, if the ranks do not hold one whole model, if two of them
-            hold different tensors under one name, or if it cannot be written; nothing new is left in ``root`` then.
+            hold different tensors under one name or were given different ties, or if it cannot be written; nothing new
+            is left in ``root`` then.
     """
     given = locals()
     begin, ranks = time.perf_counter(), Ranks()
@@ -212,7 +213,7 @@ class AsyncSaver:
         *,
         extra: Mapping[str, Any] | None = None,
         attachments: Attachments | None = None,
-        tied: Ties = (),
+        tied: Ties | None = None,
     ) -> Saving:
         """Begin to write ``root/step_…``; returns as soon as training may change the tensors.
 

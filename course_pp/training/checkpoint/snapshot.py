@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.training.checkpoint.copies import Copy, check_copies
 from course_pp.training.checkpoint.manifest import MANIFEST, METADATA, STATE, is_plain_name
+from course_pp.training.checkpoint.matching import check_declared
 from course_pp.training.checkpoint.ranks import CheckpointError, Ranks
 from course_pp.training.checkpoint.rng import DIMENSIONS, mesh_coordinates, rng_tensors
 from course_pp.training.checkpoint.state import (
@@ -56,8 +57,8 @@ class _Told:
     Attributes:
         names: those it saves.
         held: all that it holds.
-        declared: other names of tied weights that the caller gave, each with the first.
-        aliases: those, and what was found.
+        declared: the names of each tie that the caller or the stages named.
+        aliases: their other names, and those that were found, each with the first.
         stages: (index, number of stages) of its modules, as far as they are known.
         config: sizes of the model, None if its modules have none.
         expected: the names of the whole model, as far as they are known.
@@ -66,7 +67,7 @@ class _Told:
 
     names: set[str]
     held: set[str]
-    declared: dict[str, str]
+    declared: list[tuple[str, ...]]
     aliases: dict[str, str]
     stages: set[tuple[int, int | None]]
     config: dict[str, Any] | None
@@ -81,7 +82,7 @@ def take(
     device_mesh: DeviceMesh | None,
     extra: Mapping[str, Any] | None,
     attachments: Attachments | None,
-    tied: Ties,
+    tied: Ties | None,
     ranks: Ranks,
 ) -> Snapshot:
     """Refer to this rank's tensors by key, and describe the run; no tensor is copied.
@@ -163,23 +164,17 @@ def _check_whole(everyone: list[_Told]) -> dict[str, Any] | None:
         CheckpointError: naming what is missing.
     """
     found = set().union(*(told.names for told in everyone))
-    aliases = set().union(*(told.aliases for told in everyone))
-    held = set().union(*(told.held for told in everyone))
     for told in everyone:
         if missing := sorted(told.expected - found):
             raise CheckpointError(
                 f"no rank passed a module with {missing[0]} ({len(missing)} parameters of the model are missing): "
                 "pass all stages of every rank"
             )
-        for alias, first in told.aliases.items():
-            if first not in found | aliases:
-                raise CheckpointError(f"{alias} is tied to {first}, which no rank's modules have: write it as they do")
-        if strangers := sorted(told.declared.keys() - held):
-            raise CheckpointError(f"tied= names {strangers[0]}, which no rank's modules have: write it as they do")
     stages = set().union(*(told.stages for told in everyone))
     n_stages = max((n or index + 1 for index, n in stages), default=0)
     if stages and (missing_stages := sorted(set(range(n_stages)) - {index for index, _ in stages})):
         raise CheckpointError(f"no rank passed stage {missing_stages[0]} of {n_stages}: pass all stages of every rank")
+    check_declared([told.declared for told in everyone], set().union(*(told.held for told in everyone)))
     configs = [(rank, told.config) for rank, told in enumerate(everyone) if told.config]
     for rank, config in configs:
         if config != configs[0][1]:

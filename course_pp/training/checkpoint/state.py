@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from course_pp.model import ModelConfig, Transformer
 from course_pp.model.hf import EMBEDDING, HEAD
+from course_pp.parallel.split.stage import SplitStage
 from course_pp.training.checkpoint.ranks import CheckpointError
 
 __all__ = [
@@ -75,7 +76,7 @@ class Held:
         aliases: the other names of ties, each with the first one.
         buffers: the names of those that no optimizer trains.
         own_names: what the modules here call a tensor, by its ``id``.
-        declared: those of ``aliases`` that the caller named.
+        declared: the names of each tie that the caller or the stages named.
         met: every name here.
         states: each module with the state_dict that the tensors are from, which its ``load_state_dict`` takes.
     """
@@ -85,7 +86,7 @@ class Held:
     aliases: dict[str, str] = field(default_factory=dict)
     buffers: set[str] = field(default_factory=set)
     own_names: dict[int, str] = field(default_factory=dict)
-    declared: dict[str, str] = field(default_factory=dict)
+    declared: list[tuple[str, ...]] = field(default_factory=list)
     met: set[str] = field(default_factory=set)
     states: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)
 
@@ -152,19 +153,23 @@ def _index_of(module: object) -> int | None:
     return index if type(index) is int else None
 
 
-def held_by(parts: Sequence[Part], tied: Ties = ()) -> Held:
+def held_by(parts: Sequence[Part], tied: Ties | None = None) -> Held:
     """Return what this rank's modules hold.
 
     Args:
-        tied: for each weight that is one, its names on all ranks; ends that are one parameter here are found.
+        tied: for each weight that is one, its names on all ranks; None takes those that stages of ``auto_split`` know.
+            Ends that are one parameter here are found.
 
     Raises:
         CheckpointError: if two modules hold the same name, or one keeps something other than tensors; for a tie of
             fewer than two names, or two with one name.
     """
+    if tied is None:
+        tied = next((part.module.ties for part in parts if isinstance(part.module, SplitStage)), ())
     declared = _declared(parts, tied)
-    held = Held(aliases=dict(declared), declared=declared)
-    firsts: dict[int, str] = {}
+    held = Held(aliases={name: tie[0] for tie in declared for name in tie[1:]}, declared=declared)
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, Tensor] = {}
     for part in parts:
         if isinstance(part.module, Transformer) and part.module.config.tie_embeddings:
             held.aliases[HEAD] = EMBEDDING
@@ -183,16 +188,21 @@ def held_by(parts: Sequence[Part], tied: Ties = ()) -> Held:
                     "{index: stage}, so that their names begin with the stage"
                 )
             held.met.add(name)
-            held.own_names.setdefault(id(tensor), name)
-            first = firsts.setdefault(id(tensor), held.aliases.get(name, name))
-            if first != name:
+            names.setdefault(id(tensor), []).append(name)
+            tensors[id(tensor)] = tensor
+    known = held.aliases.keys() | set(held.aliases.values())
+    for key, tensor in tensors.items():
+        held.own_names[key] = names[key][0]
+        first = next((held.aliases.get(name, name) for name in names[key] if name in known), names[key][0])
+        for name in names[key]:
+            if name != first:
                 held.aliases.setdefault(name, first)
-            if name == first:
-                held.owned[name] = tensor
-            elif tensor is not held.owned.get(first):
-                held.copies.append((first, tensor))
-            if not isinstance(tensor, nn.Parameter):
-                held.buffers.add(first)
+        if first in names[key]:
+            held.owned[first] = tensor
+        else:
+            held.copies.append((first, tensor))
+        if not isinstance(tensor, nn.Parameter):
+            held.buffers.add(first)
     return held
 
 
@@ -213,22 +223,24 @@ def load_into(module: nn.Module, state: dict[str, Any]) -> None:
         raise CheckpointError(f"{kind} has {unknown[0]} in its state_dict, and its load_state_dict does not take it")
 
 
-def _declared(parts: Sequence[Part], tied: Ties) -> dict[str, str]:
-    """Return the other names of ``tied``, each with the first; a stage's index stands for its prefix."""
+def _declared(parts: Sequence[Part], tied: Ties) -> list[tuple[str, ...]]:
+    """Return the names of each tie; a stage's index stands for its prefix."""
     prefixed = any(part.prefix for part in parts)
-    aliases: dict[str, str] = {}
+    declared: list[tuple[str, ...]] = []
     for tie in tied:
         if isinstance(tie, Mapping):
             names = [f"{STAGES}{index}.{name}" if prefixed else name for index, name in sorted(tie.items())]
+            if len(names) > 1 and len(set(names)) == 1:
+                continue  # a name that several stages have is one tensor anyway
         else:
             names = sorted(tie) if isinstance(tie, set | frozenset) else list(tie)
         if isinstance(tie, str) or len(set(names)) < 2 or not all(isinstance(name, str) for name in names):
             raise CheckpointError(f"tied={tie!r} must give at least two names of one weight")
         # Its other names would lead from one tie to the next, and what they hold would not be compared.
-        if again := set(names) & (aliases.keys() | set(aliases.values())):
+        if again := set(names) & {name for known in declared for name in known}:
             raise CheckpointError(f"{min(again)} is in two ties: write one tie with all names of the weight")
-        aliases |= dict.fromkeys(names[1:], names[0])
-    return aliases
+        declared.append(tuple(names))
+    return sorted(declared)
 
 
 def optimizer_groups(optimizer: torch.optim.Optimizer, held: Held) -> list[Group]:

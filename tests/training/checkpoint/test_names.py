@@ -72,6 +72,9 @@ class Foreign(nn.Module):
             self.lm_head = nn.Linear(3, 5, bias=False)
             self.lm_head.weight = weight if tied else nn.Parameter(weight.detach().clone())
 
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.lm_head(self.body(self.wte(tokens)))
+
     def stepped(self, by: float = 1.0) -> torch.optim.Optimizer:
         optimizer = adamw([self])
         for parameter in self.parameters():
@@ -106,6 +109,8 @@ def _refusals(rank: int, root: Path) -> list[str]:
     end = Foreign(("first", "last")[rank], seed=rank)
     said.append(refusal(save, root, 3, end, None, tied=[TIE]))
     said.append(refusal(save, root, 3, {rank: end}, None, tied=[{0: "wte.weight", 1: "a"}, {1: "a", 2: "b"}]))
+    said.append(refusal(save, root, 3, Foreign(("first", "last")[rank]), None, tied=[TIE] if rank else []))
+    said.append(refusal(load, root, drifted, None, tied=[TIE] if rank else None))
     said.append(refusal(save, root, 3, build_stage_module(CONFIG, 0, 2)))
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
     said.append(refusal(save, root, 3, auto_split(model, torch.ones(1, 2), 3)[rank]))
@@ -124,10 +129,12 @@ def test_what_would_lose_a_tensor_is_refused_on_every_rank(tmp_path: Path) -> No
         clash.format("bias"),
         "rank 0 and rank 1 hold copies of stages.0.0.bias that differ",
         "no rank passed stage 1 of 3: pass all stages",
-        "lm_head.weight is tied to wte.weight, which no rank's modules have",
+        "tied= names lm_head.weight, which no rank's modules have",
         "no rank passed stage 2 of 3: pass all stages",
         "wte.weight of rank 0 and lm_head.weight of rank 1 are tied and differ in wte.weight",
         "stages.1.a is in two ties: write one tie",
+        "rank 1 was given tied=[('wte.weight', 'lm_head.weight')], rank 0 []: give every rank the same",
+        "rank 1 was given tied=[('wte.weight', 'lm_head.weight')], rank 0 []: give every rank the same",
         "no rank passed a module with head.weight",
         "no rank passed stage 2 of 3: pass all stages",
     ]
@@ -190,15 +197,19 @@ def _ends(rank: int, root: Path) -> None:
     save(root / "declared", 1, end, optimizer, device_mesh=None, tied=[TIE])
     save(root / "by stage", 1, {rank: end}, optimizer, device_mesh=None, tied=[{0: TIE[0], 1: TIE[1]}])
     save(root / "undeclared", 1, end, optimizer, device_mesh=None)
+    cut = auto_split(Foreign(), torch.ones(1, 4, dtype=torch.long), at=["lm_head"])[rank]
+    save(root / "carried", 1, cut, Foreign.stepped(cut), device_mesh=None)  # type: ignore[arg-type]
     with torch.no_grad():
         for parameter in end.parameters():
             parameter += rank
     save(root / "apart", 1, end, optimizer, device_mesh=None)
 
 
-def _load_ends(rank: int, root: Path, tied: Any) -> list[Tensor]:
+def _load_ends(rank: int, root: Path, tied: Any, cut: bool = False) -> list[Tensor]:
     """An end of the model, from a checkpoint that was written with both in one place, or in two."""
     end = Foreign(("first", "last")[rank], seed=7)
+    if cut:
+        end = auto_split(Foreign(seed=7), torch.ones(1, 4, dtype=torch.long), at=["lm_head"])[rank]  # type: ignore[assignment]
     optimizer = end.stepped(-1.0)
     load(root, end, optimizer, device_mesh=None, tied=tied)
     return values(end, optimizer)
@@ -213,18 +224,19 @@ def test_a_tied_weight_of_any_model_is_saved_once_and_loads_at_any_layout(tmp_pa
     optimizer = whole.stepped()
     save(tmp_path / "found", 1, whole, optimizer, device_mesh=None)
     on_ranks(2, _ends, tmp_path)
-    for root in ("found", "declared"):
+    for root in ("found", "declared", "carried"):
         keys = [entry.key for entry in contents(tmp_path / root) if not entry.key.startswith("rng.")]
         assert "model.wte.weight" in keys
         assert not [key for key in keys if "lm_head" in key]
     keys = [entry.key for entry in contents(tmp_path / "by stage")]
     assert "model.stages.0.wte.weight" in keys
     assert not [key for key in keys if "lm_head" in key]
-    for root, tied in (("found", ()), ("declared", ()), ("undeclared", [TIE])):
-        ends = on_ranks(2, _load_ends, tmp_path / root, tied)
+    known = ("found", (), False), ("declared", None, False), ("carried", None, False), ("undeclared", None, True)
+    for root, tied, cut in (*known, ("undeclared", [TIE], False)):
+        ends = on_ranks(2, _load_ends, tmp_path / root, tied, cut)
         assert all(map(torch.equal, ends[0], values(whole, optimizer)))
         assert all(map(torch.equal, ends[1], values(whole, optimizer)[:2]))
-    for root in ("found", "declared", "undeclared"):
+    for root in ("found", "declared", "carried", "undeclared"):
         for tied_here in (True, False):
             other = Foreign(tied=tied_here, seed=7)
             its = other.stepped(-1.0)
