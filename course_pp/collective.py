@@ -9,13 +9,19 @@ settled by all of them before the next message, and either all go on or all rais
     ranks.refuse(None if fits else "batch of 7 …")     # one has a problem: all raise
     sizes = ranks.gather(len(data))                    # everyone's value, by rank
     most = ranks.largest(len(data))                    # the largest of them, for less
+
+Each of these begins with one small all-reduce of the same size, in which ranks see whether all are in the same public
+function of this package. If one saves while another steps, all are told so.
 """
 
 import pickle
+import sys
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -23,12 +29,15 @@ import torch.distributed as dist
 
 from course_pp.arguments import checked, refuse_bad_timeout
 
-__all__ = ["RankMissing", "Ranks", "difference", "rank_by_stage"]
+__all__ = ["MEETING_BYTES", "RankMissing", "Ranks", "difference", "rank_by_stage"]
 
 T = TypeVar("T")
 
 _WAITED = "course_pp has waited on rank "
 _ROLL_CALL_S = 1.0
+_CALL_BYTES = 256
+MEETING_BYTES = 3 * torch.int64.itemsize
+"""What a rank gives to the all-reduce with which each exchange begins."""
 
 
 class RankMissing(RuntimeError):
@@ -102,28 +111,23 @@ class Ranks:
         """Return everyone's ``value``, by rank, on every rank. Values travel pickled.
 
         Raises:
+            ValueError: on every rank, if they are in different calls (in a subclass, its ``refusal``).
             RankMissing: if a rank has ended, or the time limit is over.
         """
         if self.size == 1:
             return [value]
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self._device)
-        sizes = [int(size) for size in self._all_gather(torch.tensor([len(mine)], device=self._device))]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self._device)
-        padded[: len(mine)] = mine
-        parts = zip(self._all_gather(padded), sizes, strict=True)
-        return [pickle.loads(part[:size].cpu().numpy().tobytes()) for part, size in parts]
+        mine = pickle.dumps(value)
+        parts = self._all_gather(mine, self._meet(len(mine)))
+        return [pickle.loads(part) for part in parts]  # which stops where the pickle does
 
     def largest(self, number: int) -> int:
-        """Return the largest ``number`` that a rank passes, on every rank: one all-reduce of 32 bits.
+        """Return the largest ``number`` that a rank passes, on every rank: one all-reduce of 24 bytes.
 
         Raises:
+            ValueError: on every rank, if they are in different calls.
             RankMissing: as :meth:`gather`.
         """
-        if self.size == 1:
-            return number
-        most = torch.tensor(number, dtype=torch.int32, device=self._device)
-        self._wait(lambda timeout: self._group.allreduce([most], dist.ReduceOp.MAX, timeout=timeout))
-        return int(most)
+        return number if self.size == 1 else self._meet(number)
 
     def refuse(self, problem: str | Exception | None) -> None:
         """Raise on every rank if any has a problem; otherwise one small all-reduce.
@@ -199,10 +203,24 @@ class Ranks:
         """Where small messages live: the CPU if the group can carry them there, so that no GPU is waited for."""
         return torch.device("cpu" if "cpu" in dist.get_backend_config(self.group) else "cuda")
 
-    def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        self._wait(lambda timeout: self._group.allgather(everyone, mine, timeout=timeout))
-        return everyone
+    def _meet(self, number: int) -> int:
+        """Return the largest ``number`` if all ranks are in the same call; otherwise refuse on all of them."""
+        call = _call()
+        tag = zlib.crc32(call.encode())
+        most = torch.tensor([number, tag, -tag], device=self._device)
+        self._wait(lambda timeout: self._group.allreduce([most], dist.ReduceOp.MAX, timeout=timeout))
+        largest, highest, lowest = most.tolist()
+        if highest != -lowest:
+            told = self._all_gather(call.encode()[:_CALL_BYTES], _CALL_BYTES)
+            raise self.refusal(_difference_of_calls([part.rstrip(b"\0").decode(errors="replace") for part in told]))
+        return int(largest)
+
+    def _all_gather(self, mine: bytes, size: int) -> list[bytes]:
+        """Return everyone's bytes, by rank, filled up with zeros to ``size``."""
+        padded = torch.frombuffer(bytearray(mine.ljust(size, b"\0")), dtype=torch.uint8).to(self._device)
+        everyone = [torch.empty_like(padded) for _ in range(self.size)]
+        self._wait(lambda timeout: self._group.allgather(everyone, padded, timeout=timeout))
+        return [part.cpu().numpy().tobytes() for part in everyone]
 
     def _wait(self, begin: Callable[[timedelta | None], dist.Work]) -> None:
         """Begin a collective with the time limit, and wait for it."""
@@ -225,6 +243,26 @@ class Ranks:
         except (AttributeError, RuntimeError):  # not in this release of torch; or the store was the missing rank's
             return ()
         return tuple(absent)
+
+
+def _call() -> str:
+    """Return the public functions of this package that the user's code is in, outermost first."""
+    names: list[str] = []
+    frame = sys._getframe(1)
+    while frame is not None and (module := frame.f_globals.get("__name__", "")).startswith("course_pp."):
+        name = frame.f_code.co_name
+        if name[0] not in "_<" and module not in (__name__, checked.__module__):
+            names.insert(0, name)
+        frame = frame.f_back  # type: ignore[assignment]
+    return " ".join(names)
+
+
+def _difference_of_calls(calls: Sequence[str]) -> str:
+    """Return a sentence on the first rank that is in another call than rank 0."""
+    rank = next(rank for rank, call in enumerate(calls) if call != calls[0])
+    both = next(pair for pair in zip_longest(calls[0].split(), calls[rank].split()) if pair[0] != pair[1])
+    here, there = (f"{name}()" if name else "another call" for name in both)
+    return f"rank 0 is in {here}, rank {rank} in {there}: make the same calls on every rank, in the same order"
 
 
 @checked

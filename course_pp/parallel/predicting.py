@@ -24,6 +24,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from course_pp.arguments import checked
+from course_pp.collective import MEETING_BYTES
 from course_pp.model import ModelConfig
 from course_pp.parallel.activation_checkpointing import check_mode
 from course_pp.parallel.counting import CollectiveCounts
@@ -305,9 +306,9 @@ def _rows(rank: _Rank) -> int:
 
 
 def _asks_who_refuses(rank: _Rank) -> CollectiveCounts:
-    """Count one number, over all ranks of the mesh: is anything wrong on one of them?"""
+    """Count one small message, over all ranks of the mesh: is anything wrong on one of them?"""
     alone = rank.n_ranks == 1
-    return _NOTHING if alone else CollectiveCounts.of(rank.everyone, "all_reduce", 1, torch.int32.itemsize)
+    return _NOTHING if alone else CollectiveCounts.of(rank.everyone, "all_reduce", 1, MEETING_BYTES)
 
 
 def _clipping(rank: _Rank) -> CollectiveCounts:
@@ -329,8 +330,9 @@ def _notes(rank: _Rank) -> CollectiveCounts:
     n_stages = rank.stages[0].n_stages if rank.layout.pp > 1 else None
     n_ranks, counts = rank.n_ranks, _NOTHING
     for told in (note_of(sizes.values(), [stage.index for stage in rank.stages], n_stages), (0.0, {})):
-        for n_bytes in (torch.int64.itemsize, len(pickle.dumps(told))) if n_ranks > 1 else ():
-            counts += CollectiveCounts.of(rank.everyone, "all_gather", 1, n_bytes * n_ranks)
+        if n_ranks > 1:
+            counts += CollectiveCounts.of(rank.everyone, "all_reduce", 1, MEETING_BYTES)
+            counts += CollectiveCounts.of(rank.everyone, "all_gather", 1, len(pickle.dumps(told)) * n_ranks)
     return counts
 
 

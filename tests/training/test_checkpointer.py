@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from course_pp.launch import on_ranks
-from course_pp.parallel import DistributedConfig
+from course_pp.parallel import DistributedConfig, clip_grad_norm_
 from course_pp.training import TrainConfig, Trainer
-from course_pp.training.checkpoint import CheckpointError, diff, find_latest, saving, verify
+from course_pp.training.checkpoint import AsyncSaver, CheckpointError, diff, find_latest, load, save, saving, verify
 from course_pp.training.checkpoint.writer import this_process
 from course_pp.training.checkpointer import Checkpointer
 from course_pp.training.optim import build_scheduler
@@ -250,3 +250,31 @@ def test_a_run_whose_optimizer_had_one_parameter_group_goes_on_as_it_began(tmp_p
     [(straight, resumed)] = on_ranks(1, resumed_from_one_group, str(tmp_path))
     for name, parameter in straight.items():
         assert resumed[name].equal(parameter), name
+
+
+def alone_in(rank: int, root: Path) -> list[str]:
+    """What is said where rank 0 is in one call, and rank 1 takes a step; then both train on."""
+    run = trainer(RUN, MODEL, PIPELINE)
+    mesh, held, said = run._mesh, run.held.saved, []
+    checkpointer = Checkpointer(run, root, device_mesh=mesh, save_every=1 if rank == 0 else None)
+    with AsyncSaver(root, device_mesh=mesh) as saver:
+        for call in (
+            lambda: save(root, 1, held, run.optimizer, device_mesh=mesh),
+            lambda: load(root, held, device_mesh=mesh),
+            lambda: saver.save(1, held),
+            lambda: clip_grad_norm_(run.modules, 1.0, device_mesh=mesh),
+            lambda: run.fit(checkpointer.after_step),
+        ):
+            with pytest.raises(ValueError, match=r"make the same calls on every rank, in the same order") as refusal:
+                (run.train_step if rank and "fit" not in call.__code__.co_names else call)()
+            said.append(str(refusal.value).partition(":")[0])
+    assert not list(root.iterdir())
+    run.fit()
+    return said
+
+
+def test_a_call_that_one_rank_alone_makes_is_named_on_both_before_any_message(tmp_path: Path) -> None:
+    first, second = run(2, alone_in, tmp_path)
+    assert first == second
+    calls = ["save()", "load()", "save()", "clip_grad_norm_()", "after_step()"]
+    assert first == [f"rank 0 is in {call}, rank 1 in train_step()" for call in calls]

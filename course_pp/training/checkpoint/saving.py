@@ -84,8 +84,8 @@ def save(
 
     Raises:
         CheckpointError: on every rank with the same sentence, if the ranks do not hold one whole model, if two of them
-            hold different tensors under one name or were given different ties, or if it cannot be written; nothing new
-            is left in ``root`` then.
+            hold different tensors under one name or were given different ties, if another rank is in another call, or
+            if it cannot be written; nothing new is left in ``root`` then.
     """
     given = locals()
     begin, ranks = time.perf_counter(), Ranks()
