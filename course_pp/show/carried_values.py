@@ -1,5 +1,6 @@
 """A model as a row of modules, cut into stages, and what crosses each cut, skip connections included."""
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Protocol
@@ -12,7 +13,7 @@ from course_pp.show.sketch import LEAST, MARGIN, SMALL, Sketch, width_of
 from course_pp.show.wording import counted, listed
 
 _MOST_CALLS = 24
-_HIGH, _LEVEL, _BELOW = 0.62, 0.24, 0.62
+_HIGH, _LEVEL, _BELOW, _ROW = 0.62, 0.24, 0.44, 0.18
 _FILLS = (chart.SKY_BLUE, chart.YELLOW, chart.ORANGE, chart.PURPLE)
 
 
@@ -42,8 +43,9 @@ class Cut(Protocol):
 def carried(cut: Cut, title: str | None = None) -> ChartFigure:
     """Draw the calls of a model's modules in a row, the cuts between stages, and each tensor that crosses one.
 
-    An arrow leads from the module that makes tensors to the last that reads them. It is blue if that is in the next
-    stage, and red and dashed if stages on its way only hand it on. Under each cut is what it carries in all.
+    An arrow leads from the module that makes tensors to each that reads them, and out to the right if the model returns
+    them; ×3 stands at the arrow of three. It is blue if each stage on its way reads them, and red and dashed if some
+    only hand them on. Under each cut is what it carries in all.
 
     Args:
         cut: as :func:`course_pp.parallel.split.crossing` returns it.
@@ -55,13 +57,16 @@ def carried(cut: Cut, title: str | None = None) -> ChartFigure:
     n_calls = len(cut.calls)
     if not 1 <= n_calls <= _MOST_CALLS:
         raise ValueError(f"cut has {n_calls} calls: from 1 to {_MOST_CALLS} are drawn")
-    drawn = list({(value.made, value.read): value for value in cut.values}.values())
-    levels = _levels(drawn)
+    drawn = {(value.made, value.read): value for value in cut.values}
+    counts = Counter((value.made, value.read) for value in cut.values)
+    levels = _levels([*drawn.values()])
     top = (1 + max(levels, default=0)) * _LEVEL + 0.1
     each = min(0.95, (WIDTH - 2 * MARGIN) / n_calls)
     finding = _finding(cut)
-    note = "blue: to the next stage; red, dashed: past stages that only hand it on" if cut.values else ""
-    sketch = Sketch(n_calls * each, top + _HIGH + _BELOW, title or finding, note)
+    note = "blue: read in every stage on its way; red, dashed: some only hand it on" if cut.values else ""
+    labels = _labels(cut, each)
+    below = _BELOW + _ROW * max([1, *(row for *_, row in labels)])
+    sketch = Sketch(n_calls * each, top + _HIGH + below, title or finding, note)
     bounds = (0, *cut.begins, n_calls)
     for number, name in enumerate(cut.calls):
         fill = _FILLS[_stage_of(cut, number) % len(_FILLS)]
@@ -71,19 +76,27 @@ def carried(cut: Cut, title: str | None = None) -> ChartFigure:
         place = ((start + end) / 2 * each, top + _HIGH + 0.14)
         sketch.text(place, f"stage {stage}" if (end - start) * each > width_of("stage 0", SMALL) else str(stage),
                     SMALL, align="center", bold=True)  # fmt: skip
-    row_ends = [0.0, 0.0]
+    for begin, (words, x, row) in zip(cut.begins, labels, strict=True):
+        line = [(begin * each, 0.0), (begin * each, top + _HIGH + 0.22)]
+        sketch.line(*line, ink="black", line=1.6, dashed=True, zorder=3)
+        sketch.text((x, top + _HIGH + 0.36 + _ROW * row), words, SMALL, align="center")
+    for (key, value), level in zip(drawn.items(), levels, strict=True):
+        _draw_value(sketch, cut, value, counts[key], each, (top, top - 0.1 - level * _LEVEL))
+    return sketch.finish(f"A model's modules in a row. {finding}. {_told(cut)}")
+
+
+def _labels(cut: Cut, each: float) -> list[tuple[str, float, int]]:
+    """Return what each cut carries in all, the middle of these words, and their row, so that none lies on another."""
+    labels, row_ends = [], [float("-inf")] * len(cut.begins)
     for begin in cut.begins:
-        x, over = begin * each, _over(cut, begin)
+        over = _over(cut, begin)
         words = f"{counted(len(over), 'tensor')}, {format_bytes(sum(value.n_bytes for value in over))}"
         half = width_of(words, SMALL) / 2 + 0.04
-        x_words = min(max(x, half), n_calls * each - half)
-        row = next((i for i, end in enumerate(row_ends) if end <= x_words - half), 1)
-        row_ends[row] = x_words + half
-        sketch.line((x, 0.0), (x, top + _HIGH + 0.22), ink="black", line=1.6, dashed=True, zorder=3)
-        sketch.text((x_words, top + _HIGH + 0.36 + 0.18 * row), words, SMALL, align="center")
-    for value, level in zip(drawn, levels, strict=True):
-        _draw_value(sketch, cut, value, each, top, top - 0.1 - level * _LEVEL)
-    return sketch.finish(f"A model's modules in a row. {finding}. {_told(cut)}")
+        x = min(max(begin * each, half), len(cut.calls) * each - half)
+        row = next(i for i, end in enumerate(row_ends) if end <= x - half)
+        row_ends[row] = x + half
+        labels.append((words, x, row))
+    return labels
 
 
 def _levels(values: Sequence[Value]) -> list[int]:
@@ -99,13 +112,17 @@ def _levels(values: Sequence[Value]) -> list[int]:
     return [found[index] for index in range(len(values))]
 
 
-def _draw_value(sketch: Sketch, cut: Cut, value: Value, each: float, top: float, height: float) -> None:
-    past = _passes(cut, value)
-    last = min(value.read[-1], len(cut.calls) - 1)
-    start, end = (value.made + 0.62) * each, (last + 0.38) * each
+def _draw_value(sketch: Sketch, cut: Cut, value: Value, count: int, each: float, between: tuple[float, float]) -> None:
+    top, height = between
+    past, start = _passes(cut, value), (value.made + 0.62) * each
     ink = chart.VERMILION if past else chart.BLUE
-    points = [(start, top), (start, height), (end, height), (end, top)]
-    sketch.arrow(*points, ink=ink, line=1.8, dashed=past, head=10)
+    for call in value.read:
+        end = (call + 0.38) * each
+        # What comes after the last call is the model's result.
+        ends = [(end, height), (end, top)] if call < len(cut.calls) else [(call * each, height)]
+        sketch.arrow((start, top), (start, height), *ends, ink=ink, line=1.8, dashed=past, head=10)
+    if count > 1:
+        sketch.text((start + 0.04, height - 0.1), f"×{count}", LEAST)
 
 
 def _stage_of(cut: Cut, call: int) -> int:
@@ -141,8 +158,18 @@ def _finding(cut: Cut) -> str:
 def _told(cut: Cut) -> str:
     cuts = [
         f"the cut before {cut.calls[begin]} carries {format_bytes(sum(v.n_bytes for v in over))}, made by "
-        f"{listed([cut.calls[v.made] for v in over])}"
+        f"{listed(_makers(cut, over))}"
         for begin in cut.begins
         if (over := _over(cut, begin))
     ]
     return "; ".join(cuts)[:1].upper() + "; ".join(cuts)[1:] + "." if cuts else ""
+
+
+def _makers(cut: Cut, values: Sequence[Value]) -> list[str]:
+    """Return ``block.0 (3 tensors)`` and ``down1 (for down2 and up1)``: the makers of values, and for whom."""
+    named = []
+    for (made, read), count in Counter((value.made, value.read) for value in values).items():
+        readers = [cut.calls[call] if call < len(cut.calls) else "the result" for call in read]
+        several = [f"{count} tensors"] * (count > 1) + [f"for {listed(readers)}"] * (len(read) > 1)
+        named.append(f"{cut.calls[made]} ({' '.join(several)})" if several else cut.calls[made])
+    return named

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.patches import ArrowStyle, FancyArrowPatch
 
 from course_pp import show
 from course_pp.model import ModelConfig, compute_layer_assignment
@@ -96,10 +97,21 @@ def test_what_a_cut_carries_is_told_and_added_up() -> None:
     assert title(figure) == "4 stages: each cut carries 2 tensors; 1 skip a stage"
     assert texts(figure).count("2 tensors, 12 KiB") == 3
     assert (
-        "the cut before model.blocks.12 carries 12 KiB, made by model.blocks.11 and model.blocks.2" in figure.alt_text
+        "the cut before model.blocks.12 carries 12 KiB, made by model.blocks.11 and "
+        "model.blocks.2 (for model.blocks.3 and model.blocks.22)" in figure.alt_text
     )
     with pytest.raises(ValueError, match="cut has 25 calls: from 1 to 24 are drawn"):
         show.carried(SimpleNamespace(calls=("a",) * 25, begins=(), values=()))
+
+
+def test_an_arrow_leads_to_each_reader_and_says_how_many_tensors_it_is() -> None:
+    # The second module's result goes to the third, to the fifth and into the model's result; the fourth makes three.
+    values = [SimpleNamespace(made=1, read=(2, 4, 5), n_bytes=1)] + 3 * [SimpleNamespace(made=3, read=(4,), n_bytes=1)]
+    figure = show.carried(SimpleNamespace(calls=tuple("abcde"), begins=(2, 4), values=values))
+    arrows = [each for each in figure.axes[0].get_children() if isinstance(each, FancyArrowPatch)]
+    heads = [arrow for arrow in arrows if isinstance(arrow.get_arrowstyle(), ArrowStyle.CurveFilledB)]
+    assert (len(heads), texts(figure).count("×3")) == (4, 1)
+    assert "made by b (for c, e and the result) and d (3 tensors)" in figure.alt_text
 
 
 def test_words_over_each_other_or_out_of_their_box_are_flaws() -> None:
