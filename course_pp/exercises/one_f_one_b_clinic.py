@@ -16,7 +16,7 @@ from course_pp.exercises.one_f_one_b_steps import PATIENTS
 from course_pp.launch import on_ranks
 from course_pp.runtime import Link, partition_model
 
-__all__ = ["PATIENTS", "Findings", "examine"]
+__all__ = ["PATIENTS", "Findings", "batch", "compare", "examine", "whole_model"]
 
 Step = Callable[..., Any]
 Finding = Literal["right", "none", "wrong"]
@@ -64,16 +64,21 @@ def examine(
         Whatever :func:`course_pp.launch.on_ranks` raises for the step.
     """
     ranks = on_ranks(n_ranks, _stepped, step, n_microbatches, stagger_s, timeout_s=timeout_s)
-    model, (inputs, targets) = _model(), _batch(n_microbatches)
+    return compare(ranks, n_microbatches)
+
+
+def compare(ranks: Sequence[tuple[Any, Mapping[str, Tensor | None]]], n_microbatches: int) -> Findings:
+    """Compare with one process what the ranks return: the loss, or that of each microbatch, and gradients by name."""
+    model, (inputs, targets) = whole_model(), batch(n_microbatches)
     loss = mse_loss(model(inputs), targets)
     loss.backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
     found = tuple({name: _finding(g, expected[name]) for name, g in gradients.items()} for _, gradients in ranks)
-    return Findings(found, ranks[-1][0], loss.item())
+    return Findings(found, _mean(ranks[-1][0]), loss.item())
 
 
 def _stepped(rank: int, step: Step, m: int, stagger_s: float) -> tuple[float | None, dict[str, Tensor | None]]:
-    stage, (inputs, targets) = partition_model(_model(), dist.get_world_size(), rank), _batch(m)
+    stage, (inputs, targets) = partition_model(whole_model(), dist.get_world_size(), rank), batch(m)
     link = Link((len(inputs) // m, _WIDTH), torch.float64)
     dist.barrier()
     time.sleep(stagger_s * rank)
@@ -84,11 +89,12 @@ def _stepped(rank: int, step: Step, m: int, stagger_s: float) -> tuple[float | N
 def _mean(returned: Any) -> float | None:
     """The loss of a step that returns one, or one for each microbatch."""
     if isinstance(returned, Sequence) and returned:
-        return float(torch.stack([loss.detach() for loss in returned]).mean())
-    return float(returned) if isinstance(returned, Tensor) else None
+        return sum(map(float, returned)) / len(returned)
+    return float(returned) if isinstance(returned, Tensor | float) else None
 
 
-def _model() -> nn.Sequential:
+def whole_model() -> nn.Sequential:
+    """Eight blocks of four modules each, in float64, the same on every rank."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for _ in range(8):
@@ -96,7 +102,8 @@ def _model() -> nn.Sequential:
     return nn.Sequential(*layers).double()
 
 
-def _batch(m: int) -> tuple[Tensor, Tensor]:
+def batch(m: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, 16 rows for each of m microbatches."""
     seeded = torch.Generator().manual_seed(0)
     inputs, targets = torch.randn(2, 16 * m, _WIDTH, dtype=torch.float64, generator=seeded)
     return inputs, targets

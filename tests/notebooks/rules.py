@@ -26,6 +26,18 @@ READ_TAG = "read"
 FIRST_LINE = "from course_pp import show  # not found? Start with `make lab`, or choose the kernel of .venv\n"
 # Their scripts are launched, as the owner of the course asked.
 LAUNCHING = ("01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12")
+# Whoever comes from PyTorch's tutorial finds each step of its script, by these names in code.
+TORCHS_OWN = {
+    "03": (
+        "PipelineStage(",
+        "SplitPoint",
+        "ScheduleGPipe",
+        "Schedule1F1B",
+        ".step(x)",
+        ".step(target=y, losses=losses)",
+    ),
+    "10": ("pipeline(", "SplitPoint.BEGINNING", ".build_stage(", "ScheduleGPipe("),
+}
 # What draws a concept, and not a timeline, a curve or bars.
 CONCEPTS = {
     "autograd",
@@ -217,6 +229,23 @@ def launches_its_script(notebook: Notebook, path: Path) -> Iterator[str]:
         yield "no section 'On the cluster'"
 
 
+def shows_torchs_own_pipeline(notebook: Notebook, path: Path) -> Iterator[str]:
+    code = "\n".join(cell.source for cell in code_cells(notebook))
+    for name in TORCHS_OWN.get(path.name[:2], ()):
+        if name not in code:
+            yield f"no code cell has {name}, which PyTorch's own script has"
+
+
+def cites_each_reference(notebook: Notebook, path: Path) -> Iterator[str]:
+    prose, _, references = "\n\n".join(c.source for c in notebook.cells if c.cell_type == "markdown").partition(
+        "**References**"
+    )
+    cited = {number for group in re.findall(r"\[([\d, ]+)\](?!\()", prose) for number in re.findall(r"\d+", group)}
+    for number in re.findall(r"^(\d+)\. ", references, re.MULTILINE):
+        if number not in cited:
+            yield f"nothing cites reference {number}"
+
+
 def leaves_each_guess_to_the_learner(notebook: Notebook, path: Path) -> Iterator[str]:
     for cell in code_cells(notebook):
         for node in ast.walk(parsed(cell)):
@@ -254,6 +283,8 @@ RULES: tuple[Rule, ...] = (
     begins_with_title_minutes_and_ranks,
     is_light,
     launches_its_script,
+    shows_torchs_own_pipeline,
+    cites_each_reference,
     names_the_right_kernel_where_another_stops,
     calls_no_shell,
     is_executed_in_order,

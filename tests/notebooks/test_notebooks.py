@@ -29,8 +29,9 @@ def test_notebook(path: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def _launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The notebook of these tests is one that launches a script."""
+    """The notebook of these tests is one that launches a script, and names what PyTorch's has."""
     monkeypatch.setattr(rules, "LAUNCHING", (*rules.LAUNCHING, "97"))
+    monkeypatch.setitem(rules.TORCHS_OWN, "97", ("show.mesh(",))
 
 
 def picture(alt: str) -> nbformat.NotebookNode:
@@ -131,6 +132,8 @@ BREAKAGES: list[tuple[str, Callable[[nbformat.NotebookNode], None]]] = [
     ("is_light", _set_source(4, "word " * 2001)),
     ("is_light", _replace(6, "ring", "timeline")),
     ("launches_its_script", _set_source(10, "1")),
+    ("shows_torchs_own_pipeline", _replace(7, "mesh", "placement")),
+    ("cites_each_reference", _set_source(4, "So [1, 3].\n\n**References**\n\n1. A.\n2. B.\n3. C.")),
     ("launches_its_script", _set_source(9, "## Elsewhere")),
     ("leaves_each_guess_to_the_learner", _set_source(3, "guess_size = 3")),
     ("knows_where_its_numbers_come_from", _set_source(4, "It took 3.5 s.")),
