@@ -36,6 +36,7 @@ T = TypeVar("T")
 _WAITED = "course_pp has waited on rank "
 _ROLL_CALL_S = 1.0
 _CALL_BYTES = 256
+_GO_BETWEENS = (__name__, checked.__module__, "course_pp.parallel.refusing", "course_pp.training.checkpoint.ranks")
 MEETING_BYTES = 3 * torch.int64.itemsize
 """What a rank gives to the all-reduce with which each exchange begins."""
 
@@ -205,8 +206,7 @@ class Ranks:
 
     def _meet(self, number: int) -> int:
         """Return the largest ``number`` if all ranks are in the same call; otherwise refuse on all of them."""
-        call = _call()
-        tag = zlib.crc32(call.encode())
+        call, tag = _call()
         most = torch.tensor([number, tag, -tag], device=self._device)
         self._wait(lambda timeout: self._group.allreduce([most], dist.ReduceOp.MAX, timeout=timeout))
         largest, highest, lowest = most.tolist()
@@ -245,16 +245,21 @@ class Ranks:
         return tuple(absent)
 
 
-def _call() -> str:
-    """Return the public functions of this package that the user's code is in, outermost first."""
+def _call() -> tuple[str, int]:
+    """Return the public functions of this package that the user's code is in, outermost first, and a tag.
+
+    The tag is of the innermost, which exchanges something: ranks may come to it by different ways.
+    """
     names: list[str] = []
+    innermost = ""
     frame = sys._getframe(1)
     while frame is not None and (module := frame.f_globals.get("__name__", "")).startswith("course_pp."):
         name = frame.f_code.co_name
-        if name[0] not in "_<" and module not in (__name__, checked.__module__):
+        if name[0] not in "_<" and module not in _GO_BETWEENS:
             names.insert(0, name)
+            innermost = innermost or frame.f_code.co_qualname
         frame = frame.f_back  # type: ignore[assignment]
-    return " ".join(names)
+    return " ".join(names), zlib.crc32(innermost.encode())
 
 
 def _difference_of_calls(calls: Sequence[str]) -> str:
