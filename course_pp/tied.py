@@ -148,17 +148,20 @@ def problem_of_forgotten_ties(looks: Mapping[int, Mapping[str, Look]]) -> str | 
 
 
 def problem_of_left_out_copies(
-    looks: Mapping[int, Mapping[str, Look]], tied: Iterable[Mapping[int, str]]
+    looks: Mapping[int, Mapping[str, Look]], tied: Sequence[Mapping[int, str]]
 ) -> str | None:
-    """Say which weight has the values of a tie's and is not in it, such as a prediction head between the two ends."""
+    """Say which weight has the values of a tie's and is in none, such as a prediction head between the two ends.
+
+    A frozen one is no problem: whoever keeps the weights of yesterday beside those of today means to.
+    """
+    declared = [end for tie in tied for end in tie.items()]
     for tie in tied:
-        ends = [looks[stage][name] for stage, name in tie.items() if name in looks.get(stage, ())]
+        values = {looks[stage][name].values for stage, name in tie.items() if name in looks.get(stage, ())}
         for stage, here in looks.items():
             if stage in tie and tie[stage] not in here:  # by another of its names, perhaps
                 continue
             for name, look in here.items():
-                trained = any(end.is_trained or look.is_trained for end in ends if end.values == look.values)
-                if trained and tie.get(stage) != name:
+                if look.is_trained and look.values in values and (stage, name) not in declared:
                     remedy = f"make it the parameter {tie[stage]!r}" if stage in tie else f"add {stage}: {name!r} to it"
                     return (
                         f"{name!r} of stage {stage} has the values of the tied weight {dict(tie)} and is not in it, so "

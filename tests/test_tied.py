@@ -185,7 +185,12 @@ ENDS = {0: embedding(), 2: head(embedding())}
 TIE = {0: "0.weight", 2: "0.weight"}
 COPIES: dict[str, tuple[Mapping[int, nn.Module], Mapping[int, str], str | None]] = {
     "in a third stage": ({**ENDS, 1: head(embedding())}, TIE, "add 1: '0.weight' to it; or, if that is meant, fill it"),
-    "frozen in a third stage": ({**ENDS, 1: frozen(head(embedding()))}, TIE, "add 1: '0.weight' to it"),
+    "frozen in a third stage": ({**ENDS, 1: frozen(head(embedding()))}, TIE, None),
+    "frozen in the stage of an end": (
+        {**ENDS, 2: nn.ModuleList([*head(embedding()), frozen(head(embedding()))])},
+        TIE,
+        None,
+    ),
     "in the stage of an end": ({**ENDS, 2: twice(False)}, {0: "0.weight", 2: "one.0.weight"}, "the parameter 'one.0.w"),
     "all frozen": ({0: frozen(embedding()), 1: frozen(head(embedding())), 2: frozen(head(embedding()))}, TIE, None),
     "another name of an end": ({**ENDS, 2: twice(True)}, {0: "0.weight", 2: "other.0.weight"}, None),
@@ -198,6 +203,12 @@ def test_a_copy_that_a_declared_tie_leaves_out_is_named(where: str) -> None:
     stages, tie, remedy = COPIES[where]
     said = problem_of_left_out_copies(looks_of(stages), [tie])
     assert remedy in str(said) if remedy else said is None
+
+
+def test_two_ties_may_begin_with_equal_values() -> None:
+    ends = {0: embedding(), 1: head(embedding()), 2: embedding(), 3: head(embedding())}
+    ties = [{0: "0.weight", 1: "0.weight"}, {2: "0.weight", 3: "0.weight"}]
+    assert problem_of_left_out_copies(looks_of(ends), ties) is None
 
 
 class Predicting(nn.Sequential):
