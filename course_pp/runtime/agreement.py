@@ -40,12 +40,14 @@ class Agreed:
         parameters: for each stage its parameters, by name.
         declared: for each stage the values that it reads and writes beyond its neighbours'.
         looks: of each stage, how its weights look, unless nothing is tied.
+        n_data: ranks over which FSDP2 averages gradients, the most of any stage.
     """
 
     series: int
     parameters: Mapping[int, Mapping[str, Fact]]
     declared: Mapping[int, Declared]
     looks: Mapping[int, Mapping[str, Look]]
+    n_data: int
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class _Told:
     parameters: Mapping[int, Mapping[str, Fact]]
     declared: Mapping[int, Declared]
     looks: Mapping[int, Mapping[str, Look]]
+    n_data: int
     series: int
 
 
@@ -67,6 +70,7 @@ def agree_on_pipeline(
     group: dist.ProcessGroup | None,
     declared: Mapping[int, Declared],
     looks: Mapping[int, Mapping[str, Look]],
+    n_data: int,
 ) -> Agreed:
     """Compare what the ranks were given.
 
@@ -76,12 +80,13 @@ def agree_on_pipeline(
         parameters: of this rank's stages, by name.
         declared: what this rank's stages read and write beyond their neighbours'.
         looks: how its weights look, unless nothing is tied.
+        n_data: ranks over which FSDP2 averages gradients of its stages.
 
     Raises:
         RankMissing: if a rank has ended or does not come.
         ValueError: on every rank, with the first rank's problem or the first fact that differs.
     """
-    mine = _Told(problem, facts, parameters, declared, looks, 1 + secrets.randbelow(2**15 - 1))
+    mine = _Told(problem, facts, parameters, declared, looks, n_data, 1 + secrets.randbelow(2**15 - 1))
     everyone = Ranks(group, limit_s=_LIMIT_S).gather(mine)
     for rank, told in enumerate(everyone):
         if told.problem is not None:
@@ -101,7 +106,7 @@ def agree_on_pipeline(
                     f"rank {rank} has stage {stage} as {ours}, another replica as {values[stage]}: "
                     "give all replicas of a stage the same reads and writes"
                 )
-    return Agreed(everyone[0].series, held, values, found)
+    return Agreed(everyone[0].series, held, values, found, max(told.n_data for told in everyone))
 
 
 def _same_on_replicas(by_rank: Sequence[Mapping[int, Mapping[str, Fact]]]) -> Mapping[int, Mapping[str, Fact]]:

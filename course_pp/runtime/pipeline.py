@@ -54,7 +54,8 @@ class Pipeline:
             writes them (:mod:`course_pp.runtime.values`). ``pipeline.schedule`` then has the edges.
         loss_fn: ``loss_fn(output, target)``, the mean loss of a microbatch, or a :class:`TokenLoss`. Only :meth:`step`
             needs it. The loss is divided before the backward: a gradient that an autograd function of your own adds
-            must be divided too, by the number of microbatches where they weigh alike.
+            must be divided too, by the number of microbatches where they weigh alike. A loss scaled by
+            ``torch.amp.GradScaler`` needs torch's ``ShardedGradScaler``, or a stage that finds an infinity skips alone.
         group: the ranks of the pipeline; None is all of them, or this process alone if there is no process group.
         device: where the stages compute; None is where their parameters are.
         recompute: keep each microbatch's input only, and compute forwards again in the backward. What a forward does to
@@ -126,6 +127,7 @@ class Pipeline:
         plans = plan(schedule, settled.pairs)
         self._shared = SharedWeights(self._rank, settled.weights, modules)
         self._sharded = ShardedStages(modules.values(), any(part.kind != "F" for part in schedule.parts))
+        self._n_data = settled.n_data
         self._only_forward = ShardedStages(modules.values(), trains=False)
         self._planned = settled.planned
         self._weights = versioned_stages(schedule, self._rank, modules, optimizers, settled.planned, meter)
@@ -281,7 +283,15 @@ class Pipeline:
         """Return a microbatch's part of the loss to minimise, from its number and output."""
         assert self._loss_fn is not None  # or step has refused
         if self._planned is None:
-            return loss_shares(self._loss_fn, targets, divisor, self._sharded.data_groups, self._device)
+            averaged = self._sharded.data_groups
+            if self._n_data > 1 and not averaged:  # as without weights in the last stage
+                if divisor is None and isinstance(self._loss_fn, TokenLoss):
+                    raise ValueError(
+                        f"FSDP2 shards no weight of stage {self.schedule.n_stages - 1}, so its tokens cannot be "
+                        f"counted over the {self._n_data} data ranks: give divisor=, the number in the global batch"
+                    )
+                divisor = None if divisor is None else divisor / self._n_data
+            return loss_shares(self._loss_fn, targets, divisor, averaged, self._device)
         last, planned = self.schedule.n_stages - 1, self._planned
         groups = [group for stage in range(last + 1) for group in planned.updates(stage)]
         return partial(_finite, own_means(self._loss_fn, targets, divisor, groups), planned, last)

@@ -1,5 +1,6 @@
 """Check a pipeline's arguments on every rank, and agree on them before the first message."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from course_pp.runtime.agreement import Fact, agree_on_pipeline
 from course_pp.runtime.clocks import host_identity
 from course_pp.runtime.cluster import EmulatedCluster
 from course_pp.runtime.recorder import Recorder
+from course_pp.runtime.sharded import ShardedStages
 from course_pp.runtime.shared import Weight, shared_weights
 from course_pp.runtime.stages import Stages, by_stage, device_of, facts_of_parameters, problem_of_stages
 from course_pp.runtime.versions import Optimizers, problem_of_versions, settings_of
@@ -38,6 +40,7 @@ class Settled:
         planned: which versions its actions use, if stages update their own weights.
         schedule: what it was given, with the edges between the stages.
         declared: the values that this rank's stages read and write beyond their neighbours'.
+        n_data: ranks over which FSDP2 averages gradients, the most of any stage.
     """
 
     rank: int
@@ -48,6 +51,7 @@ class Settled:
     planned: Ledger | None
     schedule: Schedule
     declared: Mapping[int, Declared]
+    n_data: int
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
@@ -107,7 +111,7 @@ def settle(
         problem = str(error)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-    agreed = agree_on_pipeline(problem, mine.facts, mine.parameters, group, mine.declared, mine.looks)
+    agreed = agree_on_pipeline(problem, mine.facts, mine.parameters, group, mine.declared, mine.looks, mine.n_data)
     schedule = _with_edges(schedule, edges_from(agreed.declared))
     if cluster is not None and (problem := cluster.problem_with(schedule)):
         raise ValueError(problem)
@@ -116,7 +120,9 @@ def settle(
     weights = shared_weights(schedule, agreed.parameters, ties) if planned is None else ()
     if problem := problem_of_left_out_copies(agreed.looks, ties):
         raise ValueError(problem)
-    return Settled(rank, mine.modules, mine.device, weights, agreed.series, planned, schedule, mine.declared)
+    return Settled(
+        rank, mine.modules, mine.device, weights, agreed.series, planned, schedule, mine.declared, agreed.n_data
+    )
 
 
 @dataclass
@@ -127,6 +133,7 @@ class _Mine:
         facts: must be the same on every rank.
         parameters: of each stage, what its copies and its weights' other places are compared by.
         looks: of each stage, what tells tied weights that nobody named.
+        n_data: ranks over which FSDP2 averages the gradients here.
     """
 
     modules: Mapping[int, nn.Module | None] = field(default_factory=dict)
@@ -135,6 +142,7 @@ class _Mine:
     declared: Mapping[int, Declared] = field(default_factory=dict)
     parameters: dict[int, dict[str, Fact]] = field(default_factory=dict)
     looks: dict[int, dict[str, Look]] = field(default_factory=dict)
+    n_data: int = 1
 
     def look(
         self,
@@ -145,6 +153,9 @@ class _Mine:
     ) -> str | None:
         """Look into the modules; return what is wrong with the cluster, if anything."""
         self.declared = {stage: declared_by(stage, module) for stage, module in self.modules.items()}
+        self.n_data = math.prod(
+            group.size() for group in ShardedStages(self.modules.values(), trains=False).data_groups
+        )
         if cluster is not None and (problem := cluster.problem_with(schedule)):
             return problem
         copied = {stage for stage in self.modules if len(schedule.placement[stage]) > 1}

@@ -240,6 +240,31 @@ def test_unequal_tokens_of_data_ranks_weigh_alike(layout: Layout, told: bool) ->
             torch.testing.assert_close(gradient, stages[int(stage)].get_parameter(parameter).grad, rtol=0, atol=1e-12)
 
 
+def without_weights_at_the_end(rank: int) -> tuple[str, dict[str, Tensor]]:
+    """What is said, and the gradients once the divisor was given."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp_replicate", "dp_shard"))
+    stage = mesh.get_local_rank("pp")
+    module = wrap([make_stages(1)[0], nn.Sequential(nn.Softplus())][stage], mesh["dp_shard"], Layout("1f1b"))
+    pipe = Pipeline(build("1f1b", 2, M), module, CrossEntropy(), group=mesh.get_group("pp"), timeout_s=20)
+    arguments = unequal(replica_of(mesh))
+    with pytest.raises((ValueError, PipelineError)) as refusal:
+        pipe.step(*arguments)
+    pipe = Pipeline(build("1f1b", 2, M), module, CrossEntropy(), group=mesh.get_group("pp"), timeout_s=20)
+    pipe.step(*arguments, divisor=27)
+    return str(refusal.value), {name: p.grad.full_tensor() for name, p in module.named_parameters()}
+
+
+def test_a_last_stage_without_weights_is_told_to_give_the_divisor() -> None:
+    x, labels = map(torch.cat, zip(*map(unequal, range(2)), strict=True))
+    (stage,) = make_stages(1)
+    assert (labels != -100).sum() == 27
+    F.cross_entropy(F.softplus(stage(x)).flatten(0, 1), labels.flatten()).backward()
+    for said, gradients in on_ranks(4, without_weights_at_the_end, timeout_s=60.0):
+        assert "give divisor=, the number in the global batch" in said
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, stage.get_parameter(name).grad, rtol=0, atol=1e-12)
+
+
 def after_others(rank: int) -> list[tuple[float, float]]:
     """Largest difference from one process of the gradients after a step that failed, and after one that evaluates."""
     layout = Layout("zb_h1", resharded=False)
