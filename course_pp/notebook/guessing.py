@@ -33,7 +33,7 @@ def reveal(
             it was made: "measured" if all of them were.
     """
     if not isinstance(how, str):
-        how = "measured" if all(run.measured for run in how) else "simulated"
+        how = "measured" if how and all(run.measured for run in how) else "simulated"
     print(f"{what}: {how} {_verdict(guess, measured, f' {unit}' if unit else '')}")
 
 

@@ -1,7 +1,7 @@
 """When each rank did what, and the numbers that follow from it.
 
 Times count from 0. A simulated timeline has ``unit=""`` (costs are relative) and may use
-:class:`fractions.Fraction`, in which case every number below is exact. Only a recorder calls one measured.
+:class:`fractions.Fraction`, in which case every number below is exact. Only what ranks ran is called measured.
 """
 
 from collections.abc import Sequence

@@ -62,9 +62,14 @@ class TokenFile:
         return np.memmap(self.path, dtype=_DTYPES[self.dtype], mode="r", shape=(self.n_tokens,))
 
     @cached_property
+    def special_ids(self) -> tuple[int, int, int]:
+        """Those of its tokenizer."""
+        return Tokenizer(self.tokenizer).special_ids
+
+    @cached_property
     def bounds(self) -> np.ndarray:
         """Where documents begin, and where the last one ends: found by reading the file once."""
-        _, bot, _ = Tokenizer(self.tokenizer).special_ids
+        _, bot, _ = self.special_ids
         parts = [at + np.flatnonzero(self.tokens[at : at + _CHUNK] == bot) for at in range(0, self.n_tokens, _CHUNK)]
         return np.concatenate([*parts, [self.n_tokens]])
 
@@ -282,7 +287,7 @@ class PaddedTokens:
         """Return the chosen rows: a slice, or an int64 tensor of row numbers."""
         starts, ends = (each[rows if isinstance(rows, slice) else rows.numpy()] for each in self._spans)
         pieces = [self.file.tokens[start:end].astype(np.int64) for start, end in zip(starts, ends, strict=True)]
-        pad, *_ = Tokenizer(self.file.tokenizer).special_ids
+        pad, *_ = self.file.special_ids
         return padded_rows([torch.from_numpy(piece) for piece in pieces], self.seq_len, pad)
 
     @property
