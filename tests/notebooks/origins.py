@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+_BINDS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr, ast.For, ast.comprehension)
 _RUN = {"emulate", "on_ranks"}
 _PAPER = {"bound", "optimum", "partition", "plan", "play", "predict", "search", "simulate"}
 _TIMES = {"makespan", "bubble_fraction", "utilisation", "peak_activations", "transfers", "spans"}
@@ -33,18 +34,19 @@ def wrongly_called(cells: Sequence[ast.Module]) -> Iterator[str]:
     """
     known: dict[str, Origin] = {}
     for number, cell in enumerate(cells):
-        nodes = [
-            node for node in ast.walk(cell) if isinstance(node, ast.Assign | ast.For | ast.comprehension | ast.Call)
-        ]
-        for node in sorted(nodes, key=lambda node: _line(node)):
+        nodes = [node for node in ast.walk(cell) if isinstance(node, (*_BINDS, ast.Call))]
+        # What a comprehension binds is used by the statement around it.
+        for node in sorted(nodes, key=lambda node: (_line(node), not isinstance(node, ast.comprehension))):
             if isinstance(node, ast.Call):
                 if ast.unparse(node.func) == "reveal":
                     yield from _wrong(node, known, number)
                 continue
-            origin = _origin(node.value if isinstance(node, ast.Assign) else node.iter, known, number)
+            source = getattr(node, "value", None) or getattr(node, "iter", None)
+            origin = Origin() if source is None else _origin(source, known, number)
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 for name in (each for each in ast.walk(target) if isinstance(each, ast.Name)):
-                    if isinstance(target, ast.Subscript) and name.id in known:
+                    grows = isinstance(target, ast.Subscript) or isinstance(node, ast.AugAssign)
+                    if grows and name.id in known:
                         known[name.id].add(origin)
                     else:
                         known[name.id] = Origin()
@@ -72,7 +74,8 @@ def _origin(value: ast.AST, known: dict[str, Origin], cell: int) -> Origin:
 
 
 def _wrong(call: ast.Call, known: dict[str, Origin], cell: int) -> Iterator[str]:
-    value = _origin(call.args[2], known, cell)
+    measured = [*call.args[2:3], *(keyword.value for keyword in call.keywords if keyword.arg == "measured")]
+    value = _origin(measured[0], known, cell)
     how = next((keyword.value for keyword in call.keywords if keyword.arg == "how"), ast.Constant("measured"))
     what = ast.unparse(call)
     if isinstance(how, ast.List | ast.Tuple):
