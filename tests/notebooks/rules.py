@@ -272,9 +272,9 @@ def says_how_each_value_was_found(notebook: Notebook, path: Path) -> Iterator[st
 def announces_each_exercise(notebook: Notebook, path: Path) -> Iterator[str]:
     headings = [line for cell in notebook.cells if cell.cell_type == "markdown" for line in cell.source.splitlines()]
     for i, exercise in enumerate(exercises_of(path.name[:2]), 1):
-        begins, ends = f"### Exercise {i} · ", f" · {exercise.stars} · {exercise.minutes} minutes"
-        if not any(line.startswith(begins) and ends in line for line in headings):
-            yield f"no heading '{begins}what it is about{ends}'"
+        heading = f"### Exercise {i} · {exercise.title} · {exercise.stars} · {exercise.minutes} minutes"
+        if heading not in headings:
+            yield f"no heading '{heading}'"
 
 
 RULES: tuple[Rule, ...] = (

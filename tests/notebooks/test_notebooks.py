@@ -207,7 +207,7 @@ def toy(name: str) -> Exercise:
         return x / 2
 
     solution.__name__ = name
-    return Exercise(name, "97", "a part", 2, 5, ("Divide.",), solution, lambda answer: None)
+    return Exercise(name, "97", name, 2, 5, ("Divide.",), solution, lambda answer: None)
 
 
 @pytest.mark.usefixtures("three_exercises")
@@ -234,6 +234,7 @@ EXERCISE_BREAKAGES: list[tuple[str, Callable[[nbformat.NotebookNode], None]]] = 
     (ANNOUNCED, _replace(5, "★★☆", "★☆☆")),
     (ANNOUNCED, _replace(5, "5 minutes", "15 minutes")),
     (ANNOUNCED, _replace(7, "### Exercise 2", "### Exercise 3")),
+    (ANNOUNCED, _replace(7, "· thirds ·", "· a third ·")),
 ]
 
 
