@@ -9,10 +9,12 @@ that calls its number measured quotes what was printed or published, and one tha
 
 import math
 import re
+import runpy
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +104,24 @@ def _gives(expression: str, number: str) -> bool:
 
 def _value(expression: str) -> Any:
     names = {"math": math, "schedule": schedule, "theory": theory, "build": build, "simulate": simulate}
-    return eval(expression, {**names, "Costs": Costs, "Fraction": Fraction, "bubble": _bubble})
+    return eval(expression, {**names, "Costs": Costs, "Fraction": Fraction, "bubble": _bubble, "error": _error})
 
 
 def _bubble(name: str, n_ranks: int, n_microbatches: int, **costs: Any) -> float:
     return float(simulate(build(name, n_ranks, n_microbatches), Costs(**costs)).bubble_fraction)
+
+
+def _error(number: int) -> float:
+    """How far off the planner is, in percent, for a run that its fit never saw."""
+    calibration, fit = _calibrated()
+    run = calibration["OTHERS"][number]
+    return 100 * abs(float(run.predicted(fit).step_s) / float(run.seconds) - 1)
+
+
+@cache
+def _calibrated() -> tuple[dict[str, Any], Any]:
+    calibration = runpy.run_path(str(SOURCES.parents[2] / "benchmarks" / "plan_calibration.py"))
+    return calibration, calibration["fitted"](calibration["TABLE"], calibration["Constants"]())[0]
 
 
 def _references(cell: nbformat.NotebookNode) -> str:
