@@ -44,7 +44,7 @@ def carried(cut: Cut, title: str | None = None) -> ChartFigure:
     """Draw the calls of a model's modules in a row, the cuts between stages, and each tensor that crosses one.
 
     An arrow leads from the module that makes tensors to each that reads them, and out to the right if the model returns
-    them; ×3 stands at the arrow of three. It is blue if each stage on its way reads them, and red and dashed if some
+    them; ×3 stands at the arrow of three. It is blue if each stage on its way reads them, and orange and dashed if some
     only hand them on. Under each cut is what it carries in all.
 
     Args:
@@ -63,7 +63,7 @@ def carried(cut: Cut, title: str | None = None) -> ChartFigure:
     top = (1 + max(levels, default=0)) * _LEVEL + 0.1
     each = min(0.95, (WIDTH - 2 * MARGIN) / n_calls)
     finding = _finding(cut)
-    note = "blue: read in every stage on its way; red, dashed: some only hand it on" if cut.values else ""
+    note = "blue: read in every stage on its way; orange, dashed: some only hand it on" if cut.values else ""
     labels = _labels(cut, each)
     below = _BELOW + _ROW * max([1, *(row for *_, row in labels)])
     sketch = Sketch(n_calls * each, top + _HIGH + below, title or finding, note)
