@@ -20,6 +20,8 @@ from course_pp.parallel.precision import Lowered
 
 __all__ = ["bare_copy", "run_on_meta"]
 
+_MOST_QUESTIONS = 1000
+
 
 def bare_copy(module: nn.Module) -> nn.Module:
     """Return a copy of ``module`` on the meta device, as it was before anything was applied to it."""
@@ -57,12 +59,14 @@ class _Answering(TorchDispatchMode):
 
     def __init__(self, yes: bool) -> None:
         super().__init__()
-        self.yes, self.asked = yes, False
+        self.yes, self.asked = yes, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_question = func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta
         if is_question and args[0].dtype == torch.bool:
-            self.asked = True
+            self.asked += 1
+            if self.asked > _MOST_QUESTIONS:  # a loop that waits for the other answer
+                raise RuntimeError("asks for values without end")
             return self.yes
         return func(*args, **(kwargs or {}))
 

@@ -150,3 +150,8 @@ def test_the_same_seed_finds_the_same_schedule() -> None:
 def test_what_cannot_be_searched_is_refused_by_name(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         search(**{"n_ranks": 2, "n_microbatches": 2, **arguments})
+
+
+def test_no_rank_goes_over_its_own_limit() -> None:
+    found = search(2, 2, memory_limit=[3, 4], n_chunks=2, seconds=0.5)
+    assert all(peak <= limit for peak, limit in zip(found.timeline.peak_activations, [3, 4], strict=True))

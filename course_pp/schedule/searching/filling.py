@@ -5,6 +5,7 @@ pipeline parallelism", section 3.1). Where the gaps are depends on how long thin
 """
 
 from collections import deque
+from collections.abc import Sequence
 from itertools import accumulate
 
 from course_pp.schedule.costs import Costs
@@ -14,16 +15,17 @@ from course_pp.schedule.searching.problem import FORWARD, WEIGHT, Problem, Words
 from course_pp.schedule.span import Time
 
 
-def filled(schedule: Schedule, costs: Costs) -> Schedule:
+def filled(schedule: Schedule, costs: Costs, limits: Sequence[int] | None = None) -> Schedule:
     """Return the order with its weight gradients placed for ``costs``, or as it is where that is no shorter.
 
-    No rank holds more activations than the fullest did before. An order with whole backwards stays as it is.
+    No rank holds more activations than the fullest did before, nor than its own limit, which the order keeps to. An
+    order with whole backwards stays as it is.
     """
     if not splits_every_backward(schedule):
         return schedule
     changes = {"F": 1, "I": 0, "W": -1}
     most = max(max(accumulate(changes[part.kind] for a in row for part in a.parts)) for row in schedule.actions)
-    caps = (most,) * schedule.n_ranks
+    caps = tuple(min(most, limit) for limit in limits or (most,) * schedule.n_ranks)
     problem = Problem.of(schedule.placement, schedule.n_microbatches, costs, caps, split=True)
     named, best = problem.words_of(schedule), schedule
     makespan = _makespan(problem, named)

@@ -149,7 +149,7 @@ def _starts(question: Question, seed: int, enough: Time, over: Callable[[], bool
     These have their place kept: improved, they often end before what was ahead of them.
     """
     problem = question.problem
-    tried: list[Words] = [problem.words_of(filled(schedule, question.costs)) for schedule in question.named()]
+    tried: list[Words] = [problem.words_of(filled(each, question.costs, problem.caps)) for each in question.named()]
     tried += zero_bubble_heuristic(problem)
     for rule in rules_for(problem):
         # One rule always gets its turn, so that there is an answer whatever the time.
