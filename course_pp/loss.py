@@ -15,7 +15,7 @@ from torch import Tensor
 
 from course_pp.arguments import check_arguments, checked, refuse_unless
 
-__all__ = ["LossFn", "Share", "TokenLoss", "average_over", "counted", "divisor_of", "loss_share", "share_of"]
+__all__ = ["LossFn", "Share", "TokenLoss", "counted", "loss_share", "share_of"]
 
 LossFn = Callable[[Any, Any], Tensor]
 """``loss_fn(output, target)``: a scalar, the mean loss of one microbatch."""
