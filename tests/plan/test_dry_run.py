@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from course_pp.collective import MEETING_BYTES
 from course_pp.launch import on_ranks
 from course_pp.model import CrossEntropy, build_stage_module
 from course_pp.parallel import (
@@ -102,7 +103,7 @@ def mesh_of(layout: Layout) -> DistributedConfig:
 
 def added_by_us(one: Entered) -> bool:
     """What `PipelineSchedule` tells all ranks: its tokens, its loss, that nobody refuses."""
-    return one.n_bytes <= 8
+    return one.n_bytes <= MEETING_BYTES
 
 
 @pytest.mark.sample(6)
@@ -123,7 +124,7 @@ def test_a_rank_alone_enters_as_many_collectives_of_each_kind_as_is_predicted(la
             number, n_bytes = expected[shared]
             extra = number - found[shared][0]
             expected[shared] = number - extra, n_bytes - 8 * extra
-        assert found == {key: tally for key, tally in expected.items() if tally[1] > 8 * tally[0]}
+        assert found == {key: tally for key, tally in expected.items() if tally[1] > MEETING_BYTES * tally[0]}
 
 
 def entered_on_rank(rank: int, layout: Layout) -> list[Entered]:
