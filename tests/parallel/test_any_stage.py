@@ -282,8 +282,10 @@ def odd_keywords_on_rank(rank: int) -> list[str]:
     """What stages made from others say of a keyword that only their wrapping would take."""
     mesh, batch, found = init_distributed(DistributedConfig(pp=2)), torch.ones(4, 4), []
     cut = auto_split(nn.Sequential(linear(), linear()), {"input": X}, 2)[rank]
+    compiled = torch.compile(auto_split(nn.Sequential(linear(), linear()), X, 2)[rank], backend="eager")
     carrying = carry_along({rank: Reads(4, 4) if rank else Writes(4, 4)}, mesh)[rank]
-    for module, inputs in (cut, {"input": X}), (carrying, X), (torch.compile(linear(), backend="eager"), X):
+    whole = torch.compile(linear(), backend="eager")
+    for module, inputs in (cut, {"input": X}), (carrying, X), (whole, X), (compiled, X):
         stage = build_pipeline_stage(module, mesh, "cpu", inputs=inputs)
         pipeline = build_pipeline_schedule(stage, 2, nn.MSELoss(), "gpipe")
         given = {"input": batch} if isinstance(inputs, dict) else batch
@@ -313,7 +315,8 @@ def test_a_keyword_that_a_stage_does_not_take_is_refused_on_every_rank_whatever_
     )
     assert first[4] == f"{goes}WritesCarrying, takes x: let its forward take it, or **kwargs"
     assert first[7].startswith(f"{goes}OptimizedModule, takes input: let")
-    assert [len(set(first[i : i + 3])) for i in (0, 4, 7)] == [1, 1, 1]
+    assert first[10].startswith(f"{goes}OptimizedModule, was cut with an example without it")
+    assert [len(set(first[i : i + 3])) for i in (0, 4, 7, 10)] == [1] * 4
 
 
 def unequal_on_rank(rank: int) -> str:
