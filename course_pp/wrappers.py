@@ -1,7 +1,7 @@
-"""Wrappers that a pipeline cannot run a stage in.
+"""Wrappers of modules: what is inside one, and those that a pipeline cannot run a stage in.
 
-They gather or reduce by themselves and count on one forward and one backward a step. A pipeline has several forwards in
-flight and may put weight gradients off, so gradients would be wrong without a word.
+The latter gather or reduce by themselves and count on one forward and one backward a step. A pipeline has several
+forwards in flight and may put weight gradients off, so gradients would be wrong without a word.
 """
 
 import sys
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-__all__ = ["is_flattened", "problem_of_wrappers"]
+__all__ = ["is_flattened", "problem_of_wrappers", "uncompiled"]
 
 
 def problem_of_wrappers(module: nn.Module, what: str) -> str | None:
@@ -35,6 +35,12 @@ def is_flattened(parameter: nn.Parameter) -> bool:
     return fsdp is not None and (
         isinstance(parameter, fsdp.FlatParameter) or getattr(parameter, "_fsdp_flattened", False)
     )
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module inside what ``torch.compile`` returns, or ``module`` itself."""
+    inner = module._modules.get("_orig_mod")
+    return module if inner is None else inner
 
 
 def _wrappers() -> Iterator[type]:

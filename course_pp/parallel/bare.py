@@ -17,6 +17,7 @@ from course_pp.parallel._torch import TorchDispatchMode, mixed_precision, tree_m
 from course_pp.parallel.boundary import meta_of
 from course_pp.parallel.forwards import replaced_forwards
 from course_pp.parallel.precision import Lowered
+from course_pp.wrappers import uncompiled
 
 __all__ = ["bare_copy", "run_on_meta"]
 
@@ -92,7 +93,7 @@ class _Copier:
 
     def _copy(self, module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
         # What torch.compile returns passes on each attribute that is set on it, a copy of it to the original.
-        if isinstance(inner := module._modules.get("_orig_mod"), nn.Module):
+        if (inner := uncompiled(module)) is not module:
             return self.copy(inner, dtype)
         kind = _kind_of(module)
         copied = self._modules[id(module)] = kind.__new__(kind)

@@ -19,6 +19,7 @@ from course_pp.parallel.boundary import Boundary, as_value, call
 from course_pp.parallel.forwards import Compiled, has_replaced, replaced_forwards
 from course_pp.parallel.precision import casts_inputs, compute_dtypes, spelled
 from course_pp.parallel.split.stage import SplitStage
+from course_pp.wrappers import uncompiled
 
 __all__ = ["ModelStage", "check_declared_dtype", "find_outputs"]
 
@@ -99,7 +100,7 @@ class ModelStage(LocalNeighboursStage):
             what += type(self.submod).__name__
             if isinstance(tree, Mapping) and name in tree:
                 return f"{what}, is called with one of this name already: leave it out, or give it another name"
-            if known is not None and name not in known and isinstance(_uncompiled(self.submod), SplitStage):
+            if known is not None and name not in known and isinstance(uncompiled(self.submod), SplitStage):
                 return (
                     f"{what}, was cut with an example without it: give auto_split a dict that has it as its example, "
                     "and such a dict to build_pipeline_stage and to each step as inputs"
@@ -257,14 +258,9 @@ def check_declared_dtype(stage: int, given: Boundary | None, param_dtype: torch.
             )
 
 
-def _uncompiled(module: nn.Module) -> nn.Module:
-    """Return the module inside what torch.compile returns."""
-    return module._modules.get("_orig_mod") or module
-
-
 def _keywords_of(module: nn.Module) -> list[str] | None:
     """Return the names under which a module takes arguments; None if it takes any."""
-    inner = _uncompiled(module)
+    inner = uncompiled(module)
     if isinstance(inner, SplitStage):
         return inner.keywords_of_example()
     around = list(replaced_forwards(inner.forward))

@@ -26,7 +26,7 @@ from course_pp.parallel import (
     get_stage_indices,
     init_distributed,
 )
-from course_pp.parallel.bare import bare_copy
+from course_pp.parallel.bare import bare_copy, run_on_meta
 from course_pp.parallel.model_stage import find_outputs
 from tests.equality import Trained, adamw, assert_same_training, snapshot_gradients, snapshot_parameters
 from tests.parallel.foreign import Chain, models, trained
@@ -262,6 +262,20 @@ def test_a_batch_that_does_not_fit_is_refused_on_every_rank() -> None:
     ]
     for told, expected in zip(first, words, strict=True):
         assert expected in told
+
+
+def waits(x: torch.Tensor, *, in_vain: bool) -> torch.Tensor:
+    """Loop until all values are above 0; in vain also until none is."""
+    while not (x > 0).all() or (in_vain and (x > 0).any()):
+        x = x + 1
+    return x
+
+
+def test_a_loop_over_questions_on_meta_ends_by_the_answer_that_ends_it() -> None:
+    x = torch.empty(3, device="meta")
+    assert run_on_meta(partial(waits, x, in_vain=False)).shape == (3,)
+    with pytest.raises(RuntimeError, match="asks for values without end"):
+        run_on_meta(partial(waits, x, in_vain=True))
 
 
 class Writes(nn.Linear):

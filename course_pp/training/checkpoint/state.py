@@ -20,6 +20,7 @@ from course_pp.model import ModelConfig, Transformer
 from course_pp.model.hf import EMBEDDING, HEAD
 from course_pp.parallel.split.stage import SplitStage
 from course_pp.training.checkpoint.ranks import CheckpointError
+from course_pp.wrappers import uncompiled
 
 __all__ = [
     "STAGES",
@@ -142,7 +143,7 @@ def _unwrapped(module: Any) -> Any:
     while True:
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             module = module.module
-        elif isinstance(module, nn.Module) and isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):
+        elif isinstance(module, nn.Module) and (inner := uncompiled(module)) is not module:
             module = inner
         else:
             return module
