@@ -208,16 +208,14 @@ def _ties(stages: Sequence[ModelStage], tied: Iterable[SharedName] | None, pipel
     """Return the weights that several stages hold: this package's model knows its own, others are as declared."""
     modules = {stage.stage_index: stage.submod for stage in stages}
     own = next((m for m in modules.values() if isinstance(m, PipelineStageModule | SplitStage)), None)
-    declared = tied is not None
-    if tied is None and own is not None:
-        tied = own.ties
-    looks = pipeline.collectively(lambda: looks_of(modules if tied is None or (declared and tied) else {}))
+    known = own.ties if tied is None and own is not None else tied
+    looks = pipeline.collectively(lambda: looks_of(modules if known is None or tied else {}))
     mine = {index: (_names(module), looks.get(index, {})) for index, module in modules.items()}
     everyone = dict(sorted(stage for rank in pipeline.gather(mine) for stage in rank.items()))
     names = {index: held for index, (held, _) in everyone.items()}
-    ties = ties_of_stages(tied or (), names)
+    ties = ties_of_stages(known or (), names)
     found = {index: look for index, (_, look) in everyone.items()}
-    if problem := problem_of_forgotten_ties(found) if tied is None else problem_of_left_out_copies(found, ties):
+    if problem := problem_of_forgotten_ties(found) if known is None else problem_of_left_out_copies(found, ties):
         raise ValueError(problem)
     return ties
 

@@ -47,7 +47,7 @@ def _variants(
     model: ModelConfig, cluster: Cluster, like: Layout, mesh: tuple[int, int, int], size: int, m: int
 ) -> Iterator[Layout]:
     pp, tp, n_data = mesh
-    # With fewer microbatches than stages 1F1B is hardly more than GPipe.
+    # With fewer microbatches than stages 1F1B's order is nearly GPipe's, so only GPipe is tried.
     orders: list[tuple[str, int | None]] = [("1f1b" if pp == 1 or m >= pp else "gpipe", None)]
     if pp > 1 and m % pp == 0:
         orders += [("interleaved_1f1b", v) for v in (2, 3, 4) if pp * v <= model.n_layers]

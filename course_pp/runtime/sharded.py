@@ -8,8 +8,9 @@ do; after the rank's last action they are reduced.
 
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, TypeGuard
 
 from torch import nn
@@ -17,6 +18,7 @@ from torch import nn
 from course_pp.runtime._torch import data_groups, forget_gradients, reduce_gradients
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from torch.distributed.fsdp import FSDPModule
 
 __all__ = ["ShardedStages"]
@@ -28,16 +30,17 @@ class ShardedStages:
     Args:
         modules: of the stages, None for an empty one.
         trains: whether a step has backwards.
-
-    Attributes:
-        data_groups: those over whose ranks gradients are averaged; the widest, if parts of a stage have others.
     """
 
     def __init__(self, modules: Iterable[nn.Module | None], trains: bool) -> None:
         self._roots = [root for module in modules if module is not None for root in _outermost(module)]
         self._trains = trains
+
+    @cached_property
+    def data_groups(self) -> "Sequence[dist.ProcessGroup]":
+        """Those over whose ranks gradients are averaged; the widest, if parts of a stage have others."""
         found = (data_groups(part) for root in self._roots for part in _sharded_parts(root))
-        self.data_groups = max(found, key=lambda groups: math.prod(group.size() for group in groups), default=[])
+        return max(found, key=lambda groups: math.prod(group.size() for group in groups), default=[])
 
     @contextmanager
     def reduced_once(self) -> Iterator[None]:
