@@ -40,7 +40,6 @@ from course_pp.parallel.counting import (
     count_collectives,
     wire_factor,
 )
-from course_pp.parallel.dry_run import DryRun, dry_run
 from course_pp.parallel.fsdp import ReshardPolicy, apply_fsdp2, default_mp_policy, resolve_reshard_after_forward
 from course_pp.parallel.mesh import (
     DistributedConfig,
@@ -76,7 +75,6 @@ __all__ = [
     "CollectiveCounter",
     "CollectiveCounts",
     "DistributedConfig",
-    "DryRun",
     "Entered",
     "ModelConfig",
     "OptimisticStep",
@@ -104,7 +102,6 @@ __all__ = [
     "count_collectives",
     "default_mp_policy",
     "destroy_distributed",
-    "dry_run",
     "explain",
     "find_blocks",
     "find_ties",

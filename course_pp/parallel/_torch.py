@@ -3,8 +3,7 @@
 import functools
 import gc
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,11 +24,8 @@ __all__ = [
     "GatheredWatcher",
     "LocalNeighboursStage",
     "TorchDispatchMode",
-    "begin_without_messages",
     "carries_integers",
     "explicit_order",
-    "fake_store",
-    "fake_tensors",
     "forget_meshes",
     "mixed_precision",
     "multiply",
@@ -44,13 +40,6 @@ __all__ = [
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Limit how long messages of ``group`` may take: a mesh gives its groups torch's default of half an hour."""
     distributed_c10d._set_pg_timeout(timeout, group)
-
-
-def fake_store() -> dist.Store:
-    """Return a store for the backend "fake", whose collectives do nothing; the import makes that backend known."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    return FakeStore()
 
 
 def forget_meshes() -> None:
@@ -134,29 +123,6 @@ def explicit_order(
     schedule.pipeline_order = {rank: list(map(_schedules._Action.from_str, row)) for rank, row in enumerate(rows)}
     schedule._prepare_schedule_with_comms(schedule.pipeline_order)
     return schedule
-
-
-def begin_without_messages(schedule: Any, stages: Iterable[Any]) -> None:
-    """Begin a torch schedule without the messages that open connections to neighbours.
-
-    From torch 2.13 on, ranks also use these messages to agree that their shapes are declared.
-    """
-
-    def settled(stages: Iterable[PipelineStage], *_: Any, **__: Any) -> None:
-        for stage in stages:
-            stage._inference_mode = _pipelining_utils.InferenceMode.STATIC
-
-    if hasattr(_pipelining_utils, "InferenceMode"):  # from 2.13 on
-        schedule._warmup_p2p = settled
-    for stage in stages:
-        stage._get_init_p2p_neighbors_ops = list  # before 2.13
-
-
-def fake_tensors() -> AbstractContextManager[Any]:
-    """Make tensors without values inside: they, and all results of them, have only a device and a shape."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def carries_integers() -> bool:

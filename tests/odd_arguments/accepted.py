@@ -16,9 +16,7 @@ UNTRIED = {
     "plan": {"Prediction": "made by predict"},
     "parallel": {
         "Blocks": "a type",
-        "DryRun": "made by dry_run",
         "Entered": "made by CollectiveCounter",
-        "dry_run": "refuses inside a process group",
         "ReshardPolicy": "a type",
         "TokenLoss": "a protocol",
     },

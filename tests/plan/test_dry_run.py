@@ -19,7 +19,6 @@ from course_pp.parallel import (
     apply_tensor_parallel,
     build_pipeline_schedule,
     build_pipeline_stage,
-    dry_run,
     get_pp_rank,
     get_stage_indices,
     init_distributed,
@@ -27,6 +26,7 @@ from course_pp.parallel import (
 )
 from course_pp.plan import Layout, ModelConfig, model_named
 from course_pp.plan.memory import memory_of_rank
+from tests.plan.dry_run import dry_run
 
 ROOT = Path(__file__).parents[2]
 LARGE = model_named("llama3-405b")
@@ -156,19 +156,6 @@ def test_a_rank_alone_enters_them_in_the_order_of_a_real_one(layout: Layout) -> 
         assert list(enters(layout, rank)) == real[rank]
 
 
-@pytest.mark.parametrize(
-    ("step", "words"),
-    [
-        ({"global_batch": 4}, "give both for a step"),
-        ({"global_batch": 3, "seq_len": 8}, "must be a multiple of"),
-        ({"global_batch": 4, "seq_len": 4096}, "1 to max_seq_len=2048"),
-    ],
-)
-def test_a_step_that_cannot_be_taken_is_refused(step: dict[str, int], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        dry_run(UNTIED, Layout(2, dp_shard=2), 0, **step)
-
-
 @pytest.mark.slow
 def test_one_data_parallel_rank_computes_and_sends_in_half_precision_as_a_plan_counts() -> None:
     model, sent = ModelConfig(64, 2, 4, 128), {}
@@ -188,18 +175,3 @@ def test_gradients_are_reduced_in_the_precision_that_a_plan_counts(precision: st
     n_bytes = sum(each.n_bytes for each in alone.entered if each.collective == "reduce_scatter")
     n_parameters = sum(p.numel() for p in build_stage_module(tiny, 0, 1).parameters())
     assert n_bytes == reduced * n_parameters
-
-
-def test_errors_after_a_dry_run_are_not_labelled_with_its_rank() -> None:
-    before = sys.excepthook
-    dry_run(ModelConfig(8, 1, 1, 12), Layout(dp_shard=2), 1)
-    assert sys.excepthook is before
-
-
-@pytest.mark.parametrize(
-    ("layout", "rank", "words"),
-    [(Layout(2), 2, "give 0 to 1"), (Layout(2, precision="megatron"), 0, "not this stack's")],
-)
-def test_what_cannot_be_built_is_refused(layout, rank, words):
-    with pytest.raises(ValueError, match=words):
-        dry_run(SMALL, layout, rank)
