@@ -52,8 +52,11 @@ from course_pp.parallel.mesh import (
     get_pp_rank,
     get_pp_size,
     get_tp_mesh,
+    get_world_info,
     has_dp_mesh,
     init_distributed,
+    is_rank_zero,
+    refusals_said_once,
 )
 from course_pp.parallel.pipeline import PipelineSchedule, build_pipeline_schedule
 from course_pp.parallel.plans import llama_plan, transformer_plan
@@ -67,7 +70,6 @@ from course_pp.parallel.tensor import Plan, apply_tensor_parallel
 from course_pp.parallel.tied import find_ties
 from course_pp.parallel.unsharded import measure_unsharded_bytes, predict_unsharded_bytes
 from course_pp.parallel.vocab_parallel import VocabParallelCrossEntropy
-from course_pp.parallel.world import get_world_info, is_rank_zero, refusals_said_once
 
 __all__ = [
     "Blocks",
