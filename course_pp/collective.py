@@ -21,13 +21,15 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import zip_longest
 from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from course_pp.arguments import checked, refuse_bad_timeout
+from course_pp.arguments import WrongArgument, checked, refuse_bad_timeout
 
 __all__ = ["MEETING_BYTES", "RankMissing", "Ranks", "difference", "rank_by_stage"]
 
@@ -36,7 +38,7 @@ T = TypeVar("T")
 _WAITED = "course_pp has waited on rank "
 _ROLL_CALL_S = 1.0
 _CALL_BYTES = 256
-_GO_BETWEENS = (__name__, checked.__module__, "course_pp.parallel.refusing", "course_pp.training.checkpoint.ranks")
+_GO_BETWEENS = (__name__, checked.__module__, "course_pp.training.checkpoint.ranks")
 MEETING_BYTES = 3 * torch.int64.itemsize
 """What a rank gives to the all-reduce with which each exchange begins."""
 
@@ -270,6 +272,35 @@ def _difference_of_calls(calls: Sequence[str]) -> str:
     both = next(pair for pair in zip_longest(calls[0].split(), calls[rank].split()) if pair[0] != pair[1])
     here, there = (f"{name}()" if name else "another call" for name in both)
     return f"rank 0 is in {here}, rank {rank} in {there}: make the same calls on every rank, in the same order"
+
+
+def on_every_rank(device_mesh: DeviceMesh | None, look: Callable[[], T]) -> T:
+    """Check this rank's arguments; if any rank of ``device_mesh`` refuses its own, all refuse. A collective.
+
+    Args:
+        device_mesh: None is this rank alone. Anything else that is not a mesh counts as a mesh of all ranks.
+        look: checks the arguments and returns a result; raises ValueError or TypeError if they are wrong. Sends
+            nothing.
+
+    Raises:
+        ValueError: on every rank, if ``look`` fails on any, in the words of the lowest rank on which it does.
+        RankMissing: if a rank has ended or does not come.
+    """
+    if device_mesh is None or not dist.is_initialized():
+        return look()
+
+    def looked() -> T:
+        try:
+            return look()
+        except TypeError as error:  # on the other ranks, too, whoever expects a TypeError is to catch it
+            raise error if isinstance(error, ValueError) else WrongArgument(str(error)) from error
+
+    if not isinstance(device_mesh, DeviceMesh) or device_mesh.size() == dist.get_world_size():
+        return Ranks().collectively(looked)
+    told: Callable[[], T] = looked
+    for dimension in range(device_mesh.ndim):  # each row of ranks tells the next: after the last, all know
+        told = partial(Ranks(device_mesh.get_group(dimension)).collectively, told)
+    return told()
 
 
 @checked

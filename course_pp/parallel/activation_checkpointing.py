@@ -16,11 +16,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.arguments import check_arguments
-from course_pp.parallel.blocks import Blocks, find_blocks
+from course_pp.collective import on_every_rank
+from course_pp.parallel.blocks import Blocks, find_blocks, listed, modules_matching
 from course_pp.parallel.forwards import Recomputed
 from course_pp.parallel.order import check_order
-from course_pp.parallel.patterns import listed, modules_matching
-from course_pp.parallel.refusing import on_every_rank
 
 __all__ = ["apply_ac", "check_mode"]
 

@@ -5,24 +5,26 @@
            └─ head
 
 Everything else, here ``embed`` and ``head``, belongs to the root.
+
+Blocks, attentions and the matrices of a plan are given by name patterns, which are matched one part of a dotted name at
+a time, as torch's ``parallelize_module`` does: ``model.layers.*`` is every layer and nothing inside one.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import TypeGuard
 
 from torch import nn
 
 from course_pp.arguments import checked
-from course_pp.parallel.patterns import listed, modules_matching, nearest
 from course_pp.wrappers import problem_of_wrappers
-
-__all__ = ["Blocks", "find_blocks", "runs_of_like_modules"]
 
 Blocks = type[nn.Module] | str | Sequence[type[nn.Module] | str] | None
 """Which modules are blocks: see :func:`find_blocks`."""
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_LISTS = (nn.ModuleList, nn.ModuleDict)  # they have no forward, so nothing can be done to them
 
 
 @checked
@@ -121,7 +123,7 @@ def _runs(module: nn.Module, name: str, *, lone: bool) -> Iterator[dict[str, nn.
     """
     here = {f"{name}.{child}" if name else child: part for child, part in module._modules.items() if _is_here(part)}
     taken: set[str] = set()
-    if isinstance(module, _CONTAINERS):
+    if isinstance(module, (*_LISTS, nn.Sequential)):
         least = 2 if len(here) > 1 or (isinstance(module, nn.Sequential) and not lone) else 1
         for kind, group in groupby(here.items(), key=lambda item: type(item[1])):
             run = dict(group)
@@ -131,10 +133,6 @@ def _runs(module: nn.Module, name: str, *, lone: bool) -> Iterator[dict[str, nn.
     for child, part in here.items():
         if child not in taken:
             yield from _runs(part, child, lone=lone)
-
-
-# They have no forward, so nothing can be done to them.
-_LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def _is_here(part: nn.Module | None) -> TypeGuard[nn.Module]:
@@ -148,10 +146,35 @@ def _has_parameters(module: nn.Module) -> bool:
 
 def _what_is_there(module: nn.Module) -> str:
     """Say which classes of parts hold other parts, and what to do with them."""
-    kinds = dict.fromkeys(type(part).__name__ for part in module.modules() if part is not module and _is_block(part))
-    there = f"it has {', '.join(list(kinds)[:8])}; " if kinds else ""
+    parts = (p for p in module.modules() if p is not module and not isinstance(p, _LISTS) and _has_parameters(p))
+    kinds = list(dict.fromkeys(type(part).__name__ for part in parts))
+    there = f"it has {', '.join(kinds[:8])}; " if kinds else ""
     return f"{there}pass blocks= a class or a name pattern, or () for the whole module as one block"
 
 
-def _is_block(part: nn.Module) -> bool:
-    return not isinstance(part, _LISTS) and _has_parameters(part)
+def modules_matching(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
+    """Return the parts of ``module`` whose name matches, by name, in order; a part that has two names is there twice.
+
+    Args:
+        pattern: such as ``layers.*.mlp.down_proj``; ``*``, ``?`` and ``[...]`` stay within one part of the name. The
+            empty pattern is ``module`` itself.
+    """
+    parts = pattern.split(".")
+
+    def matches(name: str) -> bool:
+        own = name.split(".")
+        return bool(name) == bool(pattern) and len(own) == len(parts) and all(map(fnmatchcase, own, parts))
+
+    return {name: part for name, part in module.named_modules(remove_duplicate=False) if matches(name)}
+
+
+def nearest(name: str, names: Iterable[str]) -> list[str]:
+    """At most three of ``names`` that look most like ``name``, best first."""
+    return get_close_matches(name, [each for each in names if each], n=3, cutoff=0.4)
+
+
+def listed(names: Iterable[str], most: int = 8) -> str:
+    """Return the names in quotation marks, the first few of many."""
+    names = list(names)
+    shown = ", ".join(map(repr, names[:most]))
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown

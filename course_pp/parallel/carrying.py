@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.arguments import check_arguments, checked
-from course_pp.collective import Ranks, rank_by_stage
+from course_pp.collective import Ranks, on_every_rank, rank_by_stage
 from course_pp.model import PipelineStageModule
 from course_pp.parallel._torch import tree_map
 from course_pp.parallel.agreeing import everyone_of
 from course_pp.parallel.boundary import Boundary
 from course_pp.parallel.mesh import get_pp_mesh
 from course_pp.parallel.pipeline import PipelineSchedule
-from course_pp.parallel.refusing import on_every_rank
 from course_pp.schedule import Edge
 from course_pp.schedule.declared import Declared, declared_by, edges_from, taken_apart
 

@@ -21,12 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from course_pp.arguments import check_arguments, fits, refuse_unless
-from course_pp.collective import Ranks
+from course_pp.collective import Ranks, on_every_rank
 from course_pp.model.stages import Tie
 from course_pp.parallel._torch import multiply, norms_of
 from course_pp.parallel.mesh import get_pp_mesh
 from course_pp.parallel.parts import Part, Parts, agree_on_parts, check_own_parts, parts_of
-from course_pp.parallel.refusing import on_every_rank
 from course_pp.wrappers import is_flattened
 
 __all__ = ["clip_grad_norm_"]

@@ -17,10 +17,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from course_pp.arguments import checked
-from course_pp.parallel.blocks import Blocks, find_blocks
+from course_pp.parallel.blocks import Blocks, find_blocks, listed, nearest
 from course_pp.parallel.forwards import Compiled, Recomputed, has_replaced, replaced_forwards
 from course_pp.parallel.order import check_order
-from course_pp.parallel.patterns import listed, nearest
 
 __all__ = ["apply_compile"]
 

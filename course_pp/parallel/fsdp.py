@@ -18,11 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from course_pp.arguments import check_arguments, checked
-from course_pp.parallel.blocks import Blocks, find_blocks
+from course_pp.collective import on_every_rank
+from course_pp.parallel.blocks import Blocks, find_blocks, listed
 from course_pp.parallel.mesh import get_dp_mesh, has_dp_mesh, size_of
 from course_pp.parallel.order import check_order
-from course_pp.parallel.patterns import listed
-from course_pp.parallel.refusing import on_every_rank
 
 __all__ = [
     "ReshardPolicy",

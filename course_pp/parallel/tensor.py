@@ -28,13 +28,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 from course_pp.arguments import check_arguments
-from course_pp.collective import Ranks
+from course_pp.collective import Ranks, on_every_rank
 from course_pp.model import Transformer
+from course_pp.parallel.blocks import listed, modules_matching, nearest
 from course_pp.parallel.mesh import get_pp_mesh, get_tp_mesh
 from course_pp.parallel.order import check_order
-from course_pp.parallel.patterns import listed, modules_matching, nearest
 from course_pp.parallel.plans import transformer_plan
-from course_pp.parallel.refusing import on_every_rank
 from course_pp.parallel.styles import PartOfSequence, SequencesDivide, WholeOutputs
 
 __all__ = ["Plan", "apply_tensor_parallel"]
