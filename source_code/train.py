@@ -39,13 +39,10 @@ with imports_that_stay():
         refusals_said_once,
     )
     from course_pp.training import Trainer, stages_of_rank
-    from course_pp.training.arguments import flags_named, parse
     from course_pp.training.checkpointer import Checkpointer
-    from course_pp.training.config import Precision
+    from course_pp.training.config import ORDER_FILE, Precision, what_changed, write_order
     from course_pp.training.data import check_vocabulary, unigram_entropy
-    from course_pp.training.options import Options
-    from course_pp.training.orders import FILE, what_changed
-    from course_pp.training.orders import written as written_order
+    from course_pp.training.flags import Options, flags_named, parse
     from course_pp.training.precision import DTYPES
     from course_pp.training.preemption import EXIT_CODE, Preempted, Preemption
     from course_pp.training.sampling import sample
@@ -79,7 +76,7 @@ def run(asked: Options, preemption: Preemption | None) -> None:
     mesh = init_distributed(layout, config.seed)
     modules = build_stages(asked, model, mesh)
     trainer = Trainer(config, modules, train, validation, device_mesh=mesh, tokenizer_digest=tokenizer.digest)
-    files = {"tokenizer.json": tokenizer.definition} | ({FILE: written_order(config.order)} if config.order else {})
+    files = {"tokenizer.json": tokenizer.definition} | ({ORDER_FILE: write_order(config.order)} if config.order else {})
     keep |= {"attachments": files, "preemption": preemption}
     with Checkpointer(trainer, device_mesh=mesh, **keep) as checkpointer:
         loaded = checkpointer.resume(asked.checkpoints.resume)

@@ -63,7 +63,7 @@ def _script() -> Path:
 
 def _run_script(rank: int, script: str, flags: Sequence[str], dying: int, step: int) -> None:
     from course_pp.training import Trainer
-    from course_pp.training.arguments import parse
+    from course_pp.training.flags import parse
 
     if rank == dying:
         whole_step = Trainer.train_step

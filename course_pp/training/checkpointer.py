@@ -19,9 +19,9 @@ from course_pp.training.checkpoint.directory import (
     step_directories,
     step_of,
 )
+from course_pp.training.config import SettingError, check_whole
 from course_pp.training.preemption import Preempted, Preemption
 from course_pp.training.report import StepResult
-from course_pp.training.setting import SettingError, check_whole
 from course_pp.training.trainer import NonFiniteGradient, Trainer
 
 __all__ = ["Checkpointer"]

@@ -1,41 +1,111 @@
-"""What a training run is, checked when it is written down."""
+"""What a training run is, checked when it is written down: its settings, and an order of your own in a file.
+
+Each setting carries what it must be in its annotation. What settings must be to one another stands in the methods.
+"""
 
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from difflib import get_close_matches
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from course_pp.arguments import checked
-from course_pp.schedule import Schedule, Versions, find
-from course_pp.schedule.ledger import VERSIONS
-from course_pp.training.orders import is_file, read_order
-from course_pp.training.setting import SettingError, check_number, check_whole, nearest
+from course_pp.arguments import checked, shown
+from course_pp.schedule import Schedule, Versions, check, find, from_torch_csv
 
-__all__ = ["ENGINES", "LR_SCHEDULES", "OPTIMIZERS", "Engine", "LrSchedule", "OnNan", "Precision", "TrainConfig"]
+
+class SettingError(ValueError):
+    """A setting that no run can have; it knows the setting's name, so a command line can name its flag.
+
+    Args:
+        sentence: a format string with a field for each setting, such as ``"{steps} must be at least 1"``.
+        settings: their values.
+
+    Attributes:
+        sentence, settings: as given; the settings by name.
+    """
+
+    def __init__(self, sentence: str, settings: Mapping[str, Any]) -> None:
+        self.sentence, self.settings = sentence, {name: _short(value) for name, value in settings.items()}
+        super().__init__(self.spelled(lambda name, value: f"{name}={value!r}"))
+
+    def spelled(self, spell: Callable[[str, Any], str]) -> str:
+        """Return the sentence with each setting as ``spell(name, value)`` has it."""
+        return self.sentence.format(**{name: spell(name, value) for name, value in self.settings.items()})
+
+    def __reduce__(self) -> tuple[type["SettingError"], tuple[str, dict[str, Any]]]:
+        return type(self), (self.sentence, self.settings)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a setting must be, for its annotation: a test, and the words that follow its name where it fails."""
+
+    holds: Callable[[Any], bool]
+    words: str
+
+
+def whole(least: int) -> Rule:
+    """Return the rule of a whole number; True is none."""
+    # Longer ones can be counted but not printed.
+    return Rule(
+        lambda value: type(value) is int and least <= value < 2**63,
+        f"must be a whole number of at least {least}, below 2**63",
+    )
+
+
+def number(holds: Callable[[float], bool], words: str) -> Rule:
+    """Return the rule of a number for which ``holds``."""
+    return Rule(lambda value: isinstance(value, int | float) and not isinstance(value, bool) and holds(value), words)
+
+
+def text(words: str) -> Rule:
+    """Return the rule of a text that is not empty."""
+    return Rule(lambda value: isinstance(value, str) and value != "", words)
+
+
+Count = Annotated[int, whole(1)]
+CountOrNone = Annotated[int, whole(0)]
+Positive = Annotated[float, number(lambda value: 0 < value < math.inf, "must be a number above 0, and finite")]
+NotNegative = Annotated[float, number(lambda value: 0 <= value < math.inf, "must be a number of 0 or more, and finite")]
 
 Engine = Literal["parallel", "runtime"]
-ENGINES: tuple[Engine, ...] = ("parallel", "runtime")
 LrSchedule = Literal["cosine", "linear", "wsd", "constant"]
-LR_SCHEDULES: tuple[LrSchedule, ...] = ("cosine", "linear", "wsd", "constant")
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
-PRECISIONS: tuple[Precision, ...] = ("auto", "fp32", "bf16", "fp16")
 OnNan = Literal["refuse", "skip"]
-OPTIMIZERS: tuple[str, ...] = (
-    "AdamW",
-    "Adam",
-    "NAdam",
-    "RAdam",
-    "Adamax",
-    "Adagrad",
-    "Adadelta",
-    "RMSprop",
-    "ASGD",
-    "SGD",
-)
+Optimizer = Literal[
+    "AdamW", "Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD", "SGD"
+]  # fmt: skip
 """Those of ``torch.optim`` that treat each number alone, so that a rank needs nothing but its own part of the model.
 
 Not among them: Rprop, which FSDP2's sharded parameters refuse."""
+
+_SCHEDULE = text("must be the name of a schedule, such as '1f1b'")
+_FOLDER = text("must be a folder to write into, or None to write none")
+_SCALE = number(
+    lambda value: 1 <= value <= 2**24 and math.frexp(value)[0] == 0.5,
+    "must be a power of two from 1 to 2**24, such as 65536",
+)
+_SHARE = number(lambda value: 0 <= value <= 1, "must lie between 0 and 1: it is a share of the peak, such as 0.1")
+_BETAS = Rule(
+    lambda betas: (
+        isinstance(betas, tuple | list)
+        and len(betas) == 2
+        and all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas)
+    ),
+    "must be two numbers from 0 to below 1, such as (0.9, 0.95)",
+)
+_OPTIONS = Rule(
+    lambda options: (
+        isinstance(options, Mapping)
+        and all(isinstance(name, str) and isinstance(value, bool | int | float) for name, value in options.items())
+    ),
+    "must give numbers or booleans by name",
+)
+_NORM = number(lambda value: value > 0, "must be a number above 0: use inf to measure without clipping")
+_SECONDS = number(lambda value: 0 < value < 365 * 24 * 3600, "must be a number of seconds above 0")
 
 
 @dataclass(frozen=True)
@@ -46,178 +116,129 @@ class TrainConfig:
         SettingError: a value that no run can have; the message names the value, the rule and the remedy.
     """
 
-    steps: int = 200
+    steps: Count = 200
     """Optimizer steps of the whole run."""
-    epochs: int | None = None
+    epochs: Count | None = None
     """Passes over the training data, in place of `steps`; `Trainer` turns them into steps."""
-    batch: int = 32
+    batch: Count = 32
     """Sequences that an optimizer step learns from, over all ranks."""
-    microbatches: int = 8
+    microbatches: Count = 8
     """Microbatches of a pipeline step."""
-    accumulation: int = 1
+    accumulation: Count = 1
     """Pipeline steps whose gradients make one optimizer step; it changes memory and speed, not the result."""
     engine: Engine = "parallel"
     """`"parallel"` runs `course_pp.parallel`, `"runtime"` the pipeline of `course_pp.runtime`."""
-    schedule: str = "1f1b"
+    schedule: Annotated[str, _SCHEDULE] = "1f1b"
     """A name of the catalogue, or a CSV file with an order of your own, as `course_pp.schedule.to_torch_csv` writes
     it."""
     versions: Versions | None = None
     """With schedule `"pipedream"`, which weights a microbatch uses: `"stash"`, `"vertical"`, `"2bw"` or `"none"`, see
     `course_pp.schedule.ledger`. Each microbatch is then an update of its own, all of a step at one learning rate. The
     pipeline drains at the end of the step: more `microbatches` drain it less often."""
-    group: int | None = None
+    group: Count | None = None
     """Microbatches whose gradients make one update, with versions `"2bw"`; None is as many as pipeline ranks."""
     precision: Precision = "auto"
     """What the stages compute in and send: `"fp32"` is what their parameters are in, `"auto"` what the stages that
     `Trainer` gets compute in; `train.py` takes `"bf16"` on GPUs and `"fp32"` on the CPU, where half precision is slow.
     Parameters, their gradients and the optimizer's state stay in float32; `"fp16"` scales the loss."""
-    loss_scale: float = 2.0**16
-    """The first scale of `"fp16"`, a power of two; see `course_pp.training.precision`."""
+    loss_scale: Annotated[float, _SCALE] = 2.0**16
+    """The first scale of `"fp16"`, a power of two; see `course_pp.training.optim.LossScale`."""
     on_nan: OnNan = "refuse"
     """What becomes of a step whose gradient is infinite or not a number: it ends the run, or is skipped."""
-    lr: float = 3e-3
+    lr: Positive = 3e-3
     """Peak learning rate, reached after the warm-up."""
     lr_schedule: LrSchedule = "cosine"
     """How it falls after the warm-up: see `course_pp.training.optim.lr_factor`."""
-    min_lr: float = 0.1
+    min_lr: Annotated[float, _SHARE] = 0.1
     """Learning rate at the end, as a share of the peak."""
-    warmup_steps: int | None = None
+    warmup_steps: CountOrNone | None = None
     """Steps until the learning rate is at its peak; None: see `warmup`."""
-    decay_steps: int | None = None
+    decay_steps: Count | None = None
     """Last steps, in which `lr_schedule="wsd"` falls; None: a fifth of the run."""
-    optimizer: str = "AdamW"
-    """A class of `torch.optim`, one of `OPTIMIZERS`."""
-    betas: tuple[float, float] | None = None
+    optimizer: Optimizer = "AdamW"
+    """A class of `torch.optim`."""
+    betas: Annotated[tuple[float, float], _BETAS] | None = None
     """Of the Adam family; None is the optimizer's own."""
-    eps: float | None = None
+    eps: NotNegative | None = None
     """Of most optimizers; None is the optimizer's own."""
-    optimizer_options: dict[str, float | bool] = field(default_factory=dict)
+    optimizer_options: Annotated[dict[str, float | bool], _OPTIONS] = field(default_factory=dict)
     """Whatever else the optimizer takes, by name, such as `dict(momentum=0.9)`."""
-    weight_decay: float = 0.01
+    weight_decay: NotNegative = 0.01
     """Of matrices; norms, biases and embeddings do not decay."""
-    clip_norm: float = 1.0
+    clip_norm: Annotated[float, _NORM] = 1.0
     """Largest norm of the whole model's gradient; `math.inf` only measures it."""
-    eval_every: int | None = None
+    eval_every: Count | None = None
     """Steps between evaluations; None evaluates at the end only."""
-    eval_batches: int = 8
+    eval_batches: Count = 8
     """Validation batches of an evaluation, each of `batch` sequences."""
-    log_every: int = 10
+    log_every: Count = 10
     """Steps between lines of the log."""
-    log_folder: str | None = None
+    log_folder: Annotated[str, _FOLDER] | None = None
     """Where one rank writes `metrics.jsonl` and TensorBoard's files; None writes none."""
-    profile: int = 0
+    profile: CountOrNone = 0
     """Steps to trace on every rank into `log_folder`; 0 traces none."""
-    peak_flops: float | None = None
+    peak_flops: Positive | None = None
     """FLOPs a second that one device can do, from its data sheet; None measures it with a matrix product."""
-    step_timeout: float | None = None
+    step_timeout: Annotated[float, _SECONDS] | None = None
     """Seconds that a rank waits for the others once the first step is done, which also compiles and connects; None
     leaves the time limit of the process group."""
-    gc_every: int | None = None
+    gc_every: Count | None = None
     """Steps between garbage collections, on all ranks at once; None leaves it to Python, which collects on each rank at
     another moment, for which the others wait."""
-    workers: int = 0
+    workers: CountOrNone = 0
     """Processes on each rank that read batches before they are needed; 0 reads each when it is."""
-    seed: int = 42
+    seed: CountOrNone = 42
     """Of the order of the data. Weights are drawn from `init_distributed`'s seed."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "microbatches", "accumulation", "eval_batches", "log_every"):
-            check_whole(name, getattr(self, name), 1)
-        for name in ("profile", "seed", "workers"):
-            check_whole(name, getattr(self, name), 0)
-        for name, least in (("warmup_steps", 0), ("decay_steps", 1), ("eval_every", 1), ("epochs", 1), ("gc_every", 1)):
-            if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name), least)
-        for name in ("lr", "min_lr", "weight_decay", "clip_norm"):
-            check_number(name, getattr(self, name))
-        self._check_optimizer()
-        self._check_numbers()
-        self._check_rules()
+        for name, hint in _hints().items():
+            check_setting(name, getattr(self, name), hint)
+        if self.betas is not None:
+            object.__setattr__(self, "betas", tuple(self.betas))  # JSON and TOML know lists only
+        self._check_course()
+        self._check_schedule()
         self._check_versions()
+        self.rows_of_a_microbatch(1)
 
     def _refuse_unless(self, allowed: bool, sentence: str, *names: str) -> None:
         if not allowed:
             raise SettingError(sentence, {name: getattr(self, name) for name in names})
 
-    def _check_optimizer(self) -> None:
-        """Refuse an unknown optimizer or course of the learning rate; the optimizer checks its own options later."""
-        refuse_unless = self._refuse_unless
-        near = nearest(self.optimizer, OPTIMIZERS)
-        known = f"{{optimizer}} must be one of {', '.join(OPTIMIZERS)}: did you mean {near!r}?"
-        refuse_unless(_is_one_of(self.optimizer, OPTIMIZERS), known, "optimizer")
-        options = self.optimizer_options
-        are_options = isinstance(options, Mapping) and all(
-            isinstance(name, str) and isinstance(value, bool | int | float) for name, value in options.items()
-        )
-        refuse_unless(are_options, "{optimizer_options} must give numbers or booleans by name", "optimizer_options")
-        if self.betas is not None:
-            is_pair = isinstance(self.betas, tuple | list) and len(self.betas) == 2
-            are_betas = is_pair and all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in self.betas)
-            refuse_unless(are_betas, "{betas} must be two numbers from 0 to below 1, such as (0.9, 0.95)", "betas")
-            object.__setattr__(self, "betas", tuple(self.betas))  # JSON and TOML know lists only
-        if self.eps is not None:
-            check_number("eps", self.eps)
-            refuse_unless(0 <= self.eps < math.inf, "{eps} must be 0 or more and finite, such as 1e-8", "eps")
-        is_known = _is_one_of(self.lr_schedule, LR_SCHEDULES)
-        refuse_unless(is_known, f"{{lr_schedule}} must be one of {', '.join(LR_SCHEDULES)}", "lr_schedule")
-        is_used = self.decay_steps is None or self.lr_schedule == "wsd"
-        refuse_unless(
-            is_used, "{decay_steps} belongs to lr_schedule='wsd', not to {lr_schedule}", "decay_steps", "lr_schedule"
-        )
-        only_one = self.epochs is None or self.steps == _DEFAULT_STEPS
+    def _check_course(self) -> None:
+        """Refuse two lengths of the run, and what is longer than the run."""
+        refuse_unless, steps, warmup = self._refuse_unless, self.steps, self.warmup
+        only_one = self.epochs is None or steps == TrainConfig.steps
         refuse_unless(only_one, "{epochs} and {steps} both say how long to train: leave one out", "epochs", "steps")
-
-    def _check_numbers(self) -> None:
-        """Refuse an unknown number format or `on_nan`, an impossible loss scale, and an impossible time limit."""
-        refuse_unless = self._refuse_unless
         refuse_unless(
-            _is_one_of(self.precision, PRECISIONS), f"{{precision}} must be one of {', '.join(PRECISIONS)}", "precision"
+            self.decay_steps is None or self.lr_schedule == "wsd",
+            "{decay_steps} belongs to lr_schedule='wsd', not to {lr_schedule}",
+            *("decay_steps", "lr_schedule"),
         )
-        refuse_unless(_is_one_of(self.on_nan, ("refuse", "skip")), "{on_nan} must be refuse or skip", "on_nan")
-        check_number("loss_scale", self.loss_scale)
-        is_scale = 1 <= self.loss_scale <= 2**24 and math.frexp(self.loss_scale)[0] == 0.5
-        refuse_unless(is_scale, "{loss_scale} must be a power of two from 1 to 2**24, such as 65536", "loss_scale")
-        if self.step_timeout is not None:
-            check_number("step_timeout", self.step_timeout)
-            is_limit = 0 < self.step_timeout < 365 * 24 * 3600
-            refuse_unless(is_limit, "{step_timeout} must be a number of seconds above 0", "step_timeout")
-
-    def _check_rules(self) -> None:
-        refuse_unless = self._refuse_unless
         refuse_unless(
-            _is_one_of(self.engine, ENGINES), f"{{engine}} must be one of {', '.join(map(repr, ENGINES))}", "engine"
+            self.profile == 0 or self.log_folder is not None,
+            "{profile} writes a trace, but {log_folder}: give a folder",
+            *("profile", "log_folder"),
         )
-        self._check_schedule()
-        is_folder = self.log_folder is None or (isinstance(self.log_folder, str) and self.log_folder != "")
-        refuse_unless(is_folder, "{log_folder} must be a folder to write into, or None to write none", "log_folder")
-        refuse_unless(0 < self.lr < math.inf, "{lr} must be above 0 and finite, such as 3e-3", "lr")
-        is_share = 0 <= self.min_lr <= 1
-        refuse_unless(is_share, "{min_lr} must lie between 0 and 1: it is a share of the peak, such as 0.1", "min_lr")
-        decays = 0 <= self.weight_decay < math.inf
-        refuse_unless(decays, "{weight_decay} must be 0 or more and finite, such as 0.01", "weight_decay")
         refuse_unless(
-            self.clip_norm > 0, "{clip_norm} must be above 0: use inf to measure without clipping", "clip_norm"
-        )
-        if self.epochs is None:
-            self._check_course()
-        if self.peak_flops is not None:
-            check_number("peak_flops", self.peak_flops)
-            is_peak = 0 < self.peak_flops < math.inf
-            refuse_unless(is_peak, "{peak_flops} must be above 0: leave it out to have it measured", "peak_flops")
-        nowhere = self.profile > 0 and self.log_folder is None
-        refuse_unless(not nowhere, "{profile} writes a trace, but {log_folder}: give a folder", "profile", "log_folder")
-        refuse_unless(
-            not self.profile or self.profile + 2 <= self.steps,
+            self.profile == 0 or self.profile + 2 <= steps,
             f"{{profile}} steps are traced after 2 that warm up, but {{steps}}: train at least {self.profile + 2} "
             "steps, or trace fewer",
             *("profile", "steps"),
         )
-        self.rows_of_a_microbatch(1)
+        if self.epochs is not None:
+            return
+        if warmup > steps:
+            sentence = "{warmup_steps} must be at most {steps}: shorten the warm-up"
+            raise SettingError(sentence, {"warmup_steps": warmup, "steps": steps})
+        refuse_unless(
+            self.decay_steps is None or warmup + self.decay_steps <= steps,
+            f"{{decay_steps}} after a warm-up of {warmup} steps must be at most {steps - warmup}, as {{steps}} shows: "
+            "shorten one of them",
+            *("decay_steps", "steps"),
+        )
 
     def _check_schedule(self) -> None:
         """Refuse an unknown schedule, and a file whose order cannot be a step of this run."""
-        is_name = isinstance(self.schedule, str) and self.schedule != ""
-        self._refuse_unless(is_name, "{schedule} must be the name of a schedule, such as '1f1b'", "schedule")
         try:
             order = self.order if is_file(self.schedule) else find(self.schedule)
         except ValueError as problem:
@@ -240,12 +261,11 @@ class TrainConfig:
     def _check_versions(self) -> None:
         """Refuse settings that stages with updates of their own cannot use, and settings that only these can use."""
         refuse_unless = self._refuse_unless
-        updates, choice = self.order is None and find(self.schedule).updates, ", ".join(VERSIONS)
+        updates, choice = self.order is None and find(self.schedule).updates, ", ".join(get_args(Versions))
         if self.versions is None:
             why = f"its stages update their own weights. Choose one of {choice}, or a schedule that flushes"
             refuse_unless(not updates, f"{{schedule}} with {{versions}}: {why}", "schedule", "versions")
         else:
-            refuse_unless(_is_one_of(self.versions, VERSIONS), f"{{versions}} must be one of {choice}", "versions")
             why = "it flushes, so there is one version of the weights. Leave versions out, or take 'pipedream'"
             refuse_unless(updates, f"{{versions}} with {{schedule}}: {why}", "versions", "schedule")
             for name, works, why in (
@@ -257,28 +277,11 @@ class TrainConfig:
             ):
                 refuse_unless(works, f"{{{name}}} with {{versions}}: {why}", name, "versions")
         if self.group is not None:
-            check_whole("group", self.group, 1)
-            refuse_unless(
-                self.versions == "2bw", "{group} belongs to versions '2bw', not to {versions}", "group", "versions"
-            )
+            is_used = self.versions == "2bw"
+            refuse_unless(is_used, "{group} belongs to versions '2bw', not to {versions}", "group", "versions")
             fills = self.microbatches % self.group == 0
             refuse_unless(fills, "{group} must divide {microbatches}", "group", "microbatches")
 
-    def _check_course(self) -> None:
-        """Refuse a warm-up and a decay that are longer than the run."""
-        if self.warmup > self.steps:
-            raise SettingError(
-                "{warmup_steps} must be at most {steps}: shorten the warm-up",
-                {"warmup_steps": self.warmup, "steps": self.steps},
-            )
-        if self.decay_steps is not None and self.warmup + self.decay_steps > self.steps:
-            raise SettingError(
-                f"{{decay_steps}} after a warm-up of {self.warmup} steps must be at most {self.steps - self.warmup}, "
-                "as {steps} shows: shorten one of them",
-                {"decay_steps": self.decay_steps, "steps": self.steps},
-            )
-
-    @checked
     def on_rows(self, n_rows: int) -> "TrainConfig":
         """Return this run on `n_rows` training sequences: `epochs` are turned into steps.
 
@@ -304,7 +307,7 @@ class TrainConfig:
         """Sequences in a microbatch where `n_data` data-parallel ranks share the batch.
 
         Raises:
-            ValueError: if the batch does not divide.
+            SettingError: if the batch does not divide.
         """
         factors = {"accumulation": self.accumulation, "microbatches": self.microbatches, "data-parallel ranks": n_data}
         parts = math.prod(factors.values())
@@ -318,20 +321,141 @@ class TrainConfig:
         return self.batch // parts
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all fields, as JSON can hold them."""
-        return {name: _plain(value) for name, value in asdict(self).items()}
+        """Return all fields, as JSON can hold them: tuples as lists, and infinity in words."""
+        found = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        return {name: str(value) if value == math.inf else value for name, value in found.items()}
 
 
-_DEFAULT_STEPS = next(field.default for field in fields(TrainConfig) if field.name == "steps")
+@cache
+def _hints() -> dict[str, Any]:
+    return get_type_hints(TrainConfig, include_extras=True)
 
 
-def _is_one_of(value: object, names: Collection[str]) -> bool:
-    """Return whether ``value`` is one of the names; an array cannot even be compared with them."""
-    return isinstance(value, str) and value in names
+def check_setting(name: str, value: object, hint: Any) -> None:
+    """Refuse what the annotation rules out: a choice that is none, or what breaks its rule.
+
+    Raises:
+        SettingError: naming the setting.
+    """
+    kinds = get_args(hint) if type(None) in get_args(hint) else (hint,)
+    if value is None and len(kinds) > 1:
+        return
+    if get_origin(kinds[0]) is Literal:
+        choices = get_args(kinds[0])
+        rule = Rule(lambda value: isinstance(value, str) and value in choices, "")
+    else:
+        rule = kinds[0].__metadata__[0]
+    if not rule.holds(value):
+        raise SettingError(f"{{{name}}} {rule.words or must_be_one_of(value, choices)}", {name: value})
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return list(value)
-    # JSON has no infinity; in words it survives every parser.
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+def check_whole(name: str, value: object, least: int) -> None:
+    """Refuse what is not a whole number of at least ``least``.
+
+    Raises:
+        SettingError: naming the setting.
+    """
+    check_setting(name, value, Annotated[int, whole(least)])
+
+
+def must_be_one_of(value: object, choices: Iterable[str]) -> str:
+    """Return the words for a value that is none of the choices, with the one that is spelled like it."""
+    near = nearest(value, choices, cutoff=0.6)
+    return f"must be one of {', '.join(choices)}" + (f": did you mean {near!r}?" if near else "")
+
+
+def nearest(name: object, names: Iterable[str], cutoff: float = 0.0) -> str:
+    """Return the one of ``names`` that is spelled most like ``name``, whatever the case; ``""`` if none is so near."""
+    by_folded = {each.casefold(): each for each in names}
+    return by_folded[found[0]] if (found := get_close_matches(shown(name).casefold(), by_folded, 1, cutoff)) else ""
+
+
+def _short(value: object) -> object:
+    """Return ``value``, unless it is an integer too long to print."""
+    return f"{value.bit_length()} bits" if isinstance(value, int) and value.bit_length() > 64 else value
+
+
+ORDER_FILE = "schedule.csv"
+"""The name of the file that keeps an order of your own beside a checkpoint."""
+
+_HOW = "give a CSV file with a row a rank, as course_pp.schedule.to_torch_csv and a board's to_csv() write it"
+
+
+def is_file(schedule: str) -> bool:
+    """Return whether ``schedule`` names a file with an order of your own, and no schedule of the catalogue."""
+    return schedule.casefold().endswith(".csv")
+
+
+def read_order(path: str) -> Schedule:
+    """Read the order in a file of :func:`course_pp.schedule.to_torch_csv`.
+
+    The rows give the placement: each stage is on the ranks in whose rows it is.
+
+    Raises:
+        ValueError: if it cannot be read, or its order cannot train; the sentence leaves the file's name out.
+    """
+    try:
+        content = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"it cannot be read ({error.strerror}): {_HOW}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"it is not text in UTF-8: {_HOW}") from None
+    # An editor or a spreadsheet may have left blank lines at the end, which are no ranks.
+    order = from_torch_csv(content.rstrip(" \t\r\n,;"), name=Path(path).stem)
+    kinds = {part.kind for part in order.parts}
+    if "U" in kinds:
+        raise ValueError(
+            "its stages update their weights within the step (U), which is for schedule 'pipedream': leave U out"
+        )
+    if kinds == {"F"}:
+        raise ValueError("it has forwards alone, and a run trains: add the backwards (B, or I and W)")
+    if problems := check(order):
+        more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
+        raise ValueError(f"its order cannot run: {problems[0]}{more}")
+    idle = next((rank for rank, row in enumerate(order.actions) if not row), None)
+    if idle is not None:
+        raise ValueError(
+            f"it gives rank {idle} nothing to do, as row {idle + 1} is blank: give every rank a stage, and leave no "
+            "line blank"
+        )
+    return order
+
+
+def write_order(order: Schedule) -> str:
+    """Return the text from which :func:`read_order` reads ``order``; unlike torch's format, also with replicas."""
+    return "".join(",".join(map(str, row)) + "\n" for row in order.actions)
+
+
+def what_changed(saved: Mapping[str, Any], checkpoint: Path, schedule: str, order: Schedule | None) -> str | None:
+    """Return a warning if a run goes on in another order than its checkpoint's; None if it is the same.
+
+    A step gives the same result in both, so it is no error. But leaving a flag out must not lose an order unnoticed.
+
+    Args:
+        saved: the configuration in the checkpoint's state; one without a schedule says nothing.
+        schedule: that of this run.
+        order: the order in that file, if it is one.
+    """
+    before, kept = saved.get("schedule"), checkpoint / ORDER_FILE
+    if before is None:
+        return None
+    flags = f"--schedule {before}"
+    if not is_file(before):
+        alike = order is None and _known(before) == _known(schedule)
+    else:
+        there = kept.read_text(encoding="utf-8") if kept.is_file() else None
+        alike = order is not None and there == write_order(order)
+        flags = f"--schedule {before if there is None else kept} --microbatches {saved.get('microbatches')}"
+    if alike:
+        return None
+    return (
+        f"schedule {schedule!r} now, {before!r} before: a step gives the same, in other time and memory. "
+        f"To keep to the one before: {flags}"
+    )
+
+
+def _known(name: str) -> str:
+    """Return the catalogue's own name; or ``name`` as it is, if it comes from another version of the course."""
+    with suppress(ValueError):
+        return find(name).name
+    return name

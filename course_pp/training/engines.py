@@ -21,10 +21,9 @@ from course_pp.parallel.model_stage import ModelStage
 from course_pp.runtime import Pipeline
 from course_pp.runtime.batch import split
 from course_pp.schedule import Schedule
-from course_pp.training.config import TrainConfig
+from course_pp.training.config import SettingError, TrainConfig
 from course_pp.training.data import Rows, Sequences, Stream
 from course_pp.training.data.batches import rows_of_rank
-from course_pp.training.setting import SettingError
 from course_pp.training.stages import HeldStages, runtime_schedule
 
 __all__ = ["PipelineEngine", "build_pipeline_engine"]

@@ -6,10 +6,9 @@ from contextlib import ExitStack
 from typing import Any
 
 from course_pp.collective import Ranks
-from course_pp.training.config import TrainConfig
+from course_pp.training.config import SettingError, TrainConfig
 from course_pp.training.data import Batches, Rows, Sequences, Stream, StreamedBatches
 from course_pp.training.data.batches import read_ahead
-from course_pp.training.setting import SettingError
 
 __all__ = ["Feed"]
 

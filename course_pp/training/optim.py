@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from course_pp.model import Transformer
-from course_pp.training.config import TrainConfig
-from course_pp.training.setting import SettingError
+from course_pp.training.config import SettingError, TrainConfig
 
 __all__ = ["OptimizerFactory", "build_optimizer", "build_scheduler", "lr_factor", "parameter_groups"]
 

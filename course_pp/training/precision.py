@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from course_pp.parallel.precision import compute_dtypes
-from course_pp.training.config import Precision
-from course_pp.training.setting import SettingError
+from course_pp.training.config import Precision, SettingError
 
 __all__ = ["DTYPES", "LossScale", "check_precision", "precision_of"]
 

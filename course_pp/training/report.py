@@ -11,10 +11,9 @@ import torch.distributed as dist
 
 from course_pp.arguments import checked
 from course_pp.collective import Ranks
-from course_pp.training.config import TrainConfig
+from course_pp.training.config import SettingError, TrainConfig
 from course_pp.training.logs import Logs, Progress, tracing
 from course_pp.training.metrics import Speed
-from course_pp.training.setting import SettingError
 
 __all__ = ["Reporter", "StepResult"]
 

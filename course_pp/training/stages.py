@@ -15,9 +15,8 @@ from course_pp.parallel import get_pp_rank, get_pp_size, get_stage_indices
 from course_pp.parallel.precision import compute_dtypes
 from course_pp.parallel.split.stage import SplitStage
 from course_pp.schedule import Schedule, build
-from course_pp.training.config import TrainConfig
+from course_pp.training.config import SettingError, TrainConfig
 from course_pp.training.metrics import training_flops
-from course_pp.training.setting import SettingError
 
 __all__ = [
     "HeldStages",

@@ -32,7 +32,7 @@ from course_pp.model.stages import Tie
 from course_pp.parallel import clip_grad_norm_, get_pp_size
 from course_pp.parallel.mesh import limit_waiting
 from course_pp.runtime import LossNotFinite, PipelineError
-from course_pp.training.config import TrainConfig
+from course_pp.training.config import SettingError, TrainConfig
 from course_pp.training.data import Rows, Sequences, Stream, validation_batches
 from course_pp.training.engines import build_pipeline_engine
 from course_pp.training.feed import Feed
@@ -40,7 +40,6 @@ from course_pp.training.metrics import Peak, Speed, find_peak
 from course_pp.training.optim import OptimizerFactory, build_optimizer, build_scheduler, lr_factor
 from course_pp.training.precision import LossScale, check_precision, precision_of
 from course_pp.training.report import Reporter, StepResult
-from course_pp.training.setting import SettingError
 from course_pp.training.stages import Stages, device_and_dtype, flops_of_a_sequence, held_stages
 
 __all__ = ["Fitted", "NonFiniteGradient", "StepResult", "Trainer"]

@@ -14,7 +14,7 @@ from course_pp.parallel import world
 from tests.processes import no_process_left
 
 # What train.py imports and a test of it does not: see ``RANKS_IMPORT`` in tests/conftest.py.
-TRAIN_IMPORTS = ("course_pp.training.arguments", "course_pp.training.checkpointer", "torch.utils.tensorboard")
+TRAIN_IMPORTS = ("course_pp.training.flags", "course_pp.training.checkpointer", "torch.utils.tensorboard")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from course_pp.launch import on_ranks
 from course_pp.schedule import build, search, to_torch_csv
 from course_pp.training import TrainConfig, stages_of_rank
 from course_pp.training.checkpointer import Checkpointer
-from course_pp.training.orders import FILE, read_order, what_changed, written
+from course_pp.training.config import ORDER_FILE, read_order, what_changed, write_order
 from tests.processes import no_process_left
 from tests.training.small import MODEL, RUN, TIED, Trained, assert_equals, in_one_process, train, trainer
 
@@ -33,10 +33,10 @@ def trained(rank: int, schedule: str, root: Path) -> dict[str, Any]:
     for engine in ("parallel", "runtime"):
         seen[engine] = train(rank, replace(RUN, engine=engine, schedule=schedule), TIED)  # type: ignore[arg-type]
     first = trainer(replace(RUN, steps=1, warmup_steps=1, schedule=schedule), TIED)
-    files = {FILE: written(read_order(schedule))}
+    files = {ORDER_FILE: write_order(read_order(schedule))}
     with Checkpointer(first, root, device_mesh=first._mesh, save_every=1, attachments=files) as checkpointer:
         first.fit(checkpointer.after_step)
-    kept = str(next(root.glob(f"*/{FILE}")))
+    kept = str(next(root.glob(f"*/{ORDER_FILE}")))
     second = trainer(replace(RUN, engine="runtime", schedule=kept), TIED)
     with Checkpointer(second, None, device_mesh=second._mesh) as checkpointer:
         checkpointer.resume(next(root.glob("step_*")))
@@ -59,7 +59,7 @@ def test_an_order_in_a_file_equals_one_process_on_both_engines_and_is_kept_with_
 def test_two_copies_of_a_stage_are_read_off_the_rows(tmp_path: Path) -> None:
     path = tmp_path / "both ways.csv"
     order = build("chimera", 2, 2)
-    path.write_text(written(order))
+    path.write_text(write_order(order))
     assert read_order(str(path)).actions == order.actions
     config = replace(RUN, schedule=str(path), engine="runtime")
     assert stages_of_rank(config, 1, 2) == ([0, 1], 2)
@@ -126,8 +126,8 @@ def test_a_run_that_goes_on_in_another_order_is_told_so_and_how_to_keep_to_the_o
     gone = what_changed(saved, folder, "1f1b", None)
     assert gone is not None
     assert f"--schedule {own} --microbatches 2" in gone
-    kept = folder / FILE
-    kept.write_text(written(order))
+    kept = folder / ORDER_FILE
+    kept.write_text(write_order(order))
     assert what_changed(saved, folder, "elsewhere.csv", order) is None
     for name, other in (("1f1b", None), ("elsewhere.csv", build("1f1b", 2, 2))):
         said = what_changed(saved, folder, name, other)

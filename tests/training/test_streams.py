@@ -23,7 +23,7 @@ from course_pp.training.data import (
     packed,
     padded,
 )
-from course_pp.training.options import DataOptions
+from course_pp.training.flags import DataOptions
 from tests.training.small import RUN, rows, trainer
 
 TEXTS = [f"document {i} says {'more and ' * (i % 5)}more." if i % 4 else " \n" for i in range(40)]

@@ -30,7 +30,7 @@ from course_pp.training.data import (
     token_files,
     write_tokens,
 )
-from course_pp.training.options import DataOptions
+from course_pp.training.flags import DataOptions
 from tests.processes import no_process_left
 from tests.source_code.scripts import TRAIN_IMPORTS, labelled_lines, run_script
 from tests.training.small import RUN, trainer

@@ -22,7 +22,7 @@ from pathlib import Path
 from course_pp.training.checkpoint.manifest import STATE, is_ours, problems, read_json, sync_directory
 from course_pp.training.checkpoint.ranks import CheckpointError, sentence
 from course_pp.training.checkpoint.writer import life_of
-from course_pp.training.setting import SettingError, check_whole
+from course_pp.training.config import SettingError, check_whole
 
 __all__ = [
     "Draft",

@@ -281,7 +281,7 @@ def _load_dataset(dataset: str, subset: str | None, split: str, text_column: str
     try:
         rows = datasets.load_dataset(dataset, subset, split=split, streaming=streaming)
         columns = rows.column_names or list(next(iter(rows), {}))  # a stream may not know before it is read
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, IndexError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
             f"dataset={dataset!r} (subset={subset!r}, split={split!r}) could not be loaded: {error}; "
             "correct the name, or give text files instead"

@@ -1,15 +1,25 @@
-"""What ``train.py`` can be asked for, beside :class:`~course_pp.training.config.TrainConfig`.
+"""What ``train.py`` can be asked for: a flag for each field of :class:`Options`, the text below a field is its help.
 
-A flag, or a key of a file, for each field (:mod:`course_pp.training.arguments`); the text below a field is its help.
+    defaults  <  --model's preset  <  --config's file  <  flags
+
+A file is TOML and has a key for each flag, ``global_batch_size = 64``. cyclopts makes the flags from the dataclasses
+and parses them; every refusal is one sentence.
 """
 
-from dataclasses import dataclass, field
+import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from math import prod
-from typing import Any, Literal
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import cyclopts
+from cyclopts import App, ArgumentCollection, Parameter
 
 from course_pp.model import ModelConfig
 from course_pp.parallel import DistributedConfig, ReshardPolicy
-from course_pp.training.config import TrainConfig
+from course_pp.training.config import SettingError, TrainConfig, must_be_one_of, nearest
 from course_pp.training.data import (
     Corpus,
     PackedTokens,
@@ -30,8 +40,6 @@ from course_pp.training.data.corpus import beginning
 
 STREAM_BEGINNING_BYTES = 20_000_000
 """Of a stream, what a tokenizer is trained on."""
-
-__all__ = ["PRESETS", "CheckpointOptions", "DataOptions", "LayoutOptions", "ModelOptions", "Options", "SampleOptions"]
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {"dim": 32, "layers": 2, "heads": 4, "seq_len": 32, "tokenizer_size": 300},
@@ -185,9 +193,6 @@ class DataOptions:
         Raises:
             ValueError: for data that is not there, or not whole; a tokenizer that did not make the file of tokens.
         """
-        for name in ("text", "dataset", "tokenizer", "tokens"):
-            if "" in (getattr(self, name), *(self.text or ())):
-                raise ValueError(f"--{name} '' names no file: name one, or leave the flag out")
         given = load_tokenizer(self.tokenizer) if self.tokenizer is not None else None
         if self.tokens is not None:
             return self._load_tokens(self.tokens, seq_len, given)
@@ -278,6 +283,9 @@ class SampleOptions:
     """what they continue (default: the beginning of a text)"""
 
 
+_FLAT = Parameter(name="*")  # a field's flag is --steps and not --train.steps
+
+
 @dataclass(frozen=True)
 class Options:
     """A run on the command line.
@@ -286,12 +294,12 @@ class Options:
         ValueError: for options that do not go together.
     """
 
-    train: TrainConfig = field(default_factory=TrainConfig)
-    layout: LayoutOptions = field(default_factory=LayoutOptions)
-    model: ModelOptions = field(default_factory=ModelOptions)
-    data: DataOptions = field(default_factory=DataOptions)
-    checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
-    writing: SampleOptions = field(default_factory=SampleOptions)
+    train: Annotated[TrainConfig, _FLAT] = field(default_factory=TrainConfig)
+    layout: Annotated[LayoutOptions, _FLAT] = field(default_factory=LayoutOptions)
+    model: Annotated[ModelOptions, _FLAT] = field(default_factory=ModelOptions)
+    data: Annotated[DataOptions, _FLAT] = field(default_factory=DataOptions)
+    checkpoints: Annotated[CheckpointOptions, _FLAT] = field(default_factory=CheckpointOptions)
+    writing: Annotated[SampleOptions, _FLAT] = field(default_factory=SampleOptions)
 
     def __post_init__(self) -> None:
         if self.train.versions == "none" and self.layout.ac != "none":
@@ -307,3 +315,148 @@ class Options:
                 f"--sample {tokens} with --share-gpus: text is written by torch's pipeline, which cannot share "
                 "GPUs. Leave --sample out, or write it from the checkpoint on a GPU a rank"
             )
+
+
+# Where the flag is not the field's name.
+_RENAMED = {"batch": "global-batch-size", "warmup_steps": "warmup", "clip_norm": "max-norm"}
+
+
+def _flag(field: str) -> str:
+    return _RENAMED.get(field, field.replace("_", "-"))
+
+
+def _flags() -> dict[str, str]:
+    """Return the flag of each field, without its dashes."""
+    parts = [part.default_factory for part in fields(Options)]
+    return {each.name: _flag(each.name) for part in parts for each in fields(part)}  # type: ignore[arg-type]
+
+
+def parse(arguments: Sequence[str], description: str = "") -> Options | None:
+    """Return the run that the arguments ask for; print help and return None if they ask for that.
+
+    A flag given twice counts the last time, as with most programs.
+
+    Raises:
+        ValueError: for an unknown flag or a wrong value, in one sentence that names it; for a setting that no run can
+            have, in the words of :class:`TrainConfig`.
+    """
+    rules = Parameter(
+        name_transform=_flag,
+        consume_multiple=True,
+        allow_repeating=True,
+        negative_iterable=(),
+        negative_none=(),
+    )
+    app = App(name="train.py", help=description, default_parameter=rules, version_flags=[], help_format="plaintext")
+    app.config = (_fill_in, _check_whole_numbers)
+
+    @app.default
+    def run(*, config: str | None = None, options: Annotated[Options | None, _FLAT] = None) -> Options:
+        """Build the options.
+
+        Parameters
+        ----------
+        config
+            a TOML file with a key for each of the other flags, which override it
+        """
+        return options or Options()
+
+    try:
+        found: Options | None = app(
+            list(arguments), exit_on_error=False, print_error=False, result_action="return_value"
+        )
+    except cyclopts.CycloptsError as error:
+        raise ValueError(_sentence(error)) from error
+    return found
+
+
+def _fill_in(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Give what no flag has given the value of --config's file, or else of --model's preset."""
+    flags = {argument.name.lstrip("-"): argument.tokens[-1].value for argument in arguments if argument.tokens}
+    path = flags.get("config")
+    file = {} if path is None else _read(path)
+    length = {"steps", "epochs"}
+    if any(length <= level.keys() for level in (flags, file)):
+        raise ValueError("--steps and --epochs both say how long to train: leave one out")
+    if length & flags.keys():
+        file = {name: value for name, value in file.items() if name not in length}
+    model = flags.get("model", file.get("model", ModelOptions.model))
+    if str(model) not in PRESETS:
+        raise ValueError(f"--model {model!r} {must_be_one_of(model, PRESETS)}")
+    for values, source in ((file, path), (PRESETS[model], "a preset")):
+        cyclopts.config.Dict(values, source=source)(app, commands, arguments)
+
+
+def _read(path: str) -> dict[str, Any]:
+    """Return the content of a TOML file, by flag."""
+    try:
+        with open(path, "rb") as file:
+            content = tomllib.load(file)
+    except OSError as error:
+        raise ValueError(f"--config {path!r} cannot be read ({error.strerror}): give a TOML file") from error
+    except ValueError as error:  # also of text that is not UTF-8
+        raise ValueError(f"--config {path!r} is not TOML: {error}") from error
+    known = _flags().values()
+    for key in content:
+        if key.replace("_", "-") not in known:
+            near = nearest(key, (name.replace("-", "_") for name in known))
+            raise ValueError(f"{path}: unknown key {key!r}: did you mean {near!r}?")
+    return {key.replace("_", "-"): value for key, value in content.items()}
+
+
+def _check_whole_numbers(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Refuse 3.5 for a whole number, which cyclopts would round."""
+    for argument in arguments:
+        if _without_none(argument.hint) is int:
+            for token in argument.tokens:
+                if not token.value.strip().lstrip("+-").isdecimal():
+                    raise ValueError(f"{argument.name} {token.value!r} must be a whole number")
+
+
+def _sentence(error: cyclopts.CycloptsError) -> str:
+    """Return what cyclopts found, in our words."""
+    if isinstance(error, cyclopts.UnknownOptionError):
+        flag = error.token.keyword or error.token.value
+        near = nearest(flag.lstrip("-").partition("=")[0], ["config", *_flags().values()])
+        return f"unknown option {flag}: did you mean --{near}?"
+    if isinstance(error, cyclopts.UnusedCliTokensError):
+        return f"unexpected {(error.unused_tokens or [''])[0]!r}: every value follows its flag, as in --steps 100"
+    if error.argument is not None:
+        name, kind = error.argument.name, _without_none(error.argument.hint)
+        if isinstance(error, cyclopts.CoercionError) and error.token is not None:
+            value = error.token.value
+            if get_origin(kind) is Literal:
+                return f"{name} {value!r} {must_be_one_of(value, get_args(kind))}"
+            return f"{name} {value!r} must be {_spelled(kind)}"
+        if isinstance(error, cyclopts.MissingArgumentError):
+            return f"{name} needs a value: {_spelled(kind)}"
+    return " ".join(str(error).split())
+
+
+def _without_none(hint: Any) -> Any:
+    return next(kind for kind in get_args(hint) if kind is not NoneType) if NoneType in get_args(hint) else hint
+
+
+def _spelled(kind: Any) -> str:
+    """Return a type in words."""
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
+    if get_origin(kind) is tuple:
+        return f"a list, each {_spelled(get_args(kind)[0])}"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return words.get(kind, "a table of names and values")
+
+
+@contextmanager
+def flags_named() -> Iterator[None]:
+    """Rephrase a refusal from inside for the command line: ``--global-batch-size 9`` instead of ``batch=9``.
+
+    Raises:
+        ValueError: the refusal, rephrased.
+    """
+    flags = _flags()
+    try:
+        yield
+    except SettingError as error:
+        said = error.spelled(lambda name, value: f"--{flags[name]} {value!r}" if name in flags else f"{name}={value!r}")
+        raise ValueError(said) from error
