@@ -15,8 +15,7 @@ from torch.nn.functional import gelu, mse_loss
 from course_pp.exercises.tp_pp_clinic import PATIENTS
 from course_pp.launch import on_ranks
 from course_pp.model import CrossEntropy, ModelConfig, Transformer, layer_costs
-from course_pp.parallel import DistributedConfig, count_collectives, predict_collectives, wire_factor
-from course_pp.parallel.counting import CollectiveCounter
+from course_pp.parallel import CollectiveCounter, DistributedConfig, count_collectives, predict_collectives, wire_factor
 from course_pp.runtime import EmulatedCluster
 from course_pp.schedule import Costs, Timeline, build
 

@@ -32,14 +32,6 @@ from course_pp.parallel.blocks import Blocks, find_blocks
 from course_pp.parallel.carrying import CarryingCost, carried_bytes, carry_along
 from course_pp.parallel.clipping import clip_grad_norm_
 from course_pp.parallel.compiling import apply_compile
-from course_pp.parallel.counting import (
-    CollectiveCounter,
-    CollectiveCounts,
-    Entered,
-    Tally,
-    count_collectives,
-    wire_factor,
-)
 from course_pp.parallel.fsdp import ReshardPolicy, apply_fsdp2, default_mp_policy, resolve_reshard_after_forward
 from course_pp.parallel.mesh import (
     DistributedConfig,
@@ -62,13 +54,22 @@ from course_pp.parallel.pipeline import PipelineSchedule, build_pipeline_schedul
 from course_pp.parallel.plans import llama_plan, transformer_plan
 from course_pp.parallel.post_validation import OptimisticStep
 from course_pp.parallel.precision import compute_dtype, compute_in
-from course_pp.parallel.predicting import predict_collectives
 from course_pp.parallel.schedules import get_stage_indices, schedule_names
 from course_pp.parallel.split import auto_split, explain, weights_on_meta
 from course_pp.parallel.stage import build_pipeline_stage
 from course_pp.parallel.tensor import Plan, apply_tensor_parallel
 from course_pp.parallel.tied import find_ties
-from course_pp.parallel.unsharded import measure_unsharded_bytes, predict_unsharded_bytes
+from course_pp.parallel.traffic import (
+    CollectiveCounter,
+    CollectiveCounts,
+    Entered,
+    Tally,
+    count_collectives,
+    measure_unsharded_bytes,
+    predict_collectives,
+    predict_unsharded_bytes,
+    wire_factor,
+)
 from course_pp.parallel.vocab_parallel import VocabParallelCrossEntropy
 
 __all__ = [

@@ -1,0 +1,634 @@
+"""What a training step sends, and what FSDP2 gathers in it: counted as it happens, and predicted from formulas.
+
+``bytes`` are those of the whole: the larger of a collective's input and output on this rank.
+
+    all_gather, reduce_scatter   the gathered output, the input to be reduced
+    all_reduce, broadcast        the tensor
+    send, recv                   the message
+
+:func:`wire_factor` says how many of these bytes a rank sends. Collectives over a group of one rank move nothing and are
+not counted.
+
+With m microbatches a step, L layers a stage, and an activation of A = batch · seq · dim elements:
+
+    FSDP2     a group is gathered m + 1 times if forward frees it, else once, and is reduced once:
+              Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054, section 7
+    tensor    4 · L all-reduces of A a microbatch, two in forward and two in backward:
+              Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3. With sequence parallelism each is a
+              reduce-scatter and an all-gather of A: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2
+    pipeline  m messages of A down each boundary and m up:
+              Narayanan et al. 2021, arXiv:2104.04473, section 3.2
+    the rest  a handful of scalars: refusals, token count, loss, norm
+
+Tensor parallelism sends most, and products wait for it: it belongs inside a node. A pipeline sends least: across nodes.
+
+With layers of G bytes and the ends of R bytes on a rank, and the fraction f of a group that forward leaves behind,
+0 for True, 1 for False, 1/k for an integer k, the most gathered parameters that are alive in a step are
+
+    R + min(2, L) · G + f · max(0, L − 2) · G     without a pipeline
+    R + L · G                                     with one, whatever the policy
+
+Without a pipeline backward computes on one layer while the next is gathered, and frees each for good. In a pipeline
+backward keeps what it gathered until the last microbatch's gradients are reduced, so True frees and gathers again
+without lowering the peak (stages 3, True, and 2, False, of "ZeRO").
+"""
+
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from course_pp.arguments import checked, refuse_unless
+from course_pp.collective import MEETING_BYTES
+from course_pp.model import ModelConfig
+from course_pp.parallel._torch import CollectiveWatcher, GatheredWatcher
+from course_pp.parallel.fsdp import ReshardPolicy, policy_of_dtypes, reshard_policy_of_sizes
+from course_pp.parallel.mesh import DistributedConfig
+from course_pp.parallel.parts import note_of
+from course_pp.parallel.plans import check_tensor_parallel
+from course_pp.parallel.schedules import check_microbatches, get_stage_indices, splits_backward
+from course_pp.parallel.stage import check_microbatch
+from course_pp.parallel.styles import check_sequence_divides
+from course_pp.plan.shapes import (
+    Coordinates,
+    StagePlan,
+    coordinates,
+    gathered_elements,
+    held_elements,
+    shards_head,
+    stage_plans,
+    unsharded_elements,
+)
+
+# How torch spells them, underscores left out; the first that an operator's name starts with is what it is.
+_KINDS = {
+    "allgather": "all_gather",
+    "allreduce": "all_reduce",
+    "alltoall": "all_to_all",
+    "reducescatter": "reduce_scatter",
+    "broadcast": "broadcast",
+    "barrier": "barrier",
+    "monitoredbarrier": "barrier",
+    "gather": "gather",
+    "scatter": "scatter",
+    "reduce": "reduce",
+    "isend": "send",
+    "send": "send",
+    "irecv": "recv",
+    "recv": "recv",
+}
+
+
+@checked
+@dataclass(frozen=True)
+class Tally:
+    """A number of collectives, and their bytes in all."""
+
+    number: int = 0
+    n_bytes: int = 0
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(self.number + other.number, self.n_bytes + other.n_bytes)
+
+    def __mul__(self, times: int) -> "Tally":
+        return Tally(self.number * times, self.n_bytes * times)
+
+
+@checked
+@dataclass(frozen=True)
+class CollectiveCounts:
+    """What one rank communicates: a tally for each (mesh dimension, collective).
+
+    Equal if all tallies are equal; adds up with ``+``; repeats with ``* times``; prints as a table. A dimension is
+    ``pp``, ``dp_replicate``, ``dp_shard`` or ``tp``, ``"dp_shard:2"`` for a group of two of the ranks of ``dp_shard``
+    (an integer reshard policy makes one), ``"world"`` for all ranks, or ``"other"``.
+    """
+
+    tallies: Mapping[tuple[str, str], Tally] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        kept = {key: self.tallies[key] for key in sorted(self.tallies) if self.tallies[key].number}
+        object.__setattr__(self, "tallies", kept)
+
+    @classmethod
+    @checked
+    def of(cls, dimension: str, collective: str, number: int, n_bytes_each: int) -> "CollectiveCounts":
+        """Return ``number`` collectives of one kind and size."""
+        return cls({(dimension, collective): Tally(1, n_bytes_each) * number})
+
+    def __add__(self, other: "CollectiveCounts") -> "CollectiveCounts":
+        keys = {*self.tallies, *other.tallies}
+        return CollectiveCounts({key: self[key] + other[key] for key in keys})
+
+    def __mul__(self, times: int) -> "CollectiveCounts":
+        return CollectiveCounts({key: tally * times for key, tally in self.tallies.items()})
+
+    def __getitem__(self, key: tuple[str, str]) -> Tally:
+        """Return the tally of (mesh dimension, collective); zero where there was none."""
+        return self.tallies.get(key, Tally())
+
+    @checked
+    def total(self, dimension: str | None = None, collective: str | None = None) -> Tally:
+        """Return the tally over all dimensions, or one, and over all collectives, or one."""
+        return sum(
+            (t for (d, c), t in self.tallies.items() if dimension in (None, d) and collective in (None, c)), Tally()
+        )
+
+    def __str__(self) -> str:
+        rows = [("dimension", "collective", "number", "bytes")]
+        rows += [(d, c, f"{t.number:,}", f"{t.n_bytes:,}") for (d, c), t in self.tallies.items()]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            f"{d:<{widths[0]}}  {c:<{widths[1]}}  {number:>{widths[2]}}  {size:>{widths[3]}}"
+            for d, c, number, size in rows
+        )
+
+
+class Entered(NamedTuple):
+    """One collective or message that a rank began: over which dimension of the mesh, its kind, bytes of the whole."""
+
+    dimension: str
+    collective: str
+    n_bytes: int
+
+
+@checked
+def wire_factor(collective: str, n_ranks: int) -> float:
+    """Return the bytes that a rank of ``n_ranks`` sends for each byte counted, with ring algorithms.
+
+    An all-reduce is a reduce-scatter and an all-gather: Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054, section 7.1.
+
+    Raises:
+        ValueError: for a collective whose ranks do not all send the same, and for fewer than one rank.
+    """
+    if n_ranks < 1:
+        raise ValueError(f"n_ranks is {n_ranks}: give an integer of at least 1")
+    rounds = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
+    if collective in rounds:
+        return rounds[collective] * (n_ranks - 1) / n_ranks
+    if collective in ("send", "recv"):
+        return float(collective == "send")
+    raise ValueError(
+        f"collective is {collective!r}, whose ranks send unequal amounts: use one of {', '.join(rounds)}, send, recv"
+    )
+
+
+@checked
+def count_collectives(fn: Callable[[], object], device_mesh: DeviceMesh | None = None) -> CollectiveCounts:
+    """Call ``fn`` and count every collective and message that this process begins meanwhile, on any process group.
+
+    What backward begins is counted as well. The first step of a model does more than later ones (it opens connections):
+    for the steady state count the second.
+
+    Args:
+        fn: called without arguments; its result is dropped.
+        device_mesh: the mesh whose dimensions' names to use; without it there are ``"world"`` and ``"other"``.
+
+    Raises:
+        RuntimeError: if there is no process group.
+    """
+    with CollectiveCounter(device_mesh) as counter:
+        fn()
+    return counter.counts
+
+
+@checked
+class CollectiveCounter:
+    """Counts in a ``with`` block, as :func:`count_collectives` does during a call.
+
+    Attributes:
+        entered: what was counted, one by one, in its order.
+    """
+
+    def __init__(self, device_mesh: DeviceMesh | None = None) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError("no process group, so nothing to count: call init_distributed(config) first")
+        # This rank's group along each dimension, then the world, which a mesh of one dimension is too.
+        self._dimensions = {
+            name: frozenset(dist.get_process_group_ranks(device_mesh.get_group(name)))
+            for name in (() if device_mesh is None else device_mesh.mesh_dim_names or ())
+            if device_mesh is not None
+        } | {"world": frozenset(range(dist.get_world_size()))}
+        self.entered: list[Entered] = []
+        self._watcher = CollectiveWatcher(self._note)
+
+    @property
+    def counts(self) -> CollectiveCounts:
+        """What was counted so far."""
+        tallies: defaultdict[tuple[str, str], Tally] = defaultdict(Tally)
+        for dimension, collective, n_bytes in self.entered:
+            tallies[dimension, collective] += Tally(1, n_bytes)
+        return CollectiveCounts(tallies)
+
+    def __enter__(self) -> "CollectiveCounter":
+        self._watcher.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._watcher.__exit__(kind, error, traceback)
+
+    def _note(self, operator: str, group: dist.ProcessGroup, n_bytes: int) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        if len(ranks) > 1:
+            spelled = operator.replace("_", "")
+            kind = next((kind for prefix, kind in _KINDS.items() if spelled.startswith(prefix)), operator)
+            self.entered.append(Entered(self._dimension_of(ranks), kind, n_bytes))
+
+    def _dimension_of(self, ranks: Iterable[int]) -> str:
+        members = frozenset(ranks)
+        for name, whole in self._dimensions.items():
+            if members == whole:
+                return name
+        for name, whole in self._dimensions.items():
+            if members < whole and name != "world":
+                return f"{name}:{len(members)}"
+        return "other"
+
+
+_NOTHING = CollectiveCounts()
+_FLOAT64 = torch.float64.itemsize
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One rank on paper, and everything a formula needs to know.
+
+    Attributes:
+        kept: the dtype of the parameters.
+        computed: in which they are gathered and used.
+        reduced: in which FSDP2 reduces gradients.
+        tokens: in one microbatch, batch · seq.
+        splits_backward: whether input and weight gradients are two actions of the schedule.
+    """
+
+    config: ModelConfig
+    layout: DistributedConfig
+    at: Coordinates
+    stages: list[StagePlan]
+    reshard: bool | int
+    kept: torch.dtype
+    computed: torch.dtype
+    reduced: torch.dtype
+    n_microbatches: int = 1
+    tokens: int = 0
+    ac: str = "none"
+    splits_backward: bool = False
+    gathers_logits: bool = True
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Every dimension of the mesh, whatever its size."""
+        names = ("pp", "dp_replicate", "dp_shard", "tp")
+        return {name: getattr(self.layout, name) for name in names}
+
+    @property
+    def everyone(self) -> str:
+        """What a collective of all ranks counts as: of the one dimension there is, or of the world."""
+        names = [name for name, size in self.sizes.items() if size > 1]
+        return names[0] if len(names) == 1 else "world"
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 is applied."""
+        return _is_sharded(self.layout)
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether norms work on parts of the sequence; see :func:`apply_tensor_parallel`."""
+        return _is_sequence_parallel(self.config, self.layout)
+
+    @property
+    def activation(self) -> int:
+        """Bytes of one microbatch's residual stream."""
+        return self.tokens * self.config.dim * self.computed.itemsize
+
+    def over(self, dimension: str, collective: str, number: int, n_bytes: int) -> CollectiveCounts:
+        """Return ``number`` collectives of ``n_bytes`` each over a mesh dimension; none if it has only this rank."""
+        if getattr(self.layout, dimension) == 1:
+            return _NOTHING
+        return CollectiveCounts.of(dimension, collective, number, n_bytes)
+
+
+def _ranks(
+    config: ModelConfig,
+    layout: DistributedConfig,
+    schedule: str,
+    policy: ReshardPolicy,
+    dtype: torch.dtype,
+    mp_policy: MixedPrecisionPolicy | None,
+    **step: Any,
+) -> list[_Rank]:
+    """Return each global rank, the last dimension of the mesh running fastest.
+
+    Raises:
+        ValueError: if ``dp_shard`` is -1, or for a layout that the schedule or the model does not allow.
+    """
+    if layout.dp_shard == -1:
+        raise ValueError(
+            "dp_shard=-1 stands for the ranks that are left, but on paper there are none yet: say how many, 1 for no "
+            "sharding"
+        )
+    n_ranks = layout.pp * layout.dp_replicate * layout.dp_shard * layout.tp
+    sizes = layout.sizes(n_ranks)
+    reshard = reshard_policy_of_sizes(policy, pp=layout.pp, dp_shard=layout.dp_shard, tp=layout.tp)
+    computed = reduced = dtype
+    if _is_sharded(layout):  # elsewhere a policy has no effect
+        mp_policy = policy_of_dtypes({dtype}) if mp_policy is None else mp_policy
+        computed = mp_policy.param_dtype or dtype
+        reduced = mp_policy.reduce_dtype or computed
+    ranks = []
+    for rank in range(n_ranks):
+        at = coordinates(rank, **sizes)
+        indices = get_stage_indices(schedule, at.pp, layout.pp) if layout.pp > 1 else [0]
+        stages = stage_plans(config, indices, layout.pp * len(indices), layout.tp)
+        ranks.append(_Rank(config, layout, at, stages, reshard, dtype, computed, reduced, **step))
+    return ranks
+
+
+def _is_sharded(layout: DistributedConfig) -> bool:
+    return layout.dp_replicate * layout.dp_shard > 1
+
+
+def _is_sequence_parallel(config: ModelConfig, layout: DistributedConfig) -> bool:
+    return layout.tp > 1 and layout.pp == 1 and not config.tie_embeddings
+
+
+@checked
+def predict_collectives(
+    config: ModelConfig,
+    layout: DistributedConfig,
+    *,
+    batch_size: int,
+    seq_len: int,
+    n_microbatches: int = 1,
+    schedule: str = "1f1b",
+    reshard_after_forward: ReshardPolicy = "auto",
+    ac: Literal["none", "full", "selective"] = "none",
+    dtype: torch.dtype = torch.float32,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    gather_logits: bool = True,
+    clip: bool = True,
+    foreign: bool = False,
+) -> tuple[CollectiveCounts, ...]:
+    """Predict what each rank communicates in one training step in the steady state: the second and every later one.
+
+    With ``pp > 1`` that is ``PipelineSchedule.step`` with a :class:`TokenLoss`. With ``pp=1`` it is one forward and
+    one backward of the whole model; averaging its loss is the caller's business. Gradients are not kept from step to
+    step, and the optimizer communicates nothing.
+
+    Args:
+        config: the sizes of this package's model, or by :func:`course_pp.model.hf.config_from_hf` those of a Llama of
+            transformers cut by :func:`llama_plan`. For other models there is no prediction: count a step
+            (:func:`count_collectives`).
+        layout: all four sizes; -1 has no meaning without ranks.
+        batch_size: sequences in one *microbatch* of one data-parallel rank.
+        seq_len: tokens in a sequence.
+        n_microbatches: 1 without a pipeline.
+        schedule: one of :func:`schedule_names`, with two stages a rank where it takes several; ignored with ``pp=1``.
+        reshard_after_forward: see :func:`resolve_reshard_after_forward`.
+        ac: the mode given to :func:`apply_ac`.
+        dtype: in which parameters are kept.
+        mp_policy: as given to :func:`apply_fsdp2`: None computes with float32 parameters in bfloat16.
+        gather_logits: as given to :func:`apply_tensor_parallel`; False for :class:`VocabParallelCrossEntropy`.
+        clip: whether :func:`clip_grad_norm_` follows.
+        foreign: the model is such a Llama, whose ranks tell one another what they hold whenever they clip.
+
+    Returns:
+        One value a global rank.
+
+    Raises:
+        ValueError: for a layout that the model or the schedule does not allow, or one without a formula.
+    """
+    check_microbatch(config, batch_size, seq_len)
+    if layout.tp > 1:
+        check_tensor_parallel(config, layout.tp, gather_logits)
+    if _is_sequence_parallel(config, layout):
+        check_sequence_divides(seq_len, layout.tp)
+    if layout.pp == 1 and n_microbatches != 1:
+        raise ValueError(
+            f"n_microbatches={n_microbatches} needs a pipeline, but pp=1: predict one forward and backward with "
+            "n_microbatches=1, and add up those of a step"
+        )
+    splits = "none"
+    if layout.pp > 1:
+        n_stages = layout.pp * len(get_stage_indices(schedule, 0, layout.pp))
+        check_microbatches(schedule, n_microbatches, n_stages, layout.pp)
+        splits = splits_backward(schedule)
+    if ac == "full" and layout.tp > 1 and splits == "some":
+        raise ValueError(
+            f"schedule={schedule!r} splits some backwards and not others, and how often torch then recomputes a block "
+            "has no formula here: predict it with ac='none' or 'selective', or with 'zb_v'"
+        )
+    if foreign and clip and config.tie_embeddings and layout.pp > 1:
+        raise ValueError(
+            f"foreign=True with tie_embeddings=True on pp={layout.pp}: what ranks tell one another of a weight that "
+            "stages share has no formula here: predict with clip=False, or count a step (count_collectives)"
+        )
+    ranks = _ranks(
+        config,
+        layout,
+        schedule,
+        reshard_after_forward,
+        dtype,
+        mp_policy,
+        n_microbatches=n_microbatches,
+        tokens=batch_size * seq_len,
+        ac=ac,
+        splits_backward=splits == "all",
+        gathers_logits=gather_logits,
+    )
+    parts = [_tensor_parallel, _fully_sharded, _pipeline, *([_clipping] if clip else [])]
+    parts += [_notes] if clip and foreign else []
+    return tuple(sum((part(rank) for part in parts), _NOTHING) for rank in ranks)
+
+
+def _fully_sharded(rank: _Rank) -> CollectiveCounts:
+    """FSDP2: gathers by policy, one reduction a group and step."""
+    n_shards, counts = rank.layout.dp_shard, _NOTHING
+    for shapes in (group for stage in rank.stages for group in stage.groups):
+        elements = gathered_elements(shapes, n_shards)
+        counts += _gathers(rank, elements * rank.computed.itemsize)
+        counts += rank.over("dp_shard", "reduce_scatter", 1, elements * rank.reduced.itemsize)
+        # Replicas add up what is already reduced, each rank its own shard.
+        counts += rank.over("dp_replicate", "all_reduce", 1, elements // n_shards * rank.reduced.itemsize)
+    return counts
+
+
+def _gathers(rank: _Rank, n_bytes: int) -> CollectiveCounts:
+    """All-gathers of one group: one before the first forward, one after every forward that frees it.
+
+    A forward leaves the group as the policy says, a backward leaves it gathered; so whatever the schedule, each of the
+    m forwards makes the action after it gather.
+    """
+    m, policy = rank.n_microbatches, rank.reshard
+    if policy is True:
+        return rank.over("dp_shard", "all_gather", m + 1, n_bytes)
+    counts = rank.over("dp_shard", "all_gather", 1, n_bytes)
+    if policy is not False:  # the ranks that share a whole copy after forward
+        counts += CollectiveCounts.of(f"dp_shard:{policy}", "all_gather", m, n_bytes)
+    return counts
+
+
+def _tensor_parallel(rank: _Rank) -> CollectiveCounts:
+    """Sums over the ranks of ``tp``, a microbatch at a time; see :func:`apply_tensor_parallel` for what is cut."""
+    counts = _NOTHING
+    for stage in rank.stages:
+        again = _forwards_again(rank, stage)
+        if rank.sequence_parallel:  # the sums of a plain block, each in two halves; between them, norms see parts
+            block = rank.over("tp", "all_gather", 4 + 2 * again, rank.activation)
+            block += rank.over("tp", "reduce_scatter", 4 + again, rank.activation)
+        else:  # forward sums the outputs of attention and feed-forward, backward the gradients of their inputs
+            block = rank.over("tp", "all_reduce", 4 + again, rank.activation)
+        counts += (block * stage.n_layers + _ends(rank, stage)) * rank.n_microbatches
+    if rank.sequence_parallel and rank.sharded:
+        counts += _norm_weights(rank, rank.computed)  # before FSDP2 reduces them
+    return counts
+
+
+def _forwards_again(rank: _Rank, stage: StagePlan) -> int:
+    """Return how often the backward of a checkpointed block runs its forward again.
+
+    The forward's second sum, the feed-forward's, comes after the last product that backward needs, so recomputing
+    stops before it: each time costs one sum. Selective checkpointing costs none: attention's one sum is its end.
+    """
+    if rank.ac != "full":
+        return 0
+    # torch's weight-gradient half recomputes the block once for each parameter. The first stage, which has no input
+    # gradient to send, is not split.
+    return 1 + (len(stage.layer) if rank.splits_backward and not stage.is_first else 0)
+
+
+def _ends(rank: _Rank, stage: StagePlan) -> CollectiveCounts:
+    """Embedding and head, for one microbatch."""
+    counts = _NOTHING
+    if stage.is_first and rank.sequence_parallel:
+        counts += rank.over("tp", "all_gather", 1, rank.activation)  # gradient of the replicated embedding's output
+    if not stage.is_last:
+        return counts
+    if rank.sequence_parallel:
+        counts += rank.over("tp", "all_gather", 1, rank.activation)  # input of the head
+    if shards_head(rank.config, rank.layout.tp):
+        summed = "reduce_scatter" if rank.sequence_parallel else "all_reduce"
+        counts += rank.over("tp", summed, 1, rank.activation)  # gradient of the head's input
+        itemsize = rank.computed.itemsize
+        if rank.gathers_logits:
+            return counts + rank.over("tp", "all_gather", 1, rank.tokens * rank.config.vocab_size * itemsize)
+        # What VocabParallelCrossEntropy exchanges, in float32 at least: the largest logit, then two sums.
+        per_token = rank.tokens * max(itemsize, torch.float32.itemsize)
+        counts += rank.over("tp", "all_reduce", 1, per_token) + rank.over("tp", "all_reduce", 1, 2 * per_token)
+    return counts
+
+
+def _norm_weights(rank: _Rank, dtype: torch.dtype) -> CollectiveCounts:
+    """Return the gradients of norms that saw parts of the sequence: two a layer, and the final one."""
+    return rank.over("tp", "all_reduce", 2 * rank.config.n_layers + 1, rank.config.dim * dtype.itemsize)
+
+
+def _pipeline(rank: _Rank) -> CollectiveCounts:
+    """Messages between stages, and what every rank must hear of a step: a refusal, and the loss."""
+    if rank.layout.pp == 1:
+        return _NOTHING
+    here = {stage.index for stage in rank.stages}
+    n_stages = rank.stages[0].n_stages
+    neighbours = [i for stage in here for i in (stage - 1, stage + 1) if 0 <= i < n_stages and i not in here]
+    # Over each boundary to another rank a microbatch's activation passes one way, and its gradient the other.
+    n_messages = len(neighbours) * rank.n_microbatches
+    counts = CollectiveCounts.of("pp", "send", n_messages, rank.activation)
+    counts += CollectiveCounts.of("pp", "recv", n_messages, rank.activation)
+    counts += _asks_who_refuses(rank)
+    counts += CollectiveCounts.of("pp", "all_reduce", 1, _FLOAT64)  # the loss
+    if n_stages - 1 in here:  # the number of counted tokens before the step, the loss after it
+        for dimension in ("dp_replicate", "dp_shard"):
+            counts += rank.over(dimension, "all_reduce", 2, _FLOAT64)
+    if rank.config.tie_embeddings and (0 in here) != (n_stages - 1 in here):
+        embedding = ((rank.config.vocab_size, rank.config.dim),)
+        gradient = held_elements(embedding, rank.layout.dp_shard, rank.at.dp_shard) * rank.kept.itemsize
+        counts += CollectiveCounts.of("pp", "send", 1, gradient) + CollectiveCounts.of("pp", "recv", 1, gradient)
+    return counts
+
+
+def _asks_who_refuses(rank: _Rank) -> CollectiveCounts:
+    """Count one small message, over all ranks of the mesh: is anything wrong on one of them?"""
+    alone = prod(rank.sizes.values()) == 1
+    return _NOTHING if alone else CollectiveCounts.of(rank.everyone, "all_reduce", 1, MEETING_BYTES)
+
+
+def _clipping(rank: _Rank) -> CollectiveCounts:
+    """Count one float64 a rank and dimension: norms are gathered, and added up in the same order everywhere."""
+    layout = rank.layout
+    counts = _asks_who_refuses(rank) + rank.over("tp", "all_gather", 1, _FLOAT64 * layout.tp)
+    counts += rank.over("dp_shard", "all_gather", 1, _FLOAT64 * layout.dp_shard)
+    counts += rank.over("pp", "all_gather", 1, 2 * _FLOAT64 * layout.pp)  # norm, and how many stages it is of
+    if rank.sequence_parallel and not rank.sharded:
+        counts += _norm_weights(rank, rank.kept)
+    return counts
+
+
+def _notes(rank: _Rank) -> CollectiveCounts:
+    """Return what ranks of a foreign model tell one another when they clip: their stages, pickled, and the norm."""
+    sizes, n_ranks = rank.sizes, prod(rank.sizes.values())
+    if n_ranks == 1:
+        return _NOTHING
+    # The dimensions beside the pipeline that the mesh has: dp_shard stays beside dp_replicate, whatever its size.
+    column = [sizes[name] for name in ("dp_replicate", "dp_shard", "tp") if sizes[name] > 1]
+    if sizes["dp_replicate"] > 1 and sizes["dp_shard"] == 1:
+        column.append(1)
+    n_stages = rank.stages[0].n_stages if rank.layout.pp > 1 else None
+    counts = _NOTHING
+    for told in (note_of(column, [stage.index for stage in rank.stages], n_stages), (0.0, {})):
+        counts += _asks_who_refuses(rank)
+        counts += CollectiveCounts.of(rank.everyone, "all_gather", 1, len(pickle.dumps(told)) * n_ranks)
+    return counts
+
+
+@checked
+def predict_unsharded_bytes(
+    config: ModelConfig,
+    layout: DistributedConfig,
+    *,
+    schedule: str = "1f1b",
+    reshard_after_forward: ReshardPolicy = "auto",
+    dtype: torch.dtype = torch.float32,
+    mp_policy: MixedPrecisionPolicy | None = None,
+) -> tuple[int, ...]:
+    """Return the most bytes of gathered parameters alive on each rank during a training step.
+
+    Padding is counted, a finished gather's buffer while it is copied out is not. Arguments are those of
+    :func:`predict_collectives`.
+
+    Returns:
+        One number a global rank; 0 without FSDP2.
+
+    Raises:
+        ValueError: for a layout that the model does not allow.
+    """
+    return tuple(
+        unsharded_elements(rank.stages, layout.dp_shard, rank.reshard, pipelined=layout.pp > 1)
+        * (rank.computed.itemsize if rank.sharded else 0)
+        for rank in _ranks(config, layout, schedule, reshard_after_forward, dtype, mp_policy)
+    )
+
+
+@checked
+def measure_unsharded_bytes(fn: Callable[[], object], modules: nn.Module | Iterable[nn.Module]) -> int:
+    """Call ``fn`` and return the most bytes of gathered parameters that this rank's ``modules`` held meanwhile.
+
+    Looked at after every operation, which is slow: meant for small models.
+    """
+    watched = [modules] if isinstance(modules, nn.Module) else list(modules)
+    are_modules = bool(watched) and all(isinstance(module, nn.Module) for module in watched)
+    refuse_unless(are_modules, "measure_unsharded_bytes", "modules", modules, "pass a module, or several")
+    with GatheredWatcher(watched) as watcher:
+        fn()
+    return watcher.peak
