@@ -27,11 +27,9 @@ from course_pp.model import (
     compute_layer_assignment,
     partition_by_cost,
 )
-from course_pp.parallel.activation_checkpointing import apply_ac
 from course_pp.parallel.blocks import Blocks, find_blocks
 from course_pp.parallel.carrying import CarryingCost, carried_bytes, carry_along
 from course_pp.parallel.clipping import clip_grad_norm_
-from course_pp.parallel.compiling import apply_compile
 from course_pp.parallel.fsdp import ReshardPolicy, apply_fsdp2, default_mp_policy, resolve_reshard_after_forward
 from course_pp.parallel.mesh import (
     DistributedConfig,
@@ -53,7 +51,8 @@ from course_pp.parallel.mesh import (
 from course_pp.parallel.pipeline import PipelineSchedule, build_pipeline_schedule
 from course_pp.parallel.plans import llama_plan, transformer_plan
 from course_pp.parallel.post_validation import OptimisticStep
-from course_pp.parallel.precision import compute_dtype, compute_in
+from course_pp.parallel.recompute_and_compile import apply_ac, apply_compile
+from course_pp.parallel.replaced_forward import compute_dtype, compute_in
 from course_pp.parallel.schedules import get_stage_indices, schedule_names
 from course_pp.parallel.split import auto_split, explain, weights_on_meta
 from course_pp.parallel.stage import build_pipeline_stage

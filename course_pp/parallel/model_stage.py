@@ -14,10 +14,16 @@ from course_pp.deferred import Deferring, WeightGradients
 from course_pp.model import PipelineStageModule
 from course_pp.model.stages import Tie
 from course_pp.parallel._torch import LocalNeighboursStage, tree_flatten
-from course_pp.parallel.bare import bare_copy, run_on_meta
 from course_pp.parallel.boundary import Boundary, as_value, call
-from course_pp.parallel.forwards import Compiled, has_replaced, replaced_forwards
-from course_pp.parallel.precision import casts_inputs, compute_dtypes, spelled
+from course_pp.parallel.meta_device import meta_copy, run_on_meta
+from course_pp.parallel.replaced_forward import (
+    Compiled,
+    casts_inputs,
+    compute_dtypes,
+    has_replaced,
+    replaced_forwards,
+    spelled,
+)
 from course_pp.parallel.split.stage import SplitStage
 from course_pp.wrappers import uncompiled
 
@@ -216,7 +222,7 @@ def find_outputs(stage: ModelStage) -> Boundary:
     taken = stage.takes.empty("meta")
 
     def returned() -> Boundary:
-        output = call(bare_copy(stage.submod), stage.received(taken))
+        output = call(meta_copy(stage.submod), stage.received(taken))
         return Boundary(()) if stage.is_last else Boundary.of(output)  # nobody is sent what the last one returns
 
     try:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from course_pp.parallel.forwards import Compiled, Recomputed, has_replaced
+from course_pp.parallel.replaced_forward import Compiled, Recomputed, has_replaced
 
 __all__ = ["Step", "applied_steps", "check_order"]
 

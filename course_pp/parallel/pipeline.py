@@ -27,10 +27,10 @@ from course_pp.parallel.agreeing import agree, everyone_of
 from course_pp.parallel.batch import Batch
 from course_pp.parallel.boundary import TensorMeta, merge, meta_of
 from course_pp.parallel.forward_only import forward_only
-from course_pp.parallel.forwards import Compiled, Recomputed, has_replaced
 from course_pp.parallel.fsdp import reshard
 from course_pp.parallel.mesh import has_dp_mesh, is_rank_zero
 from course_pp.parallel.model_stage import ModelStage
+from course_pp.parallel.replaced_forward import Compiled, Recomputed, has_replaced
 from course_pp.parallel.schedules import check_microbatches, splits_backward, torch_schedule
 from course_pp.parallel.step_failure import Witness
 from course_pp.parallel.tied import SharedName, TiedWeights

@@ -14,7 +14,7 @@ from course_pp.parallel._torch import mixed_precision
 from course_pp.parallel.boundary import Boundary
 from course_pp.parallel.mesh import get_pp_mesh, get_pp_rank, get_pp_size, lone_group
 from course_pp.parallel.model_stage import ModelStage, check_declared_dtype
-from course_pp.parallel.precision import compute_dtypes, spelled
+from course_pp.parallel.replaced_forward import compute_dtypes, spelled
 from course_pp.wrappers import problem_of_wrappers
 
 __all__ = ["build_pipeline_stage", "check_microbatch"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from course_pp.parallel.precision import compute_dtypes
+from course_pp.parallel.replaced_forward import compute_dtypes
 from course_pp.training.config import Precision, SettingError
 
 __all__ = ["DTYPES", "LossScale", "check_precision", "precision_of"]

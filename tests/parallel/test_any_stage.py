@@ -26,7 +26,7 @@ from course_pp.parallel import (
     get_stage_indices,
     init_distributed,
 )
-from course_pp.parallel.bare import bare_copy, run_on_meta
+from course_pp.parallel.meta_device import meta_copy, run_on_meta
 from course_pp.parallel.model_stage import find_outputs
 from tests.equality import Trained, adamw, assert_same_training, snapshot_gradients, snapshot_parameters
 from tests.parallel.foreign import Chain, models, trained
@@ -394,7 +394,7 @@ def test_what_a_wrapped_stage_returns_is_found_without_touching_it() -> None:
     found = find_outputs(stage)
     assert str(found) == "{'hidden': bfloat16 (3, 4), 'count': float32 (1,)}"
     assert module[0].calls.item() == 0
-    copy = bare_copy(module)
+    copy = meta_copy(module)
     assert copy[0].second.weight is copy[0].first.weight
     assert {tensor.device.type for tensor in copy.state_dict().values()} == {"meta"}
 
@@ -424,4 +424,4 @@ def test_what_a_compiled_stage_returns_has_the_dtype_of_its_mixed_precision(comp
     module: nn.Module = nn.Sequential(linear())
     module = fully_shard(module if compiles_last else compiled(module), mp_policy=default_mp_policy())
     module = compiled(module) if compiles_last else module
-    assert module(X).dtype == bare_copy(module)(X.to("meta")).dtype == torch.bfloat16
+    assert module(X).dtype == meta_copy(module)(X.to("meta")).dtype == torch.bfloat16

@@ -10,11 +10,11 @@ There is no export and no graph to compile: every stage runs the model's own Pyt
 read, so skip connections and encoders' outputs cross as well.
 """
 
+from course_pp.parallel.meta_device import weights_on_meta
 from course_pp.parallel.split.automatic import By, auto_split, explain
 from course_pp.parallel.split.board import OtherWay
 from course_pp.parallel.split.calls import Problem
 from course_pp.parallel.split.crossing import Crossing, CrossingTensor, crossing
-from course_pp.parallel.split.on_meta import weights_on_meta
 from course_pp.parallel.split.stage import SplitStage
 
 __all__ = [

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from course_pp.parallel._torch import tree_flatten, tree_unflatten
-from course_pp.parallel.bare import run_on_meta
+from course_pp.parallel.meta_device import run_on_meta, to_meta
 from course_pp.parallel.split.calls import Output, Recording
 from course_pp.parallel.split.inputs import Inputs
-from course_pp.parallel.split.on_meta import to_meta
 
 __all__ = ["Board", "Done", "OtherWay"]
 

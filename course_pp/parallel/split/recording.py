@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from course_pp.parallel._torch import TorchDispatchMode, tree_flatten, tree_map
+from course_pp.parallel.meta_device import has_no_weights, to_meta, without_numbers
 from course_pp.parallel.split.calls import Call, Input, Output, Parameter, Problem, Recording, Source
-from course_pp.parallel.split.on_meta import has_no_weights, to_meta, without_numbers
 from course_pp.parallel.split.units import candidates, draws_random_numbers
 
 __all__ = ["Example", "as_call", "is_of_model", "left_as_it_was", "record"]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from course_pp.parallel.bare import bare_copy
+from course_pp.parallel.meta_device import meta_copy
 from course_pp.parallel.split.board import Board, Done
 from course_pp.parallel.split.calls import Recording
 
@@ -33,7 +33,7 @@ class Absent(nn.Module):
     def __init__(self, name: str, unit: nn.Module, board: Board) -> None:
         super().__init__()
         self._unit, self._board = name, board
-        self._twin = (bare_copy(unit),)  # in a tuple, so that its parameters are none of this stage's
+        self._twin = (meta_copy(unit),)  # in a tuple, so that its parameters are none of this stage's
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -183,7 +183,7 @@ class _Carver:
     def _now_and_then(self, module: nn.Module, unit: str) -> nn.Module:
         """Return a unit that several stages call; it is absent in the calls of other stages."""
         copied = _shallow(module)
-        vars(copied).update(_board=self._board, _unit=unit, _twin=(bare_copy(module),))
+        vars(copied).update(_board=self._board, _unit=unit, _twin=(meta_copy(module),))
         copied.forward = MethodType(_here_or_absent, copied)
         return copied
 

@@ -1,32 +1,30 @@
-"""A stage without weights and wrappers, to find what it returns without computing it.
+"""The meta device, on which everything has a shape and nothing is allocated or computed.
 
-The copy lives on the meta device: running it allocates and computes nothing. It has the shapes of the whole parameters,
-whatever shards them, and no hooks, so what it returns does not depend on the layout. Under FSDP2 it computes in the
-dtype that mixed precision asks for.
+A copy of a stage there says what the stage returns. It has the shapes of the whole parameters, whatever shards them,
+and no hooks, so what it returns does not depend on the layout. Under FSDP2 it computes in the dtype that mixed
+precision asks for.
+
+A model without weights is cut there. Its units compute shapes and no numbers, and return zeros; what the model computes
+between them, such as masks and positions, it computes from the example.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from course_pp.parallel._torch import TorchDispatchMode, mixed_precision, tree_map
 from course_pp.parallel.boundary import meta_of
-from course_pp.parallel.forwards import replaced_forwards
-from course_pp.parallel.precision import Lowered
+from course_pp.parallel.replaced_forward import replaced_forwards
 from course_pp.wrappers import uncompiled
 
-__all__ = ["bare_copy", "run_on_meta"]
-
 _MOST_QUESTIONS = 1000
-
-
-def bare_copy(module: nn.Module) -> nn.Module:
-    """Return a copy of ``module`` on the meta device, as it was before anything was applied to it."""
-    return _Copier().copy(module, None)
 
 
 @torch.no_grad()
@@ -72,6 +70,16 @@ class _Answering(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def to_meta(value: Any) -> Any:
+    """Return a value with meta tensors in place of its tensors."""
+    return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, value)
+
+
+def meta_copy(module: nn.Module) -> nn.Module:
+    """Return a copy of ``module`` on the meta device, as it was before anything was applied to it."""
+    return _Copier().copy(module, None)
+
+
 class _Copier:
     """Copies each module and each tensor once, so that what was shared stays shared."""
 
@@ -95,10 +103,13 @@ class _Copier:
         # What torch.compile returns passes on each attribute that is set on it, a copy of it to the original.
         if (inner := uncompiled(module)) is not module:
             return self.copy(inner, dtype)
-        kind = _kind_of(module)
+        kind, kinds = type(module), type(module).__mro__
+        if isinstance(module, FSDPModule):  # FSDP2 has put a class of its own in front of the module's
+            kind = kinds[kinds.index(FSDPModule) + 1]
         copied = self._modules[id(module)] = kind.__new__(kind)
         copied.__dict__ = {key: {} if key.endswith("_hooks") else value for key, value in vars(module).items()}
-        copied.__dict__ |= _without_hooks(module)
+        copied.__dict__ |= {key: value for key, value in vars(nn.Module()).items() if "hooks" in key}
+        copied._compiled_call_impl = None
         parameters: dict[str, Any] = {name: self._tensor(value, dtype) for name, value in module._parameters.items()}
         copied._parameters = parameters
         copied._buffers = {name: self._tensor(value, None) for name, value in module._buffers.items()}
@@ -119,17 +130,6 @@ class _Copier:
         return self._tensors[id(tensor)]
 
 
-def _kind_of(module: nn.Module) -> type[nn.Module]:
-    """Return the class the module had before FSDP2 put a class of its own in front of it."""
-    kinds = type(module).__mro__
-    return kinds[kinds.index(FSDPModule) + 1] if isinstance(module, FSDPModule) else type(module)
-
-
-def _without_hooks(module: nn.Module) -> dict[str, Any]:
-    fresh = nn.Module()
-    return {key: value for key, value in vars(fresh).items() if "hooks" in key} | {"_compiled_call_impl": None}
-
-
 def _rebind(module: nn.Module, copied: nn.Module) -> None:
     """Bind methods that were set on the module itself, such as a replaced forward, to the copy."""
     for key, value in list(vars(copied).items()):
@@ -137,24 +137,72 @@ def _rebind(module: nn.Module, copied: nn.Module) -> None:
         method = around[-1].forward if around else value
         if isinstance(method, MethodType) and method.__self__ is module:
             bound: Callable[..., Any] = MethodType(method.__func__, copied)
-            for lowered in (each for each in reversed(around) if isinstance(each, Lowered)):  # nothing is computed
-                bound = Lowered(bound, lowered.dtype).run
+            for each in reversed(around):
+                bound = each.in_copy(bound)
             vars(copied)[key] = bound
 
 
 def _cast_like(copied: nn.Module, policy: MixedPrecisionPolicy) -> None:
     """Cast inputs and outputs as FSDP2 does."""
+
+    def cast(value: Any, dtype: torch.dtype | None) -> Any:
+        return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, value)
+
     if policy.param_dtype is not None and policy.cast_forward_inputs:
         copied.register_forward_pre_hook(
-            lambda _, args, kwargs: (_cast(args, policy.param_dtype), _cast(kwargs, policy.param_dtype)),
+            lambda _, args, kwargs: (cast(args, policy.param_dtype), cast(kwargs, policy.param_dtype)),
             with_kwargs=True,
         )
     if policy.output_dtype is not None:
-        copied.register_forward_hook(lambda _, args, output: _cast(output, policy.output_dtype))
+        copied.register_forward_hook(lambda _, args, output: cast(output, policy.output_dtype))
 
 
-def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    def cast(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+@contextmanager
+def weights_on_meta() -> Iterator[None]:
+    """Build the models of this block without weights: parameters on the meta device, buffers as they are.
 
-    return tree_map(cast, value)
+    Give such a model to :func:`auto_split`, and fill the stages you keep with
+    :func:`course_pp.training.checkpoint.load_stage`. Under ``torch.device("meta")`` tables such as rotary angles would
+    be lost, as no file holds them.
+    """
+    register = nn.Module.register_parameter
+    made: MutableMapping[nn.Parameter, nn.Parameter] = WeakIdKeyDictionary()  # one that is tied stays one object
+
+    def on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if isinstance(parameter, nn.Parameter) and not parameter.is_meta:
+            if parameter not in made:
+                made[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            parameter = made[parameter]
+        register(self, name, parameter)
+
+    with patch.object(nn.Module, "register_parameter", on_meta):
+        yield
+
+
+def has_no_weights(unit: nn.Module) -> bool:
+    """Return whether a unit computes nothing but shapes."""
+    return any(parameter.is_meta for parameter in unit.parameters())
+
+
+@contextmanager
+def without_numbers(model: nn.Module, units: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Make a model without weights fit to run on an example that is not on the meta device.
+
+    Buffers of such a unit are on the meta device as well; parameters beside the units are zeros.
+    """
+    own: set[int] = set()
+    with ExitStack() as puts_back:
+        for unit in units.values():
+            own.update(map(id, unit.modules()))
+            for part in unit.modules() if has_no_weights(unit) else ():
+                on_meta = {name: None if b is None else b.to("meta") for name, b in part._buffers.items()}
+                puts_back.enter_context(patch.dict(part._buffers, on_meta))
+        for part in model.modules():
+            if id(part) not in own:
+                zeros: dict[str, nn.Parameter] = {}
+                for name, parameter in part._parameters.items():
+                    if parameter is not None and parameter.is_meta:
+                        whole = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                        zeros[name] = nn.Parameter(whole, parameter.requires_grad)
+                puts_back.enter_context(patch.dict(part._parameters, zeros))
+        yield
