@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from course_pp.parallel import auto_split
-from course_pp.parallel.split import balance
+from course_pp.parallel.split import cutting
 from course_pp.parallel.split.recording import as_call, record
 
 NAMES = {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 1024}
@@ -60,11 +60,11 @@ def row(name: str, repeats: int, n_stages: int) -> str:
     model, given = build(name), example(name)
     recording = record(model, as_call(given))
     chosen, by_parameters = (ends_of(auto_split(model, given, n_stages, by)) for by in ("time", "parameters"))
-    samples = [[cost.nanoseconds for cost in balance._measured(model, recording)] for _ in range(repeats)]
+    samples = [[cost.nanoseconds for cost in cutting._measured(model, recording)] for _ in range(repeats)]
     costs = [median(of_call) for of_call in zip(*samples, strict=True)]
     every = list(combinations(range(1, len(costs)), n_stages - 1))
     best = min(slowest(costs, ends) for ends in every)
-    cuts = [balance.split_by_cost(len(costs), n_stages, lambda _, a, b, s=sample: sum(s[a:b])) for sample in samples]
+    cuts = [cutting.split_by_cost(len(costs), n_stages, lambda _, a, b, s=sample: sum(s[a:b])) for sample in samples]
     over = [slowest(costs, tuple(first for first, _ in cut[1:])) / best for cut in cuts]
     within = sum(ratio <= 1.1 for ratio in over)
     return (

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from course_pp.parallel import auto_split
-from course_pp.parallel.split import balance
+from course_pp.parallel.split import cutting
 from source_code.hf_pp.families import build, example, sequential
 
 PARTS = 6  # modules of the sequential model
@@ -34,7 +34,7 @@ def least_largest(costs: list[int], n_stages: int) -> int:
 def test_the_slowest_stage_is_as_fast_as_can_be(
     times: list[int], n_stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(balance, "_measured", lambda *_: [balance._Cost(time, 0) for time in times])
+    monkeypatch.setattr(cutting, "_measured", lambda *_: [cutting._Cost(time, 0) for time in times])
     held = cuts(auto_split(build("Sequential"), example("Sequential"), n_stages, by="time"))
     assert list(chain.from_iterable(held)) == list(range(PARTS))
     assert max(sum(times[i] for i in each) for each in held) == least_largest(times, n_stages)
@@ -48,15 +48,15 @@ def test_a_weight_counts_once_in_each_stage_that_holds_it() -> None:
 
 def test_early_stages_get_less_where_memory_is_what_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stage 0 of 1F1B keeps as many microbatches as there are stages."""
-    monkeypatch.setattr(balance, "_measured", lambda *_: [balance._Cost(0, 10**6)] * PARTS)
+    monkeypatch.setattr(cutting, "_measured", lambda *_: [cutting._Cost(0, 10**6)] * PARTS)
     held = cuts(auto_split(build("Sequential"), example("Sequential"), 3, by="memory"))
     assert [len(each) for each in held] == [1, 2, 3]
 
 
 def test_a_call_is_measured_forward_and_backward() -> None:
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Tanh())
-    recording = balance.Recording(dict(model.named_children()), example=((torch.ones(5, 8),), {}))
-    costs = balance._measured(model, recording)
+    recording = cutting.Recording(dict(model.named_children()), example=((torch.ones(5, 8),), {}))
+    costs = cutting._measured(model, recording)
     assert [cost.n_bytes for cost in costs] == [5 * 8 * 4] * 3  # what went in, and tanh's result
     assert all(parameter.grad is None for parameter in model.parameters())
 

@@ -11,11 +11,9 @@ read, so skip connections and encoders' outputs cross as well.
 """
 
 from course_pp.parallel.meta_device import weights_on_meta
-from course_pp.parallel.split.automatic import By, auto_split, explain
-from course_pp.parallel.split.board import OtherWay
-from course_pp.parallel.split.calls import Problem
-from course_pp.parallel.split.crossing import Crossing, CrossingTensor, crossing
-from course_pp.parallel.split.stage import SplitStage
+from course_pp.parallel.split.cutting import By, Crossing, CrossingTensor, auto_split, crossing, explain
+from course_pp.parallel.split.recording import Problem
+from course_pp.parallel.split.stage import OtherWay, SplitStage
 
 __all__ = [
     "By",

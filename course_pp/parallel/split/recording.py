@@ -1,4 +1,16 @@
-"""Running a model on an example, and seeing which unit's result goes where.
+"""What a model does with an example: calls of its units, and which unit's result goes where.
+
+Units are the modules that one stage holds as a whole; a model is cut between them.
+
+    GPT2LMHeadModel            on the way to a list of blocks: every stage runs its forward
+      transformer              likewise
+        wte, wpe, drop         units
+        h ── 0, 1, 2, …        units: the members of a list of like modules
+        ln_f                   a unit
+      lm_head                  a unit
+
+A module without parameters whose result depends on no unit, such as one that computes rotary angles from positions, is
+not a unit: every stage computes it for itself.
 
 Each tensor is known by its storage, and each storage by what it was computed from: inputs of the model, outputs of
 calls, parameters. What a unit does inside is its own; between the units every operation hands on what its arguments
@@ -8,19 +20,170 @@ were computed from. Nothing is compiled or exported, so the model may do what it
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from os import sep
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from course_pp.parallel._torch import TorchDispatchMode, tree_flatten, tree_map
+from course_pp.parallel.blocks import runs_of_like_modules
 from course_pp.parallel.meta_device import has_no_weights, to_meta, without_numbers
-from course_pp.parallel.split.calls import Call, Input, Output, Parameter, Problem, Recording, Source
-from course_pp.parallel.split.units import candidates, draws_random_numbers
-
-__all__ = ["Example", "as_call", "is_of_model", "left_as_it_was", "record"]
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a model is called with: positional and keyword arguments."""
+
+
+class Output(NamedTuple):
+    """Tensor number ``leaf`` of what call number ``call`` returned."""
+
+    call: int
+    leaf: int
+
+
+class Input(NamedTuple):
+    """Tensor number ``leaf`` of what the model is called with."""
+
+    leaf: int
+
+
+class Parameter(NamedTuple):
+    """A parameter or buffer, by its first name, that the model uses outside of its units."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that a stage could not do as the whole model does.
+
+    Attributes:
+        kind: a word or two, such as ``hidden state``.
+        line: ``file:line`` of the model's code.
+        what: what happens there.
+        remedy: what to do.
+    """
+
+    kind: str
+    line: str
+    what: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.line}: {self.kind}: {self.what}; {self.remedy}"
+
+
+Source = Output | Input | Parameter | Problem
+"""What a value was computed from; a problem, which no stage could reproduce, counts if the value is read."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a unit.
+
+    Attributes:
+        unit: its name.
+        reads: what its arguments were computed from.
+        arguments: shape and dtype of each tensor among its arguments.
+        leaves: what it returned, flattened; a tensor is a meta tensor.
+        tree: how the leaves go together.
+    """
+
+    unit: str
+    reads: frozenset[Source]
+    arguments: tuple[Any, ...]
+    leaves: tuple[Any, ...]
+    tree: Any
+
+
+@dataclass
+class Recording:
+    """A model's run on an example.
+
+    Attributes:
+        units: by name.
+        calls: in order.
+        result_reads: what the model's result was computed from, besides the last calls.
+        changed: calls whose outputs the model then changes in place.
+        draws: whether the model draws random numbers outside of its units.
+        problems: what stops a cut.
+        in_training: what would stop it if the model were in training mode, which it is not.
+        example: the positional and keyword arguments.
+    """
+
+    units: Mapping[str, nn.Module]
+    calls: list[Call] = field(default_factory=list)
+    result_reads: frozenset[Source] = frozenset()
+    changed: set[int] = field(default_factory=set)
+    draws: bool = False
+    problems: list[Problem] = field(default_factory=list)
+    in_training: list[Problem] = field(default_factory=list)
+    example: Example = ((), {})
+
+    def reads_from(self, first: int) -> frozenset[Source]:
+        """Return what calls from ``first`` on, and the result, read."""
+        return self.result_reads.union(*(call.reads for call in self.calls[first:]))
+
+    def crossing(self, cut: int) -> tuple[Output, ...]:
+        """Return what a cut before call number ``cut`` has to carry, in order."""
+        return tuple(sorted(s for s in self.reads_from(cut) if isinstance(s, Output) and s.call < cut))
+
+    def inputs_read(self, first: int) -> set[int]:
+        """Return which tensors of the model's arguments calls from ``first`` on look into."""
+        return {source.leaf for source in self.reads_from(first) if isinstance(source, Input)}
+
+    def parameters_read(self, first: int, end: int) -> set[str]:
+        """Return the names of parameters that the model itself uses for calls ``first`` to ``end``, end excluded."""
+        reads = frozenset[Source]().union(*(call.reads for call in self.calls[first:end]))
+        reads |= self.result_reads if end == len(self.calls) else frozenset()
+        return {source.name for source in reads if isinstance(source, Parameter)}
+
+    def names(self, first: int, end: int) -> list[str]:
+        """Return the units that are called there, each once, in order."""
+        return list(dict.fromkeys(call.unit for call in self.calls[first:end]))
+
+
+def _candidates(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that may be units, by their first name, in the order in which the model names them."""
+    on_the_way = _ancestors(model)
+    found: dict[str, nn.Module] = {}
+    seen: set[nn.Module] = set()
+    for name, part in model.named_modules():
+        for child, module in part._modules.items() if name in on_the_way else ():
+            path = f"{name}.{child}" if name else child
+            if module is not None and path not in on_the_way and module not in seen:
+                seen.add(module)
+                found[path] = module
+    return found
+
+
+def replaced_on_the_way(model: nn.Module) -> str | None:
+    """Return the name of a module on the way whose forward was replaced: a copy of it would run the whole model.
+
+    ``torch.compile`` and accelerate's hooks put such a forward on the module itself; on a unit it does no harm.
+    """
+    for name in sorted(_ancestors(model)):
+        part = model.get_submodule(name)
+        forward = vars(part).get("forward")
+        is_own = forward is None or getattr(forward, "__self__", None) is part
+        if not is_own or getattr(part, "_compiled_call_impl", None) is not None:
+            return name
+    return None
+
+
+def _ancestors(model: nn.Module) -> set[str]:
+    """Return the names of the model, and of all modules on the way from it to a list of blocks, that list included."""
+    found = {""}
+    for run in runs_of_like_modules(model):
+        for parts in (name.split(".") for name in run):
+            found |= {".".join(parts[:end]) for end in range(1, len(parts))}
+    # A module's second name, such as that of an encoder's embedding, leads the same way.
+    ways = {id(model.get_submodule(name)) for name in found}
+    return {name for name, part in model.named_modules(remove_duplicate=False) if id(part) in ways}
+
+
 _PLAIN = (Tensor, bool, int, float, str, type(None))
 _NOTHING: frozenset[Source] = frozenset()
 _DATA_OPS = {torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select}
@@ -35,35 +198,31 @@ def as_call(example: Any) -> Example:
 
 def record(model: nn.Module, example: Example) -> Recording:
     """Run ``model`` on ``example`` without gradients; its buffers and the random numbers stay as they were."""
-    units = candidates(model)
+    units = _candidates(model)
+    # Which stage runs a dropout decides who draws which numbers, so one is a unit in any case.
+    random = (nn.modules.dropout._DropoutNd, nn.RReLU)
     undecided = {
         name: unit
         for name, unit in units.items()
-        if next(unit.parameters(), None) is None and not draws_random_numbers(unit)
+        if next(unit.parameters(), None) is None and not any(isinstance(part, random) for part in unit.modules())
     }
     if undecided:
-        independent = _run(
-            model, example, {k: v for k, v in units.items() if k not in undecided}, undecided
-        ).independent
+        decided = {name: unit for name, unit in units.items() if name not in undecided}
+        independent = _run(model, example, decided, undecided).independent
         units = {name: unit for name, unit in units.items() if name not in independent}
     recording = _run(model, example, units, {}).recording
-    recording.in_training = [] if model.training else _only_in_training(model, example, units, recording)
+    if not model.training:
+        # What stops a cut in training mode alone: above all, drawing random numbers.
+        modes = [(part, part.training) for part in model.modules()]
+        try:
+            found = _run(model.train(), example, units, {}).recording.problems
+            recording.in_training = [each for each in found if each not in recording.problems]
+        except Exception:  # one sequence may be too few for a norm of batches: nothing is known then
+            recording.in_training = []
+        finally:
+            for part, mode in modes:
+                part.training = mode
     return recording
-
-
-def _only_in_training(
-    model: nn.Module, example: Example, units: dict[str, nn.Module], recording: Recording
-) -> list[Problem]:
-    """Return what stops a cut in training mode and not in eval mode: above all, drawing random numbers."""
-    modes = [(part, part.training) for part in model.modules()]
-    try:
-        model.train()
-        return [each for each in _run(model, example, units, {}).recording.problems if each not in recording.problems]
-    except Exception:  # one sequence may be too few for a norm of batches: nothing is known then
-        return []
-    finally:
-        for part, mode in modes:
-            part.training = mode
 
 
 def _run(model: nn.Module, example: Example, units: dict[str, nn.Module], undecided: dict[str, nn.Module]) -> "_Watch":
@@ -125,8 +284,7 @@ class _Watch(TorchDispatchMode):
 
     def take_result(self, output: Any) -> None:
         """Note what the model's result was computed from."""
-        tensors = _tensors(output)
-        self.recording.result_reads = self._read_by(tensors)
+        self.recording.result_reads = self._read_by(_tensors(output))
 
     def hooks_on(self, name: str, unit: nn.Module) -> Iterator[Any]:
         """Register hooks that note each call of a unit."""
@@ -142,12 +300,11 @@ class _Watch(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         if not self._looking:
             return output
-        arguments = _tensors((args, kwargs))
-        results = _tensors(output)
+        arguments, results, written = _tensors((args, kwargs)), _tensors(output), _written(func, args, kwargs or {})
         if self._open:
-            self._see_inside(arguments, results, _written(func, args, kwargs or {}))
+            self._see_inside(arguments, results, written)
         else:
-            self._see_between(func, arguments, results, _written(func, args, kwargs or {}))
+            self._see_between(func, arguments, results, written)
         return output
 
     def _see_between(self, func: Any, arguments: list[Tensor], results: list[Tensor], written: list[Tensor]) -> None:
@@ -165,8 +322,10 @@ class _Watch(TorchDispatchMode):
             self._decided_by |= {source for source in sources if not isinstance(source, Problem)}
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.recording.draws = True
+            what = "random numbers are drawn between modules, and every stage would draw others"
+            drawn = _problem("random numbers", what, "draw them in a module, such as nn.Dropout")
             for tensor in (*results, *written):
-                self._set(tensor, self._of(tensor) | {_drawn()})
+                self._set(tensor, self._of(tensor) | {drawn})
 
     def _see_inside(self, arguments: list[Tensor], results: list[Tensor], written: list[Tensor]) -> None:
         now = self._open[-1]
@@ -176,12 +335,14 @@ class _Watch(TorchDispatchMode):
                 continue
             if key in self._inside and self._inside[key] != len(self.recording.calls):
                 self._refuse_hidden(self._inside[key])
-            else:
-                for source in self._of(tensor):
-                    if isinstance(source, Output):
-                        self._refuse_hidden(source.call)
-                    elif isinstance(source, Parameter):
-                        self._refuse_borrowed(source.name)
+                continue
+            for source in self._of(tensor):
+                if isinstance(source, Output):
+                    self._refuse_hidden(source.call)
+                elif isinstance(source, Parameter):
+                    what = f"{now.unit!r} uses {source.name!r}, which it does not hold"
+                    remedy = f"make it a parameter of {now.unit!r}, the same object, so that it is tied"
+                    self._refuse("borrowed weight", what, remedy)
         for tensor in written:
             if any(isinstance(source, Output | Input) for source in self._of(tensor)):
                 self._see_change(tensor, f"what {now.unit!r} is called with")
@@ -198,12 +359,13 @@ class _Watch(TorchDispatchMode):
 
     def _see_change(self, tensor: Tensor, what: str, spares: int | None = None) -> None:
         """Note a change in place: what shares the tensor's storage may not be used afterwards, except ``spares``."""
-        same = self._same.get(_key(tensor), {_key(tensor)})
-        for key in same:
+        said = f"{what} is changed in place and used afterwards"
+        spoiled = _problem("changed in place", said, "change a copy, or use only what the module returns")
+        for key in self._same.get(_key(tensor), {_key(tensor)}):
             sources = self._sources.get(key, _NOTHING)
             self.recording.changed |= {source.call for source in sources if isinstance(source, Output)}
             if key != spares:
-                self._sources[key] = sources | {_spoiled(what)}
+                self._sources[key] = sources | {spoiled}
 
     def _enter(self, name: str, unit: nn.Module, given: Any) -> Any:
         tensors = _tensors(given)
@@ -285,22 +447,21 @@ class _Watch(TorchDispatchMode):
         what = f"a tensor that {unit!r} made is used, but did not come from it as its result"
         self._refuse("hidden state", what, f"return it from {unit!r} and pass it on as an argument")
 
-    def _refuse_borrowed(self, name: str) -> None:
-        unit = self._open[-1].unit
-        what = f"{unit!r} uses {name!r}, which it does not hold"
-        self._refuse("borrowed weight", what, f"make it a parameter of {unit!r}, the same object, so that it is tied")
-
     def _refuse(self, kind: str, what: str, remedy: str) -> None:
-        problem = Problem(kind, line_of_model(), what, remedy)
+        problem = _problem(kind, what, remedy)
         if problem not in self.recording.problems:
             self.recording.problems.append(problem)
 
 
+@dataclass
 class _Open:
-    def __init__(
-        self, unit: str, reads: frozenset[Source], allowed: set[int], arguments: tuple[Any, ...], on_meta: bool
-    ) -> None:
-        self.unit, self.reads, self.allowed, self.arguments, self.on_meta = unit, reads, allowed, arguments, on_meta
+    """A call that has begun: what it may use (storages of its arguments and its own), and whether it is on meta."""
+
+    unit: str
+    reads: frozenset[Source]
+    allowed: set[int]
+    arguments: tuple[Any, ...]
+    on_meta: bool
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -321,27 +482,17 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
     return found
 
 
-def _drawn() -> Problem:
-    what = "random numbers are drawn between modules, and every stage would draw others"
-    return Problem("random numbers", line_of_model(), what, "draw them in a module, such as nn.Dropout")
-
-
-def _spoiled(what: str) -> Problem:
-    said = f"{what} is changed in place and used afterwards"
-    return Problem("changed in place", line_of_model(), said, "change a copy, or use only what the module returns")
-
-
-def line_of_model() -> str:
-    """Return where in the model's code we are: the innermost line that is neither torch's nor this package's."""
+def _problem(kind: str, what: str, remedy: str) -> Problem:
+    """Return a problem of the line of the model's code where we are: the innermost that is of the model."""
     frame = sys._getframe()
     while frame.f_back is not None and not is_of_model(frame.f_code.co_filename):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return Problem(kind, f"{frame.f_code.co_filename}:{frame.f_lineno}", what, remedy)
 
 
-_OURS: tuple[str, ...] = (str(torch.__path__[0]), __file__.rpartition("/")[0])
+_NOT_OF_MODEL = (f"{torch.__path__[0]}{sep}", f"{Path(__file__).parents[1]}{sep}", "<")
 
 
 def is_of_model(path: str) -> bool:
     """Return whether a file is neither torch's nor this package's."""
-    return not path.startswith((*_OURS, "<"))
+    return not path.startswith(_NOT_OF_MODEL)

@@ -12,41 +12,31 @@ model's; and the shapes of a batch need not be those of the example.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from course_pp.parallel.meta_device import meta_copy
-from course_pp.parallel.split.board import Board, Done
-from course_pp.parallel.split.calls import Recording
+from course_pp.arguments import described
+from course_pp.parallel._torch import tree_flatten, tree_unflatten
+from course_pp.parallel.meta_device import meta_copy, run_on_meta, to_meta
+from course_pp.parallel.split.recording import Example, Output, Recording
 
-__all__ = ["Absent", "SplitStage", "carve"]
+
+class Done(BaseException):
+    """The stage has made all that it sends. Not an Exception, so that the model does not catch it."""
 
 
-class Absent(nn.Module):
-    """A unit of another stage: without its parameters, otherwise as it was."""
+class OtherWay(RuntimeError):
+    """The model calls other units for a batch than it did for the example."""
 
-    of_another_stage = True
-
-    def __init__(self, name: str, unit: nn.Module, board: Board) -> None:
-        super().__init__()
-        self._unit, self._board = name, board
-        self._twin = (meta_copy(unit),)  # in a tuple, so that its parameters are none of this stage's
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_twin"][0], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the unit returned on its own stage, as far as anybody reads it."""
-        return self._board.result(self._board.count(self._unit), self._twin[0], args, kwargs)
-
-    def extra_repr(self) -> str:
-        return f"{type(self._twin[0]).__name__} of another stage"
+    def __init__(self, unit: str, what: str) -> None:
+        super().__init__(
+            f"{unit!r} {what}: which units the model calls depends on its batch, so it was cut for another way through "
+            "it; cut it with an example that goes this way, or put what branches into one module"
+        )
 
 
 class SplitStage:
@@ -56,7 +46,7 @@ class SplitStage:
     arguments, and the values that cross. The last returns what the model returns.
     """
 
-    _board: Board
+    _segment: "Segment"
     ties: tuple[Mapping[int, str], ...]
     stage_id: int
     num_stages: int
@@ -69,19 +59,20 @@ class SplitStage:
                 in eval mode and could not be cut in training.
             OtherWay: if the model calls other units than it did for the example.
         """
-        board, values = self._board, ()
-        if board.recording.in_training and self.training:  # type: ignore[attr-defined]
+        here, values = self._segment, ()
+        if here.recording.in_training and self.training:  # type: ignore[attr-defined]
             raise ValueError(
-                f"this stage trains, and was cut in eval mode; in training {board.recording.in_training[0]}; or leave "
+                f"this stage trains, and was cut in eval mode; in training {here.recording.in_training[0]}; or leave "
                 "the stages in eval mode, without dropout"
             )
-        if board.first:
-            values, tensors = kwargs.pop("values"), board.inputs.receive(kwargs.pop("inputs"))
-            args, given = board.inputs.call(tensors)
+        if here.first:
+            values = kwargs.pop("values")
+            tensors = here.arguments.unpacked(kwargs.pop("inputs"), here.inputs_read)
+            args, given = here.arguments.call(tensors)
             kwargs = {**given, **kwargs}
         else:
-            tensors = board.inputs.tensors(args, kwargs)
-        board.begin(values)
+            tensors = here.arguments.tensors(args, kwargs)
+        here.begin(values)
         with ExitStack() as hooks:
             for handle in self._hooks():
                 hooks.callback(handle.remove)
@@ -90,52 +81,287 @@ class SplitStage:
             except Done:
                 output = None
             finally:
-                run, board.run = board.run, None
-        if board.is_last:
+                run, here.run = here.run, None
+        if here.is_last:
             return output
-        board.run = run
-        return {"inputs": board.inputs.send(tensors), "values": board.finish()}
+        assert run is not None
+        for key in here.given:
+            if key not in run.values:
+                raise OtherWay(here.recording.calls[key.call].unit, "was not called")
+        packed = here.arguments.packed(tensors, here.inputs_read_later)
+        return {"inputs": packed, "values": tuple(run.values[key] for key in here.given)}
 
     def sent_for_example(self) -> tuple[Any, Any]:
         """Return what the stage is called with and what it sends for the model's example, as meta tensors."""
-        return self._board.of_example()
+        here, calls = self._segment, self._segment.recording.calls
+        metas = here.arguments.of_example()
+        values = tuple(calls[key.call].leaves[key.leaf] for key in here.taken)
+        taken = {"inputs": here.arguments.packed(metas, here.inputs_read), "values": values} if here.first else metas
+        sent = tuple(calls[key.call].leaves[key.leaf] for key in here.given)
+        return taken, {"inputs": here.arguments.packed(metas, here.inputs_read_later), "values": sent}
 
     def keywords_of_example(self) -> list[str]:
         """Return the names of the example's keyword arguments."""
-        return list(self._board.recording.example[1])
+        return list(self._segment.recording.example[1])
 
     def _hooks(self) -> Iterator[Any]:
         """Return the hooks for one forward. They are registered last, so that they see what the model sees."""
-        board = self._board
-        for name in board.units:
+        here = self._segment
+        for name in here.units:
             unit = self.get_submodule(name)  # type: ignore[attr-defined]
-            counts_itself = isinstance(vars(unit).get("_board"), Board)
-            yield unit.register_forward_hook(_keeping(board, name, board.last if counts_itself else board.count))
-        if board.first and board.recording.draws:
-            name = board.recording.calls[board.first].unit
-            unit, state = self.get_submodule(name), _random_state(self)  # type: ignore[attr-defined]
-            yield unit.register_forward_pre_hook(_drawing_from(board, name, state))
+            counts_itself = isinstance(vars(unit).get("_segment"), Segment)
+            yield unit.register_forward_hook(_keeping(here, name, here.last if counts_itself else here.count))
+        if here.first and here.recording.draws:
+            name = here.recording.calls[here.first].unit
+            on_gpu = any(parameter.is_cuda for parameter in self.parameters())  # type: ignore[attr-defined]
+            unit = self.get_submodule(name)  # type: ignore[attr-defined]
+            yield unit.register_forward_pre_hook(_forgetting_draws(here, name, on_gpu))
 
 
-def _keeping(board: Board, name: str, number: Callable[[str], int]) -> Callable[..., None]:
-    return lambda _, args, output: board.keep(number(name), output)
+def _keeping(here: "Segment", name: str, number: Callable[[str], int]) -> Callable[..., None]:
+    return lambda _, args, output: here.keep(number(name), output)
 
 
-def _drawing_from(board: Board, name: str, state: tuple[Tensor, Tensor | None]) -> Callable[..., None]:
+def _forgetting_draws(here: "Segment", name: str, on_gpu: bool) -> Callable[..., None]:
     """Undo what the model draws before this stage's own part: the stages before have drawn it already."""
+    state, of_gpu = torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None
 
     def forget(_: nn.Module, args: Any) -> None:
-        if board.upcoming(name) == board.first:
-            torch.set_rng_state(state[0])
-            if state[1] is not None:
-                torch.cuda.set_rng_state(state[1])
+        if here.upcoming(name) == here.first:
+            torch.set_rng_state(state)
+            if of_gpu is not None:
+                torch.cuda.set_rng_state(of_gpu)
 
     return forget
 
 
-def _random_state(stage: Any) -> tuple[Tensor, Tensor | None]:
-    on_gpu = any(parameter.is_cuda for parameter in stage.parameters())
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None
+class Absent(nn.Module):
+    """A unit of another stage: without its parameters, otherwise as it was."""
+
+    of_another_stage = True
+
+    def __init__(self, name: str, unit: nn.Module, here: "Segment") -> None:
+        super().__init__()
+        self._unit, self._segment = name, here
+        self._twin = (meta_copy(unit),)  # in a tuple, so that its parameters are none of this stage's
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_twin"][0], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the unit returned on its own stage, as far as anybody reads it."""
+        return self._segment.result(self._segment.count(self._unit), self._twin[0], args, kwargs)
+
+    def extra_repr(self) -> str:
+        return f"{type(self._twin[0]).__name__} of another stage"
+
+
+def _here_or_absent(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a unit that several stages call: absent in the calls of other stages."""
+    here: Segment = self._segment
+    if here.run is not None:  # else it is computed again, for its backward
+        number = here.count(self._unit)
+        if not here.first <= number < here.end:
+            return here.result(number, self._twin[0], args, kwargs)
+    return type(self).forward(self, *args, **kwargs)
+
+
+@dataclass
+class _Run:
+    """One forward of a stage: the values that cross its boundaries, and how often each unit was called."""
+
+    values: dict[Output, Tensor]
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+class Segment:
+    """The calls of a recording that one stage makes: ``first`` to ``end``, end excluded.
+
+    Attributes:
+        arguments: how the model's own arguments travel; ``inputs_read`` of its tensors this stage or a later one looks
+            into, ``inputs_read_later`` a later one.
+        taken, given: which values the stage receives, and which it sends.
+        run: the forward that is under way.
+    """
+
+    def __init__(self, recording: Recording, first: int, end: int) -> None:
+        self.recording, self.first, self.end = recording, first, end
+        self.is_last = end == len(recording.calls)
+        self.units = recording.names(first, end)
+        self.taken = recording.crossing(first)
+        self.given = () if self.is_last else recording.crossing(end)
+        self.arguments = _Arguments(recording.example)
+        self.inputs_read, self.inputs_read_later = recording.inputs_read(first), recording.inputs_read(end)
+        self.run: _Run | None = None
+        self._numbers: dict[str, list[int]] = {}
+        for number, call in enumerate(recording.calls):
+            self._numbers.setdefault(call.unit, []).append(number)
+        self._shapes: dict[int, dict[Any, tuple[Any, ...]]] = {
+            number: {call.arguments: call.leaves} for number, call in enumerate(recording.calls)
+        }
+
+    def is_called_elsewhere(self, unit: str) -> bool:
+        """Return whether other stages call it too."""
+        return not all(self.first <= number < self.end for number in self._numbers.get(unit, ()))
+
+    def begin(self, received: tuple[Tensor, ...]) -> None:
+        """Start a forward."""
+        pairs = zip(self.taken, received, strict=True)
+        # A received tensor is a leaf, which the model could not change in place.
+        self.run = _Run({key: self._own(key, value) for key, value in pairs})
+
+    def count(self, unit: str) -> int:
+        """Count a call of ``unit``, and return its number."""
+        number = self.upcoming(unit)
+        assert self.run is not None
+        self.run.counts[unit] = self.run.counts.get(unit, 0) + 1
+        return number
+
+    def upcoming(self, unit: str) -> int:
+        """Return the number of the next call of ``unit``."""
+        if self.run is None:
+            raise RuntimeError(f"{unit!r} is of another stage, or between two: call the stage as a whole")
+        count, numbers = self.run.counts.get(unit, 0), self._numbers.get(unit, [])
+        if count == len(numbers):
+            raise OtherWay(unit, f"is called more than {count} times")
+        return numbers[count]
+
+    def last(self, unit: str) -> int:
+        """Return the number of the last call of ``unit``."""
+        assert self.run is not None
+        return self._numbers[unit][self.run.counts[unit] - 1]
+
+    def result(self, number: int, twin: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the result of an absent unit: tensors that were received, and zeros that nobody reads.
+
+        Raises:
+            Done: after the last call of this stage.
+        """
+        if number >= self.end:
+            raise Done
+        assert self.run is not None
+        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        received = {key.leaf: value for key, value in self.run.values.items() if key.call == number}
+        device = next((tensor.device for tensor in (*received.values(), *tensors)), None)
+        leaves = [
+            torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, Tensor) else leaf
+            for leaf in self._shaped(number, twin, args, kwargs, tensors)
+        ]
+        for index, value in received.items():
+            leaves[index] = value
+        return tree_unflatten(leaves, self.recording.calls[number].tree)
+
+    def keep(self, number: int, output: Any) -> None:
+        """Keep the parts of a result that will be sent."""
+        assert self.run is not None
+        wanted = [key for key in self.given if key.call == number]
+        leaves = tree_flatten(output)[0] if wanted else []
+        self.run.values |= {key: self._own(key, leaves[key.leaf]) for key in wanted}
+
+    def _own(self, key: Output, value: Tensor) -> Tensor:
+        """Return the value, or a copy where the model changes it in place later: each stage does so for itself."""
+        return value.clone() if key.call in self.recording.changed else value
+
+    def _shaped(self, number: int, twin: nn.Module, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, ...]:
+        """Return the leaves of a result as meta tensors, found once for each shape of the arguments."""
+        key, known = tuple((tuple(t.shape), t.dtype) for t in tensors), self._shapes[number]
+        if key not in known:
+            args, kwargs = to_meta((args, kwargs))
+            try:
+                known[key] = run_on_meta(lambda: tuple(tree_flatten(twin(*args, **kwargs))[0]))
+            except Exception as error:  # whatever a foreign forward raises
+                unit = self.recording.calls[number].unit
+                raise RuntimeError(
+                    f"{unit!r} is of another stage, and does not say on the meta device what it returns for arguments "
+                    "of other sizes than the example's: give auto_split an example of this size"
+                ) from error
+        return known[key]
+
+
+class _Arguments:
+    """The model's own arguments, as in its example: every stage calls the model's forward with them.
+
+    Their tensors go from stage to stage. If no later stage looks into a floating-point one, such as an image, only its
+    shape goes, as a tensor without elements: the engines send nothing but tensors. Arguments that are no tensors stay
+    as in the example.
+    """
+
+    def __init__(self, example: Example) -> None:
+        self._leaves, self._tree = tree_flatten(example)
+        self._kinds = [leaf.dtype for leaf in self._leaves if isinstance(leaf, Tensor)]
+
+    def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+        """Return the tensors of a call of the first stage.
+
+        Raises:
+            ValueError: if its arguments are not those of the example.
+        """
+        leaves, tree = tree_flatten((args, dict(sorted(kwargs.items()))))
+        if tree != self._tree:
+            raise ValueError(
+                f"called with {_spelled(args, kwargs)}, but the example was "
+                f"{_spelled(*tree_unflatten(self._leaves, self._tree))}: give auto_split an example of these arguments"
+            )
+        for given, known in zip(leaves, self._leaves, strict=True):
+            if isinstance(given, Tensor) != isinstance(known, Tensor) or not _is_as(given, known):
+                raise ValueError(
+                    f"called with {_told(given)} where the example had {_told(known)}: every stage counts on it, so "
+                    "cut the model with an example that is like the batches"
+                )
+        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+    def call(self, tensors: tuple[Tensor, ...]) -> Example:
+        """Return the example's arguments with these tensors in place of its own."""
+        rest = iter(tensors)
+        leaves = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        args, kwargs = tree_unflatten(leaves, self._tree)
+        return args, kwargs
+
+    def of_example(self) -> tuple[Tensor, ...]:
+        """Return the tensors of the example, as meta tensors."""
+        return tuple(leaf.to("meta") for leaf in self._leaves if isinstance(leaf, Tensor))
+
+    def packed(self, tensors: tuple[Tensor, ...], read: set[int]) -> tuple[Tensor, ...]:
+        """Return what goes to a stage from which on the tensors number ``read`` are looked into."""
+        return tuple(
+            torch.empty((0, *tensor.shape), dtype=torch.int8, device=tensor.device)
+            if _is_shape(i, tensor.dtype, read)
+            else tensor
+            for i, tensor in enumerate(tensors)
+        )
+
+    def unpacked(self, tensors: tuple[Tensor, ...], read: set[int]) -> tuple[Tensor, ...]:
+        """Return the tensors that came packed, with zeros for those that nobody looks into."""
+        return tuple(
+            torch.zeros((), dtype=kind, device=tensor.device).expand(tensor.shape[1:])
+            if _is_shape(i, kind, read)
+            else tensor
+            for i, (tensor, kind) in enumerate(zip(tensors, self._kinds, strict=True))
+        )
+
+
+def _is_shape(index: int, dtype: torch.dtype, read: set[int]) -> bool:
+    return index not in read and (dtype.is_floating_point or dtype.is_complex)
+
+
+def _is_as(given: Any, known: Any) -> bool:
+    if isinstance(known, Tensor):
+        return given.dim() == known.dim() and given.dtype.is_floating_point == known.dtype.is_floating_point
+    return type(given) is type(known) and (given is known or bool(given == known))
+
+
+def _told(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return described(value)
+    return f"a tensor of {str(value.dtype).removeprefix('torch.')} and {value.dim()} dimensions"
+
+
+def _spelled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    words = [*map(described, args), *(f"{name}={described(value)}" for name, value in kwargs.items())]
+    return f"({', '.join(words)})"
 
 
 def carve(model: nn.Module, recording: Recording, first: int, end: int) -> nn.Module:
@@ -145,18 +371,19 @@ def carve(model: nn.Module, recording: Recording, first: int, end: int) -> nn.Mo
 
 class _Carver:
     def __init__(self, model: nn.Module, recording: Recording, first: int, end: int) -> None:
-        self._model, self._board = model, Board(recording, first, end)
-        self._here = set(self._board.units)
-        if self._board.is_last:  # a unit that nobody calls has to be somewhere
+        self._model, self._segment = model, Segment(recording, first, end)
+        self._here = set(self._segment.units)
+        if self._segment.is_last:  # a unit that nobody calls has to be somewhere
             self._here |= recording.units.keys() - {call.unit for call in recording.calls}
         self._read = recording.parameters_read(first, end)
         self._units = {id(unit): name for name, unit in recording.units.items()}
         self._copies: dict[int, nn.Module] = {}
 
     def stage(self) -> nn.Module:
-        kind, stage = type(self._model), self._on_the_way(self._model, "")
-        stage.__class__ = type(f"{kind.__name__}Stage", (SplitStage, kind), {"__module__": kind.__module__})
-        vars(stage)["_board"] = self._board
+        kind = type(self._model)
+        of_stage = type(f"{kind.__name__}Stage", (SplitStage, kind), {"__module__": kind.__module__})
+        stage = self._on_the_way(self._model, "", of_stage)
+        vars(stage)["_segment"] = self._segment
         return stage
 
     def _copy(self, module: nn.Module, name: str) -> nn.Module:
@@ -168,28 +395,22 @@ class _Carver:
         unit = self._units.get(id(module))
         if unit is None:
             holds_units = any(id(part) in self._units for part in module.modules())
-            return self._on_the_way(module, name) if holds_units else module
+            return self._on_the_way(module, name, type(module)) if holds_units else module
         if unit not in self._here:
-            return self._absent(module, unit)
-        return self._now_and_then(module, unit) if self._board.is_called_elsewhere(unit) else module
-
-    def _absent(self, module: nn.Module, unit: str) -> nn.Module:
-        absent = Absent(unit, module, self._board)
-        for name, parameter in module._parameters.items():
-            if f"{unit}.{name}" in self._read:
-                absent._parameters[name] = parameter
-        return absent
-
-    def _now_and_then(self, module: nn.Module, unit: str) -> nn.Module:
-        """Return a unit that several stages call; it is absent in the calls of other stages."""
-        copied = _shallow(module)
-        vars(copied).update(_board=self._board, _unit=unit, _twin=(meta_copy(module),))
+            absent = Absent(unit, module, self._segment)
+            read = {key: p for key, p in module._parameters.items() if f"{unit}.{key}" in self._read}
+            absent._parameters.update(read)
+            return absent
+        if not self._segment.is_called_elsewhere(unit):
+            return module
+        copied = _shallow(module, type(module))
+        vars(copied).update(_segment=self._segment, _unit=unit, _twin=(meta_copy(module),))
         copied.forward = MethodType(_here_or_absent, copied)
         return copied
 
-    def _on_the_way(self, module: nn.Module, name: str) -> nn.Module:
+    def _on_the_way(self, module: nn.Module, name: str, kind: type[nn.Module]) -> nn.Module:
         """Return a module whose forward every stage runs, with those of its own parameters that this stage reads."""
-        copied = _shallow(module)
+        copied = _shallow(module, kind)
         for key, parameter in module._parameters.items():
             path = f"{name}.{key}" if name else key
             if parameter is not None and path not in self._read:
@@ -203,18 +424,9 @@ class _Carver:
         return copied
 
 
-def _here_or_absent(self: Any, *args: Any, **kwargs: Any) -> Any:
-    board: Board = self._board
-    if board.run is not None:  # else it is computed again, for its backward
-        number = board.count(self._unit)
-        if not board.first <= number < board.end:
-            return board.result(number, self._twin[0], args, kwargs)
-    return type(self).forward(self, *args, **kwargs)
-
-
-def _shallow(module: nn.Module) -> nn.Module:
-    """Return a copy whose parameters, buffers and children can be replaced without changing the original's."""
-    copied = type(module).__new__(type(module))
+def _shallow(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
+    """Return a copy of class ``kind``; replacing its parameters, buffers or children leaves the original as it was."""
+    copied = kind.__new__(kind)
     vars(copied).update(
         {k: v.copy() if k.startswith("_") and isinstance(v, dict | set) else v for k, v in vars(module).items()}
     )

@@ -1,0 +1,426 @@
+"""From a model and an example to stages, or to the reason why not; what crosses the cuts.
+
+A cut is made where the caller says, or where the largest stage's share of a cost is the least there is.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from course_pp.arguments import check_arguments, checked, refuse_below, refuse_unless
+from course_pp.collective import Ranks
+from course_pp.model.stages import split_by_cost
+from course_pp.parallel._torch import tree_flatten, tree_map
+from course_pp.parallel.split.recording import (
+    Example,
+    Output,
+    Problem,
+    Recording,
+    as_call,
+    is_of_model,
+    left_as_it_was,
+    record,
+    replaced_on_the_way,
+)
+from course_pp.parallel.split.stage import SplitStage, carve
+from course_pp.sizes import LayerRange
+from course_pp.wrappers import problem_of_wrappers
+
+_LIMIT_S = 300.0  # one rank may take minutes longer than another to build the model
+_ROUNDS, _REPEATS = 3, 2
+_COPIES = 4  # a weight, its gradient and two moments
+_SHOWN = 3
+
+By = Literal["parameters", "time", "memory"]
+"""The cost that a balanced cut evens out: the largest stage's share of it is as small as possible."""
+
+
+def auto_split(
+    model: nn.Module,
+    example: Any,
+    n_stages: int | None = None,
+    by: By = "parameters",
+    *,
+    at: Sequence[str] | None = None,
+) -> list[nn.Module]:
+    """Cut a model into stages that a pipeline can run; embeddings and head count with their own cost.
+
+    Each stage is a module of the model's class, holds the model's own modules and parameters under the model's names,
+    and runs the model's forward without the modules of other stages. The first stage is called as the model is, and the
+    last returns what the model returns; in between, stages pass on a dict, which both engines take. Each stage's
+    ``ties`` names the weights that lie in several stages, by stage, as either engine's ``tied=`` takes them; its
+    ``stage_id`` and ``num_stages`` say which stage it is, and of how many.
+
+    The model runs on the example, and once more as stages, which must give the same result. A model on the meta device
+    runs too, but nothing can be compared there. Before cutting, put it in the mode, training or eval, in which the
+    stages will run.
+
+    Args:
+        model: any module. It is cut between the blocks it is mostly made of, and the modules beside these.
+        example: what the model is called with for one microbatch: a tuple or list gives positional arguments, a dict
+            keyword arguments, anything else is the only one. Arguments that are no tensors stay as in the example;
+            sizes of tensors may change. Models of transformers need ``use_cache=False``: a cache cannot cross.
+        n_stages: how many; may be left out where ``at`` says it.
+        by: the cost to even out, unless ``at`` is given: ``parameters``; ``time`` of forward and backward, as rank 0
+            measures it, so call this on every rank of the process group; or ``memory`` of weights, gradients, two
+            moments and the activations that 1F1B keeps, in bytes.
+        at: names of the modules that a stage begins with, such as ``model.layers.5``, for each stage but the first.
+
+    Raises:
+        ValueError: for more stages than there are places to cut, an unknown name, an example that the model does not
+            take, or a model that cannot be cut, as :func:`explain` says; by ``time`` on every rank.
+    """
+    given, on_all = locals(), isinstance(by, str) and by == "time" and at is None
+
+    def look() -> tuple[int, Recording]:
+        check_arguments(auto_split, given)
+        refuse_below(1, "auto_split", n_stages=n_stages)
+        count = n_stages if at is None else len(at) + 1
+        refuse_unless(count is not None, "auto_split", "n_stages", n_stages, "give a number, or names in at=")
+        assert count is not None
+        remedy = f"the names in at= make {count} stages, so give {count}, or leave it out"
+        refuse_unless(n_stages in (None, count), "auto_split", "n_stages", n_stages, remedy)
+        recording = _recorded(model, as_call(example), "auto_split")
+        _refuse(model, recording.problems)
+        n = len(recording.calls)
+        remedy = f"the example makes {n} calls of {type(model).__name__}'s modules, so give at most {n} stages"
+        refuse_unless(count <= n, "auto_split", "n_stages", count, remedy)
+        measures = at is None and by != "parameters"
+        remedy = "nothing is computed on the meta device: give by='parameters', or a model with weights"
+        on_meta = any(parameter.is_meta for parameter in model.parameters())
+        refuse_unless(not (measures and on_meta), "auto_split", "by", by, remedy)
+        return count, recording
+
+    ranks = Ranks(alone=not on_all, limit_s=_LIMIT_S)  # who measures must not wait for one that has refused
+    count, recording = ranks.collectively(look)
+    cuts = _partition(model, recording, count, by) if at is None else _partition_at(model, recording, at)
+    stages = [carve(model, recording, first, end) for first, end in cuts]
+    places: dict[int, dict[int, str]] = {}  # of each parameter its name in each stage that holds it
+    for index, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters():
+            places.setdefault(id(parameter), {})[index] = name
+    ties = tuple(tie for tie in places.values() if len(tie) > 1)
+    for number, stage in enumerate(stages):
+        vars(stage).update(ties=ties, stage_id=number, num_stages=len(stages))
+    _refuse(model, _differences(model, stages, recording))
+    return stages
+
+
+@checked
+def explain(model: nn.Module, example: Any) -> list[Problem]:
+    """Say what stops :func:`auto_split`: which line of the model, what kind of problem, what to do.
+
+    Args:
+        model: any module.
+        example: as for :func:`auto_split`.
+
+    Returns:
+        Nothing if the model can be cut wherever one of its modules is called.
+    """
+    try:
+        recording = _recorded(model, as_call(example), "explain")
+    except _DoesNotRun as error:
+        return [error.problem]
+    if recording.problems:
+        return recording.problems
+    stages = [carve(model, recording, number, number + 1) for number in range(len(recording.calls))]
+    return _differences(model, stages, recording)
+
+
+class _DoesNotRun(ValueError):
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(f"example: {problem}")
+        self.problem = problem
+
+
+def _recorded(model: nn.Module, example: Example, function: str) -> Recording:
+    wrapped = problem_of_wrappers(model, "the model")
+    refuse_unless(wrapped is None, function, "model", model, str(wrapped))
+    if (name := replaced_on_the_way(model)) is not None:
+        which = name or "the model"
+        what = f"the forward of {which!r} was replaced (compiled, or hooked), and each stage would run all of it"
+        remedy = "cut the model first, and compile or hook the stages"
+        line = _forward_of(model.get_submodule(name))
+        return Recording({}, problems=[Problem("replaced forward", line, what, remedy)])
+    try:
+        recording = record(model, example)
+    except Exception as error:  # whatever a foreign forward raises
+        lines = str(error).strip().splitlines()
+        said = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
+        raise _DoesNotRun(Problem("does not run", _line_of(error), said, "give arguments it takes")) from error
+    if len(recording.calls) < 2:
+        what = f"{type(model).__name__} calls {len(recording.calls)} module on its way, so there is no place to cut"
+        recording.problems.append(Problem("one piece", _forward_of(model), what, "compute in modules of its own"))
+    return recording
+
+
+def _refuse(model: nn.Module, problems: Sequence[Problem]) -> None:
+    if problems:
+        more = f" (and {len(problems) - 1} more: see explain)" if len(problems) > 1 else ""
+        raise ValueError(f"model: {type(model).__name__} cannot be cut: {problems[0]}{more}")
+
+
+def _differences(model: nn.Module, stages: Sequence[nn.Module], recording: Recording) -> list[Problem]:
+    """Return whether the stages, one after another, give what the model gives, random numbers included."""
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        return []
+    args, kwargs = recording.example
+    with torch.no_grad():
+        with left_as_it_was(model):
+            expected = _tensors(model(*args, **kwargs))
+        with left_as_it_was(model):
+            value = stages[0](*args, **kwargs)
+            for stage in stages[1:]:
+                value = stage(**value)
+    if all(
+        one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
+        for one, other in zip(expected, _tensors(value), strict=True)
+    ):
+        return []
+    what = "the stages, one after another, do not give what the model gives"
+    remedy = "look for values that modules hand on otherwise than by arguments and results"
+    return [Problem("differs", _forward_of(model), what, remedy)]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+
+
+def _forward_of(module: nn.Module) -> str:
+    """Return where a module's forward begins."""
+    forward: Any = type(module).forward
+    code = getattr(forward, "__wrapped__", forward).__code__
+    return f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def _line_of(error: Exception) -> str:
+    """Return the innermost line of the traceback that is not torch's."""
+    line, traceback = "?", error.__traceback__
+    while traceback is not None:
+        if is_of_model(traceback.tb_frame.f_code.co_filename):
+            line = f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return line
+
+
+def _partition_at(model: nn.Module, recording: Recording, at: Sequence[str]) -> list[LayerRange]:
+    """Return the calls of each stage as (first, end), end excluded; each stage but the first begins with a name.
+
+    Raises:
+        ValueError: for a name that is no place to cut, with the nearest that are; for names out of order.
+    """
+    numbers = [_number(model, recording, name) for name in at]
+    for index, (name, number) in enumerate(zip(at, numbers, strict=True)):
+        before = numbers[index - 1] if index else 0
+        called = f"it is called after {at[index - 1]!r}" if index else "it is not the first that is called"
+        remedy = f"name each module once, in the order of their calls, so that {called}"
+        refuse_unless(number > before, "auto_split", "at", name, remedy)
+    ends = [*numbers, len(recording.calls)]
+    return list(zip([0, *numbers], ends, strict=True))
+
+
+def _number(model: nn.Module, recording: Recording, name: str) -> int:
+    """Return the number of the call before which ``name`` cuts."""
+    units = {id(unit): first for first, unit in recording.units.items()}
+    named = dict(model.named_modules(remove_duplicate=False))
+    places = list(dict.fromkeys(call.unit for call in recording.calls))
+    if name not in named:
+        nearest = _listed(get_close_matches(name, places, _SHOWN, 0.0))
+        refuse_unless(False, "auto_split", "at", name, f"no module has this name; the nearest places are {nearest}")
+    unit = units.get(id(named[name]))
+    if unit is None:
+        refuse_unless(False, "auto_split", "at", name, _why_not(named, units, places, name))
+    calls = [number for number, call in enumerate(recording.calls) if call.unit == unit]
+    refuse_unless(bool(calls), "auto_split", "at", name, "the example does not make the model call it; name another")
+    also = f", as {unit!r} is the same module" if unit != name else ""
+    remedy = f"it is called {len(calls)} times{also}: name one that is called once, or let n_stages find the places"
+    refuse_unless(len(calls) == 1, "auto_split", "at", name, remedy)
+    return calls[0]
+
+
+def _why_not(named: dict[str, nn.Module], units: dict[int, str], places: Sequence[str], name: str) -> str:
+    parts = name.split(".")
+    above = [".".join(parts[:end]) for end in range(1, len(parts))]
+    whole = next((units[id(named[each])] for each in above if id(named[each]) in units), None)
+    if whole is not None:
+        after = places[places.index(whole) + 1 : places.index(whole) + 2] if whole in places else []
+        return f"it lies inside {whole!r}, which one stage holds as a whole: name {_listed([whole, *after])}"
+    inside = [each for each in places if each.startswith(f"{name}.")]
+    what = "every stage runs its forward" if inside or not name else "no other module's result goes into it"
+    return f"{what}: name {_listed(inside[:_SHOWN] or places[:_SHOWN])}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " or ".join(map(repr, names))
+
+
+def _partition(model: nn.Module, recording: Recording, n_stages: int, by: str) -> list[LayerRange]:
+    """Return the calls of each stage as (first, end), end excluded."""
+    n_calls = len(recording.calls)
+    measured = [] if by == "parameters" else _measured(model, recording)
+    if by == "time":
+        measured = Ranks(limit_s=_LIMIT_S).gather(measured)[0]  # each rank measures otherwise, and all must cut alike
+    held = [list(recording.units[call.unit].parameters()) for call in recording.calls]
+
+    def parameters(_: int, first: int, end: int) -> int:
+        return _total(held[first:end], Tensor.numel)
+
+    def nanoseconds(_: int, first: int, end: int) -> int:
+        return sum(cost.nanoseconds for cost in measured[first:end])
+
+    def n_bytes(stage: int, first: int, end: int) -> int:
+        in_flight = n_stages - stage  # microbatches under 1F1B
+        weights = _total(held[first:end], lambda p: p.numel() * p.itemsize)
+        return _COPIES * weights + in_flight * sum(cost.n_bytes for cost in measured[first:end])
+
+    cost = {"parameters": parameters, "time": nanoseconds, "memory": n_bytes}[by]
+    return split_by_cost(n_calls, n_stages, cost)
+
+
+def _total(held: list[list[nn.Parameter]], size: Callable[[Tensor], int]) -> int:
+    """Return the size of parameters, each counted once, as a stage holds it once."""
+    return sum({id(parameter): size(parameter) for each in held for parameter in each}.values())
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """The cost of one call: processor time of forward and backward, and bytes kept between them."""
+
+    nanoseconds: int
+    n_bytes: int
+
+
+def _measured(model: nn.Module, recording: Recording) -> list[_Cost]:
+    """Return what each call costs, with the arguments that it has in the example.
+
+    The least of several rounds through the model: when the machine is busy with other things, it is so for longer than
+    one call takes.
+    """
+    rounds = [_measured_once(model, recording) for _ in range(_ROUNDS)]
+    return [_Cost(min(cost.nanoseconds for cost in call), call[0].n_bytes) for call in zip(*rounds, strict=True)]
+
+
+def _measured_once(model: nn.Module, recording: Recording) -> list[_Cost]:
+    costs: list[_Cost] = []
+    busy: list[str] = []
+
+    def measure(unit: nn.Module, args: Any, kwargs: Any) -> None:
+        if not busy:  # a unit that another calls is that one's cost
+            costs.append(_cost_of(unit, args, kwargs))
+        busy.append("")
+
+    def done(*_: Any) -> None:
+        busy.pop()
+
+    args, kwargs = recording.example
+    with left_as_it_was(model), torch.no_grad(), ExitStack() as hooks:
+        for unit in recording.units.values():
+            for handle in (
+                unit.register_forward_pre_hook(measure, with_kwargs=True),
+                unit.register_forward_hook(done),
+            ):
+                hooks.callback(handle.remove)
+        model(*args, **kwargs)
+    return costs
+
+
+def _cost_of(unit: nn.Module, args: Any, kwargs: Any) -> _Cost:
+    kept: dict[int, int] = {}
+    own = {parameter.untyped_storage().data_ptr() for parameter in unit.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        _run(unit, args, kwargs)
+    return _Cost(min(_run(unit, args, kwargs) for _ in range(_REPEATS)), sum(kept.values()))
+
+
+def _run(unit: nn.Module, args: Any, kwargs: Any) -> int:
+    """Forward and backward once, without leaving gradients; nanoseconds."""
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.detach().clone().requires_grad_(value.is_floating_point())
+
+    args, kwargs = tree_map(leaf, (args, kwargs))
+    start = _now(unit)
+    with torch.enable_grad():
+        result = [each for each in _tensors((unit.forward(*args, **kwargs),)) if each.requires_grad]
+        wanted = [each for each in (*_tensors((args, kwargs)), *unit.parameters()) if each.requires_grad]
+        if result and wanted:
+            torch.autograd.grad(result, wanted, [torch.ones_like(each) for each in result], allow_unused=True)
+    return _now(unit) - start
+
+
+def _now(unit: nn.Module) -> int:
+    if any(parameter.is_cuda for parameter in unit.parameters()):
+        torch.cuda.synchronize()
+        return time.perf_counter_ns()
+    return time.process_time_ns()
+
+
+@dataclass(frozen=True)
+class CrossingTensor:
+    """A tensor that crosses a cut.
+
+    Attributes:
+        made: the number of the call that returns it.
+        read: the numbers of the calls that read it, in order; the number of calls stands for the model's result.
+        n_bytes: for the example.
+    """
+
+    made: int
+    read: tuple[int, ...]
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """The calls of a model's modules in order, where it is cut, and what crosses.
+
+    Attributes:
+        calls: the name of the module that each calls.
+        begins: the number of the call that each stage begins with, from the second on.
+        values: each tensor that crosses a cut, once.
+    """
+
+    calls: tuple[str, ...]
+    begins: tuple[int, ...]
+    values: tuple[CrossingTensor, ...]
+
+    def over(self, cut: int) -> tuple[CrossingTensor, ...]:
+        """Return what the cut before stage ``cut + 1`` carries."""
+        begin = self.begins[cut]
+        return tuple(value for value in self.values if value.made < begin <= value.read[-1])
+
+
+@checked
+def crossing(stages: Sequence[nn.Module]) -> Crossing:
+    """Return what crosses the cuts between the stages of :func:`auto_split`.
+
+    Raises:
+        ValueError: for stages that :func:`auto_split` has not made.
+    """
+    others = [stage for stage in stages if not isinstance(stage, SplitStage)]
+    refuse_unless(bool(stages) and not others, "crossing", "stages", stages, "give the list that auto_split returns")
+    segments = [stage._segment for stage in stages if isinstance(stage, SplitStage)]
+    recording, calls = segments[0].recording, segments[0].recording.calls
+    found: set[Output] = set().union(*(segment.given for segment in segments))
+    values = []
+    for output in sorted(found):
+        read = [number for number, call in enumerate(calls) if output in call.reads]
+        read += [len(calls)] if output in recording.result_reads else []
+        values.append(CrossingTensor(output.call, tuple(read), calls[output.call].leaves[output.leaf].nbytes))
+    return Crossing(tuple(call.unit for call in calls), tuple(segment.first for segment in segments[1:]), tuple(values))
