@@ -7,7 +7,7 @@ Every boundary in between pays for it; :func:`carried_bytes` counts it, beside w
 sends: there each value goes straight to the ranks that read it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +18,13 @@ from course_pp.arguments import check_arguments, checked
 from course_pp.collective import Ranks, on_every_rank, rank_by_stage
 from course_pp.model import PipelineStageModule
 from course_pp.parallel._torch import tree_map
-from course_pp.parallel.agreeing import everyone_of
 from course_pp.parallel.boundary import Boundary
 from course_pp.parallel.mesh import get_pp_mesh
 from course_pp.parallel.pipeline import PipelineSchedule
+from course_pp.parallel.replaced_forward import Replaced, replaced_forwards
 from course_pp.schedule import Edge
 from course_pp.schedule.declared import Declared, declared_by, edges_from, taken_apart
-
-__all__ = ["CarryingCost", "carried_bytes", "carry_along"]
+from course_pp.wrappers import uncompiled
 
 _VALUE, _CARRIED = "value", "carried"
 
@@ -40,19 +39,26 @@ class _Load:
     declared: Declared
 
 
-class _Carrying:
-    """A stage that passes on values which stages beyond its neighbour read; made by :func:`carry_along`."""
+class _Carrying(Replaced):
+    """Passes on values which stages beyond its neighbour read; put on by :func:`carry_along`."""
 
-    _load: _Load
+    def __init__(self, forward: Callable[..., Any], load: _Load) -> None:
+        super().__init__(forward)
+        self.load = load
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        load, carried = self._load, {}
+    def in_copy(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return it around the copy's forward: what is carried crosses boundaries too."""
+        return _Carrying(forward, self.load).run
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward with the values it reads, and return its output beside those that go on."""
+        load, carried = self.load, {}
         if load.arrives:
             value, carried = kwargs.pop(_VALUE), kwargs.pop(_CARRIED)
             args = tuple(value) if isinstance(value, tuple | list) else () if isinstance(value, Mapping) else (value,)
             kwargs = {**kwargs, **value} if isinstance(value, Mapping) else kwargs
         read = {name: carried[name] for name in load.declared.reads}
-        output = super().forward(*args, **kwargs, **read)  # type: ignore[misc]
+        output = self.forward(*args, **kwargs, **read)
         values: Mapping[str, Any] = {}
         if load.declared.writes:
             output, values = taken_apart(load.stage, load.declared.writes, output)
@@ -61,11 +67,6 @@ class _Carrying:
         # A view, as torch's split backward starts from what has a history.
         onward = {name: values[name] if name in values else tree_map(_view, carried[name]) for name in load.leaves}
         return {_VALUE: output, _CARRIED: onward}
-
-    @property
-    def forward_without_carrying(self) -> Any:
-        """The stage's own forward, which says what it takes."""
-        return super().forward  # type: ignore[misc]
 
 
 def _view(leaf: Any) -> Any:
@@ -87,7 +88,7 @@ def carry_along(modules: Mapping[int, nn.Module], device_mesh: DeviceMesh | None
         device_mesh: call it on all ranks of the mesh.
 
     Returns:
-        The same modules, whose classes now carry the values.
+        The same modules, whose forwards now carry the values.
 
     Raises:
         ValueError: on every rank, for a value that no stage or two stages write, or that goes backwards; for a stage
@@ -95,56 +96,55 @@ def carry_along(modules: Mapping[int, nn.Module], device_mesh: DeviceMesh | None
             package's model in between, which knows only its own boundaries.
     """
     asked = locals()
-    declared = on_every_rank(device_mesh, lambda: _declared(modules, asked))
+
+    def declare() -> dict[int, Declared]:
+        check_arguments(carry_along, asked)
+        for stage, module in modules.items():
+            if _carrying(module) is not None:
+                raise ValueError(
+                    f"stage {stage} carries already: call carry_along once, with the modules as you made them"
+                )
+        return {stage: declared_by(stage, module) for stage, module in modules.items()}
+
+    declared = on_every_rank(device_mesh, declare)
     pp_mesh = get_pp_mesh(device_mesh)
     everyone = [declared] if pp_mesh is None else Ranks(pp_mesh.get_group()).gather(declared)
-    loads = on_every_rank(device_mesh, lambda: _loads(modules, everyone, declared))
+    loads = on_every_rank(device_mesh, lambda: _loads(modules, everyone))
     for stage, module in modules.items():
-        load, kind = loads[stage], type(module)
+        load = loads[stage]
         if load.arrives or load.leaves or load.declared.writes:
-            module.__class__ = type(f"{kind.__name__}Carrying", (_Carrying, kind), {"__module__": kind.__module__})
-            vars(module)["_load"] = load
+            _Carrying(module.forward, load).put_on(module)
     return dict(modules)
 
 
-def _declared(modules: Mapping[int, nn.Module], asked: Mapping[str, Any]) -> dict[int, Declared]:
-    check_arguments(carry_along, asked)
-    for stage, module in modules.items():
-        if isinstance(module, _Carrying):
-            raise ValueError(f"stage {stage} carries already: call carry_along once, with the modules as you made them")
-    return {stage: declared_by(stage, module) for stage, module in modules.items()}
+def _carrying(module: nn.Module) -> _Carrying | None:
+    around = replaced_forwards(uncompiled(module).forward)
+    return next((each for each in around if isinstance(each, _Carrying)), None)
 
 
-def _loads(
-    modules: Mapping[int, nn.Module], everyone: Sequence[Mapping[int, Declared]], declared: Mapping[int, Declared]
-) -> dict[int, _Load]:
+def _loads(modules: Mapping[int, nn.Module], everyone: Sequence[Mapping[int, Declared]]) -> dict[int, _Load]:
+    """Return the load of each of this rank's stages, from what all stages declare."""
     rank_by_stage([sorted(theirs) for theirs in everyone])  # refuses stages that two ranks hold, or none
-    edges = edges_from({stage: said for theirs in everyone for stage, said in theirs.items()})
-    loads = {stage: _load_of(stage, edges, declared[stage]) for stage in modules}
-    _refuse_own_model(modules, loads)
-    for stage, load in loads.items():
-        if (load.arrives or load.leaves) and "forward" in vars(modules[stage]):
-            raise ValueError(
-                f"stage {stage} is a {type(modules[stage]).__name__} whose forward was replaced (compiled, or wrapped "
-                "by another package), so it cannot carry: call carry_along first"
-            )
-    return loads
-
-
-def _load_of(stage: int, edges: tuple[Edge, ...], declared: Declared) -> _Load:
-    arrives = tuple(edge.name for edge in edges if edge.writer < stage <= edge.readers[-1])
-    leaves = tuple(edge.name for edge in edges if edge.writer <= stage < edge.readers[-1])
-    return _Load(stage, arrives, leaves, declared)
-
-
-def _refuse_own_model(modules: Mapping[int, nn.Module], loads: Mapping[int, _Load]) -> None:
+    declared = {stage: said for theirs in everyone for stage, said in theirs.items()}
+    edges, loads = edges_from(declared), {}
     for stage, module in modules.items():
-        if isinstance(module, PipelineStageModule) and (loads[stage].arrives or loads[stage].leaves):
-            names = ", ".join(map(repr, dict.fromkeys((*loads[stage].arrives, *loads[stage].leaves))))
+        arrives = tuple(edge.name for edge in edges if edge.writer < stage <= edge.readers[-1])
+        leaves = tuple(edge.name for edge in edges if edge.writer <= stage < edge.readers[-1])
+        loads[stage] = _Load(stage, arrives, leaves, declared[stage])
+        if not arrives and not leaves:
+            continue
+        if isinstance(module, PipelineStageModule):
+            names = ", ".join(map(repr, dict.fromkeys((*arrives, *leaves))))
             raise ValueError(
                 f"stage {stage} is a PipelineStageModule, which cannot carry {names}: put it into a module of your "
                 "own, or use course_pp.runtime, where values go straight to their readers"
             )
+        if "forward" in vars(module):
+            raise ValueError(
+                f"stage {stage} is a {type(module).__name__} whose forward was replaced (compiled, or wrapped "
+                "by another package), so it cannot carry: call carry_along first"
+            )
+    return loads
 
 
 @checked
@@ -166,8 +166,8 @@ class CarryingCost:
     def by_boundary(self) -> tuple[dict[str, int], ...]:
         """For each boundary (s lies between stages s and s + 1) the bytes of each value that crosses it."""
         return tuple(
-            {e.name: self.sizes[e.name] for e in self.edges if e.writer <= boundary < e.readers[-1]}
-            for boundary in range(len(self.ranks) - 1)
+            {e.name: self.sizes[e.name] for e in self.edges if e.writer <= s < e.readers[-1]}
+            for s in range(len(self.ranks) - 1)
         )
 
     @property
@@ -184,8 +184,8 @@ class CarryingCost:
         the schedule's timeline).
         """
         return tuple(
-            {e.name: self.sizes[e.name] for e in self.edges if e.writer <= stage <= e.readers[-1]}
-            for stage in range(len(self.ranks))
+            {e.name: self.sizes[e.name] for e in self.edges if e.writer <= s <= e.readers[-1]}
+            for s in range(len(self.ranks))
         )
 
     @property
@@ -197,48 +197,36 @@ class CarryingCost:
         )
 
     def __str__(self) -> str:
+        def row(name: str, values: Mapping[str, int]) -> str:
+            return f"{name:<16}{sum(values.values()):>14,}  {', '.join(values) or '-'}"
+
         head = f"{'boundary':<16}{'bytes':>14}  values carried"
-        rows = [_row(f"stage {s} to {s + 1}", carried) for s, carried in enumerate(self.by_boundary)]
+        rows = [row(f"stage {s} to {s + 1}", carried) for s, carried in enumerate(self.by_boundary)]
         total = f"{'between ranks':<16}{self.carried:>14,}  against {self.direct:,} if sent to their readers only"
-        kept = [_row(f"kept in stage {s}", held) for s, held in enumerate(self.by_stage)]
+        kept = [row(f"kept in stage {s}", held) for s, held in enumerate(self.by_stage)]
         return "\n".join((head, *rows, total, *kept))
 
 
-def _row(name: str, values: Mapping[str, int]) -> str:
-    return f"{name:<16}{sum(values.values()):>14,}  {', '.join(values) or '-'}"
-
-
+@checked
 def carried_bytes(pipeline: PipelineSchedule) -> CarryingCost:
     """Count the bytes that :func:`carry_along` adds to the messages of one microbatch. Call it on every rank at once.
 
     Floating-point values cost the same again on the way back, as gradients. ``print`` the result for a table.
 
     Raises:
-        WrongArgument: on every rank, if one passes anything but a pipeline.
         RankMissing: if a rank does not come.
     """
-    given, known = locals(), isinstance(pipeline, PipelineSchedule)
-    # What is no pipeline counts as one of all ranks, as it was to be.
-    Ranks(everyone_of(pipeline.stages[0]) if known else None).collectively(
-        lambda: check_arguments(carried_bytes, given)
-    )
     mine: dict[int, tuple[Declared, dict[str, int]]] = {}
     for stage in pipeline.stages:
-        load = getattr(stage.submod, "_load", None)
-        declared = load.declared if isinstance(load, _Load) else Declared()
-        mine[stage.stage_index] = declared, _sizes(stage.takes)
+        carrying = _carrying(stage.submod)
+        assert stage.takes is not None  # settled
+        tree = stage.takes.tree
+        arrives = tree[_CARRIED] if isinstance(tree, Mapping) and _CARRIED in tree else {}
+        sizes = {n: sum(meta.empty("meta").nbytes for meta in Boundary(each).metas) for n, each in arrives.items()}
+        mine[stage.stage_index] = Declared() if carrying is None else carrying.load.declared, sizes
     everyone = Ranks(pipeline.stages[0].group).gather(mine)
     owner = rank_by_stage([sorted(theirs) for theirs in everyone])
     found = {stage: said for theirs in everyone for stage, said in theirs.items()}
     edges = edges_from({stage: declared for stage, (declared, _) in found.items()})
     sizes = {name: size for _, row in found.values() for name, size in row.items()}
     return CarryingCost(edges, sizes, tuple(owner[stage] for stage in sorted(owner)))
-
-
-def _sizes(boundary: Boundary | None) -> dict[str, int]:
-    tree = None if boundary is None else boundary.tree
-    if not isinstance(tree, Mapping) or _CARRIED not in tree:
-        return {}
-    return {
-        name: sum(meta.empty("meta").nbytes for meta in Boundary(each).metas) for name, each in tree[_CARRIED].items()
-    }

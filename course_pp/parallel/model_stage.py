@@ -271,7 +271,7 @@ def _keywords_of(module: nn.Module) -> list[str] | None:
         return inner.keywords_of_example()
     around = list(replaced_forwards(inner.forward))
     forward = around[-1].forward if around else inner.forward
-    takes = signature(getattr(inner, "forward_without_carrying", forward)).parameters.values()
+    takes = signature(forward).parameters.values()
     if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in takes):
         return None
     return [p.name for p in takes if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)]

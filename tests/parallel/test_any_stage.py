@@ -327,7 +327,7 @@ def test_a_keyword_that_a_stage_does_not_take_is_refused_on_every_rank_whatever_
     assert first[3].endswith(
         "SequentialStage, is called with one of this name already: leave it out, or give it another name"
     )
-    assert first[4] == f"{goes}WritesCarrying, takes x: let its forward take it, or **kwargs"
+    assert first[4] == f"{goes}Writes, takes x: let its forward take it, or **kwargs"
     assert first[7].startswith(f"{goes}OptimizedModule, takes input: let")
     assert first[10].startswith(f"{goes}OptimizedModule, was cut with an example without it")
     assert [len(set(first[i : i + 3])) for i in (0, 4, 7, 10)] == [1] * 4

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from course_pp.arguments import WrongArgument
 from course_pp.launch import on_ranks
 from course_pp.parallel import (
     DistributedConfig,
@@ -119,21 +118,6 @@ def test_carried_values_train_as_in_one_process_and_are_counted(name: str) -> No
         assert "stage 1 to 2" in table
         assert f"against {cost.direct:,} if sent to their readers only" in table
     assert seen == expected.keys()
-
-
-def counted(rank: int) -> str:
-    mesh = init_distributed(DistributedConfig(pp=2), seed=0)
-    stage = build_pipeline_stage(Part(), mesh, "cpu", inputs=torch.empty(ROWS, WIDTH, dtype=torch.float64))
-    pipeline = build_pipeline_schedule(stage, M, F.mse_loss, "1f1b", tied=[])
-    with pytest.raises(WrongArgument) as caught:
-        carried_bytes(pipeline if rank == 0 else stage)
-    return str(caught.value)
-
-
-def test_what_is_no_pipeline_on_one_rank_is_refused_on_both() -> None:
-    said = on_ranks(2, counted, timeout_s=60)
-    assert said[0] == said[1]
-    assert "carried_bytes: pipeline is " in said[0]
 
 
 def refused(rank: int) -> list[str]:
