@@ -98,19 +98,6 @@ def test_full_keeps_the_input_of_each_block_and_selective_less_than_everything()
     assert full < selective < none
 
 
-def test_parameters_keep_their_names_and_weights_load() -> None:
-    plain, checkpointed = Transformer(CONFIG), Transformer(CONFIG)
-    apply_ac(checkpointed, "full")
-    assert checkpointed.load_state_dict(plain.state_dict()) is not None
-    assert list(checkpointed.state_dict()) == list(plain.state_dict())
-
-
-@pytest.mark.parametrize("mode", ["block", "", None, True])
-def test_an_unknown_mode_is_refused(mode: Any) -> None:
-    with pytest.raises(ValueError, match=r"apply_ac: mode is .*: pass one of 'none', 'full', 'selective'"):
-        apply_ac(Transformer(CONFIG), mode)
-
-
 def warnings_on_rank(rank: int, schedule: str, mode: str) -> tuple[list[str], dict[int, float]]:
     """What building the pipeline warns of; and forwards a microbatch of each stage's first attention."""
     mesh, calls = init_distributed(DistributedConfig(pp=2)), {}
