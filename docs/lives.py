@@ -17,7 +17,7 @@ LIVES = {
         ("schedule/legality.py", "check: can it run? if not, why not"),
         ("schedule/simulation.py", "simulate: costs make a timeline of it"),
         ("show/timelines.py", "timeline: draw it, predicted or measured"),
-        ("runtime/plan.py", "which message goes where, for each rank"),
+        ("runtime/messages.py", "which message goes where, for each rank"),
         ("runtime/recorder.py", "measure: again a timeline"),
     ),
     "batch": (
@@ -34,7 +34,7 @@ LIVES = {
         ("runtime/wire.py", "send, without waiting"),
         ("runtime/mailbox.py", "receive, on the next rank"),
         ("runtime/executor.py", "the rank's next action that needs it"),
-        ("runtime/shared.py", "its gradient comes back; tied ones are summed"),
+        ("runtime/gradients.py", "its gradient comes back; tied ones are summed"),
     ),
     "cell": (
         ("launch/ranks.py", "on_ranks(n, fn): called in a notebook's cell"),

@@ -25,8 +25,7 @@ from course_pp.runtime.by_hand import (
     train_step_pipeline_gpipe,
 )
 from course_pp.runtime.clocks import Alignment, align
-from course_pp.runtime.cluster import EmulatedCluster, EmulatedLink
-from course_pp.runtime.emulation import EmulatedTimeline, Overrun
+from course_pp.runtime.emulation import EmulatedCluster, EmulatedLink, EmulatedTimeline, Overrun
 from course_pp.runtime.errors import LossNotFinite, PipelineError
 from course_pp.runtime.generating import generate
 from course_pp.runtime.memory import Hold, Meter, RankMemory

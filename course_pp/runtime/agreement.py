@@ -1,19 +1,93 @@
-"""Before the first message: every rank has been given the same pipeline, or all of them refuse it together."""
+"""Before the first message: every rank checks what it was given, and all agree on it or all refuse it together."""
 
+import hashlib
+import math
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
+from course_pp.arguments import WrongArgument, check_arguments, refuse_bad_timeout
 from course_pp.collective import Ranks, difference
-from course_pp.schedule.declared import Declared
-from course_pp.tied import Look, problem_of_forgotten_ties
+from course_pp.loss import LossFn, TokenLoss, counted
+from course_pp.runtime.clocks import host_identity
+from course_pp.runtime.emulation import EmulatedCluster
+from course_pp.runtime.gradients import Place, ShardedStages, Weight, is_dtensor
+from course_pp.runtime.recorder import Recorder
+from course_pp.runtime.versions import Optimizers, problem_of_hooks, settings_of, trained_parameters
+from course_pp.runtime.wire import TRANSPORTS
+from course_pp.schedule import Ledger, Schedule, Versions, check, ledger
+from course_pp.schedule.declared import Declared, declared_by, edges_from
+from course_pp.tied import Look, looks_of, problem_of_forgotten_ties, problem_of_left_out_copies
+from course_pp.wrappers import problem_of_wrappers
 
-__all__ = ["Agreed", "Fact", "agree_on_pipeline"]
+AGREEING_S = 300.0
+"""The longest that ranks wait here: one may take minutes longer than another to build its stages."""
 
-_LIMIT_S = 300.0  # one rank may take minutes longer than another to build its stages
+Stages = Mapping[int, nn.Module | None] | nn.Module | None
+Modules = Mapping[int, nn.Module | None]
+"""This rank's, by stage; None is an empty stage."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a rank is given; :class:`~course_pp.runtime.Pipeline` says what each means."""
+
+    schedule: Schedule
+    stages: Stages
+    loss_fn: LossFn | TokenLoss | None = None
+    group: dist.ProcessGroup | None = None
+    device: torch.device | str | None = None
+    recompute: bool = False
+    tied: Sequence[Mapping[int, str]] | None = None
+    recorder: Recorder | None = None
+    cluster: EmulatedCluster | None = None
+    transport: str | None = None
+    timeout_s: float = 60.0
+    optimizers: Optimizers | None = None
+    versions: Versions | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is anything but forwards."""
+        return any(part.kind != "F" for part in self.schedule.parts)
+
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=float(self.timeout_s))
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Options that this rank has checked and all ranks have agreed on.
+
+    Attributes:
+        rank: in the pipeline's group.
+        modules: this rank's stages.
+        device: where they compute.
+        schedule: that of the options, with the edges between the stages.
+        declared: the values that this rank's stages read and write beyond their neighbours'.
+        weights: weights that lie in several places, on all ranks.
+        planned: which versions the actions use, if stages update their own weights.
+        n_data: ranks over which FSDP2 averages gradients, the most of any stage.
+        series: a number below 2**15 that keeps this pipeline's messages apart from others'.
+    """
+
+    options: Options
+    rank: int
+    modules: Modules
+    device: torch.device
+    schedule: Schedule
+    declared: Mapping[int, Declared]
+    weights: tuple[Weight, ...]
+    planned: Ledger | None
+    n_data: int
+    series: int
 
 
 class Fact(NamedTuple):
@@ -31,93 +105,322 @@ class Fact(NamedTuple):
         return f"{self.kind} of value {self.value}" if self.value else self.kind
 
 
-@dataclass(frozen=True)
-class Agreed:
-    """What the ranks have settled.
+@dataclass
+class _Told:
+    """What a rank tells the others.
 
     Attributes:
-        series: a number below 2**15 that keeps this pipeline's messages apart from others'.
-        parameters: for each stage its parameters, by name.
-        declared: for each stage the values that it reads and writes beyond its neighbours'.
-        looks: of each stage, how its weights look, unless nothing is tied.
-        n_data: ranks over which FSDP2 averages gradients, the most of any stage.
+        problem: what is wrong with its options; the fields below may then be empty.
+        facts: what must be the same on every rank, by name.
+        declared: what its stages read and write beyond their neighbours'.
+        parameters: of each stage, what its copies and its weights' other places are compared by.
+        looks: of each stage, what tells tied weights that nobody named.
+        n_data: ranks over which FSDP2 averages the gradients here.
+        series: its proposal; rank 0's is taken.
     """
 
-    series: int
-    parameters: Mapping[int, Mapping[str, Fact]]
-    declared: Mapping[int, Declared]
-    looks: Mapping[int, Mapping[str, Look]]
-    n_data: int
+    problem: str | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    declared: Mapping[int, Declared] = field(default_factory=dict)
+    parameters: dict[int, Mapping[str, Fact]] = field(default_factory=dict)
+    looks: Mapping[int, Mapping[str, Look]] = field(default_factory=dict)
+    n_data: int = 1
+    series: int = field(default_factory=lambda: 1 + secrets.randbelow(2**15 - 1))
 
 
-@dataclass(frozen=True)
-class _Told:
-    """What a rank tells the others; ``series`` is its proposal."""
-
-    problem: str | None
-    facts: Mapping[str, Any]
-    parameters: Mapping[int, Mapping[str, Fact]]
-    declared: Mapping[int, Declared]
-    looks: Mapping[int, Mapping[str, Look]]
-    n_data: int
-    series: int
-
-
-def agree_on_pipeline(
-    problem: str | None,
-    facts: Mapping[str, Any],
-    parameters: Mapping[int, Mapping[str, Fact]],
-    group: dist.ProcessGroup | None,
-    declared: Mapping[int, Declared],
-    looks: Mapping[int, Mapping[str, Look]],
-    n_data: int,
-) -> Agreed:
-    """Compare what the ranks were given.
+def agree(options: Options, feeds_tokens_back: bool = False) -> Agreement:
+    """Check this rank's options and compare them with the others'.
 
     Args:
-        problem: what is wrong with this rank's arguments, None if nothing is.
-        facts: what must be the same everywhere, by name.
-        parameters: of this rank's stages, by name.
-        declared: what this rank's stages read and write beyond their neighbours'.
-        looks: how its weights look, unless nothing is tied.
-        n_data: ranks over which FSDP2 averages gradients of its stages.
+        feeds_tokens_back: whether a schedule's feedback is carried out, which a pipeline does not do.
 
     Raises:
+        TypeError: for a ``group`` that is not a process group: without one the ranks cannot agree on the rest.
+        ValueError: on every rank, for whatever is wrong on any of them, or differs between them.
         RankMissing: if a rank has ended or does not come.
-        ValueError: on every rank, with the first rank's problem or the first fact that differs.
     """
-    mine = _Told(problem, facts, parameters, declared, looks, n_data, 1 + secrets.randbelow(2**15 - 1))
-    everyone = Ranks(group, limit_s=_LIMIT_S).gather(mine)
+    check_arguments(Options, {"group": options.group}, "Pipeline")
+    ranks = Ranks(options.group, limit_s=AGREEING_S)
+    if ranks.rank < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in the pipeline's group: call it on the group's ranks only")
+    mine, device = _Told(), torch.device("cpu")
+    modules: Modules = {}
+    try:  # whatever is wrong on one rank alone must not keep the others waiting
+        check_arguments(Options, vars(options), "Pipeline")
+        refuse_bad_timeout("Pipeline", options.timeout_s)
+        if options.loss_fn is not None:
+            counted(options.loss_fn)
+        here = [stage for stage, on in enumerate(options.schedule.placement) if ranks.rank in on]
+        modules = _by_stage(options.stages, here)
+        mine.problem = (
+            _problem_of_schedule(options, ranks.size, feeds_tokens_back)
+            or _problem_of_stages(modules, here, options)
+            or _problem_of_versions(modules, options)
+        )
+        device = device_of(modules) if options.device is None else torch.device(options.device)
+        mine.facts = _facts(options, device)
+        if mine.problem is None:
+            _look_into(modules, options, mine)
+    except WrongArgument as error:
+        mine.problem = str(error)
+    except Exception as error:
+        mine.problem = f"{type(error).__name__}: {error}"
+    everyone = ranks.gather(mine)
+    declared, parameters = _compared(everyone, options.tied)
+    schedule = options.schedule
+    found = edges_from(declared)
+    if schedule.edges and {*schedule.edges} != {*found}:
+        raise ValueError(
+            f"{schedule!r} has edges {schedule.edges}, but the stages' reads and writes make {found}: leave out the "
+            "schedule's, or give the stages these"
+        )
+    schedule = schedule if schedule.edges else schedule.with_edges(*found)
+    if options.cluster is not None and (problem := options.cluster.problem_with(schedule)):
+        raise ValueError(problem)
+    ties = options.tied or ()
+    # Stages that update by themselves exchange gradients at each update.
+    planned = None if options.versions is None else ledger(schedule, options.versions)
+    weights = _shared_weights(schedule, parameters, ties) if planned is None else ()
+    if problem := problem_of_left_out_copies({s: look for told in everyone for s, look in told.looks.items()}, ties):
+        raise ValueError(problem)
+    n_data = max(told.n_data for told in everyone)
+    return Agreement(
+        options, ranks.rank, modules, device, schedule, mine.declared, weights, planned, n_data, everyone[0].series
+    )
+
+
+def _by_stage(stages: Stages, here: Sequence[int]) -> Modules:
+    """Return the modules by stage, in order; a module alone is that of the only stage in ``here``."""
+    if isinstance(stages, Mapping):
+        return dict(sorted(stages.items()))
+    return {here[0]: stages} if len(here) == 1 else {} if stages is None else {-1: stages}
+
+
+def device_of(modules: Modules) -> torch.device:
+    """Return where the parameters are; the CPU if there are none."""
+    parameters = (p for module in modules.values() if module is not None for p in module.parameters())
+    return next((p.device for p in parameters), torch.device("cpu"))
+
+
+def _problem_of_schedule(options: Options, n_ranks: int, feeds_tokens_back: bool) -> str | None:
+    schedule, transport = options.schedule, options.transport
+    if schedule.feedback and not feeds_tokens_back:
+        return f"{schedule!r} feeds tokens back to its first stage, which a Pipeline does not: call generate"
+    if schedule.n_ranks != n_ranks:
+        return (
+            f"{schedule!r} on a group of {n_ranks} ranks: build it with n_ranks={n_ranks}, or start {schedule.n_ranks}"
+        )
+    if problems := check(schedule):
+        more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
+        return f"{schedule!r} cannot run: {problems[0]}{more}"
+    if transport is not None and transport not in TRANSPORTS:
+        return f"transport is {transport!r}: use one of {', '.join(map(repr, TRANSPORTS))}, or leave it out"
+    return None
+
+
+def _problem_of_stages(modules: Modules, here: Sequence[int], options: Options) -> str | None:
+    """Return why this rank's stages cannot be used; ``here`` are those that the schedule places on it."""
+    if list(modules) != list(here):
+        given = f"one {type(modules[-1]).__name__}" if list(modules) == [-1] else f"stages {list(modules)}"
+        return (
+            f"given {given}, but the schedule places stages {list(here)} here: pass {{stage: module}} for each of them"
+        )
+    home: dict[nn.Parameter, int] = {}
+    for stage, module in modules.items():
+        if module is None:
+            continue
+        if problem := problem_of_wrappers(module, f"stage {stage}"):
+            return problem
+        for name, parameter in module.named_parameters():
+            if not is_dtensor(parameter):
+                continue
+            # Its gradient is summed once, over its own mesh.
+            what = f"{name!r} of stage {stage} is a DTensor (fully_shard, parallelize_module)"
+            if len(options.schedule.placement[stage]) > 1:
+                return f"{what}, and the stage is replicated: replicate it with fully_shard on a 2-D mesh instead"
+            if any(tie.get(stage) == name for tie in options.tied or ()):
+                return f"{what} and tied: leave it whole, or use course_pp.parallel, which ties sharded weights"
+            if home.setdefault(parameter, stage) != stage:
+                return f"{what} and is in stage {home[parameter]} too: shard each stage's own parameters"
+    return None
+
+
+def _problem_of_versions(modules: Modules, options: Options) -> str | None:
+    """Return why this rank's stages cannot update their own weights as the schedule says."""
+    schedule, optimizers, versions = options.schedule, options.optimizers, options.versions
+    if not any(part.kind == "U" for part in schedule.parts):
+        if versions is None and optimizers is None:
+            return None
+        return (
+            f"versions={versions!r} with {schedule!r}, which flushes: leave versions and optimizers out and step your "
+            "optimizer between steps, or build('pipedream', …)"
+        )
+    if versions is None or optimizers is None:
+        return (
+            f"{schedule!r} updates weights within the step (U): pass optimizers={{stage: optimizer}} and versions="
+            "'stash' (or 'vertical', '2bw', 'none'), or run a synchronous schedule"
+        )
+    if options.tied:
+        ties = [dict(tie) for tie in options.tied]
+        return f"tied={ties} with versions={versions!r}: each end would update by itself; untie them"
+    if options.recompute and versions == "none":
+        return "recompute=True with versions='none': the forward would be computed again with other weights"
+    trained = [stage for stage, module in modules.items() if trained_parameters(module)]
+    if sorted(optimizers) != trained:
+        return f"optimizers for stages {sorted(optimizers)}, but stages {trained} are trained here: give one for each"
+    return next(filter(None, (_problem_of_optimizer(stage, optimizers[stage], modules) for stage in trained)), None)
+
+
+def _problem_of_optimizer(stage: int, optimizer: torch.optim.Optimizer, modules: Modules) -> str | None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return f"optimizers[{stage}] is a LBFGS: pass one of torch.optim whose step takes no closure"
+    own, module = trained_parameters(modules[stage]), modules[stage]
+    assert module is not None  # it is trained
+    sharded = next((name for name, parameter in own.items() if is_dtensor(parameter)), None)
+    if sharded is not None:
+        return f"{sharded!r} of stage {stage} is a DTensor, of which no versions can be kept: leave it whole"
+    if problem := problem_of_hooks(stage, own):
+        return problem
+    elsewhere = {id(p): s for s, m in modules.items() if m is not None and s != stage for p in m.parameters()}
+    for name, parameter in own.items():
+        if id(parameter) in elsewhere:
+            other = elsewhere[id(parameter)]
+            return f"{name!r} of stage {stage} is in stage {other} too: each would update by itself; untie them"
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    lost = next((name for name, parameter in own.items() if id(parameter) not in held), None)
+    if lost is not None:
+        return f"parameter {lost!r} of stage {stage} is in no optimizer: give optimizers[{stage}] all that it trains"
+    if held - set(map(id, module.parameters())):
+        others = {
+            id(p): f"{n!r} of stage {s}"
+            for s, m in modules.items()
+            for n, p in trained_parameters(m).items()
+            if s != stage
+        }
+        whose = next((name for number, name in others.items() if number in held), "one of no stage here")
+        return f"optimizers[{stage}] holds a parameter that is not stage {stage}'s, {whose}: give each stage its own"
+    return None
+
+
+def _facts(options: Options, device: torch.device) -> dict[str, Any]:
+    """Return what must be the same on every rank."""
+    return {
+        "schedule": f"{options.schedule!r} {options.schedule.fingerprint}",
+        "loss_fn": "None" if options.loss_fn is None else "a loss",
+        "recompute": options.recompute,
+        "tied": None if options.tied is None else [dict(tie) for tie in options.tied],
+        "versions": options.versions,
+        "transport": options.transport,
+        "device": device.type,
+        "cluster": repr(options.cluster),
+        "host": "" if options.cluster is None else host_identity(),  # an emulated rank trusts the others' clocks
+    }
+
+
+def _look_into(modules: Modules, options: Options, mine: _Told) -> None:
+    """Fill in what the modules say about themselves."""
+    mine.declared = {stage: declared_by(stage, module) for stage, module in modules.items()}
+    mine.n_data = math.prod(group.size() for group in ShardedStages(modules.values(), trains=False).data_groups)
+    for stage, module in modules.items():
+        is_copied = len(options.schedule.placement[stage]) > 1
+        facts = (
+            {}
+            if module is None
+            else {
+                name: Fact(
+                    f"{tuple(p.shape)} {p.dtype} {'trained' if p.requires_grad else 'frozen'}",
+                    _fingerprint(p) if is_copied and not p.is_meta else "",
+                )
+                for name, p in module.named_parameters()
+            }
+        )
+        if is_copied and options.optimizers and stage in options.optimizers:
+            facts["the optimizer"] = Fact(settings_of(options.optimizers[stage], module))
+        mine.parameters[stage] = facts
+    mine.looks = looks_of(modules if options.trains and (options.tied is None or options.tied) else {})
+
+
+def _fingerprint(tensor: torch.Tensor) -> str:
+    """Return a text that is equal for equal values, and hardly ever for others."""
+    values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(values.numpy().tobytes()).hexdigest()[:12]
+
+
+def _compared(
+    everyone: Sequence[_Told], tied: Sequence[Mapping[int, str]] | None
+) -> tuple[Mapping[int, Declared], Mapping[int, Mapping[str, Fact]]]:
+    """Return what each stage declares and its parameters; raise ValueError for a problem, or where ranks differ."""
     for rank, told in enumerate(everyone):
         if told.problem is not None:
             raise ValueError(f"rank {rank}: {told.problem}")
     problem = difference([told.facts for told in everyone])
-    found = {stage: look for told in everyone for stage, look in told.looks.items()}
-    if facts["tied"] is None:
-        problem = problem or problem_of_forgotten_ties(found)
+    if problem is None and tied is None:
+        problem = problem_of_forgotten_ties({s: look for told in everyone for s, look in told.looks.items()})
     if problem is not None:
         raise ValueError(problem)
-    held = _same_on_replicas([told.parameters for told in everyone])
-    values: dict[int, Declared] = {}
+    parameters: dict[int, Mapping[str, Fact]] = {}
+    declared: dict[int, Declared] = {}
     for rank, told in enumerate(everyone):
-        for stage, ours in told.declared.items():
-            if values.setdefault(stage, ours) != ours:
-                raise ValueError(
-                    f"rank {rank} has stage {stage} as {ours}, another replica as {values[stage]}: "
-                    "give all replicas of a stage the same reads and writes"
-                )
-    return Agreed(everyone[0].series, held, values, found, max(told.n_data for told in everyone))
-
-
-def _same_on_replicas(by_rank: Sequence[Mapping[int, Mapping[str, Fact]]]) -> Mapping[int, Mapping[str, Fact]]:
-    held: dict[int, Mapping[str, Fact]] = {}
-    for rank, stages in enumerate(by_rank):
-        for stage, ours in stages.items():
-            theirs = held.setdefault(stage, ours)
+        for stage, ours in told.parameters.items():
+            theirs = parameters.setdefault(stage, ours)
             name = next((name for name in (*ours, *theirs) if ours.get(name) != theirs.get(name)), None)
             if name is not None:
                 raise ValueError(
                     f"rank {rank} has {name!r} of stage {stage} as {ours.get(name)}, another replica as "
                     f"{theirs.get(name)}: give all replicas of a stage the same parameters, with equal values"
                 )
-    return held
+        for stage, values in told.declared.items():
+            if declared.setdefault(stage, values) != values:
+                raise ValueError(
+                    f"rank {rank} has stage {stage} as {values}, another replica as {declared[stage]}: "
+                    "give all replicas of a stage the same reads and writes"
+                )
+    return declared, parameters
+
+
+def _shared_weights(
+    schedule: Schedule, parameters: Mapping[int, Mapping[str, Fact]], tied: Sequence[Mapping[int, str]]
+) -> tuple[Weight, ...]:
+    """Return every weight that is in more than one place: tied between stages, or in the replicas of one stage.
+
+    Raises:
+        ValueError: for a tie of fewer than two stages, with a stage or parameter that does not exist, or with one that
+            is in another tie too, or of parameters that cannot be one weight.
+    """
+    seen: set[tuple[int, str]] = set()
+    for tie in tied:
+        _refuse_bad_tie(tie, parameters)
+        if again := seen & tie.items():
+            stage, name = min(again)
+            raise ValueError(f"{name!r} of stage {stage} is in two ties: write one tie with all stages that share it")
+        seen |= tie.items()
+    keys: list[Mapping[int, str]] = list(tied)
+    keys += [
+        {stage: name}
+        for stage, ranks in enumerate(schedule.placement)
+        if len(ranks) > 1
+        for name in parameters[stage]
+        if (stage, name) not in seen
+    ]
+    return tuple(
+        tuple(sorted(Place(rank, stage, name) for stage, name in key.items() for rank in schedule.placement[stage]))
+        for key in keys
+    )
+
+
+def _refuse_bad_tie(tie: Mapping[int, str], parameters: Mapping[int, Mapping[str, Fact]]) -> None:
+    if len(tie) < 2:
+        raise ValueError(f"tied weight {dict(tie)} is in {len(tie)} stage: give a name for each of at least two stages")
+    for stage, name in tie.items():
+        if name not in parameters.get(stage, ()):
+            raise ValueError(
+                f"tied weight {dict(tie)}: stage {stage} has no parameter {name!r}; it has "
+                f"{', '.join(parameters.get(stage, ())) or 'none'}"
+            )
+    (first, kind), *others = ((stage, parameters[stage][name].kind) for stage, name in sorted(tie.items()))
+    for stage, other in others:
+        if other != kind:
+            raise ValueError(
+                f"tied weight {dict(tie)} is {kind} in stage {first}, but {other} in stage {stage}: give it one shape "
+                "and dtype, and train or freeze it in all its stages"
+            )

@@ -1,17 +1,13 @@
-"""A batch as microbatches, and the loss of the batch as shares of its microbatches."""
+"""A batch as microbatches: cut, its loss as shares of their losses, and their outputs put together."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from course_pp.loss import LossFn, Share, TokenLoss, counted, divisor_of, share_of
-from course_pp.runtime.payload import map_tensors, tensors_of
-
-__all__ = ["loss_shares", "own_means", "split"]
+from course_pp.runtime.payload import describe, map_tensors, tensors_of
 
 
 def split(name: str, batch: Any, n: int) -> Sequence[Any]:
@@ -32,9 +28,8 @@ def split(name: str, batch: Any, n: int) -> Sequence[Any]:
     except TypeError as error:
         raise TypeError(f"{name}: {error}") from None
     if not tensors:
-        raise ValueError(
-            f"{name} is {_shown(batch)} on a rank that needs it: give a batch, or a list of {n} microbatches"
-        )
+        given = repr(batch) if batch is None or isinstance(batch, tuple | dict) else f"a {type(batch).__name__}"
+        raise ValueError(f"{name} is {given} on a rank that needs it: give a batch, or a list of {n} microbatches")
     sizes = {len(tensor) if tensor.dim() else 0 for tensor in tensors}
     if len(sizes) > 1 or min(sizes) < n:
         raise ValueError(
@@ -42,16 +37,12 @@ def split(name: str, batch: Any, n: int) -> Sequence[Any]:
             f"give tensors of the same first dimension, at least {n}, or a list of {n} microbatches"
         )
     pieces = [tensor.tensor_split(n) for tensor in tensors]
-    return [_piece(batch, pieces, i) for i in range(n)]
 
+    def microbatch(i: int) -> Any:
+        numbered = iter(pieces)
+        return map_tensors(lambda _: next(numbered)[i], batch)
 
-def _shown(batch: Any) -> str:
-    return repr(batch) if batch is None or isinstance(batch, tuple | dict) else f"a {type(batch).__name__}"
-
-
-def _piece(batch: Any, pieces: Sequence[Sequence[Tensor]], index: int) -> Any:
-    numbered = iter(pieces)
-    return map_tensors(lambda _: next(numbered)[index], batch)
+    return [microbatch(i) for i in range(n)]
 
 
 def loss_shares(
@@ -73,7 +64,8 @@ def loss_shares(
     loss = counted(loss_fn, _samples)
     if divisor is None and loss is not loss_fn and not sum(map(loss.count, targets)):
         raise ValueError(f"targets has no samples in any of {len(targets)} microbatches: give at least one")
-    return partial(_share, loss, targets, divisor_of(loss, targets, divisor, groups, device))
+    over = divisor_of(loss, targets, divisor, groups, device)
+    return lambda i, output: share_of(loss, output, targets[i], over)
 
 
 def own_means(
@@ -105,10 +97,28 @@ def own_means(
     return lambda i, output: share_of(loss, output, targets[i], counts[i])
 
 
-def _share(loss: TokenLoss, targets: Sequence[Any], divisor: Any, i: int, output: Any) -> Share:
-    return share_of(loss, output, targets[i], divisor)
-
-
 def _samples(target: Any) -> int:
     tensors = tensors_of(target)
     return len(tensors[0]) if tensors and tensors[0].dim() else 1
+
+
+def put_together(outputs: Mapping[int, Any]) -> Any:
+    """Merge the outputs of microbatches: concatenate tensors along their first dimension, stack scalars.
+
+    If microbatches differ in more than their first dimension, return a list with one output for each.
+    """
+    values = [outputs[i] for i in sorted(outputs)]
+    rows = [tensors_of(value) for value in values]
+    alike = {
+        (repr(describe(value)[0].skeleton), tuple((t.dtype, t.dim(), tuple(t.shape[1:])) for t in row))
+        for value, row in zip(values, rows, strict=True)
+    }
+    if len(alike) > 1:
+        return values
+    columns = iter(list(zip(*rows, strict=True)))
+
+    def whole(tensor: torch.Tensor) -> torch.Tensor:
+        parts = next(columns)
+        return torch.cat(parts) if tensor.dim() else torch.stack(parts)
+
+    return map_tensors(whole, values[0])

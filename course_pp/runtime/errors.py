@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from course_pp.schedule import Action, Overlap
 
-__all__ = ["LossNotFinite", "Origin", "PipelineError"]
-
 
 @dataclass(frozen=True)
 class Origin:

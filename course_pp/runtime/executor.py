@@ -1,30 +1,31 @@
-"""The actions of one rank, one after another: receive, compute, send."""
+"""The actions of one rank, one after another: receive, compute, send; or the same failure on every rank."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from course_pp.loss import Share
+from course_pp.runtime.agreement import Agreement
+from course_pp.runtime.clocks import wait_for
 from course_pp.runtime.emulation import Emulator
-from course_pp.runtime.mailbox import Mailbox
+from course_pp.runtime.errors import Origin, PipelineError
+from course_pp.runtime.mailbox import Mailbox, MessageLost, PeerFailed
 from course_pp.runtime.memory import Hold
+from course_pp.runtime.messages import Content, Message, RankPlan, Read, Step, reads_of, writes_of
 from course_pp.runtime.payload import map_tensors, tensors_of
-from course_pp.runtime.plan import Content, Message, Plan, Step
-from course_pp.runtime.recorder import Recorder
-from course_pp.runtime.rng import get_random_state, set_random_state
-from course_pp.runtime.stage import Gradients, Stage
-from course_pp.runtime.values import Read, reads_of, writes_of
+from course_pp.runtime.stage import Gradients, Stage, get_random_state, set_random_state
 from course_pp.runtime.versions import VersionedStage
+from course_pp.runtime.wire import Wire, open_wire
 from course_pp.schedule import Action, Overlap, Product, Schedule
 from course_pp.schedule.products import round_of
 from course_pp.tied import add_up
 
-__all__ = ["Batch", "Executor"]
+T = TypeVar("T")
 
 _RANDOM_STATE = "state of the random number generators"
 
@@ -57,30 +58,42 @@ _Call = Callable[[Batch], None]
 
 
 class Executor:
-    """Does the actions of a plan.
+    """Carries out one rank's part of a plan.
 
     What a step does is worked out once, as a flat list of calls for each action: a step only makes the calls.
 
+    Args:
+        schedule: that of the agreement, or its forwards alone.
+        plans: of all ranks.
+        stages: of this rank.
+        weights: of those that update their own.
+
     Attributes:
-        trains: whether there is anything but forwards.
+        plan: of this rank.
         current: the action in progress; None before the first; ``"the end of the step"`` after the last.
+        failed: how the last step failed; None while all is well. An executor that failed cannot go on.
     """
 
     def __init__(
         self,
+        agreement: Agreement,
         schedule: Schedule,
-        plan: Plan,
+        plans: Sequence[RankPlan],
+        wire: Wire,
         stages: Mapping[int, Stage],
-        mailbox: Mailbox,
-        recorder: Recorder | None,
-        device: torch.device,
-        emulator: Emulator | None = None,
-        weights: Mapping[int, VersionedStage] | None = None,
+        weights: Mapping[int, VersionedStage],
     ) -> None:
+        options, rank, device = agreement.options, agreement.rank, agreement.device
+        self.plan = plan = plans[rank]
         self.current: Action | Overlap | str | None = None
-        self._schedule, self._stages, self._mailbox = schedule, stages, mailbox
-        self._weights = {} if weights is None else weights
-        self._recorder, self._device, self._emulator = recorder, device, emulator
+        self.failed: Origin | None = None
+        self._schedule, self._stages, self._weights, self._device = schedule, stages, weights, device
+        self._recorder = options.recorder
+        self._meter = None if self._recorder is None else self._recorder.meter
+        self.mailbox = Mailbox(plan, wire, device, options.timeout, self._meter)
+        self._emulator = None
+        if options.cluster is not None:
+            self._emulator = Emulator(options.cluster, schedule, rank, partial(wait_for, device))
         self._last = schedule.n_stages - 1
         self.trains = any(part.kind != "F" for part in schedule.parts)
         self._split = {(part.stage, part.microbatch) for part in schedule.parts if part.kind == "I"}
@@ -90,10 +103,31 @@ class Executor:
         self._read_here = {write.value for write in written if write.is_read_here}
         self._turns = [(step.action, self._calls_of(step)) for step in plan.steps]
 
-    def clear(self) -> None:
-        """Forget what a step that failed has left."""
-        for stage in self._stages.values():
-            stage.clear()
+    def perform(self, step: Callable[[], T]) -> T:
+        """Call ``step``, which runs the actions and exchanges all that follows them, and return what it returns.
+
+        Raises:
+            PipelineError: on every rank, for whatever was raised on one once it had begun its first action.
+        """
+        self.current = None
+        try:
+            self.mailbox.begin()
+            found = step()
+            self.mailbox.end()
+        except PeerFailed as error:
+            self._fail(error.origin, lost=False)
+            raise PipelineError(error.origin, f"(rank {self.plan.rank} was told at {self.current})") from None
+        except Exception as error:
+            lost = isinstance(error, MessageLost)
+            origin = self._origin(str(error) if lost else f"{type(error).__name__}: {error}")
+            self._fail(origin, lost)
+            if self.current is None:
+                raise
+            raise PipelineError(origin) from error
+        except BaseException:
+            self.failed = self._origin("interrupted")
+            raise
+        return found
 
     def run(self, batch: Batch) -> None:
         """Do every action of this rank; afterwards ``batch.shares`` has the losses computed here."""
@@ -107,11 +141,38 @@ class Executor:
         if self._emulator is not None and self._recorder is not None:
             self._recorder.add_emulated(self._emulator.done, self._emulator.received)
 
+    def exchange(self, content: str, mine: Callable[[int], Any]) -> dict[int, Any]:
+        """Send ``mine(rank)`` to every rank that the plan has for ``content``, and return what these send, by rank."""
+        for target, message in _named(content, self.plan.outgoing).items():
+            self.mailbox.send(message, mine(target))
+        incoming = _named(content, self.plan.incoming)
+        return {source: self.mailbox.take(message) for source, message in incoming.items()}
+
+    def tell_everyone(self, mine: Any, combine: Callable[[Any, Any], Any]) -> Any:
+        """Combine what all ranks have, two by two, and return it; when one rank returns, all ranks are through."""
+        for message in _named("report", self.plan.incoming).values():
+            mine = combine(mine, self.mailbox.take(message))
+        for content in ("report", "answer"):
+            for message in _named(content, self.plan.outgoing).values():
+                self.mailbox.send(message, mine)
+        for message in _named("answer", self.plan.incoming).values():
+            mine = self.mailbox.take(message)
+        return mine
+
+    def _fail(self, origin: Origin, lost: bool) -> None:
+        self.failed = origin
+        self.mailbox.fail(origin, lost)
+        for stage in self._stages.values():
+            stage.clear()
+
+    def _origin(self, what: str) -> Origin:
+        return Origin(self.plan.rank, "before the first action" if self.current is None else self.current, what)
+
     def _calls_of(self, step: Step) -> tuple[_Call, ...]:
         """All that an action takes, in order: receive, free what has arrived elsewhere, compute, send."""
         calls = [self._receive(message) for message in step.receives]
         if step.arrived:
-            calls.append(lambda _: self._mailbox.arrived(step.arrived))
+            calls.append(lambda _: self.mailbox.arrived(step.arrived))
         write = {
             "F": self._forward,
             "B": self._backward,
@@ -143,7 +204,7 @@ class Executor:
         return [timed]
 
     def _receive(self, message: Message) -> _Call:
-        content, mailbox, emulator, recorder = message.content, self._mailbox, self._emulator, self._recorder
+        content, mailbox, emulator, recorder = message.content, self.mailbox, self._emulator, self._recorder
         if emulator is not None:
 
             def receive_stamped(batch: Batch) -> None:
@@ -164,7 +225,7 @@ class Executor:
         return receive
 
     def _send(self, message: Message, is_needed_again: bool) -> _Call:
-        content, mailbox, emulator = message.content, self._mailbox, self._emulator
+        content, mailbox, emulator = message.content, self.mailbox, self._emulator
 
         def send(batch: Batch) -> None:
             # Bound to no name here, which would keep an output alive until the next is sent.
@@ -216,7 +277,7 @@ class Executor:
 
     def _count(self, batch: Batch, values: Sequence[Product], action: Action) -> None:
         """Count values that wait for a stage of this rank; the stages themselves count what they keep."""
-        meter = None if self._recorder is None else self._recorder.meter
+        meter = self._meter
         if meter is None:
             return
         for value in values:
@@ -313,3 +374,15 @@ def _as_if_received(tensor: Tensor) -> Tensor:
 def _as_if_copied(tensor: Tensor) -> Tensor:
     """The same where others still need the value: a copy, unless autograd keeps stages from changing it in place."""
     return _as_if_received(tensor) if tensor.requires_grad else tensor.detach().clone()
+
+
+def _named(content: str, channels: Mapping[int, Sequence[Message]]) -> dict[int, Message]:
+    """Return the messages of that content, by the rank at the other end."""
+    return {peer: message for peer, row in channels.items() for message in row if message.content == content}
+
+
+def wire_for(agreement: Agreement, plans: Sequence[RankPlan]) -> Wire:
+    """Return what carries the messages of the plans of all ranks."""
+    channels = {(source, each.rank) for each in plans for source in each.incoming}
+    options = agreement.options
+    return open_wire(options.group, channels, agreement.device, options.transport, agreement.series, options.timeout)

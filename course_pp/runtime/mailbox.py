@@ -30,11 +30,9 @@ from torch import Tensor
 
 from course_pp.runtime.errors import Origin
 from course_pp.runtime.memory import Hold, Meter
+from course_pp.runtime.messages import Message, RankPlan
 from course_pp.runtime.payload import NOTHING, Spec, describe, only_tensor, pack, places_in, unpack
-from course_pp.runtime.plan import Message, Plan
 from course_pp.runtime.wire import Wire
-
-__all__ = ["Mailbox", "MessageLost", "PeerFailed"]
 
 _SAME, _CHANGED, _FAILED = range(3)
 _TRAILER = 512
@@ -121,7 +119,7 @@ class PeerFailed(RuntimeError):
 
 
 class Mailbox:
-    """Sends and takes the messages of a :class:`~course_pp.runtime.plan.Plan`, step after step.
+    """Sends and takes the messages of a :class:`~course_pp.runtime.messages.RankPlan`, step after step.
 
     Args:
         plan: of this rank.
@@ -130,7 +128,9 @@ class Mailbox:
         meter: counts the buffers, if there is one.
     """
 
-    def __init__(self, plan: Plan, wire: Wire, device: torch.device, timeout: timedelta, meter: Meter | None) -> None:
+    def __init__(
+        self, plan: RankPlan, wire: Wire, device: torch.device, timeout: timedelta, meter: Meter | None
+    ) -> None:
         self._rank, self._device, self._timeout, self._meter = plan.rank, device, timeout, meter
         self._wire = wire
         self._incoming = {source: _Incoming(row) for source, row in plan.incoming.items()}

@@ -14,19 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = [
-    "NOTHING",
-    "Spec",
-    "describe",
-    "flatten",
-    "map_tensors",
-    "only_tensor",
-    "pack",
-    "places_in",
-    "tensors_of",
-    "unpack",
-]
-
 # Every tensor starts where any dtype may start, and where vector instructions like it.
 _ALIGNMENT = 64
 _PLAIN = (Tensor, torch.nn.Parameter)

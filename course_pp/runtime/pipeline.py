@@ -3,44 +3,35 @@
     pipeline = Pipeline(build("1f1b", 4, 8), {rank: stage}, loss_fn)     # on each rank, with its own stages
     losses = pipeline.step(inputs, targets)                              # gradients are in .grad
 
-What is received and sent between the actions is settled beforehand (:mod:`course_pp.runtime.plan`). What is computed is
-in :mod:`course_pp.runtime.stage`, how messages travel in :mod:`course_pp.runtime.mailbox`.
+What is received and sent between the actions is settled beforehand (:mod:`course_pp.runtime.messages`). What is
+computed is in :mod:`course_pp.runtime.stage`, how messages travel in :mod:`course_pp.runtime.mailbox`.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from course_pp.arguments import check_arguments
 from course_pp.hooks import called_once, problem_of_hooks
 from course_pp.loss import LossFn, Share, TokenLoss, average_over
-from course_pp.runtime.batch import loss_shares, own_means, split
-from course_pp.runtime.cluster import EmulatedCluster
-from course_pp.runtime.engine import Engine, build_engine, wire_for
+from course_pp.runtime.agreement import Options, Stages, agree
+from course_pp.runtime.batch import loss_shares, own_means, put_together, split
+from course_pp.runtime.emulation import EmulatedCluster
 from course_pp.runtime.errors import LossNotFinite, Origin
-from course_pp.runtime.executor import Batch
-from course_pp.runtime.memory import Meter
-from course_pp.runtime.outputs import put_together
+from course_pp.runtime.executor import Batch, Executor, wire_for
+from course_pp.runtime.gradients import ShardedStages, SharedWeights
+from course_pp.runtime.messages import plan_messages
 from course_pp.runtime.payload import tensors_of
-from course_pp.runtime.plan import plan
 from course_pp.runtime.recorder import Recorder
-from course_pp.runtime.rng import random_state_kept
-from course_pp.runtime.settled import Settled, settle
-from course_pp.runtime.sharded import ShardedStages
-from course_pp.runtime.shared import SharedWeights
-from course_pp.runtime.stage import Stage
-from course_pp.runtime.stages import Stages
-from course_pp.runtime.versions import Optimizers, VersionedStage, versioned_stages
+from course_pp.runtime.stage import Stage, random_state_kept
+from course_pp.runtime.versions import Optimizers, versioned_stages
 from course_pp.schedule import Action, Ledger, Schedule, Timeline, Versions
-
-__all__ = ["Pipeline", "run_step"]
 
 
 class Pipeline:
@@ -51,7 +42,7 @@ class Pipeline:
         stages: this rank's modules by stage; a module alone where the rank has one stage. None is an empty stage, which
             passes on what it gets. A module whose attribute ``writes`` has names returns ``(output, {name: value})``;
             one whose ``reads`` has names gets these values as keyword arguments, from whichever earlier stage
-            writes them (:mod:`course_pp.runtime.values`). ``pipeline.schedule`` then has the edges.
+            writes them. ``pipeline.schedule`` then has the edges.
         loss_fn: ``loss_fn(output, target)``, the mean loss of a microbatch, or a :class:`TokenLoss`. Only :meth:`step`
             needs it. The loss is divided before the backward: a gradient that an autograd function of your own adds
             must be divided too, by the number of microbatches where they weigh alike. A loss scaled by
@@ -101,50 +92,50 @@ class Pipeline:
         optimizers: Optimizers | None = None,
         versions: Versions | None = None,
     ) -> None:
-        settled = settle(
+        self._options = Options(
             schedule,
             stages,
             loss_fn,
-            group=group,
-            device=device,
-            recompute=recompute,
-            tied=tied,
-            recorder=recorder,
-            cluster=cluster,
-            transport=transport,
-            timeout_s=timeout_s,
-            optimizers=optimizers,
-            versions=versions,
+            group,
+            device,
+            recompute,
+            tied,
+            recorder,
+            cluster,
+            transport,
+            timeout_s,
+            optimizers,
+            versions,
         )
-        self._rank, modules, self._device = settled.rank, settled.modules, settled.device
-        self._modules = modules
-        schedule = settled.schedule
-        self.schedule, self._loss_fn, self._recorder = schedule, loss_fn, recorder
-        timeout = timedelta(seconds=float(timeout_s))
+        self._agreement = agreed = agree(self._options)
+        self.schedule, modules, meter = agreed.schedule, agreed.modules, None
         if recorder is not None:
-            recorder.edges, recorder.feedback = schedule.edges, schedule.feedback
-        self._meter = meter = _meter_of(recorder, self._device, modules.values())
-        plans = plan(schedule, settled.pairs)
-        self._shared = SharedWeights(self._rank, settled.weights, modules)
-        self._sharded = ShardedStages(modules.values(), any(part.kind != "F" for part in schedule.parts))
-        self._n_data = settled.n_data
+            recorder.edges, recorder.feedback = agreed.schedule.edges, agreed.schedule.feedback
+            recorder.run_on(agreed.device)
+            meter = recorder.meter
+        if meter is not None:  # what the stages hold anyway is not counted
+            meter.ignore(t for m in modules.values() if m is not None for t in (*m.parameters(), *m.buffers()))
+        self._shared = SharedWeights(agreed.rank, agreed.weights, modules)
+        self._sharded = ShardedStages(modules.values(), self._options.trains)
         self._only_forward = ShardedStages(modules.values(), trains=False)
-        self._planned = settled.planned
-        self._weights = versioned_stages(schedule, self._rank, modules, optimizers, settled.planned, meter)
-        self._stages = _stages_of(settled, recompute, meter, self._weights)
-        self._engine_of = partial(
-            build_engine,
-            rank=self._rank,
-            stages=self._stages,
-            weights=self._weights,
-            wire=wire_for(plans, settled, group, transport, timeout),
-            device=self._device,
-            timeout=timeout,
-            recorder=recorder,
-            cluster=cluster,
-        )
-        self._engine = self._engine_of(schedule, plans)
-        self._engine_forward: Engine | None = None
+        self._weights = versioned_stages(agreed.schedule, agreed.rank, modules, optimizers, agreed.planned, meter)
+        self._stages = {
+            stage: Stage(
+                stage,
+                module,
+                agreed.device,
+                recompute,
+                meter,
+                self._weights.get(stage),
+                agreed.declared[stage].writes,
+                [edge.name for edge in agreed.schedule.edges if edge.writer == stage],
+            )
+            for stage, module in modules.items()
+        }
+        plans = plan_messages(agreed.schedule, [(a.rank, b.rank) for w in agreed.weights for a in w for b in w])
+        self._wire = wire_for(agreed, plans)
+        self._executor = Executor(agreed, agreed.schedule, plans, self._wire, self._stages, self._weights)
+        self._evaluator: Executor | None = None
 
     def step(
         self,
@@ -186,21 +177,24 @@ class Pipeline:
             RuntimeError: after a step that failed; in the same way as ValueError, under ``no_grad``.
         """
         self._refuse_after_failure()
-        if self._loss_fn is None:
+        if self._options.loss_fn is None:
             raise ValueError("this pipeline has no loss_fn: build it with one, or call evaluate for outputs")
 
         def step() -> tuple[float, ...]:
             for weights in self._weights.values():
                 weights.begin()
             batch = self._batch(inputs, targets, seeds, divisor)
-            with self._shared.apart(), random_state_kept(self._device) if seeds is not None else nullcontext():
+            with (
+                self._shared.apart(),
+                random_state_kept(self._agreement.device) if seeds is not None else nullcontext(),
+            ):
                 with self._sharded.reduced_once():
-                    self._engine.executor.run(batch)
-                self._shared.add(self._engine.exchange("shared gradients", self._shared.for_rank))
+                    self._executor.run(batch)
+                self._shared.add(self._executor.exchange("shared gradients", self._shared.for_rank))
             return self._report(batch.shares)
 
-        with called_once(self._modules.values()):
-            losses = self._engine.perform(step)
+        with called_once(self._agreement.modules.values()):
+            losses = self._executor.perform(step)
             self._refuse_not_finite(losses)
         return losses
 
@@ -226,40 +220,38 @@ class Pipeline:
                 outputs in different places.
         """
         self._refuse_after_failure()
-        engine = self._forward_engine()
+        if self._evaluator is None:
+            forwards = self.schedule.forward_only()
+            self._evaluator = Executor(
+                self._agreement, forwards, plan_messages(forwards), self._wire, self._stages, self._weights
+            )
+        evaluator = self._evaluator
         holders = self.schedule.placement[-1]
 
         def step() -> Any:
             if on not in ("last", "all"):  # here, as the others wait for what this rank makes
                 raise ValueError(f"on is {on!r}: use 'last' for the ranks of the last stage, or 'all'")
             n = self.schedule.n_microbatches
-            if self._meter is not None:
-                self._meter.ignore(tensors_of([inputs]))
+            self._ignore([inputs])
             batch = Batch(split("inputs", inputs, n) if 0 in self._stages else (), None, None)
             with self._only_forward.reduced_once():
-                engine.executor.run(batch)
+                evaluator.run(batch)
             # Replicas of the last stage have some of the outputs each.
             travels = on == "all" or len(holders) > 1
-            _, everyone = engine.tell_everyone((on, batch.outputs if travels else {}), _both)
+            _, everyone = evaluator.tell_everyone((on, batch.outputs if travels else {}), _both)
             return everyone if travels else batch.outputs
 
-        outputs = engine.perform(step)
-        return put_together(outputs) if on == "all" or self._rank in holders else None
-
-    def _forward_engine(self) -> Engine:
-        if self._engine_forward is None:
-            forward = self.schedule.forward_only()
-            self._engine_forward = self._engine_of(forward, plan(forward))
-        return self._engine_forward
+        outputs = evaluator.perform(step)
+        return put_together(outputs) if on == "all" or self._agreement.rank in holders else None
 
     def _refuse_after_failure(self) -> None:
-        failed = self._engine.failed or (self._engine_forward and self._engine_forward.failed)
+        failed = self._executor.failed or (self._evaluator and self._evaluator.failed)
         if failed:
             raise RuntimeError(f"this pipeline cannot go on, build another one; its last step failed: {failed}")
 
     def _batch(self, inputs: Any, targets: Any, seeds: Sequence[int] | None, divisor: float | None) -> Batch:
         n = self.schedule.n_microbatches
-        if self._engine.executor.trains and not torch.is_grad_enabled():
+        if self._executor.trains and not torch.is_grad_enabled():
             raise RuntimeError(
                 "a training step under no_grad: step outside it, or evaluate with a forward-only schedule"
             )
@@ -268,10 +260,9 @@ class Pipeline:
             raise ValueError(f"{len(seeds)} seeds for {n} microbatches: give one for each")
         if divisor is not None and not 0 < divisor < math.inf:
             raise ValueError(f"divisor is {divisor!r}: give the number of tokens that the mean is over, above 0")
-        if problem := problem_of_hooks(self._modules):
+        if problem := problem_of_hooks(self._agreement.modules):
             raise ValueError(problem)
-        if self._meter is not None:
-            self._meter.ignore(tensors_of([inputs, targets]))
+        self._ignore([inputs, targets])
         first, last = 0 in self._stages, self.schedule.n_stages - 1 in self._stages
         return Batch(
             split("inputs", inputs, n) if first else (),
@@ -279,22 +270,28 @@ class Pipeline:
             seeds,
         )
 
+    def _ignore(self, batch: list[Any]) -> None:
+        """Do not count the batch, which its owner keeps."""
+        if self._options.recorder is not None and self._options.recorder.meter is not None:
+            self._options.recorder.meter.ignore(tensors_of(batch))
+
     def _loss_of(self, targets: Sequence[Any], divisor: float | None) -> Callable[[int, Any], Share]:
         """Return a microbatch's part of the loss to minimise, from its number and output."""
-        assert self._loss_fn is not None  # or step has refused
-        if self._planned is None:
-            averaged = self._sharded.data_groups
-            if self._n_data > 1 and not averaged:  # as without weights in the last stage
-                if divisor is None and isinstance(self._loss_fn, TokenLoss):
-                    raise ValueError(
-                        f"FSDP2 shards no weight of stage {self.schedule.n_stages - 1}, so its tokens cannot be "
-                        f"counted over the {self._n_data} data ranks: give divisor=, the number in the global batch"
-                    )
-                divisor = None if divisor is None else divisor / self._n_data
-            return loss_shares(self._loss_fn, targets, divisor, averaged, self._device)
-        last, planned = self.schedule.n_stages - 1, self._planned
-        groups = [group for stage in range(last + 1) for group in planned.updates(stage)]
-        return partial(_finite, own_means(self._loss_fn, targets, divisor, groups), planned, last)
+        loss_fn, planned, n_data = self._options.loss_fn, self._agreement.planned, self._agreement.n_data
+        last = self.schedule.n_stages - 1
+        assert loss_fn is not None  # or step has refused
+        if planned is not None:
+            groups = [group for stage in range(last + 1) for group in planned.updates(stage)]
+            return partial(_finite, own_means(loss_fn, targets, divisor, groups), planned, last)
+        averaged = self._sharded.data_groups
+        if n_data > 1 and not averaged:  # as without weights in the last stage
+            if divisor is None and isinstance(loss_fn, TokenLoss):
+                raise ValueError(
+                    f"FSDP2 shards no weight of stage {last}, so its tokens cannot be counted over the {n_data} data "
+                    "ranks: give divisor=, the number in the global batch"
+                )
+            divisor = None if divisor is None else divisor / n_data
+        return loss_shares(loss_fn, targets, divisor, averaged, self._agreement.device)
 
     @property
     def ledger(self) -> Ledger:
@@ -303,17 +300,18 @@ class Pipeline:
         Raises:
             ValueError: for a schedule whose stages do not update their own weights.
         """
-        if self._planned is None:
+        planned = self._agreement.planned
+        if planned is None:
             raise ValueError(f"{self.schedule!r} flushes, so there is one version of the weights: there is no ledger")
-        return Ledger(self._planned.versions, tuple(use for weights in self._weights.values() for use in weights.uses))
+        return Ledger(planned.versions, tuple(use for weights in self._weights.values() for use in weights.uses))
 
     def _report(self, shares: Mapping[int, Tensor]) -> tuple[float, ...]:
         """Return every microbatch's loss, on every rank; when one rank returns, all ranks are through."""
-        elsewhere = torch.zeros((), device=self._device)
+        elsewhere = torch.zeros((), device=self._agreement.device)
         losses = torch.stack([shares.get(i, elsewhere) for i in range(self.schedule.n_microbatches)]).double()
         if self.schedule.n_stages - 1 in self._stages:
             average_over(self._sharded.data_groups, losses)
-        return tuple(self._engine.tell_everyone(losses, torch.add).tolist())
+        return tuple(self._executor.tell_everyone(losses, torch.add).tolist())
 
     def _refuse_not_finite(self, losses: Sequence[float]) -> None:
         for microbatch, loss in enumerate(losses):
@@ -362,35 +360,6 @@ def _both(one: tuple[str, Mapping[int, Any]], other: tuple[str, Mapping[int, Any
     if one[0] != other[0]:
         raise ValueError(f"evaluate: on is {one[0]!r} on a rank and {other[0]!r} on another: give every rank the same")
     return one[0], {**one[1], **other[1]}
-
-
-def _meter_of(recorder: Recorder | None, device: torch.device, modules: Iterable[nn.Module | None]) -> Meter | None:
-    """Return the recorder's meter, which does not count what the stages hold anyway; None without one."""
-    if recorder is None:
-        return None
-    recorder.run_on(device)
-    if recorder.meter is not None:
-        recorder.meter.ignore(t for m in modules if m is not None for t in (*m.parameters(), *m.buffers()))
-    return recorder.meter
-
-
-def _stages_of(
-    settled: Settled, recompute: bool, meter: Meter | None, weights: Mapping[int, VersionedStage]
-) -> dict[int, Stage]:
-    """Return this rank's stages, ready to compute."""
-    return {
-        stage: Stage(
-            stage,
-            module,
-            settled.device,
-            recompute,
-            meter,
-            weights.get(stage),
-            settled.declared[stage].writes,
-            [edge.name for edge in settled.schedule.edges if edge.writer == stage],
-        )
-        for stage, module in settled.modules.items()
-    }
 
 
 def _finite(loss: Callable[[int, Any], Share], planned: Ledger, last: int, microbatch: int, output: Any) -> Share:

@@ -9,14 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from course_pp.arguments import checked, refuse_unless
+from course_pp.runtime.agreement import device_of
 from course_pp.runtime.clocks import wait_for
 from course_pp.runtime.payload import map_tensors, tensors_of
-from course_pp.runtime.rng import random_state_kept
-from course_pp.runtime.stage import Stage
-from course_pp.runtime.stages import device_of
+from course_pp.runtime.stage import Stage, random_state_kept
 from course_pp.schedule import LayerCost
-
-__all__ = ["profile_layers"]
 
 _MOST_REPEATS = 10_000
 

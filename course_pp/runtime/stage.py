@@ -1,7 +1,11 @@
-"""One stage at work: its forwards and backwards, and what it keeps between them."""
+"""One stage at work: its forwards and backwards, and what it keeps between them.
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+Seeded, a microbatch carries the state of the random number generators from stage to stage: each goes on where the one
+before left off, so that dropout draws what it would draw in one process, wherever the model is cut.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,11 +19,8 @@ from course_pp.fused import Fusing, is_worth_fusing
 from course_pp.loss import Share
 from course_pp.runtime.memory import Hold, Meter
 from course_pp.runtime.payload import map_tensors, tensors_of
-from course_pp.runtime.rng import RandomState, get_random_state, random_state_kept, set_random_state
 from course_pp.runtime.versions import VersionedStage
 from course_pp.schedule.declared import taken_apart
-
-__all__ = ["Gradients", "Loss", "Stage"]
 
 Loss = Callable[[Any], Share]
 """From the last stage's output to a microbatch's share of the loss."""
@@ -27,6 +28,8 @@ Loss = Callable[[Any], Share]
 Gradients = tuple[Tensor | None, ...]
 """One for each tensor of a value that requires grad, in order; None where nothing depends on it."""
 
+RandomState = tuple[Tensor, Tensor | None]
+"""State of the CPU's generator, and of the CUDA device's if that is where stages compute."""
 
 _NONE: Mapping[str, Any] = {}
 
@@ -225,3 +228,25 @@ def _refuse_dropped(_: Any) -> Any:
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def get_random_state(device: torch.device) -> RandomState:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def set_random_state(state: RandomState, device: torch.device) -> None:
+    on_cpu, on_cuda = state
+    # Clones: torch reads a state from the beginning of its storage, which for one that was received is elsewhere.
+    torch.set_rng_state(on_cpu.cpu().clone())
+    if on_cuda is not None:
+        torch.cuda.set_rng_state(on_cuda.cpu().clone(), device)
+
+
+@contextmanager
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """Put the generators back to where they were, whatever is drawn inside."""
+    before = get_random_state(device)
+    try:
+        yield
+    finally:
+        set_random_state(before, device)

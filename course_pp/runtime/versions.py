@@ -9,7 +9,7 @@ taken for the update that they enter.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,8 @@ from torch.func import functional_call
 
 from course_pp._torch import has_hooks
 from course_pp.runtime.memory import Hold, Meter
-from course_pp.runtime.stages import is_dtensor
-from course_pp.schedule import Ledger, Schedule, Use, Versions, ledger
+from course_pp.schedule import Ledger, Schedule, Use
 from course_pp.tied import add_up
-
-__all__ = ["Optimizers", "VersionedStage", "problem_of_versions", "settings_of", "versioned_stages"]
 
 Optimizers = Mapping[int, torch.optim.Optimizer]
 """This rank's, by stage."""
@@ -67,12 +64,12 @@ class VersionedStage:
             ValueError: for gradients that are there already, which the first update would take in; if other parameters
                 are trained than when the pipeline was built, or one has been given a hook.
         """
-        if changed := sorted(self._parameters.keys() ^ _trained(self._module).keys()):
+        if changed := sorted(self._parameters.keys() ^ trained_parameters(self._module).keys()):
             raise ValueError(
                 f"{changed[0]!r} of stage {self._stage} was frozen or unfrozen since the pipeline was built: "
                 "build another one"
             )
-        if problem := _problem_of_hooks(self._stage, self._parameters):
+        if problem := problem_of_hooks(self._stage, self._parameters):
             raise ValueError(problem)
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
@@ -192,72 +189,7 @@ class _Backwards(nn.Module):
         backward()
 
 
-def problem_of_versions(
-    schedule: Schedule,
-    modules: Mapping[int, nn.Module | None],
-    optimizers: Optimizers | None,
-    versions: Versions | None,
-    *,
-    tied: Sequence[Mapping[int, str]],
-    recompute: bool,
-) -> str | None:
-    """Return the problem with ``versions`` and ``optimizers`` for this schedule; None if its stages can update so."""
-    if not any(part.kind == "U" for part in schedule.parts):
-        if versions is None and optimizers is None:
-            return None
-        return (
-            f"versions={versions!r} with {schedule!r}, which flushes: leave versions and optimizers out and step your "
-            "optimizer between steps, or build('pipedream', …)"
-        )
-    if versions is None or optimizers is None:
-        return (
-            f"{schedule!r} updates weights within the step (U): pass optimizers={{stage: optimizer}} and versions="
-            "'stash' (or 'vertical', '2bw', 'none'), or run a synchronous schedule"
-        )
-    try:
-        ledger(schedule, versions)
-    except ValueError as error:
-        return str(error)
-    if tied:
-        return f"tied={list(map(dict, tied))} with versions={versions!r}: each end would update by itself; untie them"
-    if recompute and versions == "none":
-        return "recompute=True with versions='none': the forward would be computed again with other weights"
-    trained = [stage for stage, module in modules.items() if _trained(module)]
-    if sorted(optimizers) != trained:
-        return f"optimizers for stages {sorted(optimizers)}, but stages {trained} are trained here: give one for each"
-    problems = (_problem_of_optimizer(stage, optimizers[stage], modules) for stage in optimizers)
-    return next(filter(None, problems), None)
-
-
-def _problem_of_optimizer(stage: int, optimizer: object, modules: Mapping[int, nn.Module | None]) -> str | None:
-    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
-        kind = type(optimizer).__name__
-        return f"optimizers[{stage}] is a {kind}: pass one of torch.optim whose step takes no closure"
-    own = _trained(modules[stage])
-    sharded = next((name for name, parameter in own.items() if is_dtensor(parameter)), None)
-    if sharded is not None:
-        return f"{sharded!r} of stage {stage} is a DTensor, of which no versions can be kept: leave it whole"
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if problem := _problem_of_hooks(stage, own):
-        return problem
-    elsewhere = {id(parameter): s for s, m in modules.items() if s != stage for parameter in _parameters_of(m)}
-    for name, parameter in own.items():
-        if id(parameter) in elsewhere:
-            other = elsewhere[id(parameter)]
-            return f"{name!r} of stage {stage} is in stage {other} too: each would update by itself; untie them"
-    lost = next((name for name, parameter in own.items() if id(parameter) not in held), None)
-    if lost is not None:
-        return f"parameter {lost!r} of stage {stage} is in no optimizer: give optimizers[{stage}] all that it trains"
-    if held - {id(parameter) for parameter in _parameters_of(modules[stage])}:
-        others = {
-            id(p): f"{n!r} of stage {s}" for s, m in modules.items() for n, p in _trained(m).items() if s != stage
-        }
-        whose = next((name for number, name in others.items() if number in held), "one of no stage here")
-        return f"optimizers[{stage}] holds a parameter that is not stage {stage}'s, {whose}: give each stage its own"
-    return None
-
-
-def _problem_of_hooks(stage: int, parameters: Mapping[str, nn.Parameter]) -> str | None:
+def problem_of_hooks(stage: int, parameters: Mapping[str, nn.Parameter]) -> str | None:
     hooked = next((name for name, parameter in parameters.items() if has_hooks(parameter)), None)
     if hooked is None:
         return None
@@ -269,11 +201,7 @@ def _is_finite(gradient: Tensor) -> bool:
     return bool(values.isfinite().all())
 
 
-def _parameters_of(module: nn.Module | None) -> Iterable[nn.Parameter]:
-    return () if module is None else module.parameters()
-
-
-def _trained(module: nn.Module | None) -> dict[str, nn.Parameter]:
+def trained_parameters(module: nn.Module | None) -> dict[str, nn.Parameter]:
     if module is None:
         return {}
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
@@ -281,7 +209,7 @@ def _trained(module: nn.Module | None) -> dict[str, nn.Parameter]:
 
 def settings_of(optimizer: torch.optim.Optimizer, module: nn.Module | None) -> str:
     """Return what replicas of a stage must share to update alike: for each group its parameters and settings."""
-    names = {id(parameter): name for name, parameter in _trained(module).items()}
+    names = {id(parameter): name for name, parameter in trained_parameters(module).items()}
     groups = [
         {**group, "params": [names[id(p)] for p in group["params"] if id(p) in names]}
         for group in optimizer.param_groups

@@ -12,8 +12,6 @@ from torch import Tensor
 from course_pp.collective import Ranks
 from course_pp.runtime._torch import n_groups
 
-__all__ = ["TRANSPORTS", "Ordered", "Tagged", "Wire", "open_wire"]
-
 TRANSPORTS = ("nccl", "gloo", "gloo without tags")
 _TAGS_PER_PIPELINE = 1 << 16
 # The longest that ranks which have just agreed wait for each other.

@@ -74,8 +74,8 @@ class CountingWire:
 
 def count_messages(pipeline: Pipeline) -> CountingWire:
     """From now on what ``pipeline`` sends from here is counted."""
-    wire = CountingWire(pipeline._engine.mailbox._wire)
-    pipeline._engine.mailbox._wire = wire
+    wire = CountingWire(pipeline._executor.mailbox._wire)
+    pipeline._executor.mailbox._wire = wire
     return wire
 
 

@@ -51,7 +51,7 @@ def in_a_pipeline(rank: int, seed: int, group: Any) -> Ran:
     pipeline = Pipeline(schedule, mine, nn.functional.mse_loss, group=group, timeout_s=30, recompute=recompute)
     arguments = for_rank(rank, schedule, *batch_for(schedule))
     losses = [sum(pipeline.step(*arguments))]
-    wire, rows = count_messages(pipeline), pipeline._engine.plan.outgoing
+    wire, rows = count_messages(pipeline), pipeline._executor.plan.outgoing
     losses.append(sum(pipeline.step(*arguments)))
     named = [(target, str(m)) for target, row in rows.items() for m in row if getattr(m.content, "name", "")]
     return Ran(losses, gradients_of(mine), named, len(wire.sent), sum(map(len, rows.values())))

@@ -13,7 +13,7 @@ from course_pp.launch import on_ranks
 from course_pp.runtime import Pipeline, Recorder
 from course_pp.runtime.batch import loss_shares
 from course_pp.runtime.memory import Meter
-from course_pp.runtime.plan import Plan, plan
+from course_pp.runtime.messages import RankPlan, plan_messages
 from course_pp.runtime.stage import Stage
 from course_pp.schedule import Costs, Schedule, build, simulate
 from tests.runtime.small import for_rank, stages_of
@@ -142,7 +142,7 @@ def test_queued_output_gradients_are_counted_until_w(n: int) -> None:
         assert peak["queued"] == most * queued
 
 
-def most_in_flight(of: Plan) -> int:
+def most_in_flight(of: RankPlan) -> int:
     """Messages of this rank that the schedule does not yet show to be taken, at most."""
     in_flight, most = 0, 0
     for step in of.steps:
@@ -160,7 +160,7 @@ def test_buffers_are_two_receives_a_channel_and_the_sends_that_may_not_have_been
     schedule = build(name, n, m)
     message, report = ROWS * width * 8 + TRAILER, m * 8 + TRAILER
     found = on_ranks(n, peaks, schedule, width, False, timeout_s=50.0)[0]
-    for peak, one in zip(found, plan(schedule), strict=True):
+    for peak, one in zip(found, plan_messages(schedule), strict=True):
         assert peak["buffer"] <= (2 * len(one.incoming) + most_in_flight(one)) * message + 2 * n * report
         if name != "gpipe":
             assert peak["buffer"] <= 4 * n * message  # whatever m is

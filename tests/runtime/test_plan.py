@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from course_pp.runtime.mailbox import Mailbox
-from course_pp.runtime.plan import Content, Message, Plan, plan
+from course_pp.runtime.messages import Content, Message, RankPlan, plan_messages
 from course_pp.schedule import Product, Schedule, build, names
 from tests.grids import examples
 from tests.runtime.random_schedules import random_schedule
@@ -42,11 +42,11 @@ shares = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=4)
 any_order = st.randoms(use_true_random=False)
 
 
-def plans_for(schedule: Schedule, pairs: Sequence[tuple[int, int]] = ()) -> tuple[Plan, ...]:
-    return plan(schedule, [pair for pair in pairs if max(pair) < schedule.n_ranks])
+def plans_for(schedule: Schedule, pairs: Sequence[tuple[int, int]] = ()) -> tuple[RankPlan, ...]:
+    return plan_messages(schedule, [pair for pair in pairs if max(pair) < schedule.n_ranks])
 
 
-def operations(of: Plan) -> Iterator[Operation]:
+def operations(of: RankPlan) -> Iterator[Operation]:
     """What a rank does with its messages in a step, in order."""
     for step in of.steps:
         yield from (("take", message) for message in step.receives)
@@ -120,7 +120,7 @@ def test_by_order_alone_every_run_ends_and_what_counts_as_arrived_has_been_taken
     play(plans_for(schedule, pairs), rng)
 
 
-def play(plans: Sequence[Plan], rng: random.Random) -> None:
+def play(plans: Sequence[RankPlan], rng: random.Random) -> None:
     """Go through a step, one operation of some rank at a time, and fail where none is possible.
 
     A message leaves only when those before it in its channel have left, and is there only for a receiver that has
@@ -168,7 +168,7 @@ def test_a_message_arrives_at_most_once_and_after_it_was_sent(schedule: Schedule
 def most_open(schedule: Schedule) -> list[int]:
     """For each rank the most messages that it has sent and does not know to be taken."""
     most = []
-    for this in plan(schedule):
+    for this in plan_messages(schedule):
         sizes, size = [0], 0
         for step in this.steps:
             size += len(step.sends) - len(step.arrived)
@@ -281,7 +281,7 @@ def value_of(message: Message, step: int) -> Tensor:
     return torch.tensor(values * (1 + message.number % 3 + (step == 2)))
 
 
-def follow(this: Plan, wire: StrictWire, rng: random.Random) -> None:
+def follow(this: RankPlan, wire: StrictWire, rng: random.Random) -> None:
     """Three steps of one rank, which computes for a random while between its messages."""
     mailbox = Mailbox(this, wire, torch.device("cpu"), timedelta(seconds=10), None)
     for step in range(3):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from course_pp.launch import on_ranks
 from course_pp.runtime import Pipeline
-from course_pp.runtime.plan import plan
+from course_pp.runtime.messages import plan_messages
 from course_pp.schedule import Product, Schedule, build
 from tests.grids import crossed
 from tests.processes import no_process_left
@@ -73,7 +73,9 @@ def batch(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64, **circum
 
 def crossing(schedule: Schedule) -> int:
     """Products that one rank makes and another needs."""
-    return sum(isinstance(m.content, Product) for p in plan(schedule) for row in p.outgoing.values() for m in row)
+    return sum(
+        isinstance(m.content, Product) for p in plan_messages(schedule) for row in p.outgoing.values() for m in row
+    )
 
 
 def closing(schedule: Schedule) -> int:

@@ -10,17 +10,18 @@ wait is for an action that the schedule itself puts earlier, and a legal schedul
 
 A step ends with every rank reporting to one of them, the root, and the root answering: a rank that returns knows that
 all the others are through.
+
+A stage may also read values of stages beyond its neighbour. A value travels once to each rank that reads it. If a rank
+has several readers, the first one receives it. That one goes backward last, and sends the sum of their gradients. The
+writer adds up what it gets from each rank.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from course_pp.schedule import Action, Overlap, Product, Schedule
+from course_pp.schedule import Action, Edge, Overlap, Product, Schedule
 from course_pp.schedule.products import Products
-
-__all__ = ["Content", "Message", "Plan", "Step", "plan"]
-
 
 Content = Product | str
 """A product of an action, or what else is sent: ``"shared gradients"``, ``"report"``, ``"answer"``."""
@@ -56,33 +57,36 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RankPlan:
     """What one rank does in a step.
 
     Attributes:
         steps: its actions with their messages, in order.
-        shares: ranks that hold a weight this rank holds too, with which gradients are exchanged.
-        root: the rank that collects every rank's report and answers.
         incoming: the channel from each rank that sends here.
         outgoing: the channel to each rank that receives from here.
     """
 
     rank: int
     steps: tuple[Step, ...]
-    shares: tuple[int, ...]
-    root: int
     incoming: Mapping[int, tuple[Message, ...]]
     outgoing: Mapping[int, tuple[Message, ...]]
 
 
-def plan(schedule: Schedule, shares: Sequence[tuple[int, int]] = ()) -> tuple[Plan, ...]:
+def plan_messages(schedule: Schedule, pairs: Sequence[tuple[int, int]] = ()) -> tuple[RankPlan, ...]:
     """Return the plan of each rank.
 
     Args:
         schedule: a legal one.
-        shares: pairs of ranks that exchange the gradients of shared weights after their last action.
+        pairs: ranks that exchange the gradients of shared weights after their last action.
     """
-    products, channels = Products.of(schedule), _Channels()
+    channels: dict[tuple[int, int], list[Message]] = defaultdict(list)
+
+    def add(source: int, target: int, content: Content) -> Message:
+        row = channels[source, target]
+        row.append(Message(source, target, len(row), content))
+        return row[-1]
+
+    products = Products.of(schedule)
     makers = {
         products.describe(product): (rank, index)
         for rank, index, part in _walk(schedule)
@@ -95,51 +99,30 @@ def plan(schedule: Schedule, shares: Sequence[tuple[int, int]] = ()) -> tuple[Pl
             product = products.describe(number)
             maker = makers[product]
             if maker[0] != rank and not _comes_with_another(schedule, products, number):
-                message = channels.add(maker[0], rank, product)
+                message = add(maker[0], rank, product)
                 receives[rank, index].append(message)
                 sends[maker].append(message)
     arrived = _arrived(schedule, makers, receives)
+    for source, target in sorted({(a, b) for pair in pairs for a, b in (pair, pair[::-1]) if a != b}):
+        add(source, target, "shared gradients")
     root = schedule.rank_of(0, 0)
-    partners = channels.close(shares, root, schedule.n_ranks)
+    others = [rank for rank in range(schedule.n_ranks) if rank != root]
+    for rank in others:
+        add(rank, root, "report")
+    for rank in others:
+        add(root, rank, "answer")
     return tuple(
-        Plan(
+        RankPlan(
             rank,
             tuple(
                 Step(action, tuple(receives[rank, i]), tuple(sends[rank, i]), tuple(arrived[rank, i]))
                 for i, action in enumerate(row)
             ),
-            tuple(sorted(partners[rank])),
-            root,
-            {source: tuple(row) for (source, target), row in channels.rows.items() if target == rank},
-            {target: tuple(row) for (source, target), row in channels.rows.items() if source == rank},
+            {source: tuple(row) for (source, target), row in channels.items() if target == rank},
+            {target: tuple(row) for (source, target), row in channels.items() if source == rank},
         )
         for rank, row in enumerate(schedule.actions)
     )
-
-
-class _Channels:
-    """Messages by (source, target), in the order in which the target takes them."""
-
-    def __init__(self) -> None:
-        self.rows: dict[tuple[int, int], list[Message]] = defaultdict(list)
-
-    def add(self, source: int, target: int, content: Content) -> Message:
-        row = self.rows[source, target]
-        row.append(Message(source, target, len(row), content))
-        return row[-1]
-
-    def close(self, shares: Sequence[tuple[int, int]], root: int, n_ranks: int) -> Mapping[int, set[int]]:
-        """Add what follows the last action; who shares weights with whom."""
-        partners: dict[int, set[int]] = defaultdict(set)
-        for pair in sorted({(a, b) for one, other in shares for a, b in ((one, other), (other, one)) if a != b}):
-            self.add(*pair, "shared gradients")
-            partners[pair[0]].add(pair[1])
-        others = [rank for rank in range(n_ranks) if rank != root]
-        for rank in others:
-            self.add(rank, root, "report")
-        for rank in others:
-            self.add(root, rank, "answer")
-        return partners
 
 
 def _comes_with_another(schedule: Schedule, products: Products, number: int) -> bool:
@@ -200,3 +183,67 @@ def _arrived(
                 place[rank] += 1
                 moved = True
     return arrived
+
+
+@dataclass(frozen=True)
+class Read:
+    """A value as a stage reads it, of one microbatch.
+
+    Attributes:
+        value: what it was made as, on this rank or received.
+        is_last: whether no later stage of this rank reads it.
+        gradient: where the gradients of this rank's readers add up.
+    """
+
+    name: str
+    value: Product
+    is_last: bool
+    gradient: Product
+
+
+@dataclass(frozen=True)
+class Write:
+    """A value as a stage makes it, of one microbatch.
+
+    Attributes:
+        value: what it is made as.
+        is_read_here: whether a later stage of this rank reads it.
+        gradients: one from each rank that reads it.
+    """
+
+    name: str
+    value: Product
+    is_read_here: bool
+    gradients: tuple[Product, ...]
+
+
+def reads_of(schedule: Schedule, stage: int, microbatch: int) -> tuple[Read, ...]:
+    """Return what ``stage`` reads for a microbatch."""
+    found = []
+    for edge in schedule.edges:
+        if stage in edge.readers:
+            here = _readers(schedule, edge, microbatch)[schedule.rank_of(stage, microbatch)]
+            value = Product("value", edge.writer, microbatch, edge.name)
+            gradient = Product("value gradient", here[0], microbatch, edge.name)
+            found.append(Read(edge.name, value, stage == here[-1], gradient))
+    return tuple(found)
+
+
+def writes_of(schedule: Schedule, stage: int, microbatch: int) -> tuple[Write, ...]:
+    """Return what ``stage`` makes of a microbatch for others to read."""
+    found = []
+    for edge in schedule.edges:
+        if stage == edge.writer:
+            ranks = _readers(schedule, edge, microbatch)
+            value = Product("value", stage, microbatch, edge.name)
+            gradients = tuple(Product("value gradient", here[0], microbatch, edge.name) for here in ranks.values())
+            found.append(Write(edge.name, value, schedule.rank_of(stage, microbatch) in ranks, gradients))
+    return tuple(found)
+
+
+def _readers(schedule: Schedule, edge: Edge, microbatch: int) -> Mapping[int, Sequence[int]]:
+    """Return the readers of an edge by the rank on which they work on ``microbatch``, each in order."""
+    ranks: dict[int, list[int]] = {}
+    for reader in edge.readers:
+        ranks.setdefault(schedule.rank_of(reader, microbatch), []).append(reader)
+    return ranks

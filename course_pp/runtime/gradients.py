@@ -1,0 +1,155 @@
+"""What becomes of gradients when a rank's actions are done: they are summed over all places of a weight.
+
+Weights that are in several places, tied between stages or in the replicas of one stage: their ranks exchange gradients.
+Weights sharded by FSDP2 (``fully_shard``): it reduces a group's gradients, and frees its parameters, as soon as a
+backward has passed it. Under a pipeline that would be once a microbatch, and before the weight gradients that were put
+off to ``W``: those would be lost without a word. So during a step gradients stay whole on each rank and are summed over
+the microbatches, as torch's own pipelines do; after the rank's last action they are reduced.
+"""
+
+import math
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from torch import Tensor, nn
+
+from course_pp.hooks import call_hooks
+from course_pp.runtime._torch import data_groups, forget_gradients, reduce_gradients
+from course_pp.tied import add_up, copies_in, set_apart
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FSDPModule
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """Parameter ``name`` of ``stage`` on ``rank``."""
+
+    rank: int
+    stage: int
+    name: str
+
+
+Weight = tuple[Place, ...]
+"""All places of one weight, in order."""
+
+
+class SharedWeights:
+    """This rank's part in summing the gradients of weights that are in several places.
+
+    Each rank adds up the same numbers in the same order, so weights that start equal stay equal bit by bit.
+
+    Args:
+        rank: this rank.
+        weights: all shared weights, the same on all ranks.
+        modules: this rank's stages.
+    """
+
+    def __init__(self, rank: int, weights: Sequence[Weight], modules: Mapping[int, nn.Module | None]) -> None:
+        self._rank = rank
+        self._weights = [weight for weight in weights if any(place.rank == rank for place in weight)]
+        self._modules = modules
+        self._parameters: dict[Place, nn.Parameter] = {}
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Let gradients start from nothing inside. Earlier ones are sums already, and are added back afterwards."""
+        mine = (place for weight in self._weights for place in weight if place.rank == self._rank)
+        self._parameters = copies_in(self._modules, ((place, place.stage, place.name) for place in mine))
+        with set_apart(self._parameters.values()):
+            yield
+
+    def for_rank(self, other: int) -> list[Tensor | None]:
+        """Return what ``other`` needs from here: this rank's gradient of each weight that both hold."""
+        return [self._own(weight) for weight in self._weights if any(place.rank == other for place in weight)]
+
+    def add(self, received: Mapping[int, Sequence[Tensor | None]]) -> None:
+        """Set every gradient to the sum over all places, given what the other ranks have sent."""
+        rows = {rank: iter(row) for rank, row in received.items()}
+        for weight in self._weights:
+            ranks = sorted({place.rank for place in weight})
+            total = add_up([self._own(weight) if rank == self._rank else next(rows[rank]) for rank in ranks])
+            for place in weight:
+                if (parameter := self._parameters.get(place)) is not None:
+                    parameter.grad = None if total is None else total.clone()
+                    if total is not None:  # of which nothing may have come from this rank's own backwards
+                        call_hooks(parameter)
+
+    def _own(self, weight: Weight) -> Tensor | None:
+        return add_up([self._parameters[place].grad for place in weight if place in self._parameters])
+
+
+class ShardedStages:
+    """What FSDP2 has wrapped in this rank's stages; there need not be any.
+
+    Args:
+        modules: of the stages, None for an empty one.
+        trains: whether a step has backwards.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module | None], trains: bool) -> None:
+        self._roots = [root for module in modules if module is not None for root in _outermost(module)]
+        self._trains = trains
+
+    @cached_property
+    def data_groups(self) -> "Sequence[dist.ProcessGroup]":
+        """Those over whose ranks gradients are averaged; the widest, if parts of a stage have others."""
+        found = (data_groups(part) for root in self._roots for part in _sharded_parts(root))
+        return max(found, key=lambda groups: math.prod(group.size() for group in groups), default=[])
+
+    @contextmanager
+    def reduced_once(self) -> Iterator[None]:
+        """The body computes the gradients of a step; afterwards they are reduced. If it raises, they are forgotten."""
+        for root in self._roots:
+            _sync(root, False)
+        try:
+            yield
+        except BaseException:
+            for root in self._roots:
+                forget_gradients(root)
+                _sync(root, True)
+            raise
+        for root in self._roots:
+            _sync(root, True)
+            if self._trains:
+                reduce_gradients(root)
+                continue
+            # Free what a forward has gathered and no backward will: the next step would compute with it, old or not.
+            for part in _sharded_parts(root):
+                part.reshard()
+
+
+def _outermost(module: nn.Module) -> "Iterator[FSDPModule]":
+    if _is_sharded(module):
+        yield module
+    else:
+        for child in module.children():
+            yield from _outermost(child)
+
+
+def _is_sharded(module: nn.Module) -> "TypeGuard[FSDPModule]":
+    # Importing it takes a second, and whoever has applied it has done so.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def _sync(root: "FSDPModule", on: bool) -> None:
+    root.set_is_last_backward(on)
+    root.set_reshard_after_backward(on)
+    root.set_requires_gradient_sync(on)
+
+
+def _sharded_parts(root: "FSDPModule") -> "Iterator[FSDPModule]":
+    assert isinstance(root, nn.Module)
+    return (module for module in root.modules() if _is_sharded(module))
+
+
+def is_dtensor(value: Any) -> bool:
+    """Return whether a tensor is distributed; imports nothing for the answer."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    return tensor is not None and isinstance(value, tensor.DTensor)
