@@ -260,6 +260,7 @@ def _problem_of_versions(modules: Modules, options: Options) -> str | None:
             f"{schedule!r} updates weights within the step (U): pass optimizers={{stage: optimizer}} and versions="
             "'stash' (or 'vertical', '2bw', 'none'), or run a synchronous schedule"
         )
+    ledger(schedule, versions)  # raises where it has not the versions it needs
     if options.tied:
         ties = [dict(tie) for tie in options.tied]
         return f"tied={ties} with versions={versions!r}: each end would update by itself; untie them"
