@@ -273,8 +273,6 @@ def _problem_of_versions(modules: Modules, options: Options) -> str | None:
 
 
 def _problem_of_optimizer(stage: int, optimizer: torch.optim.Optimizer, modules: Modules) -> str | None:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        return f"optimizers[{stage}] is a LBFGS: pass one of torch.optim whose step takes no closure"
     own, module = trained_parameters(modules[stage]), modules[stage]
     assert module is not None  # it is trained
     sharded = next((name for name, parameter in own.items() if is_dtensor(parameter)), None)

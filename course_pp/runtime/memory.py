@@ -155,12 +155,7 @@ class Meter:
             kind: ``"activation"`` for a stage's input, ``"buffer"`` for a message posted or in flight, ``"queued"``
                 for an output gradient that waits for ``W``, ``"version"`` for weights kept besides the newest.
             forward: the stage and microbatch whose forward an activation is kept for, to list it by.
-
-        Raises:
-            ValueError: for an unknown kind.
         """
-        if kind not in KINDS:
-            raise ValueError(f"unknown kind of memory {kind!r}: use one of {', '.join(KINDS)}")
         return Hold(self, kind, self._counted(tensor), forward)
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -30,7 +30,7 @@ from course_pp.runtime.messages import plan_messages
 from course_pp.runtime.payload import tensors_of
 from course_pp.runtime.recorder import Recorder
 from course_pp.runtime.stage import Stage, random_state_kept
-from course_pp.runtime.versions import Optimizers, versioned_stages
+from course_pp.runtime.versions import Optimizers, VersionedStage
 from course_pp.schedule import Action, Ledger, Schedule, Timeline, Versions
 
 
@@ -118,7 +118,11 @@ class Pipeline:
         self._shared = SharedWeights(agreed.rank, agreed.weights, modules)
         self._sharded = ShardedStages(modules.values(), self._options.trains)
         self._only_forward = ShardedStages(modules.values(), trains=False)
-        self._weights = versioned_stages(agreed.schedule, agreed.rank, modules, optimizers, agreed.planned, meter)
+        self._weights: dict[int, VersionedStage] = {}
+        for stage, module in modules.items():
+            if agreed.planned is not None and optimizers is not None and module is not None:
+                here = [i for i in range(schedule.n_microbatches) if schedule.rank_of(stage, i) == agreed.rank]
+                self._weights[stage] = VersionedStage(stage, module, optimizers.get(stage), agreed.planned, here, meter)
         self._stages = {
             stage: Stage(
                 stage,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,15 +24,6 @@ from course_pp.schedule import Action, Edge, Overlap, Product, Receive, Span, Ti
 _NANOSECONDS = 10**9
 
 _What = Action | Overlap | Product
-
-
-class Stage(Protocol):
-    """What the recorder uses of a ``torch.distributed.pipelining`` stage; any object like it will do."""
-
-    stage_index: int
-    forward_one_chunk: Callable[..., Any]
-    backward_one_chunk: Callable[..., Any]
-    backward_weight_one_chunk: Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +146,10 @@ class Recorder:
         self._emulated += done
 
     @checked
-    def attach(self, *stages: Stage) -> "Recorder":
+    def attach(self, *stages: Any) -> "Recorder":
         """Record every forward and backward of ``stages`` until :meth:`detach` or the end of a ``with``.
 
+        They are stages of ``torch.distributed.pipelining``, or like them: with a ``stage_index`` and the three methods.
         A backward with ``full_backward=False`` is recorded as ``I``, the rest of it as ``W``. Where torch
         has nothing to do for ``I`` (stage 0 needs no input gradient) its span is nearly empty and ``W``
         has all the work. The loss and the messages lie outside the spans.
@@ -166,17 +158,25 @@ class Recorder:
             ValueError: for a stage that is attached already or named twice, or lacks one of the three methods;
                 no stage is attached then.
         """
+        methods: dict[str, Callable[..., Any]] = {
+            "forward_one_chunk": self._forward,
+            "backward_one_chunk": self._backward,
+            "backward_weight_one_chunk": self._backward_weight,
+        }
         for i, stage in enumerate(stages):
-            _refuse_unsuitable(stage)
+            for name in ("stage_index", *methods):
+                if not hasattr(stage, name):
+                    raise ValueError(
+                        f"cannot record {type(stage).__name__}, which has no {name}: attach a pipeline stage of "
+                        "torch.distributed.pipelining, or use span() around your own code"
+                    )
+            if isinstance(vars(stage).get("forward_one_chunk"), partial):
+                raise ValueError(f"stage {stage.stage_index} is recorded already: detach() its recorder first")
             if any(stage is other for other in stages[:i]):
                 raise ValueError(f"stage {stage.stage_index} is named twice: attach each stage once")
         for stage in stages:
             self.run_on(getattr(stage, "device", None))
-            for name, record in (
-                ("forward_one_chunk", self._forward),
-                ("backward_one_chunk", self._backward),
-                ("backward_weight_one_chunk", self._backward_weight),
-            ):
+            for name, record in methods.items():
                 wrapped = partial(record, stage, getattr(stage, name))
                 setattr(stage, name, wrapped)
                 self._restore.append(partial(delattr, stage, name))
@@ -304,7 +304,7 @@ class Recorder:
         return records, min(starts, default=0)
 
     def _align(self, group: dist.ProcessGroup | None) -> Alignment:
-        if not _distributed():
+        if not (dist.is_available() and dist.is_initialized()):
             return Alignment(0, 0)
         group = group or dist.group.WORLD
         assert group is not None  # there is a default group once torch.distributed is initialised
@@ -316,46 +316,31 @@ class Recorder:
 
     # The three wrappers have the positions and names of torch's methods, which schedules call either way.
 
-    def _forward(self, stage: Stage, run: Callable[..., Any], fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, stage: Any, run: Callable[..., Any], fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.span(Action(stage.stage_index, "F", fwd_chunk_id)):
             return run(fwd_chunk_id, *args, **kwargs)
 
     def _backward(
         self,
-        stage: Stage,
+        stage: Any,
         run: Callable[..., Any],
         bwd_chunk_id: int,
         loss: Any = None,
         full_backward: bool = True,
-        **kwargs: Any,
+        **rest: Any,
     ) -> Any:
         if not getattr(stage, "has_backward", True):
-            return run(bwd_chunk_id, loss=loss, full_backward=full_backward, **kwargs)
+            return run(bwd_chunk_id, loss=loss, full_backward=full_backward, **rest)
         with self.span(Action(stage.stage_index, "B" if full_backward else "I", bwd_chunk_id)):
-            return run(bwd_chunk_id, loss=loss, full_backward=full_backward, **kwargs)
+            return run(bwd_chunk_id, loss=loss, full_backward=full_backward, **rest)
 
     def _backward_weight(
-        self, stage: Stage, run: Callable[..., Any], bwd_chunk_id: int, *args: Any, **kwargs: Any
+        self, stage: Any, run: Callable[..., Any], bwd_chunk_id: int, *args: Any, **kwargs: Any
     ) -> Any:
         if not getattr(stage, "has_backward", True):
             return run(bwd_chunk_id, *args, **kwargs)
         with self.span(Action(stage.stage_index, "W", bwd_chunk_id)):
             return run(bwd_chunk_id, *args, **kwargs)
-
-
-def _refuse_unsuitable(stage: Stage) -> None:
-    for name in ("stage_index", "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
-        if not hasattr(stage, name):
-            raise ValueError(
-                f"cannot record {type(stage).__name__}, which has no {name}: attach a pipeline stage of "
-                "torch.distributed.pipelining, or use span() around your own code"
-            )
-    if isinstance(vars(stage).get("forward_one_chunk"), partial):
-        raise ValueError(f"stage {stage.stage_index} is recorded already: detach() its recorder first")
-
-
-def _distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 def _name(what: _What) -> str:

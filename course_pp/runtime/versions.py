@@ -18,7 +18,7 @@ from torch.func import functional_call
 
 from course_pp._torch import has_hooks
 from course_pp.runtime.memory import Hold, Meter
-from course_pp.schedule import Ledger, Schedule, Use
+from course_pp.schedule import Ledger, Use
 from course_pp.tied import add_up
 
 Optimizers = Mapping[int, torch.optim.Optimizer]
@@ -215,23 +215,3 @@ def settings_of(optimizer: torch.optim.Optimizer, module: nn.Module | None) -> s
         for group in optimizer.param_groups
     ]
     return f"{type(optimizer).__name__} {groups}"
-
-
-def versioned_stages(
-    schedule: Schedule,
-    rank: int,
-    modules: Mapping[int, nn.Module | None],
-    optimizers: Optimizers | None,
-    planned: Ledger | None,
-    meter: Meter | None,
-) -> dict[int, VersionedStage]:
-    """Return the stages of this rank that update their own weights."""
-    if planned is None or optimizers is None:
-        return {}
-    n = schedule.n_microbatches
-    mine = {stage: [i for i in range(n) if schedule.rank_of(stage, i) == rank] for stage in modules}
-    return {
-        stage: VersionedStage(stage, module, optimizers.get(stage), planned, mine[stage], meter)
-        for stage, module in modules.items()
-        if module is not None
-    }

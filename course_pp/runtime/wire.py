@@ -107,13 +107,10 @@ class Ordered:
             if ours:
                 self._groups[source, target] = made, 1 - dist.get_rank(made)
         self._me = me
-        self._greet()
-
-    def _greet(self) -> None:
-        """A first message on each channel: NCCL makes its connection then, and waits for the peer while it does."""
+        # A first message on each channel: NCCL makes its connection then, and waits for the peer while it does.
         for source, target in self._groups:
-            greeting = torch.zeros(1, dtype=torch.uint8, device=self.device)
-            if source == self._me:
+            greeting = torch.zeros(1, dtype=torch.uint8, device=device)
+            if source == me:
                 self.isend(greeting, target, 0).wait()
             else:
                 self.irecv(greeting, source, 0).wait()

@@ -339,11 +339,6 @@ def test_clearing_forgets_the_past_and_goes_on_counting_what_is_kept() -> None:
     assert meter.log().seen_from(0, 0).curves["buffer"][-1][1] == 0
 
 
-def test_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown kind of memory 'gradient': use one of activation, buffer, queued"):
-        Meter().hold(torch.zeros(1), "gradient")  # type: ignore[arg-type]
-
-
 def test_the_curve_has_the_zero_of_the_timeline_and_what_came_before_is_put_there() -> None:
     now = iter(range(10, 100, 10))
     meter = Meter(lambda: next(now))

@@ -53,7 +53,7 @@ def record_torch(rank: int, name: str) -> Timeline:
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_run_of_torch_is_recorded_action_by_action(name: str) -> None:
+def test_a_run_of_torch_is_recorded_action_by_action_each_after_what_it_needs(name: str) -> None:
     first, second = on_ranks(2, record_torch, name, timeout_s=60.0)
     assert first == second
     assert first.unit == "s"
@@ -73,16 +73,10 @@ def test_a_run_of_torch_is_recorded_action_by_action(name: str) -> None:
         }
         assert done_in_full == must
         assert len(done) == len(set(done))
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_no_action_starts_before_what_it_needs_is_there(name: str) -> None:
-    tl = on_ranks(2, record_torch, name, timeout_s=60.0)[0]
-    ready = {product: s.end for s in tl.spans for part in s.action.parts for product in part.provides}
-    for span in tl.spans:
+    ready = {product: s.end for s in first.spans for part in s.action.parts for product in part.provides}
+    for span in first.spans:
         for part in span.action.parts:
-            assert all(ready[product] <= span.start for product in part.needs(tl.n_stages))
+            assert all(ready[product] <= span.start for product in part.needs(first.n_stages))
 
 
 def hand_written(rank: int) -> Timeline:
@@ -121,11 +115,13 @@ def test_nothing_recorded_is_an_empty_timeline() -> None:
 
 def test_a_body_that_raises_is_not_recorded_and_the_recorder_goes_on() -> None:
     recorder = Recorder()
-    with pytest.raises(KeyError), recorder.span(Action(0, "F", 0)):
-        raise KeyError
+    for body in (recorder.span(Action(0, "F", 0)), recorder.receiving(Product("gradient", 1, 0))):
+        with pytest.raises(KeyError), body:
+            raise KeyError
     with recorder.span(Action(0, "F", 1)):
         pass
     assert [str(span.action) for span in recorder.timeline().spans] == ["0F1"]
+    assert recorder.timeline().receives == ()
 
 
 def hand_over(rank: int) -> Timeline:
@@ -178,13 +174,6 @@ def test_a_receive_that_was_over_before_the_first_span_is_left_out() -> None:
     assert tl.receives == ()
 
 
-def test_a_receive_that_fails_is_not_recorded() -> None:
-    recorder = Recorder()
-    with pytest.raises(KeyError), recorder.receiving(Product("gradient", 1, 0)):
-        raise KeyError
-    assert recorder.timeline().receives == ()
-
-
 def test_a_span_and_a_receive_are_refused_within_each_other() -> None:
     recorder, gradient = Recorder(), Product("gradient", 1, 0)
     name = "the receive of the gradient of microbatch 0 from stage 1"
@@ -202,11 +191,6 @@ def test_a_span_and_a_receive_are_refused_within_each_other() -> None:
         pass
     with recorder.receiving(gradient), pytest.raises(RuntimeError, match=f"{name} is still being recorded"):
         recorder.timeline()
-
-
-def test_memory_is_counted_only_if_asked_for() -> None:
-    assert Recorder().meter is None
-    assert Recorder(memory=True).meter is not None
 
 
 def test_clearing_forgets_receives_and_memory_too() -> None:
@@ -233,22 +217,6 @@ def test_a_rank_may_clear_alone() -> None:
     for before, after in on_ranks(2, clear_on_one_rank, timeout_s=60.0):
         assert [len(row) for row in before.by_rank] == [1, 1]
         assert [len(row) for row in after.by_rank] == [1, 0]
-
-
-def test_a_span_within_a_span_is_refused() -> None:
-    recorder = Recorder()
-    with (
-        recorder.span(Action(0, "F", 0)),
-        pytest.raises(RuntimeError, match="0B1 starts while 0F0 is being recorded"),
-        recorder.span(Action(0, "B", 1)),
-    ):
-        pass
-
-
-def test_the_timeline_is_refused_in_the_middle_of_a_span() -> None:
-    recorder = Recorder()
-    with recorder.span(Action(0, "F", 0)), pytest.raises(RuntimeError, match="still being recorded"):
-        recorder.timeline()
 
 
 class OwnStage:
@@ -298,12 +266,6 @@ def test_a_backward_that_evaluation_skips_is_not_recorded() -> None:
     assert [str(s.action) for s in recorder.timeline().spans] == ["3F0"]
 
 
-def test_a_stage_is_attached_once() -> None:
-    stage = OwnStage()
-    with Recorder().attach(stage), pytest.raises(ValueError, match="stage 3 is recorded already"):
-        Recorder().attach(stage)
-
-
 def test_when_one_stage_is_refused_none_is_attached() -> None:
     good, attached = OwnStage(), OwnStage()
     Recorder().attach(attached)
@@ -311,8 +273,3 @@ def test_when_one_stage_is_refused_none_is_attached() -> None:
         with pytest.raises(ValueError, match=why):
             Recorder().attach(good, bad)  # type: ignore[arg-type]
         assert not vars(good)
-
-
-def test_what_is_not_a_stage_is_refused() -> None:
-    with pytest.raises(ValueError, match="Linear, which has no stage_index"):
-        Recorder().attach(nn.Linear(1, 1))  # type: ignore[arg-type]
