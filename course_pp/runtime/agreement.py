@@ -18,6 +18,7 @@ from course_pp.loss import LossFn, TokenLoss, counted
 from course_pp.runtime.clocks import host_identity
 from course_pp.runtime.emulation import EmulatedCluster
 from course_pp.runtime.gradients import Place, ShardedStages, Weight, is_dtensor
+from course_pp.runtime.memory import Meter
 from course_pp.runtime.recorder import Recorder
 from course_pp.runtime.versions import Optimizers, problem_of_hooks, settings_of, trained_parameters
 from course_pp.runtime.wire import TRANSPORTS
@@ -56,6 +57,11 @@ class Options:
     def trains(self) -> bool:
         """Whether there is anything but forwards."""
         return any(part.kind != "F" for part in self.schedule.parts)
+
+    @property
+    def meter(self) -> Meter | None:
+        """What counts the bytes that are kept, if anybody wants to know."""
+        return None if self.recorder is None else self.recorder.meter
 
     @property
     def timeout(self) -> timedelta:
@@ -319,7 +325,7 @@ def _facts(options: Options, device: torch.device) -> dict[str, Any]:
 def _look_into(modules: Modules, options: Options, mine: _Told) -> None:
     """Fill in what the modules say about themselves."""
     mine.declared = {stage: declared_by(stage, module) for stage, module in modules.items()}
-    mine.n_data = math.prod(group.size() for group in ShardedStages(modules.values(), trains=False).data_groups)
+    mine.n_data = math.prod(group.size() for group in ShardedStages(modules.values()).data_groups)
     for stage, module in modules.items():
         is_copied = len(options.schedule.placement[stage]) > 1
         facts = (

@@ -88,8 +88,10 @@ class Executor:
         self.current: Action | Overlap | str | None = None
         self.failed: Origin | None = None
         self._schedule, self._stages, self._weights, self._device = schedule, stages, weights, device
-        self._recorder = options.recorder
-        self._meter = None if self._recorder is None else self._recorder.meter
+        self._recorder, self._meter = options.recorder, options.meter
+        if self._recorder is not None:
+            self._recorder.run_on(device)
+            self._recorder.edges, self._recorder.feedback = schedule.edges, schedule.feedback
         self.mailbox = Mailbox(plan, wire, device, options.timeout, self._meter)
         self._emulator = None
         if options.cluster is not None:

@@ -110,13 +110,10 @@ def generate(
         ),
         feeds_tokens_back=True,
     )
-    if recorder is not None:
-        recorder.run_on(agreement.device)
-        recorder.edges, recorder.feedback = (), order.feedback
     executor = _Generating(agreement, text, cache)
 
     def step() -> Tensor:
-        with ShardedStages(agreement.modules.values(), trains=False).reduced_once(), torch.no_grad():
+        with ShardedStages(agreement.modules.values()).reduced_once(trains=False), torch.no_grad():
             executor.run(Batch([row.to(agreement.device) for row in text.first], None, None))
         return executor.tell_everyone(text.written.to(agreement.device), torch.add)
 

@@ -85,16 +85,10 @@ class SharedWeights:
 
 
 class ShardedStages:
-    """What FSDP2 has wrapped in this rank's stages; there need not be any.
+    """What FSDP2 has wrapped in this rank's stages, some of which may be None; there need not be any."""
 
-    Args:
-        modules: of the stages, None for an empty one.
-        trains: whether a step has backwards.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module | None], trains: bool) -> None:
+    def __init__(self, modules: Iterable[nn.Module | None]) -> None:
         self._roots = [root for module in modules if module is not None for root in _outermost(module)]
-        self._trains = trains
 
     @cached_property
     def data_groups(self) -> "Sequence[dist.ProcessGroup]":
@@ -103,8 +97,12 @@ class ShardedStages:
         return max(found, key=lambda groups: math.prod(group.size() for group in groups), default=[])
 
     @contextmanager
-    def reduced_once(self) -> Iterator[None]:
-        """The body computes the gradients of a step; afterwards they are reduced. If it raises, they are forgotten."""
+    def reduced_once(self, trains: bool) -> Iterator[None]:
+        """The body computes the gradients of a step; afterwards they are reduced. If it raises, they are forgotten.
+
+        Args:
+            trains: whether the step has backwards.
+        """
         for root in self._roots:
             _sync(root, False)
         try:
@@ -116,7 +114,7 @@ class ShardedStages:
             raise
         for root in self._roots:
             _sync(root, True)
-            if self._trains:
+            if trains:
                 reduce_gradients(root)
                 continue
             # Free what a forward has gathered and no backward will: the next step would compute with it, old or not.

@@ -108,16 +108,11 @@ class Pipeline:
             versions,
         )
         self._agreement = agreed = agree(self._options)
-        self.schedule, modules, meter = agreed.schedule, agreed.modules, None
-        if recorder is not None:
-            recorder.edges, recorder.feedback = agreed.schedule.edges, agreed.schedule.feedback
-            recorder.run_on(agreed.device)
-            meter = recorder.meter
+        self.schedule, modules, meter = agreed.schedule, agreed.modules, self._options.meter
         if meter is not None:  # what the stages hold anyway is not counted
             meter.ignore(t for m in modules.values() if m is not None for t in (*m.parameters(), *m.buffers()))
         self._shared = SharedWeights(agreed.rank, agreed.weights, modules)
-        self._sharded = ShardedStages(modules.values(), self._options.trains)
-        self._only_forward = ShardedStages(modules.values(), trains=False)
+        self._sharded = ShardedStages(modules.values())
         self._weights: dict[int, VersionedStage] = {}
         for stage, module in modules.items():
             if agreed.planned is not None and optimizers is not None and module is not None:
@@ -192,14 +187,21 @@ class Pipeline:
                 self._shared.apart(),
                 random_state_kept(self._agreement.device) if seeds is not None else nullcontext(),
             ):
-                with self._sharded.reduced_once():
+                with self._sharded.reduced_once(self._executor.trains):
                     self._executor.run(batch)
                 self._shared.add(self._executor.exchange("shared gradients", self._shared.for_rank))
             return self._report(batch.shares)
 
         with called_once(self._agreement.modules.values()):
             losses = self._executor.perform(step)
-            self._refuse_not_finite(losses)
+            for microbatch, loss in enumerate(losses):
+                if not math.isfinite(loss):
+                    last = self.schedule.n_stages - 1
+                    what = (
+                        f"the loss is {loss}, and so are gradients: zero them, and look at the data, the learning rate "
+                    )
+                    where = self.schedule.rank_of(last, microbatch), Action(last, "F", microbatch)
+                    raise LossNotFinite(Origin(*where, f"{what}or the number format"))
         return losses
 
     def evaluate(self, inputs: Any = None, *, on: Literal["last", "all"] = "last") -> Any:
@@ -238,7 +240,7 @@ class Pipeline:
             n = self.schedule.n_microbatches
             self._ignore([inputs])
             batch = Batch(split("inputs", inputs, n) if 0 in self._stages else (), None, None)
-            with self._only_forward.reduced_once():
+            with self._sharded.reduced_once(trains=False):
                 evaluator.run(batch)
             # Replicas of the last stage have some of the outputs each.
             travels = on == "all" or len(holders) > 1
@@ -276,8 +278,8 @@ class Pipeline:
 
     def _ignore(self, batch: list[Any]) -> None:
         """Do not count the batch, which its owner keeps."""
-        if self._options.recorder is not None and self._options.recorder.meter is not None:
-            self._options.recorder.meter.ignore(tensors_of(batch))
+        if self._options.meter is not None:
+            self._options.meter.ignore(tensors_of(batch))
 
     def _loss_of(self, targets: Sequence[Any], divisor: float | None) -> Callable[[int, Any], Share]:
         """Return a microbatch's part of the loss to minimise, from its number and output."""
@@ -316,18 +318,6 @@ class Pipeline:
         if self.schedule.n_stages - 1 in self._stages:
             average_over(self._sharded.data_groups, losses)
         return tuple(self._executor.tell_everyone(losses, torch.add).tolist())
-
-    def _refuse_not_finite(self, losses: Sequence[float]) -> None:
-        for microbatch, loss in enumerate(losses):
-            if not math.isfinite(loss):
-                last = self.schedule.n_stages - 1
-                what = (
-                    f"the loss is {loss}, and so are gradients: zero them, and look at the data, the learning rate or "
-                    "the number format"
-                )
-                raise LossNotFinite(
-                    Origin(self.schedule.rank_of(last, microbatch), Action(last, "F", microbatch), what)
-                )
 
 
 def run_step(

@@ -1,4 +1,4 @@
-"""What a rank keeps in a step: the bytes that the simulator says, values of edges included, and nothing that was sent."""
+"""What a rank keeps in a step: the bytes that the simulator says, with values of edges, and nothing that was sent."""
 
 import weakref
 from collections.abc import Callable, Mapping
