@@ -6,7 +6,7 @@ from matplotlib.patches import Rectangle
 
 from course_pp.schedule import Costs, build, simulate, theory
 from course_pp.show.chart import IDLE_GREY, TEXT_GREY, ChartFigure
-from course_pp.show.rows import LOOKS
+from course_pp.show.timelines import LOOKS
 from course_pp.show.wording import listed
 
 SHOWN = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "dualpipe_v")

@@ -15,7 +15,7 @@ from course_pp.show import timeline
 from course_pp.show.board_levels import LEVELS, references
 from course_pp.show.board_widget import Board, board
 from course_pp.show.chart import ChartFigure
-from course_pp.show.rows import LOOKS
+from course_pp.show.timelines import LOOKS
 
 RANKS, MICROBATCHES = (2, 3, 4, 6, 8), (2, 4, 6, 8, 12, 16)
 _numbers = count(1)

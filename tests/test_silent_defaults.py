@@ -8,7 +8,7 @@ import torch
 from course_pp.parallel import get_stage_indices, wire_factor
 from course_pp.runtime import Link
 from course_pp.schedule import Action, Gap, Product, Receive, Span, bound, build, fit, simulate, theory
-from course_pp.show import bubble_curve, bytes_by_kind, pareto, pieces
+from course_pp.show import bytes_by_kind, pareto, pieces
 from course_pp.training.checkpoint import Piece
 from course_pp.training.data import Sequences, packed, padded
 
@@ -24,7 +24,6 @@ SILENT: dict[str, tuple[Callable[[], object], str]] = {
         ("fit", "expected", lambda value: fit(TIMELINE, value)),
         ("memory_curve", "costs", TIMELINE.memory_curve),
         ("peak_memory", "costs", TIMELINE.peak_memory),
-        ("bubble_curve", "costs", lambda value: bubble_curve("1f1b", 2, (2, 4), value)),
         ("pareto", "costs", lambda value: pareto(2, 4, value)),
     )
     for value in (0, [], {}, "", False)

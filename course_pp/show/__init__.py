@@ -18,77 +18,55 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from course_pp.show.bars import bytes_by_kind, lost_time
     from course_pp.show.board_widget import Board, board
-    from course_pp.show.byte_bars import bytes_by_kind, format_bytes
-    from course_pp.show.carried_values import carried
     from course_pp.show.chains import dependencies
     from course_pp.show.chart import ChartFigure
     from course_pp.show.comparison import compare
     from course_pp.show.course import course_map
-    from course_pp.show.curves import bubble_curve, pareto
+    from course_pp.show.curves import break_even, pareto, speed_up
+    from course_pp.show.cuts import carried, cut
     from course_pp.show.explorer import explore
-    from course_pp.show.gradient_graph import autograd
-    from course_pp.show.lost_bars import lost_time
-    from course_pp.show.matrix_cuts import tensor_cut
-    from course_pp.show.memory_curves import memory
-    from course_pp.show.mesh_grid import mesh
+    from course_pp.show.held_rows import memory, versions
+    from course_pp.show.meshes import mesh
+    from course_pp.show.messages import message, ring
     from course_pp.show.parallel_table import ParallelismTable, parallelisms
     from course_pp.show.piece_boxes import pieces
-    from course_pp.show.placements import placement
-    from course_pp.show.plan_bars import plan
+    from course_pp.show.planned import plan, published
     from course_pp.show.player import Player, play
-    from course_pp.show.processes import message
-    from course_pp.show.published_rows import published
-    from course_pp.show.ratios import break_even
-    from course_pp.show.ring_steps import ring
-    from course_pp.show.sharded_steps import fsdp_step
-    from course_pp.show.speed_ups import speed_up
-    from course_pp.show.stage_cuts import cut
+    from course_pp.show.sharding import fsdp_step, tensor_cut
     from course_pp.show.text import timeline_text
+    from course_pp.show.through_ranks import autograd, microbatches, placement
     from course_pp.show.timelines import timeline
     from course_pp.show.trace import to_trace
-    from course_pp.show.travelling import microbatches
-    from course_pp.show.version_rows import versions
     from course_pp.show.waiting import waits
+    from course_pp.show.wording import format_bytes
 
+# Of each module its public names.
 _HOMES = {
-    "Board": "board_widget",
-    "ChartFigure": "chart",
-    "ParallelismTable": "parallel_table",
-    "Player": "player",
-    "autograd": "gradient_graph",
-    "board": "board_widget",
-    "break_even": "ratios",
-    "bubble_curve": "curves",
-    "bytes_by_kind": "byte_bars",
-    "carried": "carried_values",
-    "compare": "comparison",
-    "course_map": "course",
-    "cut": "stage_cuts",
-    "dependencies": "chains",
-    "explore": "explorer",
-    "format_bytes": "byte_bars",
-    "fsdp_step": "sharded_steps",
-    "lost_time": "lost_bars",
-    "memory": "memory_curves",
-    "mesh": "mesh_grid",
-    "message": "processes",
-    "microbatches": "travelling",
-    "parallelisms": "parallel_table",
-    "pareto": "curves",
-    "pieces": "piece_boxes",
-    "placement": "placements",
-    "plan": "plan_bars",
-    "play": "player",
-    "published": "published_rows",
-    "ring": "ring_steps",
-    "speed_up": "speed_ups",
-    "tensor_cut": "matrix_cuts",
-    "timeline": "timelines",
-    "timeline_text": "text",
-    "to_trace": "trace",
-    "versions": "version_rows",
-    "waits": "waiting",
+    "bars": "bytes_by_kind lost_time",
+    "board_widget": "Board board",
+    "chains": "dependencies",
+    "chart": "ChartFigure",
+    "comparison": "compare",
+    "course": "course_map",
+    "curves": "break_even pareto speed_up",
+    "cuts": "carried cut",
+    "explorer": "explore",
+    "held_rows": "memory versions",
+    "meshes": "mesh",
+    "messages": "message ring",
+    "parallel_table": "ParallelismTable parallelisms",
+    "piece_boxes": "pieces",
+    "planned": "plan published",
+    "player": "Player play",
+    "sharding": "fsdp_step tensor_cut",
+    "text": "timeline_text",
+    "through_ranks": "autograd microbatches placement",
+    "timelines": "timeline",
+    "trace": "to_trace",
+    "waiting": "waits",
+    "wording": "format_bytes",
 }
 
 __all__ = [
@@ -99,7 +77,6 @@ __all__ = [
     "autograd",
     "board",
     "break_even",
-    "bubble_curve",
     "bytes_by_kind",
     "carried",
     "compare",
@@ -133,11 +110,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    home = next((module for module, names in _HOMES.items() if name in names.split()), None)
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     __tracebackhide__ = True  # what is missing is said in a sentence, and not where it was looked for
     try:
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        return getattr(import_module(f"{__name__}.{home}"), name)
     except ModuleNotFoundError as error:
         raise error.with_traceback(None) from None
 

@@ -16,8 +16,7 @@ from course_pp.show.board_levels import LEVELS, Level, least_makespan, reference
 from course_pp.show.board_policies import POLICIES, advice, fill, recognised
 from course_pp.show.board_rules import Position, replay
 from course_pp.show.chart import ChartFigure
-from course_pp.show.rows import draw_idle
-from course_pp.show.timelines import timeline
+from course_pp.show.timelines import draw_idle, timeline
 from course_pp.show.wording import listed
 
 try:

@@ -1,23 +1,22 @@
 """What an action waited for: the chain of actions that led to it, drawn on the timeline."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from course_pp.arguments import checked
 from course_pp.schedule import Action, Overlap, Product, Span, Time, Timeline, format_time
-from course_pp.show import chart, rows
+from course_pp.show import chart, timelines
 from course_pp.show.chart import ChartFigure
-from course_pp.show.wording import counted
+from course_pp.show.wording import counted, has_several_stages_a_rank
 
 _SPELLED_CHAIN = 12
 _FADED = 0.22
 
 
-@dataclass(frozen=True)
-class _Cause:
+class _Cause(NamedTuple):
     """A span that another one needed: since when its result was at hand, and what it was, or nothing but the rank."""
 
     span: Span
@@ -39,24 +38,31 @@ def dependencies(tl: Timeline, action: Action | Overlap | str, title: str | None
         ValueError: for an action that is not in the timeline, and for text that is none.
     """
     chain, others = _chain(tl, _find(tl, action))
-    figure, axes, scale, unit = rows.begin(tl, heights=(0.13, 0.46, 4.2), right=0.35)
-    rows.draw_idle(axes, tl.n_ranks, float(tl.makespan) * scale)
-    rows.draw_boxes(axes, rows.boxes_of(tl, scale), alpha=_FADED)
-    lit = rows.boxes_of(Timeline(tl.n_ranks, tuple({cause.span for cause in (*chain, *others)}), tl.unit), scale)
-    rows.draw_boxes(axes, lit)
-    rows.label_boxes(axes, lit, with_stage=rows.has_several_stages_a_rank(tl))
+    span, actions = chain[0].span, [str(cause.span.action) for cause in reversed(chain)]
+    figure, axes, scale, unit = timelines.begin(tl, heights=(0.13, 0.46, 4.2), right=0.35)
+    timelines.draw_idle(axes, tl.n_ranks, float(tl.makespan) * scale)
+    boxes = timelines.boxes_of(tl, scale)
+    timelines.draw_boxes(axes, boxes, alpha=_FADED)
+    lit = timelines.boxes_of(Timeline(tl.n_ranks, tuple({cause.span for cause in (*chain, *others)}), tl.unit), scale)
+    timelines.draw_boxes(axes, lit)
+    timelines.label_boxes(axes, lit, with_stage=has_several_stages_a_rank(tl))
     for cause, after in zip(chain[1:], chain, strict=False):
         _draw_arrow(axes, cause.span, after.span, scale, solid=True)
     for cause in others:
-        _draw_arrow(axes, cause.span, chain[0].span, scale, solid=False)
-    _frame(axes, chain[0].span, scale)
-    rows.name_ranks(axes, tl.n_ranks)
-    rows.name_time(axes, f"{unit}; dashed: needed too, ready before" if others else unit)
-    rows.draw_key(axes, {box.action.kind for box in rows.boxes_of(tl)}, has_idle=tl.bubble_fraction > 0)
+        _draw_arrow(axes, cause.span, span, scale, solid=False)
+    corner, width = (float(span.start) * scale, span.rank - timelines.ROW_FILL / 2), float(span.duration) * scale
+    frame = Rectangle(corner, width, timelines.ROW_FILL, fill=False, edgecolor="black", linewidth=2, zorder=5)
+    frame.set_clip_on(False)
+    axes.add_patch(frame)
+    timelines.name_ranks(axes, tl.n_ranks)
+    timelines.name_time(axes, f"{unit}; dashed: needed too, ready before" if others else unit)
+    timelines.draw_key(axes, {box.action.kind for box in boxes}, has_idle=tl.bubble_fraction > 0)
     finding = _finding(tl, chain)
-    axes.set_title(finding if title is None else title, loc="left", fontsize=11.5, pad=9)
-    figure.alt_text = _alt_text(finding, chain, others)
-    return figure
+    if len(actions) > _SPELLED_CHAIN:
+        actions = [*actions[:4], "…", *actions[-4:]]
+    sooner = "".join(f" It also needs {cause.product}, which is ready before." for cause in others)
+    told = f"Timeline with one chain of actions in full colour. {finding}. The chain: {' → '.join(actions)}.{sooner}"
+    return figure.finish(axes, title, finding, told)
 
 
 def _find(tl: Timeline, action: Action | Overlap | str) -> Span:
@@ -86,7 +92,9 @@ def _chain(tl: Timeline, span: Span) -> tuple[list[_Cause], list[_Cause]]:
                 made = [each for each in makers.get(product, ()) if each.end <= of.start]
                 if made:
                     last = max(made, key=lambda each: each.end)
-                    yield _Cause(last, last.end + _transfer(tl, product, last, of), product)
+                    is_message = last.rank != of.rank and tl.transfers
+                    transfer = tl.transfers[product.stage - (product.what == "gradient")] if is_message else 0
+                    yield _Cause(last, last.end + transfer, product)
         if of in before:
             yield _Cause(before[of], before[of].end)
 
@@ -97,12 +105,6 @@ def _chain(tl: Timeline, span: Span) -> tuple[list[_Cause], list[_Cause]]:
         chain.append(max(found, key=lambda cause: (cause.arrival, cause.span.rank != rank)))
     taken = chain[1].span if len(chain) > 1 else None
     return chain, [cause for cause in others if cause.span != taken]
-
-
-def _transfer(tl: Timeline, product: Product, maker: Span, taker: Span) -> Time:
-    if maker.rank == taker.rank or not tl.transfers:
-        return 0
-    return tl.transfers[product.stage - (product.what == "gradient")]
 
 
 def _draw_arrow(axes: Axes, start: Span, end: Span, scale: float, solid: bool) -> None:
@@ -136,27 +138,10 @@ def _bend(axes: Axes, length: float, rank: int) -> float:
     return min(0.15, highest) * (1 if rank == 0 else -1)
 
 
-def _frame(axes: Axes, span: Span, scale: float) -> None:
-    left, width = float(span.start) * scale, float(span.duration) * scale
-    corner = (left, span.rank - rows.ROW_FILL / 2)
-    axes.add_patch(
-        Rectangle(corner, width, rows.ROW_FILL, fill=False, edgecolor="black", linewidth=2, clip_on=False, zorder=5)
-    )
-
-
 def _finding(tl: Timeline, chain: list[_Cause]) -> str:
     span = chain[0].span
     at = format_time(span.start, tl.unit)
     if len(chain) == 1:
         return f"{span.action} waits for nothing and starts at {at}"
-    cause = chain[1]
-    what = cause.product or f"rank {span.rank}, busy with {cause.span.action}"
+    what = chain[1].product or f"rank {span.rank}, busy with {chain[1].span.action}"
     return f"{span.action} starts at {at}, after {counted(len(chain) - 1, 'action')} in a row; last for {what}"
-
-
-def _alt_text(finding: str, chain: list[_Cause], others: list[_Cause]) -> str:
-    actions = [str(cause.span.action) for cause in reversed(chain)]
-    if len(actions) > _SPELLED_CHAIN:
-        actions = [*actions[:4], "…", *actions[-4:]]
-    sooner = "".join(f" It also needs {cause.product}, which is ready before." for cause in others)
-    return f"Timeline with one chain of actions in full colour. {finding}. The chain: {' → '.join(actions)}.{sooner}"

@@ -1,10 +1,11 @@
 """A matplotlib figure that says in words what it shows."""
 
 from base64 import b64encode
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from xml.sax.saxutils import escape
 
 import matplotlib
@@ -13,10 +14,10 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.textpath import text_to_path
 from PIL import Image
-
-from course_pp.arguments import checked
 
 # Masataka Okabe and Kei Ito, "Color Universal Design", 2008: told apart under every common colour blindness.
 BLACK = "#000000"
@@ -31,7 +32,8 @@ IDLE_GREY = "#ECECEC"
 TEXT_GREY = "#444444"
 
 WIDTH = 9.5
-_POINTS_PER_INCH = 72
+SMALL = 8.5  # points: of letters beside a chart
+POINTS_PER_INCH = 72
 _DOTS_PER_INCH = 96
 # Twice the pixels for sharp screens; the notebook is told the size in single ones.
 _SHARPNESS = 2
@@ -39,7 +41,6 @@ _SHARPNESS = 2
 _PALETTE_SIZE = 128
 
 
-@checked
 class ChartFigure(Figure):
     """A figure of ``width × height`` inches with :attr:`alt_text`, independent of pyplot's global state.
 
@@ -48,14 +49,10 @@ class ChartFigure(Figure):
     """
 
     def __init__(self, width: float, height: float) -> None:
-        for name, inches in (("width", width), ("height", height)):
-            if not 0 <= inches < float("inf"):
-                raise ValueError(f"{name} is {inches}: give a finite number of inches")
         super().__init__(figsize=(width, height), dpi=_SHARPNESS * _DOTS_PER_INCH)
         FigureCanvasAgg(self)
         self.alt_text = ""
 
-    @checked
     def axes_with_margins(self, left: float, right: float, bottom: float, top: float) -> Axes:
         """Return axes that leave margins of so many inches. Fixed margins spare a second drawing to find them."""
         width, height = self.get_size_inches()
@@ -63,7 +60,6 @@ class ChartFigure(Figure):
             (left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height)
         )
 
-    @checked
     def png(self, quick: bool = False) -> bytes:
         """Return the figure as PNG, at twice its size, in a reduced palette; larger but sooner if ``quick``."""
         canvas = FigureCanvasAgg(self)
@@ -85,7 +81,12 @@ class ChartFigure(Figure):
         described = f'role="img" {attributes}{close}\n <title>{alt}</title>\n <desc>{alt}</desc>'
         return head + tag + described + body
 
-    @checked
+    def finish(self, axes: Axes, title: str | None, finding: str, alt_text: str, pad: float = 9, x: float = 0) -> Self:
+        """Head ``axes`` with ``title``, or with the finding unless one is given; return the figure, described."""
+        axes.set_title(finding if title is None else title, loc="left", fontsize=11.5, pad=pad, x=x)
+        self.alt_text = alt_text
+        return self
+
     def save(self, path: str | Path) -> Path:
         """Write ``.png`` or ``.svg``, by the ending of ``path``. Raises ValueError for another ending."""
         path = Path(path)
@@ -120,18 +121,50 @@ def text_width(text: str, size: float) -> float:
     return float(width)
 
 
+def points_per_unit(axes: Axes) -> tuple[float, float]:
+    """Return how many points one unit of x and one unit of y are long."""
+    (width, height), ends = size_in_inches(axes), (axes.get_xlim(), axes.get_ylim())
+    (left, right), (bottom, top) = ends
+    return POINTS_PER_INCH * width / abs(right - left), POINTS_PER_INCH * height / abs(top - bottom)
+
+
 def size_in_inches(axes: Axes) -> tuple[float, float]:
     """Return the width and height of the frame of ``axes``."""
-    figure = axes.get_figure(root=True)
-    if figure is None:
-        raise RuntimeError("these axes belong to no figure: add them to one before measuring them")
+    figure, box = axes.get_figure(root=True), axes.get_position()
+    assert figure is not None
     width, height = figure.get_size_inches()
-    box = axes.get_position()
     return float(box.width * width), float(box.height * height)
 
 
-def points_per_unit(axes: Axes) -> tuple[float, float]:
-    """Return how many points one unit of x and one unit of y are long."""
-    width, height = size_in_inches(axes)
-    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
-    return _POINTS_PER_INCH * width / abs(right - left), _POINTS_PER_INCH * height / abs(top - bottom)
+def add_legend(
+    axes: Axes, handles: Sequence[Patch | Line2D] | None = None, gap: float = 0.27, spacing: float = 1.1
+) -> None:
+    """A legend in one line, ``gap`` inches below the axes on the right; of what has a label, unless given handles."""
+    shown = axes.get_legend_handles_labels()[0] if handles is None else handles
+    axes.legend(
+        handles=shown,
+        ncols=len(shown),
+        loc="upper right",
+        bbox_to_anchor=(1, -gap / size_in_inches(axes)[1]),
+        frameon=False,
+        fontsize=SMALL,
+        handlelength=1.3,
+        columnspacing=spacing,
+        borderaxespad=0,
+    )
+
+
+def name_rows(axes: Axes, names: Iterable[str], size: float = 9) -> None:
+    """Name the rows of bars or points from the top down; of the frame only the x axis stays."""
+    names = list(names)
+    axes.set_yticks(range(len(names)), names, fontsize=size)
+    axes.tick_params(axis="x", labelsize=SMALL)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def refuse_outside(least: int, most: int, **sizes: int) -> None:
+    """Raise ValueError for the first of ``sizes`` that is smaller, or larger than what can be read."""
+    for name, size in sizes.items():
+        if not least <= size <= most:
+            raise ValueError(f"{name.replace('_of_', ' of ')} is {size}: give one from {least} to {most}")

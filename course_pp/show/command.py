@@ -14,10 +14,9 @@ from typing import TextIO
 
 from course_pp.files import naming
 from course_pp.schedule import Costs, Time, format_time, names, to_torch_csv
-from course_pp.show.report import Report
 from course_pp.show.text import timeline_text
 from course_pp.show.trace import to_trace
-from course_pp.show.wording import counted
+from course_pp.show.wording import Report, counted
 
 HELP = "draw a pipeline schedule as text, and save it as a figure, trace or table"
 _MOST_COLUMNS = 100

@@ -6,49 +6,37 @@ from matplotlib.axes import Axes
 
 from course_pp.arguments import checked
 from course_pp.schedule import Timeline, format_time
-from course_pp.show import chart, rows
+from course_pp.show import chart, timelines
 from course_pp.show.chart import WIDTH, ChartFigure
-from course_pp.show.timelines import spelled_peaks
-from course_pp.show.wording import amount, counted, listed, named, percent
+from course_pp.show.wording import (
+    amount,
+    axis_unit,
+    counted,
+    has_several_stages_a_rank,
+    listed,
+    named,
+    percent,
+    spelled_peaks,
+)
 
-_FILL = 0.4
-_OFFSET = 0.21
+_FILL, _OFFSET = 0.4, 0.21  # of a row: each bar, and how far from the middle
 _NAME_GAP, _NAME_SIZE = 4, 8.0
 
 
 @dataclass(frozen=True)
-class _Pair:
-    """The two timelines, and the factors that bring both to the unit of the axis."""
+class _Side:
+    """One of the two timelines, with the factor that brings it to the unit of the axis."""
 
-    predicted: Timeline
-    measured: Timeline
-    names: tuple[str, str]
-    predicted_scale: float
-    measured_scale: float
-    seconds_per_unit: float
+    tl: Timeline
+    name: str
+    scale: float
 
     @property
-    def ends(self) -> tuple[float, float]:
-        """Both makespans in the unit of the axis."""
-        return (
-            float(self.predicted.makespan) * self.predicted_scale,
-            float(self.measured.makespan) * self.measured_scale,
-        )
+    def end(self) -> float:
+        return float(self.tl.makespan) * self.scale
 
-    @property
-    def end_labels(self) -> tuple[str, str]:
-        """Name and makespan of each, both in the unit of the measured one."""
-        before, after = float(self.predicted.makespan) * self.seconds_per_unit, self.measured.makespan
-        unit = self.measured.unit
-        first, second = (format_time(each if unit else float(amount(each)), unit) for each in (before, after))
-        return f"{self.names[0]} {first}", f"{self.names[1]} {second}"
-
-    def lateness(self, rank: int) -> float:
-        """Return how much later the rank finishes than predicted, in the unit of the axis."""
-        before, after = (
-            row[rank][-1].end if row[rank] else 0 for row in (self.predicted.by_rank, self.measured.by_rank)
-        )
-        return float(after) * self.measured_scale - float(before) * self.predicted_scale
+    def end_of(self, rank: int) -> float:
+        return float(self.tl.by_rank[rank][-1].end if self.tl.by_rank[rank] else 0) * self.scale
 
 
 @checked
@@ -76,30 +64,38 @@ def compare(
             there is no work from which to choose ``seconds_per_unit``.
     """
     names = ("predicted", measured.how) if names is None else names
-    if predicted.n_ranks != measured.n_ranks:
+    n_ranks = measured.n_ranks
+    if predicted.n_ranks != n_ranks:
         raise ValueError(
-            f"{names[0]} has {predicted.n_ranks} ranks and {names[1]} {measured.n_ranks}: "
+            f"{names[0]} has {predicted.n_ranks} ranks and {names[1]} {n_ranks}: "
             "give two timelines with the same number of ranks"
         )
-    scale, unit = rows.axis_unit(max(predicted, measured, key=lambda tl: tl.makespan if tl.unit else 0))
+    scale, unit = axis_unit(max(tl.makespan if tl.unit else 0 for tl in (predicted, measured)), measured.unit)
     rate = _seconds_per_unit(predicted, measured, seconds_per_unit)
-    pair = _Pair(predicted, measured, names, scale * rate, scale, rate)
+    sides = (_Side(predicted, names[0], scale * rate), _Side(measured, names[1], scale))
+    labels = [
+        f"{name} {format_time(end if measured.unit else float(amount(end)), measured.unit)}"
+        for name, end in zip(names, (float(predicted.makespan) * rate, measured.makespan), strict=True)
+    ]
 
-    n_ranks = measured.n_ranks
     row_inches = min(0.62, max(0.17, 5.0 / n_ranks))
     figure = ChartFigure(WIDTH, 1.35 + row_inches * n_ranks)
-    right = max(0.95, 0.15 + max(chart.text_width(label, 8.5) for label in pair.end_labels) / 72)
-    left = min(WIDTH / 2, max(1.35, (_names_end(names) + chart.text_width(f"rank {n_ranks}", 9) + 4) / 72))
+    right = max(0.95, 0.15 + max(chart.text_width(label, 8.5) for label in labels) / 72)
+    # The ranks stand left of the two names.
+    names_end = _NAME_GAP + max(chart.text_width(name, _NAME_SIZE) for name in names) + 6
+    left = min(WIDTH / 2, max(1.35, (names_end + chart.text_width(f"rank {n_ranks}", 9) + 4) / 72))
     axes = figure.axes_with_margins(left=left, right=right, bottom=0.68, top=0.67)
-    axes.set_xlim(0, max(pair.ends) or 1)
+    axes.set_xlim(0, max(side.end for side in sides) or 1)
     axes.set_ylim(n_ranks - 0.5, -0.5)
-    _draw_rows(axes, pair)
-    _mark_ends(axes, pair)
-    rows.name_time(axes, unit if rate == 1 else f"{unit}; one unit of cost is {format_time(rate, 's')}")
-    finding = _finding(pair)
-    axes.set_title(finding if title is None else title, loc="left", fontsize=11.5, pad=22, x=-0.6 / 7.2)
-    figure.alt_text = _alt_text(pair, finding, unit)
-    return figure
+    late = [sides[1].end_of(rank) - sides[0].end_of(rank) for rank in range(n_ranks)]
+    ranks = timelines.name_ranks(axes, n_ranks, gap=names_end)
+    kinds = _draw_rows(axes, sides, ranks)
+    timelines.note_ranks(axes, {rank: f"ends {_signed(late[rank])}" for rank in ranks})
+    timelines.draw_key(axes, kinds, has_idle=any(side.tl.bubble_fraction > 0 for side in sides))
+    _mark_ends(axes, sides, labels)
+    timelines.name_time(axes, unit if rate == 1 else f"{unit}; one unit of cost is {format_time(rate, 's')}")
+    finding = _finding(sides)
+    return figure.finish(axes, title, finding, _alt_text(sides, labels, finding, late, unit), pad=22, x=-0.6 / 7.2)
 
 
 def _seconds_per_unit(predicted: Timeline, measured: Timeline, given: float | None) -> float:
@@ -119,48 +115,37 @@ def _seconds_per_unit(predicted: Timeline, measured: Timeline, given: float | No
     return float(sum(measured.busy)) / work
 
 
-def _names_end(names: tuple[str, str]) -> float:
-    """Return how many points left of the axes there is room for the rank beside the two names."""
-    return _NAME_GAP + max(chart.text_width(name, _NAME_SIZE) for name in names) + 6
-
-
-def _draw_rows(axes: Axes, pair: _Pair) -> None:
-    n_ranks, kinds = pair.measured.n_ranks, set()
-    sides = (
-        (pair.predicted, pair.names[0], pair.predicted_scale, -_OFFSET, pair.ends[0]),
-        (pair.measured, pair.names[1], pair.measured_scale, _OFFSET, pair.ends[1]),
-    )
-    with_stage = any(map(rows.has_several_stages_a_rank, (pair.predicted, pair.measured)))
-    ranks = rows.name_ranks(axes, n_ranks, gap=_names_end(pair.names))
+def _draw_rows(axes: Axes, sides: tuple[_Side, _Side], ranks: range) -> set[str]:
+    """Draw both timelines, their names beside each rank; return the kinds of actions drawn."""
+    kinds: set[str] = set()
+    with_stage = any(has_several_stages_a_rank(side.tl) for side in sides)
     points_y = chart.points_per_unit(axes)[1]
-    for tl, name, scale, offset, end in sides:
-        rows.draw_idle(axes, n_ranks, end, offset, _FILL)
-        boxes = rows.boxes_of(tl, scale, offset, _FILL)
-        rows.draw_boxes(axes, boxes)
-        rows.label_boxes(axes, boxes, with_stage)
+    for side, offset in zip(sides, (-_OFFSET, _OFFSET), strict=True):
+        timelines.draw_idle(axes, side.tl.n_ranks, side.end, offset, _FILL)
+        boxes = timelines.boxes_of(side.tl, side.scale, offset, _FILL)
+        timelines.draw_boxes(axes, boxes)
+        timelines.label_boxes(axes, boxes, with_stage)
         kinds |= {box.action.kind for box in boxes}
         for rank in ranks:
             size = min(_NAME_SIZE, 0.5 * ranks.step * points_y)
             place = rank + offset * ranks.step
             axes.annotate(
-                name, (0, place), xytext=(-_NAME_GAP, 0), textcoords="offset points", ha="right", va="center",
+                side.name, (0, place), xytext=(-_NAME_GAP, 0), textcoords="offset points", ha="right", va="center",
                 size=size, color=chart.TEXT_GREY,
             )  # fmt: skip
-    rows.note_ranks(axes, {rank: f"ends {_signed(pair.lateness(rank))}" for rank in ranks})
-    rows.draw_key(axes, kinds, has_idle=any(tl.bubble_fraction > 0 for tl, *_ in sides))
+    return kinds
 
 
-def _mark_ends(axes: Axes, pair: _Pair) -> None:
+def _mark_ends(axes: Axes, sides: tuple[_Side, _Side], labels: list[str]) -> None:
     """A labelled line at each makespan; the labels point away from each other."""
-    ends, styles = pair.ends, ((0, (4, 2)), "-")
-    for end, label, style, is_earlier in zip(
-        ends, pair.end_labels, styles, (ends[0] <= ends[1], ends[0] > ends[1]), strict=True
-    ):
+    is_first_earlier = sides[0].end <= sides[1].end
+    looks = ((0, (4, 2)), is_first_earlier), ("-", not is_first_earlier)
+    for side, label, (style, is_earlier) in zip(sides, labels, looks, strict=True):
         # Below the boxes, or it would run through their labels.
-        axes.axvline(end, color="black", linestyle=style, linewidth=1.3, clip_on=False, zorder=0.5)
+        axes.axvline(side.end, color="black", linestyle=style, linewidth=1.3, clip_on=False, zorder=0.5)
         axes.annotate(
             label,
-            (end, 1),
+            (side.end, 1),
             xycoords=("data", "axes fraction"),
             xytext=(-3 if is_earlier else 3, 4),
             textcoords="offset points",
@@ -174,8 +159,8 @@ def _signed(amount: float) -> str:
     return "±0" if rounded == "0" or abs(amount) < 5e-10 else f"{'+' if amount > 0 else '−'}{rounded}"
 
 
-def _finding(pair: _Pair) -> str:
-    before, after = pair.ends
+def _finding(sides: tuple[_Side, _Side]) -> str:
+    before, after = (side.end for side in sides)
     change = after / before - 1 if before else 0.0
     if abs(change) < 5e-4:
         what = "as long as"
@@ -183,14 +168,13 @@ def _finding(pair: _Pair) -> str:
         what = f"{after / before:.3g} times as long as"
     else:
         what = f"{percent(abs(change))} {'longer' if change > 0 else 'shorter'} than"
-    subject = pair.names[1][:1].upper() + pair.names[1][1:]
-    bubble, other = percent(pair.measured.bubble_fraction), percent(pair.predicted.bubble_fraction)
+    subject = sides[1].name[:1].upper() + sides[1].name[1:]
+    other, bubble = (percent(side.tl.bubble_fraction) for side in sides)
     bubbles = f"{bubble} for both" if bubble == other else f"{bubble} instead of {other}"
-    return f"{subject} is {what} {pair.names[0]}: bubble {bubbles}"
+    return f"{subject} is {what} {sides[0].name}: bubble {bubbles}"
 
 
-def _alt_text(pair: _Pair, finding: str, unit: str) -> str:
-    late = [pair.lateness(rank) for rank in range(pair.measured.n_ranks)]
+def _alt_text(sides: tuple[_Side, _Side], labels: list[str], finding: str, late: list[float], unit: str) -> str:
     worst = max(range(len(late)), key=lambda rank: abs(late[rank]))
     suffix = "" if unit == "relative cost" else f" {unit}"
     where = (
@@ -198,13 +182,11 @@ def _alt_text(pair: _Pair, finding: str, unit: str) -> str:
         if _signed(late[worst]) == "±0"
         else f"The end of rank {worst} differs most, by {_signed(late[worst])}{suffix}"
     )
-    both = (pair.predicted, pair.measured)
-    numbers = listed(list(dict.fromkeys(str(tl.n_microbatches) for tl in both)))
+    numbers = listed(list(dict.fromkeys(str(side.tl.n_microbatches) for side in sides)))
     sizes = f"{counted(len(late), 'rank')}, {numbers} microbatch{'' if numbers == '1' else 'es'}"
-    schedules = listed(list(dict.fromkeys(tl.name for tl in both if tl.name)))
-    ends = " and ".join(pair.end_labels)
-    what = named(schedules, f"Two timelines of {sizes} on one axis, {ends} long")
-    peaks = "; ".join(f"{name} {spelled_peaks(tl.peak_activations)}" for name, tl in zip(pair.names, both, strict=True))
-    values = "; ".join(f"{name} {spelled_peaks(tl.peak_values)}" for name, tl in zip(pair.names, both, strict=True))
-    of_edges = f" Values of edges held: {values}." if any(any(tl.peak_values) for tl in both) else ""
+    schedules = listed(list(dict.fromkeys(side.tl.name for side in sides if side.tl.name)))
+    what = named(schedules, f"Two timelines of {sizes} on one axis, {' and '.join(labels)} long")
+    peaks = "; ".join(f"{side.name} {spelled_peaks(side.tl.peak_activations)}" for side in sides)
+    values = "; ".join(f"{side.name} {spelled_peaks(side.tl.peak_values)}" for side in sides)
+    of_edges = f" Values of edges held: {values}." if any(any(side.tl.peak_values) for side in sides) else ""
     return f"{what}. {finding}. {where}. Peak activations held: {peaks}.{of_edges}"

@@ -1,30 +1,26 @@
 """The course as a picture: its notebooks, and which of them each builds on."""
 
-from dataclasses import dataclass
-from functools import cache
+from typing import Any, NamedTuple
 
 from course_pp.arguments import checked
 from course_pp.show import chart
 from course_pp.show.chart import WIDTH, ChartFigure
-from course_pp.show.sketch import MARGIN, SMALL, Sketch, wrapped
+from course_pp.show.sketch import MARGIN, SMALL, Point, Sketch, wrapped
 from course_pp.show.wording import counted, listed
 
 
-@dataclass(frozen=True)
-class Notebook:
+class Notebook(NamedTuple):
     """A notebook of the course.
 
     Attributes:
         number: ``"03"``.
         topic: in a few words.
         after: numbers of the notebooks to know before.
-        is_written: False for one that is still to come.
     """
 
     number: str
     topic: str
     after: tuple[str, ...] = ()
-    is_written: bool = True
 
 
 NOTEBOOKS = (
@@ -48,7 +44,7 @@ _HIGH, _GAP_X, _GAP_Y = 0.78, 0.3, 0.24
 
 @checked
 def course_map(here: str | None = None, title: str | None = None) -> ChartFigure:
-    """Draw the notebooks of the course, an arrow from each to those that build on it; dashed are those to come.
+    """Draw the notebooks of the course, an arrow from each to those that build on it.
 
     Args:
         here: the number of the notebook to mark, such as ``"03"``.
@@ -60,42 +56,37 @@ def course_map(here: str | None = None, title: str | None = None) -> ChartFigure
     numbers = [notebook.number for notebook in NOTEBOOKS]
     if here is not None and here not in numbers:
         raise ValueError(f"here is {here!r}: give the number of a notebook, one of {', '.join(numbers)}")
-    finding = _finding()
+    spine = [number for number in numbers if number <= "03"]
+    *most, last = (notebook.number for notebook in NOTEBOOKS if "03" in notebook.after)
+    finding = f"{counted(len(numbers), 'notebook')}: {spine[0]} to {spine[-1]} in order, "
+    finding += f"then {', '.join(most)} or {last}"
     places = _places()
     n_columns, n_rows = (1 + max(place[i] for place in places.values()) for i in (0, 1))
-    each = (WIDTH - 2 * MARGIN - (n_columns - 1) * _GAP_X) / n_columns
-    keys = ["dashed: to come"] * (not all(notebook.is_written for notebook in NOTEBOOKS))
-    key = "; ".join([*keys, *([f"thick frame: you are here, {here}"] if here else [])])
+    width = (WIDTH - 2 * MARGIN - (n_columns - 1) * _GAP_X) / n_columns
+    key = f"thick frame: you are here, {here}" if here else ""
     sketch = Sketch(WIDTH - 2 * MARGIN, n_rows * (_HIGH + _GAP_Y) - _GAP_Y, title or finding, key)
 
-    def corner(number: str) -> tuple[float, float]:
+    def corner(number: str) -> Point:
         column, row = places[number]
-        return column * (each + _GAP_X), row * (_HIGH + _GAP_Y)
+        return column * (width + _GAP_X), row * (_HIGH + _GAP_Y)
 
+    told = []
     for notebook in NOTEBOOKS:
-        _draw_notebook(sketch, notebook, corner(notebook.number), each, notebook.number == here)
+        x, y = corner(notebook.number)
+        look: dict[str, Any] = {"edge": chart.VERMILION, "line": 3.0} if notebook.number == here else {}
+        sketch.box((x, y), (width, _HIGH), zorder=3, **look)
+        tag: dict[str, Any] = {"fill": chart.SKY_BLUE, "edge": "none", "bold": True, "zorder": 3.2}
+        sketch.box((x + 0.04, y + 0.04), (0.3, 0.22), notebook.number, **tag)
+        sketch.text((x + 0.07, y + 0.51), wrapped(notebook.topic, width - 0.1, SMALL), SMALL)
         for before in notebook.after:
-            _draw_arrow(sketch, corner(before), corner(notebook.number), each, notebook.is_written)
+            _draw_arrow(sketch, corner(before), (x, y), width)
+        after = f" after {listed(list(notebook.after))}" if notebook.after else ""
+        told.append(f"{notebook.number} {notebook.topic}{after}")
     what = "Map of the course, an arrow from each notebook to those that build on it"
     you = f" You are at {here}." if here else ""
-    return sketch.finish(f"{what}. {finding}. {'; '.join(map(_told, NOTEBOOKS))}.{you}")
+    return sketch.finish(f"{what}. {finding}. {'; '.join(told)}.{you}")
 
 
-def _told(notebook: Notebook) -> str:
-    after = f" after {listed(list(notebook.after))}" if notebook.after else ""
-    return f"{notebook.number} {notebook.topic}{after}{' (to come)' * (not notebook.is_written)}"
-
-
-def _finding() -> str:
-    spine = [n.number for n in NOTEBOOKS if n.number <= "03"]
-    after = [n.number for n in NOTEBOOKS if "03" in n.after]
-    return (
-        f"{counted(len(NOTEBOOKS), 'notebook')}: {spine[0]} to {spine[-1]} in order, "
-        f"then {' or '.join([', '.join(after[:-1]), after[-1]])}"
-    )
-
-
-@cache
 def _places() -> dict[str, tuple[int, int]]:
     """Return column and row of each notebook: as far right as its longest way in, each branch in a row of its own."""
     columns: dict[str, int] = {}
@@ -114,32 +105,10 @@ def _places() -> dict[str, tuple[int, int]]:
     return {number: (columns[number], rows[number]) for number in columns}
 
 
-def _draw_notebook(
-    sketch: Sketch, notebook: Notebook, corner: tuple[float, float], width: float, is_here: bool
-) -> None:
-    (x, y), fill = corner, chart.SKY_BLUE if notebook.is_written else "white"
-    edge = chart.VERMILION if is_here else chart.TEXT_GREY
-    sketch.box(
-        corner,
-        (width, _HIGH),
-        fill="white",
-        edge=edge,
-        line=3.0 if is_here else 1.0,
-        dashed=not notebook.is_written,
-        zorder=3,
-    )
-    sketch.box((x + 0.04, y + 0.04), (0.3, 0.22), notebook.number, fill=fill, bold=True, edge="none", zorder=3.2)
-    topic = wrapped(notebook.topic, width - 0.1, SMALL)
-    sketch.text((x + 0.07, y + 0.51), topic, SMALL, bold=False)
-
-
-def _draw_arrow(
-    sketch: Sketch, start: tuple[float, float], end: tuple[float, float], width: float, is_written: bool
-) -> None:
+def _draw_arrow(sketch: Sketch, start: Point, end: Point, width: float) -> None:
     (x0, y0), (x1, y1) = start, end
-    middle = x1 - _GAP_X / 2
-    lift = y1 + _HIGH / 2
-    points = [(x0 + width, y0 + _HIGH / 2), (middle, y0 + _HIGH / 2), (middle, lift), (x1, lift)]
+    middle, leaves, arrives = x1 - _GAP_X / 2, y0 + _HIGH / 2, y1 + _HIGH / 2
+    points = [(x0 + width, leaves), (middle, leaves), (middle, arrives), (x1, arrives)]
     if y0 == y1:
         points = [points[0], points[-1]]
-    sketch.arrow(*points, ink=chart.TEXT_GREY, line=1.4, head=10, dashed=not is_written, zorder=2.5)
+    sketch.arrow(*points, ink=chart.TEXT_GREY, line=1.4, head=10, zorder=2.5)

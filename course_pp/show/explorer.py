@@ -6,7 +6,7 @@ connects them to widgets.
 """
 
 from base64 import b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from html import escape
 from typing import Any
@@ -14,12 +14,11 @@ from typing import Any
 from matplotlib.patches import Rectangle
 
 from course_pp.arguments import shown
-from course_pp.schedule import Costs, Gap, Time, build, format_time, names
+from course_pp.schedule import Costs, Gap, Time, Timeline, build, format_time, names, theory
 from course_pp.show import chart
 from course_pp.show.chart import ChartFigure
-from course_pp.show.report import Report
-from course_pp.show.timelines import timeline
-from course_pp.show.wording import percent
+from course_pp.show.timelines import ROW_FILL, timeline
+from course_pp.show.wording import Report, percent
 
 try:
     from ipywidgets import HTML, Dropdown, FloatSlider, HBox, IntSlider, Layout, VBox, Widget
@@ -86,10 +85,14 @@ def report_of(settings: Settings) -> Report:
                 f"slow stage {settings.slow_stage}: there are stages 0 to {n_stages - 1}; choose one of them, or none"
             )
         factors[settings.slow_stage] = settings.slowdown
+
+    def scaled(time: float) -> float | tuple[float, ...]:
+        return time if settings.slow_stage is None else tuple(time * factor for factor in factors)
+
     costs = Costs(
-        forward=_scaled(settings.forward, factors),
-        input_grad=_scaled(settings.input_grad, factors),
-        weight_grad=_scaled(settings.weight_grad, factors),
+        forward=scaled(settings.forward),
+        input_grad=scaled(settings.input_grad),
+        weight_grad=scaled(settings.weight_grad),
         latency=settings.latency,
     )
     report = Report(*sizes, costs, settings.round_size)
@@ -98,26 +101,13 @@ def report_of(settings: Settings) -> Report:
     return report
 
 
-def _scaled(time: float, factors: list[float]) -> float | tuple[float, ...]:
-    return time if set(factors) == {1.0} else tuple(time * factor for factor in factors)
-
-
 def figure_of(report: Report, gap: Gap | None) -> ChartFigure:
     """Return the timeline, with a frame around ``gap``."""
     figure = timeline(report.timeline)
     if gap is not None:
-        figure.axes[0].add_patch(
-            Rectangle(
-                (float(gap.start), gap.rank - 0.43),
-                float(gap.duration),
-                0.86,
-                fill=False,
-                edgecolor="black",
-                linewidth=2,
-                clip_on=False,
-                zorder=5,
-            )
-        )
+        corner, look = (float(gap.start), gap.rank - ROW_FILL / 2), dict[str, Any](edgecolor="black", linewidth=2)
+        frame = Rectangle(corner, float(gap.duration), ROW_FILL, fill=False, clip_on=False, zorder=5, **look)
+        figure.axes[0].add_patch(frame)
         figure.alt_text += f" Framed: {gap.cause}."
     return figure
 
@@ -132,31 +122,18 @@ def figure_html(figure: ChartFigure) -> str:
 
 def numbers_html(report: Report) -> str:
     """Return the makespan and both bubbles, simulated and by the closed form."""
-    tl, form = report.timeline, report.closed_form
-    rows = [
-        ("", "simulated", "closed form"),
-        ("makespan", format_time(tl.makespan), format_time(form.makespan) if form else "–"),
-        (
-            "bubble b, of all rank time",
-            percent(tl.bubble_fraction),
-            percent(form.bubble_fraction) if form else "–",
-        ),
-        (
-            "b / (1 − b), of the work",
-            percent(_of_the_work(tl.bubble_fraction)),
-            percent(_of_the_work(form.bubble_fraction)) if form else "–",
-        ),
-        (
-            "bubble, of the longest span",
-            percent(tl.span_bubble_fraction),
-            percent(form.span_bubble_fraction) if form else "–",
-        ),
-    ]
-    return _table(rows)
 
+    def of_the_work(bubble: Time) -> Time:
+        return bubble / (1 - bubble) if bubble < 1 else 0
 
-def _of_the_work(bubble: Time) -> Time:
-    return bubble / (1 - bubble) if bubble < 1 else 0
+    def column(of: Timeline | theory.Prediction) -> list[str]:
+        bubbles = (of.bubble_fraction, of_the_work(of.bubble_fraction), of.span_bubble_fraction)
+        return [format_time(of.makespan), *map(percent, bubbles)]
+
+    names = ["makespan", "bubble b, of all rank time", "b / (1 − b), of the work", "bubble, of the longest span"]
+    form = report.closed_form
+    columns = (names, column(report.timeline), column(form) if form else ["–"] * len(names))
+    return _table([("", "simulated", "closed form"), *zip(*columns, strict=True)])
 
 
 def definitions_html() -> str:
@@ -187,19 +164,10 @@ def ranks_html(report: Report) -> str:
     rows: list[tuple[str, ...]] = [("rank", "busy", "peak held", "closed form", "")]
     for rank, peak in enumerate(tl.peak_activations):
         predicted = str(form.peak_activations[rank]) if form else "–"
-        rows.append(
-            (str(rank), percent(_share(tl.busy[rank], tl.makespan)), str(peak), predicted, _bar(peak / highest))
-        )
+        busy = percent(tl.busy[rank] / tl.makespan if tl.makespan else 0)
+        style = f"background:{chart.BLUE};height:0.7em;width:{round(120 * peak / highest)}px"
+        rows.append((str(rank), busy, str(peak), predicted, f'<div aria-hidden="true" style="{style}"></div>'))
     return _table(rows)
-
-
-def _share(part: Time, whole: Time) -> Time:
-    return part / whole if whole else 0
-
-
-def _bar(fraction: float) -> str:
-    style = f"background:{chart.BLUE};height:0.7em;width:{round(120 * fraction)}px"
-    return f'<div aria-hidden="true" style="{style}"></div>'
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
@@ -207,12 +175,6 @@ def _table(rows: Sequence[tuple[str, ...]]) -> str:
     cells = ["".join(f'<th scope="col" style="{_CELL}">{cell}</th>' for cell in head)]
     cells += ["".join(f'<td style="{_CELL}">{cell}</td>' for cell in row) for row in body]
     return f'<table style="line-height:1.2">{"".join(f"<tr>{row}</tr>" for row in cells)}</table>'
-
-
-def gap_options(gaps: tuple[Gap, ...]) -> Iterator[tuple[str, int]]:
-    """Yield what the menu of gaps offers: its text, and the place in ``gaps``."""
-    for index, gap in enumerate(gaps):
-        yield f"rank {gap.rank}, {format_time(gap.start)} to {format_time(gap.end)}", index
 
 
 class Panel(VBox):
@@ -273,7 +235,9 @@ class Panel(VBox):
     def _offer_gaps(self, gaps: tuple[Gap, ...]) -> None:
         """Fill the menu and choose the longest gap, without drawing for every step of it."""
         self.gap.unobserve(self.frame, "value")
-        self.gap.options = list(gap_options(gaps))
+        self.gap.options = [
+            (f"rank {gap.rank}, {format_time(gap.start)} to {format_time(gap.end)}", i) for i, gap in enumerate(gaps)
+        ]
         self.gap.value = gaps.index(max(gaps, key=lambda gap: gap.duration)) if gaps else None
         self.gap.disabled = not gaps
         self.gap.observe(self.frame, "value")

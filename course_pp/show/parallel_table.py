@@ -2,27 +2,15 @@
 
 from dataclasses import dataclass
 from html import escape
-from typing import Protocol
+from typing import Any, NamedTuple
 
 from course_pp.arguments import checked, refuse_below
-from course_pp.show.byte_bars import format_bytes
+from course_pp.show.wording import format_bytes
 
 _STATE = 16  # bytes a parameter: weights, gradients and AdamW's two moments in float32, or their mixed-precision kin
 
 
-class Sizes(Protocol):
-    """What the formulas need to know of a model; :class:`course_pp.model.ModelConfig` has it."""
-
-    @property
-    def dim(self) -> int: ...
-    @property
-    def n_layers(self) -> int: ...
-    @property
-    def n_parameters(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class Parallelism:
+class Parallelism(NamedTuple):
     """One row of the table.
 
     Attributes:
@@ -41,10 +29,28 @@ class Parallelism:
     better: str
 
 
+# What each cuts, what a rank sends, and when to choose it.
+_WORDS = {
+    "data": ("the batch", "2 (n − 1)/n · N: its gradients, summed", "the model fits on one rank"),
+    "FSDP": (
+        "the batch, and what is stored of weights, gradients and optimizer",
+        "3 (n − 1)/n · N: two gathers of the weights, one reduction",
+        "the model does not fit, and a rank has tokens enough to hide the gathers",
+    ),
+    "tensor": (
+        "every matrix of a layer",
+        "8 (n − 1)/n · L · A: four sums a layer, waited for",
+        "the ranks share a node with fast links",
+    ),
+    "pipeline": (
+        "the model, between layers",
+        "2 · A: one activation down, one gradient up",
+        "links are slow, and there are many microbatches to fill it",
+    ),
+}
 _HEADINGS = ("", "cuts", "a rank sends in a step", "bytes", "a rank keeps", "the better choice when")
 
 
-@checked
 @dataclass(frozen=True)
 class ParallelismTable:
     """Data, FSDP, tensor and pipeline parallelism beside each other, for one model on n ranks.
@@ -74,17 +80,19 @@ class ParallelismTable:
         return f"{more} sends {ratio:.2g} times as much as {less}; {meet}"
 
     def _cells(self) -> list[tuple[str, ...]]:
+        def on_one_line(n_bytes: float) -> str:
+            return format_bytes(n_bytes).replace(" ", "\N{NO-BREAK SPACE}")
+
         return [
-            (row.name, row.cuts, row.formula, _on_one_line(row.sent), _on_one_line(row.state), row.better)
+            (row.name, row.cuts, row.formula, on_one_line(row.sent), on_one_line(row.state), row.better)
             for row in self.rows
         ]
 
-    def _repr_markdown_(self) -> str:
+    def __str__(self) -> str:
         lines = [_HEADINGS, ("---",) * len(_HEADINGS), *self._cells()]
         return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + f"\n\n{self.finding}. {self.note}"
 
-    def __str__(self) -> str:
-        return self._repr_markdown_()
+    _repr_markdown_ = __str__
 
     def _repr_html_(self) -> str:
         style = 'style="text-align:left;vertical-align:top;padding:3px 10px 3px 0"'
@@ -100,13 +108,8 @@ class ParallelismTable:
         return f"{table}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{escape(self.note)}</p>"
 
 
-def _on_one_line(n_bytes: float) -> str:
-    """Number and unit with a space between that does not break."""
-    return format_bytes(n_bytes).replace(" ", "\N{NO-BREAK SPACE}")
-
-
 @checked
-def parallelisms(config: Sizes, n_ranks: int, tokens: int, itemsize: int = 2) -> ParallelismTable:
+def parallelisms(config: Any, n_ranks: int, tokens: int, itemsize: int = 2) -> ParallelismTable:
     """Compare data, FSDP, tensor and pipeline parallelism for one model: what each cuts, sends and keeps.
 
     With N parameters, L layers of width d, and A = tokens · d numbers in a step's activations, n ranks send, each::
@@ -122,6 +125,7 @@ def parallelisms(config: Sizes, n_ranks: int, tokens: int, itemsize: int = 2) ->
     tensor-parallel model are left out, and a pipeline's rank is one in the middle.
 
     Args:
+        config: :class:`course_pp.model.ModelConfig`, or anything with its ``dim``, ``n_layers`` and ``n_parameters``.
         n_ranks: in the one dimension that each way uses.
         tokens: of the whole batch of a step.
         itemsize: bytes of a weight, a gradient, an activation.
@@ -134,39 +138,16 @@ def parallelisms(config: Sizes, n_ranks: int, tokens: int, itemsize: int = 2) ->
     ring = (n_ranks - 1) / n_ranks
     weights, activation = itemsize * config.n_parameters, itemsize * tokens * config.dim
     state = _STATE * config.n_parameters
-    rows = (
-        Parallelism(
-            "data",
-            "the batch",
-            "2 (n − 1)/n · N: its gradients, summed",
-            2 * ring * weights,
-            state,
-            "the model fits on one rank",
-        ),
-        Parallelism(
-            "FSDP",
-            "the batch, and what is stored of weights, gradients and optimizer",
-            "3 (n − 1)/n · N: two gathers of the weights, one reduction",
-            3 * ring * weights,
-            state / n_ranks,
-            "the model does not fit, and a rank has tokens enough to hide the gathers",
-        ),
-        Parallelism(
-            "tensor",
-            "every matrix of a layer",
-            "8 (n − 1)/n · L · A: four sums a layer, waited for",
-            8 * ring * config.n_layers * activation,
-            state / n_ranks,
-            "the ranks share a node with fast links",
-        ),
-        Parallelism(
-            "pipeline",
-            "the model, between layers",
-            "2 · A: one activation down, one gradient up",
-            2 * activation,
-            state / n_ranks,
-            "links are slow, and there are many microbatches to fill it",
-        ),
+    sent = {
+        "data": 2 * ring * weights,
+        "FSDP": 3 * ring * weights,
+        "tensor": 8 * ring * config.n_layers * activation,
+        "pipeline": 2 * activation,
+    }
+    kept = {name: state if name == "data" else state / n_ranks for name in sent}
+    rows = tuple(
+        Parallelism(name, cuts, formula, sent[name], kept[name], better)
+        for name, (cuts, formula, better) in _WORDS.items()
     )
     note = (
         f"n = {n_ranks} ranks; N = {config.n_parameters:,} parameters; L = {config.n_layers} layers; A = {tokens:,} "

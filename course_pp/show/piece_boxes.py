@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import Protocol
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
@@ -10,45 +10,33 @@ from matplotlib.patches import Rectangle
 from course_pp.arguments import checked
 from course_pp.show import chart
 from course_pp.show.chart import ChartFigure
-from course_pp.show.sketch import HATCHES, SERIES
-from course_pp.show.wording import counted, listed
+from course_pp.show.sketch import HATCHES, SERIES, Point
+from course_pp.show.wording import counted, listed, listed_ranks
 
 _BOX_HEIGHT, _LEAST_WIDTH, _MOST_WIDTH = 0.8, 0.34, 2.0
 _ROW_HEIGHT, _GAP = 1.0, 0.45
 _SIZE = 8.5
 
 
-class Piece(Protocol):
-    """A rectangle of a tensor of at most two dimensions, and the rank that wrote it."""
-
-    @property
-    def offsets(self) -> Sequence[int]: ...
-    @property
-    def sizes(self) -> Sequence[int]: ...
-    @property
-    def rank(self) -> int: ...
-
-
-_Tensors = dict[str, list[Piece]]
+# A piece has its `offsets` and `sizes`, and the `rank` that wrote it.
+_Tensors = dict[str, list[Any]]
 
 
 @checked
-def pieces(
-    tensors: Mapping[str, Iterable[Piece] | Mapping[str, Iterable[Piece]]], title: str | None = None
-) -> ChartFigure:
+def pieces(tensors: Mapping[str, Iterable[Any] | Mapping[str, Iterable[Any]]], title: str | None = None) -> ChartFigure:
     """Draw each tensor as a box cut into its pieces, each with the number of the rank that wrote it.
 
     The first dimension goes down, the second to the right. Boxes are equally high, whatever the tensor's size; what
     no piece covers is grey.
 
     Args:
-        tensors: the pieces of each tensor by its name, or several such mappings by name, to be drawn side by side
+        tensors: the pieces of each tensor by its name, each with its ``offsets``, ``sizes`` and the ``rank`` that wrote
+            it, in at most two dimensions; or several such mappings by name, to be drawn side by side
             (``{"PP = 4": {…}, "PP = 2, TP = 2": {…}}``).
         title: instead of the finding.
 
     Raises:
-        ValueError: when there is nothing to draw, or the pieces of a tensor have more than two dimensions, or
-            different numbers of them.
+        ValueError: when there is nothing to draw, or too many dimensions.
     """
     columns = _as_columns(tensors)
     names = dict.fromkeys(name for held in columns.values() for name in held)
@@ -82,9 +70,7 @@ def pieces(
     return figure
 
 
-def _as_columns(
-    tensors: Mapping[str, Iterable[Piece] | Mapping[str, Iterable[Piece]]],
-) -> dict[str, _Tensors]:
+def _as_columns(tensors: Mapping[str, Iterable[Any] | Mapping[str, Iterable[Any]]]) -> dict[str, _Tensors]:
     columns: dict[str, _Tensors] = {}
     for name, value in tensors.items():
         if isinstance(value, Mapping):
@@ -98,7 +84,7 @@ def _as_columns(
     return columns
 
 
-def _extent(name: str, cut: Sequence[Piece]) -> tuple[int, ...]:
+def _extent(name: str, cut: Sequence[Any]) -> tuple[int, ...]:
     """Return the smallest shape that holds all pieces."""
     n_dims = {len(numbers) for piece in cut for numbers in (piece.offsets, piece.sizes)}
     if len(n_dims) > 1 or max(n_dims, default=0) > 2:
@@ -114,9 +100,7 @@ def _width_of(shape: tuple[int, ...]) -> float:
     return min(_MOST_WIDTH, max(_LEAST_WIDTH, _BOX_HEIGHT * numbers_in_row / max(rows, 1)))
 
 
-def _draw_tensor(
-    axes: Axes, cut: Sequence[Piece], shape: tuple[int, ...], corner: tuple[float, float], box: tuple[float, float]
-) -> None:
+def _draw_tensor(axes: Axes, cut: Sequence[Any], shape: tuple[int, ...], corner: Point, box: Point) -> None:
     (x, y), (width, height) = corner, box
     if not cut:
         axes.text(x, y + height / 2, "absent", va="center", size=_SIZE, color=chart.TEXT_GREY)
@@ -133,22 +117,17 @@ def _draw_tensor(
         _draw_piece(axes, piece.rank, place, (width * m / numbers_in_row, height * n / rows))
 
 
-def _draw_piece(axes: Axes, rank: int, corner: tuple[float, float], size: tuple[float, float]) -> None:
+def _draw_piece(axes: Axes, rank: int, corner: Point, size: Point) -> None:
     (x, y), (width, height) = corner, size
     colour, ink = SERIES[rank % len(SERIES)]
     hatch = HATCHES[rank // len(SERIES) % len(HATCHES)]
-    axes.add_patch(
-        Rectangle(
-            corner,
-            width,
-            height,
-            facecolor=colour,
-            edgecolor="white",
-            linewidth=1.2,
-            hatch=hatch or None,
-            hatchcolor="#FFFFFF80",
-        )
-    )
+    look: dict[str, Any] = {
+        "facecolor": colour,
+        "edgecolor": "white",
+        "hatch": hatch or None,
+        "hatchcolor": "#FFFFFF80",
+    }
+    axes.add_patch(Rectangle(corner, width, height, linewidth=1.2, **look))
     points = min(_SIZE, 72 * height - 1)
     for text in (f"rank {rank}", str(rank)):
         if points >= 5 and chart.text_width(text, points) + 4 <= 72 * width:
@@ -161,33 +140,24 @@ def _finding(columns: dict[str, _Tensors]) -> str:
     told = []
     for name, held in columns.items():
         cut = [piece for pieces_of_one in held.values() for piece in pieces_of_one]
-        if name:
-            told.append(f"{name}: {counted(len(cut), 'piece')}")
-        else:
-            tensors = counted(sum(map(bool, held.values())), "tensor")
-            told.append(f"{tensors} in {counted(len(cut), 'piece')}, by {_spelled_ranks({p.rank for p in cut})}")
+        ranks = sorted({piece.rank for piece in cut})
+        in_a_row = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1))
+        by = f"ranks {ranks[0]} to {ranks[-1]}" if in_a_row else listed_ranks(ranks)
+        tensors = counted(sum(map(bool, held.values())), "tensor")
+        number = counted(len(cut), "piece")
+        told.append(f"{name}: {number}" if name else f"{tensors} in {number}, by {by}")
     return "; ".join(told)
-
-
-def _spelled_ranks(ranks: set[int]) -> str:
-    ordered = sorted(ranks)
-    if len(ordered) > 2 and ordered == list(range(ordered[0], ordered[-1] + 1)):
-        return f"ranks {ordered[0]} to {ordered[-1]}"
-    return f"rank{'s' if len(ordered) > 1 else ''} {listed([str(rank) for rank in ordered])}"
 
 
 def _alt_text(columns: dict[str, _Tensors], spelled: Mapping[str, str], finding: str) -> str:
     told = []
     for checkpoint, held in columns.items():
         for name, shape in spelled.items():
-            cut = held.get(name, [])
-            parts = listed([f"rank {piece.rank} wrote {_slices(piece)}" for piece in cut]) or "absent"
+            cut, each = held.get(name, []), []
+            for piece in cut:
+                spans = zip(piece.offsets, piece.sizes, strict=True)
+                each.append(f"rank {piece.rank} wrote [{', '.join(f'{at}:{at + size}' for at, size in spans)}]")
             missing = prod(_extent(name, cut)) - sum(prod(piece.sizes) for piece in cut) if cut else 0
             hole = f", {missing:,} numbers are in no piece" * (missing > 0)
-            told.append(f"{checkpoint}{', ' * bool(checkpoint)}{name} ({shape}): {parts}{hole}")
+            told.append(f"{checkpoint}{', ' * bool(checkpoint)}{name} ({shape}): {listed(each) or 'absent'}{hole}")
     return f"Tensors as boxes, cut into the pieces that ranks wrote. {finding}. {'; '.join(told)}."
-
-
-def _slices(piece: Piece) -> str:
-    spans = [f"{start}:{start + size}" for start, size in zip(piece.offsets, piece.sizes, strict=True)]
-    return f"[{', '.join(spans)}]"

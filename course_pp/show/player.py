@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from course_pp.arguments import checked
-from course_pp.schedule import Action, Time, Timeline
+from course_pp.schedule import Timeline
 from course_pp.show.chart import ChartFigure
-from course_pp.show.intervals import held_activations, messages
-from course_pp.show.rows import LOOKS, axis_unit, has_several_stages_a_rank
-from course_pp.show.timelines import finding, timeline
-from course_pp.show.wording import named
+from course_pp.show.timelines import LOOKS, timeline
+from course_pp.show.trace import held_activations, messages
+from course_pp.show.wording import axis_unit, finding, has_several_stages_a_rank, named
 
 _MOST_SPANS = 5000
 
 
-@checked
 class Player:
     """A timeline with a cursor that plays, pauses and steps, in a notebook or on a page of its own.
 
@@ -49,7 +47,6 @@ class Player:
             f"<script>{_asset('player.js').strip()}({json.dumps(name)}, {data});</script>"
         )
 
-    @checked
     def save(self, path: str | Path) -> Path:
         """Write a page of its own, which needs nothing else. Raises ValueError for a name that does not end in .html"""
         path = Path(path)
@@ -89,8 +86,8 @@ def _asset(name: str) -> str:
 
 def _data(tl: Timeline, title: str, alt: str) -> dict[str, Any]:
     """Return what the script needs to know, with times as numbers."""
-    scale, unit = axis_unit(tl)
-    several = has_several_stages_a_rank(tl)
+    scale, unit = axis_unit(tl.makespan, tl.unit)
+    several, knows_transfers = has_several_stages_a_rank(tl), tl.transfers or not tl.unit
     times = {float(time) for span in tl.spans for time in (span.start, span.end)}
     longest = float(tl.makespan) * scale
     return {
@@ -108,7 +105,14 @@ def _data(tl: Timeline, title: str, alt: str) -> dict[str, Any]:
                 "rank": span.rank,
                 "start": float(span.start),
                 "end": float(span.end),
-                "parts": [_part(part, several) for part in span.action.parts],
+                "parts": [
+                    {
+                        "kind": part.kind,
+                        "name": f"{part.stage if several else ''}{part.kind}{part.microbatch}",
+                        "short": str(part.microbatch),
+                    }
+                    for part in span.action.parts
+                ],
             }
             for span in tl.spans
         ],
@@ -126,7 +130,8 @@ def _data(tl: Timeline, title: str, alt: str) -> dict[str, Any]:
                 "from": message.maker.rank,
                 "to": message.taker.rank,
                 "sent": float(message.maker.end),
-                "there": float(_arrival(tl, message.arrival, message.taker.start)),
+                # In a measured timeline without transfer times, a message is there when it is taken.
+                "there": float(message.arrival if knows_transfers else message.taker.start),
                 "taken": float(message.taker.start),
                 "what": message.product.what,
                 "forward": message.product.what == "activation",
@@ -135,13 +140,3 @@ def _data(tl: Timeline, title: str, alt: str) -> dict[str, Any]:
             for message in messages(tl)
         ],
     }
-
-
-def _arrival(tl: Timeline, known: Time, taken: Time) -> Time:
-    """Return when a message is there; in a measured timeline without transfer times, when it is taken."""
-    return known if tl.transfers or not tl.unit else taken
-
-
-def _part(part: Action, several: bool) -> dict[str, str]:
-    name = f"{part.stage if several else ''}{part.kind}{part.microbatch}"
-    return {"kind": part.kind, "name": name, "short": str(part.microbatch)}

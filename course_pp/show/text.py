@@ -1,19 +1,18 @@
 """A timeline as text, for terminals."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from course_pp.arguments import checked
 from course_pp.schedule import Span, Timeline
-from course_pp.show.wording import counted
+from course_pp.show.wording import counted, has_several_stages_a_rank
 
 # The nearest of a terminal's 256 colours to those of the figures, as background under black letters.
 _COLOURS = {"F": 75, "B": 166, "I": 214, "W": 36, "U": 227}
 _IDLE = "·"
 _BUSY = "─"
 _MOST_LINES = 48
-_ROUND_STEPS = (1, 2, 5)
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ def timeline_text(tl: Timeline, width: int = 100, colour: bool = False) -> str:
     names = [f"rank {rank} " for rank in range(tl.n_ranks)]
     margin = max(map(len, names))
     room = width - margin
-    with_stage = any(len({part.stage for span in row for part in span.action.parts}) > 1 for row in tl.by_rank)
+    with_stage = has_several_stages_a_rank(tl)
     per_unit = _columns_per_unit(tl, room, with_stage)
     n_columns = max(1, round(float(tl.makespan) * per_unit))
     # Cut between units of time, so that boxes of one unit stay whole.
@@ -118,18 +117,14 @@ def _show_short(spans: Iterable[Span], cells: list[_Cell], per_unit: float) -> i
 def _painted(cells: list[_Cell], colour: bool) -> str:
     if not colour:
         return "".join(cell.character for cell in cells)
-    return "".join(_painted_runs(cells))
-
-
-def _painted_runs(cells: list[_Cell]) -> Iterator[str]:
-    kind = None
+    painted, kind = "", None
     for cell in cells:
         if cell.kind != kind:
             kind = cell.kind
-            yield f"\x1b[0;30;48;5;{_COLOURS[kind]}m" if kind else "\x1b[0;2m"
+            painted += f"\x1b[0;30;48;5;{_COLOURS[kind]}m" if kind else "\x1b[0;2m"
         # Colour shows how far a box reaches.
-        yield " " if cell.character == _BUSY else cell.character
-    yield "\x1b[0m"
+        painted += " " if cell.character == _BUSY else cell.character
+    return painted + "\x1b[0m"
 
 
 def _ruler(tl: Timeline, per_unit: float, first: int, last: int) -> str:
@@ -141,7 +136,7 @@ def _ruler(tl: Timeline, per_unit: float, first: int, last: int) -> str:
     if tl.makespan:
         least = 7 / per_number
         power = 10.0 ** math.floor(math.log10(least))
-        every = next(power * step for step in (*_ROUND_STEPS, 10) if power * step >= least * (1 - 1e-9))
+        every = next(power * step for step in (1, 2, 5, 10) if power * step >= least * (1 - 1e-9))
     line = ""
     number = math.ceil(first / per_number / every - 1e-9)
     while (column := round(number * every * per_number) - first) + len(f"{number * every:.6g}{unit}") <= last - first:

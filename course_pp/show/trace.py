@@ -1,12 +1,12 @@
-"""A timeline as a trace that https://ui.perfetto.dev and chrome://tracing open."""
+"""A timeline as a trace that https://ui.perfetto.dev and chrome://tracing open, and what happens between its spans."""
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from course_pp.arguments import checked
-from course_pp.schedule import KINDS, Time, Timeline
-from course_pp.show.intervals import messages
+from course_pp.schedule import KINDS, Gap, Product, Span, Time, Timeline
 
 _PROCESS = 1  # both viewers take process 0 and thread 0 for the idle task
 
@@ -22,7 +22,8 @@ def to_trace(tl: Timeline, name: str = "pipeline") -> str:
     Args:
         name: what to call the process under which the ranks are listed.
     """
-    events = [*_names(tl, name), *_slices(tl), *_arrows(tl), *_counters(tl)]
+    process = {"ph": "M", "pid": _PROCESS, "name": "process_name", "args": {"name": name}}
+    events = [process, *_threads(tl), *_slices(tl), *_arrows(tl), *_counters(tl)]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, ensure_ascii=False)
 
 
@@ -30,30 +31,23 @@ def _event(phase: str, rank: int, **fields: Any) -> dict[str, Any]:
     return {"ph": phase, "pid": _PROCESS, "tid": rank + 1, **fields}
 
 
-def _names(tl: Timeline, name: str) -> Iterator[dict[str, Any]]:
-    yield {"ph": "M", "pid": _PROCESS, "name": "process_name", "args": {"name": name}}
+def _threads(tl: Timeline) -> Iterator[dict[str, Any]]:
     for rank in range(tl.n_ranks):
         yield _event("M", rank, name="thread_name", args={"name": f"rank {rank}"})
         yield _event("M", rank, name="thread_sort_index", args={"sort_index": rank})
 
 
 def _slices(tl: Timeline) -> Iterator[dict[str, Any]]:
+    def slice_of(of: Span | Gap, name: str, category: str, args: dict[str, Any]) -> dict[str, Any]:
+        begin = _microseconds(tl, of.start)
+        return _event("X", of.rank, name=name, cat=category, ts=begin, dur=_microseconds(tl, of.end) - begin, args=args)
+
     for span in tl.spans:
         kinds = " and ".join(KINDS[part.kind] for part in span.action.parts)
-        args = {
-            "stage": [part.stage for part in span.action.parts],
-            "microbatch": [part.microbatch for part in span.action.parts],
-        }
-        yield _slice(tl, span.rank, span.start, span.end, str(span.action), kinds, args)
+        args = {name: [getattr(part, name) for part in span.action.parts] for name in ("stage", "microbatch")}
+        yield slice_of(span, str(span.action), kinds, args)
     for gap in tl.idle_gaps:
-        yield _slice(tl, gap.rank, gap.start, gap.end, "idle", "idle", {"cause": gap.cause})
-
-
-def _slice(
-    tl: Timeline, rank: int, start: Time, end: Time, name: str, category: str, args: dict[str, Any]
-) -> dict[str, Any]:
-    begin = _microseconds(tl, start)
-    return _event("X", rank, name=name, cat=category, ts=begin, dur=_microseconds(tl, end) - begin, args=args)
+        yield slice_of(gap, "idle", "idle", {"cause": gap.cause})
 
 
 def _arrows(tl: Timeline) -> Iterator[dict[str, Any]]:
@@ -75,3 +69,61 @@ def _counters(tl: Timeline) -> Iterator[dict[str, Any]]:
 
 def _microseconds(tl: Timeline, time: Time) -> float:
     return round(float(time) * (1e6 if tl.unit == "s" else 1e3), 3)
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one rank sent to another.
+
+    Attributes:
+        maker: the span that made it; it is sent when that ends.
+        arrival: when it is there, as far as the timeline knows how long messages take.
+        taker: the span that needs it.
+    """
+
+    product: Product
+    maker: Span
+    arrival: Time
+    taker: Span
+
+
+@dataclass(frozen=True)
+class Held:
+    """The activations of one microbatch in one stage, from the start of its forward until the end of its backward."""
+
+    rank: int
+    stage: int
+    microbatch: int
+    start: Time
+    end: Time
+
+
+def messages(tl: Timeline) -> Iterator[Message]:
+    """Yield every message between two ranks that the timeline shows made and taken, in the order of taking ends."""
+    makers: dict[Product, Span] = {}
+    for span in sorted(tl.spans, key=lambda each: (each.end, each.start)):
+        for part in span.action.parts:
+            for product in part.needs(tl.n_stages):
+                maker = makers.get(product)
+                if maker is None or maker.rank == span.rank or maker.end > span.start:
+                    continue
+                boundary = product.stage - (product.what == "gradient")
+                takes = tl.transfers[boundary] if tl.transfers else 0
+                yield Message(product, maker, min(maker.end + takes, span.start), span)
+        for part in span.action.parts:
+            makers.update(dict.fromkeys(part.provides, span))
+
+
+def held_activations(tl: Timeline) -> Iterator[Held]:
+    """Yield every interval in which a rank holds activations; until the makespan if their backward is not there."""
+    for rank, row in enumerate(tl.by_rank):
+        begun: dict[tuple[int, int], Time] = {}
+        for span in row:
+            for part in span.action.parts:
+                place = (part.stage, part.microbatch)
+                if part.kind == "F":
+                    begun.setdefault(place, span.start)
+                elif part.kind in "BW" and place in begun:
+                    yield Held(rank, *place, begun.pop(place), span.end)
+        for place, start in begun.items():
+            yield Held(rank, *place, start, tl.makespan)

@@ -2,133 +2,93 @@
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Circle, FancyArrowPatch
 
-from course_pp.arguments import checked, fits, refuse_unless
+from course_pp.arguments import checked
 from course_pp.cycles import find_cycle
 from course_pp.show import chart
 from course_pp.show.chart import ChartFigure
-from course_pp.show.wording import listed
+from course_pp.show.wording import listed, listed_ranks
 
 _NODE_RADIUS = 0.3
 _SPELLED_CYCLE = 3  # longer cycles are named as a whole
 _CLEARANCE = 22  # points between the centre of a rank and the tip of an arrow
 
 
-class Wait(Protocol):
-    """What one rank is doing: waiting in ``operation`` for ``peers``, or for nobody if there are none.
-
-    The peers of a collective are the ranks that have not entered it: two ranks that stand in the same
-    barrier wait for a third, not for each other.
-    """
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def operation(self) -> str: ...
-    @property
-    def peers(self) -> Collection[int]: ...
-
-
 @checked
-def waits(waits: Iterable[Wait]) -> ChartFigure:
+def waits(waits: Iterable[Any]) -> ChartFigure:
     """Draw an arrow from each waiting rank to each rank it waits for, and highlight a cycle.
 
     Args:
-        waits: one for each rank. A peer that nobody reports on is drawn too, as ``no report``.
+        waits: one for each rank, with its ``rank``, the ``operation`` it is in, and the ``peers`` it waits for, if any.
+            The peers of a collective are the ranks that have not entered it: two ranks that stand in the same barrier
+            wait for a third, not for each other. A peer that nobody reports on is drawn too, as ``no report``.
 
     Raises:
         ValueError: when there are no waits, or two for one rank.
     """
-    by_rank = _by_rank(waits)
-    cycle = _ring(by_rank)
+    given = list(waits)
+    by_rank = {wait.rank: wait for wait in sorted(given, key=lambda wait: wait.rank)}
+    if len(by_rank) < max(1, len(given)):
+        raise ValueError(f"waits has {len(given)}, for {len(by_rank)} ranks: give one for each rank")
+    cycle = find_cycle({rank: sorted(wait.peers) for rank, wait in by_rank.items()})
+    first = cycle.index(min(cycle)) if cycle else 0
+    cycle = cycle[first:] + cycle[:first]
+    after = dict(zip(cycle, cycle[1:] + cycle[:1], strict=True))
     ranks = sorted({*by_rank, *(peer for wait in by_rank.values() for peer in wait.peers)})
     places = _places(ranks)
     figure, axes = _canvas(places)
     for wait in by_rank.values():
         for peer in sorted(wait.peers):
-            in_cycle = _next_in(cycle, wait.rank) == peer
-            _draw_arrow(axes, places[wait.rank], places[peer], wait.operation, in_cycle)
+            _draw_arrow(axes, places[wait.rank], places[peer], wait.operation, after.get(wait.rank) == peer)
     for rank in ranks:
         _draw_rank(axes, rank, places[rank], _state(by_rank.get(rank)), rank in cycle)
-    finding = _finding(by_rank, cycle, ranks)
+    finding = _finding(by_rank, cycle, after, ranks)
     figure.text(0.5, 1 - 0.3 / figure.get_figheight(), finding, ha="center", va="center", fontsize=11.5)
-    figure.alt_text = _alt_text(by_rank, finding)
-    return figure
-
-
-def _ring(by_rank: dict[int, Wait]) -> tuple[int, ...]:
-    """Return the ranks of one cycle of waits, lowest first, each waiting for the next; empty if there is none."""
-    cycle = find_cycle({rank: sorted(by_rank[rank].peers) for rank in sorted(by_rank)})
-    first = cycle.index(min(cycle)) if cycle else 0
-    return cycle[first:] + cycle[:first]
-
-
-def _by_rank(waits: Iterable[Wait]) -> dict[int, Wait]:
-    by_rank: dict[int, Wait] = {}
-    for wait in waits:
-        refuse_unless(fits(wait, Wait), "waits", "waits", wait, "give objects with rank, operation and peers")
-        if wait.rank in by_rank:
-            raise ValueError(f"two waits for rank {wait.rank}: give one for each rank")
-        by_rank[wait.rank] = wait
-    if not by_rank:
-        raise ValueError("no waits to draw: give one for each rank")
-    return dict(sorted(by_rank.items()))
-
-
-def _next_in(cycle: Sequence[int], rank: int) -> int | None:
-    return cycle[(cycle.index(rank) + 1) % len(cycle)] if rank in cycle else None
-
-
-def _state(wait: Wait | None) -> str:
-    if wait is None:
-        return "no report"
-    return "" if wait.peers else wait.operation or "working"
-
-
-def _finding(by_rank: dict[int, Wait], cycle: Sequence[int], ranks: Sequence[int]) -> str:
-    waiting = [wait for wait in by_rank.values() if wait.peers]
-    if not waiting:
-        return "No rank waits for another"
-    if cycle:
-        if len(cycle) == 1:
-            return f"rank {cycle[0]} waits for itself: it can never move"
-        who = "none" if len(_stuck_behind(cycle, by_rank)) == len(ranks) else "none of them"
-        if len(cycle) > _SPELLED_CYCLE:
-            return f"{_spelled_ranks(cycle)} wait for each other in a cycle: {who} can move"
-        steps = [f"rank {a} {'waits ' * (i == 0)}for rank {_next_in(cycle, a)}" for i, a in enumerate(cycle)]
-        return f"{listed(steps)}: {who} can move"
-    steps = [f"rank {w.rank} waits for {_spelled_ranks(w.peers)}" for w in waiting]
-    return f"{'; '.join(steps[:3])}{'; …' if len(steps) > 3 else ''}: no cycle"
-
-
-def _stuck_behind(cycle: Sequence[int], by_rank: dict[int, Wait]) -> set[int]:
-    """Return the ranks of the cycle and everyone who waits for one of them, directly or not."""
-    stuck = set(cycle)
-    while more := {w.rank for w in by_rank.values() if stuck.intersection(w.peers)} - stuck:
-        stuck |= more
-    return stuck
-
-
-def _spelled_ranks(ranks: Collection[int]) -> str:
-    """Return ``rank 3``, ``ranks 0, 1 and 3``, or ``ranks 0, 1, … and 15`` when they are many."""
-    names = [str(rank) for rank in sorted(ranks)]
-    if len(names) > 8:
-        names = [*names[:2], "…", names[-1]]
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed(names)}"
-
-
-def _alt_text(by_rank: dict[int, Wait], finding: str) -> str:
     each = [
         f"rank {w.rank} waits in {w.operation} for {_spelled_ranks(w.peers)}"
         if w.peers
         else f"rank {w.rank} waits for nobody ({_state(w)})"
         for w in by_rank.values()
     ]
-    return f"Who waits for whom. {finding}. {'; '.join(each)}."
+    figure.alt_text = f"Who waits for whom. {finding}. {'; '.join(each)}."
+    return figure
+
+
+def _state(wait: Any) -> str:
+    if wait is None:
+        return "no report"
+    return "" if wait.peers else wait.operation or "working"
+
+
+def _finding(by_rank: dict[int, Any], cycle: Sequence[int], after: dict[int, int], ranks: Sequence[int]) -> str:
+    waiting = [wait for wait in by_rank.values() if wait.peers]
+    if not waiting:
+        return "No rank waits for another"
+    if not cycle:
+        steps = [f"rank {w.rank} waits for {_spelled_ranks(w.peers)}" for w in waiting]
+        return f"{'; '.join(steps[:3])}{'; …' if len(steps) > 3 else ''}: no cycle"
+    if len(cycle) == 1:
+        return f"rank {cycle[0]} waits for itself: it can never move"
+    stuck = set(cycle)
+    while more := {w.rank for w in waiting if stuck.intersection(w.peers)} - stuck:
+        stuck |= more
+    who = "none" if len(stuck) == len(ranks) else "none of them"
+    if len(cycle) > _SPELLED_CYCLE:
+        return f"{_spelled_ranks(cycle)} wait for each other in a cycle: {who} can move"
+    steps = [f"rank {a} {'waits ' * (i == 0)}for rank {after[a]}" for i, a in enumerate(cycle)]
+    return f"{listed(steps)}: {who} can move"
+
+
+def _spelled_ranks(ranks: Collection[int]) -> str:
+    """Return ``ranks 0, 1 and 3``, or ``ranks 0, 1, … and 15`` when they are many."""
+    if len(ranks) <= 8:
+        return listed_ranks(ranks)
+    first, second, *_, last = sorted(ranks)
+    return f"ranks {first}, {second}, … and {last}"
 
 
 def _places(ranks: Sequence[int]) -> dict[int, tuple[float, float]]:
@@ -142,12 +102,10 @@ def _places(ranks: Sequence[int]) -> dict[int, tuple[float, float]]:
 
 def _canvas(places: dict[int, tuple[float, float]]) -> tuple[ChartFigure, Axes]:
     xs, ys = zip(*places.values(), strict=True)
-    margin_x, margin_y = 1.4, 0.75
+    margin_x, margin_y, title_height = 1.4, 0.75, 0.5
     width, height = max(xs) - min(xs) + 2 * margin_x, max(ys) - min(ys) + 2 * margin_y
-    title_height = 0.5
-    size = max(7.5, width)
-    figure = ChartFigure(size, height + title_height)
-    side = (size - width) / 2
+    figure = ChartFigure(max(7.5, width), height + title_height)
+    side = (figure.get_figwidth() - width) / 2
     axes = figure.axes_with_margins(left=side, right=side, bottom=0, top=title_height)
     axes.set_xlim(min(xs) - margin_x, max(xs) + margin_x)
     axes.set_ylim(min(ys) - margin_y, max(ys) + margin_y)

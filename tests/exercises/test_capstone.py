@@ -15,7 +15,7 @@ from course_pp.exercises.capstone_plans import bottleneck, grade_bottleneck, gra
 from course_pp.exercises.exercise import Mistake
 from course_pp.plan import Layout, cluster_of, model_named, plan, predict
 from course_pp.schedule import Costs, build, check, simulate
-from course_pp.show.ratios import crossing
+from course_pp.show.curves import crossing
 
 
 class Direct:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from course_pp.show import chart
 from course_pp.show.chart import ChartFigure
-from course_pp.show.rows import Labels
+from course_pp.show.timelines import Labels
 
 Edges: TypeAlias = NDArray[np.float64]
 

@@ -1,7 +1,7 @@
 """Reading what a figure says."""
 
 from course_pp.show.chart import ChartFigure
-from course_pp.show.rows import Labels
+from course_pp.show.timelines import Labels
 
 
 def texts(figure: ChartFigure) -> list[str]:

@@ -8,7 +8,7 @@ from matplotlib.patches import PathPatch
 from course_pp import show
 from course_pp.schedule import Span, Timeline, build, simulate
 from course_pp.show import chart
-from course_pp.show.rows import Labels
+from course_pp.show.timelines import Labels
 from tests.schedule.layouts import gpipe, naive
 from tests.show.layout import flaws
 from tests.show.reading import texts, title

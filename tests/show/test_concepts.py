@@ -21,10 +21,10 @@ from course_pp.parallel import (
 )
 from course_pp.schedule import Action, Schedule, build, simulate
 from course_pp.show.course import NOTEBOOKS
-from course_pp.show.mesh_grid import dimensions_of
-from course_pp.show.ring_steps import ring_steps
-from course_pp.show.sharded_steps import gathers_of, most_held, sharded_step
-from course_pp.show.travelling import frame_at
+from course_pp.show.meshes import dimensions_of
+from course_pp.show.messages import ring_steps
+from course_pp.show.sharding import gathers_of, most_held, sharded_step
+from course_pp.show.through_ranks import frame_at
 from tests.schedule.layouts import naive
 from tests.show.layout import flaws
 from tests.show.reading import texts, title
@@ -100,7 +100,7 @@ def test_what_a_cut_carries_is_told_and_added_up() -> None:
         "the cut before model.blocks.12 carries 12 KiB, made by model.blocks.11 and "
         "model.blocks.2 (for model.blocks.3 and model.blocks.22)" in figure.alt_text
     )
-    with pytest.raises(ValueError, match="cut has 25 calls: from 1 to 24 are drawn"):
+    with pytest.raises(ValueError, match="calls of cut is 25: give one from 1 to 24"):
         show.carried(SimpleNamespace(calls=("a",) * 25, begins=(), values=()))
 
 
@@ -138,7 +138,7 @@ def test_a_message_tells_its_bytes_and_who_learns_nothing() -> None:
     "wrong", [{"n_ranks": 1}, {"receiver": 2}, {"sender": 1}, {"values": [[1.0]]}, {"values": []}, {"n_ranks": 9}]
 )
 def test_a_message_that_cannot_be_drawn_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"give|needs"):
+    with pytest.raises(ValueError, match="give"):
         show.message(**wrong)
 
 
@@ -174,7 +174,7 @@ def test_a_cut_tells_the_bytes_that_cross_and_those_that_stay() -> None:
 
 @pytest.mark.parametrize("layers", [[(0, 6)], [(0, 6), (7, 12)], []])
 def test_stages_that_leave_out_a_layer_are_refused(layers: list[tuple[int, int]]) -> None:
-    with pytest.raises(ValueError, match=r"cover each layer|stages"):
+    with pytest.raises(ValueError, match="give"):
         show.cut(CONFIG, layers, tokens=256)
 
 
@@ -197,9 +197,9 @@ def test_only_column_then_row_needs_one_exchange(plan: tuple[Any, Any], exchange
 
 
 def test_sizes_that_the_ranks_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="hidden=256 does not divide among 3"):
+    with pytest.raises(ValueError, match=r"hidden is 256 .*: give a multiple of the ranks, 3"):
         show.tensor_cut(3)
-    with pytest.raises(ValueError, match="dim=6 does not divide"):
+    with pytest.raises(ValueError, match=r"dim is 6 .*: give a multiple"):
         show.tensor_cut(4, ("row", "row"), dim=6)
 
 
@@ -231,7 +231,7 @@ def test_a_mesh_numbers_ranks_as_torch_does() -> None:
 
 @pytest.mark.parametrize("wrong", [{"pp": 0}, {"pp": 3, "tp": 4}, {"pp": 256}])
 def test_a_mesh_that_fills_no_nodes_is_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=r"give|fill|drawn"):
+    with pytest.raises(ValueError, match=r"give|fill"):
         show.mesh(wrong)
 
 
@@ -279,7 +279,7 @@ def test_fsdp_steps_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("reshard", "schedule", "message"),
-    [(True, build("zb_v", 2, 4), "several stages"), (2, build("1f1b", 2, 4), "only without one")],
+    [(True, build("zb_v", 2, 4), "several stages"), (2, build("1f1b", 2, 4), "only without a pipeline")],
 )
 def test_fsdp_in_a_pipeline_needs_one_stage_a_rank_and_true_or_false(
     reshard: bool | int, schedule: Schedule, message: str
@@ -358,4 +358,4 @@ def test_the_map_agrees_with_the_notebooks_about_what_there_is_and_what_comes_be
         first = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
         _, _, named = re.sub(r"\s+", " ", first).partition("before this:")
         before[path.name[:2]] = tuple(re.findall(r"\[(\d\d) ·", named))
-    assert {each.number: each.after for each in NOTEBOOKS if each.is_written} == before
+    assert {each.number: each.after for each in NOTEBOOKS} == before

@@ -1,70 +1,19 @@
+"""Curves and points: their numbers, their findings, and what they refuse."""
+
 from collections.abc import Callable
-from itertools import pairwise
+from dataclasses import replace
 
 import pytest
 
 from course_pp import show
-from course_pp.schedule import Costs, names, theory
+from course_pp.schedule import Costs, build, simulate, theory
 from course_pp.show.chart import ChartFigure
+from course_pp.show.curves import crossing
 from tests.show.reading import texts, title
 
 
-def curves(figure: ChartFigure) -> tuple[list[dict[float, float]], list[dict[float, float]]]:
-    """The lines and the points, in the order of the schedules."""
-    drawn = [line for line in figure.axes[0].lines if line.get_transform() == figure.axes[0].transData]
-    values = [
-        {m: value for m, value in zip(line.get_xdata(), line.get_ydata(), strict=True) if value == value}
-        for line in drawn
-    ]
-    return values[::2], values[1::2]
-
-
-def test_the_points_lie_on_the_closed_forms() -> None:
-    lines, points = curves(show.bubble_curve(names(), microbatches=(8, 16)))
-    assert len(lines) == len(points) == len(names())
-    for line, simulated in zip(lines, points, strict=True):
-        assert set(simulated) == {8, 16}
-        for m in set(line) & set(simulated):
-            assert line[m] == pytest.approx(simulated[m], abs=1e-12)
-    assert [bool(line) for line in lines] == [name in theory._FORMS for name in names()]
-
-
-def test_chunks_share_the_costs_of_a_rank_so_that_latency_weighs_more_on_them() -> None:
-    _, (points,) = curves(show.bubble_curve(["interleaved_1f1b"], microbatches=(8,), costs=Costs(latency=0.25)))
-    halves = Costs(0.5, 0.5, 0.5, latency=0.25)
-    assert points[8] == pytest.approx(theory.predict("interleaved_1f1b", 4, 8, halves).bubble_fraction)
-
-
-def test_the_title_names_the_best_and_the_worst_at_the_largest_number() -> None:
-    figure = show.bubble_curve(["gpipe", "zb_h2"], microbatches=(8, 64), within_span=True)
-    assert title(figure) == "4 ranks, 64 microbatches: bubble from 0 % (zb_h2) to 4.48 % (gpipe)"
-    assert "bubble, of the longest span" in figure.axes[0].get_ylabel()
-    assert title(show.bubble_curve(["gpipe"])) == "4 ranks, 64 microbatches: gpipe has a bubble of 4.48 %"
-
-
-def test_what_a_schedule_does_not_allow_has_no_point() -> None:
-    _, (points,) = curves(show.bubble_curve(["dualpipe_v"], n_ranks=4, microbatches=(2, 16)))
-    assert set(points) == {16}
-
-
-def test_a_line_is_interrupted_where_no_closed_form_holds() -> None:
-    axes = show.bubble_curve(["zb_h2"], microbatches=(1, 16)).axes[0]
-    ys = list(axes.lines[0].get_ydata())
-    assert [y == y for y in ys] == [False] * 6 + [True] * 10
-
-
 def test_one_name_is_one_schedule() -> None:
-    one, several = (show.bubble_curve(given, microbatches=(2, 4)) for given in ("1f1b", ["1f1b"]))
-    assert one.alt_text == several.alt_text
     assert show.pareto(schedules="1f1b").alt_text == show.pareto(schedules=["1f1b"]).alt_text
-
-
-def test_names_that_would_touch_are_moved_apart() -> None:
-    figure = show.bubble_curve(names(), microbatches=(64,))
-    heights = sorted(text.xy[1] for text in figure.axes[0].texts if text.get_text() in names())
-    assert len(heights) == len(names())
-    line = 9 / 72 * (heights[-1] - heights[0])
-    assert min(after - before for before, after in pairwise(heights)) > 0.01 * line
 
 
 def test_the_line_joins_the_schedules_that_no_other_beats() -> None:
@@ -100,22 +49,79 @@ def test_schedules_that_do_not_allow_the_sizes_are_named() -> None:
     assert "Not possible with these sizes: " in figure.alt_text
 
 
+RAN = replace(simulate(build("1f1b", 2, 4)), measured=True)
+
+
+def lines(figure: ChartFigure) -> list[dict[float, float]]:
+    """What is drawn in the axes' own units, the line of linear speed-up first."""
+    drawn = [line for line in figure.axes[0].lines if line.get_transform() == figure.axes[0].transData]
+    return [dict(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in drawn]
+
+
+def test_the_numbers_are_those_of_the_closed_forms() -> None:
+    _, naive, _, gpipe, _, one, _, interleaved, _ = lines(show.speed_up(ranks=(1, 4, 8), n_microbatches=8, n_chunks=4))
+    assert naive == {1: 1, 4: 1, 8: 1}
+    assert gpipe == one == pytest.approx({p: 8 * p / (8 + p - 1) for p in (1, 4, 8)})
+    assert interleaved == pytest.approx({p: 32 * p / (32 + p - 1) for p in (1, 4, 8)})
+
+
+def test_messages_cost_the_same_however_finely_the_model_is_cut() -> None:
+    costs = Costs(8, 8, 8, latency=1)
+    _, points, _ = lines(show.speed_up("interleaved_1f1b", (4,), 8, costs=costs))
+    late = theory.predict("interleaved_1f1b", 4, 8, Costs(1, 1, 1, latency=1), 2)
+    assert points[4] == pytest.approx(8 * 24 / late.makespan)
+
+
+@pytest.mark.slow
+def test_the_title_says_where_near_linear_ends() -> None:
+    figure = show.speed_up(n_microbatches=16, n_chunks=4)
+    assert (
+        title(figure) == "16 microbatches: near linear up to 16 (interleaved_1f1b), 4 (gpipe and 1f1b), 1 (naive) ranks"
+    )
+    assert "gpipe 1 on 1, 1.88 on 2, 3.37 on 4" in figure.alt_text
+    assert title(show.speed_up("1f1b", title="own")) == "own"
+
+
+def test_what_was_measured_is_a_filled_point_and_said_in_words() -> None:
+    figure = show.speed_up(["naive", "1f1b"], (1, 2), 4, measured=[RAN, simulate(build("1f1b", 1, 4))])
+    assert lines(figure)[4] == {2: 1.6}, "and no point for what was simulated"
+    assert "1f1b 1 on 1, 1.6 on 2; measured 1.6 on 2." in figure.alt_text
+
+
+def test_what_a_schedule_does_not_allow_has_no_point() -> None:
+    _, points, _ = lines(show.speed_up("dualpipe_v", (2, 64), 16))
+    assert set(points) == {2}
+
+
 @pytest.mark.parametrize(
     ("draw", "remedy"),
     [
-        (lambda: show.bubble_curve([]), "at least one schedule"),
-        (lambda: show.bubble_curve(microbatches=[]), "one number of microbatches"),
-        (lambda: show.bubble_curve(microbatches=(0, 4)), "at least 1"),
-        (lambda: show.bubble_curve("1f2b"), "use one of naive"),
-        (lambda: show.bubble_curve(["1f2b"]), "use one of naive"),
-        (lambda: show.bubble_curve(["dualpipe_v"], 8, [1]), "dualpipe_v"),
-        (lambda: show.bubble_curve(n_ranks=0), "at least 1"),
-        (lambda: show.bubble_curve(costs=Costs(forward=(1, 1, 1, 2))), "give one number"),
         (lambda: show.pareto(0, 8), "at least 1"),
+        (lambda: show.pareto(schedules=[]), "at least one schedule"),
         (lambda: show.pareto(schedules=["gpipe", "1f2b"]), "use one of naive"),
+        (lambda: show.speed_up(()), "give at least one schedule"),
+        (lambda: show.speed_up(ranks=(0, 2)), "ranks is 0"),
+        (lambda: show.speed_up("dualpipe_v", (64,), 16), "dualpipe_v allows none"),
+        (lambda: show.speed_up(costs=Costs(forward=(1, 2))), "give one number"),
+        (lambda: show.speed_up("zb_h1", measured=[RAN]), "which is not drawn"),
         (lambda: show.pareto(costs=Costs(activation=(1, 1, 1, 2))), "give one number"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(draw: Callable[[], ChartFigure], remedy: str) -> None:
     with pytest.raises(ValueError, match=remedy):
         draw()
+
+
+def test_a_curve_passes_1_between_its_points_on_logarithmic_axes() -> None:
+    assert crossing({4: 0.5, 16: 2.0}) == pytest.approx(8)
+    assert crossing({4: 0.5, 8: 1.0, 16: 3.0}) == pytest.approx(8)
+    assert crossing({4: 1.5, 8: 2.0}) is None
+    assert crossing({4: 0.5, 8: 0.7}) is None
+
+
+def test_the_break_evens_are_the_finding() -> None:
+    figure = show.break_even({"one": {1: 0.5, 4: 2.0}, "two": {4: 0.5, 16: 2.0}})
+    assert "between 2 and 8 tokens" in figure.axes[0].get_title(loc="left")
+    assert "one: 0.5 at 1, 2 at 4; passes 1 near 2" in figure.alt_text
+    figure = show.break_even({"never": {1: 0.5, 4: 0.6}})
+    assert figure.axes[0].get_title(loc="left") == "No curve passes data parallelism here"

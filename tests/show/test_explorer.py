@@ -9,7 +9,7 @@ import pytest
 
 from course_pp import show
 from course_pp.schedule import names, theory
-from course_pp.show.explorer import Settings, figure_of, formula_html, gap_options, numbers_html, ranks_html, report_of
+from course_pp.show.explorer import Settings, figure_of, formula_html, numbers_html, ranks_html, report_of
 from tests.grids import thinned
 
 
@@ -51,7 +51,7 @@ def test_the_chosen_gap_is_framed_and_told() -> None:
     frame = next(patch for patch in figure.axes[0].patches if type(patch).__name__ == "Rectangle")
     assert (frame.get_x(), frame.get_width()) == (4, 6)
     assert figure.alt_text.endswith(f"Framed: {gap.cause}.")
-    assert next(gap_options(report.timeline.idle_gaps)) == ("rank 0, 4.0 to 10.0", 0)
+    assert show.explore().gap.options[0] == ("rank 0, 4.0 to 10.0", 0)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from course_pp import show
 from course_pp.schedule import Action, Costs, Overlap, Schedule, Span, Timeline, build, ledger, names, simulate
 from course_pp.show import chart
 from course_pp.show.chart import ChartFigure
-from course_pp.show.timelines import spelled_peaks
+from course_pp.show.wording import spelled_peaks
 from tests.schedule.layouts import gpipe, naive
 from tests.show.layout import flaws
 from tests.show.reading import labels, rank_names, texts, title
@@ -30,7 +30,6 @@ FIGURES = {
     "timeline": lambda: show.timeline(gpipe(4, 8)),
     "compare": lambda: show.compare(gpipe(4, 8), gpipe(4, 8, latency=1)),
     "memory": lambda: show.memory(gpipe(4, 8)),
-    "bubble curve": lambda: show.bubble_curve(),
     "pareto": lambda: show.pareto(),
     "dependencies": lambda: show.dependencies(gpipe(4, 8), "0B3"),
     "waits": lambda: show.waits([wait(0, "send", 1), wait(1, "send", 0)]),

@@ -4,7 +4,7 @@ import pytest
 
 from course_pp import show
 from course_pp.plan import Layout, cluster_of, model_named, predict
-from course_pp.show.plan_mesh import neighbours_of
+from course_pp.show.meshes import dimensions_of
 from tests.show.layout import flaws
 
 
@@ -56,28 +56,31 @@ def test_a_rank_s_neighbours_are_marked_and_the_rest_is_left_out():
     assert not any(word.startswith("100 ") for word in words)
 
 
-def test_neighbours_are_those_of_the_layout_and_their_links_follow_from_the_nodes():
+def test_neighbours_are_those_of_the_layout():
     layout = Layout(4, 2, 2, 3)
     sizes = {"pp": 4, "dp_replicate": 3, "dp_shard": 2, "tp": 2}
     for rank in range(layout.n_ranks):
-        groups = {group.name: group for group in neighbours_of(sizes, rank, 8, 3e11, 5e10)}
         here = layout.place(rank)
-        for name, group in groups.items():
-            assert len(group.ranks) == sizes[name]
-            for each in group.ranks:
+        for dimension in dimensions_of(sizes, 8, rank):
+            [group] = dimension.groups
+            assert len(group) == sizes[dimension.name]
+            for each in group:
                 there = layout.place(each)
-                assert all(getattr(here, other) == getattr(there, other) for other in sizes if other != name)
-            assert group.crosses == (len({each // 8 for each in group.ranks}) > 1)
-            assert ("50 GB/s" if group.crosses else "300 GB/s") in group.link
-            assert group.after(rank) in group.ranks
-            assert group.after(rank) != rank
-    [*_, pipeline] = neighbours_of(sizes, 47, 8, 3e11, 5e10)
-    assert (pipeline.ranks, pipeline.after(47)) == ((11, 23, 35, 47), 35)
+                same = (getattr(here, other) == getattr(there, other) for other in sizes if other != dimension.name)
+                assert all(same)
+            assert dimension.crosses == (len({each // 8 for each in group}) > 1)
 
 
 def test_more_ranks_than_can_be_read_and_a_rank_too_many_are_refused():
     found = predict(model_named("gpt-1t"), Layout(128, 8), cluster_of("128x8xA100"), 1, 64)
-    with pytest.raises(ValueError, match="at most 64"):
+    with pytest.raises(ValueError, match="give one from 1 to 64"):
         show.plan(found)
-    with pytest.raises(ValueError, match=r"rank=32: give one from 0 to 31"):
+    with pytest.raises(ValueError, match=r"rank is 32 .*: give one from 0 to 31"):
         show.plan(planned(4), rank=32)
+
+
+def test_the_errors_of_published_runs_are_the_finding():
+    figure = show.published({"a": (10.0, 11.0), "b": (20.0, 19.0), "c": (5.0, 5.0)})
+    assert figure.axes[0].get_title(loc="left") == "Median error 5.0%, worst 10.0%"
+    assert [text.get_text() for text in figure.axes[0].texts] == ["+10.0%", "-5.0%", "+0.0%"]
+    assert "b 20 s, predicted 19 s (-5.0%)" in figure.alt_text
