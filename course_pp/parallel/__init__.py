@@ -49,14 +49,19 @@ from course_pp.parallel.mesh import (
     refusals_said_once,
 )
 from course_pp.parallel.pipeline import PipelineSchedule, build_pipeline_schedule
-from course_pp.parallel.plans import llama_plan, transformer_plan
 from course_pp.parallel.post_validation import OptimisticStep
 from course_pp.parallel.recompute_and_compile import apply_ac, apply_compile
 from course_pp.parallel.replaced_forward import compute_dtype, compute_in
 from course_pp.parallel.schedules import get_stage_indices, schedule_names
 from course_pp.parallel.split import auto_split, explain, weights_on_meta
 from course_pp.parallel.stage import build_pipeline_stage
-from course_pp.parallel.tensor import Plan, apply_tensor_parallel
+from course_pp.parallel.tensor import (
+    Plan,
+    VocabParallelCrossEntropy,
+    apply_tensor_parallel,
+    llama_plan,
+    transformer_plan,
+)
 from course_pp.parallel.tied import find_ties
 from course_pp.parallel.traffic import (
     CollectiveCounter,
@@ -69,7 +74,6 @@ from course_pp.parallel.traffic import (
     predict_unsharded_bytes,
     wire_factor,
 )
-from course_pp.parallel.vocab_parallel import VocabParallelCrossEntropy
 
 __all__ = [
     "Blocks",

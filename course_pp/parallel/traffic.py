@@ -54,10 +54,9 @@ from course_pp.parallel._torch import CollectiveWatcher, GatheredWatcher
 from course_pp.parallel.fsdp import ReshardPolicy, policy_of_dtypes, reshard_policy_of_sizes
 from course_pp.parallel.mesh import DistributedConfig
 from course_pp.parallel.parts import note_of
-from course_pp.parallel.plans import check_tensor_parallel
 from course_pp.parallel.schedules import check_microbatches, get_stage_indices, splits_backward
 from course_pp.parallel.stage import check_microbatch
-from course_pp.parallel.styles import check_sequence_divides
+from course_pp.parallel.tensor import check_sequence_divides, check_tensor_parallel
 from course_pp.plan.shapes import (
     Coordinates,
     StagePlan,
