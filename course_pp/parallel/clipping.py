@@ -7,36 +7,43 @@
 
 Clipping each stage by its own norm scales the stages' gradients differently, and so changes their direction.
 Pascanu et al. 2013, "On the difficulty of training recurrent neural networks", arXiv:1211.5063.
+
+This package's stages tell how many there are and which weights they share. Those of a foreign model do not, so their
+ranks first compare what they were given: each stage once, and a tied weight counted on the first stage that holds it.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
-from course_pp.arguments import check_arguments, fits, refuse_unless
-from course_pp.collective import Ranks, on_every_rank
+from course_pp.arguments import check_arguments, refuse_below, shown
+from course_pp.collective import Ranks, difference, on_every_rank
+from course_pp.model import PipelineStageModule, Transformer
 from course_pp.model.stages import Tie
 from course_pp.parallel._torch import multiply, norms_of
-from course_pp.parallel.mesh import get_pp_mesh
-from course_pp.parallel.parts import Part, Parts, agree_on_parts, check_own_parts, parts_of
+from course_pp.parallel.mesh import get_pp_mesh, get_pp_rank, get_pp_size
+from course_pp.parallel.model_stage import ModelStage
+from course_pp.parallel.split.stage import SplitStage
+from course_pp.tied import Look, looks_of, problem_of_forgotten_ties
 from course_pp.wrappers import is_flattened
 
-__all__ = ["clip_grad_norm_"]
+Stage = nn.Module | PipelineStage
+Groups = tuple[dist.ProcessGroup, ...]
 
 # How far, relatively, norms may lie apart that are of equal gradients: reduced in another order, in half precision.
 _SAME = 1e-2
-Groups = tuple[dist.ProcessGroup, ...]
 
 
 def clip_grad_norm_(
-    model_or_stages: Part | Iterable[Part] | Mapping[int, Part],
+    model_or_stages: Stage | Iterable[Stage] | Mapping[int, Stage],
     max_norm: float,
     foreach: bool = True,
     *,
@@ -79,23 +86,32 @@ def clip_grad_norm_(
         RuntimeError: on every rank, if ``error_if_nonfinite`` and the norm is infinite or not a number; gradients are
             left as they are.
     """
-    given = locals()
+    given = {n: value for n, value in locals().items() if n not in ("model_or_stages", "tied")}  # looked at by _held
 
-    def look() -> tuple[float, float, Parts]:
-        _check_classes(given)
-        parts = parts_of(model_or_stages, tied, device_mesh)
-        _refuse_flattened(parts)
-        if parts.are_ours:
-            check_own_parts(parts, device_mesh)
-        return *_checked(float(norm_type), float(max_norm), copies), parts
+    def look() -> _Held:
+        check_arguments(clip_grad_norm_, given)
+        refuse_below(1, "clip_grad_norm_", copies=copies)
+        if not norm_type > 0:
+            raise ValueError(f"norm_type={norm_type} must be above 0: use 2.0, or math.inf for the largest entry")
+        if not max_norm >= 0:
+            raise ValueError(f"max_norm={max_norm} must be 0 or more: use math.inf to measure without clipping")
+        held = _held(model_or_stages, tied, device_mesh)
+        _refuse_flattened(held)
+        if held.are_ours:
+            _check_own_stages(held, device_mesh)
+        return held
 
-    norm_type, max_norm, parts = on_every_rank(device_mesh, look)
-    everyone = None if parts.are_ours else agree_on_parts(parts, device_mesh, copies)
-    shards = _shards(parts)
-    total = _total_norm(shards, norm_type, foreach, _device(parts.modules, device_mesh))
-    total = _over_stages(total, parts, device_mesh, norm_type, copies)
+    held = on_every_rank(device_mesh, look)
+    norm_type, max_norm = float(norm_type), float(max_norm)
+    everyone = None if held.are_ours else _agree(held, device_mesh, copies)
+    uncounted = held.uncounted()
+    parameters = {id(p): p for module in held.modules for p in module.parameters()}
+    shards = [_shard(parameter, counted=known not in uncounted) for known, parameter in parameters.items()]
+    where = torch.device("cpu" if device_mesh is None else device_mesh.device_type)  # of a stage without parameters
+    device = next((p.device for p in parameters.values()), where)
+    total = _over_stages(_total_norm(shards, norm_type, foreach, device), held, device_mesh, norm_type, copies)
     if everyone is not None:
-        _check_equal_gradients(total, parts, everyone)
+        _check_equal_gradients(total, held, everyone)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the {norm_type}-norm of the whole model's gradient is {total.item()}, so gradients cannot be clipped: "
@@ -109,6 +125,9 @@ def clip_grad_norm_(
     return total
 
 
+# The norm.
+
+
 @dataclass(frozen=True)
 class _Shard:
     """This rank's part of one parameter's gradient, and the groups over which the parts are different."""
@@ -116,47 +135,6 @@ class _Shard:
     gradient: Tensor | None
     groups: Groups
     counted: bool
-
-
-def _check_classes(given: Mapping[str, Any]) -> None:
-    """Refuse arguments that no rank could use. The ranks check ``model_or_stages`` and ``tied`` together."""
-    containers = {"model_or_stages": Part | Iterable, "tied": Sequence | None}
-    remedies = {
-        "model_or_stages": "pass a model, or this rank's stages, pipeline.stages",
-        "tied": "pass for each weight its name by stage, [{0: 'embed.weight', 3: 'head.weight'}]",
-    }
-    check_arguments(clip_grad_norm_, {name: value for name, value in given.items() if name not in containers})
-    for name, kind in containers.items():
-        usable = fits(given[name], kind) and not isinstance(given[name], str | bytes)
-        refuse_unless(usable, "clip_grad_norm_", name, given[name], remedies[name])
-
-
-def _refuse_flattened(parts: Parts) -> None:
-    """Nothing in a piece of FSDP1 says which ranks hold the others, and pieces may have norms that look like copies."""
-    for module in parts.modules:
-        name = next((name for name, parameter in module.named_parameters() if is_flattened(parameter)), None)
-        if name is not None:
-            raise ValueError(
-                f"{name!r} of {type(module).__name__} is in pieces of FullyShardedDataParallel (FSDP1): call that "
-                "module's own clip_grad_norm_, or shard with apply_fsdp2"
-            )
-
-
-def _checked(norm_type: float, max_norm: float, copies: int) -> tuple[float, float]:
-    if not norm_type > 0:
-        raise ValueError(f"norm_type={norm_type} must be above 0: use 2.0, or math.inf for the largest entry")
-    if copies < 1:
-        raise ValueError(f"copies={copies} must be at least 1: give the number of ranks that hold each stage")
-    if not max_norm >= 0:
-        raise ValueError(f"max_norm={max_norm} must be 0 or more: use math.inf to measure without clipping")
-    return norm_type, max_norm
-
-
-def _shards(parts: Parts) -> list[_Shard]:
-    """Return this rank's gradients, each parameter once."""
-    uncounted = parts.uncounted()
-    parameters = {id(p): p for module in parts.modules for p in module.parameters()}
-    return [_shard(parameter, counted=known not in uncounted) for known, parameter in parameters.items()]
 
 
 def _shard(parameter: nn.Parameter, counted: bool) -> _Shard:
@@ -215,46 +193,54 @@ def _over_group(norms: Tensor, group: dist.ProcessGroup, norm_type: float) -> Te
     return torch.stack([_combine(column, norm_type) for column in torch.stack(everyone, dim=1).unbind()])
 
 
-def _over_stages(norm: Tensor, parts: Parts, device_mesh: DeviceMesh | None, norm_type: float, copies: int) -> Tensor:
+def _over_stages(norm: Tensor, held: "_Held", device_mesh: DeviceMesh | None, norm_type: float, copies: int) -> Tensor:
     """Return the norm over all stages, and a refusal on every rank if some were left out."""
-    pp_mesh, n_stages = get_pp_mesh(device_mesh), parts.n_stages
-    n_modules = float(len({id(module) for module in parts.modules}))
-    stages_here = torch.tensor(n_modules, dtype=norm.dtype, device=norm.device)
-    everyone = torch.stack([norm, stages_here])[None]
+    pp_mesh = get_pp_mesh(device_mesh)
+    n_modules = float(len({id(module) for module in held.modules}))
+    everyone = torch.stack([norm, torch.tensor(n_modules, dtype=norm.dtype, device=norm.device)])[None]
     if pp_mesh is not None:
         gathered = [torch.empty_like(everyone[0]) for _ in range(pp_mesh.size())]
         dist.all_gather(gathered, everyone[0], group=pp_mesh.get_group())
         everyone = torch.stack(gathered)
     found = int(everyone[:, 1].sum().item())
-    if n_stages is not None and found != n_stages * copies:
+    if held.n_stages is not None and found != held.n_stages * copies:
         raise ValueError(
-            f"clip_grad_norm_ was given {found} of {n_stages * copies} stages, so its norm would not be the whole "
+            f"clip_grad_norm_ was given {found} of {held.n_stages * copies} stages, so its norm would not be the whole "
             "model's: pass the list of all of this rank's stages on every rank"
         )
     # Each copy adds the same power.
     return _combine(everyone[:, 0], norm_type) / copies ** (1 / norm_type)
 
 
-def _check_equal_gradients(total: Tensor, parts: Parts, everyone: Ranks) -> None:
-    """Refuse, on every rank, gradients that should be equal and are not: of a tie's ends, of data-parallel ranks.
+def _combine(norms: Tensor, norm_type: float) -> Tensor:
+    """Return the norm of a vector whose disjoint parts have these norms (n,)."""
+    if norms.numel() == 0:
+        return norms.new_zeros(())
+    return torch.linalg.vector_norm(norms, norm_type)
 
-    Nothing in a foreign model shows either case, and clipping by different factors would drive equal weights apart.
+
+def _check_equal_gradients(total: Tensor, held: "_Held", everyone: Ranks) -> None:
+    """Refuse, on every rank, if copies of one weight have different gradients.
+
+    Two things make them equal, and nothing in a foreign model shows whether both were done: averaging over the
+    data-parallel ranks, without which ranks find different totals; and summing over the stages that share a weight,
+    without which its ends have different norms. Clipped as they are, the copies would drift apart without a word.
     """
     norms = {
         (number, stage): _total_norm([_shard(end, counted=True)], 2.0, True, end.device).item()
-        for number, tie in enumerate(parts.ties)
-        for stage, end in parts.ends(tie)
+        for number, tie in enumerate(held.ties)
+        for stage, end in held.ends(tie)
     }
-    found = everyone.gather((total.item(), norms))
-    totals = [one for one, _ in found]
+    told = everyone.gather((total.item(), norms))
+    totals = [one for one, _ in told]
     if not _all_close(totals):
         low, high = totals.index(min(totals)), totals.index(max(totals))
         raise ValueError(
             f"rank {low} finds a gradient of norm {totals[low]:.6g}, rank {high} one of {totals[high]:.6g}: average "
             "gradients over the data-parallel ranks before clipping (FSDP2 or DDP), and pass every rank's own stages"
         )
-    for number, tie in enumerate(parts.ties):
-        ends = {stage: norm for _, ends in found for (known, stage), norm in ends.items() if known == number}
+    for number, tie in enumerate(held.ties):
+        ends = {stage: norm for _, ends in told for (known, stage), norm in ends.items() if known == number}
         if not _all_close(list(ends.values())):
             spelled = ", ".join(f"{norm:.6g} on stage {stage}" for stage, norm in sorted(ends.items()))
             raise ValueError(
@@ -269,13 +255,242 @@ def _all_close(norms: Sequence[float]) -> bool:
     return not finite or (len(finite) == len(norms) and max(norms) - min(norms) <= _SAME * max(norms))
 
 
-def _combine(norms: Tensor, norm_type: float) -> Tensor:
-    """Return the norm of a vector whose disjoint parts have these norms (n,)."""
-    if norms.numel() == 0:
-        return norms.new_zeros(())
-    return torch.linalg.vector_norm(norms, norm_type)
+# Which stages each rank passed, and which of their parameters are one weight in several places.
 
 
-def _device(modules: Iterable[nn.Module], device_mesh: DeviceMesh | None) -> torch.device:
-    where = torch.device("cpu" if device_mesh is None else device_mesh.device_type)  # of a stage without parameters
-    return next((p.device for module in modules for p in module.parameters()), where)
+@dataclass(frozen=True)
+class _Held:
+    """What this rank passed.
+
+    Attributes:
+        modules: one a stage.
+        stages: the index of each module's stage; None where it cannot be told.
+        n_stages: stages of the whole pipeline; None where no module can tell.
+        ties: for each tied weight the parameter's name by stage.
+        ties_are_known: whether the caller or a stage has said which weights are tied.
+    """
+
+    modules: tuple[nn.Module, ...]
+    stages: tuple[int | None, ...]
+    n_stages: int | None
+    ties: tuple[Tie, ...]
+    ties_are_known: bool
+
+    @property
+    def are_ours(self) -> bool:
+        """Whether all modules are this package's: they know their number and ties, so ranks need not compare first."""
+        return not self.ties and all(isinstance(module, Transformer) for module in self.modules)
+
+    def ends(self, tie: Tie) -> list[tuple[int, nn.Parameter]]:
+        """Return this rank's places of a tied weight: stage and parameter."""
+        return [
+            (stage, module.get_parameter(tie[stage]))
+            for stage, module in zip(self.stages, self.modules, strict=True)
+            if stage is not None and stage in tie
+        ]
+
+    def uncounted(self) -> set[int]:
+        """Return the ids of the parameters that repeat a weight another stage counts."""
+        heads = [m for m in self.modules if isinstance(m, Transformer) and m.head is not None]
+        ends = [(stage == min(tie), parameter) for tie in self.ties for stage, parameter in self.ends(tie)]
+        repeats = [m.tied_weight for m in heads] + [p for first, p in ends if not first]
+        return {id(p) for p in repeats if p is not None} - {id(p) for first, p in ends if first}
+
+
+def _held(
+    model_or_stages: Stage | Iterable[Stage] | Mapping[int, Stage],
+    tied: Sequence[Tie] | None,
+    device_mesh: DeviceMesh | None,
+) -> _Held:
+    """Read the arguments of :func:`clip_grad_norm_`; a TypeError for what it does not take."""
+    numbers: list[int | None]
+    if isinstance(model_or_stages, Mapping):
+        numbers, given = list(model_or_stages), list(model_or_stages.values())
+    else:
+        alone = isinstance(model_or_stages, Stage) or not isinstance(model_or_stages, Iterable)
+        given = [model_or_stages] if alone else list(model_or_stages)  # type: ignore[arg-type]
+        numbers = [None] * len(given)
+    modules = [part.submod if isinstance(part, PipelineStage) else part for part in given]
+    strangers = [type(module).__name__ for module in modules if not isinstance(module, nn.Module)]
+    if strangers or not modules:
+        raise TypeError(
+            f"model_or_stages holds {strangers or 'nothing'}: pass a model, a stage, or the list of this rank's stages"
+        )
+    if tied is None and not all(isinstance(module, Transformer) for module in modules):
+        tied = next((part.ties for part in (*given, *modules) if isinstance(part, ModelStage | SplitStage)), None)
+    if not isinstance(tied, list | tuple | None) or any(not isinstance(t, Mapping) or len(t) < 2 for t in tied or ()):
+        raise TypeError(
+            f"tied={shown(tied)} must list for each tied weight its name by stage, at least two of them, such as "
+            '[{0: "embed.weight", 3: "head.weight"}]'
+        )
+    known = [_index_and_number(part) for part in given]
+    stages = [index if number is None else number for number, (index, _) in zip(numbers, known, strict=True)]
+    if stages == [None]:  # one stage a rank is stage r on rank r
+        stages = [get_pp_rank(device_mesh)]
+    n_stages = next((n for _, n in known if n is not None), None)
+    is_whole = len(modules) == 1 and get_pp_size(device_mesh) == 1
+    return _Held(tuple(modules), tuple(stages), n_stages, tuple(tied or ()), tied is not None or is_whole)
+
+
+def _index_and_number(part: Stage) -> tuple[int | None, int | None]:
+    """Return which stage of how many something is, where it knows."""
+    if isinstance(part, PipelineStage):
+        return int(part.stage_index), int(part.num_stages)
+    return (part.stage_id, part.num_stages) if isinstance(part, PipelineStageModule | SplitStage) else (None, None)
+
+
+def _refuse_flattened(held: _Held) -> None:
+    """Nothing in a piece of FSDP1 says which ranks hold the others, and pieces may have norms that look like copies."""
+    for module in held.modules:
+        name = next((name for name, parameter in module.named_parameters() if is_flattened(parameter)), None)
+        if name is not None:
+            raise ValueError(
+                f"{name!r} of {type(module).__name__} is in pieces of FullyShardedDataParallel (FSDP1): call that "
+                "module's own clip_grad_norm_, or shard with apply_fsdp2"
+            )
+
+
+def _check_own_stages(held: _Held, device_mesh: DeviceMesh | None) -> None:
+    """Refuse what this package's stages can tell alone: part of a model without a mesh, a whole one on a pipeline."""
+    modules, n_stages = held.modules, held.n_stages
+    is_part = any(isinstance(m, Transformer) and (m.embed is None or m.head is None) for m in modules)
+    complete = n_stages is not None and len({id(module) for module in modules}) == n_stages
+    if device_mesh is None and is_part and not complete:
+        here = f"{len(modules)} of {n_stages} stages" if n_stages else "part of the model"
+        raise ValueError(
+            f"this rank holds {here} but device_mesh is None, so its norm would not be the whole model's: "
+            "pass device_mesh=, the mesh of init_distributed"
+        )
+    if get_pp_size(device_mesh) > 1 and not is_part:
+        raise ValueError(
+            f"this rank holds the whole model, but the mesh has pp={get_pp_size(device_mesh)} ranks of stages, whose "
+            "norms would be added up: pass this rank's stages, or build the mesh with pp=1"
+        )
+
+
+@dataclass(frozen=True)
+class _Note:
+    """What a rank tells the others: the ranks of one ``column`` of the mesh make up one pipeline.
+
+    ``embeddings`` are their shapes, where nobody has said what is tied.
+    """
+
+    column: tuple[int, ...]
+    stages: tuple[int | None, ...]
+    n_stages: int | None
+    ties: tuple[dict[int, str], ...] = ()
+    problem: str | None = None
+    embeddings: tuple[tuple[int, ...], ...] = ()
+
+
+def note_of(column: Iterable[int], stages: Iterable[int], n_stages: int | None) -> object:
+    """Return what a rank tells the others of stages that share no weight; its size is the same whichever it holds."""
+    return _Note(tuple(column), tuple(stages), n_stages)
+
+
+def _agree(held: _Held, device_mesh: DeviceMesh | None, copies: int) -> Ranks:
+    """Check that the stages of a foreign model make up one model; return the ranks that compared.
+
+    Raises:
+        ValueError: on every rank, if it cannot be known that these ranks hold the whole model; if a stage is missing or
+            there twice; for ties that differ, or name a stage or parameter that does not exist; or for weights that
+            look tied, if nobody has said whether they are.
+    """
+    everyone = _ranks_of(held, device_mesh)
+    if device_mesh is None:
+        column: tuple[int, ...] = (Ranks().rank,)  # each rank has the whole model
+    else:
+        place = zip(device_mesh.mesh_dim_names or (), device_mesh.get_coordinate() or (), strict=False)
+        column = tuple(coordinate for name, coordinate in place if name != "pp")
+    embeddings = (part for module in held.modules for part in module.modules() if isinstance(part, nn.Embedding))
+    mine = _Note(
+        column,
+        held.stages,
+        held.n_stages,
+        tuple(dict(tie) for tie in held.ties),
+        _problem_here(held),
+        () if held.ties_are_known else tuple(tuple(part.weight.shape) for part in embeddings),
+    )
+    notes = everyone.gather(mine)
+    problem = next((f"rank {rank}: {note.problem}" for rank, note in enumerate(notes) if note.problem), None)
+    problem = problem or difference([{"tied": list(note.ties)} for note in notes])
+    for column in {note.column for note in notes}:
+        problem = problem or _problem_of_column(notes, column, copies)
+    problem = problem or _problem_of_forgotten_ties(held, notes, device_mesh, everyone)
+    if problem is not None:
+        raise ValueError(problem)
+    return everyone
+
+
+def _ranks_of(held: _Held, device_mesh: DeviceMesh | None) -> Ranks:
+    """Return the ranks that hold the model between them."""
+    n_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if device_mesh is not None and device_mesh.size() == n_ranks:
+        return Ranks()
+    if device_mesh is not None:
+        pp_mesh = get_pp_mesh(device_mesh)
+        return Ranks(alone=True) if pp_mesh is None else Ranks(pp_mesh.get_group())
+    meshes = {p.device_mesh.size() for module in held.modules for p in module.parameters() if isinstance(p, DTensor)}
+    if n_ranks == 1 or n_ranks in meshes:
+        return Ranks()
+    names = ", ".join(type(module).__name__ for module in held.modules)
+    raise ValueError(
+        f"device_mesh is None in a process group of {n_ranks} ranks, and {names} does not say whether it is the whole "
+        "model or a part of it: pass device_mesh=, the mesh of init_distributed, whose pp dimension tells"
+    )
+
+
+def _problem_here(held: _Held) -> str | None:
+    """Return what is wrong with the numbers and ties of this rank's stages."""
+    for stage in held.stages:
+        if stage is not None and (type(stage) is not int or stage < 0):
+            return f"stage {stage!r} must be a whole number of at least 0: pass {{stage: module}}"
+    if held.ties and None in held.stages:
+        return f"tied={list(held.ties)}, but it is unknown which stages the modules are: pass {{stage: module, …}}"
+    for tie in held.ties:
+        for stage, module in zip(held.stages, held.modules, strict=True):
+            names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+            if stage is not None and stage in tie and tie[stage] not in names:
+                return f"tied={dict(tie)}, but stage {stage} has no parameter {tie[stage]!r}: it has {', '.join(names)}"
+    return None
+
+
+def _problem_of_column(notes: Sequence[_Note], column: tuple[int, ...], copies: int) -> str | None:
+    """Return what keeps the stages of one pipeline from being the whole model."""
+    ranks = [note for note in notes if note.column == column]
+    stages = [stage for note in ranks for stage in note.stages]
+    known = [stage for stage in stages if stage is not None]
+    n_stages = next((note.n_stages for note in ranks if note.n_stages is not None), len(stages) // copies)
+    twice = [stage for stage, times in Counter(known).items() if times > copies]
+    if twice:
+        return f"stage {twice[0]} was passed twice: pass each rank's own stages, as {{stage: module, …}}"
+    if len(stages) != n_stages * copies or any(not 0 <= stage < n_stages for stage in known):
+        return (
+            f"clip_grad_norm_ was given stages {sorted(known)} of {n_stages}, so its norm would not be the whole "
+            "model's: pass the list of all of this rank's stages on every rank"
+        )
+    lost = [stage for tie in notes[0].ties for stage in tie if stage not in known]
+    return f"tied names stage {lost[0]!r}, but the stages are 0 to {n_stages - 1}" if lost else None
+
+
+def _problem_of_forgotten_ties(
+    held: _Held, notes: Sequence[_Note], device_mesh: DeviceMesh | None, everyone: Ranks
+) -> str | None:
+    """Return which weight would count twice, as nobody has said that it is tied; None if there is none.
+
+    Values are compared only where a weight has the shape of an embedding: this happens in every step. Two embeddings
+    of one shape are judged by the layers around them, so all are looked at.
+    """
+    found = Counter(shape for note in notes if note.column == notes[0].column for shape in note.embeddings)
+    if not found:
+        return None
+    shapes = None if max(found.values()) > 1 else found.keys()
+    pp_rank, pp_size = get_pp_rank(device_mesh), get_pp_size(device_mesh)
+    # Modules whose stage nobody has said are numbered as if stages went round the ranks.
+    numbers = [pp_rank + i * pp_size if stage is None else stage for i, stage in enumerate(held.stages)]
+    mine = everyone.collectively(lambda: looks_of(dict(zip(numbers, held.modules, strict=True)), shapes))
+    looks: dict[int, dict[str, Look]] = {}
+    for note, theirs in zip(notes, everyone.gather(mine), strict=True):
+        if note.column == notes[0].column:
+            looks |= theirs
+    return problem_of_forgotten_ties(looks)

@@ -51,9 +51,9 @@ from course_pp.arguments import checked, refuse_unless
 from course_pp.collective import MEETING_BYTES
 from course_pp.model import ModelConfig
 from course_pp.parallel._torch import CollectiveWatcher, GatheredWatcher
+from course_pp.parallel.clipping import note_of
 from course_pp.parallel.fsdp import ReshardPolicy, policy_of_dtypes, reshard_policy_of_sizes
 from course_pp.parallel.mesh import DistributedConfig
-from course_pp.parallel.parts import note_of
 from course_pp.parallel.schedules import check_microbatches, get_stage_indices, splits_backward
 from course_pp.parallel.stage import check_microbatch
 from course_pp.parallel.tensor import check_sequence_divides, check_tensor_parallel

@@ -236,7 +236,7 @@ def test_a_pipeline_of_one_rank_holds_the_whole_model() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"norm_type": 0}, "norm_type=0.0 must be above 0"),
+        ({"norm_type": 0}, "norm_type=0 must be above 0"),
         ({"norm_type": -1.0}, "norm_type=-1.0 must be above 0"),
         ({"norm_type": math.nan}, "norm_type=nan must be above 0"),
         ({"norm_type": "fro"}, r"norm_type is 'fro' \(a str\): pass a number"),
