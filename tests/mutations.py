@@ -29,6 +29,7 @@ class Fault(NamedTuple):
 
 BY_HAND, EQUAL, RANDOM = (f"runtime/test_{name}.py" for name in ("by_hand", "equals_one_process", "random_schedules"))
 DEFERRED, FUSED = "runtime/test_deferred.py", "runtime/test_fused.py"
+GRADIENTS = "weight_gradients.py"
 GRID = "parallel/test_equals_one_process.py"
 
 FAULTS = [
@@ -62,12 +63,12 @@ FAULTS = [
     Fault("runtime/executor.py", "            if stage:\n", "            if stage > 1:\n", RANDOM),
     Fault("tied.py", "sum(there[1:], start=there[0])", "there[0]", EQUAL),
     Fault("runtime/agreement.py", "if len(ranks) > 1\n", "if len(ranks) > 2\n", EQUAL),
-    Fault("deferred.py", "gradients.append(rows.sum(0)", "gradients.append(rows.mean(0)", DEFERRED),
+    Fault(GRADIENTS, "gradients.append(rows.sum(0)", "gradients.append(rows.mean(0)", DEFERRED),
     Fault("runtime/stage.py", "kept.weight_gradients.compute()", "pass", EQUAL),
-    Fault("deferred.py", "self._entries.clear()", "", DEFERRED),
-    Fault("deferred.py", 'if whither(ctx.next_functions[1][0]) == "into the sum":', "if ctx.queue._open:", FUSED),
-    Fault("fused.py", "whither(ctx.next_functions[1][0])", '"into the sum"', FUSED),
-    Fault("linears.py", " and _references(parameter) <= _UNHELD", "", FUSED),
+    Fault(GRADIENTS, "self._entries.clear()", "", DEFERRED),
+    Fault(GRADIENTS, 'if whither(ctx.next_functions[1][0]) == "into the sum":', "if ctx.queue._open:", FUSED),
+    Fault(GRADIENTS, "match whither(ctx.next_functions[1][0])", 'match "into the sum"', FUSED),
+    Fault(GRADIENTS, " and _references(parameter) <= _UNHELD", "", FUSED),
     Fault("runtime/stage.py", "torch.set_rng_state(on_cpu.cpu().clone())", "pass", "runtime/test_features.py"),
     Fault("parallel/tied.py", "add_up([parts.get(rank, own) for rank in one.ranks])", "own", GRID),
     Fault("parallel/tied.py", "end.grad = None if total is None else total.clone()", "pass", GRID),

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from course_pp.deferred import Deferring, WeightGradients
 from course_pp.model import PipelineStageModule
 from course_pp.model.stages import Tie
 from course_pp.parallel._torch import LocalNeighboursStage, tree_flatten
@@ -25,6 +24,7 @@ from course_pp.parallel.replaced_forward import (
     spelled,
 )
 from course_pp.parallel.split.stage import SplitStage
+from course_pp.weight_gradients import Deferring, WeightGradients
 from course_pp.wrappers import uncompiled
 
 __all__ = ["ModelStage", "check_declared_dtype", "find_outputs"]

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from course_pp.deferred import Deferring, WeightGradients
-from course_pp.fused import Fusing, is_worth_fusing
 from course_pp.loss import Share
 from course_pp.runtime.memory import Hold, Meter
 from course_pp.runtime.payload import map_tensors, tensors_of
 from course_pp.runtime.versions import VersionedStage
 from course_pp.schedule.declared import taken_apart
+from course_pp.weight_gradients import Deferring, Fusing, WeightGradients, is_worth_fusing
 
 Loss = Callable[[Any], Share]
 """From the last stage's output to a microbatch's share of the loss."""

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from course_pp.deferred import WeightGradients
 from course_pp.launch import on_ranks
 from course_pp.parallel import apply_ac, build_pipeline_schedule, build_pipeline_stage
+from course_pp.weight_gradients import WeightGradients
 
 N_MICROBATCHES, ROWS, WIDTH = 4, 8, 6
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from course_pp.deferred import Deferring, WeightGradients
 from course_pp.runtime.memory import Meter
 from course_pp.runtime.stage import Stage
+from course_pp.weight_gradients import Deferring, WeightGradients
 
 WIDTH, HIDDEN = 6, 8
 CPU = torch.device("cpu")

@@ -1,0 +1,324 @@
+"""Weight gradients of linear layers, made in another way or at another time than autograd's.
+
+Inside a mode every ``torch.nn.functional.linear``, and so every ``nn.Linear``, computes its weight's gradient as the
+mode says. There are two.
+
+:class:`Fusing` adds it up in the matrix product that makes it. With several microbatches autograd writes each one's
+gradient as a matrix of its own and then adds it to ``.grad``; at width 1024 that takes a fifth of the product's time.
+A matrix product can add to what is there as it goes; Megatron-LM calls that gradient accumulation fusion. The sum is
+the same but for its rounding.
+
+:class:`Deferring` puts it off from ``I`` to ``W``. The backward of a linear layer is two products: one gives the
+input's gradient, for which the stage before is waiting, the other the weight's, for which nobody is (Qi et al. 2024,
+"Zero Bubble Pipeline Parallelism", section 2). The first is made at ``I``; what the second needs is queued: the
+layer's input, which the forward has kept anyway, and in addition the gradient of its output. Everything else (norms,
+embeddings, convolutions, a layer with a hook on its weight or bias) gets its gradient at ``I``: it is little work.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
+from torch.overrides import TorchFunctionMode
+
+from course_pp._torch import (
+    after_backward,
+    functions_are_redefined,
+    has_hooks,
+    in_functorch,
+    saved_tensors_hooks_in_force,
+    version,
+    whither,
+)
+
+# Below, the addition is cheap, as the matrix is still in the cache, and a function of autograd in Python costs more.
+_LARGE_BYTES = 1 << 20
+
+# Autograd has a lock for each sum; all of ours share one.
+_ADDING = Lock()
+
+
+class LinearMode(TorchFunctionMode):
+    """While a forward runs inside, :meth:`linear` computes its linear layers: every ``torch.nn.functional.linear``.
+
+    Left alone are layers whose weight is frozen, complex or itself computed (parametrised, say), tensor subclasses,
+    sparse and nested tensors, weights of one dimension and biases of two, layers under the transforms of ``torch.func``
+    or under somebody else's mode, layers inside ``torch.compile``, whose graph has no place for a Python function, and
+    layers inside ``torch.utils.checkpoint``: it computes them again outside, and must find saved what it then saves.
+    """
+
+    def __enter__(self) -> "LinearMode":
+        self._hooks = saved_tensors_hooks_in_force()
+        super().__enter__()
+        return self
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.linear and not torch.compiler.is_compiling():
+            return self._linear_or_ordinary(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute a layer whose weight, (out, in), is to have a gradient; ``input`` is (rows, in), ``bias`` (out,)."""
+        raise NotImplementedError
+
+    def _linear_or_ordinary(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        tensors = (input, weight) if bias is None else (input, weight, bias)
+        if (
+            torch.is_grad_enabled()
+            and all(map(_is_plain, tensors))
+            and all(tensor.is_leaf for tensor in tensors[1:])
+            and weight.requires_grad
+            and not weight.is_complex()
+            and input.dim() > 1
+            and weight.dim() == 2
+            and (bias is None or bias.shape == weight.shape[:1])
+            and saved_tensors_hooks_in_force() == self._hooks
+            and not functions_are_redefined()
+            and not in_functorch()
+            and all(unpack_dual(tensor).tangent is None for tensor in tensors)
+        ):
+            rows = self.linear(input.reshape(-1, input.shape[-1]), weight, bias)
+            # A view of the output, as torch makes it: it may be changed in place, what a function returns as one not.
+            return rows if input.dim() == 2 else rows.view(*input.shape[:-1], rows.shape[-1])
+        return F.linear(input, weight, bias)
+
+
+def is_worth_fusing(module: nn.Module | None) -> bool:
+    """Whether ``module`` has a weight large enough."""
+    return module is not None and any(_is_large(p) for p in module.parameters() if p.dim() == 2)
+
+
+class Fusing(LinearMode):
+    """While a forward runs inside, its large linear layers will add their weight gradients up as they make them.
+
+    They are ordinary layers under autocast, and for ``torch.autograd.grad``, by which a stage may differentiate itself.
+    """
+
+    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not _is_large(weight) or _is_autocast(input):
+            return F.linear(input, weight, bias)
+        return _FusedLinear.apply(input, weight, bias)
+
+
+class _FusedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        # As autograd: who needs no gradient of the input may change the weight.
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
+        # Hooks on what is saved may give back another tensor than the parameter.
+        ctx.parameter = weight
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        of_x, _, of_bias = ctx.needs_input_grad
+        of_weight = None
+        match whither(ctx.next_functions[1][0]):
+            case "into the sum":
+                of_weight = _add_product(ctx.parameter, grad_output, x)
+            case "out":
+                of_weight = grad_output.t() @ x
+        return grad_output @ weight if of_x else None, of_weight, grad_output.sum(0) if of_bias else None
+
+
+def _is_large(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() >= _LARGE_BYTES
+
+
+class _Hold(Protocol):
+    def release(self) -> None: ...
+
+
+class _Meter(Protocol):
+    """Counts what is kept: see :class:`course_pp.runtime.memory.Meter`."""
+
+    def hold(self, value: Any, kind: Literal["activation", "queued"], /) -> _Hold: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    weight: Tensor
+    bias: Tensor | None
+    input: Tensor
+    grad_output: Tensor
+    versions: tuple[int, ...]
+    holds: tuple[_Hold, ...]
+
+
+class WeightGradients:
+    """The queue of one microbatch in one stage."""
+
+    def __init__(self, meter: _Meter | None = None) -> None:
+        self._meter = meter
+        self._entries: list[_Entry] = []
+        self._open = False
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """``I`` runs inside. A backward outside, as a stage may run in its forward, adds its gradients at its end."""
+        self._open = True
+        try:
+            yield
+        finally:
+            self._open = False
+
+    def add(self, weight: Tensor, bias: Tensor | None, x: Tensor, grad_output: Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a stage runs a backward with create_graph=True in its forward, and a split backward keeps no graph of "
+                "the weights' gradients: use a schedule that does not split it, such as 1f1b"
+            )
+        if not self._open and not self._entries:
+            after_backward(self.compute)
+        holds: tuple[_Hold, ...] = ()
+        if self._meter is not None:
+            holds = (self._meter.hold(x, "activation"), self._meter.hold(grad_output, "queued"))
+        self._entries.append(_Entry(weight, bias, x, grad_output, _versions(x, grad_output), holds))
+
+    def compute(self) -> None:
+        """Compute what is queued and add it to each ``.grad``, as a backward would.
+
+        Raises:
+            RuntimeError: if somebody has changed in place what a product is made of.
+        """
+        leaves: list[Tensor] = []
+        gradients: list[Tensor] = []
+        with torch.no_grad():
+            for entry in self._entries:
+                _refuse_changed(entry)
+                rows, weight = entry.grad_output, entry.weight
+                if weight.requires_grad and (product := _add_product(weight, rows, entry.input)) is not None:
+                    leaves.append(weight)
+                    gradients.append(product.to(weight.dtype))
+                if entry.bias is not None and entry.bias.requires_grad:
+                    leaves.append(entry.bias)
+                    gradients.append(rows.sum(0).to(entry.bias.dtype))
+                for hold in entry.holds:
+                    hold.release()
+        self._entries.clear()
+        if leaves:
+            torch.autograd.backward(leaves, gradients)
+
+
+class Deferring(LinearMode):
+    """While a forward runs inside, its linear layers will put their weight gradients into ``queue``."""
+
+    def __init__(self, queue: WeightGradients) -> None:
+        super().__init__()
+        self._queue = queue
+        # Makes outputs require grad. The weights must not: autograd would call their hooks at I, without a gradient.
+        self._anchor = torch.empty(0, requires_grad=True)
+
+    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        # A hook is to see the whole gradient at once, of which other uses of the parameter may make a part at I.
+        if has_hooks(weight) or (bias is not None and has_hooks(bias)):
+            return F.linear(input, weight, bias)
+        return _DeferredLinear.apply(_as_autocast_would(input), self._anchor, (weight, bias), self._queue)
+
+
+class _DeferredLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor, layer: tuple[Tensor, Tensor | None], queue: WeightGradients
+    ) -> Tensor:
+        weight, bias = layer
+        # The weight is saved for autograd's check that nobody changed it; hooks may give back another tensor, so the
+        # parameter that is to get the gradient is kept beside it.
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
+        ctx.layer, ctx.queue = layer, queue
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, None, None]:
+        x, _ = ctx.saved_tensors
+        weight, _ = ctx.layer
+        if whither(ctx.next_functions[1][0]) == "into the sum":  # of the anchor: the weight is no part of the graph
+            ctx.queue.add(*ctx.layer, x, grad_output)
+        return grad_output @ weight.to(grad_output.dtype) if ctx.needs_input_grad[0] else None, None, None, None
+
+
+def _versions(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(map(version, tensors))
+
+
+def _refuse_changed(entry: _Entry) -> None:
+    """As autograd refuses what has changed between forward and backward."""
+    if _versions(entry.input, entry.grad_output) != entry.versions:
+        raise RuntimeError(
+            f"the input of a linear layer, {tuple(entry.input.shape)}, or the gradient of its output, has been changed "
+            "in place before its weight gradient was computed: give the layer a copy (clone), or use a schedule that "
+            "does not split the backward, such as 1f1b"
+        )
+
+
+def _as_autocast_would(x: Tensor) -> Tensor:
+    """The input in the dtype of the product, so that the cast is differentiated like any other operation."""
+    if _is_autocast(x) and x.is_floating_point() and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
+
+
+def _is_autocast(tensor: Tensor) -> bool:
+    """Whether layers on the device of ``tensor`` compute in a dtype of autocast."""
+    device = tensor.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def _add_product(parameter: Tensor, grad_output: Tensor, input: Tensor) -> Tensor | None:
+    """Add ``grad_output.T @ input`` to ``parameter.grad`` in the product that makes it, if nobody can tell.
+
+    Args:
+        parameter: a weight, (out, in).
+        grad_output: (rows, out).
+        input: (rows, in).
+
+    Returns:
+        None; or the product, for autograd to add: for the first gradient, for one that is to be differentiated or
+        looked at for NaN, with several dtypes, and where somebody would miss the gradient of this microbatch. That is a
+        hook on the parameter, or whoever holds the node of autograd's graph that adds its gradients up.
+    """
+    with _ADDING:
+        grad = parameter.grad
+        if grad is not None and grad_output.dtype == input.dtype == grad.dtype and _can_add(parameter, grad):
+            # Not addmm_, which torch's FlopCounterMode does not know.
+            torch.addmm(grad, grad_output.t(), input, out=grad)
+            return None
+    return grad_output.t() @ input
+
+
+def _can_add(parameter: Tensor, grad: Tensor) -> bool:
+    if torch.is_grad_enabled() or torch.is_anomaly_enabled() or not parameter.requires_grad or has_hooks(parameter):
+        return False
+    # Autograd would make streams wait for each other.
+    if grad.is_cuda and torch.cuda.current_stream(grad.device) != torch.cuda.default_stream(grad.device):
+        return False
+    return _is_plain(grad) and _references(parameter) <= _UNHELD
+
+
+def _references(parameter: Tensor) -> int:
+    """How many references Python has to the node that adds up the gradients of ``parameter``.
+
+    Who gathers gradients in buckets hooks that node, where no hook can be seen, and holds it, lest the hook be lost.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        node = parameter.view_as(parameter).grad_fn
+    assert node is not None
+    return sys.getrefcount(node.next_functions[0][0])
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
+
+
+with torch.inference_mode(False):
+    _UNHELD = _references(torch.empty(0, device="cpu", requires_grad=True))
