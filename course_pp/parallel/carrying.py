@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from course_pp.arguments import check_arguments, checked
+from course_pp.arguments import check_arguments
 from course_pp.collective import Ranks, on_every_rank, rank_by_stage
 from course_pp.model import PipelineStageModule
 from course_pp.parallel._torch import tree_map
@@ -147,7 +147,6 @@ def _loads(modules: Mapping[int, nn.Module], everyone: Sequence[Mapping[int, Dec
     return loads
 
 
-@checked
 @dataclass(frozen=True)
 class CarryingCost:
     """The bytes that skip connections add to a torch pipeline, for one microbatch in one direction.
@@ -207,7 +206,6 @@ class CarryingCost:
         return "\n".join((head, *rows, total, *kept))
 
 
-@checked
 def carried_bytes(pipeline: PipelineSchedule) -> CarryingCost:
     """Count the bytes that :func:`carry_along` adds to the messages of one microbatch. Call it on every rank at once.
 

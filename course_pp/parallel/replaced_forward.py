@@ -194,7 +194,6 @@ def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
     HalfPrecision(module.forward, dtype).put_on(module)
 
 
-@checked
 def compute_dtype(module: nn.Module) -> torch.dtype:
     """Return what a module computes in and sends: that of mixed precision, else its parameters'."""
     return next(iter(compute_dtypes(module)), torch.get_default_dtype())

@@ -47,7 +47,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from course_pp.arguments import checked, refuse_unless
+from course_pp.arguments import checked
 from course_pp.collective import MEETING_BYTES
 from course_pp.model import ModelConfig
 from course_pp.parallel._torch import CollectiveWatcher, GatheredWatcher
@@ -87,7 +87,6 @@ _KINDS = {
 }
 
 
-@checked
 @dataclass(frozen=True)
 class Tally:
     """A number of collectives, and their bytes in all."""
@@ -102,7 +101,6 @@ class Tally:
         return Tally(self.number * times, self.n_bytes * times)
 
 
-@checked
 @dataclass(frozen=True)
 class CollectiveCounts:
     """What one rank communicates: a tally for each (mesh dimension, collective).
@@ -119,7 +117,6 @@ class CollectiveCounts:
         object.__setattr__(self, "tallies", kept)
 
     @classmethod
-    @checked
     def of(cls, dimension: str, collective: str, number: int, n_bytes_each: int) -> "CollectiveCounts":
         """Return ``number`` collectives of one kind and size."""
         return cls({(dimension, collective): Tally(1, n_bytes_each) * number})
@@ -135,7 +132,6 @@ class CollectiveCounts:
         """Return the tally of (mesh dimension, collective); zero where there was none."""
         return self.tallies.get(key, Tally())
 
-    @checked
     def total(self, dimension: str | None = None, collective: str | None = None) -> Tally:
         """Return the tally over all dimensions, or one, and over all collectives, or one."""
         return sum(
@@ -160,17 +156,14 @@ class Entered(NamedTuple):
     n_bytes: int
 
 
-@checked
 def wire_factor(collective: str, n_ranks: int) -> float:
     """Return the bytes that a rank of ``n_ranks`` sends for each byte counted, with ring algorithms.
 
     An all-reduce is a reduce-scatter and an all-gather: Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054, section 7.1.
 
     Raises:
-        ValueError: for a collective whose ranks do not all send the same, and for fewer than one rank.
+        ValueError: for a collective whose ranks do not all send the same.
     """
-    if n_ranks < 1:
-        raise ValueError(f"n_ranks is {n_ranks}: give an integer of at least 1")
     rounds = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
     if collective in rounds:
         return rounds[collective] * (n_ranks - 1) / n_ranks
@@ -200,7 +193,6 @@ def count_collectives(fn: Callable[[], object], device_mesh: DeviceMesh | None =
     return counter.counts
 
 
-@checked
 class CollectiveCounter:
     """Counts in a ``with`` block, as :func:`count_collectives` does during a call.
 
@@ -591,7 +583,6 @@ def _notes(rank: _Rank) -> CollectiveCounts:
     return counts
 
 
-@checked
 def predict_unsharded_bytes(
     config: ModelConfig,
     layout: DistributedConfig,
@@ -619,15 +610,11 @@ def predict_unsharded_bytes(
     )
 
 
-@checked
 def measure_unsharded_bytes(fn: Callable[[], object], modules: nn.Module | Iterable[nn.Module]) -> int:
     """Call ``fn`` and return the most bytes of gathered parameters that this rank's ``modules`` held meanwhile.
 
     Looked at after every operation, which is slow: meant for small models.
     """
-    watched = [modules] if isinstance(modules, nn.Module) else list(modules)
-    are_modules = bool(watched) and all(isinstance(module, nn.Module) for module in watched)
-    refuse_unless(are_modules, "measure_unsharded_bytes", "modules", modules, "pass a module, or several")
-    with GatheredWatcher(watched) as watcher:
+    with GatheredWatcher([modules] if isinstance(modules, nn.Module) else list(modules)) as watcher:
         fn()
     return watcher.peak

@@ -5,23 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from course_pp.collective import MEETING_BYTES
-from course_pp.launch import on_ranks
-from course_pp.model import CrossEntropy, build_stage_module
+from course_pp.model import build_stage_module
 from course_pp.parallel import (
-    CollectiveCounter,
     DistributedConfig,
-    Entered,
-    apply_ac,
-    apply_fsdp2,
-    apply_tensor_parallel,
-    build_pipeline_schedule,
-    build_pipeline_stage,
-    get_pp_rank,
-    get_stage_indices,
-    init_distributed,
     predict_collectives,
 )
 from course_pp.plan import Layout, ModelConfig, model_named
@@ -81,29 +69,16 @@ def n_microbatches_of(layout: Layout) -> int:
     return N_MICROBATCHES if layout.pp > 1 else 1  # what is predicted without a pipeline is one forward and backward
 
 
-def batch_of(layout: Layout) -> int:
-    return n_microbatches_of(layout) * layout.microbatch_size * layout.n_data
-
-
 def one_of_each_stage(layout: Layout) -> list[int]:
     """A rank of each pipeline rank, by turns the first and the last of its group."""
     n = layout.n_ranks // layout.pp
     return [n * rank + (n - 1) * (rank % 2) for rank in range(layout.pp)]
 
 
-def enters(layout: Layout, rank: int) -> tuple[Entered, ...]:
-    return dry_run(UNTIED, layout, rank, global_batch=batch_of(layout), seq_len=SEQ_LEN).entered
-
-
 def mesh_of(layout: Layout) -> DistributedConfig:
     return DistributedConfig(
         pp=layout.pp, tp=layout.tp, dp_shard=layout.dp_shard, dp_replicate=layout.dp_replicate, backend="gloo"
     )
-
-
-def added_by_us(one: Entered) -> bool:
-    """What `PipelineSchedule` tells all ranks: its tokens, its loss, that nobody refuses."""
-    return one.n_bytes <= MEETING_BYTES
 
 
 @pytest.mark.sample(6)
@@ -113,9 +88,10 @@ def test_a_rank_alone_enters_as_many_collectives_of_each_kind_as_is_predicted(la
     microbatch = {"batch_size": layout.microbatch_size, "n_microbatches": n_microbatches_of(layout)}
     how = {"schedule": layout.schedule, "reshard_after_forward": layout.reshard, "ac": layout.ac, "clip": False}
     predicted = predict_collectives(UNTIED, mesh_of(layout), seq_len=SEQ_LEN, **microbatch, **how)
+    global_batch = n_microbatches_of(layout) * layout.microbatch_size * layout.n_data
     for rank in one_of_each_stage(layout):
         found: dict[tuple[str, str], tuple[int, int]] = {}
-        for each in enters(layout, rank):
+        for each in dry_run(UNTIED, layout, rank, global_batch, SEQ_LEN).entered:
             number, n_bytes = found.get(each[:2], (0, 0))
             found[each[:2]] = number + 1, n_bytes + each.n_bytes
         expected = {key: (tally.number, tally.n_bytes) for key, tally in predicted[rank].tallies.items()}
@@ -125,35 +101,6 @@ def test_a_rank_alone_enters_as_many_collectives_of_each_kind_as_is_predicted(la
             extra = number - found[shared][0]
             expected[shared] = number - extra, n_bytes - 8 * extra
         assert found == {key: tally for key, tally in expected.items() if tally[1] > MEETING_BYTES * tally[0]}
-
-
-def entered_on_rank(rank: int, layout: Layout) -> list[Entered]:
-    """What a real rank enters in its second step."""
-    mesh = init_distributed(mesh_of(layout))
-    modules = []
-    for stage in get_stage_indices(layout.schedule, get_pp_rank(mesh), layout.pp):
-        module = build_stage_module(UNTIED, stage, layout.n_stages)
-        apply_tensor_parallel(module, mesh)
-        apply_ac(module, layout.ac)
-        apply_fsdp2(module, mesh, reshard_after_forward=layout.reshard)
-        modules.append(module)
-    stages = [build_pipeline_stage(module, mesh, "cpu", layout.microbatch_size, SEQ_LEN) for module in modules]
-    pipeline = build_pipeline_schedule(stages, N_MICROBATCHES, CrossEntropy(), layout.schedule)
-    ids = torch.zeros(N_MICROBATCHES * layout.microbatch_size, SEQ_LEN, dtype=torch.int64)
-    for _ in range(2):
-        with CollectiveCounter(mesh) as counter:
-            pipeline.step(ids, target=ids)
-        for module in modules:
-            module.zero_grad()
-    return [each for each in counter.entered if not added_by_us(each)]
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("layout", [STEPS[2], STEPS[4]], ids=str)
-def test_a_rank_alone_enters_them_in_the_order_of_a_real_one(layout: Layout) -> None:
-    real = on_ranks(layout.n_ranks, entered_on_rank, layout, timeout_s=100)
-    for rank in one_of_each_stage(layout):
-        assert list(enters(layout, rank)) == real[rank]
 
 
 @pytest.mark.slow
