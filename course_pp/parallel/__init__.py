@@ -63,7 +63,7 @@ from course_pp.parallel.tensor import (
     transformer_plan,
 )
 from course_pp.parallel.tied import find_ties
-from course_pp.parallel.traffic import (
+from course_pp.parallel.traffic_and_memory import (
     CollectiveCounter,
     CollectiveCounts,
     Entered,

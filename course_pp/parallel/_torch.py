@@ -164,7 +164,7 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.itemsize >= 4 else torch.float32
 
 
-# What follows only watches: for traffic.py.
+# What follows only watches: for traffic_and_memory.py.
 
 
 class CollectiveWatcher(TorchDispatchMode):

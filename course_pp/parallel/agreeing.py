@@ -14,7 +14,7 @@ from course_pp.parallel._torch import carries_integers
 from course_pp.parallel.boundary import Boundary, rows_of
 from course_pp.parallel.model_stage import ModelStage, find_outputs
 from course_pp.parallel.schedules import check_microbatches, get_stage_indices, name_of, splits_backward
-from course_pp.parallel.split.stage import SplitStage
+from course_pp.parallel.split import SplitStage
 from course_pp.parallel.tied import SharedName, ties_of_stages
 from course_pp.schedule import Schedule
 from course_pp.tied import looks_of, problem_of_forgotten_ties, problem_of_left_out_copies

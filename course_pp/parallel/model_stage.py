@@ -23,7 +23,7 @@ from course_pp.parallel.replaced_forward import (
     replaced_forwards,
     spelled,
 )
-from course_pp.parallel.split.stage import SplitStage
+from course_pp.parallel.split import SplitStage
 from course_pp.weight_gradients import Deferring, WeightGradients
 from course_pp.wrappers import uncompiled
 

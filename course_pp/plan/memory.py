@@ -5,7 +5,7 @@
     unreduced    what gradients are more before: with a pipeline or several microbatches FSDP2 keeps a stage's whole
                  until its last microbatch
     optimizer    AdamW's two moments, and a float32 counter a parameter
-    gathered     the most that FSDP2 gathers at once (``parallel.traffic``)
+    gathered     the most that FSDP2 gathers at once (``parallel.traffic_and_memory``)
     activations  what the microbatches in flight keep for backward, a stage's output, which torch's pipeline holds as
                  long, and what one recomputed layer keeps meanwhile
     buffers      rotary tables; one receive buffer a microbatch and boundary, which torch posts beforehand

@@ -13,7 +13,7 @@ from course_pp.model import PipelineStageModule
 from course_pp.model.stages import Tie
 from course_pp.parallel import get_pp_rank, get_pp_size, get_stage_indices
 from course_pp.parallel.replaced_forward import compute_dtypes
-from course_pp.parallel.split.stage import SplitStage
+from course_pp.parallel.split import SplitStage
 from course_pp.schedule import Schedule, build
 from course_pp.training.config import SettingError, TrainConfig
 from course_pp.training.metrics import training_flops

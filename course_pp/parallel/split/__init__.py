@@ -13,7 +13,7 @@ read, so skip connections and encoders' outputs cross as well.
 from course_pp.parallel.meta_device import weights_on_meta
 from course_pp.parallel.split.cutting import By, Crossing, CrossingTensor, auto_split, crossing, explain
 from course_pp.parallel.split.recording import Problem
-from course_pp.parallel.split.stage import OtherWay, SplitStage
+from course_pp.parallel.split.split_stage import OtherWay, SplitStage
 
 __all__ = [
     "By",

@@ -29,7 +29,7 @@ from course_pp.parallel.split.recording import (
     record,
     replaced_on_the_way,
 )
-from course_pp.parallel.split.stage import SplitStage, carve
+from course_pp.parallel.split.split_stage import SplitStage, carve
 from course_pp.sizes import LayerRange
 from course_pp.wrappers import problem_of_wrappers
 

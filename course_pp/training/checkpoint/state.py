@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from course_pp.model import ModelConfig, Transformer
 from course_pp.model.hf import EMBEDDING, HEAD
-from course_pp.parallel.split.stage import SplitStage
+from course_pp.parallel.split import SplitStage
 from course_pp.training.checkpoint.ranks import CheckpointError
 from course_pp.wrappers import uncompiled
 
