@@ -6,17 +6,6 @@ from typing import Any, Literal
 import torch
 from torch.utils._device import DeviceContext
 
-__all__ = [
-    "accumulated_hooks",
-    "after_backward",
-    "functions_are_redefined",
-    "has_hooks",
-    "in_functorch",
-    "saved_tensors_hooks_in_force",
-    "version",
-    "whither",
-]
-
 
 def saved_tensors_hooks_in_force() -> Any:
     """The innermost pair of hooks on what autograd saves; None without any."""

@@ -2,8 +2,6 @@
 
 from collections.abc import Collection, Mapping
 
-__all__ = ["find_cycle"]
-
 
 def find_cycle(waits: Mapping[int, Collection[int]]) -> tuple[int, ...]:
     """Return the first ring of ranks in which each waits for the next, or ``()``.

@@ -4,8 +4,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["imports_that_stay"]
-
 
 @contextmanager
 def imports_that_stay() -> Iterator[None]:

@@ -16,16 +16,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "Look",
-    "add_up",
-    "copies_in",
-    "looks_of",
-    "problem_of_forgotten_ties",
-    "problem_of_left_out_copies",
-    "set_apart",
-]
-
 Key = TypeVar("Key", bound=Hashable)
 _LOOKED_AT = 256  # values of a weight; two that are not one agree in none of them
 

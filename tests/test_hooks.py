@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor
 
-from course_pp.hooks import called_once
 from course_pp.launch import on_ranks
+from course_pp.module_extras import called_once
 from course_pp.parallel import DistributedConfig, build_pipeline_schedule, build_pipeline_stage, init_distributed
 from course_pp.parallel.mesh import limit_waiting
 from course_pp.runtime import Pipeline, PipelineError

@@ -18,9 +18,19 @@ ARROWS = {
     "plan": {"schedule", "sizes"},
     "show": {"cycles", "plan", "schedule"},
     "model": {"sizes"},
-    "runtime": {"_torch", "collective", "hooks", "loss", "schedule", "sizes", "tied", "weight_gradients"},
-    "parallel": {"collective", "hooks", "loss", "model", "plan", "schedule", "sizes", "tied", "weight_gradients"},
-    "training": {"collective", "hooks", "loss", "model", "parallel", "runtime", "schedule"},
+    "runtime": {"_torch", "collective", "module_extras", "loss", "schedule", "sizes", "tied", "weight_gradients"},
+    "parallel": {
+        "collective",
+        "module_extras",
+        "loss",
+        "model",
+        "plan",
+        "schedule",
+        "sizes",
+        "tied",
+        "weight_gradients",
+    },
+    "training": {"collective", "module_extras", "loss", "model", "parallel", "runtime", "schedule"},
     "launch": {"cycles", "imports"},
     "doctor": {"launch"},
     "notebook": {"launch", "runtime", "schedule"},
@@ -30,7 +40,7 @@ ARROWS = {
 LATE = {"show/board_widget.py": {"notebook"}}
 
 # What every package may import: these import nothing themselves.
-COMMON = {"arguments", "files", "wrappers"}
+COMMON = {"arguments", "files"}
 
 HEAVY = {"torch", "transformers", "datasets"}
 

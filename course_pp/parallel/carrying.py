@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from course_pp.arguments import check_arguments
 from course_pp.collective import Ranks, on_every_rank, rank_by_stage
 from course_pp.model import PipelineStageModule
+from course_pp.module_extras import uncompiled
 from course_pp.parallel._torch import tree_map
 from course_pp.parallel.boundary import Boundary
 from course_pp.parallel.mesh import get_pp_mesh
@@ -24,7 +25,6 @@ from course_pp.parallel.pipeline import PipelineSchedule
 from course_pp.parallel.replaced_forward import Replaced, replaced_forwards
 from course_pp.schedule import Edge
 from course_pp.schedule.declared import Declared, declared_by, edges_from, taken_apart
-from course_pp.wrappers import uncompiled
 
 _VALUE, _CARRIED = "value", "carried"
 

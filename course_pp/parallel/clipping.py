@@ -28,12 +28,12 @@ from course_pp.arguments import check_arguments, refuse_below, shown
 from course_pp.collective import Ranks, difference, on_every_rank
 from course_pp.model import PipelineStageModule, Transformer
 from course_pp.model.stages import Tie
+from course_pp.module_extras import is_flattened
 from course_pp.parallel._torch import multiply, norms_of
 from course_pp.parallel.mesh import get_pp_mesh, get_pp_rank, get_pp_size
 from course_pp.parallel.model_stage import ModelStage
 from course_pp.parallel.split import SplitStage
 from course_pp.tied import Look, looks_of, problem_of_forgotten_ties
-from course_pp.wrappers import is_flattened
 
 Stage = nn.Module | PipelineStage
 Groups = tuple[dist.ProcessGroup, ...]

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.model import PipelineStageModule
 from course_pp.model.stages import Tie
+from course_pp.module_extras import uncompiled
 from course_pp.parallel._torch import LocalNeighboursStage, tree_flatten
 from course_pp.parallel.boundary import Boundary, as_value, call
 from course_pp.parallel.meta_device import meta_copy, run_on_meta
@@ -25,7 +26,6 @@ from course_pp.parallel.replaced_forward import (
 )
 from course_pp.parallel.split import SplitStage
 from course_pp.weight_gradients import Deferring, WeightGradients
-from course_pp.wrappers import uncompiled
 
 __all__ = ["ModelStage", "check_declared_dtype", "find_outputs"]
 

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.arguments import WrongArgument, check_arguments, checked, refuse_bad_timeout, refuse_unless
 from course_pp.collective import Ranks
-from course_pp.hooks import called_once, problem_of_hooks
 from course_pp.loss import LossFn, TokenLoss, average_over, counted, divisor_of, loss_share
+from course_pp.module_extras import called_once, problem_of_hooks
 from course_pp.parallel._torch import tree_flatten, tree_map, tree_unflatten
 from course_pp.parallel.agreeing import agree, everyone_of
 from course_pp.parallel.batch import Batch

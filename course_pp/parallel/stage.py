@@ -10,12 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from course_pp.arguments import check_arguments, refuse_unless
 from course_pp.collective import on_every_rank
 from course_pp.model import ModelConfig, PipelineStageModule, Transformer
+from course_pp.module_extras import problem_of_wrappers
 from course_pp.parallel._torch import mixed_precision
 from course_pp.parallel.boundary import Boundary
 from course_pp.parallel.mesh import get_pp_mesh, get_pp_rank, get_pp_size, lone_group
 from course_pp.parallel.model_stage import ModelStage, check_declared_dtype
 from course_pp.parallel.replaced_forward import compute_dtypes, spelled
-from course_pp.wrappers import problem_of_wrappers
 
 __all__ = ["build_pipeline_stage", "check_microbatch"]
 

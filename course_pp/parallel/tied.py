@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from course_pp.arguments import checked
 from course_pp.collective import Ranks
-from course_pp.hooks import call_hooks
 from course_pp.model.stages import Tie
+from course_pp.module_extras import call_hooks
 from course_pp.tied import add_up, copies_in, set_apart
 
 __all__ = ["SharedName", "TiedWeights", "find_ties", "ties_of_stages"]

@@ -15,6 +15,7 @@ from torch import nn
 from course_pp.arguments import WrongArgument, check_arguments, refuse_bad_timeout
 from course_pp.collective import Ranks, difference
 from course_pp.loss import LossFn, TokenLoss, counted
+from course_pp.module_extras import problem_of_wrappers
 from course_pp.runtime.clocks import host_identity
 from course_pp.runtime.emulation import EmulatedCluster
 from course_pp.runtime.gradients import Place, ShardedStages, Weight, is_dtensor
@@ -25,7 +26,6 @@ from course_pp.runtime.wire import TRANSPORTS
 from course_pp.schedule import Ledger, Schedule, Versions, check, ledger
 from course_pp.schedule.declared import Declared, declared_by, edges_from
 from course_pp.tied import Look, looks_of, problem_of_forgotten_ties, problem_of_left_out_copies
-from course_pp.wrappers import problem_of_wrappers
 
 AGREEING_S = 300.0
 """The longest that ranks wait here: one may take minutes longer than another to build its stages."""

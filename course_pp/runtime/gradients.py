@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor, nn
 
-from course_pp.hooks import call_hooks
+from course_pp.module_extras import call_hooks
 from course_pp.runtime._torch import data_groups, forget_gradients, reduce_gradients
 from course_pp.tied import add_up, copies_in, set_apart
 

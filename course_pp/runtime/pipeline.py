@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_pp.arguments import check_arguments
-from course_pp.hooks import called_once, problem_of_hooks
 from course_pp.loss import LossFn, Share, TokenLoss, average_over
+from course_pp.module_extras import called_once, problem_of_hooks
 from course_pp.runtime.agreement import Options, Stages, agree
 from course_pp.runtime.batch import loss_shares, own_means, put_together, split
 from course_pp.runtime.emulation import EmulatedCluster

@@ -25,10 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.arguments import check_arguments, checked
 from course_pp.collective import Ranks
-from course_pp.hooks import called_once
 from course_pp.loss import LossFn, TokenLoss, counted
 from course_pp.model import CrossEntropy
 from course_pp.model.stages import Tie
+from course_pp.module_extras import called_once
 from course_pp.parallel import clip_grad_norm_, get_pp_size
 from course_pp.parallel.mesh import limit_waiting
 from course_pp.runtime import LossNotFinite, PipelineError

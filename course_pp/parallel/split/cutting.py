@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from course_pp.arguments import check_arguments, checked, refuse_below, refuse_unless
 from course_pp.collective import Ranks
 from course_pp.model.stages import split_by_cost
+from course_pp.module_extras import problem_of_wrappers
 from course_pp.parallel._torch import tree_flatten, tree_map
 from course_pp.parallel.split.recording import (
     Example,
@@ -31,7 +32,6 @@ from course_pp.parallel.split.recording import (
 )
 from course_pp.parallel.split.split_stage import SplitStage, carve
 from course_pp.sizes import LayerRange
-from course_pp.wrappers import problem_of_wrappers
 
 _LIMIT_S = 300.0  # one rank may take minutes longer than another to build the model
 _ROUNDS, _REPEATS = 3, 2

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from course_pp.model import ModelConfig, Transformer
 from course_pp.model.hf import EMBEDDING, HEAD
+from course_pp.module_extras import uncompiled
 from course_pp.parallel.split import SplitStage
 from course_pp.training.checkpoint.ranks import CheckpointError
-from course_pp.wrappers import uncompiled
 
 __all__ = [
     "STAGES",

@@ -1,0 +1,113 @@
+"""What users hang on their modules, wrappers and hooks, and which of them a pipeline can live with.
+
+Wrappers that gather or reduce by themselves count on one forward and one backward a step. A pipeline has several
+forwards in flight and may put weight gradients off, so gradients would be wrong without a word: they are refused.
+
+Hooks that autograd calls when a parameter's gradient is complete are kept for the end of the step. In one process one
+backward goes over a whole batch, so what ``register_post_accumulate_grad_hook`` calls may update the parameter at
+once and drop its gradient. A pipeline has a backward for each microbatch: such a hook would update with a part of the
+gradient, between the forward and the backward of other microbatches.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from course_pp._torch import accumulated_hooks
+
+
+def problem_of_wrappers(module: nn.Module, what: str) -> str | None:
+    """Return why ``module`` cannot be a stage because of what it, or a part of it, is wrapped in; None if it can.
+
+    Args:
+        what: the module's name in the sentence, such as ``stage 2``.
+    """
+    for path, part in module.named_modules():
+        wrapper = next((kind for kind in _wrappers() if isinstance(part, kind)), None)
+        if wrapper is not None:
+            return (
+                f"{f'{path!r} of {what}' if path else what} is wrapped in {wrapper.__name__}, which counts on one "
+                "forward and one backward a step: give the module inside it, and for data-parallel ranks shard that "
+                "with fully_shard (FSDP2)"
+            )
+    return None
+
+
+def is_flattened(parameter: nn.Parameter) -> bool:
+    """Return whether FullyShardedDataParallel (FSDP1) has made a parameter a piece of a flat one, or this is flat."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and (
+        isinstance(parameter, fsdp.FlatParameter) or getattr(parameter, "_fsdp_flattened", False)
+    )
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module inside what ``torch.compile`` returns, or ``module`` itself."""
+    inner = module._modules.get("_orig_mod")
+    return module if inner is None else inner
+
+
+def _wrappers() -> Iterator[type]:
+    """Yield what is refused. Most is looked for and not imported: whoever has applied it has done so."""
+    yield nn.DataParallel
+    yield nn.parallel.DistributedDataParallel
+    if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:
+        yield fsdp.FullyShardedDataParallel
+    # DDP without a wrapper, by `replicate`: the class has no public name.
+    if (replicate := sys.modules.get("torch.distributed._composable.replicate")) is not None:
+        yield replicate.DDP
+
+
+def problem_of_hooks(modules: Mapping[int, "nn.Module | None"]) -> str | None:
+    """Return which parameter of a stage is updated by a hook that cannot wait for the end of the step; None if none is.
+
+    A hook on the node that adds up a gradient cannot be seen; this finds the optimizers that torch puts there.
+    """
+    if "torch.distributed.optim.apply_optimizer_in_backward" not in sys.modules:
+        return None  # looking through a large stage in each step takes a millisecond
+    for stage, module in modules.items():
+        for name, parameter in () if module is None else module.named_parameters():
+            if getattr(parameter, "_in_backward_optimizers", None):
+                return (
+                    f"{name!r} of stage {stage} has an optimizer that steps in the backward "
+                    "(_apply_optimizer_in_backward), and a pipeline has a backward for each microbatch: step after the "
+                    "step, or in a hook of register_post_accumulate_grad_hook, which is called once a step"
+                )
+    return None
+
+
+@contextmanager
+def called_once(modules: "Iterable[nn.Module | None]") -> "Iterator[dict[nn.Parameter, None]]":
+    """Call the hooks on complete gradients after the body, once for each parameter that got a gradient inside.
+
+    Yields the parameters that have got one so far; the body may take some out, whose hooks it calls itself. If the body
+    raises, no hook is called. One that is removed inside is not called; one that is added inside is called at once.
+    """
+    parameters = (parameter for module in modules if module is not None for parameter in module.parameters())
+    kept = {parameter: dict(hooks) for parameter in parameters if (hooks := accumulated_hooks(parameter))}
+    reached: dict[nn.Parameter, None] = {}
+
+    def note(parameter: Any) -> None:
+        reached[parameter] = None
+
+    try:
+        for parameter, hooks in kept.items():  # under their own keys, by which their handles can still remove them
+            accumulated_hooks(parameter).update(dict.fromkeys(hooks, note))
+        yield reached
+    finally:
+        for parameter, hooks in kept.items():
+            now = accumulated_hooks(parameter)
+            now.update({key: hook for key, hook in hooks.items() if key in now})
+    for parameter in reached:
+        call_hooks(parameter)
+
+
+@torch.no_grad()
+def call_hooks(parameter: nn.Parameter) -> None:
+    """Call the hooks on the complete gradient of ``parameter`` as autograd does, also where it came from elsewhere."""
+    for hook in list(accumulated_hooks(parameter).values()):
+        hook(parameter)
