@@ -5,14 +5,8 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
-
-from course_pp.files import naming
-
-if TYPE_CHECKING:
-    from _typeshed import SupportsWrite
+from typing import NoReturn
 
 # Each module has HELP, add_arguments(parser) and run(arguments), and imports nothing heavy before run.
 # What run returns is the exit code; None is 0.
@@ -26,7 +20,6 @@ _COMMANDS = {
     "tokens": "course_pp.training.tokens_command",
 }
 _NAME = "python -m course_pp"
-_STANDARD_OUTPUT = "standard output"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -35,33 +28,6 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
-    def print_help(self, file: "SupportsWrite[str] | None" = None) -> None:
-        """Print the help as anything else is printed: argparse takes no notice of an error."""
-        print(self.format_help(), end="", file=file)
-
-
-class _Output:
-    """Standard output, whose errors name it as those of other files do."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        with naming(_STANDARD_OUTPUT):
-            return self._stream.write(text)
-
-    def flush(self) -> None:
-        with naming(_STANDARD_OUTPUT):
-            self._stream.flush()
-
-    def give_up(self) -> None:
-        """Drop what could not be written, or the interpreter would try once more at its end, and complain."""
-        if self._stream is sys.__stdout__:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code.
@@ -69,43 +35,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     That is 2, with one line on standard error, for what a command refuses or cannot write; 130 after an interrupt;
     141, as for other programs in a pipeline, if the reader has gone.
     """
-    name, code = _NAME, 0
-    if sys.stdout is None:
-        return _refuse(name, f"{_STANDARD_OUTPUT}: it is closed")
-    output = _Output(sys.stdout)
+    name = _NAME
     try:
-        with redirect_stdout(output):
-            try:
-                parser = _parser()
-                parsed = parser.parse_args(arguments)
-                if parsed.run is None:
-                    parser.print_help()
-                else:
-                    name += f" {parsed.command}"
-                    code = parsed.run(parsed) or 0
-            finally:
-                output.flush()
+        parser = _parser()
+        parsed = parser.parse_args(arguments)
+        if parsed.run is None:
+            print(parser.format_help(), end="")
+            code = 0
+        else:
+            name += f" {parsed.command}"
+            code = parsed.run(parsed) or 0
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        output.give_up()
+        _drop_output()
         return 128 + signal.SIGPIPE
     except (ValueError, ArithmeticError, OSError) as error:
-        if isinstance(error, OSError) and error.filename == _STANDARD_OUTPUT:
-            output.give_up()
-        return _refuse(name, _sentence(error))
-    return code
+        if isinstance(error, OSError) and error.filename is None:
+            _drop_output()
+        print(f"{name}: {_sentence(error)}", file=sys.stderr)
+        return 2
 
 
-def _refuse(name: str, why: str) -> int:
-    if sys.stderr is not None:
-        print(f"{name}: {why}", file=sys.stderr)
-    return 2
+def _drop_output() -> None:
+    """Drop what standard output would not take, or the interpreter would try once more at its end, and complain."""
+    if sys.stdout is not None and sys.stdout is sys.__stdout__:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _sentence(error: Exception) -> str:
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror is not None:
+        return f"{error.filename or 'standard output'}: {error.strerror}"
     if isinstance(error, ArithmeticError):
         return f"numbers too large or too small to compute with ({error}): give times nearer to 1"
     return str(error)
