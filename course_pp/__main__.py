@@ -61,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _drop_output() -> None:
     """Drop what standard output would not take, or the interpreter would try once more at its end, and complain."""
-    if sys.stdout is not None and sys.stdout is sys.__stdout__:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if (stream := sys.__stdout__) is not None and sys.stdout is stream:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _sentence(error: Exception) -> str:

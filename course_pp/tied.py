@@ -119,10 +119,10 @@ def _some_values(weight: nn.Parameter) -> tuple[tuple[int, ...], str, int] | Non
 
 
 def problem_of_forgotten_ties(looks: Mapping[int, Mapping[str, Look]]) -> str | None:
-    """Say which weights of two stages look like one that was cut in two, if nobody has said what is tied.
+    """Say which weights of two stages are rather one weight than two, for a caller that was told of no ties.
 
-    An embedding and another layer, as in a language model; or two embeddings, as of an encoder and a decoder, unless
-    the other layers of their stages are alike too: stages may be seeded or copied alike on purpose, or frozen.
+    They have the same values, one is trained, and one is an embedding. Where both are, as in an encoder and a decoder,
+    the other layers of the two stages must differ: stages may be seeded or copied alike on purpose.
     """
     for (stage, here), (other, there) in combinations(sorted(looks.items()), 2):
         for name, look in here.items():
@@ -161,16 +161,10 @@ def problem_of_left_out_copies(
 
 
 def _look_tied(one: Look, other: Look, here: Mapping[str, Look], there: Mapping[str, Look]) -> bool:
-    """Whether two weights of equal values are rather one weight than alike by chance, a seed or a copy."""
     if not (one.is_trained or other.is_trained):
         return False
-    if one.is_embedding and other.is_embedding:
-        return _were_drawn_apart(here, there)
-    return one.is_embedding or other.is_embedding
-
-
-def _were_drawn_apart(here: Mapping[str, Look], there: Mapping[str, Look]) -> bool:
-    """Whether two stages have layers of one shape, of which none has the values of another."""
+    if not (one.is_embedding and other.is_embedding):
+        return one.is_embedding or other.is_embedding
     ours, theirs = ({look.values for look in looks.values() if not look.is_embedding} for looks in (here, there))
     shapes, others = ({values[:2] for values in found} for found in (ours, theirs))
-    return bool(shapes & others) and not ours & theirs
+    return bool(shapes & others) and not ours & theirs  # layers of one shape, and none has the values of another
