@@ -38,7 +38,7 @@ T = TypeVar("T")
 _WAITED = "course_pp has waited on rank "
 _ROLL_CALL_S = 1.0
 _CALL_BYTES = 256
-_GO_BETWEENS = (__name__, checked.__module__, "course_pp.training.checkpoint.ranks")
+_GO_BETWEENS = (__name__, checked.__module__, "course_pp.training.checkpoint.manifest")
 MEETING_BYTES = 3 * torch.int64.itemsize
 """What a rank gives to the all-reduce with which each exchange begins."""
 

@@ -2,11 +2,7 @@
 
 import argparse
 import json
-import signal
-import sys
 from pathlib import Path
-
-_INTERRUPTED = 128 + signal.SIGINT  # as a shell reports a program that the signal has ended
 
 HELP = "inspect, verify, compare, export and import checkpoints"
 
@@ -32,37 +28,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     take.add_argument("root", type=Path, help="where step_00000000 is to be")
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Do one of them.
+def run(arguments: argparse.Namespace) -> int | None:
+    """Do one of them; return 1 if two checkpoints differ.
 
     Raises:
         ValueError: for a checkpoint that is damaged, or cannot be what was asked for.
-        SystemExit: with code 1, if two checkpoints differ; with code 130, after Ctrl-C.
     """
-    actions = {"inspect": _inspect, "verify": _verify, "diff": _diff, "export": _export, "import": _import}
-    try:
-        actions[arguments.action](arguments)
-    except KeyboardInterrupt:
-        print(f"python -m course_pp checkpoint: {_interrupted(arguments)}", file=sys.stderr)
-        sys.exit(_INTERRUPTED)
+    from course_pp.training.checkpoint import export_hf, import_hf
+
+    if arguments.action == "inspect":
+        _inspect(arguments.path, arguments.json)
+    elif arguments.action == "verify":
+        _verify(arguments.path)
+    elif arguments.action == "diff":
+        return _diff(arguments.first, arguments.second)
+    elif arguments.action == "export":
+        import torch
+
+        dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
+        print(export_hf(arguments.path, arguments.directory, dtype))
+    else:
+        print(import_hf(arguments.source, arguments.root).path)
+    return None
 
 
-def _interrupted(arguments: argparse.Namespace) -> str:
-    """Return what an interrupt leaves."""
-    if arguments.action == "export":
-        return f"interrupted: nothing was left in {arguments.directory}"
-    if arguments.action == "import":
-        return f"interrupted: nothing was left in {arguments.root}"
-    return f"interrupted while reading {arguments.first if arguments.action == 'diff' else arguments.path}"
+def _inspect(path: Path, as_json: bool) -> None:
+    from course_pp.training.checkpoint.opening import contents, open_checkpoint
 
-
-def _inspect(arguments: argparse.Namespace) -> None:
-    from course_pp.training.checkpoint.contents import contents
-    from course_pp.training.checkpoint.opening import open_checkpoint
-
-    opened = open_checkpoint(arguments.path)
+    opened = open_checkpoint(path)
     entries = contents(opened.path)
-    if arguments.json:
+    if as_json:
         tensors = {
             entry.key: {
                 "dtype": str(entry.dtype).removeprefix("torch."),
@@ -83,17 +78,13 @@ def _inspect(arguments: argparse.Namespace) -> None:
     for name in ("config", "extra"):
         if opened.state[name]:
             print(f"{name}: {json.dumps(opened.state[name])}")
-    print()
-    print(_table(rows))
-    print(f"\n{len(entries):,} tensors, {sum(entry.n_bytes for entry in entries):,} bytes")
+    print(f"\n{_table(rows)}\n\n{len(entries):,} tensors, {sum(entry.n_bytes for entry in entries):,} bytes")
 
 
-def _verify(arguments: argparse.Namespace) -> None:
+def _verify(path: Path) -> None:
     from course_pp.training.checkpoint.directory import is_checkpoint, step_directories
-    from course_pp.training.checkpoint.manifest import spelled, verify
-    from course_pp.training.checkpoint.ranks import CheckpointError
+    from course_pp.training.checkpoint.manifest import CheckpointError, spelled, verify
 
-    path: Path = arguments.path
     paths = [path] if is_checkpoint(path) else step_directories(path)
     if not paths:
         raise CheckpointError(f"{path} holds no checkpoint")
@@ -105,32 +96,17 @@ def _verify(arguments: argparse.Namespace) -> None:
         raise CheckpointError("; ".join(spelled(path, problems) for path, problems in found.items()))
 
 
-def _diff(arguments: argparse.Namespace) -> None:
-    from course_pp.training.checkpoint.contents import diff
+def _diff(first: Path, second: Path) -> int:
+    from course_pp.training.checkpoint import diff
 
-    differences = diff(arguments.first, arguments.second)
+    differences = diff(first, second)
     if not differences:
         print("no difference")
-        return
+        return 0
     rows: list[tuple[str, ...]] = [("what", "how", "largest difference")]
     rows += [(d.key, d.what, "" if d.max_abs is None else f"{d.max_abs:.3e}") for d in differences]
     print(_table(rows))
-    sys.exit(1)
-
-
-def _export(arguments: argparse.Namespace) -> None:
-    import torch
-
-    from course_pp.training.checkpoint.huggingface import export_hf
-
-    dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
-    print(export_hf(arguments.path, arguments.directory, dtype))
-
-
-def _import(arguments: argparse.Namespace) -> None:
-    from course_pp.training.checkpoint.huggingface import import_hf
-
-    print(import_hf(arguments.source, arguments.root).path)
+    return 1
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:

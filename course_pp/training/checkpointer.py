@@ -5,26 +5,18 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.collective import Ranks
 from course_pp.parallel import is_rank_zero
 from course_pp.training.checkpoint import AsyncSaver, CheckpointError, Loaded, load, resume, save
-from course_pp.training.checkpoint.directory import (
-    Retention,
-    check_free,
-    check_writable,
-    life_of_run,
-    step_directories,
-    step_of,
-)
+from course_pp.training.checkpoint.directory import Draft, Retention, check_free, step_directories, step_of
 from course_pp.training.config import SettingError, check_whole
 from course_pp.training.preemption import Preempted, Preemption
 from course_pp.training.report import StepResult
 from course_pp.training.trainer import NonFiniteGradient, Trainer
-
-__all__ = ["Checkpointer"]
 
 
 class Checkpointer:
@@ -65,16 +57,15 @@ class Checkpointer:
             check_whole("save_every", save_every, 1)
         if root is not None and not os.fspath(root):
             raise ValueError("root='' names no directory: give one, or None to save nothing")
-        self._retention = Retention(keep_last, keep_every)
+        Retention(keep_last, keep_every)  # refuses now what would be refused after hours of training
+        self._keep: dict[str, Any] = {"keep_last": keep_last, "keep_every": keep_every}
         self._trainer, self._mesh = trainer, device_mesh
         self._root = None if root is None else Path(root)
         self._save_every, self._attachments, self._preemption = save_every, attachments, preemption
-        if self._root is not None:
-            writable = self._root
-            Ranks().collectively(lambda: check_writable(writable) if is_rank_zero() else None)
+        Ranks().collectively(self._check_writable)
         self._saver: AsyncSaver | None = None
         if asynchronous and root is not None:
-            self._saver = AsyncSaver(root, device_mesh=device_mesh, keep_last=keep_last, keep_every=keep_every)
+            self._saver = AsyncSaver(root, device_mesh=device_mesh, **self._keep)
         self._saved_step: int | None = None
 
     def resume(self, source: str | os.PathLike[str] = "auto") -> Loaded | None:
@@ -150,25 +141,24 @@ class Checkpointer:
             self._saved_step = self._saved_step if saved is None else saved.step
 
     def _save(self, root: Path, saver: AsyncSaver | None) -> None:
-        trainer, held, keep = self._trainer, self._trainer.held, self._retention
-        state, attachments = trainer.state(), self._attachments
+        trainer, held = self._trainer, self._trainer.held
+        what: dict[str, Any] = {
+            "step": trainer.step,
+            "modules": held.saved,
+            "optimizer": trainer.optimizer,
+            "extra": trainer.state(),
+            "attachments": self._attachments,
+            "tied": held.tied,
+        }
         if saver is not None:
-            what = trainer.step, held.saved, trainer.optimizer
-            saver.save(*what, extra=state, attachments=attachments, tied=held.tied)
+            saver.save(**what)
         else:
-            save(
-                root,
-                trainer.step,
-                held.saved,
-                trainer.optimizer,
-                device_mesh=self._mesh,
-                tied=held.tied,
-                extra=state,
-                attachments=attachments,
-                keep_last=keep.keep_last,
-                keep_every=keep.keep_every,
-            )
+            save(root, device_mesh=self._mesh, **self._keep, **what)
             self._saved_step = trainer.step
+
+    def _check_writable(self) -> None:
+        if self._root is not None and is_rank_zero():
+            Draft(self._root, 0).discard()
 
     def _check_room(self, take_up: bool) -> None:
         step = self._trainer.step
@@ -178,11 +168,9 @@ class Checkpointer:
             for path in later:
                 check_free(path)
         elif later:
-            alive = life_of_run(later[0])
-            remedy = "resume with auto" if alive is None else f"{alive}; end that run before you resume from it"
             raise CheckpointError(
                 f"{later[0]} is there already, and this run, which begins after step {step}, would come to it: "
-                f"{remedy}, or save to another directory"
+                "resume with auto, or save to another directory"
             )
 
 

@@ -1,6 +1,5 @@
 """A trainer's run through real checkpoints: what is saved when something fails, and what another run takes up."""
 
-import json
 import math
 import os
 import random
@@ -18,7 +17,6 @@ from course_pp.launch import on_ranks
 from course_pp.parallel import DistributedConfig, clip_grad_norm_
 from course_pp.training import TrainConfig, Trainer
 from course_pp.training.checkpoint import AsyncSaver, CheckpointError, diff, find_latest, load, save, saving, verify
-from course_pp.training.checkpoint.writer import this_process
 from course_pp.training.checkpointer import Checkpointer
 from course_pp.training.optim import build_scheduler
 from course_pp.training.preemption import Preempted, Preemption
@@ -175,7 +173,6 @@ def refusals(rank: int, root: Path, source: Path) -> list[str]:
         ("later", source, 1),
         ("later", "never", 1),
         ("later", "auto", 1),
-        ("alive", "never", 1),
     ]
     refused = r"cannot hold|must be auto|must be a whole number|is there already|none of the checkpoints"
     for folder, resume_from, save_every in attempts:
@@ -188,8 +185,6 @@ def refusals(rank: int, root: Path, source: Path) -> list[str]:
 def test_what_could_not_be_saved_or_taken_up_is_refused_on_every_rank_before_training(
     uninterrupted: tuple[Path, list[float], list[list[Any]]], tmp_path: Path
 ) -> None:
-    (tmp_path / "alive" / "step_00000003").mkdir(parents=True)
-    (tmp_path / "alive" / "step_00000003" / "state.json").write_text(json.dumps({"writer": this_process()}))
     first, second = run(2, refusals, tmp_path, uninterrupted[0] / "step_00000001")
     assert first == second
     expected = (
@@ -201,7 +196,6 @@ def test_what_could_not_be_saved_or_taken_up_is_refused_on_every_rank_before_tra
         "step_00000003 is there already, and this run, which begins after step 1, would come to it",
         "step_00000003 is there already",
         "none of the checkpoints",
-        f"the run that wrote it is alive: process {os.getpid()}; end that run before you resume from it, or save to",
     )
     for words, sentence in zip(expected, first, strict=True):
         assert words in sentence

@@ -16,14 +16,12 @@ that a checkpoint holds: ``.metadata`` may name the classes that describe tensor
 ``weights_only=True``, and the rest is JSON.
 """
 
-from course_pp.training.checkpoint.contents import Difference, Piece, TensorEntry, contents, diff
-from course_pp.training.checkpoint.huggingface import export_hf, import_hf
+from course_pp.training.checkpoint.huggingface import export_hf, import_hf, load_stage
 from course_pp.training.checkpoint.loading import Loaded, load, resume
-from course_pp.training.checkpoint.manifest import verify
-from course_pp.training.checkpoint.opening import find_latest
-from course_pp.training.checkpoint.ranks import CheckpointError
+from course_pp.training.checkpoint.manifest import CheckpointError, verify
+from course_pp.training.checkpoint.opening import Difference, contents, diff, find_latest
 from course_pp.training.checkpoint.saving import AsyncSaver, Saved, Saving, save
-from course_pp.training.checkpoint.stage_weights import load_stage
+from course_pp.training.checkpoint.tensors import Piece, TensorEntry
 
 __all__ = [
     "AsyncSaver",

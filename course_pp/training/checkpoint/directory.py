@@ -15,45 +15,22 @@ import re
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from course_pp.training.checkpoint.manifest import STATE, is_ours, problems, read_json, sync_directory
-from course_pp.training.checkpoint.ranks import CheckpointError, sentence
-from course_pp.training.checkpoint.writer import life_of
+from course_pp.training.checkpoint.manifest import (
+    MANIFEST,
+    METADATA,
+    CheckpointError,
+    is_ours,
+    problems,
+    sentence,
+    sync_directory,
+)
 from course_pp.training.config import SettingError, check_whole
-
-__all__ = [
-    "Draft",
-    "Retention",
-    "check_free",
-    "check_writable",
-    "is_checkpoint",
-    "life_of_run",
-    "named",
-    "step_directories",
-    "step_of",
-]
 
 _STEP = re.compile(r"step_(\d{8,})")
 _LEFTOVER = re.compile(r"\.step_\d{8,}\.(tmp|old)-\w+")
-
-
-def named(root: str | os.PathLike[str]) -> Path:
-    """Return the directory that ``root`` names.
-
-    Raises:
-        CheckpointError: for an empty name, which the system takes for the working directory.
-    """
-    if not os.fspath(root):
-        raise CheckpointError("'' names no directory: give one, such as '.' for the working directory")
-    return Path(root)
-
-
-def step_name(step: int) -> str:
-    """Return ``step_00000100``."""
-    return f"step_{step:08d}"
 
 
 def step_of(path: Path) -> int:
@@ -62,33 +39,14 @@ def step_of(path: Path) -> int:
 
 
 def step_directories(root: Path) -> list[Path]:
-    """Return every directory named as a checkpoint, newest first; whether it is whole is another question.
-
-    Raises:
-        CheckpointError: if ``root`` cannot be read.
-    """
-    with _readable(root):
-        found = [path for path in root.iterdir() if _STEP.fullmatch(path.name)] if root.is_dir() else []
+    """Return every directory named as a checkpoint, newest first; whether it is whole is another question."""
+    found = [path for path in root.iterdir() if _STEP.fullmatch(path.name)] if root.is_dir() else []
     return sorted(found, key=step_of, reverse=True)
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return True if ``path`` is meant as one checkpoint and not as the directory of a run's.
-
-    Raises:
-        CheckpointError: if ``path`` cannot be read.
-    """
-    with _readable(path):
-        return bool(_STEP.fullmatch(path.name)) or (path / "manifest.json").exists() or (path / ".metadata").exists()
-
-
-@contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise CheckpointError(f"{path} cannot be read ({reason}): ask for access to it, or give another") from error
+    """Return True if ``path`` is meant as one checkpoint and not as the directory of a run's."""
+    return bool(_STEP.fullmatch(path.name)) or (path / MANIFEST).exists() or (path / METADATA).exists()
 
 
 def check_free(final: Path) -> None:
@@ -100,12 +58,6 @@ def check_free(final: Path) -> None:
     if not os.path.lexists(final):
         return
     if not problems(final):
-        alive = life_of_run(final)
-        if alive is not None:
-            raise CheckpointError(
-                f"{final} is a whole checkpoint already, and {alive}; end that run before you resume from it, or save "
-                "to another directory"
-            )
         raise CheckpointError(
             f"{final} is a whole checkpoint already: resume from it, remove it, or save to another directory"
         )
@@ -114,24 +66,6 @@ def check_free(final: Path) -> None:
             f"{final} has the name of a checkpoint, but this version has not written it: move it away, or save to "
             "another directory"
         )
-
-
-def life_of_run(path: Path) -> str | None:
-    """As ``life_of``, of the run that wrote a checkpoint; None if the description of the run is illegible."""
-    try:
-        state = read_json(path / STATE)
-    except CheckpointError:
-        return None
-    return life_of(state.get("writer")) if isinstance(state, dict) else None
-
-
-def check_writable(root: Path) -> None:
-    """Make the directory of a run's checkpoints and try to write there, before hours of training depend on it.
-
-    Raises:
-        CheckpointError: if it cannot be made, or written to.
-    """
-    Draft.open(root, 0).discard()
 
 
 @dataclass(frozen=True)
@@ -147,13 +81,12 @@ class Retention:
     keep_every: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("keep_last", "keep_every"):
-            value = getattr(self, name)
+        for name, value in vars(self).items():
             if value is not None:
                 check_whole(name, value, 1)
         if self.keep_every is not None and self.keep_last is None:
-            sentence = "{keep_every} needs keep_last: without it everything is kept anyway"
-            raise SettingError(sentence, {"keep_every": self.keep_every})
+            problem = "{keep_every} needs keep_last: without it everything is kept anyway"
+            raise SettingError(problem, {"keep_every": self.keep_every})
 
     def apply(self, newest: Path) -> None:
         """Delete what need not be kept beside ``newest``, the checkpoint that has just been written.
@@ -174,71 +107,50 @@ class Retention:
 
 
 class Draft:
-    """A checkpoint that is being written: under its final name it is complete or not there."""
+    """A checkpoint that is being written: under its final name it is complete or not there.
 
-    def __init__(self, path: Path, lock: int) -> None:
-        self.path = path
-        self._lock: int | None = lock
+    Making one makes the directory to write to, and removes what killed saves have left.
 
-    @classmethod
-    def begin(cls, root: Path, step: int) -> "Draft":
-        """Make the directory to write to, and remove what killed saves have left.
+    Attributes:
+        path: where to write.
+        final: the name it gets when it is complete.
 
-        Raises:
-            CheckpointError: if something is there that must stay (:func:`check_free`), or nothing can be written.
-        """
-        draft = cls.open(root, step)
-        try:
-            check_free(draft.final)
-        except BaseException:
-            draft.discard()
-            raise
-        return draft
+    Raises:
+        CheckpointError: if nothing can be written.
+    """
 
-    @classmethod
-    def open(cls, root: Path, step: int) -> "Draft":
-        """Make the directory to write to, whatever has the final name.
-
-        Raises:
-            CheckpointError: if nothing can be written.
-        """
-        final = root / step_name(step)
+    def __init__(self, root: Path, step: int) -> None:
+        self.final = root / f"step_{step:08d}"
+        self._lock: int | None = None
         try:
             root.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(root)
-            while True:
-                path = _unique(final, "tmp")
-                path.mkdir()
+            while self._lock is None:
+                self.path = _unique(self.final, "tmp")
+                self.path.mkdir()
                 with contextlib.suppress(FileNotFoundError):
-                    lock = _lock(path)
-                    if path.exists():
-                        return cls(path, lock)
-                    os.close(lock)
-                # Another save took it for a leftover in the moment before the lock.
+                    lock = _lock(self.path)
+                    if self.path.exists():
+                        self._lock = lock
+                    else:  # another save took it for a leftover in the moment before the lock
+                        os.close(lock)
         except OSError as error:
             raise CheckpointError(
                 f"{root} cannot hold checkpoints ({sentence(error)}): choose another directory"
             ) from error
 
-    @property
-    def final(self) -> Path:
-        """The name it gets when it is complete."""
-        return self.path.with_name(self.path.name.removeprefix(".").partition(".")[0])
-
-    def publish(self) -> Path:
+    def publish(self) -> None:
         """Give the checkpoint its name; a damaged one of that name is removed.
 
         Raises:
             CheckpointError: if another run has come to the same step meanwhile (:func:`check_free`).
         """
-        final = self.final
-        check_free(final)
-        if final.exists():
-            _delete(final)
-        self.path.rename(final)
-        sync_directory(final.parent)
+        check_free(self.final)
+        if self.final.exists():
+            _delete(self.final)
+        self.path.rename(self.final)
+        sync_directory(self.final.parent)
         self._release()
-        return final
 
     def discard(self) -> None:
         """Remove what was written, unless it was published."""

@@ -1,32 +1,56 @@
-"""To and from a Hugging Face model directory: safetensors, ``config.json``, and the tokenizer if it is there."""
+"""To and from a Hugging Face model directory, and stages filled from one: safetensors, ``config.json``, the tokenizer.
+
+    with weights_on_meta():
+        model = LlamaForCausalLM(config)               # takes no memory
+    stages = auto_split(model, example, n_stages=4)
+    load_stage(stages[rank], folder, device=device)    # reads this stage's part of the files
+
+Only JSON and safetensors are read: never pickled weights, nor code that a directory holds or names.
+"""
 
 import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from course_pp.arguments import checked
+from course_pp.arguments import check_arguments, checked
 from course_pp.model import ModelConfig, Transformer, config_from_hf, config_to_hf
 from course_pp.model.hf import HEAD, name_to_hf, refuse_other_kinds
-from course_pp.training.checkpoint.contents import read_whole
-from course_pp.training.checkpoint.manifest import read_json, read_manifest, read_plain
+from course_pp.training.checkpoint.manifest import (
+    CheckpointError,
+    Ranks,
+    opened,
+    read_json,
+    read_manifest,
+    read_plain,
+    sentence,
+)
 from course_pp.training.checkpoint.opening import Opened, open_checkpoint
-from course_pp.training.checkpoint.ranks import CheckpointError, sentence
 from course_pp.training.checkpoint.saving import Saved, save
-from course_pp.training.checkpoint.weights import read_weights
+from course_pp.training.checkpoint.state import load_into
 from course_pp.training.data import SPECIAL_TOKENS
-
-__all__ = ["export_hf", "import_hf"]
 
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 _GENERATION = "generation_config.json"
 _ROLES = ("pad", "bos", "eos")
 _IDS = [f"{role}_token_id" for role in _ROLES]
+_ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_ANEW = "get the directory anew, whole"
+_LIMIT_S = 24 * 3600.0
+_OPEN_BYTES = 2**24
+
+States = Sequence[tuple[nn.Module, dict[str, Any]]]
+"""Modules, each with its state_dict."""
 
 
 @checked
@@ -46,14 +70,14 @@ def export_hf(
         CheckpointError: if the checkpoint is damaged or not of :class:`~course_pp.model.Transformer`; if ``directory``
             holds something, or cannot be written.
     """
-    opened, target = open_checkpoint(path), Path(os.path.abspath(directory))
-    config, attached = _config_of(opened), _attached_to(opened)
+    checkpoint, target = open_checkpoint(path), Path(os.path.abspath(directory))
+    config, attached = _config_of(checkpoint), _attached_to(checkpoint)
     draft = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
     try:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise CheckpointError(f"{directory} is not empty: export to a new directory")
         draft.mkdir(parents=True)
-        _write(draft, opened, config, attached, dtype)
+        _write(draft, checkpoint, config, attached, dtype)
         draft.rename(target)
     except CheckpointError:
         raise
@@ -67,12 +91,12 @@ def export_hf(
 
 
 def _write(
-    directory: Path, opened: Opened, config: ModelConfig, attached: Mapping[str, bytes], dtype: torch.dtype | None
+    directory: Path, checkpoint: Opened, config: ModelConfig, attached: Mapping[str, bytes], dtype: torch.dtype | None
 ) -> None:
     """Write everything that transformers needs."""
     from huggingface_hub import save_torch_state_dict
 
-    weights = read_whole(opened, [key for key in opened.keys if key.startswith("model.")])
+    weights = checkpoint.read(f"model.{name}" for name in sorted(checkpoint.weights))
     renamed = {name_to_hf(key.removeprefix("model.")): tensor.to(dtype) for key, tensor in weights.items()}
     save_torch_state_dict(renamed, directory)
     for name, content in attached.items():
@@ -90,10 +114,10 @@ def _write(
     hf_config.save_pretrained(directory)
 
 
-def _attached_to(opened: Opened) -> dict[str, bytes]:
+def _attached_to(checkpoint: Opened) -> dict[str, bytes]:
     """Return the tokenizer's files in a checkpoint; nothing that its manifest does not name."""
-    _, files = read_manifest(opened.path)
-    return {name: _json_in(opened.path / name) for name in (*_TOKENIZER, _GENERATION) if name in files}
+    _, files = read_manifest(checkpoint.path)
+    return {name: _json_in(checkpoint.path / name) for name in (*_TOKENIZER, _GENERATION) if name in files}
 
 
 def _json_in(path: Path) -> bytes:
@@ -110,23 +134,22 @@ def _json_in(path: Path) -> bytes:
         raise CheckpointError(f"{path.parent}: {error}") from error
 
 
-def _config_of(opened: Opened) -> ModelConfig:
+def _config_of(checkpoint: Opened) -> ModelConfig:
     """Return the sizes of the model, if it is one of ours and all of it is there."""
     try:
-        config = ModelConfig(**opened.state["config"])
+        config = ModelConfig(**checkpoint.state["config"])
         with torch.device("meta"):
-            expected = {f"model.{name}" for name in Transformer(config).state_dict()}
+            expected = set(Transformer(config).state_dict())
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{opened.path} does not say which model it is of: only course_pp's can be exported"
+            f"{checkpoint.path} does not say which model it is of: only course_pp's can be exported"
         ) from error
     if config.tie_embeddings:
-        expected.discard(f"model.{HEAD}")
-    found = {key for key in opened.keys if key.startswith("model.")}
-    if differ := sorted(expected ^ found):
+        expected.discard(HEAD)
+    if differ := sorted(expected ^ checkpoint.weights):
         raise CheckpointError(
-            f"{opened.path} is not of course_pp's Transformer: it has {'no' if differ[0] in expected else 'a'} "
-            f"{differ[0].removeprefix('model.')}; only that can be exported"
+            f"{checkpoint.path} is not of course_pp's Transformer: it has {'no' if differ[0] in expected else 'a'} "
+            f"{differ[0]}; only that can be exported"
         )
     return config
 
@@ -154,9 +177,8 @@ def _token_ids(attached: Mapping[str, bytes], special: Mapping[str, tuple[str, i
 def import_hf(source: str | os.PathLike[str], root: str | os.PathLike[str]) -> Saved:
     """Make a checkpoint, step 0 without an optimizer, of a Hugging Face model directory.
 
-    Only JSON and safetensors are read, by this package: never pickled weights, nor code that the directory holds or
-    names, so attention is always the built-in one. No link is followed. Load the checkpoint with ``optimizer=None``, at
-    any layout, in the dtype it has.
+    Attention is always the built-in one. No link is followed. Load the checkpoint with ``optimizer=None``, at any
+    layout, in the dtype it has.
 
     Raises:
         CheckpointError: if there is no such directory, a file in it is damaged or a link, or it does not hold exactly
@@ -166,10 +188,11 @@ def import_hf(source: str | os.PathLike[str], root: str | os.PathLike[str]) -> S
     folder = Path(source)
     if not os.path.lexists(folder / "config.json") or not list(folder.glob("*.safetensors")):
         raise CheckpointError(f"{folder} is not a model directory: it needs config.json and .safetensors files")
+    if links := sorted(path.name for path in folder.iterdir() if path.is_symlink()):
+        raise CheckpointError(f"{folder}: {links[0]} is a link: put the file itself in its place")
     described = json.loads(_json_in(folder / "config.json"))
-    hf_config = _hf_config(folder, described)
-    config = _readable(folder, lambda: config_from_hf(hf_config))
-    model = read_weights(folder, config, _dtype_of(described))
+    hf_config, config = _config_in(folder, described)
+    model = _model_of(folder, config, _dtype_of(described))
     names = (*_TOKENIZER, _GENERATION)
     attachments = {name: _json_in(folder / name) for name in names if os.path.lexists(folder / name)}
     if _GENERATION not in attachments:
@@ -178,8 +201,31 @@ def import_hf(source: str | os.PathLike[str], root: str | os.PathLike[str]) -> S
     return save(root, 0, model, device_mesh=None, attachments=attachments)
 
 
-def _hf_config(folder: Path, described: Mapping[str, Any]) -> Any:
-    """Return what ``config.json`` says, as the class of its model reads it."""
+def _model_of(folder: Path, config: ModelConfig, dtype: torch.dtype | None) -> Transformer:
+    """Return the model whose weights ``folder`` holds, on the CPU; its rotary tables stay on the meta device.
+
+    Args:
+        dtype: of the weights; None takes that of the first.
+    """
+    found = {name: tensor for name, tensor in _found_in(folder).items() if not name.endswith("rotary_emb.inv_freq")}
+    # An enormous number of layers would take as long to build as to look for.
+    if config.n_layers > len(found):
+        raise CheckpointError(
+            f"{folder} has {len(found)} weights, too few for the {config.n_layers:,} layers of its config.json: {_ANEW}"
+        )
+    with torch.device("meta"):
+        model = Transformer(config).to(dtype or _DTYPES.get(next(iter(found.values())).kind))
+    state = model.state_dict(keep_vars=True)
+    if others := sorted(found.keys() - set(map(name_to_hf, state))):
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        raise CheckpointError(f"{folder} has, beside what config.json asks for, {others[0]}{more}: {_ANEW}")
+    read = _read(_plan([(model, state)], folder), torch.device("cpu"))
+    model.load_state_dict({name: read[id(own)] for name, own in state.items()}, assign=True)
+    return model
+
+
+def _config_in(folder: Path, described: Mapping[str, Any]) -> tuple[Any, ModelConfig]:
+    """Return what ``config.json`` says, as the class of its model reads it, and as our sizes."""
     from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
     kinds: dict[str, Any] = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config}
@@ -187,15 +233,11 @@ def _hf_config(folder: Path, described: Mapping[str, Any]) -> Any:
     refuse_other_kinds(kind)
     # How transformers computes attention, and whose code it fetches for that, is not a matter of the model.
     kept = {name: value for name, value in described.items() if "attn_implementation" not in name}
-    return _readable(folder, lambda: kinds[str(kind)].from_dict(kept))
-
-
-def _readable(folder: Path, work: Callable[[], Any]) -> Any:
-    """Run ``work`` on ``config.json``; pass refusals of unsupported models on, and report any other error as damage."""
     try:
-        return work()
+        hf_config = kinds[str(kind)].from_dict(kept)
+        return hf_config, config_from_hf(hf_config)
     except Exception as error:
-        if type(error) is ValueError:
+        if type(error) is ValueError:  # the model has something that ours has not
             raise
         what = " ".join(str(error).split())
         raise CheckpointError(f"{folder}: config.json is damaged ({type(error).__name__}: {what})") from error
@@ -206,3 +248,234 @@ def _dtype_of(described: Mapping[str, Any]) -> torch.dtype | None:
     name = str(described.get("dtype") or described.get("torch_dtype"))
     found = getattr(torch, name.removeprefix("torch."), None)
     return found if found in (torch.float64, torch.float32, torch.bfloat16, torch.float16) else None
+
+
+def load_stage(
+    stage: nn.Module | Sequence[nn.Module],
+    folder: str | os.PathLike[str],
+    device: torch.device | str = "cpu",
+    names: Callable[[str], str] | None = None,
+) -> int:
+    """Fill a stage that was built without weights from a directory of safetensors files; call it on every rank.
+
+    Files are read in pieces, so a rank needs memory for its stage and little more.
+
+    Weights are cast to the stage's dtype. Weights tied within the stage or between stages may be in the files under any
+    of their names, with or without the ``base_model_prefix`` of transformers' models. Persistent buffers are read like
+    weights; the others stay as they were built. What other stages need is neither read nor missed. The stage's own
+    ``load_state_dict`` and its hooks see what was read.
+
+    Args:
+        stage: of :func:`~course_pp.parallel.auto_split` or :func:`~course_pp.model.build_stage_module`; or all of a
+            rank's, in a list. Shard it and cast it afterwards.
+        folder: a directory with ``model.safetensors``, or an index and its files, or any ``.safetensors`` files.
+        device: where to put the stage.
+        names: for a weight's name in the stage its name in the files, where transformers renames what it reads.
+
+    Returns:
+        Bytes that were read of the files.
+
+    Raises:
+        CheckpointError: on every rank, with nothing filled on any: if a tensor is missing, has another shape or a dtype
+            that cannot be cast, a file is damaged, an argument is of a wrong class, the stage has state that is no
+            tensor, or a parameter or buffer that files do not hold has lost its values, as under
+            ``torch.device("meta")``. Later, if a stage's ``load_state_dict`` fails.
+    """
+    given, ranks = locals(), Ranks(limit_s=_LIMIT_S)
+    ranks.collectively(lambda: check_arguments(load_stage, given))
+    stages = list(stage) if isinstance(stage, Sequence) else [stage]
+    where = torch.device(device)
+    states = ranks.collectively(lambda: [(each, each.state_dict(keep_vars=True)) for each in stages])
+    planned = ranks.collectively(lambda: _plan(states, Path(folder), names or str))
+    read = ranks.collectively(lambda: _read(planned, where))
+    ranks.collectively(lambda: _put(states, read, where))
+    return sum(tensor.n_bytes for _, tensor in planned)
+
+
+@dataclass(frozen=True)
+class _InFile:
+    """A tensor in a safetensors file: its name, dtype, shape and bytes there."""
+
+    path: Path
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    n_bytes: int
+
+
+def _plan(states: States, folder: Path, in_files: Callable[[str], str] = str) -> list[tuple[Tensor, _InFile]]:
+    """Return each weight of the modules, and where it is.
+
+    Raises:
+        CheckpointError: if one is missing, of another shape, or quantized.
+        ValueError: if a parameter or buffer that files do not hold has lost its values.
+    """
+    found = _found_in(folder)
+    planned: list[tuple[Tensor, _InFile]] = []
+    missing: list[str] = []
+    for names, own in _names_of(states):
+        there = [found[name] for name in dict.fromkeys([*map(in_files, names), *names]) if name in found]
+        if not there:
+            missing.append(names[0])
+            continue
+        tensor = there[0]
+        if tensor.shape != tuple(own.shape):
+            raise CheckpointError(
+                f"{folder} has {tensor.name} as {tensor.shape}, and the model needs {tuple(own.shape)}: build it with "
+                "the sizes of its config.json"
+            )
+        if (tensor.kind in _DTYPES) != own.is_floating_point():
+            raise CheckpointError(
+                f"{folder} has {tensor.name} as {tensor.kind}, and the model as {own.dtype}: get the model in one of "
+                f"{', '.join(_DTYPES)}"
+            )
+        planned.append((own, tensor))
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CheckpointError(
+            f"{folder} has no {missing[0]}{more}, which the model needs: get the directory of this model, whole, or "
+            "give load_stage names= if they are others there"
+        )
+    _refuse_lost(states)
+    return planned
+
+
+def _found_in(folder: Path) -> dict[str, _InFile]:
+    """Return every tensor in the files that make up a model. Links are followed: downloaded models consist of them."""
+    found = {}
+    for path in _files_of(folder):
+        with _safetensors(path) as file:
+            for name in list(file.keys()):
+                part = file.get_slice(name)
+                kind, shape = part.get_dtype(), tuple(part.get_shape())
+                bits = int("".join(filter(str.isdigit, kind))[:2] or 8)
+                found[name] = _InFile(path, name, kind, shape, torch.Size(shape).numel() * bits // 8)
+    if not found:
+        raise CheckpointError(f"{folder} holds no .safetensors files: give the directory of a model")
+    return found
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """Return the one file, or those of the index, or all."""
+    if (folder / _ONE).exists():
+        return [folder / _ONE]
+    if not (folder / _INDEX).exists():
+        return sorted(folder.glob("*.safetensors"))
+    index = read_json((folder / _INDEX).resolve())
+    weights = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights.values()):
+        raise CheckpointError(f"{folder}: {_INDEX} is damaged: it has no weight_map")
+    names = sorted(set(weights.values()))
+    if strange := [name for name in names if name != Path(name).name or not name.endswith(".safetensors")]:
+        raise CheckpointError(f"{folder}: {_INDEX} is refused: it names {strange[0]!r}")
+    return [folder / name for name in names]
+
+
+@contextmanager
+def _safetensors(path: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with opened(path.resolve()), safe_open(path, framework="pt") as file:
+            yield file
+    except CheckpointError as error:
+        raise CheckpointError(f"{path.parent}: {error}") from error
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged ({' '.join(str(error).split())}): {_ANEW}") from error
+
+
+def _names_of(states: States) -> Iterator[tuple[list[str], Tensor]]:
+    """Return each weight that files hold, and the names it may have there, its own first."""
+    names: dict[int, dict[str, None]] = {}
+    own: dict[int, Tensor] = {}
+    for stage, state in states:
+        ties = [set(tie.values()) for tie in getattr(stage, "ties", ())]
+        prefix = f"{getattr(stage, 'base_model_prefix', '')}."
+        for name, tensor in state.items():
+            if not isinstance(tensor, Tensor):
+                raise CheckpointError(
+                    f"{name} is no tensor, and safetensors hold nothing else: fill a stage without it, and set it then"
+                )
+            own[id(tensor)] = tensor
+            known = [name, *sorted({other for tie in ties if name in tie for other in tie} - {name})]
+            if isinstance(stage, Transformer):
+                known = [*map(name_to_hf, known)]
+            known += [each.removeprefix(prefix) if each.startswith(prefix) else prefix + each for each in known]
+            names.setdefault(id(tensor), {}).update(dict.fromkeys(known))
+    return ((list(names[key]), tensor) for key, tensor in own.items())
+
+
+def _refuse_lost(states: States) -> None:
+    for stage, state in states:
+        given = {id(tensor) for tensor in state.values()}
+        for name, own in (*stage.named_parameters(), *stage.named_buffers()):
+            if isinstance(stage, Transformer) or not own.is_meta or id(own) in given or _is_placeholder(own):
+                continue
+            how = (
+                "in memory"
+                if isinstance(own, nn.Parameter)
+                else "under weights_on_meta(), which leaves buffers as they are"
+            )
+            raise ValueError(f"{name} is on the meta device, and no file holds it: build the model {how}")
+
+
+def _is_placeholder(buffer: Tensor) -> bool:
+    """Return whether a tensor stands for a parameter of another stage, of which only the shape counts."""
+    return getattr(buffer, "of_another_stage", False)
+
+
+def _read(planned: Sequence[tuple[Tensor, _InFile]], device: torch.device) -> dict[int, Tensor]:
+    """Return what is in the files, by the ``id`` of the weight.
+
+    Weights are read in pieces, and a file is closed and opened anew after some: the part of it that was read takes
+    this process's memory too.
+    """
+    full = {id(own): torch.empty(own.shape, dtype=own.dtype, device=device) for own, _ in planned}
+    by_file = sorted(planned, key=lambda each: (each[1].path, each[1].name))
+    for path, group in groupby(by_file, key=lambda each: each[1].path):
+        pieces = [(tensor.name, full[id(own)], rows) for own, tensor in group for rows in _rows(tensor)]
+        while pieces:
+            n_bytes = 0
+            with _safetensors(path) as file:
+                while pieces and n_bytes < _OPEN_BYTES:
+                    name, to, rows = pieces.pop(0)
+                    part = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
+                    (to if rows is None else to[rows]).copy_(part)
+                    n_bytes += part.nbytes
+    return full
+
+
+def _rows(tensor: _InFile) -> Iterator[slice | None]:
+    """Yield as many rows at a time as may be open at once; None for a tensor without rows."""
+    n_rows = tensor.shape[0] if tensor.shape else 0
+    step = max(1, _OPEN_BYTES * n_rows // max(1, tensor.n_bytes))
+    return (slice(start, min(start + step, n_rows)) for start in range(0, n_rows, step)) if n_rows else iter([None])
+
+
+def _put(states: States, read: Mapping[int, Tensor], device: torch.device) -> None:
+    """Put what was read in the place of parameters and buffers, wherever they are, and let the stages load it.
+
+    Buffers that no file holds are moved: tables, and the shapes of what other stages hold.
+    """
+    moved: dict[int, tuple[Tensor, Any]] = {}  # with the tensor of that id, which must not be used again
+
+    def on_device(own: Tensor) -> Any:
+        if id(own) not in moved:
+            tensor = read.get(id(own))
+            if isinstance(own, nn.Parameter):
+                tensor = own if tensor is None else nn.Parameter(tensor, own.requires_grad)
+            elif tensor is None and _is_placeholder(own):
+                tensor = torch.zeros((), dtype=own.dtype, device=device).expand(own.shape)
+            elif tensor is None:
+                tensor = torch.empty_like(own, device=device) if own.is_meta else own.to(device)
+            moved[id(own)], moved[id(tensor)] = (own, tensor), (tensor, tensor)
+        return moved[id(own)][1]
+
+    for part in (part for stage, _ in states for part in stage.modules()):
+        for held in (part._parameters, part._buffers):
+            held.update({name: on_device(own) for name, own in held.items() if own is not None})
+    for stage, state in states:
+        if isinstance(stage, Transformer):
+            stage.init_freqs_and_ties()
+        state.update({name: read[id(own)] for name, own in state.items()})
+        load_into(stage, state)

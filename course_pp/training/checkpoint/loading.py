@@ -1,8 +1,11 @@
-"""Loading: fill what this rank holds of the model from a checkpoint that is whole and of this model."""
+"""Loading: fill what this rank holds of the model from a checkpoint that is whole and of this model.
+
+A checkpoint of another model or optimizer is refused before anything is changed, by the first thing that differs.
+"""
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -10,27 +13,32 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from course_pp.arguments import check_arguments, checked
-from course_pp.training.checkpoint.directory import named
-from course_pp.training.checkpoint.files import read_tensors
-from course_pp.training.checkpoint.matching import (
-    check_declared,
-    check_model,
-    check_optimizer,
-    check_ties,
-    hint,
-    renamed,
-    saved_slots,
-)
+from course_pp.arguments import check_arguments
+from course_pp.model import ModelConfig
+from course_pp.training.checkpoint.manifest import CheckpointError, Ranks
 from course_pp.training.checkpoint.opening import Opened, open_together
-from course_pp.training.checkpoint.ranks import CheckpointError, Ranks
-from course_pp.training.checkpoint.rng import mesh_coordinates, restore_rng, rng_keys
-from course_pp.training.checkpoint.state import Group, Held, Modules, Part, Ties, held_by, load_into, parts_of
+from course_pp.training.checkpoint.snapshot import check_ties_are_declared_alike
+from course_pp.training.checkpoint.state import (
+    STAGES,
+    Ends,
+    Group,
+    Modules,
+    RankState,
+    Ties,
+    config_of,
+    load_into,
+    mesh_coordinates,
+    optimizer_groups,
+    restore_rng,
+    rng_keys,
+    state_of,
+)
+from course_pp.training.checkpoint.tensors import read_tensors
 
-__all__ = ["Loaded", "load", "resume"]
+# Rotary tables are as long as the run says; no weight depends on it.
+_MAY_DIFFER = ("max_seq_len",)
 
 
-@checked
 @dataclass(frozen=True)
 class Loaded:
     """What was loaded.
@@ -63,7 +71,7 @@ def load(
         path: a checkpoint, or the directory of a run's checkpoints, of which the newest whole one is loaded.
         modules: this rank's stages, or the whole model; ``{index: stage}`` if it was saved so.
         optimizer: None loads the weights alone; otherwise the random number generators are restored too
-            (:mod:`~course_pp.training.checkpoint.rng` says what ranks that were not there get).
+            (:mod:`~course_pp.training.checkpoint.state` says what ranks that were not there get).
         device_mesh: as for :func:`save`.
         tied: as for :func:`save`; to be given only for a checkpoint that was saved without saying so.
 
@@ -90,140 +98,211 @@ def resume(
     given = locals()
     ranks = Ranks()
     ranks.each(lambda: check_arguments(resume, given))
-    opened = open_together(named(path), ranks)
+    opened = open_together(Path(path), ranks)
     if opened is None:
         return None
     # By itself, as the state_dict of some modules is a collective: all ranks are through it before one refuses.
-    parts, mine = ranks.collectively(lambda: _held_here(modules, tied))
-    held = Held()
+    state = ranks.collectively(lambda: state_of(modules, tied))
+    ends, also = _ends_there(state, opened)
 
-    def compare() -> tuple[set[str], set[str], list[tuple[str, ...]]]:
-        nonlocal held
-        held, also = renamed(mine, opened)
-        check_model(opened, parts, held)
+    def compare() -> tuple[list[tuple[str, ...]], set[str], set[str]]:
+        _check_model(opened, config_of(state), ends)
         if optimizer is not None:
-            check_optimizer(opened, optimizer, held)
-        check_ties(opened, also, optimizer is not None)
-        found = {name for name, _ in held.ends} | {name for names in also.values() for name in names}
-        return found, mine.met, mine.declared
+            _check_optimizer(opened, optimizer, ends)
+        _check_ties(opened, also, optimizer is not None)
+        return state.declared, state.met, {name for name, _ in ends}.union(*also.values())
 
     everyone = ranks.each(compare)
-    check_declared([declared for *_, declared in everyone], set().union(*(met for _, met, _ in everyone)))
-    here = set().union(*(found for found, *_ in everyone))
-    left = sorted({key.removeprefix("model.") for key in opened.keys if key.startswith("model.")} - here)
-    if left:
+    check_ties_are_declared_alike([(declared, met) for declared, met, _ in everyone])
+    if left := sorted(opened.weights.difference(*(found for *_, found in everyone))):
         raise CheckpointError(
-            f"{opened.path} is of another model: it has {left[0]}, which no rank's modules have{hint(left[0])}"
+            f"{opened.path} is of another model: it has {left[0]}, which no rank's modules have{_hint(left[0])}"
         )
-    request = _Request(opened)
-    for name, tensor in held.ends:
-        request.fill(f"model.{name}", tensor.detach())
-    slots = [] if optimizer is None else _request_slots(request, optimizer, held)
+    slots = {} if optimizer is None else _new_slots(opened, optimizer, ends)
     coordinates = mesh_coordinates(device_mesh, ranks.rank)
-    rng = {} if optimizer is None else rng_keys(coordinates, opened.metadata.state_dict_metadata)
-    states = {kind: request.new(key, torch.device("cpu")) for kind, key in rng.items()}
-    request.read(ranks)
-    ranks.collectively(lambda: _load(mine, optimizer))
+    rng = {} if optimizer is None else rng_keys(coordinates, opened.tensors)
+    generators = {kind: torch.empty(opened.tensors[key].shape, dtype=torch.uint8) for kind, key in rng.items()}
+    wanted = [(f"model.{name}", tensor.detach()) for name, tensor in ends]
+    wanted += [
+        (f"optimizer.{name}.{slot}", new) for name, tensor in ends for slot, new in slots.get(id(tensor), {}).items()
+    ]
+    wanted += [(rng[kind], generator) for kind, generator in generators.items()]
+    ranks.collectively(lambda: _read(opened, wanted))
+    ranks.collectively(lambda: _load(state, optimizer))
     if optimizer is not None:
-        _apply(optimizer, slots, held, opened.groups or [])
-        restore_rng(states, opened.state["seed"], opened.state["step"], coordinates)
+        _apply(opened, optimizer, slots, ends)
+        restore_rng(generators, opened.state["seed"], opened.state["step"], coordinates)
     return Loaded(opened.path, opened.state["step"], opened.state["extra"])
 
 
-def _held_here(modules: Modules, tied: Ties | None) -> tuple[list[Part], Held]:
-    parts = parts_of(modules)
-    return parts, held_by(parts, tied)
+def _ends_there(state: RankState, opened: Opened) -> tuple[Ends, dict[str, list[str]]]:
+    """Return what is held here, under the checkpoint's names; there, a tied weight may have another of its names.
+
+    Returns:
+        For each tie that was saved as several weights, the other names by the first.
+    """
+    ends: Ends = []
+    also: dict[str, list[str]] = {}
+    for name, tensor in state.ends:
+        known = [name, *(alias for alias, first in state.aliases.items() if first == name)]
+        candidates = dict.fromkeys(opened.first_name(each) for each in known)
+        there = [each for each in candidates if f"model.{each}" in opened.tensors] or [name]
+        ends.append((there[0], tensor))
+        if there[1:]:
+            also[there[0]] = there[1:]
+    return ends, also
 
 
-def _load(held: Held, optimizer: torch.optim.Optimizer | None) -> None:
-    """Let each module take the state that was read, much of it in its own memory already, by its own means."""
-    for module, state in held.states:
-        load_into(module, state)
-    own = {id(parameter) for module, _ in held.states for parameter in module.parameters()}
-    trained = () if optimizer is None else (each for group in optimizer.param_groups for each in group["params"])
-    if lost := [held.own_names[id(each)] for each in trained if id(each) not in own]:
+def _check_model(opened: Opened, config: dict[str, Any] | None, ends: Ends) -> None:
+    """Refuse a checkpoint of another model, by the first thing that differs."""
+    saved = opened.state["config"]
+    if saved is not None and config is not None:
+        saved = {each.name: each.default for each in fields(ModelConfig)} | saved  # older ones lack newer sizes
+        differ = [key for key in config if key not in _MAY_DIFFER and saved.get(key) != config[key]]
+        if differ:
+            spelled_out = ", ".join(f"{key}={saved.get(key)!r}, not {config[key]!r}" for key in differ)
+            raise CheckpointError(f"{opened.path} is of another model: it has {spelled_out}")
+    for name, tensor in ends:
+        if tensor.is_meta:
+            raise CheckpointError(
+                f"{name} is on the meta device, where nothing can be loaded into it: give the module memory first, "
+                "with to_empty(device=…)"
+            )
+        entry = opened.tensors.get(f"model.{name}")
+        if entry is None:
+            hint = _hint(next(iter(opened.weights), ""))
+            raise CheckpointError(f"{opened.path} is of another model: it has no {name}{hint}")
+        if entry.shape != tensor.shape:
+            raise CheckpointError(
+                f"{opened.path} is of another model: {name} is {entry.shape} there and {tuple(tensor.shape)} here"
+            )
+        if entry.dtype != tensor.dtype:
+            raise CheckpointError(
+                f"{opened.path} holds {name} as {entry.dtype}, but here it is {tensor.dtype}: "
+                "convert the modules first, and again after loading"
+            )
+
+
+def _hint(name: str) -> str:
+    return " (its names begin with the stage: pass {index: stage})" if name.startswith(STAGES) else ""
+
+
+def _check_optimizer(opened: Opened, optimizer: torch.optim.Optimizer, ends: Ends) -> None:
+    """Refuse another kind of optimizer, and one with other groups."""
+    saved, here = opened.state["optimizer"], type(optimizer).__name__
+    if saved is None:
         raise CheckpointError(
-            f"load_state_dict puts another parameter in the place of {lost[0]}, which the optimizer trains: let it "
-            "copy into the one that is there"
+            f"{opened.path} was saved without an optimizer: load it with optimizer=None to begin from its weights"
         )
+    if saved["kind"] != here:
+        raise CheckpointError(
+            f"{opened.path} holds the state of {saved['kind']}, and this optimizer is {here}: "
+            f"make {saved['kind']}, or load the weights alone with optimizer=None"
+        )
+    options = _options(opened)
+    for group in optimizer_groups(optimizer, ends):
+        for name in group.parameters:
+            if name not in options:
+                raise CheckpointError(f"{opened.path}: its optimizer does not train {name}, this one does")
+            if options[name] != options[group.parameters[0]]:
+                raise CheckpointError(
+                    f"{opened.path}: its optimizer has other options for {name} than for {group.parameters[0]}, "
+                    "this one has them in one group: make the same groups"
+                )
 
 
-class _Request:
-    """The tensors to read, each once, and those that get a copy of what was read."""
-
-    def __init__(self, opened: Opened) -> None:
-        self._opened = opened
-        self._tensors: dict[str, Tensor] = {}
-        self._copies: list[tuple[Tensor, str]] = []
-
-    def fill(self, key: str, tensor: Tensor) -> Tensor:
-        """Read into ``tensor``; the second end of a tie on this rank gets a copy of the first."""
-        if key in self._tensors:
-            self._copies.append((tensor, key))
-        else:
-            self._tensors[key] = tensor
-        return tensor
-
-    def new(self, key: str, device: torch.device, like: Tensor | None = None) -> Tensor:
-        """Read into a new tensor, sharded as ``like`` is if it has its shape."""
-        entry = self._opened.entry(key)
-        assert entry is not None
-        dtype = entry.properties.dtype
-        if like is not None and entry.size == like.shape and like.dim() > 0:
-            return self.fill(key, torch.empty_like(like.detach(), dtype=dtype))
-        return self.fill(key, torch.empty(entry.size, dtype=dtype, device=device))
-
-    @torch.no_grad()
-    def read(self, ranks: Ranks) -> None:
-        """Read everything."""
-        read_tensors(self._opened.path, self._opened.metadata, self._tensors, ranks)
-        for tensor, key in self._copies:
-            tensor.copy_(self._tensors[key])
+def _options(opened: Opened) -> dict[str, dict[str, Any]]:
+    """Return the options of the checkpoint's optimizer for each parameter, by the parameter's name."""
+    groups = [Group(**group) for group in opened.state["optimizer"]["groups"]]
+    return {name: group.options for group in groups for name in group.parameters}
 
 
-Slots = dict[str, Tensor]
+def _saved_slots(opened: Opened) -> dict[str, list[str]]:
+    """Return what the checkpoint's optimizer keeps of each parameter, by the parameter's name."""
+    saved: dict[str, list[str]] = {}
+    for key in opened.tensors:
+        if key.startswith("optimizer."):
+            name, _, slot = key.removeprefix("optimizer.").rpartition(".")
+            saved.setdefault(name, []).append(slot)
+    return saved
 
 
-def _request_slots(request: _Request, optimizer: torch.optim.Optimizer, held: Held) -> list[Slots]:
-    """New state for each end in ``held``, to be filled; empty where the checkpoint has none."""
-    saved = saved_slots(request._opened)
+def _check_ties(opened: Opened, also: Mapping[str, Sequence[str]], with_optimizer: bool) -> None:
+    """Refuse weights that are tied here and differ in the checkpoint, which is read to compare them."""
+    slots = _saved_slots(opened) if with_optimizer else {}
+    for first, others in also.items():
+        for other in others:
+            pairs = [(f"model.{first}", f"model.{other}")]
+            pairs += [(f"optimizer.{first}.{slot}", f"optimizer.{other}.{slot}") for slot in slots.get(first, ())]
+            for pair in pairs:
+                found = opened.read(key for key in pair if key in opened.tensors)
+                if len(found) < 2 or not torch.equal(*found.values()):
+                    raise CheckpointError(
+                        f"{first} and {other} are one weight here, and {opened.path} holds different ones: load it "
+                        "into a model that does not tie them"
+                    )
+
+
+def _new_slots(opened: Opened, optimizer: torch.optim.Optimizer, ends: Ends) -> dict[int, dict[str, Tensor]]:
+    """Return new state for each tensor of ``ends`` by its ``id``, to be filled; empty where the checkpoint has none."""
+    saved = _saved_slots(opened)
     counts_on_device = {
         id(p)
         for group in optimizer.param_groups
         for p in group["params"]
         if group.get("fused") or group.get("capturable")
     }
-    return [
-        {
-            slot: request.new(
-                f"optimizer.{name}.{slot}",
-                tensor.device if id(tensor) in counts_on_device else torch.device("cpu"),
-                like=tensor,
-            )
-            for slot in saved.get(name, [])
-        }
-        for name, tensor in held.ends
-    ]
+    slots: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in ends:
+        mine = slots.setdefault(id(tensor), {})
+        for slot in saved.get(name, ()):
+            entry = opened.tensors[f"optimizer.{name}.{slot}"]
+            if entry.shape == tensor.shape and tensor.dim() > 0:  # sharded as the parameter is
+                mine[slot] = torch.empty_like(tensor.detach(), dtype=entry.dtype)
+            else:
+                device = tensor.device if id(tensor) in counts_on_device else torch.device("cpu")
+                mine[slot] = torch.empty(entry.shape, dtype=entry.dtype, device=device)
+    return slots
 
 
-def _apply(optimizer: torch.optim.Optimizer, slots: list[Slots], held: Held, groups: list[Group]) -> None:
+@torch.no_grad()
+def _read(opened: Opened, wanted: Sequence[tuple[str, Tensor]]) -> None:
+    """Read each key once; where it is wanted again, as by another end of a tie, that gets a copy."""
+    first: dict[str, Tensor] = {}
+    for key, tensor in wanted:
+        first.setdefault(key, tensor)
+    read_tensors(opened.path, opened.metadata, first)
+    for key, tensor in wanted:
+        if tensor is not first[key]:
+            tensor.copy_(first[key])
+
+
+def _load(state: RankState, optimizer: torch.optim.Optimizer | None) -> None:
+    """Let each module take the state that was read, much of it in its own memory already, by its own means."""
+    for module, loaded in state.states:
+        load_into(module, loaded)
+    own = {id(parameter) for module in state.modules for parameter in module.parameters()}
+    trained = () if optimizer is None else (each for group in optimizer.param_groups for each in group["params"])
+    if lost := [state.own_names[id(each)] for each in trained if id(each) not in own]:
+        raise CheckpointError(
+            f"load_state_dict puts another parameter in the place of {lost[0]}, which the optimizer trains: let it "
+            "copy into the one that is there"
+        )
+
+
+def _apply(
+    opened: Opened, optimizer: torch.optim.Optimizer, slots: Mapping[int, dict[str, Tensor]], ends: Ends
+) -> None:
     """Give the optimizer its state and options."""
-    state = {id(tensor): mine for (_, tensor), mine in zip(held.ends, slots, strict=True)}
-    names = {id(tensor): name for name, tensor in held.ends}
-    options = {name: group.options for group in groups for name in group.parameters}
+    names, options = {id(tensor): name for name, tensor in ends}, _options(opened)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state.pop(parameter, None)
-            if state[id(parameter)]:
-                optimizer.state[parameter] = state[id(parameter)]
-        if group["params"]:
-            _set_options(group, options[names[id(group["params"][0])]])
-
-
-def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    for key, value in options.items():
-        current = group.get(key)
-        if isinstance(current, Tensor):
-            current.fill_(value)
-        else:
-            group[key] = tuple(value) if isinstance(current, tuple) else value
+            if slots[id(parameter)]:
+                optimizer.state[parameter] = slots[id(parameter)]
+        for key, value in options[names[id(group["params"][0])]].items() if group["params"] else ():
+            current = group.get(key)
+            if isinstance(current, Tensor):
+                current.fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(current, tuple) else value

@@ -2,81 +2,83 @@
 
 Version 2 has XXH3 of 128 bits, which is computed about as fast as memory is read; version 1 had SHA-256, and is read.
 Both detect damage, and neither detects tampering: whoever can change a file can change the manifest.
+
+All ranks succeed together or refuse together, with one sentence: a :class:`CheckpointError`.
 """
 
 import errno
 import hashlib
 import json
 import os
+import pickle
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import xxhash
 
-from course_pp.arguments import checked
-from course_pp.training.checkpoint.ranks import CheckpointError
+from course_pp import collective
+from course_pp.arguments import WrongArgument, checked
 
-__all__ = [
-    "MANIFEST",
-    "METADATA",
-    "STATE",
-    "Digest",
-    "is_plain_name",
-    "new_checksum",
-    "opened",
-    "problems",
-    "read_json",
-    "read_plain",
-    "verify",
-    "write_file",
-    "write_manifest",
-]
+T = TypeVar("T")
 
 MANIFEST, STATE, METADATA = "manifest.json", "state.json", ".metadata"
-FORMAT = "course_pp checkpoint, version 2"
-_READABLE = (FORMAT, "course_pp checkpoint, version 1")
+_FORMAT = "course_pp checkpoint, version 2"
+_READABLE = (_FORMAT, "course_pp checkpoint, version 1")
 _CHUNK = 1 << 20
-_CHECKSUMS: dict[str, tuple[Callable[[], Any], int]] = {
-    "xxh3_128": (xxhash.xxh3_128, 32),
-    "sha256": (hashlib.sha256, 64),
-}
-"""For each kind of checksum what computes it, and its number of hexadecimal digits; the first is written."""
+_KIND = "xxh3_128"
+_CHECKSUMS: dict[str, tuple[Callable[[], Any], int]] = {_KIND: (xxhash.xxh3_128, 32), "sha256": (hashlib.sha256, 64)}
+"""For each kind of checksum what computes it, and its number of hexadecimal digits."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written, or must not be loaded; one sentence, the same on every rank."""
+
+
+class Ranks(collective.Ranks):
+    """The ranks that save or load together. Whatever fails on one of them, all raise a :class:`CheckpointError`."""
+
+    refusal = CheckpointError
+
+    def each(self, work: Callable[[], T]) -> list[T]:
+        """Do ``work`` on every rank, as :meth:`collectively`; return its results by rank."""
+        return self.gather(self.collectively(work))
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Do ``work`` on rank 0 and tell everyone the result."""
+        return self.each(lambda: work() if self.rank == 0 else None)[0]  # type: ignore[return-value]
+
+    @staticmethod
+    def sentence(error: Exception) -> str:
+        """Return what went wrong, for a person."""
+        return sentence(error)
+
+
+def sentence(error: BaseException) -> str:
+    """Return what went wrong, for a person."""
+    if isinstance(error, CheckpointError | WrongArgument):
+        return str(error)
+    if isinstance(error, pickle.UnpicklingError):
+        return "a record in it holds something other than a tensor"  # torch would suggest to load it nevertheless
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return f"{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True)
 class Digest:
-    """Size and checksum of a file when it was written.
-
-    Attributes:
-        bytes: its size.
-        checksum: in hexadecimal digits.
-        kind: of the checksum.
-    """
+    """Size and checksum of a file when it was written."""
 
     bytes: int
     checksum: str
-    kind: str = next(iter(_CHECKSUMS))
-
-    @classmethod
-    def of_entry(cls, entry: Mapping[str, Any]) -> "Digest":
-        """Return the digest in a manifest's entry; an error of some kind if there is none."""
-        [kind] = entry.keys() - {"bytes"}
-        return cls(entry["bytes"], entry[kind], kind)
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether this can be a digest at all."""
-        if type(self.bytes) is not int or self.kind not in _CHECKSUMS:
-            return False
-        return bool(re.fullmatch(f"[0-9a-f]{{{_CHECKSUMS[self.kind][1]}}}", str(self.checksum)))
+    kind: str = _KIND
 
 
-def new_checksum(kind: str = next(iter(_CHECKSUMS))) -> Any:
+def new_checksum(kind: str = _KIND) -> Any:
     """Something with ``update`` and ``hexdigest``, as in ``hashlib``."""
     return _CHECKSUMS[kind][0]()
 
@@ -95,8 +97,7 @@ def write_file(path: Path, content: bytes) -> Digest:
 def write_manifest(directory: Path, step: int, files: Mapping[str, Digest]) -> None:
     """Declare the directory complete: the last file written to it."""
     listed = {name: {"bytes": files[name].bytes, files[name].kind: files[name].checksum} for name in sorted(files)}
-    manifest = {"format": FORMAT, "step": step, "files": listed}
-    write_file(directory / MANIFEST, json.dumps(manifest, indent=1).encode())
+    write_file(directory / MANIFEST, json.dumps({"format": _FORMAT, "step": step, "files": listed}, indent=1).encode())
     sync_directory(directory)
 
 
@@ -109,19 +110,9 @@ def sync_directory(directory: Path) -> None:
         os.close(handle)
 
 
-def read_plain(path: Path) -> bytes:
-    """Return the content of a regular file: no link is followed, and no pipe or device waited for.
-
-    Raises:
-        CheckpointError: if it cannot be read.
-    """
-    with opened(path) as file:
-        return file.read()
-
-
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """A file opened for reading, as :func:`read_plain` does.
+    """A regular file opened for reading: no link is followed, and no pipe or device waited for.
 
     Raises:
         CheckpointError: if it cannot be opened, or read.
@@ -139,8 +130,14 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         raise CheckpointError(f"{path.name} cannot be read ({error.strerror})") from error
 
 
+def read_plain(path: Path) -> bytes:
+    """Return the content of a file, as :func:`opened` opens it."""
+    with opened(path) as file:
+        return file.read()
+
+
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file.
+    """Return the content of a JSON file, as :func:`opened` opens it.
 
     Raises:
         CheckpointError: if it cannot be read, or is not JSON.
@@ -167,15 +164,29 @@ def read_manifest(directory: Path) -> tuple[int, dict[str, Digest]]:
         if manifest["format"] not in _READABLE:
             read = " and ".join(map(repr, _READABLE))
             raise CheckpointError(f"{MANIFEST} says format {manifest['format']!r}, this package reads {read}")
-        step, files = manifest["step"], {name: Digest.of_entry(entry) for name, entry in manifest["files"].items()}
-        intact = type(step) is int and all(map(_is_sound, files, files.values())) and {STATE, METADATA} <= set(files)
+        step, files = manifest["step"], {name: _listed(name, entry) for name, entry in manifest["files"].items()}
+        if type(step) is int and {STATE, METADATA} <= files.keys():
+            return step, files
     except CheckpointError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError):
-        intact = False
-    if not intact:
-        raise CheckpointError(f"{MANIFEST} is damaged: entries are missing or make no sense")
-    return step, files
+        pass
+    raise CheckpointError(f"{MANIFEST} is damaged: entries are missing or make no sense")
+
+
+def _listed(name: str, entry: Mapping[str, Any]) -> Digest:
+    """Return the digest in a manifest's entry; a ValueError or the like if there is none, or the file is elsewhere."""
+    [kind] = entry.keys() - {"bytes"}
+    digest = Digest(entry["bytes"], entry[kind], kind)
+    sound = is_plain_name(name) and name != MANIFEST and type(digest.bytes) is int
+    if not sound or not re.fullmatch(f"[0-9a-f]{{{_CHECKSUMS[kind][1]}}}", digest.checksum):
+        raise ValueError
+    return digest
+
+
+def is_plain_name(name: str) -> bool:
+    """Return whether ``name`` can be that of a file in a checkpoint's directory."""
+    return name.isprintable() and name == os.path.basename(name) and name not in ("", ".", "..")
 
 
 def is_ours(directory: Path) -> bool:
@@ -194,14 +205,10 @@ def is_ours(directory: Path) -> bool:
     return False
 
 
-def _is_sound(name: str, digest: Digest) -> bool:
-    """Return whether an entry names a file of this directory, and not something elsewhere."""
-    return is_plain_name(name) and name != MANIFEST and digest.is_sound
-
-
-def is_plain_name(name: str) -> bool:
-    """Return whether ``name`` can be that of a file in a checkpoint's directory."""
-    return name.isprintable() and name == os.path.basename(name) and name not in ("", ".", "..")
+@checked
+def verify(path: str | os.PathLike[str]) -> list[str]:
+    """Return what is wrong with one checkpoint, a sentence for each file; empty if every byte is as it was written."""
+    return problems(Path(path))
 
 
 def problems(directory: Path, part: int = 0, n_parts: int = 1, checksums: bool = True) -> list[str]:
@@ -219,12 +226,6 @@ def problems(directory: Path, part: int = 0, n_parts: int = 1, checksums: bool =
     found = [f"the directory was renamed: it holds step {step}"] if named and int(named[1]) != step else []
     mine = sorted(files)[part::n_parts]
     return found + [problem for name in mine if (problem := _problem_of(directory / name, files[name], checksums))]
-
-
-@checked
-def verify(path: str | os.PathLike[str]) -> list[str]:
-    """Return what is wrong with one checkpoint, a sentence for each file; empty if every byte is as it was written."""
-    return problems(Path(path))
 
 
 def _problem_of(path: Path, expected: Digest, checksums: bool) -> str | None:

@@ -1,35 +1,45 @@
-"""Finding a whole checkpoint, and reading its descriptions: what it holds, and of which run."""
+"""Find a whole checkpoint and read what it holds; compare two."""
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from course_pp.arguments import checked
-from course_pp.training.checkpoint._torch import Metadata, TensorStorageMetadata
-from course_pp.training.checkpoint.description import open_metadata
-from course_pp.training.checkpoint.directory import is_checkpoint, step_directories
-from course_pp.training.checkpoint.manifest import STATE, problems, read_json, read_manifest, spelled
-from course_pp.training.checkpoint.ranks import CheckpointError, Ranks
-from course_pp.training.checkpoint.state import Group
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
 
-__all__ = ["Opened", "find_latest", "open_checkpoint", "open_together"]
+from course_pp.arguments import checked
+from course_pp.training.checkpoint.directory import is_checkpoint, step_directories
+from course_pp.training.checkpoint.manifest import (
+    STATE,
+    CheckpointError,
+    Ranks,
+    problems,
+    read_json,
+    read_manifest,
+    spelled,
+)
+from course_pp.training.checkpoint.tensors import TensorEntry, read_description, read_tensors
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint whose descriptions have been read, and no tensor yet."""
+    """A checkpoint whose descriptions have been read, and no tensor yet.
+
+    Attributes:
+        path: its directory.
+        state: the description of the run.
+        tensors: shape, dtype and pieces by key.
+        metadata: the same as DCP reads it.
+    """
 
     path: Path
-    metadata: Metadata
     state: dict[str, Any]
-
-    def entry(self, key: str) -> TensorStorageMetadata | None:
-        """Return the shape and dtype of a tensor; None if it is not there."""
-        entry = self.metadata.state_dict_metadata.get(key)
-        return entry if isinstance(entry, TensorStorageMetadata) else None
+    tensors: dict[str, TensorEntry]
+    metadata: Metadata
 
     def first_name(self, name: str) -> str:
         """Return the name under which a weight was saved; its own, unless that is another name of a tied weight."""
@@ -39,15 +49,15 @@ class Opened:
         return name
 
     @property
-    def keys(self) -> list[str]:
-        """The keys of all tensors."""
-        return list(self.metadata.state_dict_metadata)
+    def weights(self) -> set[str]:
+        """The names of all parameters and buffers."""
+        return {key.removeprefix("model.") for key in self.tensors if key.startswith("model.")}
 
-    @property
-    def groups(self) -> list[Group] | None:
-        """The optimizer's groups; None if no optimizer was saved."""
-        saved = self.state["optimizer"]
-        return None if saved is None else [Group(**group) for group in saved["groups"]]
+    def read(self, keys: Iterable[str]) -> dict[str, Tensor]:
+        """Return tensors on the CPU, whole, in this process."""
+        tensors = {key: torch.empty(self.tensors[key].shape, dtype=self.tensors[key].dtype) for key in keys}
+        read_tensors(self.path, self.metadata, tensors)
+        return tensors
 
 
 @checked
@@ -57,8 +67,8 @@ def find_latest(root: str | os.PathLike[str]) -> Path | None:
     Newer ones that are damaged are named in a warning.
 
     Raises:
-        CheckpointError: if there are checkpoints, but none is whole: starting anew is then for a person to decide; if
-            ``root`` cannot be read.
+        CheckpointError: if there are checkpoints, but none is whole: starting anew is then for a person to decide.
+        OSError: if ``root`` cannot be read.
     """
     return _newest(Path(root), lambda: step_directories(Path(root)), _problems_now, warn=True)
 
@@ -90,14 +100,7 @@ def open_together(path: Path, ranks: Ranks) -> Opened | None:
         path = newest
     elif (found := check(path)) is None or found:
         raise CheckpointError(spelled(path, found or ["there is no such directory"]))
-    opened: list[Opened] = []
-    ranks.each(lambda: opened.append(_describe(path)))
-    return opened[0]
-
-
-def _describe(path: Path) -> Opened:
-    _, files = read_manifest(path)
-    return Opened(path, open_metadata(path, files), _state_of(path))
+    return ranks.collectively(lambda: _describe(path))
 
 
 def _problems_now(path: Path, part: int = 0, n_parts: int = 1) -> list[str] | None:
@@ -130,18 +133,96 @@ def _newest(
     return None
 
 
-def _state_of(path: Path) -> dict[str, Any]:
+def _describe(path: Path) -> Opened:
+    _, files = read_manifest(path)
+    tensors, metadata = read_description(path, files)
     try:
         state = read_json(path / STATE)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    expected = {"step": int, "seed": int, "extra": dict, "layout": dict, "config": (dict, type(None))}
-    sound = isinstance(state, dict) and all(isinstance(state.get(key), kind) for key, kind in expected.items())  # type: ignore[arg-type]
-    sound = sound and isinstance(state.get("optimizer", 0), dict | None) and _are_names(state.get("tied", {}))
+    expected: dict[str, Any] = {"step": int, "seed": int, "extra": dict, "layout": dict, "config": dict | None}
+    expected |= {"optimizer": dict | None}
+    sound = isinstance(state, dict) and all(isinstance(state.get(key), kind) for key, kind in expected.items())
     if not sound:
         raise CheckpointError(f"{path}: {STATE} is damaged: entries are missing or make no sense")
-    return state
+    return Opened(path, state, tensors, metadata)
 
 
-def _are_names(aliases: object) -> bool:
-    return isinstance(aliases, dict) and all(isinstance(first, str) for first in aliases.values())
+@checked
+def contents(path: str | os.PathLike[str]) -> list[TensorEntry]:
+    """Return every tensor in a checkpoint, or in the newest whole one of a run, by key.
+
+    Raises:
+        CheckpointError: if it is damaged, or holds anything that is not a tensor or JSON.
+    """
+    tensors = open_checkpoint(path).tensors
+    return [tensors[key] for key in sorted(tensors, key=_natural)]
+
+
+def _natural(key: str) -> list[tuple[int, str]]:
+    """Sorts layer 2 before layer 10."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in key.split(".")]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One difference between two checkpoints.
+
+    Attributes:
+        key: of a tensor, or a dotted path into ``state.json``.
+        what: how it differs.
+        max_abs: largest absolute difference of a number, for tensors of numbers of one shape.
+    """
+
+    key: str
+    what: str
+    max_abs: float | None = None
+
+
+@checked
+def diff(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> list[Difference]:
+    """Return the differences between two checkpoints, however they are laid out; none if they hold the same.
+
+    One tensor of each is in memory at a time. Another layout alone is no difference. But each rank has random number
+    generators of its own, and those of ranks that only one checkpoint has are named. NaN equals NaN.
+    """
+    one, other = open_checkpoint(first), open_checkpoint(second)
+    a, b = dict(_flat(one.state)), dict(_flat(other.state))
+    found = [
+        Difference(key, f"{a.get(key, 'absent')!r} and {b.get(key, 'absent')!r}")
+        for key in sorted({*a, *b})
+        if a.get(key) != b.get(key) and not key.startswith(("layout.", "tied", "writer"))
+    ]
+    for key in sorted({*one.tensors, *other.tensors}, key=_natural):
+        found += _tensor_differences(one, other, key)
+    return found
+
+
+def _tensor_differences(one: Opened, other: Opened, key: str) -> Iterator[Difference]:
+    a, b = one.tensors.get(key), other.tensors.get(key)
+    if a is None or b is None:
+        yield Difference(key, "only in the second" if a is None else "only in the first")
+    elif a.shape != b.shape:
+        yield Difference(key, f"{a.shape} and {b.shape}")
+    else:
+        x, y = one.read([key])[key], other.read([key])[key]
+        dtypes = "" if x.dtype == y.dtype else f"{x.dtype} and {y.dtype}, "
+        if key.startswith("rng."):
+            if not torch.equal(x, y):
+                yield Difference(key, "another state")
+        else:
+            x, y = x.double(), y.double()
+            differ = (x != y) & ~(x.isnan() & y.isnan())
+            if dtypes or differ.any():
+                gaps = (x - y).abs()[differ]
+                largest = gaps.max().item() if gaps.numel() else 0.0
+                yield Difference(key, f"{dtypes}{gaps.numel():,} of {differ.numel():,} numbers", largest)
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if not children:
+        yield path, value
+        return
+    for key, child in children:
+        yield from _flat(child, f"{path}.{key}" if path else str(key))

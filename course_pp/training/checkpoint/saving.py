@@ -16,19 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from course_pp.arguments import check_arguments, checked, refuse_bad_timeout
-from course_pp.training.checkpoint.copies import local_part
-from course_pp.training.checkpoint.directory import Draft, Retention, named
-from course_pp.training.checkpoint.files import cannot_write, write_tensors
-from course_pp.training.checkpoint.manifest import Digest, write_file, write_manifest
-from course_pp.training.checkpoint.ranks import CheckpointError, Ranks
-from course_pp.training.checkpoint.snapshot import Attachments, Snapshot, take
+from course_pp.arguments import check_arguments
+from course_pp.training.checkpoint.directory import Draft, Retention, check_free
+from course_pp.training.checkpoint.manifest import CheckpointError, Digest, Ranks, write_file, write_manifest
+from course_pp.training.checkpoint.snapshot import Attachments, Snapshot, local_part, take
 from course_pp.training.checkpoint.state import Modules, Ties
+from course_pp.training.checkpoint.tensors import write_tensors, writing_to
 
-__all__ = ["AsyncSaver", "Saved", "Saving", "save"]
 
-
-@checked
 @dataclass(frozen=True)
 class Saved:
     """A complete checkpoint.
@@ -90,10 +85,9 @@ def save(
     given = locals()
     begin, ranks = time.perf_counter(), Ranks()
     ranks.each(lambda: check_arguments(save, given))
-    directory = named(root)
     retention = Retention(keep_last, keep_every)
     snapshot = take(step, modules, optimizer, device_mesh, extra, attachments, tied, ranks)
-    path, n_bytes, write_s = _write(directory, snapshot, retention, ranks)
+    path, n_bytes, write_s = _write(Path(root), snapshot, retention, ranks)
     return Saved(path, step, n_bytes, time.perf_counter() - begin, write_s)
 
 
@@ -104,33 +98,33 @@ def _write(root: Path, snapshot: Snapshot, retention: Retention, ranks: Ranks) -
 
     def start() -> Path:
         nonlocal draft
-        draft = Draft.begin(root, snapshot.step)
+        draft = Draft(root, snapshot.step)
+        check_free(draft.final)
         return draft.path
 
-    directory = ranks.first(start)
+    def finish() -> tuple[Path, int]:
+        assert draft is not None  # rank 0 began it
+        _check_shared(directory, everyone)
+        files = {name: digest for mine in everyone for name, digest in mine.items()}
+        with writing_to(root):
+            files |= {name: write_file(directory / name, content) for name, content in snapshot.files.items()}
+            write_manifest(directory, snapshot.step, files)
+            draft.publish()
+        retention.apply(newest=draft.final)
+        return draft.final, sum(digest.bytes for digest in files.values())
+
     try:
-        written = write_tensors(directory, {key: tensor.detach() for key, tensor in snapshot.tensors.items()}, ranks)
-        everyone = ranks.gather(written)
-
-        def finish() -> tuple[Path, int]:
-            assert draft is not None  # rank 0 began it
-            _check_shared(directory, everyone)
-            files = {name: digest for mine in everyone for name, digest in mine.items()}
-            try:
-                files |= {name: write_file(directory / name, content) for name, content in snapshot.files.items()}
-                write_manifest(directory, snapshot.step, files)
-                path = draft.publish()
-            except OSError as error:
-                raise CheckpointError(cannot_write(root, error)) from error
-            retention.apply(newest=path)
-            return path, sum(digest.bytes for digest in files.values())
-
+        directory = ranks.first(start)
+        everyone = ranks.gather(write_tensors(directory, _detached(snapshot.tensors), ranks))
         path, n_bytes = ranks.first(finish)
-    except BaseException:
+    finally:
         if draft is not None:
-            draft.discard()
-        raise
+            draft.discard()  # unless it was published
     return path, n_bytes, time.perf_counter() - begin
+
+
+def _detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: tensor.detach() for key, tensor in tensors.items()}
 
 
 def _check_shared(directory: Path, written: Sequence[Mapping[str, Digest]]) -> None:
@@ -144,7 +138,6 @@ def _check_shared(directory: Path, written: Sequence[Mapping[str, Digest]]) -> N
                 )
 
 
-@checked
 class Saving:
     """A save that goes on while training does."""
 
@@ -159,18 +152,9 @@ class Saving:
         return self._future.done()
 
     def result(self) -> Saved:
-        """Wait for the checkpoint.
-
-        Raises:
-            CheckpointError: as :func:`save` does.
-        """
+        """Wait for the checkpoint; raises as :func:`save` does."""
         path, n_bytes, write_s = self._future.result()
         return Saved(path, self.step, n_bytes, self.stall_s, write_s, self.staged_bytes)
-
-
-def _check_saver(given: Mapping[str, Any]) -> None:
-    check_arguments(AsyncSaver, given)
-    refuse_bad_timeout("AsyncSaver", given["timeout_s"])
 
 
 class AsyncSaver:
@@ -196,8 +180,8 @@ class AsyncSaver:
         timeout_s: float = 300,
     ) -> None:
         given = locals()
-        Ranks().each(lambda: _check_saver(given))
-        self._root, self._device_mesh = named(root), device_mesh
+        Ranks().each(lambda: check_arguments(AsyncSaver, given))
+        self._root, self._device_mesh = Path(root), device_mesh
         self._retention = Retention(keep_last, keep_every)
         self._buffers: dict[str, Tensor] = {}
         self._saving: Saving | None = None
@@ -217,15 +201,17 @@ class AsyncSaver:
     ) -> Saving:
         """Begin to write ``root/step_…``; returns as soon as training may change the tensors.
 
+        The arguments are those of :func:`save`.
+
         Raises:
-            CheckpointError: if these arguments cannot be saved, or the save before failed.
+            CheckpointError: if they cannot be saved, or the save before failed.
         """
         given = locals()
         begin = time.perf_counter()
         self.wait()
         Ranks().each(lambda: check_arguments(AsyncSaver.save, given))
         snapshot = take(step, modules, optimizer, self._device_mesh, extra, attachments, tied, Ranks())
-        staged = Snapshot(snapshot.step, self._stage(snapshot.tensors), snapshot.files)
+        staged = Snapshot(step, self._stage(snapshot.tensors), snapshot.files)
         saving = Saving(step, sum(local_part(tensor).nbytes for tensor in staged.tensors.values()))
         # A daemon: a training loop that has failed must not wait at its end for ranks that are gone.
         threading.Thread(target=self._work, args=(saving, staged), name="checkpoint", daemon=True).start()

@@ -4,18 +4,14 @@ import errno
 import fcntl
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from subprocess import PIPE
 
 import pytest
 import torch
 
 from course_pp.training.checkpoint import AsyncSaver, CheckpointError, find_latest, load, save, saving, verify
 from course_pp.training.checkpoint.directory import Draft
-from course_pp.training.checkpoint.writer import life_of, this_process
 from tests.training.checkpoint.small import SHARD, Small, flip_byte
 
 
@@ -119,7 +115,7 @@ def test_what_this_version_has_not_written_does_not_make_way(make: Callable[[Pat
 
 
 def test_of_two_runs_that_write_the_same_step_the_first_stays(tmp_path: Path) -> None:
-    late = Draft.begin(tmp_path, 1)
+    late = Draft(tmp_path, 1)
     save_steps(tmp_path, 1)
     with pytest.raises(CheckpointError, match="is a whole checkpoint already"):
         late.publish()
@@ -223,33 +219,3 @@ def test_a_loop_that_fails_is_not_kept_waiting_by_a_save(tmp_path: Path) -> None
 def test_find_latest_orders_by_number(tmp_path: Path) -> None:
     save_steps(tmp_path, 99_999_999, 100_000_000)
     assert find_latest(tmp_path) == tmp_path / "step_100000000"
-
-
-def _save_and_wait(root: Path) -> None:
-    save_steps(root, 1)
-    print("saved", flush=True)
-    sys.stdin.read()
-
-
-@pytest.mark.long
-def test_a_second_run_is_told_that_the_one_which_wrote_a_checkpoint_is_alive(tmp_path: Path) -> None:
-    code = f"from pathlib import Path; from {__name__} import _save_and_wait; _save_and_wait(Path({str(tmp_path)!r}))"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=PIPE, stdout=PIPE, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "saved\n"
-        with pytest.raises(CheckpointError) as refused:
-            save_steps(tmp_path, 1)
-        assert f"and the run that wrote it is alive: process {other.pid}; end that run" in str(refused.value)
-        assert "remove" not in str(refused.value)
-    with pytest.raises(CheckpointError, match="already: resume from it, remove it"):
-        save_steps(tmp_path, 1)  # it has ended
-
-
-def test_who_wrote_a_checkpoint_is_not_mistaken() -> None:
-    me = this_process()
-    assert me is not None
-    assert life_of(me) is None
-    assert life_of({**me, "started": me["started"] + 1}) is None  # the number was used again
-    assert "may be alive" in str(life_of({**me, "machine": "other"}))
-    for writer in (None, "x", {}, {"pid": "1"}, {"pid": -1}, {**me, "pid": 10**12}):
-        assert life_of(writer) is None

@@ -1,10 +1,13 @@
-"""A checkpoint of any layout resumes at any other, with the losses of a run that was never interrupted."""
+"""A checkpoint of any layout resumes at any other, with the losses of a run that was never interrupted; at its own
+layout bit for bit.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from course_pp.launch import on_ranks
 from course_pp.model import ModelConfig
@@ -125,3 +128,25 @@ def test_a_run_resumes_from_every_layout(
         pair = (str(source), str(layout))
         table[pair] = max(difference, table.get(pair, 0.0))
     assert max(found) <= LOSS_TOLERANCE
+
+
+SAME = [
+    Case(),
+    Case(pp=2, schedule="interleaved_1f1b", dp_shard=2),
+    pytest.param(Case(pp=2, schedule="zb_v", tp=2), marks=pytest.mark.long),
+    pytest.param(Case(dp_replicate=2, dp_shard=2), marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize("layout", SAME, ids=lambda layout: str(layout) or "one process")
+def test_at_the_same_layout_a_resumed_run_is_bit_identical(layout: Case, tmp_path: Path) -> None:
+    config = config_of(tied=layout.pp > 1, n_layers=4)
+    data = data_of(config, 2)
+    jobs: list[Any] = [((layout, config, data, tmp_path), {"save_at": 1})]
+    jobs += [((layout, config, data, tmp_path / how), {"resume": True, "seed": 1}) for how in ("sync", "async")]
+    for one, *others in on_ranks(layout.n_ranks, train_jobs, jobs, timeout_s=100):
+        for other in others:
+            assert other.losses == one.losses[1:]
+            assert other.rng == one.rng[1:]
+            assert other.local.keys() == one.local.keys()
+            assert not [name for name, tensor in one.local.items() if not torch.equal(tensor, other.local[name])]

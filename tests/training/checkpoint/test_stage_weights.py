@@ -151,12 +151,12 @@ def of_integers(state: dict[str, torch.Tensor]) -> None:
 
 
 SPOILED = [
-    (without, "has no 1.up.bias and 1 more, which a stage needs: get the directory of this model, whole"),
+    (without, "has no 1.up.bias and 1 more, which the model needs: get the directory of this model, whole"),
     (
         of_another_shape,
-        "has 1.up.bias as (3,), and the stage needs (48,): build the model with the sizes of",
+        "has 1.up.bias as (3,), and the model needs (48,): build it with the sizes of",
     ),
-    (of_integers, "has 1.up.bias as I8, and the stage as torch.float64: get the model in one of F64, F32"),
+    (of_integers, "has 1.up.bias as I8, and the model as torch.float64: get the model in one of F64, F32"),
 ]
 
 

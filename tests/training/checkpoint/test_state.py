@@ -15,7 +15,7 @@ from course_pp.launch import on_ranks
 from course_pp.model import build_stage_module
 from course_pp.parallel import DistributedConfig, apply_fsdp2, init_distributed
 from course_pp.training.checkpoint import CheckpointError, contents, load, save
-from course_pp.training.checkpoint.rng import rng_keys
+from course_pp.training.checkpoint.state import rng_keys
 from tests.equality import adamw
 from tests.training.checkpoint.small import CONFIG, Small
 
@@ -28,17 +28,6 @@ def test_keys_are_the_full_models_names(tmp_path: Path) -> None:
     assert keys >= {f"model.{name}", *slots, "rng.pp0.dp_replicate0.dp_shard0.tp0.cpu"}
 
 
-def test_a_tied_weight_is_saved_once(tmp_path: Path) -> None:
-    config = CONFIG.__class__(**{**vars(CONFIG), "tie_embeddings": True})
-    path = Small(config).saved(tmp_path, 1)
-    assert not [entry.key for entry in contents(path) if "head" in entry.key]
-    run = Small(config, seed=1)
-    load(path, run.model, run.optimizer, device_mesh=None)
-    assert run.model.head is not None
-    assert run.model.embed is not None
-    assert run.model.head.weight is run.model.embed.weight
-
-
 def test_an_optimizer_that_has_not_stepped_is_loaded_as_one_that_has_not(tmp_path: Path) -> None:
     fresh, stepped = Small(), Small()
     stepped.step()
@@ -46,13 +35,6 @@ def test_an_optimizer_that_has_not_stepped_is_loaded_as_one_that_has_not(tmp_pat
     load(tmp_path, stepped.model, stepped.optimizer, device_mesh=None)
     assert not stepped.optimizer.state
     assert stepped.step(7) == fresh.step(7)
-
-
-def test_moments_and_counts_come_back(tmp_path: Path) -> None:
-    run, other = Small(), Small(seed=1)
-    run.saved(tmp_path, 1, 2)
-    load(tmp_path, other.model, other.optimizer, device_mesh=None)
-    assert [run.step(step) for step in (3, 4)] == [other.step(step) for step in (3, 4)]
 
 
 def test_options_come_back_by_parameter_and_implementation_does_not(tmp_path: Path) -> None:
@@ -75,12 +57,11 @@ def test_options_come_back_by_parameter_and_implementation_does_not(tmp_path: Pa
         load(tmp_path, run.model, run.optimizer, device_mesh=None)
 
 
-@pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.Adam])
-def test_the_state_of_another_kind_of_optimizer_is_refused(other: type[torch.optim.Optimizer], tmp_path: Path) -> None:
+def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
     run = Small()
     path = run.saved(tmp_path, 1)
-    optimizer = other(run.model.parameters(), lr=0.1)  # type: ignore[call-arg]
-    with pytest.raises(CheckpointError, match=f"holds the state of AdamW, and this optimizer is {other.__name__}: "):
+    optimizer = torch.optim.Adam(run.model.parameters(), lr=0.1)
+    with pytest.raises(CheckpointError, match="holds the state of AdamW, and this optimizer is Adam: "):
         load(path, run.model, optimizer, device_mesh=None)
     assert optimizer.param_groups[0]["lr"] == 0.1
 

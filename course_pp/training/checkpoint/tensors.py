@@ -1,0 +1,354 @@
+"""The tensors of a checkpoint: DCP writes and reads them, and what it says of them is read without running anything.
+
+DCP writes one file a rank, holding each tensor as ``torch.save`` would, and describes them all in ``.metadata``, a
+pickle. It is read here, as a tree of names and numbers which are checked one by one. DCP then reads exactly the pieces
+that it describes: if one were missing, the run that loads would keep its own numbers there.
+"""
+
+import io
+import os
+import pickle
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.serialization import _get_layout, get_crc32_options, set_crc32_options
+
+from course_pp.training.checkpoint.manifest import (
+    METADATA,
+    CheckpointError,
+    Digest,
+    Ranks,
+    new_checksum,
+    read_plain,
+    sentence,
+)
+
+_KINDS = (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+    _MEM_FORMAT_ENCODING,
+    _StorageInfo,
+    torch.Size,
+    _get_layout,
+)
+"""What ``.metadata`` may name, beside dtypes."""
+_DTYPES = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_LARGEST = 1 << 60  # of a size or an offset: their sums still fit 64 bits
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of a tensor, in one file.
+
+    Attributes:
+        offsets, sizes: where it begins in the tensor and how far it reaches, an entry a dimension.
+        file: name of the file.
+        n_bytes: what it takes there, torch's framing included.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    n_bytes: int
+
+    @property
+    def rank(self) -> int:
+        """The rank that wrote it."""
+        match = re.match(r"__(\d+)_", self.file)
+        return int(match[1]) if match else 0
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor and where its pieces are."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of its numbers."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def read_description(directory: Path, files: Mapping[str, Digest]) -> tuple[dict[str, TensorEntry], Metadata]:
+    """Return what the files hold, by key; and the same as DCP reads it, rebuilt from checked numbers and names.
+
+    Raises:
+        CheckpointError: if ``.metadata`` is anything but a description of whole tensors in ``files``.
+    """
+    try:
+        metadata = _metadata(_Unpickler(read_plain(directory / METADATA)).load())
+        return {key: _entry(key, metadata, files) for key in metadata.state_dict_metadata}, metadata
+    except (CheckpointError, pickle.UnpicklingError) as error:
+        problem = str(error)
+    except Exception as error:  # damaged pickles raise whatever the byte they trip over makes them
+        problem = f"it is not readable ({type(error).__name__}: {error})"
+    raise CheckpointError(f"{directory}: {METADATA} is refused: {problem}")
+
+
+class _Described:
+    """An object as a pickle describes it: its arguments and its state. It has no behaviour.
+
+    A pickle can call what it names and also set attributes of it. So it never gets the real classes, which the whole
+    process shares.
+    """
+
+    kind: Any = None
+    arguments: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *arguments: Any) -> "_Described":
+        self = super().__new__(cls)
+        self.arguments, self.state = arguments, None
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads a description of tensors as a tree of :class:`_Described`; dtypes are what they are, and cannot change."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(io.BytesIO(content))
+        stand_ins = {
+            (kind.__module__, kind.__qualname__): type(kind.__name__, (_Described,), {"kind": kind}) for kind in _KINDS
+        }
+        self._known: dict[tuple[str, str], Any] = {**stand_ins, **_DTYPES}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self._known:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no description of tensors needs")
+        return self._known[module, name]
+
+
+def _metadata(found: Any) -> Metadata:
+    fields = _state(found, Metadata)
+    records = {}
+    for index, record in fields["storage_data"].items():
+        index, record = _state(index, MetadataIndex), _state(record, _StorageInfo)
+        if record.get("transform_descriptors"):
+            raise pickle.UnpicklingError("it describes records that are not plain tensors")
+        place = _sure(record["relative_path"], str), _whole(record["offset"]), _whole(record["length"])
+        records[MetadataIndex(_sure(index["fqn"], str), _size(index["offset"]))] = _StorageInfo(*place)
+    entries: dict[str, Any] = {}
+    for key, entry in fields["state_dict_metadata"].items():
+        entry = _state(entry, TensorStorageMetadata)
+        dtype, *_ = _state(entry["properties"], TensorProperties, tuple)
+        chunks = [_state(chunk, ChunkStorageMetadata) for chunk in entry["chunks"]]
+        entries[_sure(key, str)] = TensorStorageMetadata(
+            TensorProperties(dtype=_sure(dtype, torch.dtype)),
+            _size(entry["size"]),
+            [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks],
+        )
+    return Metadata(entries, storage_data=records)
+
+
+def _state(found: Any, kind: type, state: type = dict) -> Any:
+    """Return the state of a ``kind``."""
+    if not isinstance(found, _Described) or found.kind is not kind:
+        raise pickle.UnpicklingError("it does not describe a checkpoint")
+    return _sure(found.state, state)
+
+
+def _size(found: Any) -> torch.Size:
+    if not isinstance(found, _Described) or found.kind is not torch.Size or len(found.arguments) != 1:
+        raise pickle.UnpicklingError("it does not describe a checkpoint")
+    return torch.Size([_whole(n) for n in _sure(found.arguments[0], tuple)])
+
+
+def _whole(found: Any) -> int:
+    if not 0 <= _sure(found, int) < _LARGEST:
+        raise pickle.UnpicklingError(f"it holds {found}, which is no size of anything")
+    return found
+
+
+def _sure(found: Any, kind: type) -> Any:
+    if type(found) is not kind:
+        raise pickle.UnpicklingError("it does not describe a checkpoint")
+    return found
+
+
+def _entry(key: str, metadata: Metadata, files: Mapping[str, Digest]) -> TensorEntry:
+    """Return one tensor and its pieces, which must be in the files and make up the whole.
+
+    That they do not overlap is what DCP has checked when it wrote them, so their sizes need only add up.
+    """
+    entry: Any = metadata.state_dict_metadata[key]
+    pieces = []
+    for chunk in entry.chunks:
+        record = metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
+        if record is not None and record.relative_path not in files:
+            raise CheckpointError(f"it refers to {record.relative_path!r}, not in the manifest")
+        n_bytes = prod(chunk.sizes) * entry.properties.dtype.itemsize
+        if (
+            record is None
+            or record.length < n_bytes
+            or record.offset + record.length > files[record.relative_path].bytes
+        ):
+            raise CheckpointError(f"no file holds the {n_bytes:,} bytes of {key} from {tuple(chunk.offsets)} on")
+        pieces.append(Piece(tuple(chunk.offsets), tuple(chunk.sizes), record.relative_path, record.length))
+    if sum(prod(piece.sizes) for piece in pieces) != prod(entry.size):
+        raise CheckpointError(f"the pieces of {key} do not make up its shape {tuple(entry.size)}")
+    return TensorEntry(key, entry.properties.dtype, tuple(entry.size), tuple(pieces))
+
+
+class _HashedFile:
+    """A file for writing that knows the checksum of what went into it, so that nothing is read back."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._checksum, self._size = file, new_checksum(), 0
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            written: int = self._file.write(data)
+        except OSError as error:
+            self.failure = error  # torch.save turns it into a sentence about the format of archives
+            raise
+        self._checksum.update(data)
+        self._size += written
+        return written
+
+    def digest(self) -> Digest:
+        return Digest(self._size, self._checksum.hexdigest())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+class _HashingFiles(FileSystem):
+    """Notes size and checksum of every file written through it."""
+
+    def __init__(self) -> None:
+        self.digests: dict[str, Digest] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """Open a file."""
+        with Path(path).open(mode) as file:
+            stream = _HashedFile(file)
+            try:
+                yield stream
+            except Exception as error:
+                raise stream.failure or error from error
+        self.digests[Path(path).name] = stream.digest()
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Rename a file."""
+        super().rename(path, new_path)
+        self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
+
+
+class _Writer(dcp.FileSystemWriter):
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.fs = self.files = _HashingFiles()
+
+    def storage_meta(self) -> None:
+        """Return nothing about this machine: DCP would note the directory's full path."""
+
+
+class _Reader(dcp.FileSystemReader):
+    def __init__(self, directory: Path, metadata: Metadata) -> None:
+        super().__init__(directory)
+        self._metadata = metadata
+
+    def read_metadata(self) -> Metadata:
+        """Return what was read already, and found harmless."""
+        return self._metadata
+
+
+def write_tensors(directory: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Digest]:
+    """Write everyone's tensors; what several ranks hold is written by one of them.
+
+    Returns:
+        The digests of the files that this rank wrote.
+
+    Raises:
+        CheckpointError: on every rank, if one could not write.
+    """
+    writer = _Writer(directory)
+
+    def write() -> None:
+        with writing_to(directory.parent), _without_crc32():
+            dcp.save(dict(tensors), storage_writer=writer, process_group=ranks.group, no_dist=ranks.size == 1)
+
+    ranks.collectively(write)
+    return writer.files.digests
+
+
+def read_tensors(directory: Path, metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
+    """Fill ``tensors``, in place, in this process alone: what another rank reads makes no difference.
+
+    Raises:
+        CheckpointError: if they cannot be read; they may then be filled in part.
+    """
+    with _in_a_sentence(f"{directory} cannot be loaded"):
+        dcp.load(dict(tensors), storage_reader=_Reader(directory, metadata), no_dist=True)
+
+
+def writing_to(root: Path) -> AbstractContextManager[None]:
+    """Say in one sentence why a checkpoint cannot be written there."""
+    return _in_a_sentence(f"a checkpoint cannot be written to {root}", "make room there, or save to another directory")
+
+
+@contextmanager
+def _in_a_sentence(problem: str, remedy: str = "") -> Iterator[None]:
+    """Say what went wrong in one sentence, where DCP has a traceback a rank.
+
+    Args:
+        remedy: if it was the disk.
+    """
+    failure: BaseException
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            yield
+        return
+    except CheckpointError:
+        raise
+    except dcp.CheckpointException as error:
+        failure = error.failures[min(error.failures)][0]
+    except Exception as error:
+        failure = error
+    what = " ".join(sentence(failure).split())
+    more = f"; {remedy}" if remedy and isinstance(failure, OSError) else ""
+    raise CheckpointError(f"{problem}: {what}{more}") from failure
+
+
+@contextmanager
+def _without_crc32() -> Iterator[None]:
+    """Leave CRC-32 out: the manifest has a stronger checksum, and this one takes longer than writing the bytes."""
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
