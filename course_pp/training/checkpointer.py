@@ -82,10 +82,10 @@ class Checkpointer:
         """
         Ranks().collectively(lambda: _check_source(source))
         trainer, held, loaded = self._trainer, self._trainer.held, None
-        if source == "auto" and self._root is not None:
-            loaded = resume(self._root, held.saved, trainer.optimizer, device_mesh=self._mesh, tied=held.tied)
-        elif source not in ("auto", "never"):
-            loaded = load(source, held.saved, trainer.optimizer, device_mesh=self._mesh, tied=held.tied)
+        where = self._root if source == "auto" else source if source != "never" else None
+        if where is not None:
+            fill = resume if source == "auto" else load
+            loaded = fill(where, held.saved, trainer.optimizer, device_mesh=self._mesh, tied=held.tied)
         if loaded is not None:
             trainer.load_state(loaded.extra)
         Ranks().collectively(lambda: self._check_room(take_up=source == "auto"))

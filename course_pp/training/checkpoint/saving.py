@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from course_pp.arguments import check_arguments
+from course_pp.arguments import check_arguments, refuse_bad_timeout
 from course_pp.training.checkpoint.directory import Draft, Retention, check_free
 from course_pp.training.checkpoint.manifest import CheckpointError, Digest, Ranks, write_file, write_manifest
 from course_pp.training.checkpoint.snapshot import Attachments, Snapshot, local_part, take
@@ -181,6 +181,7 @@ class AsyncSaver:
     ) -> None:
         given = locals()
         Ranks().each(lambda: check_arguments(AsyncSaver, given))
+        refuse_bad_timeout("AsyncSaver", timeout_s)
         self._root, self._device_mesh = Path(root), device_mesh
         self._retention = Retention(keep_last, keep_every)
         self._buffers: dict[str, Tensor] = {}
