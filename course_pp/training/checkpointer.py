@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from course_pp.collective import Ranks
 from course_pp.parallel import is_rank_zero
 from course_pp.training.checkpoint import AsyncSaver, CheckpointError, Loaded, load, resume, save
-from course_pp.training.checkpoint.directory import Draft, Retention, check_free, step_directories, step_of
+from course_pp.training.checkpoint.directory import Draft, Retention, check_free, named, step_directories, step_of
 from course_pp.training.config import SettingError, check_whole
 from course_pp.training.preemption import Preempted, Preemption
 from course_pp.training.report import StepResult
@@ -55,12 +55,10 @@ class Checkpointer:
     ) -> None:
         if save_every is not None:
             check_whole("save_every", save_every, 1)
-        if root is not None and not os.fspath(root):
-            raise ValueError("root='' names no directory: give one, or None to save nothing")
         Retention(keep_last, keep_every)  # refuses now what would be refused after hours of training
         self._keep: dict[str, Any] = {"keep_last": keep_last, "keep_every": keep_every}
         self._trainer, self._mesh = trainer, device_mesh
-        self._root = None if root is None else Path(root)
+        self._root = None if root is None else named(root)
         self._save_every, self._attachments, self._preemption = save_every, attachments, preemption
         Ranks().collectively(self._check_writable)
         self._saver: AsyncSaver | None = None

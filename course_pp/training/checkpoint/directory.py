@@ -33,6 +33,13 @@ _STEP = re.compile(r"step_(\d{8,})")
 _LEFTOVER = re.compile(r"\.step_\d{8,}\.(tmp|old)-\w+")
 
 
+def named(root: str | os.PathLike[str]) -> Path:
+    """Return the directory that ``root`` names; an empty name, which would be the working directory, is refused."""
+    if not os.fspath(root):
+        raise CheckpointError("'' names no directory: give one, such as '.' for the working directory")
+    return Path(root)
+
+
 def step_of(path: Path) -> int:
     """Return the step in the name of a checkpoint's directory."""
     return int(path.name.removeprefix("step_"))

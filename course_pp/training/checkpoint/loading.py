@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.arguments import check_arguments
 from course_pp.model import ModelConfig
+from course_pp.training.checkpoint.directory import named
 from course_pp.training.checkpoint.manifest import CheckpointError, Ranks
 from course_pp.training.checkpoint.opening import Opened, open_together
 from course_pp.training.checkpoint.snapshot import check_ties_are_declared_alike
@@ -98,7 +99,7 @@ def resume(
     given = locals()
     ranks = Ranks()
     ranks.each(lambda: check_arguments(resume, given))
-    opened = open_together(Path(path), ranks)
+    opened = open_together(named(path), ranks)
     if opened is None:
         return None
     # By itself, as the state_dict of some modules is a collective: all ranks are through it before one refuses.

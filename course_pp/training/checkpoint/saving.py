@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.arguments import check_arguments, refuse_bad_timeout
-from course_pp.training.checkpoint.directory import Draft, Retention, check_free
+from course_pp.training.checkpoint.directory import Draft, Retention, check_free, named
 from course_pp.training.checkpoint.manifest import CheckpointError, Digest, Ranks, write_file, write_manifest
 from course_pp.training.checkpoint.snapshot import Attachments, Snapshot, local_part, take
 from course_pp.training.checkpoint.state import Modules, Ties
@@ -87,7 +87,7 @@ def save(
     ranks.each(lambda: check_arguments(save, given))
     retention = Retention(keep_last, keep_every)
     snapshot = take(step, modules, optimizer, device_mesh, extra, attachments, tied, ranks)
-    path, n_bytes, write_s = _write(Path(root), snapshot, retention, ranks)
+    path, n_bytes, write_s = _write(named(root), snapshot, retention, ranks)
     return Saved(path, step, n_bytes, time.perf_counter() - begin, write_s)
 
 
@@ -182,7 +182,7 @@ class AsyncSaver:
         given = locals()
         Ranks().each(lambda: check_arguments(AsyncSaver, given))
         refuse_bad_timeout("AsyncSaver", timeout_s)
-        self._root, self._device_mesh = Path(root), device_mesh
+        self._root, self._device_mesh = named(root), device_mesh
         self._retention = Retention(keep_last, keep_every)
         self._buffers: dict[str, Tensor] = {}
         self._saving: Saving | None = None
