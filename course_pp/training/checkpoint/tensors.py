@@ -257,7 +257,9 @@ class _HashingFiles(FileSystem):
             try:
                 yield stream
             except Exception as error:
-                raise stream.failure or error from error
+                if stream.failure is not None:
+                    raise stream.failure from error
+                raise
         self.digests[Path(path).name] = stream.digest()
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
