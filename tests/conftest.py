@@ -15,7 +15,7 @@ import pytest
 import tests.kernels  # noqa: F401, for every kernel that a test starts
 from course_pp.exercises import check, checking
 from course_pp.imports import imports_that_stay
-from course_pp.launch import client, on_ranks, run_torchrun
+from course_pp.launch import fork_server, on_ranks, run_torchrun
 from tests import grids
 from tests.chromium import page as page  # one for all folders: a process drives one browser
 
@@ -115,14 +115,14 @@ def _ranks_inherit_imports(request: pytest.FixtureRequest) -> None:
     Otherwise each of the thousands of ranks would import it anew.
     """
     if request.node.nodeid in STARTING_FILES and "not ranks" not in request.config.option.markexpr:
-        client.SERVERS.get().preload((request.module.__name__, *getattr(request.module, "RANKS_IMPORT", ())))
+        fork_server.SERVERS.get().preload((request.module.__name__, *getattr(request.module, "RANKS_IMPORT", ())))
 
 
 @pytest.fixture(autouse=True)
 def _starts_no_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where tests that start ranks are left out, one that went unnoticed is told to say so."""
     if "not ranks" in request.config.option.markexpr and not request.node.get_closest_marker("ranks"):
-        monkeypatch.setattr(client.Server, "__init__", _refuse)
+        monkeypatch.setattr(fork_server.ForkServer, "__init__", _refuse)
 
 
 def _refuse(*_: object) -> None:

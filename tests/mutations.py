@@ -109,7 +109,7 @@ FAULTS = [
     Fault("show/trace.py", "_microseconds(tl, end) - begin", "_microseconds(tl, end)", "show/test_trace.py"),
     Fault("show/chart.py", "alt = escape(self.alt_text)", "alt = self.alt_text", "show/test_figures.py"),
     Fault(
-        "launch/server.py",
+        "launch/fork_server.py",
         "    if not self._lives:\n            _end_orphans()",
         "    pass",
         "launch/test_nothing_is_left.py",

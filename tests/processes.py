@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import psutil
 
-from course_pp.launch.client import SERVERS
+from course_pp.launch.fork_server import SERVERS
 
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -16,8 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from course_pp.doctor.finding import Check, Finding
-from course_pp.launch.site import Site, load_site
-from course_pp.launch.where import Needs, decide
+from course_pp.launch.where import Needs, Site, decide, load_site
 
 _RANKS_LIMIT_S = 16.5
 _ANSWER_LIMIT_S = 4.0

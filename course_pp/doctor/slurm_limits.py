@@ -9,7 +9,7 @@ import subprocess
 
 from course_pp.doctor.finding import Check, Finding
 from course_pp.doctor.running import configured
-from course_pp.launch.site import load_site
+from course_pp.launch.where import load_site
 
 _ANSWER_LIMIT_S = 4.0
 _RANKS, _JOBS, _MINUTES = 8, 2, 10

@@ -3,7 +3,7 @@
 `on_ranks` runs a function on real processes and returns what it returned on each; `run_torchrun`, and the
 ``%torchrun`` magic that ``%load_ext course_pp.launch`` adds, run a script as it would be typed. Both print the
 ranks' output labelled, raise when a rank fails, say who waits for whom when the time is over, and leave no
-process behind. Beside a Slurm cluster both run there, with the settings of `course_pp.launch.site`, unless told
+process behind. Beside a Slurm cluster both run there, with the settings of site.toml, unless told
 otherwise (``where="local"``, ``%torchrun --local``, or COURSE_PP_WHERE=local for all). Importing this imports no torch.
 """
 
@@ -11,9 +11,11 @@ import gc
 from typing import Any
 
 from course_pp.imports import imports_that_stay
+from course_pp.launch import where
 from course_pp.launch.errors import LaunchError, RankDied, RanksHung, RankTraceback
+from course_pp.launch.fork_server import SERVERS
 from course_pp.launch.ranks import on_ranks
-from course_pp.launch.torchrun import run_torchrun
+from course_pp.launch.torchrun import run_torchrun, torchrun_magic
 from course_pp.launch.waits import Wait
 
 __all__ = ["LaunchError", "RankDied", "RankTraceback", "RanksHung", "Wait", "on_ranks", "run_torchrun"]
@@ -24,12 +26,10 @@ def load_ipython_extension(ipython: Any) -> None:
 
     What its cell imports after it stays, so the garbage collector passes over it.
     """
-    from course_pp.launch import client, magic, where
-
-    magic.register(ipython)
+    ipython.register_magic_function(torchrun_magic, "line", "torchrun")
     _begin_imports(ipython)
     if where.certainly_here():
-        client.SERVERS.get()
+        SERVERS.get()
 
 
 def _begin_imports(ipython: Any) -> None:

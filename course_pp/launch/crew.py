@@ -14,14 +14,10 @@ from functools import partial
 from io import FileIO
 from types import TracebackType
 
-from course_pp.launch import cells, endings
-from course_pp.launch import rank as in_rank
-from course_pp.launch.channel import Channel
-from course_pp.launch.client import SERVERS, Server, search_path
-from course_pp.launch.errors import LaunchError, RanksHung, is_echo
-from course_pp.launch.output import Lines, show
-from course_pp.launch.rank import Ask, Left, Over, Raised, RankJob, Ready, Returned
-from course_pp.launch.server import STATUS
+from course_pp.launch.errors import LaunchError, RankDied, RanksHung, RankTraceback, is_echo, signal_name, why_ended
+from course_pp.launch.fork_server import SERVERS, STATUS, ForkServer, search_path
+from course_pp.launch.messages import Ask, Channel, Left, Over, Raised, RankJob, Ready, Returned
+from course_pp.launch.surroundings import Lines, show, sources
 from course_pp.launch.waits import SENDING, Wait, explain, waits_from
 from course_pp.launch.watch import Report
 
@@ -57,7 +53,7 @@ class _Rank:
         __tracebackhide__ = True
         show(stream, f"[rank {self.number}] {line}")
 
-    def fork(self, server: Server, listener: list[int]) -> None:
+    def fork(self, server: ForkServer, listener: list[int]) -> None:
         """Have the server fork the rank, which takes over the far ends of its connections."""
         try:
             server.fork([end.fileno() for end in self._far] + listener)
@@ -96,12 +92,28 @@ class _Rank:
 
     def error(self, n: int) -> BaseException:
         """Return the exception for this rank, one of ``n``, which has failed."""
-        if self.exit_code is not None:
-            return endings.of_death(self.number, self.exit_code, self.over)
+        if (code := self.exit_code) is not None:
+            when = "while it sent what its function returned or raised" if self.over else "before its function returned"
+            how = f"ended with exit code {code}" if code >= 0 else f"was ended by {signal_name(-code)}"
+            return RankDied(f"rank {self.number} {how} {when}. {why_ended(code)}", self.number, code)
         if isinstance(self.end, Left):
-            return endings.of_leaving(self.number, self.end)
+            code = self.end.exit_code
+            left = f"rank {self.number} left through sys.exit({code}) before its function returned"
+            return RankDied(f"{left}. Return a value instead.", self.number, code)
         assert isinstance(self.end, Raised)
-        return endings.of_exception(self.number, n, self.end)
+        substitute = LaunchError(f"rank {self.number} raised {self.end.summary}")
+        # That is where the exception cannot be built again or not be marked, or is no `Exception`: here a
+        # KeyboardInterrupt would pass for one of the caller's own.
+        with contextlib.suppress(Exception, SystemExit):
+            error = pickle.loads(self.end.exception) if self.end.exception is not None else substitute
+            if isinstance(error, Exception):
+                return self._marked(error, self.end, n)
+        return self._marked(substitute, self.end, n)
+
+    def _marked(self, error: Exception, raised: Raised, n: int) -> Exception:
+        error.__cause__ = RankTraceback(self.number, raised.text)
+        error.add_note(f"Raised first on rank {self.number} of {n}.")
+        return error
 
 
 def _pipe() -> tuple[FileIO, FileIO]:
@@ -126,7 +138,9 @@ class Crew:
 
     def start(self, payload: bytes, backend: str | None, threads: int) -> None:
         """Fork the ranks and begin to send them their work. Raises OSError for what the system refuses."""
-        with in_rank.listening_socket() as listener:
+        with socket.socket() as listener:  # for the store of rank 0
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(socket.SOMAXCONN)
             job = RankJob(
                 rank=0,
                 world_size=self._n,
@@ -135,7 +149,7 @@ class Crew:
                 sys_path=tuple(search_path()),
                 cwd=os.getcwd(),
                 argv=tuple(getattr(sys, "argv", ())),
-                sources=cells.sources(),
+                sources=sources(),
                 threads=threads,
                 backend=backend,
                 timeout_s=self._timeout_s,
@@ -280,7 +294,7 @@ class Crew:
             self._wait_for_ends()
             self._preload()
             # What is raised already comes before the news that more could not be printed.
-            with contextlib.suppress(*(() if kind is None else (OSError, LaunchError))):
+            with contextlib.suppress(*(() if kind is None else (OSError, ValueError))):
                 self._drain()
                 for rank in self._ranks:
                     for lines in rank.outputs.values():

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 import signal
 import traceback
 
-from course_pp.launch.cells import is_cell
 from course_pp.launch.waits import Wait
 
 _ECHO = re.compile(
@@ -41,6 +41,13 @@ def why_ended(exit_code: int) -> str:
         "SIGABRT": "A library gave up; with gloo, often a message larger than the buffer that receives it.",
         "SIGSEGV": "Native code touched memory it does not own.",
     }.get(signal_name(-exit_code), "Something sent it that signal.")
+
+
+def is_cell(filename: str) -> bool:
+    """Return whether the source text of this name is in no file."""
+    entry = linecache.cache.get(filename, ())
+    # The others have a modification time, or are not read yet.
+    return len(entry) == 4 and entry[1] is None
 
 
 class _Sentence(BaseException):

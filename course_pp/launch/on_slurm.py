@@ -15,21 +15,82 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from course_pp.launch.cells import shell
-from course_pp.launch.command import Command, of_no_rank, on_nodes
 from course_pp.launch.errors import LaunchError, RanksHung
-from course_pp.launch.handover import BEGUN, ENDED, End, RemoteCall, call_file, end_file, write
-from course_pp.launch.process import Process, shared_folder
-from course_pp.launch.site import Site
+from course_pp.launch.process import Command, Process, of_no_rank, shared_folder
 from course_pp.launch.slurm import Job
-from course_pp.launch.where import Needs, Place
+from course_pp.launch.surroundings import shell
+from course_pp.launch.where import Needs, Place, Site
 
 # By so much a job outlasts the time for which it is given calls: one that is just on its way finds it waiting.
 _ON_ITS_WAY_S = 5
 _ROOM = "Make room there, or set folder in site.toml to another one that all nodes see."
+
+
+# Printed by the node when it has taken a call, by number, and when the call's end lies in the folder.
+BEGUN, ENDED = "course_pp begins call", "course_pp ended call"
+
+
+@dataclass(frozen=True)
+class RemoteCall:
+    """A call of ``on_ranks`` on its way to a node.
+
+    Attributes:
+        n, backend, threads, timeout_s: as given.
+        payload: function and arguments, pickled.
+        sys_path: of the caller, None if the nodes have an interpreter of their own.
+        environ: variables that have changed since the call before, or the job's begin; None if they are gone.
+        cwd, argv, sources: of the caller; `sources` are ``linecache`` entries that exist in no file.
+        python: version of the caller's interpreter; functions travel between equal ones only.
+    """
+
+    n: int
+    payload: bytes
+    backend: str | None
+    threads: int
+    timeout_s: float
+    sys_path: tuple[str, ...] | None
+    environ: Mapping[str, str | None]
+    cwd: str
+    argv: tuple[str, ...]
+    sources: Mapping[str, Any]
+    python: tuple[int, int] = sys.version_info[:2]
+
+
+@dataclass(frozen=True)
+class End:
+    """How a call ended on the node.
+
+    Attributes:
+        results: one pickle a rank, or None if ``raised`` says why there are none.
+        raised: exception, its cause and its notes, pickled.
+    """
+
+    results: tuple[bytes, ...] | None
+    raised: bytes | None = None
+
+
+def call_file(folder: Path, number: int) -> Path:
+    return folder / f"call-{number}"
+
+
+def end_file(folder: Path, number: int) -> Path:
+    return folder / f"end-{number}"
+
+
+def write(file: Path, value: object) -> None:
+    """Write a pickle so that another node sees all of it or nothing. Raises OSError, and leaves nothing then."""
+    half = file.with_suffix(".part")
+    try:
+        half.write_bytes(pickle.dumps(value))
+        os.replace(half, file)
+    except OSError:
+        with contextlib.suppress(OSError):
+            half.unlink()
+        raise
 
 
 class _Task(Process):
@@ -46,8 +107,8 @@ class _Task(Process):
             self._folder = Path(started.enter_context(shared_folder(place.site.folder)))
             program = ["-m", "course_pp.launch.remote", str(self._folder), str(self.keep_s + _ON_ITS_WAY_S)]
             command = Command(
-                argv=tuple(on_nodes(place, [place.site.python or sys.executable], program)),
-                shown=shlex.join(on_nodes(place, [place.site.python or "python"], program)),
+                argv=tuple(place.command([place.site.python or sys.executable], program)),
+                shown=shlex.join(place.command([place.site.python or "python"], program)),
                 environ={"PYTHONUNBUFFERED": "1"},
                 place=place,
             )

@@ -16,19 +16,60 @@ import time
 import uuid
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Self
 
-from course_pp.launch.command import Command, of_no_rank
 from course_pp.launch.errors import LaunchError
-from course_pp.launch.output import Lines, show
 from course_pp.launch.slurm import Job, is_news
+from course_pp.launch.surroundings import Lines, show
+from course_pp.launch.where import Place
 
 POLL_S = 0.2
 GRACE_S = 5.0
 LAST_LINES = 12
 _LABELLED = re.compile(r"\[rank (\d+)\] ?(.*)", re.S)
+# What torchrun, a cluster or `get_world_info` sets for a rank: a launcher that inherits it would pass for a rank.
+_OF_A_RANK = {
+    *(f"{prefix}RANK" for prefix in ("", "LOCAL_", "GROUP_", "ROLE_")),
+    *(f"{prefix}WORLD_SIZE" for prefix in ("", "LOCAL_", "GROUP_", "ROLE_")),
+    *("MASTER_ADDR", "MASTER_PORT"),
+    *(f"TORCHELASTIC_{what}" for what in ("RESTART_COUNT", "MAX_RESTARTS", "RUN_ID", "USE_AGENT_STORE", "ERROR_FILE")),
+    *(f"SLURM_{what}" for what in ("PROCID", "LOCALID", "NODEID", "GTIDS", "TASK_PID", "NTASKS", "NPROCS")),
+    *(f"SLURM_{what}" for what in ("NTASKS_PER_NODE", "TASKS_PER_NODE", "CPUS_PER_TASK", "TRES_PER_TASK")),
+    # What the surrounding job asked for its own tasks; srun would ask the same for ours, of which there is one a node.
+    *(f"SLURM_{what}" for what in ("GPUS", "GPUS_PER_TASK", "GPUS_PER_SOCKET", "NTASKS_PER_GPU", "CPUS_PER_GPU")),
+    *(f"SLURM_{what}" for what in ("NTASKS_PER_CORE", "NTASKS_PER_SOCKET", "GPU_BIND", "DISTRIBUTION")),
+    *(f"SLURM_{what}" for what in ("THREADS_PER_CORE", "HINT", "EXACT")),
+    # Would cut the ranks off from labels and watchdog, or label their lines a second time.
+    *("SLURM_EXPORT_ENV", "SRUN_EXPORT_ENV", "SLURM_LABELIO"),
+}
+_OF_A_STEP = ("SLURM_STEP", "SLURM_CPU_BIND", "SLURM_MEM_BIND")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A launch, ready to run.
+
+    Attributes:
+        argv: what is executed.
+        shown: the same as a learner would type it in the current folder.
+        environ: variables to add; they keep ``shown`` as short as it was typed.
+        place: where the ranks run.
+    """
+
+    argv: tuple[str, ...]
+    shown: str
+    environ: Mapping[str, str]
+    place: Place
+
+
+def of_no_rank(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return ``environ`` without the variables that describe one rank, or one step, of another run."""
+    return {
+        name: value for name, value in environ.items() if name not in _OF_A_RANK and not name.startswith(_OF_A_STEP)
+    }
 
 
 class Process:
@@ -52,7 +93,7 @@ class Process:
         environ = {**of_no_rank(os.environ), **command.environ, **environ}
         argv: tuple[str, ...] = command.argv
         self.job = None
-        if not command.local:
+        if not command.place.local:
             name = f"course_pp-{uuid.uuid4().hex[:8]}"
             self.job = Job(name, environ, command.place.job)
             guard = Path(__file__).with_name("guard.py")
@@ -97,25 +138,6 @@ class Process:
         if self.job is not None and kind is KeyboardInterrupt:
             print(f"{self.job.called} is {'being ' if self.running else ''}cancelled.", flush=True)
 
-    def follow(self, timeout_s: float) -> tuple[str, ...]:
-        """Print what the ranks print until all have ended.
-
-        Args:
-            timeout_s: limit in seconds, from the moment the job has left the queue.
-
-        Raises:
-            LaunchError: the command failed.
-            RanksHung: the limit is over.
-        """
-        __tracebackhide__ = True
-        self.wait(timeout_s)
-        if (error := self.error()) is not None:
-            raise error
-        for line in self.launcher_said:
-            if not is_news(line):
-                show("stderr", line)
-        return tuple(self.printed)
-
     def wait(self, timeout_s: float) -> None:
         """Print what comes until the command has ended or given its answer."""
         __tracebackhide__ = True
@@ -136,7 +158,11 @@ class Process:
         # When its node is lost, srun says so and ends with exit code 0.
         if not code and not any(line.startswith("srun: error:") for line in self.launcher_said):
             return None
-        return self._verdict() or (self.failure(code) if code else None)
+        if self.job is not None:
+            asked = shlex.join(self.command.place.srun)
+            if verdict := self.job.verdict(self.launcher_said, asked, self.a_rank_failed(), bool(self.printed)):
+                return verdict
+        return self.failure(code) if code else None
 
     def answered(self) -> bool:
         """Return whether there is nothing left to wait for, though the command still runs."""
@@ -155,7 +181,8 @@ class Process:
 
     def failure(self, code: int) -> BaseException:
         """Return the exception for an exit code that Slurm does not explain."""
-        return LaunchError(f"`{self.command.shown}` ended with exit code {code}. It said:\n{self.last_words()}")
+        said = "\n".join(self.launcher_said[-LAST_LINES:])
+        return LaunchError(f"`{self.command.shown}` ended with exit code {code}. It said:\n{said}")
 
     def hung(self, seconds: float) -> BaseException:
         """Return the exception for the time limit."""
@@ -164,9 +191,6 @@ class Process:
     def a_rank_failed(self) -> bool:
         """Return whether a rank failed: then Slurm's word that the step was cancelled is only its consequence."""
         return False
-
-    def last_words(self) -> str:
-        return "\n".join(self.launcher_said[-LAST_LINES:])
 
     def poll(self, seconds: float) -> bool:
         __tracebackhide__ = True
@@ -181,12 +205,6 @@ class Process:
         if line := self.job.queue_line():
             print(line, flush=True)
         return self.job.started
-
-    def _verdict(self) -> LaunchError | None:
-        if self.job is None:
-            return None
-        asked = shlex.join(self.command.place.srun)
-        return self.job.verdict(self.launcher_said, asked, self.a_rank_failed(), bool(self.printed))
 
     def _read(self, stream: IO[bytes], lines: Lines) -> None:
         data = os.read(stream.fileno(), 1 << 16)

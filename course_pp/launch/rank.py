@@ -1,4 +1,4 @@
-"""What happens in a rank of ``on_ranks``, and the messages between it and the caller."""
+"""What happens in a rank of ``on_ranks``."""
 
 from __future__ import annotations
 
@@ -13,107 +13,23 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from course_pp.launch import channel, watch
-from course_pp.launch.pickling import dumps
+from course_pp.launch import watch
+from course_pp.launch.messages import Left, Over, Raised, RankJob, Ready, Returned, dumps, receive, send
 
 _INSIDE = "COURSE_PP_RANK_PID"
 # What course_pp.training imports besides torch: importing them starts no thread and reads no environment.
 _HARMLESS = {"tokenizers", "xxhash"}
 
 
-@dataclass(frozen=True)
-class RankJob:
-    """Everything a rank needs besides the function.
-
-    Attributes:
-        port: of the store that rank 0 hosts on the loopback address.
-        environ, sys_path, cwd, argv: the caller's at the time of the call.
-        sources: ``linecache`` entries that exist in no file, such as notebook cells.
-        threads: intra-operation threads of torch.
-        backend: of the process group, or None for no process group.
-        timeout_s: time limit of the call, seconds.
-    """
-
-    rank: int
-    world_size: int
-    port: int
-    environ: Mapping[str, str]
-    sys_path: tuple[str, ...]
-    cwd: str
-    argv: tuple[str, ...]
-    sources: Mapping[str, Any]
-    threads: int
-    backend: str | None
-    timeout_s: float
-
-
-@dataclass(frozen=True)
-class Ready:
-    """The function is about to be called."""
-
-
-@dataclass(frozen=True)
-class Over:
-    """The function has returned or raised; its result or exception is pickled and sent next."""
-
-
-@dataclass(frozen=True)
-class Returned:
-    """The function returned.
-
-    Attributes:
-        value: pickled.
-        imported: modules of this package that the rank had to import, because the process it was forked from had not.
-    """
-
-    value: bytes
-    imported: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Raised:
-    """The function raised.
-
-    Attributes:
-        exception: pickled, or None where it cannot be.
-        summary: ``Type: message``.
-        text: the rank's traceback.
-        at: monotonic clock, seconds; comparable between processes of one machine.
-        began_elsewhere: whether the exception itself says that another rank failed first.
-    """
-
-    exception: bytes | None
-    summary: str
-    text: str
-    at: float
-    began_elsewhere: bool = False
-
-
-@dataclass(frozen=True)
-class Left:
-    """The function called ``sys.exit``."""
-
-    exit_code: int
-
-
-@dataclass(frozen=True)
-class Ask:
-    """From the caller: say what you are doing."""
-
-
-class ControlEnd:
-    """A rank's end of the control connection; the main thread and the watching thread both write to it."""
+class _Caller:
+    """The control connection, to which both the main thread and the one that answers questions write."""
 
     def __init__(self, connection: socket.socket, rank: int) -> None:
-        self._connection = connection
-        self._lock = threading.Lock()
-        self._rank = rank
-        self._pid = os.getpid()
+        self._connection, self._rank = connection, rank
+        self._lock, self._pid = threading.Lock(), os.getpid()
         threading.Thread(target=self._answer, name="course_pp-watch", daemon=True).start()
 
     def send(self, message: object) -> None:
@@ -122,12 +38,12 @@ class ControlEnd:
             return
         data = pickle.dumps(message)
         with self._lock:
-            channel.send(self._connection, data)
+            send(self._connection, data)
 
     def _answer(self) -> None:
         while True:
             try:
-                channel.receive(self._connection)
+                receive(self._connection)
                 self.send(watch.report(self._rank))
             except (EOFError, OSError):
                 # The caller is gone, and perhaps the server with it.
@@ -147,14 +63,17 @@ def main(control: int, listener: int | None) -> None:
     """
     pid = os.getpid()  # fn may fork
     connection = socket.socket(fileno=control)
-    job: RankJob = pickle.loads(channel.receive(connection))
-    payload = channel.receive(connection)
-    caller = ControlEnd(connection, job.rank)
+    job: RankJob = pickle.loads(receive(connection))
+    payload = receive(connection)
+    caller = _Caller(connection, job.rank)
     # Held here until the end: rank 0's store serves ranks that are slower than rank 0's function.
     stores: list[object] = []
     outcome = _outcome(job, payload, listener, caller, stores)
     if os.getpid() != pid:
-        _end_child(outcome)
+        # A child that fn forked and that came out of fn, too: only the rank itself sends a result.
+        if isinstance(outcome, Raised):
+            print(outcome.text, file=sys.stderr)
+        os._exit(outcome.exit_code if isinstance(outcome, Left) else isinstance(outcome, Raised))
     try:
         caller.send(outcome)
     except OSError as error:
@@ -164,21 +83,20 @@ def main(control: int, listener: int | None) -> None:
     threading.Event().wait()
 
 
-def _end_child(outcome: Returned | Raised | Left) -> None:
-    """End a child that fn forked and that came out of fn, too: only the rank itself sends a result."""
-    if isinstance(outcome, Raised):
-        print(outcome.text, file=sys.stderr)
-    os._exit(outcome.exit_code if isinstance(outcome, Left) else isinstance(outcome, Raised))
-
-
 def _outcome(
-    job: RankJob, payload: bytes | bytearray, listener: int | None, caller: ControlEnd, stores: list[object]
+    job: RankJob, payload: bytes | bytearray, listener: int | None, caller: _Caller, stores: list[object]
 ) -> Returned | Raised | Left:
     inherited = set(sys.modules)
     try:
         _enter(job)
         stores.append(_join(job, listener))
-        fn, args = _unpickled(payload)
+        try:
+            fn, args = pickle.loads(payload)
+        except BaseException as e:
+            raise TypeError(
+                f"fn or its arguments cannot be rebuilt on a rank ({type(e).__name__}: {e}). "
+                "Make what only works in one process inside the function."
+            ) from e
         caller.send(Ready())
         value = fn(job.rank, *args)
     except SystemExit as e:
@@ -190,7 +108,10 @@ def _outcome(
         _say_over(caller)
         return _raised(e)
     finally:
-        _flush()
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            ctypes.CDLL(None).fflush(None)
     _say_over(caller)
     try:
         data = dumps(value)
@@ -206,21 +127,10 @@ def _outcome(
     return Returned(data, _own_modules(inherited))
 
 
-def _say_over(caller: ControlEnd) -> None:
+def _say_over(caller: _Caller) -> None:
     # Whoever cannot say this will hear so again with the outcome.
     with contextlib.suppress(OSError):
         caller.send(Over())
-
-
-def _unpickled(payload: bytes | bytearray) -> tuple[Any, tuple[Any, ...]]:
-    try:
-        fn, args = pickle.loads(payload)
-    except BaseException as error:
-        raise TypeError(
-            f"fn or its arguments cannot be rebuilt on a rank ({type(error).__name__}: {error}). "
-            "Make what only works in one process inside the function."
-        ) from error
-    return fn, args
 
 
 def _own_modules(inherited: set[str]) -> tuple[str, ...]:
@@ -229,16 +139,11 @@ def _own_modules(inherited: set[str]) -> tuple[str, ...]:
     The server imports them for the next call. Another package may start threads, which a server that forks must not
     have, or read the environment of this call; those of `_HARMLESS` do neither.
     """
-    own = _top(__name__)
     new = sys.modules.keys() - inherited
-    known = {_top(name) for name in inherited} | sys.stdlib_module_names | _HARMLESS | {own}
-    if any(_top(name) not in known for name in new):
+    known = {name.partition(".")[0] for name in inherited} | sys.stdlib_module_names | _HARMLESS | {"course_pp"}
+    if any(name.partition(".")[0] not in known for name in new):
         return ()
-    return tuple(sorted(name for name in new if _top(name) == own))
-
-
-def _top(module: str) -> str:
-    return module.partition(".")[0]
+    return tuple(sorted(name for name in new if name.partition(".")[0] == "course_pp"))
 
 
 def _enter(job: RankJob) -> None:
@@ -278,33 +183,24 @@ def _join(job: RankJob, listener: int | None) -> Any:
     torch.set_num_threads(job.threads)
     # The watchdog answers at the time limit; the group's own must not come first.
     timeout = timedelta(seconds=job.timeout_s + 60)
-    if listener is None:
-        store = dist.TCPStore("127.0.0.1", job.port, job.world_size, False, timeout)
-    else:
-        store = dist.TCPStore(
-            "127.0.0.1",
-            job.port,
-            job.world_size,
-            True,
-            timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener,
-        )
-    if job.backend is not None:
-        if job.backend == "nccl":
-            if torch.cuda.device_count() < job.world_size:
-                raise ValueError(
-                    f"backend='nccl' needs a GPU a rank; here are {torch.cuda.device_count()} GPUs for "
-                    f"{job.world_size} ranks. Use backend='gloo', or fewer ranks."
-                )
-            torch.cuda.set_device(job.rank)
-        dist.init_process_group(
-            job.backend,
-            store=dist.PrefixStore("on_ranks", store),
-            rank=job.rank,
-            world_size=job.world_size,
-            timeout=timeout,
-        )
+    hosts: dict[str, Any] = {} if listener is None else {"wait_for_workers": False, "master_listen_fd": listener}
+    store = dist.TCPStore("127.0.0.1", job.port, job.world_size, listener is not None, timeout, **hosts)
+    if job.backend is None:
+        return store
+    if job.backend == "nccl":
+        if torch.cuda.device_count() < job.world_size:
+            raise ValueError(
+                f"backend='nccl' needs a GPU a rank; here are {torch.cuda.device_count()} GPUs for "
+                f"{job.world_size} ranks. Use backend='gloo', or fewer ranks."
+            )
+        torch.cuda.set_device(job.rank)
+    dist.init_process_group(
+        job.backend,
+        store=dist.PrefixStore("on_ranks", store),
+        rank=job.rank,
+        world_size=job.world_size,
+        timeout=timeout,
+    )
     return store
 
 
@@ -321,18 +217,3 @@ def _raised(error: BaseException) -> Raised:
     except BaseException:
         blob = None
     return Raised(blob, summary, text, at, bool(getattr(error, "began_elsewhere", False)))
-
-
-def _flush() -> None:
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        ctypes.CDLL(None).fflush(None)
-
-
-def listening_socket() -> socket.socket:
-    """Return a socket that listens on a free port of the loopback address, for the store of rank 0."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(socket.SOMAXCONN)
-    return listener

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import os
+import pickle
 import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from course_pp.launch import cells, endings
-from course_pp.launch.arguments import refuse_bad_arguments
-from course_pp.launch.client import search_path
+from course_pp.arguments import check_arguments, shown
+from course_pp.launch import rank as in_rank
 from course_pp.launch.crew import Crew
-from course_pp.launch.handover import RemoteCall
-from course_pp.launch.on_slurm import TASKS
-from course_pp.launch.pickling import pickled
-from course_pp.launch.surroundings import standard_descriptors_taken, start_refused_in_a_sentence, working_folder
+from course_pp.launch.fork_server import search_path
+from course_pp.launch.messages import pickled
+from course_pp.launch.on_slurm import TASKS, RemoteCall
+from course_pp.launch.surroundings import sources, standard_descriptors_taken
 from course_pp.launch.where import Needs, Place, decide, on_a_node
+
+_MOST_RANKS = 4096  # of one machine: it would come to a standstill
+# select() counts milliseconds in 32 bits, hence at most 24 days; torch's store and gloo give up later.
+_MOST_S = 1_000_000
 
 
 def on_ranks(
@@ -57,8 +63,16 @@ def on_ranks(
         RuntimeError: called from inside a rank.
     """
     __tracebackhide__ = True  # a reader looks for the line of the rank, not for ours
-    refuse_bad_arguments(n, fn, args, timeout_s, backend, threads, where)
-    folder = working_folder()
+    check_arguments(on_ranks, locals())
+    if in_rank.inside():
+        raise RuntimeError(
+            f"on_ranks was called on rank {os.environ['RANK']}, inside a rank of on_ranks. "
+            "Call it once, outside, with as many ranks as you need."
+        )
+    if not 1 <= n <= _MOST_RANKS:
+        raise ValueError(f"n is {n}; it must be at least 1, and at most {_MOST_RANKS:,}.")
+    refuse_bad_limit(timeout_s)
+    _refuse_bad_call(fn, args)
     payload = pickled(fn, args)
     needs = Needs.of_call(n, timeout_s, backend)
     place = _place(needs, where)
@@ -76,23 +90,48 @@ def on_ranks(
             timeout_s=timeout_s,
             sys_path=None if own_interpreter else tuple(search_path()),
             environ={},
-            cwd=folder,
+            cwd=os.getcwd(),
             argv=tuple(getattr(sys, "argv", ())),
-            sources=cells.sources(),
+            sources=sources(),
         )
         results = TASKS.results(place, needs, call)
-    return [endings.result(rank, result) for rank, result in enumerate(results)]
+    return [_rebuilt(rank, result) for rank, result in enumerate(results)]
 
 
 def run_ranks(n: int, payload: bytes, timeout_s: float, backend: str | None, threads: int) -> list[bytes]:
     """Run a pickled function and its arguments on this machine; return what each rank returned, pickled."""
     __tracebackhide__ = True
     with contextlib.ExitStack() as opened:
-        with start_refused_in_a_sentence(n):
-            opened.enter_context(standard_descriptors_taken())
+        with standard_descriptors_taken():
             crew = opened.enter_context(Crew(n, timeout_s))
             crew.start(payload, backend, threads)
         return crew.results()
+
+
+def refuse_bad_limit(timeout_s: float) -> None:
+    """Raise ValueError unless ``timeout_s`` is a number of seconds that every clock involved can count to."""
+    __tracebackhide__ = True
+    if not 0 < timeout_s <= _MOST_S:
+        raise ValueError(
+            f"timeout_s is {shown(timeout_s)}; it must be a positive number of seconds, at most {_MOST_S} (11 days). "
+            "For a run that may take long, pass for example timeout_s=3600."
+        )
+
+
+def _refuse_bad_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    __tracebackhide__ = True
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # some functions written in C have none
+        return
+    try:
+        signature.bind(0, *args)
+    except TypeError as e:
+        name = getattr(fn, "__name__", shown(fn))
+        raise TypeError(
+            f"on_ranks calls {name}(rank, *args) with {len(args)} args, but {name}{signature} has {e}. "
+            f"Its first parameter is the rank; pass the others after it: on_ranks(n, {name}, …)."
+        ) from None
 
 
 @cache
@@ -106,3 +145,15 @@ def _place(needs: Needs, where: str | None) -> Place:
     if where is None and on_a_node():
         where = "local"
     return decide(needs, where, kept=TASKS.kept)
+
+
+def _rebuilt(rank: int, pickled: bytes) -> Any:
+    """Return what the function returned. Raises TypeError if only the rank can rebuild it."""
+    __tracebackhide__ = True
+    try:
+        return pickle.loads(pickled)
+    except (Exception, SystemExit) as error:
+        raise TypeError(
+            f"what rank {rank} returned cannot be rebuilt where on_ranks was called ({type(error).__name__}: {error}). "
+            "Return tensors, numbers, strings or containers of them."
+        ) from error

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import cloudpickle
 
-from course_pp.launch.client import SERVERS
 from course_pp.launch.errors import LaunchError
-from course_pp.launch.handover import BEGUN, ENDED, End, RemoteCall, call_file, end_file, write
+from course_pp.launch.fork_server import SERVERS
+from course_pp.launch.on_slurm import BEGUN, ENDED, End, RemoteCall, call_file, end_file, write
 from course_pp.launch.ranks import run_ranks
 
 _FIRST_CALL_S = 60.0

@@ -1,26 +1,26 @@
-"""What ranks take from where they are called: a working folder, and descriptors for their streams."""
+"""What a call takes from the process it is made in, and gives back to it: cells, descriptors, printed lines."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
+import linecache
 import os
-import resource
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
 
-from course_pp.launch.errors import LaunchError
+from course_pp.launch.errors import is_cell
 
 
-def working_folder() -> str:
-    """Return the current folder. Raises LaunchError if it has been deleted."""
-    __tracebackhide__ = True
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        raise LaunchError(
-            "the folder you are in has been deleted. Change to another one, for example "
-            'os.chdir(os.path.expanduser("~")).'
-        ) from None
+def shell() -> Any:
+    """Return the IPython shell in which this runs; None in a script or a test."""
+    ipython = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython is not None else None
+
+
+def sources() -> dict[str, Any]:
+    """Return the cells' entries in ``linecache``."""
+    return {name: entry for name, entry in linecache.cache.items() if is_cell(name)}
 
 
 @contextlib.contextmanager
@@ -38,18 +38,53 @@ def standard_descriptors_taken() -> Iterator[None]:
             os.close(number)
 
 
-@contextlib.contextmanager
-def start_refused_in_a_sentence(n: int) -> Iterator[None]:
-    """Turn what the system refuses while ``n`` ranks are started into a LaunchError."""
-    __tracebackhide__ = True
+class Lines:
+    """Cuts the bytes of one stream into whole lines, and hands each on as text.
+
+    Args:
+        emit: called with each line, without its end.
+    """
+
+    def __init__(self, emit: Callable[[str], None]) -> None:
+        self._emit = emit
+        self._rest: list[bytes] = []
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes of the stream."""
+        *lines, rest = data.split(b"\n")
+        if lines:
+            lines[0] = self._take_rest() + lines[0]
+        self._rest.append(rest)
+        for line in lines:
+            self._emit_text(line)
+
+    def close(self) -> None:
+        """Hand on a last line that had no end."""
+        if rest := self._take_rest():
+            self._emit_text(rest)
+
+    def _take_rest(self) -> bytes:
+        """Take what came since the last line end. Joined once: a long line arrives in thousands of pieces."""
+        rest, self._rest = b"".join(self._rest), []
+        return rest
+
+    def _emit_text(self, line: bytes) -> None:
+        # A progress bar rewrites its line after a carriage return: what it showed last is what is kept.
+        self._emit(line.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1])
+
+
+def show(stream: str, line: str) -> None:
+    """Print a line of a rank on ``sys.stdout`` or ``sys.stderr``; like ``print``, nothing where that is None.
+
+    Characters that the stream has no code for become escapes.
+
+    Args:
+        stream: ``"stdout"`` or ``"stderr"``.
+    """
+    file: TextIO | None = getattr(sys, stream)
+    if file is None:
+        return
     try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            raise LaunchError(
-                f"{n} ranks need more open files than the limit of {limit} leaves. Close some, start fewer ranks, or "
-                "raise the limit (ulimit -n)."
-            ) from None
-        file = f": {error.filename}" if error.filename else ""
-        raise LaunchError(f"the system refuses to start ranks: {error.strerror}{file}.") from None
+        file.write(f"{line}\n")
+    except UnicodeEncodeError as error:
+        file.write(f"{line}\n".encode(error.encoding, "backslashreplace").decode(error.encoding))

@@ -7,28 +7,34 @@ import hmac
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from course_pp.arguments import checked
-from course_pp.launch.command import Command, build
+from course_pp.launch import watch
 from course_pp.launch.errors import LaunchError, RanksHung, is_echo, signal_name
-from course_pp.launch.limits import refuse_bad_limit
 from course_pp.launch.on_slurm import TASKS
-from course_pp.launch.output import Lines
-from course_pp.launch.process import LAST_LINES, Process, shared_folder
-from course_pp.launch.surroundings import working_folder
+from course_pp.launch.process import LAST_LINES, Command, Process, shared_folder
+from course_pp.launch.ranks import refuse_bad_limit
+from course_pp.launch.slurm import is_news
+from course_pp.launch.surroundings import Lines, show
 from course_pp.launch.waits import explain, waits_from
 from course_pp.launch.watch import Report
+from course_pp.launch.where import Needs, decide
 
+_FLAGS = {"--standalone", "-m", "--module", "--no-python", "--run-path", "--virtual-local-rank", "-h", "--help"}
+_RENDEZVOUS = ("--rdzv-", "--master-", "--node-rank", "--standalone")
 _ANSWER_LIMIT_S = 2.0
 # A port can be called by anyone: who has not said in this time, in so many bytes, that it is ours, is not heard.
 _INTRODUCTION_LIMIT_S = 5.0
@@ -68,13 +74,143 @@ def run_torchrun(
     """
     __tracebackhide__ = True  # a reader looks for the line of the cell, not for ours
     refuse_bad_limit(timeout_s)
-    working_folder()  # refuses one that is gone
     command = build(args, "local" if local else where, timeout_s=timeout_s)
     print(f"{command.place.said}\n$ {command.shown}", flush=True)
-    if not command.local and command.place.job is None:
+    if not command.place.local and command.place.job is None:
         TASKS.release()
     with _Run(command) as run:
         return run.follow(timeout_s)
+
+
+def torchrun_magic(line: str) -> None:
+    """``%torchrun [--timeout SECONDS] [--local] ARGS...``: run ``torchrun ARGS...``; fail if a rank fails.
+
+    ``--timeout`` is the limit for the run, once it has left a queue (300 s unless given); ``--local`` keeps off
+    Slurm. Both come before the script.
+    """
+    __tracebackhide__ = True
+    args, timeout_s, local = split_magic(line)
+    run_torchrun(args, timeout_s=timeout_s, local=local)
+
+
+def split_magic(line: str) -> tuple[list[str], float, bool]:
+    """Take the magic's own two options out of the line; return (torchrun's arguments, seconds, local)."""
+    args, timeout_s, local = shlex.split(line), 300.0, False
+    at = 0
+    # --local takes no value, unlike the options of torchrun: it is taken out before the script is looked for.
+    while at < len(args) and args[at].startswith("-"):
+        option, _, value = args[at].partition("=")
+        if option == "--local":
+            local = True
+            del args[at]
+        elif option == "--timeout":
+            value = value or "".join(args[at + 1 : at + 2])
+            try:
+                timeout_s = float(value)
+            except ValueError:
+                raise ValueError(f"--timeout {value!r} is not a number of seconds.") from None
+            del args[at : at + 1 + ("=" not in args[at])]
+        else:
+            at += 1 if script_index([args[at], "x"]) == 1 else 2
+    return args, timeout_s, local
+
+
+def build(
+    args: Sequence[str],
+    where: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    timeout_s: float = 300.0,
+) -> Command:
+    """Build the launch of ``torchrun ARGS``.
+
+    Under Slurm torchrun itself runs as one task on each node. On one node, the rendezvous takes a free port; several
+    nodes meet at the first one. Variables that are set already win, and so does a rendezvous among the options.
+
+    Raises:
+        ValueError: no script is named; `decide` and `load_site` refuse.
+        FileNotFoundError: the script is neither here nor below the folder that holds pyproject.toml or source_code.
+    """
+    __tracebackhide__ = True
+    environ = os.environ if environ is None else environ
+    args = list(args)
+    at = script_index(args)
+    if at is None:
+        raise ValueError(
+            f"no script in `torchrun {shlex.join(args)}` (args). "
+            "Name one after the options, for example --nproc-per-node=2 source_code/pipeline_test.py"
+        )
+    options = [_dashed(option) for option in args[:at]]
+    if not {"-m", "--module", "--no-python"} & set(options):
+        args[at] = _found(args[at])
+    nodes = _number(options, "--nnodes") or 1
+    ranks = _number(options, "--nproc-per-node") if any(o.startswith("--nproc-per-node") for o in options) else 1
+    chosen = any(o.startswith(_RENDEZVOUS) for o in options)
+    place = decide(Needs(nodes, ranks, timeout_s), where, environ)
+    meets = nodes > 1 and not chosen and not place.local
+    run = [place.site.python or sys.executable, "-m", "torch.distributed.run"]
+    return Command(
+        argv=tuple(place.command(run, args, meets)),
+        shown=shlex.join(place.command(["torchrun"], args, meets)),
+        environ=_defaults(nodes == 1 and not chosen, 1 if place.local else place.site.cpus_per_rank, environ),
+        place=place,
+    )
+
+
+def script_index(args: Sequence[str]) -> int | None:
+    """Return the index of the script, where torchrun's own options end. Most options take a value."""
+    at = 0
+    while at < len(args):
+        if not args[at].startswith("-"):
+            return at
+        at += 1 if "=" in args[at] or _dashed(args[at]) in _FLAGS else 2
+    return None
+
+
+def _dashed(option: str) -> str:
+    """Spell an option with dashes; torchrun takes underscores, too."""
+    name, equals, value = option.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def _number(options: Sequence[str], wanted: str) -> int | None:
+    """Return the value of an option, of ``MIN:MAX`` the larger; None if it is not given or no number."""
+    for option, following in zip_longest(options, options[1:], fillvalue=""):
+        name, _, value = option.partition("=")
+        if name == wanted:
+            most = (value or following).rsplit(":", 1)[-1]
+            return int(most) if most.isdigit() else None
+    return None
+
+
+def _found(script: str) -> str:
+    path = Path(script)
+    if path.exists():
+        return script
+    here = Path.cwd()
+    root = next(
+        (f for f in (here, *here.parents) if (f / "pyproject.toml").exists() or (f / "source_code").is_dir()), here
+    )
+    if not path.is_absolute() and (root / path).exists():
+        return os.path.relpath(root / path, here)
+    where = f"{here}" if root == here else f"{here} nor in {root}"
+    raise FileNotFoundError(f"there is no script {script!r} in {where}. Check its name and folder.")
+
+
+def _defaults(one_node: bool, threads: int, environ: Mapping[str, str]) -> dict[str, str]:
+    wanted = {
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONUNBUFFERED": "1",
+        "PET_TEE": "3",
+        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}] ",
+    }
+    if one_node:
+        # Port 0 of the loopback address: no clash with a neighbour, no look-up of the machine's own name.
+        wanted |= {
+            "PET_STANDALONE": "1",
+            "PET_LOCAL_ADDR": "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        }
+    return {name: value for name, value in wanted.items() if name not in environ}
 
 
 class _Peer:
@@ -119,25 +255,34 @@ class _Run(Process):
         self._mark = uuid.uuid4().hex
         self._peers: list[_Peer] = []
         with contextlib.ExitStack() as started:
-            made = _short_folder() if command.local else shared_folder(command.place.site.folder)
+            made = _short_folder() if command.place.local else shared_folder(command.place.site.folder)
             folder = Path(started.enter_context(made))
-            self._listener = started.enter_context(_listener(folder / _SOCKET if command.local else None))
+            self._listener = started.enter_context(_listener(folder / _SOCKET if command.place.local else None))
             super().__init__(command, self._environ(folder), folder, started)
         self._open.callback(self._close_peers)
         self.watch(self._listener, self._accept)
 
+    def follow(self, timeout_s: float) -> tuple[str, ...]:
+        """Print what the ranks print until all have ended, and return it. Raises LaunchError or RanksHung."""
+        __tracebackhide__ = True
+        self.wait(timeout_s)
+        if (error := self.error()) is not None:
+            raise error
+        for line in self.launcher_said:
+            if not is_news(line):
+                show("stderr", line)
+        return tuple(self.printed)
+
     def _environ(self, folder: Path) -> dict[str, str]:
         site = folder / "site"
         site.mkdir()
-        here = Path(__file__).parent
-        shutil.copyfile(here / "startup.py", site / "sitecustomize.py")
+        shutil.copyfile(watch.__file__, site / "sitecustomize.py")
         (folder / "logs").mkdir()
         address = self._listener.getsockname()
         return {
             **({} if "PET_LOG_DIR" in os.environ else {"PET_LOG_DIR": str(folder / "logs")}),
             "PYTHONPATH": os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")])),
             "COURSE_PP_WATCH": address if isinstance(address, str) else str(address[1]),
-            "COURSE_PP_WATCH_FILE": str(here / "watch.py"),
             _MARK: self._mark,
         }
 

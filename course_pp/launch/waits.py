@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from course_pp.arguments import checked
 from course_pp.cycles import find_cycle
 from course_pp.launch.watch import Call, Report, has_name_of_cell
 
@@ -16,7 +15,6 @@ SILENT = "does not answer"
 SENDING = "sends what its function returned or raised"
 
 
-@checked
 @dataclass(frozen=True)
 class Wait:
     """What one rank was doing when it was asked.

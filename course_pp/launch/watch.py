@@ -4,8 +4,8 @@ Every blocking call of ``torch.distributed`` ends in a method of ``ProcessGroup`
 ``Work.wait``. `instrument` wraps these, so that the peer of a pending ``irecv`` is known long after the call.
 The user's source line comes from the frames of the main thread.
 
-This module imports the standard library only and nothing from its package: ranks of torchrun load it by path,
-before their script starts (see ``startup.py``).
+This module imports the standard library only and nothing from its package: a copy of it named ``sitecustomize.py``
+stands on the PYTHONPATH of ranks of torchrun, and so runs first in each of their processes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.abc
+import importlib.machinery
 import importlib.util
 import json
 import linecache
@@ -337,3 +338,30 @@ class InstrumentOnImport(importlib.abc.MetaPathFinder):
 
             loader.exec_module = run_and_instrument
         return spec
+
+
+def _attend_from_the_start() -> None:
+    rank = os.environ.get("RANK")
+    if rank is None:
+        attend(os.environ["COURSE_PP_WATCH"], None)
+        return
+    # What the rank starts in turn is no rank.
+    attend(os.environ.pop("COURSE_PP_WATCH"), int(rank))
+    sys.meta_path.insert(0, InstrumentOnImport())
+
+
+def _run_shadowed_sitecustomize() -> None:
+    here = os.path.dirname(os.path.abspath(__file__))
+    spec = importlib.machinery.PathFinder.find_spec(
+        "sitecustomize", [folder for folder in sys.path if os.path.abspath(folder) != here]
+    )
+    if spec is not None and spec.loader is not None:
+        module = sys.modules["sitecustomize"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+
+if __name__ == "sitecustomize" and "COURSE_PP_WATCH" in os.environ:
+    # Where the address cannot be reached the run goes on without a watchdog.
+    with contextlib.suppress(OSError, KeyError):
+        _attend_from_the_start()
+    _run_shadowed_sitecustomize()

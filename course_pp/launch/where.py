@@ -1,27 +1,129 @@
-"""The one place that decides where ranks run: on this machine, inside a Slurm job, or in a job of their own."""
+"""The one place that decides where ranks run: on this machine, inside a Slurm job, or in a job of their own.
+
+What a cluster calls its things (partition, account, GPUs, modules) stands in one file, site.toml, never in a notebook.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import difflib
 import math
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from course_pp.launch.site import Site, load_site
+from course_pp.arguments import checked
 
+_FILE = "site.toml"
+_ROOT_MARKS = (".git", "pyproject.toml")
 _ANSWER_LIMIT_S = 5.0
-CHOICES = ("local", "slurm", None)
 # Left over between a run's own time limit, which says who waits for whom, and the job's, which does not.
 _SLACK_S = 60
 # For the calls that follow the first one in the same job.
 _CALLS_S = 600
 # Beside a call's own limit, in a job: to start Python and torch from files that come over the network, and to end.
 _START_AND_END_S = 120.0
+
+
+@checked
+@dataclass(frozen=True)
+class Site:
+    """How jobs are submitted here. Every field has a default with which most clusters answer.
+
+    Attributes:
+        partition, account: of the jobs; empty takes the cluster's own default.
+        cpu_partition: of jobs without GPUs, such as those of ``on_ranks`` over gloo; empty takes ``partition``.
+        time_limit: of a job, as Slurm writes it (``"00:10:00"``); empty asks for little more than the run's own limit,
+            and for ten minutes of further calls of ``on_ranks``.
+        gres: how GPUs are asked for. ``"gpu:{n}"`` becomes ``--gres=gpu:2``; what begins with a dash, such as
+            ``"--gpus-per-node={n}"``, is taken as it is; empty asks for none.
+        gpus_per_node: at most so many are asked for on a node; None asks the cluster.
+        cpus_per_rank: cores asked for, a rank.
+        setup: lines of bash that a task runs first, for example ``module load cuda``; one that fails ends it.
+        container: goes before the command, for example ``apptainer exec --nv course.sif``.
+        python: the interpreter on the nodes; empty is the one that runs here.
+        options: more options of srun.
+        folder: a folder that all nodes see.
+        keep_s: seconds for which the job of ``on_ranks`` waits for the next call; 0 takes a new job for each.
+    """
+
+    partition: str = ""
+    cpu_partition: str = ""
+    account: str = ""
+    time_limit: str = ""
+    gres: str = "gpu:{n}"
+    gpus_per_node: int | None = None
+    cpus_per_rank: int = 1
+    setup: tuple[str, ...] = ()
+    container: str = ""
+    python: str = ""
+    options: tuple[str, ...] = ()
+    folder: str = "~/.cache/course_pp"
+    keep_s: int = 300
+
+
+def load_site(environ: Mapping[str, str] | None = None) -> Site:
+    """Read the settings of this cluster; return the defaults if there is no file.
+
+    The first of these is read: ``$COURSE_PP_SITE``; site.toml here or in a folder above, up to the root of the
+    repository; ``~/.config/course_pp/site.toml``.
+
+    Raises:
+        FileNotFoundError: ``$COURSE_PP_SITE`` names no file.
+        ValueError: the file is no TOML, or a key or the type of a value is wrong.
+    """
+    environ = os.environ if environ is None else environ
+    if named := environ.get("COURSE_PP_SITE"):
+        if not Path(named).is_file():
+            raise FileNotFoundError(f"COURSE_PP_SITE is {named!r}, which is no file. Correct it, or unset it.")
+        return _read(Path(named))
+    places, here = [], Path.cwd()
+    for folder in (here, *here.parents):
+        places.append(folder / _FILE)
+        if any((folder / mark).exists() for mark in _ROOT_MARKS):
+            break
+    else:
+        # Outside any repository, a file of the same name further up is somebody else's.
+        places = places[:1]
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        places.append(Path.home() / ".config" / "course_pp" / _FILE)
+    return next((_read(file) for file in places if file.is_file()), Site())
+
+
+def _read(file: Path) -> Site:
+    try:
+        values: dict[str, Any] = tomllib.loads(file.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not TOML: {error}.") from None
+    known = [field.name for field in dataclasses.fields(Site)]
+    for key in values.keys() - known:
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+        remedy = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}."
+        raise ValueError(f"{file} sets {key!r}, which is no setting; {remedy}")
+    values |= {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
+    try:
+        site = Site(**values)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    try:
+        counts = not site.gres or site.gres.format(n=1) != site.gres.format(n=2)
+    except (KeyError, IndexError, ValueError):
+        counts = False
+    if not counts:
+        raise ValueError(
+            f'{file}: gres is {site.gres!r}; the number of GPUs goes where {{n}} stands: "gpu:{{n}}" or '
+            '"--gpus-per-node={n}". To ask for none, leave it empty.'
+        )
+    return replace(site, python=os.path.expanduser(site.python))
 
 
 @dataclass(frozen=True)
@@ -70,13 +172,29 @@ class Place:
     def local(self) -> bool:
         return not self.srun
 
+    def command(self, program: Sequence[str], args: Sequence[str], meets: bool = False) -> list[str]:
+        """Return ``program args`` as it runs here: behind srun, in its container, after its set-up lines.
 
-@dataclass(frozen=True)
-class Nodes:
-    """What a partition's nodes have at most."""
-
-    cpus: int
-    gpus: int
+        ``meets`` adds torchrun's options by which several nodes find each other. They number themselves as Slurm does.
+        """
+        if self.local:
+            return [*program, *args]
+        program = [*shlex.split(self.site.container), *program]
+        if not self.site.setup and not meets:
+            return [*self.srun, *program, *args]
+        lines = []
+        if self.site.setup:
+            # A set-up line that fails ends the task, and is named: many fail without a word. What stands on standard
+            # input is for the program.
+            strict = r'set -e; trap "echo set-up failed: \$BASH_COMMAND >&2" ERR'
+            lines += [strict, "{", *self.site.setup, "} </dev/null"]
+        options = ""
+        if meets:
+            meeting = Path(__file__).with_name("meet.sh").read_text().splitlines()
+            lines += [line for line in meeting if not line.startswith("#")]
+            options = " --node-rank=$SLURM_NODEID --master-addr=$head --master-port=$port"
+        lines.append(f'exec {shlex.join(program)}{options} "$@"')
+        return [*self.srun, "bash", "-c", "\n".join(lines), "bash", *args]
 
 
 def decide(
@@ -99,7 +217,7 @@ def decide(
     """
     environ = os.environ if environ is None else environ
     where = where or environ.get("COURSE_PP_WHERE") or None
-    if where not in CHOICES:
+    if where not in ("local", "slurm", None):
         raise ValueError(f"where is {where!r}; it must be 'local', 'slurm' or None, which decides by itself.")
     if where == "local":
         return Place(_on_this_machine(needs, environ))
@@ -117,7 +235,7 @@ def decide(
         if where == "slurm":
             raise RuntimeError("where is 'slurm', but no cluster answers: `sinfo` fails. Ask whoever runs it.")
         return Place(f"{_on_this_machine(needs, environ)} No cluster answers behind srun.", fallen_back=True)
-    return _submitted(needs, site, nodes)
+    return _submitted(needs, site, *nodes)
 
 
 def certainly_here() -> bool:
@@ -156,10 +274,10 @@ def _inside(needs: Needs, site: Site, job: str, environ: Mapping[str, str]) -> P
     return Place(f"Ranks run inside Slurm job {job}, on {_count(needs.nodes, 'node')}{few}.", srun, job, site)
 
 
-def _submitted(needs: Needs, site: Site, nodes: Nodes) -> Place:
-    most = nodes.gpus if site.gpus_per_node is None else site.gpus_per_node
+def _submitted(needs: Needs, site: Site, most_cpus: int, most_gpus: int) -> Place:
+    most = most_gpus if site.gpus_per_node is None else site.gpus_per_node
     gpus = min(needs.ranks or most, most) if site.gres and needs.gpus else 0
-    cpus = min((needs.ranks or max(1, gpus)) * site.cpus_per_rank, nodes.cpus)
+    cpus = min((needs.ranks or max(1, gpus)) * site.cpus_per_rank, most_cpus)
     srun = ["srun"]
     partition = _partition(needs, site)
     srun += ["-p", partition] if partition else []
@@ -186,8 +304,8 @@ def _tasks(needs: Needs) -> tuple[str, ...]:
     return ("-N", str(needs.nodes), "-n", str(needs.nodes), *(("-K1",) if needs.nodes > 1 else ()))
 
 
-def _nodes(partition: str, environ: Mapping[str, str]) -> Nodes | None:
-    """Return what the partition has, ours or the default one; None if there is no cluster behind the tools, only they.
+def _nodes(partition: str, environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return the most cores and GPUs of a node of the partition, ours or the default one; None if there is no cluster.
 
     Raises RuntimeError if there is one that does not answer: a controller may be slow, and a login node is no place
     for ranks.
@@ -212,10 +330,9 @@ def _nodes(partition: str, environ: Mapping[str, str]) -> Nodes | None:
         return None
     rows = [row.split("|", 2) for row in answer.stdout.splitlines() if row.count("|") >= 2]
     ours = [row for row in rows if (row[0].rstrip("*") == partition if partition else row[0].endswith("*"))] or rows
-    return Nodes(
-        cpus=max((_leading_number(row[1]) or 1 for row in ours), default=sys.maxsize),
-        gpus=max((sum(map(int, re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", row[2]))) for row in ours), default=0),
-    )
+    cpus = max((_leading_number(row[1]) or 1 for row in ours), default=sys.maxsize)
+    gpus = max((sum(map(int, re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", row[2]))) for row in ours), default=0)
+    return cpus, gpus
 
 
 def _gpus_here(environ: Mapping[str, str]) -> int:

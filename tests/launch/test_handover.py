@@ -9,16 +9,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from course_pp.launch import LaunchError, guard, on_ranks, ranks, remote
-from course_pp.launch.handover import End, RemoteCall, call_file, end_file, write
-from course_pp.launch.on_slurm import TASKS
+from course_pp.launch.on_slurm import TASKS, End, RemoteCall, call_file, end_file, write
 from course_pp.launch.process import Process, shared_folder
-from course_pp.launch.site import load_site
-from course_pp.launch.where import Needs, Place
+from course_pp.launch.where import Needs, Place, load_site
 from tests.processes import no_process_left
 
 pytestmark = pytest.mark.timeout(60)
@@ -138,11 +137,12 @@ def test_what_fails_around_a_call_is_told_with_the_folder_and_a_remedy(
 ) -> None:
     assert f"cannot read the call in {tmp_path}" in left_by_the_node(tmp_path)
 
-    write(call_file(tmp_path, 1), RemoteCall(1, b"", None, 1, 1.0, None, {}, "/no/such/folder", (), {}))
+    call = RemoteCall(1, b"", None, 1, 1.0, None, {}, "/no/such/folder", (), {})
+    write(call_file(tmp_path, 1), call)
     assert "cannot enter the folder you are in, /no/such/folder" in left_by_the_node(tmp_path)
     assert not call_file(tmp_path, 1).exists()
 
-    write(call_file(tmp_path, 1), RemoteCall(1, b"", None, 1, 1.0, None, {}, str(tmp_path), (), {}, python=(3, 1)))
+    write(call_file(tmp_path, 1), replace(call, python=(3, 1)))
     ours = ".".join(map(str, sys.version_info[:2]))
     assert f"you call from Python 3.1, and the node runs Python {ours}" in left_by_the_node(tmp_path)
 

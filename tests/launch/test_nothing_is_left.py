@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from course_pp.launch import RanksHung, on_ranks
-from course_pp.launch.client import SERVERS, Server
 from course_pp.launch.crew import Crew
+from course_pp.launch.fork_server import SERVERS, ForkServer
 from tests.processes import descendants, no_process_left
 
 pytestmark = pytest.mark.timeout(60)
@@ -145,8 +145,8 @@ def test_calls_leave_no_descriptor_open_here_or_where_ranks_fork_from() -> None:
 @pytest.mark.parametrize(
     ("owner", "method", "nth"),
     [
-        (Server, "fork", 1),
-        (Server, "fork", 2),
+        (ForkServer, "fork", 1),
+        (ForkServer, "fork", 2),
         (Crew, "_watch", 2),
         (Crew, "_poll", 1),
         (Crew, "_wait_for_ends", 1),

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from course_pp.launch import LaunchError, where
-from course_pp.launch.command import build, of_no_rank, on_nodes
-from course_pp.launch.site import Site
+from course_pp.launch.process import of_no_rank
 from course_pp.launch.slurm import Job
-from course_pp.launch.where import Needs, Place, decide
+from course_pp.launch.torchrun import build
+from course_pp.launch.where import Needs, Place, Site, decide
 
 TWO = Needs(nodes=1, ranks=2, seconds=100)
 
@@ -139,10 +139,6 @@ def test_a_controller_that_stalls_is_no_reason_to_run_on_the_login_node(
             decide(TWO, choice)
 
 
-def test_set_up_lines_leave_standard_input_to_the_program() -> None:
-    assert with_set_up("cat >/dev/null", "export SET=up").stdout == "for the program up\n"
-
-
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -157,13 +153,13 @@ def test_a_set_up_line_that_fails_ends_the_task_and_is_named(line: str, said: st
     assert said in done.stderr
 
 
-def test_set_up_lines_may_be_any_bash() -> None:
-    lines = "# modules", "[ -f no-such ] && source no-such", "if true; then", "export SET=up", "fi"
+def test_set_up_lines_may_be_any_bash_and_leave_standard_input_to_the_program() -> None:
+    lines = "# modules", "[ -f no-such ] && source no-such", "cat >/dev/null", "if true; then", "export SET=up", "fi"
     assert with_set_up(*lines).stdout == "for the program up\n"
 
 
 def with_set_up(*lines: str) -> subprocess.CompletedProcess[str]:
-    srun, *command = on_nodes(Place("", ("srun",), site=Site(setup=lines)), ["sh", "-c", 'cat; echo " $SET"'], [])
+    srun, *command = Place("", ("srun",), site=Site(setup=lines)).command(["sh", "-c", 'cat; echo " $SET"'], [])
     assert srun == "srun"
     return subprocess.run(command, input="for the program", capture_output=True, text=True)
 
@@ -190,8 +186,7 @@ def test_a_run_inside_a_job_inherits_nothing_that_srun_takes_for_options() -> No
 @pytest.mark.parametrize(
     ("reason", "curable"),
     [
-        *[(reason, False) for reason in ("PartitionTimeLimit", "PartitionDown", "InvalidAccount")],
-        *[(reason, False) for reason in ("AssocMaxWallDurationPerJobLimit", "QOSMaxGRESPerJob")],
+        *[(reason, False) for reason in ("PartitionTimeLimit", "InvalidAccount", "QOSMaxGRESPerJob")],
         *[(reason, True) for reason in ("Priority", "QOSMaxJobsPerUserLimit", "AssocMaxJobsLimit")],
     ],
 )

@@ -16,16 +16,6 @@ def test_a_cluster_that_runs_two_tasks_is_right(cluster: Cluster) -> None:
     assert not list(Path.cwd().glob(".course_pp_doctor_*"))
 
 
-def test_a_partition_that_is_not_there_is_named_with_those_that_are(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "site.toml").write_text('partition = "nosuch"')
-    monkeypatch.setenv("COURSE_PP_SITE", str(tmp_path / "site.toml"))
-    [finding] = running.slurm()
-    assert not finding.ok
-    assert finding.says.startswith("no partition 'nosuch'; there are ")
-
-
 def test_a_controller_that_is_gone_is_one_line(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

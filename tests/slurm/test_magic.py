@@ -411,7 +411,3 @@ def test_on_ranks_says_how_ranks_ended_that_did_not_return(ends: str) -> None:
     expected, words = (RankDied, "exit code 3") if ends == "dies" else (RanksHung, "2 ranks still running after 1 s")
     with pytest.raises(expected, match=words):
         on_ranks(2, run, timeout_s=1)
-
-
-def test_local_ranks_need_no_cluster_even_beside_one(cluster: Cluster) -> None:
-    assert on_ranks(2, lambda rank: "SLURM_JOB_ID" in os.environ, where="local") == [False, False]

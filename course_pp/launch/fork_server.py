@@ -1,9 +1,9 @@
-"""The process that ranks are forked from.
+"""The process that ranks are forked from, and its caller's end.
 
 Importing torch costs more than a second, so it is paid once: this process imports it, starts no thread, and
-forks a rank for each request. Differences from ``multiprocessing``'s fork server: a rank never imports the
-caller's ``__main__`` again, sees the environment of the call and not that of the first call, and ends when
-its *life* socket closes.
+forks a rank for each request. ``multiprocessing``'s fork server cannot stand in for it: there a child outlives a caller
+that is killed, what a child started is nobody's, and all that a process forks shares one server, with the environment
+of its first call.
 
 A request to fork is one byte on the server's socket with the rank's file descriptors: its control socket, its life
 socket, its standard output, its standard error and, for the rank that hosts the store, a listening socket. The
@@ -14,34 +14,136 @@ group. Only the server reaps ranks, so it never signals a process id that has be
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import errno
 import importlib
+import json
 import os
 import selectors
 import signal
 import socket
 import struct
+import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Iterator
 
 from course_pp.imports import imports_that_stay
+from course_pp.launch.errors import LaunchError
 
-FORK, _PRELOAD = b"f", b"p"
+_FORK, _PRELOAD = b"f", b"p"
 STATUS = struct.Struct("i")
 _LENGTH = struct.Struct("I")
 _FEWEST_DESCRIPTORS, _MOST_DESCRIPTORS = 4, 5
 _CHECK_PARENT_S = 2.0
+_END_LIMIT_S = 10.0
 _HUGE_PAGE = 2 << 20
 _MADV_COLLAPSE = 25
 _PR_SET_CHILD_SUBREAPER = 36
+# The path comes on standard input: an argument has at most 128 KiB, which some paths exceed.
+_BEGIN = """
+import json, sys
+sys.path[:] = json.load(sys.stdin)
+from course_pp.launch.fork_server import serve
+serve(int(sys.argv[1]))
+"""
 
 
-def preload_request(modules: tuple[str, ...]) -> bytes:
-    """Return the request to import modules before the next rank is forked."""
-    names = " ".join(modules).encode()
-    return _PRELOAD + _LENGTH.pack(len(names)) + names
+def search_path() -> list[str]:
+    """Return ``sys.path`` without entries that the import system skips or cannot look into."""
+    return [entry for entry in sys.path if isinstance(entry, str) and "\0" not in entry]
+
+
+class ForkServer:
+    """The caller's end of the process that forks ranks. Raises OSError if it cannot be started."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self.warm = False
+        self._last_words = ""
+        self._lock = threading.Lock()
+        with contextlib.ExitStack() as opened:
+            self._socket, theirs = map(opened.enter_context, socket.socketpair())
+            self._errors = opened.enter_context(tempfile.TemporaryFile())
+            path = opened.enter_context(tempfile.TemporaryFile("w+"))
+            json.dump(search_path(), path)
+            path.seek(0)
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _BEGIN, str(theirs.fileno())],
+                stdin=path,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                pass_fds=[theirs.fileno()],
+                # Away from the terminal's interrupts: the caller decides when ranks end.
+                start_new_session=True,
+            )
+            path.close()
+            theirs.close()
+            self._open = opened.pop_all()
+
+    def fork(self, fds: list[int]) -> None:
+        try:
+            with self._lock:
+                socket.send_fds(self._socket, [_FORK], fds)
+        except OSError as e:
+            raise self.lost() from e
+
+    def preload(self, modules: tuple[str, ...]) -> None:
+        """Have the server import what ranks had to import, so that the next ranks find it imported."""
+        names = " ".join(modules).encode()
+        with self._lock, contextlib.suppress(OSError):
+            self._socket.sendall(_PRELOAD + _LENGTH.pack(len(names)) + names)
+
+    def lost(self) -> LaunchError:
+        self.stop()
+        return LaunchError(
+            f"the process that starts ranks ended{self._last_words and f': {self._last_words}'}. "
+            f"Check that `{sys.executable} -c 'import torch.distributed.pipelining'` works, then call again."
+        )
+
+    def stop(self) -> None:
+        """End the process: by closing the socket, or by a signal if it is stopped or stuck in an import."""
+        self._socket.close()
+        try:
+            self.process.wait(_END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        if not self._errors.closed:
+            self._errors.seek(0)
+            self._last_words = "".join(self._errors.read().decode(errors="replace").strip().splitlines()[-1:])
+        self._open.close()
+
+
+class ForkServers:
+    """Holds at most one server a process; starts it when it is first needed, and again if it was lost."""
+
+    def __init__(self) -> None:
+        self._server: ForkServer | None = None
+        atexit.register(self.stop)
+
+    def get(self) -> ForkServer:
+        server = self._server
+        # After a fork the server belongs to the parent process.
+        if server is None or server.owner != os.getpid() or server.process.poll() is not None:
+            self.stop()
+            server = self._server = ForkServer()
+        return server
+
+    def stop(self) -> None:
+        if self._server is not None and self._server.owner == os.getpid():
+            self._server.stop()
+            self._server = None
+
+    def pid(self) -> int | None:
+        return None if self._server is None else self._server.process.pid
+
+
+SERVERS = ForkServers()
 
 
 def serve(sock_fd: int) -> None:
@@ -60,11 +162,11 @@ def serve(sock_fd: int) -> None:
 
         watch.instrument(sys.modules["torch.distributed.distributed_c10d"])
     _adopt_orphans()
-    Server(socket.socket(fileno=sock_fd), parent).run()
+    _Forker(socket.socket(fileno=sock_fd), parent).run()
 
 
-class Server:
-    """Forks, ends and reaps ranks. Single-threaded, so that forking is safe."""
+class _Forker:
+    """The server itself: forks, ends and reaps ranks. Single-threaded, so that forking is safe."""
 
     def __init__(self, requests: socket.socket, parent: int) -> None:
         self._requests = requests
@@ -102,7 +204,7 @@ class Server:
     def _answer(self) -> bool:
         """Do what is asked for; False once the caller is gone."""
         data, fds, _, _ = socket.recv_fds(self._requests, 1, _MOST_DESCRIPTORS)
-        if data == FORK:
+        if data == _FORK:
             if len(fds) < _FEWEST_DESCRIPTORS:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             self._forget_what_changed()

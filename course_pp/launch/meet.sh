@@ -1,0 +1,5 @@
+# Torchrun on several nodes: they meet at the first one, by address, as its name may resolve nowhere.
+first=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)
+head=$(scontrol show node "$first" | sed -n "s/.*NodeAddr=\([^ ]*\).*/\1/p")
+: "${head:?Slurm tells no address of the first node}"
+port=$((15000 + (7919 * SLURM_JOB_ID + SLURM_STEP_ID) % 15000))
