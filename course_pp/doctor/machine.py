@@ -11,10 +11,10 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from course_pp.doctor import cgroups
-from course_pp.doctor.finding import Check, Finding
+from course_pp.doctor import Check, Finding
 
 _GIB, _MIB = 2**30, 2**20
 OLDEST_PYTHON = (3, 11)
@@ -31,6 +31,12 @@ _CLOCK_S = 1.0
 _STEP_S = 0.01
 _LATE_S = 0.01
 _EIGHT_RANKS = "notebooks 02 to 04 and 08, which start up to 8 ranks"
+_ROOT, _OURS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+# Version 1 writes a limit that nobody set as the largest multiple of a page.
+_NO_LIMIT = 2**60
+# Limit, use, and what of the use are copies of files, which the system drops where it needs room.
+_MEMORY = (("memory.max", "memory.current", "inactive_file"),
+           ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))  # fmt: skip
 
 
 def python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Finding:
@@ -43,7 +49,7 @@ def python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Finding:
 
 def memory() -> Finding:
     """Say how much memory a process could still get: what the system has available, under the limit of a container."""
-    found = [value for value in (_available(), cgroups.memory_left()) if value is not None]
+    found = [value for value in (_available(), memory_left()) if value is not None]
     if not found:
         return Finding("memory", True, "not known on this system; eight ranks need 3 GiB")
     free = min(found)
@@ -84,43 +90,35 @@ def shared_memory() -> Finding:
 
 
 def disk() -> list[Finding]:
-    """Say of the folder here, of the one for temporary files and of the cache whether files can be written."""
-    breaks = {
-        "disk here": "notebook 09, which writes checkpoints beside itself, and saving any notebook",
-        "disk for temporary files": "every on_ranks, check and %torchrun, so all notebooks",
-    }
-    places = {
-        "disk here": (
-            Path.cwd(),
+    """Say of the folder here and of the one for temporary files whether files can be written."""
+    return [
+        _place(
+            "disk here",
+            Path.cwd,
+            "notebook 09, which writes checkpoints beside itself, and saving any notebook",
             "free some, or copy the course to another disk: python -m course_pp lab --folder FOLDER",
-        )
-    }
+        ),
+        _place(
+            "disk for temporary files",
+            lambda: Path(tempfile.gettempdir()),
+            "every on_ranks, check and %torchrun, so all notebooks",
+            "free some, or set TMPDIR to a folder with space",
+        ),
+    ]
+
+
+def _place(name: str, find: Callable[[], Path], breaks: str, remedy: str) -> Finding:
+    folder: Path | str = "this machine"
     try:
-        temporary = Path(tempfile.gettempdir())
+        folder = find()
+        _write(folder)
     except OSError as error:
-        name = "disk for temporary files"
-        says = f"no folder takes a file ({error.strerror or error})"
-        return [*_places(places, breaks), Finding(name, False, says, breaks[name], "free space, or set TMPDIR")]
-    places["disk for temporary files"] = (temporary, "free some, or set TMPDIR to a folder with space")
-    return _places(places, breaks)
-
-
-def _places(places: dict[str, tuple[Path, str]], breaks: dict[str, str]) -> list[Finding]:
-    findings = []
-    for name, (folder, remedy) in places.items():
-        try:
-            _write(folder)
-        except OSError as error:
-            findings.append(Finding(name, False, f"{folder} takes no file ({error.strerror})", breaks[name], remedy))
-            continue
-        free = shutil.disk_usage(folder).free
-        says = f"{free / _GIB:.1f} GiB free in {folder}"
-        if free < _DISK_BYTES:
-            says = f"only {free / _MIB:.0f} MiB free in {folder}, {_DISK_BYTES / _MIB:.0f} MiB needed"
-            findings.append(Finding(name, False, says, breaks[name], remedy))
-        else:
-            findings.append(Finding(name, True, says))
-    return findings
+        return Finding(name, False, f"{folder} takes no file ({error.strerror or error})", breaks, remedy)
+    free = shutil.disk_usage(folder).free
+    if free < _DISK_BYTES:
+        says = f"only {free / _MIB:.0f} MiB free in {folder}, {_DISK_BYTES / _MIB:.0f} MiB needed"
+        return Finding(name, False, says, breaks, remedy)
+    return Finding(name, True, f"{free / _GIB:.1f} GiB free in {folder}")
 
 
 def _write(folder: Path) -> None:
@@ -170,7 +168,7 @@ def processes() -> Finding:
     # What the system's own user may start has no limit.
     if soft != resource.RLIM_INFINITY and os.getuid() != 0:
         limits.append(soft - _threads_of_this_user())
-    if (left := cgroups.processes_left()) is not None:
+    if (left := processes_left()) is not None:
         limits.append(left)
     if not limits:
         return Finding("processes", True, "no limit")
@@ -278,6 +276,49 @@ def _file_system(folder: Path) -> str | None:
             if folder.is_relative_to(where) and (best is None or len(where) >= best[0]):
                 best = len(where), kind
     return best and best[1]
+
+
+# What control groups leave: limits of a container or a job, at every level above this process, in either version.
+
+
+def memory_left(root: Path = _ROOT, ours: Path = _OURS) -> int | None:
+    """Return the bytes until the nearest limit; None without a limit."""
+    left = []
+    for group in _levels("memory", root, ours):
+        for limit, used, droppable in _MEMORY:
+            with contextlib.suppress(OSError, ValueError):
+                most = int((group / limit).read_text())
+                counted = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                if most < _NO_LIMIT:
+                    left.append(most - int((group / used).read_text()) + int(counted.get(droppable, 0)))
+    return min(left, default=None)  # no limit is the word "max"
+
+
+def processes_left(root: Path = _ROOT, ours: Path = _OURS) -> int | None:
+    """Processes and threads until the nearest limit; None without a limit."""
+    left = []
+    for group in _levels("pids", root, ours):
+        with contextlib.suppress(OSError, ValueError):
+            left.append(int((group / "pids.max").read_text()) - int((group / "pids.current").read_text()))
+    return min(left, default=None)
+
+
+def _levels(controller: str, root: Path, ours: Path) -> Iterator[Path]:
+    """Yield the folders of this process's group and of all above it, which limit it too.
+
+    A container may see its own group as the root, and still read the path that its host gave it.
+    """
+    bases = {root, root / "unified", root / controller}
+    with contextlib.suppress(OSError):
+        for line in ours.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and controller not in controllers.split(","):
+                continue
+            mounts = (root / controllers, root / controller) if controllers else (root, root / "unified")
+            for mount in mounts:
+                below = Path(path.lstrip("/"))
+                bases |= {mount / each for each in (below, *below.parents)}
+    yield from sorted(bases)
 
 
 CHECKS = (

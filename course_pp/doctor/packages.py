@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from course_pp.doctor.finding import Check, Finding
+from course_pp.doctor import Check, Finding
 
 OLDEST_TORCH, FIRST_TOO_NEW_TORCH = (2, 11), (2, 14)
 INSTALL_TORCH = "pip install 'torch>=2.11,<2.14'"
@@ -81,38 +81,27 @@ def widgets() -> Finding:
         kernel = version("ipywidgets")
     except PackageNotFoundError:
         return Finding(name, False, "ipywidgets is not installed", _WIDGETS_BREAK, remedy)
-    found = _labextension()
-    if found is None:
+    from jupyter_core.paths import jupyter_config_path, jupyter_path
+
+    pages = [Path(folder) / _MANAGER / "package.json" for folder in jupyter_path("labextensions")]
+    page = next((page for page in pages if page.is_file()), None)
+    if page is None:
         says = f"ipywidgets {kernel} is here, its JupyterLab extension is not"
         return Finding(name, False, says, _WIDGETS_BREAK, remedy)
-    if _disabled():
-        remedy = f"jupyter labextension enable {_MANAGER}"
-        return Finding(name, False, f"the extension {_MANAGER} is disabled", _WIDGETS_BREAK, remedy)
-    page = json.loads((found / "package.json").read_text(encoding="utf-8"))["version"]
-    # ipywidgets 8 speaks to version 5 of the extension or newer, ipywidgets 7 to older ones.
-    if (int(kernel.split(".")[0]) >= 8) != (int(page.split(".")[0]) >= 5):
-        says = f"ipywidgets {kernel} in the kernel, its extension {page} in the page do not fit"
-        return Finding(name, False, says, _WIDGETS_BREAK, remedy)
-    return Finding(name, True, f"ipywidgets {kernel}, JupyterLab extension {page}")
-
-
-def _labextension() -> Path | None:
-    from jupyter_core.paths import jupyter_path
-
-    folders = [Path(folder) / _MANAGER for folder in jupyter_path("labextensions")]
-    return next((folder for folder in folders if (folder / "package.json").is_file()), None)
-
-
-def _disabled() -> bool:
-    from jupyter_core.paths import jupyter_config_path
-
     for folder in jupyter_config_path():
-        file = Path(folder) / "labconfig" / "page_config.json"
-        if file.is_file():
-            disabled = json.loads(file.read_text(encoding="utf-8")).get("disabledExtensions", {})
-            if disabled.get(_MANAGER) if isinstance(disabled, dict) else _MANAGER in disabled:
-                return True
-    return False
+        config = Path(folder) / "labconfig" / "page_config.json"
+        disabled = (
+            json.loads(config.read_text(encoding="utf-8")).get("disabledExtensions", {}) if config.is_file() else {}
+        )
+        if disabled.get(_MANAGER) if isinstance(disabled, dict) else _MANAGER in disabled:
+            remedy = f"jupyter labextension enable {_MANAGER}"
+            return Finding(name, False, f"the extension {_MANAGER} is disabled", _WIDGETS_BREAK, remedy)
+    extension = json.loads(page.read_text(encoding="utf-8"))["version"]
+    # ipywidgets 8 speaks to version 5 of the extension or newer, ipywidgets 7 to older ones.
+    if (int(kernel.split(".")[0]) >= 8) != (int(extension.split(".")[0]) >= 5):
+        says = f"ipywidgets {kernel} in the kernel, its extension {extension} in the page do not fit"
+        return Finding(name, False, says, _WIDGETS_BREAK, remedy)
+    return Finding(name, True, f"ipywidgets {kernel}, JupyterLab extension {extension}")
 
 
 def torch() -> list[Finding]:

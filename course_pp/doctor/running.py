@@ -1,4 +1,4 @@
-"""What a run shows: two ranks on this machine, and a job of two tasks where there is a Slurm cluster.
+"""What a run shows: two ranks here; and of a Slurm cluster its limits, and a job of two tasks.
 
 Ranks start in a process of their own, which has a time limit: where they cannot meet, nobody waits for long.
 """
@@ -6,8 +6,10 @@ Ranks start in a process of their own, which has a time limit: where they cannot
 from __future__ import annotations
 
 import contextlib
+import getpass
 import json
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -15,15 +17,20 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from course_pp.doctor.finding import Check, Finding
+from course_pp.doctor import Check, Finding
 from course_pp.launch.where import Needs, Site, decide, load_site
 
 _RANKS_LIMIT_S = 16.5
 _ANSWER_LIMIT_S = 4.0
 _JOB_LIMIT_S = 10.0
 _SLOW_CALL_S = 2.0
+# What the course needs of Slurm at once: cores, jobs, and minutes a job.
+_RANKS, _JOBS, _MINUTES = 8, 2, 10
+_ASSOCIATION = "DefaultQOS,QOS,MaxTRES,GrpTRES,MaxJobs,MaxWall"
+_QUALITY = "Name,MaxTRES,MaxTRESPU,GrpTRES,MaxJobsPU,MaxWall"
 _LARGE = 2**24  # bytes
 _ALL = "all notebooks"
+_ON_THE_CLUSTER = f"%torchrun and on_ranks on the cluster in {_ALL}"
 _REMEDY = (
     "mend what is wrong above; if nothing is, the machine is too busy or its disk too slow: try again when it is quiet"
 )
@@ -83,42 +90,31 @@ def ranks() -> list[Finding]:
         last = (err.strip().splitlines() or [f"exit status {child.returncode}"])[-1]
         return [Finding(name, False, f"they fail ({last})", _ALL, _REMEDY)]
     first, later, latency, bandwidth = json.loads(out.splitlines()[-1])
-    return [_calls(first, later), _messages(latency, bandwidth)]
-
-
-def _calls(first: float, later: float) -> Finding:
     says = f"on_ranks(2, ...) took {first:.1f} s the first time, {later:.1f} s the second"
+    calls = Finding(name, True, says)
     if later > _SLOW_CALL_S:
         breaks = f"no cell, but every on_ranks and check of {_ALL} takes as long"
-        return Finding("two ranks", False, says, breaks, "close what else runs here; put .venv on a local disk")
-    return Finding("two ranks", True, says)
-
-
-def _messages(latency: float, bandwidth: float) -> Finding:
-    return Finding("messages", True, f"{latency * 1e6:.0f} µs for 4 bytes, {bandwidth / 1e9:.1f} GB/s for 16 MiB")
+        calls = Finding(name, False, says, breaks, "close what else runs here; put .venv on a local disk")
+    says = f"{latency * 1e6:.0f} µs for 4 bytes, {bandwidth / 1e9:.1f} GB/s for 16 MiB"
+    return [calls, Finding("messages", True, says)]
 
 
 def slurm() -> list[Finding]:
     """Say whether a cluster answers, what its partition allows, and whether a job of two tasks runs and sees us."""
-    name, breaks = "Slurm", f"%torchrun and on_ranks on the cluster in {_ALL}"
     if not shutil.which("srun"):
-        return [Finding(name, True, "none; ranks run on this machine")]
+        return [Finding("Slurm", True, "none; ranks run on this machine")]
     try:
         site = load_site()
     except (OSError, ValueError) as error:
-        return [Finding(name, False, f"its settings cannot be read ({error})", breaks, "correct site.toml")]
-    answer = _sinfo(site)
-    if isinstance(answer, Finding):
-        return [answer]
-    findings = [answer[0]]
-    if answer[0].ok:
-        findings.append(_job(site))
-    return findings
+        says = f"its settings cannot be read ({error})"
+        return [Finding("Slurm", False, says, _ON_THE_CLUSTER, "correct site.toml")]
+    found = _sinfo(site)
+    return [found, _job(site)] if found.ok and found.name == "partition" else [found]
 
 
-def _sinfo(site: Site) -> list[Finding] | Finding:
+def _sinfo(site: Site) -> Finding:
     """Return the partition's finding; without a cluster the finding is about Slurm."""
-    name, breaks = "Slurm", f"%torchrun and on_ranks on the cluster in {_ALL}"
+    name, breaks = "Slurm", _ON_THE_CLUSTER
     remedy = "ask whoever runs the cluster; until then COURSE_PP_WHERE=local runs everything on this machine"
     sinfo = shutil.which("sinfo")
     if sinfo is None:
@@ -141,15 +137,15 @@ def _sinfo(site: Site) -> list[Finding] | Finding:
     if not ours:
         known = ", ".join(sorted({row[0].rstrip("*") for row in rows})) or "none"
         says = f"no partition {wanted!r}" if wanted else "no default partition"
-        return [Finding("partition", False, f"{says}; there are {known}", breaks, "set partition in site.toml")]
+        return Finding("partition", False, f"{says}; there are {known}", breaks, "set partition in site.toml")
     partition, _, limit, *_ = ours[0]
     usable = sum(
         int(row[3]) for row in ours if row[1] == "up" and row[4].rstrip("*$~#") in ("idle", "mixed", "allocated")
     )
     says = f"{partition.rstrip('*')}: {usable} nodes usable, {ours[0][5]} cores each, at most {limit}"
     if not usable:
-        return [Finding("partition", False, says, breaks, "wait for its nodes, or set another partition in site.toml")]
-    return [Finding("partition", True, says)]
+        return Finding("partition", False, says, breaks, "wait for its nodes, or set another partition in site.toml")
+    return Finding("partition", True, says)
 
 
 def configured() -> bool:
@@ -161,7 +157,7 @@ def configured() -> bool:
 
 def _job(site: Site) -> Finding:
     """Run two tasks, each of which looks for files that were written here: beside the course, and where calls go."""
-    name, breaks = "Slurm job", f"%torchrun and on_ranks on the cluster in {_ALL}"
+    name, breaks = "Slurm job", _ON_THE_CLUSTER
     place = decide(Needs(1, 2, _JOB_LIMIT_S, gpus=False), "slurm")
     token = f".course_pp_doctor_{secrets.token_hex(4)}"
     files = [Path(folder).expanduser() / token for folder in (os.getcwd(), site.folder)]
@@ -195,7 +191,86 @@ def _job(site: Site) -> Finding:
     return Finding(name, True, f"{done.stdout.count('seen') // len(files)} tasks ran and saw {seen}")
 
 
+def limits() -> list[Finding]:
+    """Say which limits of user, QOS and partition hold, and which of them the course would meet."""
+    name = "Slurm limits"
+    if not all(map(shutil.which, ("sinfo", "sacctmgr", "scontrol"))) or not configured():
+        return []
+    try:
+        ours = _said("sacctmgr", "-nP", "show", "assoc", f"user={getpass.getuser()}", f"format={_ASSOCIATION}")
+        qualities = _said("sacctmgr", "-nP", "show", "qos", f"format={_QUALITY}")
+        partition = _fields_of_partition(_said("scontrol", "-o", "show", "partition"))
+    except (OSError, KeyError, subprocess.SubprocessError):
+        return [Finding(name, True, "not known: the accounting of Slurm does not answer")]
+    rows = _rows(ours, qualities, partition)
+    cpus = min((n for _, tres, _, _ in rows for n in _cpus(tres)), default=None)
+    jobs = min((int(most) for _, _, most, _ in rows if most), default=None)
+    minutes = min((_minutes(wall) for *_, wall in rows if wall), default=None)
+    told = [f"{cpus} CPUs at once"] * (cpus is not None) + [f"{jobs} job{'s' * (jobs != 1)} at once"] * (
+        jobs is not None
+    )
+    told += [f"{minutes:.0f} minutes a job"] if minutes is not None else []
+    said = f"{' and '.join(dict.fromkeys(row[0] for row in rows)) or 'no QOS'}: {', '.join(told) or 'none'}"
+    ask = "ask for a higher limit, or set COURSE_PP_WHERE=local, which runs everything on this machine"
+    if cpus is not None and cpus < _RANKS:
+        breaks = "notebooks 02 to 04 and 08, whose job of 8 ranks waits for ever"
+        return [Finding(name, False, f"{said}; {_RANKS} CPUs needed", breaks, ask)]
+    if jobs is not None and jobs < _JOBS:
+        breaks = "%torchrun cells after an on_ranks in all notebooks, which wait until its job ends"
+        return [Finding(name, False, f"{said}; {_JOBS} jobs needed", breaks, ask)]
+    if minutes is not None and minutes < _MINUTES:
+        remedy = f"set time_limit in site.toml to at most {minutes:.0f} minutes"
+        return [Finding(name, False, f"{said}; {_MINUTES} minutes needed", "on_ranks in all notebooks", remedy)]
+    return [Finding(name, True, said)]
+
+
+def _said(*command: str) -> list[str]:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_LIMIT_S, check=True)
+    return done.stdout.splitlines()
+
+
+def _fields_of_partition(lines: list[str]) -> dict[str, str]:
+    """Return the fields of the partition that jobs go to; none if it is not there, which another line says."""
+    site = load_site()
+    wanted = site.cpu_partition or site.partition
+    for line in lines:
+        fields = dict(re.findall(r"(\w+)=(\S+)", line))
+        if fields.get("PartitionName") == wanted or (not wanted and fields.get("Default") == "YES"):
+            return fields
+    return {}
+
+
+def _rows(ours: list[str], qualities: list[str], partition: dict[str, str]) -> list[tuple[str, str, str, str]]:
+    """Of each that limits a job without further words: name, resources, jobs at once, time."""
+    rows, used = [], set()
+    for line in ours:
+        default, allowed, most, group, jobs, wall = (line.split("|") + [""] * 6)[:6]
+        rows.append(("your account", f"{most},{group}", jobs, wall))
+        names = allowed.split(",")
+        used.add(default or (names[0] if len(names) == 1 else "normal"))
+    if partition.get("QoS", "N/A") != "N/A":
+        used.add(partition["QoS"])
+    for line in qualities:
+        name, most, user, group, jobs, wall = (line.split("|") + [""] * 6)[:6]
+        if name in used:
+            rows.append((f"QOS {name}", f"{most},{user},{group}", jobs, wall))
+    return rows
+
+
+def _cpus(resources: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\bcpu=(\d+)", resources)]
+
+
+def _minutes(wall: str) -> float:
+    """Of Slurm's ``days-hours:minutes:seconds``."""
+    days, _, rest = wall.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    hours, minutes, seconds = [0] * (3 - len(parts)) + parts
+    return 1440 * int(days or 0) + 60 * hours + minutes + seconds / 60
+
+
 CHECKS = (
+    Check("Slurm limits", limits, "runs on the cluster"),
     Check("Slurm", slurm, "runs on the cluster"),
     Check("two ranks", ranks, _ALL),
 )

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from course_pp.__main__ import main
-from course_pp.doctor import Finding, cgroups, machine, packages, running, slurm_limits
-from course_pp.doctor.finding import Check, run_checks
+from course_pp.doctor import Check, Finding, machine, packages, run_checks, running
 from tests.processes import no_process_left
 
 ROOT = Path(__file__).parents[2]
@@ -72,16 +71,15 @@ def test_a_broken_system_is_named_in_one_line(
     assert len(wrong) == (2 if "cd $TMPDIR" in before else 1)
 
 
-def test_64_open_files_are_too_few() -> None:
+def test_limits_below_what_the_course_needs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "memory_left", lambda: 2**30)
+    assert str(machine.memory()).startswith("WRONG memory: 1.0 GiB free, 3 GiB needed. What fails: notebooks 02")
     said = asked("machine.open_files()", "ulimit -n 64")
     assert said.startswith("WRONG open files: a process may open 64, 256 needed. What fails: JupyterLab, and notebooks")
-
-
-@pytest.mark.parametrize(("most", "ok"), [(10, False), (10**6, True)])
-def test_processes_are_counted_for_users_with_a_limit(most: int, ok: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.resource, "getrlimit", lambda which: (most, most))
     monkeypatch.setattr(machine.os, "getuid", lambda: 54321)
-    assert machine.processes().ok == ok
+    for most, ok in ((10, False), (10**6, True)):
+        monkeypatch.setattr(machine.resource, "getrlimit", lambda which, most=most: (most, most))
+        assert machine.processes().ok == ok
 
 
 @isolated
@@ -110,11 +108,7 @@ def fake_torch(folder: Path, version: str, after: str = "") -> str:
         ("2.9.0+cu130", "", "WRONG torch: 2.9.0+cu130 is not one the course is tested with (2.11 to 2.13)"),
         ("2.14.0a0", "", "WRONG torch: 2.14.0a0 is not one"),
         ("2.13.0", "", "ok    torch: 2.13.0 for the CPU"),
-        (
-            "2.13.0",
-            "raise OSError('libcudart.so.13: no such file')",
-            "WRONG torch: cannot be imported (OSError: libcud",
-        ),
+        ("2.13.0", "raise OSError('libcudart.so.13')", "WRONG torch: cannot be imported (OSError: libcudart.so.13)"),
     ],
 )
 def test_another_torch_is_named_with_the_notebooks_it_breaks(
@@ -158,10 +152,7 @@ GPU = {"version": "2.13.0", "seconds": 1.0, "cuda": "13.0", "distributed": True,
     ("change", "lines"),
     [
         ({}, ["ok    GPUs: 2: H200 (64 of 128 GiB free)", "ok    NCCL: 2.28.9", "ok    peer access: every GPU"]),
-        (
-            {"apart": [[0, 1], [1, 0]]},
-            ["ok    GPUs: 2", "ok    NCCL", "ok    peer access: no direct access from GPU 0"],
-        ),
+        ({"apart": [[0, 1], [1, 0]]}, ["ok    GPUs: 2", "ok    NCCL", "ok    peer access: no direct access from"]),
         ({"nccl": False, "nccl_version": None}, ["ok    GPUs", "WRONG NCCL: torch has none", "ok    peer"]),
         ({"gpu_error": "RuntimeError: driver"}, ["WRONG GPUs: cannot be used (RuntimeError: driver)"]),
     ],
@@ -171,10 +162,6 @@ def test_gpus_their_library_and_who_reaches_whom_are_told_apart(change: dict[str
     found = [str(finding) for finding in packages._gpus({**GPU, **change})]
     assert len(found) == len(lines)
     assert all(line.startswith(start) for line, start in zip(found, lines, strict=True))
-
-
-def test_a_build_without_gloo_breaks_every_rank() -> None:
-    assert not packages._gloo({**GPU, "gloo": False}).ok
 
 
 @pytest.mark.parametrize("how", ["gone", "disabled", "old"])
@@ -239,18 +226,8 @@ PARTITION = "PartitionName=gpu Default=YES QoS=N/A State=UP"
     [
         ("normal|normal||||", "normal|||||", PARTITION, "ok    Slurm limits: your account and QOS normal: none"),
         ("normal|normal||||", "normal|cpu=64|cpu=16||4|1-00:00:00", PARTITION, ": 16 CPUs at once, 4 jobs at once, 14"),
-        (
-            "|a,normal||||",
-            "normal||cpu=4,node=1|||",
-            PARTITION,
-            "4 CPUs at once; 8 CPUs needed. What fails: notebooks 0",
-        ),
-        (
-            "|tiny||||",
-            "normal|||||\ntiny||||1|",
-            PARTITION,
-            "QOS tiny: 1 job at once; 2 jobs needed. What fails: %tor",
-        ),
+        ("|a,normal||||", "normal||cpu=4,node=1|||", PARTITION, "4 CPUs at once; 8 CPUs needed. What fails: notebook"),
+        ("|tiny||||", "normal|||||\ntiny||||1|", PARTITION, "QOS tiny: 1 job at once; 2 jobs needed. What fails: %tor"),
         ("normal|normal||cpu=2|5|", "normal|||||", PARTITION, "your account and QOS normal: 2 CPUs at once, 5 jobs"),
         ("|||||", "part|||||05:00", PARTITION.replace("N/A", "part"), "QOS part: 5 minutes a job; 10 minutes needed"),
         ("exit", "", PARTITION, "ok    Slurm limits: not known"),
@@ -269,21 +246,16 @@ def test_a_limit_that_would_leave_a_job_waiting_is_named(
     monkeypatch.setenv("PATH", path)
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm/slurm.conf")
     monkeypatch.setenv("HOME", str(tmp_path))
-    [finding] = slurm_limits.limits()
+    [finding] = running.limits()
     assert says in str(finding)
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    assert slurm_limits.limits() == []
+    assert running.limits() == []
 
 
 def test_tools_of_slurm_without_a_cluster_are_nothing_to_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", pretend(tmp_path, "exit 1"))
     monkeypatch.setattr(running, "configured", lambda: False)
     assert [finding.ok for finding in running.slurm()] == [True]
-
-
-def test_a_memory_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cgroups, "memory_left", lambda: 2**30)
-    assert str(machine.memory()).startswith("WRONG memory: 1.0 GiB free, 3 GiB needed. What fails: notebooks 02")
 
 
 def groups(folder: Path, ours: str, files: dict[str, str]) -> tuple[Path, Path]:
@@ -324,15 +296,13 @@ def first(folder: str, most: object, used: int, copies: int = 0) -> dict[str, st
 def test_the_nearest_limit_of_memory_counts_in_both_versions(
     ours: str, files: dict[str, str], left: int | None, tmp_path: Path
 ) -> None:
-    assert cgroups.memory_left(*groups(tmp_path, ours, files)) == left
+    assert machine.memory_left(*groups(tmp_path, ours, files)) == left
 
 
-@pytest.mark.parametrize("where", ["", "pids/"])
-def test_a_group_above_limits_processes_too(where: str, tmp_path: Path) -> None:
-    controllers = where.rstrip("/")
-    files = {f"{where}job/pids.max": "50", f"{where}job/pids.current": "20", f"{where}job/step/pids.max": "max"}
-    assert cgroups.processes_left(*groups(tmp_path, f"3:{controllers}:/job/step", files)) == 30
-    assert cgroups.processes_left(tmp_path / "none", tmp_path / "nothing") is None
+def test_a_group_above_limits_processes_too(tmp_path: Path) -> None:
+    files = {"pids/job/pids.max": "50", "pids/job/pids.current": "20", "pids/job/step/pids.max": "max"}
+    assert machine.processes_left(*groups(tmp_path, "3:pids:/job/step", files)) == 30
+    assert machine.processes_left(tmp_path / "none", tmp_path / "nothing") is None
 
 
 def test_a_clock_that_steps_is_told_from_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
