@@ -4,9 +4,8 @@ Also a folder for runs, and working copies. Importing this imports no torch; :fu
 :func:`compare_gradients` do when they are called.
 """
 
-from course_pp.notebook.comparing import compare_gradients
-from course_pp.notebook.emulating import EmulatedRun, emulate
 from course_pp.notebook.guessing import reveal
+from course_pp.notebook.real_steps import EmulatedRun, compare_gradients, emulate
 from course_pp.notebook.scratch import ScratchFolder
 
 __all__ = ["EmulatedRun", "ScratchFolder", "compare_gradients", "emulate", "reveal"]

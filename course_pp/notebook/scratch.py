@@ -11,8 +11,6 @@ from pathlib import Path
 
 from course_pp.arguments import checked
 
-__all__ = ["ScratchFolder"]
-
 # Runs in a session of its own, where neither Ctrl-C nor a signal to the kernel's group arrives. A killed kernel says
 # nothing: its end of the pipe closes. What it forked may hold that end open, hence the look at the parent too. Ranks
 # that are about to end may write a little longer, hence the repeats.

@@ -9,7 +9,7 @@ from typing import Any
 import nbformat
 import pytest
 
-from course_pp.notebook.working_copy import copy_scripts, update
+from course_pp.notebook.command import copy_scripts, update
 from tests.browser.conftest import Lab
 from tests.browser.notebook import SOON, errors, open_notebook, run_all
 

@@ -91,12 +91,9 @@ def test_a_fresh_folder_is_never_one_that_others_write(folder: ScratchFolder, na
     assert (folder.path.parent / "mine").exists()
 
 
-def test_a_copy_needs_a_folder_that_is_there(folder: ScratchFolder) -> None:
+def test_a_copy_is_of_a_folder_that_is_there_and_not_of_what_it_replaces(folder: ScratchFolder) -> None:
     with pytest.raises(ValueError, match="there is no folder 'unmade' to copy: first run the cell that writes it"):
         folder.fresh("copy", copy_of=folder.path / "unmade")
-
-
-def test_a_fresh_folder_is_no_copy_of_what_it_replaces(folder: ScratchFolder) -> None:
     run = folder.fresh("replaced")
     (run / "step").mkdir()
     for source in (run, run / "step"):

@@ -1,4 +1,4 @@
-"""Emulated runs in units of their costs: the same on a quick machine, a slow one, and one that is too busy."""
+"""Emulated runs in units of their costs, the same on a slow machine; gradients of schedules beside one process's."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from course_pp.notebook import emulate, emulating
+from course_pp.notebook import compare_gradients, emulate, real_steps
 from course_pp.runtime import EmulatedCluster, EmulatedLink
 from course_pp.runtime.emulation import EmulatedTimeline, Overrun
 from course_pp.schedule import Costs, Timeline, build, ledger, simulate
@@ -17,8 +17,8 @@ from course_pp.schedule import Costs, Timeline, build, ledger, simulate
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long enough for a machine on which other tests run."""
-    monkeypatch.setattr(emulating, "_FIRST_UNIT_S", 0.04)
-    monkeypatch.setattr(emulating, "_LONGEST_RUN_S", 60)
+    monkeypatch.setattr(real_steps, "_FIRST_UNIT_S", 0.04)
+    monkeypatch.setattr(real_steps, "_LONGEST_RUN_S", 60)
 
 
 @pytest.mark.usefixtures("patient")
@@ -50,8 +50,8 @@ def test_links_and_stragglers_are_in_units_too() -> None:
 def test_a_machine_too_busy_to_emulate_shows_the_simulated_times_and_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(emulating, "_FIRST_UNIT_S", 1e-6)
-    monkeypatch.setattr(emulating, "_LONGEST_RUN_S", 1e-3)
+    monkeypatch.setattr(real_steps, "_FIRST_UNIT_S", 1e-6)
+    monkeypatch.setattr(real_steps, "_LONGEST_RUN_S", 1e-3)
     schedule = build("1f1b", 2, 4)
     run = emulate(schedule)
     assert not run.measured
@@ -73,7 +73,7 @@ def test_the_unit_grows_until_the_work_fits(monkeypatch: pytest.MonkeyPatch) -> 
         apart = tuple(replace(span, start=100 * i, end=100 * i + 0.02) for i, span in enumerate(spans))
         return [(EmulatedTimeline(2, chosen.spans, "s", wall=Timeline(2, apart, "s"), overruns=late), (), (1.0,), None)]
 
-    monkeypatch.setattr(emulating, "on_ranks", fake)
+    monkeypatch.setattr(real_steps, "on_ranks", fake)
     run = emulate(schedule)
     assert tried == pytest.approx([0.008, 0.04])
     assert run.measured
@@ -87,11 +87,6 @@ def test_a_model_and_a_batch_of_ones_own_are_cut_over_the_ranks() -> None:
     inputs, targets = torch.randn(2, 6, 8, dtype=torch.float64)
     run = emulate(build("1f1b", 2, 3), model=model, inputs=inputs, targets=targets)
     assert sum(run.losses) == pytest.approx(nn.functional.mse_loss(model(inputs), targets).item(), rel=1e-12)
-
-
-def test_a_schedule_that_the_cluster_cannot_run_is_refused_before_ranks_start() -> None:
-    with pytest.raises(ValueError, match="3 values for 2 stages"):
-        emulate(build("1f1b", 2, 4), Costs(forward=[1, 2, 3]))
 
 
 @pytest.mark.usefixtures("patient")
@@ -110,6 +105,27 @@ def test_the_optimizer_is_the_callers_and_has_no_place_without_versions() -> Non
     assert slow[3] != quick[3]
     with pytest.raises(ValueError, match="versions is None: give a rule"):
         emulate(schedule, optimizer=still)
+
+
+def test_schedules_of_several_sizes_have_the_gradients_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    found = compare_gradients([build("zb_v", 2, 4), build("1f1b", 1, 2), build("zb_h1", 2, 3)])
+    assert len(found) == 3
+    assert max(found) < 1e-12
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "zb_v   2 ranks, 16 gradients",
+        "1f1b   1 rank, 4 gradients",
+        "zb_h1  2 ranks, 8 gradients",
+    ]
+    assert real_steps._difference(None, torch.ones(2)) == float("inf")
+    assert real_steps._difference(torch.ones(2), torch.tensor([1.0, 1.5])) == 0.5
+
+
+def test_too_many_ranks_and_no_schedule_are_refused() -> None:
+    with pytest.raises(ValueError, match="schedules is empty"):
+        compare_gradients([])
+    with pytest.raises(ValueError, match="9 ranks"):
+        compare_gradients([build("1f1b", 9, 9)])
 
 
 def still(parameters: Any) -> torch.optim.Optimizer:

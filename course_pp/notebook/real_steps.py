@@ -1,21 +1,22 @@
-"""One step of any schedule on real ranks that pretend to be a cluster, in times that do not depend on this machine.
+"""One step of any schedule on real ranks: at the pace of an emulated cluster, or beside one process.
 
-Costs are in a unit of their own, usually the time of one forward. How many seconds the unit lasts is measured: long
-enough for the real work to fit into every action. So a run on a slow or busy machine takes longer and shows the same
-picture. Where nothing fits, the simulated timeline is shown instead, and says so.
+`emulate` runs it in times that do not depend on this machine. Costs are in a unit of their own, usually the time of one
+forward. How many seconds the unit lasts is measured: long enough for the real work to fit into every action. So a run
+on a slow or busy machine takes longer and shows the same picture. Where nothing fits, the simulated timeline is shown
+instead, and says so. `compare_gradients` holds every drawn order to the gradients of one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial, reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any
 
-from course_pp.arguments import checked, fits, refuse_unless, spelled
+from course_pp.arguments import checked
 from course_pp.launch import on_ranks
-from course_pp.schedule import Costs, Ledger, Receive, Schedule, Span, Timeline, Versions
+from course_pp.schedule import Costs, Ledger, Schedule, Timeline, Versions
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
     from course_pp.runtime import EmulatedCluster, EmulatedLink, RankMemory
     from course_pp.runtime.emulation import EmulatedTimeline
-
-__all__ = ["EmulatedRun", "emulate"]
 
 _TRIES = 3
 _FIRST_UNIT_S = 0.008
@@ -35,9 +34,11 @@ _MARGIN = 2.0
 _LONGEST_RUN_S = 8.0
 # Of a forward, where stages update their own weights: not 0, or every real update would overrun.
 _UPDATE = 0.25
+_MOST_RANKS = 8
+# In comparisons: rows of a microbatch, and the width of a stage.
+_ROWS, _WIDTH = 4, 16
 
 
-@checked
 @dataclass(frozen=True, repr=False)
 class EmulatedRun(Timeline):
     """The timeline of one emulated step in the unit of its costs, and what it kept.
@@ -87,7 +88,6 @@ def emulate(
     """
     from course_pp.runtime import EmulatedCluster
 
-    _refuse_wrong_types(cluster=cluster, model=model, inputs=inputs, targets=targets, optimizer=optimizer)
     if optimizer is not None and versions is None:
         raise ValueError(f"optimizer is {optimizer!r}, but versions is None: give a rule, or leave the optimizer out")
     if cluster is None:
@@ -102,51 +102,18 @@ def emulate(
         run, memory, losses, _ = by_rank[0]
         used = None if versions is None else reduce(or_, (ledger for *_, ledger in by_rank))
         if not run.trouble:
-            return replace(_in_units(run, unit_s, memory, losses), ledger=used)
+            return _in_units(run, unit_s, memory=_stretched(memory, 1 / unit_s), losses=losses, ledger=used)
         unit_s = max(1.5 * unit_s, _MARGIN * _longest_work(run, predicted))
         if unit_s * float(predicted.makespan) > _LONGEST_RUN_S:
             break
     print("This machine is too busy to emulate a cluster: times are simulated; messages, losses and memory are real.")
     kept = _stretched(memory, float(predicted.makespan) / float(run.makespan))
-    return _simulated(predicted, f"{schedule.name}, simulated", kept, losses, used)
+    return _run_of(predicted, name=f"{schedule.name}, simulated", memory=kept, losses=losses, ledger=used)
 
 
-def _refuse_wrong_types(**given: object) -> None:
-    """Hold the arguments of ``emulate`` to types that are not imported before it is called."""
-    from torch import Tensor, nn
-
-    from course_pp.runtime import EmulatedCluster
-
-    kinds = {
-        "cluster": Costs | EmulatedCluster | None,
-        "model": nn.Sequential | None,
-        "inputs": Tensor | None,
-        "targets": Tensor | None,
-        "optimizer": Callable | None,
-    }
-    for name, value in given.items():
-        what = f"pass {spelled(kinds[name], True)}, or leave it out"
-        refuse_unless(fits(value, kinds[name]), "emulate", name, value, what)
-
-
-def _simulated(
-    predicted: Timeline, name: str, memory: tuple[RankMemory, ...], losses: tuple[float, ...], used: Ledger | None
-) -> EmulatedRun:
-    return EmulatedRun(
-        predicted.n_ranks,
-        predicted.spans,
-        "",
-        predicted.transfers,
-        predicted.receives,
-        name,
-        memory,
-        losses,
-        ledger=used,
-        edges=predicted.edges,
-        edge_transfers=predicted.edge_transfers,
-        feedback=predicted.feedback,
-        token_transfer=predicted.token_transfer,
-    )
+def _run_of(timeline: Timeline, **more: Any) -> EmulatedRun:
+    kept = {each.name: getattr(timeline, each.name) for each in fields(Timeline)}
+    return EmulatedRun(**(kept | {"unit": ""} | more))
 
 
 @dataclass(frozen=True)
@@ -164,18 +131,14 @@ class _Step:
     def __call__(self, rank: int, cluster: EmulatedCluster) -> tuple[Any, Any, tuple[float, ...], Ledger | None]:
         import torch
 
-        from course_pp.runtime import Pipeline, Recorder, partition_model
+        from course_pp.runtime import Pipeline, Recorder
 
         schedule, recorder = self.schedule, Recorder(memory=True)
-        model = _blocks(schedule.n_stages) if self.model is None else self.model
+        model = _blocks(schedule.n_stages, 32) if self.model is None else self.model
         rows = torch.randn(16 * schedule.n_microbatches, 32, generator=torch.Generator().manual_seed(0))
         inputs = rows if self.inputs is None else self.inputs
         targets = torch.zeros_like(inputs) if self.targets is None else self.targets
-        stages = {
-            stage: partition_model(model, schedule.n_stages, stage)
-            for stage, ranks in enumerate(schedule.placement)
-            if rank in ranks
-        }
+        stages = _stages_of(rank, schedule, model)
         pipeline = Pipeline(
             schedule,
             stages,
@@ -201,12 +164,23 @@ class _Step:
         return {number: make(stage.parameters()) for number, stage in stages.items()}
 
 
-def _blocks(n: int) -> nn.Sequential:
+def _blocks(n: int, width: int) -> nn.Sequential:
     import torch
     from torch import nn
 
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(n)))
+    blocks = (nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(n))
+    return nn.Sequential(*blocks)
+
+
+def _stages_of(rank: int, schedule: Schedule, model: nn.Sequential) -> dict[int, nn.Sequential]:
+    from course_pp.runtime import partition_model
+
+    return {
+        stage: partition_model(model, schedule.n_stages, stage)
+        for stage, ranks in enumerate(schedule.placement)
+        if rank in ranks
+    }
 
 
 def _in_seconds(cluster: EmulatedCluster, unit_s: float) -> EmulatedCluster:
@@ -244,29 +218,12 @@ def _longest_work(run: EmulatedTimeline, predicted: Timeline) -> float:
     return max(ratios, default=0.0)
 
 
-def _in_units(
-    run: EmulatedTimeline, unit_s: float, memory: tuple[RankMemory, ...], losses: tuple[float, ...]
-) -> EmulatedRun:
-    def scale(each: Any) -> Any:
+def _in_units(run: EmulatedTimeline, unit_s: float, **more: Any) -> EmulatedRun:
+    def scaled(each: Any) -> Any:
         return replace(each, start=each.start / unit_s, end=each.end / unit_s)
 
-    spans: tuple[Span, ...] = tuple(map(scale, run.spans))
-    receives: tuple[Receive, ...] = tuple(map(scale, run.receives))
-    kept = _stretched(memory, 1 / unit_s)
-    return EmulatedRun(
-        run.n_ranks,
-        spans,
-        "",
-        (),
-        receives,
-        run.name,
-        kept,
-        losses,
-        unit_s,
-        edges=run.edges,
-        feedback=run.feedback,
-        measured=True,
-    )
+    spans, receives = (tuple(map(scaled, each)) for each in (run.spans, run.receives))
+    return _run_of(run, spans=spans, receives=receives, unit_s=unit_s, measured=True, **more)
 
 
 def _stretched(memory: tuple[RankMemory, ...], factor: float) -> tuple[RankMemory, ...]:
@@ -274,3 +231,79 @@ def _stretched(memory: tuple[RankMemory, ...], factor: float) -> tuple[RankMemor
         return tuple((factor * when, amount) for when, amount in curve)
 
     return tuple(replace(kept, curves={kind: stretch(curve) for kind, curve in kept.curves.items()}) for kept in memory)
+
+
+@checked
+def compare_gradients(schedules: Sequence[Schedule]) -> tuple[float, ...]:
+    """Run one step of each schedule on real ranks, and compare it with one process; prints a line for each.
+
+    The model has a small block for each stage, in float64. Every copy of a stage that lives on several ranks counts.
+
+    Args:
+        schedules: of at most 8 ranks each. Those of equally many ranks run on the same ones, one after another.
+
+    Returns:
+        For each schedule the largest absolute difference, of all its gradients and of the loss.
+
+    Raises:
+        ValueError: for no schedule, for one of more ranks, and for one that the runtime cannot run.
+    """
+    if not schedules:
+        raise ValueError("schedules is empty: give at least one, as in compare_gradients([build('zb_h1', 4, 8)])")
+    for schedule in schedules:
+        if schedule.n_ranks > _MOST_RANKS:
+            raise ValueError(
+                f"{schedule.name} has {schedule.n_ranks} ranks: at most {_MOST_RANKS} are started on one machine"
+            )
+    found: dict[int, tuple[int, float]] = {}
+    for n_ranks in sorted({schedule.n_ranks for schedule in schedules}):
+        mine = [i for i, schedule in enumerate(schedules) if schedule.n_ranks == n_ranks]
+        by_rank = on_ranks(n_ranks, _Steps(tuple(schedules[i] for i in mine)))
+        for i, ranks in zip(mine, zip(*by_rank, strict=True), strict=True):
+            found[i] = (sum(count for count, _ in ranks), max(difference for _, difference in ranks))
+    width = max(len(schedule.name) for schedule in schedules)
+    for i, schedule in enumerate(schedules):
+        count, difference = found[i]
+        size = f"{schedule.n_ranks} rank{'s' if schedule.n_ranks > 1 else ''}"
+        print(f"{schedule.name:{width}}  {size}, {count} gradients: at most {difference:.0e} from one process")
+    return tuple(found[i][1] for i in range(len(schedules)))
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """What each rank does. A class and not a closure: it is sent to the ranks by name."""
+
+    schedules: Sequence[Schedule]
+
+    def __call__(self, rank: int) -> list[tuple[int, float]]:
+        """Return for each schedule how many gradients this rank holds, and the largest difference."""
+        return [_compared(schedule, rank) for schedule in self.schedules]
+
+
+def _compared(schedule: Schedule, rank: int) -> tuple[int, float]:
+    import torch
+
+    from course_pp.runtime import run_step
+
+    model = _blocks(schedule.n_stages, _WIDTH).double()
+    seeded = torch.Generator().manual_seed(1)
+    inputs, targets = torch.randn(
+        2, _ROWS * schedule.n_microbatches, _WIDTH, dtype=torch.float64, generator=seeded
+    ).unbind()
+    loss = torch.nn.functional.mse_loss(model(inputs), targets)
+    loss.backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    stages = _stages_of(rank, schedule, model)
+    losses, _ = run_step(schedule, stages, inputs, targets, torch.nn.functional.mse_loss)
+    differences = [abs(sum(losses) - loss.item())]
+    for stage in stages.values():
+        for name, parameter in stage.named_parameters():
+            differences.append(_difference(parameter.grad, expected[name]))
+    return len(differences) - 1, max(differences)
+
+
+def _difference(found: Tensor | None, expected: Tensor | None) -> float:
+    if found is None or expected is None:
+        return float("inf")
+    return float((found - expected).abs().max())
