@@ -1,8 +1,6 @@
 """One Llama-style decoder, and its cut into pipeline stages."""
 
-from course_pp.model.cache import KVCache
 from course_pp.model.hf import config_from_hf, config_to_hf, from_hf, hf_state_dict, load_hf_state_dict
-from course_pp.model.loss import CrossEntropy
 from course_pp.model.stages import (
     ForwardFlops,
     PipelineStageModule,
@@ -11,7 +9,7 @@ from course_pp.model.stages import (
     layer_costs,
     partition_by_cost,
 )
-from course_pp.model.transformer import DecoderLayer, Transformer
+from course_pp.model.transformer import CrossEntropy, DecoderLayer, KVCache, Transformer
 from course_pp.sizes import ModelConfig, compute_layer_assignment
 
 __all__ = [

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from course_pp.arguments import checked
 from course_pp.model.transformer import Transformer
 from course_pp.sizes import ModelConfig
 
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 # Ours -> theirs. Whole dotted parts, so that "norm" does not match inside "attn_norm".
 _ENDS = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 _IN_LAYER = {"attn_norm": "input_layernorm", "attn": "self_attn", "mlp_norm": "post_attention_layernorm"}
-_ENDS_BACK = {theirs: ours for ours, theirs in _ENDS.items()}
-_IN_LAYER_BACK = {theirs: ours for ours, theirs in _IN_LAYER.items()}
 
 _SCALING = {
     "rope_factor": "factor",
@@ -31,7 +28,7 @@ _SCALING = {
     "rope_high_freq": "high_freq_factor",
     "rope_original_len": "original_max_position_embeddings",
 }
-KINDS = ("llama", "mistral", "qwen2")
+_KINDS = ("llama", "mistral", "qwen2")
 
 EMBEDDING, HEAD = "embed.weight", "head.weight"
 
@@ -45,16 +42,6 @@ def name_to_hf(name: str) -> str:
     return ".".join(["model.layers", index, _IN_LAYER.get(part, part), *tail])
 
 
-def name_from_hf(name: str) -> str:
-    """`model.layers.3.self_attn.q_proj.weight` -> `layers.3.attn.q_proj.weight`."""
-    module, _, weight = name.rpartition(".")
-    if module in _ENDS_BACK:
-        return f"{_ENDS_BACK[module]}.{weight}"
-    index, part, *tail = name.removeprefix("model.layers.").split(".")
-    return ".".join(["layers", index, _IN_LAYER_BACK.get(part, part), *tail])
-
-
-@checked
 def config_from_hf(hf_config: Any) -> ModelConfig:
     """Return the sizes of a Hugging Face Llama (or Mistral or Qwen2, which have the same layers) as ours.
 
@@ -80,7 +67,6 @@ def config_from_hf(hf_config: Any) -> ModelConfig:
     )
 
 
-@checked
 def config_to_hf(config: ModelConfig) -> LlamaConfig | Qwen2Config:
     """Return the `transformers.LlamaConfig` of the same model, or the `Qwen2Config` if it has biases.
 
@@ -108,13 +94,11 @@ def config_to_hf(config: ModelConfig) -> LlamaConfig | Qwen2Config:
     )
 
 
-@checked
 def hf_state_dict(module: Transformer) -> dict[str, Tensor]:
     """Return the weights of a model or stage under Hugging Face's names, sharing storage with `module`."""
     return {name_to_hf(name): tensor for name, tensor in module.state_dict().items()}
 
 
-@checked
 @torch.no_grad()
 def load_hf_state_dict(module: Transformer, state: Mapping[str, Tensor]) -> None:
     """Copy into a model or stage the weights it holds; entries of other stages are left alone.
@@ -129,8 +113,8 @@ def load_hf_state_dict(module: Transformer, state: Mapping[str, Tensor]) -> None
     found = {}
     for name, own in module.state_dict().items():
         source = name_to_hf(name)
-        if name == HEAD and module.config.tie_embeddings:
-            source = name_to_hf(EMBEDDING) if source not in state else source
+        if name == HEAD and module.config.tie_embeddings and source not in state:
+            source = name_to_hf(EMBEDDING)
         if source not in state:
             raise ValueError(f"{source} is missing from the weights in state; this part needs it as {name}")
         if state[source].shape != own.shape:
@@ -142,7 +126,6 @@ def load_hf_state_dict(module: Transformer, state: Mapping[str, Tensor]) -> None
     module.load_state_dict(found)
 
 
-@checked
 def from_hf(hf_model: PreTrainedModel) -> Transformer:
     """Return a copy of a Hugging Face causal Llama, on its device and in its dtype.
 
@@ -163,8 +146,8 @@ def from_hf(hf_model: PreTrainedModel) -> Transformer:
 
 def refuse_other_kinds(kind: object) -> None:
     """Raise ValueError for a ``model_type`` whose layers this decoder does not have."""
-    if kind not in KINDS:
-        raise ValueError(f"model_type={kind!r} is not supported; use a model of type {', '.join(map(repr, KINDS))}")
+    if kind not in _KINDS:
+        raise ValueError(f"model_type={kind!r} is not supported; use a model of type {', '.join(map(repr, _KINDS))}")
 
 
 def _refuse_unsupported(hf_config: Any) -> None:
@@ -173,6 +156,7 @@ def _refuse_unsupported(hf_config: Any) -> None:
     width = getattr(hf_config, "head_dim", None)  # Qwen2 has none of its own
     head_dim = hf_config.hidden_size // hf_config.num_attention_heads
     rope_type = hf_config.rope_parameters.get("rope_type", "default")
+    window = getattr(hf_config, "sliding_window", None)
     unsupported = {
         f"rope_type={rope_type!r} (scaled rotary positions)": rope_type not in ("default", "llama3"),
         f"head_dim={width}, not hidden_size / heads = {head_dim}": width not in (None, head_dim),
@@ -180,9 +164,7 @@ def _refuse_unsupported(hf_config: Any) -> None:
         f"attention_dropout={hf_config.attention_dropout}": hf_config.attention_dropout != 0,
         "attention_bias=True": getattr(hf_config, "attention_bias", False),
         "mlp_bias=True": getattr(hf_config, "mlp_bias", False),
-        f"sliding_window={getattr(hf_config, 'sliding_window', None)}": (
-            getattr(hf_config, "sliding_window", None) is not None
-        ),
+        f"sliding_window={window}": window is not None,
     }
     found = [what for what, present in unsupported.items() if present]
     if found:

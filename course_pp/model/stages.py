@@ -102,13 +102,11 @@ def drop_other_stages(model: Transformer, stage_id: int, num_stages: int, layer_
             f"layer_range=({start}, {end}) must lie within the layers this model holds, "
             f"({held_start}, {held_end}); start from the whole model"
         )
-    if stage_id == 0 and model.embed is None:
-        raise ValueError("stage 0 needs the embedding, which this model no longer has; start from the whole model")
-    if stage_id == num_stages - 1 and model.head is None:
-        raise ValueError(
-            f"stage {stage_id} is the last and needs the head, which this model no longer has; "
-            "start from the whole model"
-        )
+    for part, holder in (("embed", 0), ("head", num_stages - 1)):
+        if stage_id == holder and getattr(model, part) is None:
+            raise ValueError(
+                f"stage {stage_id} needs the {part}, which this model no longer has; start from the whole model"
+            )
     for index in range(held_start, held_end):
         if not start <= index < end:
             del model.layers[str(index)]
@@ -171,7 +169,6 @@ def split_by_cost(n_layers: int, n_stages: int, stage_cost: Callable[[int, int, 
     return ranges
 
 
-@checked
 @dataclass(frozen=True)
 class ForwardFlops:
     """Floating-point operations of one forward pass, part by part, for `partition_by_cost`."""

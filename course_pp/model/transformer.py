@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -23,11 +24,105 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_pp.arguments import checked
-from course_pp.model.cache import KVCache, LayerCache
-from course_pp.model.rotary import rotary_tables, rotate
 from course_pp.sizes import ModelConfig
 
 INIT_STD = 0.02
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn channel pair (i, i + head_dim/2) of x (batch, heads, seq, head_dim) by its position's angle.
+
+    The tables are rounded to x's dtype first, as transformers does: FSDP2's mixed precision casts the inputs
+    of every layer in the same way, so the result is the same with it and without.
+    """
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def rotary_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, each float32 (max_seq_len, head_dim / 2) on the CPU.
+
+    Angle of position t and pair i: t · theta^(-2i / head_dim) (Su et al. 2021, arXiv:2104.09864, section
+    3.2.2). With `rope_factor` f, pairs with a wavelength above rope_original_len / rope_low_freq turn f times slower,
+    those below rope_original_len / rope_high_freq as before, and those in between by a mean of both, weighted by where
+    the frequency lies (Llama 3.1's `apply_scaling`, github.com/meta-llama/llama-models).
+    """
+    pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
+    frequencies = 1.0 / config.rope_theta ** (pairs / config.head_dim)
+    if config.rope_factor != 1:
+        turns = config.rope_original_len * frequencies / (2 * math.pi)
+        kept = ((turns - config.rope_low_freq) / (config.rope_high_freq - config.rope_low_freq)).clamp(0, 1)
+        frequencies = kept * frequencies + (1 - kept) * frequencies / config.rope_factor
+    positions = torch.arange(config.max_seq_len, dtype=torch.float32, device="cpu")
+    angles = positions[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+class LayerCache:
+    """What the attention of one layer has seen: keys and values, (batch, kv_heads, seq, head_dim) each."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def length(self) -> int:
+        """How many positions it holds."""
+        return 0 if self._seen is None else self._seen[0].shape[2]
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add those of new positions of the same batch, and return all."""
+        if self._seen is not None:
+            keys, values = (torch.cat(pair, dim=2) for pair in zip(self._seen, (keys, values), strict=True))
+        self._seen = keys, values
+        return keys, values
+
+
+class KVCache:
+    """The layers' caches of one batch of sequences; one will do for all stages of a model that a rank holds.
+
+    cache = model.new_cache()
+    logits = model(prompt, cache=cache)             # (batch, prompt length, vocab_size)
+    logits = model(next_token, cache=cache)         # (batch, 1, vocab_size): as if the prompt came with it
+    """
+
+    def __init__(self) -> None:
+        self._layers: dict[str, LayerCache] = {}
+
+    def layer(self, name: str) -> LayerCache:
+        """Return the cache of the layer ``name``."""
+        return self._layers.setdefault(name, LayerCache())
+
+    def after(self, name: str, n_new: int, limit: int, alone: bool) -> slice:
+        """Return where new positions lie, behind those that the layer ``name`` has seen.
+
+        Args:
+            limit: how many positions there can be.
+            alone: whether the call has neither a mask nor positions of its own.
+
+        Raises:
+            ValueError: if it has, and for more positions than ``limit``.
+        """
+        if not alone:
+            raise ValueError(
+                "attention_mask and position_ids beside a cache: leave them out, and give sequences of one length "
+                "without padding"
+            )
+        start = self.layer(name).length
+        new = slice(start, start + n_new)
+        if new.stop > limit:
+            raise ValueError(
+                f"with what the cache holds the sequence has {new.stop} tokens, more than max_seq_len={limit}: "
+                "generate fewer, or build the model with a larger max_seq_len"
+            )
+        return new
+
+    def mask(self, new: slice, device: torch.device) -> Tensor | None:
+        """Return the causal mask's rows of positions ``new``, bool (1, 1, new, all); None if there are no others."""
+        if new.start == 0:
+            return None
+        rows = torch.ones(new.stop - new.start, new.stop, dtype=torch.bool, device=device)
+        return rows.tril(new.start)[None, None]
 
 
 class Attention(nn.Module):
@@ -87,7 +182,6 @@ class FeedForward(nn.Module):
         return self.down_proj(F.gelu(self.up_proj(x)))
 
 
-@checked
 class DecoderLayer(nn.Module):
     """Pre-norm block: attention, then the feed-forward block, each added to the residual stream."""
 
@@ -230,7 +324,6 @@ class Transformer(nn.Module):
             x = self.head(x)
         return x
 
-    @checked
     @torch.no_grad()
     def init_weights_and_freqs(self, seed: int | None = None) -> None:
         """Draw every parameter from (seed, its full name) and compute the rotary tables.
@@ -384,3 +477,31 @@ def _fill(parameter: Tensor, full: Tensor) -> None:
         # src_data_rank=None: every rank has drawn the same values and keeps its shard; nothing is sent.
         full = distribute_tensor(full.to(sharded.device), sharded.device_mesh, sharded.placements, src_data_rank=None)
     parameter.copy_(full)
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """Cross-entropy of logits (batch, seq, vocab) with target token ids (batch, seq), in nats a token.
+
+    Attributes:
+        ignore_index: target value of positions where nothing is to be predicted, such as padding.
+
+    A batch cut into microbatches with unequal numbers of counted tokens has a mean that is not the mean of the
+    microbatches' means: divide the sum of :meth:`total` by the sum of :meth:`count` instead.
+    """
+
+    ignore_index: int = -100
+
+    def __call__(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Return the mean over the counted tokens; 0 where none count."""
+        return self.total(logits, target) / self.count(target).clamp(min=1)
+
+    def total(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the counted tokens; a scalar in float32 at least: long sums overflow half precision."""
+        if logits.dtype.itemsize < 4:
+            logits = logits.float()
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=self.ignore_index, reduction="sum")
+
+    def count(self, target: torch.Tensor) -> torch.Tensor:
+        """Return the number of tokens that count; a scalar int64."""
+        return (target != self.ignore_index).sum()

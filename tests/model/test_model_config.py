@@ -1,6 +1,6 @@
 """ModelConfig: sizes resolve as documented, and impossible ones are refused with a remedy."""
 
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,19 +16,11 @@ def test_optional_sizes_resolve_to_full_attention_and_a_swiglu_of_8_thirds() -> 
     assert ModelConfig(dim=4096, n_layers=1, n_heads=32, vocab_size=1).hidden_dim == 10944
 
 
-def test_given_sizes_are_kept() -> None:
+def test_replacing_a_size_resolves_the_optional_ones_afresh() -> None:
     config = ModelConfig(**SIZES, n_kv_heads=2, ffn_dim=33)
     assert (config.kv_heads, config.hidden_dim) == (2, 33)
-
-
-def test_replacing_a_size_resolves_the_optional_ones_afresh() -> None:
     config = replace(ModelConfig(**SIZES), dim=96, n_heads=4)
     assert (config.head_dim, config.kv_heads, config.hidden_dim) == (24, 4, 256)
-
-
-def test_a_config_cannot_be_changed() -> None:
-    with pytest.raises(FrozenInstanceError):
-        ModelConfig(**SIZES).dim = 8  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -51,9 +43,6 @@ def test_parameter_counts_are_those_of_the_built_model(more: dict[str, int], tie
     [
         ({"dim": 0}, "dim=0 must be at least 1"),
         ({"n_layers": -1}, "n_layers=-1 must be at least 1"),
-        ({"vocab_size": 50.0}, r"vocab_size is 50\.0 \(a float\): pass an integer"),
-        ({"n_heads": True}, "n_heads is True: pass an integer"),
-        ({"max_seq_len": "16"}, r"max_seq_len is '16' \(a str\): pass an integer"),
         ({"ffn_dim": 0}, "ffn_dim=0 must be at least 1"),
         ({"n_kv_heads": 0}, "n_kv_heads=0 must be at least 1"),
         ({"dim": 50}, r"dim=50 must be a multiple of 2 \* n_heads = 12.*dim=48 or 60"),
@@ -64,8 +53,6 @@ def test_parameter_counts_are_those_of_the_built_model(more: dict[str, int], tie
         ({"rope_theta": 0.0}, r"rope_theta=0\.0 must be finite and greater than 0"),
         ({"norm_eps": float("nan")}, "norm_eps=nan must be finite and greater than 0"),
         ({"norm_eps": float("inf")}, "norm_eps=inf must be finite"),
-        ({"rope_theta": "10000"}, r"rope_theta is '10000' \(a str\): pass a number"),
-        ({"tie_embeddings": 1}, r"tie_embeddings is 1 \(an int\): pass True or False"),
     ],
 )
 def test_an_impossible_size_is_refused(change: dict[str, Any], message: str) -> None:

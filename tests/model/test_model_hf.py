@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
+    GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -27,7 +28,7 @@ from course_pp.model import (
     hf_state_dict,
     load_hf_state_dict,
 )
-from course_pp.model.hf import name_from_hf, name_to_hf
+from course_pp.model.hf import name_to_hf
 
 BATCH, SEQ = 3, 11
 SMALL = ModelConfig(dim=32, n_layers=3, n_heads=4, vocab_size=61, n_kv_heads=2, max_seq_len=32)
@@ -106,11 +107,10 @@ def test_logits_and_every_gradient_equal_llama(config: ModelConfig, kind: str) -
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_names_map_both_ways(config: ModelConfig) -> None:
+def test_names_are_theirs(config: ModelConfig) -> None:
     names = list(Transformer(config).state_dict())
     theirs = list(LlamaForCausalLM(config_to_hf(config)).state_dict())
     assert sorted(map(name_to_hf, names)) == sorted(theirs)
-    assert [name_from_hf(name_to_hf(name)) for name in names] == names
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -157,19 +157,13 @@ def test_each_stage_loads_its_own_part_of_a_checkpoint(config: ModelConfig, n_st
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_sizes_survive_the_round_trip(config: ModelConfig) -> None:
     there_and_back = config_from_hf(config_to_hf(config))
-    for name in ("dim", "n_layers", "n_heads", "vocab_size", "kv_heads", "hidden_dim", "max_seq_len"):
-        assert getattr(there_and_back, name) == getattr(config, name)
-    assert there_and_back.rope_theta == config.rope_theta
-    assert there_and_back.norm_eps == config.norm_eps
-    assert there_and_back.tie_embeddings == config.tie_embeddings
+    assert there_and_back == replace(config, n_kv_heads=config.kv_heads, ffn_dim=config.hidden_dim)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type='linear'"),
-        ({"attention_bias": True}, "attention_bias=True"),
-        ({"mlp_bias": True}, "mlp_bias=True"),
         ({"head_dim": 32}, "head_dim=32, not hidden_size / heads = 16"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"attention_dropout": 0.1}, r"attention_dropout=0\.1"),
@@ -181,9 +175,11 @@ def test_what_this_decoder_lacks_is_refused_by_name(change: dict[str, Any], mess
         config_from_hf(LlamaConfig(hidden_size=64, num_attention_heads=4, **change))
 
 
-def test_a_sliding_window_is_refused() -> None:
+def test_a_sliding_window_and_another_architecture_are_refused() -> None:
     with pytest.raises(ValueError, match="sliding_window=4096"):
         config_from_hf(MistralConfig())
+    with pytest.raises(ValueError, match="model_type='gpt2' is not supported"):
+        config_from_hf(GPT2Config())
 
 
 QWEN2 = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -218,13 +214,6 @@ def test_biases_begin_at_zero_and_layers_count_them() -> None:
     model = Transformer(config)
     assert all(not p.any() for name, p in model.named_parameters() if name.endswith("bias"))
     assert sum(p.numel() for p in model.parameters()) == config.n_parameters
-
-
-def test_another_architecture_is_refused() -> None:
-    from transformers import GPT2Config
-
-    with pytest.raises(ValueError, match="model_type='gpt2' is not supported"):
-        config_from_hf(GPT2Config())
 
 
 def test_a_missing_or_misshapen_weight_is_named_and_nothing_is_copied() -> None:
