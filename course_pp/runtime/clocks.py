@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from course_pp.arguments import checked
 from course_pp.collective import Ranks
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -89,7 +88,6 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-@checked
 @dataclass(frozen=True, slots=True)
 class Alignment:
     """How far this rank's clock is ahead of rank 0's, in nanoseconds, and how wrong that may be at most."""
@@ -109,7 +107,6 @@ def host_identity() -> str:
     return " ".join((platform.node(), boot, namespace))
 
 
-@checked
 def align(
     group: dist.ProcessGroup | None = None,
     clock: Callable[[], int] = time.monotonic_ns,

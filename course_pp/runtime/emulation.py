@@ -94,7 +94,6 @@ class EmulatedCluster:
         if self.links is not None and (self.costs.latency or self.costs.bandwidth is not None):
             raise ValueError("both costs and links say how long messages take: leave one of them out")
 
-    @checked
     def problem_with(self, schedule: Schedule) -> str | None:
         """Return why this cluster cannot run ``schedule``; None if it can."""
         n = schedule.n_ranks
@@ -112,7 +111,6 @@ class EmulatedCluster:
             return str(error)
         return None
 
-    @checked
     def durations(self, schedule: Schedule, rank: int) -> list[float]:
         """Return the seconds of each action of ``rank``, in order."""
         planned = durations_of(schedule, self.costs)[rank]
@@ -139,7 +137,6 @@ class EmulatedCluster:
         boundary = {"activation": product.stage, "gradient": product.stage - 1}.get(product.what)
         return 0.0 if boundary is None else float(self.costs.transfers(schedule.n_stages)[boundary])
 
-    @checked
     def predict(self, schedule: Schedule) -> Timeline:
         """Simulate ``schedule`` with these times; return the timeline, in seconds.
 
@@ -199,7 +196,6 @@ class EmulatedCluster:
         return times[0] if times else 0.0
 
 
-@checked
 @dataclass(frozen=True, slots=True)
 class Overrun:
     """An action whose real work took ``seconds`` longer than its chosen time."""
@@ -209,7 +205,6 @@ class Overrun:
     seconds: float
 
 
-@checked
 @dataclass(frozen=True, repr=False)
 class EmulatedTimeline(Timeline):
     """What an emulated cluster did, in chosen times, and what really happened meanwhile.

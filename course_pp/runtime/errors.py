@@ -1,4 +1,4 @@
-"""The one exception of a pipeline in which something went wrong, on whichever rank."""
+"""What is raised when something went wrong, on whichever rank: one exception on all, with one account of it."""
 
 from dataclasses import dataclass
 
@@ -74,3 +74,19 @@ class LossNotFinite(PipelineError):
 
     The step ran to its end: zero the gradients, and the pipeline can go on.
     """
+
+
+class MessageLost(RuntimeError):
+    """A message did not come or could not be sent: its peer is gone, or late beyond the time limit."""
+
+
+class PeerFailed(RuntimeError):
+    """The peer's step has failed.
+
+    Attributes:
+        origin: where that began.
+    """
+
+    def __init__(self, origin: Origin) -> None:
+        super().__init__(str(origin))
+        self.origin = origin

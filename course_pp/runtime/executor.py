@@ -13,8 +13,8 @@ from course_pp.loss import Share
 from course_pp.runtime.agreement import Agreement
 from course_pp.runtime.clocks import wait_for
 from course_pp.runtime.emulation import Emulator
-from course_pp.runtime.errors import Origin, PipelineError
-from course_pp.runtime.mailbox import Mailbox, MessageLost, PeerFailed
+from course_pp.runtime.errors import MessageLost, Origin, PeerFailed, PipelineError
+from course_pp.runtime.mailbox import Mailbox
 from course_pp.runtime.memory import Hold
 from course_pp.runtime.messages import Content, Message, RankPlan, Read, Step, reads_of, writes_of
 from course_pp.runtime.payload import map_tensors, tensors_of

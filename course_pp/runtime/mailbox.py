@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_pp.runtime.errors import Origin
+from course_pp.runtime.errors import MessageLost, Origin, PeerFailed
 from course_pp.runtime.memory import Hold, Meter
 from course_pp.runtime.messages import Message, RankPlan
 from course_pp.runtime.payload import NOTHING, Spec, describe, only_tensor, pack, places_in, unpack
@@ -100,22 +100,6 @@ class _Sent:
     def __init__(self, buffer: Tensor, work: dist.Work, hold: Hold | None) -> None:
         self.buffer, self.work, self.hold = buffer, work, hold
         self.then: Callable[[], None] | None = None
-
-
-class MessageLost(RuntimeError):
-    """A message did not come or could not be sent: its peer is gone, or late beyond the time limit."""
-
-
-class PeerFailed(RuntimeError):
-    """The peer's step has failed.
-
-    Attributes:
-        origin: where that began.
-    """
-
-    def __init__(self, origin: Origin) -> None:
-        super().__init__(str(origin))
-        self.origin = origin
 
 
 class Mailbox:

@@ -13,7 +13,6 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from course_pp._torch import version
-from course_pp.arguments import checked
 
 Kind = Literal["activation", "buffer", "queued", "version"]
 
@@ -29,7 +28,6 @@ _Entry = tuple[str, int, int]  # kind, identity of a storage, its bytes
 _Event = tuple[int, int, tuple[_Entry, ...], Forward | None]  # nanoseconds, +1 or -1, of what, for whom
 
 
-@checked
 @dataclass(frozen=True)
 class RankMemory:
     """What rank ``rank`` kept for backward.
@@ -75,7 +73,6 @@ class MeterLog:
         return RankMemory(rank, {kind: tuple(curve) for kind, curve in curves.items()}, self.per_forward)
 
 
-@checked
 class Hold:
     """Keeps storages, and counts them, until it is released or collected."""
 
@@ -98,8 +95,7 @@ class Hold:
         self._storages = ()
 
     def __del__(self) -> None:
-        if hasattr(self, "_entries"):  # not if it was refused
-            self.release()
+        self.release()
 
 
 class _Saved:
@@ -113,7 +109,6 @@ class _Saved:
         self.version, self.hold, self.forward = version(tensor), hold, forward
 
 
-@checked
 class Meter:
     """Counts the bytes that this rank keeps for backward. A storage counts once, however many tensors share it.
 

@@ -8,14 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from course_pp.arguments import checked, refuse_unless
+from course_pp.arguments import checked, refuse_below
 from course_pp.runtime.agreement import device_of
 from course_pp.runtime.clocks import wait_for
 from course_pp.runtime.payload import map_tensors, tensors_of
 from course_pp.runtime.stage import Stage, random_state_kept
 from course_pp.schedule import LayerCost
-
-_MOST_REPEATS = 10_000
 
 
 @checked
@@ -38,12 +36,10 @@ def profile_layers(
         For each layer the seconds of its forward and backward, the bytes of its output, and of its trained weights.
 
     Raises:
-        ValueError: for no layers, or a layer that cannot take what the one before returned.
+        ValueError: for a layer that cannot take what the one before returned.
         RuntimeError: under ``no_grad``.
     """
-    refuse_unless(bool(layers), "profile_layers", "layers", layers, "give at least one")
-    fits, remedy = 1 <= repeats <= _MOST_REPEATS, f"time each layer 1 to {_MOST_REPEATS} times"
-    refuse_unless(fits, "profile_layers", "repeats", repeats, remedy)
+    refuse_below(1, "profile_layers", repeats=repeats)
     if not torch.is_grad_enabled():
         raise RuntimeError("profile_layers under no_grad has no backward to time: call it outside")
     modules: dict[int, nn.Module | None] = dict(enumerate(layers))

@@ -132,7 +132,6 @@ class Recorder:
         """
         return _Recording(self, product)
 
-    @checked
     def run_on(self, device: torch.device | None) -> None:
         """Settle where the actions run, if that was left open; a pipeline and :meth:`attach` do it for you."""
         if self._device is None:
@@ -145,7 +144,6 @@ class Recorder:
         self._done += received
         self._emulated += done
 
-    @checked
     def attach(self, *stages: Any) -> "Recorder":
         """Record every forward and backward of ``stages`` until :meth:`detach` or the end of a ``with``.
 

@@ -10,7 +10,6 @@ from tests.equality import Trained, assert_equals_one_process, batches, snapshot
 from tests.equality import train_in_one_process as in_one_process
 from tests.parallel.small import N_MICROBATCHES, SEQ_LEN, model_config
 from tests.parallel.small import build as build_pipeline
-from tests.runtime.small import forward_only
 
 
 def last_in_first_out(n_ranks: int, n_microbatches: int) -> Schedule:
@@ -76,7 +75,7 @@ def test_an_order_of_ones_own_equals_one_process_and_must_be_the_same_on_all_ran
     [
         (build("chimera", 2, 4), "holds stage 0 on 2 ranks: use one of naive, .* or run it with course_pp.runtime"),
         (build("pipedream", 2, 4), r"update their weights within the step \(U\): use one of naive"),
-        (forward_only(build("gpipe", 2, 4)), "has forwards alone, and torch trains"),
+        (build("gpipe", 2, 4).forward_only(), "has forwards alone, and torch trains"),
         (Schedule("idle", ((0,),), ((Action(0, "F", 0), Action(0, "B", 0)), ())), "gives rank 1 nothing to do"),
         (Schedule("late", ((0,), (1,)), (build("1f1b", 2, 1).actions[0], ())), "gives rank 1 nothing to do"),
         (Schedule("less", ((0,), (1,)), (build("1f1b", 2, 1).actions[0], (Action(1, "F", 0),))), "1B0 is missing"),

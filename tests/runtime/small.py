@@ -129,15 +129,6 @@ def in_one_process(config: ModelConfig, data: Batches, loss_fn: Any = mean_loss)
     return train_in_one_process(config, data, loss_fn)
 
 
-def forward_only(schedule: Schedule) -> Schedule:
-    """``schedule`` without its backwards."""
-    rows = (
-        [action.forward if isinstance(action, Overlap) else action for action in row if action.parts[0].kind == "F"]
-        for row in schedule.actions
-    )
-    return Schedule(f"{schedule.name} forward", schedule.placement, tuple(map(tuple, rows)))
-
-
 def parse(*rows: str, placement: Sequence[Sequence[int]] | None = None) -> Schedule:
     """A schedule from a row a rank, such as ``"0F0 0B0"``; stage r on rank r unless placed."""
     read = tuple(

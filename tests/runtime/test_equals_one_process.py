@@ -21,7 +21,6 @@ from tests.runtime.small import (
     LayerRanges,
     even_layers,
     for_rank,
-    forward_only,
     in_one_process,
     mean_loss,
     model_config,
@@ -313,7 +312,7 @@ def evaluate_on_rank(rank: int, schedules: Sequence[Schedule]) -> list[tuple[tup
 
 
 def test_a_schedule_without_backwards_gives_each_microbatch_s_loss_and_no_gradients() -> None:
-    schedules = [forward_only(build(name, 2, 4)) for name in SYNCHRONOUS]
+    schedules = [build(name, 2, 4).forward_only() for name in SYNCHRONOUS]
     ranks = on_ranks(2, evaluate_on_rank, schedules)
     model = stage_modules(0, build("naive", 1, 4), model_config(4))[0]
     ((inputs, target),) = small_batches(model_config(4), steps=1)

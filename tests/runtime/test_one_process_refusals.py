@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from course_pp.runtime import Pipeline
 from course_pp.schedule import build
-from tests.runtime.small import forward_only
 
 M, WIDTH = 4, 3
 
@@ -20,7 +19,7 @@ def test_a_training_step_under_no_grad_is_refused_and_evaluation_is_not() -> Non
     batch = torch.ones(M, WIDTH)
     with torch.no_grad(), pytest.raises(RuntimeError, match="under no_grad: step outside it, or evaluate with"):
         pipeline().step(batch, batch)
-    evaluation = Pipeline(forward_only(build("gpipe", 1, M)), nn.Linear(WIDTH, WIDTH), F.mse_loss)
+    evaluation = Pipeline(build("gpipe", 1, M).forward_only(), nn.Linear(WIDTH, WIDTH), F.mse_loss)
     with torch.no_grad():
         assert len(evaluation.step(batch, batch)) == M
 

@@ -21,7 +21,7 @@ from course_pp.runtime.messages import Content, Message, RankPlan, plan_messages
 from course_pp.schedule import Product, Schedule, build, names
 from tests.grids import examples
 from tests.runtime.random_schedules import random_schedule
-from tests.runtime.small import forward_only, parse
+from tests.runtime.small import parse
 
 Operation = tuple[Literal["take", "arrived", "send"], Message]
 
@@ -33,7 +33,7 @@ def known_schedules() -> Iterator[Schedule]:
         except ValueError:
             continue
         yield schedule
-        yield forward_only(schedule)
+        yield schedule.forward_only()
 
 
 legal = st.integers(0, 10**6).map(random_schedule) | st.sampled_from(list(known_schedules()))

@@ -82,8 +82,7 @@ def test_profiling_leaves_gradients_buffers_and_random_numbers_as_they_were() ->
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: profile_layers([], torch.zeros(1)), r"layers is \[\].*give at least one"),
-        (lambda: profile_layers([nn.Linear(2, 2)], torch.zeros(1, 2), repeats=0), "repeats is 0.*1 to 10000 times"),
+        (lambda: profile_layers([nn.Linear(2, 2)], torch.zeros(1, 2), repeats=0), "repeats is 0.*at least 1"),
         (
             lambda: profile_layers([nn.Linear(2, 3), nn.Linear(2, 2)], torch.zeros(1, 2)),
             "layer 1 of 2, a Linear, fails on what the one before returned: RuntimeError: mat1 and mat2",

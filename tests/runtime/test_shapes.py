@@ -375,20 +375,3 @@ def test_two_pipelines_of_one_group_take_turns(transport: str) -> None:
     for number, schedule in enumerate(schedules):
         make = partial(blocks, schedule.n_stages, (as_tensor, as_dict)[number])
         assert_equal_steps([rank[number] for rank in found], in_one_process(M, make, steps))
-
-
-def evaluated(rank: int, schedule: Schedule, steps: Sequence[Step]) -> list[tuple[float, ...]]:
-    stages = blocks(schedule.n_stages, as_dict)
-    mine = {stage: stages[stage] for stage in stages_of(rank, schedule)}
-    pipeline = Pipeline(schedule, mine, F.mse_loss, timeout_s=20)
-    return [pipeline.step(*for_rank(rank, schedule, step.inputs, step.targets)) for step in steps]
-
-
-def test_a_forward_only_schedule_agrees_on_shapes_likewise() -> None:
-    full = build("gpipe", 3, M)
-    rows = tuple(tuple(a for a in row if a.parts[0].kind == "F") for row in full.actions)
-    schedule = Schedule("forward", full.placement, rows)
-    steps = [batch((2 * M, 3)), batch(*LENGTHS), batch((2 * M, 3))]
-    losses_of_one_process = [done.losses for done in in_one_process(M, partial(blocks, 3, as_dict), steps)]
-    for losses in on_ranks(3, evaluated, schedule, steps, timeout_s=30.0):
-        torch.testing.assert_close([list(row) for row in losses], losses_of_one_process, rtol=1e-12, atol=0)

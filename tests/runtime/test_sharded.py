@@ -17,7 +17,7 @@ from course_pp.model import CrossEntropy
 from course_pp.runtime import Pipeline, PipelineError
 from course_pp.schedule import build
 from tests.processes import no_process_left
-from tests.runtime.small import for_rank, forward_only, stages_of
+from tests.runtime.small import for_rank, stages_of
 
 WIDTH, M, STEPS = 6, 8, 2
 # Of a stage by what is wrapped: each is reduced once a step.
@@ -281,7 +281,7 @@ def after_others(rank: int) -> list[tuple[float, float]]:
     with pytest.raises(PipelineError, match="my bug"):
         pipe.step(*arguments)
     hook.remove()
-    evaluating = Pipeline(forward_only(schedule), modules, F.mse_loss, group=mesh.get_group("pp"), timeout_s=20)
+    evaluating = Pipeline(schedule.forward_only(), modules, F.mse_loss, group=mesh.get_group("pp"), timeout_s=20)
     training = Pipeline(schedule, modules, F.mse_loss, group=mesh.get_group("pp"), timeout_s=20)
     optimizer = torch.optim.SGD([p for m in modules.values() for p in m.parameters()], lr=0.1)
     found = []
