@@ -296,14 +296,7 @@ def _problem_of_optimizer(stage: int, optimizer: torch.optim.Optimizer, modules:
     if lost is not None:
         return f"parameter {lost!r} of stage {stage} is in no optimizer: give optimizers[{stage}] all that it trains"
     if held - set(map(id, module.parameters())):
-        others = {
-            id(p): f"{n!r} of stage {s}"
-            for s, m in modules.items()
-            for n, p in trained_parameters(m).items()
-            if s != stage
-        }
-        whose = next((name for number, name in others.items() if number in held), "one of no stage here")
-        return f"optimizers[{stage}] holds a parameter that is not stage {stage}'s, {whose}: give each stage its own"
+        return f"optimizers[{stage}] holds a parameter that is not stage {stage}'s: give each stage its own"
     return None
 
 

@@ -192,25 +192,6 @@ def test_a_forward_that_raises_keeps_nothing() -> None:
     assert meter.log().per_forward == {(0, 0): ROWS * WIDTH * FLOAT64}
 
 
-def test_backward_under_the_meter_gives_the_gradients_it_gives_without() -> None:
-    x, other = received(), received()
-    other.data.copy_(x)
-    stage = two_layers()
-    stage(x).sum().backward()
-    expected = [p.grad.clone() for p in stage.parameters() if p.grad is not None]
-    stage.zero_grad()
-    meter = Meter()
-    with meter.saving(0, 0):
-        output = stage(other)
-    output.sum().backward()
-    for parameter, gradient in zip(stage.parameters(), expected, strict=True):
-        assert parameter.grad is not None
-        assert parameter.grad.equal(gradient)
-    assert x.grad is not None
-    assert other.grad is not None
-    assert x.grad.equal(other.grad)
-
-
 def test_a_graph_that_is_retained_is_gone_through_twice_and_counted_until_the_second_time() -> None:
     meter, x = Meter(), received()
     with meter.saving(0, 0):

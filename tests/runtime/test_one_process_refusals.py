@@ -24,11 +24,6 @@ def test_a_training_step_under_no_grad_is_refused_and_evaluation_is_not() -> Non
         assert len(evaluation.step(batch, batch)) == M
 
 
-def test_an_unknown_transport_is_refused_though_nothing_is_sent() -> None:
-    with pytest.raises(ValueError, match="transport is 'tcp': use one of 'nccl', 'gloo', 'gloo without tags'"):
-        pipeline(transport="tcp")
-
-
 def test_a_weight_in_two_ties_is_refused() -> None:
     schedule = build("interleaved_1f1b", 1, M, n_chunks=3)
     stages = {stage: nn.Linear(WIDTH, WIDTH) for stage in range(3)}

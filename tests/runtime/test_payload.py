@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutput
 
 from course_pp.runtime.payload import NOTHING, describe, flatten, map_tensors, pack, tensors_of, unpack
 from tests.grids import examples, folded
@@ -144,12 +143,6 @@ def test_the_output_of_a_graph_arrives_as_a_leaf_that_requires_grad() -> None:
     assert not arrived["mask"].requires_grad
     arrived["output"].sum().backward()
     assert torch.equal(arrived["output"].grad, torch.ones(4, 2))
-
-
-def test_a_model_output_arrives_as_a_dict_without_what_is_none() -> None:
-    hidden = torch.ones(2, 3)
-    arrived = sent(BaseModelOutput(last_hidden_state=hidden, hidden_states=(hidden, hidden + 1)))
-    assert_same(arrived, {"last_hidden_state": hidden, "hidden_states": (hidden, hidden + 1)})
 
 
 def test_one_tensor_at_two_places_arrives_as_two() -> None:
