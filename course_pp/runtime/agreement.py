@@ -145,10 +145,7 @@ def agree(options: Options, feeds_tokens_back: bool = False) -> Agreement:
         ValueError: on every rank, for whatever is wrong on any of them, or differs between them.
         RankMissing: if a rank has ended or does not come.
     """
-    check_arguments(Options, {"group": options.group}, "Pipeline")
-    ranks = Ranks(options.group, limit_s=AGREEING_S)
-    if ranks.rank < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not in the pipeline's group: call it on the group's ranks only")
+    ranks = ranks_of(options.group)
     mine, device = _Told(), torch.device("cpu")
     modules: Modules = {}
     try:  # whatever is wrong on one rank alone must not keep the others waiting
@@ -193,6 +190,14 @@ def agree(options: Options, feeds_tokens_back: bool = False) -> Agreement:
     return Agreement(
         options, ranks.rank, modules, device, schedule, mine.declared, weights, planned, n_data, everyone[0].series
     )
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
+    """Return those that agree; raise ValueError on a rank that is none of them, for which torch's group is a number."""
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"rank {dist.get_rank()} is not in the pipeline's group: call it on the group's ranks only")
+    check_arguments(Options, {"group": group}, "Pipeline")
+    return Ranks(group, limit_s=AGREEING_S)
 
 
 def _by_stage(stages: Stages, here: Sequence[int]) -> Modules:

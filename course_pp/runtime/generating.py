@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_pp.arguments import WrongArgument, check_arguments, refuse_below, refuse_unless
-from course_pp.collective import Ranks, rank_by_stage
-from course_pp.runtime.agreement import AGREEING_S, Agreement, Options, Stages, agree
+from course_pp.collective import rank_by_stage
+from course_pp.runtime.agreement import Agreement, Options, Stages, agree, ranks_of
 from course_pp.runtime.emulation import EmulatedCluster
 from course_pp.runtime.executor import Batch, Executor, _Call, wire_for
 from course_pp.runtime.gradients import ShardedStages
@@ -75,9 +75,7 @@ def generate(
         PipelineError: on every rank, if a stage raises; says which rank, stage, group and token it was.
     """
     given = locals()
-    ranks = Ranks(group, limit_s=AGREEING_S)
-    if ranks.rank < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not in the pipeline's group: call it on the group's ranks only")
+    ranks = ranks_of(group)
     problem, here = None, [ranks.rank]
     try:
         check_arguments(generate, given)
