@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from course_pp.schedule import Action, Costs, Schedule, Time, bound, build, names
+from course_pp.schedule import Action, Costs, Schedule, Time, build, names
 from course_pp.schedule.schedule import normalised
-from course_pp.show.board_game import Game, game_of
+from course_pp.show.board_rules import Game, game_of
 
 
 @dataclass(frozen=True)
@@ -42,41 +42,15 @@ class Level:
     @property
     def reference(self) -> Schedule:
         """The order that reaches par."""
-        if self.order:
-            return _parsed(self.title, self.n_ranks, self.order)
-        return build(self.teaches, self.n_ranks, self.n_microbatches)
-
-    @property
-    def placement(self) -> tuple[int, ...]:
-        """The rank of each stage."""
-        return tuple(ranks[0] for ranks in self.reference.placement)
+        if not self.order:
+            return build(self.teaches, self.n_ranks, self.n_microbatches)
+        rows = tuple(tuple(map(Action.parse, row.split())) for row in self.order)
+        return Schedule(self.title, tuple((rank,) for rank in range(self.n_ranks)), rows)
 
     @property
     def game(self) -> Game:
-        return game_of(self.placement, self.n_microbatches, self.costs, self.memory_limit, self.split)
-
-    @property
-    def bound(self) -> Time:
-        return least_makespan(self.placement, self.n_microbatches, self.costs, self.memory_limit, self.split)
-
-
-def least_makespan(
-    placement: tuple[int, ...],
-    n_microbatches: int,
-    costs: Costs,
-    memory_limit: int | tuple[int | None, ...] | None,
-    split: bool,
-) -> Time:
-    """Return what no order on this board can beat. A whole backward cannot leave its weight half for later."""
-    if not split:
-        n = len(placement)
-        costs = replace(costs, recompute=0, input_grad=costs.durations(n)["B"], weight_grad=0)
-    return bound(1 + max(placement), n_microbatches, costs, memory_limit, placement=placement)
-
-
-def _parsed(name: str, n_ranks: int, order: tuple[str, ...]) -> Schedule:
-    rows = tuple(tuple(map(Action.parse, row.split())) for row in order)
-    return Schedule(name, tuple((rank,) for rank in range(n_ranks)), rows)
+        placement = [ranks[0] for ranks in self.reference.placement]
+        return game_of(placement, self.n_microbatches, self.costs, self.memory_limit, self.split)
 
 
 LEVELS = (
@@ -192,7 +166,7 @@ def references(
         except ValueError:
             continue  # not of this size
         kinds = {part.kind for part in schedule.parts}
-        plain = all(isinstance(action, Action) for row in schedule.actions for action in row)
-        if plain and schedule.placement == normalised(placement) and kinds <= set("FBIW" if split else "FB"):
+        is_plain = all(isinstance(action, Action) for row in schedule.actions for action in row)
+        if is_plain and schedule.placement == normalised(placement) and kinds <= set("FBIW" if split else "FB"):
             found.setdefault(name, schedule)
     return {name: [list(map(str, row)) for row in each.actions] for name, each in found.items()}

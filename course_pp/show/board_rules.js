@@ -1,4 +1,4 @@
-// The rules of the board, as board_rules.py and board_policies.py have them, name by name; a test holds them together.
+// The rules of the board, as board_rules.py has them, for where no Python runs; a test holds the two against each other.
 // Actions are text ("0F2"), a span is {rank, action, start, end}.
 
 const ORDER = "FBIW";

@@ -1,22 +1,138 @@
-"""The rules of the board: what may be placed where, and why not. ``board_rules.js`` holds the same rules, line by line.
+"""The rules of the board: what may be placed where and why not, and who finishes it.
 
 A :class:`Position` is an order under construction. Every action starts as soon as its rank is free and its inputs have
-arrived, so its times are those of :func:`course_pp.schedule.simulate`, at any moment of the game. An action goes to the
-end of its rank's row or into a gap that is long enough for it: nothing that was placed ever moves. So no order can be
-drawn that deadlocks with buffered sends.
+arrived, so its times are those of :func:`course_pp.schedule.simulate` at any moment of the game, and its timeline says
+why a rank waits. An action goes to the end of its rank's row or into a gap that is long enough for it: nothing that was
+placed ever moves. So no order can be drawn that deadlocks with buffered sends.
 
-Costs are floats here. Both languages then do the same additions and comparisons, and find the same times.
+``board_rules.js`` plays where no Python runs; a test holds its decisions, sentences and times against these. Costs are
+floats here, so that both languages do the same additions and comparisons.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
 
-from course_pp.schedule import Action, Product, Schedule, Span, Timeline
-from course_pp.show.board_game import KINDS_IN_ORDER, Game, Placed, Refused, held_after, spelled
+from course_pp.schedule import Action, Costs, Product, Schedule, Span, Time, Timeline, bound
 
+_KINDS = "FBIW"
 _MOVE = re.compile(r"(-?)(\d{1,6}[FBIW]\d{1,6})(?:@(\d{1,6}))?", re.ASCII)
+# From what is done first to what is done last, among actions that could start at the same time.
+POLICIES = {"forward first": "FIBW", "backward first": "BIFW", "zero bubble": "IFWB"}
+
+# How many more activations a rank holds when an action has started (F) or ended (the others).
+_CHANGE = {"F": 1, "I": 0, "B": -1, "W": -1}
+
+Rows = Sequence[Sequence[str]]
+"""An order: for each rank its actions, as text."""
+
+
+class Refused(ValueError):
+    """A move that cannot be made; its message names the rule that forbids it, and what to do."""
+
+
+@dataclass(frozen=True)
+class Game:
+    """What a board is played with.
+
+    Attributes:
+        placement: the rank of each stage.
+        n_microbatches: m.
+        costs: of actions and messages.
+        limits: for each rank the most activations it may hold; None for no limit.
+        split: whether the backward comes in halves, ``I`` and ``W``; a whole ``B`` is then allowed too.
+
+    Raises:
+        ValueError: for fewer than one microbatch, an action that takes no time, and a limit under which no microbatch
+            could pass; names the least that would do.
+    """
+
+    placement: tuple[int, ...]
+    n_microbatches: int
+    costs: Costs
+    limits: tuple[int | None, ...]
+    split: bool = False
+
+    def __post_init__(self) -> None:
+        if self.n_microbatches < 1:
+            raise ValueError(f"n_microbatches is {self.n_microbatches}: give an integer of at least 1")
+        for name, kind in (("forward", "F"), ("input_grad", "I"), ("weight_grad", "W")):
+            if (least_time := min(self.durations[kind])) <= 0:
+                raise ValueError(f"{name} is {least_time}: on the board every action takes time, give more than 0")
+        if len(self.limits) != self.n_ranks:
+            given = f"memory_limit has {len(self.limits)} values for {self.n_ranks} ranks"
+            raise ValueError(f"{given}: give one number, or one for each")
+        for rank, limit in enumerate(self.limits):
+            least = self.placement.count(rank)
+            if limit is not None and limit < least:
+                needs = f"one microbatch is held by each of rank {rank}'s stages, so give at least {least}"
+                raise ValueError(f"memory_limit is {limit} on rank {rank}: {needs}")
+
+    @property
+    def n_ranks(self) -> int:
+        return 1 + max(self.placement)
+
+    @property
+    def n_stages(self) -> int:
+        return len(self.placement)
+
+    @property
+    def kinds(self) -> str:
+        """The letters that can be placed."""
+        return _KINDS if self.split else "FB"
+
+    @cached_property
+    def durations(self) -> dict[str, tuple[float, ...]]:
+        """For each kind of action its time in each stage."""
+        times = self.costs.durations(self.n_stages)
+        return {kind: tuple(map(float, times[kind])) for kind in _KINDS}
+
+    @cached_property
+    def transfers(self) -> tuple[float, ...]:
+        """The time of a message between two ranks, for each boundary between stages."""
+        return tuple(map(float, self.costs.transfers(self.n_stages)))
+
+    @property
+    def bound(self) -> Time:
+        """The makespan that no order can beat. A whole backward cannot leave its weight half for later."""
+        costs = self.costs
+        if not self.split:
+            costs = replace(costs, recompute=0, input_grad=costs.durations(self.n_stages)["B"], weight_grad=0)
+        return bound(self.n_ranks, self.n_microbatches, costs, self.limits, placement=self.placement)
+
+    def as_json(self) -> dict[str, Any]:
+        """As the browser takes it."""
+        return {
+            "placement": list(self.placement),
+            "microbatches": self.n_microbatches,
+            "durations": {kind: list(times) for kind, times in self.durations.items()},
+            "transfers": list(self.transfers),
+            "limits": list(self.limits),
+            "split": self.split,
+        }
+
+
+def game_of(
+    placement: Sequence[int],
+    n_microbatches: int,
+    costs: Costs,
+    memory_limit: int | Sequence[int | None] | None = None,
+    split: bool = False,
+) -> Game:
+    """Return a game whose limit is one for every rank, or one for each. Raises ValueError as :class:`Game` does."""
+    each = isinstance(memory_limit, Sequence)
+    limits = tuple(memory_limit) if each else (memory_limit,) * (1 + max(placement))  # type: ignore[arg-type]
+    return Game(tuple(placement), n_microbatches, costs, limits, split)  # type: ignore[arg-type]
+
+
+def spelled(time: float) -> str:
+    """Return a time for people: ``3``, ``2.5``."""
+    return f"{round(time, 3):.12g}"
 
 
 class Position:
@@ -28,48 +144,27 @@ class Position:
 
     def __init__(self, game: Game) -> None:
         self.game = game
-        self.rows: list[list[Placed]] = [[] for _ in range(game.n_ranks)]
-        self._spans: dict[Action, Placed] = {}
-        self._maker: dict[Product, Placed] = {}
-
-    def rank_of(self, action: Action) -> int:
-        return self.game.placement[action.stage]
-
-    @property
-    def makespan(self) -> float:
-        return max((row[-1].end for row in self.rows if row), default=0.0)
+        self.rows: list[list[Span]] = [[] for _ in range(game.n_ranks)]
+        self._maker: dict[Product, Span] = {}
 
     @property
     def left(self) -> int:
         """What is still to do: a forward, an input gradient and a weight gradient for each stage and microbatch."""
-        done = sum(len(action.provides) for action in self._spans)
-        return 3 * self.game.n_stages * self.game.n_microbatches - done
+        return 3 * self.game.n_stages * self.game.n_microbatches - len(self._maker)
 
     @property
     def schedule(self) -> Schedule:
         """The order on the board, complete or not."""
-        return Schedule(
-            "drawn",
-            tuple((rank,) for rank in self.game.placement),
-            tuple(tuple(span.action for span in row) for row in self.rows),
-        )
+        rows = tuple(tuple(span.action for span in row) for row in self.rows)
+        return Schedule("drawn", tuple((rank,) for rank in self.game.placement), rows)
 
     @property
     def timeline(self) -> Timeline:
-        return Timeline(
-            self.game.n_ranks,
-            tuple(Span(each.rank, each.action, each.start, each.end) for row in self.rows for each in row),
-            transfers=self.game.transfers,
-            name="drawn",
-        )
+        spans = tuple(span for row in self.rows for span in row)
+        return Timeline(self.game.n_ranks, spans, transfers=self.game.transfers, name="drawn")
 
-    @property
-    def peaks(self) -> tuple[int, ...]:
-        """For each rank the most activations it holds."""
-        return tuple(max(held, default=0) for held in map(held_after, self.rows))
-
-    def place(self, action: Action, at: float | None = None) -> int | None:
-        """Put ``action`` at the end of its row, or into the gap in which time ``at`` lies.
+    def place(self, action: Action, at: float | None = None, index: int | None = None) -> int | None:
+        """Put ``action`` at the end of its row, or into the gap in which time ``at`` lies, or at ``index``.
 
         Returns:
             its index in the row; None at the end.
@@ -77,58 +172,30 @@ class Position:
         Raises:
             Refused: with the rule that forbids it and what to do.
         """
-        self._refuse_unless_possible(action)
-        index = self.index_at(self.rank_of(action), at)
-        return self._insert(action, index)
+        index, span = self.fit(action, at, index)
+        row = self.rows[span.rank]
+        row.insert(index, span)
+        self._maker.update(dict.fromkeys(action.provides, span))
+        return None if index == len(row) - 1 else index
 
-    def place_at(self, action: Action, index: int) -> None:
-        """Put ``action`` before the one at ``index`` of its row. Raises Refused as :meth:`place` does."""
-        self._refuse_unless_possible(action)
-        self._insert(action, min(index, len(self.rows[self.rank_of(action)])))
-
-    def why_not(self, action: Action, at: float | None = None) -> Refused | None:
-        """Return why ``action`` cannot be placed; None if it can."""
+    def why_not(self, action: Action, at: float | None = None) -> str:
+        """Return why ``action`` cannot be placed; empty if it can."""
         try:
-            self._refuse_unless_possible(action)
-            self._fit(action, self.index_at(self.rank_of(action), at))
+            self.fit(action, at)
         except Refused as refused:
-            return refused
-        return None
+            return str(refused)
+        return ""
 
     def legal(self, rank: int, at: float | None = None) -> list[Action]:
         """Return what can be placed on ``rank``, the earliest start first."""
         found = []
-        for stage in self.game.stages_of[rank]:
+        for stage in (stage for stage, home in enumerate(self.game.placement) if home == rank):
             for microbatch in range(self.game.n_microbatches):
-                for kind in self.game.kinds:
+                for order, kind in enumerate(self.game.kinds):
                     action = Action(stage, kind, microbatch)
-                    if self.why_not(action, at) is None:
-                        start = self._fit(action, self.index_at(rank, at))
-                        found.append(((start, KINDS_IN_ORDER.index(kind), microbatch, stage), action))
+                    if not self.why_not(action, at):
+                        found.append(((self.fit(action, at)[1].start, order, microbatch, stage), action))
         return [action for _, action in sorted(found, key=lambda each: each[0])]
-
-    def start_of(self, action: Action) -> float:
-        """Return when ``action`` would start at the end of its row. Raises Refused."""
-        self._refuse_unless_possible(action)
-        return self._fit(action, len(self.rows[self.rank_of(action)]))
-
-    def in_flight(self, stage: int) -> int:
-        """Return how many microbatches have passed ``stage`` forward and not backward."""
-        kinds = [action.kind for action in self._spans if action.stage == stage]
-        return kinds.count("F") - kinds.count("B") - kinds.count("I")
-
-    def next_of(self, rank: int, kind: str, at: float | None = None) -> Action:
-        """Return the first action of ``kind`` that can be placed on ``rank``. Raises Refused if none can."""
-        self.index_at(rank, at)  # a busy rank is the first reason
-        for action in self.legal(rank, at):
-            if action.kind == kind:
-                return action
-        for microbatch in range(self.game.n_microbatches):
-            for stage in self.game.stages_of[rank]:
-                refused = self.why_not(Action(stage, kind, microbatch), at)
-                if refused is not None and refused.why != "placed":
-                    raise refused
-        raise Refused("nothing", f"rank {rank} has no {kind} left to place")
 
     def remove(self, action: Action) -> None:
         """Remove ``action``, what came after it on its rank, and what depends on any of these.
@@ -136,62 +203,58 @@ class Position:
         Raises:
             Refused: if it is not on the board.
         """
-        if action not in self._spans:
-            raise Refused("nothing", f"{action} is not on the board")
-        keep = [len(row) for row in self.rows]
-        rank = self.rank_of(action)
-        keep[rank] = self.rows[rank].index(self._spans[action])
-        while True:
-            gone = {span.action for row, n in zip(self.rows, keep, strict=True) for span in row[n:]}
-            before = list(keep)
-            for rank, row in enumerate(self.rows):
-                for index, span in enumerate(row[: keep[rank]]):
-                    if any(self._maker[product].action in gone for product in self._needs(span.action)):
-                        keep[rank] = index
-                        break
-            if keep == before:
-                break
-        for row, n in zip(self.rows, keep, strict=True):
-            for span in row[n:]:
-                del self._spans[span.action]
-                for product in span.action.provides:
-                    del self._maker[product]
-            del row[n:]
+        before = sorted((span for row in self.rows for span in row), key=lambda span: span.start)
+        if action not in [span.action for span in before]:
+            raise Refused(f"{action} is not on the board")
+        self.rows, self._maker = [[] for _ in self.rows], {}
+        cut = set()
+        for span in before:  # makers before takers
+            if span.action == action or any(each not in self._maker for each in self._needs(span.action.parts[0])):
+                cut.add(span.rank)
+            if span.rank not in cut:
+                self.rows[span.rank].append(span)
+                self._maker.update(dict.fromkeys(span.action.parts[0].provides, span))
 
-    def gaps(self) -> list[tuple[int, float, float, str]]:
-        """Return each interval up to the makespan in which a rank does nothing: rank, start, end, and why."""
-        found = []
-        for rank, row in enumerate(self.rows):
-            free = 0.0
+    def fit(self, action: Action, at: float | None = None, index: int | None = None) -> tuple[int, Span]:
+        """Return where in its row ``action`` would go and when it would run. Raises Refused, as :meth:`place`."""
+        game, stage, microbatch = self.game, action.stage, action.microbatch
+        if action.kind not in game.kinds:
+            kinds = " and ".join([", ".join(game.kinds[:-1]), game.kinds[-1]])
+            raise Refused(f"{action} is not for this board: it takes {kinds}")
+        if stage >= game.n_stages or microbatch >= game.n_microbatches:
+            there = f"stages are 0 to {game.n_stages - 1}, microbatches 0 to {game.n_microbatches - 1}"
+            raise Refused(f"there is no {action} here: {there}")
+        for product in action.provides:
+            if placed := self._maker.get(product):
+                raise Refused(f"{placed.action} is placed already, from {spelled(float(placed.start))}")
+        for product in self._needs(action):
+            if product not in self._maker:
+                kinds = "F" if product.what == "activation" else "IB" if game.split else "B"
+                makers = " or ".join(f"{product.stage}{kind}{product.microbatch}" for kind in kinds)
+                raise Refused(f"{action} needs {product}: place {makers} first")
+        rank, took = game.placement[stage], game.durations[action.kind][stage]
+        row = self.rows[rank]
+        if at is not None:
             for span in row:
-                if span.start > free:
-                    found.append((rank, free, span.start, self._why_waits(span, free)))
-                free = span.end
-            if self.makespan > free:
-                why = f"rank {rank} has nothing placed after {spelled(free)}"
-                if not self._left_on(rank):
-                    why = f"rank {rank} is done at {spelled(free)}, the others at {spelled(self.makespan)}"
-                found.append((rank, free, self.makespan, why))
-        return found
-
-    def critical_path(self) -> list[Action]:
-        """Return the chain that sets the makespan: each action starts when the one before, or its message, allows."""
-        span: Placed | None = None
-        for row in self.rows:
-            if row and (span is None or row[-1].end > span.end):
-                span = row[-1]
-        path = []
-        while span is not None:
-            path.append(span.action)
-            row = self.rows[span.rank]
-            causes = [(self._arrival(product, span.rank), self._maker[product]) for product in self._needs(span.action)]
-            if index := row.index(span):
-                causes.append((row[index - 1].end, row[index - 1]))
-            span, latest = None, -1.0
-            for time, maker in causes:
-                if time > latest:
-                    span, latest = maker, time
-        return path[::-1]
+                if span.start <= at < span.end:
+                    busy = f"{span.action} from {spelled(float(span.start))} to {spelled(float(span.end))}"
+                    raise Refused(f"rank {rank} is busy with {busy}: choose a time when it is free")
+            index = sum(span.start <= at for span in row)
+        index = len(row) if index is None else min(index, len(row))
+        free = float(row[index - 1].end) if index else 0.0
+        start = max([free, *(self._arrival(product, rank) for product in self._needs(action))])
+        if index < len(row) and start + took > row[index].start:
+            after = f"{row[index].action} starts at {spelled(float(row[index].start))}"
+            cannot = f"{action} takes {spelled(took)} and cannot start before {spelled(start)} here, but {after}"
+            raise Refused(f"{cannot}: choose a longer gap")
+        new, limit = Span(rank, action, start, start + took), game.limits[rank]
+        if limit is not None and action.kind == "F":
+            counts = [_CHANGE[span.action.parts[0].kind] for span in (*row[:index], new, *row[index:])]
+            most = max(list(accumulate(counts))[index:])
+            if most > limit:
+                over = f"rank {rank} would hold {most} activations and its cap is {limit}"
+                raise Refused(f"with {action}, {over}: place a {'W or B' if game.split else 'B'} first")
+        return index, new
 
     def _needs(self, action: Action) -> tuple[Product, ...]:
         return action.needs(self.game.n_stages)
@@ -199,103 +262,28 @@ class Position:
     def _arrival(self, product: Product, rank: int) -> float:
         """Return when something that was made is there on ``rank``."""
         maker = self._maker[product]
-        if maker.rank == rank:
-            return maker.end
-        boundary = product.stage if product.what == "activation" else product.stage - 1
-        return maker.end + self.game.transfers[boundary]
+        boundary = product.stage - (product.what == "gradient")
+        return float(maker.end) + (0.0 if maker.rank == rank else self.game.transfers[boundary])
 
-    def _refuse_unless_possible(self, action: Action) -> None:
-        game, stage, microbatch = self.game, action.stage, action.microbatch
-        if action.kind not in game.kinds:
-            kinds = " and ".join([", ".join(game.kinds[:-1]), game.kinds[-1]])
-            raise Refused("unknown", f"{action} is not for this board: it takes {kinds}")
-        if stage >= game.n_stages or microbatch >= game.n_microbatches:
-            raise Refused(
-                "unknown",
-                f"there is no {action} here: stages are 0 to {game.n_stages - 1}, microbatches 0 to "
-                f"{game.n_microbatches - 1}",
-            )
-        for product in action.provides:
-            if product in self._maker:
-                placed = self._maker[product]
-                raise Refused("placed", f"{placed.action} is placed already, from {spelled(placed.start)}")
-        for product in self._needs(action):
-            if product not in self._maker:
-                raise Refused("missing", f"{action} needs {product}: place {self._makers(product)} first")
 
-    def _makers(self, product: Product) -> str:
-        """Return the actions that would make ``product``, spelled."""
-        kinds = "F" if product.what == "activation" else "IB" if self.game.split else "B"
-        return " or ".join(f"{product.stage}{kind}{product.microbatch}" for kind in kinds)
+def play(position: Position, move: str) -> None:
+    """Make one move: ``0F0`` at the end of a row, ``0W0@3`` before the fourth action, ``-0F0`` taken away.
 
-    def index_at(self, rank: int, at: float | None) -> int:
-        """Return where in the row of ``rank`` an action placed at time ``at`` goes. Raises Refused if it is busy."""
-        row = self.rows[rank]
-        if at is None:
-            return len(row)
-        for span in row:
-            if span.start <= at < span.end:
-                raise Refused(
-                    "busy",
-                    f"rank {rank} is busy with {span.action} from {spelled(span.start)} to "
-                    f"{spelled(span.end)}: choose a time when it is free",
-                )
-        return sum(span.start <= at for span in row)
-
-    def _fit(self, action: Action, index: int) -> float:
-        """Return when ``action`` would start before that at ``index``. Raises Refused without time or memory for it."""
-        rank = self.rank_of(action)
-        row, took = self.rows[rank], self.game.durations[action.kind][action.stage]
-        start = row[index - 1].end if index else 0.0
-        for product in self._needs(action):
-            start = max(start, self._arrival(product, rank))
-        if index < len(row) and start + took > row[index].start:
-            after = row[index]
-            raise Refused(
-                "room",
-                f"{action} takes {spelled(took)} and cannot start before {spelled(start)} here, but "
-                f"{after.action} starts at {spelled(after.start)}: choose a longer gap",
-            )
-        limit = self.game.limits[rank]
-        if limit is not None and action.kind == "F":
-            held = max(held_after([*row[:index], Placed(rank, action, start, start + took), *row[index:]])[index:])
-            if held > limit:
-                raise Refused(
-                    "memory",
-                    f"with {action}, rank {rank} would hold {held} activations and its cap is {limit}: place a "
-                    f"{'W or B' if self.game.split else 'B'} first",
-                )
-        return start
-
-    def _insert(self, action: Action, index: int) -> int | None:
-        start = self._fit(action, index)
-        rank = self.rank_of(action)
-        span = Placed(rank, action, start, start + self.game.durations[action.kind][action.stage])
-        is_last = index == len(self.rows[rank])
-        self.rows[rank].insert(index, span)
-        self._spans[action] = span
-        self._maker.update(dict.fromkeys(action.provides, span))
-        return None if is_last else index
-
-    def _left_on(self, rank: int) -> int:
-        done = sum(len(span.action.provides) for span in self.rows[rank])
-        return 3 * len(self.game.stages_of[rank]) * self.game.n_microbatches - done
-
-    def _why_waits(self, span: Placed, free: float) -> str:
-        latest = max(self._needs(span.action), key=lambda product: self._arrival(product, span.rank))
-        maker = self._maker[latest]
-        waits = f"rank {span.rank} waits from {spelled(free)} to {spelled(span.start)} for {latest}"
-        if maker.end == span.start:
-            return f"{waits}: rank {maker.rank} makes it until then"
-        return f"{waits}: rank {maker.rank} sent it at {spelled(maker.end)}"
+    Raises:
+        Refused: for a move that cannot be read or is not allowed.
+    """
+    match = _MOVE.fullmatch(move) if isinstance(move, str) else None
+    if match is None or (match[1] and match[3]):
+        raise Refused("write stage, kind and microbatch, as in 0F0, 0W0@3 or -0F0")
+    action = Action.parse(match[2])
+    if match[1]:
+        position.remove(action)
+    else:
+        position.place(action, index=int(match[3]) if match[3] else None)
 
 
 def replay(game: Game, moves: Sequence[str]) -> Position:
-    """Replay ``moves``: ``0F0`` at the end of a row, ``0W0@3`` before the fourth action, ``-0F0`` taken away.
-
-    Raises:
-        ValueError: for a move that cannot be read or is not allowed, with its number.
-    """
+    """Make ``moves`` from an empty board on. Raises ValueError for one that is refused, with its number."""
     position = Position(game)
     for number, move in enumerate(moves):
         try:
@@ -305,15 +293,57 @@ def replay(game: Game, moves: Sequence[str]) -> Position:
     return position
 
 
-def play(position: Position, move: str) -> None:
-    """Make one move, written as for :func:`replay`. Raises Refused."""
-    match = _MOVE.fullmatch(move) if isinstance(move, str) else None
-    if match is None or (match[1] and match[3]):
-        raise Refused("unknown", "write stage, kind and microbatch, as in 0F0, 0W0@3 or -0F0")
-    action = Action.parse(match[2])
-    if match[1]:
-        position.remove(action)
-    elif match[3]:
-        position.place_at(action, int(match[3]))
-    else:
+def fill(position: Position, policy: str, references: Mapping[str, Rows]) -> list[str]:
+    """Place what is left by a policy, or by a named order that the board has followed so far; returns the moves.
+
+    It stops early where nothing is legal any more: under a tight cap, what was placed can make the rest impossible.
+    """
+    moves = []
+    while (action := advice(position, policy, references)) is not None:
         position.place(action)
+        moves.append(str(action))
+    return moves
+
+
+def advice(position: Position, policy: str, references: Mapping[str, Rows], rank: int | None = None) -> Action | None:
+    """Return what comes next, on ``rank`` or on any; None if there is nothing."""
+    options = [
+        option
+        for each in (range(position.game.n_ranks) if rank is None else (rank,))
+        for option in _options(position, policy, references, each)
+    ]
+    return min(options, key=lambda option: option[0])[1] if options else None
+
+
+def recognised(position: Position, references: Mapping[str, Rows]) -> list[str]:
+    """Return the names of the orders that the board has followed so far; none of an empty board."""
+    rows = [[str(span.action) for span in row] for row in position.rows]
+    return [
+        name
+        for name, order in references.items()
+        if any(rows) and all(row == list(whole[: len(row)]) for row, whole in zip(rows, order, strict=True))
+    ]
+
+
+def _options(
+    position: Position, policy: str, references: Mapping[str, Rows], rank: int
+) -> Iterator[tuple[tuple[float, ...], Action]]:
+    """Yield what a policy or an order could do next on a rank, with what to sort by."""
+    if policy in references:
+        row, order = [str(span.action) for span in position.rows[rank]], list(references[policy][rank])
+        if row == order[: len(row)] and len(row) < len(order):
+            action = Action.parse(order[len(row)])
+            if not position.why_not(action):
+                yield (float(position.fit(action)[1].start), 0, rank), action
+        return
+    game, halves = position.game, "B" if policy == "zero bubble" else "IW"
+    for action in position.legal(rank):
+        stage, kind = action.stage, action.kind
+        if game.split and kind in halves:
+            continue
+        if policy == "backward first" and kind == "F":
+            done = [part.kind for part in position.timeline.actions if part.stage == stage]
+            if done.count("F") - done.count("B") - done.count("I") >= game.n_stages - stage:
+                continue
+        start = float(position.fit(action)[1].start)
+        yield (start, POLICIES[policy].index(kind), action.microbatch, -stage, rank), action

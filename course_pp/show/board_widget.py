@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
+from hashlib import sha256
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from course_pp.arguments import checked, refuse_unless
+from course_pp.files import locked, state_folder, write_atomically
 from course_pp.schedule import Action, Costs, Schedule, Time, Timeline, to_torch_csv
-from course_pp.show.board_game import Game, game_of, spelled
-from course_pp.show.board_kept import keep, kept
-from course_pp.show.board_levels import LEVELS, Level, least_makespan, references
-from course_pp.show.board_policies import POLICIES, advice, fill, recognised
-from course_pp.show.board_rules import Position, replay
+from course_pp.show.board_levels import LEVELS, Level, references
+from course_pp.show.board_rules import POLICIES, Game, Position, advice, fill, game_of, recognised, replay, spelled
 from course_pp.show.chart import ChartFigure
 from course_pp.show.timelines import draw_idle, timeline
-from course_pp.show.wording import listed
+from course_pp.show.wording import counted, listed
 
 try:
     from anywidget import AnyWidget
@@ -28,8 +28,6 @@ except ModuleNotFoundError as error:
         "kernel of .venv",
         name=error.name,
     ) from None
-
-__all__ = ["Board", "board"]
 
 _EQUAL = 1e-12
 _MOST_ACTIONS = 600
@@ -60,14 +58,15 @@ class Board(AnyWidget):
     undone = List(Unicode()).tag(sync=True)
     ran = Dict().tag(sync=True)
 
-    @checked
     def __init__(self, game: Game, costs: Costs, level: Level | None = None) -> None:
         self.level, self.costs, self._game = level, costs, game
-        self.bound: Time = least_makespan(game.placement, game.n_microbatches, costs, game.limits, game.split)
+        self.bound: Time = game.bound
         self.par: Time | None = None if level is None else level.par
+        placement = game.placement
         own = None if level is None else level.reference
-        self._references = references(game.placement, game.n_microbatches, game.split, own)
-        self._name = _name_of(game, level)
+        self._references = references(placement, game.n_microbatches, game.split, own)
+        told = json.dumps(game.as_json(), sort_keys=True)
+        self._name = f"{f'level {level.number}' if level else 'board'} {sha256(told.encode()).hexdigest()[:12]}"
         self._position = Position(game)
         moves, said = kept(self._name), ""
         try:
@@ -75,7 +74,7 @@ class Board(AnyWidget):
         except ValueError:
             moves, said = [], "What was kept of this board cannot be read; it begins anew."
         if moves:
-            said = f"{_counted(moves)} from last time; clear the board to begin anew."
+            said = f"{counted(len(moves), 'move')} from last time; clear the board to begin anew."
         super().__init__(game=game.as_json(), words=self._words(said), moves=moves)
         self.observe(self._follow, "moves")
         self.on_msg(self._asked)
@@ -131,7 +130,7 @@ class Board(AnyWidget):
     @property
     def score(self) -> float:
         """The bound over the makespan: 1 for an order that nothing can beat; 0 before the board is complete."""
-        return float(self.bound) / self._position.makespan if self.is_complete else 0.0
+        return float(self.bound / self.timeline.makespan) if self.is_complete else 0.0
 
     @property
     def recognised(self) -> tuple[str, ...]:
@@ -141,12 +140,12 @@ class Board(AnyWidget):
     @property
     def gaps(self) -> tuple[str, ...]:
         """For each time in which a rank does nothing: why."""
-        return tuple(why for *_, why in self._position.gaps())
+        return tuple(gap.cause for gap in self.timeline.idle_gaps)
 
     @property
     def critical_path(self) -> tuple[str, ...]:
         """The actions that set the makespan, in order."""
-        return tuple(map(str, self._position.critical_path()))
+        return tuple(str(span.action) for span in self.timeline.critical_path)
 
     @property
     def figure(self) -> ChartFigure:
@@ -190,8 +189,7 @@ class Board(AnyWidget):
     @checked
     def why_not(self, action: str, at: Time | None = None) -> str:
         """Return why ``action`` cannot be placed; empty if it can."""
-        refused = self._position.why_not(Action.parse(action), None if at is None else float(at))
-        return "" if refused is None else str(refused)
+        return self._position.why_not(Action.parse(action), None if at is None else float(at))
 
     @checked
     def legal(self, rank: int) -> tuple[str, ...]:
@@ -278,7 +276,7 @@ class Board(AnyWidget):
         ran = emulate(schedule, self.costs)
         spans = [[span.rank, str(span.action), float(span.start), float(span.end)] for span in ran.spans]
         said = f"Ran on {schedule.n_ranks} ranks: {ran.how} {float(ran.makespan):.2f}, drawn "
-        said += f"{spelled(self._position.makespan)}; {verdict} to one process's."
+        said += f"{self._makespan}; {verdict} to one process's."
         self.ran = {
             "of": " ".join(self.moves),
             "spans": spans,
@@ -290,14 +288,16 @@ class Board(AnyWidget):
         }
         return ran
 
+    @property
+    def _makespan(self) -> str:
+        return spelled(float(self.timeline.makespan))
+
     def _standing(self) -> str:
-        position = self._position
-        if position.left:
-            done = sum(map(len, position.rows))
-            return f"{done} action{'s' if done != 1 else ''} placed, makespan {spelled(position.makespan)}."
+        if self._position.left:
+            return f"{counted(sum(map(len, self._position.rows)), 'action')} placed, makespan {self._makespan}."
         against = "" if self.par is None else f", par {spelled(float(self.par))}"
         names = f"; this is {listed(list(self.recognised))}" if self.recognised else ""
-        return f"Complete: makespan {spelled(position.makespan)}{against}{names}."
+        return f"Complete: makespan {self._makespan}{against}{names}."
 
     def __repr__(self) -> str:
         return f"Board({self.words['title']}. {self._standing()})"
@@ -310,14 +310,38 @@ class Board(AnyWidget):
         return {**picture, **(data or {}), "text/plain": figure.alt_text}, metadata
 
 
-def _counted(moves: Sequence[str]) -> str:
-    return f"{len(moves)} move{'s' if len(moves) != 1 else ''}"
+def kept_in() -> Path:
+    """Return the file of kept boards, beside the learner's progress; delete it to begin again."""
+    path = state_folder() / "boards.json"
+    with suppress(RuntimeError):  # nobody has that home directory
+        path = path.expanduser()
+    return path
 
 
-def _name_of(game: Game, level: Level | None) -> str:
-    told = json.dumps(game.as_json(), sort_keys=True)
-    name = f"level {level.number}" if level else "board"
-    return f"{name} {hashlib.sha256(told.encode()).hexdigest()[:12]}"
+def kept(name: str) -> list[str]:
+    """Return the moves of the board called ``name``; none if nothing readable was kept."""
+    found = _boards().get(name, [])
+    return found if isinstance(found, list) and all(isinstance(move, str) for move in found) else []
+
+
+def keep(name: str, moves: list[str]) -> str:
+    """Keep the moves of a board; an empty list forgets it. Return a sentence if that failed, else an empty one."""
+    path = kept_in()
+    try:
+        with locked(path) as file:  # another kernel may keep a board at the same time
+            boards = {each: made for each, made in {**_boards(), name: moves}.items() if made}
+            write_atomically(file, json.dumps(boards, indent=1) + "\n")
+    except OSError as error:
+        return f"This board will not outlive its kernel: {path} cannot be written ({error.strerror or error})."
+    return ""
+
+
+def _boards() -> dict[str, object]:
+    try:
+        boards = json.loads(kept_in().read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return boards if isinstance(boards, dict) else {}
 
 
 @checked
@@ -353,21 +377,16 @@ def board(
             raise ValueError(f"level is {level}: give a level from 1 to {len(LEVELS)}, or leave it out")
         chosen = LEVELS[level - 1]
         return Board(chosen.game, chosen.costs, chosen)
-    places = _places(n_ranks, placement)
-    if 3 * len(places) * n_microbatches > _MOST_ACTIONS:
-        raise ValueError(
-            f"n_microbatches={n_microbatches} on {len(places)} stages make up to "
-            f"{3 * len(places) * n_microbatches:,} actions: nobody places more than {_MOST_ACTIONS} by hand, take fewer"
-        )
-    costs = Costs() if costs is None else costs
-    return Board(game_of(places, n_microbatches, costs, memory_limit, split), costs)
-
-
-def _places(n_ranks: int, placement: Sequence[int] | None) -> tuple[int, ...]:
     if placement is None:
         if not 1 <= n_ranks <= _MOST_ACTIONS:
             raise ValueError(f"n_ranks is {n_ranks}: give an integer from 1 to {_MOST_ACTIONS}")
-        return tuple(range(n_ranks))
+        placement = range(n_ranks)
     if not placement or set(placement) != set(range(1 + max(placement))):
         raise ValueError(f"placement is {tuple(placement)}: give every rank from 0 on at least one stage")
-    return tuple(placement)
+    if (n_actions := 3 * len(placement) * n_microbatches) > _MOST_ACTIONS:
+        raise ValueError(
+            f"n_microbatches={n_microbatches} on {len(placement)} stages make up to {n_actions:,} actions: nobody "
+            f"places more than {_MOST_ACTIONS} by hand, take fewer"
+        )
+    costs = Costs() if costs is None else costs
+    return Board(game_of(placement, n_microbatches, costs, memory_limit, split), costs)

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("output")
     output.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="colour the chart (auto)")
     output.add_argument("--save", type=Path, metavar="FILE", help="save the figure as .svg or .png")
-    for option, what in _WRITERS.items():
+    for option, (what, _) in _WRITERS.items():
         output.add_argument(f"--{option}", nargs="?", const="-", metavar="FILE", help=f"{what}; without FILE, print it")
 
 
@@ -58,7 +58,9 @@ def run(arguments: argparse.Namespace) -> None:
     for option, target in targets.items():
         if not target:
             raise ValueError(f"--{option} has an empty name: give a FILE, or leave it out to print")
-    report = _report(arguments)
+    times = ("forward", "input_grad", "weight_grad", "update", "latency")
+    costs = Costs(**{name: getattr(arguments, name) for name in times})
+    report = Report(arguments.name, arguments.ranks, arguments.microbatches, arguments.chunks, costs)
     if arguments.save:
         from course_pp import show
 
@@ -67,26 +69,19 @@ def run(arguments: argparse.Namespace) -> None:
             figure.save(arguments.save)
     for option, target in targets.items():
         if target != "-":
-            text = _WRITE[option](report)
+            text = _WRITERS[option][1](report)
             with naming(target):
                 Path(target).write_text(f"{text}\n", encoding="utf-8")
     if printed:
-        print(_WRITE[printed[0]](report))
+        print(_WRITERS[printed[0]][1](report))
     else:
         width = max(40, min(_MOST_COLUMNS, shutil.get_terminal_size((_MOST_COLUMNS, 24)).columns))
         chart = timeline_text(report.timeline, width, _has_colour(arguments.color, sys.stdout))
-        print(_printable(f"{_heading(report)}\n\n{chart}\n\n{_numbers(report, width)}", sys.stdout))
-
-
-def _report(arguments: argparse.Namespace) -> Report:
-    costs = Costs(
-        forward=arguments.forward,
-        input_grad=arguments.input_grad,
-        weight_grad=arguments.weight_grad,
-        update=arguments.update,
-        latency=arguments.latency,
-    )
-    return Report(arguments.name, arguments.ranks, arguments.microbatches, arguments.chunks, costs)
+        schedule = report.schedule
+        ranks, stages = counted(schedule.n_ranks, "rank"), counted(schedule.n_stages, "stage")
+        microbatches = counted(schedule.n_microbatches, "microbatch", "microbatches")
+        heading = f"{schedule.name}: {ranks}, {stages}, {microbatches}"
+        print(_printable(f"{heading}\n\n{chart}\n\n{_numbers(report, width)}", sys.stdout))
 
 
 def _times(text: str) -> Time | tuple[Time, ...]:
@@ -111,16 +106,6 @@ def _time(text: str) -> Time:
     return Fraction(text)
 
 
-def _heading(report: Report) -> str:
-    schedule = report.schedule
-    sizes = [
-        counted(schedule.n_ranks, "rank"),
-        counted(schedule.n_stages, "stage"),
-        counted(schedule.n_microbatches, "microbatch", "microbatches"),
-    ]
-    return f"{schedule.name}: {', '.join(sizes)}"
-
-
 def _numbers(report: Report, width: int) -> str:
     tl, form, gap = report.timeline, report.closed_form, report.longest_gap
     peaks, n_chunks = " ".join(map(str, tl.peak_activations)), tl.n_stages // tl.n_ranks
@@ -138,14 +123,6 @@ def _numbers(report: Report, width: int) -> str:
         textwrap.fill(f"{name:<12} {text}", width, subsequent_indent=" " * 13, break_on_hyphens=False)
         for name, text in lines
     )
-
-
-def _as_csv(report: Report) -> str:
-    return to_torch_csv(report.schedule).rstrip("\n")
-
-
-def _as_trace(report: Report) -> str:
-    return to_trace(report.timeline, report.schedule.name)
 
 
 def _as_json(report: Report) -> str:
@@ -169,12 +146,14 @@ def _as_json(report: Report) -> str:
     )
 
 
-_WRITERS = {
-    "csv": "the order of actions as torch reads it",
-    "trace": "the timeline for Perfetto or chrome://tracing",
-    "json": "numbers, spans (rank, action, start, end) and idle gaps",
+_WRITERS: dict[str, tuple[str, Callable[[Report], str]]] = {
+    "csv": ("the order of actions as torch reads it", lambda report: to_torch_csv(report.schedule).rstrip("\n")),
+    "trace": (
+        "the timeline for Perfetto or chrome://tracing",
+        lambda report: to_trace(report.timeline, report.schedule.name),
+    ),
+    "json": ("numbers, spans (rank, action, start, end) and idle gaps", _as_json),
 }
-_WRITE: dict[str, Callable[[Report], str]] = {"csv": _as_csv, "trace": _as_trace, "json": _as_json}
 
 
 def _has_colour(wish: str, stream: TextIO) -> bool:

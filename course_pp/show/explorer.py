@@ -1,6 +1,6 @@
 """A panel that rebuilds, simulates and redraws a schedule whenever a slider moves.
 
-What a slider changes goes through plain functions: :func:`report_of` from settings to numbers, and :func:`figure_html`,
+What a slider changes goes through plain functions: :func:`report_of` from settings to numbers, and :func:`figure_of`,
 :func:`numbers_html`, :func:`ranks_html` and :func:`formula_html` from numbers to what is shown. :class:`Panel` only
 connects them to widgets.
 """
@@ -32,6 +32,12 @@ except ModuleNotFoundError as error:
 _DOTS_PER_INCH = 120
 _NONE = -1  # a menu whose value is None shows nothing
 _CELL = "padding:0 14px 0 0;text-align:left"
+_DEFINITIONS = (
+    "The bubble b is the idle share of all rank time, up to the makespan. Megatron-LM (Narayanan et al. 2021) "
+    "divides the idle time by the work instead, which is b / (1 − b), and (p − 1) / m for GPipe and 1F1B; the "
+    "zero-bubble papers (Qi et al. 2024) put T, the longest time from a rank's first action to its last, in place "
+    "of the makespan: (T − work of the busiest rank) / T"
+)
 # Wide enough to hit the value one wants.
 _WIDE: dict[str, Any] = {"style": {"description_width": "10em"}, "layout": {"width": "35em"}}
 
@@ -112,14 +118,6 @@ def figure_of(report: Report, gap: Gap | None) -> ChartFigure:
     return figure
 
 
-def figure_html(figure: ChartFigure) -> str:
-    """Return the figure as an image with its alt text."""
-    figure.set_dpi(_DOTS_PER_INCH)
-    data = b64encode(figure.png(quick=True)).decode("ascii")
-    alt = escape(figure.alt_text)
-    return f'<img src="data:image/png;base64,{data}" alt="{alt}" style="display:block;width:100%;max-width:860px">'
-
-
 def numbers_html(report: Report) -> str:
     """Return the makespan and both bubbles, simulated and by the closed form."""
 
@@ -134,16 +132,6 @@ def numbers_html(report: Report) -> str:
     form = report.closed_form
     columns = (names, column(report.timeline), column(form) if form else ["–"] * len(names))
     return _table([("", "simulated", "closed form"), *zip(*columns, strict=True)])
-
-
-def definitions_html() -> str:
-    """Return the definitions of a bubble, here and in the papers."""
-    return _sentence(
-        "The bubble b is the idle share of all rank time, up to the makespan. Megatron-LM (Narayanan et al. 2021) "
-        "divides the idle time by the work instead, which is b / (1 − b), and (p − 1) / m for GPipe and 1F1B; the "
-        "zero-bubble papers (Qi et al. 2024) put T, the longest time from a rank's first action to its last, in place "
-        "of the makespan: (T − work of the busiest rank) / T"
-    )
 
 
 def formula_html(report: Report) -> str:
@@ -197,7 +185,7 @@ class Panel(VBox):
                 HBox(
                     [VBox([self.numbers, self.formula], layout=Layout(width="35em")), self.ranks], layout=side_by_side
                 ),
-                HTML(definitions_html()),
+                HTML(_sentence(_DEFINITIONS)),
             ]
         )
         for control in self.controls.values():
@@ -229,7 +217,10 @@ class Panel(VBox):
         gaps = self._report.timeline.idle_gaps
         gap = None if self.gap.value is None else gaps[self.gap.value]
         self._figure = figure_of(self._report, gap)
-        self.picture.value = figure_html(self._figure)
+        self._figure.set_dpi(_DOTS_PER_INCH)
+        data, alt = b64encode(self._figure.png(quick=True)).decode("ascii"), escape(self._figure.alt_text)
+        style = "display:block;width:100%;max-width:860px"
+        self.picture.value = f'<img src="data:image/png;base64,{data}" alt="{alt}" style="{style}">'
         self.cause.value = _sentence(gap.cause if gap else "no rank is ever idle")
 
     def _offer_gaps(self, gaps: tuple[Gap, ...]) -> None:
@@ -267,29 +258,25 @@ def _controls(settings: Settings) -> dict[str, Widget]:
     controls = {
         "schedule": choice("schedule", {name: name for name in names()}),
         "forward": times("forward f"),
-        "n_chunks": choice("chunks a rank", {"the schedule's own": _NONE, **_numbers(1, 4)}),
+        "n_chunks": choice("chunks a rank", {"the schedule's own": _NONE, **{str(n): n for n in range(1, 5)}}),
         "input_grad": times("input gradient b"),
         "n_ranks": whole("ranks p", 16),
         "weight_grad": times("weight gradient w"),
         "n_microbatches": whole("microbatches m", 64),
-        "slow_stage": choice("slow stage", {"none": _NONE, **_numbers(0, 31)}),
+        "slow_stage": choice("slow stage", {"none": _NONE, **{str(n): n for n in range(32)}}),
         "latency": times("latency L"),
         "slowdown": times("times slower", 1.0),
         "round_size": IntSlider(description="round n (0: its own)", min=0, max=64, **_WIDE),
     }
     for field in fields(Settings):
-        value = getattr(settings, field.name)
-        control = controls[field.name]
-        # Python takes True for 1, and the controls a number for None.
-        fits = value is None or isinstance(value, str | int | float)
-        if not fits or isinstance(value, bool) or (value is not None and value == _none_of(control)):
-            raise ValueError(f"{field.name} is {shown(value)}: the panel has no such value")
+        value, control = getattr(settings, field.name), controls[field.name]
         try:
             control.value = _none_of(control) if value is None else value
-        except Exception as refused:  # ipywidgets raises TraitError, which is no ValueError
-            raise ValueError(f"{field.name} is {shown(value)}: the panel has no such value") from refused
-        if _value(control) != value:
-            raise ValueError(f"{field.name} is {shown(value)}: give a value from {control.min} to {control.max}")
+            is_shown = _value(control) == value and not isinstance(value, bool)  # Python takes True for 1
+        except Exception:  # ipywidgets raises TraitError, which is no ValueError
+            is_shown = False
+        if not is_shown:
+            raise ValueError(f"{field.name} is {shown(value)}: the panel has no such value")
     return controls
 
 
@@ -302,7 +289,3 @@ def _none_of(control: Widget) -> int | None:
     if isinstance(control, Dropdown):
         return _NONE
     return 0 if isinstance(control, IntSlider) and control.min == 0 else None
-
-
-def _numbers(first: int, last: int) -> dict[str, int]:
-    return {str(number): number for number in range(first, last + 1)}

@@ -5,10 +5,8 @@ from random import Random
 from typing import Any
 
 from course_pp.schedule import Action, Costs
-from course_pp.show.board_game import Refused, game_of
 from course_pp.show.board_levels import references
-from course_pp.show.board_policies import POLICIES, advice, fill, recognised
-from course_pp.show.board_rules import Position, play, replay
+from course_pp.show.board_rules import POLICIES, Position, Refused, advice, fill, game_of, play, recognised, replay
 
 _PLACEMENTS = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 2, 1, 0))
 _TIMES = (0.5, 1, 1.25, 2, 3)
@@ -18,28 +16,28 @@ SCRIPT = """
 async ([source, boards]) => {
   const rules = await import("data:text/javascript;charset=utf-8," + encodeURIComponent(source));
   const tried = (does) => {
-    try { return does() ?? "done"; } catch (refused) { return [refused.why, refused.message]; }
+    try { return does() ?? "done"; } catch (refused) { return [refused.message]; }
   };
   return boards.map(({ game, references, moves, asked }) => {
     const position = new rules.Position(game);
     const answers = moves.map((move) => tried(() => rules.play(position, move)));
     const ranks = [...position.rows.keys()];
     const state = () => [position.rows.map((row) => row.map((span) => [span.action, span.start, span.end])),
-      position.makespan, position.left, position.peaks, position.gaps(), position.criticalPath(),
+      position.makespan, position.left, position.peaks, position.gaps().map((gap) => gap.slice(0, 3)),
+      position.criticalPath(),
       rules.recognised(position, references)];
     const before = state();
     const policies = [...Object.keys(rules.POLICIES), ...Object.keys(references)];
     const next = policies.map((policy) => [rules.advice(position, policy, references),
       ...ranks.map((rank) => rules.advice(position, policy, references, rank))]);
     const legal = asked.map(([rank, at]) => tried(() => position.legal(rank, at)));
-    const first = asked.map(([rank, at, kind]) => tried(() => position.nextOf(rank, kind, at)));
-    const where = asked.map(([rank, at, kind, action]) => position.whyNot(action, at)?.message ?? null);
+    const where = asked.map(([rank, at, action]) => position.whyNot(action, at)?.message ?? "");
     const filled = policies.map((policy) => {
       const copy = new rules.Position(game);
       for (const [i, move] of moves.entries()) if (answers[i] === "done") rules.play(copy, move);
       return [rules.fill(copy, policy, references), copy.makespan, copy.left];
     });
-    return [answers, before, next, legal, first, where, filled];
+    return [answers, before, next, legal, where, filled];
   });
 }
 """
@@ -65,7 +63,6 @@ def random_board(seed: int) -> dict[str, Any]:
         [
             random.randrange(game.n_ranks),
             random.choice([None, float(random.randint(0, 12)), random.randint(0, 40) / 4]),
-            random.choice(game.kinds),
             f"{random.randrange(n)}{random.choice('FBIW')}{random.randrange(m)}",
         ]
         for _ in range(6)
@@ -85,7 +82,7 @@ def _random_move(random: Random, position: Position, n: int, m: int) -> str:
             action = random.choice(position.legal(rank, at))
         except (Refused, IndexError):
             return f"0F{random.randrange(m)}"
-        index = position.index_at(rank, at)
+        index, _ = position.fit(action, at)
         return str(action) if at is None else f"{action}@{index}"
     return f"{random.randrange(n)}{random.choice('FBIW')}{random.randrange(m)}" + random.choice(["", "", "@0", "@2"])
 
@@ -95,13 +92,14 @@ def told(board: dict[str, Any]) -> list[Any]:
     game, orders, moves = board["game"], board["references"], board["moves"]
     position = Position(game)
     answers = [_tried(lambda move=move: play(position, move)) for move in moves]  # type: ignore[misc]
+    tl = position.timeline
     state = [
         [[[str(span.action), span.start, span.end] for span in row] for row in position.rows],
-        position.makespan,
+        tl.makespan,
         position.left,
-        list(position.peaks),
-        [list(gap) for gap in position.gaps()],
-        [str(action) for action in position.critical_path()],
+        list(tl.peak_activations),
+        [[gap.rank, gap.start, gap.end] for gap in tl.idle_gaps],
+        [str(span.action) for span in tl.critical_path],
         recognised(position, orders),
     ]
     policies = [*POLICIES, *orders]
@@ -109,13 +107,12 @@ def told(board: dict[str, Any]) -> list[Any]:
         [_text(advice(position, policy, orders, rank)) for rank in (None, *range(game.n_ranks))] for policy in policies
     ]
     legal = [_tried(lambda r=rank, at=at: [*map(str, position.legal(r, at))]) for rank, at, *_ in board["asked"]]  # type: ignore[misc]
-    first = [_tried(lambda a=each: str(position.next_of(a[0], a[2], a[1]))) for each in board["asked"]]  # type: ignore[misc]
-    where = [_text(position.why_not(Action.parse(action), at)) for _, at, _, action in board["asked"]]
+    where = [position.why_not(Action.parse(action), at) for _, at, action in board["asked"]]
     filled = []
     for policy in policies:
         copy = replay(game, [move for move, answer in zip(moves, answers, strict=True) if answer == "done"])
-        filled.append([fill(copy, policy, orders), copy.makespan, copy.left])
-    return [answers, state, next_, legal, first, where, filled]
+        filled.append([fill(copy, policy, orders), copy.timeline.makespan, copy.left])
+    return [answers, state, next_, legal, where, filled]
 
 
 def _text(value: object) -> str | None:
@@ -126,7 +123,7 @@ def _tried(does: Any) -> Any:
     try:
         answer = does()
     except Refused as refused:
-        return [refused.why, str(refused)]
+        return [str(refused)]
     return "done" if answer is None else answer
 
 

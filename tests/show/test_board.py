@@ -11,7 +11,7 @@ import pytest
 from course_pp import show
 from course_pp.files import locked
 from course_pp.schedule import Timeline, build, check, from_torch_csv, simulate
-from course_pp.show.board_kept import keep, kept_in
+from course_pp.show.board_widget import keep, kept_in
 
 
 @pytest.fixture(autouse=True)
@@ -170,18 +170,3 @@ def test_the_browser_loads_nothing_from_elsewhere() -> None:
     for text in (str(board._esm), str(board._css)):
         assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
         assert "import " not in text.replace("important", "")
-
-
-def test_impossible_boards_are_refused() -> None:
-    with pytest.raises(ValueError, match="level is 13: give a level from 1 to 12"):
-        show.board(13)
-    with pytest.raises(ValueError, match="a level has its own sizes"):
-        show.board(1, n_ranks=3)
-    with pytest.raises(ValueError, match="nobody places more than 600 by hand"):
-        show.board(n_ranks=8, n_microbatches=64)
-    with pytest.raises(ValueError, match=r"placement is \(0, 2\): give every rank"):
-        show.board(placement=(0, 2))
-    with pytest.raises(ValueError, match="n_ranks is 0"):
-        show.board(n_ranks=0)
-    with pytest.raises(ValueError, match="one microbatch is held by each of rank 0's stages"):
-        show.board(placement=(0, 1, 1, 0), memory_limit=1)

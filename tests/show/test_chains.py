@@ -3,7 +3,7 @@ import re
 import pytest
 
 from course_pp import show
-from course_pp.schedule import Action, Costs, Timeline, build, names, simulate
+from course_pp.schedule import Action, Costs, build, names, simulate
 from course_pp.show.chart import ChartFigure
 from tests.schedule.layouts import gpipe, naive
 from tests.show.reading import labels, title
@@ -83,16 +83,3 @@ def test_one_action_of_an_overlapped_pair_stands_for_the_pair() -> None:
     pair = next(span.action for span in tl.spans if len(span.action.parts) == 2)
     by_part, by_text = show.dependencies(tl, pair.parts[0]), show.dependencies(tl, str(pair))
     assert by_part.alt_text == by_text.alt_text
-
-
-@pytest.mark.parametrize(
-    ("tl", "action", "remedy"),
-    [
-        (gpipe(2, 3), "2F0", "counted from 0"),
-        (gpipe(2, 3), "F0", "cannot read"),
-        (Timeline(2, ()), "0F0", "not in this timeline"),
-    ],
-)
-def test_an_action_that_is_not_there_is_refused(tl: Timeline, action: str, remedy: str) -> None:
-    with pytest.raises(ValueError, match=remedy):
-        show.dependencies(tl, action)

@@ -1,4 +1,3 @@
-import math
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,7 @@ from course_pp import show
 from course_pp.schedule import Span, Timeline, build, simulate
 from course_pp.show import chart
 from course_pp.show.timelines import Labels
-from tests.schedule.layouts import gpipe, naive
+from tests.schedule.layouts import gpipe
 from tests.show.layout import flaws
 from tests.show.reading import texts, title
 
@@ -84,28 +83,3 @@ def test_the_rank_whose_end_differs_most_is_named() -> None:
     slow = gpipe(4, 8, latency=0.5)
     assert "The end of rank 0 differs most, by +3." in show.compare(gpipe(4, 8), slow).alt_text
     assert "Every rank finishes at the same time in both." in show.compare(slow, slow).alt_text
-
-
-@pytest.mark.parametrize("n_ranks", [1, 3, 64])
-@pytest.mark.slow
-def test_empty_and_tall_timelines_are_compared(n_ranks: int) -> None:
-    assert show.compare(Timeline(n_ranks, ()), gpipe(n_ranks, 1)).png()
-    assert show.compare(gpipe(n_ranks, 1), Timeline(n_ranks, ())).png()
-
-
-@pytest.mark.parametrize(
-    ("predicted", "real", "rate", "remedy"),
-    [
-        (gpipe(4, 8), gpipe(2, 8), None, "the same number of ranks"),
-        (naive(2, unit="s"), gpipe(2, 1), None, "give the measured one second"),
-        (gpipe(2, 1), gpipe(2, 1), 0.1, "leave it out"),
-        (gpipe(2, 1), naive(2, unit="s"), 0.0, "above 0"),
-        (gpipe(2, 1), naive(2, unit="s"), math.nan, "above 0"),
-        (Timeline(2, ()), naive(2, unit="s"), None, "give seconds_per_unit"),
-    ],
-)
-def test_timelines_that_share_no_axis_are_refused(
-    predicted: Timeline, real: Timeline, rate: float | None, remedy: str
-) -> None:
-    with pytest.raises(ValueError, match=remedy):
-        show.compare(predicted, real, seconds_per_unit=rate)

@@ -1,6 +1,5 @@
 """Curves and points: their numbers, their findings, and what they refuse."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -91,25 +90,6 @@ def test_what_was_measured_is_a_filled_point_and_said_in_words() -> None:
 def test_what_a_schedule_does_not_allow_has_no_point() -> None:
     _, points, _ = lines(show.speed_up("dualpipe_v", (2, 64), 16))
     assert set(points) == {2}
-
-
-@pytest.mark.parametrize(
-    ("draw", "remedy"),
-    [
-        (lambda: show.pareto(0, 8), "at least 1"),
-        (lambda: show.pareto(schedules=[]), "at least one schedule"),
-        (lambda: show.pareto(schedules=["gpipe", "1f2b"]), "use one of naive"),
-        (lambda: show.speed_up(()), "give at least one schedule"),
-        (lambda: show.speed_up(ranks=(0, 2)), "ranks is 0"),
-        (lambda: show.speed_up("dualpipe_v", (64,), 16), "dualpipe_v allows none"),
-        (lambda: show.speed_up(costs=Costs(forward=(1, 2))), "give one number"),
-        (lambda: show.speed_up("zb_h1", measured=[RAN]), "which is not drawn"),
-        (lambda: show.pareto(costs=Costs(activation=(1, 1, 1, 2))), "give one number"),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused(draw: Callable[[], ChartFigure], remedy: str) -> None:
-    with pytest.raises(ValueError, match=remedy):
-        draw()
 
 
 def test_a_curve_passes_1_between_its_points_on_logarithmic_axes() -> None:

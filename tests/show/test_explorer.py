@@ -149,24 +149,6 @@ def test_no_position_of_the_sliders_raises(name: str, every: int) -> None:
         assert ("<img" in panel.picture.value) != ("role=" in panel.picture.value)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"n_ranks": 0},
-        {"n_ranks": 99},
-        {"n_ranks": True},
-        {"n_chunks": -1},
-        {"n_chunks": True},
-        {"slow_stage": -1},
-        {"schedule": "1f2b"},
-        {"latency": -1.0},
-    ],
-)
-def test_a_start_that_no_slider_can_show_is_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(settings))):
-        show.explore(**settings)
-
-
 def test_where_widgets_cannot_run_the_output_holds_the_figure() -> None:
     panel = show.explore()
     data, metadata = panel._repr_mimebundle_()

@@ -1,12 +1,11 @@
 import dataclasses
-from collections.abc import Callable
 from functools import cache
 
 import pytest
 from matplotlib.colors import to_hex
 
 from course_pp import show
-from course_pp.schedule import Action, Costs, Fit, Span, Timeline, build, fit, simulate
+from course_pp.schedule import Costs, Fit, build, fit, simulate
 from course_pp.show.chart import ChartFigure
 from tests.schedule.planted import Planted
 from tests.show.reading import notes, texts, title
@@ -72,27 +71,6 @@ def test_equal_links_are_not_blamed_one_by_one() -> None:
     figure = show.lost_time(fit(simulate(build("gpipe", 8, 8), Costs(latency=0.5))))
     assert title(figure).endswith("to transfers")
     assert figure.axes[0].get_xlabel().endswith("(relative cost)")
-
-
-def test_a_title_can_be_given() -> None:
-    assert title(show.lost_time(found(), title="My cluster")) == "My cluster"
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
-        lambda: simulate(build("gpipe", 4, 8)),
-        lambda: simulate(build("gpipe", 1, 1)),
-        lambda: simulate(build("zb_v", 40, 80), Costs(latency=0.1)),
-        lambda: Timeline(1, (Span(0, Action(0, "F", 0), 0, 0),)),
-    ],
-    ids=["perfect", "one rank", "many ranks", "no length"],
-)
-@pytest.mark.slow
-def test_runs_that_lost_nothing_and_tall_ones_are_drawn(run: Callable[[], Timeline]) -> None:
-    found = fit(run())
-    assert show.lost_time(found).png()
-    assert repr(found)
 
 
 def test_a_link_with_most_of_the_time_does_not_get_all_of_it() -> None:

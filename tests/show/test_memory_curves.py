@@ -1,10 +1,7 @@
-from typing import Any
-
-import pytest
 from matplotlib.collections import PolyCollection
 
 from course_pp import show
-from course_pp.schedule import Costs, Edge, Timeline, build, simulate
+from course_pp.schedule import Costs, Edge, build, simulate
 from course_pp.show.chart import ChartFigure
 from tests.schedule.layouts import gpipe, naive
 from tests.show.reading import notes, title
@@ -59,12 +56,6 @@ def test_values_of_edges_are_memory_too() -> None:
     assert "Values of edges held: predicted 0, 0, 2 and 2" in show.compare(tl, tl).alt_text
 
 
-@pytest.mark.parametrize("n_ranks", [1, 3, 64])
-def test_empty_and_tall_timelines_are_drawn(n_ranks: int) -> None:
-    assert show.memory(Timeline(n_ranks, ())).png()
-    assert show.memory(gpipe(n_ranks, 1)).png()
-
-
 class Rank:
     """What a recorder counted on one rank."""
 
@@ -83,19 +74,3 @@ def test_what_was_measured_is_drawn_in_bytes() -> None:
     assert {(10.0, -0.43), (50.0, 0.43)} <= first
     assert {(20.0, 1.0), (30.0, 1.43)} <= second
     assert title(show.memory(tl, measured=measured, kind="total")).startswith("Peak bytes kept in all: 8 KiB and 4 KiB")
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"measured": [Rank((0.0, 1))]}, "memory of 1 ranks for a timeline of 2"),
-        (
-            {"measured": [Rank((0.0, 1))] * 2, "kind": "weights"},
-            "unknown kind 'weights': choose from activation",
-        ),
-        ({"measured": [Rank((0.0, 1))] * 2, "costs": Costs()}, "both costs and what was measured"),
-    ],
-)
-def test_measurements_that_do_not_fit_are_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        show.memory(naive(2), **options)

@@ -69,19 +69,3 @@ def test_many_ranks_differ_in_number_and_in_colour_or_hatch() -> None:
     figure = show.pieces({"w": [Piece((i, 0), (1, 96), i) for i in range(16)]})
     looks = {(patch.get_facecolor(), patch.get_hatch()) for patch in figure.axes[0].patches[1:]}
     assert len(looks) == 16
-
-
-@pytest.mark.parametrize(
-    ("tensors", "said"),
-    [
-        ({}, "no pieces to draw"),
-        ({"up": []}, "no pieces to draw"),
-        ({"PP 4": {"up": []}}, "no pieces to draw"),
-        ({"up": ROWS, "PP 4": {"up": ROWS}}, "mixed"),
-        ({"up": [*ROWS, *NORM]}, "up has pieces of 1 and 2 dimensions"),
-        ({"conv": [Piece((0, 0, 0), (1, 1, 1), 0)]}, "conv has pieces of 3 dimensions"),
-    ],
-)
-def test_pieces_that_make_no_picture_are_refused(tensors: dict, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        show.pieces(tensors)

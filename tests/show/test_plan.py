@@ -71,14 +71,6 @@ def test_neighbours_are_those_of_the_layout():
             assert dimension.crosses == (len({each // 8 for each in group}) > 1)
 
 
-def test_more_ranks_than_can_be_read_and_a_rank_too_many_are_refused():
-    found = predict(model_named("gpt-1t"), Layout(128, 8), cluster_of("128x8xA100"), 1, 64)
-    with pytest.raises(ValueError, match="give one from 1 to 64"):
-        show.plan(found)
-    with pytest.raises(ValueError, match=r"rank is 32 .*: give one from 0 to 31"):
-        show.plan(planned(4), rank=32)
-
-
 def test_the_errors_of_published_runs_are_the_finding():
     figure = show.published({"a": (10.0, 11.0), "b": (20.0, 19.0), "c": (5.0, 5.0)})
     assert figure.axes[0].get_title(loc="left") == "Median error 5.0%, worst 10.0%"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from course_pp import show
-from course_pp.schedule import Action, Costs, Span, Timeline, build, simulate
+from course_pp.schedule import Costs, build, simulate
 from tests.schedule.layouts import naive
 
 
@@ -70,12 +70,6 @@ def test_the_same_timeline_makes_the_same_output() -> None:
     assert show.play(tl).html() == show.play(tl).html()
 
 
-def test_a_page_is_saved_and_what_cannot_be_played_is_refused(tmp_path: Path) -> None:
+def test_a_page_of_its_own_is_saved(tmp_path: Path) -> None:
     page = show.play(simulate(build("1f1b", 2, 4))).save(tmp_path / "moves.html")
     assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
-    with pytest.raises(ValueError, match=r"end the name in \.html"):
-        show.play(simulate(build("1f1b", 2, 4))).save(tmp_path / "moves.gif")
-    with pytest.raises(ValueError, match="give 1 to 5000"):
-        show.play(Timeline(2, ()))
-    with pytest.raises(ValueError, match="take time"):
-        show.play(Timeline(1, (Span(0, Action(0, "F", 0), 0, 0),)))

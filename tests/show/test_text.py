@@ -86,8 +86,3 @@ def test_a_measured_timeline_has_its_unit_on_the_ruler() -> None:
 
 def test_an_empty_timeline_is_idle() -> None:
     assert rows(timeline_text(Timeline(2, ()))) == ["·", "·"]
-
-
-def test_too_narrow_a_width_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 40"):
-        timeline_text(naive(2), width=20)

@@ -55,9 +55,3 @@ def test_long_runs_show_versions_only_and_stay_legible() -> None:
     figure = drawn(build("pipedream", 4, 12), "stash")
     assert not any(text.startswith("F") for text, *_ in labels(figure))
     assert any(text == "v11" for text, *_ in labels(figure))
-
-
-def test_a_schedule_that_flushes_has_no_versions_to_draw() -> None:
-    asynchronous = ledger(build("pipedream", 2, 4), "stash")
-    with pytest.raises(ValueError, match=r"has no updates \(U\), so one version"):
-        show.versions(simulate(build("1f1b", 2, 4)), asynchronous)
