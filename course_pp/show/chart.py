@@ -123,8 +123,8 @@ def text_width(text: str, size: float) -> float:
 
 def points_per_unit(axes: Axes) -> tuple[float, float]:
     """Return how many points one unit of x and one unit of y are long."""
-    (width, height), ends = size_in_inches(axes), (axes.get_xlim(), axes.get_ylim())
-    (left, right), (bottom, top) = ends
+    width, height = size_in_inches(axes)
+    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
     return POINTS_PER_INCH * width / abs(right - left), POINTS_PER_INCH * height / abs(top - bottom)
 
 

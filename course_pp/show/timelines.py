@@ -91,7 +91,7 @@ def timeline(tl: Timeline, title: str | None = None) -> ChartFigure:
 
 
 def begin(tl: Timeline, heights: tuple[float, float, float], right: float) -> tuple[ChartFigure, Axes, float, str]:
-    """Begin a figure with a row a rank over the length of ``tl``; return it, the factor to its axis, and that's unit.
+    """Begin a figure with a row a rank over the length of ``tl``; return it, and the factor to the unit of its axis.
 
     Args:
         heights: of a row at least, at most, and of all rows together between these bounds, in inches.
