@@ -63,7 +63,7 @@ class Game:
             raise ValueError(f"n_microbatches is {self.n_microbatches}: give an integer of at least 1")
         for name, kind in (("forward", "F"), ("input_grad", "I"), ("weight_grad", "W")):
             if (least_time := min(self.durations[kind])) <= 0:
-                raise ValueError(f"{name} is {least_time}: on the board every action takes time, give more than 0")
+                raise ValueError(f"{name} is {least_time:g}: on the board every action takes time, give more than 0")
         if len(self.limits) != self.n_ranks:
             given = f"memory_limit has {len(self.limits)} values for {self.n_ranks} ranks"
             raise ValueError(f"{given}: give one number, or one for each")

@@ -32,7 +32,7 @@ def piece(*sizes: int) -> SimpleNamespace:
 
 
 def planned(layout: Layout, cluster: str) -> Any:
-    return predict(model_named("gpt-145b"), layout, cluster_of(cluster), 128, 64)
+    return predict(model_named("gpt-1t"), layout, cluster_of(cluster), 128, 64)
 
 
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
