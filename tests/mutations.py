@@ -90,8 +90,8 @@ FAULTS = [
         "model/test_model_stages.py",
     ),
     Fault("model/transformer.py", "rotate(q, cos, sin), rotate(k, cos, sin)", "rotate(q, cos, sin), k", "model"),
-    Fault("schedule/families/zero_bubble.py", "(n_ranks - 1 - rank)", "(n_ranks - rank)", "schedule/test_build.py"),
-    Fault("schedule/families/phases.py", "unfinished.remove(half)", "unfinished.pop()", "schedule/test_build.py"),
+    Fault("schedule/families.py", "slope * (n_ranks - 1 - rank)", "slope * (n_ranks - rank)", "schedule/test_build.py"),
+    Fault("schedule/families.py", "unfinished.remove(half)", "unfinished.pop()", "schedule/test_build.py"),
     Fault("schedule/memory.py", '"W": kept[stage] - early[stage]', '"W": early[stage]', "schedule"),
     Fault(
         "schedule/waiting.py",

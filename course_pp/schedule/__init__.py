@@ -26,8 +26,8 @@ from course_pp.schedule.bounds import bound
 from course_pp.schedule.catalogue import Entry, build, find, names
 from course_pp.schedule.costs import Costs
 from course_pp.schedule.edges import Edge
+from course_pp.schedule.families import generation
 from course_pp.schedule.fitting import Fit, Loss, fit
-from course_pp.schedule.generating import generation
 from course_pp.schedule.layer_plan import ClusterLevel, LayerCost, Partition, PlannedStage, partition
 from course_pp.schedule.ledger import Ledger, Use, Versions, ledger
 from course_pp.schedule.legality import check

@@ -5,14 +5,24 @@ from dataclasses import dataclass, replace
 
 from course_pp.arguments import checked
 from course_pp.schedule.costs import Costs
-from course_pp.schedule.families.building_blocks import v_half, v_min
-from course_pp.schedule.families.dualpipe import dualpipe, dualpipe_v
-from course_pp.schedule.families.looped import interleaved_1f1b, looped_bfs
-from course_pp.schedule.families.on_grid import chimera, hanayo
-from course_pp.schedule.families.pipedream import pipedream
-from course_pp.schedule.families.single import eager_1f1b, gpipe, naive, one_f_one_b
-from course_pp.schedule.families.v_shape import zb_v
-from course_pp.schedule.families.zero_bubble import zb_h1, zb_h2
+from course_pp.schedule.families import (
+    chimera,
+    dualpipe,
+    dualpipe_v,
+    eager_1f1b,
+    gpipe,
+    hanayo,
+    interleaved_1f1b,
+    looped_bfs,
+    naive,
+    one_f_one_b,
+    pipedream,
+    v_half,
+    v_min,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
 from course_pp.schedule.schedule import MOST_FORWARDS, Schedule, both_ways, in_waves, looped, v_shaped
 from course_pp.schedule.searching.filling import filled, splits_every_backward
 

@@ -15,7 +15,7 @@ from functools import cache
 
 from course_pp.arguments import checked, refuse_unless
 from course_pp.schedule.costs import Costs
-from course_pp.schedule.families.pipedream import pipedream
+from course_pp.schedule.families import pipedream
 from course_pp.schedule.simulation import simulate
 
 __all__ = ["ClusterLevel", "LayerCost", "Partition", "PlannedStage", "partition"]

@@ -16,7 +16,7 @@ from dataclasses import replace
 from course_pp.arguments import checked
 from course_pp.schedule.catalogue import build
 from course_pp.schedule.costs import Costs
-from course_pp.schedule.families.looped import microbatches_a_round
+from course_pp.schedule.families import microbatches_a_round
 from course_pp.schedule.prediction import Case, NoClosedForm, Prediction, predicted
 from course_pp.schedule.span import Time
 
