@@ -15,7 +15,7 @@ from pathlib import Path
 
 import course_pp.schedule
 from course_pp.schedule import Costs, optimum
-from course_pp.schedule.searching.table import FIELDS, Row, named_makespans, read_row, written
+from course_pp.schedule.optima import FIELDS, Row, named_makespans, read_row, written
 
 TABLE = Path(course_pp.schedule.__file__).with_name("optima.csv")
 TIMES = [(1, 1, 1), (10, 12, 7)]

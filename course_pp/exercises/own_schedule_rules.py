@@ -10,7 +10,7 @@ from course_pp.exercises.exercise import Mistake
 from course_pp.exercises.expect import expect_number
 from course_pp.schedule import Action, Costs, Schedule, Time, bound, build, optima, simulate
 from course_pp.schedule.schedule import looped
-from course_pp.schedule.searching.listing import Desk, Rule
+from course_pp.schedule.searching.heuristics import Desk, Rule
 from course_pp.schedule.searching.problem import Problem
 
 __all__ = ["grade_choose", "grade_lower_bound", "lower_bound", "next_action", "play"]

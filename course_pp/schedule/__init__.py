@@ -31,10 +31,10 @@ from course_pp.schedule.fitting import Fit, Loss, fit
 from course_pp.schedule.layer_plan import ClusterLevel, LayerCost, Partition, PlannedStage, partition
 from course_pp.schedule.ledger import Ledger, Use, Versions, ledger
 from course_pp.schedule.legality import check
+from course_pp.schedule.optima import optima
 from course_pp.schedule.schedule import Schedule
 from course_pp.schedule.searching.exact import Optimum, optimum
 from course_pp.schedule.searching.search import Found, search
-from course_pp.schedule.searching.table import optima
 from course_pp.schedule.simulation import simulate
 from course_pp.schedule.span import Gap, Receive, Span, Time, format_time
 from course_pp.schedule.timeline import Timeline

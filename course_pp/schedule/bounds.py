@@ -59,7 +59,7 @@ def bound(
     ranks_of = looped(n_ranks) if placement is None else normalised(placement)
     refuse_impossible_placement(ranks_of, n_ranks)
     pipeline = _Pipeline(ranks_of, n_microbatches, Costs() if costs is None else costs)
-    limits = _limits(memory_limit, n_ranks)
+    limits = limits_of(memory_limit, n_ranks)
     of_ranks = [time for rank, limit in enumerate(limits) for time in pipeline.of_rank(rank, limit)]
     return max(pipeline.one_microbatch, *of_ranks)
 
@@ -206,7 +206,8 @@ def _how_many(room: Time, each: Time) -> int:
     return int(divide(room, each) + slack)
 
 
-def _limits(limit: Time | Sequence[Time | None] | None, n_ranks: int) -> Sequence[Time | None]:
+def limits_of(limit: Time | Sequence[Time | None] | None, n_ranks: int) -> Sequence[Time | None]:
+    """Return the memory limit of each rank, None where there is none."""
     limits = tuple(limit) if isinstance(limit, Sequence) else (limit,) * n_ranks
     if len(limits) != n_ranks:
         raise ValueError(f"memory_limit has {len(limits)} values for {n_ranks} ranks: give one number, or one for each")

@@ -24,7 +24,7 @@ from course_pp.schedule.families import (
     zb_v,
 )
 from course_pp.schedule.schedule import MOST_FORWARDS, Schedule, both_ways, in_waves, looped, v_shaped
-from course_pp.schedule.searching.filling import filled, splits_every_backward
+from course_pp.schedule.searching.heuristics import filled, splits_every_backward
 
 
 @checked

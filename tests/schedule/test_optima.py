@@ -6,7 +6,7 @@ from statistics import mean
 import pytest
 
 from course_pp.schedule import Costs, bound, check, optima, optimum, search, simulate
-from course_pp.schedule.searching.table import Row, named_makespans
+from course_pp.schedule.optima import Row, named_makespans
 from tests.grids import thinned
 
 ROWS = {(row.times, row.split, row.n_ranks, row.n_microbatches, row.cap): row for row in optima()}

@@ -9,7 +9,7 @@ import pytest
 
 from course_pp.schedule import Action, Costs, Schedule, Time, check, optimum, search, simulate
 from course_pp.schedule.searching.problem import Problem
-from course_pp.schedule.searching.question import questions
+from course_pp.schedule.searching.search import questions
 from tests.grids import crossed
 
 pytest.importorskip("ortools")

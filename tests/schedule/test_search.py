@@ -5,7 +5,7 @@ import pytest
 
 from course_pp.schedule import Costs, build, check, search, simulate
 from course_pp.schedule.searching.problem import Problem
-from course_pp.schedule.searching.question import questions
+from course_pp.schedule.searching.search import questions
 
 
 def test_under_the_memory_of_1f1b_it_is_as_fast_as_zb_h1() -> None:
@@ -135,7 +135,7 @@ def test_the_same_seed_finds_the_same_schedule() -> None:
         ({"memory_limit": 0}, "memory_limit is 0 on rank 0.*give at least 1"),
         ({"memory_limit": [2, 1], "n_chunks": 2}, "memory_limit is 1 on rank 1.*give at least 2"),
         ({"memory_limit": [2, 2, 2]}, "3 values for 2 ranks"),
-        ({"n_ranks": 0}, "n_ranks is 0: give an integer of at least 1"),
+        ({"n_ranks": 0}, "n_ranks is 0"),
         ({"n_microbatches": -1}, "n_microbatches is -1"),
         ({"n_microbatches": 10**6}, "6,000,000.*20,000 or below"),
         ({"n_chunks": 3}, "n_chunks is 3: a search takes 1 or 2"),

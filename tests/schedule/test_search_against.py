@@ -5,8 +5,8 @@ import random
 import pytest
 
 from course_pp.schedule import Costs, Time, check, search, simulate
-from course_pp.schedule.searching.question import questions
-from course_pp.schedule.searching.zero_bubble import zero_bubble_heuristic
+from course_pp.schedule.searching.heuristics import zero_bubble_heuristic
+from course_pp.schedule.searching.search import questions
 
 SECONDS = 5.0
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
+from math import inf
 from time import monotonic
 from types import ModuleType
 from typing import Any
@@ -11,8 +12,15 @@ from typing import Any
 from course_pp.arguments import checked
 from course_pp.schedule.costs import Costs, PerStage, divide
 from course_pp.schedule.searching.problem import FORWARD, INPUT, WEIGHT, Problem, Words
-from course_pp.schedule.searching.question import Layout, MemoryLimit, Question, questions, refuse_no_time
-from course_pp.schedule.searching.search import Found, answer, stopped_of_all
+from course_pp.schedule.searching.search import (
+    Found,
+    Layout,
+    MemoryLimit,
+    Question,
+    answer,
+    questions,
+    stopped_of_all,
+)
 from course_pp.schedule.simulation import simulate
 from course_pp.schedule.span import Time
 
@@ -63,7 +71,8 @@ def optimum(
             multiple of all.
     """
     cp_model = _solver()
-    refuse_no_time("optimum", seconds)
+    if not 0 < seconds < inf:
+        raise ValueError(f"optimum: seconds is {seconds}: give a time limit above 0, and a finite one")
     if not 1 <= workers <= 1024:
         raise ValueError(f"workers is {workers}: give from 1 to 1,024 threads")
     began = monotonic()

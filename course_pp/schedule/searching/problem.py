@@ -9,7 +9,7 @@ A letter is an integer: ``3 * stage + kind``, with the kinds ``F``, ``I``, ``W``
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from math import lcm
 from typing import NamedTuple
@@ -99,9 +99,6 @@ class Problem:
             scale,
         )
 
-    def with_caps(self, caps: Sequence[int]) -> "Problem":
-        return replace(self, caps=tuple(caps))
-
     @property
     def n_chunks(self) -> int:
         return len(self.ranks) // self.n_ranks
@@ -166,6 +163,12 @@ class Problem:
         if any(place < len(word) for place, word in zip(places, words, strict=True)):
             return None
         return Pass(max(clocks), sum(clocks), ends)
+
+    def makespan(self, words: Words) -> Time:
+        """Return the makespan of words that can run."""
+        run = self.run(words)
+        assert run is not None
+        return run.makespan
 
     def words_of(self, schedule: Schedule) -> Words:
         """Return the orders of ``schedule``, with pairs taken apart and, if halves are allowed, backwards too."""

@@ -2,25 +2,124 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
+from random import Random
 from time import monotonic
+from typing import Literal
 
-from course_pp.arguments import checked
+from course_pp.arguments import checked, refuse_below
+from course_pp.schedule.bounds import bound, limits_of
+from course_pp.schedule.catalogue import build, find, names
 from course_pp.schedule.costs import Costs, divide
-from course_pp.schedule.schedule import Schedule
-from course_pp.schedule.searching.filling import filled
-from course_pp.schedule.searching.improving import Improver
-from course_pp.schedule.searching.listing import listed, rules_for
-from course_pp.schedule.searching.problem import Problem, Words
-from course_pp.schedule.searching.question import Layout, MemoryLimit, Question, questions, refuse_no_time
-from course_pp.schedule.searching.repeating import repeating
-from course_pp.schedule.searching.zero_bubble import zero_bubble_heuristic
+from course_pp.schedule.schedule import Schedule, looped, v_shaped
+from course_pp.schedule.searching.heuristics import filled, listed, repeating, rules_for, zero_bubble_heuristic
+from course_pp.schedule.searching.problem import FORWARD, Pass, Problem, Words
 from course_pp.schedule.simulation import simulate
 from course_pp.schedule.span import Time
 from course_pp.schedule.timeline import Timeline
 
+Layout = Literal["loop", "v"]
+MemoryLimit = int | Sequence[int | None] | None
+
+_MOST_ACTIONS = 20_000
 _PATIENCE = 6_000
 _WALKING = 0.95  # of the time; the exact simulation at the end takes some too
 _SCOUTS, _REPEATING, _SCOUTING = 4, 2, 800
+_ROUND = 400  # tries from one fall of the threshold to the next
+
+
+@dataclass(frozen=True)
+class Question:
+    """Which order of one placement is best?
+
+    Attributes:
+        placement: for each stage its rank.
+        problem: in numbers.
+        costs: as given, an activation weighing 1.
+        bound: what no answer can beat.
+    """
+
+    placement: tuple[tuple[int, ...], ...]
+    problem: Problem
+    costs: Costs
+    bound: Time
+
+    def named(self) -> list[Schedule]:
+        """Return the catalogue's schedules that answer it: same placement, same kinds of backward, within the caps."""
+        problem, found = self.problem, []
+        for name in names():
+            entry = find(name)
+            if entry.updates or not (entry.any_chunks or entry.n_chunks == problem.n_chunks):
+                continue
+            try:
+                schedule = build(name, problem.n_ranks, problem.n_microbatches, problem.n_chunks)
+            except ValueError:  # a size that this one does not allow
+                continue
+            halves = any(part.kind in "IW" for part in schedule.parts)
+            answers = schedule.placement == self.placement and (problem.split or not halves)
+            if answers and problem.fits(problem.words_of(schedule)):
+                found.append(schedule)
+        return found
+
+
+def questions(
+    n_ranks: int,
+    n_microbatches: int,
+    costs: Costs,
+    memory_limit: MemoryLimit,
+    n_chunks: int,
+    placement: Layout | None,
+    split: bool,
+) -> list[Question]:
+    """Return one question for each placement to try.
+
+    Raises:
+        ValueError: for what cannot be asked; says what can.
+    """
+    refuse_below(1, "search", n_ranks=n_ranks, n_microbatches=n_microbatches)
+    if n_chunks not in (1, 2):
+        raise ValueError(f"n_chunks is {n_chunks}: a search takes 1 or 2 stages a rank")
+    if placement == "v" and n_chunks == 1:
+        raise ValueError("placement is 'v' with n_chunks 1: a V has two stages a rank; give n_chunks=2, or 'loop'")
+    actions = 3 * n_ranks * n_chunks * n_microbatches
+    if actions > _MOST_ACTIONS:
+        raise ValueError(
+            f"3 × n_ranks × n_chunks × n_microbatches is {actions:,}: a search goes through every action many times, "
+            f"so keep it at {_MOST_ACTIONS:,} or below"
+        )
+    times = costs.durations(n_ranks * n_chunks)
+    for name, kind in (("forward", "F"), ("input_grad", "I")):  # W may take no time, as that of a frozen stage does
+        if 0 in times[kind]:
+            raise ValueError(f"{name} is 0 in stage {times[kind].index(0)}: give a time above 0 for a search")
+    caps = _caps(memory_limit, n_ranks, n_microbatches, n_chunks)
+    layouts = [placement] if placement else ["loop", "v"][:n_chunks]
+    counted = replace(costs, activation=1, released_by_input_grad=0, weights=0)
+    # A whole backward is one that leaves nothing for later.
+    halves = [costs.each(name, n_ranks * n_chunks) for name in ("input_grad", "weight_grad")]
+    whole = tuple(map(sum, zip(*halves, strict=True)))
+    timed = counted if split else replace(counted, input_grad=whole, weight_grad=0)
+    asked = []
+    for layout in layouts:
+        ranks_of = v_shaped(n_ranks) if layout == "v" else looped(n_ranks, n_chunks)
+        problem = Problem.of(ranks_of, n_microbatches, counted, caps, split)
+        asked.append(
+            Question(ranks_of, problem, counted, bound(n_ranks, n_microbatches, timed, caps, placement=ranks_of))
+        )
+    return asked
+
+
+def _caps(limit: MemoryLimit, n_ranks: int, n_microbatches: int, n_chunks: int) -> tuple[int, ...]:
+    most = n_chunks * n_microbatches
+    caps = []
+    for rank, cap in enumerate(limits_of(limit, n_ranks)):
+        if cap is not None and cap < n_chunks:
+            kept = "one activation" if n_chunks == 1 else f"one activation in each of its {n_chunks} stages"
+            raise ValueError(
+                f"memory_limit is {cap} on rank {rank}: a microbatch keeps {kept} until its backward comes, "
+                f"so give at least {n_chunks}"
+            )
+        caps.append(most if cap is None else min(int(cap), most))
+    return tuple(caps)
 
 
 @dataclass(frozen=True)
@@ -88,7 +187,8 @@ def search(
         ValueError: for sizes below 1 or beyond some thousand actions, a number of chunks or a placement that is not
             offered, times of 0, a limit under which no microbatch gets through, and a time that is not above 0.
     """
-    refuse_no_time("search", seconds)
+    if not 0 < seconds < inf:
+        raise ValueError(f"search: seconds is {seconds}: give a time limit above 0, and a finite one")
     began = monotonic()
     costs = Costs() if costs is None else costs
     asked = questions(n_ranks, n_microbatches, costs, memory_limit, n_chunks, placement, split)
@@ -133,14 +233,12 @@ def answer(question: Question, deadline: float, seed: int) -> Found:
         if stopped == "bound":
             break
     best = min(improvers, key=lambda each: each.score)
-    schedule = problem.schedule_of("found", best.best)
-    candidates = [simulate(schedule, question.costs)]
-    orders = [schedule]
+    orders = [problem.schedule_of("found", best.best)]
     if question.costs.overlapped is not None:  # pairs run as one may be quicker than what was searched
         orders += question.named()
-        candidates += [simulate(each, question.costs) for each in orders[1:]]
-    winner = min(range(len(orders)), key=lambda i: candidates[i].makespan)
-    return Found(orders[winner], candidates[winner], question.bound, stopped, sum(each.tries for each in improvers))
+    timed = [(order, simulate(order, question.costs)) for order in orders]
+    order, timeline = min(timed, key=lambda each: each[1].makespan)
+    return Found(order, timeline, question.bound, stopped, sum(each.tries for each in improvers))
 
 
 def _starts(question: Question, seed: int, enough: Time, over: Callable[[], bool]) -> list[Words]:
@@ -170,3 +268,158 @@ def _ranked(problem: Problem, tried: Iterable[Words]) -> list[tuple[Time, Time, 
         if (run := problem.run(words)) is not None:
             ranked.setdefault((run.makespan, run.total), words)
     return [(*score, ranked[score]) for score in sorted(ranked)]
+
+
+class Improver:
+    """The best words so far, and a walk that looks for better ones by moving a letter of a word.
+
+    Only what lies on the longest path can shorten the run, so a move takes a letter of a block of that path (what one
+    rank does in one go) past the block's end, or the block's last letter, for which another rank waits, further to the
+    front (Nowicki and Smutnicki 1996, "A fast taboo search algorithm for the job shop problem"). A change for the worse
+    is accepted within a threshold that falls to zero; then the next round starts from the best (Dueck and Scheuer 1990,
+    "Threshold accepting").
+
+    Attributes:
+        best: the words with the least makespan yet.
+        score: their makespan, and the sum of the ranks' ends.
+        tries: how many words were simulated.
+        last_gain: after how many tries the makespan last fell.
+    """
+
+    def __init__(self, problem: Problem, words: Words, seed: int) -> None:
+        self.problem = problem
+        self.random = Random(seed)
+        self.best = [list(word) for word in words]
+        run = problem.run(words)
+        assert run is not None
+        self.score = (run.makespan, run.total)
+        self.tries = self.last_gain = 0
+
+    def improve(self, enough: Time, patience: int, over: Callable[[], bool]) -> str:
+        """Walk until the makespan is ``enough``, nothing was gained for ``patience`` tries, or time is ``over``.
+
+        Returns:
+            Which of the three it was: ``bound``, ``patience`` or ``time``.
+        """
+        began = self.tries
+        while True:
+            if self.score[0] <= enough:
+                return "bound"
+            if self.tries - began >= patience and self.tries - self.last_gain >= patience:
+                return "patience"
+            if over():
+                return "time"
+            self._walk(enough, over)
+
+    def _walk(self, enough: Time, over: Callable[[], bool]) -> None:
+        """One fall of the threshold, from the best words."""
+        words = [list(word) for word in self.best]
+        run = self.problem.run(words)
+        assert run is not None
+        shortest = float(min(t for t in self.problem.durations if t > 0))
+        start = shortest * self.random.choice((0.0, 0.3, 1.01, 2.01))
+        now = (run.makespan, run.total)
+        blocks = self._blocks(words, run)
+        for step in range(_ROUND):
+            if step % 16 == 0 and over():
+                return
+            move = self._move(words, blocks)
+            if move is None:
+                continue
+            rank, taken, put = move
+            kept = words[rank]
+            words[rank] = self._moved(rank, kept, taken, put)
+            self.tries += 1
+            found = self.problem.run(words) if self.problem.row_fits(rank, words[rank]) else None
+            slack = start * (1 - step / _ROUND)
+            if found is None or (found.makespan - now[0], found.total - now[1]) > (slack, slack):
+                words[rank] = kept
+                continue
+            now = (found.makespan, found.total)
+            blocks = self._blocks(words, found)
+            if now < self.score:
+                if now[0] < self.score[0]:
+                    self.last_gain = self.tries
+                self.best, self.score = [list(each) for each in words], now
+                if now[0] <= enough:
+                    return
+
+    def _moved(self, rank: int, word: list[int], taken: int, put: int) -> list[int]:
+        """Return the word with a letter elsewhere. Where the rank is then too full, what makes room comes first."""
+        problem, cap = self.problem, self.problem.caps[rank]
+        word = word.copy()
+        word.insert(put, word.pop(taken))
+        held, place = 0, 0
+        while place < len(word):
+            letter = word[place]
+            if letter % 3 == FORWARD:
+                if held == cap:
+                    later = next((i for i in range(place + 1, len(word)) if problem.releases(word[i])), None)
+                    if later is None:
+                        break
+                    if self.random.random() < 0.5:
+                        word.insert(place, word.pop(later))
+                    else:
+                        word.insert(later, word.pop(place))
+                    continue
+                held += 1
+            elif problem.releases(letter):
+                held -= 1
+            place += 1
+        return word
+
+    def _move(self, words: Words, blocks: list[tuple[int, int, int]]) -> tuple[int, int, int] | None:
+        """Return a rank, the place of a letter in its word, and where to put it."""
+        random = self.random
+        rank, first, last = blocks[random.randrange(len(blocks))]
+        word = words[rank]
+        if random.random() < 0.5:
+            # What the next block waits for comes sooner.
+            taken = last
+            put = random.randrange(first, last) if last > first and random.random() < 0.7 else max(0, last - 1)
+            if first > 0 and random.random() < 0.3:
+                put = random.randrange(max(0, first - 6), first)
+        else:
+            # Something of the block gives way.
+            taken = random.randrange(first, last + 1)
+            put = last if random.random() < 0.5 else random.randrange(last, min(len(word) - 1, last + 8) + 1)
+            if random.random() < 0.2:
+                put = random.randrange(max(0, first - 8), first + 1)
+        if put == taken or (word[put] == word[taken] and abs(put - taken) == 1):
+            return None
+        return rank, taken, put
+
+    def _blocks(self, words: Words, run: Pass) -> list[tuple[int, int, int]]:
+        """Return the longest path, from its end back: each rank it is on, with the first and last place there."""
+        problem, ends = self.problem, run.ends
+        waits_for, delays, durations = problem.waits_for, problem.delays, problem.durations
+        counts: list[list[int]] = []
+        where: dict[tuple[int, int], int] = {}
+        for word in words:
+            seen: dict[int, int] = {}
+            row = []
+            for place, letter in enumerate(word):
+                k = seen.get(letter, 0)
+                seen[letter] = k + 1
+                row.append(k)
+                where[letter, k] = place
+            counts.append(row)
+        rank = max(range(problem.n_ranks), key=lambda r: ends[words[r][-1]][counts[r][-1]])
+        place = last = len(words[rank]) - 1
+        blocks = []
+        while True:
+            letter = words[rank][place]
+            k = counts[rank][place]
+            start = ends[letter][k] - durations[letter]
+            maker = waits_for[letter]
+            before = None if place == 0 else ends[words[rank][place - 1]][counts[rank][place - 1]]
+            arrival = None if maker < 0 else ends[maker][k] + delays[letter]
+            if arrival is not None and (before is None or arrival > before) and problem.ranks[maker // 3] != rank:
+                blocks.append((rank, place, last))
+                rank = problem.ranks[maker // 3]
+                place = last = where[maker, k]
+            elif before is None or start <= 0:
+                blocks.append((rank, place, last))
+                return blocks
+            else:
+                place -= 1

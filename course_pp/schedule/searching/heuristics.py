@@ -1,0 +1,483 @@
+"""Orders to begin a search with: by lists, by refilling a named order, by Zero Bubble's heuristic, by repetition.
+
+The basis is list scheduling: at each moment, the rank that can start first takes what its rule likes best. Graham 1966
+has the idea; a rule here says in which order a rank prefers its kinds of work, how far its forwards may run ahead, and
+whether it rather waits for a message than start a weight gradient that would make the message wait.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, product
+from random import Random
+
+from course_pp.schedule.costs import Costs
+from course_pp.schedule.schedule import Schedule
+from course_pp.schedule.searching.problem import FORWARD, INPUT, WEIGHT, Problem, Words
+from course_pp.schedule.span import Time
+
+Choice = tuple[Time, int, int]
+"""When it could start, its place among what the rank prefers, and the letter."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a rank does when it could do several things.
+
+    Attributes:
+        order: the kinds, dearest first: ``"IFW"`` does what others wait for and fills with weight gradients.
+        slope: how many more microbatches a rank may run ahead of its backwards than the next rank; None for no limit.
+            1 gives the warm-up of 1F1B, 2 that of ZB-H2.
+        patient: whether a rank leaves ``W`` if a message known to be on its way arrives before ``W`` would end.
+        deep: whether a rank with two stages prefers the later one.
+        window: how many microbatches a rank with two stages may have under way; None for no limit.
+    """
+
+    order: str = "IFW"
+    slope: int | None = None
+    patient: bool = False
+    deep: bool = True
+    window: int | None = None
+
+
+_RULES = tuple(
+    Rule(order, slope, patient, deep)
+    for order in ("IFW", "FIW", "IWF")
+    for slope in (None, 1, 2)
+    for patient in (False, True)
+    for deep in (True, False)
+)
+
+
+def rules_for(problem: Problem) -> tuple[Rule, ...]:
+    """Return the rules worth a try. With two stages, a rank fills up with the first unless entries are limited."""
+    if problem.n_chunks == 1:
+        return tuple(rule for rule in _RULES if rule.deep)
+    cap = min(problem.caps)
+    windows = [None, *sorted({window for window in (cap // 2, cap // 2 + 1, cap - 2) if 0 < window < cap})]
+    return tuple(replace(rule, window=window) for window in windows for rule in _RULES)
+
+
+class Desk:
+    """A schedule as it is being written, rank by rank, with what each rank could do next.
+
+    Attributes:
+        rows: for each rank the letters so far, each with its microbatch.
+        clocks: when each rank is free.
+        held: for each rank how many activations it has.
+        ahead: by how many its forwards exceed its input gradients.
+        under_way: how many activations of its first stage it has.
+        inbox: for each letter the microbatches it could take, first come first, each with its time of arrival.
+    """
+
+    def __init__(self, problem: Problem, rule: Rule) -> None:
+        self.problem = problem
+        self.rows: list[list[tuple[int, int]]] = [[] for _ in range(problem.n_ranks)]
+        self.clocks: list[Time] = [0] * problem.n_ranks
+        self.inbox: list[list[tuple[Time, int]]] = [[] for _ in problem.durations]
+        self.inbox[FORWARD] = [(0, microbatch) for microbatch in range(problem.n_microbatches)]
+        self.held = [0] * problem.n_ranks
+        self.ahead = [0] * problem.n_ranks
+        self.under_way = [0] * problem.n_ranks
+        self.rule = rule
+        self._letters = [self._preferred(rank) for rank in range(problem.n_ranks)]
+        self._readers: list[list[int]] = [[] for _ in problem.durations]
+        used = {letter for letters in self._letters for letter in letters}
+        for letter, maker in enumerate(problem.waits_for):
+            if maker >= 0 and letter in used:
+                self._readers[maker].append(letter)
+        self._next: list[Choice | None] = [None] * problem.n_ranks
+        for rank in range(problem.n_ranks):
+            self._look(rank)
+
+    def _preferred(self, rank: int) -> list[int]:
+        order = ["FIW".index(kind) for kind in self.rule.order]
+        sign = -1 if self.rule.deep else 1
+        return sorted(self.problem.letters_of(rank), key=lambda each: (order.index(each % 3), sign * (each // 3)))
+
+    def has_room(self, rank: int, stage: int) -> bool:
+        """Return whether the rank may take a forward of the stage.
+
+        It keeps a place free for each of its later stages: full of activations of the first, it could not go on.
+        """
+        problem = self.problem
+        later = sum(each == rank for each in problem.ranks[stage + 1 :])
+        if self.held[rank] + 1 > problem.caps[rank] - later:
+            return False
+        # With several stages a rank, only the first keeps its distance: the others finish what is under way.
+        if stage >= problem.n_ranks:
+            return True
+        if self.rule.window is not None and self.under_way[rank] >= self.rule.window:
+            return False
+        if self.rule.slope is None:
+            return True
+        distance = self.rule.slope * (problem.n_ranks - 1 - rank) + (problem.n_chunks - 1) * problem.n_ranks
+        return self.ahead[rank] <= distance
+
+    def start(self, rank: int, letter: int, place: int = 0) -> Time:
+        """Return when the rank could start a letter that is in its inbox: it is free, and the input has arrived."""
+        return max(self.clocks[rank], self.inbox[letter][place][0])
+
+    def _choices(self, rank: int) -> Iterator[Choice]:
+        for place, letter in enumerate(self._letters[rank]):
+            if self.inbox[letter] and (letter % 3 != FORWARD or self.has_room(rank, letter // 3)):
+                yield self.start(rank, letter), place, letter
+
+    def _look(self, rank: int) -> None:
+        """Find what the rank would do next."""
+        best = min(self._choices(rank), default=None)
+        if best is not None and best[2] % 3 == WEIGHT and self.rule.patient:
+            end = best[0] + self.problem.durations[best[2]]
+            best = min((each for each in self._choices(rank) if each[2] % 3 != WEIGHT and each[0] < end), default=best)
+        self._next[rank] = best
+
+    def take(self, rank: int, letter: int, microbatch: int | None = None) -> None:
+        """Write the letter to the rank's row, for its oldest microbatch or the one that is named."""
+        problem, inbox = self.problem, self.inbox[letter]
+        place = 0 if microbatch is None else next(i for i, (_, each) in enumerate(inbox) if each == microbatch)
+        end = self.start(rank, letter, place) + problem.durations[letter]
+        _, microbatch = inbox.pop(place)
+        self.clocks[rank] = end
+        self.rows[rank].append((letter, microbatch))
+        kind = letter % 3
+        change = (kind == FORWARD) - problem.releases(letter)
+        if letter < 3 * problem.n_ranks:
+            self.under_way[rank] += change
+        self.held[rank] += change
+        self.ahead[rank] += (kind == FORWARD) - (kind == INPUT)
+        touched = {rank}
+        for reader in self._readers[letter]:
+            self.inbox[reader].append((end + problem.delays[reader], microbatch))
+            touched.add(problem.ranks[reader // 3])
+        for each in touched:
+            self._look(each)
+
+    def fill(self) -> bool:
+        """Take what is left, the earliest start first; return whether all could be placed."""
+        left = sum(len(self.problem.letters_of(r)) for r in range(self.problem.n_ranks)) * self.problem.n_microbatches
+        left -= sum(map(len, self.rows))
+        for _ in range(left):
+            able = [(choice, rank) for rank, choice in enumerate(self._next) if choice is not None]
+            if not able:
+                return False
+            (_, _, letter), rank = min(able)
+            self.take(rank, letter)
+        return True
+
+    @property
+    def words(self) -> Words:
+        """For each rank its letters so far."""
+        return [[letter for letter, _ in row] for row in self.rows]
+
+
+def listed(problem: Problem, rule: Rule) -> Words | None:
+    """Return the orders that a rule makes; None if it gets stuck."""
+    desk = Desk(problem, rule)
+    return desk.words if desk.fill() else None
+
+
+def filled(schedule: Schedule, costs: Costs, limits: Sequence[int] | None = None) -> Schedule:
+    """Return a named order with its weight gradients placed for ``costs``, or as it is where that is no shorter.
+
+    Nobody waits for a weight gradient, so it may come whenever its rank would otherwise wait (Qi et al. 2024, "Zero
+    bubble pipeline parallelism", section 3.1). Where the gaps are depends on how long things take. Forwards and input
+    gradients stay as they are.
+
+    No rank holds more activations than the fullest did before, nor than its own limit, which the order keeps to. An
+    order with whole backwards stays as it is.
+    """
+    if not splits_every_backward(schedule):
+        return schedule
+    changes = {"F": 1, "I": 0, "W": -1}
+    most = max(max(accumulate(changes[part.kind] for a in row for part in a.parts)) for row in schedule.actions)
+    caps = tuple(min(most, limit) for limit in limits or (most,) * schedule.n_ranks)
+    problem = Problem.of(schedule.placement, schedule.n_microbatches, costs, caps, split=True)
+    named, best = problem.words_of(schedule), schedule
+    makespan = problem.makespan(named)
+    for patient in (True, False):
+        desk = _Filling(problem, named, patient)
+        if desk.fill() and (now := problem.makespan(desk.words)) < makespan:
+            best, makespan = problem.schedule_of(schedule.name, desk.words), now
+    return best
+
+
+def splits_every_backward(schedule: Schedule) -> bool:
+    """Return whether all of a schedule's backwards are in two halves."""
+    return {part.kind for part in schedule.parts} == set("FIW")
+
+
+class _Filling(Desk):
+    """Takes forwards and input gradients in a given order.
+
+    A rank that would wait takes its oldest weight gradient: if patient, only one that ends before the wait does. It
+    also takes one if it is full.
+    """
+
+    def __init__(self, problem: Problem, words: Words, patient: bool) -> None:
+        self._order = [deque(letter for letter in word if letter % 3 != WEIGHT) for word in words]
+        super().__init__(problem, Rule(patient=patient))
+
+    def take(self, rank: int, letter: int, microbatch: int | None = None) -> None:
+        """Write the letter to the rank's row."""
+        if letter % 3 != WEIGHT:
+            self._order[rank].popleft()
+        super().take(rank, letter, microbatch)
+
+    def _look(self, rank: int) -> None:
+        clock, order = self.clocks[rank], self._order[rank]
+        letters = (letter for letter in self._letters[rank] if letter % 3 == WEIGHT and self.inbox[letter])
+        weight = min(letters, key=lambda letter: self.inbox[letter][0][0], default=None)
+        full = bool(order) and order[0] % 3 == FORWARD and self.held[rank] >= self.problem.caps[rank]
+        known = bool(order) and not full and bool(self.inbox[order[0]])
+        start = self.start(rank, order[0]) if known else None
+        self._next[rank] = None if start is None else (start, 1, order[0])
+        if weight is not None:
+            end = clock + (self.problem.durations[weight] if self.rule.patient else 0)
+            if start is None:
+                self._next[rank] = (clock, 0 if full else 2, weight)
+            elif clock < start and end <= start:
+                self._next[rank] = (clock, 0, weight)
+
+
+def zero_bubble_heuristic(problem: Problem) -> Iterator[Words]:
+    """Yield the words of the heuristic of Zero Bubble's authors, written anew from their description.
+
+    Qi et al. 2024, "Zero bubble pipeline parallelism" (arXiv 2401.10241), section 3.1, with the details of their
+    repository ``sail-sg/zero-bubble-pipeline-parallelism`` (``scheduler/zb.py``): as many forwards as memory allows
+    before the first input gradient arrives, then one forward and one input gradient a round on each rank, and weight
+    gradients where a rank would wait or is full. Three questions that the paper leaves to trial are switches; they try
+    all eight answers, and keep the best. Here each answer that fits the caps is yielded; none for chunks or whole
+    backwards.
+    """
+    if problem.n_chunks != 1 or not problem.split:
+        return
+    for answers in product((True, False), repeat=3):
+        attempt = _Attempt(problem, *answers)
+        if attempt.finish():
+            yield attempt.words
+
+
+class _Attempt(Desk):
+    """One run of the heuristic.
+
+    Attributes:
+        done: for each rank how many forwards, input gradients and weight gradients it has.
+        bubbles: how long each rank has waited since its first forward.
+    """
+
+    def __init__(self, problem: Problem, stop_short: bool, backward_first: bool, greedy: bool) -> None:
+        super().__init__(problem, Rule())
+        self.n = problem.n_ranks
+        self.stop_short, self.backward_first, self.greedy = stop_short, backward_first, greedy
+        self.done = [[0, 0, 0] for _ in range(self.n)]
+        self.bubbles: list[Time] = [0] * self.n
+
+    def _look(self, rank: int) -> None:
+        """It knows what comes next without looking."""
+
+    def finish(self) -> bool:
+        """Write all words; return whether they fit the memory."""
+        self._warm_up()
+        for _ in range(1, self.problem.n_microbatches):
+            forwards = self._wanted_forwards()
+            for rank in range(self.n):
+                if forwards[rank] and not self._forward(rank):
+                    return False
+            for rank in reversed(range(self.n)):
+                self._backward(rank)
+        for rank in range(self.n):
+            while self.done[rank][WEIGHT] < self.problem.n_microbatches:
+                self._put(rank, WEIGHT)
+        return True
+
+    def _cost(self, rank: int, kind: int) -> Time:
+        return self.problem.durations[3 * rank + kind]
+
+    def _put(self, rank: int, kind: int) -> None:
+        if self.done[rank][FORWARD]:
+            self.bubbles[rank] += self.start(rank, 3 * rank + kind) - self.clocks[rank]
+        self.take(rank, 3 * rank + kind)
+        self.done[rank][kind] += 1
+
+    def _warm_up(self) -> None:
+        """A first forward each, what fits before the first input gradient arrives, and the first input gradients."""
+        problem, n = self.problem, self.n
+        for rank in range(n):
+            self._put(rank, FORWARD)
+        more = [0] * n
+        back = self.clocks[n - 1] + self._cost(n - 1, INPUT)
+        for rank in reversed(range(n - 1)):
+            arrival, clock = back + problem.delays[3 * rank + INPUT], self.clocks[rank]
+            while more[rank] + 1 < min(problem.n_microbatches, problem.caps[rank]):
+                then = clock + self._cost(rank, FORWARD)
+                if then > arrival if self.stop_short else clock >= arrival:
+                    break
+                clock, more[rank] = then, more[rank] + 1
+            back = max(clock, arrival) + self._cost(rank, INPUT)
+        for rank in range(1, n):
+            # A rank can be ahead only by fewer forwards than the rank that feeds it, unless that one has done all.
+            while more[rank] > 0 and more[rank] >= more[rank - 1] and more[rank - 1] + 1 < problem.n_microbatches:
+                more[rank] -= 1
+        for rank in range(n):
+            for _ in range(more[rank]):
+                self._put(rank, FORWARD)
+        for rank in reversed(range(n)):
+            self._put(rank, INPUT)
+
+    def _wanted_forwards(self) -> list[bool]:
+        """Return for each rank whether it runs a forward this round: never more than the ranks after it can take."""
+        wanted = [self._wants_forward(rank) for rank in range(self.n)]
+        for rank in reversed(range(self.n - 1)):
+            wanted[rank] = wanted[rank] and wanted[rank + 1]
+        return wanted
+
+    def _wants_forward(self, rank: int) -> bool:
+        done = self.done
+        if done[rank][FORWARD] >= self.problem.n_microbatches:
+            return False
+        if not self.backward_first or rank + 1 == self.n or done[rank][FORWARD] < done[rank + 1][FORWARD] + 2:
+            return True
+        # The next rank has a forward in store. Is there time for one here before its next gradient comes up?
+        next_gradient = (
+            self.clocks[rank + 1]
+            + self._cost(rank + 1, FORWARD)
+            + self._cost(rank + 1, INPUT)
+            + self.problem.delays[3 * rank + INPUT]
+        )
+        clock = self.clocks[rank]
+        if clock >= next_gradient:
+            return False
+        too_many = max(0, done[rank][FORWARD] - done[rank][WEIGHT] + 1 - self.problem.caps[rank])
+        freed = min(too_many, done[rank][INPUT] - done[rank][WEIGHT])
+        if clock + self._cost(rank, FORWARD) + freed * self._cost(rank, WEIGHT) <= next_gradient:
+            return True
+        return next_gradient - clock > max(self.bubbles) - self.bubbles[rank]
+
+    def _forward(self, rank: int) -> bool:
+        done = self.done[rank]
+        while done[FORWARD] - done[WEIGHT] + 1 > self.problem.caps[rank]:
+            if done[WEIGHT] >= done[INPUT]:
+                return False
+            self._put(rank, WEIGHT)
+        if rank > 0:
+            self._fill_until(rank, FORWARD)
+        self._put(rank, FORWARD)
+        return True
+
+    def _backward(self, rank: int) -> None:
+        done = self.done[rank]
+        if rank + 1 < self.n:
+            self._fill_until(rank, INPUT)
+        if rank == 0 and done[FORWARD] == self.problem.n_microbatches:
+            while done[WEIGHT] < done[INPUT]:
+                self._put(rank, WEIGHT)
+        self._put(rank, INPUT)
+
+    def _fill_until(self, rank: int, kind: int) -> None:
+        """Weight gradients until the input of the next action is there; the last may make it late."""
+        arrival, done = self.inbox[3 * rank + kind][0][0], self.done[rank]
+        while done[WEIGHT] < done[INPUT] and self.clocks[rank] + self._cost(rank, WEIGHT) <= arrival:
+            self._put(rank, WEIGHT)
+        left = arrival - self.clocks[rank]
+        if done[WEIGHT] < done[INPUT] and left > 0 and (self.greedy or left > max(self.bubbles) - self.bubbles[rank]):
+            self._put(rank, WEIGHT)
+
+
+_TRIES, _LETTERS = 500, 150_000
+"""Blocks to try from each beginning: so many, or more where they are small and simulated soon."""
+
+_CLIMBS = 4
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A microbatch's way, in units of a mean action.
+
+    Attributes:
+        waits: before each letter, beyond what it needs.
+        interval: from one microbatch to the next.
+    """
+
+    waits: tuple[int, ...]
+    interval: int
+
+
+def repeating(problem: Problem, seed: int, over: Callable[[], bool]) -> list[Words]:
+    """Return words that repeat: one microbatch's way down and up, with waits, begun anew at a fixed interval.
+
+    Qi et al. 2024, "Pipeline parallelism with controllable memory" (arXiv 2405.15362), section 3: how long a microbatch
+    holds its activations, over the interval, is the memory of the whole. They draw such blocks for a V and three
+    amounts of memory. Here the waits are searched for, for two stages a rank in any placement, with any times and caps,
+    until time is ``over``. A rule that acts whenever it can does not find them: with little memory a gradient should
+    wait where the stages turn. None for one stage a rank.
+    """
+    climbs = range(_CLIMBS if problem.n_chunks == 2 else 0)
+    found = (_Climb(problem, seed + number).best(number % 2 == 1, over) for number in climbs)
+    return [words for words in found if words is not None]
+
+
+class _Climb:
+    """From one block to a neighbour that is no worse, and on."""
+
+    def __init__(self, problem: Problem, seed: int) -> None:
+        self.problem, self.random = problem, Random(seed)
+        stages = range(len(problem.ranks))
+        self.times = [float(time) for time in problem.durations]
+        self.unit = sum(self.times) / sum(time > 0 for time in self.times)
+        self.way = [3 * stage + FORWARD for stage in stages] + [3 * stage + INPUT for stage in reversed(stages)]
+        self.kinds = (FORWARD, INPUT, WEIGHT) if problem.split else (FORWARD, INPUT)
+
+    def best(self, one_by_one: bool, over: Callable[[], bool]) -> Words | None:
+        """Return the words of the best block that was found; None without any that fits.
+
+        Args:
+            one_by_one: begin with one microbatch after the other; if not, with as many as a rank can work for.
+        """
+        problem, length = self.problem, sum(self.times) / self.unit
+        block = _Block((0,) * len(self.times), 1 + round(length if one_by_one else length / problem.n_ranks))
+        best: tuple[tuple[Time, Time], Words] | None = None
+        now: Time | None = None
+        n_letters = len(self.way) * problem.n_microbatches
+        for _ in range(max(_TRIES, _LETTERS // n_letters)):
+            if over():
+                break
+            tried = self._neighbour(block)
+            words = self._words(tried)
+            run = problem.run(words) if problem.fits(words) else None
+            if run is None:
+                if now is None:  # nothing has fitted yet
+                    block = replace(block, interval=block.interval + 1)
+                continue
+            if now is None or run.makespan <= now:
+                now, block = run.makespan, tried
+            if best is None or (run.makespan, run.total) < best[0]:
+                best = (run.makespan, run.total), words
+        return best and best[1]
+
+    def _neighbour(self, block: _Block) -> _Block:
+        random, waits, interval = self.random, list(block.waits), block.interval
+        for _ in range(random.choice((1, 1, 2, 3))):
+            place = random.randrange(len(waits) + 2)
+            if place < len(waits):
+                waits[place] = max(0, waits[place] + random.choice((-2, -1, 1, 2)))
+            else:
+                interval = max(1, interval + random.choice((-2, -1, -1, 1)))
+        return _Block(tuple(waits), interval)
+
+    def _words(self, block: _Block) -> Words:
+        """Return each rank's letters in the order of their starts."""
+        problem, times, unit = self.problem, self.times, self.unit
+        starts, clock = [0.0] * len(times), 0.0
+        for letter in self.way:
+            starts[letter] = clock = clock + float(problem.delays[letter]) + block.waits[letter] * unit
+            clock += times[letter]
+            if letter % 3 == INPUT:
+                starts[letter + 1] = clock + block.waits[letter + 1] * unit
+        rows: list[list[tuple[float, int, int]]] = [[] for _ in problem.caps]
+        for stage, rank in enumerate(problem.ranks):
+            for kind in self.kinds:
+                first, letter = starts[3 * stage + kind], 3 * stage + kind
+                entries = (i * block.interval * unit for i in range(problem.n_microbatches))
+                # At one moment what gives room comes first.
+                rows[rank] += [(round(first + entry, 6), -kind, letter) for entry in entries]
+        return [[letter for *_, letter in sorted(row)] for row in rows]
