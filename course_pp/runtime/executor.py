@@ -22,7 +22,7 @@ from course_pp.runtime.stage import Gradients, Stage, get_random_state, set_rand
 from course_pp.runtime.versions import VersionedStage
 from course_pp.runtime.wire import Wire, open_wire
 from course_pp.schedule import Action, Overlap, Product, Schedule
-from course_pp.schedule.products import round_of
+from course_pp.schedule.precedence import round_of
 from course_pp.tied import add_up
 
 T = TypeVar("T")

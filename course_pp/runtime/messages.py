@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from course_pp.schedule import Action, Edge, Overlap, Product, Schedule
-from course_pp.schedule.products import Products
+from course_pp.schedule.precedence import Dependencies
 
 Content = Product | str
 """A product of an action, or what else is sent: ``"shared gradients"``, ``"report"``, ``"answer"``."""
@@ -86,19 +86,19 @@ def plan_messages(schedule: Schedule, pairs: Sequence[tuple[int, int]] = ()) -> 
         row.append(Message(source, target, len(row), content))
         return row[-1]
 
-    products = Products.of(schedule)
+    dependencies = Dependencies.of(schedule)
     makers = {
-        products.describe(product): (rank, index)
+        dependencies.describe(product): (rank, index)
         for rank, index, part in _walk(schedule)
-        for product in products.made_by(part)
+        for product in dependencies.made_by(part)
     }
     receives: dict[tuple[int, int], list[Message]] = defaultdict(list)
     sends: dict[tuple[int, int], list[Message]] = defaultdict(list)
     for rank, index, part in _walk(schedule):
-        for number in products.needed_by(part):
-            product = products.describe(number)
+        for number in dependencies.needed_by(part):
+            product = dependencies.describe(number)
             maker = makers[product]
-            if maker[0] != rank and not _comes_with_another(schedule, products, number):
+            if maker[0] != rank and not _comes_with_another(schedule, dependencies, number):
                 message = add(maker[0], rank, product)
                 receives[rank, index].append(message)
                 sends[maker].append(message)
@@ -125,12 +125,12 @@ def plan_messages(schedule: Schedule, pairs: Sequence[tuple[int, int]] = ()) -> 
     )
 
 
-def _comes_with_another(schedule: Schedule, products: Products, number: int) -> bool:
+def _comes_with_another(schedule: Schedule, dependencies: Dependencies, number: int) -> bool:
     """Return whether it crosses an edge to or from a rank with an earlier reader: that one's message serves both."""
-    lane = products.lane_of(number)
+    lane = dependencies.lane_of(number)
     if lane is None:
         return False
-    microbatch = products.describe(number).microbatch
+    microbatch = dependencies.describe(number).microbatch
     rank = schedule.rank_of(lane.reader, microbatch)
     readers = schedule.edges[lane.edge].readers
     return any(reader < lane.reader and schedule.rank_of(reader, microbatch) == rank for reader in readers)

@@ -11,8 +11,11 @@ from typing import NamedTuple
 
 from course_pp.schedule.action import Product
 from course_pp.schedule.costs import Costs
+from course_pp.schedule.legality import check
 from course_pp.schedule.precedence import Link, Message, Precedence
+from course_pp.schedule.schedule import Schedule, implied_placement
 from course_pp.schedule.span import Receive, Span
+from course_pp.schedule.timeline import Timeline
 
 _Values = Mapping[tuple[str, int], float]
 """For a kind of action and a stage, a time."""
@@ -60,12 +63,56 @@ class Waits:
     links: Mapping[Link, float]
 
 
+@dataclass(frozen=True)
+class MeasuredStep(Precedence):
+    """What had to wait for what in a step that was run.
+
+    Attributes:
+        spans: the actions with their measured times.
+    """
+
+    spans: tuple[Span, ...]
+
+    @classmethod
+    def read_off(cls, tl: Timeline) -> "MeasuredStep":
+        """Raises ValueError where :func:`schedule_of` does."""
+        graph = Precedence.of(schedule_of(tl))
+        return cls(**vars(graph), spans=tuple(tl.by_rank[rank][place] for rank, place in graph.places))
+
+
+def schedule_of(tl: Timeline) -> Schedule:
+    """Return the schedule that was run: each rank's order, and the placement that it implies.
+
+    Raises:
+        ValueError: for a timeline without spans, of several steps, or that lacks actions.
+    """
+    if not tl.spans:
+        raise ValueError(f"{tl!r} has no spans: record a step first")
+    seen = set()
+    for action in tl.actions:
+        if action in seen:
+            raise ValueError(
+                f"{action} was done more than once, so {tl!r} has several steps: give one, "
+                "with clear() of the recorder before it"
+            )
+        seen.add(action)
+    rows = tuple(tuple(span.action for span in row) for row in tl.by_rank)
+    found = implied_placement(rows)
+    missing = next((stage for stage in range(tl.n_stages) if stage not in found), None)
+    if missing is not None:
+        raise ValueError(f"{tl!r} has nothing of stage {missing}: give a timeline of all ranks")
+    schedule = Schedule(tl.name, tuple(found[stage] for stage in range(tl.n_stages)), rows, tl.edges, tl.feedback)
+    if problems := check(schedule):
+        raise ValueError(f"{tl!r} is not one whole step: {problems[0]}; record all of one step on every rank")
+    return schedule
+
+
 def _group_of(span: Span) -> Group:
     parts = span.action.parts
     return Group(span.rank, "".join(part.kind for part in parts), tuple(part.stage for part in parts))
 
 
-def estimate_work(graph: Precedence, expected: Costs) -> Work:
+def estimate_work(graph: MeasuredStep, expected: Costs) -> Work:
     """Tell slow ranks from large stages, as far as ``expected`` and stages that share a rank tell them apart.
 
     The slowdown of a rank is its work over the expected work of its stages, each kind of action in its own unit of
@@ -87,7 +134,7 @@ def estimate_work(graph: Precedence, expected: Costs) -> Work:
 
 
 def _slowdown(
-    graph: Precedence, measured: Mapping[Group, float], many: Mapping[Group, int], expected: Costs
+    graph: MeasuredStep, measured: Mapping[Group, float], many: Mapping[Group, int], expected: Costs
 ) -> tuple[float, ...]:
     per_kind = expected.durations(graph.schedule.n_stages)
 
@@ -109,7 +156,7 @@ def _slowdown(
     return tuple(1.0 if ratio is None else ratio / usual for ratio in ratios)
 
 
-def estimate_waits(graph: Precedence, receives: Iterable[Receive]) -> Waits:
+def estimate_waits(graph: MeasuredStep, receives: Iterable[Receive]) -> Waits:
     """Tell message times from launch times: a message shows where a rank had nothing to do but wait for it.
 
     If a value was made after its receiver became free, the receiver waited for it: it was on its way until the receive
@@ -127,7 +174,7 @@ def estimate_waits(graph: Precedence, receives: Iterable[Receive]) -> Waits:
     return Waits(launch, links)
 
 
-def _longest_possible(graph: Precedence) -> dict[Link, float]:
+def _longest_possible(graph: MeasuredStep) -> dict[Link, float]:
     """Return for each link the least time from the end of a product until it is used."""
     longest: dict[Link, float] = {}
     for span, messages in zip(graph.spans, graph.messages, strict=True):
@@ -137,18 +184,18 @@ def _longest_possible(graph: Precedence) -> dict[Link, float]:
     return longest
 
 
-def _free_from(graph: Precedence, number: int) -> float:
+def _free_from(graph: MeasuredStep, number: int) -> float:
     before = graph.before[number]
     return 0.0 if before is None else float(graph.spans[before].end)
 
 
-def _last(graph: Precedence, messages: Sequence[Message], links: Mapping[Link, float]) -> tuple[float, Message]:
+def _last(graph: MeasuredStep, messages: Sequence[Message], links: Mapping[Link, float]) -> tuple[float, Message]:
     """Return the message that arrives last, and when."""
     arrivals = [(float(graph.spans[message.maker].end) + links[message.link], message) for message in messages]
     return max(arrivals, key=lambda each: each[0])
 
 
-def _launches(graph: Precedence, links: Mapping[Link, float]) -> tuple[float, ...]:
+def _launches(graph: MeasuredStep, links: Mapping[Link, float]) -> tuple[float, ...]:
     """Return for each rank the median gap before actions that waited for no message; of all ranks, if it has few."""
     gaps: list[list[float]] = [[] for _ in range(graph.schedule.n_ranks)]
     for number, (span, messages) in enumerate(zip(graph.spans, graph.messages, strict=True)):
@@ -160,7 +207,7 @@ def _launches(graph: Precedence, links: Mapping[Link, float]) -> tuple[float, ..
 
 
 def _transfers(
-    graph: Precedence,
+    graph: MeasuredStep,
     waited: _Waited,
     launch: Sequence[float],
     links: Mapping[Link, float],
@@ -174,14 +221,16 @@ def _transfers(
         _, last = _last(graph, messages, links)
         made = float(graph.spans[last.maker].end)
         if made >= _free_from(graph, number):
-            arrived = waited.get((span.rank, last.product), float(span.start) - launch[span.rank])
+            arrived = waited.get(
+                (span.rank, graph.dependencies.describe(last.product)), float(span.start) - launch[span.rank]
+            )
             times[last.link].append(max(0.0, arrived - made))
     known = {link: median(values) for link, values in times.items()}
     usual = median(known.values()) if known else 0.0
     return {link: known.get(link, min(usual, longest[link])) for link in links}
 
 
-def costs_of(graph: Precedence, work: Work, links: Mapping[Link, float]) -> Costs:
+def costs_of(graph: MeasuredStep, work: Work, links: Mapping[Link, float]) -> Costs:
     """Return the times of actions at the median speed, stage by stage, and of messages, boundary by boundary.
 
     Where only whole backwards were measured, half of each counts as input gradient: they do not tell the halves apart.
@@ -226,18 +275,19 @@ def _filled(times: _Values, kind: str, n_stages: int) -> tuple[float, ...]:
     return tuple(times.get((kind, stage), 0.0) for stage in range(n_stages))
 
 
-def _latencies(graph: Precedence, links: Mapping[Link, float]) -> tuple[float, ...]:
+def _latencies(graph: MeasuredStep, links: Mapping[Link, float]) -> tuple[float, ...]:
     """Return for each boundary the mean over its messages, as replicas of a stage may have different links."""
     crossing: list[list[float]] = [[] for _ in range(graph.schedule.n_stages - 1)]
     for messages in graph.messages:
         for message in messages:
-            product = message.product
+            product = graph.dependencies.describe(message.product)
             if product.what in ("activation", "gradient"):  # the rest stays within a stage, or crosses an edge
                 crossing[product.stage - (product.what == "gradient")].append(links[message.link])
     return tuple(sum(times) / len(times) if times else 0.0 for times in crossing)
 
 
-def _edge_latency(graph: Precedence, links: Mapping[Link, float]) -> float | None:
+def _edge_latency(graph: MeasuredStep, links: Mapping[Link, float]) -> float | None:
     """Return the mean over all messages of edges; None without any."""
-    times = [links[m.link] for row in graph.messages for m in row if m.product.what in ("value", "value gradient")]
+    describe = graph.dependencies.describe
+    times = [links[m.link] for row in graph.messages for m in row if describe(m.product).name]
     return sum(times) / len(times) if times else None

@@ -1,22 +1,25 @@
 """Why a run took as long as it did: from a measured timeline to costs, and from costs to causes."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
+from math import comb
 from statistics import median
+from typing import NamedTuple
 
 from course_pp.arguments import checked
-from course_pp.schedule.attribution import Counterfactual, Shares, attribute, imagine, step
 from course_pp.schedule.costs import Costs
 from course_pp.schedule.estimation import (
+    MeasuredStep,
     Waits,
     Work,
     costs_of,
     estimate_waits,
     estimate_work,
 )
-from course_pp.schedule.precedence import Lengths, Link, Precedence, precedence_of
+from course_pp.schedule.precedence import Link, Message, Precedence, Times
 from course_pp.schedule.span import Span, format_time
 from course_pp.schedule.timeline import Timeline
 
@@ -167,7 +170,7 @@ def fit(measured: Timeline, expected: Costs | None = None) -> Fit:
     * straggler: a rank takes longer (or, below zero, less) than expected, compared with the median rank;
 
     by simulating with and without each, averaged over the orders in which they can be taken away (see
-    :func:`~course_pp.schedule.attribution.attribute`), and the rest, by which the run was longer than predicted with
+    :func:`~course_pp.schedule.fitting.attribute`), and the rest, by which the run was longer than predicted with
     all four. Each part is split further among the ranks (and links) where it arises.
 
     The estimates are medians over microbatches, so the jitter of a few of them is in the rest.
@@ -182,7 +185,7 @@ def fit(measured: Timeline, expected: Costs | None = None) -> Fit:
         ValueError: for a timeline without spans, of several steps or of a part of one, and for ``expected`` of another
             number of stages.
     """
-    graph = precedence_of(measured)
+    graph = MeasuredStep.read_off(measured)
     work = estimate_work(graph, Costs() if expected is None else expected)
     waits = estimate_waits(graph, measured.receives)
 
@@ -207,7 +210,35 @@ def fit(measured: Timeline, expected: Costs | None = None) -> Fit:
     )
 
 
-def _lengths(graph: Precedence, work: Work, waits: Waits, causes: frozenset[str]) -> Lengths:
+class Place(NamedTuple):
+    """Where time is lost: on a rank; for a message, on the rank that receives it, over ``link``."""
+
+    rank: int
+    link: Link | None
+
+
+Shares = Mapping[Place, float]
+"""What is lost at each place; negative where it is gained."""
+
+
+class Lengths(NamedTuple):
+    """How long each action takes, from when its rank and inputs allow it, and each message over a link."""
+
+    actions: Sequence[float]
+    links: Mapping[Link, float]
+
+    def delay_of(self, message: Message) -> float:
+        return self.links[message.link]
+
+
+class Counterfactual(NamedTuple):
+    """Assumed lengths, and the times they give."""
+
+    lengths: Lengths
+    times: Times
+
+
+def _lengths(graph: MeasuredStep, work: Work, waits: Waits, causes: frozenset[str]) -> Lengths:
     """Return the lengths with just these causes at work."""
     times = work.at_median_speed if "imbalance" in causes else work.balanced
     actions = []
@@ -220,10 +251,74 @@ def _lengths(graph: Precedence, work: Work, waits: Waits, causes: frozenset[str]
     return Lengths(actions, waits.links if "transfer" in causes else dict.fromkeys(waits.links, 0.0))
 
 
-def _as_measured(graph: Precedence, waits: Waits) -> Lengths:
+def _as_measured(graph: MeasuredStep, waits: Waits) -> Lengths:
     """Return the lengths with which every action ends when it did, while messages take their usual time."""
     ends = [float(span.end) for span in graph.spans]
-    return Lengths([end - graph.allowed(number, ends, waits.links)[0] for number, end in enumerate(ends)], waits.links)
+    usual = Lengths([], waits.links)
+    took = [end - float(graph.allowed(number, ends, usual.delay_of)[0]) for number, end in enumerate(ends)]
+    return Lengths(took, waits.links)
+
+
+def attribute(
+    graph: Precedence, causes: Sequence[str], lengths_with: Callable[[frozenset[str]], Lengths]
+) -> dict[str, Shares]:
+    """Split what all ``causes`` together add to the makespan among them.
+
+    A cause may hide behind another: a slow link costs nothing while a slower rank is waited for anyway. So each cause
+    is charged the average of what it adds, over all orders in which they can be added one by one. That is the Shapley
+    value (Shapley 1953, "A value for n-person games"), the only split that adds up whatever the runs, treats
+    causes alike and charges nothing to one that never matters.
+
+    Args:
+        lengths_with: returns the lengths when only these causes act.
+    """
+    settings = {present: imagine(graph, lengths_with(present)) for present in _subsets(causes)}
+    lost: dict[str, Shares] = {}
+    for cause in causes:
+        total: defaultdict[Place, float] = defaultdict(float)
+        for present in _subsets([other for other in causes if other != cause]):
+            weight = 1 / (len(causes) * comb(len(causes) - 1, len(present)))
+            for place, time in step(graph, settings[present], settings[present | {cause}]).items():
+                total[place] += weight * time
+        lost[cause] = dict(total)
+    return lost
+
+
+def imagine(graph: Precedence, lengths: Lengths) -> Counterfactual:
+    return Counterfactual(lengths, graph.run(lengths.actions, lengths.delay_of))
+
+
+def step(graph: Precedence, before: Counterfactual, after: Counterfactual) -> Shares:
+    """Split the difference between two makespans among the places where the lengths differ.
+
+    Let the lengths change evenly from those before to those after. At each moment the makespan grows by what is added
+    along the path that is longest then. It grows ever faster, because it is a maximum of sums of lengths. So the
+    longest path before gives too little, and the longest path after too much. The result is the mixture of the two that
+    gives just the difference.
+    """
+    first, last = (_added_along(graph, each, before.lengths, after.lengths) for each in (before, after))
+    too_little, too_much = sum(first.values()), sum(last.values())
+    difference = float(after.times.makespan - before.times.makespan)
+    # Equal but for rounding where one path stays the longest.
+    part = (difference - too_little) / (too_much - too_little) if too_much > too_little else 1.0
+    part = min(max(part, 0.0), 1.0)
+    places = first.keys() | last.keys()
+    return {place: (1 - part) * first.get(place, 0.0) + part * last.get(place, 0.0) for place in places}
+
+
+def _added_along(graph: Precedence, imagined: Counterfactual, before: Lengths, after: Lengths) -> Shares:
+    """Split what the lengths after have more than those before, along the path that is longest as imagined."""
+    added: defaultdict[Place, float] = defaultdict(float)
+    for number, message in graph.longest_path(imagined.times.ends, imagined.lengths.delay_of):
+        rank, _ = graph.places[number]
+        added[Place(rank, None)] += after.actions[number] - before.actions[number]
+        if message is not None:
+            added[Place(rank, message.link)] += after.links[message.link] - before.links[message.link]
+    return added
+
+
+def _subsets(things: Sequence[str]) -> Iterator[frozenset[str]]:
+    return (frozenset(chosen) for size in range(len(things) + 1) for chosen in combinations(things, size))
 
 
 def _loss(cause: str, shares: Shares, n_ranks: int) -> Loss:
@@ -237,7 +332,11 @@ def _loss(cause: str, shares: Shares, n_ranks: int) -> Loss:
 
 
 def _timeline(
-    graph: Precedence, imagined: Counterfactual, launch: Sequence[float] | None, costs: Costs | None, measured: Timeline
+    graph: MeasuredStep,
+    imagined: Counterfactual,
+    launch: Sequence[float] | None,
+    costs: Costs | None,
+    measured: Timeline,
 ) -> Timeline:
     """Return when each action runs, after it was launched."""
     spans, times = [], imagined.times

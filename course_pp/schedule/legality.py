@@ -1,15 +1,14 @@
 """Can a schedule run? And if not, why not."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 
 from course_pp.arguments import checked
 from course_pp.cycles import find_cycle
 from course_pp.schedule.action import KINDS
 from course_pp.schedule.edges import problems_of_edges
-from course_pp.schedule.execution import execute
-from course_pp.schedule.products import Products
+from course_pp.schedule.precedence import Precedence
 from course_pp.schedule.schedule import Schedule
 
 
@@ -25,7 +24,16 @@ def check(schedule: Schedule) -> list[str]:
     * Ranks wait for one another in a cycle, which is spelled out. Sends are buffered: a rank that sends never waits
       for the receiver. Actions start in the order listed, overlapped pairs when the inputs of both are there.
     """
-    return problems_of_bookkeeping(schedule) or _problems_of_order(schedule)
+    _, problems = precedence_or_problems(schedule)
+    return problems
+
+
+def precedence_or_problems(schedule: Schedule) -> tuple[Precedence | None, list[str]]:
+    """Return who waits for whom in a schedule that can run, or else what keeps it from running."""
+    if problems := problems_of_bookkeeping(schedule):
+        return None, problems
+    graph = Precedence.of(schedule)
+    return (None, _problems_of_order(graph)) if graph.stuck else (graph, [])
 
 
 def problems_of_bookkeeping(schedule: Schedule) -> list[str]:
@@ -89,24 +97,20 @@ def _missing(schedule: Schedule, kind: str, stage: int, microbatch: int) -> str:
     return f"{stage}{kind}{microbatch} is missing from rank {schedule.rank_of(stage, microbatch)}"
 
 
-def _problems_of_order(schedule: Schedule) -> list[str]:
-    no_time = [[0] * len(row) for row in schedule.actions]
-    run = execute(schedule, no_time, [0] * (schedule.n_stages - 1))
-    if not run.stuck:
-        return []
-    products = Products.of(schedule)
+def _problems_of_order(graph: Precedence) -> list[str]:
+    schedule, dependencies = graph.schedule, graph.dependencies
     places = {
         product: (rank, index)
         for rank, row in enumerate(schedule.actions)
         for index, action in enumerate(row)
-        for product in products.made_by(action)
+        for product in dependencies.made_by(action)
     }
 
     def needed(rank: int, index: int) -> list[tuple[int, int]]:
         """Return where the inputs of an action are made: rank and index."""
-        return [places[product] for product in products.needed_by(schedule.actions[rank][index])]
+        return [places[product] for product in dependencies.needed_by(schedule.actions[rank][index])]
 
-    return [*_out_of_order(schedule, needed), *_cycles(schedule, run.stuck, needed)]
+    return [*_out_of_order(schedule, needed), *_cycles(schedule, graph.stuck, needed)]
 
 
 def _out_of_order(schedule: Schedule, needed: Callable[[int, int], list[tuple[int, int]]]) -> Iterable[str]:
@@ -120,7 +124,7 @@ def _out_of_order(schedule: Schedule, needed: Callable[[int, int], list[tuple[in
 
 
 def _cycles(
-    schedule: Schedule, stuck: dict[int, int], needed: Callable[[int, int], list[tuple[int, int]]]
+    schedule: Schedule, stuck: Mapping[int, int], needed: Callable[[int, int], list[tuple[int, int]]]
 ) -> Iterable[str]:
     """Yield the problem of each cycle of ranks that wait for one another. From any stuck rank, waits lead into one."""
     waits_for = {

@@ -1,166 +1,280 @@
-"""Which action of a run had to wait for which: a graph of the order alone, whose longest path is the makespan."""
+"""Who waits for whom: the engine under ``check``, ``simulate``, ``fit`` and the runtime's plan.
 
-from collections.abc import Mapping, Sequence
+:class:`Dependencies` says which products an action needs and makes. :class:`Precedence` goes through a schedule the way
+its ranks would and numbers the actions, so that each comes after those it waits for. Then one rule says when: an action
+starts as soon as its rank is free and its inputs have arrived.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import Literal, NamedTuple
 
-from course_pp.schedule.action import Product
-from course_pp.schedule.execution import execute
-from course_pp.schedule.legality import check
-from course_pp.schedule.products import Products
-from course_pp.schedule.schedule import Schedule, implied_placement
-from course_pp.schedule.span import Span
-from course_pp.schedule.timeline import Timeline
+from course_pp.schedule.action import Action, Overlap, Product
+from course_pp.schedule.edges import Edge, Lane, lanes_of
+from course_pp.schedule.schedule import Schedule
+from course_pp.schedule.span import Time
 
 Link = tuple[int, int]
 """Two ranks, the lower one first."""
 
 
-class Message(NamedTuple):
-    """What an action gets from another rank: which one, over which link, and the number of the action that makes it."""
+def round_of(microbatch: int, share: int, n_microbatches: int) -> range:
+    """Return the microbatches on which the ``share`` replicas of a stage work at a time: their updates are one."""
+    first = microbatch - microbatch % share
+    return range(first, min(first + share, n_microbatches))
 
-    product: Product
+
+_WHAT: tuple[Literal["activation", "gradient", "weight gradient"], ...] = ("activation", "gradient", "weight gradient")
+
+
+@dataclass(frozen=True)
+class Dependencies:
+    """What the actions of a pipeline hand to one another, as :meth:`Action.needs` and :meth:`Action.provides` say.
+
+    And more: an update waits for the gradients of all replicas; values cross edges, and their gradients come back; in
+    generation tokens go from the last stage to the first. Each product is a number, as objects by the hundred thousand
+    would take seconds: ``product // n_microbatches`` is its *channel*, what it is and of which stage, and the rest its
+    microbatch. The channels, in order: activations by stage, gradients by stage, weight gradients by stage, values by
+    reader of each edge, their gradients by reader, tokens.
+
+    Attributes:
+        shares: how many ranks hold each stage.
+    """
+
+    n_microbatches: int
+    shares: tuple[int, ...]
+    edges: tuple[Edge, ...] = ()
+    feedback: int = 0
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> "Dependencies":
+        shares = tuple(map(len, schedule.placement))
+        return cls(schedule.n_microbatches, shares, schedule.edges, schedule.feedback)
+
+    @cached_property
+    def _lanes(self) -> tuple[Lane, ...]:
+        return lanes_of(self.edges)
+
+    def needed_by(self, action: Action | Overlap) -> tuple[int, ...]:
+        """Return the products that must be there before ``action`` can start."""
+        if type(action) is Overlap:
+            return self.needed_by(action.forward) + self.needed_by(action.backward)
+        assert type(action) is Action
+        m, n_stages = self.n_microbatches, len(self.shares)
+        kind, stage, microbatch = action.kind, action.stage, action.microbatch
+        activation, gradient = stage * m + microbatch, (n_stages + stage) * m + microbatch
+        needed: tuple[int, ...]
+        if kind == "F":
+            needed = (activation - m,) if stage else ()
+            if stage == 0 and 0 < self.feedback <= microbatch:
+                needed = (self._channel("token") * m + microbatch - self.feedback,)
+        elif kind == "W":
+            needed = (gradient,)
+        elif kind == "U":
+            mates = round_of(microbatch, self.shares[stage], m)
+            needed = tuple((2 * n_stages + stage) * m + mate for mate in mates)
+        else:
+            needed = (activation, gradient + m) if stage + 1 < n_stages else (activation,)
+        return (*needed, *self._over_edges(action, makes=False)) if self.edges else needed
+
+    def made_by(self, action: Action | Overlap) -> tuple[int, ...]:
+        """Return the products that are there once ``action`` is done."""
+        if type(action) is Overlap:
+            return self.made_by(action.forward) + self.made_by(action.backward)
+        assert type(action) is Action
+        m, n_stages = self.n_microbatches, len(self.shares)
+        kind, stage = action.kind, action.stage
+        activation = stage * m + action.microbatch
+        gradient, weights = activation + n_stages * m, activation + 2 * n_stages * m
+        made: tuple[int, ...]
+        if kind == "F":
+            made = (activation,)
+            if self.feedback and stage == n_stages - 1:
+                made += (self._channel("token") * m + action.microbatch,)
+        else:
+            made = (
+                (gradient, weights)
+                if kind == "B"
+                else (gradient,)
+                if kind == "I"
+                else (weights,)
+                if kind == "W"
+                else ()
+            )
+        return (*made, *self._over_edges(action, makes=True)) if self.edges else made
+
+    def _over_edges(self, action: Action, makes: bool) -> Iterator[int]:
+        """Writers make values and need their gradients; readers need values and make gradients."""
+        if action.kind in "FIB":
+            first = self._channel("value" if action.kind == "F" else "value gradient")
+            by_writer = makes == (action.kind == "F")
+            for number, lane in enumerate(self._lanes):
+                if action.stage == (lane.writer if by_writer else lane.reader):
+                    yield (first + number) * self.n_microbatches + action.microbatch
+
+    def _channel(self, what: Literal["value", "value gradient", "token"]) -> int:
+        """Return the first of those channels."""
+        lanes = {"value": 0, "value gradient": 1, "token": 2}[what] * len(self._lanes)
+        return 3 * len(self.shares) + lanes
+
+    def describe(self, product: int) -> Product:
+        """Return what the number stands for."""
+        channel, microbatch = divmod(product, self.n_microbatches)
+        what, stage = divmod(channel, len(self.shares))
+        if what < len(_WHAT):
+            return Product(_WHAT[what], stage, microbatch)
+        if channel == self._channel("token"):
+            return Product("token", len(self.shares) - 1, microbatch)
+        lane = self.lane_of(product)
+        assert lane is not None
+        name = self.edges[lane.edge].name
+        if channel < self._channel("value gradient"):
+            return Product("value", lane.writer, microbatch, name)
+        return Product("value gradient", lane.reader, microbatch, name)
+
+    def lane_of(self, product: int) -> Lane | None:
+        """Return the reader of an edge whose value or gradient a product is; None for one between neighbours."""
+        number = product // self.n_microbatches - self._channel("value")
+        return self._lanes[number % len(self._lanes)] if 0 <= number < 2 * len(self._lanes) else None
+
+    def travel_times(
+        self, transfers: Sequence[Time], edge_transfers: Sequence[Time], token_transfer: Time
+    ) -> Sequence[Time]:
+        """Return for each channel how long a product is on its way to another rank.
+
+        Args:
+            transfers: for each boundary between stages; empty if unknown, which counts as none.
+            edge_transfers: the same for each reader of each edge.
+            token_transfer: the same for a token on its way back to the first stage.
+        """
+        n_stages, n_lanes = len(self.shares), len(self._lanes)
+        crossing = [*transfers, *[0] * n_stages][: n_stages - 1]
+        edges = [*edge_transfers, *[0] * n_lanes][:n_lanes]
+        # Replicas exchange weight gradients beside the schedule.
+        return [*crossing, 0, 0, *crossing, *[0] * n_stages, *edges, *edges, token_transfer]
+
+
+class Message(NamedTuple):
+    """What an action gets from another rank.
+
+    Attributes:
+        product: its number.
+        link: over which it comes.
+        maker: the number of the action that makes it.
+    """
+
+    product: int
     link: Link
     maker: int
 
 
-class Lengths(NamedTuple):
-    """How long each action takes, from when its rank and inputs allow it, and each message over a link."""
+class Times(NamedTuple):
+    """For each action when its rank and its inputs allow it, and when it is done."""
 
-    actions: Sequence[float]
-    links: Mapping[Link, float]
-
-
-@dataclass(frozen=True)
-class Times:
-    """When each action runs, given the lengths of actions and messages.
-
-    Attributes:
-        ready: for each action, when its rank and its inputs allow it.
-        ends: for each action, when it is done.
-        path: the longest path, from its end back: each action, and the link of the message it waited for, if any.
-    """
-
-    ready: Sequence[float]
-    ends: Sequence[float]
-    path: tuple[tuple[int, Link | None], ...]
+    ready: Sequence[Time]
+    ends: Sequence[Time]
 
     @property
-    def makespan(self) -> float:
+    def makespan(self) -> Time:
         return max(self.ends)
 
 
 @dataclass(frozen=True)
 class Precedence:
-    """The actions of a run, numbered so that each comes after those it waits for.
+    """The actions of a schedule, numbered so that each comes after those it waits for.
 
     Attributes:
-        schedule: the order of each rank.
-        spans: the actions with their measured times.
+        places: for each its rank, and its place in that rank's order.
         before: for each the number of the one before it on its rank, None for the first.
-        messages: for each what it gets from other ranks.
+        messages: for each what it gets from other ranks. What its own rank made is there when the rank is free.
+        stuck: for each rank that cannot do all, the place of the action that it cannot start.
     """
 
     schedule: Schedule
-    spans: tuple[Span, ...]
+    dependencies: Dependencies
+    places: tuple[tuple[int, int], ...]
     before: tuple[int | None, ...]
     messages: tuple[tuple[Message, ...], ...]
+    stuck: Mapping[int, int]
 
-    def run(self, lengths: Lengths) -> Times:
-        """Run every action as early as its rank and its inputs allow."""
-        ready: list[float] = []
-        ends: list[float] = []
-        reached: list[tuple[int | None, Link | None]] = []
-        for number, took in enumerate(lengths.actions):
-            at, by = self.allowed(number, ends, lengths.links)
+    @classmethod
+    def of(cls, schedule: Schedule) -> "Precedence":
+        """Go through a schedule, one that names only stages that exist, until nothing more can be done."""
+        dependencies = Dependencies.of(schedule)
+        places: list[tuple[int, int]] = []
+        before: list[int | None] = []
+        messages: list[tuple[Message, ...]] = []
+        makers: dict[int, int] = {}
+        done = [0] * schedule.n_ranks
+        last: list[int | None] = [None] * schedule.n_ranks
+        asleep: defaultdict[int, list[int]] = defaultdict(list)
+        able = list(range(schedule.n_ranks))
+        while able:
+            rank = able.pop()
+            row = schedule.actions[rank]
+            for place in range(done[rank], len(row)):
+                got = []
+                for product in dependencies.needed_by(row[place]):
+                    maker = makers.get(product)
+                    if maker is None:
+                        asleep[product].append(rank)
+                        break
+                    source = places[maker][0]
+                    if source != rank:
+                        link = (source, rank) if source < rank else (rank, source)
+                        got.append(Message(product, link, maker))
+                else:
+                    number = len(places)
+                    places.append((rank, place))
+                    before.append(last[rank])
+                    messages.append(tuple(got))
+                    last[rank] = number
+                    done[rank] += 1
+                    for product in dependencies.made_by(row[place]):
+                        makers[product] = number
+                        if product in asleep:
+                            able += asleep.pop(product)
+                    continue
+                break
+        stuck = {rank: done[rank] for rank, row in enumerate(schedule.actions) if done[rank] < len(row)}
+        return cls(schedule, dependencies, tuple(places), tuple(before), tuple(messages), stuck)
+
+    def run(self, durations: Sequence[Time], delay_of: Callable[[Message], Time]) -> Times:
+        """Do every action as early as its rank and its inputs allow."""
+        ready: list[Time] = []
+        ends: list[Time] = []
+        for number, took in enumerate(durations):
+            at, _ = self.allowed(number, ends, delay_of)
             ready.append(at)
             ends.append(at + took)
-            reached.append(by)
+        return Times(ready, ends)
+
+    def allowed(
+        self, number: int, ends: Sequence[Time], delay_of: Callable[[Message], Time]
+    ) -> tuple[Time, Message | None]:
+        """Return when an action may start, given ``ends``; and the message that it waited for longest, if for any."""
+        before = self.before[number]
+        at, by = 0 if before is None else ends[before], None
+        for message in self.messages[number]:
+            arrival = ends[message.maker] + delay_of(message)
+            if arrival > at:
+                at, by = arrival, message
+        return at, by
+
+    def longest_path(
+        self, ends: Sequence[Time], delay_of: Callable[[Message], Time]
+    ) -> list[tuple[int, Message | None]]:
+        """Return the actions that set the makespan, from its end back, each with the message it waited for, if any."""
         path = []
         last: int | None = max(range(len(ends)), key=ends.__getitem__)
         while last is not None:
-            before, link = reached[last]
-            path.append((last, link))
-            last = before
-        return Times(ready, ends, tuple(path))
-
-    def allowed(
-        self, number: int, ends: Sequence[float], links: Mapping[Link, float]
-    ) -> tuple[float, tuple[int | None, Link | None]]:
-        """Return when the rank and the inputs of an action allow it, given ``ends``; and which action and link decide.
-
-        What its own rank made is there as soon as the rank is free.
-        """
-        before = self.before[number]
-        at = 0.0 if before is None else ends[before]
-        by: tuple[int | None, Link | None] = (before, None)
-        for message in self.messages[number]:
-            arrival = ends[message.maker] + links[message.link]
-            if arrival > at:
-                at, by = arrival, (message.maker, message.link)
-        return at, by
+            _, message = self.allowed(last, ends, delay_of)
+            path.append((last, message))
+            last = self.before[last] if message is None else message.maker
+        return path
 
     def opens(self, number: int) -> bool:
         """Return whether an action waits for nothing, so that nobody knows when it could have started."""
         return self.before[number] is None and not self.messages[number]
-
-
-def precedence_of(tl: Timeline) -> Precedence:
-    """Read off the spans of one step what had to wait for what.
-
-    Raises:
-        ValueError: for a timeline without spans, of several steps, or that lacks actions.
-    """
-    schedule = schedule_of(tl)
-    run = execute(schedule, [[1] * len(row) for row in schedule.actions], [0] * (schedule.n_stages - 1))
-    places = sorted((start, rank, i) for rank, starts in enumerate(run.starts) for i, start in enumerate(starts))
-    number = {(rank, i): n for n, (_, rank, i) in enumerate(places)}
-    spans = tuple(tl.by_rank[rank][i] for _, rank, i in places)
-    products = Products.of(schedule)
-    makers = {product: n for n, span in enumerate(spans) for product in products.made_by(span.action)}
-
-    def messages_to(span: Span) -> tuple[Message, ...]:
-        needed = ((product, makers[product]) for product in products.needed_by(span.action))
-        return tuple(
-            Message(products.describe(product), link_between(span.rank, spans[maker].rank), maker)
-            for product, maker in needed
-            if spans[maker].rank != span.rank
-        )
-
-    return Precedence(
-        schedule,
-        spans,
-        tuple(number.get((rank, i - 1)) for _, rank, i in places),
-        tuple(map(messages_to, spans)),
-    )
-
-
-def schedule_of(tl: Timeline) -> Schedule:
-    """Return the schedule that was run: each rank's order, and the placement that it implies.
-
-    Raises:
-        ValueError: for a timeline without spans, of several steps, or that lacks actions.
-    """
-    if not tl.spans:
-        raise ValueError(f"{tl!r} has no spans: record a step first")
-    seen = set()
-    for action in tl.actions:
-        if action in seen:
-            raise ValueError(
-                f"{action} was done more than once, so {tl!r} has several steps: give one, "
-                "with clear() of the recorder before it"
-            )
-        seen.add(action)
-    rows = tuple(tuple(span.action for span in row) for row in tl.by_rank)
-    found = implied_placement(rows)
-    missing = next((stage for stage in range(tl.n_stages) if stage not in found), None)
-    if missing is not None:
-        raise ValueError(f"{tl!r} has nothing of stage {missing}: give a timeline of all ranks")
-    schedule = Schedule(tl.name, tuple(found[stage] for stage in range(tl.n_stages)), rows, tl.edges, tl.feedback)
-    if problems := check(schedule):
-        raise ValueError(f"{tl!r} is not one whole step: {problems[0]}; record all of one step on every rank")
-    return schedule
-
-
-def link_between(one: int, other: int) -> Link:
-    return (min(one, other), max(one, other))

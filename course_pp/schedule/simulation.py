@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from course_pp.arguments import checked
 from course_pp.schedule.action import Action, Overlap
 from course_pp.schedule.costs import Costs
-from course_pp.schedule.execution import execute
-from course_pp.schedule.legality import check, problems_of_bookkeeping
+from course_pp.schedule.legality import precedence_or_problems
 from course_pp.schedule.schedule import Schedule
 from course_pp.schedule.span import Span, Time
 from course_pp.schedule.timeline import Timeline
@@ -34,21 +33,22 @@ def simulate(
     costs = Costs() if costs is None else costs
     if durations is not None and [len(row) for row in durations] != [len(row) for row in schedule.actions]:
         raise ValueError("durations do not fit the schedule: give one number for each action, rank by rank")
-    problems = problems_of_bookkeeping(schedule)
-    if not problems:
-        transfers = costs.transfers(schedule.n_stages)
-        edge_transfers = costs.edge_transfers(schedule.edges, schedule.n_stages)
-        durations = durations_of(schedule, costs) if durations is None else durations
-        token_transfer = costs.token_transfer(schedule.n_stages) if schedule.feedback else 0
-        run = execute(schedule, durations, transfers, edge_transfers, token_transfer)
-        problems = check(schedule) if run.stuck else []
-    if problems:
+    graph, problems = precedence_or_problems(schedule)
+    if graph is None:
         more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
         raise ValueError(f"{schedule!r} cannot run: {problems[0]}{more}")
+    transfers = costs.transfers(schedule.n_stages)
+    edge_transfers = costs.edge_transfers(schedule.edges, schedule.n_stages)
+    token_transfer = costs.token_transfer(schedule.n_stages) if schedule.feedback else 0
+    travel = graph.dependencies.travel_times(transfers, edge_transfers, token_transfer)
+    durations = durations_of(schedule, costs) if durations is None else durations
+    times = graph.run(
+        [durations[rank][place] for rank, place in graph.places],
+        lambda message: travel[message.product // schedule.n_microbatches],
+    )
     spans = tuple(
-        Span(rank, action, start, end)
-        for rank, row in enumerate(schedule.actions)
-        for action, start, end in zip(row, run.starts[rank], run.ends[rank], strict=True)
+        Span(rank, schedule.actions[rank][place], start, end)
+        for (rank, place), start, end in zip(graph.places, times.ready, times.ends, strict=True)
     )
     return Timeline(
         schedule.n_ranks,

@@ -211,7 +211,7 @@ class Timeline:
 
     @cached_property
     def _inputs(self) -> Inputs:
-        return Inputs(self.spans, self.transfers, self.edges, self.edge_transfers, self.feedback, self.token_transfer)
+        return Inputs(self.spans, self.edges, self.feedback, self.transfers, self.edge_transfers, self.token_transfer)
 
     @cached_property
     def idle_gaps(self) -> tuple[Gap, ...]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from course_pp.schedule.action import Product
 from course_pp.schedule.edges import Edge
-from course_pp.schedule.products import Products
+from course_pp.schedule.precedence import Dependencies
 from course_pp.schedule.span import Gap, Span, Time, format_time
 
 
@@ -24,33 +24,33 @@ class Inputs:
     """Finds the inputs of any span of a timeline.
 
     A step may appear several times in one timeline; a span then takes what was last made before it started.
+
+    Args:
+        transfers, edge_transfers, token_transfer: of messages, as far as they are known.
     """
 
     def __init__(
         self,
         spans: Sequence[Span],
+        edges: Sequence[Edge],
+        feedback: int,
         transfers: Sequence[Time],
-        edges: Sequence[Edge] = (),
-        edge_transfers: Sequence[Time] = (),
-        feedback: int = 0,
-        token_transfer: Time = 0,
+        edge_transfers: Sequence[Time],
+        token_transfer: Time,
     ) -> None:
-        parts = [part for span in spans for part in span.action.parts]
-        n_stages = 1 + max((part.stage for part in parts), default=0)
         on: defaultdict[int, set[int]] = defaultdict(set)
+        microbatches = {0}
         for span in spans:
             for part in span.action.parts:
                 on[part.stage].add(span.rank)
-        shares = tuple(max(1, len(on[stage])) for stage in range(n_stages))
-        n_microbatches = 1 + max((part.microbatch for part in parts), default=0)
-        self._products = Products(n_stages, n_microbatches, shares, tuple(edges), feedback)
-        self._transfers = transfers
-        self._token_transfer = token_transfer
-        self._edge_transfers = dict(zip(self._products.lanes, edge_transfers, strict=False))
+                microbatches.add(part.microbatch)
+        shares = tuple(max(1, len(on[stage])) for stage in range(1 + max(on, default=0)))
+        self._dependencies = Dependencies(1 + max(microbatches), shares, tuple(edges), feedback)
+        self._travel = self._dependencies.travel_times(transfers, edge_transfers, token_transfer)
         self._maker: dict[int, Span] = {}
         self._others: defaultdict[int, list[Span]] = defaultdict(list)
         for span in spans:
-            for product in self._products.made_by(span.action):
+            for product in self._dependencies.made_by(span.action):
                 if product in self._maker:
                     self._others[product].append(span)
                 else:
@@ -62,29 +62,19 @@ class Inputs:
         return bool(self._others)
 
     def name(self, item: Input) -> Product:
-        return self._products.describe(item.product)
+        return self._dependencies.describe(item.product)
 
     def of(self, span: Span) -> list[Input]:
         """Return the inputs of ``span`` that the timeline shows being made."""
         found = []
-        for product in self._products.needed_by(span.action):
+        for product in self._dependencies.needed_by(span.action):
             maker = self._latest(product, span.start) if product in self._others else self._maker.get(product)
             if maker is not None and maker.end <= span.start:
                 arrival = maker.end
                 if maker.rank != span.rank:
-                    arrival += self._on_its_way(product)
+                    arrival += self._travel[product // self._dependencies.n_microbatches]
                 found.append(Input(product, arrival, maker))
         return found
-
-    def _on_its_way(self, product: int) -> Time:
-        """Return how long a message with it takes, as far as that is known."""
-        if self._products.is_token(product):
-            return self._token_transfer
-        lane = self._products.lane_of(product)
-        if lane is not None:
-            return self._edge_transfers.get(lane, 0)
-        crossed = self._products.boundary(product)
-        return 0 if crossed is None or not self._transfers else self._transfers[crossed]
 
     def _latest(self, product: int, until: Time) -> Span | None:
         makers = (self._maker[product], *self._others[product])

@@ -1,20 +1,19 @@
 import pytest
 
-from course_pp.schedule import Action, Schedule, Span
-from course_pp.schedule.attribution import Place, attribute
-from course_pp.schedule.precedence import Lengths, Precedence
+from course_pp.schedule import Action, Schedule
+from course_pp.schedule.fitting import Lengths, Place, attribute
+from course_pp.schedule.precedence import Precedence
 
 # Two replicas of one stage: nothing waits for anything, so the longer action is the makespan.
-SIDE_BY_SIDE = Precedence(
-    Schedule("", ((0, 1),), ((Action(0, "F", 0),), (Action(0, "F", 1),))),
-    (Span(0, Action(0, "F", 0), 0, 1), Span(1, Action(0, "F", 1), 0, 1)),
-    (None, None),
-    ((), ()),
-)
+SIDE_BY_SIDE = Precedence.of(Schedule("", ((0, 1),), ((Action(0, "F", 0),), (Action(0, "F", 1),))))
+MUCH, LITTLE = (next(i for i, (rank, _) in enumerate(SIDE_BY_SIDE.places) if rank == each) for each in (0, 1))
 
 
 def lengths_with(causes: frozenset[str]) -> Lengths:
-    return Lengths([3.0 if "much" in causes else 1.0, 2.0 if "little" in causes else 1.0], {})
+    actions = [1.0, 1.0]
+    actions[MUCH] = 3.0 if "much" in causes else 1.0
+    actions[LITTLE] = 2.0 if "little" in causes else 1.0
+    return Lengths(actions, {})
 
 
 def test_causes_that_hide_one_another_share_what_both_would_cost() -> None:
