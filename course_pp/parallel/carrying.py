@@ -24,7 +24,7 @@ from course_pp.parallel.mesh import get_pp_mesh
 from course_pp.parallel.pipeline import PipelineSchedule
 from course_pp.parallel.replaced_forward import Replaced, replaced_forwards
 from course_pp.schedule import Edge
-from course_pp.schedule.declared import Declared, declared_by, edges_from, taken_apart
+from course_pp.schedule.edges import Declared, declared_by, edges_from, taken_apart
 
 _VALUE, _CARRIED = "value", "carried"
 

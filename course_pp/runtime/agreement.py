@@ -24,7 +24,7 @@ from course_pp.runtime.recorder import Recorder
 from course_pp.runtime.versions import Optimizers, problem_of_hooks, settings_of, trained_parameters
 from course_pp.runtime.wire import TRANSPORTS
 from course_pp.schedule import Ledger, Schedule, Versions, check, ledger
-from course_pp.schedule.declared import Declared, declared_by, edges_from
+from course_pp.schedule.edges import Declared, declared_by, edges_from
 from course_pp.tied import Look, looks_of, problem_of_forgotten_ties, problem_of_left_out_copies
 
 AGREEING_S = 300.0

@@ -22,10 +22,10 @@ from course_pp.arguments import checked
 from course_pp.runtime.messages import Message
 from course_pp.runtime.payload import tensors_of
 from course_pp.schedule import Action, Costs, Overlap, Product, Schedule, Time, Timeline, simulate
+from course_pp.schedule.action import format_time
 from course_pp.schedule.costs import refuse_impossible_number
 from course_pp.schedule.edges import Lane, lanes_of
 from course_pp.schedule.simulation import durations_of
-from course_pp.schedule.span import format_time
 
 _NANOSECONDS = 10**9
 # A run that lost more than this part of its time to overruns is not the one that was asked for.

@@ -24,7 +24,7 @@ from course_pp.runtime.messages import plan_messages
 from course_pp.runtime.recorder import Recorder
 from course_pp.runtime.stage import Stage
 from course_pp.schedule import Action, Product, generation
-from course_pp.schedule.declared import declared_by
+from course_pp.schedule.edges import declared_by
 from course_pp.schedule.schedule import MOST_FORWARDS
 
 Choose = Callable[[Tensor], Tensor]

@@ -18,7 +18,7 @@ from course_pp.loss import Share
 from course_pp.runtime.memory import Hold, Meter
 from course_pp.runtime.payload import map_tensors, tensors_of
 from course_pp.runtime.versions import VersionedStage
-from course_pp.schedule.declared import taken_apart
+from course_pp.schedule.edges import taken_apart
 from course_pp.weight_gradients import Deferring, Fusing, WeightGradients, is_worth_fusing
 
 Loss = Callable[[Any], Share]

@@ -21,7 +21,7 @@
 """
 
 from course_pp.schedule import theory
-from course_pp.schedule.action import KINDS, Action, Overlap, Product
+from course_pp.schedule.action import KINDS, Action, Gap, Overlap, Product, Receive, Span, Time, format_time
 from course_pp.schedule.bounds import bound
 from course_pp.schedule.catalogue import Entry, build, find, names
 from course_pp.schedule.costs import Costs
@@ -36,7 +36,6 @@ from course_pp.schedule.schedule import Schedule
 from course_pp.schedule.searching.exact import Optimum, optimum
 from course_pp.schedule.searching.search import Found, search
 from course_pp.schedule.simulation import simulate
-from course_pp.schedule.span import Gap, Receive, Span, Time, format_time
 from course_pp.schedule.timeline import Timeline
 from course_pp.schedule.torch_csv import from_torch_csv, to_torch_csv
 

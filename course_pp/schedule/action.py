@@ -1,4 +1,4 @@
-"""One thing a rank does, and what must exist before it can be done.
+"""One thing a rank does, what must exist before it can be done, and the interval in which it was.
 
 The letters are those of ``torch.distributed.pipelining`` (and of Qi et al., "Zero Bubble Pipeline
 Parallelism", ICLR 2024, for the split of the backward pass):
@@ -14,9 +14,10 @@ U     the stage's own optimizer step (asynchronous schedules only)
 
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal, NamedTuple
 
-from course_pp.arguments import checked, refuse_unless, shown
+from course_pp.arguments import shown
 
 KINDS = {
     "F": "forward",
@@ -26,6 +27,7 @@ KINDS = {
     "U": "update",
 }
 
+Time = float | Fraction
 _LAST = 2**63 - 1  # the last stage or microbatch that can be told apart in 64 bits
 _ACTION = re.compile(r"(\d+)([A-Z])(\d+)", re.ASCII)
 _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
@@ -77,10 +79,8 @@ class Action:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
     @classmethod
-    @checked
     def parse(cls, text: str) -> "Action":
         """Read ``"2F0"``: stage 2, forward, microbatch 0. Raises ValueError for anything else."""
-        refuse_unless(isinstance(text, str), "Action.parse", "text", text, "pass text such as '2F0'")
         match = _ACTION.fullmatch(text.strip())
         if match is None:
             raise ValueError(
@@ -137,8 +137,6 @@ class Overlap:
     backward: Action
 
     def __post_init__(self) -> None:
-        for name, action in (("forward", self.forward), ("backward", self.backward)):
-            refuse_unless(isinstance(action, Action), "Overlap", name, action, "pass an Action")
         if self.forward.kind != "F" or self.backward.kind not in ("B", "I"):
             raise ValueError(
                 f"cannot overlap {self.forward} with {self.backward}: "
@@ -149,10 +147,8 @@ class Overlap:
         return f"({self.forward};{self.backward})OVERLAP_F_B"
 
     @classmethod
-    @checked
     def parse(cls, text: str) -> "Overlap":
         """Read ``"(0F1;7B0)OVERLAP_F_B"``. Raises ValueError for anything else."""
-        refuse_unless(isinstance(text, str), "Overlap.parse", "text", text, "pass text such as '(0F1;7B0)OVERLAP_F_B'")
         match = _OVERLAP.fullmatch(text.strip())
         if match is None:
             raise ValueError(f"cannot read {text!r} as an overlapped pair: write '(0F1;7B0)OVERLAP_F_B'")
@@ -162,6 +158,57 @@ class Overlap:
     def parts(self) -> tuple[Action, ...]:
         """The forward and the backward."""
         return (self.forward, self.backward)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rank ``rank`` was busy with ``action`` from ``start`` to ``end``."""
+
+    rank: int
+    action: Action | Overlap
+    start: Time
+    end: Time
+
+    @property
+    def duration(self) -> Time:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Rank ``rank`` was blocked from ``start`` to ``end``, until ``product`` was there."""
+
+    rank: int
+    product: Product
+    start: Time
+    end: Time
+
+    @property
+    def duration(self) -> Time:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Rank ``rank`` did nothing from ``start`` to ``end``, and why, in one sentence."""
+
+    rank: int
+    start: Time
+    end: Time
+    cause: str
+
+    @property
+    def duration(self) -> Time:
+        return self.end - self.start
+
+
+def format_time(time: Time, unit: str = "") -> str:
+    """Write a time for people: ``5.0`` without a unit; in seconds ``1.25 s``, ``12.5 ms`` or ``3.1 µs``."""
+    value = float(time)
+    if unit != "s":
+        return str(round(value, 4))
+    scale, name = (1, "s") if value >= 1 else (1e3, "ms") if value >= 1e-3 or not value else (1e6, "µs")
+    return f"{value * scale:.3g} {name}"
 
 
 def _spelled_kinds() -> str:

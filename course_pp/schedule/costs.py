@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
 
+from course_pp.schedule.action import Time
 from course_pp.schedule.edges import Edge, lanes_of
-from course_pp.schedule.span import Time
 
 PerStage = Time | Sequence[Time]
 """One value for every stage, or a sequence with one for each."""

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from statistics import median, median_low
 from typing import NamedTuple
 
-from course_pp.schedule.action import Product
+from course_pp.schedule.action import Product, Receive, Span
 from course_pp.schedule.costs import Costs
 from course_pp.schedule.legality import check
 from course_pp.schedule.precedence import Link, Message, Precedence
 from course_pp.schedule.schedule import Schedule, implied_placement
-from course_pp.schedule.span import Receive, Span
 from course_pp.schedule.timeline import Timeline
 
 _Values = Mapping[tuple[str, int], float]

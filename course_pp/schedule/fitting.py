@@ -10,6 +10,7 @@ from statistics import median
 from typing import NamedTuple
 
 from course_pp.arguments import checked
+from course_pp.schedule.action import Span, format_time
 from course_pp.schedule.costs import Costs
 from course_pp.schedule.estimation import (
     MeasuredStep,
@@ -20,7 +21,6 @@ from course_pp.schedule.estimation import (
     estimate_work,
 )
 from course_pp.schedule.precedence import Link, Message, Precedence, Times
-from course_pp.schedule.span import Span, format_time
 from course_pp.schedule.timeline import Timeline
 
 CAUSES = ("imbalance", "transfer", "launch", "straggler")

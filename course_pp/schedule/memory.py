@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from course_pp.schedule.action import Action
+from course_pp.schedule.action import Action, Span, Time
 from course_pp.schedule.edges import Edge
-from course_pp.schedule.span import Span, Time
 
 Curve = tuple[tuple[Time, Time], ...]
 """(time, amount) at each change, in order; several at one time where one thing is released and another kept."""

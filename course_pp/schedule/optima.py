@@ -27,12 +27,11 @@ from fractions import Fraction
 from functools import cache
 from importlib.resources import files
 
-from course_pp.schedule.action import Action
+from course_pp.schedule.action import Action, Time
 from course_pp.schedule.catalogue import build, find, names
 from course_pp.schedule.costs import Costs
 from course_pp.schedule.schedule import Schedule, looped
 from course_pp.schedule.simulation import simulate
-from course_pp.schedule.span import Time
 
 NAMED = tuple(name for name in names() if not find(name).updates)
 FIELDS = ("F", "I", "W", "backward", "p", "m", "cap", "makespan", "bound", "proven", *NAMED, "order")

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from course_pp.schedule.action import Action, Overlap, Product
+from course_pp.schedule.action import Action, Overlap, Product, Time
 from course_pp.schedule.edges import Edge, Lane, lanes_of
 from course_pp.schedule.schedule import Schedule
-from course_pp.schedule.span import Time
 
 Link = tuple[int, int]
 """Two ranks, the lower one first."""

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 
 from course_pp.arguments import checked
-from course_pp.schedule.action import Action, Overlap
+from course_pp.schedule.action import Action, Overlap, Span, Time
 from course_pp.schedule.costs import Costs
 from course_pp.schedule.legality import precedence_or_problems
 from course_pp.schedule.schedule import Schedule
-from course_pp.schedule.span import Span, Time
 from course_pp.schedule.timeline import Timeline
 
 

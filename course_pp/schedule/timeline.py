@@ -12,11 +12,10 @@ from math import inf
 from operator import attrgetter
 
 from course_pp.arguments import checked
-from course_pp.schedule.action import Action
+from course_pp.schedule.action import Action, Gap, Receive, Span, Time, format_time
 from course_pp.schedule.costs import Costs, refuse_impossible_number
 from course_pp.schedule.edges import Edge, lanes_of
 from course_pp.schedule.memory import Curve, curve_of_rank, most_values, most_versions
-from course_pp.schedule.span import Gap, Receive, Span, Time, format_time
 from course_pp.schedule.waiting import Inputs, critical_path, gaps_of_rank
 
 __all__ = ["Gap", "Receive", "Span", "Time", "Timeline", "format_time"]

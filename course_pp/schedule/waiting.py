@@ -6,10 +6,9 @@ from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from course_pp.schedule.action import Product
+from course_pp.schedule.action import Gap, Product, Span, Time, format_time
 from course_pp.schedule.edges import Edge
 from course_pp.schedule.precedence import Dependencies
-from course_pp.schedule.span import Gap, Span, Time, format_time
 
 
 class Input(NamedTuple):

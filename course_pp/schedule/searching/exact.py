@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from course_pp.arguments import checked
+from course_pp.schedule.action import Time
 from course_pp.schedule.costs import Costs, PerStage, divide
 from course_pp.schedule.searching.problem import FORWARD, INPUT, WEIGHT, Problem, Words
 from course_pp.schedule.searching.search import (
@@ -22,7 +23,6 @@ from course_pp.schedule.searching.search import (
     stopped_of_all,
 )
 from course_pp.schedule.simulation import simulate
-from course_pp.schedule.span import Time
 
 _LONGEST = 2**40
 

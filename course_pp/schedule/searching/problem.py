@@ -14,10 +14,9 @@ from fractions import Fraction
 from math import lcm
 from typing import NamedTuple
 
-from course_pp.schedule.action import Action
+from course_pp.schedule.action import Action, Time
 from course_pp.schedule.costs import Costs
 from course_pp.schedule.schedule import Schedule
-from course_pp.schedule.span import Time
 
 FORWARD, INPUT, WEIGHT = 0, 1, 2
 _KINDS = "FIW"

@@ -8,6 +8,7 @@ from time import monotonic
 from typing import Literal
 
 from course_pp.arguments import checked, refuse_below
+from course_pp.schedule.action import Time
 from course_pp.schedule.bounds import bound, limits_of
 from course_pp.schedule.catalogue import build, find, names
 from course_pp.schedule.costs import Costs, divide
@@ -15,7 +16,6 @@ from course_pp.schedule.schedule import Schedule, looped, v_shaped
 from course_pp.schedule.searching.heuristics import filled, listed, repeating, rules_for, zero_bubble_heuristic
 from course_pp.schedule.searching.problem import FORWARD, Pass, Problem, Words
 from course_pp.schedule.simulation import simulate
-from course_pp.schedule.span import Time
 from course_pp.schedule.timeline import Timeline
 
 Layout = Literal["loop", "v"]
