@@ -40,8 +40,8 @@ class Costs:
             number or one for each reader. A rank that reads it several times holds it once.
 
     Raises:
-        ValueError: for a value that is negative, infinite, NaN, not a number or beyond what a float can hold, a
-            bandwidth of 0, more memory released than kept.
+        ValueError: for a value that is negative, infinite, NaN or not a number, a bandwidth of 0, more memory released
+            than kept.
     """
 
     forward: PerStage = 1.0
@@ -66,7 +66,7 @@ class Costs:
             value = getattr(self, field.name)
             if value is None and field.default is None:
                 continue
-            if _is_sequence(value):
+            if isinstance(value, Sequence) and not isinstance(value, str):
                 value = tuple(value)
                 object.__setattr__(self, field.name, value)
             for each in value if isinstance(value, tuple) else (value,):
@@ -140,10 +140,6 @@ class Costs:
         return max(self.each("latency", n_stages - 1), default=0)
 
 
-def _is_sequence(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
-
-
 def divide(part: Time, whole: Time) -> Time:
     """Return ``part / whole``, exact unless one is a float: dividing two integers would round."""
     if isinstance(part, float) or isinstance(whole, float):
@@ -158,14 +154,3 @@ def refuse_impossible_number(name: str, value: object, otherwise: str) -> None:
     # Neither NaN nor infinity equals itself less itself.
     if value - value != 0 or value < 0:
         raise ValueError(f"{name} is {value}: give a finite number of at least 0, {otherwise}")
-    if not _fits_float(value):
-        exact = Fraction(value)
-        exponent = exact.numerator.bit_length() - exact.denominator.bit_length()
-        raise ValueError(f"{name} is about 2**{exponent}, beyond what a float can hold: take another unit")
-
-
-def _fits_float(value: Time) -> bool:
-    try:
-        return float(value) != 0 or value == 0
-    except OverflowError:
-        return False

@@ -8,16 +8,14 @@ version v and enters update u is u - v updates late: its *staleness*.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Literal, get_args
 
 from course_pp.arguments import checked
 from course_pp.schedule.schedule import Schedule
-
-__all__ = ["VERSIONS", "Ledger", "Use", "Versions", "ledger"]
 
 Versions = Literal["none", "stash", "vertical", "2bw"]
 VERSIONS: tuple[Versions, ...] = get_args(Versions)
@@ -44,7 +42,6 @@ class Use:
         return self.update - self.backward
 
 
-@checked
 @dataclass(frozen=True, repr=False)
 class Ledger:
     """Every use of a version, by stage and microbatch.
@@ -60,7 +57,6 @@ class Ledger:
     def __post_init__(self) -> None:
         object.__setattr__(self, "uses", tuple(sorted(self.uses, key=lambda use: (use.stage, use.microbatch))))
 
-    @checked
     def of(self, stage: int, microbatch: int) -> Use:
         """Return what became of one microbatch in one stage.
 
@@ -72,12 +68,10 @@ class Ledger:
             raise ValueError(f"the ledger holds no microbatch {microbatch} of stage {stage}: it has {self!r}")
         return use
 
-    @checked
     def staleness(self, stage: int) -> tuple[int, ...]:
         """Of each microbatch's gradient in ``stage``, in order."""
         return tuple(use.staleness for use in self.uses if use.stage == stage)
 
-    @checked
     def updates(self, stage: int) -> tuple[tuple[int, ...], ...]:
         """Return for each update of ``stage`` the microbatches whose gradients entered it."""
         found: defaultdict[int, list[int]] = defaultdict(list)
@@ -230,16 +224,12 @@ class _Reading:
         counts: defaultdict[int, defaultdict[int, int]] = defaultdict(lambda: defaultdict(int))
         for (stage, _), update in self._update_of.items():
             counts[stage][update] += 1
-        return {stage: _running(each[update] for update in sorted(each)) for stage, each in counts.items()}
+        return {
+            stage: list(accumulate((each[update] for update in sorted(each)), initial=0))
+            for stage, each in counts.items()
+        }
 
     def _remedy(self) -> str:
         if self._versions == "2bw":
             return "give groups of at least as many microbatches as there are ranks from the first stage on"
         return "let every replica take part in the same rounds"
-
-
-def _running(sizes: Iterable[int]) -> list[int]:
-    total = [0]
-    for size in sizes:
-        total.append(total[-1] + size)
-    return total
