@@ -11,14 +11,16 @@ proven is not done again, so an interrupted run goes on where it was, and a long
 import csv
 import sys
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 
 import course_pp.schedule
-from course_pp.schedule import Costs, optimum
-from course_pp.schedule.optima import FIELDS, Row, named_makespans, read_row, written
+from course_pp.schedule import Costs, Time, build, find, optimum, simulate
+from course_pp.schedule.optima import NAMED, Row, read_row
 
 TABLE = Path(course_pp.schedule.__file__).with_name("optima.csv")
 TIMES = [(1, 1, 1), (10, 12, 7)]
+FIELDS = ("F", "I", "W", "backward", "p", "m", "cap", "makespan", "bound", "proven", *NAMED, "order")
 Case = tuple[tuple[int, int, int], bool, int, int, int]
 
 
@@ -74,6 +76,41 @@ def save(rows: dict[Case, Row]) -> None:
         table.writeheader()
         table.writerows(written(rows[case]) for case in cases() if case in rows)
     scratch.replace(TABLE)
+
+
+def written(row: Row) -> dict[str, str]:
+    """Return the cells of a row."""
+    numbers = dict(zip("FIW", row.times, strict=True)) | {
+        "p": row.n_ranks,
+        "m": row.n_microbatches,
+        "cap": row.cap,
+        "makespan": row.makespan,
+        "bound": row.bound,
+    }
+    named = {name: format(float(row.named[name]), "g") if name in row.named else "" for name in NAMED}
+    kinds = {"backward": "halves" if row.split else "whole", "proven": "yes" if row.proven else "no"}
+    return {**{k: str(v) for k, v in numbers.items()}, **kinds, **named, "order": "/".join(row.words)}
+
+
+def named_makespans(n_ranks: int, n_microbatches: int, costs: Costs, cap: int) -> dict[str, Time]:
+    """Of each schedule of the catalogue that exists in this size and keeps to the cap, the makespan.
+
+    Args:
+        costs: of a rank's whole work, equal for all; two stages a rank share it.
+        cap: in activations of all that a rank holds.
+    """
+    found: dict[str, Time] = {}
+    for name in NAMED:
+        try:
+            schedule = build(name, n_ranks, n_microbatches)
+        except ValueError:  # a size that this one does not allow
+            continue
+        parts = find(name).n_chunks
+        times = [Fraction(time) / parts for times in costs.durations(1).values() for time in times]
+        tl = simulate(schedule, Costs(times[0], times[1], times[2]))
+        if max(tl.peak_activations) <= cap * parts:
+            found[name] = tl.makespan
+    return found
 
 
 if __name__ == "__main__":

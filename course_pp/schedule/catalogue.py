@@ -27,7 +27,6 @@ from course_pp.schedule.schedule import MOST_FORWARDS, Schedule, both_ways, in_w
 from course_pp.schedule.searching.heuristics import filled, splits_every_backward
 
 
-@checked
 @dataclass(frozen=True)
 class Entry:
     """What the catalogue knows of a schedule before it has a size.
@@ -52,7 +51,6 @@ class Entry:
     chunks_in: int = 1
     updates: bool = False
 
-    @checked
     def placement(self, n_ranks: int, n_chunks: int | None = None) -> tuple[tuple[int, ...], ...]:
         """Return for each stage the ranks that hold it, as :attr:`Schedule.placement` has them.
 
@@ -61,7 +59,6 @@ class Entry:
         """
         return self.placed(_whole("n_ranks", n_ranks, self.name), self.chunks(n_chunks))
 
-    @checked
     def chunks(self, n_chunks: int | None = None) -> int:
         """Return the stages a rank: those asked for, or the usual number.
 

@@ -31,7 +31,6 @@ _WORTH_A_PLACE = 0.001
 _ROWS = 16
 
 
-@checked
 @dataclass(frozen=True)
 class Loss:
     """What one cause adds to the makespan, and where.
@@ -56,7 +55,6 @@ class Loss:
         return worst if parts[worst] > 0 else None
 
 
-@checked
 @dataclass(frozen=True, repr=False)
 class Fit:
     """What a measured timeline tells about stages, ranks and links, and what each of them cost. Prints as a table.

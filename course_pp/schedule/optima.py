@@ -28,13 +28,11 @@ from functools import cache
 from importlib.resources import files
 
 from course_pp.schedule.action import Action, Time
-from course_pp.schedule.catalogue import build, find, names
+from course_pp.schedule.catalogue import find, names
 from course_pp.schedule.costs import Costs
 from course_pp.schedule.schedule import Schedule, looped
-from course_pp.schedule.simulation import simulate
 
 NAMED = tuple(name for name in names() if not find(name).updates)
-FIELDS = ("F", "I", "W", "backward", "p", "m", "cap", "makespan", "bound", "proven", *NAMED, "order")
 
 
 @dataclass(frozen=True)
@@ -109,38 +107,3 @@ def read_row(cells: Mapping[str, str]) -> Row:
         {name: Fraction(cells[name]) for name in NAMED if cells.get(name)},  # a schedule newer than the table: absent
         tuple(cells["order"].split("/")),
     )
-
-
-def written(row: Row) -> dict[str, str]:
-    """Return the cells of a row."""
-    numbers = dict(zip("FIW", row.times, strict=True)) | {
-        "p": row.n_ranks,
-        "m": row.n_microbatches,
-        "cap": row.cap,
-        "makespan": row.makespan,
-        "bound": row.bound,
-    }
-    named = {name: format(float(row.named[name]), "g") if name in row.named else "" for name in NAMED}
-    kinds = {"backward": "halves" if row.split else "whole", "proven": "yes" if row.proven else "no"}
-    return {**{k: str(v) for k, v in numbers.items()}, **kinds, **named, "order": "/".join(row.words)}
-
-
-def named_makespans(n_ranks: int, n_microbatches: int, costs: Costs, cap: int) -> dict[str, Time]:
-    """Of each schedule of the catalogue that exists in this size and keeps to the cap, the makespan.
-
-    Args:
-        costs: of a rank's whole work, equal for all; two stages a rank share it.
-        cap: in activations of all that a rank holds.
-    """
-    found: dict[str, Time] = {}
-    for name in NAMED:
-        try:
-            schedule = build(name, n_ranks, n_microbatches)
-        except ValueError:  # a size that this one does not allow
-            continue
-        parts = find(name).n_chunks
-        times = [Fraction(time) / parts for times in costs.durations(1).values() for time in times]
-        tl = simulate(schedule, Costs(times[0], times[1], times[2]))
-        if max(tl.peak_activations) <= cap * parts:
-            found[name] = tl.makespan
-    return found

@@ -407,7 +407,6 @@ def pipedream(case: Case) -> Prediction:
     return predicted(case, formula, flushed.makespan + case.m * update, flushed.peak_activations, work=work)
 
 
-@checked
 def noam(replicas: Sequence[int]) -> int:
     """Microbatches that each replica of the first stage admits before its first backward.
 

@@ -11,7 +11,6 @@ from itertools import pairwise
 from math import inf
 from operator import attrgetter
 
-from course_pp.arguments import checked
 from course_pp.schedule.action import Action, Gap, Receive, Span, Time, format_time
 from course_pp.schedule.costs import Costs, refuse_impossible_number
 from course_pp.schedule.edges import Edge, lanes_of
@@ -21,7 +20,6 @@ from course_pp.schedule.waiting import Inputs, critical_path, gaps_of_rank
 __all__ = ["Gap", "Receive", "Span", "Time", "Timeline", "format_time"]
 
 
-@checked
 @dataclass(frozen=True, repr=False)
 class Timeline:
     """The spans of ``n_ranks`` ranks, kept sorted by rank, then by time.
@@ -183,7 +181,6 @@ class Timeline:
         """
         return tuple(map(most_versions, self.by_rank))
 
-    @checked
     def memory_curve(self, costs: Costs | None = None) -> tuple[Curve, ...]:
         """Return for each rank, what it holds from when on: (time, amount) at each change, first at 0.
 
@@ -200,7 +197,6 @@ class Timeline:
         values = costs.each("edge_activation", len(lanes_of(self.edges)))
         return tuple(curve_of_rank(row, kept, early, weights, self.edges, values) for row in self.by_rank)
 
-    @checked
     def peak_memory(self, costs: Costs | None = None) -> tuple[Time, ...]:
         """Return for each rank the highest point of its :meth:`memory_curve`.
 

@@ -5,8 +5,9 @@ from statistics import mean
 
 import pytest
 
+from benchmarks.optima import named_makespans
 from course_pp.schedule import Costs, bound, check, optima, optimum, search, simulate
-from course_pp.schedule.optima import Row, named_makespans
+from course_pp.schedule.optima import Row
 from tests.grids import thinned
 
 ROWS = {(row.times, row.split, row.n_ranks, row.n_microbatches, row.cap): row for row in optima()}
