@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import mean, median
 
 from course_pp.plan import Constants, Layout, cluster_of, model_named
-from course_pp.plan.published import MEGATRON, PublishedRun, megatron_seconds
+from course_pp.plan.calibration import MEGATRON, PublishedRun, megatron_seconds
 from course_pp.plan.timing import model_flops
 
 TABLE = list(MEGATRON)

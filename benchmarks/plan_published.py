@@ -8,8 +8,8 @@ reason is made from the two predictions. Everything is on paper.
 """
 
 from course_pp.plan import Prediction, plan
-from course_pp.plan.explaining import reason
-from course_pp.plan.published import MEGATRON, PublishedRun
+from course_pp.plan.calibration import MEGATRON, PublishedRun
+from course_pp.plan.prediction import reason
 
 
 def planned(run: PublishedRun) -> tuple[Prediction, Prediction]:

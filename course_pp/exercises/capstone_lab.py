@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 from course_pp.plan import Cluster, Layout, ModelConfig, predict
-from course_pp.plan.published import MEGATRON as PUBLISHED
+from course_pp.plan.calibration import MEGATRON as PUBLISHED
 from course_pp.schedule import Action, Schedule
 
 __all__ = ["PUBLISHED", "beside_data", "data_parallel"]

@@ -57,7 +57,7 @@ from course_pp.parallel.mesh import DistributedConfig
 from course_pp.parallel.schedules import check_microbatches, get_stage_indices, splits_backward
 from course_pp.parallel.stage import check_microbatch
 from course_pp.parallel.tensor import check_sequence_divides, check_tensor_parallel
-from course_pp.plan.shapes import (
+from course_pp.plan.layout import (
     Coordinates,
     StagePlan,
     coordinates,

@@ -8,11 +8,9 @@ is simulated (:func:`course_pp.schedule.simulate`). Memory follows from what :mo
 """
 
 from course_pp.plan.calibration import TimedStep, calibrate
-from course_pp.plan.cluster import Cluster, Gpu, cluster_of, gpu_named, gpu_names
-from course_pp.plan.explaining import explain
+from course_pp.plan.cluster import Cluster, Gpu, cluster_of, gpu_named, gpu_names, model_named, model_names
 from course_pp.plan.layout import Layout
-from course_pp.plan.models import model_named, model_names
-from course_pp.plan.prediction import Prediction, predict
+from course_pp.plan.prediction import Prediction, explain, predict
 from course_pp.plan.search import plan
 from course_pp.plan.timing import Constants
 from course_pp.sizes import ModelConfig

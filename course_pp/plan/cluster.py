@@ -1,21 +1,13 @@
-"""What a run is on: GPUs by name, and clusters of them. Every number has its source beside it."""
+"""What a run is on, and of what: GPUs, clusters of them, and models by name. Every number has its source beside it."""
 
-import math
 import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 
 from course_pp.arguments import checked
-
-__all__ = ["Cluster", "Gpu", "cluster_of", "gpu_named", "gpu_names", "nearest"]
-
-
-def _refuse_not_above_0(field: str, value: float | None) -> None:
-    if value is None or not 0 < value < math.inf:
-        raise ValueError(f"{field}={value}: give a finite number above 0")
+from course_pp.sizes import ModelConfig
 
 
-@checked
 @dataclass(frozen=True)
 class Gpu:
     """One accelerator.
@@ -38,22 +30,12 @@ class Gpu:
     source: str = "measured"
     peak_32: float | None = None
 
-    def __post_init__(self) -> None:
-        for field in ("peak", "memory", "memory_bandwidth", "link_bandwidth"):
-            _refuse_not_above_0(field, getattr(self, field))
-        if self.peak_32 is not None:
-            _refuse_not_above_0("peak_32", self.peak_32)
-        if not self.source:
-            raise ValueError("source='': say where the numbers are from")
-
-    @checked
     def peak_of(self, itemsize: int) -> float:
         """Return the peak of products of elements of ``itemsize`` bytes, in flop/s."""
         wide = self.peak if self.peak_32 is None else self.peak_32
         return {4: wide, 8: wide / 2}.get(itemsize, self.peak)
 
 
-@checked
 @dataclass(frozen=True)
 class Cluster:
     """Nodes of equal GPUs.
@@ -66,7 +48,7 @@ class Cluster:
         latency: of a message, in seconds.
 
     Raises:
-        ValueError: for a count below 1, a bandwidth that is not above 0, a latency below 0.
+        ValueError: for a count below 1.
     """
 
     n_nodes: int
@@ -82,16 +64,11 @@ class Cluster:
                 raise ValueError(f"{field}={getattr(self, field)}: give at least 1")
         if self.intra_bandwidth is None:
             object.__setattr__(self, "intra_bandwidth", self.gpu.link_bandwidth)
-        for field in ("intra_bandwidth", "inter_bandwidth"):
-            _refuse_not_above_0(field, getattr(self, field))
-        if not 0 <= self.latency < math.inf:
-            raise ValueError(f"latency={self.latency}: give seconds, 0 or more")
 
     @property
     def n_gpus(self) -> int:
         return self.n_nodes * self.gpus_per_node
 
-    @checked
     def bandwidth(self, span: int, apart: int = 1) -> float:
         """Return what a rank of a ring sends, in bytes a second.
 
@@ -173,3 +150,60 @@ def nearest(name: str, known: list[str]) -> str:
     near = get_close_matches(name.lower(), [each.lower() for each in known], n=2)
     found = [each for each in known if each.lower() in near]
     return f"did you mean {' or '.join(found)}?" if found else f"use one of {', '.join(known)}"
+
+
+def _llama3(dim: int, n_layers: int, n_heads: int, ffn_dim: int) -> ModelConfig:
+    return ModelConfig(
+        dim, n_layers, n_heads, 128_256, n_kv_heads=8, ffn_dim=ffn_dim, max_seq_len=8192, rope_theta=500_000.0
+    )
+
+
+def _gpt(dim: int, n_layers: int, n_heads: int, vocab_size: int = 51_200) -> ModelConfig:
+    """GPT's sizes. Head and embedding are one matrix there, on two stages; biases and positions are left out."""
+    return ModelConfig(dim, n_layers, n_heads, vocab_size, gated_ffn=False)
+
+
+_MODELS = {
+    # Radford et al. 2019, table 2: the smallest and the largest.
+    "gpt2": ModelConfig(768, 12, 12, 50_257, max_seq_len=1024, gated_ffn=False, tie_embeddings=True),
+    "gpt2-xl": ModelConfig(1600, 48, 25, 50_257, max_seq_len=1024, gated_ffn=False, tie_embeddings=True),
+    # The 12-layer model of the course's article: 179.4M parameters.
+    "article": ModelConfig(768, 12, 12, 50_000, max_seq_len=512, ffn_dim=2688),
+    # Touvron et al. 2023, arXiv:2307.09288, whose sizes are those of arXiv:2302.13971, table 2, with 4,096 tokens;
+    # feed-forward width and vocabulary of the published weights.
+    "llama2-7b": ModelConfig(4096, 32, 32, 32_000, ffn_dim=11_008, max_seq_len=4096),
+    # Grattafiori et al. 2024, arXiv:2407.21783, table 3; the vocabulary with its 256 special tokens.
+    "llama3-8b": _llama3(4096, 32, 32, 14_336),
+    "llama3-70b": _llama3(8192, 80, 64, 28_672),
+    "llama3-405b": _llama3(16_384, 126, 128, 53_248),
+    # Narayanan et al. 2021, arXiv:2104.04473, table 1.
+    "gpt-1.7b": _gpt(2304, 24, 24),
+    "gpt-3.6b": _gpt(3072, 30, 32),
+    "gpt-7.5b": _gpt(4096, 36, 32),
+    "gpt-18b": _gpt(6144, 40, 48),
+    "gpt-39b": _gpt(8192, 48, 64),
+    "gpt-76b": _gpt(10_240, 60, 80),
+    "gpt-145b": _gpt(12_288, 80, 96),
+    "gpt-310b": _gpt(16_384, 96, 128),
+    "gpt-530b": _gpt(20_480, 105, 128),
+    "gpt-1t": _gpt(25_600, 128, 160),
+    # Le Scao et al. 2022, arXiv:2211.05100, table 3; its 250,680 tokens are padded to 250,880 rows.
+    "bloom-176b": _gpt(14_336, 70, 112, 250_880),
+}
+
+
+def model_names() -> tuple[str, ...]:
+    """Return the names that :func:`model_named` knows."""
+    return tuple(_MODELS)
+
+
+@checked
+def model_named(name: str) -> ModelConfig:
+    """Return the sizes of a model by name.
+
+    Raises:
+        ValueError: for an unknown name; names the nearest.
+    """
+    if name.lower() not in _MODELS:
+        raise ValueError(f"unknown model, name={name!r}: {nearest(name, list(_MODELS))}")
+    return _MODELS[name.lower()]

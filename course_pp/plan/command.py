@@ -2,9 +2,8 @@
 
 import argparse
 
-from course_pp.plan.cluster import cluster_of, gpu_names
+from course_pp.plan.cluster import cluster_of, gpu_names, model_named, model_names
 from course_pp.plan.layout import PRECISIONS
-from course_pp.plan.models import model_named, model_names
 from course_pp.plan.prediction import Prediction
 from course_pp.plan.search import plan
 

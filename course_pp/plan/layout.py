@@ -1,17 +1,145 @@
-"""How a run is laid out: the mesh, the schedule, what is kept and in which precision."""
+"""How a run is laid out: the mesh, the schedule, the precision, and which shapes each rank then holds.
 
+Nothing is built.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import lru_cache
 from math import gcd, prod
 from typing import Literal
 
 from course_pp.arguments import checked
 from course_pp.plan.cluster import Cluster, nearest
-from course_pp.plan.shapes import Coordinates, StagePlan, coordinates, stage_plans
 from course_pp.schedule import Schedule, build, find
-from course_pp.sizes import ModelConfig
+from course_pp.sizes import ModelConfig, compute_layer_assignment
 
-__all__ = ["PRECISIONS", "Layout", "Precision"]
+Shape = tuple[int, ...]
+Group = tuple[Shape, ...]
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where a rank is in the mesh."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage on one rank: the shapes that tensor parallelism leaves of its parameters, in FSDP2's groups.
+
+    Attributes:
+        index: which stage, of ``n_stages``.
+        root: embedding, final norm and head, where they are here.
+        layer: one decoder layer, of ``n_layers``, all alike.
+    """
+
+    index: int
+    n_stages: int
+    root: Group
+    layer: Group
+    n_layers: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.n_stages - 1
+
+    @property
+    def groups(self) -> list[Group]:
+        """The groups that own parameters."""
+        return [*([self.root] if self.root else []), *[self.layer] * self.n_layers]
+
+    def total(self, of: Callable[[Group], int]) -> int:
+        """Return the sum over the groups of what is 0 for an empty one; layers, being alike, are asked once."""
+        return of(self.root) + self.n_layers * of(self.layer)
+
+
+def coordinates(rank: int, *, pp: int, dp_replicate: int, dp_shard: int, tp: int) -> Coordinates:
+    """Return a global rank's place in a mesh of these sizes, the last dimension running fastest."""
+    rest, at_tp = divmod(rank, tp)
+    rest, at_shard = divmod(rest, dp_shard)
+    at_pp, at_replicate = divmod(rest, dp_replicate)
+    if not 0 <= at_pp < pp:
+        raise ValueError(f"rank {rank} of {pp * dp_replicate * dp_shard * tp}: give 0 to one less")
+    return Coordinates(at_pp, at_replicate, at_shard, at_tp)
+
+
+def stage_plans(config: ModelConfig, indices: Iterable[int], n_stages: int, tp: int) -> list[StagePlan]:
+    """Return the stages ``indices`` of ``n_stages``, layers split evenly.
+
+    Raises:
+        ValueError: for fewer layers than stages.
+    """
+    n_layers = [end - start for start, end in compute_layer_assignment(config.n_layers, n_stages)]
+    layer = _layer(config, tp)
+    return [StagePlan(i, n_stages, _root(config, tp, i, n_stages), layer, n_layers[i]) for i in indices]
+
+
+def gathered_elements(group: Sequence[Shape], n_shards: int) -> int:
+    """Return the elements of a group gathered from ``n_shards`` shards: rows are padded to a multiple of that."""
+    return sum(-(-shape[0] // n_shards) * n_shards * prod(shape[1:]) for shape in group)
+
+
+def held_elements(group: Sequence[Shape], n_shards: int, at: int) -> int:
+    """Return the elements of a group that shard ``at`` of ``n_shards`` holds: the last ones may be short, or empty."""
+    held = 0
+    for shape in group:
+        rows = -(-shape[0] // n_shards)
+        held += max(0, min(rows, shape[0] - at * rows)) * prod(shape[1:])
+    return held
+
+
+def unsharded_elements(stages: Iterable[StagePlan], n_shards: int, policy: bool | int, *, pipelined: bool) -> int:
+    """Return the most elements of gathered parameters alive in a step; the formula is of ``parallel.traffic``.
+
+    Args:
+        policy: what becomes of a group after forward: freed (True), kept (False), kept on so many ranks.
+        pipelined: whether the step is a pipeline's, whose backward keeps what it gathered.
+    """
+    left = Fraction(not policy) if isinstance(policy, bool) else Fraction(1, policy)
+    n_elements = Fraction(0)
+    for stage in stages:
+        root, layer = (gathered_elements(group, n_shards) for group in (stage.root, stage.layer))
+        # A layer in use, and one gathered ahead; from one shard there is nothing to gather.
+        full = stage.n_layers if pipelined else min(2 if n_shards > 1 else 1, stage.n_layers)
+        n_elements += root + layer * (full + left * (stage.n_layers - full))
+    return int(n_elements)
+
+
+def shards_head(config: ModelConfig, tp: int) -> bool:
+    """Return whether the head is cut over the vocabulary; a head that is, or mirrors, a replicated embedding is not."""
+    return not config.tie_embeddings and config.vocab_size % tp == 0
+
+
+def _root(config: ModelConfig, tp: int, index: int, n_stages: int) -> Group:
+    matrix: Shape = (config.vocab_size, config.dim)
+    root: list[Shape] = [matrix] if index == 0 else []
+    if index == n_stages - 1:
+        root.append((config.dim,))
+        if shards_head(config, tp):
+            root.append((config.vocab_size // tp, config.dim))
+        elif n_stages > 1 or not config.tie_embeddings:  # a whole tied model has one matrix for both ends
+            root.append(matrix)
+    return tuple(root)
+
+
+def _layer(config: ModelConfig, tp: int) -> Group:
+    """Column-wise matrices lose rows, row-wise ones columns, norms nothing."""
+    dim, hidden, kv_dim = config.dim, config.hidden_dim, config.kv_heads * config.head_dim
+    attention: Group = ((dim // tp, dim), (kv_dim // tp, dim), (kv_dim // tp, dim), (dim, dim // tp))
+    if config.qkv_bias:
+        attention += ((dim // tp,), (kv_dim // tp,), (kv_dim // tp,))
+    feed_forward: Group = ((hidden // tp, dim),) * (config.n_ffn_matrices - 1) + ((dim, hidden // tp),)
+    return ((dim,), *attention, (dim,), *feed_forward)
 
 
 @dataclass(frozen=True)
@@ -137,40 +265,33 @@ class Layout:
         """Whether products cast weights that are kept wider, as no FSDP2 gathers them so."""
         return self.n_data == 1 and self.bytes_of.computed < self.bytes_of.kept
 
-    @checked
     def is_scheduled(self, n_microbatches: int) -> bool:
         """Return whether a step is more than one forward and one backward, so that ``PipelineSchedule`` takes it."""
         return self.pp > 1 or n_microbatches > 1
 
-    @checked
     def reduces_in_backward(self, n_microbatches: int) -> bool:
         """Return whether gradients are reduced beside the last backward, layer by layer."""
         return self.reduces == "backward" or (self.reduces == "auto" and not self.is_scheduled(n_microbatches))
 
-    @checked
     def splits_sequence(self, model: ModelConfig) -> bool:
         """Return whether norms work on parts of the sequence."""
         if self.sequence_parallel is None:
             return self.tp > 1 and self.pp == 1 and not model.tie_embeddings
         return self.sequence_parallel and self.tp > 1
 
-    @checked
     def place(self, rank: int) -> Coordinates:
         """Return where a global rank is in the mesh."""
         return coordinates(rank, pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, tp=self.tp)
 
-    @checked
     def stages(self, model: ModelConfig, pp_rank: int) -> list[StagePlan]:
         """Return what a pipeline rank holds."""
         here = [stage for stage, ranks in enumerate(self.placement) if pp_rank in ranks]
         return stage_plans(model, here, self.n_stages, self.tp)
 
-    @checked
     def stages_of_all(self, model: ModelConfig) -> list[StagePlan]:
         """Return every stage, first to last."""
         return stage_plans(model, range(self.n_stages), self.n_stages, self.tp)
 
-    @checked
     def n_microbatches(self, global_batch: int) -> int:
         """Of one data-parallel rank, in a step of ``global_batch`` sequences.
 
@@ -192,13 +313,11 @@ class Layout:
             )
         return m
 
-    @checked
     def order(self, n_microbatches: int) -> Schedule:
         """Return the pipeline's schedule."""
         name = self.schedule if self.pp > 1 else "1f1b"
         return _built(name, self.pp, n_microbatches, self.n_chunks)
 
-    @checked
     def check(self, model: ModelConfig, cluster: Cluster) -> None:
         """Refuse what cannot be laid out.
 
