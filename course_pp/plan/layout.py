@@ -99,7 +99,7 @@ def held_elements(group: Sequence[Shape], n_shards: int, at: int) -> int:
 
 
 def unsharded_elements(stages: Iterable[StagePlan], n_shards: int, policy: bool | int, *, pipelined: bool) -> int:
-    """Return the most elements of gathered parameters alive in a step; the formula is of ``parallel.traffic_and_memory``.
+    """Return the most elements of gathered parameters alive in a step, as ``parallel.traffic_and_memory`` has them.
 
     Args:
         policy: what becomes of a group after forward: freed (True), kept (False), kept on so many ranks.
