@@ -177,14 +177,6 @@ def build(
     Raises:
         ValueError: for an unknown name and for sizes the schedule does not allow; says which ones it does.
     """
-    if costs is not None:
-        schedule = build(name, n_ranks, n_microbatches, n_chunks, replicas=replicas, group=group, round_size=round_size)
-        if not splits_every_backward(schedule):
-            raise ValueError(
-                f"costs given for {name}: only schedules that split every backward, such as zb_h1 or zb_v, place "
-                "weight gradients by them; leave costs out"
-            )
-        return filled(schedule, costs)
     entry = find(name)
     sizes = [_whole("n_ranks", n_ranks, entry.name), _whole("n_microbatches", n_microbatches, entry.name)]
     n_chunks = entry.chunks(n_chunks)
@@ -193,22 +185,30 @@ def build(
             f"n_ranks × n_microbatches × n_chunks is {n_ranks * n_microbatches * n_chunks:,}: a schedule names each "
             f"action, so keep it at {MOST_FORWARDS:,} or below"
         )
-    if entry.order is pipedream and round_size is None:
-        return pipedream(n_ranks, n_microbatches, replicas, group)
-    if replicas is not None:
-        raise ValueError(
-            f"replicas {replicas!r} given for {entry.name}: only pipedream shares a stage; leave replicas out"
-        )
-    if group is not None:
-        raise ValueError(f"group {group!r} given for {entry.name}: only pipedream updates by itself; leave group out")
-    if round_size is not None:
-        if entry.order is not interleaved_1f1b:
+    for option, value, taker, why in (
+        ("replicas", replicas, pipedream, "shares a stage"),
+        ("group", group, pipedream, "updates by itself"),
+        ("round_size", round_size, interleaved_1f1b, "goes in rounds of a chosen size"),
+    ):
+        if value is not None and entry.order is not taker:
             raise ValueError(
-                f"round_size {round_size!r} given for {entry.name}: only interleaved_1f1b goes in rounds of a chosen "
-                "size; leave round_size out"
+                f"{option} {value!r} given for {entry.name}: only {taker.__name__} {why}; leave {option} out"
             )
-        return interleaved_1f1b(n_ranks, n_microbatches, n_chunks, _whole("round_size", round_size, entry.name))
-    return entry.order(*sizes, n_chunks) if entry.any_chunks else entry.order(*sizes)
+    if entry.order is pipedream:
+        schedule = pipedream(n_ranks, n_microbatches, replicas, group)
+    elif round_size is not None:
+        round_size = _whole("round_size", round_size, entry.name)
+        schedule = interleaved_1f1b(n_ranks, n_microbatches, n_chunks, round_size)
+    else:
+        schedule = entry.order(*sizes, n_chunks) if entry.any_chunks else entry.order(*sizes)
+    if costs is None:
+        return schedule
+    if not splits_every_backward(schedule):
+        raise ValueError(
+            f"costs given for {name}: only schedules that split every backward, such as zb_h1 or zb_v, place "
+            "weight gradients by them; leave costs out"
+        )
+    return filled(schedule, costs)
 
 
 def _whole(what: str, value: int, name: str) -> int:

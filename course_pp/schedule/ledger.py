@@ -190,9 +190,12 @@ class _Reading:
                 if part.kind == "F":
                     of[work] = self._version(work, done[part.stage], entered)
                     if of[work] > done[part.stage]:
+                        remedy = "let every replica take part in the same rounds"
+                        if self._versions == "2bw":
+                            remedy = "give groups of at least as many microbatches as there are ranks from stage 0 on"
                         raise ValueError(
                             f"{self._schedule!r}: {part} needs version {of[work]} of its stage, which has had "
-                            f"{done[part.stage]} updates by then: {self._remedy()}"
+                            f"{done[part.stage]} updates by then: {remedy}"
                         )
                 elif part.kind in "BI":
                     newest = self._versions == "none"
@@ -206,17 +209,10 @@ class _Reading:
             return max(self._update_of[work] - 1, 0)
         if not entered:
             return newest
-        stage, microbatch = work
         # The first stage has seen so many microbatches; this one the most whole updates of no more than those.
-        seen = self._seen_after(0, entered[microbatch])
-        return sum(self._seen_after(stage, update + 1) <= seen for update in range(self._n_updates(stage)))
-
-    def _seen_after(self, stage: int, n_updates: int) -> int:
-        """Return how many microbatches the first so many updates of ``stage`` take."""
-        return self._sizes[stage][n_updates]
-
-    def _n_updates(self, stage: int) -> int:
-        return len(self._sizes[stage]) - 1
+        stage, microbatch = work
+        seen = self._sizes[0][entered[microbatch]]
+        return sum(size <= seen for size in self._sizes[stage][1:])
 
     @cached_property
     def _sizes(self) -> dict[int, list[int]]:
@@ -228,8 +224,3 @@ class _Reading:
             stage: list(accumulate((each[update] for update in sorted(each)), initial=0))
             for stage, each in counts.items()
         }
-
-    def _remedy(self) -> str:
-        if self._versions == "2bw":
-            return "give groups of at least as many microbatches as there are ranks from the first stage on"
-        return "let every replica take part in the same rounds"

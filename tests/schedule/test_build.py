@@ -1,6 +1,5 @@
 import re
 from itertools import product
-from typing import Any
 
 import pytest
 
@@ -79,17 +78,6 @@ def test_a_replicated_stage_takes_microbatches_in_turn() -> None:
     assert schedule.placement == ((0, 1), (2,))
     assert [part.microbatch for part in schedule.actions[1] if part.kind == "F"] == [1, 3]
     assert schedule.rank_of(0, 3) == 1
-
-
-def test_pipedream_updates_after_every_backward() -> None:
-    row = " ".join(map(str, build("pipedream", 2, 3).actions[0]))
-    assert row == "0F0 0F1 0B0 0U0 0F2 0B1 0U1 0B2 0U2"
-
-
-def test_two_replicas_of_a_stage_twice_as_slow_keep_up_with_the_other() -> None:
-    alone = simulate(build("pipedream", 2, 24), Costs((2, 1), (2, 1), (2, 1)))
-    shared = simulate(build("pipedream", 3, 24, replicas=(2, 1)), Costs((2, 1), (2, 1), (2, 1)))
-    assert alone.makespan > 1.8 * shared.makespan
 
 
 def torch_order(name: str, p: int, m: int, v: int) -> list[list[str]]:
@@ -214,15 +202,6 @@ def test_the_sizes_named_in_a_refusal_work(m: int) -> None:
 def test_replicas_must_add_up_to_the_ranks(replicas: tuple) -> None:
     with pytest.raises(ValueError, match="3 in all"):
         build("pipedream", 3, 4, replicas=replicas)
-
-
-@pytest.mark.parametrize("replicas", [4, (1.5, 1.5)])
-def test_replicas_are_a_whole_number_for_each_stage(replicas: Any) -> None:
-    with pytest.raises(TypeError, match=r"replicas is .*: pass a sequence of integers or None"):
-        build("pipedream", 3, 4, replicas=replicas)
-
-
-def test_only_pipedream_takes_replicas() -> None:
     with pytest.raises(ValueError, match="only pipedream"):
         build("1f1b", 3, 4, replicas=(2, 1))
 

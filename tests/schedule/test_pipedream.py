@@ -68,23 +68,6 @@ def test_the_pipeline_is_not_flushed_until_the_last_minibatch_has_entered(shares
         assert min(in_flight[theory.noam(shares) - 1 : last_entered]) == theory.noam(shares) - 1
 
 
-@pytest.mark.parametrize("shares", SHARES)
-def test_replicas_take_minibatches_in_round_robin(shares: tuple[int, ...]) -> None:
-    schedule = build("pipedream", sum(shares), M, replicas=shares)
-    for stage, ranks in enumerate(schedule.placement):
-        for turn, rank in enumerate(ranks):
-            taken = [part.microbatch for part in parts(schedule, rank) if part.kind == "F" and part.stage == stage]
-            assert taken == list(range(turn, M, len(ranks)))
-
-
-@pytest.mark.parametrize("shares", SHARES)
-def test_the_backward_of_a_minibatch_is_on_the_replica_of_its_forward(shares: tuple[int, ...]) -> None:
-    schedule = build("pipedream", sum(shares), M, replicas=shares)
-    for rank in range(schedule.n_ranks):
-        done = {kind: {p.microbatch for p in parts(schedule, rank) if p.kind == kind} for kind in "FB"}
-        assert done["F"] == done["B"]
-
-
 def test_two_replicas_of_a_stage_that_takes_twice_as_long_keep_the_other_busy() -> None:
     assert is_busy(simulate(build("pipedream", 3, M, replicas=(2, 1)), Costs((2, 1), (2, 1), (2, 1))).by_rank[2])
 

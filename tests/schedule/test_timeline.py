@@ -37,11 +37,6 @@ def test_a_naive_split_over_two_ranks_is_busy_half_of_the_time() -> None:
     assert (tl.n_stages, tl.n_microbatches) == (2, 1)
 
 
-@pytest.mark.parametrize("n_ranks", [1, 2, 3, 4])
-def test_a_naive_split_uses_one_part_in_p(n_ranks: int) -> None:
-    assert naive(n_ranks, Fraction(1), Fraction(2)).utilisation == Fraction(1, n_ranks)
-
-
 def test_gpipe_of_four_ranks_and_eight_microbatches_takes_33() -> None:
     tl = gpipe(4, 8, Fraction(1), Fraction(2))
     assert tl.makespan == 33
@@ -222,11 +217,6 @@ def test_a_rank_that_does_nothing_is_idle_throughout() -> None:
     assert [gap.cause for gap in tl.idle_gaps] == ["rank 1 waits from 0.0 to 2.0 because it has no work"]
 
 
-def test_a_forward_only_timeline_keeps_every_activation() -> None:
-    tl = Timeline(1, on_rank(0, ("0F0", 0, 1), ("0F1", 1, 2)))
-    assert tl.peak_activations == (2,)
-
-
 def test_spans_given_in_any_order_make_the_same_timeline() -> None:
     tl = gpipe(3, 4)
     assert Timeline(3, tl.spans[::-1]) == tl
@@ -266,13 +256,6 @@ def test_receives_are_sorted_as_spans_are_and_summed_up_rank_by_rank() -> None:
     assert tl.busy == (2, 1, 0)
 
 
-def test_timelines_with_other_receives_differ() -> None:
-    spans = on_rank(0, ("0F0", 0, 1))
-    one, other = Timeline(1, spans, receives=(receive(0, 1, 2),)), Timeline(1, spans, receives=(receive(0, 1, 3),))
-    assert one == Timeline(1, spans, receives=(receive(0, 1, 2),))
-    assert len({one, other, Timeline(1, spans)}) == 3
-
-
 @pytest.mark.parametrize(
     ("bad", "rule"),
     [
@@ -304,12 +287,8 @@ def test_impossible_receives_are_refused(bad: Receive, rule: str) -> None:
 def test_impossible_spans_are_refused(span: tuple[str, float, float], rule: str) -> None:
     with pytest.raises(ValueError, match=rule):
         Timeline(1, on_rank(0, ("0F1", 1, 2)) + on_rank(0, span))
-
-
-@pytest.mark.parametrize("rank", [-1, 2])
-def test_a_rank_out_of_range_is_refused(rank: int) -> None:
-    with pytest.raises(ValueError, match=f"rank {rank}: give a rank from 0 to 1"):
-        Timeline(2, on_rank(rank, ("0F0", 0, 1)))
+    with pytest.raises(ValueError, match="rank 1: give a rank from 0 to 0"):
+        Timeline(1, on_rank(1, ("0F0", 0, 1)))
 
 
 @pytest.mark.parametrize(("n_ranks", "unit"), [(0, ""), (-1, ""), (1, "ms")])
