@@ -30,13 +30,16 @@ _WHAT: tuple[Literal["activation", "gradient", "weight gradient"], ...] = ("acti
 
 @dataclass(frozen=True)
 class Dependencies:
-    """What the actions of a pipeline hand to one another, as :meth:`Action.needs` and :meth:`Action.provides` say.
+    """What the actions of a pipeline hand to one another.
 
-    And more: an update waits for the gradients of all replicas; values cross edges, and their gradients come back; in
-    generation tokens go from the last stage to the first. Each product is a number, as objects by the hundred thousand
-    would take seconds: ``product // n_microbatches`` is its *channel*, what it is and of which stage, and the rest its
-    microbatch. The channels, in order: activations by stage, gradients by stage, weight gradients by stage, values by
-    reader of each edge, their gradients by reader, tokens.
+    That is what :meth:`Action.needs` and :meth:`Action.provides` say, and more: an update waits for the gradients of
+    all replicas; values cross edges, and their gradients come back; in generation tokens go from the last stage to the
+    first.
+
+    Each product is a number, as objects by the hundred thousand would take seconds: ``product // n_microbatches`` is
+    its *channel*, what it is and of which stage, and the rest its microbatch. The channels, in order: activations by
+    stage, gradients by stage, weight gradients by stage, values by reader of each edge, their gradients by reader,
+    tokens.
 
     Attributes:
         shares: how many ranks hold each stage.
@@ -92,16 +95,12 @@ class Dependencies:
             made = (activation,)
             if self.feedback and stage == n_stages - 1:
                 made += (self._channel("token") * m + action.microbatch,)
+        elif kind == "B":
+            made = (gradient, weights)
+        elif kind == "I":
+            made = (gradient,)
         else:
-            made = (
-                (gradient, weights)
-                if kind == "B"
-                else (gradient,)
-                if kind == "I"
-                else (weights,)
-                if kind == "W"
-                else ()
-            )
+            made = (weights,) if kind == "W" else ()
         return (*made, *self._over_edges(action, makes=True)) if self.edges else made
 
     def _over_edges(self, action: Action, makes: bool) -> Iterator[int]:
