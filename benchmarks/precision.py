@@ -27,7 +27,7 @@ from course_pp.parallel import (
 )
 from course_pp.runtime import Pipeline, Recorder
 from course_pp.schedule import build
-from course_pp.training.precision import DTYPES
+from course_pp.training.optim import DTYPES
 
 MODEL = ModelConfig(dim=256, n_layers=8, n_heads=4, vocab_size=1000, max_seq_len=128)
 ROWS, SEQ_LEN, N_MICROBATCHES = 16, 128, 8

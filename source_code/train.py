@@ -43,7 +43,7 @@ with imports_that_stay():
     from course_pp.training.config import ORDER_FILE, Precision, what_changed, write_order
     from course_pp.training.data import check_vocabulary, unigram_entropy
     from course_pp.training.flags import Options, flags_named, parse
-    from course_pp.training.precision import DTYPES
+    from course_pp.training.optim import DTYPES
     from course_pp.training.preemption import EXIT_CODE, Preempted, Preemption
     from course_pp.training.sampling import sample
 

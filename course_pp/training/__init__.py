@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from course_pp.training.config import TrainConfig
-    from course_pp.training.metrics import Peak, Speed
-    from course_pp.training.report import StepResult
-    from course_pp.training.stages import stages_of_rank
+    from course_pp.training.engines import stages_of_rank
+    from course_pp.training.logs import Peak, Speed, StepResult
     from course_pp.training.trainer import Fitted, Trainer
 
 __all__ = ["Fitted", "Peak", "Speed", "StepResult", "TrainConfig", "Trainer", "stages_of_rank"]
@@ -22,12 +21,12 @@ __all__ = ["Fitted", "Peak", "Speed", "StepResult", "TrainConfig", "Trainer", "s
 # Imported when asked for: the command line looks in here for one line of help and must not wait for torch.
 _MODULES = {
     "Fitted": "trainer",
-    "Peak": "metrics",
-    "Speed": "metrics",
-    "StepResult": "report",
+    "Peak": "logs",
+    "Speed": "logs",
+    "StepResult": "logs",
     "TrainConfig": "config",
     "Trainer": "trainer",
-    "stages_of_rank": "stages",
+    "stages_of_rank": "engines",
 }
 
 

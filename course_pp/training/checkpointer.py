@@ -14,8 +14,8 @@ from course_pp.parallel import is_rank_zero
 from course_pp.training.checkpoint import AsyncSaver, CheckpointError, Loaded, load, resume, save
 from course_pp.training.checkpoint.directory import Draft, Retention, check_free, named, step_directories, step_of
 from course_pp.training.config import SettingError, check_whole
+from course_pp.training.logs import StepResult
 from course_pp.training.preemption import Preempted, Preemption
-from course_pp.training.report import StepResult
 from course_pp.training.trainer import NonFiniteGradient, Trainer
 
 

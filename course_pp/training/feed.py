@@ -8,9 +8,7 @@ from typing import Any
 from course_pp.collective import Ranks
 from course_pp.training.config import SettingError, TrainConfig
 from course_pp.training.data import Batches, Rows, Sequences, Stream, StreamedBatches
-from course_pp.training.data.batches import read_ahead
-
-__all__ = ["Feed"]
+from course_pp.training.data.sequences import read_ahead
 
 
 class Feed:
@@ -31,7 +29,9 @@ class Feed:
     def __init__(self, config: TrainConfig, train: Rows | Stream) -> None:
         self.source = train
         if isinstance(train, Stream):
-            _check_stream(config)
+            for name, why in (("epochs", "has no end"), ("workers", "is read in order by each rank itself")):
+                if value := getattr(config, name):
+                    raise SettingError(f"{{{name}}} cannot be used with a stream, which {why}", {name: value})
             self.config = config
             self._batches: Batches | StreamedBatches = StreamedBatches(train, config.batch)
         else:
@@ -62,7 +62,7 @@ class Feed:
         """Let the configuration's workers read what steps from ``first`` on need, until ``stack`` is closed."""
         if self.config.workers and first < self.config.steps and isinstance(self._batches, Batches):
             self._ahead = read_ahead(self._batches, first, self.config.steps, self.config.workers)
-            stack.callback(self._forget_ahead)
+            stack.callback(setattr, self, "_ahead", None)
 
     def state(self, step: int) -> dict[str, Any]:
         """Return what a checkpoint needs to go on with ``step``."""
@@ -78,12 +78,3 @@ class Feed:
         if isinstance(self._batches, StreamedBatches):
             stream = self._batches
             Ranks().collectively(lambda: stream.seek(step, state["position"]))
-
-    def _forget_ahead(self) -> None:
-        self._ahead = None
-
-
-def _check_stream(config: TrainConfig) -> None:
-    for name, why in (("epochs", "has no end"), ("workers", "is read in order by each rank itself")):
-        if getattr(config, name):
-            raise SettingError(f"{{{name}}} cannot be used with a stream, which {why}", {name: getattr(config, name)})

@@ -1,34 +1,169 @@
-"""What one rank writes down: JSON lines, TensorBoard's files, progress in a terminal; and traces of every rank."""
+"""What a run says of itself: how fast it is, records on disk, progress in a terminal, and traces of every rank.
+
+    model FLOPs utilisation = tokens/s · FLOPs a token / (peak FLOPs/s of all devices)
+
+Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix B. The FLOPs are those the model needs, forward and backward;
+recomputation, as in activation checkpointing, does not count, so wasted arithmetic cannot raise the figure.
+"""
 
 import json
+import math
 import os
 import sys
+import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from tqdm import tqdm
 
-__all__ = ["METRICS", "JsonLines", "Logs", "Progress", "tracing"]
+from course_pp.collective import Ranks
+from course_pp.model import ModelConfig, layer_costs
+from course_pp.training.config import SettingError, TrainConfig
 
 METRICS = "metrics.jsonl"
 
 
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step.
+
+    Attributes:
+        step: number of finished steps, this one included.
+        loss: mean over the step's tokens, in nats, before the update; where stages update their own weights, each
+            token's with the weights of its microbatch.
+        grad_norm: norm of the whole model's gradient, before clipping; None where stages update their own weights.
+        lr: learning rate of the update.
+        seconds: wall time.
+        skipped: the gradient was not finite, and nothing was updated.
+        loss_scale: by what the loss was multiplied; 1 without scaling.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float | None
+    lr: float
+    seconds: float
+    skipped: bool = False
+    loss_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most that the devices of a run can do.
+
+    Attributes:
+        flops: floating-point operations a second, over all ranks.
+        source: given (from a data sheet), or measured with a matrix product on all ranks at once.
+    """
+
+    flops: float
+    source: Literal["given", "measured"]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast steps of one size went.
+
+    Attributes:
+        tokens_of_a_step: positions of its batch; padding counts, as it costs the same.
+        flops_of_a_step: what the model needs for it.
+        peak: what the utilisation is measured against.
+        steps, seconds: how many, and the wall time spent in them.
+    """
+
+    tokens_of_a_step: int
+    flops_of_a_step: float
+    peak: Peak
+    steps: int = 0
+    seconds: float = 0.0
+
+    def after(self, seconds: float) -> "Speed":
+        """Return the speed with one more step, which took ``seconds``."""
+        return replace(self, steps=self.steps + 1, seconds=self.seconds + seconds)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """0 before the first step."""
+        return self.steps * self.tokens_of_a_step / self.seconds if self.steps else 0.0
+
+    @property
+    def utilisation(self) -> float:
+        """Model FLOPs utilisation, 1 at the peak; 0 before the first step."""
+        return self.steps * self.flops_of_a_step / self.seconds / self.peak.flops if self.steps else 0.0
+
+
+def training_flops(config: ModelConfig, seq_len: int) -> float:
+    """Return the FLOPs of one training step on one sequence, forward and backward.
+
+    Three times the forward's (:func:`course_pp.model.layer_costs`): for each matrix product backward has two, for the
+    gradient of its input and of its weight. PaLM's formula counts all query-key pairs; here only those that causal
+    attention looks at, so this is at most PaLM's figure.
+    """
+    return 3 * layer_costs(config, seq_len).total
+
+
+def find_peak(given: float | None, device: torch.device, dtype: torch.dtype) -> Peak:
+    """Return the peak of all ranks together; call it on every rank.
+
+    Args:
+        given: FLOPs a second of one rank's device. None measures instead, on all ranks at the same time, so that ranks
+            that share a processor are not promised all of it each.
+        dtype: in which the model multiplies.
+    """
+    if given is not None:
+        return Peak(given * dist.get_world_size(), "given")
+    dist.barrier()
+    return Peak(sum(Ranks().gather(matmul_flops(device, dtype))), "measured")
+
+
+def matmul_flops(device: torch.device, dtype: torch.dtype, size: int | None = None, repeats: int = 5) -> float:
+    """Return the FLOPs a second of the fastest of `repeats` products of two matrices (size, size): 2 · size³ each."""
+    if size is None:
+        on_cpu = 768 if dtype.itemsize >= 4 else 256  # half precision is slow there
+        size = 8192 if device.type == "cuda" else on_cpu
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    a, b = torch.ones(2, size, size, device=device, dtype=dtype)
+    product = a @ b  # the first also loads the library
+    seconds = []
+    for _ in range(repeats):
+        wait()
+        begin = time.perf_counter()
+        torch.mm(a, b, out=product)
+        wait()
+        seconds.append(time.perf_counter() - begin)
+    return 2 * size**3 / min(seconds)
+
+
 class Logs:
-    """Records of a run, as JSON lines and for TensorBoard.
+    """Records of a run: JSON lines, each on disk before the next step, and TensorBoard's files.
 
     Args:
         folder: made if it is not there.
-        step: finished steps. What an interrupted run wrote about later ones is dropped: they are done again.
+        step: finished steps. What an interrupted run wrote about later ones is dropped, as they are done again; so is a
+            last line that a killed process left half.
 
     Raises:
         OSError: the folder cannot be written.
     """
 
     def __init__(self, folder: str | os.PathLike[str], step: int = 0) -> None:
-        self._lines = JsonLines(Path(folder) / METRICS, step)
+        path = Path(folder) / METRICS
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A run from the beginning keeps nothing, not even the heading that another wrote before its first step.
+        there = path.read_text().splitlines() if path.exists() and step > 0 else []
+        beside = path.with_suffix(".tmp")
+        beside.write_text("".join(f"{line}\n" for line in there if _is_of_past(line, step)))
+        os.replace(beside, path)
+        self._file = path.open("a")
         # Only the rank that writes pays for the import.
         from torch.utils.tensorboard import SummaryWriter
 
@@ -36,44 +171,16 @@ class Logs:
 
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
         """Write one record; its numbers are TensorBoard's scalars, named ``event/name``."""
-        self._lines.write({"event": event, "step": step, **values})
+        self._file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
+        self._file.flush()
         for name, value in values.items():
             if isinstance(value, int | float):
                 self._board.add_scalar(f"{event}/{name}", value, step)
 
     def close(self) -> None:
         """Write what is still in memory; safe to call repeatedly."""
-        self._lines.close()
-        self._board.close()
-
-
-class JsonLines:
-    """One JSON object a line, each of them on disk before the next step.
-
-    Args:
-        step: records of later steps are dropped, and a last line that a killed process left half.
-    """
-
-    def __init__(self, path: Path, step: int = 0) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _lines(path) if _is_of_past(line, step)]
-        beside = path.with_suffix(".tmp")
-        beside.write_text("".join(f"{line}\n" for line in kept))
-        os.replace(beside, path)
-        self._file = path.open("a")
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Append ``record``."""
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Safe to call repeatedly."""
         self._file.close()
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
+        self._board.close()
 
 
 def _is_of_past(line: str, step: int) -> bool:
@@ -81,8 +188,7 @@ def _is_of_past(line: str, step: int) -> bool:
         record = json.loads(line)
     except ValueError:
         return False
-    # A run from the beginning keeps nothing, not even the heading that another wrote before its first step.
-    return step > 0 and isinstance(record, dict) and isinstance(record.get("step"), int) and record["step"] <= step
+    return isinstance(record, dict) and isinstance(record.get("step"), int) and record["step"] <= step
 
 
 class Progress:
@@ -117,13 +223,86 @@ class Progress:
         self._bar.close()
 
 
-def tracing(folder: str | os.PathLike[str], rank: int, steps: int) -> AbstractContextManager[torch.profiler.profile]:
-    """Return a profiler that skips two steps, which open connections, and traces ``steps`` to ``trace_rank….json``.
+class Reporter:
+    """Tells logs, progress and profiler about each step. Make it on every rank; one of them writes.
 
-    Call ``step()`` on it after each step. Open the file in Perfetto or ``chrome://tracing``.
+    Args:
+        speed: a :class:`Speed` of no steps, with the batch's tokens, its FLOPs and the peak.
+        step: finished steps.
+        stack: closes everything in the end.
+
+    Attributes:
+        speed: the speed of all steps since this reporter was made.
+
+    Raises:
+        ValueError: on every rank, if ``log_folder`` cannot be written.
     """
-    path = Path(folder) / f"trace_rank{rank}.json"
-    return torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=1, warmup=1, active=steps, repeat=1),
-        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
-    )
+
+    def __init__(self, config: TrainConfig, speed: Speed, step: int, is_logging_rank: bool, stack: ExitStack) -> None:
+        self._config, self._nothing_yet = config, speed
+        self.speed = self._window = speed
+        self._progress = Progress(step, config.steps, config.log_every, is_logging_rank)
+        stack.callback(self._progress.close)
+        self._logs = Ranks().collectively(lambda: _open(config.log_folder, step) if is_logging_rank else None)
+        if self._logs is not None:
+            stack.callback(self._logs.close)
+        peak = speed.peak
+        self._write("start", step, {"config": config.as_dict(), "peak_flops": peak.flops, "peak_source": peak.source})
+        self._profiler: torch.profiler.profile | None = None
+        if config.profile and config.log_folder is not None:
+            # To open in Perfetto or chrome://tracing. The first two steps open connections.
+            path = str(Path(config.log_folder) / f"trace_rank{dist.get_rank()}.json")
+            self._profiler = stack.enter_context(
+                torch.profiler.profile(
+                    schedule=torch.profiler.schedule(wait=1, warmup=1, active=config.profile, repeat=1),
+                    on_trace_ready=lambda profiler: profiler.export_chrome_trace(path),
+                )
+            )
+
+    def step(self, result: StepResult, epoch: int) -> None:
+        """Report a step that is done, and the pass over the data that it was in."""
+        self.speed, self._window = self.speed.after(result.seconds), self._window.after(result.seconds)
+        if self._profiler is not None:
+            self._profiler.step()
+        self._progress.advance(result.loss, epoch)
+        if result.skipped:
+            why = f"the norm of its gradient is {result.grad_norm}"
+            scaled = f", at a loss scale of {result.loss_scale:.0f}" if result.loss_scale > 1 else ""
+            self._progress.say(f"step {result.step}/{self._config.steps}  skipped: {why}{scaled}")
+        if result.step % self._config.log_every == 0 or result.step == self._config.steps:
+            values = {
+                "loss": result.loss,
+                **({} if result.grad_norm is None else {"grad_norm": result.grad_norm}),
+                "lr": result.lr,
+                "epoch": epoch,
+                "tokens": result.step * self.speed.tokens_of_a_step,
+                "tokens_per_s": self._window.tokens_per_s,
+                "mfu": self._window.utilisation,
+                **({"loss_scale": result.loss_scale} if self._config.precision == "fp16" else {}),
+            }
+            self._write("train", result.step, values)
+            self._window = self._nothing_yet
+
+    def validation(self, step: int, loss: float) -> None:
+        """Report an evaluation that is done."""
+        self._write("validation", step, {"loss": loss})
+        if step < self._config.steps:  # the last is the result, which whoever called fit reports
+            self._progress.say(f"step {step}/{self._config.steps}  validation loss {loss:.3f}")
+
+    def _write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
+        if self._logs is not None:
+            # JSON has neither infinity nor NaN; in words they survive every parser.
+            is_odd = {name: isinstance(v, float) and not math.isfinite(v) for name, v in values.items()}
+            self._logs.write(event, step, {name: str(v) if is_odd[name] else v for name, v in values.items()})
+
+
+def _open(folder: str | None, step: int) -> Logs | None:
+    if folder is None:
+        return None
+    try:
+        return Logs(folder, step)
+    except OSError as error:
+        raise SettingError(
+            f"{{log_folder}} cannot be written ({error.strerror or 'no folder'}): give a folder that can, or None",
+            {"log_folder": folder},
+        ) from error

@@ -1,8 +1,9 @@
-"""Optimizers of `torch.optim` over parameter groups, and learning rates that warm up and then fall."""
+"""What an update is made of: optimizers over parameter groups, learning rates, number formats and the loss's scale."""
 
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,9 +11,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from course_pp.model import Transformer
-from course_pp.training.config import SettingError, TrainConfig
-
-__all__ = ["OptimizerFactory", "build_optimizer", "build_scheduler", "lr_factor", "parameter_groups"]
+from course_pp.parallel.replaced_forward import compute_dtypes
+from course_pp.training.config import Precision, SettingError, TrainConfig
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes an optimizer of parameter groups, each with ``params``, ``lr`` and ``weight_decay``: ``torch.optim.AdamW``, or
@@ -42,46 +42,8 @@ def build_optimizer(
     groups = parameter_groups(modules, config.weight_decay, tied)
     for group in groups:
         group["lr"] = config.lr
-    return _from_config(groups, config) if factory is None else factory(groups)
-
-
-def parameter_groups(
-    modules: Iterable[nn.Module], weight_decay: float, tied: Iterable[Mapping[int, str]] = ()
-) -> list[dict[str, Any]]:
-    """Return the parameters of any modules, each once: those that decay, and those that do not.
-
-    Matrices decay. Norms, biases, embeddings, and whatever else is a vector do not: pulling a norm's weight towards 0
-    shrinks what the layer passes on, and the rows of rare tokens would decay without being trained. A matrix tied to an
-    embedding is an embedding.
-
-    Args:
-        tied: ties between stages, each the parameter's name by stage, as :class:`course_pp.runtime.Pipeline` takes
-            them. Ties within these modules, and those of our own model, are found.
-    """
-    modules = list(modules)
-    parameters = list({id(p): p for module in modules for p in module.parameters()}.values())
-    kept = _without_decay(modules, {name for tie in tied for name in tie.values()})
-    groups = [
-        {"params": [p for p in parameters if id(p) not in kept], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if id(p) in kept], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]] or groups[:1]  # torch takes an empty group, but not none
-
-
-def _without_decay(modules: Iterable[nn.Module], tied_names: set[str]) -> set[int]:
-    """Return the ids of the parameters that do not decay."""
-    found: list[Tensor | None] = []
-    for module in modules:
-        found += [p for name, p in module.named_parameters() if p.dim() < 2 or name in tied_names]
-        for part in module.modules():
-            if isinstance(part, (nn.Embedding, nn.EmbeddingBag, *_NORMS)):
-                found += part.parameters(recurse=False)
-            if isinstance(part, Transformer):
-                found.append(part.tied_weight)
-    return {id(p) for p in found if p is not None}
-
-
-def _from_config(groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.Optimizer:
+    if factory is not None:
+        return factory(groups)
     kind: Any = getattr(torch.optim, config.optimizer)
     given = {name: value for name in ("betas", "eps") if (value := getattr(config, name)) is not None}
     takes = set(inspect.signature(kind).parameters) - {"params", "lr", "weight_decay", "foreach", "fused"}
@@ -101,6 +63,38 @@ def _from_config(groups: list[dict[str, Any]], config: TrainConfig) -> torch.opt
     except (TypeError, ValueError) as error:
         raise SettingError(f"{{optimizer}} refuses {{optimizer_options}}: {error}", options) from error
     return optimizer
+
+
+def parameter_groups(
+    modules: Iterable[nn.Module], weight_decay: float, tied: Iterable[Mapping[int, str]] = ()
+) -> list[dict[str, Any]]:
+    """Return the parameters of any modules, each once: those that decay, and those that do not.
+
+    Matrices decay. Norms, biases, embeddings, and whatever else is a vector do not: pulling a norm's weight towards 0
+    shrinks what the layer passes on, and the rows of rare tokens would decay without being trained. A matrix tied to an
+    embedding is an embedding.
+
+    Args:
+        tied: ties between stages, each the parameter's name by stage, as :class:`course_pp.runtime.Pipeline` takes
+            them. Ties within these modules, and those of our own model, are found.
+    """
+    modules = list(modules)
+    names = {name for tie in tied for name in tie.values()}
+    kept: list[Tensor | None] = []
+    for module in modules:
+        kept += [p for name, p in module.named_parameters() if p.dim() < 2 or name in names]
+        for part in module.modules():
+            if isinstance(part, (nn.Embedding, nn.EmbeddingBag, *_NORMS)):
+                kept += part.parameters(recurse=False)
+            if isinstance(part, Transformer):
+                kept.append(part.tied_weight)
+    ids = {id(p) for p in kept}
+    parameters = list({id(p): p for module in modules for p in module.parameters()}.values())
+    groups = [
+        {"params": [p for p in parameters if id(p) not in ids], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if id(p) in ids], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]] or groups[:1]  # torch takes an empty group, but not none
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LambdaLR:
@@ -135,3 +129,64 @@ def lr_factor(step: int, config: TrainConfig) -> float:
     progress = min(1.0, max(0, step - begin) / max(1, config.steps - begin))
     left = (1 + math.cos(math.pi * progress)) / 2 if config.lr_schedule == "cosine" else 1 - progress
     return config.min_lr + (1 - config.min_lr) * left
+
+
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def precision_of(dtype: torch.dtype) -> Precision:
+    """Return the name for stages that compute in ``dtype``; ``"fp32"`` for more than that."""
+    return next((name for name, known in DTYPES.items() if known == dtype), "fp32")
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """The factor by which the loss is multiplied before backward, and gradients are divided after it.
+
+    Every rank of the mesh has the same: it follows from the norm of the whole model's gradient, which is one number.
+    A gradient that overflows halves the scale, and its step is skipped; after ``growth_steps`` good ones the scale
+    doubles. It is a power of two, so that scaling alone rounds nothing (Micikevicius et al. 2018, arXiv:1710.03740,
+    section 3.2).
+
+    Attributes:
+        value: at least 1; 1 always where nothing is scaled.
+        good_steps: taken since it last changed.
+        growth_steps: how many it takes to double; None never changes it.
+    """
+
+    value: float = 1.0
+    good_steps: int = 0
+    growth_steps: int | None = None
+
+    @property
+    def can_shrink(self) -> bool:
+        """Whether the scale itself may have caused an overflow."""
+        return self.growth_steps is not None and self.value > 1
+
+    def after(self, norm: float) -> "LossScale":
+        """Return the scale of the next step, after one with this norm of the gradient."""
+        if self.growth_steps is None:
+            return self
+        if not math.isfinite(norm):
+            return replace(self, value=max(1.0, self.value / 2), good_steps=0)
+        if self.good_steps + 1 < self.growth_steps:
+            return replace(self, good_steps=self.good_steps + 1)
+        return replace(self, value=min(2.0**24, self.value * 2), good_steps=0)
+
+    def state(self) -> dict[str, Any]:
+        """Return what changes from step to step, as JSON can hold it."""
+        return {"value": self.value, "good_steps": self.good_steps}
+
+
+def check_precision(precision: Precision, modules: Iterable[nn.Module]) -> None:
+    """Refuse stages that compute in another format than ``precision`` names."""
+    asked = DTYPES[precision]
+    for module in modules:
+        found, kept = next(iter(compute_dtypes(module)), asked), {p.dtype for p in module.parameters()}
+        # Others may be what the parameters are in, but float16 needs the loss to be scaled.
+        if found != asked and (asked != torch.float32 or found == torch.float16 or found not in kept):
+            raise SettingError(
+                f"{{precision}}, and a stage computes in {found}: call compute_in(stage, dtype), or under FSDP2 give "
+                "apply_fsdp2 the policy default_mp_policy(dtype), before Trainer",
+                {"precision": precision},
+            )

@@ -33,8 +33,6 @@ from typing import Any
 
 from course_pp.collective import Ranks
 
-__all__ = ["EXIT_CODE", "Preempted", "Preemption"]
-
 EXIT_CODE = 75
 """``EX_TEMPFAIL`` of sysexits.h: not done, and worth another try."""
 

@@ -22,8 +22,6 @@ from course_pp.parallel.fsdp import reshard
 from course_pp.parallel.model_stage import ModelStage
 from course_pp.training.data import BOT_ID, EOT_ID, PAD_ID
 
-__all__ = ["sample"]
-
 
 def sample(
     modules: Sequence[PipelineStageModule],

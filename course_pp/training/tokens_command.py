@@ -2,8 +2,6 @@
 
 import argparse
 
-__all__ = ["HELP", "add_arguments", "run"]
-
 HELP = "write text as a file of tokens, for train.py --tokens"
 
 
@@ -28,7 +26,7 @@ def run(arguments: argparse.Namespace) -> None:
         ValueError: for text or a tokenizer that cannot be read.
     """
     from course_pp.training.data.corpus import iterate_documents, load_corpus
-    from course_pp.training.data.token_files import write_tokens
+    from course_pp.training.data.on_disk import write_tokens
     from course_pp.training.data.tokenizer import load_tokenizer, train_tokenizer
 
     where = {"subset": arguments.subset, "split": arguments.split, "text_column": arguments.column}

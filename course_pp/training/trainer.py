@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from course_pp.arguments import check_arguments, checked
+from course_pp.arguments import check_arguments
 from course_pp.collective import Ranks
 from course_pp.loss import LossFn, TokenLoss, counted
 from course_pp.model import CrossEntropy
@@ -34,15 +34,26 @@ from course_pp.parallel.mesh import limit_waiting
 from course_pp.runtime import LossNotFinite, PipelineError
 from course_pp.training.config import SettingError, TrainConfig
 from course_pp.training.data import Rows, Sequences, Stream, validation_batches
-from course_pp.training.engines import build_pipeline_engine
+from course_pp.training.engines import (
+    ParallelEngine,
+    PipelineEngine,
+    RuntimeEngine,
+    Stages,
+    device_and_dtype,
+    flops_of_a_sequence,
+    held_stages,
+)
 from course_pp.training.feed import Feed
-from course_pp.training.metrics import Peak, Speed, find_peak
-from course_pp.training.optim import OptimizerFactory, build_optimizer, build_scheduler, lr_factor
-from course_pp.training.precision import LossScale, check_precision, precision_of
-from course_pp.training.report import Reporter, StepResult
-from course_pp.training.stages import Stages, device_and_dtype, flops_of_a_sequence, held_stages
-
-__all__ = ["Fitted", "NonFiniteGradient", "StepResult", "Trainer"]
+from course_pp.training.logs import Reporter, Speed, StepResult, find_peak
+from course_pp.training.optim import (
+    LossScale,
+    OptimizerFactory,
+    build_optimizer,
+    build_scheduler,
+    check_precision,
+    lr_factor,
+    precision_of,
+)
 
 # What a checkpoint's run and the one that takes it up must share, or the second would not continue the first.
 _FIXED = (
@@ -55,7 +66,6 @@ class NonFiniteGradient(RuntimeError):
     """A step whose gradient is infinite or not a number; raised on every rank, with nothing updated."""
 
 
-@checked
 @dataclass(frozen=True)
 class Fitted:
     """What a call of :meth:`Trainer.fit` did, the same on every rank but for the times.
@@ -155,18 +165,16 @@ class Trainer:
         everyone.collectively(lambda: check_precision(config.precision, self.modules))
         self._scale = LossScale(config.loss_scale, growth_steps=2000) if config.precision == "fp16" else LossScale()
         self.optimizer = everyone.collectively(lambda: build_optimizer(self.modules, config, optimizer, self.held.tied))
-        self._engine = build_pipeline_engine(
-            config,
-            self.held,
-            loss_fn,
-            train,
-            device_mesh=device_mesh,
-            device=self.device,
-            param_dtype=param_dtype,
-            optimizer=self.optimizer,
-        )
+        what, where = (config, self.held, loss_fn), (device_mesh, self.device)
+        self._engine: PipelineEngine
+        if config.engine == "parallel":
+            self._engine = ParallelEngine(*what, train.seq_len, *where, param_dtype)
+        else:
+            self._engine = RuntimeEngine(*what, train.is_padded, *where, self.optimizer)
         self.scheduler = build_scheduler(self.optimizer, config)
-        self.is_logging_rank = self._is_to_log()
+        is_first_of_its_stage = dist.get_rank() % (dist.get_world_size() // get_pp_size(device_mesh)) == 0
+        is_first_copy = self._engine.copies == 1 or dist.get_rank() == 0
+        self.is_logging_rank = self.held.holds_last and is_first_of_its_stage and is_first_copy
 
     def train_step(self) -> StepResult:
         """Take one optimizer step.
@@ -274,25 +282,30 @@ class Trainer:
         Raises:
             ValueError: on every rank, if ``log_folder`` cannot be written.
         """
-        config, first = self.config, self.step
+        config, first, seq_len = self.config, self.step, self._feed.source.seq_len
         peak = find_peak(config.peak_flops, self.device, self._dtype)
+        speed = Speed(config.batch * seq_len, config.batch * flops_of_a_sequence(self.held, seq_len), peak)
         result, validation_loss = None, None
         with ExitStack() as stack:
             self._feed.read_ahead(first, stack)
-            reporter = Reporter(config, self._speed_at_first(peak), first, self.is_logging_rank, stack)
-            collect = _collecting(config.gc_every, stack)
+            reporter = Reporter(config, speed, first, self.is_logging_rank, stack)
+            if collects := config.gc_every is not None and gc.isenabled():
+                gc.disable()
+                stack.callback(gc.enable)
             while self.step < config.steps:
                 result = self.train_step()
                 reporter.step(result, self._feed.epoch(result.step - 1))
-                collect(self.step)
+                if collects and self.step % (config.gc_every or 1) == 0:
+                    gc.collect()
                 if config.step_timeout is not None and self.step == first + 1:
                     limit_waiting(self._mesh, config.step_timeout)
-                if self._is_time_to_evaluate():
+                is_due = config.eval_every is not None and self.step % config.eval_every == 0
+                if self._held_out and (is_due or self.step == config.steps):
                     validation_loss = self.evaluate()
                     reporter.validation(self.step, validation_loss)
                 if after_step is not None:
                     after_step(self, result)
-            if validation_loss is None and self._held_out:
+            if self._held_out and validation_loss is None:
                 validation_loss = self.evaluate()
         loss = None if result is None else result.loss
         return Fitted(self.step - first, loss, validation_loss, reporter.speed)
@@ -337,27 +350,10 @@ class Trainer:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
-    def _is_to_log(self) -> bool:
-        is_first_of_its_stage = dist.get_rank() % (dist.get_world_size() // get_pp_size(self._mesh)) == 0
-        is_first_copy = self._engine.copies == 1 or dist.get_rank() == 0
-        return self.held.holds_last and is_first_of_its_stage and is_first_copy
-
-    def _speed_at_first(self, peak: Peak) -> Speed:
-        """Speed of no steps yet."""
-        seq_len = self._feed.source.seq_len
-        flops = self.config.batch * flops_of_a_sequence(self.held, seq_len)
-        return Speed(self.config.batch * seq_len, flops, peak)
-
     def _parts(self, batch: Sequences) -> Iterator[Sequences]:
         """Return the batch as the pipeline steps that are accumulated."""
         rows = len(batch) // self.config.accumulation
         return (batch[first : first + rows] for first in range(0, len(batch), rows))
-
-    def _is_time_to_evaluate(self) -> bool:
-        every = self.config.eval_every
-        return bool(self._held_out) and (
-            self.step == self.config.steps or (every is not None and self.step % every == 0)
-        )
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         missing = sorted({"step", "scheduler", "data", "config", "tokenizer"} - set(state))
@@ -384,12 +380,3 @@ class Trainer:
                 f"the state is of step {state['step']}, past {{steps}}: raise steps to go on",
                 {"steps": self.config.steps},
             )
-
-
-def _collecting(every: int | None, stack: ExitStack) -> Callable[[int], None]:
-    """Take garbage collection over from Python until ``stack`` is closed; return what collects when it is due."""
-    if every is None or not gc.isenabled():
-        return lambda step: None
-    gc.disable()
-    stack.callback(gc.enable)
-    return lambda step: None if step % every else (gc.collect(), None)[1]

@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from course_pp.launch import on_ranks
 from course_pp.model import CrossEntropy, Transformer
-from course_pp.training.metrics import Peak, Speed, find_peak, matmul_flops, training_flops
+from course_pp.training.logs import Peak, Speed, find_peak, matmul_flops, training_flops
 from tests.training.small import MODEL, SEQ_LEN, rows
 
 
@@ -43,5 +43,5 @@ def test_the_peak_is_that_of_all_ranks_and_says_where_it_comes_from() -> None:
 
 def test_a_measured_peak_counts_two_operations_for_each_multiply_add(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100))
-    monkeypatch.setattr("course_pp.training.metrics.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("course_pp.training.logs.time.perf_counter", lambda: next(clock))
     assert matmul_flops(torch.device("cpu"), torch.float64, size=4, repeats=2) == 2 * 4**3

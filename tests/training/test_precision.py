@@ -26,7 +26,7 @@ from course_pp.parallel import (
 from course_pp.training import TrainConfig, Trainer, stages_of_rank
 from course_pp.training.checkpoint import load, save
 from course_pp.training.data import Batches
-from course_pp.training.precision import DTYPES, LossScale
+from course_pp.training.optim import DTYPES, LossScale
 from course_pp.training.trainer import NonFiniteGradient
 from tests.training.small import MODEL, RUN, TIED, rows
 

@@ -1,3 +1,6 @@
+"""Rows of one length, which of them a rank sees at which step, and the best loss on them without context."""
+
+import math
 from collections.abc import Callable
 
 import pytest
@@ -7,7 +10,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from course_pp.model import CrossEntropy, Transformer
-from course_pp.training.data import BOT_ID, EOT_ID, IGNORE_INDEX, PAD_ID, Sequences, packed, padded
+from course_pp.training.data import (
+    BOT_ID,
+    EOT_ID,
+    IGNORE_INDEX,
+    PAD_ID,
+    Batches,
+    Sequences,
+    packed,
+    padded,
+    unigram_entropy,
+    validation_batches,
+)
 from tests.training.small import MODEL
 
 
@@ -94,19 +108,146 @@ def test_rows_are_chosen_by_slice_or_by_number() -> None:
 
 
 @pytest.mark.parametrize("cut", [packed, padded])
-@pytest.mark.parametrize("seq_len", [1, 0, -3])
+@pytest.mark.parametrize("seq_len", [1, 0])
 def test_a_sequence_of_fewer_than_two_tokens_is_refused(cut: Callable[..., Sequences], seq_len: int) -> None:
     with pytest.raises(ValueError, match=f"seq_len={seq_len}: .*choose 2 or more"):
         cut(tensors([5, 6, 7]), seq_len)
 
 
-@pytest.mark.parametrize("cut", [packed, padded])
-def test_no_documents_make_no_sequence(cut: Callable[..., Sequences]) -> None:
-    with pytest.raises(ValueError, match=r"no documents.*give more text"):
-        cut([], 4)
+def numbered(n: int, *, mask: bool = False) -> Sequences:
+    """n rows of 2 tokens; inputs[i] = (i, i), targets[i] = (-i, -i)."""
+    rows = torch.arange(n)[:, None].expand(n, 2)
+    return Sequences(rows, -rows, rows % 2 == 0 if mask else None)
 
 
-def test_too_little_text_for_one_packed_row_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"4 tokens are too few .*seq_len=4.*needs 5: give more text"):
-        packed(tensors([10, 11]), seq_len=4)
-    assert isinstance(packed(tensors([10, 11]), seq_len=3), Sequences)
+def shown(*batches: Sequences) -> list[int]:
+    return [row for batch in batches for row in batch.inputs[:, 0].tolist()]
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 3, 6])
+def test_data_parallel_ranks_share_the_same_global_batch_whatever_their_number(dp_size: int) -> None:
+    sequences = numbered(20)
+    for step in (0, 1, 2, 3, 50):
+        parts = [Batches(sequences, 6, 7, rank, dp_size)[step] for rank in range(dp_size)]
+        assert {len(part) for part in parts} == {6 // dp_size}
+        assert shown(*parts) == shown(Batches(sequences, 6, seed=7)[step])
+
+
+def test_a_run_resumed_with_other_data_parallel_ranks_sees_the_steps_it_would_have_seen() -> None:
+    sequences = numbered(16)
+    straight = [shown(Batches(sequences, 4)[step]) for step in range(10)]
+    before = [shown(Batches(sequences, 4)[step]) for step in range(5)]
+    after = [
+        shown(*(Batches(sequences, 4, dp_rank=rank, dp_size=4)[step] for rank in range(4))) for step in range(5, 10)
+    ]
+    assert before + after == straight
+
+
+def test_an_epoch_shows_each_row_at_most_once_and_the_next_in_another_order() -> None:
+    batches = Batches(numbered(11), global_batch=4)
+    assert batches.steps_per_epoch == 2
+    epochs = [shown(batches[2 * e], batches[2 * e + 1]) for e in range(50)]
+    assert all(len(set(epoch)) == 8 for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    # What one epoch leaves out another shows.
+    assert set().union(*epochs) == set(range(11))
+
+
+def test_the_order_follows_from_the_seed_alone() -> None:
+    def first_epoch(seed: int) -> list[list[int]]:
+        return [shown(Batches(numbered(64), 8, seed)[step]) for step in range(8)]
+
+    torch.manual_seed(1)
+    first = first_epoch(0)
+    torch.manual_seed(2)
+    assert first_epoch(0) == first
+    assert first_epoch(1) != first
+
+
+def test_targets_and_mask_go_with_their_inputs() -> None:
+    batch = Batches(numbered(10, mask=True), global_batch=4, dp_rank=1, dp_size=2)[3]
+    assert torch.equal(batch.targets, -batch.inputs)
+    assert isinstance(batch.attention_mask, Tensor)
+    assert torch.equal(batch.attention_mask, batch.inputs % 2 == 0)
+    assert Batches(numbered(10), global_batch=4)[3].attention_mask is None
+
+
+def test_validation_batches_cover_the_data_in_order() -> None:
+    assert [shown(batch) for batch in validation_batches(numbered(6), 2)] == [[0, 1], [2, 3], [4, 5]]
+    assert len(validation_batches(numbered(7), 2)) == 3
+
+
+def test_few_validation_batches_are_spread_over_the_data() -> None:
+    chosen = shown(*validation_batches(numbered(100), 4, max_batches=2))
+    assert chosen == [0, 12, 25, 37, 50, 62, 75, 87]
+    assert len(validation_batches(numbered(5), 2, max_batches=9)) == 2
+
+
+@pytest.mark.parametrize("dp_size", [2, 4])
+def test_validation_is_divided_over_data_parallel_ranks(dp_size: int) -> None:
+    whole = validation_batches(numbered(30), 8, max_batches=3)
+    parts = [validation_batches(numbered(30), 8, 3, rank, dp_size) for rank in range(dp_size)]
+    for batch, of_ranks in zip(whole, zip(*parts, strict=True), strict=True):
+        assert shown(*of_ranks) == shown(batch)
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "dp_rank", "dp_size", "message"),
+    [
+        (6, 0, 4, "global_batch=6 does not divide by dp_size=4: .*choose 4 or 8"),
+        (3, 0, 4, "global_batch=3 does not divide by dp_size=4: .*choose 4$"),
+        (12, 0, 1, "global_batch=12 and 10 sequences: choose from 1 to 10"),
+        (0, 0, 1, "global_batch=0 and 10 sequences"),
+        (4, 2, 2, "dp_rank=2, dp_size=2: need 0 <= dp_rank < dp_size"),
+        (4, -1, 2, "dp_rank=-1"),
+    ],
+)
+@pytest.mark.parametrize("take", [Batches, validation_batches])
+def test_impossible_sizes_are_refused(
+    take: Callable[..., object], global_batch: int, dp_rank: int, dp_size: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        take(numbered(10), global_batch, dp_rank=dp_rank, dp_size=dp_size)
+
+
+V = 5
+some_targets = st.lists(st.integers(0, V - 1), min_size=1).map(torch.tensor)
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_k_tokens_equally_often_have_entropy_ln_k(k: int) -> None:
+    assert unigram_entropy(torch.arange(k).repeat(3), vocab_size=8) == pytest.approx(math.log(k), abs=1e-15)
+
+
+def test_positions_where_nothing_is_predicted_do_not_count() -> None:
+    counted = torch.tensor([[1, 2], [2, 2]])
+    ignored = torch.full((2, 3), IGNORE_INDEX)
+    assert unigram_entropy(torch.cat([counted, ignored], 1), 4) == unigram_entropy(counted, 4)
+
+
+def test_the_cross_entropy_is_that_of_smoothed_reference_frequencies() -> None:
+    # Reference counts 3 and 1 of 2 tokens smooth to 4/6 and 2/6.
+    value = unigram_entropy(torch.tensor([0, 1]), 2, reference=torch.tensor([0, 0, 0, 1]))
+    assert value == pytest.approx(-(math.log(4 / 6) + math.log(2 / 6)) / 2, abs=1e-15)
+
+
+@given(some_targets, some_targets)
+def test_no_context_free_prediction_beats_the_entropy(targets: torch.Tensor, reference: torch.Tensor) -> None:
+    assert unigram_entropy(targets, V, reference) >= unigram_entropy(targets, V) - 1e-12
+
+
+@given(some_targets)
+def test_it_is_the_loss_of_constant_logits_at_the_log_frequencies(targets: torch.Tensor) -> None:
+    frequencies = torch.bincount(targets, minlength=V).double() / len(targets)
+    logits = frequencies.log().expand(len(targets), V)
+    loss = torch.nn.functional.cross_entropy(logits, targets).item()
+    assert unigram_entropy(targets, V) == pytest.approx(loss, abs=1e-12)
+
+
+def test_nothing_to_count_and_foreign_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"all 3 are IGNORE_INDEX \(-100\)"):
+        unigram_entropy(torch.full((3,), IGNORE_INDEX), 4)
+    with pytest.raises(ValueError, match="from 1 to 4, outside 0 … 3"):
+        unigram_entropy(torch.tensor([1, 4]), 4)
+    with pytest.raises(ValueError, match="from -1 to 2"):
+        unigram_entropy(torch.tensor([1]), 4, reference=torch.tensor([-1, 2]))

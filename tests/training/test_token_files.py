@@ -24,10 +24,10 @@ from course_pp.training.data import (
     TokenFile,
     Tokenizer,
     encode,
+    on_disk,
     open_tokens,
     packed,
     padded,
-    token_files,
     write_tokens,
 )
 from course_pp.training.flags import DataOptions
@@ -63,7 +63,7 @@ def test_rows_and_batches_are_those_of_the_same_tokens_in_memory(
 def test_padded_rows_are_those_of_the_same_documents_in_memory(
     file: TokenFile, corpus: Corpus, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_files, "_CHUNK", 1000)
+    monkeypatch.setattr(on_disk, "_CHUNK", 1000)
     documents = encode(corpus, tokenizer)
     memory, disk = padded(documents, 32), PaddedTokens(open_tokens(file.path), 32)
     assert len(disk) == len(memory)
@@ -75,7 +75,7 @@ def test_padded_rows_are_those_of_the_same_documents_in_memory(
     assert validation[:].digest == padded(documents[validation.first :], 32).digest
     assert len({train.digest, validation.digest, disk.digest, PackedTokens(file, 32).digest}) == 4
     one = PaddedTokens(file, 32, last=1)
-    with pytest.raises(ValueError, match=r"first=0, last=0 of the \d+ documents .*or write more"):
+    with pytest.raises(ValueError, match=r"first=0, last=0 of \d+ documents .*are too few"):
         one.split()
 
 
@@ -145,8 +145,8 @@ def test_a_damaged_file_is_refused(damage: Callable[[Path], None], words: str, f
 def test_a_start_reads_some_places_only_and_verifying_all(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_files, "_PLACES", 4)
-    monkeypatch.setattr(token_files, "_PLACE_BYTES", 16)
+    monkeypatch.setattr(on_disk, "_PLACES", 4)
+    monkeypatch.setattr(on_disk, "_PLACE_BYTES", 16)
     file = write_tokens(tmp_path / "large.bin", ["a word " * 100], tokenizer)
     with file.path.open("r+b") as content:
         content.seek(17)  # between the first place and the second
@@ -177,7 +177,7 @@ def test_nothing_but_a_file_is_replaced_and_what_cannot_be_written_is_named(
 
 
 def test_too_few_tokens_are_refused(file: TokenFile) -> None:
-    with pytest.raises(ValueError, match="are too few for one sequence of seq_len=1000000"):
+    with pytest.raises(ValueError, match=r"tokens .*are too few for one sequence of seq_len=1000000"):
         PackedTokens(file, 1_000_000)
 
 

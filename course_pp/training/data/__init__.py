@@ -16,13 +16,26 @@ Every arrow is a pure function of its inputs, so ranks that start alike agree wi
     inputs, targets = batches[step].inputs, batches[step].targets
 """
 
-from course_pp.training.data.arrow_rows import open_arrow
-from course_pp.training.data.batches import Batches, validation_batches
 from course_pp.training.data.corpus import Corpus, load_corpus, load_stream
-from course_pp.training.data.entropy import unigram_entropy
-from course_pp.training.data.sequences import IGNORE_INDEX, Rows, Sequences, packed, padded
+from course_pp.training.data.on_disk import (
+    PackedTokens,
+    PaddedTokens,
+    TokenFile,
+    open_arrow,
+    open_tokens,
+    write_tokens,
+)
+from course_pp.training.data.sequences import (
+    IGNORE_INDEX,
+    Batches,
+    Rows,
+    Sequences,
+    packed,
+    padded,
+    unigram_entropy,
+    validation_batches,
+)
 from course_pp.training.data.streams import Stream, StreamedBatches
-from course_pp.training.data.token_files import PackedTokens, PaddedTokens, TokenFile, open_tokens, write_tokens
 from course_pp.training.data.tokenizer import (
     BOT_ID,
     EOT_ID,

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from course_pp.arguments import checked, refuse_unless
+from course_pp.arguments import checked
 
 STDLIB_MAX_BYTES = 2_000_000
 """Where the default corpus stops: about 0.7 million tokens of a vocabulary of 1,024."""
@@ -54,7 +54,6 @@ class Corpus:
             hasher.update(content)
         return hasher.hexdigest()
 
-    @checked
     def split(self, validation: float = 0.1) -> tuple["Corpus", "Corpus"]:
         """Split into two corpora, for training and validation, that depend on the contents alone and on no seed.
 
@@ -66,32 +65,28 @@ class Corpus:
         """
         if not 0 < validation < 1:
             raise ValueError(f"validation={validation}: the share must lie between 0 and 1, such as 0.1")
-        places: dict[str, list[int]] = defaultdict(list)
-        for index, document in enumerate(self.documents):
+        # Copies of a text stay together, or validation would hold what was trained on.
+        size: dict[str, int] = defaultdict(int)
+        for document in self.documents:
             if document.strip():
-                places[document].append(index)
-        if len(places) == 1:
-            train, held_out = self._cut(next(iter(places)), validation)
+                size[document] += len(document)
+        if len(size) == 1:
+            train, held_out = self._cut(next(iter(size)), validation)
         else:
-            chosen = self._held_out(places, validation)
-            train = tuple(d for d in self.documents if d in places and d not in chosen)
+            room, chosen = validation * sum(size.values()), set()
+            by_hash = sorted(size, key=lambda document: hashlib.sha256(document.encode()).digest())
+            for document in by_hash:
+                if size[document] <= room:
+                    chosen.add(document)
+                    room -= size[document]
+            # Where no text is small enough, the smallest exceeds the share by the least.
+            chosen = chosen or {min(by_hash, key=size.__getitem__)}
+            train = tuple(d for d in self.documents if d in size and d not in chosen)
             held_out = tuple(d for d in self.documents if d in chosen)
         return Corpus(f"{self.name} (train)", train), Corpus(f"{self.name} (validation)", held_out)
 
-    def _held_out(self, places: dict[str, list[int]], share: float) -> set[str]:
-        """Texts for validation. Copies of a text stay together, or validation would hold what was trained on."""
-        size = {document: len(document) * len(copies) for document, copies in places.items()}
-        room = share * sum(size.values())
-        by_hash = sorted(places, key=lambda document: hashlib.sha256(document.encode()).digest())
-        chosen: set[str] = set()
-        for document in by_hash:
-            if size[document] <= room:
-                chosen.add(document)
-                room -= size[document]
-        # No text is small enough: the smallest exceeds the share by the least.
-        return chosen or {min(by_hash, key=size.__getitem__)}
-
     def _cut(self, document: str, share: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return two parts of a document, each with more than white space in it."""
         first = len(document) - len(document.lstrip())
         last = len(document.rstrip()) - 1
         if first == last:
@@ -137,6 +132,7 @@ def load_corpus(
     return Corpus(name, tuple(documents))
 
 
+@checked
 def iterate_documents(
     texts: TextPath | Iterable[TextPath] | None = None,
     dataset: str | None = None,
@@ -153,29 +149,21 @@ def iterate_documents(
     """
     if texts is not None and dataset is not None:
         raise ValueError(f"texts={texts!r} and dataset={dataset!r}: a corpus has one source; name only one")
-    for name, value, default in (
-        ("subset", subset, None),
-        ("split", split, "train"),
-        ("text_column", text_column, "text"),
-    ):
-        if dataset is None and value != default:
-            raise ValueError(
-                f"{name}={value!r} is a part of a dataset, but none is named: give dataset=, or leave it out"
-            )
+    if dataset is None and (subset, split, text_column) != (None, "train", "text"):
+        raise ValueError(
+            f"subset={subset!r}, split={split!r} and text_column={text_column!r} say which part of a dataset, but none "
+            "is named: give dataset=, or leave them out"
+        )
     if max_bytes is not None and max_bytes < 1:
         raise ValueError(f"max_bytes={max_bytes}: must be at least 1; leave it out to read everything")
+    documents: Iterable[str | None]
     if texts is not None:
-        texts = [texts] if isinstance(texts, str | os.PathLike) else list(texts)
-        if odd := [text for text in texts if not isinstance(text, str | os.PathLike)]:
-            raise TypeError(f"texts names a {type(odd[0]).__name__}: give files or directories")
-        if "" in texts:
-            raise ValueError(f"texts={texts!r}: an empty name names no file; leave it out to read the standard library")
-        named = [Path(text) for text in texts]
+        named = [Path(text) for text in ([texts] if isinstance(texts, str | os.PathLike) else texts)]
         name = ", ".join(map(str, named[:3])) + (", …" if len(named) > 3 else "") or "an empty list of texts"
         documents = _from_texts(named)
     elif dataset is not None:
         name = "/".join(filter(None, (dataset, subset, split)))
-        documents = _from_dataset(dataset, subset, split, text_column)
+        documents = _texts_of(_load_dataset(dataset, subset, split, text_column), dataset, text_column)
     else:
         name = f"the standard library of Python {sys.version_info.major}.{sys.version_info.minor}"
         documents = _from_stdlib()
@@ -194,34 +182,29 @@ def beginning(documents: Iterable[str | None], max_bytes: int | None) -> Iterato
                 return
 
 
-def _from_stdlib() -> Iterator[str]:
+def _from_stdlib() -> Iterator[str | None]:
     root = Path(sysconfig.get_path("stdlib"))
     # The names keep out what others installed beside the library, and build data that differs by machine.
     for name in sorted(sys.stdlib_module_names - _NOT_READ):
         for path in (root / f"{name}.py", *sorted((root / name).rglob("*.py"))):
             if path.is_file() and not {"test", "tests"} & set(path.relative_to(root).parts):
-                document = _read_utf8(path)
-                if document is not None:
-                    yield document
+                yield _read_utf8(path)
 
 
-def _from_texts(paths: list[Path]) -> Iterator[str]:
+def _from_texts(paths: list[Path]) -> Iterator[str | None]:
     for path in paths:
         if not path.exists():
             raise ValueError(f"text file {str(path)!r} does not exist: name files or directories that do")
     for path in paths:
         if path.is_dir():
-            documents = (_read_utf8(file) for file in sorted(path.rglob("*")) if _is_visible_file(file, path))
-            yield from (document for document in documents if document is not None)
+            for file in sorted(path.rglob("*")):
+                if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts):
+                    yield _read_utf8(file)
         else:
             document = _read_utf8(path)
             if document is None:
                 raise ValueError(f"text file {str(path)!r} is not UTF-8: convert it, or leave it out")
             yield document
-
-
-def _is_visible_file(file: Path, root: Path) -> bool:
-    return file.is_file() and not any(part.startswith(".") for part in file.relative_to(root).parts)
 
 
 def _read_utf8(path: Path) -> str | None:
@@ -232,7 +215,6 @@ def _read_utf8(path: Path) -> str | None:
         return None
 
 
-@checked
 def load_stream(
     dataset: str, *, subset: str | None = None, split: str = "train", text_column: str = "text"
 ) -> tuple[str, Callable[[int], Iterator[str | None]]]:
@@ -241,24 +223,9 @@ def load_stream(
     Raises:
         ValueError, RuntimeError: as :func:`load_corpus`.
     """
-    refuse_unless(bool(dataset), "load_stream", "dataset", dataset, "give the name of a data set")
     rows = _load_dataset(dataset, subset, split, text_column, streaming=True)
-
-    def documents(start: int) -> Iterator[str | None]:
-        for row in rows.skip(start):
-            document = row[text_column]
-            _check_text(document, dataset, text_column)
-            yield document
-
-    return "/".join(filter(None, (dataset, subset, split, text_column))), documents
-
-
-def _from_dataset(dataset: str, subset: str | None, split: str, text_column: str) -> Iterator[str]:
-    for row in _load_dataset(dataset, subset, split, text_column):
-        document = row[text_column]
-        _check_text(document, dataset, text_column)
-        if document is not None:
-            yield document
+    name = "/".join(filter(None, (dataset, subset, split, text_column)))
+    return name, lambda start: _texts_of(rows.skip(start), dataset, text_column)
 
 
 def import_datasets(what: str) -> Any:
@@ -281,6 +248,7 @@ def _load_dataset(dataset: str, subset: str | None, split: str, text_column: str
     try:
         rows = datasets.load_dataset(dataset, subset, split=split, streaming=streaming)
         columns = rows.column_names or list(next(iter(rows), {}))  # a stream may not know before it is read
+    # An IndexError is what an empty name comes to.
     except (OSError, ValueError, IndexError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
             f"dataset={dataset!r} (subset={subset!r}, split={split!r}) could not be loaded: {error}; "
@@ -294,9 +262,12 @@ def _load_dataset(dataset: str, subset: str | None, split: str, text_column: str
     return rows.select_columns(text_column)
 
 
-def _check_text(document: object, dataset: str, text_column: str) -> None:
-    if document is not None and not isinstance(document, str):
-        raise ValueError(
-            f"text_column={text_column!r} of dataset {dataset!r} holds {type(document).__name__}, "
-            "not text; name a column of strings"
-        )
+def _texts_of(rows: Iterable[Any], dataset: str, text_column: str) -> Iterator[str | None]:
+    for row in rows:
+        document = row[text_column]
+        if document is not None and not isinstance(document, str):
+            raise ValueError(
+                f"text_column={text_column!r} of dataset {dataset!r} holds {type(document).__name__}, "
+                "not text; name a column of strings"
+            )
+        yield document

@@ -1,18 +1,18 @@
-"""Next-token sequences of one length, packed without gaps or padded document by document."""
+"""Next-token sequences of one length, packed without gaps or padded, and which of them a rank sees at which step."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Protocol
+from functools import cached_property, lru_cache
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from course_pp.arguments import checked
 from course_pp.training.data.tokenizer import PAD_ID
-
-_LONGEST = 10**8  # every row has room for so many
 
 IGNORE_INDEX = -100
 """Target where nothing is to be predicted; the default of `torch.nn.functional.cross_entropy`."""
@@ -40,7 +40,6 @@ class Rows(Protocol):
         """Equal for equal data."""
 
 
-@checked
 @dataclass(frozen=True, eq=False)
 class Sequences:
     """Inputs and the tokens to be predicted from them: `targets[i, t]` follows `inputs[i, t]`.
@@ -59,14 +58,13 @@ class Sequences:
     attention_mask: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.inputs.dim() != 2:
-            raise ValueError(f"inputs have shape {tuple(self.inputs.shape)}: give token ids (n, seq_len)")
+        shape = self.inputs.shape
         named = (("inputs", self.inputs, torch.int64), ("targets", self.targets, torch.int64))
         for name, tensor, dtype in (*named, ("attention_mask", self.attention_mask, torch.bool)):
-            if tensor is not None and (tensor.dtype != dtype or tensor.shape != self.inputs.shape):
+            if tensor is not None and (tensor.dtype != dtype or tensor.dim() != 2 or tensor.shape != shape):
                 raise ValueError(
                     f"{name} are {tensor.dtype} of shape {tuple(tensor.shape)}: "
-                    f"give {dtype} of the inputs' shape, {tuple(self.inputs.shape)}"
+                    f"give {dtype} (n, seq_len), of one shape with the inputs, {tuple(shape)}"
                 )
 
     def __len__(self) -> int:
@@ -114,7 +112,7 @@ def packed(documents: Sequence[Tensor], seq_len: int) -> Sequences:
     Raises:
         ValueError: `seq_len` is under 2, or the documents do not fill one row.
     """
-    _check(documents, seq_len)
+    check_seq_len(seq_len)
     stream = torch.cat(list(documents))
     n = (len(stream) - 1) // seq_len
     if n == 0:
@@ -138,9 +136,9 @@ def padded(documents: Sequence[Tensor], seq_len: int, pad_id: int = PAD_ID) -> S
         pad_id: the tokenizer's id of `[PAD]`.
 
     Raises:
-        ValueError: `seq_len` is under 2, or there is no document.
+        ValueError: `seq_len` is under 2.
     """
-    _check(documents, seq_len)
+    check_seq_len(seq_len)
     starts = [(document, start) for document in documents for start in range(0, len(document) - 1, seq_len)]
     return padded_rows([document[start : start + seq_len + 1] for document, start in starts], seq_len, pad_id)
 
@@ -159,17 +157,152 @@ def check_seq_len(seq_len: int) -> None:
     """Refuse rows in which nothing follows anything."""
     if seq_len < 2:
         raise ValueError(f"seq_len={seq_len}: a sequence has at least 2 tokens; choose 2 or more")
-    if seq_len > _LONGEST:
-        raise ValueError(f"seq_len={seq_len}: choose at most {_LONGEST:,} tokens")
 
 
-def _check(documents: Sequence[Tensor], seq_len: int) -> None:
-    check_seq_len(seq_len)
-    if not documents:
-        raise ValueError("no documents: 0 tokens do not make a sequence; give more text")
-    for i, document in enumerate(documents):
-        if document.dtype != torch.int64 or document.dim() != 1 or len(document) < 2:
-            raise ValueError(
-                f"documents[{i}] is {document.dtype} of shape {tuple(document.shape)}: "
-                "give [BOT] … [EOT] as int64 token ids (length,), as from encode"
-            )
+@checked
+@dataclass(frozen=True, eq=False)
+class Batches:
+    """The batch of every step: `batches[step]`, for step 0, 1, 2, … without end.
+
+    There is no position to save. A step's global batch follows from `seed` and the step alone, so a run
+    resumes at any step, and with any number of data-parallel ranks. Each data-parallel rank gets a contiguous
+    part of the global batch, in rank order; pipeline and tensor-parallel ranks pass equal arguments and get
+    equal parts. Each epoch has its own permutation and leaves out the rows that do not fill a batch.
+
+    Attributes:
+        sequences: the same on every rank.
+        global_batch: rows of a step over all data-parallel ranks.
+        seed: of the permutations, at least 0.
+        dp_rank, dp_size: this data-parallel rank, and their number.
+
+    Raises:
+        ValueError: `global_batch` does not divide by `dp_size`, or exceeds the data; a rank outside
+            `dp_size`.
+    """
+
+    sequences: Rows
+    global_batch: int
+    seed: int = 0
+    dp_rank: int = 0
+    dp_size: int = 1
+
+    def __post_init__(self) -> None:
+        _check_sizes(self.sequences, self.global_batch, self.dp_rank, self.dp_size)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return len(self.sequences) // self.global_batch
+
+    def __getitem__(self, step: int) -> Sequences:
+        """Return this rank's rows at `step`, `global_batch / dp_size` of them."""
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        order = _order(self.seed, epoch, len(self.sequences))
+        first = step_in_epoch * self.global_batch
+        rows = torch.from_numpy(order[first : first + self.global_batch])
+        return self.sequences[rows_of_rank(rows, self.dp_rank, self.dp_size)]
+
+
+@lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, n: int) -> np.ndarray:
+    """Return the permutation of an epoch, drawn once and not at every step of it."""
+    return np.random.default_rng((seed, epoch)).permutation(n)
+
+
+def validation_batches(
+    sequences: Rows,
+    global_batch: int,
+    max_batches: int | None = None,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+) -> tuple[Sequences, ...]:
+    """Return the same full batches at every call, this data-parallel rank's part of each.
+
+    With `max_batches` the rows are spread evenly over the data, so that few batches still sample many
+    documents. Rows that do not fill a batch are left out.
+
+    Raises:
+        ValueError: as `Batches`.
+    """
+    _check_sizes(sequences, global_batch, dp_rank, dp_size)
+    n_full = len(sequences) // global_batch
+    n_batches = n_full if max_batches is None else min(max_batches, n_full)
+    n_rows = n_batches * global_batch
+    rows = torch.arange(n_rows) * len(sequences) // n_rows
+    return tuple(sequences[rows_of_rank(batch, dp_rank, dp_size)] for batch in rows.split(global_batch))
+
+
+def rows_of_rank(rows: Tensor, dp_rank: int, dp_size: int) -> Tensor:
+    """Return the part of a global batch (rows, ...) that a data-parallel rank takes: contiguous, in rank order."""
+    return rows.tensor_split(dp_size)[dp_rank]
+
+
+def _check_sizes(sequences: Rows, global_batch: int, dp_rank: int, dp_size: int) -> None:
+    if dp_size < 1 or not 0 <= dp_rank < dp_size:
+        raise ValueError(f"dp_rank={dp_rank}, dp_size={dp_size}: need 0 <= dp_rank < dp_size; check the mesh")
+    if global_batch % dp_size:
+        smaller = global_batch // dp_size * dp_size
+        nearest = f"{smaller} or {smaller + dp_size}" if smaller else f"{dp_size}"
+        raise ValueError(
+            f"global_batch={global_batch} does not divide by dp_size={dp_size}: every data-parallel rank "
+            f"takes an equal part; choose {nearest}"
+        )
+    if not 1 <= global_batch <= len(sequences):
+        raise ValueError(
+            f"global_batch={global_batch} and {len(sequences)} sequences: choose from 1 to {len(sequences)}, a smaller "
+            "seq_len, or more text"
+        )
+
+
+def read_ahead(batches: Batches, first: int, last: int, workers: int) -> Iterator[Sequences]:
+    """Return ``batches[first]`` to ``batches[last - 1]``, which processes read before they are asked for.
+
+    The same batches in the same order as without: each is a function of its number, so there is no position to keep.
+    The processes end with the iterator.
+    """
+    dataset: Any = batches  # takes a number and gives a batch, which is all that is asked of it
+    return iter(DataLoader(dataset, batch_size=None, sampler=range(first, last), num_workers=workers))
+
+
+def unigram_entropy(targets: Tensor, vocab_size: int, reference: Tensor | None = None) -> float:
+    """Return the entropy of the token frequencies of `targets`, or their cross-entropy under those of `reference`.
+
+    With p the relative frequencies in `targets` and n(v) the counts in `reference`, N in all:
+
+        H(p)    = -Σ_v p(v) ln p(v)
+        H(p, q) = -Σ_v p(v) ln q(v),    q(v) = (n(v) + 1) / (N + vocab_size)
+
+    No distribution that ignores context has a smaller mean loss on `targets` than H(p), since H(p, q) ≥ H(p)
+    for any q (Cover & Thomas, Elements of Information Theory, theorem 2.6.3). So a validation loss under
+    `unigram_entropy(validation.targets, vocab_size)` proves that the model uses context. H(p, q) with the
+    training targets as `reference` is what a model knowing only their frequencies would reach; Laplace's +1
+    keeps it finite for tokens that training never saw.
+
+    Args:
+        targets, reference: int64 of any shape; `IGNORE_INDEX` is left out.
+
+    Returns:
+        Nats per token, the unit of `torch.nn.functional.cross_entropy`.
+
+    Raises:
+        ValueError: nothing to count, or a token outside 0 … vocab_size - 1.
+    """
+    counts = _counts(targets, vocab_size)
+    p = counts / counts.sum()
+    if reference is None:
+        return float(torch.special.entr(p).sum())
+    n = _counts(reference, vocab_size)
+    q = (n + 1) / (n.sum() + vocab_size)
+    return float(-(p * q.log()).sum())
+
+
+def _counts(targets: Tensor, vocab_size: int) -> Tensor:
+    """float64 (vocab_size,): how often each token occurs."""
+    tokens = targets[targets != IGNORE_INDEX]
+    if not len(tokens):
+        raise ValueError(f"no targets: all {targets.numel()} are IGNORE_INDEX ({IGNORE_INDEX}); give some tokens")
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"targets reach from {low} to {high}, outside 0 … {vocab_size - 1}: give the vocab_size of the tokenizer"
+        )
+    return torch.bincount(tokens, minlength=vocab_size).double()

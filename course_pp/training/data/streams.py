@@ -22,8 +22,6 @@ from course_pp.arguments import checked
 from course_pp.training.data.sequences import Sequences, check_seq_len, packed, padded, padded_rows
 from course_pp.training.data.tokenizer import Tokenizer
 
-__all__ = ["Stream", "StreamedBatches"]
-
 
 @checked
 @dataclass(frozen=True, eq=False)
@@ -40,7 +38,7 @@ class Stream:
         is_padded: each document has rows of its own, as :func:`~course_pp.training.data.padded` makes them.
 
     Raises:
-        ValueError: a ``seq_len`` under 2, or a negative ``first``.
+        ValueError: a ``seq_len`` under 2.
     """
 
     name: str
@@ -52,8 +50,6 @@ class Stream:
 
     def __post_init__(self) -> None:
         check_seq_len(self.seq_len)
-        if self.first < 0:
-            raise ValueError(f"first={self.first}: documents count from 0")
 
     @cached_property
     def digest(self) -> str:
@@ -61,7 +57,6 @@ class Stream:
         parts = (self.name, self.tokenizer.digest, self.seq_len, self.first, *["padded"] * self.is_padded)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
-    @checked
     def split(self, n_rows: int) -> tuple["Stream", Sequences]:
         """Return the stream after its first documents, and these as ``n_rows`` rows at least, for validation.
 
@@ -92,7 +87,6 @@ class _Document:
     tokens: np.ndarray
 
 
-@checked
 class StreamedBatches:
     """The batch of every step, read in order; as :class:`~course_pp.training.data.Batches`, but with a position.
 
@@ -100,8 +94,6 @@ class StreamedBatches:
     """
 
     def __init__(self, stream: Stream, global_batch: int) -> None:
-        if global_batch < 1:
-            raise ValueError(f"global_batch={global_batch}: must be at least 1")
         self.sequences, self._rows = stream, global_batch
         self._step, self._first, self._token = 0, stream.first, 0
         self._unread: deque[_Document] = deque()
@@ -121,7 +113,7 @@ class StreamedBatches:
 
     def _packed(self) -> Sequences:
         n = self._rows * self.sequences.seq_len
-        while self._n_unread() < n + 1:
+        while sum(len(document.tokens) for document in self._unread) < self._token + n + 1:
             self._unread.append(next(self._reading))
         tokens = np.concatenate([document.tokens for document in self._unread])[self._token :]
         rows = torch.from_numpy(tokens[: n + 1].astype(np.int64))
@@ -183,9 +175,6 @@ class StreamedBatches:
         if not self._unread:
             self._unread.append(next(self._reading))
         return self._unread[0]
-
-    def _n_unread(self) -> int:
-        return sum(len(document.tokens) for document in self._unread) - self._token
 
     def _read(self, start: int, epoch: int) -> Iterator[_Document]:
         """Yield the documents with text in them, without end."""

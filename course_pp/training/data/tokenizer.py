@@ -6,10 +6,15 @@ Every byte has a token, so any text can be encoded and comes back exactly (Radfo
 import hashlib
 import io
 import os
+import secrets
+import tempfile
+import warnings
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from pathlib import Path
 
 import numpy as np
 import tokenizers
@@ -18,13 +23,12 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from course_pp.arguments import checked
-from course_pp.training.data._cache import remembered
 from course_pp.training.data.corpus import Corpus
 
 SPECIAL_TOKENS = ("[PAD]", "[BOT]", "[EOT]")
 PAD_ID, BOT_ID, EOT_ID = range(3)  # in the tokenizers that train_tokenizer makes
-MAX_VOCAB_SIZE = 2_000_000  # the library reserves memory for all of it, and ends the process where there is none
-MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
+_MAX_VOCAB_SIZE = 2_000_000  # the library reserves memory for all of it, and ends the process where there is none
+_MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 
 # Part of every cache key: raise it when the same corpus would give other tokens.
 _FORMAT = 2
@@ -34,7 +38,6 @@ _FORMAT = 2
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-@checked
 @dataclass(frozen=True)
 class Tokenizer:
     """Token ids for text and back, with the special tokens `[PAD]`, `[BOT]` (begin of text) and `[EOT]` (end of text).
@@ -95,18 +98,15 @@ class Tokenizer:
         """SHA-256 of the definition."""
         return hashlib.sha256(self.definition.encode()).hexdigest()
 
-    @checked
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, without special tokens; `decode` gives back `text`, if the tokenizer can."""
         return self._backend.encode(text, add_special_tokens=False).ids
 
-    @checked
     def encode_document(self, text: str) -> list[int]:
         """Return the token ids of `[BOT] text [EOT]`."""
         _, bot, eot = self.special_ids
         return [bot, *self.encode(text), eot]
 
-    @checked
     def decode(self, ids: Iterable[int] | Tensor) -> str:
         """Return the text of `ids`, a list or a 1-D tensor; special tokens show as `[BOT]` and so on."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
@@ -145,18 +145,18 @@ def train_tokenizer(
     Raises:
         ValueError: `vocab_size` is under 259, one token for each byte and each special token.
     """
-    if vocab_size < MIN_VOCAB_SIZE:
+    if vocab_size < _MIN_VOCAB_SIZE:
         raise ValueError(
             f"vocab_size={vocab_size}: byte-level BPE needs 256 byte tokens and {len(SPECIAL_TOKENS)} "
-            f"special ones; choose at least {MIN_VOCAB_SIZE}"
+            f"special ones; choose at least {_MIN_VOCAB_SIZE}"
         )
-    if vocab_size > MAX_VOCAB_SIZE:
+    if vocab_size > _MAX_VOCAB_SIZE:
         raise ValueError(
-            f"vocab_size={vocab_size}: choose at most {MAX_VOCAB_SIZE:,}; published ones stay below 300,000"
+            f"vocab_size={vocab_size}: choose at most {_MAX_VOCAB_SIZE:,}; published ones stay below 300,000"
         )
     key = _key(corpus.digest, str(vocab_size), tokenizers.__version__)
     make = partial(_train, corpus, vocab_size)
-    return Tokenizer(remembered(f"tokenizer-{key}", make, cache_dir).decode())
+    return Tokenizer(_remembered(f"tokenizer-{key}", make, cache_dir).decode())
 
 
 @checked
@@ -166,12 +166,11 @@ def encode(corpus: Corpus, tokenizer: Tokenizer, cache_dir: str | os.PathLike[st
     Encoding a few megabytes takes seconds, reading the result again milliseconds.
     """
     key = _key(corpus.digest, tokenizer.digest)
-    kept_bytes = remembered(f"tokens-{key}", partial(_encode, corpus, tokenizer), cache_dir)
-    with np.load(io.BytesIO(kept_bytes)) as kept:
+    content = _remembered(f"tokens-{key}", partial(_encode, corpus, tokenizer), cache_dir)
+    with np.load(io.BytesIO(content)) as kept:
         return torch.from_numpy(kept["tokens"]).long().split(kept["lengths"].tolist())
 
 
-@checked
 def check_vocabulary(vocab_size: int, tokenizer: Tokenizer) -> None:
     """Raise `ValueError` when a model of `vocab_size` embeddings has none for some token of `tokenizer`."""
     if vocab_size < tokenizer.vocab_size:
@@ -183,6 +182,48 @@ def check_vocabulary(vocab_size: int, tokenizer: Tokenizer) -> None:
 
 def _key(*parts: str) -> str:
     return hashlib.sha256("\n".join((str(_FORMAT), *parts)).encode()).hexdigest()[:32]
+
+
+def _remembered(name: str, make: Callable[[], bytes], cache_dir: str | os.PathLike[str] | None) -> bytes:
+    """Return the bytes kept under `name`; where none are kept, or they are damaged, those of `make()`, then kept.
+
+    Several processes that find nothing each call `make`; since a file appears by renaming, whoever reads finds a whole
+    one. A directory that cannot be written costs a warning and the next `make`.
+    """
+    path = (_default_cache_dir() if cache_dir is None else Path(cache_dir)) / name
+    with suppress(OSError):
+        checksum, _, content = path.read_bytes().partition(b"\n")
+        if checksum == _checksum(content):
+            return content
+    content = make()
+    draft = path.with_name(f".{name}-{secrets.token_hex(8)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_bytes(_checksum(content) + b"\n" + content)
+        os.replace(draft, path)
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink()
+        warnings.warn(
+            f"{path} could not be written ({error.strerror or error}): the next run computes it again; "
+            "set XDG_CACHE_HOME to a directory that can be written",
+            stacklevel=3,
+        )
+    return content
+
+
+def _default_cache_dir() -> Path:
+    """Return `$XDG_CACHE_HOME/course_pp`, else `~/.cache/course_pp` (XDG Base Directory Specification)."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):
+        home = os.path.expanduser("~")
+        # Some containers run under a user id that has no home.
+        base = os.path.join(home, ".cache") if os.path.isabs(home) else tempfile.gettempdir()
+    return Path(base) / "course_pp"
+
+
+def _checksum(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest().encode()
 
 
 def _train(corpus: Corpus, vocab_size: int) -> bytes:

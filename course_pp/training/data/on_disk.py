@@ -1,4 +1,4 @@
-"""Tokens on disk that are never loaded whole: a flat file of numbers, mapped into memory, and a description beside it.
+"""Tokens on disk that are never loaded whole: a file of numbers, or rows that the package `datasets` has saved.
 
     data.bin         uint16 or uint32, little-endian: [BOT] … [EOT] [BOT] … [EOT] …
     data.bin.json    how many, of which tokenizer, and two digests: of all bytes, and of 64 places spread over them
@@ -21,14 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from course_pp.arguments import checked
 from course_pp.files import naming
+from course_pp.training.data.corpus import import_datasets
 from course_pp.training.data.sequences import Sequences, check_seq_len, padded_rows
 from course_pp.training.data.tokenizer import Tokenizer
 
-__all__ = ["PackedTokens", "PaddedTokens", "TokenFile", "open_tokens", "write_tokens"]
-
 _FORMAT = "course_pp tokens 1"
+_HOW = "write it with python -m course_pp tokens"
 _PLACES, _PLACE_BYTES = 64, 2**16
 _CHUNK = 2**24  # tokens looked at together
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -78,7 +77,6 @@ class TokenFile:
         return {name: value for name, value in self.__dict__.items() if name != "tokens"}
 
 
-@checked
 def write_tokens(path: str | os.PathLike[str], documents: Iterable[str], tokenizer: Tokenizer) -> TokenFile:
     """Write documents, one after the other, without holding more than one.
 
@@ -92,10 +90,10 @@ def write_tokens(path: str | os.PathLike[str], documents: Iterable[str], tokeniz
     for taken in filter(_is_no_file, (path, _beside(path))):  # or a device would be replaced
         raise ValueError(f"{str(taken)!r} is no plain file: name a new one, or one that may be replaced")
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
-    beside, hasher, n_tokens = path.with_name(f".{path.name}.{os.getpid()}"), hashlib.sha256(), 0
+    draft, hasher, n_tokens = path.with_name(f".{path.name}.{os.getpid()}"), hashlib.sha256(), 0
     try:
         with naming(path):
-            file = beside.open("wb")
+            file = draft.open("wb")
         with file:
             for document in documents:
                 content = np.array(tokenizer.encode_document(document), dtype=_DTYPES[dtype])
@@ -107,21 +105,20 @@ def write_tokens(path: str | os.PathLike[str], documents: Iterable[str], tokeniz
                 file.flush()
         if not n_tokens:
             raise ValueError(f"{path}: no documents to write (or only empty ones); give text")
-        sample = _sample(beside)
+        sample = _sample(draft)
         written = TokenFile(path, dtype, n_tokens, vocab_size, hasher.hexdigest(), sample, tokenizer.definition)
         description = {"format": _FORMAT, **{k: v for k, v in asdict(written).items() if k != "path"}}
         _beside(path).unlink(missing_ok=True)  # a new file never goes by an old description
-        os.replace(beside, path)
+        os.replace(draft, path)
         with naming(_beside(path)):
-            _beside(beside).write_text(json.dumps(description))
-        os.replace(_beside(beside), _beside(path))
+            _beside(draft).write_text(json.dumps(description))
+        os.replace(_beside(draft), _beside(path))
     finally:
-        for draft in (beside, _beside(beside)):
-            draft.unlink(missing_ok=True)
+        for each in (draft, _beside(draft)):
+            each.unlink(missing_ok=True)
     return written
 
 
-@checked
 def open_tokens(path: str | os.PathLike[str], verify: bool = False) -> TokenFile:
     """Open a file that :func:`write_tokens` has written.
 
@@ -132,45 +129,40 @@ def open_tokens(path: str | os.PathLike[str], verify: bool = False) -> TokenFile
         ValueError: it is not there, was cut off or changed, or has no description.
     """
     path = Path(path)
-    how = "write it with python -m course_pp tokens"
     for strange in filter(_is_no_file, (path, _beside(path))):  # a pipe would be waited for
-        raise ValueError(f"token file {str(path)!r} cannot be opened ({str(strange)!r} is no plain file): {how}")
+        raise ValueError(f"token file {str(path)!r} cannot be opened ({str(strange)!r} is no plain file): {_HOW}")
     try:
         found = json.loads(_beside(path).read_text())
         n_bytes = path.stat().st_size
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"token file {str(path)!r} cannot be opened ({error}): {how}") from error
+        raise ValueError(f"token file {str(path)!r} cannot be opened ({error}): {_HOW}") from error
     try:
         is_ours = found.pop("format") == _FORMAT
         tokens = TokenFile(path, **found)
         expected = tokens.n_tokens * _DTYPES[tokens.dtype].itemsize
     except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{_beside(path)} does not describe a token file: {how}") from error
+        raise ValueError(f"{_beside(path)} does not describe a token file: {_HOW}") from error
     if not is_ours:
-        raise ValueError(f"{_beside(path)} does not describe a token file of this format, {_FORMAT!r}: {how}")
+        raise ValueError(f"{_beside(path)} does not describe a token file of this format, {_FORMAT!r}: {_HOW}")
     if n_bytes != expected:
         what = "cut off" if n_bytes < expected else "too long"
         raise ValueError(
             f"token file {str(path)!r} is {what}: it has {n_bytes:,} bytes, and its description says {expected:,}: "
             "copy it again"
         )
-    if (verify and _whole(path) != tokens.digest) or (not verify and _sample(path) != tokens.sample):
+    if (_whole(path) != tokens.digest) if verify else (_sample(path) != tokens.sample):
         raise ValueError(f"token file {str(path)!r} is not the one that its description describes: copy both again")
     return tokens
 
 
-@checked
 @dataclass(frozen=True, eq=False)
-class PackedTokens:
-    """The rows of a token file, without gaps; as :class:`Sequences`, but read when they are asked for.
+class _OnDisk:
+    """What rows of a token file have in common.
 
     Attributes:
         file: the tokens.
         seq_len: tokens in a row, at least 2.
-        first, last: which tokens; by default all.
-
-    Raises:
-        ValueError: a ``seq_len`` under 2, or too few tokens for one row.
+        first, last: which tokens of the file, or which of its documents; by default all.
     """
 
     file: TokenFile
@@ -180,44 +172,61 @@ class PackedTokens:
 
     def __post_init__(self) -> None:
         check_seq_len(self.seq_len)
-        if not 0 <= self.first <= self._end <= self.file.n_tokens:
+        if not 0 <= self.first < self._end <= self._most or len(self) < 1:
+            what = "documents" if self.is_padded else "tokens"
             raise ValueError(
-                f"first={self.first}, last={self.last} of {self.file.n_tokens} tokens: give two of them, in order"
+                f"first={self.first}, last={self.last} of {self._most} {what} of {str(self.file.path)!r} are too few "
+                f"for one sequence of seq_len={self.seq_len}: write more, or choose a smaller seq_len"
             )
-        if self._end - self.first <= self.seq_len:
-            raise ValueError(
-                f"first={self.first}, last={self.last}: "
-                f"{self._end - self.first} tokens of {str(self.file.path)!r} are too few for one sequence of "
-                f"seq_len={self.seq_len}, which needs {self.seq_len + 1}: write more, or choose a smaller seq_len"
-            )
+
+    def __len__(self) -> int:
+        """Return how many rows there are."""
+        raise NotImplementedError
+
+    @property
+    def _most(self) -> int:
+        """The largest ``last``."""
+        raise NotImplementedError
 
     @property
     def _end(self) -> int:
-        return self.file.n_tokens if self.last is None else self.last
+        return self._most if self.last is None else self.last
 
     @property
     def is_padded(self) -> bool:
-        """False: every position is a token."""
-        return False
+        """Whether a mask says where tokens are."""
+        return isinstance(self, PaddedTokens)
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal rows of equal data; computed from the file's own digest."""
+        parts = (self.file.digest, self.seq_len, self.first, self._end, *["padded"] * self.is_padded)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+class PackedTokens(_OnDisk):
+    """The rows of a token file, without gaps; as :class:`Sequences`, but read when they are asked for.
+
+    ``first`` and ``last`` count tokens.
+
+    Raises:
+        ValueError: a ``seq_len`` under 2, or too few tokens for one row.
+    """
+
+    @property
+    def _most(self) -> int:
+        return self.file.n_tokens
 
     def __len__(self) -> int:
         return (self._end - self.first - 1) // self.seq_len
 
     def __getitem__(self, rows: slice | Tensor) -> Sequences:
         """Return the chosen rows: a slice, or an int64 tensor of row numbers."""
-        chosen = range(len(self))[rows] if isinstance(rows, slice) else rows.tolist()
-        tokens, starts = self.file.tokens, [self.first + row * self.seq_len for row in chosen]
-        read = [tokens[start : start + self.seq_len + 1].astype(np.int64) for start in starts]
-        both = torch.from_numpy(np.stack(read) if read else np.empty((0, self.seq_len + 1), np.int64))
-        return Sequences(both[:, :-1].contiguous(), both[:, 1:].contiguous())
+        chosen = np.arange(len(self))[rows] if isinstance(rows, slice) else rows.numpy()
+        starts = self.first + chosen * self.seq_len
+        both = self.file.tokens[starts[:, None] + np.arange(self.seq_len + 1)].astype(np.int64)
+        return _following(torch.from_numpy(both))
 
-    @property
-    def digest(self) -> str:
-        """Equal for equal rows of equal data; computed from the file's own digest."""
-        parts = (self.file.digest, self.seq_len, self.first, self._end)
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-    @checked
     def split(self, validation: float = 0.1, most: int = 1_000_000) -> tuple["PackedTokens", "PackedTokens"]:
         """Return the rows for training, and from the end of the file rows for validation.
 
@@ -230,41 +239,21 @@ class PackedTokens:
         """
         held_out = max(self.seq_len + 1, min(most, round((self._end - self.first) * validation)))
         cut = max(self.first, self._end - held_out)
-        train = PackedTokens(self.file, self.seq_len, self.first, cut)
-        return train, PackedTokens(self.file, self.seq_len, cut, self._end)
+        return replace(self, last=cut), replace(self, first=cut, last=self._end)
 
 
-@checked
-@dataclass(frozen=True, eq=False)
-class PaddedTokens:
+class PaddedTokens(_OnDisk):
     """The documents of a token file in rows of their own, as :func:`padded` makes them, but read when asked for.
 
-    Attributes:
-        file: the tokens.
-        seq_len: tokens in a row, at least 2.
-        first, last: which documents; by default all.
+    ``first`` and ``last`` count documents.
 
     Raises:
         ValueError: a ``seq_len`` under 2, or no document.
     """
 
-    file: TokenFile
-    seq_len: int
-    first: int = 0
-    last: int | None = None
-
-    def __post_init__(self) -> None:
-        check_seq_len(self.seq_len)
-        n_documents = len(self.file.bounds) - 1
-        if not 0 <= self.first < self._end <= n_documents:
-            raise ValueError(
-                f"first={self.first}, last={self.last} of the {n_documents} documents of {str(self.file.path)!r}: give "
-                "two of them, in order, or write more"
-            )
-
     @property
-    def _end(self) -> int:
-        return len(self.file.bounds) - 1 if self.last is None else self.last
+    def _most(self) -> int:
+        return len(self.file.bounds) - 1
 
     @cached_property
     def _spans(self) -> tuple[np.ndarray, np.ndarray]:
@@ -274,11 +263,6 @@ class PaddedTokens:
         number = np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows)  # of a row in its document
         starts = np.repeat(bounds[:-1], rows) + number * self.seq_len
         return starts, np.minimum(starts + self.seq_len + 1, np.repeat(bounds[1:], rows))
-
-    @property
-    def is_padded(self) -> bool:
-        """True: a mask says where tokens are."""
-        return True
 
     def __len__(self) -> int:
         return len(self._spans[0])
@@ -290,13 +274,6 @@ class PaddedTokens:
         pad, *_ = self.file.special_ids
         return padded_rows([torch.from_numpy(piece) for piece in pieces], self.seq_len, pad)
 
-    @property
-    def digest(self) -> str:
-        """Equal for equal rows of equal data; computed from the file's own digest."""
-        parts = (self.file.digest, self.seq_len, self.first, self._end, "padded")
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-    @checked
     def split(self, validation: float = 0.1, most: int = 1_000_000) -> tuple["PaddedTokens", "PaddedTokens"]:
         """Return the documents for training, and from the end of the file documents for validation.
 
@@ -311,6 +288,89 @@ class PaddedTokens:
         held_out = min(most, round(int(bounds[-1] - bounds[0]) * validation))
         cut = self.first + min(int(np.searchsorted(bounds, bounds[-1] - held_out)), len(bounds) - 2)
         return replace(self, last=cut), replace(self, first=cut)
+
+
+@dataclass(frozen=True, eq=False)
+class ArrowRows:
+    """Rows of one length, made by :func:`open_arrow`; as :class:`Sequences`, but read when they are asked for.
+
+    Attributes:
+        folder: what `save_to_disk` has written.
+        column: which holds the ids, seq_len + 1 in each row: the last is only predicted, the first only predicts.
+        seq_len: tokens in a row.
+        digest: equal for equal data, as `datasets` fingerprints it.
+    """
+
+    folder: str
+    column: str
+    seq_len: int
+    digest: str
+
+    @cached_property
+    def _dataset(self) -> Any:
+        datasets = import_datasets(f"folder {self.folder!r}")
+        return datasets.load_from_disk(self.folder).with_format("numpy", columns=[self.column])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A data worker maps the files itself.
+        return {name: value for name, value in self.__dict__.items() if name != "_dataset"}
+
+    @property
+    def is_padded(self) -> bool:
+        """False: every position is a token."""
+        return False
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, rows: slice | Tensor) -> Sequences:
+        """Return the chosen rows: a slice, or an int64 tensor of row numbers."""
+        chosen = list(range(len(self))[rows]) if isinstance(rows, slice) else rows.tolist()
+        read: Iterable[Any] = self._dataset[chosen][self.column] if chosen else ()
+        ids = np.array(list(read), dtype=np.int64).reshape(len(chosen), self.seq_len + 1)
+        return _following(torch.from_numpy(ids))
+
+
+def open_arrow(folder: str | os.PathLike[str], column: str = "input_ids") -> ArrowRows:
+    """Open rows of token ids that `datasets` has saved with `save_to_disk`; of the ids themselves nothing is read.
+
+    Args:
+        folder: one split, not several.
+        column: of lists of whole numbers, all of one length of at least 3: seq_len + 1.
+
+    Raises:
+        ValueError: the folder is missing, damaged or of another kind; no such column; values that are no ids, or rows
+            of several lengths.
+        RuntimeError: the package `datasets` is not installed.
+    """
+    folder = os.fspath(folder)
+    datasets = import_datasets(f"folder {folder!r}")
+    import pyarrow.compute
+
+    try:
+        dataset = datasets.load_from_disk(folder)
+        ids = dataset.data.column(column)  # of several splits there is none
+        kind = ids.type.value_type
+        found = pyarrow.compute.min_max(pyarrow.compute.list_value_length(ids))
+    except Exception as error:  # whatever a damaged file makes of it
+        raise ValueError(
+            f"folder {folder!r} cannot be opened ({type(error).__name__}: {error}): give what Dataset.save_to_disk has "
+            f"written of one split with lists of token ids in column {column!r}, or write it again"
+        ) from error
+    shortest, longest = found["min"].as_py(), found["max"].as_py()
+    if not pyarrow.types.is_integer(kind) or shortest is None or shortest != longest or ids.null_count:
+        raise ValueError(
+            f"column {column!r} of {folder!r} holds rows of {shortest} to {longest} values of {kind}: pack token ids "
+            "into rows of one length, seq_len + 1, or take python -m course_pp tokens"
+        )
+    check_seq_len(shortest - 1)
+    parts = (dataset._fingerprint, column, len(dataset), shortest)
+    return ArrowRows(folder, column, shortest - 1, hashlib.sha256(repr(parts).encode()).hexdigest())
+
+
+def _following(ids: Tensor) -> Sequences:
+    """Return rows of which each token is predicted from those before it; ids (n, seq_len + 1)."""
+    return Sequences(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
 
 
 def _is_no_file(path: Path) -> bool:
