@@ -223,12 +223,7 @@ class PipelineEngine(Protocol):
 
 
 class ParallelEngine:
-    """`course_pp.parallel`: each data-parallel rank takes its rows, torch runs the schedule.
-
-    Args:
-        seq_len: tokens in a row.
-        param_dtype: of what crosses the stages' boundaries; None is what they compute in.
-    """
+    """`course_pp.parallel`: each data-parallel rank takes its rows, torch runs the schedule."""
 
     copies = 1
 
@@ -240,14 +235,13 @@ class ParallelEngine:
         seq_len: int,
         device_mesh: DeviceMesh | None,
         device: torch.device,
-        param_dtype: torch.dtype | None,
     ) -> None:
         self._device = device
         self._dp_rank, self._dp_size = get_dp_rank(device_mesh), get_dp_size(device_mesh)
         rows = Ranks().collectively(lambda: config.rows_of_a_microbatch(self._dp_size))
 
         def stage_of(index: int, module: nn.Module) -> ModelStage:
-            sizes = device_mesh, device, rows, seq_len, param_dtype
+            sizes = device_mesh, device, rows, seq_len
             return build_pipeline_stage(module, *sizes, stage=index, n_stages=held.n_stages)
 
         stages = Ranks().collectively(lambda: [stage_of(index, module) for index, module in held.modules.items()])

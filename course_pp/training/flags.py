@@ -93,11 +93,7 @@ class LayoutOptions:
     """seconds that a rank waits for the others"""
 
     def distributed(self, world_size: int) -> DistributedConfig:
-        """Return the layout that was asked for; its sizes are compared with the world's when the ranks join.
-
-        Raises:
-            ValueError: a size that no layout can have.
-        """
+        """Return the layout that was asked for; its sizes are compared with the world's when the ranks join."""
         others = (self.dp_replicate, self.dp_shard, self.tp)
         taken = prod(others)
         left = world_size // taken if taken > 0 and world_size % taken == 0 else 1
@@ -106,15 +102,13 @@ class LayoutOptions:
 
     @property
     def reshard_policy(self) -> ReshardPolicy:
-        """What ``--reshard`` says.
-
-        Raises:
-            ValueError: for anything but auto, true, false or a number.
-        """
+        """What ``--reshard`` says."""
         words: dict[str, ReshardPolicy] = {"auto": "auto", "true": True, "false": False}
-        if self.reshard.lower() not in words and not self.reshard.isdecimal():
-            raise ValueError(f"--reshard {self.reshard} must be auto, true, false or a number of ranks")
-        return words[self.reshard.lower()] if self.reshard.lower() in words else int(self.reshard)
+        if self.reshard.lower() in words:
+            return words[self.reshard.lower()]
+        if self.reshard.isdecimal():
+            return int(self.reshard)
+        raise ValueError(f"--reshard {self.reshard} must be auto, true, false or a number of ranks")
 
 
 @dataclass(frozen=True)
@@ -143,11 +137,7 @@ class ModelOptions:
     """rows of the model's embedding (default: the tokenizer's size)"""
 
     def config(self, vocab_size: int) -> ModelConfig:
-        """Return the model of these sizes, with ``vocab_size`` rows where none was asked for.
-
-        Raises:
-            ValueError: sizes that no model can have.
-        """
+        """Return the model of these sizes, with ``vocab_size`` rows where none was asked for."""
         return ModelConfig(
             *(self.dim, self.layers, self.heads, vocab_size if self.vocab_size is None else self.vocab_size),
             n_kv_heads=self.kv_heads,
@@ -186,9 +176,7 @@ class DataOptions:
     def load(self, seq_len: int, held_out: int) -> tuple[Rows | Stream, Rows, Tokenizer]:
         """Training and validation sequences, the same on every rank, and the tokenizer that made them.
 
-        Args:
-            seq_len: tokens a sequence.
-            held_out: sequences for validation, of a stream.
+        Of a stream, ``held_out`` sequences are for validation.
 
         Raises:
             ValueError: for data that is not there, or not whole; a tokenizer that did not make the file of tokens.
@@ -198,8 +186,7 @@ class DataOptions:
             return self._load_tokens(self.tokens, seq_len, given)
         if self.streaming:
             return self._load_stream(seq_len, held_out, given)
-        texts = None if self.text is None else list(self.text)
-        corpus = load_corpus(texts, self.dataset, subset=self.subset, split=self.split, text_column=self.column)
+        corpus = load_corpus(self.text, self.dataset, subset=self.subset, split=self.split, text_column=self.column)
         train, validation = corpus.split()
         tokenizer = given or train_tokenizer(train, self.tokenizer_size)
         rows, others = (encode(part, tokenizer) for part in (train, validation))
@@ -251,11 +238,7 @@ class CheckpointOptions:
 
     @property
     def checkpointer(self) -> dict[str, Any]:
-        """The arguments of :class:`~course_pp.training.checkpointer.Checkpointer` that were asked for.
-
-        Raises:
-            ValueError: for a flag that means nothing without a directory.
-        """
+        """The arguments of :class:`~course_pp.training.checkpointer.Checkpointer` that were asked for."""
         if self.checkpoint_dir == "":
             raise ValueError("--checkpoint-dir '' names no directory: give one, or leave the flag out to save nothing")
         given = [name for name in ("save_every", "async_save", "keep_last", "keep_every") if getattr(self, name)]
@@ -288,11 +271,7 @@ _FLAT = Parameter(name="*")  # a field's flag is --steps and not --train.steps
 
 @dataclass(frozen=True)
 class Options:
-    """A run on the command line.
-
-    Raises:
-        ValueError: for options that do not go together.
-    """
+    """A run on the command line."""
 
     train: Annotated[TrainConfig, _FLAT] = field(default_factory=TrainConfig)
     layout: Annotated[LayoutOptions, _FLAT] = field(default_factory=LayoutOptions)

@@ -33,7 +33,6 @@ def sample(
     temperature: float = 0.8,
     seed: int = 0,
     special_ids: tuple[int, int, int] = (PAD_ID, BOT_ID, EOT_ID),
-    param_dtype: torch.dtype | None = None,
 ) -> list[int]:
     """Continue ``[BOT] prompt`` by up to ``n_tokens`` tokens, until ``[EOT]``; the same at every layout.
 
@@ -45,7 +44,6 @@ def sample(
         vocab_size: ids from here on are never drawn: those that the tokenizer does not have.
         special_ids: the tokenizer's, of ``[PAD]``, ``[BOT]`` and ``[EOT]``; the first two are never drawn.
         temperature: logits are divided by it; 0 takes the most likely token.
-        param_dtype: dtype of what crosses the stages' boundaries, by default what they compute in.
 
     Returns:
         The new tokens, on every rank.
@@ -62,30 +60,35 @@ def sample(
 
     @cache
     def stages_for(length: int) -> list[ModelStage]:
-        built = [build_pipeline_stage(module, device_mesh, weight.device, 1, length, param_dtype) for module in modules]
+        built = [build_pipeline_stage(module, device_mesh, weight.device, 1, length) for module in modules]
         for stage in built:
             stage.stage_index_to_group_rank = owner
         return built
 
-    owner, all_can_cache = _holders(modules, device_mesh)
+    pp_mesh = get_pp_mesh(device_mesh)
+    held = Ranks(None if pp_mesh is None else pp_mesh.get_group(), alone=pp_mesh is None).gather(
+        ([module.stage_id for module in modules], _can_cache(modules, device_mesh))
+    )
+    owner = rank_by_stage([indices for indices, _ in held])
     # One rank draws for all, so that none can be of another mind about where the text ends.
     speaker = owner[modules[0].num_stages - 1] * (dist.get_world_size() // get_pp_size(device_mesh))
     generator = torch.Generator().manual_seed(seed)
     pad, bot, eot = special_ids
     tokens, n_prompt = [bot, *prompt], 1 + len(prompt)
-    keys_and_values = KVCache() if all_can_cache else None
+    keys_and_values = KVCache() if all(can_cache for _, can_cache in held) else None
     while len(tokens) < n_prompt + n_tokens and tokens[-1] != eot:
         if len(tokens) > window:
             keys_and_values = None  # of positions that are no longer where they were
         if keys_and_values is None:
-            row, last, kwargs = *_padded(tokens, window, pad), {}
+            visible, kwargs = tokens[-window:], {}
+            row = visible + [pad] * (window - len(visible))
         else:
-            row, kwargs = tokens if len(tokens) == n_prompt else tokens[-1:], {"cache": keys_and_values}
-            last = len(row) - 1
+            visible = row = tokens if len(tokens) == n_prompt else tokens[-1:]
+            kwargs = {"cache": keys_and_values}
         inputs = torch.tensor([row], device=weight.device)
         drawn = torch.zeros((), dtype=torch.int64, device=weight.device)
 
-        def draw(_: int, logits: Tensor, at: int = last, drawn: Tensor = drawn) -> None:
+        def draw(_: int, logits: Tensor, at: int = len(visible) - 1, drawn: Tensor = drawn) -> None:
             drawn.fill_(_draw(logits[0, at, :vocab_size], [pad, bot], temperature, generator))
 
         forward_only(stages_for(len(row)), [(inputs,)], [kwargs], draw)
@@ -94,21 +97,6 @@ def sample(
     for module in modules:
         reshard(module)
     return tokens[n_prompt:]
-
-
-def _holders(modules: Sequence[PipelineStageModule], device_mesh: DeviceMesh | None) -> tuple[dict[int, int], bool]:
-    """Return for each stage the pipeline rank that holds it, and whether all ranks can keep keys and values."""
-    pp_mesh = get_pp_mesh(device_mesh)
-    held = Ranks(None if pp_mesh is None else pp_mesh.get_group(), alone=pp_mesh is None).gather(
-        ([module.stage_id for module in modules], _can_cache(modules, device_mesh))
-    )
-    return rank_by_stage([indices for indices, _ in held]), all(can_cache for _, can_cache in held)
-
-
-def _padded(tokens: list[int], window: int, pad: int) -> tuple[list[int], int]:
-    """Return the last tokens, filled up to the window, and the place of the last of them."""
-    visible = tokens[-window:]
-    return visible + [pad] * (window - len(visible)), len(visible) - 1
 
 
 def _can_cache(modules: Sequence[PipelineStageModule], device_mesh: DeviceMesh | None) -> bool:

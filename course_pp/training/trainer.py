@@ -19,7 +19,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -99,7 +98,6 @@ class Trainer:
             averages over; :class:`CrossEntropy` by default.
         tied: weights that several of the stages share: for each the parameter's name by stage. Our own model knows its
             ties. For others, None refuses weights that look tied, and ``[]`` says that nothing is tied.
-        param_dtype: dtype of what crosses the stages' boundaries, by default what they compute in.
         tokenizer_digest: of the tokenizer that made the sequences; kept in :meth:`state`.
         optimizer: makes one of parameter groups, such as ``torch.optim.SGD``; None is the one that ``config`` names.
 
@@ -127,7 +125,6 @@ class Trainer:
         device_mesh: DeviceMesh | None,
         loss_fn: LossFn | TokenLoss | None = None,
         tied: Sequence[Tie] | None = None,
-        param_dtype: torch.dtype | None = None,
         tokenizer_digest: str | None = None,
         optimizer: OptimizerFactory | None = None,
     ) -> None:
@@ -168,7 +165,7 @@ class Trainer:
         what, where = (config, self.held, loss_fn), (device_mesh, self.device)
         self._engine: PipelineEngine
         if config.engine == "parallel":
-            self._engine = ParallelEngine(*what, train.seq_len, *where, param_dtype)
+            self._engine = ParallelEngine(*what, train.seq_len, *where)
         else:
             self._engine = RuntimeEngine(*what, train.is_padded, *where, self.optimizer)
         self.scheduler = build_scheduler(self.optimizer, config)

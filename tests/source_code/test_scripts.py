@@ -205,7 +205,7 @@ def test_first_run_equals_one_process_and_writes_its_picture():
         (["--pp=3"], ["pp = 3", "world size is 1", "start 3 ranks"]),
         (["--text", "no/such.txt"], ["no/such.txt"]),
         (["--text", os.devnull], ["no text"]),
-        (["--text", ""], ["texts is ['']"]),
+        (["--text", ""], ["texts is ('',)"]),
         (["--batch-size=8"], ["unknown option --batch-size: did you mean --global-batch-size?"]),
         (["--checkpoint-dir="], ["--checkpoint-dir '' names no directory"]),
         (["--log-folder="], ["--log-folder '' must be a folder"]),

@@ -208,14 +208,8 @@ def _order(seed: int, epoch: int, n: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(n)
 
 
-def validation_batches(
-    sequences: Rows,
-    global_batch: int,
-    max_batches: int | None = None,
-    dp_rank: int = 0,
-    dp_size: int = 1,
-) -> tuple[Sequences, ...]:
-    """Return the same full batches at every call, this data-parallel rank's part of each.
+def validation_batches(sequences: Rows, global_batch: int, max_batches: int | None = None) -> tuple[Sequences, ...]:
+    """Return the same full batches at every call, for all data-parallel ranks together.
 
     With `max_batches` the rows are spread evenly over the data, so that few batches still sample many
     documents. Rows that do not fill a batch are left out.
@@ -223,12 +217,12 @@ def validation_batches(
     Raises:
         ValueError: as `Batches`.
     """
-    _check_sizes(sequences, global_batch, dp_rank, dp_size)
+    _check_sizes(sequences, global_batch, 0, 1)
     n_full = len(sequences) // global_batch
     n_batches = n_full if max_batches is None else min(max_batches, n_full)
     n_rows = n_batches * global_batch
     rows = torch.arange(n_rows) * len(sequences) // n_rows
-    return tuple(sequences[rows_of_rank(batch, dp_rank, dp_size)] for batch in rows.split(global_batch))
+    return tuple(sequences[batch] for batch in rows.split(global_batch))
 
 
 def rows_of_rank(rows: Tensor, dp_rank: int, dp_size: int) -> Tensor:
@@ -263,22 +257,15 @@ def read_ahead(batches: Batches, first: int, last: int, workers: int) -> Iterato
     return iter(DataLoader(dataset, batch_size=None, sampler=range(first, last), num_workers=workers))
 
 
-def unigram_entropy(targets: Tensor, vocab_size: int, reference: Tensor | None = None) -> float:
-    """Return the entropy of the token frequencies of `targets`, or their cross-entropy under those of `reference`.
+def unigram_entropy(targets: Tensor, vocab_size: int) -> float:
+    """Return the entropy of the token frequencies of `targets`, the best loss of a model that ignores all context.
 
-    With p the relative frequencies in `targets` and n(v) the counts in `reference`, N in all:
-
-        H(p)    = -Σ_v p(v) ln p(v)
-        H(p, q) = -Σ_v p(v) ln q(v),    q(v) = (n(v) + 1) / (N + vocab_size)
-
-    No distribution that ignores context has a smaller mean loss on `targets` than H(p), since H(p, q) ≥ H(p)
-    for any q (Cover & Thomas, Elements of Information Theory, theorem 2.6.3). So a validation loss under
-    `unigram_entropy(validation.targets, vocab_size)` proves that the model uses context. H(p, q) with the
-    training targets as `reference` is what a model knowing only their frequencies would reach; Laplace's +1
-    keeps it finite for tokens that training never saw.
+    With p the relative frequencies, H(p) = -Σ_v p(v) ln p(v). No distribution that ignores context has a smaller mean
+    loss on `targets`: its cross-entropy is H(p, q) ≥ H(p) for any q (Cover & Thomas, Elements of Information Theory,
+    theorem 2.6.3). So a validation loss under it proves that the model uses context.
 
     Args:
-        targets, reference: int64 of any shape; `IGNORE_INDEX` is left out.
+        targets: int64 of any shape; `IGNORE_INDEX` is left out.
 
     Returns:
         Nats per token, the unit of `torch.nn.functional.cross_entropy`.
@@ -286,17 +273,6 @@ def unigram_entropy(targets: Tensor, vocab_size: int, reference: Tensor | None =
     Raises:
         ValueError: nothing to count, or a token outside 0 … vocab_size - 1.
     """
-    counts = _counts(targets, vocab_size)
-    p = counts / counts.sum()
-    if reference is None:
-        return float(torch.special.entr(p).sum())
-    n = _counts(reference, vocab_size)
-    q = (n + 1) / (n.sum() + vocab_size)
-    return float(-(p * q.log()).sum())
-
-
-def _counts(targets: Tensor, vocab_size: int) -> Tensor:
-    """float64 (vocab_size,): how often each token occurs."""
     tokens = targets[targets != IGNORE_INDEX]
     if not len(tokens):
         raise ValueError(f"no targets: all {targets.numel()} are IGNORE_INDEX ({IGNORE_INDEX}); give some tokens")
@@ -305,4 +281,5 @@ def _counts(targets: Tensor, vocab_size: int) -> Tensor:
         raise ValueError(
             f"targets reach from {low} to {high}, outside 0 … {vocab_size - 1}: give the vocab_size of the tokenizer"
         )
-    return torch.bincount(tokens, minlength=vocab_size).double()
+    counts = torch.bincount(tokens).double()
+    return float(torch.special.entr(counts / counts.sum()).sum())
