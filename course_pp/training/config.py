@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache, cached_property
 from pathlib import Path
+from string import Formatter
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from course_pp.arguments import checked, shown
+from course_pp.arguments import shown
 from course_pp.schedule import Schedule, Versions, check, find, from_torch_csv
 
 
@@ -200,42 +201,29 @@ class TrainConfig:
         self._check_versions()
         self.rows_of_a_microbatch(1)
 
-    def _refuse_unless(self, allowed: bool, sentence: str, *names: str) -> None:
+    def _refuse_unless(self, allowed: bool, sentence: str) -> None:
         if not allowed:
+            names = [name for _, name, *_ in Formatter().parse(sentence) if name]
             raise SettingError(sentence, {name: getattr(self, name) for name in names})
 
     def _check_course(self) -> None:
         """Refuse two lengths of the run, and what is longer than the run."""
-        refuse_unless, steps, warmup = self._refuse_unless, self.steps, self.warmup
+        refuse_unless, steps, warmup, decay = self._refuse_unless, self.steps, self.warmup, self.decay_steps
         only_one = self.epochs is None or steps == TrainConfig.steps
-        refuse_unless(only_one, "{epochs} and {steps} both say how long to train: leave one out", "epochs", "steps")
-        refuse_unless(
-            self.decay_steps is None or self.lr_schedule == "wsd",
-            "{decay_steps} belongs to lr_schedule='wsd', not to {lr_schedule}",
-            *("decay_steps", "lr_schedule"),
-        )
-        refuse_unless(
-            self.profile == 0 or self.log_folder is not None,
-            "{profile} writes a trace, but {log_folder}: give a folder",
-            *("profile", "log_folder"),
-        )
-        refuse_unless(
-            self.profile == 0 or self.profile + 2 <= steps,
-            f"{{profile}} steps are traced after 2 that warm up, but {{steps}}: train at least {self.profile + 2} "
-            "steps, or trace fewer",
-            *("profile", "steps"),
-        )
-        if self.epochs is not None:
-            return
-        if warmup > steps:
-            sentence = "{warmup_steps} must be at most {steps}: shorten the warm-up"
-            raise SettingError(sentence, {"warmup_steps": warmup, "steps": steps})
-        refuse_unless(
-            self.decay_steps is None or warmup + self.decay_steps <= steps,
-            f"{{decay_steps}} after a warm-up of {warmup} steps must be at most {steps - warmup}, as {{steps}} shows: "
-            "shorten one of them",
-            *("decay_steps", "steps"),
-        )
+        refuse_unless(only_one, "{epochs} and {steps} both say how long to train: leave one out")
+        falls = decay is None or self.lr_schedule == "wsd"
+        refuse_unless(falls, "{decay_steps} belongs to lr_schedule='wsd', not to {lr_schedule}")
+        if self.profile:
+            there = self.log_folder is not None
+            refuse_unless(there, "{profile} writes a trace, but {log_folder}: give a folder")
+            more = f"train at least {self.profile + 2} steps, or trace fewer"
+            fits = self.profile + 2 <= steps
+            refuse_unless(fits, f"{{profile}} steps are traced after 2 that warm up, but {{steps}}: {more}")
+        if self.epochs is None:
+            refuse_unless(warmup <= steps, "{warmup_steps} must be at most {steps}: shorten the warm-up")
+            most = f"must be at most {steps - warmup}, as {{steps}} shows: shorten one of them"
+            fits = decay is None or warmup + decay <= steps
+            refuse_unless(fits, f"{{decay_steps}} after a warm-up of {warmup} steps {most}")
 
     def _check_schedule(self) -> None:
         """Refuse an unknown schedule, and a file whose order cannot be a step of this run."""
@@ -246,12 +234,9 @@ class TrainConfig:
             more = "" if is_file(self.schedule) else ", or a file that ends in .csv"
             raise SettingError(f"{{schedule}}: {said}{more}", {"schedule": self.schedule}) from None
         if isinstance(order, Schedule):
-            self._refuse_unless(
-                order.n_microbatches == self.microbatches,
-                f"{{schedule}} is an order of {order.n_microbatches} microbatches, and {{microbatches}}: make them "
-                "equal",
-                *("schedule", "microbatches"),
-            )
+            has = f"is an order of {order.n_microbatches} microbatches"
+            fits = order.n_microbatches == self.microbatches
+            self._refuse_unless(fits, f"{{schedule}} {has}, and {{microbatches}}: make them equal")
 
     @cached_property
     def order(self) -> Schedule | None:
@@ -264,10 +249,10 @@ class TrainConfig:
         updates, choice = self.order is None and find(self.schedule).updates, ", ".join(get_args(Versions))
         if self.versions is None:
             why = f"its stages update their own weights. Choose one of {choice}, or a schedule that flushes"
-            refuse_unless(not updates, f"{{schedule}} with {{versions}}: {why}", "schedule", "versions")
+            refuse_unless(not updates, f"{{schedule}} with {{versions}}: {why}")
         else:
             why = "it flushes, so there is one version of the weights. Leave versions out, or take 'pipedream'"
-            refuse_unless(updates, f"{{versions}} with {{schedule}}: {why}", "versions", "schedule")
+            refuse_unless(updates, f"{{versions}} with {{schedule}}: {why}")
             for name, works, why in (
                 ("engine", self.engine == "runtime", "torch has no such schedule: take 'runtime'"),
                 ("clip_norm", self.clip_norm == math.inf, "no stage knows the norm of the whole model's gradient: inf"),
@@ -275,12 +260,10 @@ class TrainConfig:
                 ("accumulation", self.accumulation == 1, "each microbatch is an update. Take 1, or 2bw and a group"),
                 ("on_nan", self.on_nan == "refuse", "by then other updates of the step were done: take 'refuse'"),
             ):
-                refuse_unless(works, f"{{{name}}} with {{versions}}: {why}", name, "versions")
+                refuse_unless(works, f"{{{name}}} with {{versions}}: {why}")
         if self.group is not None:
-            is_used = self.versions == "2bw"
-            refuse_unless(is_used, "{group} belongs to versions '2bw', not to {versions}", "group", "versions")
-            fills = self.microbatches % self.group == 0
-            refuse_unless(fills, "{group} must divide {microbatches}", "group", "microbatches")
+            refuse_unless(self.versions == "2bw", "{group} belongs to versions '2bw', not to {versions}")
+            refuse_unless(self.microbatches % self.group == 0, "{group} must divide {microbatches}")
 
     def on_rows(self, n_rows: int) -> "TrainConfig":
         """Return this run on `n_rows` training sequences: `epochs` are turned into steps.
@@ -302,7 +285,6 @@ class TrainConfig:
         """Steps of the warm-up, resolved: by default a tenth of the run, at most 100."""
         return min(100, self.steps // 10) if self.warmup_steps is None else self.warmup_steps
 
-    @checked
     def rows_of_a_microbatch(self, n_data: int) -> int:
         """Sequences in a microbatch where `n_data` data-parallel ranks share the batch.
 

@@ -77,6 +77,7 @@ def test_the_readmes_run_of_the_article_and_its_file_are_what_it_says(tmp_path: 
         ("--steps=3.5", "--steps '3.5' must be a whole number"),
         ("--steps", "--steps needs a value: a whole number"),
         ("--ac=some", "--ac 'some' must be one of none, selective, full"),
+        ("--batch-size=8", "unknown option --batch-size: did you mean --global-batch-size?"),
         ("stray", "unexpected 'stray': every value follows its flag"),
         ("--steps 3 --epochs 3", "--steps and --epochs both say how long to train: leave one out"),
         ("--model=gpt3", "article-179m, gpt2, llama-1b: did you mean 'gpt2'?"),

@@ -153,17 +153,17 @@ class TestCache:
         assert all(map(torch.equal, encode(SMALL, tokenizer, cache_dir), documents))
         assert {path: path.read_bytes() for path in cache_dir.iterdir()} == whole
 
-    def test_a_directory_that_cannot_be_written_costs_only_the_training(self, tmp_path: Path) -> None:
+    def test_a_directory_that_cannot_be_written_costs_only_the_training_and_nothing_is_left(
+        self, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def disk_full(*args: object) -> None:
+            raise OSError(28, "No space left on device")
+
         occupied = tmp_path / "file"
         occupied.write_text("not a directory")
         with pytest.warns(UserWarning, match=r"could not be written .*set XDG_CACHE_HOME"):
             tokenizer = train_tokenizer(SMALL, 300, occupied)
         assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
-
-    def test_a_write_that_fails_half_way_leaves_nothing(self, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def disk_full(*args: object) -> None:
-            raise OSError(28, "No space left on device")
-
         monkeypatch.setattr("os.replace", disk_full)
         with pytest.warns(UserWarning, match="No space left"):
             train_tokenizer(SMALL, 300, cache_dir)

@@ -1,7 +1,9 @@
 """The trainer equals one process, whichever engine runs the pipeline and however a batch is cut."""
 
+import gc
 import json
 import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -265,3 +267,48 @@ def test_hooks_hear_the_clipped_gradient_of_the_whole_batch_once_and_nothing_of_
 ) -> None:
     config = replace(config, accumulation=2, on_nan="skip")
     assert run(2, hooked, config) == [[1, 1, 0]] * 2
+
+
+def collections(rank: int) -> tuple[list[int], list[bool], bool]:
+    """After which steps garbage was collected, whether Python would have, and whether it will again."""
+    made, seen, enabled = trainer(replace(RUN, steps=5, gc_every=2), layout=ALONE), [], []
+
+    def heard(phase: str, info: dict[str, Any]) -> None:
+        if phase == "stop":
+            seen.append(made.step)
+
+    gc.callbacks.append(heard)
+    made.fit(lambda *_: enabled.append(gc.isenabled()))
+    gc.callbacks.remove(heard)
+    return [step for step in seen if 0 < step <= 4], enabled, gc.isenabled()
+
+
+def test_garbage_is_collected_at_fixed_steps() -> None:
+    [(seen, enabled, after)] = run(1, collections)
+    assert seen == [2, 4]
+    assert enabled == [False] * 5
+    assert after
+
+
+def late(rank: int) -> tuple[list[int], str]:
+    """Steps that were done, and what ended the run, where rank 1 is late before the first step and after it."""
+    made, done = trainer(replace(RUN, step_timeout=0.3)), []
+
+    def after_step(*_: Any) -> None:
+        done.append(made.step)
+        if rank == 1:
+            time.sleep(2)
+
+    if rank == 1:
+        time.sleep(1)
+    try:
+        made.fit(after_step)
+    except RuntimeError as error:
+        return done, type(error).__name__
+    return done, "nothing"
+
+
+def test_the_first_step_may_take_longer_than_the_others() -> None:
+    first, _ = run(2, late)
+    assert first[0] == [1]
+    assert first[1] != "nothing"

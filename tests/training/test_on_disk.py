@@ -1,12 +1,12 @@
 """Tokens on disk give the rows that they give in memory, are read as they are needed, and refused when damaged."""
 
-import json
 import os
 import pickle
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,11 +25,13 @@ from course_pp.training.data import (
     Tokenizer,
     encode,
     on_disk,
+    open_arrow,
     open_tokens,
     packed,
     padded,
     write_tokens,
 )
+from course_pp.training.data.sequences import Rows, read_ahead
 from course_pp.training.flags import DataOptions
 from tests.processes import no_process_left
 from tests.source_code.scripts import TRAIN_IMPORTS, labelled_lines, run_script
@@ -88,55 +90,33 @@ def test_a_split_shares_no_token_and_digests_tell_its_parts_apart(file: TokenFil
     assert len({train.digest, validation.digest, PackedTokens(file, 32).digest, PackedTokens(file, 16).digest}) == 4
 
 
-def _cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-2])
-
-
-def _longer(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"\0\0")
-
-
-def _other(path: Path) -> None:
-    path.write_bytes(bytes(path.stat().st_size))
-
-
-def _without_description(path: Path) -> None:
-    path.with_name("data.bin.json").unlink()
-
-
-def _half_a_description(path: Path) -> None:
-    path.with_name("data.bin.json").write_text('{"format": "course_pp tokens 1", "dtype": "uint16"}')
-
-
 def _pipe_for_a_description(path: Path) -> None:
-    _without_description(path)
-    os.mkfifo(path.with_name("data.bin.json"))
+    described(path).unlink()
+    os.mkfifo(described(path))
 
 
-def _brackets_for_a_description(path: Path) -> None:
-    path.with_name("data.bin.json").write_text("[" * 400_000)
+def described(path: Path) -> Path:
+    return path.with_name("data.bin.json")
 
 
-def _of_tomorrow(path: Path) -> None:
-    beside = path.with_name("data.bin.json")
-    beside.write_text(json.dumps({**json.loads(beside.read_text()), "format": "course_pp tokens 2"}))
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut": (lambda path: path.write_bytes(path.read_bytes()[:-2]), "is cut off: it has"),
+    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"\0\0"), "is too long: it has"),
+    "another": (lambda path: path.write_bytes(bytes(path.stat().st_size)), "is not the one that its description"),
+    "no description": (lambda path: described(path).unlink(), "cannot be opened"),
+    "a pipe": (_pipe_for_a_description, "cannot be opened .*is no plain file"),
+    "brackets": (lambda path: described(path).write_text("[" * 400_000), "cannot be opened"),
+    "half": (lambda path: described(path).write_text('{"format": "course_pp tokens 1"}'), "does not describe a token"),
+    "of tomorrow": (
+        lambda path: described(path).write_text(described(path).read_text().replace("tokens 1", "tokens 2")),
+        "does not describe a token file of this format",
+    ),
+}
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (_cut, "is cut off: it has"),
-        (_longer, "is too long: it has"),
-        (_other, "is not the one that its description describes"),
-        (_without_description, "cannot be opened"),
-        (_pipe_for_a_description, "cannot be opened .*is no plain file"),
-        (_brackets_for_a_description, "cannot be opened"),
-        (_half_a_description, "does not describe a token file"),
-        (_of_tomorrow, "does not describe a token file of this format"),
-    ],
-)
-def test_a_damaged_file_is_refused(damage: Callable[[Path], None], words: str, file: TokenFile) -> None:
+@pytest.mark.parametrize(("damage", "words"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_file_is_refused(damage: Callable[[Path], object], words: str, file: TokenFile) -> None:
     damage(file.path)
     with pytest.raises(ValueError, match=words):
         open_tokens(file.path)
@@ -179,6 +159,56 @@ def test_nothing_but_a_file_is_replaced_and_what_cannot_be_written_is_named(
 def test_too_few_tokens_are_refused(file: TokenFile) -> None:
     with pytest.raises(ValueError, match=r"tokens .*are too few for one sequence of seq_len=1000000"):
         PackedTokens(file, 1_000_000)
+
+
+IDS = torch.arange(60).view(12, 5) % 23
+
+
+def saved(folder: Path, **columns: Any) -> str:
+    from datasets import Dataset  # here: it takes a second
+
+    Dataset.from_dict(columns).save_to_disk(folder)
+    return str(folder)
+
+
+def test_rows_are_those_in_memory_and_a_worker_gets_no_copy(tmp_path: Path) -> None:
+    memory = Sequences(IDS[:, :-1].contiguous(), IDS[:, 1:].contiguous())
+    rows: Rows = open_arrow(saved(tmp_path / "rows", input_ids=IDS.tolist(), text=["x"] * 12))
+    assert (len(rows), rows.seq_len, rows.is_padded) == (12, 4, False)
+    assert equal(rows[:], memory)
+    assert equal(rows[torch.tensor([5, 0])], memory[torch.tensor([5, 0])])
+    assert equal(rows[3:3], memory[3:3])
+    batches = Batches(rows, 4, seed=3)
+    assert equal(next(iter(read_ahead(batches, 2, 4, 1))), Batches(memory, 4, seed=3)[2])
+    assert len(pickle.dumps(rows)) < 1000
+    assert open_arrow(tmp_path / "rows").digest == rows.digest
+    assert open_arrow(saved(tmp_path / "others", input_ids=IDS.flip(0).tolist())).digest != rows.digest
+
+
+def test_what_holds_no_rows_of_one_length_is_refused(tmp_path: Path) -> None:
+    refused = {
+        "folder .*nothing.* cannot be opened": tmp_path / "nothing",
+        "holds rows of 2 to 3 values of int64: pack token ids": saved(
+            tmp_path / "uneven", input_ids=[[1, 2], [1, 2, 3]]
+        ),
+        "holds rows of 3 to 3 values of double": saved(tmp_path / "numbers", input_ids=[[0.5, 1.0, 2.0]]),
+        "cannot be opened .*with lists of token ids": saved(tmp_path / "text", input_ids=["a"]),
+        "cannot be opened .*in column 'input_ids'": saved(tmp_path / "other", ids=[[1, 2, 3]]),
+        "a sequence has at least 2 tokens": saved(tmp_path / "short", input_ids=[[1, 2]]),
+        "cannot be opened": tmp_path,
+    }
+    for words, folder in refused.items():
+        with pytest.raises(ValueError, match=words):
+            open_arrow(folder)
+    from datasets import Dataset, DatasetDict
+
+    DatasetDict({"train": Dataset.from_dict({"input_ids": [[1, 2, 3]]})}).save_to_disk(tmp_path / "splits")
+    with pytest.raises(ValueError, match=r"cannot be opened .*of one split"):
+        open_arrow(tmp_path / "splits")
+    whole = next((tmp_path / "short").glob("*.arrow"))
+    whole.write_bytes(whole.read_bytes()[:40])
+    with pytest.raises(ValueError, match="cannot be opened"):
+        open_arrow(tmp_path / "short")
 
 
 def read_by_workers(rank: int) -> tuple[list[float], list[float], list[float]]:
@@ -226,7 +256,7 @@ def test_the_command_writes_a_file_that_ranks_train_on_or_refuse_together(
     for options, words in refused:
         with pytest.raises(ValueError, match=re.escape(words)):
             options.load(32, 8)
-    _cut(path)
+    DAMAGES["cut"][0](path)
     ranks = run_script(2, [*command, f"--tokens={path}", f"--checkpoint-dir={tmp_path}/run"])
     assert [rank.code for rank in ranks] == [2, 2]
     said = "".join(rank.err for rank in ranks)
