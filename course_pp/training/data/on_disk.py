@@ -172,16 +172,13 @@ class _OnDisk:
 
     def __post_init__(self) -> None:
         check_seq_len(self.seq_len)
-        if not 0 <= self.first < self._end <= self._most or len(self) < 1:
+        least = 1 if self.is_padded else self.seq_len + 1
+        if self.first < 0 or not self.first + least <= self._end <= self._most:
             what = "documents" if self.is_padded else "tokens"
             raise ValueError(
                 f"first={self.first}, last={self.last} of {self._most} {what} of {str(self.file.path)!r} are too few "
                 f"for one sequence of seq_len={self.seq_len}: write more, or choose a smaller seq_len"
             )
-
-    def __len__(self) -> int:
-        """Return how many rows there are."""
-        raise NotImplementedError
 
     @property
     def _most(self) -> int:
