@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -163,6 +163,9 @@ class _OnDisk:
         file: the tokens.
         seq_len: tokens in a row, at least 2.
         first, last: which tokens of the file, or which of its documents; by default all.
+
+    Raises:
+        ValueError: a ``seq_len`` under 2, or too little for one row.
     """
 
     file: TokenFile
@@ -200,14 +203,28 @@ class _OnDisk:
         parts = (self.file.digest, self.seq_len, self.first, self._end, *["padded"] * self.is_padded)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
+    def split(self, validation: float = 0.1, most: int = 1_000_000) -> tuple[Self, Self]:
+        """Return the rows for training, and from the end of the file rows for validation.
+
+        Args:
+            validation: their share of the tokens, between 0 and 1.
+            most: validation tokens at most, unless one document alone has more.
+
+        Raises:
+            ValueError: either part is without a row.
+        """
+        cut = self._cut(validation, most)
+        return replace(self, last=cut), replace(self, first=cut)
+
+    def _cut(self, validation: float, most: int) -> int:
+        """Return where the rows for validation begin."""
+        raise NotImplementedError
+
 
 class PackedTokens(_OnDisk):
     """The rows of a token file, without gaps; as :class:`Sequences`, but read when they are asked for.
 
     ``first`` and ``last`` count tokens.
-
-    Raises:
-        ValueError: a ``seq_len`` under 2, or too few tokens for one row.
     """
 
     @property
@@ -224,28 +241,15 @@ class PackedTokens(_OnDisk):
         both = self.file.tokens[starts[:, None] + np.arange(self.seq_len + 1)].astype(np.int64)
         return _following(torch.from_numpy(both))
 
-    def split(self, validation: float = 0.1, most: int = 1_000_000) -> tuple["PackedTokens", "PackedTokens"]:
-        """Return the rows for training, and from the end of the file rows for validation.
-
-        Args:
-            validation: their share of the tokens, between 0 and 1.
-            most: validation tokens at most.
-
-        Raises:
-            ValueError: either part is too small for one row.
-        """
+    def _cut(self, validation: float, most: int) -> int:
         held_out = max(self.seq_len + 1, min(most, round((self._end - self.first) * validation)))
-        cut = max(self.first, self._end - held_out)
-        return replace(self, last=cut), replace(self, first=cut, last=self._end)
+        return max(self.first, self._end - held_out)
 
 
 class PaddedTokens(_OnDisk):
     """The documents of a token file in rows of their own, as :func:`padded` makes them, but read when asked for.
 
     ``first`` and ``last`` count documents.
-
-    Raises:
-        ValueError: a ``seq_len`` under 2, or no document.
     """
 
     @property
@@ -271,20 +275,10 @@ class PaddedTokens(_OnDisk):
         pad, *_ = self.file.special_ids
         return padded_rows([torch.from_numpy(piece) for piece in pieces], self.seq_len, pad)
 
-    def split(self, validation: float = 0.1, most: int = 1_000_000) -> tuple["PaddedTokens", "PaddedTokens"]:
-        """Return the documents for training, and from the end of the file documents for validation.
-
-        Args:
-            validation: their share of the tokens, between 0 and 1.
-            most: validation tokens at most, unless one document alone has more.
-
-        Raises:
-            ValueError: either part is without a document.
-        """
+    def _cut(self, validation: float, most: int) -> int:
         bounds = self.file.bounds[self.first : self._end + 1]
         held_out = min(most, round(int(bounds[-1] - bounds[0]) * validation))
-        cut = self.first + min(int(np.searchsorted(bounds, bounds[-1] - held_out)), len(bounds) - 2)
-        return replace(self, last=cut), replace(self, first=cut)
+        return self.first + min(int(np.searchsorted(bounds, bounds[-1] - held_out)), len(bounds) - 2)
 
 
 @dataclass(frozen=True, eq=False)
