@@ -188,9 +188,7 @@ def test_rows_are_those_in_memory_and_a_worker_gets_no_copy(tmp_path: Path) -> N
 def test_what_holds_no_rows_of_one_length_is_refused(tmp_path: Path) -> None:
     refused = {
         "folder .*nothing.* cannot be opened": tmp_path / "nothing",
-        "holds rows of 2 to 3 values of int64: pack token ids": saved(
-            tmp_path / "uneven", input_ids=[[1, 2], [1, 2, 3]]
-        ),
+        "holds rows of 2 to 3 values of int": saved(tmp_path / "uneven", input_ids=[[1, 2], [1, 2, 3]]),
         "holds rows of 3 to 3 values of double": saved(tmp_path / "numbers", input_ids=[[0.5, 1.0, 2.0]]),
         "cannot be opened .*with lists of token ids": saved(tmp_path / "text", input_ids=["a"]),
         "cannot be opened .*in column 'input_ids'": saved(tmp_path / "other", ids=[[1, 2, 3]]),
