@@ -185,7 +185,7 @@ def test_every_rank_refuses_what_cannot_be_with_the_same_sentence() -> None:
         "data of one rank": "rank 1 was given data=",
         "no stages on one rank": "pass the list of this rank's stages",
         "too few rows": "global_batch=8 and 4 sequences",
-        "no loss": "Trainer: loss_fn is 3 (an int): pass",
+        "no loss": "loss_fn is 3",
         "no validation": "give Trainer validation data",
         "folder": "log_folder='/dev/null/logs' cannot be written",
         "step": "0",
