@@ -106,7 +106,7 @@ FAULTS = [
         "return step / config.warmup",
         "training/test_optim.py training/test_trainer.py",
     ),
-    Fault("show/trace.py", "_microseconds(tl, end) - begin", "_microseconds(tl, end)", "show/test_trace.py"),
+    Fault("show/trace.py", "_microseconds(tl, of.end) - begin", "_microseconds(tl, of.end)", "show/test_trace.py"),
     Fault("show/chart.py", "alt = escape(self.alt_text)", "alt = self.alt_text", "show/test_figures.py"),
     Fault(
         "launch/fork_server.py",
