@@ -24,25 +24,16 @@ CACHED = type(functools.cache(len))
 
 @dataclass(frozen=True)
 class RankJob:
-    """Everything a rank needs besides the function.
-
-    Attributes:
-        port: of the store that rank 0 hosts on the loopback address.
-        environ, sys_path, cwd, argv: the caller's at the time of the call.
-        sources: ``linecache`` entries that exist in no file, such as notebook cells.
-        threads: intra-operation threads of torch.
-        backend: of the process group, or None for no process group.
-        timeout_s: time limit of the call, seconds.
-    """
+    """Everything a rank needs besides the function: what was asked for, and its caller's surroundings."""
 
     rank: int
     world_size: int
-    port: int
+    port: int  # of the store that rank 0 hosts on the loopback address
     environ: Mapping[str, str]
     sys_path: tuple[str, ...]
     cwd: str
     argv: tuple[str, ...]
-    sources: Mapping[str, Any]
+    sources: Mapping[str, Any]  # of ``linecache`` what exists in no file, such as notebook cells
     threads: int
     backend: str | None
     timeout_s: float
@@ -60,34 +51,21 @@ class Over:
 
 @dataclass(frozen=True)
 class Returned:
-    """The function returned.
+    """The function returned."""
 
-    Attributes:
-        value: pickled.
-        imported: modules of this package that the rank had to import, because the process it was forked from had not.
-    """
-
-    value: bytes
-    imported: tuple[str, ...] = ()
+    value: bytes  # pickled
+    imported: tuple[str, ...] = ()  # modules of this package that the process it was forked from had not
 
 
 @dataclass(frozen=True)
 class Raised:
-    """The function raised.
+    """The function raised."""
 
-    Attributes:
-        exception: pickled, or None where it cannot be.
-        summary: ``Type: message``.
-        text: the rank's traceback.
-        at: monotonic clock, seconds; comparable between processes of one machine.
-        began_elsewhere: whether the exception itself says that another rank failed first.
-    """
-
-    exception: bytes | None
-    summary: str
-    text: str
-    at: float
-    began_elsewhere: bool = False
+    exception: bytes | None  # pickled, where it can be
+    summary: str  # ``Type: message``
+    text: str  # the rank's traceback
+    at: float  # monotonic clock, seconds; comparable between processes of one machine
+    began_elsewhere: bool = False  # whether the exception itself says that another rank failed first
 
 
 @dataclass(frozen=True)

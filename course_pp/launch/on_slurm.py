@@ -36,41 +36,27 @@ BEGUN, ENDED = "course_pp begins call", "course_pp ended call"
 
 @dataclass(frozen=True)
 class RemoteCall:
-    """A call of ``on_ranks`` on its way to a node.
-
-    Attributes:
-        n, backend, threads, timeout_s: as given.
-        payload: function and arguments, pickled.
-        sys_path: of the caller, None if the nodes have an interpreter of their own.
-        environ: variables that have changed since the call before, or the job's begin; None if they are gone.
-        cwd, argv, sources: of the caller; `sources` are ``linecache`` entries that exist in no file.
-        python: version of the caller's interpreter; functions travel between equal ones only.
-    """
+    """A call of ``on_ranks`` on its way to a node: as it was given, with its caller's surroundings."""
 
     n: int
-    payload: bytes
+    payload: bytes  # function and arguments, pickled
     backend: str | None
     threads: int
     timeout_s: float
-    sys_path: tuple[str, ...] | None
-    environ: Mapping[str, str | None]
+    sys_path: tuple[str, ...] | None  # None if the nodes have an interpreter of their own
+    environ: Mapping[str, str | None]  # what has changed since the call before, or the job's begin; None where gone
     cwd: str
     argv: tuple[str, ...]
     sources: Mapping[str, Any]
-    python: tuple[int, int] = sys.version_info[:2]
+    python: tuple[int, int] = sys.version_info[:2]  # functions travel between equal ones only
 
 
 @dataclass(frozen=True)
 class End:
-    """How a call ended on the node.
+    """How a call ended on the node."""
 
-    Attributes:
-        results: one pickle a rank, or None if ``raised`` says why there are none.
-        raised: exception, its cause and its notes, pickled.
-    """
-
-    results: tuple[bytes, ...] | None
-    raised: bytes | None = None
+    results: tuple[bytes, ...] | None  # one pickle a rank, or None if ``raised`` says why there are none
+    raised: bytes | None = None  # exception, its cause and its notes, pickled
 
 
 def call_file(folder: Path, number: int) -> Path:

@@ -50,18 +50,11 @@ _OF_A_STEP = ("SLURM_STEP", "SLURM_CPU_BIND", "SLURM_MEM_BIND")
 
 @dataclass(frozen=True)
 class Command:
-    """A launch, ready to run.
-
-    Attributes:
-        argv: what is executed.
-        shown: the same as a learner would type it in the current folder.
-        environ: variables to add; they keep ``shown`` as short as it was typed.
-        place: where the ranks run.
-    """
+    """A launch, ready to run."""
 
     argv: tuple[str, ...]
-    shown: str
-    environ: Mapping[str, str]
+    shown: str  # the same as a learner would type it in the current folder
+    environ: Mapping[str, str]  # variables to add; they keep ``shown`` as short as it was typed
     place: Place
 
 
@@ -75,11 +68,8 @@ def of_no_rank(environ: Mapping[str, str]) -> dict[str, str]:
 class Process:
     """A running command. Leaving the context ends it, and with it its job.
 
-    Args:
-        command: what to run.
-        environ: variables to add to this process's own.
-        folder: what the run shares with its nodes; the job's guard removes it if this process is killed.
-        opened: what to close at the end; taken over once the command has started.
+    Its job's guard removes ``folder``, which the run shares with its nodes, if this process is killed. What is
+    ``opened`` is closed at the end; it is taken over once the command has started.
     """
 
     def __init__(

@@ -66,13 +66,7 @@ _SETTINGS = (
 
 
 class Job:
-    """One job, known by its name until Slurm has given it a number.
-
-    Args:
-        name: unique among this user's jobs.
-        environ: in which Slurm's tools are called.
-        inside: number of the job in which this one is only a step.
-    """
+    """One job, known by its name until Slurm has given it a number; or a step ``inside`` the job of that number."""
 
     def __init__(self, name: str, environ: Mapping[str, str], inside: str | None = None) -> None:
         self.name = name
@@ -156,11 +150,7 @@ class Job:
     ) -> LaunchError | None:
         """Return why Slurm itself ended the run; None if it only passes on that the command failed.
 
-        Args:
-            said: lines of srun and slurmstepd.
-            asked: the srun command, as shown.
-            a_rank_failed: whether there is a failed rank to name instead.
-            a_rank_spoke: whether a rank has printed anything.
+        ``said`` are lines of srun and slurmstepd. Where a rank has failed, that one is to be named instead.
         """
         text = "\n".join(said)
         state = "" if self.step else self._state()

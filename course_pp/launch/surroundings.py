@@ -39,11 +39,7 @@ def standard_descriptors_taken() -> Iterator[None]:
 
 
 class Lines:
-    """Cuts the bytes of one stream into whole lines, and hands each on as text.
-
-    Args:
-        emit: called with each line, without its end.
-    """
+    """Cuts the bytes of one stream into whole lines, and calls ``emit`` with each as text, without its end."""
 
     def __init__(self, emit: Callable[[str], None]) -> None:
         self._emit = emit
@@ -77,9 +73,6 @@ def show(stream: str, line: str) -> None:
     """Print a line of a rank on ``sys.stdout`` or ``sys.stderr``; like ``print``, nothing where that is None.
 
     Characters that the stream has no code for become escapes.
-
-    Args:
-        stream: ``"stdout"`` or ``"stderr"``.
     """
     file: TextIO | None = getattr(sys, stream)
     if file is None:

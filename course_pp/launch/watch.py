@@ -64,19 +64,12 @@ _POINT_TO_POINT = {"send": "send", "recv": "recv", "recv_anysource": "recv"}
 
 @dataclass(frozen=True)
 class Call:
-    """A message or a collective that has begun.
+    """A message or a collective that has begun."""
 
-    Attributes:
-        operation: name in ``torch.distributed``.
-        group: global ranks of the process group.
-        peer: global rank at the other end of a message, None for a collective or a receive from any rank.
-        collective: whether every rank of the group has to join.
-    """
-
-    operation: str
-    group: tuple[int, ...]
-    peer: int | None = None
-    collective: bool = True
+    operation: str  # its name in ``torch.distributed``
+    group: tuple[int, ...]  # global ranks of the process group
+    peer: int | None = None  # global rank at the other end of a message; None for a receive from any rank, too
+    collective: bool = True  # whether every rank of the group has to join
 
 
 @dataclass(frozen=True)
