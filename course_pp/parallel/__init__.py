@@ -62,7 +62,7 @@ from course_pp.parallel.tensor import (
     llama_plan,
     transformer_plan,
 )
-from course_pp.parallel.tied import find_ties
+from course_pp.parallel.tied_weights import find_ties
 from course_pp.parallel.traffic_and_memory import (
     CollectiveCounter,
     CollectiveCounts,

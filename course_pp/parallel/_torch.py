@@ -1,8 +1,5 @@
 """The one place that touches private names of torch, which move between releases."""
 
-import functools
-import gc
-import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,53 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-__all__ = [
-    "CollectiveWatcher",
-    "GatheredWatcher",
-    "LocalNeighboursStage",
-    "TorchDispatchMode",
-    "carries_integers",
-    "explicit_order",
-    "forget_meshes",
-    "mixed_precision",
-    "multiply",
-    "norms_of",
-    "set_timeout",
-    "tree_flatten",
-    "tree_map",
-    "tree_unflatten",
-]
+__all__ = ["TorchDispatchMode", "tree_flatten", "tree_map", "tree_unflatten"]  # and all that is defined here
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Limit how long messages of ``group`` may take: a mesh gives its groups torch's default of half an hour."""
     distributed_c10d._set_pg_timeout(timeout, group)
-
-
-def forget_meshes() -> None:
-    """Empty the caches in which DTensor keeps every mesh and its process groups; call it when the process ends.
-
-    Gloo's threads then end with their groups, before the interpreter shuts down.
-    """
-    for cache in _caches_of("torch.distributed.tensor"):
-        cache.cache_clear()
-    for module, name in (
-        ("torch.distributed.tensor._redistribute", "clear_redistribute_planner_cache"),
-        ("torch._C", "_clear_DTensor_sharding_propagator_cache"),
-    ):
-        clear = getattr(sys.modules.get(module), name, None)  # not in every release
-        if clear is not None:
-            clear()
-    gc.collect()
-
-
-def _caches_of(package: str) -> list[Any]:
-    """Return the functions of a package, and of classes in it, that remember what they have returned."""
-    modules = [module for name, module in sys.modules.items() if name.startswith(package)]
-    found = [value for module in modules for value in vars(module).values()]
-    found += [value for each in found if isinstance(each, type) for value in vars(each).values()]
-    found = [getattr(value, "__func__", value) for value in found]  # of a static method
-    return [value for value in found if isinstance(value, functools._lru_cache_wrapper)]
 
 
 class LocalNeighboursStage(PipelineStage):
@@ -78,7 +34,7 @@ class LocalNeighboursStage(PipelineStage):
         """Compare nothing here: torch before 2.13 knows tuples of tensors alone, and a stage may take more."""
 
     def _validate_fwd_outputs(self, outputs: Any) -> None:
-        """As for inputs: :class:`course_pp.parallel.model_stage.ModelStage` compares, in containers too."""
+        """As for inputs: :class:`course_pp.parallel.stage.ModelStage` compares, in containers too."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
@@ -143,7 +99,8 @@ def norms_of(tensors: Sequence[Tensor], norm_type: float, foreach: bool, device:
     if foreach and all(tensor.dtype.itemsize >= 4 for tensor in tensors):
         norms = torch._foreach_norm(tensors, norm_type)
     else:
-        norms = tuple(torch.linalg.vector_norm(t, norm_type, dtype=_at_least_float32(t.dtype)) for t in tensors)
+        dtypes = (t.dtype if t.dtype.itemsize >= 4 else torch.float32 for t in tensors)
+        norms = tuple(torch.linalg.vector_norm(t, norm_type, dtype=d) for t, d in zip(tensors, dtypes, strict=True))
     return torch.stack([norm.double() for norm in norms])
 
 
@@ -158,10 +115,6 @@ def multiply(tensors: Sequence[Tensor], factor: Tensor, foreach: bool) -> None:
         else:
             for tensor in alike:
                 tensor.mul_(factor)
-
-
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype.itemsize >= 4 else torch.float32
 
 
 # What follows only watches: for traffic_and_memory.py.

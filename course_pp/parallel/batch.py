@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from course_pp.model import PipelineStageModule
-from course_pp.parallel._torch import tree_flatten, tree_map, tree_unflatten
-from course_pp.parallel.boundary import Boundary
-from course_pp.parallel.model_stage import ModelStage
-
-__all__ = ["Batch"]
+from course_pp.parallel._torch import tree_flatten, tree_unflatten
+from course_pp.parallel.stage import ModelStage
+from course_pp.parallel.stage_values import ValueMeta
 
 
 class Batch:
@@ -23,6 +21,9 @@ class Batch:
         n_microbatches: microbatches in a batch.
         rows: rows of a microbatch.
         counts_tokens: whether the loss averages over tokens; targets are then token ids.
+
+    Attributes:
+        size: rows of the batch.
     """
 
     def __init__(self, stages: Sequence[ModelStage], n_microbatches: int, rows: int, counts_tokens: bool) -> None:
@@ -30,12 +31,11 @@ class Batch:
         self._counts_tokens = counts_tokens
         module = stages[0].submod
         self._transformer = module if isinstance(module, PipelineStageModule) else None
-        self._inputs = self._whole(stages[0].takes) if stages[0].is_first and stages[0].takes is not None else None
-
-    @property
-    def size(self) -> int:
-        """Rows of the batch."""
-        return self._n_microbatches * self._rows
+        self.size = n_microbatches * rows
+        self._inputs: ValueMeta | None = None
+        if stages[0].is_first and (takes := stages[0].takes) is not None:
+            whole = (replace(meta, shape=(self.size, *meta.shape[1:])).empty("meta") for meta in takes.metas)
+            self._inputs = ValueMeta.of(takes.unflatten(whole))
 
     def problem(
         self, inputs: tuple[Any, ...], target: object, kwargs: dict[str, Any], needs_target: bool
@@ -57,20 +57,15 @@ class Batch:
         parts = [leaf.chunk(n) if isinstance(leaf, Tensor) else [leaf] * n for leaf in leaves]
         return [tree_unflatten([part[i] for part in parts], spec) for i in range(n)]
 
-    def copied(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return ``inputs`` with each tensor copied to contiguous memory of its own."""
-        copied: tuple[Any, ...] = tree_map(
-            lambda leaf: leaf.clone(memory_format=torch.contiguous_format) if isinstance(leaf, Tensor) else leaf, inputs
-        )
-        return copied
-
     def _problem_of_inputs(self, inputs: tuple[Any, ...]) -> str | None:
         if not inputs or inputs == (None,):
             return _missing("inputs")
         if self._transformer is not None:
-            return self._problem_of_tokens("inputs", inputs[0]) if len(inputs) == 1 else _too_many(inputs)
+            if len(inputs) == 1:
+                return self._problem_of_tokens("inputs", inputs[0])
+            return f"{len(inputs)} inputs were given, but this model takes one, its tokens: give the rest as keywords"
         try:
-            given = Boundary.of(inputs)
+            given = ValueMeta.of(inputs)
         except TypeError as error:
             return f"inputs holds {error}"
         if given == self._inputs:
@@ -80,11 +75,6 @@ class Batch:
             f"{self._n_microbatches} × {self._rows} = {self.size} rows: pass that, or build the stages "
             "with inputs= of other sizes"
         )
-
-    def _whole(self, microbatch: Boundary) -> Boundary:
-        """Return the boundary of a whole batch, from that of a microbatch."""
-        metas = (replace(meta, shape=(self.size, *meta.shape[1:])).empty("meta") for meta in microbatch.metas)
-        return Boundary.of(microbatch.unflatten(tuple(metas)))
 
     def _problem_of_target(self, target: object) -> str | None:
         if self._transformer is not None:
@@ -147,7 +137,3 @@ class Batch:
 
 def _missing(name: str) -> str:
     return f"{name} is missing on the rank that holds the {'first' if name == 'inputs' else 'last'} stage"
-
-
-def _too_many(inputs: tuple[Any, ...]) -> str:
-    return f"{len(inputs)} inputs were given, but this model takes one, its tokens: give the rest as keyword arguments"

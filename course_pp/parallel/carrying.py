@@ -19,10 +19,10 @@ from course_pp.collective import Ranks, on_every_rank, rank_by_stage
 from course_pp.model import PipelineStageModule
 from course_pp.module_extras import uncompiled
 from course_pp.parallel._torch import tree_map
-from course_pp.parallel.boundary import Boundary
 from course_pp.parallel.mesh import get_pp_mesh
 from course_pp.parallel.pipeline import PipelineSchedule
 from course_pp.parallel.replaced_forward import Replaced, replaced_forwards
+from course_pp.parallel.stage_values import ValueMeta
 from course_pp.schedule import Edge
 from course_pp.schedule.edges import Declared, declared_by, edges_from, taken_apart
 
@@ -220,7 +220,7 @@ def carried_bytes(pipeline: PipelineSchedule) -> CarryingCost:
         assert stage.takes is not None  # settled
         tree = stage.takes.tree
         arrives = tree[_CARRIED] if isinstance(tree, Mapping) and _CARRIED in tree else {}
-        sizes = {n: sum(meta.empty("meta").nbytes for meta in Boundary(each).metas) for n, each in arrives.items()}
+        sizes = {n: sum(meta.empty("meta").nbytes for meta in ValueMeta(each).metas) for n, each in arrives.items()}
         mine[stage.stage_index] = Declared() if carrying is None else carrying.load.declared, sizes
     everyone = Ranks(pipeline.stages[0].group).gather(mine)
     owner = rank_by_stage([sorted(theirs) for theirs in everyone])

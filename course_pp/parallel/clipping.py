@@ -31,8 +31,8 @@ from course_pp.model.stages import Tie
 from course_pp.module_extras import is_flattened
 from course_pp.parallel._torch import multiply, norms_of
 from course_pp.parallel.mesh import get_pp_mesh, get_pp_rank, get_pp_size
-from course_pp.parallel.model_stage import ModelStage
 from course_pp.parallel.split import SplitStage
+from course_pp.parallel.stage import ModelStage
 from course_pp.tied import Look, looks_of, problem_of_forgotten_ties
 
 Stage = nn.Module | PipelineStage

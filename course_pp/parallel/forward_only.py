@@ -6,8 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from course_pp.parallel.boundary import as_value, call
-from course_pp.parallel.model_stage import ModelStage
+from course_pp.parallel.stage import ModelStage
+from course_pp.parallel.stage_values import as_value, call
 
 __all__ = ["forward_only"]
 

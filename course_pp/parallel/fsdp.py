@@ -17,31 +17,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from course_pp.arguments import check_arguments, checked
+from course_pp.arguments import check_arguments
 from course_pp.collective import on_every_rank
-from course_pp.parallel.blocks import Blocks, find_blocks, listed
+from course_pp.parallel.blocks import Blocks, check_order, find_blocks, listed
 from course_pp.parallel.mesh import get_dp_mesh, has_dp_mesh, size_of
-from course_pp.parallel.order import check_order
-
-__all__ = [
-    "ReshardPolicy",
-    "apply_fsdp2",
-    "default_mp_policy",
-    "policy_of_dtypes",
-    "reshard",
-    "resolve_reshard_after_forward",
-]
 
 ReshardPolicy = bool | int | Literal["auto"]
 
 
-@checked
 def default_mp_policy(param_dtype: torch.dtype = torch.bfloat16) -> MixedPrecisionPolicy:
     """Compute in ``param_dtype``, reduce gradients in float32, cast the inputs of every block to ``param_dtype``."""
     return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=True)
 
 
-@checked
 def resolve_reshard_after_forward(policy: ReshardPolicy, device_mesh: DeviceMesh | None) -> bool | int:
     """Decide what happens to gathered parameters after forward: freed (True), kept (False), or kept on fewer ranks.
 

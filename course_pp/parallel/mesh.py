@@ -7,7 +7,6 @@ The outermost dimension has the largest stride between neighbours, so with ranks
 tensor-parallel ranks, which talk most, are the closest, and the pipeline stages, which talk least, the farthest.
 """
 
-import atexit
 import os
 import random
 import re
@@ -33,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from course_pp.arguments import checked, refuse_bad_timeout
 from course_pp.collective import Ranks
-from course_pp.parallel._torch import forget_meshes, set_timeout
+from course_pp.parallel._torch import set_timeout
 
 Backend = Literal["gloo", "nccl"]
 
@@ -417,8 +416,6 @@ def init_distributed(config: DistributedConfig, seed: int = 42) -> DeviceMesh | 
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         share_cores()
-        atexit.unregister(forget_meshes)
-        atexit.register(forget_meshes)  # torch's caches are its own business until the process ends
         # Both backends at once: control messages then stay on the CPU and never wait for the GPU.
         n_gpus, n_ranks, _ = _visible_gpus()
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and n_gpus >= n_ranks else "gloo"
@@ -490,38 +487,32 @@ def size_of(device_mesh: DeviceMesh | None, name: str) -> int:
     return 1 if dimension is None else dimension.size()
 
 
-@checked
 def get_pp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
     """Return the 1-D pipeline mesh this rank is part of; None without pipeline parallelism."""
     return _dimension(device_mesh, "pp")
 
 
-@checked
 def get_pp_rank(device_mesh: DeviceMesh | None) -> int:
     """Return this rank's coordinate along ``pp``; 0 without pipeline parallelism."""
     pp_mesh = get_pp_mesh(device_mesh)
     return 0 if pp_mesh is None else pp_mesh.get_local_rank()
 
 
-@checked
 def get_pp_size(device_mesh: DeviceMesh | None) -> int:
     """Return the number of pipeline ranks; 1 without pipeline parallelism."""
     return size_of(device_mesh, "pp")
 
 
-@checked
 def get_tp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
     """Return the 1-D tensor-parallel mesh this rank is part of; None without tensor parallelism."""
     return _dimension(device_mesh, "tp")
 
 
-@checked
 def has_dp_mesh(device_mesh: DeviceMesh | None) -> bool:
     """Return True if there is a data-parallel dimension."""
     return _dimension(device_mesh, "dp_shard") is not None
 
 
-@checked
 def get_dp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh:
     """Return the 1-D ``dp_shard`` mesh, or the 2-D ``(dp_replicate, dp_shard)`` mesh.
 
@@ -538,13 +529,11 @@ def get_dp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh:
     return device_mesh["dp_replicate", "dp_shard"] if replicated else device_mesh["dp_shard"]
 
 
-@checked
 def get_dp_size(device_mesh: DeviceMesh | None) -> int:
     """Return the number of ranks with data of their own, ``dp_replicate × dp_shard``; 1 without data parallelism."""
     return get_dp_mesh(device_mesh).size() if has_dp_mesh(device_mesh) else 1
 
 
-@checked
 def get_dp_rank(device_mesh: DeviceMesh | None) -> int:
     """Return which part of the global batch is this rank's, ``dp_replicate`` outermost; 0 without data parallelism."""
     if not has_dp_mesh(device_mesh):

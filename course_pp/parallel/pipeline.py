@@ -10,33 +10,40 @@ gradients of earlier steps are not rescaled, and all ranks refuse a bad batch to
 """
 
 import math
+import secrets
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from numbers import Real
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
-from course_pp.arguments import WrongArgument, check_arguments, checked, refuse_bad_timeout, refuse_unless
+from course_pp.arguments import check_arguments, refuse_bad_timeout, shown
 from course_pp.collective import Ranks
 from course_pp.loss import LossFn, TokenLoss, average_over, counted, divisor_of, loss_share
+from course_pp.model import PipelineStageModule
 from course_pp.module_extras import called_once, problem_of_hooks
-from course_pp.parallel._torch import tree_flatten, tree_map, tree_unflatten
-from course_pp.parallel.agreeing import agree, everyone_of
+from course_pp.parallel._torch import carries_integers, tree_flatten, tree_map, tree_unflatten
 from course_pp.parallel.batch import Batch
-from course_pp.parallel.boundary import TensorMeta, merge, meta_of
 from course_pp.parallel.forward_only import forward_only
 from course_pp.parallel.fsdp import reshard
 from course_pp.parallel.mesh import has_dp_mesh, is_rank_zero
-from course_pp.parallel.model_stage import ModelStage
 from course_pp.parallel.replaced_forward import Compiled, Recomputed, has_replaced
-from course_pp.parallel.schedules import check_microbatches, splits_backward, torch_schedule
-from course_pp.parallel.step_failure import Witness
-from course_pp.parallel.tied import SharedName, TiedWeights
+from course_pp.parallel.schedules import (
+    check_microbatches,
+    get_stage_indices,
+    name_of,
+    splits_backward,
+    torch_schedule,
+)
+from course_pp.parallel.stage import ModelStage, find_outputs
+from course_pp.parallel.stage_values import TensorMeta, ValueMeta, merge, meta_of, rows_of
+from course_pp.parallel.tied_weights import SharedName, TiedWeights, agree_on_ties
 from course_pp.schedule import Schedule
-
-__all__ = ["PipelineSchedule", "build_pipeline_schedule"]
 
 _LIMIT_S = 300.0  # one rank may take minutes longer than another to build its stages
 
@@ -79,29 +86,36 @@ def build_pipeline_schedule(
     """
     given = locals()
     stages = list(stage) if isinstance(stage, Sequence) else [stage]
-    problem = _problem_of_stages(stages) or _problem_of_arguments(given)
-    group = everyone_of(stages[0]) if stages and isinstance(stages[0], ModelStage) else None
+    problem = _problem_of_arguments(stages, given)
+    group = _everyone_of(stages[0]) if stages and isinstance(stages[0], ModelStage) else None
     Ranks(group, limit_s=float(timeout_s) if problem is None else _LIMIT_S).refuse(problem)
     stages.sort(key=lambda s: s.stage_index)
     tied = None if tied is None else list(tied)
-    rows = agree(stages, n_microbatches, schedule, tied, float(timeout_s))
-    for each in stages if splits_backward(schedule) != "none" else ():
+    stages, rows = _agree(stages, n_microbatches, schedule, tied, float(timeout_s))
+    splits = splits_backward(schedule) != "none"
+    for each in stages if splits else ():
         each.defers = not each.can_split and not has_replaced(each.submod, Compiled)
-    if splits_backward(schedule) != "none" and any(s.can_split and has_replaced(s.submod, Recomputed) for s in stages):
-        _warn_of_recomputation(schedule)
+    if splits and is_rank_zero() and any(s.can_split and has_replaced(s.submod, Recomputed) for s in stages):
+        warnings.warn(
+            f"schedule={schedule!r} splits backward in two, and torch's weight-gradient half runs the forward of a "
+            "checkpointed module again for each of its parameters: results are right, but far slower than without "
+            "checkpointing. Use a schedule that does not split, such as 'interleaved_1f1b', or apply_ac(..., 'none')",
+            stacklevel=2,
+        )
     return PipelineSchedule(stages, n_microbatches, loss_fn, schedule, rows)
 
 
-def _problem_of_stages(stages: Sequence[object]) -> TypeError | None:
-    if stages and all(isinstance(stage, ModelStage) for stage in stages):
-        return None
-    return TypeError(
-        f"stage must come from build_pipeline_stage, not {[type(s).__name__ for s in stages]}: cut the model with "
-        "build_stage_module, or by hand, and wrap this rank's stages"
-    )
+def _everyone_of(stage: ModelStage) -> dist.ProcessGroup | None:
+    """Return all ranks of the mesh: a rank that refuses alone leaves its pipeline waiting, and its replicas too."""
+    return stage.group if stage.device_mesh is None else dist.group.WORLD
 
 
-def _problem_of_arguments(given: dict[str, Any]) -> TypeError | None:
+def _problem_of_arguments(stages: Sequence[object], given: dict[str, Any]) -> TypeError | None:
+    if not stages or not all(isinstance(stage, ModelStage) for stage in stages):
+        return TypeError(
+            f"stage must come from build_pipeline_stage, not {[type(s).__name__ for s in stages]}: cut the model with "
+            "build_stage_module, or by hand, and wrap this rank's stages"
+        )
     try:
         check_arguments(build_pipeline_schedule, given)
         refuse_bad_timeout("build_pipeline_schedule", given["timeout_s"])
@@ -111,25 +125,6 @@ def _problem_of_arguments(given: dict[str, Any]) -> TypeError | None:
     return None
 
 
-def _warn_of_recomputation(schedule: str | Schedule) -> None:
-    """Warn, on one rank, that a split backward multiplies recomputation."""
-    if is_rank_zero():
-        warnings.warn(
-            f"schedule={schedule!r} splits backward in two, and torch's weight-gradient half runs the forward of a "
-            "checkpointed module again for each of its parameters: results are right, but far slower than without "
-            "checkpointing. Use a schedule that does not split, such as 'interleaved_1f1b', or apply_ac(..., 'none')",
-            stacklevel=3,
-        )
-
-
-def _data_parallel_groups(device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
-    if device_mesh is None or not has_dp_mesh(device_mesh):
-        return []
-    names = [name for name in device_mesh.mesh_dim_names or () if name.startswith("dp_")]
-    return [device_mesh.get_group(name) for name in names]
-
-
-@checked
 class PipelineSchedule:
     """A schedule ready to train and evaluate; made by :func:`build_pipeline_schedule`.
 
@@ -147,15 +142,14 @@ class PipelineSchedule:
         rows: int,
     ) -> None:
         self.stages = list(stages)
-        refuse_unless(bool(stages), "PipelineSchedule", "stages", stages, "use build_pipeline_schedule")
-        refuse_unless(rows >= 1, "PipelineSchedule", "rows", rows, "give the rows of a microbatch, at least 1")
-        check_microbatches(schedule, n_microbatches, stages[0].num_stages, stages[0].group_size)
         self.n_microbatches = n_microbatches
         self._loss, self._counts_tokens = counted(loss_fn), isinstance(loss_fn, TokenLoss)
         self._batch = Batch(self.stages, n_microbatches, rows, self._counts_tokens)
         self._group = stages[0].group
-        self._everyone = Ranks(everyone_of(stages[0]))
-        self._dp_groups = _data_parallel_groups(stages[0].device_mesh)
+        self._everyone = Ranks(_everyone_of(stages[0]))
+        mesh, self._dp_groups = stages[0].device_mesh, []
+        if mesh is not None and has_dp_mesh(mesh):
+            self._dp_groups = [mesh.get_group(n) for n in mesh.mesh_dim_names or () if n.startswith("dp_")]
         self._divisor: torch.Tensor | float = 1.0
         self._schedule = torch_schedule(schedule, self.stages, n_microbatches, self._share_of_loss)
         self._owner = self.stages[0].stage_index_to_group_rank
@@ -165,7 +159,7 @@ class PipelineSchedule:
         self._tied = TiedWeights(self.ties, modules, self._owner, Ranks(self._group))
         self._everyone.refuse(self._tied.problem(values=False))
         self._starts_equal = not self.ties
-        self._witness = Witness(everyone_of(stages[0]))
+        self._witness = _Witness(_everyone_of(stages[0]))
 
     @property
     def modules(self) -> list[torch.nn.Module]:
@@ -300,10 +294,16 @@ class PipelineSchedule:
         """Drop what this rank does not need, refuse what does not fit (all ranks together), and count the tokens."""
         inputs = inputs if self.stages[0].is_first else ()
         target = target if self.stages[-1].is_last and needs_target else None
-        problem = problem or self._batch.problem(inputs, target, kwargs, needs_target) or _problem_of_divisor(divisor)
+        problem = problem or self._batch.problem(inputs, target, kwargs, needs_target)
+        if divisor is not None and not (isinstance(divisor, Real) and 0 < divisor < math.inf):
+            problem = (
+                problem or f"divisor is {shown(divisor)}: give the number of tokens that the mean is over, above 0"
+            )
         self._everyone.refuse(problem)
         # torch before 2.12 refuses strides like those of tokens[:, :-1], which contiguous() keeps for a single row.
-        inputs = self._batch.copied(inputs)
+        inputs = tree_map(
+            lambda x: x.clone(memory_format=torch.contiguous_format) if isinstance(x, torch.Tensor) else x, inputs
+        )
         if target is not None:
             # Data-parallel ranks have equally many samples, and need not ask one another.
             groups = self._dp_groups if self._counts_tokens or divisor is not None else []
@@ -320,11 +320,233 @@ class PipelineSchedule:
         return loss
 
 
-def _problem_of_divisor(divisor: float | None) -> str | None:
+# Before the first step: do the stages of all ranks make up one pipeline?
+
+
+def _agree(
+    stages: Sequence[ModelStage],
+    n_microbatches: int,
+    schedule: str | Schedule,
+    tied: Iterable[SharedName] | None,
+    limit_s: float | None,
+) -> tuple[list[ModelStage], int]:
+    """Agree on what every stage takes and returns, and on which weights are tied; a collective.
+
+    Returns:
+        The stages, which torch knows all about now, and the rows of a microbatch.
+
+    Raises:
+        ValueError: on every rank, for stages that are not placed as ``schedule`` needs, do not fit one another, or were
+            built for different pipelines.
+        RankMissing: if a rank has ended or does not come.
+    """
+    everyone = Ranks(_everyone_of(stages[0]), limit_s=limit_s)
+    pipeline = Ranks(stages[0].group, limit_s=limit_s)
+    everyone.refuse(_problem_of_placement(stages, n_microbatches, schedule) or _problem_of_sharding(stages, schedule))
+    ours = [stage.submod for stage in stages if isinstance(stage.submod, PipelineStageModule)]
+    everyone.require_equal(
+        {
+            "schedule": name_of(schedule),
+            "n_microbatches": n_microbatches,
+            **_facts_of_transformer(stages[0]),
+            "config": ours[0].config if ours else None,
+            "tied": None if tied is None else [dict(t) if isinstance(t, Mapping) else tuple(t) for t in tied],
+        }
+    )
+    everyone.refuse(_problem_of_layers(stages, pipeline))
+    everyone.refuse(_find_values(stages, pipeline))
+    first = stages[0].takes if stages[0].is_first else None
+    told = pipeline.gather(None if first is None else (rows_of(first), str(first)))
+    rows, spelled = next(one for one in told if one is not None)
+    everyone.refuse(
+        f"inputs={spelled}: all tensors must have the microbatch as their first dimension" if rows is None else None
+    )
+    assert rows is not None
+    modules = {stage.stage_index: stage.submod for stage in stages}
+    ties = everyone.collectively(lambda: agree_on_ties(modules, tied, pipeline))
+    settled = [stage.settled() for stage in stages]
+    for stage in (*stages, *settled):
+        stage.ties = ties
+    return settled, rows
+
+
+def _problem_of_placement(stages: Sequence[ModelStage], n_microbatches: int, schedule: str | Schedule) -> str | None:
+    """Return why this rank's stages cannot run under ``schedule``, as far as the rank can tell alone."""
+    pp_rank, pp_size, n_stages = stages[0].group_rank, stages[0].group_size, stages[0].num_stages
+    indices = [s.stage_index for s in stages]
     try:
-        check_arguments(PipelineSchedule.step, {"divisor": divisor})
-    except WrongArgument as problem:
-        return str(problem)
-    if divisor is None or 0 < divisor < math.inf:
+        expected = get_stage_indices(schedule, pp_rank, pp_size, n_stages // pp_size)
+        check_microbatches(schedule, n_microbatches, n_stages, pp_size)
+    except ValueError as error:
+        return str(error)
+    if indices != expected or n_stages != len(indices) * pp_size:
+        return (
+            f"rank {pp_rank} holds stages {indices} of {n_stages}, but schedule {schedule!r} on {pp_size} ranks places "
+            f"stages {expected} there: build those (get_stage_indices lists them)"
+        )
+    if len({isinstance(s.submod, PipelineStageModule) for s in stages}) > 1:
+        return f"rank {pp_rank} holds stages of different models: {', '.join(type(s.submod).__name__ for s in stages)}"
+    facts = [_facts_of_transformer(stage) for stage in stages]
+    if any(fact != facts[0] for fact in facts):
+        return f"rank {pp_rank} built its stages {indices} for different batches or dtypes: build them alike"
+    return None
+
+
+def _problem_of_sharding(stages: Sequence[ModelStage], schedule: str | Schedule) -> str | None:
+    """Return why FSDP2 would miss the second half of a split backward; None if it would not.
+
+    torch tells the stage itself to reduce after the last microbatch. If only parts of a stage are sharded, they reduce
+    at the end of every backward, and gradients that come later would be silently lost.
+    """
+    for stage in stages if splits_backward(schedule) != "none" else ():
+        inside = [name for name, part in stage.submod.named_modules() if isinstance(part, FSDPModule)]
+        if inside and "" not in inside:
+            return (
+                f"schedule {name_of(schedule)!r} splits backward in two, and FSDP2 shards {inside[0]!r} of stage "
+                f"{stage.stage_index}, but not the stage: call fully_shard on the stage too, after its parts, or "
+                "apply_fsdp2(stage, mesh)"
+            )
+    return None
+
+
+def _facts_of_transformer(stage: ModelStage) -> dict[str, object]:
+    """Return what all stages of this package's model are built for."""
+    if not isinstance(stage.submod, PipelineStageModule) or stage.takes is None or stage.returns is None:
+        return {}
+    return {"(batch_size, seq_len)": stage.takes.metas[0].shape[:2], "param_dtype": stage.returns.metas[0].dtype}
+
+
+def _problem_of_layers(stages: Sequence[ModelStage], pipeline: Ranks) -> str | None:
+    """Return what keeps the stages of this package's model from holding each layer once."""
+    ours = [(s.stage_index, s.submod) for s in stages if isinstance(s.submod, PipelineStageModule)]
+    ranks = pipeline.gather([(index, module.layer_range) for index, module in ours])
+    if not ours:
         return None
-    return f"divisor is {divisor!r}: give the number of tokens that the mean is over, above 0"
+    end = 0
+    for stage, (start, stop) in sorted(part for rank in ranks for part in rank):
+        if start != end:
+            return (
+                f"stage {stage} begins with layer {start}, but the stages before it end with layer {end - 1}: "
+                "give every rank the same layer_ranges"
+            )
+        end = stop
+    n_layers = ours[0][1].config.n_layers
+    if end != n_layers:
+        return f"the stages hold {end} of {n_layers} layers: give every rank the same layer_ranges"
+    return None
+
+
+def _find_values(stages: Sequence[ModelStage], pipeline: Ranks) -> str | None:
+    """Find what every stage takes and returns; return the problem, the same on all ranks, or None.
+
+    What a stage returns can be found once its inputs are known. So each round settles at least one more stage, and the
+    first one settles all if every stage declares what it returns.
+    """
+    n_stages = stages[0].num_stages
+    taken: dict[int, ValueMeta] = {}
+    given: dict[int, ValueMeta] = {}
+    while len(given) < n_stages:
+        found: dict[int, tuple[ValueMeta | None, ValueMeta | None]] = {}
+        problem = None
+        for stage in (s for s in stages if s.stage_index not in given):
+            before = found.get(stage.stage_index - 1, (None, None))[1]
+            stage.takes = stage.takes or given.get(stage.stage_index - 1) or before
+            if stage.is_first and stage.takes is None:
+                problem = (
+                    "nothing says what the first stage takes: pass build_pipeline_stage(..., inputs=...), the "
+                    "arguments of one microbatch, or batch_size= and seq_len= for token ids"
+                )
+            if stage.takes is not None and stage.returns is None:
+                try:
+                    stage.returns = find_outputs(stage)
+                except ValueError as error:
+                    problem = problem or str(error)
+            found[stage.stage_index] = (stage.takes, stage.returns)
+        told = pipeline.gather((found, problem))
+        problem = next((theirs for _, theirs in told if theirs is not None), None)
+        if problem is not None:
+            return problem
+        for theirs, _ in told:
+            taken |= {index: inputs for index, (inputs, _) in theirs.items() if inputs is not None}
+            given |= {index: outputs for index, (_, outputs) in theirs.items() if outputs is not None}
+    problem = _problem_between(taken, given)
+    if problem is None:
+        for stage in stages:
+            stage.takes, stage.returns = taken[stage.stage_index], given[stage.stage_index]
+    return problem
+
+
+def _problem_between(taken: dict[int, ValueMeta], given: dict[int, ValueMeta]) -> str | None:
+    """Return why a stage cannot take what the stage before returns; None if all can."""
+    for before, after in pairwise(sorted(given)):
+        if taken.setdefault(after, given[before]) != given[before]:  # this package's model built for two configurations
+            return f"stage {before} returns {given[before]}, but stage {after} takes {taken[after]}: build them alike"
+        if not given[before].metas:
+            return f"stage {before} returns no tensor, so nothing reaches stage {after}: return what it needs"
+        whole = [meta for meta in given[before].metas if not meta.dtype.is_floating_point]
+        if whole and not carries_integers():
+            return (
+                f"stage {before} returns {whole[0]}, and this release of torch sends only tensors that carry gradients "
+                "between stages: give it to every stage as a keyword argument of step, or take torch 2.13"
+            )
+    return None
+
+
+# A step that fails on one rank: the others, whose messages from there never come, are told why.
+
+
+class StepFailed(RuntimeError):
+    """A pipeline's step ended here because it failed on another rank. Build another pipeline, and zero the gradients.
+
+    Attributes:
+        rank: where it failed, numbered within all ranks that share the step.
+        what: how, ``"Type: message"``.
+        began_elsewhere: True. Whoever collects the failures of all ranks names that of ``rank`` first.
+    """
+
+    began_elsewhere = True
+
+    def __init__(self, rank: int, what: str) -> None:
+        self.rank, self.what = rank, what
+        super().__init__(f"the step failed on rank {rank}, for which this rank waited: {what}")
+
+    def __reduce__(self) -> tuple[type["StepFailed"], tuple[int, str]]:
+        return type(self), (self.rank, self.what)
+
+
+class _Witness:
+    """Keeps in the group's store which rank of a pipeline was the first to fail.
+
+    Args:
+        group: all ranks that share the step; making it is a collective of them. None is this rank alone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        ranks = Ranks(group, alone=group is None)
+        self._rank = ranks.rank
+        # Pipelines of one group are told apart: one may have failed before.
+        self._key = f"course_pp: step of {ranks.gather(secrets.token_hex(8))[0]}"
+        self._group = group if ranks.size > 1 else None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Run this rank's part of a step in the body; if it fails, the other ranks can learn why.
+
+        Raises:
+            StepFailed: in place of the error of a message, if another rank has failed before.
+        """
+        try:
+            yield
+        except Exception as error:
+            cause: BaseException = error
+            while cause.__cause__ is not None:  # torch wraps what a stage raises
+                cause = cause.__cause__
+            mine = told = f"{self._rank}\n{type(cause).__name__}: {cause}"
+            if self._group is not None:
+                # Missing in some releases of torch; and the store may have been the other rank's.
+                with suppress(AttributeError, RuntimeError):
+                    told = str(self._group.get_group_store().compare_set(self._key, "", mine).decode())
+            rank, what = told.split("\n", 1)
+            if int(rank) != self._rank and isinstance(error, RuntimeError):
+                raise StepFailed(int(rank), what) from error
+            raise

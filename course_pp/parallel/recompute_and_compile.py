@@ -29,8 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from course_pp.arguments import check_arguments, checked
 from course_pp.collective import on_every_rank
-from course_pp.parallel.blocks import Blocks, find_blocks, listed, modules_matching, nearest
-from course_pp.parallel.order import check_order
+from course_pp.parallel.blocks import Blocks, check_order, find_blocks, listed, modules_matching, nearest
 from course_pp.parallel.replaced_forward import Compiled, Recomputed, has_replaced, replaced_forwards
 
 

@@ -11,11 +11,9 @@ from typing import Any, Literal
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from course_pp.arguments import checked
+from course_pp.arguments import checked, refuse_below
 from course_pp.parallel._torch import explicit_order
 from course_pp.schedule import Entry, Schedule, build, check, find, names
-
-__all__ = ["get_stage_indices", "schedule_names"]
 
 
 def schedule_names() -> tuple[str, ...]:
@@ -37,9 +35,7 @@ def get_stage_indices(
         ValueError: for a schedule that torch cannot run, a rank outside ``pp_size``, or a number of stages a rank that
             the schedule does not allow.
     """
-    for name, size in (("pp_size", pp_size), ("stages_per_rank", stages_per_rank)):
-        if size is not None and size < 1:
-            raise ValueError(f"{name}={size} must be at least 1")
+    refuse_below(1, "get_stage_indices", pp_size=pp_size, stages_per_rank=stages_per_rank)
     if not 0 <= pp_rank < pp_size:
         raise ValueError(f"pp_rank={pp_rank} must be at least 0 and below pp_size={pp_size}")
     if isinstance(schedule, Schedule):
@@ -54,11 +50,7 @@ def get_stage_indices(
 
 
 def runnable(schedule: str) -> Entry:
-    """Return the catalogue's entry of a schedule that torch can run.
-
-    Raises:
-        ValueError: for an unknown schedule, or one that torch cannot run.
-    """
+    """Return the catalogue's entry of a schedule; a ValueError for one that is unknown or that torch cannot run."""
     entry = find(schedule)
     _refuse(problem_of_order(_example(entry.name)))
     return entry
@@ -98,11 +90,7 @@ def _foreign_to_torch(schedule: Schedule) -> str | None:
 
 
 def order_of(schedule: str | Schedule, n_microbatches: int, n_stages: int, pp_size: int) -> Schedule:
-    """Return the order in which torch will run.
-
-    Raises:
-        ValueError: for sizes that the schedule does not allow; names the rule and the nearest that work.
-    """
+    """Return the order in which torch will run; a ValueError names the rule and the nearest sizes that work."""
     if isinstance(schedule, Schedule):
         sizes = (schedule.n_stages, schedule.n_microbatches)
         if sizes != (n_stages, n_microbatches):
@@ -116,11 +104,7 @@ def order_of(schedule: str | Schedule, n_microbatches: int, n_stages: int, pp_si
 
 
 def check_microbatches(schedule: str | Schedule, n_microbatches: int, n_stages: int, pp_size: int) -> None:
-    """Refuse a number of microbatches that ``schedule`` does not allow.
-
-    Raises:
-        ValueError: naming the rule and the nearest numbers that work.
-    """
+    """Refuse a number of microbatches that ``schedule`` does not allow, as :func:`order_of` does."""
     order_of(schedule, n_microbatches, n_stages, pp_size)
 
 
@@ -132,20 +116,18 @@ def torch_schedule(
     options = {"loss_fn": loss_fn, "scale_grads": False}
     n_stages, pp_size = stages[0].num_stages, stages[0].group_size
     torch_name = "" if isinstance(schedule, Schedule) else runnable(schedule).torch_name
-    if not torch_name or not _takes(torch_name, n_microbatches, n_stages, pp_size):
+    # torch's 1F1B wants its stages filled, and its interleaved ones want rounds of equal size, which change nothing
+    # for a single stage a rank.
+    takes = {
+        "1F1B": n_microbatches >= n_stages,
+        "InterleavedZeroBubble": n_microbatches % max(1, n_microbatches // pp_size) == 0,
+    }
+    if not torch_name or not takes.get(torch_name, True):
         order = order_of(schedule, n_microbatches, n_stages, pp_size)
         return explicit_order(list(stages), n_microbatches, [list(map(str, row)) for row in order.actions], **options)
     torch_class = getattr(torch_schedules, f"Schedule{torch_name}")
     takes_one = issubclass(torch_class, torch_schedules.PipelineScheduleSingle)
     return torch_class(stages[0] if takes_one else list(stages), n_microbatches, **options)
-
-
-def _takes(torch_name: str, n_microbatches: int, n_stages: int, pp_size: int) -> bool:
-    """Return whether torch's class takes a number of microbatches that the schedule allows."""
-    if torch_name == "1F1B":
-        return n_microbatches >= n_stages
-    # Rounds of equal size, which change nothing for a single stage a rank.
-    return torch_name != "InterleavedZeroBubble" or n_microbatches % max(1, n_microbatches // pp_size) == 0
 
 
 def splits_backward(schedule: str | Schedule) -> Literal["none", "some", "all"]:

@@ -1,5 +1,8 @@
-"""Build one stage of a pipeline: its index, and what its caller declares that it takes and returns."""
+"""A stage of a pipeline as torch's pipelining runs it: any module, its index, and what it takes and returns."""
 
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -10,14 +13,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from course_pp.arguments import check_arguments, refuse_unless
 from course_pp.collective import on_every_rank
 from course_pp.model import ModelConfig, PipelineStageModule, Transformer
-from course_pp.module_extras import problem_of_wrappers
-from course_pp.parallel._torch import mixed_precision
-from course_pp.parallel.boundary import Boundary
+from course_pp.model.stages import Tie
+from course_pp.module_extras import problem_of_wrappers, uncompiled
+from course_pp.parallel._torch import LocalNeighboursStage, mixed_precision, tree_flatten
 from course_pp.parallel.mesh import get_pp_mesh, get_pp_rank, get_pp_size, lone_group
-from course_pp.parallel.model_stage import ModelStage, check_declared_dtype
-from course_pp.parallel.replaced_forward import compute_dtypes, spelled
-
-__all__ = ["build_pipeline_stage", "check_microbatch"]
+from course_pp.parallel.meta_device import meta_copy, run_on_meta
+from course_pp.parallel.replaced_forward import (
+    Compiled,
+    casts_inputs,
+    compute_dtypes,
+    has_replaced,
+    replaced_forwards,
+    spelled,
+)
+from course_pp.parallel.split import SplitStage
+from course_pp.parallel.stage_values import ValueMeta, as_value, call
+from course_pp.weight_gradients import Deferring, WeightGradients
 
 
 def build_pipeline_stage(
@@ -32,7 +43,7 @@ def build_pipeline_stage(
     n_stages: int | None = None,
     inputs: Any = None,
     outputs: Any = None,
-) -> ModelStage:
+) -> "ModelStage":
     """Wrap a stage module for torch's schedules.
 
     A stage is called with what the stage before it returned: a tuple or list gives its positional arguments, a dict its
@@ -71,42 +82,28 @@ def build_pipeline_stage(
         raise RuntimeError("no process group: call init_distributed(config) before build_pipeline_stage")
     asked = locals()
 
-    def look() -> tuple[int, int, Boundary | None, Boundary | None]:
+    def look() -> tuple[int, int, ValueMeta | None, ValueMeta | None]:
         check_arguments(build_pipeline_stage, asked)
         index, n = _place(stage_module, device_mesh, stage, n_stages)
-        _check_mesh(index, n, device_mesh)
-        _check_transport(torch.device(device), device_mesh)
+        _check_mesh(index, n, device_mesh, torch.device(device))
         wrapped = problem_of_wrappers(stage_module, f"stage {index}")
         if wrapped is not None:
             raise ValueError(wrapped)
         return index, n, *_boundaries(stage_module, index, batch_size, seq_len, param_dtype, inputs, outputs)
 
     index, n, taken, given = on_every_rank(device_mesh, look)
-    built = ModelStage(
-        stage_module,
-        index,
-        n,
-        taken,
-        given,
-        device_mesh,
-        param_dtype,
-        device=torch.device(device),
-        group=_pipeline_group(device_mesh),
-    )
-    if taken is not None and given is not None:
-        built.settle(taken, given)
-    return built
+    group = None
+    if (pp_mesh := get_pp_mesh(device_mesh)) is not None:
+        group = pp_mesh.get_group()
+    elif dist.get_world_size() > 1:
+        group = lone_group(dist.group.WORLD)
+    return ModelStage(stage_module, index, n, taken, given, device_mesh, param_dtype, torch.device(device), group)
 
 
-def _place(module: object, device_mesh: DeviceMesh | None, stage: int | None, n_stages: int | None) -> tuple[int, int]:
-    """Return which stage of how many a module is.
-
-    Raises:
-        TypeError: for what is no module, a whole Transformer, or indices that are no whole numbers.
-        ValueError: for a stage that is not among them, or if nobody says which one it is.
-    """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"stage_module is a {type(module).__name__}: pass the nn.Module of one stage")
+def _place(
+    module: nn.Module, device_mesh: DeviceMesh | None, stage: int | None, n_stages: int | None
+) -> tuple[int, int]:
+    """Return which stage of how many a module is."""
     if isinstance(module, Transformer) and not isinstance(module, PipelineStageModule):
         raise TypeError(
             f"a pipeline stage must be a PipelineStageModule, not {type(module).__name__}: "
@@ -135,7 +132,7 @@ def _boundaries(
     param_dtype: torch.dtype | None,
     inputs: Any,
     outputs: Any,
-) -> tuple[Boundary | None, Boundary | None]:
+) -> tuple[ValueMeta | None, ValueMeta | None]:
     """Return what a stage takes and returns, as far as that is known before it runs."""
     if isinstance(module, PipelineStageModule):
         for name, value in (("inputs", inputs), ("outputs", outputs)):
@@ -150,36 +147,40 @@ def _boundaries(
 
 def _boundaries_of_transformer(
     module: PipelineStageModule, batch_size: int | None, seq_len: int | None, param_dtype: torch.dtype | None
-) -> tuple[Boundary, Boundary]:
+) -> tuple[ValueMeta, ValueMeta]:
     """Return what a stage of this package's model takes and returns."""
     rows, positions = check_microbatch(module.config, batch_size, seq_len)
     dtypes = compute_dtypes(module)
     if param_dtype is None:
         param_dtype = dtypes[0]
     if dtypes != (param_dtype,):
-        raise ValueError(_mismatch(module, dtypes, param_dtype))
+        remedy = (
+            "pass the module's own dtype, or convert it before building the stage"
+            if mixed_precision(module) is None
+            else f"pass param_dtype={spelled(dtypes)}, or apply FSDP2 with default_mp_policy({param_dtype})"
+        )
+        raise ValueError(  # its neighbour would misread the message's bytes
+            f"stage {module.stage_id} computes in {spelled(dtypes)}, but param_dtype declares that {param_dtype} "
+            f"crosses its boundary: {remedy}"
+        )
     first, last = module.stage_id == 0, module.stage_id == module.num_stages - 1
     tokens = torch.empty(rows, positions, dtype=torch.int64, device="meta")
     hidden = torch.empty(rows, positions, module.config.dim, dtype=param_dtype, device="meta")
     logits = torch.empty(rows, positions, module.config.vocab_size, dtype=param_dtype, device="meta")
-    return Boundary.of(tokens if first else hidden), Boundary.of(logits if last else hidden)
+    return ValueMeta.of(tokens if first else hidden), ValueMeta.of(logits if last else hidden)
 
 
-def _declared(name: str, value: Any) -> Boundary | None:
+def _declared(name: str, value: Any) -> ValueMeta | None:
     if value is None:
         return None
     try:
-        return Boundary.of(value)
+        return ValueMeta.of(value)
     except TypeError as error:
         raise TypeError(f"{name} holds {error}") from None
 
 
-def _tokens(batch_size: int | None, seq_len: int | None) -> Boundary | None:
-    """Return the token ids that the first stage takes unless ``inputs`` says otherwise; None if sizes are missing.
-
-    Raises:
-        ValueError: for a size that is not positive, or one without the other.
-    """
+def _tokens(batch_size: int | None, seq_len: int | None) -> ValueMeta | None:
+    """Return the token ids that the first stage takes unless ``inputs`` says otherwise; None if sizes are missing."""
     if batch_size is None and seq_len is None:
         return None
     if batch_size is None or seq_len is None:
@@ -188,11 +189,11 @@ def _tokens(batch_size: int | None, seq_len: int | None) -> Boundary | None:
             "inputs=, what it is called with for one microbatch"
         )
     shape = (_check_size("batch_size", batch_size), _check_size("seq_len", seq_len))
-    return Boundary.of(torch.empty(shape, dtype=torch.int64, device="meta"))
+    return ValueMeta.of(torch.empty(shape, dtype=torch.int64, device="meta"))
 
 
-def _check_mesh(stage: int, n_stages: int, device_mesh: DeviceMesh | None) -> None:
-    """Refuse a part of the ranks, and a number of stages that the pipeline's ranks cannot share."""
+def _check_mesh(stage: int, n_stages: int, device_mesh: DeviceMesh | None, device: torch.device) -> None:
+    """Refuse a part of the ranks, stages that the pipeline's ranks cannot share, and GPUs over gloo."""
     n_ranks, pp_size = dist.get_world_size(), get_pp_size(device_mesh)
     if device_mesh is not None and device_mesh.size() != n_ranks:
         raise ValueError(
@@ -204,10 +205,7 @@ def _check_mesh(stage: int, n_stages: int, device_mesh: DeviceMesh | None) -> No
             f"stage {stage} is one of {n_stages}, which {pp_size} pipeline ranks cannot share "
             f"equally: cut the model into a multiple of {pp_size} stages"
         )
-
-
-def _check_transport(device: torch.device, device_mesh: DeviceMesh | None) -> None:
-    """Refuse GPUs over gloo, whose sends and receives take a pointer to GPU memory for one to host memory."""
+    # Sends and receives would take a pointer to GPU memory for one to host memory.
     if device.type == "cuda" and get_pp_size(device_mesh) > 1 and "cuda:gloo" in dist.get_backend_config():
         raise ValueError(
             f"device={str(device)!r} over gloo: torch's pipeline cannot send GPU tensors through host memory, so train "
@@ -215,12 +213,8 @@ def _check_transport(device: torch.device, device_mesh: DeviceMesh | None) -> No
         )
 
 
-def check_microbatch(config: ModelConfig, batch_size: object, seq_len: object) -> tuple[int, int]:
-    """Refuse sizes of a microbatch that are not positive, or that the model has no positions for; return them.
-
-    Raises:
-        ValueError: naming the size and the rule.
-    """
+def check_microbatch(config: ModelConfig, batch_size: int | None, seq_len: int | None) -> tuple[int, int]:
+    """Refuse sizes of a microbatch that are not positive, or that the model has no positions for; return them."""
     rows, positions = _check_size("batch_size", batch_size), _check_size("seq_len", seq_len)
     if positions > config.max_seq_len:
         raise ValueError(
@@ -230,27 +224,246 @@ def check_microbatch(config: ModelConfig, batch_size: object, seq_len: object) -
     return rows, positions
 
 
-def _check_size(name: str, size: object) -> int:
-    if type(size) is not int or size < 1:
+def _check_size(name: str, size: int | None) -> int:
+    if size is None or size < 1:
         raise ValueError(f"{name}={size!r} must be a whole number of at least 1")
     return size
 
 
-def _mismatch(module: PipelineStageModule, dtypes: tuple[torch.dtype, ...], boundary_dtype: torch.dtype) -> str:
-    """Refuse a stage that computes in another dtype: its neighbour would misread the message's bytes."""
-    remedy = (
-        "pass the module's own dtype, or convert it before building the stage"
-        if mixed_precision(module) is None
-        else f"pass param_dtype={spelled(dtypes)}, or apply FSDP2 with default_mp_policy({boundary_dtype})"
-    )
-    return (
-        f"stage {module.stage_id} computes in {spelled(dtypes)}, but param_dtype declares that {boundary_dtype} "
-        f"crosses its boundary: {remedy}"
-    )
+class ModelStage(LocalNeighboursStage):
+    """torch's stage, and what crosses its boundaries.
+
+    Attributes:
+        takes, returns: what it is called with and gives back for one microbatch; None where that is not known yet.
+            (torch 2.11 has an attribute ``inputs`` of its own.)
+        is_settled: whether torch was told both.
+        ties: tied weights, by stage; :func:`build_pipeline_schedule` finds them.
+        device_mesh: the mesh it was built on.
+        param_dtype: dtype of what crosses the boundaries; None is whatever the stages compute in.
+        can_split: whether torch can split its backward in two.
+        defers: whether it puts off weight gradients itself, for a schedule that splits what torch cannot.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stage: int,
+        n_stages: int,
+        takes: ValueMeta | None,
+        returns: ValueMeta | None,
+        device_mesh: DeviceMesh | None,
+        param_dtype: torch.dtype | None,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        shapes: dict[str, Any] = {}
+        self.is_settled = takes is not None and returns is not None
+        if takes is not None and returns is not None:
+            # torch would otherwise find out by one forward, which changes buffers.
+            shapes["input_args"] = takes.empty("meta", requires_grad=stage > 0)
+            shapes["output_args"] = returns.empty("meta", requires_grad=True) or torch.empty(0, device="meta")
+        super().__init__(module, stage, n_stages, device, group=group, **shapes)
+        self.param_dtype = param_dtype
+        self.device_mesh = device_mesh
+        self.takes, self.returns = takes, returns
+        self.ties: tuple[Tie, ...] = ()
+        self._dtypes = compute_dtypes(module)
+        self.can_split = isinstance(module, PipelineStageModule) and not has_replaced(module, Compiled)
+        self._keywords = _keywords_of(module)
+        self.defers = False
+        self._queues: dict[int, WeightGradients] = {}
+
+    def settled(self) -> "ModelStage":
+        """Return this stage, or one like it, of which torch knows what it takes and returns."""
+        if self.is_settled:
+            return self
+        known = (self.takes, self.returns, self.device_mesh, self.param_dtype, self.device, self.group)
+        again = ModelStage(self.submod, self.stage_index, self.num_stages, *known)
+        again._dtypes = self._dtypes
+        return again
+
+    def received(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+        """Return what the stage before returned, put together from what it sent."""
+        assert self.takes is not None  # settled
+        return self.takes.unflatten(tensors)
+
+    def message(self, output: Any) -> tuple[torch.Tensor, ...]:
+        """Return the tensors of ``output`` that are sent.
+
+        Raises:
+            ValueError: if the next stage expects something else.
+        """
+        assert self.returns is not None  # settled
+        try:
+            return tuple(_Handed.apply(tensor) for tensor in self.returns.flatten(output))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"stage {self.stage_index} returned {error}: a stage must return the same shapes for every microbatch, "
+                "whatever is in it"
+            ) from error
+
+    def problem_of_keywords(self, names: Iterable[str]) -> str | None:
+        """Return the problem with keyword arguments of these names; None if the module takes them."""
+        known, tree = self._keywords, None if self.takes is None else self.takes.tree
+        for name in names:
+            what = f"keyword argument {name} goes to every stage, but stage {self.stage_index}, a "
+            what += type(self.submod).__name__
+            if isinstance(tree, Mapping) and name in tree:
+                return f"{what}, is called with one of this name already: leave it out, or give it another name"
+            if known is not None and name not in known and isinstance(uncompiled(self.submod), SplitStage):
+                return (
+                    f"{what}, was cut with an example without it: give auto_split a dict that has it as its example, "
+                    "and such a dict to build_pipeline_stage and to each step as inputs"
+                )
+            if known is not None and name not in known:
+                return f"{what}, takes {', '.join(known) or 'none'}: let its forward take it, or **kwargs"
+        return None
+
+    def problem_of_dtypes(self) -> str | None:
+        """Return the problem if the module was converted to another dtype after the stage was built."""
+        now = compute_dtypes(self.submod)
+        if now == self._dtypes:
+            return None
+        return (
+            f"stage {self.stage_index} computes in {spelled(now)}, but computed in {spelled(self._dtypes)} when it "
+            "was built, and its neighbours count on that: convert a module before build_pipeline_stage"
+        )
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on what torch received, and give torch what it sends."""
+        if not self.is_first:
+            # Leaves that require a gradient could not be changed in place, as by nn.ReLU(inplace=True); what a stage of
+            # this rank returned is that stage's, and is copied.
+            is_local = self.stage_index_to_group_rank[self.stage_index - 1] == self.group_rank
+            own = torch.Tensor.clone if is_local else _Handed.apply
+            args = tuple(map(own, args))
+        output = call(self.submod, as_value(args) if self.is_first else self.received(args), kwargs)
+        if not self.is_last:
+            return self.message(output)
+        self._output = output
+        return tuple(leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor))
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Run backward as torch does; but in a foreign module, ``I`` leaves only the weights of linear layers to ``W``.
+
+        torch splits a graph where the paths from parameters meet those from inputs. There, a stage whose inputs carry
+        no gradient would silently lose its own. A parameter used at two depths would fail in the middle of a step, and
+        so would a compiled block, which is one node of the graph.
+        """
+        if self.can_split:
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            return
+        queue = self._queues.get(bwd_chunk_id)
+        with nullcontext() if queue is None else queue.collecting():
+            super().backward_one_chunk(bwd_chunk_id, loss, True, last_backward)
+        if full_backward:
+            self._compute_queued(bwd_chunk_id)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """The weight-gradient half of one microbatch."""
+        if self.can_split:
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        else:
+            self._compute_queued(bwd_chunk_id)
+
+    def _compute_queued(self, microbatch: int) -> None:
+        queue = self._queues.pop(microbatch, None)
+        if queue is not None:
+            queue.compute()
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the sends after a forward; torch would look for a receiver of the last stage's output too."""
+        return [] if self.is_last else super().get_fwd_send_ops(fwd_chunk_id)
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward as torch does; the last stage returns what its module returned, for the loss function."""
+        deferring: AbstractContextManager[Any] = nullcontext()
+        if self.defers:
+            microbatch = args[0] if args else kwargs["fwd_chunk_id"]
+            queue = self._queues[microbatch] = WeightGradients()
+            deferring = Deferring(queue)
+        with deferring:
+            sent = super().forward_one_chunk(*args, **kwargs)
+        if not self.is_last:
+            return sent
+        output, self._output = self._output, None
+        return output
 
 
-def _pipeline_group(device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    pp_mesh = get_pp_mesh(device_mesh)
-    if pp_mesh is not None:
-        return pp_mesh.get_group()
-    return lone_group(dist.group.WORLD) if dist.get_world_size() > 1 else None
+class _Handed(torch.autograd.Function):
+    """A tensor for torch's pipelining: contiguous, copied only if it is not, and with a graph node of its own.
+
+    torch detaches a stage's outputs in place. That fails for a view. And if an output is the stage's own input, or
+    saved by the graph, the rest of the backward would lose it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def find_outputs(stage: ModelStage) -> ValueMeta:
+    """Return what a stage returns when it is called with its ``inputs``; nothing is computed.
+
+    Raises:
+        ValueError: if that cannot be found on the meta device; names the remedy.
+    """
+    assert stage.takes is not None
+    given, computed = {m.dtype for m in stage.takes.metas if m.dtype.is_floating_point}, compute_dtypes(stage.submod)
+    if given and computed and given.isdisjoint(computed) and not casts_inputs(stage.submod):
+        raise ValueError(  # the meta device would let them pass
+            f"stage {stage.stage_index} is called with {stage.takes}, but computes in {spelled(computed)}: convert "
+            "the stages alike, or declare outputs= if it casts its inputs itself"
+        )
+    taken = stage.takes.empty("meta")
+
+    def returned() -> ValueMeta:
+        output = call(meta_copy(stage.submod), stage.received(taken))
+        return ValueMeta(()) if stage.is_last else ValueMeta.of(output)  # nobody is sent what the last one returns
+
+    try:
+        found = run_on_meta(returned)
+    except Exception as error:  # whatever a foreign forward raises
+        if isinstance(stage.submod, SplitStage):
+            taken_then, sent = stage.submod.sent_for_example()
+            if ValueMeta.of(taken_then).metas == stage.takes.metas:
+                return ValueMeta.of(sent)  # what it returned for its example, which was like this
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+        remedy = "mend the stage, or declare what crosses, build_pipeline_stage(..., outputs=...)"
+        if isinstance(stage.submod, SplitStage):
+            remedy = "give auto_split an example of this size"
+        raise ValueError(
+            f"stage {stage.stage_index}, a {type(stage.submod).__name__} called with {stage.takes} alone on the meta "
+            f"device, does not say what it returns ({reason:.300}): {remedy}"
+        ) from error
+    check_declared_dtype(stage.stage_index, found, stage.param_dtype)
+    return found
+
+
+def check_declared_dtype(stage: int, given: ValueMeta | None, param_dtype: torch.dtype | None) -> None:
+    """Refuse a stage that returns another dtype than ``param_dtype``."""
+    for meta in () if given is None or param_dtype is None else given.metas:
+        if meta.dtype.is_floating_point and meta.dtype != param_dtype:
+            raise ValueError(
+                f"stage {stage} returns {meta}, but param_dtype={param_dtype}: declare what really crosses, or leave "
+                "param_dtype out"
+            )
+
+
+def _keywords_of(module: nn.Module) -> list[str] | None:
+    """Return the names under which a module takes arguments; None if it takes any."""
+    inner = uncompiled(module)
+    if isinstance(inner, SplitStage):
+        return inner.keywords_of_example()
+    around = list(replaced_forwards(inner.forward))
+    forward = around[-1].forward if around else inner.forward
+    takes = signature(forward).parameters.values()
+    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in takes):
+        return None
+    return [p.name for p in takes if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)]

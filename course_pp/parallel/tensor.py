@@ -42,9 +42,8 @@ from torch.distributed.tensor.parallel import (
 from course_pp.arguments import check_arguments, checked, refuse_below
 from course_pp.collective import Ranks, on_every_rank
 from course_pp.model import CrossEntropy, ModelConfig, Transformer
-from course_pp.parallel.blocks import listed, modules_matching, nearest
+from course_pp.parallel.blocks import check_order, listed, modules_matching, nearest
 from course_pp.parallel.mesh import get_pp_mesh, get_tp_mesh
-from course_pp.parallel.order import check_order
 from course_pp.plan.layout import shards_head
 
 Plan = Mapping[str, ParallelStyle] | Callable[..., Mapping[str, ParallelStyle]] | None
@@ -536,7 +535,6 @@ def _join(*names: str) -> str:
 # sum and target's logit, where gathering would exchange the whole vocabulary. Backward exchanges nothing.
 
 
-@checked
 @dataclass(frozen=True)
 class VocabParallelCrossEntropy(CrossEntropy):
     """:class:`CrossEntropy` of the logits that a head cut with ``gather_logits=False`` gives; the same on every rank.

@@ -26,9 +26,9 @@ from course_pp.parallel import (
     get_stage_indices,
     get_tp_mesh,
 )
-from course_pp.parallel.model_stage import ModelStage
 from course_pp.parallel.replaced_forward import compute_dtypes
 from course_pp.parallel.split import SplitStage
+from course_pp.parallel.stage import ModelStage
 from course_pp.runtime import Pipeline
 from course_pp.runtime.batch import split
 from course_pp.schedule import Schedule, build

@@ -19,7 +19,7 @@ from course_pp.model import KVCache, PipelineStageModule
 from course_pp.parallel import build_pipeline_stage, get_pp_mesh, get_pp_size
 from course_pp.parallel.forward_only import forward_only
 from course_pp.parallel.fsdp import reshard
-from course_pp.parallel.model_stage import ModelStage
+from course_pp.parallel.stage import ModelStage
 from course_pp.training.data import BOT_ID, EOT_ID, PAD_ID
 
 

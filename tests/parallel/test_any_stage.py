@@ -27,7 +27,7 @@ from course_pp.parallel import (
     init_distributed,
 )
 from course_pp.parallel.meta_device import meta_copy, run_on_meta
-from course_pp.parallel.model_stage import find_outputs
+from course_pp.parallel.stage import find_outputs
 from tests.equality import Trained, adamw, assert_same_training, snapshot_gradients, snapshot_parameters
 from tests.parallel.foreign import Chain, models, trained
 

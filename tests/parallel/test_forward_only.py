@@ -7,7 +7,7 @@ import torch
 
 from course_pp.parallel import forward_only as module
 from course_pp.parallel import get_stage_indices
-from course_pp.parallel.boundary import Boundary
+from course_pp.parallel.stage_values import ValueMeta
 
 N_MICROBATCHES = 3
 
@@ -28,7 +28,7 @@ def messages_of_rank(monkeypatch, schedule, rank, pp):
     stages = [
         SimpleNamespace(
             stage_index=i, is_first=i == 0, is_last=i == len(owner) - 1, stage_index_to_group_rank=owner,
-            group_rank=rank, group=None, device="cpu", submod=lambda x: x, takes=Boundary.of(tokens.to("meta")),
+            group_rank=rank, group=None, device="cpu", submod=lambda x: x, takes=ValueMeta.of(tokens.to("meta")),
             received=lambda tensors: tensors[0], message=lambda output: (output,),
         )
         for i in get_stage_indices(schedule, rank, pp)

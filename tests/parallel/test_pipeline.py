@@ -24,7 +24,7 @@ from course_pp.parallel import (
     init_distributed,
     schedule_names,
 )
-from course_pp.parallel.tied import TiedWeights
+from course_pp.parallel.tied_weights import TiedWeights
 from course_pp.schedule import find
 from tests.equality import Trained, assert_equals_one_process, batches, snapshot_gradients, snapshot_parameters
 from tests.grids import crossed

@@ -4,6 +4,8 @@ The functions that a real run calls cut, checkpoint and shard the stage, so it h
 torch's own schedule takes the step. Its tensors have shapes and no values: nothing is allocated, computed or sent.
 """
 
+import functools
+import gc
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -31,7 +33,6 @@ from course_pp.parallel import (
     compute_in,
     default_mp_policy,
 )
-from course_pp.parallel._torch import forget_meshes
 from course_pp.parallel.mesh import lone_group
 from course_pp.parallel.schedules import torch_schedule
 from course_pp.plan.layout import Layout
@@ -121,10 +122,6 @@ def step(
     with fake_tensors():
         ids = torch.zeros(n_microbatches * rows, seq_len, dtype=torch.int64)
         stages = [build_pipeline_stage(module, mesh, "cpu", rows, seq_len) for module in modules]
-        for stage in stages:
-            assert stage.takes is not None  # this package's model knows them
-            assert stage.returns is not None
-            stage.settle(stage.takes, stage.returns)
         name = layout.schedule if layout.pp > 1 else "gpipe"
         schedule = torch_schedule(name, stages, n_microbatches, share_of_loss)
         begin_without_messages(schedule, stages)
@@ -166,3 +163,26 @@ def alone_as(rank: int, n_ranks: int) -> Iterator[None]:
         sys.excepthook = excepthook  # torch's labels errors with the rank
         lone_group.cache_clear()
         forget_meshes()  # the next one's groups have other names
+
+
+def forget_meshes() -> None:
+    """Empty the caches in which DTensor keeps every mesh and its process groups, which the next one's would be."""
+    for cache in _caches_of("torch.distributed.tensor"):
+        cache.cache_clear()
+    for module, name in (
+        ("torch.distributed.tensor._redistribute", "clear_redistribute_planner_cache"),
+        ("torch._C", "_clear_DTensor_sharding_propagator_cache"),
+    ):
+        clear = getattr(sys.modules.get(module), name, None)  # not in every release
+        if clear is not None:
+            clear()
+    gc.collect()
+
+
+def _caches_of(package: str) -> list[Any]:
+    """Return the functions of a package, and of classes in it, that remember what they have returned."""
+    modules = [module for name, module in sys.modules.items() if name.startswith(package)]
+    found = [value for module in modules for value in vars(module).values()]
+    found += [value for each in found if isinstance(each, type) for value in vars(each).values()]
+    found = [getattr(value, "__func__", value) for value in found]  # of a static method
+    return [value for value in found if isinstance(value, functools._lru_cache_wrapper)]

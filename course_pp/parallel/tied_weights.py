@@ -12,19 +12,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from course_pp.arguments import checked
 from course_pp.collective import Ranks
+from course_pp.model import PipelineStageModule
 from course_pp.model.stages import Tie
 from course_pp.module_extras import call_hooks
-from course_pp.tied import add_up, copies_in, set_apart
-
-__all__ = ["SharedName", "TiedWeights", "find_ties", "ties_of_stages"]
+from course_pp.parallel.split import SplitStage
+from course_pp.tied import (
+    add_up,
+    copies_in,
+    looks_of,
+    problem_of_forgotten_ties,
+    problem_of_left_out_copies,
+    set_apart,
+)
 
 SharedName = Tie | Sequence[str]
 """A tie as a user writes it: by stage, or the names one parameter has in the whole model."""
 
 
-@checked
 def find_ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     """Return the parameters that ``model`` holds under several names; ask before it is cut, for a cut forgets.
 
@@ -37,7 +42,33 @@ def find_ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(same) for same in names.values() if len(same) > 1)
 
 
-def ties_of_stages(tied: Iterable[SharedName], names: Mapping[int, Sequence[str]]) -> tuple[Tie, ...]:
+def agree_on_ties(
+    modules: Mapping[int, nn.Module], tied: Iterable[SharedName] | None, pipeline: Ranks
+) -> tuple[Tie, ...]:
+    """Return the weights that several stages hold: this package's model knows its own, others are as declared.
+
+    A collective of the pipeline's ranks.
+
+    Args:
+        modules: this rank's stages.
+
+    Raises:
+        ValueError: for ties that do not exist, or weights that look tied and are not said to be.
+    """
+    own = next((m for m in modules.values() if isinstance(m, PipelineStageModule | SplitStage)), None)
+    known = own.ties if tied is None and own is not None else tied
+    looks = pipeline.collectively(lambda: looks_of(modules if known is None or tied else {}))
+    names = {i: [n for n, _ in module.named_parameters(remove_duplicate=False)] for i, module in modules.items()}
+    mine = {index: (names[index], looks.get(index, {})) for index in modules}
+    everyone = dict(sorted(stage for rank in pipeline.gather(mine) for stage in rank.items()))
+    ties = _ties_of_stages(known or (), {index: held for index, (held, _) in everyone.items()})
+    found = {index: look for index, (_, look) in everyone.items()}
+    if problem := problem_of_forgotten_ties(found) if known is None else problem_of_left_out_copies(found, ties):
+        raise ValueError(problem)
+    return ties
+
+
+def _ties_of_stages(tied: Iterable[SharedName], names: Mapping[int, Sequence[str]]) -> tuple[Tie, ...]:
     """Return the ties by stage; a weight that only one stage holds is not a tie.
 
     Args:

@@ -1,4 +1,4 @@
-"""What crosses from one pipeline stage to the next: which tensors, of which shapes and dtypes, in which containers.
+"""What a stage takes and returns for one microbatch: which tensors, of which shapes and dtypes, in which containers.
 
 A stage is called with what the stage before it returned: a tuple or list gives its positional arguments, a dict its
 keyword arguments, anything else is its only one, as in :mod:`course_pp.runtime`. torch's pipelining sends tuples of
@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from course_pp.parallel._torch import tree_flatten, tree_map, tree_unflatten
-
-__all__ = ["Boundary", "TensorMeta", "as_value", "call", "merge", "meta_of", "rows_of"]
 
 
 @dataclass(frozen=True)
@@ -36,8 +34,8 @@ class TensorMeta:
 
 
 @dataclass(frozen=True)
-class Boundary:
-    """The tensors of one microbatch at a boundary between stages.
+class ValueMeta:
+    """Shapes and dtypes of the tensors in what is passed between stages.
 
     Attributes:
         tree: the containers, with a :class:`TensorMeta` in place of each tensor; None stays None.
@@ -46,8 +44,8 @@ class Boundary:
     tree: Any
 
     @classmethod
-    def of(cls, value: Any) -> "Boundary":
-        """Return the boundary that ``value`` crosses.
+    def of(cls, value: Any) -> "ValueMeta":
+        """Return what describes ``value``.
 
         Raises:
             TypeError: for anything but tensors and None in containers, or a DTensor.
@@ -69,7 +67,7 @@ class Boundary:
             ValueError: if ``value`` does not fit.
             TypeError: as :meth:`of`.
         """
-        given = Boundary.of(value)
+        given = ValueMeta.of(value)
         if given != self:
             raise ValueError(f"{given} where {self} was declared")
         return tuple(leaf for leaf in tree_flatten(_normalized(value))[0] if leaf is not None)
@@ -97,9 +95,9 @@ def as_value(arguments: tuple[Any, ...]) -> Any:
     return arguments[0] if len(arguments) == 1 else arguments
 
 
-def rows_of(boundary: Boundary) -> int | None:
+def rows_of(value: ValueMeta) -> int | None:
     """Return the first dimension that all tensors share; None if they differ."""
-    rows = {meta.shape[:1] for meta in boundary.metas}
+    rows = {meta.shape[:1] for meta in value.metas}
     return rows.pop()[0] if len(rows) == 1 and () not in rows else None
 
 
@@ -108,19 +106,19 @@ def merge(microbatches: list[Any]) -> Any:
 
     Other values become a list with one entry a microbatch, or stay as they are if all are equal.
     """
+
+    def merged(values: tuple[Any, ...]) -> Any:
+        if isinstance(values[0], Tensor):
+            return torch.cat(values) if values[0].dim() else torch.stack(values)
+        return values[0] if all(value is None or value == values[0] for value in values) else list(values)
+
     leaves, specs = zip(*map(tree_flatten, microbatches), strict=True)
-    return tree_unflatten([_merged(values) for values in zip(*leaves, strict=True)], specs[0])
+    return tree_unflatten([merged(values) for values in zip(*leaves, strict=True)], specs[0])
 
 
 def meta_of(leaf: Any) -> Any:
     """Return a tensor's shape and dtype; anything else as it is."""
     return TensorMeta(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
-
-
-def _merged(values: tuple[Any, ...]) -> Any:
-    if isinstance(values[0], Tensor):
-        return torch.cat(values) if values[0].dim() else torch.stack(values)
-    return values[0] if all(value is None or value == values[0] for value in values) else list(values)
 
 
 def _normalized(value: Any) -> Any:
