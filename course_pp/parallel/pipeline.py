@@ -333,7 +333,7 @@ def _agree(
     """Agree on what every stage takes and returns, and on which weights are tied; a collective.
 
     Returns:
-        The stages, which torch knows all about now, and the rows of a microbatch.
+        The stages as torch runs them in this pipeline, and the rows of a microbatch.
 
     Raises:
         ValueError: on every rank, for stages that are not placed as ``schedule`` needs, do not fit one another, or were

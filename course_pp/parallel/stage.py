@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from course_pp.arguments import check_arguments, refuse_unless
+from course_pp.arguments import check_arguments
 from course_pp.collective import on_every_rank
 from course_pp.model import ModelConfig, PipelineStageModule, Transformer
 from course_pp.model.stages import Tie
@@ -89,7 +89,7 @@ def build_pipeline_stage(
         wrapped = problem_of_wrappers(stage_module, f"stage {index}")
         if wrapped is not None:
             raise ValueError(wrapped)
-        return index, n, *_boundaries(stage_module, index, batch_size, seq_len, param_dtype, inputs, outputs)
+        return index, n, *_values(stage_module, index, batch_size, seq_len, param_dtype, inputs, outputs)
 
     index, n, taken, given = on_every_rank(device_mesh, look)
     group = None
@@ -124,7 +124,7 @@ def _place(
     return stage, n_stages
 
 
-def _boundaries(
+def _values(
     module: nn.Module,
     stage: int,
     batch_size: int | None,
@@ -135,17 +135,16 @@ def _boundaries(
 ) -> tuple[ValueMeta | None, ValueMeta | None]:
     """Return what a stage takes and returns, as far as that is known before it runs."""
     if isinstance(module, PipelineStageModule):
-        for name, value in (("inputs", inputs), ("outputs", outputs)):
-            own = "leave it out, this module knows what it takes and returns"
-            refuse_unless(value is None, "build_pipeline_stage", name, value, own)
-        return _boundaries_of_transformer(module, batch_size, seq_len, param_dtype)
+        if inputs is not None or outputs is not None:
+            raise ValueError("leave inputs= and outputs= out: a PipelineStageModule knows what it takes and returns")
+        return _values_of_transformer(module, batch_size, seq_len, param_dtype)
     taken = _declared("inputs", inputs) or _tokens(batch_size, seq_len)  # looked at by all, so that all refuse
     given = _declared("outputs", outputs)
     check_declared_dtype(stage, given, param_dtype)
     return taken if stage == 0 else None, given
 
 
-def _boundaries_of_transformer(
+def _values_of_transformer(
     module: PipelineStageModule, batch_size: int | None, seq_len: int | None, param_dtype: torch.dtype | None
 ) -> tuple[ValueMeta, ValueMeta]:
     """Return what a stage of this package's model takes and returns."""
@@ -231,12 +230,11 @@ def _check_size(name: str, size: int | None) -> int:
 
 
 class ModelStage(LocalNeighboursStage):
-    """torch's stage, and what crosses its boundaries.
+    """torch's stage, and what it is called with and gives back.
 
     Attributes:
         takes, returns: what it is called with and gives back for one microbatch; None where that is not known yet.
             (torch 2.11 has an attribute ``inputs`` of its own.)
-        is_settled: whether torch was told both.
         ties: tied weights, by stage; :func:`build_pipeline_schedule` finds them.
         device_mesh: the mesh it was built on.
         param_dtype: dtype of what crosses the boundaries; None is whatever the stages compute in.
@@ -257,7 +255,6 @@ class ModelStage(LocalNeighboursStage):
         group: dist.ProcessGroup | None,
     ) -> None:
         shapes: dict[str, Any] = {}
-        self.is_settled = takes is not None and returns is not None
         if takes is not None and returns is not None:
             # torch would otherwise find out by one forward, which changes buffers.
             shapes["input_args"] = takes.empty("meta", requires_grad=stage > 0)
@@ -274,9 +271,7 @@ class ModelStage(LocalNeighboursStage):
         self._queues: dict[int, WeightGradients] = {}
 
     def settled(self) -> "ModelStage":
-        """Return this stage, or one like it, of which torch knows what it takes and returns."""
-        if self.is_settled:
-            return self
+        """Return a stage like this one, for one pipeline, when it has been found what this one takes and returns."""
         known = (self.takes, self.returns, self.device_mesh, self.param_dtype, self.device, self.group)
         again = ModelStage(self.submod, self.stage_index, self.num_stages, *known)
         again._dtypes = self._dtypes

@@ -130,15 +130,17 @@ class TiedWeights:
         """
         if not self.ties:
             return None
-        facts: list[dict[int, _Facts]] = [{} for _ in self.ties]
-        mine = {self.ties.index(one.tie): one.mine for one in self._ends()}
-        for told in self._ranks.gather(
-            {number: {stage: _facts(end, values) for stage, end in ends.items()} for number, ends in mine.items()}
-        ):
-            for number, ends in told.items():
-                facts[number] |= ends
-        problems = (_problem_of(tie, ends) for tie, ends in zip(self.ties, facts, strict=True))
-        return next((problem for problem in problems if problem is not None), None)
+        mine = {
+            (self.ties.index(one.tie), stage): _facts(end, values)
+            for one in self._ends()
+            for stage, end in one.mine.items()
+        }
+        told = {place: facts for theirs in self._ranks.gather(mine) for place, facts in theirs.items()}
+        for number, tie in enumerate(self.ties):
+            ends = {stage: facts for (known, stage), facts in sorted(told.items()) if known == number}
+            if (problem := _problem_of(tie, ends)) is not None:
+                return problem
+        return None
 
     @contextmanager
     def summed(self) -> Iterator[None]:
@@ -178,34 +180,29 @@ class TiedWeights:
             call_hooks(end)  # there may be no gradient from this rank's own backwards
 
 
-@dataclass(frozen=True)
-class _Facts:
-    """A copy of a tied weight, as told to other ranks."""
-
-    trained: bool
-    shard: str
-    digest: str
+_Facts = tuple[bool, str, str]  # of a copy: whether it is trained, its shard, a checksum of its values
 
 
 def _facts(end: nn.Parameter, values: bool) -> _Facts:
-    local = _local(end.detach())
-    import xxhash  # here: ranks take over what the last ones imported only if that is torch and this package
+    local, digest = _local(end.detach()), ""
+    if values and not local.is_meta:
+        import xxhash  # here: ranks take over what the last ones imported only if that is torch and this package
 
-    digest = xxhash.xxh3_64_hexdigest(_bytes(local)) if values and not local.is_meta else ""
-    return _Facts(end.requires_grad, f"{str(end.dtype).removeprefix('torch.')} {tuple(local.shape)}", digest)
+        digest = xxhash.xxh3_64_hexdigest(local.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return end.requires_grad, f"{str(end.dtype).removeprefix('torch.')} {tuple(local.shape)}", digest
 
 
 def _problem_of(tie: Tie, ends: Mapping[int, _Facts]) -> str | None:
-    frozen = [stage for stage, facts in sorted(ends.items()) if not facts.trained]
+    frozen = [stage for stage, (is_trained, _, _) in ends.items() if not is_trained]
     if frozen and len(frozen) < len(ends):
         return (
             f"one end of the tied weight {dict(tie)} is frozen, that of stage {frozen[0]}, and another is not: freeze "
             "all ends, or none"
         )
-    if len({facts.shard for facts in ends.values()}) > 1:
-        shards = ", ".join(f"{facts.shard} on stage {stage}" for stage, facts in sorted(ends.items()))
+    if len({shard for _, shard, _ in ends.values()}) > 1:
+        shards = ", ".join(f"{shard} on stage {stage}" for stage, (_, shard, _) in ends.items())
         return f"a rank's parts of the tied weight {dict(tie)} are {shards}: shard and convert all ends alike"
-    if len({facts.digest for facts in ends.values()}) > 1:
+    if len({digest for _, _, digest in ends.values()}) > 1:
         return (
             f"the tied weight {dict(tie)} holds other values on stage {max(ends)} than on stage {min(ends)}: copy one "
             "to the other before the first step, or they would be trained apart"
@@ -216,7 +213,3 @@ def _problem_of(tie: Tie, ends: Mapping[int, _Facts]) -> str | None:
 def _local(tensor: Tensor) -> Tensor:
     """Return this rank's shard: where both ends are sharded, the peer holds the same rows of the other."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
