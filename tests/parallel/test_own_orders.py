@@ -77,7 +77,6 @@ def test_an_order_of_ones_own_equals_one_process_and_must_be_the_same_on_all_ran
         (build("pipedream", 2, 4), r"update their weights within the step \(U\): use one of naive"),
         (build("gpipe", 2, 4).forward_only(), "has forwards alone, and torch trains"),
         (Schedule("idle", ((0,),), ((Action(0, "F", 0), Action(0, "B", 0)), ())), "gives rank 1 nothing to do"),
-        (Schedule("late", ((0,), (1,)), (build("1f1b", 2, 1).actions[0], ())), "gives rank 1 nothing to do"),
         (Schedule("less", ((0,), (1,)), (build("1f1b", 2, 1).actions[0], (Action(1, "F", 0),))), "1B0 is missing"),
         (build("1f1b", 3, 4), "on 2 pipeline ranks: build it for 2, or start 3"),
     ],

@@ -8,7 +8,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from course_pp.collective import Ranks
 from course_pp.launch import on_ranks
 from course_pp.model import CrossEntropy, Transformer
 from course_pp.parallel import (
@@ -24,7 +23,6 @@ from course_pp.parallel import (
     init_distributed,
     schedule_names,
 )
-from course_pp.parallel.tied_weights import TiedWeights
 from course_pp.schedule import find
 from tests.equality import Trained, assert_equals_one_process, batches, snapshot_gradients, snapshot_parameters
 from tests.grids import crossed
@@ -208,22 +206,6 @@ def test_inputs_may_be_views():
     for losses in on_ranks(2, views_on_rank):
         for viewed, whole in losses:
             assert viewed == whole
-
-
-def raising_loss_on_rank(rank):
-    """A tied pipeline whose second step raises in the loss; the gradients of the first must survive."""
-    init_distributed(DistributedConfig(), seed=0)
-    module = build_stage_module(model_config(True), 0, 2)
-    tied = TiedWeights([{0: "embed.weight", 1: "head.weight"}], {0: module}, {0: 0, 1: 0}, Ranks(alone=True))
-    before = torch.ones_like(module.embed.weight)
-    module.embed.weight.grad = before.clone()
-    with pytest.raises(RuntimeError, match="boom"), tied.summed():
-        raise RuntimeError("boom")
-    return torch.equal(module.embed.weight.grad, before)
-
-
-def test_gradients_of_earlier_steps_survive_a_step_that_raises():
-    assert on_ranks(1, raising_loss_on_rank) == [True]
 
 
 def timeouts_on_rank(rank):
