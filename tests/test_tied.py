@@ -265,3 +265,11 @@ def test_a_dense_gradient_after_a_sparse_one_is_their_sum() -> None:
     with set_apart([weight]):
         weight.grad = torch.ones(2, 3)
     assert weight.grad.tolist() == [[2.0] * 3] * 2
+
+
+def test_earlier_gradients_survive_a_failure() -> None:
+    weight = nn.Parameter(torch.zeros(2, 3))
+    weight.grad = before = torch.ones(2, 3)
+    with pytest.raises(RuntimeError, match="boom"), set_apart([weight]):
+        raise RuntimeError("boom")
+    assert weight.grad is before
