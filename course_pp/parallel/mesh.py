@@ -141,7 +141,6 @@ def is_rank_zero() -> bool:
     return (dist.get_rank() if dist.is_initialized() else get_world_info()[0]) == 0
 
 
-@checked
 @contextmanager
 def refusals_said_once(program: str) -> Iterator[None]:
     """End a script on a ``ValueError`` with exit code 2 and one message, not one traceback a rank.
@@ -358,7 +357,6 @@ class DistributedConfig:
             )
         refuse_bad_timeout("DistributedConfig", self.timeout_s)
 
-    @checked
     def sizes(self, world_size: int) -> dict[str, int]:
         """Return the sizes of all four dimensions, outermost first, with -1 resolved.
 

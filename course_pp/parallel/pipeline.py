@@ -129,7 +129,7 @@ class PipelineSchedule:
     """A schedule ready to train and evaluate; made by :func:`build_pipeline_schedule`.
 
     Attributes:
-        stages: this rank's stages, first to last.
+        stages: this rank's stages, first to last: made like those that it was built of, and of its own.
         ties: for each weight that several stages share its name by stage.
     """
 

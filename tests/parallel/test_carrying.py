@@ -80,7 +80,7 @@ def step(rank: int, name: str) -> tuple[float, dict[str, Any], Tensor, Any, str,
     example, (inputs, target) = torch.empty(ROWS, WIDTH, dtype=torch.float64, device="meta"), batch()
     stages = [build_pipeline_stage(m, mesh, "cpu", stage=i, n_stages=n, inputs=example) for i, m in modules.items()]
     pipeline = build_pipeline_schedule(stages, M, F.mse_loss, name)
-    kept = {stage.stage_index: kept_until_backward(stage) for stage in stages}
+    kept = {stage.stage_index: kept_until_backward(stage) for stage in pipeline.stages}
     loss = pipeline.step(inputs, target=target).item()
     cost, found = carried_bytes(pipeline), {stage: each() for stage, each in kept.items()}
     return loss, gradients(modules), pipeline.evaluate(inputs, on="all"), cost, str(cost), found

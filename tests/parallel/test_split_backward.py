@@ -35,8 +35,9 @@ def queued_on_rank(rank: int, schedule: str, ac: str) -> tuple[list[int], bool, 
     like = torch.empty(ROWS // N_MICROBATCHES, WIDTH, dtype=torch.float64)
     stages = [build_pipeline_stage(p, None, "cpu", stage=i, n_stages=2, inputs=like) for i, p in parts.items()]
     x = torch.linspace(-1, 1, ROWS * WIDTH, dtype=torch.float64).view(ROWS, WIDTH)
-    build_pipeline_schedule(stages, N_MICROBATCHES, mse_loss, schedule).step(x, target=x.flip(0))
-    return queued, not any(stage._queues for stage in stages), lacking, [p.grad for p in whole.parameters()]
+    pipeline = build_pipeline_schedule(stages, N_MICROBATCHES, mse_loss, schedule)
+    pipeline.step(x, target=x.flip(0))
+    return queued, not any(stage._queues for stage in pipeline.stages), lacking, [p.grad for p in whole.parameters()]
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def fullest_of_step(rank: int, config: ModelConfig, layout: Layout, n_microbatch
     runner.step(tokens, target=tokens)
     meter = Meter()
     meter.ignore([tokens, *(t for module in modules for t in (*module.parameters(), *module.buffers()))])
-    for stage in stages:
+    for stage in runner.stages:
         hold_outputs(stage, meter)
     with watching(meter) as fullest:
         runner.step(tokens, target=tokens)
