@@ -263,14 +263,6 @@ def test_a_stage_sharded_on_the_meta_device_is_the_same_model(layout: Distribute
     assert on_ranks(4, materialised_on_rank, layout, config) == [[]] * 4
 
 
-def test_the_default_policy_computes_in_bfloat16_and_reduces_in_float32() -> None:
-    policy = default_mp_policy()
-    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
-    assert policy.cast_forward_inputs
-    assert policy.output_dtype is None
-    assert default_mp_policy(torch.float16).param_dtype == torch.float16
-
-
 def precision_on_rank(rank: int, inputs: Tensor) -> dict[str, Any]:
     """Dtypes in which a pipeline with mixed precision computes and keeps; and the refusal of another boundary."""
     mesh = init_distributed(DistributedConfig(pp=2, dp_shard=2), seed=0)
