@@ -166,7 +166,7 @@ def alone_as(rank: int, n_ranks: int) -> Iterator[None]:
 
 
 def forget_meshes() -> None:
-    """Empty the caches in which DTensor keeps every mesh and its process groups, which the next one's would be."""
+    """Empty the caches in which DTensor keeps every mesh and its process groups: the next run has others."""
     for cache in _caches_of("torch.distributed.tensor"):
         cache.cache_clear()
     for module, name in (
