@@ -6,9 +6,10 @@ are the function's own business. A list will do for a tuple, and NumPy's numbers
 
 import reprlib
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from fractions import Fraction
 from functools import cache, wraps
-from inspect import signature
+from inspect import Parameter, signature
 from itertools import chain
 from numbers import Integral, Real
 from operator import call
@@ -42,7 +43,8 @@ def checked(thing: _F) -> _F:
     if isinstance(thing, type):
         thing.__init__ = checked(thing.__init__)  # type: ignore[misc]
         return thing
-    names = tuple(signature(thing).parameters)
+    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    names = tuple(name for name, each in signature(thing).parameters.items() if each.kind in kinds)
 
     @wraps(thing)
     def door(*args: Any, **kwargs: Any) -> Any:
@@ -99,8 +101,12 @@ def fits(value: object, hint: Any) -> bool:
 def _hints_of(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return get_type_hints(function)
-    except NameError:  # imported for the type checker alone
-        return {name: hint for name, hint in function.__annotations__.items() if not isinstance(hint, str)}
+    except NameError:  # of a class that is imported for the type checker alone
+        hints = {}
+        for name, hint in function.__annotations__.items():
+            with suppress(NameError):
+                hints[name] = eval(hint, function.__globals__) if isinstance(hint, str) else hint
+        return hints
 
 
 @cache
@@ -117,6 +123,8 @@ def _test_of(hint: Any) -> Callable[[Any], bool]:
     if kind is Any or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
         return lambda value: True
     classes: Any = (tuple, list) if kind is tuple else kind
+    if kind.__name__ == "ProcessGroup":  # torch gives -100 to who is no member, which has a refusal of its own
+        return lambda value: isinstance(value, classes) or (type(value) is int and value == -100)
     if not inner or kind is Callable:
         return lambda value: isinstance(value, classes)
     tests = [_test_of(each) for each in inner]

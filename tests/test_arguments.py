@@ -118,3 +118,13 @@ def test_a_checked_class_keeps_its_signature_and_names_itself() -> None:
     with pytest.raises(WrongArgument, match=r"^Box: size is 1.5 \(a float\): pass an integer$") as caught:
         Box(size=1.5)  # type: ignore[arg-type]
     assert (caught.value.function, caught.value.argument) == ("Box", "size")
+
+
+def test_what_follows_a_star_is_not_held_against_keywords() -> None:
+    @checked
+    def call(n: int, *rest: Any, limit: float = 1.0) -> tuple[Any, ...]:
+        return rest
+
+    assert call(1, "a", "b", limit=2) == ("a", "b")
+    with pytest.raises(WrongArgument, match="limit is 'b'"):
+        call(1, limit="b")  # type: ignore[arg-type]
