@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from course_pp.parallel import get_stage_indices, wire_factor
+from course_pp.parallel import get_stage_indices
 from course_pp.runtime import Link
-from course_pp.schedule import Action, Gap, Product, Receive, Span, bound, build, fit, simulate, theory
+from course_pp.schedule import bound, build, fit, simulate, theory
 from course_pp.show import bytes_by_kind, pareto, pieces
 from course_pp.training.checkpoint import Piece
 from course_pp.training.data import Sequences, packed, padded
@@ -22,8 +22,6 @@ SILENT: dict[str, tuple[Callable[[], object], str]] = {
         ("bound", "costs", lambda value: bound(2, 4, value)),
         ("predict", "costs", lambda value: theory.predict("1f1b", 2, 4, value)),
         ("fit", "expected", lambda value: fit(TIMELINE, value)),
-        ("memory_curve", "costs", TIMELINE.memory_curve),
-        ("peak_memory", "costs", TIMELINE.peak_memory),
         ("pareto", "costs", lambda value: pareto(2, 4, value)),
     )
     for value in (0, [], {}, "", False)
@@ -31,9 +29,6 @@ SILENT: dict[str, tuple[Callable[[], object], str]] = {
     "pareto of no schedules": (lambda: pareto(2, 4, schedules=()), "schedules"),
     "half a stage a rank": (lambda: get_stage_indices("interleaved_1f1b", 0, 2, 1.5), "stages_per_rank"),
     "half a rank": (lambda: get_stage_indices("1f1b", 0.5, 2), "pp_rank"),
-    "no ranks": (lambda: wire_factor("all_reduce", 0), "n_ranks"),
-    "fewer ranks than none": (lambda: wire_factor("all_reduce", -1), "n_ranks"),
-    "a fractional rank": (lambda: wire_factor("all_gather", 1.5), "n_ranks"),
     "targets of another shape": (lambda: Sequences(ROWS, ROWS[:, :3]), "targets"),
     "inputs in one dimension": (lambda: Sequences(ROWS[0], ROWS[0]), "inputs"),
     "float inputs": (lambda: Sequences(ROWS.float(), ROWS), "inputs"),
@@ -43,14 +38,6 @@ SILENT: dict[str, tuple[Callable[[], object], str]] = {
     "padded tables": (lambda: padded([ROWS], 4), "documents"),
     "packed floats": (lambda: packed([torch.rand(9)], 4), "documents"),
     "padded halves of rows": (lambda: padded([torch.arange(5)], 2.5), "seq_len"),
-    "a span on no rank": (lambda: Span("0", Action(0, "F", 0), 0, 1), "rank"),
-    "a span on half a rank": (lambda: Span(0.5, Action(0, "F", 0), 0, 1), "rank"),
-    "a span of text": (lambda: Span(0, "0F0", 0, 1), "action"),
-    "a span from text": (lambda: Span(0, Action(0, "F", 0), "0", 1), "start"),
-    "a span to nothing": (lambda: Span(0, Action(0, "F", 0), 0, None), "end"),
-    "a receive of text": (lambda: Receive(0, "x", 0, 1), "product"),
-    "a receive to True": (lambda: Receive(0, Product("activation", 0, 0), 0, True), "end"),
-    "a gap without a cause": (lambda: Gap(0, 0, 1, None), "cause"),
     "a link for text": (lambda: Link("ab"), "shape"),
     "a link for half a row": (lambda: Link((1.5, 2)), "shape"),
     "a link for fewer than no rows": (lambda: Link((-1, 2)), "shape"),

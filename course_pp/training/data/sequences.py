@@ -112,7 +112,7 @@ def packed(documents: Sequence[Tensor], seq_len: int) -> Sequences:
     Raises:
         ValueError: `seq_len` is under 2, or the documents do not fill one row.
     """
-    check_seq_len(seq_len)
+    _check(documents, seq_len)
     stream = torch.cat(list(documents))
     n = (len(stream) - 1) // seq_len
     if n == 0:
@@ -138,7 +138,7 @@ def padded(documents: Sequence[Tensor], seq_len: int, pad_id: int = PAD_ID) -> S
     Raises:
         ValueError: `seq_len` is under 2.
     """
-    check_seq_len(seq_len)
+    _check(documents, seq_len)
     starts = [(document, start) for document in documents for start in range(0, len(document) - 1, seq_len)]
     return padded_rows([document[start : start + seq_len + 1] for document, start in starts], seq_len, pad_id)
 
@@ -157,6 +157,16 @@ def check_seq_len(seq_len: int) -> None:
     """Refuse rows in which nothing follows anything."""
     if seq_len < 2:
         raise ValueError(f"seq_len={seq_len}: a sequence has at least 2 tokens; choose 2 or more")
+
+
+def _check(documents: Sequence[Tensor], seq_len: int) -> None:
+    check_seq_len(seq_len)
+    for i, document in enumerate(documents):
+        if document.dtype != torch.int64 or document.dim() != 1:  # a row would take other numbers, rounded
+            raise ValueError(
+                f"documents[{i}] is {document.dtype} of shape {tuple(document.shape)}: "
+                "give [BOT] … [EOT] as int64 token ids (length,), as from encode"
+            )
 
 
 @checked
