@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from course_pp.arguments import check_arguments, checked
 from course_pp.model import ModelConfig, Transformer, config_from_hf, config_to_hf
-from course_pp.model.hf import HEAD, name_to_hf, refuse_other_kinds
+from course_pp.model.hf import EMBEDDING, HEAD, name_to_hf, refuse_other_kinds
 from course_pp.training.checkpoint.manifest import (
     CheckpointError,
     Ranks,
@@ -219,7 +219,15 @@ def _model_of(folder: Path, config: ModelConfig, dtype: torch.dtype | None) -> T
     if others := sorted(found.keys() - set(map(name_to_hf, state))):
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         raise CheckpointError(f"{folder} has, beside what config.json asks for, {others[0]}{more}: {_ANEW}")
-    read = _read(_plan([(model, state)], folder), torch.device("cpu"))
+    cpu = torch.device("cpu")
+    planned = _plan([(model, state)], folder)
+    ends = [found[name] for name in map(name_to_hf, (EMBEDDING, HEAD)) if name in found]
+    if config.tie_embeddings and len(ends) == 2:
+        own = state[EMBEDDING]
+        same = ends[0].shape == ends[1].shape and torch.equal(*(_read([(own, end)], cpu)[id(own)] for end in ends))
+        if not same:
+            raise CheckpointError(f"{folder} has different {ends[0].name} and {ends[1].name}, which are tied: {_ANEW}")
+    read = _read(planned, cpu)
     model.load_state_dict({name: read[id(own)] for name, own in state.items()}, assign=True)
     return model
 

@@ -212,6 +212,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated weights": (truncated, f"{WEIGHTS} is damaged"),
     "lying weights": (lying, f"{WEIGHTS} is damaged"),
     "quantized weights": (quantized, f"has {UP} as I8"),
+    "ties that are two": (edited(tie_word_embeddings=True), "has different model.embed_tokens.weight and lm_head"),
     "empty weights": (rewritten(WEIGHTS, ""), f"{WEIGHTS} is damaged"),
     "a link for weights": (linked(WEIGHTS), f"{WEIGHTS} is a link"),
     "a link for a tokenizer": (linked("tokenizer.json"), "tokenizer.json is a link"),
