@@ -193,11 +193,12 @@ def agree(options: Options, feeds_tokens_back: bool = False) -> Agreement:
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
-    """Return those that agree; raise ValueError on a rank that is none of them, for which torch's group is a number."""
-    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"rank {dist.get_rank()} is not in the pipeline's group: call it on the group's ranks only")
+    """Return those that agree; raise ValueError on a rank that is none of them."""
     check_arguments(Options, {"group": group}, "Pipeline")
-    return Ranks(group, limit_s=AGREEING_S)
+    ranks = Ranks(group, limit_s=AGREEING_S)
+    if ranks.rank < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in the pipeline's group: call it on the group's ranks only")
+    return ranks
 
 
 def _by_stage(stages: Stages, here: Sequence[int]) -> Modules:

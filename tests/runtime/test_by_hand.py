@@ -390,7 +390,7 @@ def outsider_on_rank(rank):
     group = dist.new_group([0])
     if rank == 0:
         return Link((1,), group=group).n_ranks
-    with pytest.raises(ValueError, match=r"not in the link's group|group is -100"):
+    with pytest.raises(ValueError, match="not in the link's group"):
         Link((1,), group=group)
     return None
 
