@@ -1,0 +1,95 @@
+"""One grader for every exercise whose answer is a number, a choice, or a list of either."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from course_pp.exercises.answer import Answer, written_call
+from course_pp.exercises.exercise import Mistake
+from course_pp.exercises.expect import close, expect_number
+
+__all__ = ["Formula", "why"]
+
+Case = tuple[Any, ...]
+Cause = str | Callable[[Case, Any, Any], str]
+"""A sentence; or what makes one of the arguments, the answer's value and the right one."""
+
+
+class Formula:
+    """A grader: in every case the answer has to give what ``solution`` gives.
+
+    A wrong answer is told the cause of the first formula in ``wrongs`` that gives what it gives in every case; else of
+    the first that does so wherever the answer is wrong, if that is twice or more.
+
+    Args:
+        solution: the right formula.
+        cases: its arguments, one row a call.
+        wrongs: formulas that people write instead, each with its cause. One that raises is no match.
+        otherwise: the cause of any other wrong answer.
+        read: ``read(value, call)`` returns a value to be compared, and raises `Mistake` for one of another kind.
+        call: how a message writes a call; as it would be typed unless given.
+        example: a counter-example, made as a cause is.
+    """
+
+    def __init__(
+        self,
+        solution: Callable[..., Any],
+        cases: Iterable[Case],
+        wrongs: Sequence[tuple[Callable[..., Any], Cause]] = (),
+        otherwise: Cause = "",
+        *,
+        read: Callable[[Any, str], Any] = expect_number,
+        call: Callable[..., str] | None = None,
+        example: Cause = "",
+    ) -> None:
+        self.solution, self.cases, self.wrongs, self.otherwise = solution, list(cases), wrongs, otherwise
+        self._read, self._call, self._example = read, call, example
+
+    def __call__(self, answer: Answer) -> None:
+        calls = [self._call(*case) if self._call else written_call(answer.name, *case) for case in self.cases]
+        got = [self._read(value, call) for value, call in zip(answer.calls(self.cases), calls, strict=True)]
+        right = [self.solution(*case) for case in self.cases]
+        missed = [i for i, pair in enumerate(zip(got, right, strict=True)) if not _same(*pair)]
+        if not missed:
+            return
+        i = missed[0]
+        about = self.cases[i], got[i], right[i]
+        cause = self._explained(got, range(len(got))) or (len(missed) > 1 and self._explained(got, missed))
+        raise Mistake(
+            f"`{calls[i]}` is {_shown(got[i])}, not {_shown(right[i])}.",
+            _told(cause or self.otherwise, about),
+            _told(self._example, about),
+        )
+
+    def _explained(self, got: Sequence[Any], where: Iterable[int]) -> Cause:
+        cases = [(self.cases[i], got[i]) for i in where]
+        return next((cause for formula, cause in self.wrongs if all(_gives(formula, *each) for each in cases)), "")
+
+
+def why(rules: Iterable[tuple[bool, str]], otherwise: str = "") -> str:
+    """The cause beside the first condition that holds."""
+    return next((cause for holds, cause in rules if holds), otherwise)
+
+
+def _gives(formula: Callable[..., Any], case: Case, value: Any) -> bool:
+    try:
+        return _same(value, formula(*case))
+    except Exception:
+        return False
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, float) or isinstance(b, float):
+        return isinstance(a, int | float) and isinstance(b, int | float) and close(a, b)
+    return bool(a == b)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:,.7g}" if isinstance(value, float) else f"{value!r:.80}"
+
+
+def _told(cause: Cause, about: tuple[Case, Any, Any]) -> str:
+    return cause(*about) if callable(cause) else cause
