@@ -1,13 +1,7 @@
 """Any schedule on real ranks, spelled out; and the recorder that measures any pipeline.
 
-* :func:`train_step_pipeline_gpipe`, :func:`train_step_pipeline_1f1b`: one step of the two first schedules, written out
-  by hand from :func:`forward_stage`, :func:`backward_stage` and four functions that send and receive; to be read.
-* :class:`Pipeline`, :func:`run_step`: execute any legal :class:`~course_pp.schedule.Schedule`.
-* :func:`generate`: text from a pipeline, the prompts taking turns.
-* :class:`Recorder`: when each rank computed, waited, and what it kept; as the same timeline a simulation gives.
-* :class:`EmulatedCluster`: the times of a cluster of your choice, on the machine at hand.
-* :func:`profile_layers`: what layers cost on this machine, for the planner :func:`course_pp.schedule.partition`.
-* :class:`PipelineError`: what every rank raises when something goes wrong on one of them.
+``by_hand`` is one step of the two first schedules, to be read. :class:`Pipeline` runs any legal schedule, and
+:class:`Recorder` says when each rank computed and waited, as the same timeline that a simulation gives.
 """
 
 from course_pp.loss import TokenLoss
@@ -26,12 +20,12 @@ from course_pp.runtime.by_hand import (
 )
 from course_pp.runtime.clocks import Alignment, align
 from course_pp.runtime.emulation import EmulatedCluster, EmulatedLink, EmulatedTimeline, Overrun
-from course_pp.runtime.errors import LossNotFinite, PipelineError
+from course_pp.runtime.executor import LossNotFinite, PipelineError
 from course_pp.runtime.generating import generate
 from course_pp.runtime.memory import Hold, Meter, RankMemory
 from course_pp.runtime.pipeline import Pipeline, run_step
-from course_pp.runtime.profiling import profile_layers
 from course_pp.runtime.recorder import Recorder
+from course_pp.runtime.stage import profile_layers
 
 __all__ = [
     "Alignment",

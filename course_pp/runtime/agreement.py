@@ -21,14 +21,12 @@ from course_pp.runtime.emulation import EmulatedCluster
 from course_pp.runtime.gradients import Place, ShardedStages, Weight, is_dtensor
 from course_pp.runtime.memory import Meter
 from course_pp.runtime.recorder import Recorder
+from course_pp.runtime.stage import device_of
 from course_pp.runtime.versions import Optimizers, problem_of_hooks, settings_of, trained_parameters
 from course_pp.runtime.wire import TRANSPORTS
 from course_pp.schedule import Ledger, Schedule, Versions, check, ledger
 from course_pp.schedule.edges import Declared, declared_by, edges_from
 from course_pp.tied import Look, looks_of, problem_of_forgotten_ties, problem_of_left_out_copies
-
-AGREEING_S = 300.0
-"""The longest that ranks wait here: one may take minutes longer than another to build its stages."""
 
 Stages = Mapping[int, nn.Module | None] | nn.Module | None
 Modules = Mapping[int, nn.Module | None]
@@ -74,8 +72,6 @@ class Agreement:
 
     Attributes:
         rank: in the pipeline's group.
-        modules: this rank's stages.
-        device: where they compute.
         schedule: that of the options, with the edges between the stages.
         declared: the values that this rank's stages read and write beyond their neighbours'.
         weights: weights that lie in several places, on all ranks.
@@ -97,12 +93,7 @@ class Agreement:
 
 
 class Fact(NamedTuple):
-    """What copies of a parameter must have in common.
-
-    Attributes:
-        kind: shape, dtype and whether it is trained; its other places must have the same.
-        value: a fingerprint, of copies alone, which must start equal.
-    """
+    """Of a parameter what its other places must have too; of copies, which must start equal, also a fingerprint."""
 
     kind: str
     value: str = ""
@@ -118,10 +109,8 @@ class _Told:
     Attributes:
         problem: what is wrong with its options; the fields below may then be empty.
         facts: what must be the same on every rank, by name.
-        declared: what its stages read and write beyond their neighbours'.
         parameters: of each stage, what its copies and its weights' other places are compared by.
         looks: of each stage, what tells tied weights that nobody named.
-        n_data: ranks over which FSDP2 averages the gradients here.
         series: its proposal; rank 0's is taken.
     """
 
@@ -135,15 +124,9 @@ class _Told:
 
 
 def agree(options: Options, feeds_tokens_back: bool = False) -> Agreement:
-    """Check this rank's options and compare them with the others'.
+    """Check this rank's options and compare them with the others'; refuse on every rank what is wrong on any.
 
-    Args:
-        feeds_tokens_back: whether a schedule's feedback is carried out, which a pipeline does not do.
-
-    Raises:
-        TypeError: for a ``group`` that is not a process group: without one the ranks cannot agree on the rest.
-        ValueError: on every rank, for whatever is wrong on any of them, or differs between them.
-        RankMissing: if a rank has ended or does not come.
+    ``feeds_tokens_back`` says whether a schedule's feedback is carried out, which a pipeline does not do.
     """
     ranks = ranks_of(options.group)
     mine, device = _Told(), torch.device("cpu")
@@ -160,7 +143,7 @@ def agree(options: Options, feeds_tokens_back: bool = False) -> Agreement:
             or _problem_of_stages(modules, here, options)
             or _problem_of_versions(modules, options)
         )
-        device = device_of(modules) if options.device is None else torch.device(options.device)
+        device = device_of(modules.values()) if options.device is None else torch.device(options.device)
         mine.facts = _facts(options, device)
         if mine.problem is None:
             _look_into(modules, options, mine)
@@ -195,7 +178,7 @@ def agree(options: Options, feeds_tokens_back: bool = False) -> Agreement:
 def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
     """Return those that agree; raise ValueError on a rank that is none of them."""
     check_arguments(Options, {"group": group}, "Pipeline")
-    ranks = Ranks(group, limit_s=AGREEING_S)
+    ranks = Ranks(group, limit_s=300.0)  # one may take minutes longer than another to build its stages
     if ranks.rank < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the pipeline's group: call it on the group's ranks only")
     return ranks
@@ -206,12 +189,6 @@ def _by_stage(stages: Stages, here: Sequence[int]) -> Modules:
     if isinstance(stages, Mapping):
         return dict(sorted(stages.items()))
     return {here[0]: stages} if len(here) == 1 else {} if stages is None else {-1: stages}
-
-
-def device_of(modules: Modules) -> torch.device:
-    """Return where the parameters are; the CPU if there are none."""
-    parameters = (p for module in modules.values() if module is not None for p in module.parameters())
-    return next((p.device for p in parameters), torch.device("cpu"))
 
 
 def _problem_of_schedule(options: Options, n_ranks: int, feeds_tokens_back: bool) -> str | None:
@@ -231,7 +208,6 @@ def _problem_of_schedule(options: Options, n_ranks: int, feeds_tokens_back: bool
 
 
 def _problem_of_stages(modules: Modules, here: Sequence[int], options: Options) -> str | None:
-    """Return why this rank's stages cannot be used; ``here`` are those that the schedule places on it."""
     if list(modules) != list(here):
         given = f"one {type(modules[-1]).__name__}" if list(modules) == [-1] else f"stages {list(modules)}"
         return (
@@ -258,7 +234,6 @@ def _problem_of_stages(modules: Modules, here: Sequence[int], options: Options) 
 
 
 def _problem_of_versions(modules: Modules, options: Options) -> str | None:
-    """Return why this rank's stages cannot update their own weights as the schedule says."""
     schedule, optimizers, versions = options.schedule, options.optimizers, options.versions
     if not any(part.kind == "U" for part in schedule.parts):
         if versions is None and optimizers is None:
@@ -327,17 +302,13 @@ def _look_into(modules: Modules, options: Options, mine: _Told) -> None:
     mine.n_data = math.prod(group.size() for group in ShardedStages(modules.values()).data_groups)
     for stage, module in modules.items():
         is_copied = len(options.schedule.placement[stage]) > 1
-        facts = (
-            {}
-            if module is None
-            else {
-                name: Fact(
-                    f"{tuple(p.shape)} {p.dtype} {'trained' if p.requires_grad else 'frozen'}",
-                    _fingerprint(p) if is_copied and not p.is_meta else "",
-                )
-                for name, p in module.named_parameters()
-            }
-        )
+        facts = {
+            name: Fact(
+                f"{tuple(p.shape)} {p.dtype} {'trained' if p.requires_grad else 'frozen'}",
+                _fingerprint(p) if is_copied and not p.is_meta else "",
+            )
+            for name, p in ([] if module is None else module.named_parameters())
+        }
         if is_copied and options.optimizers and stage in options.optimizers:
             facts["the optimizer"] = Fact(settings_of(options.optimizers[stage], module))
         mine.parameters[stage] = facts
@@ -345,7 +316,6 @@ def _look_into(modules: Modules, options: Options, mine: _Told) -> None:
 
 
 def _fingerprint(tensor: torch.Tensor) -> str:
-    """Return a text that is equal for equal values, and hardly ever for others."""
     values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     return hashlib.sha256(values.numpy().tobytes()).hexdigest()[:12]
 
@@ -385,12 +355,7 @@ def _compared(
 def _shared_weights(
     schedule: Schedule, parameters: Mapping[int, Mapping[str, Fact]], tied: Sequence[Mapping[int, str]]
 ) -> tuple[Weight, ...]:
-    """Return every weight that is in more than one place: tied between stages, or in the replicas of one stage.
-
-    Raises:
-        ValueError: for a tie of fewer than two stages, with a stage or parameter that does not exist, or with one that
-            is in another tie too, or of parameters that cannot be one weight.
-    """
+    """Return every weight that is in more than one place: tied between stages, or in the replicas of one stage."""
     seen: set[tuple[int, str]] = set()
     for tie in tied:
         _refuse_bad_tie(tie, parameters)

@@ -15,9 +15,6 @@ def split(name: str, batch: Any, n: int) -> Sequence[Any]:
 
     A list already holds the microbatches, which may differ in size and shape. Tensors (also in tuples and dicts) are
     cut along their first dimension, as evenly as possible.
-
-    Raises:
-        ValueError: for a list of another length, a batch without tensors, or one of fewer than ``n`` samples.
     """
     if isinstance(batch, list):
         if len(batch) != n:
@@ -57,9 +54,6 @@ def loss_shares(
     Args:
         divisor: how many tokens (or samples) to average over; None counts those of ``targets`` on all ranks of
             ``groups``, over which gradients are averaged.
-
-    Raises:
-        ValueError: for targets without a sample, where the loss is a mean over samples.
     """
     loss = counted(loss_fn, _samples)
     if divisor is None and loss is not loss_fn and not sum(map(loss.count, targets)):
@@ -69,19 +63,11 @@ def loss_shares(
 
 
 def own_means(
-    loss_fn: LossFn | TokenLoss,
-    targets: Sequence[Any],
-    divisor: float | None,
-    groups: Sequence[Sequence[int]],
+    loss_fn: LossFn | TokenLoss, targets: Sequence[Any], divisor: float | None, groups: Sequence[Sequence[int]]
 ) -> Callable[[int, Any], Share]:
     """Return a function of i and the output: microbatch i's own mean loss, whose gradient an update takes.
 
-    Args:
-        groups: microbatches whose gradients enter one update, as the mean of their means.
-
-    Raises:
-        ValueError: for a ``divisor``, microbatches without a sample, or groups of unequal ones, whose mean is not the
-            mean of their means.
+    Microbatches of a group enter one update as the mean of their means, so they must be of equal size.
     """
     if divisor is not None:
         raise ValueError(f"divisor is {divisor}: with versions= each update takes a mean of its own; leave it out")

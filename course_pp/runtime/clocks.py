@@ -1,8 +1,7 @@
 """Clocks that can be compared: of the host and of a GPU, of two processes, of two hosts.
 
-All processes of one host share ``time.monotonic_ns``: it reads CLOCK_MONOTONIC, which counts from the host's boot, not
-from the start of a process. Two hosts booted at different times, so their clocks differ by anything, and the
-difference is measured with messages.
+All processes of a host share ``time.monotonic_ns``, which counts from its boot. What the clocks of two hosts differ by
+is measured with messages.
 """
 
 import os
@@ -25,18 +24,14 @@ _ROUNDS = 32
 
 
 class Clock(Protocol):
-    """Marks moments now, cheaply, and says afterwards when they were."""
+    """Marks moments now, cheaply, and says afterwards what ``time.monotonic_ns`` showed at each."""
 
-    def mark(self) -> Any:
-        """Remember this moment."""
+    def mark(self) -> Any: ...
 
-    def nanoseconds(self, marks: Sequence[Any]) -> list[int]:
-        """Return what ``time.monotonic_ns`` showed at each of ``marks``."""
+    def nanoseconds(self, marks: Sequence[Any]) -> list[int]: ...
 
 
 class HostClock:
-    """The host's clock; a mark is its reading."""
-
     mark = staticmethod(time.monotonic_ns)
 
     def nanoseconds(self, marks: Sequence[int]) -> list[int]:
@@ -47,13 +42,7 @@ class DeviceClock:
     """The clock of a CUDA device; a mark is an event on the current stream, and waits for nothing.
 
     Marks are resolved against a reference event, which an idle device reaches as soon as it is recorded, that is
-    between two readings of the host's clock around it. The reference is taken when marks are resolved, so the device
-    is not synchronised before.
-
-    Args:
-        device: a CUDA device.
-        cuda: has the ``Event``, ``current_stream`` and ``synchronize`` of ``torch.cuda``.
-        host: reads the host's clock, in nanoseconds.
+    between two readings of the host's clock around it. The device is not synchronised before.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda, host: Callable[[], int] = time.monotonic_ns):
@@ -76,7 +65,6 @@ class DeviceClock:
 
 
 def clock_of(device: torch.device | None) -> Clock:
-    """Return the clock by which work on ``device`` is timed: the host's unless it is CUDA."""
     if device is not None and device.type == "cuda":
         return DeviceClock(device)
     return HostClock()
@@ -99,8 +87,8 @@ class Alignment:
 def host_identity() -> str:
     """Return a name that two processes share only if they read the same CLOCK_MONOTONIC.
 
-    The boot id changes with every boot, the host's name tells copies of a virtual machine apart, and a time namespace
-    shifts the clocks of the processes within. Where there is no boot id, the network card's address stands for it.
+    The host's name tells copies of a virtual machine apart, and a time namespace shifts the clocks of the processes
+    within. Where there is no boot id, the network card's address stands for it.
     """
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else f"{uuid.getnode():x}"
     namespace = os.readlink(_TIME_NAMESPACE) if _TIME_NAMESPACE.exists() else ""
@@ -122,8 +110,6 @@ def align(
     took. The quickest of several rounds has the smallest error, and is taken.
 
     Args:
-        group: None means all ranks. Without a process group there is one rank.
-        clock: reads this rank's clock, in nanoseconds.
         host: ranks with the same name share a clock; :func:`host_identity` unless given.
     """
     if not (dist.is_available() and dist.is_initialized()):
@@ -167,5 +153,4 @@ def _answer(other: int, group: dist.ProcessGroup | None, clock: Callable[[], int
 
 
 def _message_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the CPU where the group can send from it; NCCL alone cannot."""
     return torch.device("cpu" if "cpu:" in dist.get_backend_config(group) else "cuda")

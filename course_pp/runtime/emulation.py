@@ -40,9 +40,6 @@ class EmulatedLink:
     Attributes:
         latency: seconds.
         bandwidth: bytes a second; None is unlimited.
-
-    Raises:
-        ValueError: for a negative or infinite number, or a bandwidth of 0.
     """
 
     latency: float = 0.0
@@ -75,8 +72,7 @@ class EmulatedCluster:
         seed: of the jitter.
 
     Raises:
-        ValueError: for numbers that are NaN, negative or infinite, and for message times in both ``costs`` and
-            ``links``.
+        ValueError: for impossible numbers, and for message times in both ``costs`` and ``links``.
     """
 
     costs: Costs
@@ -88,9 +84,7 @@ class EmulatedCluster:
     def __post_init__(self) -> None:
         refuse_impossible_number("jitter", self.jitter, "such as 0.1 for a tenth")
         for rank, factor in self.stragglers.items():
-            refuse_impossible_number(
-                f"the straggler factor of rank {rank}", factor, "such as 1.5 for half as long again"
-            )
+            refuse_impossible_number(f"the straggler factor of rank {rank}", factor, "such as 1.5")
         if self.links is not None and (self.costs.latency or self.costs.bandwidth is not None):
             raise ValueError("both costs and links say how long messages take: leave one of them out")
 
@@ -120,8 +114,7 @@ class EmulatedCluster:
     def transfer(self, product: Product, source: int, target: int, nbytes: float, schedule: Schedule) -> float:
         """Return the seconds in which ``product`` gets from rank ``source`` to rank ``target``.
 
-        A token is a few numbers, so its size does not count. What replicas of a stage exchange costs nothing by
-        ``costs``.
+        A token's size does not count. What replicas of a stage exchange costs nothing by ``costs``.
         """
         if self.links is not None:
             return self._link(source, target, schedule.n_ranks).seconds(0.0 if product.what == "token" else nbytes)
@@ -141,11 +134,7 @@ class EmulatedCluster:
         """Simulate ``schedule`` with these times; return the timeline, in seconds.
 
         If links have a bandwidth, ``costs.message_bytes`` is the size of messages. What replicas exchange before an
-        update is left out.
-
-        Raises:
-            ValueError: for a schedule that cannot run on this cluster, and where the links between two stages differ
-                from replica to replica.
+        update is left out. Raises ValueError where replicas have different links between two stages.
         """
         if problem := self.problem_with(schedule):
             raise ValueError(problem)
@@ -170,7 +159,6 @@ class EmulatedCluster:
         return random.Random(f"{self.seed} {rank} {index}").lognormvariate(-variance / 2, math.sqrt(variance))
 
     def _link(self, a: int, b: int, n_ranks: int) -> EmulatedLink:
-        """Return the links between two ranks as one."""
         if not isinstance(self.links, Sequence):
             return self.links or EmulatedLink()
         low, high = sorted((a, b))
@@ -207,12 +195,7 @@ class Overrun:
 
 @dataclass(frozen=True, repr=False)
 class EmulatedTimeline(Timeline):
-    """What an emulated cluster did, in chosen times, and what really happened meanwhile.
-
-    Attributes:
-        wall: the same actions, when they were really computed; same time 0.
-        overruns: the actions whose real work took longer than their chosen time.
-    """
+    """What an emulated cluster did, in chosen times, and on the ``wall`` clock, with the same time 0."""
 
     wall: Timeline = field(default_factory=lambda: Timeline(1, ()))
     overruns: tuple[Overrun, ...] = ()
@@ -263,12 +246,7 @@ class Emulated(NamedTuple):
 
 
 class Emulator:
-    """The clock of one rank.
-
-    Args:
-        cluster: the one that ``schedule`` runs on.
-        wait_for_device: returns when the device has finished its work.
-    """
+    """The clock of one rank."""
 
     def __init__(
         self, cluster: EmulatedCluster, schedule: Schedule, rank: int, wait_for_device: Callable[[], None]
@@ -279,7 +257,6 @@ class Emulator:
         self.begin()
 
     def begin(self) -> None:
-        """Start a step."""
         self.done: list[Emulated] = []
         self.received: list[tuple[Product, int, int]] = []
         self._index, self._begun = 0, time.monotonic_ns()

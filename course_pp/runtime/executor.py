@@ -13,8 +13,7 @@ from course_pp.loss import Share
 from course_pp.runtime.agreement import Agreement
 from course_pp.runtime.clocks import wait_for
 from course_pp.runtime.emulation import Emulator
-from course_pp.runtime.errors import MessageLost, Origin, PeerFailed, PipelineError
-from course_pp.runtime.mailbox import Mailbox
+from course_pp.runtime.mailbox import Mailbox, MessageLost, Origin, PeerFailed
 from course_pp.runtime.memory import Hold
 from course_pp.runtime.messages import Content, Message, RankPlan, Read, Step, reads_of, writes_of
 from course_pp.runtime.payload import map_tensors, tensors_of
@@ -30,6 +29,36 @@ T = TypeVar("T")
 _RANDOM_STATE = "state of the random number generators"
 
 
+class PipelineError(RuntimeError):
+    """A step failed. Raised on every rank, with the same account of where it began.
+
+    After it a pipeline cannot go on: its ranks are at different places of the schedule, and the gradients of the step
+    are incomplete. Build another one, and zero the gradients.
+
+    Attributes:
+        origin: what happened, beginning with rank, stage, microbatch and action.
+        rank, stage, microbatch, action: where it began; all but the rank, in the pipeline's group, are None outside an
+            action. An :class:`Overlap` fails as a whole, and its forward gives stage and microbatch.
+        began_elsewhere: whether this rank was told by another.
+    """
+
+    def __init__(self, origin: Origin, told: str = "") -> None:
+        super().__init__(f"{origin}\n{told}" if told else str(origin))
+        self._given = origin, told
+        self.origin, self.rank, self.began_elsewhere = str(origin), origin.rank, bool(told)
+        self.action = None if isinstance(origin.at, str) else origin.at
+        first = None if self.action is None else self.action.parts[0]
+        self.stage = None if first is None else first.stage
+        self.microbatch = None if first is None else first.microbatch
+
+    def __reduce__(self) -> tuple[type["PipelineError"], tuple[Origin, str]]:
+        return type(self), self._given
+
+
+class LossNotFinite(PipelineError):
+    """A step's loss is infinite or not a number. The step ran to its end: zero the gradients, and go on."""
+
+
 @dataclass(slots=True)
 class Batch:
     """What the actions of a step work on.
@@ -41,7 +70,7 @@ class Batch:
         products: what actions have left for other actions, whether they are on this rank or on others.
         shares: the losses so far, by microbatch.
         outputs: those of the last stage, where no loss is made of them.
-        held: what a recorder counts of values that wait here for a stage of this rank.
+        held: what a recorder counts of values that wait here for a stage.
     """
 
     inputs: Sequence[Any]
@@ -58,18 +87,13 @@ _Call = Callable[[Batch], None]
 
 
 class Executor:
-    """Carries out one rank's part of a plan.
-
-    What a step does is worked out once, as a flat list of calls for each action: a step only makes the calls.
+    """Carries out one rank's part of ``plans``, worked out once as a flat list of calls for each action.
 
     Args:
         schedule: that of the agreement, or its forwards alone.
-        plans: of all ranks.
-        stages: of this rank.
-        weights: of those that update their own.
+        weights: of the stages that update their own.
 
     Attributes:
-        plan: of this rank.
         current: the action in progress; None before the first; ``"the end of the step"`` after the last.
         failed: how the last step failed; None while all is well. An executor that failed cannot go on.
     """
@@ -106,11 +130,7 @@ class Executor:
         self._turns = [(step.action, self._calls_of(step)) for step in plan.steps]
 
     def perform(self, step: Callable[[], T]) -> T:
-        """Call ``step``, which runs the actions and exchanges all that follows them, and return what it returns.
-
-        Raises:
-            PipelineError: on every rank, for whatever was raised on one once it had begun its first action.
-        """
+        """Return what ``step`` returns; raise PipelineError on every rank for whatever it raises on one."""
         self.current = None
         try:
             self.mailbox.begin()
@@ -132,7 +152,7 @@ class Executor:
         return found
 
     def run(self, batch: Batch) -> None:
-        """Do every action of this rank; afterwards ``batch.shares`` has the losses computed here."""
+        """Do every action of this rank."""
         if self._emulator is not None:
             self._emulator.begin()
         for action, calls in self._turns:
@@ -171,7 +191,7 @@ class Executor:
         return Origin(self.plan.rank, "before the first action" if self.current is None else self.current, what)
 
     def _calls_of(self, step: Step) -> tuple[_Call, ...]:
-        """All that an action takes, in order: receive, free what has arrived elsewhere, compute, send."""
+        """Return all that an action takes, in order: receive, free what has arrived elsewhere, compute, send."""
         calls = [self._receive(message) for message in step.receives]
         if step.arrived:
             calls.append(lambda _: self.mailbox.arrived(step.arrived))
@@ -189,7 +209,7 @@ class Executor:
         return tuple(calls)
 
     def _timed(self, action: Action | Overlap, work: list[_Call]) -> list[_Call]:
-        """``work``, on the clock of the emulated cluster or the recorder, if there is one."""
+        """Return ``work`` on the clock of the emulated cluster or the recorder, if there is one."""
         span: Callable[..., AbstractContextManager[None]]
         if self._emulator is not None:
             span = self._emulator.action
@@ -206,25 +226,25 @@ class Executor:
         return [timed]
 
     def _receive(self, message: Message) -> _Call:
-        content, mailbox, emulator, recorder = message.content, self.mailbox, self._emulator, self._recorder
+        content, take, emulator, recorder = message.content, self.mailbox.take, self._emulator, self._recorder
         if emulator is not None:
 
             def receive_stamped(batch: Batch) -> None:
-                batch.products[content] = emulator.opened(message, mailbox.take(message))
+                batch.products[content] = emulator.opened(message, take(message))
 
             return receive_stamped
-        if recorder is not None and not isinstance(content, str):
-
-            def receive_recorded(batch: Batch) -> None:
-                with recorder.receiving(content):
-                    batch.products[content] = mailbox.take(message)
-
-            return receive_recorded
 
         def receive(batch: Batch) -> None:
-            batch.products[content] = mailbox.take(message)
+            batch.products[content] = take(message)
 
-        return receive
+        if recorder is None or isinstance(content, str):
+            return receive
+
+        def receive_recorded(batch: Batch) -> None:
+            with recorder.receiving(content):
+                receive(batch)
+
+        return receive_recorded
 
     def _send(self, message: Message, is_needed_again: bool) -> _Call:
         content, mailbox, emulator = message.content, self.mailbox, self._emulator
@@ -341,7 +361,7 @@ class Executor:
         return backward_weight
 
     def _update(self, action: Action) -> _Call:
-        """With what waits here, and what the other replicas have sent, in the order of microbatches."""
+        """Update with what waits here, and what the other replicas have sent, in the order of microbatches."""
         weights, replicas = self._weights.get(action.stage), len(self._schedule.placement[action.stage])
         mates = round_of(action.microbatch, replicas, self._schedule.n_microbatches)
         products = [Product("weight gradient", action.stage, mate) for mate in mates]
@@ -357,24 +377,24 @@ class Executor:
 
 
 def _taken(products: dict[Content, Any], read: Read) -> Any:
-    """A value for one of its readers: leaves of its own, as each goes backward by itself."""
+    """Return a value for one of its readers: leaves of its own, as each goes backward by itself."""
     if read.is_last:
         return map_tensors(_as_if_received, products.pop(read.value))
     return map_tensors(_as_if_copied, products[read.value])
 
 
 def _added_up(several: Sequence[Gradients]) -> Gradients:
-    """Gradients of one value from several readers, in their order."""
+    """Return the sum of the gradients of one value from several readers, in their order."""
     return several[0] if len(several) == 1 else tuple(add_up(terms) for terms in zip(*several, strict=True))
 
 
 def _as_if_received(tensor: Tensor) -> Tensor:
-    """A leaf, so that a later stage's graph ends there although it is on the same rank."""
+    """Return a leaf, so that a later stage's graph ends there although it is on the same rank."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _as_if_copied(tensor: Tensor) -> Tensor:
-    """The same where others still need the value: a copy, unless autograd keeps stages from changing it in place."""
+    """Return the same where others still need the value: a copy, unless autograd refuses changes in place."""
     return _as_if_received(tensor) if tensor.requires_grad else tensor.detach().clone()
 
 

@@ -1,13 +1,11 @@
 """Text from a pipeline: prompts take turns, so that every rank has one to work on.
 
-    new = generate({rank: stage}, prompts, n_tokens=20)          # on each rank, with its own stages
-
-A token goes from the last stage back to the first, which meanwhile works on other prompts:
-:func:`course_pp.schedule.generation` gives the order, which runs on the same engine as any other schedule, emulated
-clusters included.
+A token goes from the last stage back to the first, which meanwhile works on other prompts, in the order that
+:func:`course_pp.schedule.generation` gives.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -64,15 +62,11 @@ def generate(
             ``new_cache()`` and takes its result as ``cache=``, like those of :mod:`course_pp.model`. If False, the
             whole text goes through all stages for each token, and any stages will do, such as those that
             :func:`course_pp.parallel.auto_split` makes.
-        group, device, recorder, cluster, transport, timeout_s: as for :class:`Pipeline`.
+
+    The others are as for :class:`Pipeline`, and so is what is raised, on every rank.
 
     Returns:
         The new tokens of each prompt, ``end`` included, on every rank. Modules stay in the mode they are in.
-
-    Raises:
-        ValueError: on every rank, for missing prompts or prompts that differ from rank 0's, for stages that do not fit
-            together, have no cache or read values beyond their neighbours', and for whatever :class:`Pipeline` refuses.
-        PipelineError: on every rank, if a stage raises; says which rank, stage, group and token it was.
     """
     given = locals()
     ranks = ranks_of(group)
@@ -92,22 +86,10 @@ def generate(
         {"n_tokens": n_tokens, "end": end, "group_size": group_size, "cache": cache, "prompts": prompts}
     )
     placed = rank_by_stage(ranks.gather(here))
-    text = _Text(prompts, n_tokens, choose or _most_likely, end, group_size)
+    text = _Text(prompts, n_tokens, choose or partial(torch.argmax, dim=-1), end, group_size)
     order = generation(ranks.size, len(text.groups), n_tokens, placement=[placed[stage] for stage in sorted(placed)])
-    agreement = agree(
-        Options(
-            order,
-            stages,
-            group=group,
-            device=device,
-            tied=(),
-            recorder=recorder,
-            cluster=cluster,
-            transport=transport,
-            timeout_s=timeout_s,
-        ),
-        feeds_tokens_back=True,
-    )
+    options = Options(order, stages, None, group, device, False, (), recorder, cluster, transport, timeout_s)
+    agreement = agree(options, feeds_tokens_back=True)
     executor = _Generating(agreement, text, cache)
 
     def step() -> Tensor:
@@ -158,10 +140,6 @@ class _Text:
             tokens = [token - 1 for token in row if token]
             found.append(tokens[: tokens.index(self._end) + 1] if self._end in tokens else tokens)
         return found
-
-
-def _most_likely(logits: Tensor) -> Tensor:
-    return logits.argmax(dim=-1)
 
 
 def _refuse_odd_values(prompts: Sequence[Sequence[int]], n_tokens: int, group_size: int, end: int | None) -> None:
@@ -243,13 +221,16 @@ class _Generating(Executor):
 
 def _last_logits(output: Any) -> Tensor:
     """Return the logits of the last position, (batch, vocabulary)."""
-    logits, shown = output, f" ({type(output).__name__})"
+    logits = output
     if isinstance(output, Mapping):
-        logits, shown = output.get("logits"), f" but {', '.join(map(repr, output)) or 'an empty dict'}"
+        logits = output.get("logits")
     elif isinstance(output, tuple | list) and output:
         logits = output[0]
-    if isinstance(logits, Tensor):
-        shown = f" of shape {tuple(logits.shape)}"
     if not isinstance(logits, Tensor) or logits.dim() != 3:
-        raise ValueError(f"the last stage returned no logits (batch, seq, vocabulary){shown}: give it the head")
+        made = f"a {type(output).__name__}"
+        if isinstance(output, Mapping):
+            made = f"{[*output]}"
+        elif isinstance(logits, Tensor):
+            made = f"shape {tuple(logits.shape)}"
+        raise ValueError(f"the last stage returned {made}, no logits (batch, seq, vocabulary): give it the head")
     return logits[:, -1]

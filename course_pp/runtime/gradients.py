@@ -1,10 +1,10 @@
 """What becomes of gradients when a rank's actions are done: they are summed over all places of a weight.
 
-Weights that are in several places, tied between stages or in the replicas of one stage: their ranks exchange gradients.
-Weights sharded by FSDP2 (``fully_shard``): it reduces a group's gradients, and frees its parameters, as soon as a
-backward has passed it. Under a pipeline that would be once a microbatch, and before the weight gradients that were put
-off to ``W``: those would be lost without a word. So during a step gradients stay whole on each rank and are summed over
-the microbatches, as torch's own pipelines do; after the rank's last action they are reduced.
+The places of a weight that is tied between stages, or in the replicas of one stage, exchange their gradients.
+
+FSDP2 (``fully_shard``) reduces a group's gradients, and frees its parameters, as soon as a backward has passed it.
+Under a pipeline that is once a microbatch, and before the weight gradients that were put off to ``W``, which would be
+lost without a word. So gradients stay whole on each rank during a step, and are reduced after its last action.
 """
 
 import math
@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_pp.module_extras import call_hooks
-from course_pp.runtime._torch import data_groups, forget_gradients, reduce_gradients
 from course_pp.tied import add_up, copies_in, set_apart
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
     from torch.distributed.fsdp import FSDPModule
 
 
@@ -40,14 +39,9 @@ Weight = tuple[Place, ...]
 
 
 class SharedWeights:
-    """This rank's part in summing the gradients of weights that are in several places.
+    """This rank's part in summing the gradients of ``weights``, all that are in several places.
 
     Each rank adds up the same numbers in the same order, so weights that start equal stay equal bit by bit.
-
-    Args:
-        rank: this rank.
-        weights: all shared weights, the same on all ranks.
-        modules: this rank's stages.
     """
 
     def __init__(self, rank: int, weights: Sequence[Weight], modules: Mapping[int, nn.Module | None]) -> None:
@@ -65,7 +59,7 @@ class SharedWeights:
             yield
 
     def for_rank(self, other: int) -> list[Tensor | None]:
-        """Return what ``other`` needs from here: this rank's gradient of each weight that both hold."""
+        """Return this rank's gradient of each weight that ``other`` holds too."""
         return [self._own(weight) for weight in self._weights if any(place.rank == other for place in weight)]
 
     def add(self, received: Mapping[int, Sequence[Tensor | None]]) -> None:
@@ -91,31 +85,27 @@ class ShardedStages:
         self._roots = [root for module in modules if module is not None for root in _outermost(module)]
 
     @cached_property
-    def data_groups(self) -> "Sequence[dist.ProcessGroup]":
+    def data_groups(self) -> Sequence[dist.ProcessGroup]:
         """Those over whose ranks gradients are averaged; the widest, if parts of a stage have others."""
-        found = (data_groups(part) for root in self._roots for part in _sharded_parts(root))
+        found = (_data_groups(part) for root in self._roots for part in _sharded_parts(root))
         return max(found, key=lambda groups: math.prod(group.size() for group in groups), default=[])
 
     @contextmanager
     def reduced_once(self, trains: bool) -> Iterator[None]:
-        """The body computes the gradients of a step; afterwards they are reduced. If it raises, they are forgotten.
-
-        Args:
-            trains: whether the step has backwards.
-        """
+        """Reduce the gradients that the body computes, if it ``trains``; forget them if it raises."""
         for root in self._roots:
             _sync(root, False)
         try:
             yield
         except BaseException:
             for root in self._roots:
-                forget_gradients(root)
+                _forget_gradients(root)
                 _sync(root, True)
             raise
         for root in self._roots:
             _sync(root, True)
             if trains:
-                reduce_gradients(root)
+                _reduce_gradients(root)
                 continue
             # Free what a forward has gathered and no backward will: the next step would compute with it, old or not.
             for part in _sharded_parts(root):
@@ -151,3 +141,40 @@ def is_dtensor(value: Any) -> bool:
     """Return whether a tensor is distributed; imports nothing for the answer."""
     tensor = sys.modules.get("torch.distributed.tensor")
     return tensor is not None and isinstance(value, tensor.DTensor)
+
+
+# FSDP2's private names, which may move between releases. Torch's own pipelines call them too: there is no public way.
+
+
+def _reduce_gradients(root: "FSDPModule") -> None:
+    """Reduce the gradients of all groups below ``root`` and wait for them, as FSDP2 does at the end of a backward."""
+    state = root._get_fsdp_state()
+    for group in _groups_of(state._state_ctx.all_states):
+        group.post_backward()
+    state._root_post_backward_final_callback()
+
+
+def _data_groups(module: "FSDPModule") -> list[dist.ProcessGroup]:
+    """Return the groups over whose ranks FSDP2 averages the gradients of ``module`` itself."""
+    infos = [group.mesh_info for group in _groups_of([module._get_fsdp_state()])]
+    found = (getattr(infos[0], f"{kind}_process_group", None) for kind in ("shard", "replicate")) if infos else ()
+    return [group for group in found if group is not None]
+
+
+def _forget_gradients(root: "FSDPModule") -> None:
+    """Drop the gradients below ``root`` that are not reduced yet, after a forward or backward was cut short."""
+    for group in _groups_of(root._get_fsdp_state()._state_ctx.all_states):
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+        group._training_state = type(group._training_state).IDLE
+        group.reshard()
+    if hasattr(root, "reset_iter_state"):  # not in every release, and it forgets no gradients
+        root.reset_iter_state()
+
+
+def _groups_of(states: Iterable[Any]) -> list[Any]:
+    """Return the groups of parameters that FSDP2 gathers and reduces together; a list for each state from 2.13 on."""
+    groups = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states]
+    return [group for row in groups for group in row if group is not None]

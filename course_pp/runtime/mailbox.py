@@ -4,15 +4,13 @@ Every message has the size that the receiver expects, and a trailer. The first b
 
 ========  ==============================================================================================
 SAME      the value, with the shapes and dtypes of the last step
-CHANGED   nothing yet: the value follows in a second message, whose size the trailer gives, with its spec
+CHANGED   nothing yet: the value follows in a second message with its spec, whose sizes are in the trailer
 FAILED    no value: the sender's step has failed, and the text says how it began
 ========  ==============================================================================================
 
-So shapes are agreed on when they change and cost nothing when they do not, a receiver never gets more bytes than it has
-room for, and a rank that fails tells everyone who waits for it in the very message they wait for.
-
-Receives are posted ahead, so that messages arrive while the rank computes: two on each channel, and more of them as
-long as they are small. Receive buffers are bounded by that, however many microbatches there are.
+So shapes are agreed on when they change and cost nothing when they do not, and a rank that fails tells everyone who
+waits for it in the very message they wait for. Receives are posted ahead, so that messages arrive while the rank
+computes: two on each channel, and more as long as they are small, however many microbatches there are.
 """
 
 import pickle
@@ -20,6 +18,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -28,19 +27,58 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_pp.runtime.errors import MessageLost, Origin, PeerFailed
 from course_pp.runtime.memory import Hold, Meter
 from course_pp.runtime.messages import Message, RankPlan
 from course_pp.runtime.payload import NOTHING, Spec, describe, only_tensor, pack, places_in, unpack
 from course_pp.runtime.wire import Wire
+from course_pp.schedule import Action, Overlap
 
 _SAME, _CHANGED, _FAILED = range(3)
 _TRAILER = 512
-_SIZE = 8  # bytes of a number in the trailer
 # Bytes of receive buffers to post ahead on a channel.
 _AHEAD = 1 << 16
 # How long a rank that has lost a message waits for the others to take the news.
 _NEWS_S = 5.0
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a failure began, and what it was: the exception's ``"Type: message"``."""
+
+    rank: int
+    at: Action | Overlap | str
+    what: str
+
+    def __str__(self) -> str:
+        at = self.at
+        if not isinstance(at, str):
+            at = " and ".join(f"stage {p.stage}, microbatch {p.microbatch}, action {p}" for p in at.parts)
+        return f"rank {self.rank}, {at}: {self.what}"
+
+    def encode(self) -> str:
+        return f"{self.rank}\n{self.at}\n{self.what}"
+
+    @staticmethod
+    def decode(text: str) -> "Origin":
+        rank, at, what = text.split("\n", 2)
+        for parse in (Action.parse, Overlap.parse):
+            try:
+                return Origin(int(rank), parse(at), what)
+            except ValueError:
+                continue
+        return Origin(int(rank), at, what)
+
+
+class MessageLost(RuntimeError):
+    """A message did not come or could not be sent: its peer is gone, or late beyond the time limit."""
+
+
+class PeerFailed(RuntimeError):
+    """The peer's step has failed, as ``origin`` says."""
+
+    def __init__(self, origin: Origin) -> None:
+        super().__init__(str(origin))
+        self.origin = origin
 
 
 class _Packet:
@@ -54,19 +92,15 @@ class _Packet:
         self.places = places_in(spec, self.buffer)
 
 
+@dataclass(slots=True)
 class _Format:
     """How a value is sent, and the packets that have arrived and can carry the next one."""
 
-    __slots__ = ("free", "spec")
-
-    def __init__(self, spec: Spec) -> None:
-        self.spec = spec
-        self.free: list[_Packet] = []
+    spec: Spec
+    free: list[_Packet] = field(default_factory=list)
 
 
 class _Outgoing:
-    """The sending end of a channel."""
-
     def __init__(self, row: tuple[Message, ...]) -> None:
         self.row = row
         self.expected = [_Format(NOTHING)] * len(row)
@@ -79,8 +113,6 @@ class _Outgoing:
 
 
 class _Incoming:
-    """The receiving end of a channel."""
-
     def __init__(self, row: tuple[Message, ...]) -> None:
         self.row = row
         self.expected = [NOTHING] * len(row)
@@ -92,25 +124,18 @@ class _Incoming:
         self.full = 0
 
 
+@dataclass(slots=True)
 class _Sent:
     """A buffer that the backend is reading or writing, and what is to be done when it has."""
 
-    __slots__ = ("buffer", "hold", "then", "work")
-
-    def __init__(self, buffer: Tensor, work: dist.Work, hold: Hold | None) -> None:
-        self.buffer, self.work, self.hold = buffer, work, hold
-        self.then: Callable[[], None] | None = None
+    buffer: Tensor
+    work: dist.Work
+    hold: Hold | None
+    then: Callable[[], None] | None = None
 
 
 class Mailbox:
-    """Sends and takes the messages of a :class:`~course_pp.runtime.messages.RankPlan`, step after step.
-
-    Args:
-        plan: of this rank.
-        device: where the stages compute; values are given and returned there.
-        timeout: the longest wait for one message.
-        meter: counts the buffers, if there is one.
-    """
+    """Sends and takes the messages of this rank's plan, step after step; values lie on ``device``."""
 
     def __init__(
         self, plan: RankPlan, wire: Wire, device: torch.device, timeout: timedelta, meter: Meter | None
@@ -131,10 +156,6 @@ class Mailbox:
         """Hand over a value; it goes on its way as soon as those before it in the channel have.
 
         The bytes are copied, so the tensors may be changed or freed at once.
-
-        Raises:
-            TypeError: for a value that cannot be sent.
-            MessageLost: if the peer is gone.
         """
         channel = self._outgoing[message.target]
         channel.ready[message.number] = value
@@ -155,7 +176,7 @@ class Mailbox:
         # Posting takes about as long as a small message: when there is time for it is before a wait, and not every one.
         if 2 * len(channel.posted) <= channel.full:
             self._post(source, channel)
-        buffer = self._arrival(channel.posted.popleft(), message)
+        buffer = self._wait(channel.posted.popleft(), message)
         spec = channel.expected[number]
         kind = buffer[spec.nbytes].item()
         if kind == _FAILED:
@@ -163,8 +184,8 @@ class Mailbox:
             channel.next = len(channel.row)  # nothing more will come
             raise PeerFailed(Origin.decode(_read_text(buffer)))
         if kind == _CHANGED:
-            value_bytes, spec_bytes = _read_sizes(buffer[spec.nbytes :])
-            buffer = self._arrival(self._receive(source, 2 * number + 1, value_bytes + spec_bytes), message)
+            value_bytes, spec_bytes = map(int, _read_text(buffer).split())
+            buffer = self._wait(self._receive(source, 2 * number + 1, value_bytes + spec_bytes), message)
             spec = channel.expected[number] = pickle.loads(bytes(buffer[value_bytes:].tolist()))
         channel.next += 1
         if not channel.posted:
@@ -180,7 +201,7 @@ class Mailbox:
                     sent.then()
 
     def end(self) -> None:
-        """Finish a step: wait until everything that was sent has gone."""
+        """Wait until everything that was sent has gone."""
         for channel in self._outgoing.values():
             self.arrived([channel.row[number] for number in sorted(channel.in_flight)])
 
@@ -188,10 +209,7 @@ class Mailbox:
         """Tell every rank that still expects something from here how the failure began, and hear them out.
 
         They will fail too and say so. Then nothing is left on its way, and the process group can serve others: gloo
-        closes the connections of a process that gives up waiting for a message.
-
-        Args:
-            lost: whether a message was lost, so that there is little hope of hearing from everyone.
+        closes the connections of a process that gives up waiting. If a message was lost, not everyone will be heard.
         """
         news = []
         for target, channel in self._outgoing.items():
@@ -236,11 +254,11 @@ class Mailbox:
         return _Sent(buffer, work, self._hold(buffer))
 
     def _changed(self, expected: Spec, spec: Spec, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """A message that says what follows, and the value with its spec."""
+        """Return a message that says what follows, and the value with its spec."""
         described = pickle.dumps(spec)
         notice = self._buffer(expected.nbytes + _TRAILER)
         notice[expected.nbytes] = _CHANGED
-        _write_sizes(notice[expected.nbytes :], spec.nbytes, len(described))
+        _write_text(notice, f"{spec.nbytes} {len(described)}")
         whole = self._buffer(spec.nbytes + len(described))
         pack(spec, tensors, whole)
         whole[spec.nbytes :] = torch.frombuffer(bytearray(described), dtype=torch.uint8)
@@ -265,11 +283,7 @@ class Mailbox:
         except RuntimeError as error:
             raise MessageLost(f"rank {source} cannot be heard any more: {_first_line(error)}") from error
 
-    def _arrival(self, posted: _Sent, message: Message) -> Tensor:
-        self._wait(posted, message)
-        return posted.buffer
-
-    def _wait(self, sent: _Sent, message: Message) -> None:
+    def _wait(self, sent: _Sent, message: Message) -> Tensor:
         try:
             sent.work.wait(self._timeout)
         except RuntimeError as error:
@@ -281,6 +295,7 @@ class Mailbox:
         finally:
             if sent.hold is not None:
                 sent.hold.release()
+        return sent.buffer
 
     def _buffer(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._wire.device)
@@ -289,18 +304,8 @@ class Mailbox:
         return None if self._meter is None else self._meter.hold(buffer, "buffer")
 
 
-def _write_sizes(trailer: Tensor, *sizes: int) -> None:
-    numbers = b"".join(size.to_bytes(_SIZE, "little") for size in sizes)
-    trailer[_SIZE : _SIZE + len(numbers)] = torch.frombuffer(bytearray(numbers), dtype=torch.uint8)
-
-
-def _read_sizes(trailer: Tensor) -> tuple[int, int]:
-    numbers = bytes(trailer[_SIZE : 3 * _SIZE].tolist())
-    return int.from_bytes(numbers[:_SIZE], "little"), int.from_bytes(numbers[_SIZE:], "little")
-
-
 def _write_text(buffer: Tensor, text: str) -> None:
-    """In the trailer behind its first byte, as much as there is room for."""
+    """Put into the trailer behind its first byte as much as there is room for."""
     room = _TRAILER - 1
     line = text.encode()[:room].ljust(room, b"\0")
     buffer[-room:] = torch.frombuffer(bytearray(line), dtype=torch.uint8)
@@ -311,5 +316,5 @@ def _read_text(buffer: Tensor) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """Without the place in gloo's source."""
+    """Return the first line of a message, without the place in gloo's source."""
     return re.sub(r"^\[[^]]*\] *", "", str(error).partition("\n")[0])

@@ -51,13 +51,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class MeterLog:
-    """What a meter counted.
-
-    Attributes:
-        first: bytes of each kind at first.
-        changes: from then on (nanoseconds, kind, change in bytes).
-        per_forward: for each (stage, microbatch) the bytes of activations that were first kept for its sake.
-    """
+    """What a meter counted: bytes of each kind at ``first``, then (nanoseconds, kind, change in bytes)."""
 
     first: Mapping[str, int]
     changes: Sequence[tuple[int, str, int]]
@@ -112,13 +106,10 @@ class _Saved:
 class Meter:
     """Counts the bytes that this rank keeps for backward. A storage counts once, however many tensors share it.
 
-    What it sees: tensors that autograd saves within :meth:`saving`, and those given to :meth:`hold`. It does not see
-    what lives only during an action, nor what a checkpointed part of a stage saves while backward runs it again.
-    Sparse tensors, which have no single storage, count nothing. Times are the host's also where the work is on a GPU:
-    memory is taken when the host asks for it.
-
-    Args:
-        clock: reads the host's clock, in nanoseconds.
+    It sees tensors that autograd saves within :meth:`saving`, and those given to :meth:`hold`; not what lives only
+    during an action, nor what a checkpointed part of a stage saves while backward runs it again. Sparse tensors have
+    no single storage and count nothing. Times are the host's, in nanoseconds, on a GPU too: memory is taken when the
+    host asks for it.
     """
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
@@ -137,8 +128,7 @@ class Meter:
     def saving(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Count what autograd saves in the body, a forward, until it lets go.
 
-        Backward gets the very tensors that were saved. With hooks autograd no longer checks that they were not changed
-        in place since; the meter does, and raises RuntimeError in backward.
+        With hooks autograd no longer checks that saved tensors were not changed in place since; the meter does.
         """
         return saved_tensors_hooks(partial(self._pack, (stage, microbatch)), _unpack)
 
@@ -146,10 +136,9 @@ class Meter:
         """Count and keep ``tensor``'s storage until the result is released or collected.
 
         Args:
-            tensor: what you keep.
             kind: ``"activation"`` for a stage's input, ``"buffer"`` for a message posted or in flight, ``"queued"``
                 for an output gradient that waits for ``W``, ``"version"`` for weights kept besides the newest.
-            forward: the stage and microbatch whose forward an activation is kept for, to list it by.
+            forward: the stage and microbatch whose forward an activation is kept for.
         """
         return Hold(self, kind, self._counted(tensor), forward)
 
@@ -177,7 +166,7 @@ class Meter:
         return MeterLog(dict(self._first), tuple(self._changes), dict(self._per_forward))
 
     def _pack(self, forward: Forward, tensor: torch.Tensor) -> _Saved:
-        return _Saved(tensor, Hold(self, "activation", self._counted(tensor), forward), forward)
+        return _Saved(tensor, self.hold(tensor, forward=forward), forward)
 
     def _counted(self, tensor: torch.Tensor) -> list[torch.UntypedStorage]:
         return [storage for storage in _storages(tensor) if storage not in self._ignored]

@@ -2,18 +2,14 @@
 
 All messages from one rank to another form a *channel*. The receiver takes them in the order in which its own actions
 need them; the sender sends them in that same order, holding back one that is ready before its turn. So both ends agree
-on the order without a message, and need no tags (NCCL has none).
-
-Holding messages back adds no deadlock. A message waits only for others that the receiver needs first anyway. So every
-wait is for an action that the schedule itself puts earlier, and a legal schedule has no cycle of those
-(:func:`course_pp.schedule.check`).
+on the order without a message, and need no tags (NCCL has none). That adds no deadlock: a message waits only for others
+that the receiver needs first anyway, for actions that the schedule itself puts earlier.
 
 A step ends with every rank reporting to one of them, the root, and the root answering: a rank that returns knows that
 all the others are through.
 
-A stage may also read values of stages beyond its neighbour. A value travels once to each rank that reads it. If a rank
-has several readers, the first one receives it. That one goes backward last, and sends the sum of their gradients. The
-writer adds up what it gets from each rank.
+A value that stages beyond the neighbour read travels once to each rank that reads it. The rank's first reader receives
+it, goes backward last, and sends the sum of their gradients. The writer adds up what it gets from each rank.
 """
 
 from collections import defaultdict
@@ -58,13 +54,7 @@ class Step:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank does in a step.
-
-    Attributes:
-        steps: its actions with their messages, in order.
-        incoming: the channel from each rank that sends here.
-        outgoing: the channel to each rank that receives from here.
-    """
+    """What one rank does in a step: its actions in order, and its channels by the rank at the other end."""
 
     rank: int
     steps: tuple[Step, ...]
@@ -73,12 +63,7 @@ class RankPlan:
 
 
 def plan_messages(schedule: Schedule, pairs: Sequence[tuple[int, int]] = ()) -> tuple[RankPlan, ...]:
-    """Return the plan of each rank.
-
-    Args:
-        schedule: a legal one.
-        pairs: ranks that exchange the gradients of shared weights after their last action.
-    """
+    """Return the plan of each rank; ``pairs`` exchange the gradients of shared weights after their last action."""
     channels: dict[tuple[int, int], list[Message]] = defaultdict(list)
 
     def add(source: int, target: int, content: Content) -> Message:
@@ -187,13 +172,7 @@ def _arrived(
 
 @dataclass(frozen=True)
 class Read:
-    """A value as a stage reads it, of one microbatch.
-
-    Attributes:
-        value: what it was made as, on this rank or received.
-        is_last: whether no later stage of this rank reads it.
-        gradient: where the gradients of this rank's readers add up.
-    """
+    """A value as a stage reads it: the last reader on its rank or not, and where its readers' gradients add up."""
 
     name: str
     value: Product
@@ -203,13 +182,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Write:
-    """A value as a stage makes it, of one microbatch.
-
-    Attributes:
-        value: what it is made as.
-        is_read_here: whether a later stage of this rank reads it.
-        gradients: one from each rank that reads it.
-    """
+    """A value as a stage makes it: read by a later stage of its rank or not, and a gradient from each reading rank."""
 
     name: str
     value: Product
@@ -218,7 +191,6 @@ class Write:
 
 
 def reads_of(schedule: Schedule, stage: int, microbatch: int) -> tuple[Read, ...]:
-    """Return what ``stage`` reads for a microbatch."""
     found = []
     for edge in schedule.edges:
         if stage in edge.readers:
@@ -230,7 +202,6 @@ def reads_of(schedule: Schedule, stage: int, microbatch: int) -> tuple[Read, ...
 
 
 def writes_of(schedule: Schedule, stage: int, microbatch: int) -> tuple[Write, ...]:
-    """Return what ``stage`` makes of a microbatch for others to read."""
     found = []
     for edge in schedule.edges:
         if stage == edge.writer:

@@ -1,8 +1,7 @@
 """What crosses a stage boundary, as bytes: tensors, and tuples, lists and dicts of them.
 
-A value is taken apart into its tensors and a skeleton in which each tensor is a :class:`Slot`. Together with shapes and
-dtypes the skeleton makes the :class:`Spec`, which the receiver needs to read the bytes; it seldom changes, so it is
-sent only when it does.
+A value is taken apart into its tensors and a skeleton in which each tensor is a :class:`Slot`. Skeleton, shapes and
+dtypes are the :class:`Spec` that the receiver needs to read the bytes; it is sent only when it changes.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,8 +26,6 @@ class Slot:
 
 
 class Kind(NamedTuple):
-    """Dtype and shape of a tensor, and whether a gradient will come back for it."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
     differentiable: bool
@@ -62,7 +59,6 @@ class Spec:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the whole value."""
         return self.places[-1][1] if self.places else 0
 
 
@@ -71,11 +67,7 @@ NOTHING = Spec(None, ())
 
 
 def flatten(value: Any) -> tuple[object, list[Tensor]]:
-    """Return the skeleton and the tensors of ``value``.
-
-    Raises:
-        TypeError: for anything but tensors, tuples, lists, dicts, numbers, strings and None.
-    """
+    """Return the skeleton and the tensors of ``value``; raise TypeError as :func:`map_tensors` does."""
     tensors: list[Tensor] = []
 
     def slot(tensor: Tensor) -> Slot:
@@ -86,16 +78,11 @@ def flatten(value: Any) -> tuple[object, list[Tensor]]:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors of ``value`` in the order of its skeleton."""
     return [value] if isinstance(value, Tensor) else flatten(value)[1]
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Apply ``function`` to each tensor in ``value``; dicts of any class become plain ones, named tuples tuples.
-
-    Raises:
-        TypeError: for anything but tensors, tuples, lists, dicts, numbers, strings and None.
-    """
+    """Apply ``function`` to each tensor in ``value``; dicts of any class become plain ones, named tuples tuples."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
@@ -112,11 +99,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def describe(value: Any) -> tuple[Spec, list[Tensor]]:
-    """Return the spec of ``value`` and its tensors.
-
-    Raises:
-        TypeError: as :func:`flatten` does, and for a subclass of Tensor: only its numbers would arrive.
-    """
+    """Return the spec of ``value`` and its tensors; raise TypeError for a subclass: only its numbers would arrive."""
     skeleton, tensors = (Slot(0), [value]) if isinstance(value, Tensor) else flatten(value)
     for tensor in tensors:
         if type(tensor) not in _PLAIN:
@@ -147,18 +130,12 @@ def places_in(spec: Spec, buffer: Tensor) -> list[Tensor]:
 
 
 def pack(spec: Spec, tensors: list[Tensor], buffer: Tensor) -> None:
-    """Copy ``tensors`` into ``buffer``."""
     for place, tensor in zip(places_in(spec, buffer), tensors, strict=True):
         place.copy_(tensor.detach())
 
 
 def unpack(spec: Spec, buffer: Tensor, device: torch.device) -> Any:
-    """Return the value; its tensors lie in ``buffer`` if that is on ``device``, and require grad as before.
-
-    Args:
-        buffer: a tensor with a storage of its own.
-    """
-
+    """Return the value; its tensors lie in ``buffer``, a storage of its own, if that is on ``device``."""
     if spec.form is not None and device == buffer.device:
         (dtype, shape, differentiable), (_, end) = spec.kinds[0], spec.places[0]
         tensor = buffer[:end].view(dtype).view(shape)

@@ -1,10 +1,7 @@
 """Run any legal schedule on real ranks.
 
-    pipeline = Pipeline(build("1f1b", 4, 8), {rank: stage}, loss_fn)     # on each rank, with its own stages
-    losses = pipeline.step(inputs, targets)                              # gradients are in .grad
-
-What is received and sent between the actions is settled beforehand (:mod:`course_pp.runtime.messages`). What is
-computed is in :mod:`course_pp.runtime.stage`, how messages travel in :mod:`course_pp.runtime.mailbox`.
+pipeline = Pipeline(build("1f1b", 4, 8), {rank: stage}, loss_fn)     # on each rank, with its own stages
+losses = pipeline.step(inputs, targets)                              # gradients are in .grad
 """
 
 import math
@@ -23,9 +20,9 @@ from course_pp.module_extras import called_once, problem_of_hooks
 from course_pp.runtime.agreement import Options, Stages, agree
 from course_pp.runtime.batch import loss_shares, own_means, put_together, split
 from course_pp.runtime.emulation import EmulatedCluster
-from course_pp.runtime.errors import LossNotFinite, Origin
-from course_pp.runtime.executor import Batch, Executor, wire_for
+from course_pp.runtime.executor import Batch, Executor, LossNotFinite, wire_for
 from course_pp.runtime.gradients import ShardedStages, SharedWeights
+from course_pp.runtime.mailbox import Origin
 from course_pp.runtime.messages import plan_messages
 from course_pp.runtime.payload import tensors_of
 from course_pp.runtime.recorder import Recorder
@@ -44,17 +41,15 @@ class Pipeline:
             one whose ``reads`` has names gets these values as keyword arguments, from whichever earlier stage
             writes them. ``pipeline.schedule`` then has the edges.
         loss_fn: ``loss_fn(output, target)``, the mean loss of a microbatch, or a :class:`TokenLoss`. Only :meth:`step`
-            needs it. The loss is divided before the backward: a gradient that an autograd function of your own adds
-            must be divided too, by the number of microbatches where they weigh alike. A loss scaled by
-            ``torch.amp.GradScaler`` needs torch's ``ShardedGradScaler``, or a stage that finds an infinity skips alone.
+            needs it. The loss is divided before the backward: divide a gradient that your own autograd function adds,
+            too. With ``torch.amp``, take torch's ``ShardedGradScaler``: its ranks skip together.
         group: the ranks of the pipeline; None is all of them, or this process alone if there is no process group.
         device: where the stages compute; None is where their parameters are.
         recompute: keep each microbatch's input only, and compute forwards again in the backward. What a forward does to
             its buffers (BatchNorm's statistics) it then does twice.
         tied: tied weights: for each the parameter's name by stage, as in ``[{0: "embed.weight", 3: "head.weight"}]``.
             Their gradients are summed; give them equal values. None refuses stages that look tied: an embedding's
-            values again in another stage. ``[]`` says that nothing is. A further weight with the values of a declared
-            tie is refused too.
+            values again in another stage. ``[]`` says that nothing is.
         recorder: records every action and every wait.
         cluster: emulate this cluster: compute and send as fast as it would. All ranks must be on one host.
         transport: ``"nccl"``, ``"gloo"``, or None to choose by group and device
@@ -69,10 +64,9 @@ class Pipeline:
     Make it on every rank at once: the ranks compare what they were given.
 
     Raises:
-        ValueError: on every rank, for a schedule that cannot run or is for another number of ranks, stages that are not
-            those the schedule places here, ranks that were given different pipelines, weights that look tied without
-            ``tied``, or versions without what they need: an optimizer of all that a stage trains and nothing else,
-            microbatches that replicas can share.
+        ValueError: on every rank, for a schedule that cannot run here, stages that are not those it places here, ranks
+            that were given different pipelines, weights that look tied without ``tied``, or versions without what they
+            need.
     """
 
     def __init__(
@@ -92,21 +86,8 @@ class Pipeline:
         optimizers: Optimizers | None = None,
         versions: Versions | None = None,
     ) -> None:
-        self._options = Options(
-            schedule,
-            stages,
-            loss_fn,
-            group,
-            device,
-            recompute,
-            tied,
-            recorder,
-            cluster,
-            transport,
-            timeout_s,
-            optimizers,
-            versions,
-        )
+        of_run = (recompute, tied, recorder, cluster, transport, timeout_s, optimizers, versions)
+        self._options = Options(schedule, stages, loss_fn, group, device, *of_run)
         self._agreement = agreed = agree(self._options)
         self.schedule, modules, meter = agreed.schedule, agreed.modules, self._options.meter
         if meter is not None:  # what the stages hold anyway is not counted
@@ -164,10 +145,9 @@ class Pipeline:
                 gradients of several steps add up, give the number in all of them.
 
         Returns:
-            Each microbatch's share of the loss, on every rank; the loss of the batch is their sum. Equal microbatches
-            have equal weights, others by samples, or by counted tokens for a :class:`TokenLoss`. FSDP2's data ranks get
-            the mean of their shares, whose sum is the loss of the global batch. With ``versions=`` each microbatch's
-            own mean loss instead. Numbers, not tensors: the backward is done.
+            Each microbatch's share of the loss, on every rank; the loss of the batch is their sum. Microbatches weigh
+            by samples, or by counted tokens for a :class:`TokenLoss`. FSDP2's data ranks get the mean of their shares.
+            With ``versions=`` each microbatch's own mean loss instead.
 
         Raises:
             PipelineError: on every rank, if a stage raises, a rank is lost or late, or a loss is not finite; says which
@@ -197,11 +177,9 @@ class Pipeline:
             for microbatch, loss in enumerate(losses):
                 if not math.isfinite(loss):
                     last = self.schedule.n_stages - 1
-                    what = (
-                        f"the loss is {loss}, and so are gradients: zero them, and look at the data, the learning rate "
-                    )
+                    what = f"the loss is {loss}, and so are gradients: zero them; look at data and learning rate"
                     where = self.schedule.rank_of(last, microbatch), Action(last, "F", microbatch)
-                    raise LossNotFinite(Origin(*where, f"{what}or the number format"))
+                    raise LossNotFinite(Origin(*where, what))
         return losses
 
     def evaluate(self, inputs: Any = None, *, on: Literal["last", "all"] = "last") -> Any:
@@ -210,20 +188,15 @@ class Pipeline:
             outputs = Pipeline(schedule, stages).evaluate(inputs)         # None but where the last stage is
 
         Between training steps as well as without any. Modules stay in the mode they are in: call ``module.eval()``
-        first if they have dropout.
+        first if they have dropout. Takes and raises what :meth:`step` does.
 
         Args:
-            inputs: as for :meth:`step`.
             on: who gets the outputs: the ranks of the last stage, or all.
 
         Returns:
             The last stage's outputs for the whole batch: tensors are concatenated along their first dimension, scalars
             stacked. If shapes or containers of microbatches do not fit together, a list with one output for each. None
             on a rank that gets none.
-
-        Raises:
-            PipelineError, ValueError, RuntimeError: as :meth:`step`; also for another ``on``, or ranks that want the
-                outputs in different places.
         """
         self._refuse_after_failure()
         if self._evaluator is None:
@@ -282,7 +255,6 @@ class Pipeline:
             self._options.meter.ignore(tensors_of(batch))
 
     def _loss_of(self, targets: Sequence[Any], divisor: float | None) -> Callable[[int, Any], Share]:
-        """Return a microbatch's part of the loss to minimise, from its number and output."""
         loss_fn, planned, n_data = self._options.loss_fn, self._agreement.planned, self._agreement.n_data
         last = self.schedule.n_stages - 1
         assert loss_fn is not None  # or step has refused
@@ -301,11 +273,7 @@ class Pipeline:
 
     @property
     def ledger(self) -> Ledger:
-        """Which version each action of this rank used in the last step, and which update each gradient entered.
-
-        Raises:
-            ValueError: for a schedule whose stages do not update their own weights.
-        """
+        """Which version each action of this rank used in the last step, and which update each gradient entered."""
         planned = self._agreement.planned
         if planned is None:
             raise ValueError(f"{self.schedule!r} flushes, so there is one version of the weights: there is no ledger")
@@ -334,23 +302,17 @@ def run_step(
 ) -> tuple[tuple[float, ...], Timeline]:
     """Run one recorded step: build a :class:`Pipeline`, run :meth:`Pipeline.step`, gather the timeline.
 
-    For more steps than one keep the pipeline: its first step settles shapes, the others find them settled.
-
-    Args:
-        options: as for :class:`Pipeline`; the other arguments and the errors are explained there.
+    Takes what these take. For more steps keep a pipeline: its first step settles shapes, the others find them settled.
 
     Returns:
         Each microbatch's share of the loss, and when each rank did what, in seconds; the same on every rank.
     """
     recorder = Recorder() if recorder is None else recorder
-    losses = Pipeline(schedule, stages, loss_fn, group=group, recorder=recorder, **options).step(
-        inputs, targets, seeds=seeds
-    )
-    return losses, recorder.timeline(group, name=schedule.name)
+    pipeline = Pipeline(schedule, stages, loss_fn, group=group, recorder=recorder, **options)
+    return pipeline.step(inputs, targets, seeds=seeds), recorder.timeline(group, name=schedule.name)
 
 
 def _both(one: tuple[str, Mapping[int, Any]], other: tuple[str, Mapping[int, Any]]) -> tuple[str, Mapping[int, Any]]:
-    """Return the outputs of both, if both want them in the same place."""
     if one[0] != other[0]:
         raise ValueError(f"evaluate: on is {one[0]!r} on a rank and {other[0]!r} on another: give every rank the same")
     return one[0], {**one[1], **other[1]}

@@ -1,8 +1,4 @@
-"""Measure when each rank of a real run computes, waits for messages, and keeps how much memory.
-
-The result is the same :class:`~course_pp.schedule.Timeline` that a simulation gives, so it is drawn,
-summed up and explained by the same functions.
-"""
+"""Measure when each rank of a real run computes, waits for messages, and keeps how much memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +24,7 @@ _What = Action | Overlap | Product
 
 @dataclass(frozen=True, slots=True)
 class _RankRecord:
-    """All that one rank recorded: (what, start, end) and memory, in nanoseconds of its clock, and how to shift them."""
+    """All that one rank recorded, in nanoseconds of its clock, and how to shift them."""
 
     done: list[tuple[_What, int, int]]
     emulated: list[Emulated]
@@ -84,16 +80,13 @@ class Recorder:
         timeline = recorder.timeline()
 
     It records every step until it is read. Call ``clear()`` before the step whose timeline you want, and after a first
-    step, which does much that later ones need not.
-
-    On a CPU a span costs two readings of the clock that all processes of a host share. Ranks on several hosts are
-    aligned with messages (:func:`~course_pp.runtime.clocks.align`); how wrong that may be is in :attr:`clock_error`.
+    step, which does much that later ones need not. Ranks on several hosts are aligned with messages
+    (:func:`~course_pp.runtime.clocks.align`); how wrong that may be is in :attr:`clock_error`.
 
     On CUDA a span lasts from when the current stream comes to its first kernel until that stream has done its last,
-    also while the host is ahead or behind. It is measured with a pair of events, so recording neither waits for the
-    device nor holds back the launches of the next action. Kernels on other streams count only where the current
-    stream waits for them, and all spans of a rank must be recorded on one stream. A receive lasts as long as it
-    blocks that stream.
+    measured with a pair of events: recording does not wait for the device. Kernels on other streams count only where
+    the current stream waits for them, and all spans of a rank must be recorded on one stream. A receive lasts as long
+    as it blocks that stream.
 
     Args:
         device: where the actions run; None means the device of the pipeline or the first attached stage, or else the
@@ -117,19 +110,13 @@ class Recorder:
         self._time_on(None if device is None else torch.device(device))
 
     def span(self, action: Action | Overlap) -> _Recording:
-        """Record the body of a ``with`` as ``action``; a body that raises is not recorded.
-
-        Raises:
-            RuntimeError: on entering it inside another span or receive, since a rank does one thing at a time.
+        """Record the body of a ``with`` as ``action``; a body that raises is not recorded, and one inside another
+        span or receive raises RuntimeError: a rank does one thing at a time.
         """
         return _Recording(self, action)
 
     def receiving(self, product: Product) -> _Recording:
-        """Record that this rank is blocked until ``product`` is there, for as long as the body of a ``with`` runs.
-
-        Raises:
-            RuntimeError: as for :meth:`span`.
-        """
+        """Record, as :meth:`span` does, that this rank is blocked until ``product`` is there."""
         return _Recording(self, product)
 
     def run_on(self, device: torch.device | None) -> None:
@@ -151,27 +138,18 @@ class Recorder:
         A backward with ``full_backward=False`` is recorded as ``I``, the rest of it as ``W``. Where torch
         has nothing to do for ``I`` (stage 0 needs no input gradient) its span is nearly empty and ``W``
         has all the work. The loss and the messages lie outside the spans.
-
-        Raises:
-            ValueError: for a stage that is attached already or named twice, or lacks one of the three methods;
-                no stage is attached then.
         """
         methods: dict[str, Callable[..., Any]] = {
             "forward_one_chunk": self._forward,
             "backward_one_chunk": self._backward,
             "backward_weight_one_chunk": self._backward_weight,
         }
-        for i, stage in enumerate(stages):
-            for name in ("stage_index", *methods):
-                if not hasattr(stage, name):
-                    raise ValueError(
-                        f"cannot record {type(stage).__name__}, which has no {name}: attach a pipeline stage of "
-                        "torch.distributed.pipelining, or use span() around your own code"
-                    )
-            if isinstance(vars(stage).get("forward_one_chunk"), partial):
-                raise ValueError(f"stage {stage.stage_index} is recorded already: detach() its recorder first")
-            if any(stage is other for other in stages[:i]):
-                raise ValueError(f"stage {stage.stage_index} is named twice: attach each stage once")
+        for stage in stages:
+            if not all(hasattr(stage, name) for name in ("stage_index", *methods)):
+                raise ValueError(
+                    f"cannot record {type(stage).__name__}: attach a pipeline stage of torch.distributed.pipelining, "
+                    "or use span() around your own code"
+                )
         for stage in stages:
             self.run_on(getattr(stage, "device", None))
             for name, record in methods.items():
@@ -207,56 +185,42 @@ class Recorder:
     def timeline(self, group: dist.ProcessGroup | None = None, name: str = "") -> Timeline:
         """Return what every rank of ``group`` recorded, the same timeline on each of them.
 
-        Every rank of the group must call it. Time 0 is the earliest start of a span on any rank (receives are cut off
-        there), the unit is seconds, and ranks are numbered within the group. Without a process group there is one
-        rank. Of a run on an emulated cluster it is an :class:`~course_pp.runtime.emulation.EmulatedTimeline`.
+        Every rank of the group must call it, outside spans. Time 0 is the earliest start of a span on any rank
+        (receives are cut off there), the unit is seconds, and ranks are numbered within the group. Without a process
+        group there is one rank. Of a run on an emulated cluster it is an
+        :class:`~course_pp.runtime.emulation.EmulatedTimeline`.
 
         Args:
-            group: None means all ranks.
             name: what ran, for labels.
-
-        Raises:
-            RuntimeError: inside a span or receive.
         """
         records, zero = self._gather(group)
-        spans, receives = [], []
+        spans, receives, wall, overruns = [], [], [], []
         for rank, record in enumerate(records):
+            base = record.clock.offset_ns + zero
+
+            def seconds(time: int, base: int = base) -> float:
+                return (time - base) / _NANOSECONDS
+
             for what, start, end in record.done:
-                since, until = (time - record.clock.offset_ns - zero for time in (start, end))
                 if not isinstance(what, Product):
-                    spans.append(Span(rank, what, since / _NANOSECONDS, until / _NANOSECONDS))
-                elif since >= 0 or until > 0:
-                    receives.append(Receive(rank, what, max(since, 0) / _NANOSECONDS, until / _NANOSECONDS))
-        n_ranks, seen = len(records), tuple(receives)
-        of_all: dict[str, Any] = {"unit": "s", "measured": True, "edges": self.edges, "feedback": self.feedback}
-        if not any(record.emulated for record in records):
-            return Timeline(n_ranks, tuple(spans), receives=seen, name=name, **of_all)
-        wall, overruns = [], []
-        for rank, record in enumerate(records):
+                    spans.append(Span(rank, what, seconds(start), seconds(end)))
+                elif start >= base or end > base:
+                    receives.append(Receive(rank, what, max(seconds(start), 0.0), seconds(end)))
             for each in record.emulated:
-                since, until = (t - record.clock.offset_ns - zero for t in (each.real_start, each.real_end))
-                wall.append(Span(rank, each.action, since / _NANOSECONDS, until / _NANOSECONDS))
+                wall.append(Span(rank, each.action, seconds(each.real_start), seconds(each.real_end)))
                 if each.overrun:
                     overruns.append(Overrun(rank, each.action, each.overrun / _NANOSECONDS))
-        return EmulatedTimeline(
-            n_ranks,
-            tuple(spans),
-            receives=seen,
-            name=name,
-            wall=Timeline(n_ranks, tuple(wall), name=f"{name} in real time".strip(), **of_all),
-            overruns=tuple(overruns),
-            **of_all,
-        )
+        n_ranks = len(records)
+        of_both: dict[str, Any] = {"unit": "s", "measured": True, "edges": self.edges, "feedback": self.feedback}
+        of_spans: dict[str, Any] = {"receives": tuple(receives), "name": name, **of_both}
+        if not wall:
+            return Timeline(n_ranks, tuple(spans), **of_spans)
+        real = Timeline(n_ranks, tuple(wall), name=f"{name} in real time".strip(), **of_both)
+        return EmulatedTimeline(n_ranks, tuple(spans), wall=real, overruns=tuple(overruns), **of_spans)
 
     @checked
     def memory(self, group: dist.ProcessGroup | None = None) -> tuple[RankMemory, ...]:
-        """Return what every rank of ``group`` kept for backward, with the same time 0 as :meth:`timeline`.
-
-        Every rank of the group must call it.
-
-        Raises:
-            RuntimeError: inside a span or receive, and on every rank if one does not count memory.
-        """
+        """Return what every rank kept for backward; called like :meth:`timeline`, and with its time 0."""
         records, zero = self._gather(group)
         memories = []
         for rank, record in enumerate(records):
@@ -270,9 +234,6 @@ class Recorder:
         """Seconds by which a rank's clock may be wrong against rank 0's, at most, on the rank where it is largest.
 
         0 where all ranks share a host. For two ranks that are both on other hosts than rank 0, it may be twice that.
-
-        Raises:
-            RuntimeError: before :meth:`timeline` or :meth:`memory`, which compare the clocks.
         """
         if self._clock_error is None:
             raise RuntimeError("the clocks have not been compared yet: ask for the timeline first")

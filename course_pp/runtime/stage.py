@@ -1,10 +1,11 @@
-"""One stage at work: its forwards and backwards, and what it keeps between them.
+"""One stage at work: its forwards and backwards, what it keeps between them, and what a layer costs as a stage.
 
 Seeded, a microbatch carries the state of the random number generators from stage to stage: each goes on where the one
 before left off, so that dropout draws what it would draw in one process, wherever the model is cut.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,10 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from course_pp.arguments import checked, refuse_below
 from course_pp.loss import Share
+from course_pp.runtime.clocks import wait_for
 from course_pp.runtime.memory import Hold, Meter
 from course_pp.runtime.payload import map_tensors, tensors_of
 from course_pp.runtime.versions import VersionedStage
+from course_pp.schedule import LayerCost
 from course_pp.schedule.edges import taken_apart
 from course_pp.weight_gradients import Deferring, Fusing, WeightGradients, is_worth_fusing
 
@@ -37,16 +41,17 @@ _NONE: Mapping[str, Any] = {}
 class _Kept:
     """What a stage keeps of one microbatch from its forward to its backward.
 
-    Of the output only the edges of the graph that lead to it: its memory is free as soon as it is sent.
+    Attributes:
+        leaves: of the input first, then of each value that it read.
+        roots: the edges of the graph that lead to the output, whose memory is free as soon as it is sent.
+        weight: of the loss, in the last stage.
+        again: what there is to compute the forward again from.
     """
 
-    # Of the input first, then of each value that it read.
     leaves: list[list[Tensor]] = field(default_factory=list)
     roots: list[GradientEdge] = field(default_factory=list)
-    # Of the loss, in the last stage.
     weight: Tensor | None = None
     weight_gradients: WeightGradients | None = None
-    # What there is to compute the forward again from.
     again: tuple[Any, Mapping[str, Any], Loss | None, RandomState] | None = None
     holds: list[Hold] = field(default_factory=list)
 
@@ -55,13 +60,10 @@ class Stage:
     """A module as a stage of a pipeline.
 
     Args:
-        index: which stage, counted from 0.
         module: called with what the stage before returned: a tuple or list gives its positional arguments, a dict its
             keyword arguments, anything else is the only one. None passes on what it gets.
-        device: where it computes.
         recompute: keep only the input of a microbatch, and compute its forward again when its backward comes
             (activation checkpointing, Chen et al. 2016).
-        meter: counts what is kept, if there is one.
         weights: which version of its weights each microbatch uses, if it updates them itself.
         writes: the names of the values that it returns beside its output, as ``(output, {name: value})``.
         wanted: those that another stage reads, in order.
@@ -99,9 +101,9 @@ class Stage:
         """Run ``F``; return the output, or the share of the loss, and the values that other stages read.
 
         Args:
-            read: the values that it reads itself, by name.
-            loss: makes the loss of this microbatch from the output; None except in the last stage.
+            loss: of this microbatch; None except in the last stage.
             split: whether its backward will come in two halves.
+            read: the values that it reads itself, by name.
         """
         kept = self._kept[microbatch] = _Kept()
         kept.leaves = [[t for t in tensors_of(each) if t.requires_grad] for each in (value, *read.values())]
@@ -114,16 +116,13 @@ class Stage:
             kept.again = value, read, loss, get_random_state(self._device)
             # On a copy, as the stage may change its input in place. With a graph, though of no use, so that the output
             # says what of it can be differentiated.
-            with saved_tensors_hooks(_drop, _refuse_dropped):
+            with saved_tensors_hooks(lambda _: None, _refuse_dropped):
                 copies = map_tensors(_copy, value), map_tensors(_copy, read)
                 return self._compute(*copies, loss, self._module_for(microbatch))
         return self._compute_and_keep(microbatch, value, read, loss, kept)
 
     def backward(self, microbatch: int, gradients: Gradients | None) -> Gradients:
-        """Run ``B`` of a stage without values beyond its neighbours'; return the gradients of the input.
-
-        ``gradients`` are those of the output; None in the last stage.
-        """
+        """Run ``B`` of a stage without values beyond its neighbours'; return the gradients of the input."""
         input_gradients = self.backward_input(microbatch, gradients)[0]
         self.backward_weight(microbatch)
         return input_gradients
@@ -131,14 +130,13 @@ class Stage:
     def backward_input(
         self, microbatch: int, gradients: Gradients | None, of_values: Sequence[Gradients] = ()
     ) -> tuple[Gradients, ...]:
-        """Run ``I``; return the gradients of the input. Those of linear layers' weights wait for ``W``.
+        """Run ``I``; return the gradients of the input, and of each value that this stage has read, in order.
+
+        Those of linear layers' weights wait for ``W``.
 
         Args:
             gradients: those of the output; None in the last stage.
             of_values: those of each value that another stage has read, in order.
-
-        Returns:
-            The gradients of the input, and of each value that this stage has read, in order.
         """
         kept = self._kept[microbatch]
         if self._weights is not None:
@@ -178,7 +176,6 @@ class Stage:
             self._weights.finish(microbatch)
 
     def _module_for(self, microbatch: int) -> Callable[..., Any] | None:
-        """Return what computes the forward of a microbatch."""
         return self.module if self._weights is None else partial(self._weights.call, microbatch)
 
     def _compute_and_keep(
@@ -214,10 +211,6 @@ class Stage:
         return output if loss is None else loss(output), values
 
 
-def _drop(_: Any) -> Any:
-    return None
-
-
 def _refuse_dropped(_: Any) -> Any:
     raise RuntimeError(
         "a stage differentiates in its forward, and recompute=True keeps nothing to do so with: leave recompute out, "
@@ -227,6 +220,12 @@ def _refuse_dropped(_: Any) -> Any:
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def device_of(modules: Iterable[nn.Module | None]) -> torch.device:
+    """Return where the parameters are; the CPU if there are none."""
+    parameters = (p for module in modules if module is not None for p in module.parameters())
+    return next((p.device for p in parameters), torch.device("cpu"))
 
 
 def get_random_state(device: torch.device) -> RandomState:
@@ -249,3 +248,77 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
         yield
     finally:
         set_random_state(before, device)
+
+
+@checked
+def profile_layers(
+    layers: Sequence[nn.Module], inputs: Any, *, repeats: int = 5, device: torch.device | str | None = None
+) -> tuple[LayerCost, ...]:
+    """Measure each layer alone, as a stage of a pipeline would run it, for :func:`course_pp.schedule.partition`.
+
+    Each layer takes what the one before returned, forward and backward. The shortest time counts, as other work of the
+    machine can only add to it (Narayanan et al. 2019, "PipeDream", section 3.1, profile 1000 minibatches on a GPU).
+
+    Args:
+        layers: first to last. Their gradients, buffers and the random number generators are left as they were.
+        inputs: of the first layer, one microbatch: tensors, alone or in a tuple or dict.
+        repeats: how often each is timed, after a first time that does not count.
+        device: where the layers compute; None is where their parameters are.
+
+    Returns:
+        For each layer the seconds of its forward and backward, the bytes of its output, and of its trained weights.
+
+    Raises:
+        RuntimeError: under ``no_grad``, where there is no backward to time.
+    """
+    refuse_below(1, "profile_layers", repeats=repeats)
+    if not torch.is_grad_enabled():
+        raise RuntimeError("profile_layers under no_grad has no backward to time: call it outside")
+    computes_on = device_of(layers) if device is None else torch.device(device)
+    costs, value = [], inputs
+    with _left_as_they_were(layers), random_state_kept(computes_on):
+        for number, layer in enumerate(layers):
+            try:
+                seconds, value = _timed(layer, value, repeats, computes_on)
+            except Exception as error:
+                error.add_note(f"in layer {number} of {len(layers)}, a {type(layer).__name__}")
+                raise
+            weights = sum(p.nbytes for p in layer.parameters() if p.requires_grad)
+            costs.append(LayerCost(seconds, sum(tensor.nbytes for tensor in tensors_of(value)), weights))
+    return tuple(costs)
+
+
+def _timed(layer: nn.Module, value: Any, repeats: int, device: torch.device) -> tuple[float, Any]:
+    stage, shortest, output = Stage(0, layer, device, False, None), float("inf"), None
+    for repeat in range(1 + repeats):
+        received = map_tensors(_received, value)
+        wait_for(device)
+        begun = time.perf_counter()
+        output, _ = stage.forward(0, received, None, False)
+        gradients = tuple(torch.ones_like(tensor) for tensor in tensors_of(output) if tensor.requires_grad)
+        stage.backward(0, gradients)
+        wait_for(device)
+        if repeat:
+            shortest = min(shortest, time.perf_counter() - begun)
+    return shortest, map_tensors(_received, output)
+
+
+def _received(tensor: Tensor) -> Tensor:
+    """With memory of its own, and no leaf if it requires grad: the layer may change its input in place."""
+    return tensor.detach().requires_grad_(tensor.requires_grad).clone()
+
+
+@contextmanager
+def _left_as_they_were(layers: Sequence[nn.Module]) -> Iterator[None]:
+    gradients = [(p, p.grad) for layer in layers for p in layer.parameters()]
+    buffers = [(buffer, buffer.detach().clone()) for layer in layers for buffer in layer.buffers()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)

@@ -29,16 +29,15 @@ class VersionedStage:
     """The weights of one stage on this rank: which version an action uses, and what an update does.
 
     Args:
-        stage: which one.
-        module: its module.
         optimizer: of all its parameters that are trained; None if there are none.
         planned: which versions the actions of all ranks use.
         mine: the microbatches that this rank works on.
-        meter: counts the versions kept besides the newest, if there is one.
+        meter: counts the versions kept besides the newest.
 
     Attributes:
         newest: how many updates there were in this step.
         uses: what each microbatch has used, so far.
+        gradients: what waits for the next update: for each trained parameter a sum over this rank's microbatches.
     """
 
     def __init__(
@@ -58,12 +57,7 @@ class VersionedStage:
         self.begin()
 
     def begin(self) -> None:
-        """Start a step: what the parameters hold is version 0, and the only one.
-
-        Raises:
-            ValueError: for gradients that are there already, which the first update would take in; if other parameters
-                are trained than when the pipeline was built, or one has been given a hook.
-        """
+        """Start a step: what the parameters hold is version 0, and the only one."""
         if changed := sorted(self._parameters.keys() ^ trained_parameters(self._module).keys()):
             raise ValueError(
                 f"{changed[0]!r} of stage {self._stage} was frozen or unfrozen since the pipeline was built: "
@@ -84,10 +78,9 @@ class VersionedStage:
         self._users = Counter(self._version_of.values())
         self._backward_of: dict[int, int] = {}
         self._taken: dict[int, list[Tensor | None]] = {}
-        self._waiting: list[Tensor | None] = [None] * len(self._parameters)
+        self.gradients: list[Tensor | None] = [None] * len(self._parameters)
 
     def call(self, microbatch: int, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of a microbatch, with its version of the weights."""
         return functional_call(self._module, self._aliases[self._version_of[microbatch]], args, kwargs)
 
     def go_backward(self, microbatch: int, backward: Callable[[], None]) -> None:
@@ -100,11 +93,7 @@ class VersionedStage:
         self._backward_of[microbatch] = self.newest if self._mixed else self._version_of[microbatch]
 
     def take(self, microbatch: int) -> None:
-        """Take from the aliases what a part of the backward of a microbatch has left there.
-
-        Raises:
-            RuntimeError: for a gradient that arrived at a parameter itself: its forward had the wrong version.
-        """
+        """Take from the aliases what a part of the backward of a microbatch has left there."""
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 raise RuntimeError(
@@ -119,29 +108,18 @@ class VersionedStage:
 
     def finish(self, microbatch: int) -> None:
         """The backward of a microbatch is done: its gradients wait for the next update."""
-        self._waiting = [add_up(pair) for pair in zip(self._waiting, self._taken.pop(microbatch), strict=True)]
+        self.gradients = [add_up(pair) for pair in zip(self.gradients, self._taken.pop(microbatch), strict=True)]
         version = self._version_of[microbatch]
         self.uses.append(Use(self._stage, microbatch, version, self._backward_of.pop(microbatch), self.newest))
         self._users[version] -= 1
         self._forget_unused()
 
-    @property
-    def gradients(self) -> list[Tensor | None]:
-        """What waits for the next update: for each trained parameter a sum over this rank's microbatches."""
-        return self._waiting
-
     def update(self, gradients: Sequence[Tensor | None]) -> None:
-        """Let the optimizer take a step with the mean over the update's microbatches; makes the next version.
-
-        Args:
-            gradients: sums over all of these, those of other replicas included.
-
-        Raises:
-            ArithmeticError: for a gradient that is not finite.
-        """
+        """Make the next version: a step of the optimizer with the mean of ``gradients``, sums over all replicas."""
         size = self._sizes[self.newest]
         for (name, parameter), gradient in zip(self._parameters.items(), gradients, strict=True):
-            if gradient is not None and not _is_finite(gradient):
+            values = gradient.coalesce().values() if gradient is not None and gradient.is_sparse else gradient
+            if values is not None and not values.isfinite().all():
                 raise ArithmeticError(
                     f"the gradient of {name!r} in update {self.newest} of stage {self._stage} is not finite, so its "
                     "weights are left as they are: lower the learning rate, or look at the data"
@@ -152,7 +130,7 @@ class VersionedStage:
         if self._optimizer is not None:
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
-        self._waiting = [None] * len(self._parameters)
+        self.gradients = [None] * len(self._parameters)
         self.newest += 1
         self._aliases[self.newest] = self._alias()
         self._forget_unused()
@@ -194,11 +172,6 @@ def problem_of_hooks(stage: int, parameters: Mapping[str, nn.Parameter]) -> str 
     if hooked is None:
         return None
     return f"{hooked!r} of stage {stage} has a hook, which gradients of its versions do not call: remove it"
-
-
-def _is_finite(gradient: Tensor) -> bool:
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return bool(values.isfinite().all())
 
 
 def trained_parameters(module: nn.Module | None) -> dict[str, nn.Parameter]:

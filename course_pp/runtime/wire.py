@@ -10,28 +10,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_pp.collective import Ranks
-from course_pp.runtime._torch import n_groups
 
 TRANSPORTS = ("nccl", "gloo", "gloo without tags")
 _TAGS_PER_PIPELINE = 1 << 16
-# The longest that ranks which have just agreed wait for each other.
-_CONNECTING = timedelta(seconds=300)
 
 
 class Wire(Protocol):
-    """Sends and receives of uint8 buffers that lie on ``device``; ranks are those of the pipeline's group.
+    """Sends and receives uint8 buffers that lie on ``device``; ranks are those of the pipeline's group.
 
-    ``window`` is how many receives of one channel may be posted at a time, at most.
+    ``window`` is how many receives of one channel may be posted at a time, at most. Both methods only begin: ``buffer``
+    belongs to message ``number`` of its channel until the work is done.
     """
 
     device: torch.device
     window: int
 
-    def isend(self, buffer: Tensor, target: int, number: int) -> dist.Work:
-        """Begin to send message ``number`` of the channel to ``target``; leave ``buffer`` alone until it has gone."""
+    def isend(self, buffer: Tensor, target: int, number: int) -> dist.Work: ...
 
-    def irecv(self, buffer: Tensor, source: int, number: int) -> dist.Work:
-        """Begin to receive message ``number`` of the channel from ``source`` into ``buffer``."""
+    def irecv(self, buffer: Tensor, source: int, number: int) -> dist.Work: ...
 
 
 class Tagged:
@@ -40,9 +36,8 @@ class Tagged:
     Args:
         group: the ranks of the pipeline.
         series: below 2**15, the same on all ranks: keeps this pipeline's messages apart from another's in the group.
-        back: connections of the same ranks for messages to lower ones; None where nothing is sent. While one thread
-            writes to a peer, gloo's own thread cannot read what the peer has sent, and keeps a core busy trying: each
-            direction had better have its own connection.
+        back: connections of the same ranks for messages to lower ones; None where nothing is sent. While a thread
+            writes to a peer, gloo's own cannot read what that has sent, and keeps a core busy trying.
     """
 
     device = torch.device("cpu")
@@ -69,14 +64,8 @@ class Tagged:
 class Ordered:
     """Messages told apart by their order alone: NCCL, or gloo made to do without tags.
 
-    Each channel has a process group of its own. With one group for both directions between two ranks, a send would
-    queue behind a receive that waits for the other rank, whose own send queues likewise.
-
-    Args:
-        group: the ranks of the pipeline.
-        channels: every (source, target) that is used, the same on all ranks.
-        backend: ``"nccl"`` or ``"gloo"``.
-        device: where the buffers lie.
+    Each channel, a (source, target), has a process group of its own. With one group for both directions between two
+    ranks, a send would queue behind a receive that waits for the other rank, whose own send queues likewise.
     """
 
     # A value whose shape has changed comes in a second message, which must not be taken for the next value.
@@ -140,8 +129,8 @@ def open_wire(
             device, else gloo.
 
     Raises:
-        ValueError: for another transport, or one that the group does not have; for one without tags, if the ranks have
-            unlike numbers of process groups.
+        ValueError: for a transport that the group does not have; for one without tags, if the ranks have unlike
+            numbers of process groups.
     """
     if not channels:  # one rank, perhaps without a process group
         return Tagged(group, series)
@@ -168,15 +157,12 @@ _WAYS_BACK: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroupGloo] = WeakKe
 
 
 def _way_back(group: dist.ProcessGroup | None, series: int) -> dist.ProcessGroupGloo:
-    """Connections of the ranks of ``group`` beside its own, always the same.
-
-    They are no process group of torch's, which would outlive ``group``, and change the names of groups to come.
-    """
+    """Return connections beside the group's own, as no group of torch's: that would outlive it, and rename others."""
     group = group or dist.group.WORLD
     assert group is not None
     if group not in _WAYS_BACK:
         store = dist.PrefixStore(f"pipeline {series}, back", group.get_group_store())
-        _WAYS_BACK[group] = dist.ProcessGroupGloo(store, group.rank(), group.size(), _CONNECTING)
+        _WAYS_BACK[group] = dist.ProcessGroupGloo(store, group.rank(), group.size(), timedelta(seconds=300))
     return _WAYS_BACK[group]
 
 
@@ -188,3 +174,8 @@ def _refuse_unlike_groups(group: dist.ProcessGroup | None) -> None:
             f"the pipeline's ranks are in {', '.join(map(str, numbers))} process groups, and torch names the next one "
             "after that number: put all of them into as many groups, or use transport 'gloo'"
         )
+
+
+def n_groups() -> int:
+    """Return how many process groups this process is in."""
+    return len(dist.distributed_c10d._world.pg_names)

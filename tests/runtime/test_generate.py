@@ -200,7 +200,7 @@ BAD: dict[str, tuple[list[dict[str, Any]], str]] = {
     ),
     "no logits": (
         [{"cache": False}, {"cache": False, "stages": nn.Flatten()}],
-        "the last stage returned no logits (batch, seq, vocabulary) of shape (1, 32): give it the head",
+        "the last stage returned shape (1, 32), no logits (batch, seq, vocabulary): give it the head",
     ),
     "choice": ([{"choose": two_ids}] * 2, "choose returned tensor([0, 0]) for 1 prompts: return one token id for each"),
 }
@@ -218,7 +218,7 @@ class Headless(nn.Module):
 
 
 def test_a_model_without_a_head_is_told_what_it_returned_instead() -> None:
-    with pytest.raises(PipelineError, match=r"vocabulary\) but 'last_hidden_state': give it the head"):
+    with pytest.raises(PipelineError, match=r"returned \['last_hidden_state'\], no logits .*: give it the head"):
         generate(Headless(), [[1, 2]], 1, cache=False)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from course_pp.launch import on_ranks
-from course_pp.runtime._torch import n_groups
+from course_pp.runtime.wire import n_groups
 from course_pp.schedule import build
 from tests.equality import Trained, assert_equals_one_process
 from tests.runtime.small import in_one_process, model_config, run, small_batches
