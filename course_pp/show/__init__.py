@@ -1,15 +1,9 @@
-"""Figures of schedules, timelines, lost time, memory, ranks that wait, of where the bytes go and who wrote them.
-
-Pictures of concepts come before timings: a message, a ring, a model and how it is cut between and within layers, a
-mesh on its nodes, what FSDP holds, where stages live, microbatches on their way, the graph of a step, the map of the
-course. :func:`parallelisms` is a table: data, FSDP, tensor and pipeline parallelism for one model.
+"""Figures of schedules, timelines, memory and lost time; pictures of concepts; panels, the board, text and traces.
 
 Each figure is a :class:`ChartFigure`: a matplotlib figure that carries its finding as alt text, shows itself in a
-notebook, and saves itself to PNG or SVG. None of them imports torch or touches pyplot. Colours are Okabe and Ito's;
-letters, hatches or line styles say the same for those who see no colours.
-
-:func:`play` is a timeline that moves, :func:`explore` a panel of widgets, :func:`board` a grid to draw schedules on;
-:func:`timeline_text` draws in a terminal, :func:`to_trace` writes for Perfetto.
+notebook, and saves itself to PNG or SVG. Its title is the finding, unless ``title`` is given. What cannot be drawn is
+refused with a ValueError that says what to give. None of them imports torch or touches pyplot. Colours are Okabe and
+Ito's; letters, hatches or line styles say the same for those who see no colours.
 
 Names are loaded when first used, so that drawing with text in a terminal does not wait for matplotlib.
 """

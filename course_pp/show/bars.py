@@ -11,7 +11,7 @@ from course_pp.arguments import checked
 from course_pp.schedule import Fit, Loss, format_time
 from course_pp.schedule.fitting import name_of
 from course_pp.show import chart, timelines
-from course_pp.show.chart import SMALL, WIDTH, ChartFigure, add_legend, name_rows, points_per_unit, text_width
+from course_pp.show.chart import SMALL, WIDTH, ChartFigure, add_legend, by_group, name_rows, points_per_unit, text_width
 from course_pp.show.wording import axis_unit, counted, format_bytes, listed, named, percent
 
 # Colour, hatch and letters. Neighbours differ in lightness and in hatch, so a bar reads the same without colour.
@@ -37,13 +37,9 @@ _CAUSES: dict[str, Look] = {
 def stack(
     axes: Axes, bars: Mapping[str, Sequence[float]], looks: Sequence[Look], height: float, linewidth: float
 ) -> Iterator[tuple[str, Look, list[tuple[float, float]]]]:
-    """Draw a stacked bar a row, negative widths to the left of 0.
+    """Draw a stacked bar a row from each kind's width in each row, negative ones to the left of 0.
 
-    Args:
-        bars: for each kind its width in each row.
-
-    Yields:
-        each kind when it is drawn, with its look, and where it begins and how wide it is in each row.
+    Yields each kind when it is drawn, with its look, and where it begins and how wide it is in each row.
     """
     ends = [(0.0, 0.0)] * len(next(iter(bars.values())))
     for (kind, widths), look in zip(bars.items(), looks, strict=False):
@@ -75,12 +71,11 @@ def bytes_by_kind(
         parts: bytes for each kind (``{"weights": …, "gradients": …}``), or several such bars by name
             (``{"predicted": {…}, "measured": {…}}``); of up to 7 kinds.
         budget: bytes that may be used by one bar.
-        title: instead of the finding.
-
-    Raises:
-        ValueError: when there is nothing to draw or too much, or a number of bytes is negative or not finite.
     """
-    bars = _as_bars(parts)
+    mixed = f"parts {listed([repr(key) for key in parts])} mix numbers and mappings: give all as mappings"
+    bars: dict[str, Mapping[str, float]] = by_group(parts, mixed)
+    if not any(bars.values()):
+        raise ValueError("no bytes to draw: parts is empty; give at least one kind, such as {'weights': 1024}")
     for name, n_bytes in [("budget", budget or 0), *(pair for bar in bars.values() for pair in bar.items())]:
         if not 0 <= n_bytes < math.inf:
             raise ValueError(f"{name} of {n_bytes} bytes: give a finite number, 0 or more")
@@ -127,20 +122,6 @@ def bytes_by_kind(
     return figure.finish(axes, title, finding, alt_text, pad=9 if budget is None else 22)
 
 
-def _as_bars(parts: Mapping[str, float | Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    bars: dict[str, dict[str, float]] = {}
-    for name, value in parts.items():
-        if isinstance(value, Mapping):
-            bars[name] = dict(value)
-        else:
-            bars.setdefault("", {})[name] = value
-    if "" in bars and len(bars) > 1:
-        raise ValueError(f"parts {listed([repr(key) for key in parts])} mix numbers and mappings: give all as mappings")
-    if not any(bars.values()):
-        raise ValueError("no bytes to draw: parts is empty; give at least one kind, such as {'weights': 1024}")
-    return bars
-
-
 def _finding_of_bytes(totals: dict[str, float], budget: float | None) -> str:
     def judged(name: str, total: float) -> str:
         amount = f"{name} {format_bytes(total)}" if name else f"{format_bytes(total)} in all"
@@ -163,9 +144,7 @@ def lost_time(fit: Fit, title: str | None = None) -> ChartFigure:
     All bars together are the difference between the measured and the ideal makespan; a message counts on the rank that
     receives it. What makes the run shorter goes to the left of 0.
 
-    Args:
-        fit: as :func:`course_pp.schedule.fit` returns it.
-        title: instead of the finding.
+    ``fit`` is what :func:`course_pp.schedule.fit` returns.
     """
     tl, whole = fit.measured, float(fit.measured.makespan)
     figure, axes, *_ = timelines.begin(tl, heights=(0.16, 0.5, 4.6), right=0.95)

@@ -11,20 +11,9 @@ from course_pp.show.board_rules import Game, game_of
 
 @dataclass(frozen=True)
 class Level:
-    """A board to be solved.
+    """A board to be solved: par is the makespan of the schedule that it ``teaches``.
 
-    Attributes:
-        number: from 1.
-        title: what it is about.
-        story: what to try and what to see, in two sentences.
-        n_ranks: p.
-        n_microbatches: m.
-        teaches: the schedule whose makespan is par; empty where no named one is best.
-        par: the makespan to reach.
-        memory_limit: activations a rank may hold, for each rank; None for no limit.
-        costs: of the actions and messages.
-        split: whether the backward comes in halves.
-        order: for a level that no named schedule solves, one that reaches par: for each rank its actions.
+    Where no named one is best, ``order`` is one that reaches par: for each rank its actions.
     """
 
     number: int

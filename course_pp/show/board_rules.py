@@ -1,9 +1,8 @@
 """The rules of the board: what may be placed where and why not, and who finishes it.
 
-A :class:`Position` is an order under construction. Every action starts as soon as its rank is free and its inputs have
-arrived, so its times are those of :func:`course_pp.schedule.simulate` at any moment of the game, and its timeline says
-why a rank waits. An action goes to the end of its rank's row or into a gap that is long enough for it: nothing that was
-placed ever moves. So no order can be drawn that deadlocks with buffered sends.
+Every action starts as soon as its rank is free and its inputs have arrived, so times are those of
+:func:`course_pp.schedule.simulate` at any moment of the game. An action goes to the end of its rank's row or into a gap
+that is long enough for it: nothing that was placed ever moves. So no order can deadlock with buffered sends.
 
 ``board_rules.js`` plays where no Python runs; a test holds its decisions, sentences and times against these. Costs are
 floats here, so that both languages do the same additions and comparisons.
@@ -42,14 +41,8 @@ class Game:
 
     Attributes:
         placement: the rank of each stage.
-        n_microbatches: m.
-        costs: of actions and messages.
         limits: for each rank the most activations it may hold; None for no limit.
         split: whether the backward comes in halves, ``I`` and ``W``; a whole ``B`` is then allowed too.
-
-    Raises:
-        ValueError: for fewer than one microbatch, an action that takes no time, and a limit under which no microbatch
-            could pass; names the least that would do.
     """
 
     placement: tuple[int, ...]
@@ -124,7 +117,7 @@ def game_of(
     memory_limit: int | Sequence[int | None] | None = None,
     split: bool = False,
 ) -> Game:
-    """Return a game whose limit is one for every rank, or one for each. Raises ValueError as :class:`Game` does."""
+    """Return a game whose limit is one for every rank, or one for each."""
     each = isinstance(memory_limit, Sequence)
     limits = tuple(memory_limit) if each else (memory_limit,) * (1 + max(placement))  # type: ignore[arg-type]
     return Game(tuple(placement), n_microbatches, costs, limits, split)  # type: ignore[arg-type]
@@ -136,11 +129,7 @@ def spelled(time: float) -> str:
 
 
 class Position:
-    """What has been placed so far.
-
-    Attributes:
-        rows: for each rank its spans, in order.
-    """
+    """What has been placed so far: in ``rows``, for each rank its spans in order."""
 
     def __init__(self, game: Game) -> None:
         self.game = game
@@ -166,11 +155,7 @@ class Position:
     def place(self, action: Action, at: float | None = None, index: int | None = None) -> int | None:
         """Put ``action`` at the end of its row, or into the gap in which time ``at`` lies, or at ``index``.
 
-        Returns:
-            its index in the row; None at the end.
-
-        Raises:
-            Refused: with the rule that forbids it and what to do.
+        Returns its index in the row; None at the end. Raises Refused.
         """
         index, span = self.fit(action, at, index)
         row = self.rows[span.rank]
@@ -198,11 +183,7 @@ class Position:
         return [action for _, action in sorted(found, key=lambda each: each[0])]
 
     def remove(self, action: Action) -> None:
-        """Remove ``action``, what came after it on its rank, and what depends on any of these.
-
-        Raises:
-            Refused: if it is not on the board.
-        """
+        """Remove ``action``, what came after it on its rank, and what depends on any of these."""
         before = sorted((span for row in self.rows for span in row), key=lambda span: span.start)
         if action not in [span.action for span in before]:
             raise Refused(f"{action} is not on the board")
@@ -216,7 +197,7 @@ class Position:
                 self._maker.update(dict.fromkeys(span.action.parts[0].provides, span))
 
     def fit(self, action: Action, at: float | None = None, index: int | None = None) -> tuple[int, Span]:
-        """Return where in its row ``action`` would go and when it would run. Raises Refused, as :meth:`place`."""
+        """Return where in its row ``action`` would go and when it would run; raises Refused."""
         game, stage, microbatch = self.game, action.stage, action.microbatch
         if action.kind not in game.kinds:
             kinds = " and ".join([", ".join(game.kinds[:-1]), game.kinds[-1]])
@@ -260,18 +241,13 @@ class Position:
         return action.needs(self.game.n_stages)
 
     def _arrival(self, product: Product, rank: int) -> float:
-        """Return when something that was made is there on ``rank``."""
         maker = self._maker[product]
         boundary = product.stage - (product.what == "gradient")
         return float(maker.end) + (0.0 if maker.rank == rank else self.game.transfers[boundary])
 
 
 def play(position: Position, move: str) -> None:
-    """Make one move: ``0F0`` at the end of a row, ``0W0@3`` before the fourth action, ``-0F0`` taken away.
-
-    Raises:
-        Refused: for a move that cannot be read or is not allowed.
-    """
+    """Make one move: ``0F0`` at the end of a row, ``0W0@3`` before the fourth action, ``-0F0`` taken away."""
     match = _MOVE.fullmatch(move) if isinstance(move, str) else None
     if match is None or (match[1] and match[3]):
         raise Refused("write stage, kind and microbatch, as in 0F0, 0W0@3 or -0F0")
@@ -296,7 +272,7 @@ def replay(game: Game, moves: Sequence[str]) -> Position:
 def fill(position: Position, policy: str, references: Mapping[str, Rows]) -> list[str]:
     """Place what is left by a policy, or by a named order that the board has followed so far; returns the moves.
 
-    It stops early where nothing is legal any more: under a tight cap, what was placed can make the rest impossible.
+    Under a tight cap, what was placed can make the rest impossible: it stops where nothing is legal any more.
     """
     moves = []
     while (action := advice(position, policy, references)) is not None:

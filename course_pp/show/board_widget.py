@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import sha256
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from course_pp.schedule import Action, Costs, Schedule, Time, Timeline, to_torch
 from course_pp.show.board_levels import LEVELS, Level, references
 from course_pp.show.board_rules import POLICIES, Game, Position, advice, fill, game_of, recognised, replay, spelled
 from course_pp.show.chart import ChartFigure
+from course_pp.show.player import asset
 from course_pp.show.timelines import draw_idle, timeline
 from course_pp.show.wording import counted, listed
 
@@ -33,25 +33,15 @@ _EQUAL = 1e-12
 _MOST_ACTIONS = 600
 
 
-def _asset(name: str) -> str:
-    return files("course_pp.show").joinpath(name).read_text(encoding="utf-8")
-
-
 class Board(AnyWidget):
     """A grid of ranks and time in which actions are placed, by mouse, by keys or by the methods here.
 
-    Its state is :attr:`moves`, a plain list of texts that each language replays: ``0F0`` at the end of its rank's row,
-    ``0W0@3`` before the fourth action there, ``-0F0`` taken away. It is kept in a file beside the learner's progress,
-    so the same board comes back after the kernel was restarted.
-
-    Attributes:
-        moves: what was done, in order.
-        undone: what redoing would do, in order.
-        figure: a still picture, for where no browser runs it.
+    Its state is :attr:`moves`, a list of texts that each language replays (``board_rules.play``). It is kept in a file
+    beside the learner's progress, so the same board comes back after the kernel was restarted.
     """
 
-    _esm = _asset("board_rules.js") + "\n" + _asset("board.js")
-    _css = _asset("board.css")
+    _esm = asset("board_rules.js") + "\n" + asset("board.js")
+    _css = asset("board.css")
     game = Dict().tag(sync=True)
     words = Dict().tag(sync=True)
     moves = List(Unicode()).tag(sync=True)
@@ -134,7 +124,6 @@ class Board(AnyWidget):
 
     @property
     def recognised(self) -> tuple[str, ...]:
-        """The named orders that the board has followed so far."""
         return tuple(recognised(self._position, self._references))
 
     @property
@@ -149,7 +138,7 @@ class Board(AnyWidget):
 
     @property
     def figure(self) -> ChartFigure:
-        """What is on the board, as a picture."""
+        """What is on the board, as a picture, for where no browser runs it."""
         title = f"{self.words['title']}. {self._standing()}"
         figure = timeline(self.timeline, title)
         if not self.timeline.spans:  # rows that wait for their first action, and no times yet
@@ -161,14 +150,9 @@ class Board(AnyWidget):
 
     @checked
     def place(self, actions: str, at: Time | None = None) -> None:
-        """Place one action or several, as text: ``board.place("0F0 1F0 1B0")``.
+        """Place one action or several, all or none: ``board.place("0F0 1F0 1B0")``.
 
-        Args:
-            actions: separated by spaces; all or none of them are placed.
-            at: a time in the gap that they go to; the end of their rows unless given.
-
-        Raises:
-            ValueError: for an action that cannot be placed, with the reason.
+        ``at`` is a time in the gap that they go to; the end of their rows unless given.
         """
         position, moves = replay(self._game, self.moves), list(self.moves)
         for text in actions.split():
@@ -178,11 +162,7 @@ class Board(AnyWidget):
 
     @checked
     def remove(self, action: str) -> None:
-        """Remove an action, what came after it on its rank, and what depends on these.
-
-        Raises:
-            ValueError: if it is not on the board.
-        """
+        """Remove an action, what came after it on its rank, and what depends on these."""
         replay(self._game, self.moves).remove(Action.parse(action))
         self._commit([*self.moves, f"-{action.strip()}"])
 
@@ -193,13 +173,12 @@ class Board(AnyWidget):
 
     @checked
     def legal(self, rank: int) -> tuple[str, ...]:
-        """Return what ``rank`` could do next, the earliest start first. Raises ValueError for no such rank."""
+        """Return what ``rank`` could do next, the earliest start first."""
         if not 0 <= rank < self._game.n_ranks:
             raise ValueError(f"rank is {rank}: give a rank from 0 to {self._game.n_ranks - 1}")
         return tuple(map(str, self._position.legal(rank)))
 
     def undo(self) -> None:
-        """Take the last move back, if there is one."""
         if self.moves:
             self.undone, self.moves = [self.moves[-1], *self.undone], self.moves[:-1]
 
@@ -209,26 +188,17 @@ class Board(AnyWidget):
             self.moves, self.undone = [*self.moves, self.undone[0]], self.undone[1:]
 
     def clear(self) -> None:
-        """Begin anew."""
         self._commit([])
 
     @checked
     def hint(self, policy: str = "") -> str:
-        """Return the next action by a policy or a named order, or by the level's own; empty if there is none.
-
-        Raises:
-            ValueError: for an unknown policy.
-        """
+        """Return the next action by a policy or a named order, or by the level's own; empty if there is none."""
         action = advice(self._position, self._policy(policy), self._references)
         return "" if action is None else str(action)
 
     @checked
     def fill(self, policy: str = "") -> None:
-        """Place what is left by ``policy``, or by a named order that the board has followed so far.
-
-        Raises:
-            ValueError: for an unknown policy, and for an order that the board does not follow.
-        """
+        """Place what is left by ``policy``, or by a named order that the board has followed so far."""
         policy = self._policy(policy)
         position = replay(self._game, self.moves)
         moves = fill(position, policy, self._references)
@@ -256,13 +226,7 @@ class Board(AnyWidget):
         """Run one step of what was drawn on real ranks; lay its timeline under the drawn one.
 
         Every gradient is compared with one process's, and the board says whether they are equal. Then the same order
-        runs at the pace of the board's costs.
-
-        Returns:
-            the timeline in the unit of the board's costs: measured, or simulated if this machine is too busy.
-
-        Raises:
-            ValueError: for a board that is not complete, or of more ranks than are started on one machine.
+        runs at the pace of the board's costs: measured, or simulated if this machine is too busy.
         """
         from course_pp.notebook import compare_gradients, emulate
 
@@ -319,7 +283,6 @@ def kept_in() -> Path:
 
 
 def kept(name: str) -> list[str]:
-    """Return the moves of the board called ``name``; none if nothing readable was kept."""
     found = _boards().get(name, [])
     return found if isinstance(found, list) and all(isinstance(move, str) for move in found) else []
 
@@ -365,10 +328,6 @@ def board(
         costs: one unit for each of ``F``, ``I`` and ``W`` unless given.
         memory_limit: activations that a rank may hold, one number or one for each rank.
         split: whether the backward comes in halves, ``I`` and ``W``.
-
-    Raises:
-        ValueError: for no such level, a level with other sizes, a board of more than 600 actions, and what
-            :func:`~course_pp.schedule.bound` refuses.
     """
     if level is not None:
         own = (n_ranks, n_microbatches, placement, costs, memory_limit, split) != (2, 4, None, None, None, False)
@@ -378,8 +337,6 @@ def board(
         chosen = LEVELS[level - 1]
         return Board(chosen.game, chosen.costs, chosen)
     if placement is None:
-        if not 1 <= n_ranks <= _MOST_ACTIONS:
-            raise ValueError(f"n_ranks is {n_ranks}: give an integer from 1 to {_MOST_ACTIONS}")
         placement = range(n_ranks)
     if not placement or set(placement) != set(range(1 + max(placement))):
         raise ValueError(f"placement is {tuple(placement)}: give every rank from 0 on at least one stage")

@@ -17,7 +17,7 @@ _FADED = 0.22
 
 
 class _Cause(NamedTuple):
-    """A span that another one needed: since when its result was at hand, and what it was, or nothing but the rank."""
+    """A span that another one needed, since when its result was at hand, and what it was; None: only the rank."""
 
     span: Span
     arrival: Time
@@ -33,9 +33,6 @@ def dependencies(tl: Timeline, action: Action | Overlap | str, title: str | None
 
     Args:
         action: one that is in the timeline, as a value or as it prints: ``"0B3"``.
-
-    Raises:
-        ValueError: for an action that is not in the timeline, and for text that is none.
     """
     chain, others = _chain(tl, _find(tl, action))
     span, actions = chain[0].span, [str(cause.span.action) for cause in reversed(chain)]

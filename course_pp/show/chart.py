@@ -1,7 +1,7 @@
 """A matplotlib figure that says in words what it shows."""
 
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
@@ -44,8 +44,7 @@ _PALETTE_SIZE = 128
 class ChartFigure(Figure):
     """A figure of ``width × height`` inches with :attr:`alt_text`, independent of pyplot's global state.
 
-    The last expression of a notebook cell shows it once, as PNG with the alt text in the output's metadata
-    (``{"image/png": {"alt": …}}``) and as the plain-text form, so that a committed notebook carries both.
+    A notebook gets it as PNG, with the alt text in the output's metadata and as the plain-text form.
     """
 
     def __init__(self, width: float, height: float) -> None:
@@ -161,6 +160,14 @@ def name_rows(axes: Axes, names: Iterable[str], size: float = 9) -> None:
     axes.tick_params(axis="x", labelsize=SMALL)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def by_group(given: Mapping[str, Any], mixed: str) -> dict[str, Any]:
+    """Return several mappings by name as they are, and a single one under no name; refuse a mixture in words."""
+    several = [isinstance(value, Mapping) for value in given.values()]
+    if any(several) and not all(several):
+        raise ValueError(mixed)
+    return dict(given) if any(several) else {"": given}
 
 
 def refuse_outside(least: int, most: int, **sizes: int) -> None:

@@ -25,7 +25,6 @@ _PLAIN = str.maketrans({"·": ".", "─": "-", "→": ">", "Σ": "sum ", "⌊": 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what ``schedule`` understands."""
     parser.add_argument("name", help=f"one of {', '.join(names())}, or torch's name for it")
     sizes = parser.add_argument_group("sizes")
     sizes.add_argument("--ranks", type=int, default=4, metavar="P", help="pipeline-parallel size (4)")
@@ -45,12 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the chart and its numbers, and write the files asked for.
-
-    Raises:
-        ValueError: for sizes and costs that the schedule does not allow, and for a file of another kind.
-        OSError: for a file that cannot be written.
-    """
+    """Print the chart and its numbers, and write the files asked for."""
     targets = {option: target for option in _WRITERS if (target := getattr(arguments, option)) is not None}
     printed = [option for option, target in targets.items() if target == "-"]
     if len(printed) > 1:

@@ -44,7 +44,6 @@ def compare(
     predicted: Timeline,
     measured: Timeline,
     names: tuple[str, str] | None = None,
-    seconds_per_unit: float | None = None,
     title: str | None = None,
 ) -> ChartFigure:
     """Draw two timelines on one time axis: each rank has a row of ``predicted`` above one of ``measured``.
@@ -53,15 +52,9 @@ def compare(
     finishes than in the first.
 
     Args:
+        predicted: where it has relative costs and ``measured`` seconds, one unit lasts so long that ranks are busy
+            equally long in both: the figure shows the difference in waiting alone.
         names: what to call them, for example two schedules; "predicted", and "measured" or "simulated", unless given.
-        seconds_per_unit: how long one unit of cost takes, where ``predicted`` has relative costs and ``measured``
-            seconds. Unless given, it is chosen so that the ranks are busy equally long in both, and the figure shows
-            the difference in waiting alone.
-        title: instead of the finding.
-
-    Raises:
-        ValueError: for different numbers of ranks, for measured seconds as a prediction of relative costs, and when
-            there is no work from which to choose ``seconds_per_unit``.
     """
     names = ("predicted", measured.how) if names is None else names
     n_ranks = measured.n_ranks
@@ -71,7 +64,7 @@ def compare(
             "give two timelines with the same number of ranks"
         )
     scale, unit = axis_unit(max(tl.makespan if tl.unit else 0 for tl in (predicted, measured)), measured.unit)
-    rate = _seconds_per_unit(predicted, measured, seconds_per_unit)
+    rate = _seconds_per_unit(predicted, measured)
     sides = (_Side(predicted, names[0], scale * rate), _Side(measured, names[1], scale))
     labels = [
         f"{name} {format_time(end if measured.unit else float(amount(end)), measured.unit)}"
@@ -98,21 +91,14 @@ def compare(
     return figure.finish(axes, title, finding, _alt_text(sides, labels, finding, late, unit), pad=22, x=-0.6 / 7.2)
 
 
-def _seconds_per_unit(predicted: Timeline, measured: Timeline, given: float | None) -> float:
+def _seconds_per_unit(predicted: Timeline, measured: Timeline) -> float:
     if predicted.unit == measured.unit:
-        if given is not None:
-            raise ValueError(f"seconds_per_unit is {given}, but both timelines have the same unit: leave it out")
         return 1.0
     if measured.unit != "s":
         raise ValueError("the first timeline is in seconds, the second in relative costs: give the measured one second")
-    if given is not None:
-        if not 0 < given < float("inf"):
-            raise ValueError(f"seconds_per_unit is {given}: give a finite number above 0")
-        return given
-    work = float(sum(predicted.busy))
-    if not work or not sum(measured.busy):
-        raise ValueError("one of the timelines has no work, so their units cannot be matched: give seconds_per_unit")
-    return float(sum(measured.busy)) / work
+    if not sum(predicted.busy) or not sum(measured.busy):
+        raise ValueError("one of the timelines has no work, so their units cannot be matched")
+    return float(sum(measured.busy)) / float(sum(predicted.busy))
 
 
 def _draw_rows(axes: Axes, sides: tuple[_Side, _Side], ranks: range) -> set[str]:

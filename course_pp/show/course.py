@@ -10,13 +10,7 @@ from course_pp.show.wording import counted, listed
 
 
 class Notebook(NamedTuple):
-    """A notebook of the course.
-
-    Attributes:
-        number: ``"03"``.
-        topic: in a few words.
-        after: numbers of the notebooks to know before.
-    """
+    """A notebook of the course, and the numbers of those to know before."""
 
     number: str
     topic: str
@@ -44,15 +38,7 @@ _HIGH, _GAP_X, _GAP_Y = 0.78, 0.3, 0.24
 
 @checked
 def course_map(here: str | None = None, title: str | None = None) -> ChartFigure:
-    """Draw the notebooks of the course, an arrow from each to those that build on it.
-
-    Args:
-        here: the number of the notebook to mark, such as ``"03"``.
-        title: instead of the finding.
-
-    Raises:
-        ValueError: for a notebook that is not in the course.
-    """
+    """Draw the notebooks of the course, an arrow from each to those that build on it; ``here="03"`` marks one."""
     numbers = [notebook.number for notebook in NOTEBOOKS]
     if here is not None and here not in numbers:
         raise ValueError(f"here is {here!r}: give the number of a notebook, one of {', '.join(numbers)}")

@@ -37,15 +37,11 @@ _NEAR_LINEAR = 0.8
 
 
 def _known(schedules: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the names as a tuple. Raises ValueError for none, and for an unknown one."""
     chosen = (schedules,) if isinstance(schedules, str) else tuple(schedules)
     if not chosen:
         raise ValueError("schedules is empty, so there is nothing to draw: give at least one schedule")
     for name in chosen:
-        try:
-            find(name)
-        except ValueError as problem:
-            raise ValueError(f"schedules: {problem}") from None
+        find(name)
     return chosen
 
 
@@ -147,7 +143,6 @@ def pareto(
     n_microbatches: int = 8,
     costs: Costs | None = None,
     schedules: str | Sequence[str] | None = None,
-    within_span: bool = False,
     title: str | None = None,
 ) -> ChartFigure:
     """Draw the bubble of schedules against the peak memory of their fullest rank; a line joins those none other beats.
@@ -158,14 +153,9 @@ def pareto(
         costs: of all layers of a rank, one number each; a chunk gets its share. Unless given, memory counts activations
             of one microbatch in all layers of a rank.
         schedules: all unless given; those that do not allow these sizes are named under the axis.
-        within_span: draw ``span_bubble_fraction``, the bubble as the zero-bubble papers count it.
-
-    Raises:
-        ValueError: when no schedule allows these sizes, for an unknown schedule, and for costs with a value for each
-            stage.
     """
     chosen = _known(names() if schedules is None else schedules)
-    points, refused = _points(chosen, n_ranks, n_microbatches, Costs() if costs is None else costs, within_span)
+    points, refused = _points(chosen, n_ranks, n_microbatches, Costs() if costs is None else costs)
     rivals = [point for point in points if not point.is_asynchronous]
     best = [point for point in rivals if not any(other.beats(point) for other in rivals)]
     best.sort(key=lambda point: point.memory)
@@ -188,8 +178,7 @@ def pareto(
     _label_points(axes, points, best)
     what = "activations of one microbatch in all layers of a rank" if costs is None else "unit of the costs"
     note = f"; not possible with these sizes: {', '.join(refused)}" if refused else ""
-    what_y = "bubble, of the longest span" if within_span else "bubble, of all rank time"
-    _describe(axes, f"peak memory of the fullest rank ({what}){note}", what_y)
+    _describe(axes, f"peak memory of the fullest rank ({what}){note}", "bubble, of all rank time")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
     axes.grid(color=chart.IDLE_GREY, linewidth=0.8, zorder=0)
     axes.set_axisbelow(True)
@@ -204,7 +193,7 @@ def pareto(
 
 
 def _points(
-    schedules: Sequence[str], n_ranks: int, n_microbatches: int, costs: Costs, within_span: bool
+    schedules: Sequence[str], n_ranks: int, n_microbatches: int, costs: Costs
 ) -> tuple[list[_Point], list[str]]:
     """Return a point for each schedule that allows the sizes, alike ones joined; and the names of the others."""
     found: dict[tuple[float, float], list[str]] = {}
@@ -218,8 +207,7 @@ def _points(
             continue
         shared = _share(costs, max(1, schedule.n_stages // schedule.n_ranks))
         tl = simulate(schedule, shared)
-        bubble = tl.span_bubble_fraction if within_span else tl.bubble_fraction
-        place = (round(float(max(tl.peak_memory(shared))), 9), round(float(bubble), 9))
+        place = (round(float(max(tl.peak_memory(shared))), 9), round(float(tl.bubble_fraction), 9))
         found.setdefault(place, []).append(name)
     if not found:
         raise ValueError(f"no schedule to draw: {reason}")
@@ -274,11 +262,6 @@ def speed_up(
         n_chunks: stages a rank, for the schedules that allow another number; their own unless given.
         costs: of all layers of the model, one number each; a stage gets its share. Messages cost what they cost.
         measured: steps under ``schedules``, by their names; of those that a busy machine simulated there is no point.
-        title: instead of the finding.
-
-    Raises:
-        ValueError: for no schedule or number, an unknown schedule, numbers below 1, a measured schedule that is not
-            among ``schedules``, and for costs with a value for each stage.
     """
     schedules = _known(schedules)
     refuse_below(1, "speed_up", ranks=min(ranks, default=0), n_chunks=n_chunks)

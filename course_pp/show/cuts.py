@@ -26,16 +26,12 @@ def cut(
     Over each cut go ``tokens × dim`` numbers of activations, and as many of their gradients.
 
     Args:
-        config: sizes of the model: :class:`course_pp.model.ModelConfig`, or anything with its ``dim``, ``n_layers`` and
-            numbers of parameters of the embedding, a layer and the head.
-        layers: (start, end) of the layers of each stage, end excluded, as
-            :func:`course_pp.model.compute_layer_assignment` gives them. Up to 8 stages are drawn.
+        config: a :class:`course_pp.model.ModelConfig`, or anything with its ``dim``, ``n_layers`` and numbers of
+            parameters of the embedding, a layer and the head.
+        layers: (start, end) of the layers of each of up to 8 stages, as
+            :func:`course_pp.model.compute_layer_assignment` gives them.
         tokens: that go through at once, rows × length.
         itemsize: bytes of a number.
-        title: instead of the finding.
-
-    Raises:
-        ValueError: for ranges that do not cover the layers once each, more than 8 stages, or no tokens.
     """
     refuse_below(1, "cut", tokens=tokens, itemsize=itemsize)
     p = len(layers)
@@ -119,14 +115,7 @@ def carried(cut: Any, title: str | None = None) -> ChartFigure:
 
     An arrow leads from the module that makes tensors to each that reads them, and out to the right if the model returns
     them; ×3 stands at the arrow of three. It is blue if each stage on its way reads them, and orange and dashed if some
-    only hand them on. Under each cut is what it carries in all.
-
-    Args:
-        cut: as :func:`course_pp.parallel.split.crossing` returns it, of up to 24 calls.
-        title: instead of the finding.
-
-    Raises:
-        ValueError: for more than 24 calls, or none.
+    only hand them on. ``cut`` is what :func:`course_pp.parallel.split.crossing` returns, of up to 24 calls.
     """
     n_calls = len(cut.calls)
     refuse_outside(1, 24, calls_of_cut=n_calls)

@@ -1,8 +1,6 @@
 """A panel that rebuilds, simulates and redraws a schedule whenever a slider moves.
 
-What a slider changes goes through plain functions: :func:`report_of` from settings to numbers, and :func:`figure_of`,
-:func:`numbers_html`, :func:`ranks_html` and :func:`formula_html` from numbers to what is shown. :class:`Panel` only
-connects them to widgets.
+Plain functions go from settings to a report, and from that to what is shown; :class:`Panel` connects them to widgets.
 """
 
 from base64 import b64encode
@@ -65,22 +63,13 @@ class Settings:
 def explore(**settings: Any) -> "Panel":
     """Show a panel to try schedules, sizes and costs: timeline, bubbles, memory, formula, the reason for any gap.
 
-    Args:
-        settings: where to start, by the names of :class:`Settings`, such as ``schedule="zb_h1", n_ranks=8``.
-
-    Raises:
-        TypeError: for a name that is not a setting.
-        ValueError: for a value that the slider does not have. Impossible combinations are shown, not raised.
+    ``settings`` say where to start, by the names of :class:`Settings`: ``schedule="zb_h1", n_ranks=8``.
     """
     return Panel(Settings(**settings))
 
 
 def report_of(settings: Settings) -> Report:
-    """Build and simulate what the settings ask for.
-
-    Raises:
-        ValueError: for sizes that the schedule does not allow, and a slow stage that it does not have.
-    """
+    """Build and simulate what the settings ask for; raises ValueError for what the schedule does not allow."""
     sizes = (settings.schedule, settings.n_ranks, settings.n_microbatches, settings.n_chunks)
     schedule = build(*sizes, round_size=settings.round_size)
     n_stages = schedule.n_stages
@@ -108,7 +97,6 @@ def report_of(settings: Settings) -> Report:
 
 
 def figure_of(report: Report, gap: Gap | None) -> ChartFigure:
-    """Return the timeline, with a frame around ``gap``."""
     figure = timeline(report.timeline)
     if gap is not None:
         corner, look = (float(gap.start), gap.rank - ROW_FILL / 2), dict[str, Any](edgecolor="black", linewidth=2)
@@ -119,8 +107,6 @@ def figure_of(report: Report, gap: Gap | None) -> ChartFigure:
 
 
 def numbers_html(report: Report) -> str:
-    """Return the makespan and both bubbles, simulated and by the closed form."""
-
     def of_the_work(bubble: Time) -> Time:
         return bubble / (1 - bubble) if bubble < 1 else 0
 
@@ -135,7 +121,6 @@ def numbers_html(report: Report) -> str:
 
 
 def formula_html(report: Report) -> str:
-    """Return the closed form in letters, and how it compares with the simulation."""
     form = report.closed_form
     formula = f"makespan = {form.formula}; " if form else ""
     return _sentence(formula + report.verdict)
@@ -194,7 +179,6 @@ class Panel(VBox):
         self.update()
 
     def update(self, _change: object = None) -> None:
-        """Read the controls, simulate, and show the result, or why there is none."""
         self.settings = replace(self.settings, **{name: _value(control) for name, control in self.controls.items()})
         try:
             self._report = report_of(self.settings)
@@ -242,8 +226,6 @@ class Panel(VBox):
 
 
 def _controls(settings: Settings) -> dict[str, Widget]:
-    """Return a widget for each setting, by its name."""
-
     def choice(text: str, options: dict[str, Any]) -> Widget:
         return Dropdown(description=text, options=list(options.items()), **_WIDE)
 

@@ -50,16 +50,10 @@ def memory(
     """Draw for each rank what it holds over time, all to one scale, with the peak in the margin.
 
     Args:
-        costs: what a forward keeps, what part of it ``I`` releases, and what a value of an edge and one version of the
-            weights weigh. Without it (stage, microbatch) activations are counted, from the start of their ``F`` to the
-            end of ``B`` or ``W``, and values of edges (``Timeline.peak_values``), one each.
-        measured: draw the bytes that a recorder counted in that run instead, ``recorder.memory()``: for each rank,
-            ``curves`` has for each kind the (seconds, bytes) at each change, first at 0.
+        costs: what activations, values of edges and versions of the weights weigh. Without it (stage, microbatch)
+            activations count 1, from the start of their ``F`` to the end of ``B`` or ``W``, as do values of edges.
+        measured: draw the bytes that a recorder counted in that run instead: ``recorder.memory()``.
         kind: which of these: ``activation``, ``buffer``, ``queued``, ``version`` or ``total``.
-
-    Raises:
-        ValueError: for costs of another number of stages, what was measured on another number of ranks, both of them at
-            once, or an unknown kind.
     """
     if kind not in _KINDS:
         raise ValueError(f"unknown kind {kind!r}: choose from {', '.join(_KINDS)}")
@@ -71,7 +65,12 @@ def memory(
         what = "Peak activations and values held" if has_values else "Peak activations held"
         what = what if costs is None else "Peak memory"
     else:
-        curves, spell = _measured(tl, costs, measured, kind), format_bytes
+        if costs is not None:
+            raise ValueError("both costs and what was measured: draw one figure for each")
+        if len(measured) != tl.n_ranks:
+            told = f"measured has memory of {len(measured)} ranks for a timeline of {tl.n_ranks}"
+            raise ValueError(f"{told}: give recorder.memory() of it")
+        curves, spell = [rank.curves[kind] for rank in measured], format_bytes
         what = "Peak bytes kept in all" if kind == "total" else f"Peak {kind} bytes kept"
     peaks = [max(held for _, held in curve) for curve in curves]
 
@@ -104,16 +103,6 @@ def memory(
     kept = [f"rank {rank} {versions}" for rank, versions in enumerate(tl.weight_versions) if versions > 1]
     told += f" Versions of the weights kept: {listed(kept)}." if kept else ""
     return figure.finish(axes, title, finding, told)
-
-
-def _measured(tl: Timeline, costs: Costs | None, measured: Sequence[Any], kind: str) -> list[_Curve]:
-    if costs is not None:
-        raise ValueError("both costs and what was measured: draw one figure for each")
-    if len(measured) != tl.n_ranks:
-        raise ValueError(
-            f"measured has memory of {len(measured)} ranks for a timeline of {tl.n_ranks}: give recorder.memory() of it"
-        )
-    return [rank.curves[kind] for rank in measured]
 
 
 def _area(curve: _Curve, rank: int, scale: float, end: float, highest: float) -> list[tuple[float, float]]:
@@ -160,14 +149,7 @@ def versions(tl: Timeline, ledger: Ledger, title: str | None = None) -> ChartFig
 
     A box has the colour and the number of its version; backwards are hatched. A diamond is an update, with the version
     that it makes. A heavy frame and ``≠`` mark a backward that used another version than its forward.
-
-    Args:
-        tl: simulated, emulated or measured.
-        ledger: of the same schedule, such as ``EmulatedRun.ledger`` or :func:`course_pp.schedule.ledger`.
-        title: instead of the finding.
-
-    Raises:
-        ValueError: for a timeline without updates, or with an action that is not in the ledger.
+    ``ledger`` is of the same schedule: ``EmulatedRun.ledger``, or what :func:`course_pp.schedule.ledger` returns.
     """
     if not any(action.kind == "U" for action in tl.actions):
         raise ValueError(f"{tl!r} has no updates (U), so one version: draw it with show.timeline")
@@ -247,7 +229,6 @@ def _label_versions(axes: Axes, used: Collection[_Used]) -> None:
 
 
 def _draw_updates(axes: Axes, tl: Timeline, scale: float) -> None:
-    """A diamond on the upper edge of its row for each update, and the version it makes above."""
     points_x, points_y = points_per_unit(axes)
     labels, diamonds, done = Labels(), [], Counter[tuple[int, int]]()
     for span in sorted(tl.spans, key=lambda span: (span.start, span.end)):

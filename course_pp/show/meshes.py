@@ -48,9 +48,7 @@ class Dimension:
 def dimensions_of(sizes: Mapping[str, int], gpus_per_node: int, rank: int | None = None) -> tuple[Dimension, ...]:
     """Return the dimensions of more than one rank, for ranks numbered node by node and the last dimension fastest.
 
-    Args:
-        sizes: by dimension, outermost first.
-        rank: only the groups of this one.
+    With a ``rank``, only its groups are in them.
     """
     ranks, found, stride = range(prod(sizes.values())) if rank is None else (rank,), [], 1
     for name, size in reversed(list(sizes.items())):
@@ -73,13 +71,9 @@ def mesh(
     have room.
 
     Args:
-        layout: the sizes of a mesh, as a :class:`course_pp.parallel.DistributedConfig`, or by name, outermost dimension
-            first: ``{"pp": 2, "tp": 8}``. Dimensions of one rank are left out. Up to 128 ranks are drawn.
+        layout: a :class:`course_pp.parallel.DistributedConfig`, or sizes by name, outermost dimension first:
+            ``{"pp": 2, "tp": 8}``, of up to 128 ranks.
         rank: whose neighbours to mark.
-        title: instead of the finding.
-
-    Raises:
-        ValueError: for sizes below 1, too many ranks, nodes that they do not fill, and a rank that does not exist.
     """
     sizes = dict(layout) if isinstance(layout, Mapping) else {name: getattr(layout, name) for name in DIMENSIONS}
     refuse_below(1, "mesh", **sizes, gpus_per_node=gpus_per_node)

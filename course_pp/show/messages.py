@@ -28,18 +28,10 @@ def message(
     receiver: int = 1,
     title: str | None = None,
 ) -> ChartFigure:
-    """Draw ``n_ranks`` processes, each with its own memory, and one message: what is sent, and where it is put.
+    """Draw up to 8 processes, each with its own memory, and one message: what is sent, and where it is put.
 
-    The receiver has made room before (zeros); the message is bytes, without shape or dtype. The other processes learn
-    nothing.
-
-    Args:
-        values: what is sent, of one dimension: a tensor, an array or numbers (then taken as float32).
-        title: instead of the finding.
-
-    Raises:
-        ValueError: for fewer than 2 ranks or more than 8, a sender or receiver that is no rank or both the same, and
-            for values of another number of dimensions.
+    The receiver has made room before (zeros); the message is bytes, without shape or dtype. ``values`` are a tensor or
+    array of one dimension, or numbers, which are taken as float32.
     """
     refuse_outside(2, 8, n_ranks=n_ranks)
     refuse_outside(0, n_ranks - 1, sender=sender, receiver=receiver)
@@ -102,17 +94,11 @@ Sums = tuple[tuple[frozenset[int], ...], ...]
 
 
 class RingStep(NamedTuple):
-    """What one step of the ring does.
+    """What one step of the ring does."""
 
-    Attributes:
-        sends: for each rank the chunk that it sends to the next.
-        adds: whether the receiver adds it to its own (reduce-scatter) or puts it in its place (all-gather).
-        held: what every rank holds afterwards.
-    """
-
-    sends: tuple[int, ...]
-    adds: bool
-    held: Sums
+    sends: tuple[int, ...]  # for each rank the chunk that it sends to the next
+    adds: bool  # to the receiver's own (reduce-scatter), else in its place (all-gather)
+    held: Sums  # afterwards
 
 
 def ring_steps(n_ranks: int) -> tuple[Sums, tuple[RingStep, ...]]:
@@ -145,7 +131,7 @@ class _Frame(NamedTuple):
 def ring(
     n_ranks: int = 4, step: int | None = None, n_bytes: int | None = None, title: str | None = None
 ) -> ChartFigure:
-    """Draw a ring all-reduce: one frame a step, a row a rank, a column a chunk, filled as far as it is summed.
+    """Draw a ring all-reduce of 2 to 16 ranks: a frame a step, a row a rank, a column a chunk, filled as it is summed.
 
     An arrow goes from each chunk that is sent to the rank below; the last rank's goes to the first. Digits are the
     ranks whose parts are in the sum; with more than five ranks it is their number.
@@ -153,10 +139,6 @@ def ring(
     Args:
         step: only this one, counted from 1: before and after it. Of long rings only some steps are drawn otherwise.
         n_bytes: size of the tensor; unless given, what is sent is told as a fraction of it.
-        title: instead of the finding.
-
-    Raises:
-        ValueError: for fewer than 2 ranks or more than 16, and for a step that does not exist.
     """
     refuse_below(1, "ring", n_bytes=n_bytes)
     refuse_outside(2, 16, n_ranks=n_ranks)

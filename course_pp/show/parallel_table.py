@@ -11,25 +11,16 @@ _STATE = 16  # bytes a parameter: weights, gradients and AdamW's two moments in 
 
 
 class Parallelism(NamedTuple):
-    """One row of the table.
-
-    Attributes:
-        cuts: what is spread over the ranks.
-        formula: what a rank sends in a step, in letters.
-        sent: the same in bytes.
-        state: bytes of weights, gradients and optimizer that a rank keeps.
-        better: when to choose it.
-    """
+    """One row of the table: what is cut over the ranks, what one sends and keeps, and when to choose it."""
 
     name: str
     cuts: str
-    formula: str
-    sent: float
-    state: float
+    formula: str  # of what a rank sends in a step
+    sent: float  # the same in bytes
+    state: float  # bytes of weights, gradients and optimizer that a rank keeps
     better: str
 
 
-# What each cuts, what a rank sends, and when to choose it.
 _WORDS = {
     "data": ("the batch", "2 (n − 1)/n · N: its gradients, summed", "the model fits on one rank"),
     "FSDP": (
@@ -56,23 +47,17 @@ class ParallelismTable:
     """Data, FSDP, tensor and pipeline parallelism beside each other, for one model on n ranks.
 
     Shows itself as a table in a notebook; prints as Markdown.
-
-    Attributes:
-        break_even_tokens: tokens in a step below which a pipeline sends less than data parallelism.
-        note: what the letters mean, and the sizes that were put in.
     """
 
     rows: tuple[Parallelism, ...]
-    break_even_tokens: float
+    break_even_tokens: float  # in a step; below it a pipeline sends less than data parallelism
     note: str
 
     def __getitem__(self, name: str) -> Parallelism:
-        """Return the row called ``name``. Raises KeyError for another name."""
         return {row.name: row for row in self.rows}[name]
 
     @property
     def finding(self) -> str:
-        """Data against pipeline parallelism, in a sentence."""
         data, pipeline = self["data"].sent, self["pipeline"].sent
         ratio = max(data, pipeline) / min(data, pipeline)
         more, less = ("Data parallelism", "a pipeline") if pipeline < data else ("A pipeline", "data parallelism")
@@ -129,9 +114,6 @@ def parallelisms(config: Any, n_ranks: int, tokens: int, itemsize: int = 2) -> P
         n_ranks: in the one dimension that each way uses.
         tokens: of the whole batch of a step.
         itemsize: bytes of a weight, a gradient, an activation.
-
-    Raises:
-        ValueError: for fewer than 2 ranks, or no tokens.
     """
     refuse_below(2, "parallelisms", n_ranks=n_ranks)
     refuse_below(1, "parallelisms", tokens=tokens, itemsize=itemsize)

@@ -30,15 +30,16 @@ def pieces(tensors: Mapping[str, Iterable[Any] | Mapping[str, Iterable[Any]]], t
     no piece covers is grey.
 
     Args:
-        tensors: the pieces of each tensor by its name, each with its ``offsets``, ``sizes`` and the ``rank`` that wrote
-            it, in at most two dimensions; or several such mappings by name, to be drawn side by side
-            (``{"PP = 4": {…}, "PP = 2, TP = 2": {…}}``).
-        title: instead of the finding.
-
-    Raises:
-        ValueError: when there is nothing to draw, or too many dimensions.
+        tensors: the pieces of each tensor by its name, each with ``offsets``, ``sizes`` and ``rank``, in at most two
+            dimensions; or several such mappings by name, to be drawn side by side.
     """
-    columns = _as_columns(tensors)
+    mixed = "tensors and checkpoints are mixed: give pieces for every name, or a mapping for every name"
+    columns: dict[str, _Tensors] = {
+        checkpoint: {name: list(cut) for name, cut in held.items()}
+        for checkpoint, held in chart.by_group(tensors, mixed).items()
+    }
+    if not any(cut for held in columns.values() for cut in held.values()):
+        raise ValueError("no pieces to draw: give in tensors at least one, with the pieces it was written in")
     names = dict.fromkeys(name for held in columns.values() for name in held)
     shapes = {
         name: _extent(name, [piece for held in columns.values() for piece in held.get(name, [])]) for name in names
@@ -68,20 +69,6 @@ def pieces(tensors: Mapping[str, Iterable[Any] | Mapping[str, Iterable[Any]]], t
     figure.text(0.15 / figure.get_figwidth(), 1 - 0.24 / figure.get_figheight(), heading, va="center", size=11.5)
     figure.alt_text = _alt_text(columns, spelled, finding)
     return figure
-
-
-def _as_columns(tensors: Mapping[str, Iterable[Any] | Mapping[str, Iterable[Any]]]) -> dict[str, _Tensors]:
-    columns: dict[str, _Tensors] = {}
-    for name, value in tensors.items():
-        if isinstance(value, Mapping):
-            columns[name] = {key: list(cut) for key, cut in value.items()}
-        else:
-            columns.setdefault("", {})[name] = list(value)
-    if "" in columns and len(columns) > 1:
-        raise ValueError("tensors and checkpoints are mixed: give pieces for every name, or a mapping for every name")
-    if not any(cut for held in columns.values() for cut in held.values()):
-        raise ValueError("no pieces to draw: give in tensors at least one, with the pieces it was written in")
-    return columns
 
 
 def _extent(name: str, cut: Sequence[Any]) -> tuple[int, ...]:

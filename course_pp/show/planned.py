@@ -29,17 +29,8 @@ _LETTERS = {"pp": "p", "dp_replicate": "r", "dp_shard": "s", "tp": "t"}
 def plan(prediction: Prediction, title: str | None = None, rank: int = 0) -> ChartFigure:
     """Draw a prediction: the parts of its step, the memory of each pipeline rank, and the mesh on the nodes.
 
-    The mesh shows the groups of one rank: with whom it shares tensors, stages and data, and over which links. With more
-    than 8 nodes, only the nodes of its neighbours are drawn. :func:`course_pp.show.mesh` draws all ranks of a smaller
-    mesh.
-
-    Args:
-        prediction: of at most 64 pipeline ranks.
-        title: instead of the finding.
-        rank: whose neighbours to mark.
-
-    Raises:
-        ValueError: for more ranks, and a rank that does not exist.
+    The mesh shows the groups of ``rank``: with whom it shares tensors, stages and data, and over which links. With more
+    than 8 nodes, only the nodes of its neighbours are drawn. Up to 64 pipeline ranks have room.
     """
     ranks, cluster, parts = prediction.peak_memory, prediction.cluster, prediction.parts
     refuse_outside(1, _MOST_RANKS, ranks_of_prediction=len(ranks))
@@ -179,12 +170,7 @@ def _draw_link(pen: Pen, one: Point, other: Point, cell: float, x: float) -> Non
 
 @checked
 def published(rows: Mapping[str, tuple[float, float]], title: str | None = None) -> ChartFigure:
-    """Draw for each run its published step and, as a ring, the predicted one; the error stands beside.
-
-    Args:
-        rows: up to 32; by name, seconds published and predicted.
-        title: instead of the finding.
-    """
+    """Draw for each run (by name: seconds published, seconds predicted) both as points; the error stands beside."""
     errors = {name: predicted / told - 1 for name, (told, predicted) in rows.items()}
     sizes = [abs(each) for each in errors.values()]
     finding = f"Median error {median(sizes):.1%}, worst {max(sizes):.1%}"

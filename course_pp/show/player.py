@@ -21,11 +21,7 @@ _MOST_SPANS = 5000
 class Player:
     """A timeline with a cursor that plays, pauses and steps, in a notebook or on a page of its own.
 
-    In JupyterLab, and on a page made from a notebook, its script draws it; nothing is loaded from elsewhere. Where
-    scripts do not run there is :attr:`figure`.
-
-    Attributes:
-        figure: the still picture, with its alt text.
+    Nothing is loaded from elsewhere. Where scripts do not run there is the still picture, :attr:`figure`.
     """
 
     def __init__(self, tl: Timeline, title: str | None = None) -> None:
@@ -43,12 +39,12 @@ class Player:
         root = f'<div class="cpp-player" data-player="{name}" data-lm-suppress-shortcuts="true" role="group"'
         label = f'aria-label="timeline that moves: {escape(self._data["title"])}"'
         return (
-            f"<style>{_asset('player.css')}</style>{root} {label}>{still}</div>"
-            f"<script>{_asset('player.js').strip()}({json.dumps(name)}, {data});</script>"
+            f"<style>{asset('player.css')}</style>{root} {label}>{still}</div>"
+            f"<script>{asset('player.js').strip()}({json.dumps(name)}, {data});</script>"
         )
 
     def save(self, path: str | Path) -> Path:
-        """Write a page of its own, which needs nothing else. Raises ValueError for a name that does not end in .html"""
+        """Write a page of its own, ``.html``, which needs nothing else."""
         path = Path(path)
         if path.suffix.lower() != ".html":
             raise ValueError(f"cannot save a timeline that moves as {path.name!r}: end the name in .html")
@@ -64,23 +60,17 @@ class Player:
 
 @checked
 def play(tl: Timeline, title: str | None = None) -> Player:
-    """Show a timeline that moves, simulated or measured: play, pause and step with buttons or keys.
+    """Show a timeline of up to 5000 spans that moves: play, pause and step with buttons or keys.
 
     Left of the cursor is what has happened; each rank says which microbatches' activations it holds; messages under way
     go from row to row. Space plays and pauses, the arrow keys step from event to event.
-
-    Args:
-        title: instead of the finding.
-
-    Raises:
-        ValueError: for a timeline of nothing, or of more than 5000 spans.
     """
     if not 0 < len(tl.spans) <= _MOST_SPANS or not tl.makespan:
         raise ValueError(f"{len(tl.spans)} spans, makespan {tl.makespan}: give 1 to {_MOST_SPANS} that take time")
     return Player(tl, title)
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
     return files("course_pp.show").joinpath(name).read_text(encoding="utf-8")
 
 

@@ -1,7 +1,6 @@
 """Weights cut over ranks: what FSDP2 gathers, holds and frees along a step, and what tensor parallelism exchanges."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
@@ -17,21 +16,13 @@ _LEFT, _RIGHT, _HEAD, _ROW, _BETWEEN = 0.85, 1.25, 0.72, 0.26, 0.5
 
 
 class Moment(NamedTuple):
-    """One layer at work in one action.
-
-    Attributes:
-        action: forward or backward of a microbatch.
-        layer: which of the rank's layers is at work.
-        held: for each layer, the fraction of its weights that this rank holds meanwhile.
-        gathers: layers that are put together for this moment, or meanwhile for the next.
-        reduces: layers whose gradients are reduced after it.
-    """
+    """One layer at work in one action."""
 
     action: Action
     layer: int
-    held: tuple[Fraction, ...]
-    gathers: frozenset[int]
-    reduces: frozenset[int] = frozenset()
+    held: tuple[Fraction, ...]  # for each layer, the fraction of its weights that this rank holds meanwhile
+    gathers: frozenset[int]  # layers that are put together for this moment, or meanwhile for the next
+    reduces: frozenset[int] = frozenset()  # layers whose gradients are reduced after it
 
 
 def sharded_step(
@@ -69,7 +60,6 @@ def sharded_step(
 
 
 def gathers_of(moments: Sequence[Moment], layer: int) -> int:
-    """Return how often a layer is gathered."""
     return sum(layer in moment.gathers for moment in moments)
 
 
@@ -95,15 +85,9 @@ def fsdp_step(
 
     Args:
         reshard: ``reshard_after_forward``: True, False, the number of ranks to reshard to, or several of these.
-        n_layers: on this rank.
+        n_layers: on this rank; there are up to 72 columns.
         n_shards: data-parallel ranks.
         schedule: of a pipeline, of one stage a rank; unless given, one forward and one backward of the whole model.
-        rank: of the pipeline.
-        title: instead of the finding.
-
-    Raises:
-        ValueError: for no policy, fewer than 1 layer or 2 shards, a number to reshard to that does not divide the
-            shards properly or is given for a pipeline, a rank with several stages, and for more than 72 columns.
     """
     policies = [reshard] if isinstance(reshard, bool | int) else list(reshard)
     refuse_outside(1, _MOST_COLUMNS, n_layers=n_layers)
@@ -214,24 +198,6 @@ _X, _A, _H, _B, _Z = (0.5, 0.55), (1.05, 0.55), (1.05, 0.5), (0.55, 1.05), (0.55
 _SIGN, _BAR, _TOP = 0.3, 0.62, 0.62
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What the two cuts imply: each rank's part of X, A, gelu(XA), B and Z, and the exchange after each product."""
-
-    first: How
-    second: How
-
-    @property
-    def after_first(self) -> str:
-        if self.first == "row":
-            return "all-reduce"  # gelu of a sum is not the sum of the gelus
-        return "" if self.second == "row" else "all-gather"
-
-    @property
-    def after_second(self) -> str:
-        return "all-reduce" if self.second == "row" else "all-gather"
-
-
 @checked
 def tensor_cut(
     n_ranks: int = 2,
@@ -244,36 +210,32 @@ def tensor_cut(
 ) -> ChartFigure:
     """Draw gelu(X A) B with both matrices cut over ``n_ranks``: what each rank computes, and where they must exchange.
 
-    X is ``tokens × dim``, A ``dim × hidden``, B ``hidden × dim``. A striped result is a term that has to be summed
-    first. Boxes are not to scale.
-
-    Args:
-        plan: how A and B are cut: by ``"column"`` or by ``"row"``.
-        itemsize: bytes of a number.
-        title: instead of the finding.
-
-    Raises:
-        ValueError: for another plan, fewer than 2 ranks or more than 8, and for sizes that the ranks do not divide.
+    X is ``tokens × dim``, A ``dim × hidden``, B ``hidden × dim``. ``plan`` says how A and B are cut. A striped result
+    is a term that has to be summed first. Boxes are not to scale.
     """
     refuse_below(1, "tensor_cut", tokens=tokens, dim=dim, hidden=hidden, itemsize=itemsize)
     refuse_outside(2, 8, n_ranks=n_ranks)
     for name, size, needed in (("hidden", hidden, True), ("dim", dim, plan[0] == "row" or plan[1] == "column")):
         divides = not needed or size % n_ranks == 0
         refuse_unless(divides, "tensor_cut", name, size, f"give a multiple of the ranks, {n_ranks}")
-    cuts = _Plan(*plan)
-    exchanges = [each for each in (cuts.after_first, cuts.after_second) if each]
-    widths = [hidden if i == 0 and cuts.after_first else dim for i in range(len(exchanges))]
+    first, second = plan
+    after_second = "all-reduce" if second == "row" else "all-gather"
+    after_first = "" if second == "row" else "all-gather"
+    if first == "row":
+        after_first = "all-reduce"  # gelu of a sum is not the sum of the gelus
+    exchanges = [each for each in (after_first, after_second) if each]
+    widths = [hidden if i == 0 and after_first else dim for i in range(len(exchanges))]
     moved = [format_bytes(itemsize * tokens * width) for width in widths]
     number = "one exchange" if len(moved) == 1 else "two exchanges"
     kinds = listed([f"{kind} of {size}" for kind, size in zip(exchanges, moved, strict=True)])
-    finding = f"{plan[0].capitalize()}, then {plan[1]}, over {n_ranks} ranks: {number} in forward, {kinds}"
+    finding = f"{first.capitalize()}, then {second}, over {n_ranks} ranks: {number} in forward, {kinds}"
 
     scale = {2: 1.0, 3: 0.9, 4: 0.8}.get(n_ranks, 0.62)
     high = _B[1] * scale + 0.2
     xs, x = {}, 0.55
     matrices = {"X": _X, "A": _A, "first": None, "H": _H, "B": _B, "Z": _Z, "second": None, "sum": _Z}
     for name, of in matrices.items():
-        if name == "first" and not cuts.after_first:
+        if name == "first" and not after_first:
             x += 0.35  # where other plans exchange
             continue
         xs[name] = x
@@ -281,32 +243,34 @@ def tensor_cut(
     sketch = Sketch(x - _SIGN + 0.05, _TOP + n_ranks * high, title or finding)
     headings = {
         "X": (_X, f"X\n{tokens} × {dim}"),
-        "A": (_A, f"A by {cuts.first}\n{dim} × {hidden}"),
+        "A": (_A, f"A by {first}\n{dim} × {hidden}"),
         "H": (_H, f"gelu(X A)\n{tokens} × {hidden}"),
-        "B": (_B, f"B by {cuts.second}\n{hidden} × {dim}"),
-        "Z": (_Z, "a term of Z" if cuts.second == "row" else "a part of Z"),
+        "B": (_B, f"B by {second}\n{hidden} × {dim}"),
+        "Z": (_Z, "a term of Z" if second == "row" else "a part of Z"),
         "sum": (_Z, f"Z\n{tokens} × {dim}"),
     }
     for name, ((wide, _), words) in headings.items():
         sketch.text((xs[name] + wide * scale / 2, _TOP - 0.32), words, SMALL, align="center")
     for rank in range(n_ranks):
-        _draw_row(sketch, cuts, rank, n_ranks, xs, _TOP + (rank + 0.5) * high - 0.1, scale)
-    for name, exchange in (("first", cuts.after_first), ("second", cuts.after_second)):
+        _draw_row(sketch, plan, rank, n_ranks, xs, _TOP + (rank + 0.5) * high - 0.1, scale)
+    for name, exchange in (("first", after_first), ("second", after_second)):
         if exchange:
             text = f"{'sum' if exchange == 'all-reduce' else 'gather'}\n\n" + exchange.replace("-", "-\n")
             place = ((xs[name], _TOP - 0.02), (_BAR, n_ranks * high - 0.16))
             sketch.box(*place, text, fill=chart.YELLOW, bold=True, sizes=(SMALL, LEAST))
     exchanged = listed([f"an {exchange} of {size}" for exchange, size in zip(exchanges, moved, strict=True)])
     return sketch.finish(
-        f"Products of gelu(X A) B, a row a rank, A cut by {plan[0]}, B by {plan[1]}, over {counted(n_ranks, 'rank')}. "
+        f"Products of gelu(X A) B, a row a rank, A cut by {first}, B by {second}, over {counted(n_ranks, 'rank')}. "
         f"{finding}. One forward needs {exchanged}."
     )
 
 
-def _draw_row(sketch: Sketch, cuts: _Plan, rank: int, n: int, xs: dict[str, float], y: float, scale: float) -> None:
+def _draw_row(
+    sketch: Sketch, plan: tuple[How, How], rank: int, n: int, xs: dict[str, float], y: float, scale: float
+) -> None:
     sketch.text((0, y), f"rank {rank}", bold=True)
     whole, part = (0, 1), (rank, n)
-    first_by_row, second_by_row = cuts.first == "row", cuts.second == "row"
+    first_by_row, second_by_row = (how == "row" for how in plan)
     # Of each matrix: which part of the columns and of the rows is this rank's, and whether it is a term of a sum.
     pieces: dict[str, tuple[Point, tuple[int, int], tuple[int, int], bool]] = {
         "X": (_X, part if first_by_row else whole, whole, False),

@@ -88,11 +88,7 @@ class Pen:
         sizes: Sequence[float] = (WORDS, SMALL, LEAST),
         zorder: float = 2,
     ) -> bool:
-        """Draw a rectangle from its upper left ``corner``, with ``text`` in its middle if that fits.
-
-        Returns:
-            Whether the text is there.
-        """
+        """Draw a rectangle from its upper left ``corner``, with ``text`` in its middle; returns whether that fits."""
         (x, y), (width, height) = corner, size
         style: dict[str, Any] = {
             "facecolor": fill,
@@ -188,11 +184,7 @@ class Pen:
 
 
 class Sketch(Pen):
-    """A drawing of ``width × height`` inches between a title and a note; x and y are inches from its upper left corner.
-
-    Attributes:
-        figure: what is drawn on; give it an alt text with :meth:`finish`.
-    """
+    """A drawing of ``width × height`` inches between a title and a note; :meth:`finish` gives its figure alt text."""
 
     def __init__(self, width: float, height: float, title: str, note: str = "") -> None:
         # A title may be wider than what it is about.

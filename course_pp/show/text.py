@@ -17,7 +17,7 @@ _MOST_LINES = 48
 
 @dataclass(frozen=True)
 class _Cell:
-    """One character of a row, and the kind of action it belongs to; no kind where the rank is idle."""
+    """One character of a row, and the kind of action it belongs to, if any."""
 
     character: str
     kind: str = ""
@@ -29,13 +29,8 @@ def timeline_text(tl: Timeline, width: int = 100, colour: bool = False) -> str:
 
     ``F3───`` is forward of microbatch 3, or ``2F3`` where a rank has several stages; an overlapped pair is
     ``0F1+7B0``. A chart too long for one line is cut into several, one below the other; one that would need more than a
-    screen of lines is squeezed into the width instead, and what has no room loses its number.
-
-    Args:
-        colour: colour the kinds of action with ANSI escape sequences (which do not count towards ``width``).
-
-    Raises:
-        ValueError: for a ``width`` of less than 40.
+    screen of lines is squeezed into the width instead, and what has no room loses its number. ``colour`` adds ANSI
+    escape sequences, which do not count towards ``width``.
     """
     if width < 40:
         raise ValueError(f"width is {width}: give at least 40 characters")

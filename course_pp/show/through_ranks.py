@@ -24,17 +24,10 @@ _LEFT, _TOP, _ROW, _BOX, _FOOT = 1.05, 0.4, 0.56, 0.34, 0.62
 
 @checked
 def placement(schedule: Schedule, title: str | None = None) -> ChartFigure:
-    """Draw which stages each rank holds, and the way that a microbatch takes through them.
+    """Draw which stages each of up to 16 ranks holds, and the way that a microbatch takes through them.
 
     Stages are slices of the model, numbered from the embedding to the head. A solid arrow is a message, a dashed one
     stays on its rank.
-
-    Args:
-        schedule: whose ``placement`` to draw, on up to 16 ranks; of replicated stages, every replica is drawn.
-        title: instead of the finding.
-
-    Raises:
-        ValueError: for more than 16 ranks.
     """
     p, placed = schedule.n_ranks, schedule.placement
     refuse_outside(1, 16, ranks_of_schedule=p)
@@ -115,19 +108,12 @@ def _finding_of_placement(schedule: Schedule) -> str:
 
 @dataclass(frozen=True)
 class Frame:
-    """What every rank does at one time.
-
-    Attributes:
-        at_work: for each rank its span, None for one that idles.
-        waiting: microbatches that no rank has begun.
-        kept: for each rank the microbatches whose activations it holds, once for each of its stages.
-        done: microbatches whose backward is through.
-    """
+    """What every rank does at one time, and where the microbatches are."""
 
     time: Time
-    at_work: tuple[Span | None, ...]
-    waiting: tuple[int, ...]
-    kept: tuple[tuple[int, ...], ...]
+    at_work: tuple[Span | None, ...]  # for each rank; None for one that idles
+    waiting: tuple[int, ...]  # no rank has begun them
+    kept: tuple[tuple[int, ...], ...]  # for each rank those whose activations it holds, once for each of its stages
     done: tuple[int, ...]
 
 
@@ -152,29 +138,21 @@ def frame_at(tl: Timeline, time: Time) -> Frame:
 
 
 @checked
-def microbatches(
-    timeline: Timeline | Schedule, frames: int = 6, times: Sequence[Time] | None = None, title: str | None = None
-) -> ChartFigure:
+def microbatches(timeline: Timeline | Schedule, frames: int = 6, title: str | None = None) -> ChartFigure:
     """Draw a batch cut into microbatches on its way through the ranks, a frame a row.
 
     In each frame: what waits, what each rank does (``F2`` to the right, ``B2`` to the left) and whose activations it
     keeps, and what is through.
 
     Args:
-        timeline: what to draw, of up to 8 ranks; a schedule is simulated with a forward of 1 and a backward of 2.
+        timeline: of up to 8 ranks; a schedule is simulated with a forward of 1 and a backward of 2.
         frames: how many: the first in a row, the first with most ranks at work, the others evenly until the end.
-        times: when instead.
-        title: instead of the finding.
-
-    Raises:
-        ValueError: for more than 8 ranks, an empty timeline, or no frames.
     """
     refuse_below(1, "microbatches", frames=frames)
     tl = simulate(timeline) if isinstance(timeline, Schedule) else timeline
     refuse_outside(1, 8, ranks_of_timeline=tl.n_ranks)
     refuse_unless(bool(tl.spans), "microbatches", "timeline", timeline, "give one in which ranks work")
-    refuse_unless(times is None or len(times) > 0, "microbatches", "times", times, "give at least one of them")
-    shown = [frame_at(tl, time) for time in (_chosen(tl, frames) if times is None else times)]
+    shown = [frame_at(tl, time) for time in _chosen(tl, frames)]
     most, batch = most_busy_at_once(tl), counted(tl.n_microbatches, "microbatch", "microbatches")
     finding = f"A batch cut into {batch}: up to {most} of {tl.n_ranks} ranks work at once"
     if tl.n_microbatches == 1:
@@ -221,7 +199,6 @@ def _chosen(tl: Timeline, number: int) -> list[Time]:
 
 
 def _draw_cards(sketch: Sketch, cards: Sequence[int], corner: Point, room: float, fill: str) -> None:
-    """One card a microbatch; of too many the first, and how many more."""
     x, y = corner
     each = max(_CARD, max((width_of(str(card), LEAST) for card in cards), default=0) + 0.09)
     fits = int(room / each)
@@ -257,9 +234,6 @@ def autograd(n_stages: int = 2, n_microbatches: int = 3, title: str | None = Non
     Solid arrows are forward, dashed ones backward. Between two stages a tensor crosses to another rank, where it begins
     a graph of its own; its gradient is sent back, and backward goes on there. Each stage adds up the gradients of all
     microbatches in its weights.
-
-    Raises:
-        ValueError: for fewer than 1 or more than 8 stages or microbatches.
     """
     refuse_outside(1, 8, n_stages=n_stages, n_microbatches=n_microbatches)
     m, p = n_microbatches, n_stages

@@ -93,9 +93,8 @@ def timeline(tl: Timeline, title: str | None = None) -> ChartFigure:
 def begin(tl: Timeline, heights: tuple[float, float, float], right: float) -> tuple[ChartFigure, Axes, float, str]:
     """Begin a figure with a row a rank over the length of ``tl``; return it, and the factor to the unit of its axis.
 
-    Args:
-        heights: of a row at least, at most, and of all rows together between these bounds, in inches.
-        right: margin in inches.
+    ``heights`` are inches of a row at least, at most, and of all rows together between these bounds; ``right`` the
+    margin's.
     """
     least, most, together = heights
     figure = ChartFigure(WIDTH, 1.15 + tl.n_ranks * min(most, max(least, together / tl.n_ranks)))
@@ -122,17 +121,13 @@ class Box:
 
 
 def rectangle(left: float, right: float, bottom: float, top: float) -> list[tuple[float, float]]:
-    """Return the corners of a rectangle."""
     return [(left, bottom), (right, bottom), (right, top), (left, top)]
 
 
 def boxes_of(tl: Timeline, scale: float = 1.0, offset: float = 0.0, fill: float = ROW_FILL) -> list[Box]:
     """Return one box an action; an overlapped pair shares its span, forward above backward.
 
-    Args:
-        scale: units of the axis for one unit of the timeline.
-        offset: rows that the boxes are moved down.
-        fill: height of a box in rows.
+    ``scale`` leads to units of the axis; boxes are ``fill`` rows high, and moved down by ``offset``.
     """
     return [
         Box(
@@ -175,11 +170,7 @@ def _draw_path(axes: Axes, polygons: Sequence[Sequence[tuple[float, float]]], co
 
 
 def _draw_feet(axes: Axes, tl: Timeline, boxes: Collection[Box]) -> int:
-    """Give each box a dark foot as high as its chunk's number on the rank, none for the first: colours tell kinds.
-
-    Returns:
-        the most chunks of a rank.
-    """
+    """Give each box a dark foot as high as its chunk's number on the rank; return the most chunks of a rank."""
     held = [sorted({part.stage for span in row for part in span.action.parts}) for row in tl.by_rank]
     chunk_of = {stage: chunk for stages in held for chunk, stage in enumerate(stages)}
     step = min(_FOOT, _ALL_FEET / max([1, *chunk_of.values()]))
@@ -204,12 +195,10 @@ class Labels(Artist):
         self._points: defaultdict[tuple[str, float], list[tuple[float, float]]] = defaultdict(list)
 
     def add(self, x: float, y: float, text: str, size: float) -> None:
-        """Write ``text`` in ``size`` points, centred on x and y."""
         self._points[text, size].append((x, y))
 
     @property
     def placed(self) -> list[Placed]:
-        """Text, size, x and y of each label."""
         return [(text, size, x, y) for (text, size), points in self._points.items() for x, y in points]
 
     def draw(self, renderer: RendererBase) -> None:
@@ -307,7 +296,6 @@ def name_ranks(axes: Axes, n_ranks: int, gap: float = 5) -> range:
 
 
 def name_time(axes: Axes, unit: str, what: str = "time") -> None:
-    """Label the time axis."""
     axes.set_xlabel(f"{what} ({unit})", loc="left", fontsize=9)
     axes.tick_params(axis="x", labelsize=SMALL)
 
@@ -345,11 +333,7 @@ def draw_key(
 
 
 def _draw_far_messages(axes: Axes, tl: Timeline, scale: float) -> list[Line2D]:
-    """Draw a line for each message that skips stages, from the end of its maker to the start of its reader.
-
-    Returns:
-        The entries of a key: one for each kind of message that was drawn.
-    """
+    """Draw a line for each message that skips stages, from its maker to its reader; return entries for a key."""
     ways: dict[str, list[list[tuple[float, float]]]] = {}
     for what, start, end in _far_messages(tl):
         way = [(float(start.end) * scale, float(start.rank)), (float(end.start) * scale, float(end.rank))]

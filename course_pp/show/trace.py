@@ -17,10 +17,7 @@ def to_trace(tl: Timeline, name: str = "pipeline") -> str:
 
     A slice is an action, or an idle gap with its cause; a counter per rank has the activations held. A second stays a
     second; a unit of relative cost becomes a millisecond. Source of the format: the Chromium project's document "Trace
-    Event Format", whose times are in microseconds.
-
-    Args:
-        name: what to call the process under which the ranks are listed.
+    Event Format", whose times are in microseconds. ``name`` is the process under which the ranks are listed.
     """
     process = {"ph": "M", "pid": _PROCESS, "name": "process_name", "args": {"name": name}}
     events = [process, *_threads(tl), *_slices(tl), *_arrows(tl), *_counters(tl)]
@@ -73,17 +70,11 @@ def _microseconds(tl: Timeline, time: Time) -> float:
 
 @dataclass(frozen=True)
 class Message:
-    """What one rank sent to another.
-
-    Attributes:
-        maker: the span that made it; it is sent when that ends.
-        arrival: when it is there, as far as the timeline knows how long messages take.
-        taker: the span that needs it.
-    """
+    """What one rank sent to another when its maker ended."""
 
     product: Product
     maker: Span
-    arrival: Time
+    arrival: Time  # as far as the timeline knows how long messages take
     taker: Span
 
 

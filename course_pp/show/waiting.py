@@ -22,13 +22,8 @@ _CLEARANCE = 22  # points between the centre of a rank and the tip of an arrow
 def waits(waits: Iterable[Any]) -> ChartFigure:
     """Draw an arrow from each waiting rank to each rank it waits for, and highlight a cycle.
 
-    Args:
-        waits: one for each rank, with its ``rank``, the ``operation`` it is in, and the ``peers`` it waits for, if any.
-            The peers of a collective are the ranks that have not entered it: two ranks that stand in the same barrier
-            wait for a third, not for each other. A peer that nobody reports on is drawn too, as ``no report``.
-
-    Raises:
-        ValueError: when there are no waits, or two for one rank.
+    ``waits`` has for each rank its ``rank``, the ``operation`` it is in, and the ``peers`` it waits for, if any. The
+    peers of a collective are the ranks that have not entered it. A peer that nobody reports on is drawn too.
     """
     given = list(waits)
     by_rank = {wait.rank: wait for wait in sorted(given, key=lambda wait: wait.rank)}

@@ -107,8 +107,7 @@ def spelled_peaks(peaks: Sequence[Time], spell: Callable[[Time], str] = amount) 
 class Report:
     """A schedule built, simulated and compared with its closed form: what the terminal and the panel both tell.
 
-    Raises:
-        ValueError: from every property, for what the schedule or the costs do not allow.
+    Every property raises ValueError for what the schedule or the costs do not allow.
     """
 
     name: str
@@ -141,7 +140,6 @@ class Report:
 
     @cached_property
     def longest_gap(self) -> Gap | None:
-        """The longest time a rank does nothing, the first of several."""
         return max(self.timeline.idle_gaps, key=lambda gap: gap.duration, default=None)
 
     @property
