@@ -17,9 +17,8 @@ from course_pp.exercises.code_of import codes_of, names_in
 from course_pp.exercises.exercise import Stopped
 from course_pp.exercises.in_process import Failure, call_each, run_harness
 from course_pp.launch import LaunchError, RankDied, RanksHung, Wait, on_ranks
-from course_pp.launch.errors import signal_name, why_ended
+from course_pp.launch.errors import RETURNED, diagnosis, signal_name, state, why_ended
 from course_pp.launch.messages import CACHED
-from course_pp.launch.waits import RETURNED, diagnosis, state
 
 _KEPT_CHARACTERS = 2000
 _KEPT_LINES = 50

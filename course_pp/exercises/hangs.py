@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from course_pp.exercises.exercise import Mistake, Stopped
-from course_pp.launch.waits import COMPUTES, RETURNED
+from course_pp.launch.errors import COMPUTES, RETURNED
 
 _LOST = (
     "Either a message was never sent, or it was lost: it lives as long as the handle that `isend` or "

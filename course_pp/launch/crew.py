@@ -14,11 +14,22 @@ from functools import partial
 from io import FileIO
 from types import TracebackType
 
-from course_pp.launch.errors import LaunchError, RankDied, RanksHung, RankTraceback, is_echo, signal_name, why_ended
+from course_pp.launch.errors import (
+    SENDING,
+    LaunchError,
+    RankDied,
+    RanksHung,
+    RankTraceback,
+    Wait,
+    explain,
+    is_echo,
+    signal_name,
+    waits_from,
+    why_ended,
+)
 from course_pp.launch.fork_server import SERVERS, STATUS, ForkServer, search_path
 from course_pp.launch.messages import Ask, Channel, Left, Over, Raised, RankJob, Ready, Returned
 from course_pp.launch.surroundings import Lines, show, sources
-from course_pp.launch.waits import SENDING, Wait, explain, waits_from
 from course_pp.launch.watch import Report
 
 _START_LIMIT_S = 90.0
@@ -62,7 +73,6 @@ class _Rank:
                 end.close()
 
     def close(self) -> None:
-        """Close every connection, which ends the rank."""
         self._open.close()
 
     @property
@@ -91,7 +101,6 @@ class _Rank:
         return self.is_echo, self.end.at if isinstance(self.end, Raised) else time.monotonic()
 
     def error(self, n: int) -> BaseException:
-        """Return the exception for this rank, one of ``n``, which has failed."""
         if (code := self.exit_code) is not None:
             when = "while it sent what its function returned or raised" if self.over else "before its function returned"
             how = f"ended with exit code {code}" if code >= 0 else f"was ended by {signal_name(-code)}"
@@ -111,7 +120,7 @@ class _Rank:
         return self._marked(substitute, self.end, n)
 
     def _marked(self, error: Exception, raised: Raised, n: int) -> Exception:
-        error.__cause__ = RankTraceback(self.number, raised.text)
+        error.__cause__ = RankTraceback(f"on rank {self.number}:\n{raised.text.rstrip()}")
         error.add_note(f"Raised first on rank {self.number} of {n}.")
         return error
 
@@ -137,7 +146,7 @@ class Crew:
         return self
 
     def start(self, payload: bytes, backend: str | None, threads: int) -> None:
-        """Fork the ranks and begin to send them their work. Raises OSError for what the system refuses."""
+        """Fork the ranks and begin to send them their work."""
         with socket.socket() as listener:  # for the store of rank 0
             listener.bind(("127.0.0.1", 0))
             listener.listen(socket.SOMAXCONN)
@@ -193,14 +202,11 @@ class Crew:
             if not begun and all(rank.ready for rank in self._ranks):
                 limit, begun = time.monotonic() + self._timeout_s, True
             if time.monotonic() >= limit:
-                raise self._hung(begun)
-
-    def _hung(self, begun: bool) -> RanksHung:
-        waits = self._ask()
-        message = explain(waits, self._timeout_s if begun else _START_LIMIT_S)
-        if not begun:
-            message += "\nfn was not called yet: ranks import torch, rebuild fn and its arguments, and meet first."
-        return RanksHung(message, waits)
+                waits = self._ask()
+                message = explain(waits, self._timeout_s if begun else _START_LIMIT_S)
+                if not begun:
+                    message += "\nfn was not called yet: ranks import torch, rebuild fn and args, and meet first."
+                raise RanksHung(message, waits)
 
     def _poll(self, seconds: float) -> None:
         for key, _ in self._selector.select(max(0.0, seconds)):
@@ -264,7 +270,6 @@ class Crew:
         return min((rank for rank in self._ranks if rank.failed), key=lambda rank: rank.precedence, default=None)
 
     def _ask(self) -> tuple[Wait, ...]:
-        """Return what each rank is doing now."""
         asked = [rank for rank in self._ranks if rank.can_answer]
         for rank in asked:
             with contextlib.suppress(OSError):

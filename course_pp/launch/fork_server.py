@@ -5,11 +5,11 @@ forks a rank for each request. ``multiprocessing``'s fork server cannot stand in
 that is killed, what a child started is nobody's, and all that a process forks shares one server, with the environment
 of its first call.
 
-A request to fork is one byte on the server's socket with the rank's file descriptors: its control socket, its life
-socket, its standard output, its standard error and, for the rank that hosts the store, a listening socket. The
-server answers on the life socket: the exit status, four bytes, once the rank has ended. When the other end of
-a life socket closes, whether on purpose or because the caller was killed, the server ends the rank's process
-group. Only the server reaps ranks, so it never signals a process id that has been given to someone else.
+A request to fork is one byte on the server's socket with the rank's file descriptors: control socket, life socket,
+standard output and error and, for the rank that hosts the store, a listening socket. The server answers on the life
+socket, once the rank has ended, with its exit status. When the other end of a life socket closes, whether on purpose or
+because the caller was killed, the server ends the rank's process group. Only the server reaps ranks, so it never
+signals a process id that has been given to someone else.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def search_path() -> list[str]:
 
 
 class ForkServer:
-    """The caller's end of the process that forks ranks. Raises OSError if it cannot be started."""
+    """The caller's end of the process that forks ranks."""
 
     def __init__(self) -> None:
         self.owner = os.getpid()
@@ -93,7 +93,6 @@ class ForkServer:
             raise self.lost() from e
 
     def preload(self, modules: tuple[str, ...]) -> None:
-        """Have the server import what ranks had to import, so that the next ranks find it imported."""
         names = " ".join(modules).encode()
         with self._lock, contextlib.suppress(OSError):
             self._socket.sendall(_PRELOAD + _LENGTH.pack(len(names)) + names)
@@ -202,7 +201,7 @@ class _Forker:
             _end_orphans()
 
     def _answer(self) -> bool:
-        """Do what is asked for; False once the caller is gone."""
+        """Do what is asked for; return False once the caller is gone."""
         data, fds, _, _ = socket.recv_fds(self._requests, 1, _MOST_DESCRIPTORS)
         if data == _FORK:
             if len(fds) < _FEWEST_DESCRIPTORS:

@@ -66,7 +66,7 @@ def main(name: str, starter: int, folder: str, argv: list[str]) -> int:
 
 
 def cancelled(name: str) -> bool:
-    """Cancel the job; return False if the controller did not answer, so that trying again may help."""
+    """Cancel the job; return False if the controller did not answer, and trying again may help."""
     argv = ["scancel", "--quiet", f"--name={name}", f"--user={os.getuid()}"]
     try:
         done = subprocess.run(argv, stderr=subprocess.PIPE, timeout=_ANSWER_LIMIT_S)

@@ -55,7 +55,7 @@ class RemoteCall:
 class End:
     """How a call ended on the node."""
 
-    results: tuple[bytes, ...] | None  # one pickle a rank, or None if ``raised`` says why there are none
+    results: tuple[bytes, ...] | None  # one pickle a rank; None if ``raised`` says why there are none
     raised: bytes | None = None  # exception, its cause and its notes, pickled
 
 
@@ -68,7 +68,7 @@ def end_file(folder: Path, number: int) -> Path:
 
 
 def write(file: Path, value: object) -> None:
-    """Write a pickle so that another node sees all of it or nothing. Raises OSError, and leaves nothing then."""
+    """Write a pickle so that another node sees all of it or, where that raises OSError, nothing."""
     half = file.with_suffix(".part")
     try:
         half.write_bytes(pickle.dumps(value))
@@ -101,7 +101,6 @@ class _Task(Process):
             super().__init__(command, {}, self._folder, started)
 
     def fits(self, needs: Needs, site: Site, job: str | None) -> bool:
-        """Return whether this job can serve ``needs`` under the present settings and surrounding job."""
         ours = self.command.place
         alike = self.owner == os.getpid() and (ours.site, ours.job) == (site, job)
         # Inside another job there are the GPUs of that one.
@@ -139,7 +138,6 @@ class _Task(Process):
 
     @property
     def number(self) -> str | None:
-        """The number of the job, once Slurm has said it."""
         return self._job.number
 
     @property
@@ -159,7 +157,7 @@ class _Task(Process):
             super().take_line(stream, line)
 
     def hung(self, seconds: float) -> RanksHung:
-        return RanksHung(f"still running after {seconds:g} s, and the node does not say what its ranks do.", ())
+        return RanksHung(f"still running after {seconds:g} s, and the node does not say what its ranks do.")
 
 
 class Tasks:
@@ -176,24 +174,20 @@ class Tasks:
         self._lock = threading.Lock()
 
     def kept(self, needs: Needs, site: Site, job: str | None) -> Place | None:
-        """Return the place of a waiting job that can serve ``needs``; None if there is none."""
         task = self._task
         return task.command.place if task is not None and task.fits(needs, site, job) else None
 
     def results(self, place: Place, needs: Needs, call: RemoteCall) -> list[bytes]:
-        """Run the call in a Slurm job; return what every rank returned, pickled.
-
-        Raises:
-            Whatever ``on_ranks`` raises on the node, and LaunchError for what Slurm refuses or ends.
-            ValueError: there is no folder in which to hand over the call.
-        """
+        """Run the call in a Slurm job; return what every rank returned, pickled, or raise what it raised there."""
         __tracebackhide__ = True
         with self._lock:
             # None at most once: then the job is a new one.
             while (end := self._end(place, needs, call)) is None:
                 pass
         if end.results is None:
-            raise _rebuilt(end)
+            error, cause, notes = pickle.loads(end.raised or b"")
+            error.__cause__, error.__notes__ = cause, list(notes)
+            raise error
         return list(end.results)
 
     def _end(self, place: Place, needs: Needs, call: RemoteCall) -> End | None:
@@ -243,10 +237,3 @@ def _cell() -> int | None:
     """Return the number of the notebook cell that runs; None in a script."""
     found = shell()
     return found.execution_count if found else None
-
-
-def _rebuilt(end: End) -> BaseException:
-    error, cause, notes = pickle.loads(end.raised or b"")
-    error.__cause__, error.__notes__ = cause, list(notes)
-    rebuilt: BaseException = error
-    return rebuilt

@@ -109,7 +109,6 @@ class Process:
         self._open = opened.pop_all()
 
     def watch(self, file: object, ready: Callable[[], None]) -> None:
-        """Call ``ready`` whenever ``file`` can be read."""
         self._selector.register(file, selectors.EVENT_READ, ready)  # type: ignore[arg-type]
 
     def forget(self, file: object) -> None:
@@ -155,7 +154,7 @@ class Process:
         return self.failure(code) if code else None
 
     def answered(self) -> bool:
-        """Return whether there is nothing left to wait for, though the command still runs."""
+        """Whether there is nothing left to wait for, though the command still runs."""
         return False
 
     @property
@@ -163,7 +162,6 @@ class Process:
         return self._process.poll() is None
 
     def tell(self, line: str) -> None:
-        """Write a line to the job's standard input."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(line.encode() + b"\n")
@@ -175,7 +173,6 @@ class Process:
         return LaunchError(f"`{self.command.shown}` ended with exit code {code}. It said:\n{said}")
 
     def hung(self, seconds: float) -> BaseException:
-        """Return the exception for the time limit."""
         return TimeoutError(f"still running after {seconds:g} s.")
 
     def a_rank_failed(self) -> bool:
@@ -238,7 +235,7 @@ class Process:
         self.end_ranks()
 
     def _hang_up(self) -> None:
-        """Tell the guard to cancel the job."""
+        # Tells the guard to cancel the job.
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
@@ -248,10 +245,7 @@ class Process:
 
 
 def shared_folder(parent: str) -> contextlib.AbstractContextManager[str]:
-    """Make a temporary folder that every node sees and that no other user can replace.
-
-    Raises ValueError if it cannot be made in the site's folder, or not safely: what lies in it is unpickled.
-    """
+    """Make a temporary folder that every node sees and no other user can replace: what lies in it is unpickled."""
     remedy = "Set folder in site.toml to one that is yours and that all nodes see."
     if not parent:
         raise ValueError(f"folder is {parent!r}, which names none. {remedy}")

@@ -18,7 +18,7 @@ from course_pp.launch.fork_server import search_path
 from course_pp.launch.messages import pickled
 from course_pp.launch.on_slurm import TASKS, RemoteCall
 from course_pp.launch.surroundings import sources, standard_descriptors_taken
-from course_pp.launch.where import Needs, Place, decide, on_a_node
+from course_pp.launch.where import Needs, decide, on_a_node
 
 _MOST_RANKS = 4096  # of one machine: it would come to a standstill
 # select() counts milliseconds in 32 bits, hence at most 24 days; torch's store and gloo give up later.
@@ -36,12 +36,11 @@ def on_ranks(
 ) -> list[Any]:
     """Run ``fn(rank, *args)`` on ``n`` processes, with the process group ready, and return their results.
 
-    What the ranks print appears here, each line labelled with its rank. ``fn`` may be defined in a notebook cell
-    or in a script. No process is left behind, however the call ends.
+    What the ranks print appears here, each line labelled with its rank. No process is left behind, however the call
+    ends.
 
     Args:
-        n: number of ranks.
-        fn: called with the rank first. It, ``args`` and its results must pickle (with cloudpickle).
+        fn: called with the rank first; may be defined in a cell. It, ``args`` and its results must pickle.
         timeout_s: limit in seconds, counted from the moment all ranks are ready.
         backend: of the process group: ``"gloo"``, ``"nccl"`` (device = rank), or None for no process group, in
             which case ``init_process_group`` with ``env://`` works in ``fn``.
@@ -50,17 +49,12 @@ def on_ranks(
             else a job of its own where a cluster answers, which is kept for the next calls and has GPUs unless
             ``backend`` is gloo; else this machine.
 
-    Returns:
-        ``[fn(0, *args), …, fn(n - 1, *args)]``.
-
     Raises:
         Whatever the first failing rank raised, with that rank's traceback as its cause.
         RankDied: a rank was killed or left the process.
         RanksHung: at the time limit; says which rank waits for whom.
         LaunchError: the ranks could not be started, an exception cannot be sent back, or Slurm refused or ended the
             job.
-        ValueError, TypeError: an argument is of no use.
-        RuntimeError: called from inside a rank.
     """
     __tracebackhide__ = True  # a reader looks for the line of the rank, not for ours
     check_arguments(on_ranks, locals())
@@ -75,7 +69,7 @@ def on_ranks(
     _refuse_bad_call(fn, args)
     payload = pickled(fn, args)
     needs = Needs.of_call(n, timeout_s, backend)
-    place = _place(needs, where)
+    place = decide(needs, "local" if where is None and on_a_node() else where, kept=TASKS.kept)
     if place.fallen_back:
         _say_once(place.said)
     if place.local:
@@ -109,7 +103,6 @@ def run_ranks(n: int, payload: bytes, timeout_s: float, backend: str | None, thr
 
 
 def refuse_bad_limit(timeout_s: float) -> None:
-    """Raise ValueError unless ``timeout_s`` is a number of seconds that every clock involved can count to."""
     __tracebackhide__ = True
     if not 0 < timeout_s <= _MOST_S:
         raise ValueError(
@@ -138,13 +131,6 @@ def _refuse_bad_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
 def _say_once(sentence: str) -> None:
     """Print it, unless this process has: a script may call `on_ranks` a hundred times."""
     print(sentence, flush=True)
-
-
-def _place(needs: Needs, where: str | None) -> Place:
-    __tracebackhide__ = True
-    if where is None and on_a_node():
-        where = "local"
-    return decide(needs, where, kept=TASKS.kept)
 
 
 def _rebuilt(rank: int, pickled: bytes) -> Any:

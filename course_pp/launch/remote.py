@@ -37,7 +37,6 @@ def main(folder: Path, patience_s: float) -> None:
 
 
 def _answer(folder: Path, number: int) -> None:
-    """Run a call and leave its end in the folder; where there is no room for that, a sentence that says so."""
     end = _end(call_file(folder, number))
     try:
         write(end_file(folder, number), end)

@@ -88,8 +88,7 @@ class Job:
     def queue_line(self) -> str | None:
         """Return where the job stands in the queue, if that has changed; asks Slurm now and then.
 
-        Raises:
-            LaunchError: Slurm keeps the job in the queue for a reason that waiting does not cure.
+        Raises LaunchError where Slurm keeps the job in the queue for a reason that waiting does not cure.
         """
         if self.started or time.monotonic() < self._next_look:
             return None

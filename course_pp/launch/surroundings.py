@@ -19,7 +19,6 @@ def shell() -> Any:
 
 
 def sources() -> dict[str, Any]:
-    """Return the cells' entries in ``linecache``."""
     return {name: entry for name, entry in linecache.cache.items() if is_cell(name)}
 
 
@@ -46,7 +45,6 @@ class Lines:
         self._rest: list[bytes] = []
 
     def feed(self, data: bytes) -> None:
-        """Take the next bytes of the stream."""
         *lines, rest = data.split(b"\n")
         if lines:
             lines[0] = self._take_rest() + lines[0]
@@ -70,10 +68,7 @@ class Lines:
 
 
 def show(stream: str, line: str) -> None:
-    """Print a line of a rank on ``sys.stdout`` or ``sys.stderr``; like ``print``, nothing where that is None.
-
-    Characters that the stream has no code for become escapes.
-    """
+    """Print a line on ``sys.stdout`` or ``sys.stderr``, if it is there; what it has no code for becomes an escape."""
     file: TextIO | None = getattr(sys, stream)
     if file is None:
         return

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -23,21 +23,19 @@ from typing import Any
 
 from course_pp.arguments import checked
 from course_pp.launch import watch
-from course_pp.launch.errors import LaunchError, RanksHung, is_echo, signal_name
+from course_pp.launch.errors import LaunchError, RanksHung, explain, is_echo, signal_name, waits_from
 from course_pp.launch.on_slurm import TASKS
 from course_pp.launch.process import LAST_LINES, Command, Process, shared_folder
 from course_pp.launch.ranks import refuse_bad_limit
 from course_pp.launch.slurm import is_news
 from course_pp.launch.surroundings import Lines, show
-from course_pp.launch.waits import explain, waits_from
 from course_pp.launch.watch import Report
 from course_pp.launch.where import Needs, decide
 
 _FLAGS = {"--standalone", "-m", "--module", "--no-python", "--run-path", "--virtual-local-rank", "-h", "--help"}
 _RENDEZVOUS = ("--rdzv-", "--master-", "--node-rank", "--standalone")
 _ANSWER_LIMIT_S = 2.0
-# A port can be called by anyone: who has not said in this time, in so many bytes, that it is ours, is not heard.
-_INTRODUCTION_LIMIT_S = 5.0
+# A port can be called by anyone: who has not said in so many bytes that it is ours is not heard.
 _MOST_INTRODUCTION_BYTES = 4096
 _MARK = "COURSE_PP_TORCHRUN"
 _SOCKET = "watch"
@@ -46,35 +44,30 @@ _MOST_ADDRESS_BYTES = 103
 
 
 @checked
-def run_torchrun(
-    args: Sequence[str], *, timeout_s: float = 300.0, local: bool = False, where: str | None = None
-) -> tuple[str, ...]:
+def run_torchrun(args: Sequence[str], *, timeout_s: float = 300.0, where: str | None = None) -> tuple[str, ...]:
     """Run ``torchrun ARGS`` and print where, the exact command, and what the ranks print, labelled line by line.
 
     Inside a Slurm job the ranks run in it. Next to a cluster they run in a job of their own, for which the one that
-    `on_ranks` keeps for its next call is given up, and whose place in the queue is printed; otherwise on this machine.
-    torchrun labels whatever it finds when it looks, so a line that a rank writes in pieces may come out in pieces, with
-    labels of several ranks in it.
+    `on_ranks` keeps for its next call is given up; otherwise on this machine. torchrun labels whatever it finds when it
+    looks, so a line that a rank writes in pieces may come out in pieces.
 
     Args:
         args: what a learner types after ``torchrun``. The script is looked for here, then from the root of the
             repository.
         timeout_s: limit in seconds for the whole run, not counting the wait in a queue.
-        local: do not use Slurm, even where ``srun`` is at hand; the same as ``where="local"``.
         where: ``"local"``, ``"slurm"``, or None to choose as above.
 
     Returns:
         The labelled lines, in the order in which they were printed.
 
     Raises:
-        LaunchError: a rank failed; names the first, its exit code and its last lines. Or Slurm refused or ended the
-            job; says why.
+        LaunchError: a rank failed, or Slurm refused or ended the job.
         RanksHung: the limit is over; says which rank waits for whom.
-        ValueError, FileNotFoundError: no script, no such script, or a limit that is no number of seconds.
+        FileNotFoundError: no such script.
     """
     __tracebackhide__ = True  # a reader looks for the line of the cell, not for ours
     refuse_bad_limit(timeout_s)
-    command = build(args, "local" if local else where, timeout_s=timeout_s)
+    command = build(args, where, timeout_s)
     print(f"{command.place.said}\n$ {command.shown}", flush=True)
     if not command.place.local and command.place.job is None:
         TASKS.release()
@@ -90,7 +83,7 @@ def torchrun_magic(line: str) -> None:
     """
     __tracebackhide__ = True
     args, timeout_s, local = split_magic(line)
-    run_torchrun(args, timeout_s=timeout_s, local=local)
+    run_torchrun(args, timeout_s=timeout_s, where="local" if local else None)
 
 
 def split_magic(line: str) -> tuple[list[str], float, bool]:
@@ -115,23 +108,13 @@ def split_magic(line: str) -> tuple[list[str], float, bool]:
     return args, timeout_s, local
 
 
-def build(
-    args: Sequence[str],
-    where: str | None = None,
-    environ: Mapping[str, str] | None = None,
-    timeout_s: float = 300.0,
-) -> Command:
+def build(args: Sequence[str], where: str | None = None, timeout_s: float = 300.0) -> Command:
     """Build the launch of ``torchrun ARGS``.
 
     Under Slurm torchrun itself runs as one task on each node. On one node, the rendezvous takes a free port; several
     nodes meet at the first one. Variables that are set already win, and so does a rendezvous among the options.
-
-    Raises:
-        ValueError: no script is named; `decide` and `load_site` refuse.
-        FileNotFoundError: the script is neither here nor below the folder that holds pyproject.toml or source_code.
     """
     __tracebackhide__ = True
-    environ = os.environ if environ is None else environ
     args = list(args)
     at = script_index(args)
     if at is None:
@@ -145,13 +128,13 @@ def build(
     nodes = _number(options, "--nnodes") or 1
     ranks = _number(options, "--nproc-per-node") if any(o.startswith("--nproc-per-node") for o in options) else 1
     chosen = any(o.startswith(_RENDEZVOUS) for o in options)
-    place = decide(Needs(nodes, ranks, timeout_s), where, environ)
+    place = decide(Needs(nodes, ranks, timeout_s), where)
     meets = nodes > 1 and not chosen and not place.local
     run = [place.site.python or sys.executable, "-m", "torch.distributed.run"]
     return Command(
         argv=tuple(place.command(run, args, meets)),
         shown=shlex.join(place.command(["torchrun"], args, meets)),
-        environ=_defaults(nodes == 1 and not chosen, 1 if place.local else place.site.cpus_per_rank, environ),
+        environ=_defaults(nodes == 1 and not chosen, 1 if place.local else place.site.cpus_per_rank),
         place=place,
     )
 
@@ -196,7 +179,7 @@ def _found(script: str) -> str:
     raise FileNotFoundError(f"there is no script {script!r} in {where}. Check its name and folder.")
 
 
-def _defaults(one_node: bool, threads: int, environ: Mapping[str, str]) -> dict[str, str]:
+def _defaults(one_node: bool, threads: int) -> dict[str, str]:
     wanted = {
         "OMP_NUM_THREADS": str(threads),
         "PYTHONUNBUFFERED": "1",
@@ -210,7 +193,7 @@ def _defaults(one_node: bool, threads: int, environ: Mapping[str, str]) -> dict[
             "PET_LOCAL_ADDR": "127.0.0.1",
             "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         }
-    return {name: value for name, value in wanted.items() if name not in environ}
+    return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 class _Peer:
@@ -222,7 +205,6 @@ class _Peer:
         self._one_clock = one_clock
         self.known = False
         self.heard_bytes = 0
-        self.limit = time.monotonic() + _INTRODUCTION_LIMIT_S
         self.rank: int | None = None
         self.pid = 0
         self.report: Report | None = None
@@ -257,13 +239,17 @@ class _Run(Process):
         with contextlib.ExitStack() as started:
             made = _short_folder() if command.place.local else shared_folder(command.place.site.folder)
             folder = Path(started.enter_context(made))
-            self._listener = started.enter_context(_listener(folder / _SOCKET if command.place.local else None))
+            family = socket.AF_UNIX if command.place.local else socket.AF_INET
+            self._listener = started.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            # For ranks on other nodes, a free port.
+            self._listener.bind(str(folder / _SOCKET) if command.place.local else ("", 0))
+            self._listener.listen(socket.SOMAXCONN)
             super().__init__(command, self._environ(folder), folder, started)
         self._open.callback(self._close_peers)
         self.watch(self._listener, self._accept)
 
     def follow(self, timeout_s: float) -> tuple[str, ...]:
-        """Print what the ranks print until all have ended, and return it. Raises LaunchError or RanksHung."""
+        """Print what the ranks print until all have ended, and return it."""
         __tracebackhide__ = True
         self.wait(timeout_s)
         if (error := self.error()) is not None:
@@ -306,15 +292,6 @@ class _Run(Process):
         elif self.job is not None and peer.known:
             self.job.started = True
 
-    def poll(self, seconds: float) -> bool:
-        # Those who have had their time already: what they have sent in it is read first.
-        late = [peer for peer in self._peers if not peer.known and time.monotonic() > peer.limit]
-        ready = super().poll(0 if late else seconds)
-        for peer in late:
-            if not peer.known and not peer.gone:
-                self._drop(peer)
-        return ready
-
     def _drop(self, peer: _Peer) -> None:
         peer.gone = True
         self.forget(peer.connection)
@@ -329,13 +306,13 @@ class _Run(Process):
     def a_rank_failed(self) -> bool:
         return any(_failed_ranks("\n".join(self.launcher_said)))
 
-    def failure(self, code: int) -> LaunchError:
+    def failure(self, exit_code: int) -> LaunchError:
         failed = dict(_failed_ranks("\n".join(self.launcher_said)))
         raised = {peer.rank: peer.raised for peer in self._peers if peer.rank is not None and peer.raised}
         if not failed:
             # Exit code 2: the arguments are wrong, and the last line says which; before it comes the usage.
-            said = "\n".join(self.launcher_said[-1 if code == 2 else -LAST_LINES :])
-            return LaunchError(f"torchrun ended with exit code {code} and named no rank. It said:\n{said}")
+            said = "\n".join(self.launcher_said[-1 if exit_code == 2 else -LAST_LINES :])
+            return LaunchError(f"torchrun ended with exit code {exit_code} and named no rank. It said:\n{said}")
 
         def precedence(rank: int) -> tuple[bool, float, bool]:
             summary, at, elsewhere = raised.get(rank, ("", float("inf"), False))
@@ -343,10 +320,12 @@ class _Run(Process):
             return is_echo(summary, elsewhere), at, failed[rank] == -signal.SIGTERM
 
         first = min(failed, key=precedence)
+        code = failed[first]
+        how = f"exit code {code}" if code >= 0 else signal_name(-code)
         because = f": {raised[first][0]}" if first in raised else ""
         last = self.ranks_said[first, "stderr"] or self.ranks_said[first, "stdout"]
         lines = "\n".join(["Its last lines:", *last]) if last else "It printed nothing."
-        return LaunchError(f"rank {first} failed with {_exit(failed[first])}{because}. {lines}")
+        return LaunchError(f"rank {first} failed with {how}{because}. {lines}")
 
     def hung(self, seconds: float) -> RanksHung:
         asked = [peer for peer in self._peers if peer.rank is not None and not peer.gone]
@@ -359,7 +338,7 @@ class _Run(Process):
         known = {peer.rank: peer for peer in self._peers if peer.rank is not None}
         waits = waits_from((rank, known[rank].report, known[rank].gone) for rank in sorted(known))
         if not waits:
-            return RanksHung(f"still running after {seconds:g} s, and no rank has started that could be asked.", ())
+            return RanksHung(f"still running after {seconds:g} s, and no rank has started that could be asked.")
         return RanksHung(explain(waits, seconds), waits)
 
     def end_ranks(self) -> None:
@@ -372,18 +351,6 @@ class _Run(Process):
         for pid in _marked(self._mark):
             if pid != self.pid:
                 _kill(pid)
-
-
-def _listener(path: Path | None) -> socket.socket:
-    """Listen at a Unix socket or, for ranks on other nodes, at a free port."""
-    listener = socket.socket(socket.AF_UNIX if path else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listener.bind(str(path) if path else ("", 0))
-        listener.listen(socket.SOMAXCONN)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 def _short_folder() -> tempfile.TemporaryDirectory[str]:
@@ -416,7 +383,3 @@ def _failed_ranks(report: str) -> Iterator[tuple[int, int]]:
     """Yield (rank, exit code) of each failure in torchrun's closing report."""
     for match in re.finditer(r"rank\s+: (\d+) \(local_rank: \d+\)\s+exitcode\s+: (-?\d+)", report):
         yield int(match[1]), int(match[2])
-
-
-def _exit(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else signal_name(-code)

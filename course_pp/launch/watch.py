@@ -33,33 +33,26 @@ from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType, TracebackType
 from typing import Any, cast
 
-# Public names first; the underscored ones are what torch 2.11 calls from its public functions.
+# Of each operation the methods; the underscored ones are what torch 2.11 calls from its public functions.
 _COLLECTIVES = {
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-    "allgather": "all_gather",
-    "allgather_coalesced": "all_gather",
-    "allgather_into_tensor_coalesced": "all_gather",
-    "all_gather_single": "all_gather",
-    "all_gather_single_coalesced": "all_gather",
-    "_allgather_base": "all_gather",
-    "gather": "gather",
-    "scatter": "scatter",
-    "reduce_scatter": "reduce_scatter",
-    "reduce_scatter_single": "reduce_scatter",
-    "reduce_scatter_single_coalesced": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "_reduce_scatter_base": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "barrier": "barrier",
-    "monitored_barrier": "barrier",
+    "all_reduce": ("allreduce", "allreduce_coalesced"),
+    "broadcast": ("broadcast",),
+    "reduce": ("reduce",),
+    "all_gather": (
+        *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced"),
+        *("all_gather_single", "all_gather_single_coalesced", "_allgather_base"),
+    ),
+    "gather": ("gather",),
+    "scatter": ("scatter",),
+    "reduce_scatter": (
+        *("reduce_scatter", "reduce_scatter_tensor_coalesced"),
+        *("reduce_scatter_single", "reduce_scatter_single_coalesced", "_reduce_scatter_base"),
+    ),
+    "all_to_all": ("alltoall", "alltoall_base", "all_to_all_single"),
+    "barrier": ("barrier", "monitored_barrier"),
 }
 _CONNECT_S = 2.0
-_POINT_TO_POINT = {"send": "send", "recv": "recv", "recv_anysource": "recv"}
+_POINT_TO_POINT = {"send": ("send",), "recv": ("recv", "recv_anysource")}
 
 
 @dataclass(frozen=True)
@@ -74,20 +67,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank does now. ``call`` is None when it is not in a call of ``torch.distributed``.
-
-    Attributes:
-        file, line, text: innermost source line outside torch, this package's launcher and the standard library.
-    """
+    """What a rank does now, and its innermost source line outside torch, our launcher and the standard library."""
 
     rank: int
-    call: Call | None
+    call: Call | None  # None when it is not in a call of ``torch.distributed``
     file: str
     line: int
     text: str
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Report:
@@ -102,12 +88,12 @@ class Calls:
 
     def __init__(self) -> None:
         self._blocked: dict[int, Call] = {}
-        self._pending: weakref.WeakKeyDictionary[Any, Call] = weakref.WeakKeyDictionary()
+        self.pending: weakref.WeakKeyDictionary[Any, Call] = weakref.WeakKeyDictionary()
         # Asking torch takes longer than a small message does.
         self._ranks: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
 
     def ranks_of(self, group: Any, c10d: ModuleType) -> tuple[int, ...]:
-        """Return the global ranks of ``group``; its own numbering if it was made by hand and not registered."""
+        """Return the global ranks of ``group``, or its own numbering if it was never registered."""
         ranks = self._ranks.get(group)
         if ranks is None:
             try:
@@ -131,13 +117,6 @@ class Calls:
             else:
                 self._blocked[thread] = outer
 
-    def begin(self, work: Any, call: Call) -> None:
-        with contextlib.suppress(TypeError):
-            self._pending[work] = call
-
-    def of(self, work: Any) -> Call | None:
-        return self._pending.get(work)
-
     def current(self, thread: int) -> Call | None:
         """Return the call that ``thread`` is blocked in, else that of any other: backward has its own threads."""
         return self._blocked.get(thread) or next(iter(list(self._blocked.values())), None)
@@ -148,16 +127,17 @@ def instrument(c10d: ModuleType) -> None:
     if getattr(c10d.ProcessGroup, "course_pp_calls", None) is not None:
         return
     calls = c10d.ProcessGroup.course_pp_calls = Calls()
-    for name, operation in {**_COLLECTIVES, **_POINT_TO_POINT}.items():
-        method = getattr(c10d.ProcessGroup, name, None)
-        if method is not None:
-            setattr(c10d.ProcessGroup, name, _starting(method, name, operation, c10d, calls))
+    for operation, names in {**_COLLECTIVES, **_POINT_TO_POINT}.items():
+        for name in names:
+            method = getattr(c10d.ProcessGroup, name, None)
+            if method is not None:
+                setattr(c10d.ProcessGroup, name, _starting(method, name, operation, c10d, calls))
 
     wait = c10d.Work.wait
 
     @functools.wraps(wait)
     def watched_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-        with calls.blocked_in(calls.of(work)):
+        with calls.blocked_in(calls.pending.get(work)):
             return wait(work, *args, **kwargs)
 
     c10d.Work.wait = watched_wait
@@ -172,7 +152,8 @@ def _starting(
         with calls.blocked_in(call):
             work = method(group, *args, **kwargs)
         if work is not None:
-            calls.begin(work, call)
+            with contextlib.suppress(TypeError):
+                calls.pending[work] = call
         return work
 
     return start
@@ -194,7 +175,7 @@ def _call(c10d: ModuleType, calls: Calls, group: Any, name: str, operation: str,
             to_or_from = "send to" if name == "send" else "receive from"
             raise ValueError(f"rank {args[1]} cannot {to_or_from} itself: messages go to another rank")
         peer = ranks[args[1]]
-    return Call(operation, ranks, peer, collective=name not in _POINT_TO_POINT)
+    return Call(operation, ranks, peer, collective=operation not in _POINT_TO_POINT)
 
 
 def report(rank: int) -> Report:
@@ -206,7 +187,7 @@ def report(rank: int) -> Report:
     call = calls.current(main) if calls else None
     if call is None and c10d is not None and frame is not None:
         call = _unwrapped_call(frame, c10d)
-    user = _user_frame(frame)
+    user = next((f for f in _outwards(frame) if not _is_library(f.f_code.co_filename)), None)
     if user is None:
         return Report(rank, call, "", 0, "")
     # Between two lines a frame has none.
@@ -224,11 +205,6 @@ def _unwrapped_call(frame: FrameType, c10d: ModuleType) -> Call | None:
     if found is None or found == "wrapper" or not c10d.is_initialized():
         return None
     return Call(found, tuple(range(c10d.get_world_size())))
-
-
-def _user_frame(frame: FrameType | None) -> FrameType | None:
-    outside = [f for f in _outwards(frame) if not _is_library(f.f_code.co_filename)]
-    return outside[0] if outside else None
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -255,12 +231,9 @@ def has_name_of_cell(file: str) -> bool:
 def attend(address: str, rank: int | None) -> None:
     """Connect a process under torchrun to whoever started it, and answer there until it ends.
 
-    Args:
-        address: path of a Unix socket, or a TCP port of the machine from which srun was called. One JSON object a
-            line goes out: who this is, then an answer to each line that comes in, then, if the script raises, the
-            exception.
-        rank: None for the launcher. When the connection ends, a rank ends its process group at once; the
-            launcher is asked to terminate, which it does in order.
+    The ``address`` is a Unix socket, or a TCP port of the machine from which srun was called. One JSON object a line
+    goes out: who this is, then an answer to each line that comes in, then, if the script raises, the exception. When
+    the connection ends, a rank ends its process group at once; the launcher (``rank`` None) is asked to terminate.
     """
     connection = _connected(address)
     lock = threading.Lock()
@@ -273,7 +246,7 @@ def attend(address: str, rank: int | None) -> None:
         with contextlib.suppress(OSError):
             while connection.recv(1):
                 if rank is not None:
-                    tell({"report": report(rank).to_dict()})
+                    tell({"report": asdict(report(rank))})
         if rank is None:
             os.kill(os.getpid(), signal.SIGTERM)
         else:
@@ -294,7 +267,6 @@ def attend(address: str, rank: int | None) -> None:
 
 
 def end_this_process() -> None:
-    """Kill this process, and the group it leads."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)

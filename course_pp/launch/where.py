@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -71,18 +71,13 @@ class Site:
     keep_s: int = 300
 
 
-def load_site(environ: Mapping[str, str] | None = None) -> Site:
+def load_site() -> Site:
     """Read the settings of this cluster; return the defaults if there is no file.
 
     The first of these is read: ``$COURSE_PP_SITE``; site.toml here or in a folder above, up to the root of the
     repository; ``~/.config/course_pp/site.toml``.
-
-    Raises:
-        FileNotFoundError: ``$COURSE_PP_SITE`` names no file.
-        ValueError: the file is no TOML, or a key or the type of a value is wrong.
     """
-    environ = os.environ if environ is None else environ
-    if named := environ.get("COURSE_PP_SITE"):
+    if named := os.environ.get("COURSE_PP_SITE"):
         if not Path(named).is_file():
             raise FileNotFoundError(f"COURSE_PP_SITE is {named!r}, which is no file. Correct it, or unset it.")
         return _read(Path(named))
@@ -128,21 +123,13 @@ def _read(file: Path) -> Site:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run needs.
-
-    Attributes:
-        nodes: number of nodes.
-        ranks: on each of them, None if the launcher finds out by itself.
-        seconds: the run's own time limit.
-        calls: whether the job is kept for more of the kind.
-        gpus: whether ranks compute on GPUs where there are some.
-    """
+    """What a run needs."""
 
     nodes: int
-    ranks: int | None
-    seconds: float
-    calls: bool = False
-    gpus: bool = True
+    ranks: int | None  # on each node; None if the launcher finds out by itself
+    seconds: float  # the run's own time limit
+    calls: bool = False  # whether the job is kept for more of the kind
+    gpus: bool = True  # whether ranks compute on GPUs where there are some
 
     @classmethod
     def of_call(cls, n: int, timeout_s: float, backend: str | None) -> Needs:
@@ -152,21 +139,13 @@ class Needs:
 
 @dataclass(frozen=True)
 class Place:
-    """Where ranks run.
-
-    Attributes:
-        said: the decision as a sentence.
-        srun: what goes before the command of each node; empty on this machine.
-        job: id of the surrounding job, if ranks run inside one.
-        site: settings of the cluster.
-        fallen_back: whether ranks run on this machine although srun is there and the caller did not ask for it.
-    """
+    """Where ranks run, and the decision as a sentence."""
 
     said: str
-    srun: tuple[str, ...] = ()
-    job: str | None = None
+    srun: tuple[str, ...] = ()  # before the command of each node; empty on this machine
+    job: str | None = None  # id of the surrounding job, if ranks run inside one
     site: Site = field(default_factory=Site)
-    fallen_back: bool = False
+    fallen_back: bool = False  # on this machine although srun is there and the caller did not ask for it
 
     @property
     def local(self) -> bool:
@@ -200,41 +179,32 @@ class Place:
 def decide(
     needs: Needs,
     where: str | None = None,
-    environ: Mapping[str, str] | None = None,
     kept: Callable[[Needs, Site, str | None], Place | None] = lambda needs, site, job: None,
 ) -> Place:
     """Decide for a Slurm job we are in, else for a job of our own if a cluster answers, else for this machine.
 
-    Args:
-        needs: those of the run.
-        where: ``"local"`` or ``"slurm"`` leave no choice; None takes ``$COURSE_PP_WHERE`` or decides.
-        kept: returns the place of a waiting job that will do, given the request, the cluster's settings and the
-            surrounding job.
-
-    Raises:
-        ValueError: ``where`` is neither, or the surrounding job has too few nodes.
-        RuntimeError: ``where="slurm"`` and there is no cluster, or there is one that does not answer in time.
+    ``where="local"`` and ``"slurm"`` leave no choice; None takes ``$COURSE_PP_WHERE`` or decides. ``kept`` returns the
+    place of a waiting job that will do, given the request, the cluster's settings and the surrounding job.
     """
-    environ = os.environ if environ is None else environ
-    where = where or environ.get("COURSE_PP_WHERE") or None
+    where = where or os.environ.get("COURSE_PP_WHERE") or None
     if where not in ("local", "slurm", None):
         raise ValueError(f"where is {where!r}; it must be 'local', 'slurm' or None, which decides by itself.")
     if where == "local":
-        return Place(_on_this_machine(needs, environ))
-    if not shutil.which("srun", path=environ.get("PATH")):
+        return Place(_on_this_machine(needs))
+    if not shutil.which("srun"):
         if where == "slurm":
             raise RuntimeError("where is 'slurm', but there is no srun on PATH. Load Slurm's module, or leave it out.")
-        return Place(_on_this_machine(needs, environ))
-    site, job = load_site(environ), environ.get("SLURM_JOB_ID")
+        return Place(_on_this_machine(needs))
+    site, job = load_site(), os.environ.get("SLURM_JOB_ID")
     if waiting := kept(needs, site, job):
         return waiting
     if job is not None:
-        return _inside(needs, site, job, environ)
-    nodes = _nodes(_partition(needs, site), environ)
+        return _inside(needs, site, job)
+    nodes = _nodes(_partition(needs, site))
     if nodes is None:
         if where == "slurm":
             raise RuntimeError("where is 'slurm', but no cluster answers: `sinfo` fails. Ask whoever runs it.")
-        return Place(f"{_on_this_machine(needs, environ)} No cluster answers behind srun.", fallen_back=True)
+        return Place(f"{_on_this_machine(needs)} No cluster answers behind srun.", fallen_back=True)
     return _submitted(needs, site, *nodes)
 
 
@@ -248,8 +218,8 @@ def on_a_node() -> bool:
     return "SLURMD_NODENAME" in os.environ
 
 
-def _on_this_machine(needs: Needs, environ: Mapping[str, str]) -> str:
-    gpus = _gpus_here(environ) if needs.gpus else 0
+def _on_this_machine(needs: Needs) -> str:
+    gpus = _gpus_here() if needs.gpus else 0
     if gpus == 0:
         return "Ranks run on this machine, on the CPU."
     if needs.ranks is not None and needs.ranks > gpus:
@@ -257,15 +227,15 @@ def _on_this_machine(needs: Needs, environ: Mapping[str, str]) -> str:
     return f"Ranks run on this machine, which has {_count(gpus, 'GPU')}."
 
 
-def _inside(needs: Needs, site: Site, job: str, environ: Mapping[str, str]) -> Place:
-    held = _leading_number(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES")) or needs.nodes
+def _inside(needs: Needs, site: Site, job: str) -> Place:
+    held = _leading_number(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES")) or needs.nodes
     if needs.nodes > held:
         raise ValueError(
             f"--nnodes={needs.nodes}, but Slurm job {job}, in which this runs, holds {_count(held, 'node')}. "
             "Take fewer, or start a job with more."
         )
     # A step that asks for more cores than the job holds on a node is refused.
-    cores = _leading_number(environ.get("SLURM_JOB_CPUS_PER_NODE")) or sys.maxsize
+    cores = _leading_number(os.environ.get("SLURM_JOB_CPUS_PER_NODE")) or sys.maxsize
     ranks = needs.ranks or 1
     cpus = min(ranks * site.cpus_per_rank, cores)
     few = f", where {_count(ranks, 'rank')} share {_count(cores, 'core')}" if cores < ranks else ""
@@ -304,22 +274,16 @@ def _tasks(needs: Needs) -> tuple[str, ...]:
     return ("-N", str(needs.nodes), "-n", str(needs.nodes), *(("-K1",) if needs.nodes > 1 else ()))
 
 
-def _nodes(partition: str, environ: Mapping[str, str]) -> tuple[int, int] | None:
+def _nodes(partition: str) -> tuple[int, int] | None:
     """Return the most cores and GPUs of a node of the partition, ours or the default one; None if there is no cluster.
 
-    Raises RuntimeError if there is one that does not answer: a controller may be slow, and a login node is no place
-    for ranks.
+    One that does not answer is refused: a controller may be slow, and a login node is no place for ranks.
     """
-    sinfo = shutil.which("sinfo", path=environ.get("PATH"))
-    if sinfo is None:
+    if not shutil.which("sinfo"):
         return None
     try:
         answer = subprocess.run(
-            [sinfo, "--noheader", "--format=%P|%c|%G"],
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=_ANSWER_LIMIT_S,
+            ["sinfo", "--noheader", "--format=%P|%c|%G"], capture_output=True, text=True, timeout=_ANSWER_LIMIT_S
         )
     except subprocess.TimeoutExpired:
         raise RuntimeError(
@@ -335,8 +299,8 @@ def _nodes(partition: str, environ: Mapping[str, str]) -> tuple[int, int] | None
     return cpus, gpus
 
 
-def _gpus_here(environ: Mapping[str, str]) -> int:
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
+def _gpus_here() -> int:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return sum(1 for device in visible.split(",") if device.strip() not in ("", "-1"))
     return len(list(Path("/dev").glob("nvidia[0-9]*")))

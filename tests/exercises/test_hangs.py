@@ -5,7 +5,7 @@ import pytest
 from course_pp.exercises.exercise import Stopped
 from course_pp.exercises.hangs import explained
 from course_pp.launch import Wait
-from course_pp.launch.waits import diagnosis
+from course_pp.launch.errors import diagnosis
 
 WAITS_FOR_A_HANDLE = "cell line 9: send.wait()"
 

@@ -51,7 +51,7 @@ dist.recv(torch.zeros(1), src=1 - rank)
 RUN_TORCHRUN = """
 import sys
 from course_pp.launch import run_torchrun
-run_torchrun(["--nproc-per-node=2", sys.argv[1] + "/script.py", sys.argv[1]], local=True)
+run_torchrun(["--nproc-per-node=2", sys.argv[1] + "/script.py", sys.argv[1]], where="local")
 """
 
 

@@ -41,7 +41,8 @@ def test_the_nearest_file_is_read_and_the_environment_comes_first(
 
 def test_the_example_keeps_the_defaults_but_for_the_partition(monkeypatch: pytest.MonkeyPatch) -> None:
     example = Path(__file__).parents[2] / "source_code" / "slurm" / "site.toml"
-    assert load_site({"COURSE_PP_SITE": str(example)}) == Site(partition="gpu")
+    monkeypatch.setenv("COURSE_PP_SITE", str(example))
+    assert load_site() == Site(partition="gpu")
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,7 @@ def test_a_home_is_found_in_the_nodes_interpreter_and_not_needed(
     assert load_site() == Site()
 
 
-def test_a_file_that_is_named_must_exist() -> None:
+def test_a_file_that_is_named_must_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COURSE_PP_SITE", "nowhere.toml")
     with pytest.raises(FileNotFoundError, match=r"COURSE_PP_SITE is 'nowhere\.toml', which is no file"):
-        load_site({"COURSE_PP_SITE": "nowhere.toml"})
+        load_site()

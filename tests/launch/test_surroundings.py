@@ -17,9 +17,9 @@ import pytest
 
 from course_pp.launch import LaunchError, RankDied, RanksHung, fork_server, on_ranks
 from course_pp.launch.crew import Crew
+from course_pp.launch.errors import SENDING
 from course_pp.launch.fork_server import SERVERS, ForkServer
 from course_pp.launch.messages import Channel
-from course_pp.launch.waits import SENDING
 from tests.processes import no_process_left
 
 pytestmark = pytest.mark.timeout(60)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from course_pp.launch import RanksHung, Wait, crew, on_ranks, watch
-from course_pp.launch.waits import COMPUTES, SENDING, explain, waiting_ring, waits_from
+from course_pp.launch.errors import COMPUTES, SENDING, explain, waiting_ring, waits_from
 from course_pp.launch.watch import Call, Report
 from tests.processes import no_process_left
 

@@ -24,7 +24,7 @@ def in_the_repository_root(monkeypatch):
 @pytest.mark.full
 def test_torchrun_trains_a_llama_cut_by_hand():
     with no_process_left():
-        lines = run_torchrun(["--nproc-per-node=2", SCRIPT], timeout_s=110, local=True)
+        lines = run_torchrun(["--nproc-per-node=2", SCRIPT], timeout_s=110, where="local")
     assert EQUAL.search("\n".join(lines))
 
 

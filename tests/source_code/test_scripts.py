@@ -39,7 +39,7 @@ LOSSES = "[6.9105, 6.9306, 6.9415, 6.9331]"
 @pytest.mark.full
 def test_torchrun_runs_pipeline_test():
     with no_process_left():
-        lines = run_torchrun(["--nnodes=1", "--nproc-per-node=2", SCRIPT], timeout_s=90, local=True)
+        lines = run_torchrun(["--nnodes=1", "--nproc-per-node=2", SCRIPT], timeout_s=90, where="local")
     assert losses_of(lines) == [(1, LOSSES)]
 
 
@@ -51,7 +51,7 @@ def test_pipeline_test_prints_the_same_losses_from_the_last_of_any_number_of_ran
 @pytest.mark.full
 def test_plain_torchrun_runs_pipeline_test_on_one_rank_from_its_own_folder(monkeypatch):
     monkeypatch.chdir(ROOT / "source_code")
-    [(rank, _)] = losses_of(run_torchrun(["pipeline_test.py"], timeout_s=90, local=True))
+    [(rank, _)] = losses_of(run_torchrun(["pipeline_test.py"], timeout_s=90, where="local"))
     assert rank == 0
 
 
@@ -167,7 +167,7 @@ def test_no_thread_of_a_process_group_is_left_to_the_end_of_the_interpreter(tmp_
         "train['main']()\ntrain['destroy_distributed']()\n"
     )
     command = [f"--nproc-per-node={n_ranks}", str(script), *layout, "--sample=2", *TINY]
-    lines = run_torchrun(command, timeout_s=100, local=True)
+    lines = run_torchrun(command, timeout_s=100, where="local")
     threads = [line for line in lines if "threads {" in line]
     assert len(threads) == n_ranks
     assert not any("gloo" in line for line in threads)
@@ -251,7 +251,7 @@ def test_a_refusal_on_several_ranks_is_said_once(script, named):
 @pytest.mark.long
 def test_a_refusal_under_torchrun_is_said_once_and_leaves_no_process(capfd):
     with no_process_left(), pytest.raises(LaunchError, match="exit code 2"):
-        run_torchrun(["--nproc-per-node=2", TRAIN, "--pp=3", *TINY], timeout_s=100, local=True)
+        run_torchrun(["--nproc-per-node=2", TRAIN, "--pp=3", *TINY], timeout_s=100, where="local")
     said = "".join(capfd.readouterr())
     assert said.count("error: ") == 1
     assert "start 3 ranks" in said
