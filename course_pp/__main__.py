@@ -15,7 +15,7 @@ _COMMANDS = {
     "doctor": "course_pp.doctor.command",
     "lab": "course_pp.notebook.command",
     "plan": "course_pp.plan.command",
-    "report": "course_pp.exercises.inventory.command",
+    "report": "course_pp.exercises.report",
     "schedule": "course_pp.show.command",
     "tokens": "course_pp.training.tokens_command",
 }

@@ -4,8 +4,7 @@ import copy
 import re
 from html import escape
 
-from course_pp.exercises.exercise import Exercise
-from course_pp.exercises.registry import exercises_of
+from course_pp.exercises.exercise import Exercise, exercises_of
 
 _CHECKED = re.compile(r"^check\((\w+)", re.M)
 _HEADING = re.compile(r"^(### Exercise \d)", re.M)

@@ -17,7 +17,7 @@ from PIL import Image
 from sphinx_additions import alt_texts, figure_id
 
 import course_pp
-from course_pp.exercises.registry import exercises, number_of
+from course_pp.exercises.exercise import exercises, number_of
 from course_pp.schedule import Costs, build, names, simulate
 from course_pp.show import play
 

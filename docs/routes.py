@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from course_pp.exercises.registry import exercises_of, find
+from course_pp.exercises.exercise import exercises_of, find
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 _RANKS = re.compile(r"\*\*(?:\d+ to )?(\d+) ranks?\*\*")

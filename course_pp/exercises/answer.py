@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-import re
 import reprlib
+import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from course_pp.exercises.causes import cause_of
-from course_pp.exercises.code_of import codes_of, names_in
-from course_pp.exercises.exercise import Stopped
-from course_pp.exercises.in_process import Failure, call_each, run_harness
+from course_pp.exercises.in_process import Failure, call_each, innermost, run_harness
+from course_pp.exercises.mistakes import Pending, Stopped, cause_of
 from course_pp.launch import LaunchError, RankDied, RanksHung, Wait, on_ranks
 from course_pp.launch.errors import RETURNED, diagnosis, signal_name, state, why_ended
 from course_pp.launch.messages import CACHED
@@ -23,15 +21,6 @@ from course_pp.launch.messages import CACHED
 _KEPT_CHARACTERS = 2000
 _KEPT_LINES = 50
 _LABEL = "[rank 0] "
-_GLOO_LINE = re.compile(r"terminate called after throwing an instance of 'gloo::|what\(\):  \[enforce fail at ")
-_GLOO_SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
-
-
-class Pending(Exception):
-    """The answer raises NotImplementedError: it is still the stub, or part of it.
-
-    Its text says in which call; it is empty for the stub itself.
-    """
 
 
 class Answer:
@@ -55,9 +44,12 @@ class Answer:
         self._has_returned = False
 
     @property
-    def names(self) -> set[str]:
-        """Functions, attributes and global variables that its code and its helpers mention: a clue for a cause."""
-        return set().union(*map(names_in, codes_of(self._fn)))
+    def source(self) -> str:
+        """Its text, a clue for a cause; empty where it is not known."""
+        try:
+            return inspect.getsource(innermost(self._fn))
+        except (OSError, TypeError):
+            return ""
 
     @property
     def printed(self) -> str:
@@ -90,7 +82,7 @@ class Answer:
             raise _hung(e.waits, f"`{self.name}` {on}", self.limit_s) from None
         except RankDied as e:
             symptom = f"`{self.name}`, {on}: rank {e.rank} {_how_died(e)} before its function returned."
-            raise Stopped("died", symptom, self._why_aborted() or _why_died(e)) from None
+            raise Stopped("died", symptom, _why_died(e)) from None
         except LaunchError as e:
             raise _broken(e, f"`{self.name}`, {on},") from None
         except (TypeError, AttributeError) as e:
@@ -165,7 +157,7 @@ class Answer:
                 symptom, cause = f"returned {_a(failure.what)}{held}", _instead_of(failure.error)
             case _:
                 symptom, cause = f"raised {failure.what}{where}", self._why_raised(failure)
-        return Stopped(failure.kind, f"{call} {symptom}.", cause, row=row, error=failure.error)
+        return Stopped(failure.kind, f"{call} {symptom}.", cause, row=row, error=failure.error, peer=failure.peer)
 
     def _why_raised(self, failure: Failure) -> str:
         if failure.where:
@@ -180,29 +172,12 @@ class Answer:
             )
         return ""
 
-    def _why_aborted(self) -> str:
-        """What gloo means with the lines in which it gives up, which are taken from what the answer printed."""
-        lines = self._printed.take(_GLOO_LINE)
-        sizes = next((found for line in lines if (found := _GLOO_SIZES.search(line))), None)
-        if sizes is None:
-            return ""
-        return (
-            f"A message of {sizes[1]} bytes came for a tensor of {sizes[2]}: compare the shape and the dtype of what "
-            "is sent with those of the tensor that receives it."
-        )
-
     def _unsendable(self, error: Exception) -> Stopped:
-        if leaving := self.names & {"exit", "quit"}:
-            return Stopped(
-                "exited",
-                f"`{self.name}` calls `{min(leaving)}`, which would end the whole process.",
-                "Give the value back with `return` instead.",
-            )
         return Stopped(
             "unsendable",
             f"`{self.name}` cannot be sent to another process, which is where it is checked.",
-            "It is, or uses, something of the notebook that exists only here, such as an open file, a lock or a "
-            "generator: make it inside the function.",
+            "It is, or uses, something of the notebook that exists only here, such as an open file, a lock, a "
+            "generator or `exit`: make it inside the function, and give values back with `return`.",
             str(error.__cause__ or error),
         )
 
@@ -236,12 +211,6 @@ class _Kept(io.TextIOBase):
         self._kept += line[:room]
         self._left_out += len(line[room:])
         return len(text)
-
-    def take(self, line: re.Pattern[str]) -> list[str]:
-        """Remove the lines in which ``line`` is found, and return them."""
-        lines = self._kept.splitlines(keepends=True)
-        self._kept = "".join(each for each in lines if not line.search(each))
-        return [each for each in lines if line.search(each)]
 
     @property
     def text(self) -> str:
@@ -279,6 +248,11 @@ def _how_died(died: RankDied) -> str:
 def _why_died(died: RankDied) -> str:
     if died.exit_code >= 0:
         return "Something in it called `os._exit`: give the value back with `return` instead."
+    if died.exit_code == -signal.SIGABRT:
+        return (
+            "gloo ends a process whose message is longer than the tensor that receives it: compare the shape and the "
+            "dtype of what is sent with those of that tensor."
+        )
     return why_ended(died.exit_code)
 
 

@@ -24,9 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_pp.exercises.answer import Answer
-from course_pp.exercises.exercise import Mistake, Stopped
-from course_pp.exercises.hangs import explained_in_line
 from course_pp.exercises.in_process import unchanged
+from course_pp.exercises.mistakes import Mistake, Stopped, explained_in_line
 from course_pp.exercises.traffic import last_message_waited_for
 from course_pp.launch import on_ranks
 from course_pp.runtime import Link, partition_model

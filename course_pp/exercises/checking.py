@@ -9,11 +9,11 @@ from types import FrameType
 from typing import Any
 
 from course_pp.arguments import described
-from course_pp.exercises import registry
-from course_pp.exercises.answer import Answer, Pending
-from course_pp.exercises.code_of import innermost
+from course_pp.exercises.answer import Answer
 from course_pp.exercises.display import Interrupted, Note, Told, Verdict
-from course_pp.exercises.exercise import Exercise, Mistake
+from course_pp.exercises.exercise import Exercise, find, named, number_of
+from course_pp.exercises.in_process import innermost
+from course_pp.exercises.mistakes import Mistake, Pending
 from course_pp.exercises.progress import STORE
 
 
@@ -50,7 +50,7 @@ class NoExercise(Told, TypeError):
 def judge(exercise: Exercise, fn: Callable[..., Any]) -> Verdict:
     """Return what `check` finds, and keep nothing of it."""
     answer = Answer(fn, exercise.limit_s, exercise.name)
-    heading = f"Exercise {registry.number_of(exercise)}, {exercise.title}"
+    heading = f"Exercise {number_of(exercise)}, {exercise.title}"
     help_line = f'`hint("{exercise.name}")` shows a hint.'
     try:
         exercise.grade(answer)
@@ -91,15 +91,15 @@ def solution(exercise: str | Callable[..., Any]) -> Note:
 
 def _exercise_of(asked: str | Callable[..., Any], caller: FrameType) -> Exercise:
     if isinstance(asked, str):
-        return registry.find(asked)
+        return find(asked)
     own = getattr(innermost(asked), "__name__", None)
     variables = [name for names in (caller.f_locals, caller.f_globals) for name in names if names[name] is asked]
     for name in (getattr(asked, "__name__", None), *variables, own):
-        if isinstance(name, str) and (exercise := registry.named(name)) is not None:
+        if isinstance(name, str) and (exercise := named(name)) is not None:
             return exercise
     name = getattr(asked, "__name__", own)
     if name == "<lambda>":
         raise NoExercise("a lambda has no name by which its exercise could be found: write it with `def`.")
     if not isinstance(name, str) or not callable(asked):
         raise NoExercise(f"{described(asked)} is neither the name of an exercise nor its function.")
-    return registry.find(name)
+    return find(name)

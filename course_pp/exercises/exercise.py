@@ -1,68 +1,25 @@
-"""What an exercise is, and what a grader raises when an answer is wrong."""
+"""What an exercise is, and the list of all of them."""
 
 from __future__ import annotations
 
 import ast
+import difflib
 import inspect
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from course_pp.arguments import checked, refuse_bad_timeout
+from course_pp.exercises.display import Told
+from course_pp.exercises.mistakes import Mistake as Mistake
+from course_pp.exercises.mistakes import Stopped as Stopped
 
 if TYPE_CHECKING:
     from course_pp.exercises.answer import Answer
-    from course_pp.launch import Wait
-
-
-class Mistake(Exception):
-    """An answer is wrong. Names are put in backticks; an example may have several lines.
-
-    Attributes:
-        symptom: what was seen, a sentence.
-        cause: what probably leads to it, and what to look at.
-        example: a counter-example: input, what came out, what should have.
-    """
-
-    def __init__(self, symptom: str, cause: str = "", example: str = "") -> None:
-        super().__init__(symptom, cause, example)
-        self.symptom = symptom
-        self.cause = cause
-        self.example = example
-
-    def __str__(self) -> str:
-        return " ".join(filter(None, (self.symptom, self.cause, self.example)))
-
-
-class Stopped(Mistake):
-    """An answer did not come back with a value.
-
-    Attributes:
-        how: ``"raised"``, ``"endless"`` (still running at the time limit), ``"exited"``, ``"died"``, ``"changed"`` (an
-            argument), ``"unsendable"`` (its result), ``"parameters"`` (others than the stub's) or ``"broken"``.
-        row: which of several calls it was, from 0; 0 on ranks.
-        waits: what each rank was doing at the time limit; empty unless it was reached.
-        error: the name of the class of the exception; empty where none was raised.
-    """
-
-    def __init__(
-        self,
-        how: str,
-        symptom: str,
-        cause: str = "",
-        example: str = "",
-        *,
-        row: int = 0,
-        waits: tuple[Wait, ...] = (),
-        error: str = "",
-    ) -> None:
-        super().__init__(symptom, cause, example)
-        self.how = how
-        self.row = row
-        self.waits = waits
-        self.error = error
 
 
 @checked
@@ -133,3 +90,80 @@ def _without_annotations(source: str) -> str:
         text = lines[number - 1]
         lines[number - 1] = text[:begin] + text[annotation.end_col_offset :]
     return re.sub(r" +# type: ignore.*", "", b"\n".join(lines).decode())
+
+
+MODULES = {
+    "00": "ranks_and_messages",
+    "01": "naive_split",
+    "02": "gpipe",
+    "03": "one_f_one_b",
+    "04": "interleaved",
+    "05": "zero_bubble",
+    "06": "pipedream",
+    "07": "tp_pp",
+    "08": "fsdp_reshard_policy",
+    "09": "dcp_checkpointing",
+    "10": "models_of_others",
+    "11": "own_schedule",
+    "12": "capstone",
+}
+
+
+@cache
+def exercises_of(notebook: str) -> tuple[Exercise, ...]:
+    """The exercises of a notebook in their order, ``()`` if it has none.
+
+    Raises:
+        ValueError: the module holds an exercise of another notebook.
+    """
+    if notebook not in MODULES:
+        return ()
+    name = f"{__package__}.{MODULES[notebook]}"
+    try:
+        exercises: tuple[Exercise, ...] = import_module(name).EXERCISES
+    except ModuleNotFoundError as e:
+        if e.name != name:
+            raise
+        return ()
+    for exercise in exercises:
+        if exercise.notebook != notebook:
+            raise ValueError(
+                f"{name} is the module of notebook {notebook}, but its exercise {exercise.name!r} says notebook "
+                f"{exercise.notebook!r}: move it, or mend its notebook"
+            )
+    return exercises
+
+
+def exercises() -> Iterator[Exercise]:
+    """All exercises, notebook by notebook; a notebook's module is loaded when its turn comes."""
+    for notebook in MODULES:
+        yield from exercises_of(notebook)
+
+
+class UnknownExercise(Told, ValueError):
+    """No exercise has this name."""
+
+
+def named(name: str) -> Exercise | None:
+    """The exercise called ``name``, None if there is none."""
+    return next((exercise for exercise in exercises() if exercise.name == name), None)
+
+
+def find(name: str) -> Exercise:
+    """The exercise called ``name``. Raises UnknownExercise, with the name that was probably meant, if there is none."""
+    if (found := named(name)) is not None:
+        return found
+    known = [exercise.name for exercise in exercises()]
+    if near := difflib.get_close_matches(name, known, n=1):
+        meant = f"The nearest is {near[0]!r}."
+    else:
+        meant = f"They are {', '.join(known)}."
+    raise UnknownExercise(
+        f"there is no exercise called {name!r}. {meant} An exercise is found by the name of its function: keep the "
+        "name of the stub."
+    )
+
+
+def number_of(exercise: Exercise) -> int:
+    """Its number in its notebook, from 1."""
+    return [other.name for other in exercises_of(exercise.notebook)].index(exercise.name) + 1

@@ -12,7 +12,7 @@ import reprlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from course_pp.exercises.exercise import Mistake
+from course_pp.exercises.mistakes import Mistake
 from course_pp.schedule import Action
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from course_pp.exercises.answer import Answer, written_call
-from course_pp.exercises.exercise import Mistake
 from course_pp.exercises.expect import close, expect_number
+from course_pp.exercises.mistakes import Mistake
 
 __all__ = ["Formula", "why"]
 

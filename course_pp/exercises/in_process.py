@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dis
+import functools
 import inspect
 import linecache
 import os
 import pickle
-import re
 import reprlib
 import resource
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any
 
-from course_pp.exercises.code_of import files_of
-from course_pp.exercises.exercise import Mistake
-from course_pp.launch.watch import has_name_of_cell
+from course_pp.exercises.mistakes import Mistake
+from course_pp.launch.watch import NoSuchRank, has_name_of_cell
 
 _MEMORY_BYTES = 2 << 30
 _RESULT_BYTES = 64 << 20
 _SHOWN_CHARACTERS = 300
-# Where in its own source a C++ library gave up, and the condition: "[enforce fail at /…/pair.cc:801] state_ >= 1. "
-_LIBRARY_PLACE = re.compile(
-    r"\[enforce fail at [^\]]*\] (?:[^.]*\. )?(?:[^.]* vs [^.]*\. )?|\[[^\]\s]*\.(?:cc|cpp|h):\d+\] "
-)
 
 
 class Failure(Exception):
@@ -39,15 +33,25 @@ class Failure(Exception):
         where: ``"line 3: `return 1 / 0`"``, the innermost line of the answer; empty if it is not in there.
         error: the name of the exception's class; of what cannot be sent, the innermost's; empty for anything else.
         inside: whether the answer was being called, as opposed to what the check does with its result.
+        peer: the rank beyond the group that a message was for or from.
     """
 
-    def __init__(self, kind: str, what: str, where: str = "", error: str = "", inside: bool = True) -> None:
-        super().__init__(kind, what, where, error, inside)
+    def __init__(
+        self,
+        kind: str,
+        what: str,
+        where: str = "",
+        error: str = "",
+        inside: bool = True,
+        peer: int | None = None,
+    ) -> None:
+        super().__init__(kind, what, where, error, inside, peer)
         self.kind = kind
         self.what = what
         self.where = where
         self.error = error
         self.inside = inside
+        self.peer = peer
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.what}"
@@ -122,20 +126,12 @@ def _failures_of(fn: Callable[..., Any]) -> Iterator[_Called]:
     except SystemExit as e:
         raise Failure("exited", "", _where(e, fn)) from e
     except BaseException as e:
-        pending = isinstance(e, NotImplementedError) and (not e.args or _is_own_raise(e, fn))
+        where = _where(e, fn)
+        # torch raises NotImplementedError, too, where a dtype lacks an operation, and leaves no frame of its own.
+        pending = isinstance(e, NotImplementedError) and (not e.args or ": `raise " in where)
+        peer = e.peer if isinstance(e, NoSuchRank) else None
         kind = "pending" if pending else "raised"
-        raise Failure(kind, _in_a_line(e), _where(e, fn), type(e).__name__, called.inside) from e
-
-
-def _is_own_raise(error: BaseException, fn: Callable[..., Any]) -> bool:
-    """Whether a ``raise`` statement of the answer raised it.
-
-    torch raises NotImplementedError, too, where a dtype lacks an operation, and leaves no frame in the traceback.
-    """
-    *_, innermost = _frames(error)
-    code = innermost.tb_frame.f_code
-    is_raise = dis.opname[code.co_code[innermost.tb_lasti]] == "RAISE_VARARGS"
-    return is_raise and _is_own(code.co_filename, fn)
+        raise Failure(kind, _in_a_line(e), where, type(e).__name__, called.inside, peer) from e
 
 
 def _frames(error: BaseException) -> Iterator[TracebackType]:
@@ -145,28 +141,47 @@ def _frames(error: BaseException) -> Iterator[TracebackType]:
         tb = tb.tb_next
 
 
-def _is_own(file: str, fn: Callable[..., Any]) -> bool:
-    return file in files_of(fn) or has_name_of_cell(file)
-
-
 def _in_a_line(error: BaseException) -> str:
     try:
         lines = str(error).strip().splitlines() or [""]
     except Exception:
         lines = ["(its message cannot be shown)"]
     text = " ".join((lines[-1] if len(lines) > 3 else " ".join(lines)).split())
-    text = _LIBRARY_PLACE.sub("", text)
     if len(text) > _SHOWN_CHARACTERS:
         text = text[:_SHOWN_CHARACTERS] + " …"
     return f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def _where(error: BaseException, fn: Callable[..., Any]) -> str:
-    own = [tb for tb in _frames(error) if _is_own(tb.tb_frame.f_code.co_filename, fn)]
+    """The innermost line in the answer's file, or in a cell."""
+    file = getattr(getattr(innermost(fn), "__code__", None), "co_filename", None)
+    own = [tb for tb in _frames(error) if _is_cell_or(file, tb)]
     if not own:
         return ""
     text = linecache.getline(own[-1].tb_frame.f_code.co_filename, own[-1].tb_lineno).strip()
     return f"line {own[-1].tb_lineno}" + (f": `{text}`" if text else "")
+
+
+def _is_cell_or(file: str | None, tb: TracebackType) -> bool:
+    found = tb.tb_frame.f_code.co_filename
+    return found == file or has_name_of_cell(found)
+
+
+def innermost(fn: Any) -> Any:
+    """Return ``fn`` without partials, bindings, and decorators that say what they wrap."""
+    # An object may claim to wrap itself.
+    for _ in range(100):
+        if isinstance(fn, functools.partial):
+            fn = fn.func
+        elif inspect.ismethod(fn):
+            fn = fn.__func__
+        elif hasattr(fn, "__wrapped__"):
+            fn = fn.__wrapped__
+        elif isinstance(call := inspect.getattr_static(type(fn), "__call__", None), FunctionType):
+            fn = call
+        else:
+            break
+    return fn
 
 
 def _sendable(value: Any) -> Any:

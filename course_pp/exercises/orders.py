@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from course_pp.exercises.exercise import Mistake
 from course_pp.exercises.expect import expect_list
+from course_pp.exercises.mistakes import Mistake
 from course_pp.schedule import Action, Costs, Schedule, Timeline, check, simulate
 
 __all__ = ["Cause", "Orders", "judge_orders", "read_order", "shown"]

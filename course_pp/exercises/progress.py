@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from course_pp.arguments import checked
-from course_pp.exercises import registry
 from course_pp.exercises.display import Shown
-from course_pp.exercises.exercise import Exercise
+from course_pp.exercises.exercise import Exercise, exercises
 from course_pp.files import locked, state_folder, write_atomically
 
 _VERSION = 1
@@ -289,11 +288,11 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def progress() -> Progress:
     """Return a table over all notebooks: what is solved, with how many attempts and how much help."""
-    from course_pp.exercises.inventory.answers import read_answers  # which keeps its file as this module does
+    from course_pp.exercises.inventory import read_answers  # which keeps its file as this module does
 
     records, note = STORE.read()
     answers, note_on_answers = read_answers()
-    rows = tuple(_row(exercise, records.get(exercise.name)) for exercise in registry.exercises())
+    rows = tuple(_row(exercise, records.get(exercise.name)) for exercise in exercises())
     return Progress(rows, " ".join(filter(None, (note, note_on_answers))), answers).show()
 
 

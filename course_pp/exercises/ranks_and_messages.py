@@ -85,9 +85,9 @@ def _why_stopped(answer: Answer, p: int, dtype: torch.dtype, stopped: Stopped) -
         )
     if stopped.how != "endless":
         return ""
-    if "isend" in answer.names and not answer.names & {"wait", "is_completed"}:
+    if "isend" in answer.source and "wait" not in answer.source and "is_completed" not in answer.source:
         return "`isend` only starts to send: keep what it returns and call `wait()` on it, or the send may be given up."
-    return _why_nothing_comes(stopped, p) if "isend" in answer.names else ""
+    return _why_nothing_comes(stopped, p) if "isend" in answer.source else ""
 
 
 def _why_nothing_comes(stopped: Stopped, p: int) -> str:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from course_pp.exercises.exercise import Mistake
+from course_pp.exercises.mistakes import Mistake
 
 _COLLECTIVES = (
     "allgather",

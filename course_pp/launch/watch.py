@@ -167,15 +167,24 @@ def _call(c10d: ModuleType, calls: Calls, group: Any, name: str, operation: str,
         if not 0 <= args[1] < len(ranks):
             to_or_from = "sends to" if name == "send" else "receives from"
             end = "first rank has nobody before it" if args[1] < 0 else "last rank has nobody after it"
-            raise ValueError(
+            raise NoSuchRank(
                 f"rank {group.rank()} {to_or_from} rank {args[1]}, but the group's ranks are 0 to {len(ranks) - 1}: "
-                f"in a ring, take it modulo {len(ranks)}; in a line, the {end}"
+                f"in a ring, take it modulo {len(ranks)}; in a line, the {end}",
+                args[1],
             )
         if args[1] == group.rank() and "gloo" in str(group.name()):
             to_or_from = "send to" if name == "send" else "receive from"
             raise ValueError(f"rank {args[1]} cannot {to_or_from} itself: messages go to another rank")
         peer = ranks[args[1]]
     return Call(operation, ranks, peer, collective=operation not in _POINT_TO_POINT)
+
+
+class NoSuchRank(ValueError):
+    """A message was to go to, or to come from, ``peer``, which is no rank of the group."""
+
+    def __init__(self, text: str, peer: int) -> None:
+        super().__init__(text)
+        self.peer = peer
 
 
 def report(rank: int) -> Report:

@@ -10,7 +10,7 @@ import cloudpickle
 
 from course_pp.exercises import Verdict, answer, in_process
 from course_pp.exercises.checking import judge
-from course_pp.exercises.registry import find
+from course_pp.exercises.exercise import find
 from course_pp.launch import on_ranks
 
 # Instead of an exercise's own time limit: for a busy machine, and for an answer that is known to hang.

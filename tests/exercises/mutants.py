@@ -18,9 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from course_pp.exercises import Verdict, registry
+from course_pp.exercises import Verdict
 from course_pp.exercises.checking import judge
-from course_pp.exercises.exercise import Exercise
+from course_pp.exercises.exercise import Exercise, exercises, find
 from tests.exercises.mutator import Mutant, mutants
 
 TABLE = Path(__file__).with_name("mutants.toml")
@@ -69,7 +69,7 @@ def function_of(exercise: Exercise, source: str) -> Callable[..., Any]:
 
 def judged(name: str, mutant: Mutant, limit_s: float) -> Judged:
     """The verdict on one mutant, within ``limit_s`` a call at most."""
-    exercise, begun = registry.find(name), time.monotonic()
+    exercise, begun = find(name), time.monotonic()
     verdict = judge(
         replace(exercise, limit_s=min(limit_s, exercise.limit_s)),
         function_of(exercise, mutant.source),
@@ -96,10 +96,10 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="exercises; all, if none is given")
     parser.add_argument("--told", action="store_true", help="print what each mutant is told, grouped by what it says")
     args = parser.parse_args()
-    exercises = [registry.find(name) for name in args.names] or list(registry.exercises())
+    chosen = [find(name) for name in args.names] or list(exercises())
     known, alive = survivors(), 0
     told: dict[tuple[str, str], list[Judged]] = defaultdict(list)
-    for each in judged_all(exercises):
+    for each in judged_all(chosen):
         told[each.exercise, each.verdict.text].append(each)
         if each.verdict.status == "not yet":
             continue

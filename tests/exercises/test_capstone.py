@@ -12,7 +12,7 @@ from course_pp.exercises.capstone_clinic import grade_planned_report, planned_re
 from course_pp.exercises.capstone_formulas import break_even, bytes_held, grade_break_even, grade_bytes_held
 from course_pp.exercises.capstone_lab import PUBLISHED, beside_data, data_parallel
 from course_pp.exercises.capstone_plans import bottleneck, grade_bottleneck, grade_fastest_layout
-from course_pp.exercises.exercise import Mistake
+from course_pp.exercises.mistakes import Mistake
 from course_pp.plan import Layout, cluster_of, model_named, plan, predict
 from course_pp.schedule import Costs, build, check, simulate
 from course_pp.show.curves import crossing

@@ -2,8 +2,7 @@
 
 import pytest
 
-from course_pp.exercises.exercise import Stopped
-from course_pp.exercises.hangs import explained
+from course_pp.exercises.mistakes import Stopped, explained
 from course_pp.launch import Wait
 from course_pp.launch.errors import diagnosis
 

@@ -2,12 +2,11 @@
 
 import pytest
 
-from course_pp.exercises import registry
-from course_pp.exercises.exercise import Exercise
+from course_pp.exercises.exercise import Exercise, exercises, find
 from tests.exercises.mutants import LIMIT_S, found, judged, judged_all, mutants_of, survivors
 from tests.exercises.mutator import FEWEST
 
-ALL = list(registry.exercises())
+ALL = list(exercises())
 
 
 @pytest.mark.sample(4)
@@ -15,7 +14,7 @@ ALL = list(registry.exercises())
     ("name", "change"), [(name, change) for name, changes in found().items() for change in changes]
 )
 def test_a_mutant_that_was_once_accepted_is_refused(name: str, change: str) -> None:
-    [mutant] = [each for each in mutants_of(registry.find(name)) if each.change == change]
+    [mutant] = [each for each in mutants_of(find(name)) if each.change == change]
     verdict = judged(name, mutant, LIMIT_S).verdict
     assert verdict.status == "not yet", verdict.text
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from course_pp.exercises.exercise import find
 from course_pp.exercises.naive_split import (
     empty_activation,
     loss_fn,
@@ -17,7 +18,6 @@ from course_pp.exercises.naive_split import (
     send_gradient,
     untrained,
 )
-from course_pp.exercises.registry import find
 from course_pp.model import partition_by_cost
 from tests.exercises.grading import accepts, hangs, refuses
 

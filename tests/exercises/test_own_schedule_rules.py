@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from course_pp.exercises.answer import Answer
-from course_pp.exercises.exercise import Mistake
+from course_pp.exercises.mistakes import Mistake
 from course_pp.exercises.own_schedule_rules import grade_choose, grade_lower_bound, lower_bound, next_action, play
 from course_pp.schedule import Action, Costs, bound, check, simulate
 

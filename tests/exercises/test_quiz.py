@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from course_pp.exercises import progress, quiz
-from course_pp.exercises.inventory.answers import When, answers_path, read_answers
-from course_pp.exercises.inventory.panel import Panel
-from course_pp.exercises.inventory.questions import questions
-from course_pp.exercises.inventory.quiz import WrongAnswers
+from course_pp.exercises.inventory import When, WrongAnswers, answers_path, questions, read_answers
+from course_pp.exercises.panel import Panel
 
 pytestmark = pytest.mark.usefixtures("progress_file")
 THIRD = [question for question in questions() if question.notebook == "03"]
@@ -108,7 +106,7 @@ def test_buttons_go_through_all_questions_and_keep_each_answer(when: When) -> No
 
 def test_without_widgets_a_notebook_gets_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     def bundle(widgets: bool) -> dict[str, Any]:
-        monkeypatch.setattr("course_pp.exercises.inventory.quiz.shows_widgets", lambda: widgets)
+        monkeypatch.setattr("course_pp.exercises.inventory.shows_widgets", lambda: widgets)
         return quiz("before", notebook="03")._repr_mimebundle_()
 
     assert set(bundle(False)) == {"text/plain"}

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from course_pp.exercises import registry
+from course_pp.exercises import exercise as catalogue
 from course_pp.exercises.exercise import Exercise
 from tests.exercises.grading import verdict_of
 from tests.exercises.toy import only_the_toy
 
-ALL = list(registry.exercises())
+ALL = list(catalogue.exercises())
 
 
 def stub_of(exercise: Exercise) -> Callable[..., None]:
@@ -61,12 +61,12 @@ def test_no_two_exercises_have_the_same_name() -> None:
 
 def test_a_notebook_that_is_not_written_yet_has_no_exercises(monkeypatch: pytest.MonkeyPatch) -> None:
     with only_the_toy(monkeypatch) as toy:
-        assert list(registry.exercises()) == [toy]
-        assert registry.exercises_of("99") == registry.exercises_of("13") == ()
+        assert list(catalogue.exercises()) == [toy]
+        assert catalogue.exercises_of("99") == catalogue.exercises_of("13") == ()
 
 
 def test_an_exercise_in_the_module_of_another_notebook_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with only_the_toy(monkeypatch):
-        monkeypatch.setattr(registry, "MODULES", {"97": "toy"})
+        monkeypatch.setattr(catalogue, "MODULES", {"97": "toy"})
         with pytest.raises(ValueError, match="'double' says notebook '98'"):
-            registry.find("double")
+            catalogue.find("double")

@@ -8,10 +8,9 @@ import pytest
 
 from course_pp.__main__ import main
 from course_pp.exercises import progress
-from course_pp.exercises.inventory.answers import keep_answers
-from course_pp.exercises.inventory.questions import questions
-from course_pp.exercises.inventory.report import class_report
+from course_pp.exercises.inventory import keep_answers, questions
 from course_pp.exercises.progress import STORE
+from course_pp.exercises.report import class_report
 
 BUBBLE = [question for question in questions() if question.concept == "bubble"]
 EXERCISE = "shift"

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from course_pp.exercises.answer import Answer
-from course_pp.exercises.exercise import Mistake
+from course_pp.exercises.mistakes import Mistake
 from course_pp.exercises.traffic import last_message_waited_for
 
 pytestmark = pytest.mark.ranks

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from course_pp.exercises import Exercise, Mistake, registry
+from course_pp.exercises import Exercise, Mistake
+from course_pp.exercises import exercise as catalogue
 from course_pp.exercises.answer import Answer
 
 CALLS = (1, [2], 3)
@@ -39,9 +40,9 @@ def only_the_toy(monkeypatch: pytest.MonkeyPatch, exercise: Exercise = EXERCISE)
     module: Any = ModuleType("course_pp.exercises.toy")
     module.EXERCISES = (exercise,)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(registry, "MODULES", {"98": "toy", "99": "not_written_yet"})
-    registry.exercises_of.cache_clear()
+    monkeypatch.setattr(catalogue, "MODULES", {"98": "toy", "99": "not_written_yet"})
+    catalogue.exercises_of.cache_clear()
     try:
         yield exercise
     finally:
-        registry.exercises_of.cache_clear()
+        catalogue.exercises_of.cache_clear()

@@ -11,7 +11,7 @@ from typing import Any
 import nbformat
 from IPython.core.inputtransformer2 import TransformerManager
 
-from course_pp.exercises.registry import exercises_of
+from course_pp.exercises.exercise import exercises_of
 from tests.notebooks import origins, quotes
 
 MIN_CELLS, MAX_CELLS = 15, 20

@@ -16,7 +16,7 @@ from nbmake import nb_run
 
 import tests.kernels  # noqa: F401, for the kernels that nbmake starts
 from course_pp.exercises import Exercise
-from course_pp.exercises.registry import exercises_of
+from course_pp.exercises.exercise import exercises_of
 from tests.notebooks.rules import checked
 
 

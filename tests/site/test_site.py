@@ -13,8 +13,8 @@ import pytest
 
 import course_pp.parallel
 import course_pp.schedule
-from course_pp.exercises.inventory.questions import questions
-from course_pp.exercises.registry import exercises
+from course_pp.exercises.exercise import exercises
+from course_pp.exercises.inventory import questions
 from tests.site.conftest import ROOT, make_site
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]

@@ -1,24 +1,154 @@
-"""``quiz("before")`` and ``quiz("after")``: the thirty questions in a notebook, with buttons or as plain text."""
+"""The inventory: thirty questions before and after the course, and the small file that keeps a learner's answers."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import string
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from course_pp.arguments import checked
 from course_pp.exercises.display import Shown, Told, shows_widgets
-from course_pp.exercises.inventory.answers import TIMES, When, keep_answers, read_answers
-from course_pp.exercises.inventory.questions import Question, questions
+from course_pp.exercises.progress import STORE
+from course_pp.files import locked, write_atomically
 
 if TYPE_CHECKING:
-    from course_pp.exercises.inventory.panel import Panel
+    from course_pp.exercises.panel import Panel
 
-__all__ = ["Quiz", "WrongAnswers", "quiz"]
+When = Literal["before", "after"]
+TIMES: tuple[When, ...] = get_args(When)
+Answers = dict[str, dict[str, str]]
+"""For ``before`` and ``after`` what was answered, by name of question."""
 
+_VERSION = 1
 _LETTERS = string.ascii_lowercase
 NO_ANSWER = "-"
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A common wrong guess.
+
+    Attributes:
+        says: the answer.
+        because: why it is wrong.
+        quote: of the notebook; a sentence or an output that refutes it.
+    """
+
+    says: str
+    because: str
+    quote: str
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question of the inventory.
+
+    Attributes:
+        name: a short name, the same in every version.
+        concept: what it is about: "bubble", "memory", ...
+        notebook, section: where it is taught: "03", "4. When messages take time".
+        asks: the question.
+        correct: the right answer.
+        output: what a cell of the notebook prints that shows it.
+        wrong: common guesses.
+        run: an expression over the package that computes the answer; empty where only a run on ranks shows it.
+        value: of ``run``.
+    """
+
+    name: str
+    concept: str
+    notebook: str
+    section: str
+    asks: str
+    correct: str
+    output: str
+    wrong: tuple[Wrong, ...]
+    run: str = ""
+    value: Any = None
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """All answers, in an order that is the same for everybody and says nothing."""
+        return tuple(sorted((self.correct, *(wrong.says for wrong in self.wrong)), key=self._place))
+
+    def _place(self, option: str) -> bytes:
+        return hashlib.sha256(f"{self.name}: {option}".encode()).digest()
+
+    def explain(self, answer: str | None) -> str:
+        """Say what is right, why ``answer`` is not, and where to read; None is no answer."""
+        where = f"Notebook {self.notebook}, section {self.section!r}, prints: {self.output}"
+        if answer == self.correct:
+            return f"Right: {self.correct}. {where}"
+        because = next((f" Not {wrong.says!r}: {wrong.because}." for wrong in self.wrong if wrong.says == answer), "")
+        return f"{self.correct} is right.{because} {where}"
+
+
+@cache
+def questions() -> tuple[Question, ...]:
+    """All questions, in the order of the notebooks."""
+    text = files(__package__).joinpath("questions.toml").read_text(encoding="utf-8")
+    return tuple(
+        Question(**{**entry, "wrong": tuple(Wrong(**wrong) for wrong in entry["wrong"])})
+        for entry in tomllib.loads(text)["question"]
+    )
+
+
+def answers_path() -> Path:
+    """``progress_quiz.json`` beside ``progress.json``."""
+    path = STORE.path
+    return path.parent / f"{path.stem}_quiz.json"
+
+
+def read_answers() -> tuple[Answers, str]:
+    """All answers, and a sentence if the file cannot be read: then it counts as empty."""
+    path = answers_path()
+    try:
+        return parse_answers(json.loads(path.read_bytes())["answers"]), ""
+    except (FileNotFoundError, NotADirectoryError):
+        return {when: {} for when in TIMES}, ""
+    except OSError as error:
+        why = str(error.strerror)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        why = f"it is no file of answers: {error}"
+    return {when: {} for when in TIMES}, f"Answers could not be read from {path} ({why})."
+
+
+def keep_answers(when: When, given: Mapping[str, str]) -> str:
+    """Add answers to the file; return a sentence if that cannot be."""
+    path = answers_path()
+    try:
+        if STORE.path.exists() and not STORE.path.is_file():
+            raise OSError(0, f"{STORE.path} is no file")
+        with locked(path) as path:
+            answers, note = read_answers()
+            answers[when].update(given)
+            kept = {"version": _VERSION, "answers": answers}
+            if not note:  # else somebody should look at it first
+                write_atomically(path, json.dumps(kept, indent=1, sort_keys=True) + "\n")
+            return note
+    except OSError as error:
+        remedy = "Set COURSE_PP_PROGRESS to a file that can be written."
+        return f"Answers could not be kept in {path}: {error.strerror}. {remedy}"
+
+
+def parse_answers(data: Any) -> Answers:
+    """Check that ``data`` is what `keep_answers` writes. Raises ValueError if not; other times are passed over."""
+    if not isinstance(data, dict):
+        raise ValueError("the answers are no table")
+    found: Answers = {}
+    for when in TIMES:
+        given = data.get(when, {})
+        if not isinstance(given, dict) or not all(isinstance(answer, str) for answer in given.values()):
+            raise ValueError(f"the answers {when} are no texts by question")
+        found[when] = dict(given)
+    return found
 
 
 class WrongAnswers(Told, ValueError):
@@ -81,7 +211,7 @@ class Quiz(Shown):
 
     def panel(self) -> Panel:
         """The questions one at a time, with buttons. Raises ModuleNotFoundError without ipywidgets."""
-        from course_pp.exercises.inventory.panel import Panel
+        from course_pp.exercises.panel import Panel
 
         return Panel(self)
 

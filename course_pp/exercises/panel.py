@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ipywidgets import HTML, Button, HBox, Layout, VBox
 
 if TYPE_CHECKING:
-    from course_pp.exercises.inventory.questions import Question
-    from course_pp.exercises.inventory.quiz import Quiz
+    from course_pp.exercises.inventory import Question, Quiz
 
 _UNKNOWN = "I do not know"
 _TEXT = "max-width:60em;line-height:1.5"

@@ -1,0 +1,224 @@
+"""What a grader raises when an answer is wrong, and what exceptions and hangs mean to the person who wrote the line.
+
+The messages of torch and gloo name their own insides. Each is recognised by words of theirs; one that is reworded loses
+its cause.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from course_pp.launch.errors import COMPUTES, RETURNED
+
+if TYPE_CHECKING:
+    from course_pp.launch import Wait
+
+
+class Mistake(Exception):
+    """An answer is wrong. Names are put in backticks; an example may have several lines.
+
+    Attributes:
+        symptom: what was seen, a sentence.
+        cause: what probably leads to it, and what to look at.
+        example: a counter-example: input, what came out, what should have.
+    """
+
+    def __init__(self, symptom: str, cause: str = "", example: str = "") -> None:
+        super().__init__(symptom, cause, example)
+        self.symptom = symptom
+        self.cause = cause
+        self.example = example
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.symptom, self.cause, self.example)))
+
+
+class Stopped(Mistake):
+    """An answer did not come back with a value.
+
+    Attributes:
+        how: ``"raised"``, ``"endless"`` (still running at the time limit), ``"exited"``, ``"died"``, ``"changed"`` (an
+            argument), ``"unsendable"`` (its result), ``"parameters"`` (others than the stub's) or ``"broken"``.
+        row: which of several calls it was, from 0; 0 on ranks.
+        waits: what each rank was doing at the time limit; empty unless it was reached.
+        error: the name of the class of the exception; empty where none was raised.
+        peer: the rank beyond the group that was sent to or received from; None unless one was.
+    """
+
+    def __init__(
+        self,
+        how: str,
+        symptom: str,
+        cause: str = "",
+        example: str = "",
+        *,
+        row: int = 0,
+        waits: tuple[Wait, ...] = (),
+        error: str = "",
+        peer: int | None = None,
+    ) -> None:
+        super().__init__(symptom, cause, example)
+        self.how = how
+        self.row = row
+        self.waits = waits
+        self.error = error
+        self.peer = peer
+
+
+class Pending(Exception):
+    """The answer raises NotImplementedError: it is still the stub, or part of it.
+
+    Its text says in which call; it is empty for the stub itself.
+    """
+
+
+_KNOWN: tuple[tuple[str, str], ...] = (
+    (
+        "grad can be implicitly created only for scalar outputs",
+        "`backward()` without an argument starts from a single number, the loss. Any other tensor needs the gradient "
+        "that came back for it: `output.backward(gradient)`.",
+    ),
+    (
+        "does not require grad and does not have a grad_fn",
+        "This backward starts from a tensor without a history: it was detached, or does not come from the model.",
+    ),
+    (
+        "Trying to backward through the graph a second time",
+        "A backward frees what its forward has kept: one backward for each forward, or `retain_graph=True` in the "
+        "first of two.",
+    ),
+    (
+        "modified by an inplace operation",
+        "Somebody wrote to a tensor that this backward still needs. Work on a copy, or on memory of its own.",
+    ),
+    (
+        "is being used in an in-place operation",
+        "A tensor that wants a gradient cannot be written to: work on a copy, or detach it first.",
+    ),
+    (
+        "Boolean value of Tensor with more than one value is ambiguous",
+        "A tensor of several numbers is neither true nor false: ask it for `.any()` or `.all()`. Or a tensor stands "
+        "here where a single number belongs: are the arguments in their order?",
+    ),
+    (
+        "not implemented for 'Long'",
+        "Whole numbers stand here where floats belong: are the arguments in their order?",
+    ),
+    (
+        "Mismatch in shape: grad_output",
+        "The gradient must have the shape of the tensor that its backward starts from: is that the stage's output?",
+    ),
+    (
+        "mat1 and mat2 shapes cannot be multiplied",
+        "The layer was given a tensor of another width: is it the input that belongs to it?",
+    ),
+    (
+        "must match the size of tensor b",
+        "Two tensors of different shapes meet here: compare what they are with what they should be, by their `.shape`.",
+    ),
+    (
+        "derivative for aten::floor_divide is not implemented",
+        "`//` has no gradient: divide with `/`.",
+    ),
+    (
+        "One of the differentiated Tensors does not require grad",
+        "A gradient is asked for of a tensor that did not want one in the forward: `requires_grad_()` before it.",
+    ),
+    (
+        "appears to not have been used in the graph",
+        "The output was not computed from the tensor whose gradient is asked for: what was the forward given?",
+    ),
+    (
+        "must have the same dtype",
+        "Two dtypes meet here: `torch.empty` and its like make float32 unless they are told `dtype=`.",
+    ),
+    (
+        "Must specify global_rank or group_rank",
+        "A message needs the rank at its other end: `dst=…` or `src=…`.",
+    ),
+    (
+        "Expected parameter `tensor` of type torch.Tensor but got <class 'NoneType'>",
+        "`None` was to be sent or received. A tensor's `.grad` is None until a backward has run, and stays None where "
+        "that backward does not reach the tensor.",
+    ),
+    (
+        "Expected parameter `tensor` of type torch.Tensor",
+        "What is sent or received has to be a tensor: are the arguments in their order?",
+    ),
+    (
+        "is not initialized in the world group map",
+        '`group=` takes a process group: of a mesh, that of one dimension, `mesh.get_group("tp")`.',
+    ),
+    (
+        "input tensor has to be contiguous",
+        "A message is read from one piece of memory, and this tensor is a view of something larger: is it the one that "
+        "was to be sent? `.contiguous()` makes a copy in one piece.",
+    ),
+    (
+        "has no gradient for rank",
+        "Or no backward has run through it: until then its gradient is None.",
+    ),
+    *(
+        (words, "The loss was given targets that do not belong to this output: compare their `.shape` and dtype.")
+        for words in (
+            "to match target batch_size",
+            "1D target must have size",
+            "floating point type for target with class probabilities",
+            "expected target dtype to be",
+        )
+    ),
+)
+
+
+def cause_of(error: str) -> str:
+    """Say what an exception of torch or gloo means to the person who wrote the line; ``""`` for any other."""
+    return next((cause for words, cause in _KNOWN if words in error), "")
+
+
+_LOST = (
+    "Either a message was never sent, or it was lost: it lives as long as the handle that `isend` or "
+    "`send_activation` returns. Keep that, and `wait()` for it at the end."
+)
+
+
+def explained_in_line(stopped: Stopped) -> Mistake:
+    """Tell as `explained` does, for stages in a line, a stage a rank: also a message to a rank beyond its ends."""
+    if stopped.peer is not None:
+        cause = "The last rank has nobody below it: it sends no activation and receives no gradient, `link.is_last`."
+        if stopped.peer < 0:
+            cause = (
+                "The first rank has nobody above it: it receives no activation and sends no gradient, `link.is_first`."
+            )
+        return Mistake(stopped.symptom, cause, stopped.example)
+    return explained(stopped)
+
+
+def explained(stopped: Stopped) -> Mistake:
+    """Tell a hang in terms of what a pipeline's step sends; leave anything else as it is."""
+    waiting = [wait for wait in stopped.waits if wait.peers]
+    if not waiting:
+        return stopped
+    sending = [wait for wait in waiting if wait.operation == "send"]
+    returned = {wait.rank for wait in stopped.waits if wait.operation == RETURNED}
+    computing = {wait.rank for wait in stopped.waits if wait.operation == COMPUTES}
+    unheard = [wait for wait in waiting if returned.intersection(wait.peers)]
+    if any(computing.intersection(wait.peers) for wait in waiting):
+        cause = f"{stopped.cause} A rank that computes waits for nobody: does a loop of it never end?"
+    elif any(wait.operation == "send" for wait in unheard):
+        cause = f"{stopped.cause} Each message that is sent to it has to be received there, by a `recv_…` of its own."
+    elif unheard:
+        cause = f"{stopped.cause} {_LOST}"
+    # Of the learner's own lines: torch waits for a blocking send in the same way.
+    elif any(".wait(" in wait.where for wait in sending):
+        cause = (
+            "To wait for a message at once is to send it blocking: wait after the last backward. Or nobody takes it: "
+            "each forward and each backward receives one message."
+        )
+    elif sending:
+        cause = (
+            "A blocking `send` ends when its receiver takes the message, and that one is sending, too. Begin to send "
+            "with `isend` or `send_activation`, and go on."
+        )
+    else:
+        cause = f"Everyone receives, nobody sends. {_LOST}"
+    return Mistake(stopped.symptom, cause, stopped.example)
