@@ -12,7 +12,7 @@ from typing import NoReturn
 # What run returns is the exit code; None is 0.
 _COMMANDS = {
     "checkpoint": "course_pp.training.checkpoint_command",
-    "doctor": "course_pp.doctor.command",
+    "doctor": "course_pp.doctor",
     "lab": "course_pp.notebook.command",
     "plan": "course_pp.plan.command",
     "report": "course_pp.exercises.report",

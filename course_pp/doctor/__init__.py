@@ -1,43 +1,36 @@
 """What will fail on this machine, before a room finds out: ``python -m course_pp doctor``.
 
-Each check is a function that returns a :class:`Finding`, or several; :func:`examine` runs them all, side by side, each
-alone with its errors, all under one time limit. Importing this imports no torch, and nothing here needs it, Slurm, a
-home folder or /proc.
+:func:`examine` runs all checks side by side, each alone with its errors, all under one time limit. Nothing here needs
+torch, Slurm, a home folder or /proc.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 __all__ = ["Finding", "examine"]
 
+HELP = "say what works on this machine, what will fail in which notebook, and how to mend it"
 _LIMIT_S = 18.0
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor.
+    """One line of the doctor."""
 
-    Attributes:
-        name: what was looked at: "open files".
-        ok: whether the course works with it as it is.
-        says: what was found, in a few words.
-        breaks: what will fail, and in which notebooks; empty if ``ok``.
-        remedy: how to mend it; empty if ``ok``.
-    """
-
-    name: str
-    ok: bool
+    name: str  # of what was looked at: "open files"
+    ok: bool  # whether the course works with it as it is
     says: str
-    breaks: str = ""
+    breaks: str = ""  # what will fail, and in which notebooks
     remedy: str = ""
 
     def __str__(self) -> str:
-        """Return one line, whatever was put into it."""
         says, breaks, remedy = (" ".join(text.split()).rstrip(".") for text in (self.says, self.breaks, self.remedy))
         if self.ok:
             return f"ok    {self.name}: {says}"
@@ -48,17 +41,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """A question to the machine.
-
-    Attributes:
-        name: as in its findings.
-        ask: returns what it found: one finding, or several.
-        breaks: what is in danger when the check itself cannot be made.
-    """
+    """A question to the machine."""
 
     name: str
     ask: Callable[[], Finding | list[Finding]]
-    breaks: str = "unknown"
+    breaks: str = "unknown"  # what is in danger when the check itself cannot be made
 
     def findings(self) -> list[Finding]:
         """Ask; a check that raises becomes a finding that names its exception."""
@@ -80,8 +67,8 @@ def examine() -> list[Finding]:
 def run_checks(checks: Sequence[Check], limit_s: float = _LIMIT_S) -> list[Finding]:
     """Run ``checks`` at once and return their findings in the order of the checks.
 
-    A check that is not done after ``limit_s`` seconds becomes a finding that says so. It is left to itself: a dead
-    network file system cannot be interrupted.
+    One that is not done in time becomes a finding that says so, and is left to itself: a dead network file system
+    cannot be interrupted.
     """
     answers: queue.SimpleQueue[tuple[Check, list[Finding]]] = queue.SimpleQueue()
     for check in checks:
@@ -97,3 +84,22 @@ def run_checks(checks: Sequence[Check], limit_s: float = _LIMIT_S) -> list[Findi
         found[check] = findings
         answered += 1
     return [finding for check in checks for finding in found[check]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print a list of objects, one a finding")
+    parser.add_argument("--short", action="store_true", help="print only what is wrong, and one line of summary")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the findings; return 1 if something is wrong, else 0."""
+    findings = examine()
+    wrong = [finding for finding in findings if not finding.ok]
+    if arguments.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
+        return bool(wrong)
+    for finding in wrong if arguments.short else findings:
+        print(finding)
+    summary = f"{len(wrong)} of {len(findings)} lines are wrong." if wrong else f"All {len(findings)} lines are right."
+    print(summary)
+    return bool(wrong)

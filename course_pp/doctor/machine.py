@@ -40,7 +40,6 @@ _MEMORY = (("memory.max", "memory.current", "inactive_file"),
 
 
 def python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Finding:
-    """Say whether the interpreter is new enough."""
     says = f"{'.'.join(map(str, version))} at {sys.executable}"
     if version[:2] < OLDEST_PYTHON:
         return Finding("Python", False, f"{says} is too old", "all notebooks", "make clean lab PYTHON=python3.11")
@@ -48,7 +47,7 @@ def python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Finding:
 
 
 def memory() -> Finding:
-    """Say how much memory a process could still get: what the system has available, under the limit of a container."""
+    # What a process could still get: what the system has available, under the limit of a container.
     found = [value for value in (_available(), memory_left()) if value is not None]
     if not found:
         return Finding("memory", True, "not known on this system; eight ranks need 3 GiB")
@@ -90,7 +89,6 @@ def shared_memory() -> Finding:
 
 
 def disk() -> list[Finding]:
-    """Say of the folder here and of the one for temporary files whether files can be written."""
     return [
         _place(
             "disk here",
@@ -180,7 +178,6 @@ def processes() -> Finding:
 
 
 def _threads_of_this_user() -> int:
-    """0 where the system does not say."""
     count, user = 0, os.getuid()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -247,7 +244,6 @@ def clock() -> Finding:
 
 
 def cores() -> Finding:
-    """Say how many cores this process may use."""
     n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     says = f"{n}, which {n} ranks can use at once"
     if n < 2:
@@ -295,7 +291,6 @@ def memory_left(root: Path = _ROOT, ours: Path = _OURS) -> int | None:
 
 
 def processes_left(root: Path = _ROOT, ours: Path = _OURS) -> int | None:
-    """Processes and threads until the nearest limit; None without a limit."""
     left = []
     for group in _levels("pids", root, ours):
         with contextlib.suppress(OSError, ValueError):

@@ -63,7 +63,6 @@ print(json.dumps(said))
 
 
 def packages() -> list[Finding]:
-    """Say which packages of the course are missing: one line if none is."""
     missing = [(name, breaks) for module, name, breaks in PACKAGES if find_spec(module) is None]
     if missing:
         return [
@@ -90,9 +89,9 @@ def widgets() -> Finding:
         return Finding(name, False, says, _WIDGETS_BREAK, remedy)
     for folder in jupyter_config_path():
         config = Path(folder) / "labconfig" / "page_config.json"
-        disabled = (
-            json.loads(config.read_text(encoding="utf-8")).get("disabledExtensions", {}) if config.is_file() else {}
-        )
+        if not config.is_file():
+            continue
+        disabled = json.loads(config.read_text(encoding="utf-8")).get("disabledExtensions", {})
         if disabled.get(_MANAGER) if isinstance(disabled, dict) else _MANAGER in disabled:
             remedy = f"jupyter labextension enable {_MANAGER}"
             return Finding(name, False, f"the extension {_MANAGER} is disabled", _WIDGETS_BREAK, remedy)
@@ -113,13 +112,11 @@ def torch() -> list[Finding]:
 
 
 def ask_torch() -> dict[str, Any] | Finding:
-    """Return what torch says of itself in a fresh process; a finding if it cannot be imported."""
+    """Return what torch says of itself in a process of its own; a finding if it cannot be imported."""
     if find_spec("torch") is None:
         return Finding("torch", False, "not installed", _ALL, INSTALL_TORCH)
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=_IMPORT_LIMIT_S, check=False
-        )
+        done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=_IMPORT_LIMIT_S)
     except subprocess.TimeoutExpired:
         says = f"its import takes more than {_IMPORT_LIMIT_S:.0f} s"
         return Finding("torch", False, says, f"the first cell of {_ALL}", "put .venv on a local disk")

@@ -68,7 +68,6 @@ print(json.dumps([first, time.monotonic() - begun, latency, bandwidth]))
 
 
 def ranks() -> list[Finding]:
-    """Start two ranks twice and time them and their messages."""
     name = "two ranks"
     if find_spec("torch") is None or find_spec("cloudpickle") is None:
         return [Finding(name, False, "not tried: torch or cloudpickle is missing", _ALL, "see the line of the package")]
@@ -113,7 +112,6 @@ def slurm() -> list[Finding]:
 
 
 def _sinfo(site: Site) -> Finding:
-    """Return the partition's finding; without a cluster the finding is about Slurm."""
     name, breaks = "Slurm", _ON_THE_CLUSTER
     remedy = "ask whoever runs the cluster; until then COURSE_PP_WHERE=local runs everything on this machine"
     sinfo = shutil.which("sinfo")
@@ -139,9 +137,8 @@ def _sinfo(site: Site) -> Finding:
         says = f"no partition {wanted!r}" if wanted else "no default partition"
         return Finding("partition", False, f"{says}; there are {known}", breaks, "set partition in site.toml")
     partition, _, limit, *_ = ours[0]
-    usable = sum(
-        int(row[3]) for row in ours if row[1] == "up" and row[4].rstrip("*$~#") in ("idle", "mixed", "allocated")
-    )
+    states = ("idle", "mixed", "allocated")
+    usable = sum(int(row[3]) for row in ours if row[1] == "up" and row[4].rstrip("*$~#") in states)
     says = f"{partition.rstrip('*')}: {usable} nodes usable, {ours[0][5]} cores each, at most {limit}"
     if not usable:
         return Finding("partition", False, says, breaks, "wait for its nodes, or set another partition in site.toml")
@@ -203,12 +200,11 @@ def limits() -> list[Finding]:
     except (OSError, KeyError, subprocess.SubprocessError):
         return [Finding(name, True, "not known: the accounting of Slurm does not answer")]
     rows = _rows(ours, qualities, partition)
-    cpus = min((n for _, tres, _, _ in rows for n in _cpus(tres)), default=None)
+    cpus = min((int(n) for _, tres, _, _ in rows for n in re.findall(r"\bcpu=(\d+)", tres)), default=None)
     jobs = min((int(most) for _, _, most, _ in rows if most), default=None)
     minutes = min((_minutes(wall) for *_, wall in rows if wall), default=None)
-    told = [f"{cpus} CPUs at once"] * (cpus is not None) + [f"{jobs} job{'s' * (jobs != 1)} at once"] * (
-        jobs is not None
-    )
+    told = [f"{cpus} CPUs at once"] if cpus is not None else []
+    told += [f"{jobs} job{'s' * (jobs != 1)} at once"] if jobs is not None else []
     told += [f"{minutes:.0f} minutes a job"] if minutes is not None else []
     said = f"{' and '.join(dict.fromkeys(row[0] for row in rows)) or 'no QOS'}: {', '.join(told) or 'none'}"
     ask = "ask for a higher limit, or set COURSE_PP_WHERE=local, which runs everything on this machine"
@@ -255,10 +251,6 @@ def _rows(ours: list[str], qualities: list[str], partition: dict[str, str]) -> l
         if name in used:
             rows.append((f"QOS {name}", f"{most},{user},{group}", jobs, wall))
     return rows
-
-
-def _cpus(resources: str) -> list[int]:
-    return [int(n) for n in re.findall(r"\bcpu=(\d+)", resources)]
 
 
 def _minutes(wall: str) -> float:

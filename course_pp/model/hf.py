@@ -1,7 +1,7 @@
 """Weights and sizes to and from Hugging Face's Llama, and what has its layers: Mistral, Qwen2.
 
-The two models compute the same function; only names differ. Names are the full model's on both sides, so
-`hf_state_dict` and `load_hf_state_dict` work for one pipeline stage as well as for the whole model.
+The two models compute the same function; only names differ. Names are the full model's on both sides, so weights go
+to and from one pipeline stage as well as the whole model.
 """
 
 from __future__ import annotations
@@ -43,11 +43,7 @@ def name_to_hf(name: str) -> str:
 
 
 def config_from_hf(hf_config: Any) -> ModelConfig:
-    """Return the sizes of a Hugging Face Llama (or Mistral or Qwen2, which have the same layers) as ours.
-
-    Raises:
-        ValueError: the model uses something this decoder does not have, which is named.
-    """
+    """Return the sizes of a Hugging Face Llama, Mistral or Qwen2 as ours; refuse what this decoder does not have."""
     _refuse_unsupported(hf_config)
     rope = hf_config.rope_parameters
     scaled = {ours: rope[theirs] for ours, theirs in _SCALING.items()} if rope.get("rope_type") == "llama3" else {}
@@ -68,11 +64,7 @@ def config_from_hf(hf_config: Any) -> ModelConfig:
 
 
 def config_to_hf(config: ModelConfig) -> LlamaConfig | Qwen2Config:
-    """Return the `transformers.LlamaConfig` of the same model, or the `Qwen2Config` if it has biases.
-
-    Raises:
-        ValueError: without a gate in the feed-forward block, as no Llama is.
-    """
+    """Return the `transformers.LlamaConfig` of the same model, or the `Qwen2Config` if it has biases."""
     if not config.gated_ffn:
         raise ValueError("gated_ffn=False: every Llama's feed-forward has a gate; export a model with gated_ffn=True")
     from transformers import LlamaConfig, Qwen2Config
@@ -101,14 +93,10 @@ def hf_state_dict(module: Transformer) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_hf_state_dict(module: Transformer, state: Mapping[str, Tensor]) -> None:
-    """Copy into a model or stage the weights it holds; entries of other stages are left alone.
+    """Copy into a model or stage the weights it holds from tensors under Hugging Face's names.
 
-    Args:
-        module: cast and moved to where the weights should be.
-        state: tensors under Hugging Face's names. A tied head may be missing, as it is in safetensors files.
-
-    Raises:
-        ValueError: a weight is missing or has another shape; nothing has been copied then.
+    A tied head may be missing, as it is in safetensors files. Where another weight is, or has another shape, nothing is
+    copied.
     """
     found = {}
     for name, own in module.state_dict().items():
@@ -127,11 +115,7 @@ def load_hf_state_dict(module: Transformer, state: Mapping[str, Tensor]) -> None
 
 
 def from_hf(hf_model: PreTrainedModel) -> Transformer:
-    """Return a copy of a Hugging Face causal Llama, on its device and in its dtype.
-
-    Raises:
-        ValueError: the model uses something this decoder does not have.
-    """
+    """Return a copy of a Hugging Face causal Llama, on its device and in its dtype."""
     some_weight = next(hf_model.parameters())
     with torch.device("meta"):
         model = Transformer(config_from_hf(hf_model.config))

@@ -1,8 +1,7 @@
 """Cutting the decoder into pipeline stages: which layers each stage holds, and the stage itself.
 
-Which layers: `compute_layer_assignment` counts layers, `partition_by_cost` balances their cost.
-The stage: `build_stage_module` builds only what it needs, `drop_other_stages` carves it out of a whole model.
-Both give the same parameters under the same names.
+`build_stage_module` builds only what a stage needs, `drop_other_stages` carves it out of a whole model. Both give the
+same parameters under the same names.
 """
 
 from __future__ import annotations
@@ -26,22 +25,12 @@ class PipelineStageModule(Transformer):
 
     Args:
         config: sizes of the full model.
-        stage_id: which stage, counted from 0.
-        num_stages: stages of the whole pipeline.
         layer_range: (start, end) of its layers, end excluded.
-
-    Raises:
-        ValueError: no such stage, or no such layers.
     """
 
     def __init__(self, config: ModelConfig, stage_id: int, num_stages: int, layer_range: LayerRange) -> None:
         _check_stage_id(stage_id, num_stages)
-        super().__init__(
-            config,
-            layer_range=layer_range,
-            has_embedding=stage_id == 0,
-            has_head=stage_id == num_stages - 1,
-        )
+        super().__init__(config, layer_range, has_embedding=stage_id == 0, has_head=stage_id == num_stages - 1)
         self.stage_id = stage_id
         self.num_stages = num_stages
 
@@ -70,9 +59,6 @@ def build_stage_module(
         pp_rank: the stage index, counted from 0; equal to the pipeline rank when each rank holds one stage.
         pp_size: number of stages.
         layer_ranges: every stage's (start, end), as from `partition_by_cost`; None splits evenly.
-
-    Raises:
-        ValueError: no such stage, more stages than layers, or ranges that do not cover the layers once each.
     """
     if layer_ranges is None:
         layer_ranges = compute_layer_assignment(config.n_layers, pp_size)
@@ -87,12 +73,6 @@ def drop_other_stages(model: Transformer, stage_id: int, num_stages: int, layer_
     """Turn a whole model, in place, into one stage: delete the other layers, set absent ends to None.
 
     On a meta model nothing was ever allocated, so this costs no more memory than building the stage alone.
-
-    Returns:
-        `model`, for chaining.
-
-    Raises:
-        ValueError: no such stage, or `model` does not hold the parts the stage needs.
     """
     _check_stage_id(stage_id, num_stages)
     start, end = layer_range
@@ -131,15 +111,11 @@ def partition_by_cost(costs: Sequence[float], n_stages: int, first: float = 0.0,
 
     Args:
         costs: one cost a layer, in any unit.
-        n_stages: stages; each gets at least one layer.
         first: extra cost of the first stage (the embedding).
         last: extra cost of the last stage (final norm and head).
 
     Returns:
         One (start, end) a stage, end excluded.
-
-    Raises:
-        ValueError: a cost that is negative, infinite or NaN; fewer than one stage or more than layers.
     """
     n_layers = len(costs)
     check_stage_count(n_layers, n_stages, "n_stages")
@@ -154,11 +130,7 @@ def partition_by_cost(costs: Sequence[float], n_stages: int, first: float = 0.0,
 
 
 def split_by_cost(n_layers: int, n_stages: int, stage_cost: Callable[[int, int, int], int]) -> list[LayerRange]:
-    """Split as :func:`partition_by_cost` does, for stages whose cost is not the sum of their layers'.
-
-    Args:
-        stage_cost: of stage, first layer, last layer (excluded), as a whole number.
-    """
+    """Split as :func:`partition_by_cost` does by ``stage_cost(stage, first layer, end)``, a whole number."""
 
     def squared_if_optimal(stage: int, start: int, end: int) -> int | None:
         cost = stage_cost(stage, start, end)
@@ -195,9 +167,6 @@ def layer_costs(config: ModelConfig, seq_len: int) -> ForwardFlops:
 
         flops = layer_costs(config, seq_len)
         partition_by_cost(flops.layers, n_stages, first=flops.embed, last=flops.head)
-
-    Raises:
-        ValueError: `seq_len` below 1 or above `max_seq_len`.
     """
     if not 1 <= seq_len <= config.max_seq_len:
         raise ValueError(f"seq_len={seq_len} must lie between 1 and max_seq_len={config.max_seq_len}")

@@ -4,9 +4,8 @@
                └ first stage                    └ last stage ┘
 
 One class serves the whole model and every pipeline stage: a part that lives elsewhere is None and skipped in
-`forward`. Parameter names are the full model's in every part (`layers.5.attn.q_proj.weight` on whichever
-stage holds layer 5), and each parameter's initial values depend on its name and the seed alone, so the same
-seed gives the same full model whatever the split.
+`forward`. Parameter names are the full model's in every part, and each parameter's initial values depend on its name
+and the seed alone, so the same seed gives the same full model whatever the split.
 
 Block: RMSNorm (Zhang & Sennrich 2019), rotary positions (Su et al. 2021) in the half-rotation layout that
 Hugging Face weights use, grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020).
@@ -67,7 +66,6 @@ class LayerCache:
 
     @property
     def length(self) -> int:
-        """How many positions it holds."""
         return 0 if self._seen is None else self._seen[0].shape[2]
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,18 +88,12 @@ class KVCache:
         self._layers: dict[str, LayerCache] = {}
 
     def layer(self, name: str) -> LayerCache:
-        """Return the cache of the layer ``name``."""
         return self._layers.setdefault(name, LayerCache())
 
     def after(self, name: str, n_new: int, limit: int, alone: bool) -> slice:
-        """Return where new positions lie, behind those that the layer ``name`` has seen.
+        """Return where new positions lie, up to ``limit``, behind those that the layer ``name`` has seen.
 
-        Args:
-            limit: how many positions there can be.
-            alone: whether the call has neither a mask nor positions of its own.
-
-        Raises:
-            ValueError: if it has, and for more positions than ``limit``.
+        The call has to come ``alone``: without a mask or positions of its own.
         """
         if not alone:
             raise ValueError(
@@ -140,7 +132,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None = None
     ) -> Tensor:
-        """x (batch, seq, dim) -> (batch, seq, dim); `cos`, `sin`, `mask`, `cache` as in `DecoderLayer.forward`."""
+        """x (batch, seq, dim) -> (batch, seq, dim); the others as in `DecoderLayer.forward`."""
         q, k, v = (self._split_heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
@@ -156,7 +148,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """Gated feed-forward block: down(silu(gate(x)) · up(x))."""
+    """Gated feed-forward block: down(silu(gate(x)) · up(x)), (batch, seq, dim) -> (batch, seq, dim)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -165,12 +157,11 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(config.hidden_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (batch, seq, dim) -> (batch, seq, dim)."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class FeedForward(nn.Module):
-    """Ungated feed-forward block: down(gelu(up(x)))."""
+    """Ungated feed-forward block: down(gelu(up(x))), (batch, seq, dim) -> (batch, seq, dim)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -178,7 +169,6 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(config.hidden_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (batch, seq, dim) -> (batch, seq, dim)."""
         return self.down_proj(F.gelu(self.up_proj(x)))
 
 
@@ -195,10 +185,9 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None = None
     ) -> Tensor:
-        """Run one layer.
+        """Run one layer on hidden states x (batch, seq, dim).
 
         Args:
-            x: hidden states (batch, seq, dim).
             cos, sin: rotary tables of these positions, broadcastable to (batch, heads, seq, head_dim / 2).
             mask: None for plain causal attention, else bool (batch, 1 or heads, seq, seq), True = may attend; with
                 a cache the last dimension counts what it holds, too.
@@ -223,9 +212,6 @@ class Transformer(nn.Module):
         layer_range: (start, end) of the layers held here, end excluded; None for all.
         has_embedding: whether `embed` is here.
         has_head: whether `norm` and `head` are here.
-
-    Raises:
-        ValueError: `layer_range` is empty or outside the model.
     """
 
     rope_cos: Tensor
@@ -296,9 +282,7 @@ class Transformer(nn.Module):
         Returns:
             Logits (batch, seq, vocab_size) where the head is here, else hidden states (batch, seq, dim).
 
-        Raises:
-            ValueError: wrong rank, shape or dtype, or a sequence longer than `max_seq_len`, cache included. Token ids
-                and positions out of range are named on the CPU only; a GPU would have to be waited for.
+        Token ids and positions out of range are named on the CPU only; a GPU would have to be waited for.
         """
         self._check_input(x)
         batch, seq_len = x.shape[:2]
@@ -306,12 +290,8 @@ class Transformer(nn.Module):
             cos, sin = self._rotary_tables(position_ids, batch, seq_len)
             mask = None if attention_mask is None else causal_mask(attention_mask, batch, seq_len)
         else:
-            new = cache.after(
-                next(iter(self.layers)),
-                seq_len,
-                self.config.max_seq_len,
-                attention_mask is None and position_ids is None,
-            )
+            alone = attention_mask is None and position_ids is None
+            new = cache.after(next(iter(self.layers)), seq_len, self.config.max_seq_len, alone)
             cos, sin, mask = self.rope_cos[new], self.rope_sin[new], cache.mask(new, x.device)
         if self.embed is not None:
             x = self._embed_tokens(self.embed, x)
@@ -331,13 +311,8 @@ class Transformer(nn.Module):
         Matrices are normal(0, 0.02); the two projections of a layer that end in the residual stream are
         scaled by 1/sqrt(2 · n_layers), there being 2 · n_layers additions to it (Radford et al. 2019, GPT-2,
         section 2.3); norms are one, biases zero. Each is drawn whole on the CPU in float32, then cast and, if it is a
-        DTensor, sharded: neither dtype, device nor layout changes the model a seed means.
-
-        Args:
-            seed: None takes `torch.initial_seed()`, so `torch.manual_seed` decides.
-
-        Raises:
-            RuntimeError: the parameters are on the meta device.
+        DTensor, sharded: neither dtype, device nor layout changes the model a seed means. Without a seed,
+        `torch.manual_seed` decides.
         """
         self.init_freqs_and_ties()
         seed = torch.initial_seed() if seed is None else seed
@@ -346,13 +321,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_freqs_and_ties(self) -> None:
-        """Restore what `to_empty` loses and no checkpoint holds: rotary tables, and the tie of tied ends.
-
-        Enough by itself when the weights come from a checkpoint.
-
-        Raises:
-            RuntimeError: the parameters are on the meta device.
-        """
+        """Restore what `to_empty` loses and no checkpoint holds: rotary tables, and the tie of tied ends."""
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
             if tensor.is_meta:
                 raise RuntimeError(
@@ -409,10 +378,7 @@ class Transformer(nn.Module):
     def _rotary_tables(self, position_ids: Tensor | None, batch: int, seq_len: int) -> tuple[Tensor, Tensor]:
         if position_ids is None:
             return self.rope_cos[:seq_len], self.rope_sin[:seq_len]
-        if tuple(position_ids.shape) != (batch, seq_len) or position_ids.dtype not in (
-            torch.int64,
-            torch.int32,
-        ):
+        if position_ids.shape != (batch, seq_len) or position_ids.dtype not in (torch.int64, torch.int32):
             raise ValueError(
                 f"position_ids must be integers of shape (batch, seq) = ({batch}, {seq_len}), "
                 f"not {position_ids.dtype} of shape {tuple(position_ids.shape)}"
@@ -457,8 +423,8 @@ def causal_mask(attention_mask: Tensor, batch: int, seq_len: int) -> Tensor:
 def parameter_seed(seed: int, name: str) -> int:
     """Seed of one parameter: a hash of (seed, name), the same in every process and Python version.
 
-    32 bits, because torch's CPU generator ignores the others. Among 1,000 names two then share a seed, and so
-    start from the same numbers, for about one model seed in 10,000; nothing breaks when they do.
+    32 bits, because torch's CPU generator ignores the others. Nothing breaks when two names share a seed, as some of
+    1,000 do for about one model seed in 10,000.
     """
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest(), "little")
 
@@ -483,25 +449,22 @@ def _fill(parameter: Tensor, full: Tensor) -> None:
 class CrossEntropy:
     """Cross-entropy of logits (batch, seq, vocab) with target token ids (batch, seq), in nats a token.
 
-    Attributes:
-        ignore_index: target value of positions where nothing is to be predicted, such as padding.
-
     A batch cut into microbatches with unequal numbers of counted tokens has a mean that is not the mean of the
     microbatches' means: divide the sum of :meth:`total` by the sum of :meth:`count` instead.
     """
 
-    ignore_index: int = -100
+    ignore_index: int = -100  # target value of positions where nothing is to be predicted, such as padding
 
-    def __call__(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return the mean over the counted tokens; 0 where none count."""
+    def __call__(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return the mean; 0 where no token counts."""
         return self.total(logits, target) / self.count(target).clamp(min=1)
 
-    def total(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the counted tokens; a scalar in float32 at least: long sums overflow half precision."""
+    def total(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return the sum; a scalar in float32 at least: long sums overflow half precision."""
         if logits.dtype.itemsize < 4:
             logits = logits.float()
         return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=self.ignore_index, reduction="sum")
 
-    def count(self, target: torch.Tensor) -> torch.Tensor:
+    def count(self, target: Tensor) -> Tensor:
         """Return the number of tokens that count; a scalar int64."""
         return (target != self.ignore_index).sum()

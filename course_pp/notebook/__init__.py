@@ -1,8 +1,4 @@
-"""What the notebooks' cells lean on: guesses beside measurements, emulated runs, gradients beside one process's.
-
-Also a folder for runs, and working copies. Importing this imports no torch; :func:`emulate` and
-:func:`compare_gradients` do when they are called.
-"""
+"""What the notebooks' cells lean on. Importing this imports no torch."""
 
 from course_pp.notebook.guessing import reveal
 from course_pp.notebook.real_steps import EmulatedRun, compare_gradients, emulate

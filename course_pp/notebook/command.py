@@ -1,9 +1,8 @@
 """``python -m course_pp lab``: make or update the working copy of the notebooks, and open it in JupyterLab.
 
-The learner's own copy is made once and never overwritten, so that an update meets no edit. The notebooks of the course
-are committed with their outputs, which would give every guess away; the copy has none. A notebook that is new in a
-later version of the course is added. One that has changed is put beside the copy that the learner may have edited, as
-``03_1f1b.new.ipynb``.
+The notebooks of the course are committed with their outputs, which would give every guess away; the copy has none. It
+is never overwritten: what is new in a later version of the course is added, and what has changed is put beside the copy
+that the learner may have edited, as ``03_1f1b.new.ipynb``.
 """
 
 import argparse
@@ -41,11 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Make the copy and become JupyterLab.
 
     In a clone the copy holds the notebooks alone; in a folder elsewhere also the scripts, or ``%torchrun`` would not
-    find them. What was installed from a wheel has no clone around it: its copy has
-    the clone's folders, ``notebooks/`` and ``source_code/``, so that links and ``%torchrun`` find the scripts.
-
-    Raises:
-        WorkingCopyError: the copy cannot be made, or JupyterLab or ipywidgets are not installed here.
+    find them. Without a clone, from a wheel, it has the clone's folders: ``notebooks/`` and ``source_code/``.
     """
     clone = Path(course_pp.__file__).resolve().parents[1]
     if (clone / "notebooks").is_dir():
@@ -65,7 +60,7 @@ def run(arguments: argparse.Namespace) -> None:
     for package in ("jupyterlab", "ipywidgets"):
         if importlib.util.find_spec(package) is None:
             remedy = "make clean lab in a clone, else pip install 'course_pp[course]'"
-            raise WorkingCopyError(f"{package} is not installed for {sys.executable}: {remedy}")
+            raise ValueError(f"{package} is not installed for {sys.executable}: {remedy}")
     if hasattr(os, "geteuid") and os.geteuid() == 0 and "--allow-root" not in arguments.jupyter:
         print("as root JupyterLab wants a word: make lab ARGS=--allow-root", flush=True)
     # A kernel of this interpreter is found before those of other installations.
@@ -85,28 +80,19 @@ def _shipped() -> Path:
     for file in files:
         if file.name == _FIRST:
             return Path(str(file.locate())).resolve().parents[1]
-    raise WorkingCopyError(
+    raise ValueError(
         "there are no notebooks beside this package: start from a clone of the course, or install its wheel "
         "(pip install 'course_pp[course]')"
     )
 
 
-class WorkingCopyError(ValueError):
-    """The working copy cannot be made or brought up to date."""
-
-
 @dataclass(frozen=True)
 class Copied:
-    """What :func:`update` wrote into ``folder``.
-
-    Attributes:
-        added: notebooks that were not there.
-        beside: newer versions, put beside a notebook that was there: the name of the old one and that of the new one.
-    """
+    """What :func:`update` wrote into ``folder``."""
 
     folder: Path
-    added: tuple[str, ...]
-    beside: tuple[tuple[str, str], ...]
+    added: tuple[str, ...]  # notebooks that were not there
+    beside: tuple[tuple[str, str], ...]  # of newer versions beside a notebook: the name of the old one and the new one
 
     def __str__(self) -> str:
         lines = [f"{len(self.added)} notebooks copied to {self.folder.name}/, without outputs"] if self.added else []
@@ -115,25 +101,17 @@ class Copied:
 
 
 def update(source: Path, folder: Path) -> Copied:
-    """Copy what ``folder`` lacks of the notebooks in ``source``, without outputs; change no file that is there.
-
-    Raises:
-        WorkingCopyError: there are no notebooks in ``source``, one cannot be read, or ``folder`` cannot be written.
-    """
+    """Copy what ``folder`` lacks of the notebooks in ``source``, without outputs; change no file that is there."""
     notebooks = sorted(source.glob("[0-9][0-9]_*.ipynb"))
     if not notebooks:
-        raise WorkingCopyError(f"there are no notebooks in {str(source)!r}: start from a clone of the course")
+        raise ValueError(f"there are no notebooks in {str(source)!r}: start from a clone of the course")
     with _refusing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         return _update(notebooks, folder)
 
 
 def copy_scripts(source: Path, folder: Path) -> None:
-    """Copy the scripts that notebooks launch from ``source``; change no file that is there.
-
-    Raises:
-        WorkingCopyError: ``folder`` cannot be written.
-    """
+    """Copy the scripts that notebooks launch from ``source``; change no file that is there."""
     with _refusing(folder):
         for path in sorted(path for path in source.rglob("*") if path.is_file() and path.suffix != ".pyc"):
             target = folder / path.relative_to(source)
@@ -148,7 +126,7 @@ def _refusing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         where = error.filename or folder
-        raise WorkingCopyError(
+        raise ValueError(
             f"cannot write the working copy ({str(where)!r}: {error.strerror}): make the folder writable, or name "
             "another one with --folder"
         ) from error
@@ -199,7 +177,7 @@ def _without_outputs(path: Path) -> str:
             if cell["cell_type"] == "code":
                 cell["outputs"], cell["execution_count"] = [], None
     except (ValueError, KeyError, TypeError) as error:
-        raise WorkingCopyError(f"{path.name} is no notebook ({error}): get it again from the course") from error
+        raise ValueError(f"{path.name} is no notebook ({error}): get it again from the course") from error
     return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
 
 

@@ -27,8 +27,7 @@ def reveal(
         guess: ``...`` if there is none yet; else of the kind of ``measured``.
         measured: a number, text, a truth value, or several numbers in a sequence, a set or a mapping.
         unit: of the numbers: "ms".
-        how: how the value was found, in one word: "measured", or "simulated" or "computed". Or the timelines from which
-            it was made: "measured" if all of them were.
+        how: the value was found: "measured", "simulated" or "computed"; or the timelines from which it was made.
     """
     if not isinstance(how, str):
         how = "measured" if how and all(run.measured for run in how) else "simulated"
@@ -87,7 +86,6 @@ def _same(guess: object, measured: object) -> bool:
 
 
 def _float(value: Any) -> float:
-    """Return ``value``; infinity for one beyond all floats."""
     try:
         return float(value)
     except OverflowError:

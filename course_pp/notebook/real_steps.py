@@ -1,9 +1,8 @@
 """One step of any schedule on real ranks: at the pace of an emulated cluster, or beside one process.
 
-`emulate` runs it in times that do not depend on this machine. Costs are in a unit of their own, usually the time of one
-forward. How many seconds the unit lasts is measured: long enough for the real work to fit into every action. So a run
-on a slow or busy machine takes longer and shows the same picture. Where nothing fits, the simulated timeline is shown
-instead, and says so. `compare_gradients` holds every drawn order to the gradients of one process.
+`emulate` runs it in times that do not depend on this machine. How many seconds a unit of cost lasts is measured: long
+enough for the real work to fit into every action. So a run on a slow or busy machine takes longer and shows the same
+picture. Where nothing fits, the simulated timeline is shown instead, and says so.
 """
 
 from __future__ import annotations
@@ -43,18 +42,13 @@ _ROWS, _WIDTH = 4, 16
 class EmulatedRun(Timeline):
     """The timeline of one emulated step in the unit of its costs, and what it kept.
 
-    Attributes:
-        memory: what each rank really kept, in bytes; its times are in the same unit.
-        losses: each microbatch's share of the loss.
-        unit_s: seconds that one unit lasted.
-        measured: False if this machine was too busy, and the times are the simulator's.
-        ledger: which version of its weights each action used; None for a schedule that flushes.
+    It is not ``measured`` if this machine was too busy, and the times are the simulator's.
     """
 
-    memory: tuple[RankMemory, ...] = ()
-    losses: tuple[float, ...] = ()
-    unit_s: float = 1.0
-    ledger: Ledger | None = None
+    memory: tuple[RankMemory, ...] = ()  # what each rank really kept, in bytes; its times are in the same unit
+    losses: tuple[float, ...] = ()  # each microbatch's share of the loss
+    unit_s: float = 1.0  # seconds that one unit lasted
+    ledger: Ledger | None = None  # which version of its weights each action used; None for a schedule that flushes
 
 
 @checked
@@ -82,9 +76,6 @@ def emulate(
         versions: for a schedule whose stages update their own weights (``U``): by which rule, as
             :class:`course_pp.runtime.Pipeline` takes it.
         optimizer: for the same: makes a stage's from its parameters; unless given, SGD with a learning rate of 0.01.
-
-    Raises:
-        ValueError: for a schedule that the cluster or the runtime cannot run, or an optimizer without versions.
     """
     from course_pp.runtime import EmulatedCluster
 
@@ -95,10 +86,10 @@ def emulate(
     if isinstance(cluster, Costs):
         cluster = EmulatedCluster(cluster)
     predicted = cluster.predict(schedule)
-    step = _Step(schedule, model, inputs, targets, recompute, versions, optimizer)
+    given = (schedule, model, inputs, targets, recompute, versions, optimizer)
     unit_s = _FIRST_UNIT_S if versions is None else _FIRST_UNIT_WITH_UPDATES_S
     for _ in range(_TRIES):
-        by_rank = on_ranks(schedule.n_ranks, step, _in_seconds(cluster, unit_s))
+        by_rank = on_ranks(schedule.n_ranks, _emulated, _in_seconds(cluster, unit_s), *given)
         run, memory, losses, _ = by_rank[0]
         used = None if versions is None else reduce(or_, (ledger for *_, ledger in by_rank))
         if not run.trouble:
@@ -116,52 +107,50 @@ def _run_of(timeline: Timeline, **more: Any) -> EmulatedRun:
     return EmulatedRun(**(kept | {"unit": ""} | more))
 
 
-@dataclass(frozen=True)
-class _Step:
-    """What each rank does. A class and not a closure: it is sent to the ranks by name."""
+def _emulated(
+    rank: int,
+    cluster: EmulatedCluster,
+    schedule: Schedule,
+    model: nn.Sequential | None,
+    inputs: Tensor | None,
+    targets: Tensor | None,
+    recompute: bool,
+    versions: Versions | None,
+    optimizer: Callable[..., Optimizer] | None,
+) -> tuple[Any, Any, tuple[float, ...], Ledger | None]:
+    """Run the step on a rank; return its timeline and memory, the losses, and the ledger if there are versions."""
+    import torch
 
-    schedule: Schedule
-    model: nn.Sequential | None
-    inputs: Tensor | None
-    targets: Tensor | None
-    recompute: bool
-    versions: Versions | None
-    optimizer: Callable[..., Optimizer] | None
+    from course_pp.runtime import Pipeline, Recorder
 
-    def __call__(self, rank: int, cluster: EmulatedCluster) -> tuple[Any, Any, tuple[float, ...], Ledger | None]:
-        import torch
+    if inputs is None:
+        inputs = torch.randn(16 * schedule.n_microbatches, 32, generator=torch.Generator().manual_seed(0))
+    stages = _stages_of(rank, schedule, _blocks(schedule.n_stages, 32) if model is None else model)
+    recorder = Recorder(memory=True)
+    pipeline = Pipeline(
+        schedule,
+        stages,
+        torch.nn.functional.mse_loss,
+        recorder=recorder,
+        cluster=cluster,
+        recompute=recompute,
+        optimizers=None if versions is None else _optimizers(stages, optimizer),
+        versions=versions,
+    )
+    losses = pipeline.step(inputs, torch.zeros_like(inputs) if targets is None else targets)
+    ledger = None if versions is None else pipeline.ledger
+    return recorder.timeline(name=schedule.name), recorder.memory(), losses, ledger
 
-        from course_pp.runtime import Pipeline, Recorder
 
-        schedule, recorder = self.schedule, Recorder(memory=True)
-        model = _blocks(schedule.n_stages, 32) if self.model is None else self.model
-        rows = torch.randn(16 * schedule.n_microbatches, 32, generator=torch.Generator().manual_seed(0))
-        inputs = rows if self.inputs is None else self.inputs
-        targets = torch.zeros_like(inputs) if self.targets is None else self.targets
-        stages = _stages_of(rank, schedule, model)
-        pipeline = Pipeline(
-            schedule,
-            stages,
-            torch.nn.functional.mse_loss,
-            recorder=recorder,
-            cluster=cluster,
-            recompute=self.recompute,
-            optimizers=None if self.versions is None else self._optimizers(stages),
-            versions=self.versions,
-        )
-        losses = pipeline.step(inputs, targets)
-        ledger = None if self.versions is None else pipeline.ledger
-        return recorder.timeline(name=schedule.name), recorder.memory(), losses, ledger
+def _optimizers(stages: dict[int, nn.Sequential], optimizer: Callable[..., Optimizer] | None) -> dict[int, Optimizer]:
+    import torch
 
-    def _optimizers(self, stages: dict[int, nn.Sequential]) -> dict[int, Optimizer]:
-        import torch
-
-        make = partial(torch.optim.SGD, lr=0.01) if self.optimizer is None else self.optimizer
-        # The first step in a process takes many times as long as the second, and no update has so much time.
-        unused = torch.nn.Parameter(torch.zeros(1))
-        unused.grad = torch.zeros(1)
-        make([unused]).step()
-        return {number: make(stage.parameters()) for number, stage in stages.items()}
+    make = partial(torch.optim.SGD, lr=0.01) if optimizer is None else optimizer
+    # The first step in a process takes many times as long as the second, and no update has so much time.
+    unused = torch.nn.Parameter(torch.zeros(1))
+    unused.grad = torch.zeros(1)
+    make([unused]).step()
+    return {number: make(stage.parameters()) for number, stage in stages.items()}
 
 
 def _blocks(n: int, width: int) -> nn.Sequential:
@@ -184,7 +173,6 @@ def _stages_of(rank: int, schedule: Schedule, model: nn.Sequential) -> dict[int,
 
 
 def _in_seconds(cluster: EmulatedCluster, unit_s: float) -> EmulatedCluster:
-    """Return the same cluster where one unit of time lasts ``unit_s``."""
     from course_pp.runtime import EmulatedLink
 
     costs = cluster.costs
@@ -235,18 +223,12 @@ def _stretched(memory: tuple[RankMemory, ...], factor: float) -> tuple[RankMemor
 
 @checked
 def compare_gradients(schedules: Sequence[Schedule]) -> tuple[float, ...]:
-    """Run one step of each schedule on real ranks, and compare it with one process; prints a line for each.
+    """Run one step of each schedule, of at most 8 ranks, on real ranks and in one process; print a line for each.
 
     The model has a small block for each stage, in float64. Every copy of a stage that lives on several ranks counts.
 
-    Args:
-        schedules: of at most 8 ranks each. Those of equally many ranks run on the same ones, one after another.
-
     Returns:
         For each schedule the largest absolute difference, of all its gradients and of the loss.
-
-    Raises:
-        ValueError: for no schedule, for one of more ranks, and for one that the runtime cannot run.
     """
     if not schedules:
         raise ValueError("schedules is empty: give at least one, as in compare_gradients([build('zb_h1', 4, 8)])")
@@ -258,7 +240,7 @@ def compare_gradients(schedules: Sequence[Schedule]) -> tuple[float, ...]:
     found: dict[int, tuple[int, float]] = {}
     for n_ranks in sorted({schedule.n_ranks for schedule in schedules}):
         mine = [i for i, schedule in enumerate(schedules) if schedule.n_ranks == n_ranks]
-        by_rank = on_ranks(n_ranks, _Steps(tuple(schedules[i] for i in mine)))
+        by_rank = on_ranks(n_ranks, _compared, tuple(schedules[i] for i in mine))
         for i, ranks in zip(mine, zip(*by_rank, strict=True), strict=True):
             found[i] = (sum(count for count, _ in ranks), max(difference for _, difference in ranks))
     width = max(len(schedule.name) for schedule in schedules)
@@ -269,27 +251,20 @@ def compare_gradients(schedules: Sequence[Schedule]) -> tuple[float, ...]:
     return tuple(found[i][1] for i in range(len(schedules)))
 
 
-@dataclass(frozen=True)
-class _Steps:
-    """What each rank does. A class and not a closure: it is sent to the ranks by name."""
-
-    schedules: Sequence[Schedule]
-
-    def __call__(self, rank: int) -> list[tuple[int, float]]:
-        """Return for each schedule how many gradients this rank holds, and the largest difference."""
-        return [_compared(schedule, rank) for schedule in self.schedules]
+def _compared(rank: int, schedules: Sequence[Schedule]) -> list[tuple[int, float]]:
+    """Return for each schedule how many gradients this rank holds, and the largest difference."""
+    return [_compared_one(rank, schedule) for schedule in schedules]
 
 
-def _compared(schedule: Schedule, rank: int) -> tuple[int, float]:
+def _compared_one(rank: int, schedule: Schedule) -> tuple[int, float]:
     import torch
 
     from course_pp.runtime import run_step
 
     model = _blocks(schedule.n_stages, _WIDTH).double()
     seeded = torch.Generator().manual_seed(1)
-    inputs, targets = torch.randn(
-        2, _ROWS * schedule.n_microbatches, _WIDTH, dtype=torch.float64, generator=seeded
-    ).unbind()
+    shape = (2, _ROWS * schedule.n_microbatches, _WIDTH)
+    inputs, targets = torch.randn(shape, dtype=torch.float64, generator=seeded)
     loss = torch.nn.functional.mse_loss(model(inputs), targets)
     loss.backward()
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}

@@ -30,17 +30,7 @@ class ScratchFolder:
     """Make a folder beside the notebook, where every node of a cluster sees it; it is removed when this object goes.
 
     That is when the name is bound again, when the kernel is restarted or shut down, and when it is killed: another
-    process watches.
-
-    Args:
-        prefix: how its name begins.
-        beside: the folder to make it in; None takes the current one, which is the notebook's.
-
-    Attributes:
-        path: of the folder.
-
-    Raises:
-        ValueError: if it cannot be made.
+    process watches. ``prefix`` begins its name; ``beside`` is the folder to make it in, the current one unless given.
     """
 
     path: Path
@@ -63,13 +53,7 @@ class ScratchFolder:
     def fresh(self, name: str, copy_of: str | os.PathLike[str] | None = None) -> Path:
         """Return a folder in this one that holds nothing of an earlier run, so that a cell can be run again.
 
-        Args:
-            name: of the folder. What already has this name is removed first.
-            copy_of: a folder whose contents the new one starts with; None leaves it empty.
-
-        Raises:
-            ValueError: for a name that is not one of a folder in this one, or if there is nothing to copy, or if that
-                would be removed first.
+        What already has this ``name`` is removed first. The new one is empty, or starts with a ``copy_of`` another.
         """
         target = self.path / name
         if name in ("", ".", "..") or target.parent != self.path:

@@ -65,7 +65,7 @@ def test_the_unit_grows_until_the_work_fits(monkeypatch: pytest.MonkeyPatch) -> 
     """Without ranks: work of 20 ms an action, whatever unit is tried."""
     schedule, tried = build("naive", 2, 1), []
 
-    def fake(n: int, step: object, cluster: EmulatedCluster) -> list[Any]:
+    def fake(n: int, step: object, cluster: EmulatedCluster, *given: object) -> list[Any]:
         chosen = cluster.predict(schedule)
         spans = tuple(replace(span, end=span.start + 0.02) for span in chosen.spans)
         late = tuple(Overrun(span.rank, span.action, 0.02) for span in chosen.spans if span.duration < 0.02)
