@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from course_pp.loss import Share
@@ -17,7 +16,7 @@ from course_pp.runtime.mailbox import Mailbox, MessageLost, Origin, PeerFailed
 from course_pp.runtime.memory import Hold
 from course_pp.runtime.messages import Content, Message, RankPlan, Read, Step, reads_of, writes_of
 from course_pp.runtime.payload import map_tensors, tensors_of
-from course_pp.runtime.stage import Gradients, Stage, get_random_state, set_random_state
+from course_pp.runtime.stage import Gradients, Stage
 from course_pp.runtime.versions import VersionedStage
 from course_pp.runtime.wire import Wire, open_wire
 from course_pp.schedule import Action, Overlap, Product, Schedule
@@ -25,8 +24,6 @@ from course_pp.schedule.precedence import round_of
 from course_pp.tied import add_up
 
 T = TypeVar("T")
-
-_RANDOM_STATE = "state of the random number generators"
 
 
 class PipelineError(RuntimeError):
@@ -66,7 +63,6 @@ class Batch:
     Attributes:
         inputs: each microbatch, where the first stage is; else empty.
         loss: where the last stage is: a microbatch's share of the loss, from its number and output.
-        seeds: for each microbatch, if its random numbers are to be reproduced.
         products: what actions have left for other actions, whether they are on this rank or on others.
         shares: the losses so far, by microbatch.
         outputs: those of the last stage, where no loss is made of them.
@@ -75,7 +71,6 @@ class Batch:
 
     inputs: Sequence[Any]
     loss: Callable[[int, Any], Share] | None
-    seeds: Sequence[int] | None
     products: dict[Content, Any] = field(default_factory=dict)
     shares: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
@@ -269,9 +264,8 @@ class Executor:
 
         def forward(batch: Batch) -> None:
             value = batch.products.pop(before) if stage else batch.inputs[microbatch]
-            value = self._with_its_random_state(stage, value, None if batch.seeds is None else batch.seeds[microbatch])
             loss = partial(batch.loss, microbatch) if is_last and batch.loss is not None else None
-            self._count(batch, read_again, action)
+            self._count(batch, read_again)
             read = {each.name: _taken(batch.products, each) for each in reads}
             if trains:
                 output, values = worker.forward(microbatch, value, loss, split, read)
@@ -279,7 +273,7 @@ class Executor:
                 output, values = worker.evaluate(value, loss, read)
             for write in writes:
                 batch.products[write.value] = map_tensors(kept[write.value], values[write.name])
-            self._count(batch, read_later, action)
+            self._count(batch, read_later)
             for value in done:
                 for hold in batch.held.pop(value, ()):
                     hold.release()
@@ -291,34 +285,18 @@ class Executor:
                 return
             if not leaves:
                 output = map_tensors(_as_if_received, output)
-            if batch.seeds is not None:
-                output = {"output": output, _RANDOM_STATE: get_random_state(self._device)}
             batch.products[product] = output
 
         return forward
 
-    def _count(self, batch: Batch, values: Sequence[Product], action: Action) -> None:
+    def _count(self, batch: Batch, values: Sequence[Product]) -> None:
         """Count values that wait for a stage of this rank; the stages themselves count what they keep."""
         meter = self._meter
         if meter is None:
             return
         for value in values:
             if value not in batch.held:
-                tensors, here = tensors_of(batch.products[value]), (action.stage, action.microbatch)
-                batch.held[value] = [meter.hold(tensor, "activation", here) for tensor in tensors]
-
-    def _with_its_random_state(self, stage: int, value: Any, seed: int | None) -> Any:
-        if stage == 0:
-            if seed is not None:
-                torch.manual_seed(seed)
-            return value
-        seeded = isinstance(value, dict) and _RANDOM_STATE in value
-        if seeded != (seed is not None):
-            raise ValueError("some ranks were given seeds and others none: give every rank the same seeds")
-        if not seeded:
-            return value
-        set_random_state(value[_RANDOM_STATE], self._device)
-        return value["output"]
+                batch.held[value] = [meter.hold(tensor) for tensor in tensors_of(batch.products[value])]
 
     def _backward(self, action: Action) -> _Call:
         of_input, of_weights = self._backward_input(action), self._backward_weight(action)

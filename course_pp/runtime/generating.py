@@ -23,10 +23,6 @@ from course_pp.runtime.recorder import Recorder
 from course_pp.runtime.stage import Stage
 from course_pp.schedule import Action, Product, generation
 from course_pp.schedule.edges import declared_by
-from course_pp.schedule.schedule import MOST_FORWARDS
-
-Choose = Callable[[Tensor], Tensor]
-"""From logits (batch, vocabulary) to token ids (batch,)."""
 
 
 def generate(
@@ -34,9 +30,8 @@ def generate(
     prompts: Sequence[Sequence[int]],
     n_tokens: int,
     *,
-    choose: Choose | None = None,
+    choose: Callable[[Tensor], Tensor] | None = None,
     end: int | None = None,
-    group_size: int = 1,
     cache: bool = True,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
@@ -49,15 +44,14 @@ def generate(
 
         generate({rank: build_stage_module(config, rank, 4)}, [[5, 6, 7], [8, 9]], 10)
 
-    Give at least as many prompts (or groups) as there are stages: one alone keeps one rank busy at a time.
+    Give at least as many prompts as there are stages: one alone keeps one rank busy at a time.
 
     Args:
-        stages: as for :class:`Pipeline`. The first is called with token ids (batch, seq); the last returns logits
-            (batch, seq, vocabulary), alone, first in a tuple, or as ``logits`` of a dict.
+        stages: as for :class:`Pipeline`. The first is called with token ids (1, seq); the last returns logits
+            (1, seq, vocabulary), alone, first in a tuple, or as ``logits`` of a dict.
         prompts: token ids, the same on every rank; their lengths may differ.
-        choose: takes tokens from logits, on the last stage's rank; the most likely one unless given.
+        choose: from logits (1, vocabulary) to a token id (1,), on the last stage's rank; the most likely unless given.
         end: after this token a prompt is done.
-        group_size: how many prompts of equal length may go through the stages as one batch.
         cache: keep keys and values in each stage, so that a token costs one position. Every stage then needs a method
             ``new_cache()`` and takes its result as ``cache=``, like those of :mod:`course_pp.model`. If False, the
             whole text goes through all stages for each token, and any stages will do, such as those that
@@ -73,7 +67,11 @@ def generate(
     problem, here = None, [ranks.rank]
     try:
         check_arguments(generate, given)
-        _refuse_odd_values(prompts, n_tokens, group_size, end)
+        refuse_below(1, "generate", n_tokens=n_tokens)
+        refuse_unless(len(prompts) > 0, "generate", "prompts", prompts, "give at least one")
+        for number, prompt in enumerate(prompts):
+            remedy = f"prompt {number} has no tokens: begin it with one, such as a mark for the beginning"
+            refuse_unless(len(prompt) > 0, "generate", "prompts", prompts, remedy)
         prompts = [[int(token) for token in prompt] for prompt in prompts]
         here = sorted(stages) if isinstance(stages, Mapping) else here
         problem = _problem_of_stages(stages, cache)
@@ -82,56 +80,36 @@ def generate(
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     ranks.refuse(problem)
-    ranks.require_equal(
-        {"n_tokens": n_tokens, "end": end, "group_size": group_size, "cache": cache, "prompts": prompts}
-    )
+    ranks.require_equal({"n_tokens": n_tokens, "end": end, "cache": cache, "prompts": prompts})
     placed = rank_by_stage(ranks.gather(here))
-    text = _Text(prompts, n_tokens, choose or partial(torch.argmax, dim=-1), end, group_size)
-    order = generation(ranks.size, len(text.groups), n_tokens, placement=[placed[stage] for stage in sorted(placed)])
+    order = generation(ranks.size, len(prompts), n_tokens, placement=[placed[stage] for stage in sorted(placed)])
+    text = _Text(prompts, n_tokens, choose or partial(torch.argmax, dim=-1), end)
     options = Options(order, stages, None, group, device, False, (), recorder, cluster, transport, timeout_s)
     agreement = agree(options, feeds_tokens_back=True)
     executor = _Generating(agreement, text, cache)
 
     def step() -> Tensor:
         with ShardedStages(agreement.modules.values()).reduced_once(trains=False), torch.no_grad():
-            executor.run(Batch([row.to(agreement.device) for row in text.first], None, None))
+            executor.run(Batch([torch.tensor([prompt], device=agreement.device) for prompt in prompts], None))
         return executor.tell_everyone(text.written.to(agreement.device), torch.add)
 
     return text.up_to_the_end(executor.perform(step))
 
 
 class _Text:
-    """The text to generate.
+    """The text that is generated: each prompt's new tokens plus one, where this rank has chosen them; else 0."""
 
-    Attributes:
-        groups: for each group the numbers of its prompts, which have the same length.
-        first: for each group its prompts, (batch, length).
-        written: for each prompt its new tokens plus one, as far as this rank has chosen them; else 0.
-    """
-
-    def __init__(
-        self, prompts: Sequence[Sequence[int]], n_tokens: int, choose: Choose, end: int | None, group_size: int
-    ) -> None:
-        self.groups: list[list[int]] = []
-        for length in dict.fromkeys(map(len, prompts)):
-            alike = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
-            self.groups += [alike[at : at + group_size] for at in range(0, len(alike), group_size)]
-        self.first = [torch.tensor([prompts[i] for i in group]) for group in self.groups]
+    def __init__(self, prompts: Sequence[Sequence[int]], n_tokens: int, choose: Any, end: int | None) -> None:
         self.written = torch.zeros(len(prompts), n_tokens, dtype=torch.int64)
         self._choose, self._end = choose, end
 
-    def write(self, group: int, at: int, logits: Tensor) -> Tensor | None:
-        """Choose the next token of each prompt; None when all of the group are done."""
-        mine = self.groups[group]
-        tokens = self._choose(logits)
-        if not isinstance(tokens, Tensor) or tokens.shape != (len(mine),) or tokens.is_floating_point():
-            raise ValueError(f"choose returned {tokens!r} for {len(mine)} prompts: return one token id for each")
-        tokens = tokens.to(torch.int64)
-        self.written[mine, at] = tokens.cpu() + 1
-        if self._end is None:
-            return tokens[:, None]
-        over = (self.written[mine, : at + 1] == self._end + 1).any(dim=1)
-        return None if bool(over.all()) else tokens[:, None]
+    def write(self, prompt: int, at: int, logits: Tensor) -> Tensor | None:
+        """Choose the next token of a prompt; return it, (1, 1), or None when the prompt is done."""
+        token = self._choose(logits)
+        if not isinstance(token, Tensor) or token.shape != (1,) or token.is_floating_point():
+            raise ValueError(f"choose returned {token!r} for logits (1, vocabulary): return one token id, (1,)")
+        self.written[prompt, at] = int(token) + 1
+        return None if int(token) == self._end else token[:, None].to(torch.int64)
 
     def up_to_the_end(self, written: Tensor) -> list[list[int]]:
         """Return the new tokens of each prompt, given what all ranks have written."""
@@ -142,20 +120,7 @@ class _Text:
         return found
 
 
-def _refuse_odd_values(prompts: Sequence[Sequence[int]], n_tokens: int, group_size: int, end: int | None) -> None:
-    refuse_below(1, "generate", n_tokens=n_tokens, group_size=group_size)
-    refuse_unless(end is None or end >= 0, "generate", "end", end, "give a token id, or None")
-    refuse_unless(len(prompts) > 0, "generate", "prompts", prompts, "give at least one")
-    most = MOST_FORWARDS // len(prompts)
-    refuse_unless(n_tokens <= most, "generate", "n_tokens", n_tokens, f"give at most {most:,} for so many prompts")
-    for number, prompt in enumerate(prompts):
-        remedy = f"prompt {number} has no tokens: begin it with one, such as a mark for the beginning"
-        refuse_unless(len(prompt) > 0, "generate", "prompts", prompts, remedy)
-
-
 def _problem_of_stages(stages: Stages, cache: bool) -> str | None:
-    if stages is None:
-        return "stages is None: give this rank's module, or its modules by stage"
     named: Mapping[Any, Any] = stages if isinstance(stages, Mapping) else {"here": stages}
     for stage, module in named.items():
         declared = declared_by(stage, module)
@@ -177,32 +142,32 @@ class _Generating(Executor):
 
     def __init__(self, agreement: Agreement, text: _Text, has_caches: bool) -> None:
         self._text, self._has_caches = text, has_caches
-        # Of the stages here, by stage and group, until the group is done.
+        # Of the stages here, by stage and prompt, until the prompt is done.
         self._caches: dict[tuple[int, int], Any] = {}
         stages = {s: Stage(s, module, agreement.device, False, None) for s, module in agreement.modules.items()}
         plans = plan_messages(agreement.schedule)
         super().__init__(agreement, agreement.schedule, plans, wire_for(agreement, plans), stages, {})
 
     def _forward(self, action: Action) -> _Call:
-        stage, microbatch, n_groups = action.stage, action.microbatch, self._schedule.feedback
-        at, group = divmod(microbatch, n_groups)
+        stage, microbatch, n_prompts = action.stage, action.microbatch, self._schedule.feedback
+        at, prompt = divmod(microbatch, n_prompts)
         before, product = Product("activation", stage - 1, microbatch), Product("activation", stage, microbatch)
-        token_before, token = (Product("token", self._last, i) for i in (microbatch - n_groups, microbatch))
-        goes_on = microbatch + n_groups < self._schedule.n_microbatches
+        token_before, token = (Product("token", self._last, i) for i in (microbatch - n_prompts, microbatch))
+        goes_on = microbatch + n_prompts < self._schedule.n_microbatches
 
         def forward(batch: Batch) -> None:
             if stage:
                 value = batch.products.pop(before)
             else:
-                value = batch.inputs[group] if at == 0 else batch.products.pop(token_before)
+                value = batch.inputs[prompt] if at == 0 else batch.products.pop(token_before)
                 if at and value is not None and not self._has_caches:  # all tokens so far, not the new one alone
-                    value = torch.cat((batch.outputs.get(group, batch.inputs[group]), value), dim=1)
-                    batch.outputs[group] = value
-            made = None if value is None else self._called(stage, group, value)
+                    value = torch.cat((batch.outputs.get(prompt, batch.inputs[prompt]), value), dim=1)
+                    batch.outputs[prompt] = value
+            made = None if value is None else self._called(stage, prompt, value)
             if stage == self._last and made is not None:
-                made = self._text.write(group, at, _last_logits(made))
+                made = self._text.write(prompt, at, _last_logits(made))
             if made is None or not goes_on:
-                self._caches.pop((stage, group), None)
+                self._caches.pop((stage, prompt), None)
             if stage < self._last:
                 batch.products[product] = made
             elif goes_on:
@@ -210,13 +175,13 @@ class _Generating(Executor):
 
         return forward
 
-    def _called(self, stage: int, group: int, value: Any) -> Any:
+    def _called(self, stage: int, prompt: int, value: Any) -> Any:
         worker = self._stages[stage]
         if worker.module is None or not self._has_caches:
             return worker.evaluate(value, None)[0]
-        if (stage, group) not in self._caches:
-            self._caches[stage, group] = cast(Any, worker.module).new_cache()
-        return worker.evaluate(value, None, {"cache": self._caches[stage, group]})[0]
+        if (stage, prompt) not in self._caches:
+            self._caches[stage, prompt] = cast(Any, worker.module).new_cache()
+        return worker.evaluate(value, None, {"cache": self._caches[stage, prompt]})[0]
 
 
 def _last_logits(output: Any) -> Tensor:
@@ -227,10 +192,8 @@ def _last_logits(output: Any) -> Tensor:
     elif isinstance(output, tuple | list) and output:
         logits = output[0]
     if not isinstance(logits, Tensor) or logits.dim() != 3:
-        made = f"a {type(output).__name__}"
+        made = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(output).__name__}"
         if isinstance(output, Mapping):
             made = f"{[*output]}"
-        elif isinstance(logits, Tensor):
-            made = f"shape {tuple(logits.shape)}"
         raise ValueError(f"the last stage returned {made}, no logits (batch, seq, vocabulary): give it the head")
     return logits[:, -1]

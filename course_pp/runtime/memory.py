@@ -5,7 +5,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, get_args
 from weakref import WeakSet
 
@@ -21,11 +20,8 @@ TOTAL = "total"
 
 _NANOSECONDS = 10**9
 
-Forward = tuple[int, int]
-"""Stage and microbatch."""
-
 _Entry = tuple[str, int, int]  # kind, identity of a storage, its bytes
-_Event = tuple[int, int, tuple[_Entry, ...], Forward | None]  # nanoseconds, +1 or -1, of what, for whom
+_Event = tuple[int, int, tuple[_Entry, ...]]  # nanoseconds, +1 or -1, of what
 
 
 @dataclass(frozen=True)
@@ -35,13 +31,10 @@ class RankMemory:
     Attributes:
         curves: for each kind (``activation``, ``buffer``, ``queued``, ``version``) and for ``total`` the (seconds,
             bytes) at each change, first at 0. A storage that is kept as two kinds at once counts once in the total.
-        per_forward: for each (stage, microbatch) the bytes of activations that were first kept for its sake, added
-            up over all steps since the recorder was cleared.
     """
 
     rank: int
     curves: Mapping[str, tuple[tuple[float, int], ...]]
-    per_forward: Mapping[Forward, int]
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -55,7 +48,6 @@ class MeterLog:
 
     first: Mapping[str, int]
     changes: Sequence[tuple[int, str, int]]
-    per_forward: Mapping[Forward, int]
 
     def seen_from(self, rank: int, zero: int) -> RankMemory:
         """Return the log in seconds from ``zero``, given in nanoseconds; earlier changes count at ``zero``."""
@@ -64,7 +56,7 @@ class MeterLog:
         for when, kind, change in self.changes:
             amounts[kind] += change
             curves[kind].append((max(when - zero, 0) / _NANOSECONDS, amounts[kind]))
-        return RankMemory(rank, {kind: tuple(curve) for kind, curve in curves.items()}, self.per_forward)
+        return RankMemory(rank, {kind: tuple(curve) for kind, curve in curves.items()})
 
 
 class Hold:
@@ -72,20 +64,18 @@ class Hold:
 
     __slots__ = ("_entries", "_meter", "_storages")
 
-    def __init__(
-        self, meter: "Meter", kind: Kind, storages: Sequence[torch.UntypedStorage], forward: Forward | None = None
-    ) -> None:
+    def __init__(self, meter: "Meter", kind: Kind, storages: Sequence[torch.UntypedStorage]) -> None:
         self._meter, self._storages = meter, storages
         # A storage keeps its Python object, and so its id, for as long as it lives.
         self._entries = tuple((kind, id(storage), storage.nbytes()) for storage in storages)
         if self._entries:
-            meter._record(1, self._entries, forward)
+            meter._record(1, self._entries)
 
     def release(self) -> None:
         """Let go; a second time does nothing."""
         entries, self._entries = self._entries, ()
         if entries:
-            self._meter._record(-1, entries, None)
+            self._meter._record(-1, entries)
         self._storages = ()
 
     def __del__(self) -> None:
@@ -95,12 +85,12 @@ class Hold:
 class _Saved:
     """What autograd keeps in place of a tensor: the tensor, and its version, to find changes in place."""
 
-    __slots__ = ("forward", "hold", "tensor", "version")
+    __slots__ = ("hold", "stage_and_microbatch", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, hold: Hold, forward: Forward) -> None:
+    def __init__(self, tensor: torch.Tensor, hold: Hold, stage_and_microbatch: tuple[int, int]) -> None:
         # An output that a graph node saves has the node as its grad_fn: kept as it is, neither would ever be freed.
         self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
-        self.version, self.hold, self.forward = version(tensor), hold, forward
+        self.version, self.hold, self.stage_and_microbatch = version(tensor), hold, stage_and_microbatch
 
 
 class Meter:
@@ -123,24 +113,21 @@ class Meter:
         self._amounts = dict.fromkeys((*KINDS, TOTAL), 0)
         self._changes: list[tuple[int, str, int]] = []
         self._first = dict(self._amounts)
-        self._per_forward: Counter[Forward] = Counter()
 
     def saving(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Count what autograd saves in the body, a forward, until it lets go.
 
         With hooks autograd no longer checks that saved tensors were not changed in place since; the meter does.
         """
-        return saved_tensors_hooks(partial(self._pack, (stage, microbatch)), _unpack)
+        return saved_tensors_hooks(lambda tensor: _Saved(tensor, self.hold(tensor), (stage, microbatch)), _unpack)
 
-    def hold(self, tensor: torch.Tensor, kind: Kind = "activation", forward: Forward | None = None) -> Hold:
+    def hold(self, tensor: torch.Tensor, kind: Kind = "activation") -> Hold:
         """Count and keep ``tensor``'s storage until the result is released or collected.
 
-        Args:
-            kind: ``"activation"`` for a stage's input, ``"buffer"`` for a message posted or in flight, ``"queued"``
-                for an output gradient that waits for ``W``, ``"version"`` for weights kept besides the newest.
-            forward: the stage and microbatch whose forward an activation is kept for.
+        It is an ``"activation"`` as a stage's input, a ``"buffer"`` for a message posted or in flight, ``"queued"`` as
+        an output gradient that waits for ``W``, a ``"version"`` as weights kept besides the newest.
         """
-        return Hold(self, kind, self._counted(tensor), forward)
+        return Hold(self, kind, [storage for storage in _storages(tensor) if storage not in self._ignored])
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """Never count the storages that ``tensors`` have now: parameters, buffers, the batch. Keeps none alive."""
@@ -151,7 +138,6 @@ class Meter:
         """Forget the past; what is kept now stays counted."""
         self._count()
         self._changes.clear()
-        self._per_forward.clear()
         self._first = dict(self._amounts)
 
     @property
@@ -163,20 +149,14 @@ class Meter:
     def log(self) -> "MeterLog":
         """Return what happened since the beginning or :meth:`clear`."""
         self._count()
-        return MeterLog(dict(self._first), tuple(self._changes), dict(self._per_forward))
+        return MeterLog(dict(self._first), tuple(self._changes))
 
-    def _pack(self, forward: Forward, tensor: torch.Tensor) -> _Saved:
-        return _Saved(tensor, self.hold(tensor, forward=forward), forward)
-
-    def _counted(self, tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-        return [storage for storage in _storages(tensor) if storage not in self._ignored]
-
-    def _record(self, sign: int, entries: tuple[_Entry, ...], forward: Forward | None) -> None:
-        self._events.append((self._clock(), sign, entries, forward))
+    def _record(self, sign: int, entries: tuple[_Entry, ...]) -> None:
+        self._events.append((self._clock(), sign, entries))
 
     def _count(self) -> None:
         while self._events:
-            when, sign, entries, forward = self._events.popleft()
+            when, sign, entries = self._events.popleft()
             for kind, storage, n_bytes in entries:
                 for each in (kind, TOTAL):
                     self._holders[each, storage] += sign
@@ -184,8 +164,6 @@ class Meter:
                     if sign > 0 and n_holders == 1:
                         self._sizes[each, storage] = n_bytes
                         self._change(when, each, n_bytes)
-                        if forward is not None and each == "activation":
-                            self._per_forward[forward] += n_bytes
                     elif not n_holders:
                         del self._holders[each, storage]
                         # What was added, though the storage may have been resized since.
@@ -199,7 +177,7 @@ class Meter:
 def _unpack(saved: _Saved) -> torch.Tensor:
     tensor = saved.tensor
     if version(tensor) != saved.version:
-        stage, microbatch = saved.forward
+        stage, microbatch = saved.stage_and_microbatch
         raise RuntimeError(
             f"a tensor of shape {tuple(tensor.shape)} that backward of microbatch {microbatch} in stage {stage} needs "
             f"was changed in place after its forward: it was saved at version {saved.version} and is at version "

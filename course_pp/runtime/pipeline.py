@@ -6,7 +6,6 @@ losses = pipeline.step(inputs, targets)                              # gradients
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -26,7 +25,7 @@ from course_pp.runtime.mailbox import Origin
 from course_pp.runtime.messages import plan_messages
 from course_pp.runtime.payload import tensors_of
 from course_pp.runtime.recorder import Recorder
-from course_pp.runtime.stage import Stage, random_state_kept
+from course_pp.runtime.stage import Stage
 from course_pp.runtime.versions import Optimizers, VersionedStage
 from course_pp.schedule import Action, Ledger, Schedule, Timeline, Versions
 
@@ -117,14 +116,7 @@ class Pipeline:
         self._executor = Executor(agreed, agreed.schedule, plans, self._wire, self._stages, self._weights)
         self._evaluator: Executor | None = None
 
-    def step(
-        self,
-        inputs: Any = None,
-        targets: Any = None,
-        *,
-        seeds: Sequence[int] | None = None,
-        divisor: float | None = None,
-    ) -> tuple[float, ...]:
+    def step(self, inputs: Any = None, targets: Any = None, *, divisor: float | None = None) -> tuple[float, ...]:
         """Run the schedule once. Gradients are added to ``.grad``, as by ``loss.backward()``.
 
         With ``versions=`` updates take the gradients, and leave none. The pipeline is empty when this returns.
@@ -138,8 +130,6 @@ class Pipeline:
                 along its first dimension; or a list of microbatches, which may differ in shape. What is not a row of
                 the batch, such as the offsets of packed sequences, needs the list.
             targets: the same, where the last stage is.
-            seeds: one for each microbatch, on every rank: its random numbers (dropout) are then what a single process
-                draws after ``torch.manual_seed(seed)``. The generators are left as they were.
             divisor: how many tokens (samples, if the loss does not count tokens) of the global batch to average over;
                 None counts those of ``targets``, and of the data ranks' over which FSDP2 averages gradients. If the
                 gradients of several steps add up, give the number in all of them.
@@ -162,11 +152,8 @@ class Pipeline:
         def step() -> tuple[float, ...]:
             for weights in self._weights.values():
                 weights.begin()
-            batch = self._batch(inputs, targets, seeds, divisor)
-            with (
-                self._shared.apart(),
-                random_state_kept(self._agreement.device) if seeds is not None else nullcontext(),
-            ):
+            batch = self._batch(inputs, targets, divisor)
+            with self._shared.apart():
                 with self._sharded.reduced_once(self._executor.trains):
                     self._executor.run(batch)
                 self._shared.add(self._executor.exchange("shared gradients", self._shared.for_rank))
@@ -212,7 +199,7 @@ class Pipeline:
                 raise ValueError(f"on is {on!r}: use 'last' for the ranks of the last stage, or 'all'")
             n = self.schedule.n_microbatches
             self._ignore([inputs])
-            batch = Batch(split("inputs", inputs, n) if 0 in self._stages else (), None, None)
+            batch = Batch(split("inputs", inputs, n) if 0 in self._stages else (), None)
             with self._sharded.reduced_once(trains=False):
                 evaluator.run(batch)
             # Replicas of the last stage have some of the outputs each.
@@ -228,15 +215,13 @@ class Pipeline:
         if failed:
             raise RuntimeError(f"this pipeline cannot go on, build another one; its last step failed: {failed}")
 
-    def _batch(self, inputs: Any, targets: Any, seeds: Sequence[int] | None, divisor: float | None) -> Batch:
+    def _batch(self, inputs: Any, targets: Any, divisor: float | None) -> Batch:
         n = self.schedule.n_microbatches
         if self._executor.trains and not torch.is_grad_enabled():
             raise RuntimeError(
                 "a training step under no_grad: step outside it, or evaluate with a forward-only schedule"
             )
-        check_arguments(Pipeline.step, {"seeds": seeds, "divisor": divisor})
-        if seeds is not None and len(seeds) != n:
-            raise ValueError(f"{len(seeds)} seeds for {n} microbatches: give one for each")
+        check_arguments(Pipeline.step, {"divisor": divisor})
         if divisor is not None and not 0 < divisor < math.inf:
             raise ValueError(f"divisor is {divisor!r}: give the number of tokens that the mean is over, above 0")
         if problem := problem_of_hooks(self._agreement.modules):
@@ -246,7 +231,6 @@ class Pipeline:
         return Batch(
             split("inputs", inputs, n) if first else (),
             self._loss_of(split("targets", targets, n), divisor) if last else None,
-            seeds,
         )
 
     def _ignore(self, batch: list[Any]) -> None:
@@ -295,7 +279,6 @@ def run_step(
     targets: Any,
     loss_fn: LossFn | TokenLoss,
     *,
-    seeds: Sequence[int] | None = None,
     recorder: Recorder | None = None,
     group: dist.ProcessGroup | None = None,
     **options: Any,
@@ -309,7 +292,7 @@ def run_step(
     """
     recorder = Recorder() if recorder is None else recorder
     pipeline = Pipeline(schedule, stages, loss_fn, group=group, recorder=recorder, **options)
-    return pipeline.step(inputs, targets, seeds=seeds), recorder.timeline(group, name=schedule.name)
+    return pipeline.step(inputs, targets), recorder.timeline(group, name=schedule.name)
 
 
 def _both(one: tuple[str, Mapping[int, Any]], other: tuple[str, Mapping[int, Any]]) -> tuple[str, Mapping[int, Any]]:

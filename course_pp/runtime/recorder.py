@@ -139,11 +139,7 @@ class Recorder:
         has nothing to do for ``I`` (stage 0 needs no input gradient) its span is nearly empty and ``W``
         has all the work. The loss and the messages lie outside the spans.
         """
-        methods: dict[str, Callable[..., Any]] = {
-            "forward_one_chunk": self._forward,
-            "backward_one_chunk": self._backward,
-            "backward_weight_one_chunk": self._backward_weight,
-        }
+        methods = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_one_chunk": "W"}
         for stage in stages:
             if not all(hasattr(stage, name) for name in ("stage_index", *methods)):
                 raise ValueError(
@@ -152,11 +148,21 @@ class Recorder:
                 )
         for stage in stages:
             self.run_on(getattr(stage, "device", None))
-            for name, record in methods.items():
-                wrapped = partial(record, stage, getattr(stage, name))
-                setattr(stage, name, wrapped)
+            for name, kind in methods.items():
+                setattr(stage, name, partial(self._recorded, stage, kind, getattr(stage, name)))
                 self._restore.append(partial(delattr, stage, name))
         return self
+
+    def _recorded(
+        self, stage: Any, kind: str, run: Callable[..., Any], microbatch: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run one of torch's three methods, as its schedules call them: the microbatch comes by position alone."""
+        if kind != "F" and not getattr(stage, "has_backward", True):
+            return run(microbatch, *args, **kwargs)
+        if kind == "B" and not kwargs.get("full_backward", True):
+            kind = "I"
+        with self.span(Action(stage.stage_index, kind, microbatch)):
+            return run(microbatch, *args, **kwargs)
 
     def detach(self) -> None:
         """Give the attached stages their own methods back; does nothing if there are none."""
@@ -272,34 +278,6 @@ class Recorder:
         if not all(Ranks(group).gather(group in self._alignments)):
             self._alignments[group] = align(group)
         return self._alignments[group]
-
-    # The three wrappers have the positions and names of torch's methods, which schedules call either way.
-
-    def _forward(self, stage: Any, run: Callable[..., Any], fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self.span(Action(stage.stage_index, "F", fwd_chunk_id)):
-            return run(fwd_chunk_id, *args, **kwargs)
-
-    def _backward(
-        self,
-        stage: Any,
-        run: Callable[..., Any],
-        bwd_chunk_id: int,
-        loss: Any = None,
-        full_backward: bool = True,
-        **rest: Any,
-    ) -> Any:
-        if not getattr(stage, "has_backward", True):
-            return run(bwd_chunk_id, loss=loss, full_backward=full_backward, **rest)
-        with self.span(Action(stage.stage_index, "B" if full_backward else "I", bwd_chunk_id)):
-            return run(bwd_chunk_id, loss=loss, full_backward=full_backward, **rest)
-
-    def _backward_weight(
-        self, stage: Any, run: Callable[..., Any], bwd_chunk_id: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        if not getattr(stage, "has_backward", True):
-            return run(bwd_chunk_id, *args, **kwargs)
-        with self.span(Action(stage.stage_index, "W", bwd_chunk_id)):
-            return run(bwd_chunk_id, *args, **kwargs)
 
 
 def _name(what: _What) -> str:

@@ -1,8 +1,4 @@
-"""One stage at work: its forwards and backwards, what it keeps between them, and what a layer costs as a stage.
-
-Seeded, a microbatch carries the state of the random number generators from stage to stage: each goes on where the one
-before left off, so that dropout draws what it would draw in one process, wherever the model is cut.
-"""
+"""One stage at work: its forwards and backwards, what it keeps between them, and what a layer costs as a stage."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -110,8 +106,7 @@ class Stage:
         if split:
             kept.weight_gradients = WeightGradients(self._meter)
         if self._meter is not None:
-            here = (self.index, microbatch)
-            kept.holds = [self._meter.hold(leaf, "activation", here) for leaves in kept.leaves for leaf in leaves]
+            kept.holds = [self._meter.hold(leaf) for leaves in kept.leaves for leaf in leaves]
         if self._recompute:
             kept.again = value, read, loss, get_random_state(self._device)
             # On a copy, as the stage may change its input in place. With a graph, though of no use, so that the output
@@ -234,10 +229,9 @@ def get_random_state(device: torch.device) -> RandomState:
 
 def set_random_state(state: RandomState, device: torch.device) -> None:
     on_cpu, on_cuda = state
-    # Clones: torch reads a state from the beginning of its storage, which for one that was received is elsewhere.
-    torch.set_rng_state(on_cpu.cpu().clone())
+    torch.set_rng_state(on_cpu)
     if on_cuda is not None:
-        torch.cuda.set_rng_state(on_cuda.cpu().clone(), device)
+        torch.cuda.set_rng_state(on_cuda, device)
 
 
 @contextmanager

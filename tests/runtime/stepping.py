@@ -41,7 +41,6 @@ class Step:
 
     inputs: Any
     targets: Any
-    seeds: Sequence[int] | None = None
     prepare: Callable[[Stages], None] = lambda stages: None
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     keep_gradients: bool = False
@@ -115,7 +114,7 @@ def stepped(
         wire.sent.clear()
         with step.around():
             arguments = for_rank(rank, schedule, step.inputs, step.targets)
-            losses = pipeline.step(*arguments, seeds=step.seeds, divisor=step.divisor)
+            losses = pipeline.step(*arguments, divisor=step.divisor)
         done.append(Done(list(losses), gradients(mine), [*wire.sent]))
     return done
 
@@ -133,8 +132,6 @@ def in_one_process(
         losses = []
         with step.around():
             for i in range(n):
-                if step.seeds is not None:
-                    torch.manual_seed(step.seeds[i])
                 output = through(stages, inputs[i])
                 loss = loss_fn(output, targets[i]) * weights[i]
                 if loss.requires_grad:

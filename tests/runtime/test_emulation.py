@@ -123,7 +123,6 @@ def test_replicas_run_at_their_own_speed() -> None:
 )
 def test_gradients_under_emulation_are_those_of_one_process(name: str, options: dict[str, Any]) -> None:
     schedule, steps = build(name, 2, M), [batch(), batch(1)]
-    steps[1].seeds = range(M)
     make, cluster = partial(layers, schedule.n_stages), EmulatedCluster(Costs(0.001, 0.001, 0.001), EmulatedLink(1e-3))
     assert_equal_steps(run_steps(schedule, make, steps, cluster=cluster, **options), in_one_process(M, make, steps))
 

@@ -62,10 +62,9 @@ def generated(rank: int, placement: Sequence[int], prompts: list[list[int]], opt
 
 CASES: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
     "20 prompts on 4 ranks": ((0, 1, 2, 3), 20, {}),
-    "in groups": ((0, 1), 9, {"group_size": 3}),
     "in a V": ((0, 1, 1, 0), 5, {}),
     "in a loop": ((0, 1, 0, 1), 3, {}),
-    "without a cache": ((0, 1), 5, {"cache": False, "group_size": 2}),
+    "without a cache": ((0, 1), 5, {"cache": False}),
     "one rank": ((0,), 3, {}),
 }
 
@@ -87,7 +86,7 @@ def test_a_prompt_is_done_after_the_end() -> None:
     whole = of_one_process(prompts)
     end = whole[0][2]
     expected = [text[: text.index(end) + 1] if end in text else text for text in whole]
-    for found in on_ranks(2, generated, (0, 1), prompts, {"end": end, "group_size": 2}, timeout_s=LIMIT_S):
+    for found in on_ranks(2, generated, (0, 1), prompts, {"end": end}, timeout_s=LIMIT_S):
         assert found == expected
 
 
@@ -184,7 +183,6 @@ class Skipping(nn.Linear):
 NO_CACHE: dict[str, Any] = {"stages": nn.Linear(4, 4)}
 BAD: dict[str, tuple[list[dict[str, Any]], str]] = {
     "other prompts": ([{}, {"prompts": [[1, 3]]}], r"rank 1 was given prompts=[[1, 3]]"),
-    "no prompts": ([{"prompts": []}] * 2, "generate: prompts is [] (a list): give at least one"),
     "an empty prompt": ([{"prompts": [[1], []]}] * 2, "prompt 1 has no tokens: begin it with one"),
     "no tokens": ([{}, {"n_tokens": 0}], "generate: n_tokens is 0 (an int): give at least 1"),
     "no cache": ([{}, NO_CACHE], "stage here is a Linear without new_cache(): pass cache=False, or a module whose"),
@@ -193,7 +191,6 @@ BAD: dict[str, tuple[list[dict[str, Any]], str]] = {
         "stage here reads or writes 'mask' beyond its neighbours, which generate does not carry: pass it along",
     ),
     "twice": ([{}, {"stages": {0: None}}], "ranks 0 and 1 both hold stage 0: give it to one of them"),
-    "gaps": ([{}, {"stages": {3: None}}], "stages [0, 3] are held: number them from 0 without gaps"),
     "too long": (
         [{"n_tokens": 30}] * 2,
         "with what the cache holds the sequence has 25 tokens, more than max_seq_len=24",
@@ -202,7 +199,7 @@ BAD: dict[str, tuple[list[dict[str, Any]], str]] = {
         [{"cache": False}, {"cache": False, "stages": nn.Flatten()}],
         "the last stage returned shape (1, 32), no logits (batch, seq, vocabulary): give it the head",
     ),
-    "choice": ([{"choose": two_ids}] * 2, "choose returned tensor([0, 0]) for 1 prompts: return one token id for each"),
+    "choice": ([{"choose": two_ids}] * 2, "choose returned tensor([0, 0]) for logits (1, vocabulary): return one"),
 }
 
 
