@@ -94,7 +94,7 @@ def run(asked: Options, preemption: Preemption | None) -> None:
     how = {"vocab_size": tokenizer.vocab_size, "special_ids": tokenizer.special_ids, "seed": config.seed}
     written = sample(modules, tokenizer.encode(text.prompt), text.sample, device_mesh=mesh, **how)
     if trainer.is_logging_rank:
-        entropy = unigram_entropy(validation[:].targets, model.vocab_size)
+        entropy = unigram_entropy(validation[:].targets)
         print(f"validation loss {fitted.validation_loss:.3f} nats a token; unigram entropy {entropy:.3f}")
         print(f"{fitted.speed.tokens_per_s:,.0f} tokens a second" if fitted.steps else "no step was left to train")
         if written:

@@ -13,7 +13,7 @@ from course_pp.collective import Ranks
 from course_pp.parallel import is_rank_zero
 from course_pp.training.checkpoint import AsyncSaver, CheckpointError, Loaded, load, resume, save
 from course_pp.training.checkpoint.directory import Draft, Retention, check_free, named, step_directories, step_of
-from course_pp.training.config import SettingError, check_whole
+from course_pp.training.config import Count, SettingError, check_setting
 from course_pp.training.logs import StepResult
 from course_pp.training.preemption import Preempted, Preemption
 from course_pp.training.trainer import NonFiniteGradient, Trainer
@@ -27,7 +27,6 @@ class Checkpointer:
             trainer.fit(checkpointer.after_step)
 
     Args:
-        trainer: whose modules, optimizer and :meth:`~Trainer.state` are saved.
         root: the directory of the run's checkpoints, on a file system that all ranks share; None saves nothing and asks
             for no signal.
         device_mesh: the trainer's.
@@ -35,9 +34,6 @@ class Checkpointer:
         asynchronous: write while training goes on.
         keep_last, keep_every, attachments: as for :func:`course_pp.training.checkpoint.save`.
         preemption: asked after each step; None leaves signals alone.
-
-    Raises:
-        ValueError: for a number that is not at least 1; on every rank, if ``root`` cannot be written.
     """
 
     def __init__(
@@ -53,8 +49,7 @@ class Checkpointer:
         attachments: Mapping[str, str | bytes] | None = None,
         preemption: Preemption | None = None,
     ) -> None:
-        if save_every is not None:
-            check_whole("save_every", save_every, 1)
+        check_setting("save_every", save_every, Count | None)
         Retention(keep_last, keep_every)  # refuses now what would be refused after hours of training
         self._keep: dict[str, Any] = {"keep_last": keep_last, "keep_every": keep_every}
         self._trainer, self._mesh = trainer, device_mesh
@@ -75,8 +70,7 @@ class Checkpointer:
 
         Raises:
             ValueError: on every rank, if the checkpoint is damaged or of another run, or if the directory already holds
-                something under the name of a step that this run would come to; with ``"auto"`` a damaged checkpoint is
-                removed.
+                a step that this run would come to; with ``"auto"`` a damaged one makes way.
         """
         Ranks().collectively(lambda: _check_source(source))
         trainer, held, loaded = self._trainer, self._trainer.held, None
@@ -92,12 +86,7 @@ class Checkpointer:
         return loaded
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Save if it is time; for :meth:`Trainer.fit`.
-
-        Raises:
-            Preempted: on every rank, after saving, if a signal asked any of them to end.
-            CheckpointError: on every rank, if a checkpoint cannot be written.
-        """
+        """Save if it is time, for :meth:`Trainer.fit`; raise Preempted then if a signal asked any rank to end."""
         if self._root is None:
             return
         every, step = self._save_every, trainer.step
@@ -111,7 +100,7 @@ class Checkpointer:
             self._save(self._root, self._saver)
 
     def close(self) -> None:
-        """Wait until the last checkpoint is complete; before the process group is destroyed."""
+        """Wait until the last checkpoint is complete."""
         if self._saver is not None:
             self._saver.close()
 
@@ -140,14 +129,8 @@ class Checkpointer:
 
     def _save(self, root: Path, saver: AsyncSaver | None) -> None:
         trainer, held = self._trainer, self._trainer.held
-        what: dict[str, Any] = {
-            "step": trainer.step,
-            "modules": held.saved,
-            "optimizer": trainer.optimizer,
-            "extra": trainer.state(),
-            "attachments": self._attachments,
-            "tied": held.tied,
-        }
+        what: dict[str, Any] = {"step": trainer.step, "modules": held.saved, "optimizer": trainer.optimizer}
+        what |= {"extra": trainer.state(), "attachments": self._attachments, "tied": held.tied}
         if saver is not None:
             saver.save(**what)
         else:
@@ -162,14 +145,13 @@ class Checkpointer:
         step = self._trainer.step
         there = [] if self._root is None else step_directories(self._root)
         later = [path for path in there if step_of(path) > step]
-        if take_up:
-            for path in later:
-                check_free(path)
-        elif later:
+        if later and not take_up:
             raise CheckpointError(
                 f"{later[0]} is there already, and this run, which begins after step {step}, would come to it: "
                 "resume with auto, or save to another directory"
             )
+        for path in later:
+            check_free(path)
 
 
 def _check_source(source: str | os.PathLike[str]) -> None:

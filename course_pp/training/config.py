@@ -20,12 +20,9 @@ from course_pp.schedule import Schedule, Versions, check, find, from_torch_csv
 class SettingError(ValueError):
     """A setting that no run can have; it knows the setting's name, so a command line can name its flag.
 
-    Args:
-        sentence: a format string with a field for each setting, such as ``"{steps} must be at least 1"``.
-        settings: their values.
-
     Attributes:
-        sentence, settings: as given; the settings by name.
+        sentence: a format string with a field for each setting, such as ``"{steps} must be at least 1"``.
+        settings: their values by name.
     """
 
     def __init__(self, sentence: str, settings: Mapping[str, Any]) -> None:
@@ -49,7 +46,6 @@ class Rule:
 
 
 def whole(least: int) -> Rule:
-    """Return the rule of a whole number; True is none."""
     # Longer ones can be counted but not printed.
     return Rule(
         lambda value: type(value) is int and least <= value < 2**63,
@@ -58,12 +54,10 @@ def whole(least: int) -> Rule:
 
 
 def number(holds: Callable[[float], bool], words: str) -> Rule:
-    """Return the rule of a number for which ``holds``."""
     return Rule(lambda value: isinstance(value, int | float) and not isinstance(value, bool) and holds(value), words)
 
 
 def text(words: str) -> Rule:
-    """Return the rule of a text that is not empty."""
     return Rule(lambda value: isinstance(value, str) and value != "", words)
 
 
@@ -79,9 +73,7 @@ OnNan = Literal["refuse", "skip"]
 Optimizer = Literal[
     "AdamW", "Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD", "SGD"
 ]  # fmt: skip
-"""Those of ``torch.optim`` that treat each number alone, so that a rank needs nothing but its own part of the model.
-
-Not among them: Rprop, which FSDP2's sharded parameters refuse."""
+"""Those of ``torch.optim`` that treat each number alone, and take FSDP2's sharded parameters."""
 
 _SCHEDULE = text("must be the name of a schedule, such as '1f1b'")
 _FOLDER = text("must be a folder to write into, or None to write none")
@@ -111,11 +103,7 @@ _SECONDS = number(lambda value: 0 < value < 365 * 24 * 3600, "must be a number o
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train, the same on every rank. The layout of the ranks is not part of it: that is the mesh.
-
-    Raises:
-        SettingError: a value that no run can have; the message names the value, the rule and the remedy.
-    """
+    """How to train, the same on every rank. The layout of the ranks is not part of it: that is the mesh."""
 
     steps: Count = 200
     """Optimizer steps of the whole run."""
@@ -149,7 +137,7 @@ class TrainConfig:
     lr: Positive = 3e-3
     """Peak learning rate, reached after the warm-up."""
     lr_schedule: LrSchedule = "cosine"
-    """How it falls after the warm-up: see `course_pp.training.optim.lr_factor`."""
+    """How it falls then: see `course_pp.training.optim.lr_factor`."""
     min_lr: Annotated[float, _SHARE] = 0.1
     """Learning rate at the end, as a share of the peak."""
     warmup_steps: CountOrNone | None = None
@@ -266,11 +254,7 @@ class TrainConfig:
             refuse_unless(self.microbatches % self.group == 0, "{group} must divide {microbatches}")
 
     def on_rows(self, n_rows: int) -> "TrainConfig":
-        """Return this run on `n_rows` training sequences: `epochs` are turned into steps.
-
-        Raises:
-            SettingError: if what depends on the number of steps does not fit them.
-        """
+        """Return this run on `n_rows` training sequences: `epochs` are turned into steps."""
         if self.epochs is None:
             return self
         return replace(self, steps=max(1, self.epochs * (n_rows // self.batch)), epochs=None)
@@ -286,11 +270,7 @@ class TrainConfig:
         return min(100, self.steps // 10) if self.warmup_steps is None else self.warmup_steps
 
     def rows_of_a_microbatch(self, n_data: int) -> int:
-        """Sequences in a microbatch where `n_data` data-parallel ranks share the batch.
-
-        Raises:
-            SettingError: if the batch does not divide.
-        """
+        """Sequences in a microbatch where `n_data` data-parallel ranks share the batch; refuse a remainder."""
         factors = {"accumulation": self.accumulation, "microbatches": self.microbatches, "data-parallel ranks": n_data}
         parts = math.prod(factors.values())
         if self.batch % parts:
@@ -314,30 +294,17 @@ def _hints() -> dict[str, Any]:
 
 
 def check_setting(name: str, value: object, hint: Any) -> None:
-    """Refuse what the annotation rules out: a choice that is none, or what breaks its rule.
-
-    Raises:
-        SettingError: naming the setting.
-    """
+    """Refuse what the annotation rules out: a choice that is none, or what breaks its rule."""
     kinds = get_args(hint) if type(None) in get_args(hint) else (hint,)
     if value is None and len(kinds) > 1:
         return
-    if get_origin(kinds[0]) is Literal:
-        choices = get_args(kinds[0])
-        rule = Rule(lambda value: isinstance(value, str) and value in choices, "")
-    else:
-        rule = kinds[0].__metadata__[0]
+    rule = kinds[0].__metadata__[0] if get_origin(kinds[0]) is not Literal else _choice(get_args(kinds[0]), value)
     if not rule.holds(value):
-        raise SettingError(f"{{{name}}} {rule.words or must_be_one_of(value, choices)}", {name: value})
+        raise SettingError(f"{{{name}}} {rule.words}", {name: value})
 
 
-def check_whole(name: str, value: object, least: int) -> None:
-    """Refuse what is not a whole number of at least ``least``.
-
-    Raises:
-        SettingError: naming the setting.
-    """
-    check_setting(name, value, Annotated[int, whole(least)])
+def _choice(choices: tuple[str, ...], value: object) -> Rule:
+    return Rule(lambda value: isinstance(value, str) and value in choices, must_be_one_of(value, choices))
 
 
 def must_be_one_of(value: object, choices: Iterable[str]) -> str:
@@ -369,12 +336,9 @@ def is_file(schedule: str) -> bool:
 
 
 def read_order(path: str) -> Schedule:
-    """Read the order in a file of :func:`course_pp.schedule.to_torch_csv`.
+    """Read the order in a file of :func:`course_pp.schedule.to_torch_csv`; refusals leave the file's name out.
 
     The rows give the placement: each stage is on the ranks in whose rows it is.
-
-    Raises:
-        ValueError: if it cannot be read, or its order cannot train; the sentence leaves the file's name out.
     """
     try:
         content = Path(path).read_text(encoding="utf-8")
@@ -415,8 +379,7 @@ def what_changed(saved: Mapping[str, Any], checkpoint: Path, schedule: str, orde
 
     Args:
         saved: the configuration in the checkpoint's state; one without a schedule says nothing.
-        schedule: that of this run.
-        order: the order in that file, if it is one.
+        order: that of this run's ``schedule``, if it is a file.
     """
     before, kept = saved.get("schedule"), checkpoint / ORDER_FILE
     if before is None:

@@ -48,8 +48,7 @@ class HeldStages:
     Attributes:
         modules: by stage, in order.
         n_stages: of the whole pipeline.
-        declared: the ties that the caller or stages of ``auto_split`` named, None if none were; the stages of our own
-            model know theirs.
+        declared: the ties that the caller or stages of ``auto_split`` named, None if none were.
         full_names: whether the names in a stage are the full model's, so that a checkpoint fits any other cut.
     """
 
@@ -81,18 +80,9 @@ class HeldStages:
             return None if self.declared is None else [*self.declared]
         return [*self.tied, *self.ours[0].ties]
 
-    @property
-    def holds_last(self) -> bool:
-        """Whether the last stage, which knows the loss, is here."""
-        return self.n_stages - 1 in self.modules
-
 
 def stages_of_rank(config: TrainConfig, pp_rank: int, pp_size: int) -> tuple[list[int], int]:
-    """Return the indices of the stages to build on a pipeline rank, and the number of all stages.
-
-    Raises:
-        ValueError: a schedule that the engine does not have, or that cannot run with this many ranks or microbatches.
-    """
+    """Return the indices of the stages to build on a pipeline rank, and the number of all stages."""
     _check_ranks(config, pp_size)
     if config.engine == "parallel":
         indices = get_stage_indices(config.order or config.schedule, pp_rank, pp_size)
@@ -102,11 +92,7 @@ def stages_of_rank(config: TrainConfig, pp_rank: int, pp_size: int) -> tuple[lis
 
 
 def runtime_schedule(config: TrainConfig, pp_size: int) -> Schedule:
-    """Return the schedule of a step with engine ``"runtime"``.
-
-    Raises:
-        ValueError: for one that cannot run with this many ranks, microbatches or in these groups.
-    """
+    """Return the schedule of a step with engine ``"runtime"``."""
     _check_ranks(config, pp_size)
     if config.order is not None:
         return config.order
@@ -127,12 +113,7 @@ def _check_ranks(config: TrainConfig, pp_size: int) -> None:
 def held_stages(
     config: TrainConfig, stages: Stages, tied: Sequence[Tie] | None, device_mesh: DeviceMesh | None
 ) -> HeldStages:
-    """Read the stages that a trainer was given.
-
-    Raises:
-        TypeError: for anything but stages.
-        ValueError: for stages that the schedule does not place on this rank.
-    """
+    """Read the stages that a trainer was given; refuse those that the schedule does not place on this rank."""
     given = list(stages.values() if isinstance(stages, Mapping) else stages)
     if not given or not all(isinstance(module, nn.Module) for module in given):
         raise TypeError(
@@ -157,11 +138,7 @@ def held_stages(
 
 
 def device_and_dtype(modules: Sequence[nn.Module]) -> tuple[torch.device, torch.dtype]:
-    """Return this rank's stages' device and dtype; a collective, as a stage need not have a parameter.
-
-    Raises:
-        ValueError: on every rank, if no stage has a parameter that is trained.
-    """
+    """Return this rank's stages' device and dtype; a collective, as a stage need not have a parameter."""
     device = next((p.device for module in modules for p in module.parameters()), None)
     dtype = next((dtype for module in modules for dtype in compute_dtypes(module)), None)
     trains = any(p.requires_grad for module in modules for p in module.parameters())
@@ -197,9 +174,6 @@ class PipelineEngine(Protocol):
 
     Attributes:
         copies: ranks that hold each stage, all with the same gradients.
-
-    Raises:
-        ValueError: on every rank, if the stages are not those the schedule places here, or the engine cannot run them.
     """
 
     copies: int
@@ -214,8 +188,7 @@ class PipelineEngine(Protocol):
             divisor: the number of tokens in all batches whose gradients add up.
 
         Raises:
-            LossNotFinite: on every rank, with nothing updated.
-            PipelineError: on every rank, if a stage failed; where stages update, also for what is not finite.
+            LossNotFinite, PipelineError: on every rank.
         """
 
     def evaluate(self, batch: Sequences) -> float:
@@ -266,12 +239,7 @@ class ParallelEngine:
 
 
 class RuntimeEngine:
-    """`course_pp.runtime`: pipeline ranks alone; a second, forward-only schedule evaluates.
-
-    Args:
-        masked: whether the sequences are padded.
-        optimizer: of all that this rank trains, for a schedule whose stages update their own weights.
-    """
+    """`course_pp.runtime`: pipeline ranks alone; a second, forward-only schedule evaluates."""
 
     def __init__(
         self,

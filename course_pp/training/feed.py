@@ -15,15 +15,11 @@ class Feed:
     """The batches of a run, the same on every rank; made on every rank.
 
     Args:
-        config: as given; epochs are turned into steps.
         train: rows, where a step's batch follows from its number; or a stream, which has a position.
 
     Attributes:
-        config: with steps.
+        config: as given, with epochs as steps.
         source: ``train``.
-
-    Raises:
-        ValueError: for data and a configuration that do not fit.
     """
 
     def __init__(self, config: TrainConfig, train: Rows | Stream) -> None:
@@ -40,11 +36,7 @@ class Feed:
         self._ahead: Iterator[Sequences] | None = None
 
     def batch(self, step: int) -> Sequences:
-        """Return the rows of ``step``, over all ranks; a collective, where the ranks read a stream each.
-
-        Raises:
-            ValueError: on every rank, if a stream fails on any, or gives them different documents.
-        """
+        """Return the rows of ``step``, over all ranks; a collective, where the ranks read a stream each."""
         if isinstance(self._batches, Batches):
             return self._batches[step] if self._ahead is None else next(self._ahead)
         stream, everyone = self._batches, Ranks()
@@ -70,11 +62,7 @@ class Feed:
         return {"next_batch": step, "digest": self.source.digest} | ({"position": position} if position else {})
 
     def seek(self, step: int, state: Mapping[str, Any]) -> None:
-        """Go on with ``step`` from the position that :meth:`state` returned; a collective.
-
-        Raises:
-            ValueError: on every rank, if a stream holds something else there.
-        """
+        """Go on with ``step`` from the position that :meth:`state` returned; a collective."""
         if isinstance(self._batches, StreamedBatches):
             stream = self._batches
             Ranks().collectively(lambda: stream.seek(step, state["position"]))

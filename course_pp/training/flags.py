@@ -60,12 +60,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Sizes that go by a name, each the values of several flags. All are this package's decoder.
 
     tiny          for trying things out: seconds
-    small         the default
-    article-179m  179,448,576 parameters: 12 layers of 8,553,984 (width 768, 12 heads that share 3 key/value heads, a
-                  feed-forward of 3,072), an embedding and a head of 50,000 · 768 each; 512 tokens
+    article-179m  179,448,576 parameters: those of the article that the course began with
     gpt2          123,551,232, the sizes of GPT-2 (Radford et al. 2019) with SwiGLU of 2,048, which has as many
-                  parameters as its feed-forward of 3,072; tied; 1,024 tokens
-    llama-1b      1,235,814,400, the sizes of Llama 3.2 1B; tied
+                  parameters as its feed-forward of 3,072
+    llama-1b      1,235,814,400, the sizes of Llama 3.2 1B
 """
 
 
@@ -177,9 +175,6 @@ class DataOptions:
         """Training and validation sequences, the same on every rank, and the tokenizer that made them.
 
         Of a stream, ``held_out`` sequences are for validation.
-
-        Raises:
-            ValueError: for data that is not there, or not whole; a tokenizer that did not make the file of tokens.
         """
         given = load_tokenizer(self.tokenizer) if self.tokenizer is not None else None
         if self.tokens is not None:
@@ -247,13 +242,8 @@ class CheckpointOptions:
         if given and self.checkpoint_dir is None:
             flag = given[0].replace("_", "-")
             raise ValueError(f"--{flag} needs --checkpoint-dir, where the run's checkpoints are kept")
-        return {
-            "root": self.checkpoint_dir,
-            "save_every": self.save_every,
-            "asynchronous": self.async_save,
-            "keep_last": self.keep_last,
-            "keep_every": self.keep_every,
-        }
+        keep = {"keep_last": self.keep_last, "keep_every": self.keep_every}
+        return {"root": self.checkpoint_dir, "save_every": self.save_every, "asynchronous": self.async_save, **keep}
 
 
 @dataclass(frozen=True)
@@ -313,11 +303,7 @@ def _flags() -> dict[str, str]:
 def parse(arguments: Sequence[str], description: str = "") -> Options | None:
     """Return the run that the arguments ask for; print help and return None if they ask for that.
 
-    A flag given twice counts the last time, as with most programs.
-
-    Raises:
-        ValueError: for an unknown flag or a wrong value, in one sentence that names it; for a setting that no run can
-            have, in the words of :class:`TrainConfig`.
+    A flag given twice counts the last time, as with most programs. Every refusal is a ValueError of one sentence.
     """
     rules = Parameter(
         name_transform=_flag,
@@ -428,11 +414,7 @@ def _spelled(kind: Any) -> str:
 
 @contextmanager
 def flags_named() -> Iterator[None]:
-    """Rephrase a refusal from inside for the command line: ``--global-batch-size 9`` instead of ``batch=9``.
-
-    Raises:
-        ValueError: the refusal, rephrased.
-    """
+    """Rephrase a refusal from inside for the command line: ``--global-batch-size 9`` instead of ``batch=9``."""
     flags = _flags()
     try:
         yield

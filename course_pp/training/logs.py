@@ -36,11 +36,11 @@ class StepResult:
         step: number of finished steps, this one included.
         loss: mean over the step's tokens, in nats, before the update; where stages update their own weights, each
             token's with the weights of its microbatch.
-        grad_norm: norm of the whole model's gradient, before clipping; None where stages update their own weights.
-        lr: learning rate of the update.
+        grad_norm: of the whole model, before clipping; None where stages update their own weights.
+        lr: of the update.
         seconds: wall time.
         skipped: the gradient was not finite, and nothing was updated.
-        loss_scale: by what the loss was multiplied; 1 without scaling.
+        loss_scale: by what the loss was multiplied.
     """
 
     step: int
@@ -72,7 +72,6 @@ class Speed:
     Attributes:
         tokens_of_a_step: positions of its batch; padding counts, as it costs the same.
         flops_of_a_step: what the model needs for it.
-        peak: what the utilisation is measured against.
         steps, seconds: how many, and the wall time spent in them.
     """
 
@@ -100,9 +99,8 @@ class Speed:
 def training_flops(config: ModelConfig, seq_len: int) -> float:
     """Return the FLOPs of one training step on one sequence, forward and backward.
 
-    Three times the forward's (:func:`course_pp.model.layer_costs`): for each matrix product backward has two, for the
-    gradient of its input and of its weight. PaLM's formula counts all query-key pairs; here only those that causal
-    attention looks at, so this is at most PaLM's figure.
+    Three times the forward's (:func:`course_pp.model.layer_costs`): for each matrix product backward has two. PaLM's
+    formula counts all query-key pairs; here only those that causal attention looks at, so this is at most its figure.
     """
     return 3 * layer_costs(config, seq_len).total
 
@@ -121,24 +119,19 @@ def find_peak(given: float | None, device: torch.device, dtype: torch.dtype) -> 
     return Peak(sum(Ranks().gather(matmul_flops(device, dtype))), "measured")
 
 
-def matmul_flops(device: torch.device, dtype: torch.dtype, size: int | None = None, repeats: int = 5) -> float:
-    """Return the FLOPs a second of the fastest of `repeats` products of two matrices (size, size): 2 · size³ each."""
-    if size is None:
-        on_cpu = 768 if dtype.itemsize >= 4 else 256  # half precision is slow there
-        size = 8192 if device.type == "cuda" else on_cpu
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
+def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the FLOPs a second of the fastest of five products of two square matrices: 2 · size³ each."""
+    on_cpu = 768 if dtype.itemsize >= 4 else 256  # half precision is slow there
+    size = 8192 if device.type == "cuda" else on_cpu
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
     a, b = torch.ones(2, size, size, device=device, dtype=dtype)
     product = a @ b  # the first also loads the library
     seconds = []
-    for _ in range(repeats):
-        wait()
+    for _ in range(5):
+        wait(device)
         begin = time.perf_counter()
         torch.mm(a, b, out=product)
-        wait()
+        wait(device)
         seconds.append(time.perf_counter() - begin)
     return 2 * size**3 / min(seconds)
 
@@ -147,12 +140,8 @@ class Logs:
     """Records of a run: JSON lines, each on disk before the next step, and TensorBoard's files.
 
     Args:
-        folder: made if it is not there.
         step: finished steps. What an interrupted run wrote about later ones is dropped, as they are done again; so is a
             last line that a killed process left half.
-
-    Raises:
-        OSError: the folder cannot be written.
     """
 
     def __init__(self, folder: str | os.PathLike[str], step: int = 0) -> None:
@@ -192,11 +181,7 @@ def _is_of_past(line: str, step: int) -> bool:
 
 
 class Progress:
-    """A bar in a terminal; where output is kept, a line now and then reads better.
-
-    Args:
-        is_logging_rank: whether this rank shows anything.
-    """
+    """A bar in a terminal; where output is kept, a line now and then reads better."""
 
     def __init__(self, step: int, steps: int, every: int, is_logging_rank: bool) -> None:
         self._step, self._steps, self._every = step, steps, every
@@ -227,15 +212,11 @@ class Reporter:
     """Tells logs, progress and profiler about each step. Make it on every rank; one of them writes.
 
     Args:
-        speed: a :class:`Speed` of no steps, with the batch's tokens, its FLOPs and the peak.
-        step: finished steps.
+        speed: of no steps yet.
         stack: closes everything in the end.
 
     Attributes:
-        speed: the speed of all steps since this reporter was made.
-
-    Raises:
-        ValueError: on every rank, if ``log_folder`` cannot be written.
+        speed: of all steps since this reporter was made.
     """
 
     def __init__(self, config: TrainConfig, speed: Speed, step: int, is_logging_rank: bool, stack: ExitStack) -> None:
@@ -243,7 +224,8 @@ class Reporter:
         self.speed = self._window = speed
         self._progress = Progress(step, config.steps, config.log_every, is_logging_rank)
         stack.callback(self._progress.close)
-        self._logs = Ranks().collectively(lambda: _open(config.log_folder, step) if is_logging_rank else None)
+        writes = is_logging_rank and config.log_folder is not None
+        self._logs = Ranks().collectively(lambda: _open(config.log_folder, step) if writes else None)
         if self._logs is not None:
             stack.callback(self._logs.close)
         peak = speed.peak
@@ -260,7 +242,7 @@ class Reporter:
             )
 
     def step(self, result: StepResult, epoch: int) -> None:
-        """Report a step that is done, and the pass over the data that it was in."""
+        """Report a step, and the pass over the data that it was in."""
         self.speed, self._window = self.speed.after(result.seconds), self._window.after(result.seconds)
         if self._profiler is not None:
             self._profiler.step()
@@ -272,19 +254,19 @@ class Reporter:
         if result.step % self._config.log_every == 0 or result.step == self._config.steps:
             values = {
                 "loss": result.loss,
-                **({} if result.grad_norm is None else {"grad_norm": result.grad_norm}),
+                "grad_norm": result.grad_norm,
                 "lr": result.lr,
                 "epoch": epoch,
                 "tokens": result.step * self.speed.tokens_of_a_step,
                 "tokens_per_s": self._window.tokens_per_s,
                 "mfu": self._window.utilisation,
-                **({"loss_scale": result.loss_scale} if self._config.precision == "fp16" else {}),
+                "loss_scale": result.loss_scale if self._config.precision == "fp16" else None,
             }
-            self._write("train", result.step, values)
+            self._write("train", result.step, {name: value for name, value in values.items() if value is not None})
             self._window = self._nothing_yet
 
     def validation(self, step: int, loss: float) -> None:
-        """Report an evaluation that is done."""
+        """Report an evaluation."""
         self._write("validation", step, {"loss": loss})
         if step < self._config.steps:  # the last is the result, which whoever called fit reports
             self._progress.say(f"step {step}/{self._config.steps}  validation loss {loss:.3f}")
@@ -296,9 +278,7 @@ class Reporter:
             self._logs.write(event, step, {name: str(v) if is_odd[name] else v for name, v in values.items()})
 
 
-def _open(folder: str | None, step: int) -> Logs | None:
-    if folder is None:
-        return None
+def _open(folder: Any, step: int) -> Logs:
     try:
         return Logs(folder, step)
     except OSError as error:

@@ -34,10 +34,6 @@ def build_optimizer(
 
     Args:
         factory: None takes what ``config`` names, by default AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101).
-        tied: as for :func:`parameter_groups`.
-
-    Raises:
-        SettingError: for an option that the optimizer does not take, or refuses.
     """
     groups = parameter_groups(modules, config.weight_decay, tied)
     for group in groups:
@@ -75,8 +71,8 @@ def parameter_groups(
     embedding is an embedding.
 
     Args:
-        tied: ties between stages, each the parameter's name by stage, as :class:`course_pp.runtime.Pipeline` takes
-            them. Ties within these modules, and those of our own model, are found.
+        tied: ties between stages, each the parameter's name by stage. Ties within these modules, and those of our own
+            model, are found.
     """
     modules = list(modules)
     names = {name for tie in tied for name in tie.values()}
@@ -145,13 +141,8 @@ class LossScale:
 
     Every rank of the mesh has the same: it follows from the norm of the whole model's gradient, which is one number.
     A gradient that overflows halves the scale, and its step is skipped; after ``growth_steps`` good ones the scale
-    doubles. It is a power of two, so that scaling alone rounds nothing (Micikevicius et al. 2018, arXiv:1710.03740,
-    section 3.2).
-
-    Attributes:
-        value: at least 1; 1 always where nothing is scaled.
-        good_steps: taken since it last changed.
-        growth_steps: how many it takes to double; None never changes it.
+    doubles, and never where that is None. It is a power of two, so that scaling alone rounds nothing (Micikevicius et
+    al. 2018, arXiv:1710.03740, section 3.2).
     """
 
     value: float = 1.0
@@ -164,7 +155,7 @@ class LossScale:
         return self.growth_steps is not None and self.value > 1
 
     def after(self, norm: float) -> "LossScale":
-        """Return the scale of the next step, after one with this norm of the gradient."""
+        """Return the scale of the next step, after one whose gradient has this norm."""
         if self.growth_steps is None:
             return self
         if not math.isfinite(norm):

@@ -26,7 +26,6 @@ So torchrun never hands 75 on: a batch script around it requeues because it has 
 """
 
 import signal
-from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -38,13 +37,7 @@ EXIT_CODE = 75
 
 
 class Preempted(Exception):
-    """The run was asked to end and has saved what it had; raised on every rank.
-
-    Args:
-        asked: the signal, the same on every rank.
-        step: number of finished steps.
-        root: the directory that holds its checkpoint.
-    """
+    """The run was asked to end by a signal and has saved what it had; raised on every rank."""
 
     def __init__(self, asked: signal.Signals, step: int, root: Path) -> None:
         super().__init__(f"{asked.name}: saved in {root} after step {step}; go on with --checkpoint-dir {root}")
@@ -52,23 +45,19 @@ class Preempted(Exception):
 
 
 class Preemption:
-    """Listens for the signals that ask a run to end; a context manager, for the main thread.
+    """Listens for SIGTERM and SIGUSR1; a context manager, for the main thread.
 
     Inside, the signals interrupt nothing, however often they come: a save is never cut short. After a
     :class:`Preempted` they are ignored: a launcher that ends all ranks because one has ended cannot change the exit
     code then. Otherwise the handlers from before are back.
     """
 
-    def __init__(self, signals: Iterable[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
-        self._signals = tuple(signals)
+    def __init__(self) -> None:
         self._before: dict[signal.Signals, Any] = {}
         self._heard = 0
 
     def agreed(self) -> signal.Signals | None:
-        """Return the signal that any rank has heard, None if none has; the same on every rank. Call it on all.
-
-        Of several, the one with the largest number.
-        """
+        """Return the signal that any rank has heard, the largest of several; a collective."""
         heard = Ranks().largest(self._heard)
         return signal.Signals(heard) if heard else None
 
@@ -76,7 +65,7 @@ class Preemption:
         self._heard = number
 
     def __enter__(self) -> "Preemption":
-        for number in self._signals:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
             self._before[number] = signal.signal(number, self._hear)
             signal.siginterrupt(number, False)  # what libraries wait for in the kernel goes on
         return self

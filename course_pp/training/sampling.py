@@ -16,9 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.collective import Ranks, rank_by_stage
 from course_pp.model import KVCache, PipelineStageModule
-from course_pp.parallel import build_pipeline_stage, get_pp_mesh, get_pp_size
+from course_pp.parallel import build_pipeline_stage, get_pp_mesh, get_pp_size, get_tp_mesh
 from course_pp.parallel.forward_only import forward_only
 from course_pp.parallel.fsdp import reshard
+from course_pp.parallel.replaced_forward import Compiled, has_replaced
 from course_pp.parallel.stage import ModelStage
 from course_pp.training.data import BOT_ID, EOT_ID, PAD_ID
 
@@ -47,12 +48,7 @@ def sample(
 
     Returns:
         The new tokens, on every rank.
-
-    Raises:
-        ValueError: for a negative temperature or number of tokens.
     """
-    if n_tokens < 0 or not temperature >= 0:
-        raise ValueError(f"n_tokens={n_tokens} and temperature={temperature} must be 0 or more")
     if n_tokens == 0:
         return []
     weight = next(modules[0].parameters())
@@ -65,9 +61,10 @@ def sample(
             stage.stage_index_to_group_rank = owner
         return built
 
+    can_cache = get_tp_mesh(device_mesh) is None and not any(has_replaced(module, Compiled) for module in modules)
     pp_mesh = get_pp_mesh(device_mesh)
     held = Ranks(None if pp_mesh is None else pp_mesh.get_group(), alone=pp_mesh is None).gather(
-        ([module.stage_id for module in modules], _can_cache(modules, device_mesh))
+        ([module.stage_id for module in modules], can_cache)
     )
     owner = rank_by_stage([indices for indices, _ in held])
     # One rank draws for all, so that none can be of another mind about where the text ends.
@@ -75,7 +72,7 @@ def sample(
     generator = torch.Generator().manual_seed(seed)
     pad, bot, eot = special_ids
     tokens, n_prompt = [bot, *prompt], 1 + len(prompt)
-    keys_and_values = KVCache() if all(can_cache for _, can_cache in held) else None
+    keys_and_values = KVCache() if all(theirs for _, theirs in held) else None
     while len(tokens) < n_prompt + n_tokens and tokens[-1] != eot:
         if len(tokens) > window:
             keys_and_values = None  # of positions that are no longer where they were
@@ -97,12 +94,6 @@ def sample(
     for module in modules:
         reshard(module)
     return tokens[n_prompt:]
-
-
-def _can_cache(modules: Sequence[PipelineStageModule], device_mesh: DeviceMesh | None) -> bool:
-    names = () if device_mesh is None else device_mesh.mesh_dim_names or ()
-    compiled = any(getattr(part, "_compiled_call_impl", None) for module in modules for part in module.modules())
-    return "tp" not in names and not compiled
 
 
 def _draw(logits: Tensor, never: list[int], temperature: float, generator: torch.Generator) -> int:

@@ -22,7 +22,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from course_pp.arguments import check_arguments
 from course_pp.collective import Ranks
 from course_pp.loss import LossFn, TokenLoss, counted
 from course_pp.model import CrossEntropy
@@ -73,7 +72,7 @@ class Fitted:
         steps: optimizer steps taken.
         loss: of the last one; None without any.
         validation_loss: after it, in nats a token; None without validation data.
-        speed: tokens a second and model FLOPs utilisation of these steps.
+        speed: of these steps.
     """
 
     steps: int
@@ -86,7 +85,6 @@ class Trainer:
     """Trains this rank's stages. Make it on every rank, with the same arguments but the stages.
 
     Args:
-        config: what to train and how.
         modules: this rank's stages, those that :func:`stages_of_rank` lists, as they are trained (after FSDP2), on
             their device, in a list or by stage. They take token ids or what the stage before returned, and
             ``attention_mask=`` if sequences are padded. In a list, parameters have the names of the full model, and a
@@ -104,15 +102,11 @@ class Trainer:
     Attributes:
         config: as given, with epochs as steps and the stages' precision.
         step: number of finished steps.
-        modules, optimizer, scheduler: what is trained.
         held: the modules by stage, for a checkpoint.
-        is_logging_rank: True on the one rank that writes logs and shows progress. It holds the last stage, which knows
-            the loss.
+        is_logging_rank: True on the one rank that writes logs and shows progress; it holds the last stage.
 
     Raises:
-        RuntimeError: there is no process group.
-        ValueError: on every rank, for stages, data or a mesh that do not fit ``config``, stages that have nothing to
-            train, or ranks that disagree.
+        ValueError: on every rank, for stages, data or a mesh that do not fit ``config``, or ranks that disagree.
     """
 
     def __init__(
@@ -128,12 +122,9 @@ class Trainer:
         tokenizer_digest: str | None = None,
         optimizer: OptimizerFactory | None = None,
     ) -> None:
-        given = locals()
         if not dist.is_initialized():
             raise RuntimeError("no process group: call init_distributed(config) before Trainer")
-        everyone = Ranks()
-        everyone.collectively(lambda: check_arguments(Trainer, given))
-        self.step = 0
+        everyone, self.step = Ranks(), 0
         self._mesh, self._tokenizer_digest = device_mesh, tokenizer_digest
         self.held = everyone.collectively(lambda: held_stages(config, modules, tied, device_mesh))
         self.modules = list(self.held.modules.values())
@@ -171,7 +162,7 @@ class Trainer:
         self.scheduler = build_scheduler(self.optimizer, config)
         is_first_of_its_stage = dist.get_rank() % (dist.get_world_size() // get_pp_size(device_mesh)) == 0
         is_first_copy = self._engine.copies == 1 or dist.get_rank() == 0
-        self.is_logging_rank = self.held.holds_last and is_first_of_its_stage and is_first_copy
+        self.is_logging_rank = self.held.n_stages - 1 in self.held.modules and is_first_of_its_stage and is_first_copy
 
     def train_step(self) -> StepResult:
         """Take one optimizer step.
@@ -180,10 +171,9 @@ class Trainer:
         whole batch; not if the step is skipped.
 
         Raises:
-            NonFiniteGradient: on every rank, if a gradient is not finite and such steps are not skipped; nothing has
-                been updated.
+            NonFiniteGradient: on every rank, if a gradient is not finite and such steps are not skipped.
             PipelineError: on every rank, if a stage failed; where stages update their own weights, also for a loss or
-                a gradient that is not finite, with the update and the stage. Some have been updated then.
+                a gradient that is not finite. Some have been updated then.
         """
         begin = time.perf_counter()
         batch = self._feed.batch(self.step)
@@ -207,7 +197,7 @@ class Trainer:
         return StepResult(self.step, loss, norm, lr, time.perf_counter() - begin, not is_good, scale.value)
 
     def _asynchronous_step(self, batch: Sequences, begin: float) -> StepResult:
-        """Take a step with stages that update their own weights; the pipeline is empty before and after it."""
+        """Take a step with stages that update their own weights."""
         try:
             loss = self._engine.step(batch, 1.0)
         except PipelineError as error:
@@ -217,7 +207,7 @@ class Trainer:
         return StepResult(self.step, loss, None, lr, time.perf_counter() - begin)
 
     def _end_step(self) -> float:
-        """Count the step, set the learning rate of the next one, and return that of this one."""
+        """Count the step, set the next learning rate, and return this one."""
         lr = float(self.optimizer.param_groups[0]["lr"])
         with warnings.catch_warnings():
             # It counts the optimizer's steps, and a first one that is skipped is none.
@@ -238,26 +228,16 @@ class Trainer:
             for parameter in (p for module in self.modules for p in module.parameters()):
                 if parameter.grad is not None:
                     parameter.grad.mul_(1 / self._scale.value)
-        stages = self.held.ours or self.held.modules
-        norm = clip_grad_norm_(
-            stages,
-            self.config.clip_norm,
-            device_mesh=self._mesh,
-            tied=self.held.declared,
-            copies=self._engine.copies,
-        )
-        return loss, norm.item()
+        stages, tied = self.held.ours or self.held.modules, self.held.declared
+        limit, copies = self.config.clip_norm, self._engine.copies
+        return loss, clip_grad_norm_(stages, limit, device_mesh=self._mesh, tied=tied, copies=copies).item()
 
     def _count(self, batch: Sequences) -> int:
         """Return the tokens over which the loss is a mean, or sequences if it does not count tokens."""
         return int(self._loss.count(batch.targets))
 
     def evaluate(self) -> float:
-        """Return the mean loss over the validation batches, in nats a token.
-
-        Raises:
-            ValueError: there is no validation data.
-        """
+        """Return the mean loss over the validation batches, in nats a token."""
         if not self._held_out:
             raise ValueError("validation=None, so there is nothing to evaluate on: give Trainer validation data")
         modes = [module.training for module in self.modules]
@@ -275,9 +255,6 @@ class Trainer:
         Args:
             after_step: called after each step on every rank; the place to save a checkpoint. Its time does not count as
                 training. If it raises, the run ends and the logs are closed.
-
-        Raises:
-            ValueError: on every rank, if ``log_folder`` cannot be written.
         """
         config, first, seq_len = self.config, self.step, self._feed.source.seq_len
         peak = find_peak(config.peak_flops, self.device, self._dtype)
@@ -308,11 +285,7 @@ class Trainer:
         return Fitted(self.step - first, loss, validation_loss, reporter.speed)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint needs besides weights, optimizer and random numbers, as JSON can hold it.
-
-        Unless the data is a stream, its position is the step: on whichever ranks the run goes on, the batch of a step
-        is the same.
-        """
+        """Return what a checkpoint needs besides weights, optimizer and random numbers, as JSON can hold it."""
         return {
             "step": self.step,
             "scheduler": self.scheduler.state_dict(),
@@ -327,13 +300,12 @@ class Trainer:
         """Go on where :meth:`state` was taken; call it on every rank, after the checkpoint filled the optimizer.
 
         Layout, engine, schedule, microbatches, accumulation and logging may differ; but if stages update their own
-        weights, the gradients in an update and their delay depend on stages and microbatches, which must then be those
-        of the state. ``steps`` may differ: the learning rate then follows the new curve, and with ``warmup_steps=None``
-        the new warm-up, a tenth of the new number.
+        weights, stages and microbatches must be those of the state. With other ``steps`` the learning rate follows the
+        new curve from here on.
 
         Raises:
-            ValueError: on every rank, if the state is of other data, another tokenizer or other hyperparameters, is
-                not one at all, or lies past ``config.steps``. Nothing is changed then.
+            ValueError: on every rank, for a state of other data, another tokenizer or other hyperparameters. Nothing
+                is changed then.
         """
         Ranks().collectively(lambda: self._check_state(state))
         self._feed.seek(state["step"], state["data"])

@@ -27,7 +27,7 @@ from course_pp.training.checkpoint.manifest import (
     sentence,
     sync_directory,
 )
-from course_pp.training.config import SettingError, check_whole
+from course_pp.training.config import Count, SettingError, check_setting
 
 _STEP = re.compile(r"step_(\d{8,})")
 _LEFTOVER = re.compile(r"\.step_\d{8,}\.(tmp|old)-\w+")
@@ -57,11 +57,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def check_free(final: Path) -> None:
-    """Refuse to write to ``final`` unless nothing is there, or a damaged checkpoint of ours that may make way.
-
-    Raises:
-        CheckpointError: if a whole checkpoint is there, one of another version, or something else altogether.
-    """
+    """Refuse to write to ``final`` unless nothing is there, or a damaged checkpoint of ours that may make way."""
     if not os.path.lexists(final):
         return
     if not problems(final):
@@ -90,7 +86,7 @@ class Retention:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if value is not None:
-                check_whole(name, value, 1)
+                check_setting(name, value, Count)
         if self.keep_every is not None and self.keep_last is None:
             problem = "{keep_every} needs keep_last: without it everything is kept anyway"
             raise SettingError(problem, {"keep_every": self.keep_every})
@@ -98,8 +94,8 @@ class Retention:
     def apply(self, newest: Path) -> None:
         """Delete what need not be kept beside ``newest``, the checkpoint that has just been written.
 
-        Damaged checkpoints are neither counted nor deleted: someone may want to look at them. The same holds for those
-        of later steps, which a run has left that went back to an earlier one.
+        Damaged checkpoints, and those of later steps, which a run that went back has left, are neither counted nor
+        deleted.
         """
         if self.keep_last is None:
             return
@@ -114,16 +110,9 @@ class Retention:
 
 
 class Draft:
-    """A checkpoint that is being written: under its final name it is complete or not there.
+    """A checkpoint that is being written, to ``path``: under its ``final`` name it is complete or not there.
 
     Making one makes the directory to write to, and removes what killed saves have left.
-
-    Attributes:
-        path: where to write.
-        final: the name it gets when it is complete.
-
-    Raises:
-        CheckpointError: if nothing can be written.
     """
 
     def __init__(self, root: Path, step: int) -> None:
@@ -147,11 +136,7 @@ class Draft:
             ) from error
 
     def publish(self) -> None:
-        """Give the checkpoint its name; a damaged one of that name is removed.
-
-        Raises:
-            CheckpointError: if another run has come to the same step meanwhile (:func:`check_free`).
-        """
+        """Give the checkpoint its name, unless another run has come to the same step; a damaged one is removed."""
         check_free(self.final)
         if self.final.exists():
             _delete(self.final)
@@ -194,10 +179,8 @@ def _remove_leftovers(root: Path) -> None:
 def _lock(directory: Path, wait: bool = True) -> int:
     """Hold a lock on ``directory`` until the returned handle is closed or this process ends.
 
-    Where the file system has no locks, a draft goes without one: nobody can then lock it as a leftover either.
-
-    Raises:
-        OSError: with ``wait=False``, if the lock cannot be had at once.
+    Without ``wait``, an OSError if it cannot be had at once. Where the file system has no locks, a draft goes without
+    one: nobody can then lock it as a leftover either.
     """
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:

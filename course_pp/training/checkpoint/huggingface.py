@@ -65,10 +65,6 @@ def export_hf(
         path: a checkpoint, or the directory of a run's checkpoints.
         directory: new or empty; it appears when it is complete.
         dtype: None keeps the checkpoint's.
-
-    Raises:
-        CheckpointError: if the checkpoint is damaged or not of :class:`~course_pp.model.Transformer`; if ``directory``
-            holds something, or cannot be written.
     """
     checkpoint, target = open_checkpoint(path), Path(os.path.abspath(directory))
     config, attached = _config_of(checkpoint), _attached_to(checkpoint)
@@ -121,11 +117,7 @@ def _attached_to(checkpoint: Opened) -> dict[str, bytes]:
 
 
 def _json_in(path: Path) -> bytes:
-    """Return the content of a file that holds a JSON object.
-
-    Raises:
-        CheckpointError: if it holds anything else, is a link, or cannot be read.
-    """
+    """Return the content of a file that holds a JSON object."""
     try:
         if not isinstance(read_json(path), dict):
             raise CheckpointError(f"{path.name} is damaged: it is not a JSON object")
@@ -178,12 +170,8 @@ def import_hf(source: str | os.PathLike[str], root: str | os.PathLike[str]) -> S
     """Make a checkpoint, step 0 without an optimizer, of a Hugging Face model directory.
 
     Attention is always the built-in one. No link is followed. Load the checkpoint with ``optimizer=None``, at any
-    layout, in the dtype it has.
-
-    Raises:
-        CheckpointError: if there is no such directory, a file in it is damaged or a link, or it does not hold exactly
-            the weights that its ``config.json`` asks for; nothing is left in ``root`` then.
-        ValueError: if the model uses something our decoder does not have.
+    layout, in the dtype it has. If the directory does not hold exactly the weights that its ``config.json`` asks for,
+    nothing is left in ``root``.
     """
     folder = Path(source)
     if not os.path.lexists(folder / "config.json") or not list(folder.glob("*.safetensors")):
@@ -202,11 +190,7 @@ def import_hf(source: str | os.PathLike[str], root: str | os.PathLike[str]) -> S
 
 
 def _model_of(folder: Path, config: ModelConfig, dtype: torch.dtype | None) -> Transformer:
-    """Return the model whose weights ``folder`` holds, on the CPU; its rotary tables stay on the meta device.
-
-    Args:
-        dtype: of the weights; None takes that of the first.
-    """
+    """Return the model whose weights ``folder`` holds, on the CPU; its rotary tables stay on the meta device."""
     found = {name: tensor for name, tensor in _found_in(folder).items() if not name.endswith("rotary_emb.inv_freq")}
     # An enormous number of layers would take as long to build as to look for.
     if config.n_layers > len(found):
@@ -285,9 +269,8 @@ def load_stage(
 
     Raises:
         CheckpointError: on every rank, with nothing filled on any: if a tensor is missing, has another shape or a dtype
-            that cannot be cast, a file is damaged, an argument is of a wrong class, the stage has state that is no
-            tensor, or a parameter or buffer that files do not hold has lost its values, as under
-            ``torch.device("meta")``. Later, if a stage's ``load_state_dict`` fails.
+            that cannot be cast, a file is damaged, or a parameter or buffer that files do not hold has lost its values,
+            as under ``torch.device("meta")``.
     """
     given, ranks = locals(), Ranks(limit_s=_LIMIT_S)
     ranks.collectively(lambda: check_arguments(load_stage, given))
@@ -312,12 +295,7 @@ class _InFile:
 
 
 def _plan(states: States, folder: Path, in_files: Callable[[str], str] = str) -> list[tuple[Tensor, _InFile]]:
-    """Return each weight of the modules, and where it is.
-
-    Raises:
-        CheckpointError: if one is missing, of another shape, or quantized.
-        ValueError: if a parameter or buffer that files do not hold has lost its values.
-    """
+    """Return each weight of the modules, and where it is."""
     found = _found_in(folder)
     planned: list[tuple[Tensor, _InFile]] = []
     missing: list[str] = []

@@ -42,13 +42,7 @@ _MAY_DIFFER = ("max_seq_len",)
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded.
-
-    Attributes:
-        path: the checkpoint.
-        step: number of steps that were finished.
-        extra: what :func:`save` was given.
-    """
+    """What was loaded: which checkpoint, how many steps were finished, and what :func:`save` was given as ``extra``."""
 
     path: Path
     step: int
@@ -139,8 +133,7 @@ def resume(
 def _ends_there(state: RankState, opened: Opened) -> tuple[Ends, dict[str, list[str]]]:
     """Return what is held here, under the checkpoint's names; there, a tied weight may have another of its names.
 
-    Returns:
-        For each tie that was saved as several weights, the other names by the first.
+    Also, for each tie that was saved as several weights, the other names by the first.
     """
     ends: Ends = []
     also: dict[str, list[str]] = {}

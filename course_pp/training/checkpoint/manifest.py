@@ -71,7 +71,7 @@ def sentence(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Digest:
-    """Size and checksum of a file when it was written."""
+    """Of a file when it was written."""
 
     bytes: int
     checksum: str
@@ -79,7 +79,7 @@ class Digest:
 
 
 def new_checksum(kind: str = _KIND) -> Any:
-    """Something with ``update`` and ``hexdigest``, as in ``hashlib``."""
+    """Return what has ``update`` and ``hexdigest``, as in ``hashlib``."""
     return _CHECKSUMS[kind][0]()
 
 
@@ -102,7 +102,7 @@ def write_manifest(directory: Path, step: int, files: Mapping[str, Digest]) -> N
 
 
 def sync_directory(directory: Path) -> None:
-    """Wait until the names in ``directory`` are on the disk: renaming alone promises an order, not that it happened."""
+    """Wait until the names in ``directory`` are on the disk: renaming alone promises an order only."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -112,11 +112,7 @@ def sync_directory(directory: Path) -> None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """A regular file opened for reading: no link is followed, and no pipe or device waited for.
-
-    Raises:
-        CheckpointError: if it cannot be opened, or read.
-    """
+    """A regular file opened for reading: no link is followed, and no pipe or device waited for."""
     try:
         # Without O_NONBLOCK a named pipe would be waited for before anybody could see that it is one.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -137,11 +133,7 @@ def read_plain(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file, as :func:`opened` opens it.
-
-    Raises:
-        CheckpointError: if it cannot be read, or is not JSON.
-    """
+    """Return the content of a JSON file, as :func:`opened` opens it."""
     content = read_plain(path)
     try:
         return json.loads(content)
@@ -150,11 +142,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_manifest(directory: Path) -> tuple[int, dict[str, Digest]]:
-    """Return the step and the files of a checkpoint.
-
-    Raises:
-        CheckpointError: if there is no manifest, or it is not one.
-    """
+    """Return the step and the files of a checkpoint."""
     if not directory.is_dir():
         raise CheckpointError("there is no such directory")
     if not os.path.lexists(directory / MANIFEST):

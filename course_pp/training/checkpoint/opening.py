@@ -30,10 +30,8 @@ class Opened:
     """A checkpoint whose descriptions have been read, and no tensor yet.
 
     Attributes:
-        path: its directory.
         state: the description of the run.
-        tensors: shape, dtype and pieces by key.
-        metadata: the same as DCP reads it.
+        tensors: shape, dtype and pieces by key; ``metadata`` says the same to DCP.
     """
 
     path: Path
@@ -54,7 +52,7 @@ class Opened:
         return {key.removeprefix("model.") for key in self.tensors if key.startswith("model.")}
 
     def read(self, keys: Iterable[str]) -> dict[str, Tensor]:
-        """Return tensors on the CPU, whole, in this process."""
+        """Return whole tensors on the CPU."""
         tensors = {key: torch.empty(self.tensors[key].shape, dtype=self.tensors[key].dtype) for key in keys}
         read_tensors(self.path, self.metadata, tensors)
         return tensors
@@ -68,17 +66,12 @@ def find_latest(root: str | os.PathLike[str]) -> Path | None:
 
     Raises:
         CheckpointError: if there are checkpoints, but none is whole: starting anew is then for a person to decide.
-        OSError: if ``root`` cannot be read.
     """
     return _newest(Path(root), lambda: step_directories(Path(root)), _problems_now, warn=True)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Opened:
-    """Read the descriptions in a checkpoint, or in the newest whole one of a run, in this process alone.
-
-    Raises:
-        CheckpointError: if it is damaged, or holds anything that is not a tensor or JSON.
-    """
+    """Read the descriptions in a checkpoint, or in the newest whole one of a run, in this process alone."""
     opened = open_together(Path(path), Ranks(alone=True))
     if opened is None:
         raise CheckpointError(f"{path} holds no checkpoint: give a directory that save has written to")
@@ -150,7 +143,7 @@ def _describe(path: Path) -> Opened:
 
 @checked
 def contents(path: str | os.PathLike[str]) -> list[TensorEntry]:
-    """Return every tensor in a checkpoint, or in the newest whole one of a run, by key.
+    """Return every tensor in a checkpoint, or in the newest whole one of a run, in the order of their keys.
 
     Raises:
         CheckpointError: if it is damaged, or holds anything that is not a tensor or JSON.

@@ -29,8 +29,6 @@ class Saved:
     """A complete checkpoint.
 
     Attributes:
-        path: its directory.
-        step: of the run.
         n_bytes: size of all its files.
         stall_s: seconds for which training stood still on this rank.
         write_s: seconds from the first byte to the directory's name.
@@ -92,7 +90,7 @@ def save(
 
 
 def _write(root: Path, snapshot: Snapshot, retention: Retention, ranks: Ranks) -> tuple[Path, int, float]:
-    """Write a snapshot; return the checkpoint's directory, its bytes, and the seconds it took."""
+    """Return the checkpoint's directory, its bytes, and the seconds it took."""
     begin = time.perf_counter()
     draft: Draft | None = None
 
@@ -115,16 +113,13 @@ def _write(root: Path, snapshot: Snapshot, retention: Retention, ranks: Ranks) -
 
     try:
         directory = ranks.first(start)
-        everyone = ranks.gather(write_tensors(directory, _detached(snapshot.tensors), ranks))
+        tensors = {key: tensor.detach() for key, tensor in snapshot.tensors.items()}
+        everyone = ranks.gather(write_tensors(directory, tensors, ranks))
         path, n_bytes = ranks.first(finish)
     finally:
         if draft is not None:
             draft.discard()  # unless it was published
     return path, n_bytes, time.perf_counter() - begin
-
-
-def _detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {key: tensor.detach() for key, tensor in tensors.items()}
 
 
 def _check_shared(directory: Path, written: Sequence[Mapping[str, Digest]]) -> None:
@@ -148,7 +143,7 @@ class Saving:
         self._future: Future[tuple[Path, int, float]] = Future()
 
     def done(self) -> bool:
-        """Return True when it is complete, or has failed."""
+        """Return whether it is complete, or has failed."""
         return self._future.done()
 
     def result(self) -> Saved:
@@ -200,9 +195,7 @@ class AsyncSaver:
         attachments: Attachments | None = None,
         tied: Ties | None = None,
     ) -> Saving:
-        """Begin to write ``root/step_…``; returns as soon as training may change the tensors.
-
-        The arguments are those of :func:`save`.
+        """Begin to write ``root/step_…``; return as soon as training may change the tensors. Arguments: as of :func:`save`.
 
         Raises:
             CheckpointError: if they cannot be saved, or the save before failed.

@@ -151,11 +151,7 @@ def _whole_model(state: RankState) -> set[str]:
 
 
 def _check_whole(everyone: list[_Told]) -> dict[str, Any] | None:
-    """Check that the ranks together passed all of one model; return its sizes, None if its modules have none.
-
-    Raises:
-        CheckpointError: naming what is missing.
-    """
+    """Check that the ranks together passed all of one model; return its sizes, None if its modules have none."""
     found = set().union(*(told.names for told in everyone))
     for told in everyone:
         if missing := sorted(told.expected - found):
@@ -209,16 +205,13 @@ class Copy:
 
 
 def check_copies(state: RankState, optimizer: torch.optim.Optimizer | None, place: int, ranks: Ranks) -> set[str]:
-    """Check that every name means one tensor. Call it on every rank.
+    """Check that every name means one tensor; a collective.
 
     Args:
         place: where this rank is along the pipeline.
 
     Returns:
         Keys of buffers that this rank must not write: a lower rank at the same place does.
-
-    Raises:
-        CheckpointError: on every rank, naming two ranks that hold different tensors under one name.
     """
     tensors: dict[str, list[Tensor]] = {}
     mine: dict[str, list[Copy]] = {}

@@ -87,10 +87,6 @@ def state_of(modules: Modules, tied: Ties | None = None) -> RankState:
     Args:
         tied: for each weight that is one, its names on all ranks; None takes those that stages of ``auto_split`` know.
             Ends that are one parameter here are found.
-
-    Raises:
-        CheckpointError: if there is no module, two hold the same name, or one keeps something other than tensors; for
-            a tie of fewer than two names, or two with one name.
     """
     found = RankState()
     prefixes = []
@@ -190,11 +186,7 @@ def _declared(tied: Ties, prefixed: bool) -> list[tuple[str, ...]]:
 
 
 def load_into(module: nn.Module, state: dict[str, Any]) -> None:
-    """Give ``module`` its own ``state_dict``, with other values, by its own means.
-
-    Raises:
-        CheckpointError: if it fails, or does not take something of it.
-    """
+    """Give ``module`` its own ``state_dict``, with other values, by its own means."""
     kind = type(module).__name__
     try:
         # What the module itself leaves out of its state_dict is not missing there.
@@ -227,11 +219,7 @@ class Group:
 
 
 def optimizer_groups(optimizer: torch.optim.Optimizer, ends: Ends) -> list[Group]:
-    """Return the optimizer's parameter groups with names in place of tensors.
-
-    Raises:
-        CheckpointError: if it trains something that is not in the modules.
-    """
+    """Return the optimizer's parameter groups with names in place of tensors."""
     names = {id(tensor): name for name, tensor in ends}
     groups = []
     for group in optimizer.param_groups:
@@ -257,11 +245,7 @@ def merged(groups: Iterable[Group]) -> list[Group]:
 
 
 def keyed(ends: Ends, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """Return weights and their optimizer's state by key; no state of parameters that have not been updated yet.
-
-    Raises:
-        CheckpointError: if the state is more than tensors like the parameter, and scalars.
-    """
+    """Return weights and their optimizer's state by key; no state of parameters that have not been updated yet."""
     tensors = {f"model.{name}": tensor for name, tensor in ends}
     for name, parameter in ends:
         for slot, value in ({} if optimizer is None else optimizer.state.get(parameter, {})).items():

@@ -65,8 +65,7 @@ class Piece:
 
     Attributes:
         offsets, sizes: where it begins in the tensor and how far it reaches, an entry a dimension.
-        file: name of the file.
-        n_bytes: what it takes there, torch's framing included.
+        n_bytes: what it takes in the file, torch's framing included.
     """
 
     offsets: tuple[int, ...]
@@ -97,11 +96,7 @@ class TensorEntry:
 
 
 def read_description(directory: Path, files: Mapping[str, Digest]) -> tuple[dict[str, TensorEntry], Metadata]:
-    """Return what the files hold, by key; and the same as DCP reads it, rebuilt from checked numbers and names.
-
-    Raises:
-        CheckpointError: if ``.metadata`` is anything but a description of whole tensors in ``files``.
-    """
+    """Return what the files hold, by key; and the same as DCP reads it, rebuilt from checked numbers and names."""
     try:
         metadata = _metadata(_Unpickler(read_plain(directory / METADATA)).load())
         return {key: _entry(key, metadata, files) for key in metadata.state_dict_metadata}, metadata
@@ -288,14 +283,7 @@ class _Reader(dcp.FileSystemReader):
 
 
 def write_tensors(directory: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Digest]:
-    """Write everyone's tensors; what several ranks hold is written by one of them.
-
-    Returns:
-        The digests of the files that this rank wrote.
-
-    Raises:
-        CheckpointError: on every rank, if one could not write.
-    """
+    """Write everyone's tensors, each by one rank; return the digests of the files that this rank wrote."""
     writer = _Writer(directory)
 
     def write() -> None:
@@ -307,11 +295,7 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor], ranks: Ranks) 
 
 
 def read_tensors(directory: Path, metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
-    """Fill ``tensors``, in place, in this process alone: what another rank reads makes no difference.
-
-    Raises:
-        CheckpointError: if they cannot be read; they may then be filled in part.
-    """
+    """Fill ``tensors``, in place, in this process alone. If that fails, they may be filled in part."""
     with _in_a_sentence(f"{directory} cannot be loaded"):
         dcp.load(dict(tensors), storage_reader=_Reader(directory, metadata), no_dist=True)
 
@@ -323,11 +307,7 @@ def writing_to(root: Path) -> AbstractContextManager[None]:
 
 @contextmanager
 def _in_a_sentence(problem: str, remedy: str = "") -> Iterator[None]:
-    """Say what went wrong in one sentence, where DCP has a traceback a rank.
-
-    Args:
-        remedy: if it was the disk.
-    """
+    """Say what went wrong in one sentence, where DCP has a traceback a rank, and the ``remedy`` if it was the disk."""
     failure: BaseException
     try:
         with torch.no_grad(), warnings.catch_warnings():

@@ -59,9 +59,6 @@ class Corpus:
 
         Whole documents are taken in the order of their hashes while they fit into the share `validation` of
         all characters. A single document is cut at that position instead. Neither part is ever empty.
-
-        Raises:
-            ValueError: `validation` is not between 0 and 1, or there is only one character to share.
         """
         if not 0 < validation < 1:
             raise ValueError(f"validation={validation}: the share must lie between 0 and 1, such as 0.1")
@@ -110,6 +107,8 @@ def load_corpus(
 ) -> Corpus:
     """Load documents from `texts`, or from `dataset`, or by default from the sources of Python's standard library.
 
+    Documents of nothing but white space are dropped.
+
     Args:
         texts: a file, a directory (every file below it, in sorted order, without hidden ones and without
             those that are not UTF-8), or several of either. Each file is one document.
@@ -118,13 +117,6 @@ def load_corpus(
         subset, split, text_column: which part of `dataset`, and which of its columns.
         max_bytes: stop with the document that reaches this many bytes of UTF-8. Without it, texts and
             datasets are read to the end, and the standard library to `STDLIB_MAX_BYTES`.
-
-    Documents of nothing but white space are dropped.
-
-    Raises:
-        ValueError: both sources named; a path that does not exist or a named file that is not UTF-8; a
-            dataset, split or column that is not there; no text at all.
-        RuntimeError: a dataset is asked for and the package `datasets` is not installed.
     """
     name, documents = iterate_documents(
         texts, dataset, subset=subset, split=split, text_column=text_column, max_bytes=max_bytes
@@ -142,11 +134,7 @@ def iterate_documents(
     text_column: str = "text",
     max_bytes: int | None = None,
 ) -> tuple[str, Iterator[str]]:
-    """Return the name of what :func:`load_corpus` would load, and its documents, one at a time.
-
-    Raises:
-        ValueError, RuntimeError: as there, some when the document is reached.
-    """
+    """Return the name of what :func:`load_corpus` would load, and its documents, one at a time."""
     if texts is not None and dataset is not None:
         raise ValueError(f"texts={texts!r} and dataset={dataset!r}: a corpus has one source; name only one")
     if dataset is None and (subset, split, text_column) != (None, "train", "text"):
@@ -218,28 +206,19 @@ def _read_utf8(path: Path) -> str | None:
 def load_stream(
     dataset: str, *, subset: str | None = None, split: str = "train", text_column: str = "text"
 ) -> tuple[str, Callable[[int], Iterator[str | None]]]:
-    """Return the name of a Hugging Face dataset, and its documents from any number on, read as they are asked for.
-
-    Raises:
-        ValueError, RuntimeError: as :func:`load_corpus`.
-    """
+    """Return the name of a Hugging Face dataset, and its documents from any number on, read as they are asked for."""
     rows = _load_dataset(dataset, subset, split, text_column, streaming=True)
     name = "/".join(filter(None, (dataset, subset, split, text_column)))
     return name, lambda start: _texts_of(rows.skip(start), dataset, text_column)
 
 
 def import_datasets(what: str) -> Any:
-    """Import and return the package `datasets`, which ``what`` needs.
-
-    Raises:
-        RuntimeError: if it is not installed.
-    """
+    """Import and return the package `datasets`, which ``what`` needs."""
     try:
         import datasets
     except ImportError as error:
-        raise RuntimeError(
-            f"{what} needs the package `datasets`: install it with pip install 'course_pp[hf]'"
-        ) from error
+        how = "install it with pip install 'course_pp[hf]'"
+        raise RuntimeError(f"{what} needs the package `datasets`: {how}") from error
     return datasets
 
 

@@ -38,12 +38,9 @@ class TokenFile:
     """A file of tokens that was looked at and is whole.
 
     Attributes:
-        path: of the numbers.
         dtype: ``"uint16"`` or ``"uint32"``.
-        n_tokens: how many.
         vocab_size: tokens are below it.
-        digest: SHA-256 of all bytes.
-        sample: SHA-256 of some of them.
+        digest, sample: SHA-256 of all bytes, and of some of them.
         tokenizer: the definition of what made them.
     """
 
@@ -62,7 +59,6 @@ class TokenFile:
 
     @cached_property
     def special_ids(self) -> tuple[int, int, int]:
-        """Those of its tokenizer."""
         return Tokenizer(self.tokenizer).special_ids
 
     @cached_property
@@ -81,10 +77,6 @@ def write_tokens(path: str | os.PathLike[str], documents: Iterable[str], tokeniz
     """Write documents, one after the other, without holding more than one.
 
     The file appears whole or not at all.
-
-    Raises:
-        ValueError: no documents, or a ``path`` where something other than a file is.
-        OSError: the files cannot be written.
     """
     path, vocab_size = Path(path), tokenizer.vocab_size
     for taken in filter(_is_no_file, (path, _beside(path))):  # or a device would be replaced
@@ -124,9 +116,6 @@ def open_tokens(path: str | os.PathLike[str], verify: bool = False) -> TokenFile
 
     Args:
         verify: read all of it and compare with the digest, instead of some places.
-
-    Raises:
-        ValueError: it is not there, was cut off or changed, or has no description.
     """
     path = Path(path)
     for strange in filter(_is_no_file, (path, _beside(path))):  # a pipe would be waited for
@@ -163,9 +152,6 @@ class _OnDisk:
         file: the tokens.
         seq_len: tokens in a row, at least 2.
         first, last: which tokens of the file, or which of its documents; by default all.
-
-    Raises:
-        ValueError: a ``seq_len`` under 2, or too little for one row.
     """
 
     file: TokenFile
@@ -209,9 +195,6 @@ class _OnDisk:
         Args:
             validation: their share of the tokens, between 0 and 1.
             most: validation tokens at most, unless one document alone has more.
-
-        Raises:
-            ValueError: either part is without a row.
         """
         cut = self._cut(validation, most)
         return replace(self, last=cut), replace(self, first=cut)
@@ -328,11 +311,6 @@ def open_arrow(folder: str | os.PathLike[str], column: str = "input_ids") -> Arr
     Args:
         folder: one split, not several.
         column: of lists of whole numbers, all of one length of at least 3: seq_len + 1.
-
-    Raises:
-        ValueError: the folder is missing, damaged or of another kind; no such column; values that are no ids, or rows
-            of several lengths.
-        RuntimeError: the package `datasets` is not installed.
     """
     folder = os.fspath(folder)
     datasets = import_datasets(f"folder {folder!r}")

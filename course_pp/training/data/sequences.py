@@ -19,25 +19,21 @@ IGNORE_INDEX = -100
 
 
 class Rows(Protocol):
-    """Sequences of one length, in memory (:class:`Sequences`) or on disk."""
+    """Sequences of one length, in memory (:class:`Sequences`) or on disk; ``digest`` is equal for equal data."""
 
-    def __len__(self) -> int:
-        """Return how many rows there are."""
+    def __len__(self) -> int: ...
 
     def __getitem__(self, rows: slice | Tensor) -> "Sequences":
         """Return the chosen rows: a slice, or an int64 tensor of row numbers."""
 
     @property
-    def seq_len(self) -> int:
-        """Tokens in a row."""
+    def seq_len(self) -> int: ...
 
     @property
-    def is_padded(self) -> bool:
-        """Whether a mask says where tokens are."""
+    def is_padded(self) -> bool: ...
 
     @property
-    def digest(self) -> str:
-        """Equal for equal data."""
+    def digest(self) -> str: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,9 +44,6 @@ class Sequences:
         inputs: int64 (n, seq_len).
         targets: int64 (n, seq_len), `IGNORE_INDEX` where nothing is to be predicted.
         attention_mask: bool (n, seq_len), True on tokens and False on padding; None where nothing is padded.
-
-    Raises:
-        ValueError: tensors of another dtype, or of unequal shapes.
     """
 
     inputs: Tensor
@@ -71,7 +64,6 @@ class Sequences:
         return len(self.inputs)
 
     def __getitem__(self, rows: slice | Tensor) -> "Sequences":
-        """Return the chosen rows: a slice, or an int64 tensor of row numbers."""
         mask = None if self.attention_mask is None else self.attention_mask[rows]
         return Sequences(self.inputs[rows], self.targets[rows], mask)
 
@@ -108,9 +100,6 @@ def packed(documents: Sequence[Tensor], seq_len: int) -> Sequences:
     Args:
         documents: `[BOT] … [EOT]`, int64 (length,) each, as from `encode`.
         seq_len: tokens in a row, at least 2.
-
-    Raises:
-        ValueError: `seq_len` is under 2, or the documents do not fill one row.
     """
     _check(documents, seq_len)
     stream = torch.cat(list(documents))
@@ -131,12 +120,8 @@ def padded(documents: Sequence[Tensor], seq_len: int, pad_id: int = PAD_ID) -> S
     its `[BOT]` is predicted exactly once. Nothing is predicted from `[EOT]` or `[PAD]`.
 
     Args:
-        documents: `[BOT] … [EOT]`, int64 (length,) each, as from `encode`.
-        seq_len: tokens in a row, at least 2.
+        documents, seq_len: as for :func:`packed`.
         pad_id: the tokenizer's id of `[PAD]`.
-
-    Raises:
-        ValueError: `seq_len` is under 2.
     """
     _check(documents, seq_len)
     starts = [(document, start) for document in documents for start in range(0, len(document) - 1, seq_len)]
@@ -184,10 +169,6 @@ class Batches:
         global_batch: rows of a step over all data-parallel ranks.
         seed: of the permutations, at least 0.
         dp_rank, dp_size: this data-parallel rank, and their number.
-
-    Raises:
-        ValueError: `global_batch` does not divide by `dp_size`, or exceeds the data; a rank outside
-            `dp_size`.
     """
 
     sequences: Rows
@@ -223,9 +204,6 @@ def validation_batches(sequences: Rows, global_batch: int, max_batches: int | No
 
     With `max_batches` the rows are spread evenly over the data, so that few batches still sample many
     documents. Rows that do not fill a batch are left out.
-
-    Raises:
-        ValueError: as `Batches`.
     """
     _check_sizes(sequences, global_batch, 0, 1)
     n_full = len(sequences) // global_batch
@@ -258,16 +236,12 @@ def _check_sizes(sequences: Rows, global_batch: int, dp_rank: int, dp_size: int)
 
 
 def read_ahead(batches: Batches, first: int, last: int, workers: int) -> Iterator[Sequences]:
-    """Return ``batches[first]`` to ``batches[last - 1]``, which processes read before they are asked for.
-
-    The same batches in the same order as without: each is a function of its number, so there is no position to keep.
-    The processes end with the iterator.
-    """
+    """Return ``batches[first]`` to ``batches[last - 1]``, read by processes that end with the iterator."""
     dataset: Any = batches  # takes a number and gives a batch, which is all that is asked of it
     return iter(DataLoader(dataset, batch_size=None, sampler=range(first, last), num_workers=workers))
 
 
-def unigram_entropy(targets: Tensor, vocab_size: int) -> float:
+def unigram_entropy(targets: Tensor) -> float:
     """Return the entropy of the token frequencies of `targets`, the best loss of a model that ignores all context.
 
     With p the relative frequencies, H(p) = -Σ_v p(v) ln p(v). No distribution that ignores context has a smaller mean
@@ -279,17 +253,6 @@ def unigram_entropy(targets: Tensor, vocab_size: int) -> float:
 
     Returns:
         Nats per token, the unit of `torch.nn.functional.cross_entropy`.
-
-    Raises:
-        ValueError: nothing to count, or a token outside 0 … vocab_size - 1.
     """
-    tokens = targets[targets != IGNORE_INDEX]
-    if not len(tokens):
-        raise ValueError(f"no targets: all {targets.numel()} are IGNORE_INDEX ({IGNORE_INDEX}); give some tokens")
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= vocab_size:
-        raise ValueError(
-            f"targets reach from {low} to {high}, outside 0 … {vocab_size - 1}: give the vocab_size of the tokenizer"
-        )
-    counts = torch.bincount(tokens).double()
+    counts = torch.bincount(targets[targets != IGNORE_INDEX]).double()
     return float(torch.special.entr(counts / counts.sum()).sum())

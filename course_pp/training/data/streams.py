@@ -36,9 +36,6 @@ class Stream:
         seq_len: tokens in a row, at least 2.
         first: number of the first document; those before it are held out.
         is_padded: each document has rows of its own, as :func:`~course_pp.training.data.padded` makes them.
-
-    Raises:
-        ValueError: a ``seq_len`` under 2.
     """
 
     name: str
@@ -58,11 +55,7 @@ class Stream:
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def split(self, n_rows: int) -> tuple["Stream", Sequences]:
-        """Return the stream after its first documents, and these as ``n_rows`` rows at least, for validation.
-
-        Raises:
-            ValueError: the stream ends before that.
-        """
+        """Return the stream after its first documents, and these as ``n_rows`` rows at least, for validation."""
         held: list[Tensor] = []
         number, needed = self.first, n_rows if self.is_padded else n_rows * self.seq_len + 1
         for number, document in enumerate(self.documents(self.first), start=self.first):
@@ -100,11 +93,7 @@ class StreamedBatches:
         self._reading = self._read(stream.first, 1)
 
     def __getitem__(self, step: int) -> Sequences:
-        """Return the rows of ``step``, which must be the next.
-
-        Raises:
-            ValueError: another step than the next, or a stream without text.
-        """
+        """Return the rows of ``step``, which must be the next."""
         if step != self._step:
             raise ValueError(f"step={step}: a stream is read in order, and its next step is {self._step}")
         batch = self._padded() if self.sequences.is_padded else self._packed()
@@ -145,20 +134,12 @@ class StreamedBatches:
         """Return the position, as JSON can hold it."""
         if not self._unread:
             return {"document": self._first, "token": self._token, "digest": None}
-        following = self._unread[0]
-        return {
-            "document": following.number,
-            "token": self._token,
-            "digest": following.digest,
-            "epoch": following.epoch,
-        }
+        next_one = self._unread[0]
+        place = {"document": next_one.number, "token": self._token, "digest": next_one.digest}
+        return {**place, "epoch": next_one.epoch}
 
     def seek(self, step: int, state: Mapping[str, Any]) -> None:
-        """Go on with ``step`` at a position that :meth:`state` told.
-
-        Raises:
-            ValueError: the stream holds another document there.
-        """
+        """Go on with ``step`` at a position that :meth:`state` told; refuse a stream with another document there."""
         self._step, self._first, self._token = step, state["document"], state["token"]
         self._unread.clear()
         self._reading = self._read(self._first, state.get("epoch", 1))  # older states lack it

@@ -76,11 +76,7 @@ class Tokenizer:
 
     @cached_property
     def special_ids(self) -> tuple[int, int, int]:
-        """Ids of `[PAD]`, `[BOT]` and `[EOT]`.
-
-        Raises:
-            ValueError: the tokenizer has no such tokens, or text can encode to them.
-        """
+        """Ids of `[PAD]`, `[BOT]` and `[EOT]`; refuse a tokenizer without them."""
         added = self._backend.get_added_tokens_decoder()
         ids = {token.content: i for i, token in added.items() if token.special}
         missing = [token for token in SPECIAL_TOKENS if token not in ids]
@@ -114,11 +110,7 @@ class Tokenizer:
 
 @checked
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """Return the tokenizer of a ``tokenizer.json``, such as a checkpoint of a run holds.
-
-    Raises:
-        ValueError: the file cannot be read, is no tokenizer, or lacks a special token.
-    """
+    """Return the tokenizer of a ``tokenizer.json``, such as a checkpoint of a run holds."""
     name = os.fspath(path)
     try:
         with open(path, encoding="utf-8") as file:
@@ -141,18 +133,11 @@ def train_tokenizer(
     A corpus too small to fill the vocabulary gives a smaller one. The cache is keyed by the corpus' digest
     and `vocab_size`, and lies in `cache_dir`, by default `$XDG_CACHE_HOME/course_pp` or `~/.cache/course_pp`.
     Ranks may call this all at once: training is deterministic and the file appears whole.
-
-    Raises:
-        ValueError: `vocab_size` is under 259, one token for each byte and each special token.
     """
-    if vocab_size < _MIN_VOCAB_SIZE:
+    if not _MIN_VOCAB_SIZE <= vocab_size <= _MAX_VOCAB_SIZE:
         raise ValueError(
-            f"vocab_size={vocab_size}: byte-level BPE needs 256 byte tokens and {len(SPECIAL_TOKENS)} "
-            f"special ones; choose at least {_MIN_VOCAB_SIZE}"
-        )
-    if vocab_size > _MAX_VOCAB_SIZE:
-        raise ValueError(
-            f"vocab_size={vocab_size}: choose at most {_MAX_VOCAB_SIZE:,}; published ones stay below 300,000"
+            f"vocab_size={vocab_size}: choose at least {_MIN_VOCAB_SIZE}, a token for each byte and the special ones, "
+            f"and at most {_MAX_VOCAB_SIZE:,}"
         )
     key = _key(corpus.digest, str(vocab_size), tokenizers.__version__)
     make = partial(_train, corpus, vocab_size)
@@ -187,8 +172,7 @@ def _key(*parts: str) -> str:
 def _remembered(name: str, make: Callable[[], bytes], cache_dir: str | os.PathLike[str] | None) -> bytes:
     """Return the bytes kept under `name`; where none are kept, or they are damaged, those of `make()`, then kept.
 
-    Several processes that find nothing each call `make`; since a file appears by renaming, whoever reads finds a whole
-    one. A directory that cannot be written costs a warning and the next `make`.
+    A file appears by renaming, so whoever reads finds a whole one. A directory that cannot be written costs a warning.
     """
     path = (_default_cache_dir() if cache_dir is None else Path(cache_dir)) / name
     with suppress(OSError):
