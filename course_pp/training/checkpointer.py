@@ -146,17 +146,13 @@ class Checkpointer:
         there = [] if self._root is None else step_directories(self._root)
         later = [path for path in there if step_of(path) > step]
         if later and not take_up:
-            raise CheckpointError(
-                f"{later[0]} is there already, and this run, which begins after step {step}, would come to it: "
-                "resume with auto, or save to another directory"
-            )
+            how = "resume with auto, or save to another directory"
+            raise CheckpointError(f"{later[0]} is there already, and this run goes on from step {step}: {how}")
         for path in later:
             check_free(path)
 
 
 def _check_source(source: str | os.PathLike[str]) -> None:
     if source not in ("auto", "never") and not (os.fspath(source) and os.path.lexists(source)):
-        raise SettingError(
-            "{resume} must be auto, never, or the path of a checkpoint, and nothing is there",
-            {"resume": os.fspath(source)},
-        )
+        problem = "{resume} must be auto, never, or the path of a checkpoint, and nothing is there"
+        raise SettingError(problem, resume=os.fspath(source))

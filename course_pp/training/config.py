@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from string import Formatter
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -25,16 +25,16 @@ class SettingError(ValueError):
         settings: their values by name.
     """
 
-    def __init__(self, sentence: str, settings: Mapping[str, Any]) -> None:
-        self.sentence, self.settings = sentence, {name: _short(value) for name, value in settings.items()}
+    def __init__(self, sentence: str, **settings: Any) -> None:
+        self.sentence, self.settings = sentence, settings
         super().__init__(self.spelled(lambda name, value: f"{name}={value!r}"))
 
     def spelled(self, spell: Callable[[str, Any], str]) -> str:
         """Return the sentence with each setting as ``spell(name, value)`` has it."""
         return self.sentence.format(**{name: spell(name, value) for name, value in self.settings.items()})
 
-    def __reduce__(self) -> tuple[type["SettingError"], tuple[str, dict[str, Any]]]:
-        return type(self), (self.sentence, self.settings)
+    def __reduce__(self) -> tuple[Callable[[], "SettingError"], tuple[()]]:
+        return partial(SettingError, self.sentence, **self.settings), ()
 
 
 @dataclass(frozen=True)
@@ -46,25 +46,13 @@ class Rule:
 
 
 def whole(least: int) -> Rule:
-    # Longer ones can be counted but not printed.
-    return Rule(
-        lambda value: type(value) is int and least <= value < 2**63,
-        f"must be a whole number of at least {least}, below 2**63",
-    )
-
-
-def number(holds: Callable[[float], bool], words: str) -> Rule:
-    return Rule(lambda value: isinstance(value, int | float) and not isinstance(value, bool) and holds(value), words)
-
-
-def text(words: str) -> Rule:
-    return Rule(lambda value: isinstance(value, str) and value != "", words)
+    return Rule(lambda value: type(value) is int and value >= least, f"must be a whole number of at least {least}")
 
 
 Count = Annotated[int, whole(1)]
 CountOrNone = Annotated[int, whole(0)]
-Positive = Annotated[float, number(lambda value: 0 < value < math.inf, "must be a number above 0, and finite")]
-NotNegative = Annotated[float, number(lambda value: 0 <= value < math.inf, "must be a number of 0 or more, and finite")]
+Positive = Annotated[float, Rule(lambda value: 0 < value < math.inf, "must be a number above 0, and finite")]
+NotNegative = Annotated[float, Rule(lambda value: 0 <= value < math.inf, "must be a number of 0 or more, and finite")]
 
 Engine = Literal["parallel", "runtime"]
 LrSchedule = Literal["cosine", "linear", "wsd", "constant"]
@@ -75,30 +63,13 @@ Optimizer = Literal[
 ]  # fmt: skip
 """Those of ``torch.optim`` that treat each number alone, and take FSDP2's sharded parameters."""
 
-_SCHEDULE = text("must be the name of a schedule, such as '1f1b'")
-_FOLDER = text("must be a folder to write into, or None to write none")
-_SCALE = number(
+_SCALE = Rule(
     lambda value: 1 <= value <= 2**24 and math.frexp(value)[0] == 0.5,
     "must be a power of two from 1 to 2**24, such as 65536",
 )
-_SHARE = number(lambda value: 0 <= value <= 1, "must lie between 0 and 1: it is a share of the peak, such as 0.1")
-_BETAS = Rule(
-    lambda betas: (
-        isinstance(betas, tuple | list)
-        and len(betas) == 2
-        and all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas)
-    ),
-    "must be two numbers from 0 to below 1, such as (0.9, 0.95)",
-)
-_OPTIONS = Rule(
-    lambda options: (
-        isinstance(options, Mapping)
-        and all(isinstance(name, str) and isinstance(value, bool | int | float) for name, value in options.items())
-    ),
-    "must give numbers or booleans by name",
-)
-_NORM = number(lambda value: value > 0, "must be a number above 0: use inf to measure without clipping")
-_SECONDS = number(lambda value: 0 < value < 365 * 24 * 3600, "must be a number of seconds above 0")
+_SHARE = Rule(lambda value: 0 <= value <= 1, "must lie between 0 and 1: it is a share of the peak, such as 0.1")
+_NORM = Rule(lambda value: value > 0, "must be a number above 0: use inf to measure without clipping")
+_SECONDS = Rule(lambda value: 0 < value < 365 * 24 * 3600, "must be a number of seconds above 0")
 
 
 @dataclass(frozen=True)
@@ -117,7 +88,7 @@ class TrainConfig:
     """Pipeline steps whose gradients make one optimizer step; it changes memory and speed, not the result."""
     engine: Engine = "parallel"
     """`"parallel"` runs `course_pp.parallel`, `"runtime"` the pipeline of `course_pp.runtime`."""
-    schedule: Annotated[str, _SCHEDULE] = "1f1b"
+    schedule: str = "1f1b"
     """A name of the catalogue, or a CSV file with an order of your own, as `course_pp.schedule.to_torch_csv` writes
     it."""
     versions: Versions | None = None
@@ -146,11 +117,11 @@ class TrainConfig:
     """Last steps, in which `lr_schedule="wsd"` falls; None: a fifth of the run."""
     optimizer: Optimizer = "AdamW"
     """A class of `torch.optim`."""
-    betas: Annotated[tuple[float, float], _BETAS] | None = None
+    betas: tuple[float, float] | None = None
     """Of the Adam family; None is the optimizer's own."""
     eps: NotNegative | None = None
     """Of most optimizers; None is the optimizer's own."""
-    optimizer_options: Annotated[dict[str, float | bool], _OPTIONS] = field(default_factory=dict)
+    optimizer_options: dict[str, float | bool] = field(default_factory=dict)
     """Whatever else the optimizer takes, by name, such as `dict(momentum=0.9)`."""
     weight_decay: NotNegative = 0.01
     """Of matrices; norms, biases and embeddings do not decay."""
@@ -162,7 +133,7 @@ class TrainConfig:
     """Validation batches of an evaluation, each of `batch` sequences."""
     log_every: Count = 10
     """Steps between lines of the log."""
-    log_folder: Annotated[str, _FOLDER] | None = None
+    log_folder: str | None = None
     """Where one rank writes `metrics.jsonl` and TensorBoard's files; None writes none."""
     profile: CountOrNone = 0
     """Steps to trace on every rank into `log_folder`; 0 traces none."""
@@ -192,7 +163,7 @@ class TrainConfig:
     def _refuse_unless(self, allowed: bool, sentence: str) -> None:
         if not allowed:
             names = [name for _, name, *_ in Formatter().parse(sentence) if name]
-            raise SettingError(sentence, {name: getattr(self, name) for name in names})
+            raise SettingError(sentence, **{name: getattr(self, name) for name in names})
 
     def _check_course(self) -> None:
         """Refuse two lengths of the run, and what is longer than the run."""
@@ -220,7 +191,7 @@ class TrainConfig:
         except ValueError as problem:
             said = str(problem).replace("{", "{{").replace("}", "}}")
             more = "" if is_file(self.schedule) else ", or a file that ends in .csv"
-            raise SettingError(f"{{schedule}}: {said}{more}", {"schedule": self.schedule}) from None
+            raise SettingError(f"{{schedule}}: {said}{more}", schedule=self.schedule) from None
         if isinstance(order, Schedule):
             has = f"is an order of {order.n_microbatches} microbatches"
             fits = order.n_microbatches == self.microbatches
@@ -275,11 +246,8 @@ class TrainConfig:
         parts = math.prod(factors.values())
         if self.batch % parts:
             spelled = " × ".join(f"{size} {name}" for name, size in factors.items() if size > 1)
-            raise SettingError(
-                f"{{batch}} does not divide into {spelled} = {parts} parts: use a multiple of {parts}, such as "
-                f"{-(-self.batch // parts) * parts}",
-                {"batch": self.batch},
-            )
+            more = f"use a multiple, such as {-(-self.batch // parts) * parts}"
+            raise SettingError(f"{{batch}} does not divide into {spelled} = {parts} parts: {more}", batch=self.batch)
         return self.batch // parts
 
     def as_dict(self) -> dict[str, Any]:
@@ -298,13 +266,13 @@ def check_setting(name: str, value: object, hint: Any) -> None:
     kinds = get_args(hint) if type(None) in get_args(hint) else (hint,)
     if value is None and len(kinds) > 1:
         return
-    rule = kinds[0].__metadata__[0] if get_origin(kinds[0]) is not Literal else _choice(get_args(kinds[0]), value)
-    if not rule.holds(value):
-        raise SettingError(f"{{{name}}} {rule.words}", {name: value})
-
-
-def _choice(choices: tuple[str, ...], value: object) -> Rule:
-    return Rule(lambda value: isinstance(value, str) and value in choices, must_be_one_of(value, choices))
+    rules = list(getattr(kinds[0], "__metadata__", ()))
+    if get_origin(kinds[0]) is Literal:
+        choices = get_args(kinds[0])
+        rules = [Rule(lambda value: value in choices, must_be_one_of(value, choices))]
+    for rule in rules:
+        if not rule.holds(value):
+            raise SettingError(f"{{{name}}} {rule.words}", **{name: value})
 
 
 def must_be_one_of(value: object, choices: Iterable[str]) -> str:
@@ -317,11 +285,6 @@ def nearest(name: object, names: Iterable[str], cutoff: float = 0.0) -> str:
     """Return the one of ``names`` that is spelled most like ``name``, whatever the case; ``""`` if none is so near."""
     by_folded = {each.casefold(): each for each in names}
     return by_folded[found[0]] if (found := get_close_matches(shown(name).casefold(), by_folded, 1, cutoff)) else ""
-
-
-def _short(value: object) -> object:
-    """Return ``value``, unless it is an integer too long to print."""
-    return f"{value.bit_length()} bits" if isinstance(value, int) and value.bit_length() > 64 else value
 
 
 ORDER_FILE = "schedule.csv"
@@ -342,17 +305,13 @@ def read_order(path: str) -> Schedule:
     """
     try:
         content = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"it cannot be read ({error.strerror}): {_HOW}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"it is not text in UTF-8: {_HOW}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"it cannot be read ({error}): {_HOW}") from None
     # An editor or a spreadsheet may have left blank lines at the end, which are no ranks.
     order = from_torch_csv(content.rstrip(" \t\r\n,;"), name=Path(path).stem)
     kinds = {part.kind for part in order.parts}
     if "U" in kinds:
-        raise ValueError(
-            "its stages update their weights within the step (U), which is for schedule 'pipedream': leave U out"
-        )
+        raise ValueError("its stages update their weights within the step (U), as 'pipedream' does: leave U out")
     if kinds == {"F"}:
         raise ValueError("it has forwards alone, and a run trains: add the backwards (B, or I and W)")
     if problems := check(order):
@@ -360,10 +319,7 @@ def read_order(path: str) -> Schedule:
         raise ValueError(f"its order cannot run: {problems[0]}{more}")
     idle = next((rank for rank, row in enumerate(order.actions) if not row), None)
     if idle is not None:
-        raise ValueError(
-            f"it gives rank {idle} nothing to do, as row {idle + 1} is blank: give every rank a stage, and leave no "
-            "line blank"
-        )
+        raise ValueError(f"it gives rank {idle} nothing to do, as row {idle + 1} is blank: give every rank a stage")
     return order
 
 

@@ -103,11 +103,8 @@ def runtime_schedule(config: TrainConfig, pp_size: int) -> Schedule:
 def _check_ranks(config: TrainConfig, pp_size: int) -> None:
     """Refuse an order of your own that is for another number of ranks."""
     if config.order is not None and config.order.n_ranks != pp_size:
-        raise SettingError(
-            f"{{schedule}} is an order of {config.order.n_ranks} ranks, and there are {pp_size} pipeline ranks: start "
-            f"{config.order.n_ranks}, or build it for {pp_size}",
-            {"schedule": config.schedule},
-        )
+        sizes = f"is an order of {config.order.n_ranks} ranks, and there are {pp_size} pipeline ranks"
+        raise SettingError(f"{{schedule}} {sizes}: start as many, or build it for these", schedule=config.schedule)
 
 
 def held_stages(
@@ -116,10 +113,8 @@ def held_stages(
     """Read the stages that a trainer was given; refuse those that the schedule does not place on this rank."""
     given = list(stages.values() if isinstance(stages, Mapping) else stages)
     if not given or not all(isinstance(module, nn.Module) for module in given):
-        raise TypeError(
-            f"modules holds {[type(module).__name__ for module in given]}: pass the list of this rank's stages, or "
-            "modules by stage, {0: module}"
-        )
+        kinds = [type(module).__name__ for module in given]
+        raise TypeError(f"modules holds {kinds}: pass the list of this rank's stages, or {{index: module}}")
     if tied is None:
         tied = next((module.ties for module in given if isinstance(module, SplitStage)), None)
     declared = None if tied is None else tuple(tied)
@@ -144,10 +139,7 @@ def device_and_dtype(modules: Sequence[nn.Module]) -> tuple[torch.device, torch.
     trains = any(p.requires_grad for module in modules for p in module.parameters())
     told = Ranks().gather((device and device.type, dtype, trains))
     if not any(trains for *_, trains in told):
-        raise ValueError(
-            "no stage has a parameter that is trained: leave requires_grad=True on some of them, or evaluate with "
-            "PipelineSchedule.evaluate"
-        )
+        raise ValueError("no stage has a parameter that is trained: leave requires_grad=True on some of them")
     if device is None:
         kind = next(kind for kind, *_ in told if kind is not None)
         device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
@@ -253,17 +245,11 @@ class RuntimeEngine:
     ) -> None:
         def schedule_here() -> Schedule:
             if get_dp_size(device_mesh) > 1 or get_tp_mesh(device_mesh) is not None:
-                raise SettingError(
-                    f"{{engine}} on mesh dimensions {device_mesh and device_mesh.mesh_dim_names}: it runs pipeline "
-                    "ranks alone; take engine='parallel', or leave dp and tp at 1",
-                    {"engine": config.engine},
-                )
+                why = "it runs pipeline ranks alone; take engine='parallel', or leave dp and tp at 1"
+                raise SettingError(f"{{engine}} with data- or tensor-parallel ranks: {why}", engine=config.engine)
             if masked and config.versions == "2bw" and isinstance(loss_fn, TokenLoss):
-                raise SettingError(
-                    "{versions} with padded sequences: an update takes the mean of its microbatches' means, which "
-                    "are then over unequal numbers of tokens. Pack the sequences, or take another of the versions",
-                    {"versions": config.versions},
-                )
+                why = "an update takes the mean of its microbatches' means, over unequal numbers of tokens"
+                raise SettingError(f"{{versions}} with padded sequences: {why}", versions=config.versions)
             return runtime_schedule(config, get_pp_size(device_mesh))
 
         self._device = device

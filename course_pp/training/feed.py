@@ -27,7 +27,7 @@ class Feed:
         if isinstance(train, Stream):
             for name, why in (("epochs", "has no end"), ("workers", "is read in order by each rank itself")):
                 if value := getattr(config, name):
-                    raise SettingError(f"{{{name}}} cannot be used with a stream, which {why}", {name: value})
+                    raise SettingError(f"{{{name}}} cannot be used with a stream, which {why}", **{name: value})
             self.config = config
             self._batches: Batches | StreamedBatches = StreamedBatches(train, config.batch)
         else:

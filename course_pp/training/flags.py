@@ -176,9 +176,9 @@ class DataOptions:
 
         Of a stream, ``held_out`` sequences are for validation.
         """
-        given = load_tokenizer(self.tokenizer) if self.tokenizer is not None else None
         if self.tokens is not None:
-            return self._load_tokens(self.tokens, seq_len, given)
+            return self._load_tokens(self.tokens, seq_len)
+        given = load_tokenizer(self.tokenizer) if self.tokenizer is not None else None
         if self.streaming:
             return self._load_stream(seq_len, held_out, given)
         corpus = load_corpus(self.text, self.dataset, subset=self.subset, split=self.split, text_column=self.column)
@@ -200,16 +200,11 @@ class DataOptions:
         stream = Stream(name, documents, tokenizer, seq_len, is_padded=self.padded)
         return *stream.split(held_out), tokenizer
 
-    def _load_tokens(self, path: str, seq_len: int, given: Tokenizer | None) -> tuple[Rows, Rows, Tokenizer]:
-        others = [name for name in ("text", "dataset", "streaming") if getattr(self, name)]
+    def _load_tokens(self, path: str, seq_len: int) -> tuple[Rows, Rows, Tokenizer]:
+        others = [name for name in ("text", "dataset", "streaming", "tokenizer") if getattr(self, name)]
         if others:
-            raise ValueError(f"--tokens {path} is the data: leave --{others[0]} out")
+            raise ValueError(f"--tokens {path} is the data, and knows its tokenizer: leave --{others[0]} out")
         file = open_tokens(path)
-        if given is not None and file.tokenizer != given.definition:
-            raise ValueError(
-                f"--tokenizer {self.tokenizer} is of another vocabulary ({given.vocab_size} entries) than --tokens "
-                f"{path} ({file.vocab_size}): leave it out, as the file knows its tokenizer"
-            )
         rows = PaddedTokens(file, seq_len) if self.padded else PackedTokens(file, seq_len)
         return *rows.split(), Tokenizer(file.tokenizer)
 
@@ -272,18 +267,11 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.train.versions == "none" and self.layout.ac != "none":
-            raise ValueError(
-                f"--ac {self.layout.ac} with --versions none: the forward would be computed again with other weights. "
-                "Leave --ac out, or take another of the versions"
-            )
-        tokens = self.writing.sample
-        if tokens < 0:
-            raise ValueError(f"--sample {tokens} must be at least 0: it is the number of tokens to write")
-        if tokens and self.layout.share_gpus:
-            raise ValueError(
-                f"--sample {tokens} with --share-gpus: text is written by torch's pipeline, which cannot share "
-                "GPUs. Leave --sample out, or write it from the checkpoint on a GPU a rank"
-            )
+            why = "the forward would be computed again with other weights. Leave --ac out, or take other versions"
+            raise ValueError(f"--ac {self.layout.ac} with --versions none: {why}")
+        if self.writing.sample and self.layout.share_gpus:
+            why = "torch's pipeline writes text, and cannot share GPUs. Leave --sample out"
+            raise ValueError(f"--sample {self.writing.sample} with --share-gpus: {why}")
 
 
 # Where the flag is not the field's name.

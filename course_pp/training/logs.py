@@ -282,7 +282,5 @@ def _open(folder: Any, step: int) -> Logs:
     try:
         return Logs(folder, step)
     except OSError as error:
-        raise SettingError(
-            f"{{log_folder}} cannot be written ({error.strerror or 'no folder'}): give a folder that can, or None",
-            {"log_folder": folder},
-        ) from error
+        problem = f"cannot be written ({error.strerror or 'no folder'})"
+        raise SettingError(f"{{log_folder}} {problem}: give another folder, or None", log_folder=folder) from error

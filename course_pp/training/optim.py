@@ -43,21 +43,14 @@ def build_optimizer(
     kind: Any = getattr(torch.optim, config.optimizer)
     given = {name: value for name in ("betas", "eps") if (value := getattr(config, name)) is not None}
     takes = set(inspect.signature(kind).parameters) - {"params", "lr", "weight_decay", "foreach", "fused"}
+    given |= config.optimizer_options
     if strangers := sorted(given.keys() - takes):
-        name = strangers[0]
-        raise SettingError(
-            f"{{{name}}} is nothing that {{optimizer}} takes, which is {', '.join(sorted(takes))}: leave it out",
-            {name: given[name], "optimizer": config.optimizer},
-        )
-    options = {"optimizer_options": dict(config.optimizer_options), "optimizer": config.optimizer}
-    if strangers := sorted(config.optimizer_options.keys() - (takes - {"betas", "eps"})):
-        raise SettingError(
-            f"{{optimizer_options}} hold {strangers[0]!r}, and {{optimizer}} takes {', '.join(sorted(takes))}", options
-        )
+        what = f"takes {', '.join(sorted(takes))}, and not {strangers[0]}"
+        raise SettingError(f"{{optimizer}} {what}: leave it out", optimizer=config.optimizer)
     try:
-        optimizer: torch.optim.Optimizer = kind(groups, lr=config.lr, **given, **config.optimizer_options)
+        optimizer: torch.optim.Optimizer = kind(groups, lr=config.lr, **given)
     except (TypeError, ValueError) as error:
-        raise SettingError(f"{{optimizer}} refuses {{optimizer_options}}: {error}", options) from error
+        raise SettingError(f"{{optimizer}} refuses its options: {error}", optimizer=config.optimizer) from error
     return optimizer
 
 
@@ -176,8 +169,5 @@ def check_precision(precision: Precision, modules: Iterable[nn.Module]) -> None:
         found, kept = next(iter(compute_dtypes(module)), asked), {p.dtype for p in module.parameters()}
         # Others may be what the parameters are in, but float16 needs the loss to be scaled.
         if found != asked and (asked != torch.float32 or found == torch.float16 or found not in kept):
-            raise SettingError(
-                f"{{precision}}, and a stage computes in {found}: call compute_in(stage, dtype), or under FSDP2 give "
-                "apply_fsdp2 the policy default_mp_policy(dtype), before Trainer",
-                {"precision": precision},
-            )
+            how = "call compute_in(stage, dtype), or under FSDP2 apply_fsdp2 with default_mp_policy(dtype)"
+            raise SettingError(f"{{precision}}, and a stage computes in {found}: {how}", precision=precision)

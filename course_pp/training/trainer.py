@@ -184,10 +184,8 @@ class Trainer:
             loss, norm = self._gradient(batch)
             is_good, scale = math.isfinite(norm), self._scale
             if not is_good and not scale.can_shrink and self.config.on_nan == "refuse":
-                raise NonFiniteGradient(
-                    f"step {self.step + 1}: the norm of the gradient is {norm}, so it cannot be clipped: go on from a "
-                    "checkpoint with a lower learning rate, or look for the batch that does it"
-                )
+                how = "go on from a checkpoint with a lower learning rate, or look for the batch that does it"
+                raise NonFiniteGradient(f"step {self.step + 1}: the norm of the gradient is {norm}: {how}")
             if not is_good:
                 reached.clear()
         self._scale = scale.after(norm)
@@ -340,12 +338,8 @@ class Trainer:
             pairs.append(("the number of stages", state.get("n_stages"), self.held.n_stages))
         for name, saved, here in pairs:
             if saved != here:
-                raise ValueError(
-                    f"{name} is {here!r} here and {saved!r} in the state: resume with what the run began with, or "
-                    "begin another in a new folder"
-                )
-        if state["step"] > self.config.steps:
-            raise SettingError(
-                f"the state is of step {state['step']}, past {{steps}}: raise steps to go on",
-                {"steps": self.config.steps},
-            )
+                how = "resume with what the run began with, or begin another in a new folder"
+                raise ValueError(f"{name} is {here!r} here and {saved!r} in the state: {how}")
+        step, steps = state["step"], self.config.steps
+        if step > steps:
+            raise SettingError(f"the state is of step {step}, past {{steps}}: raise steps to go on", steps=steps)

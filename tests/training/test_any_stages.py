@@ -125,7 +125,7 @@ def test_stages_that_are_none_or_elsewhere_are_refused_on_every_rank() -> None:
     assert first == second
     assert "modules holds stages [0], and schedule '1f1b' places stages [1] of 2 here" in first[0]
     assert "modules lists 2 stages, and schedule '1f1b' places stages [0] of 2 here" in first[2]
-    assert all("modules is" in said and "a mapping from integers to Modules" in said for said in first[1::2])
+    assert all("modules holds ['str']: pass the list of this rank's stages" in said for said in first[1::2])
 
 
 def without_parameters(rank: int, root: Path, engine: Any) -> tuple[float, float | None]:

@@ -193,7 +193,7 @@ def test_what_could_not_be_saved_or_taken_up_is_refused_on_every_rank_before_tra
         "resume='always' must be auto, never, or the path of a checkpoint",
         "nothing' must be auto, never, or the path of a checkpoint",
         "save_every=0 must be a whole number of at least 1",
-        "step_00000003 is there already, and this run, which begins after step 1, would come to it",
+        "step_00000003 is there already, and this run goes on from step 1: resume with auto",
         "step_00000003 is there already",
         "none of the checkpoints",
     )

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +52,7 @@ def equal(one: Sequences, other: Sequences) -> bool:
 def test_rows_and_batches_are_those_of_the_same_tokens_in_memory(
     file: TokenFile, corpus: Corpus, tokenizer: Tokenizer
 ) -> None:
-    memory, disk = packed(encode(corpus, tokenizer), 32), PackedTokens(open_tokens(file.path, verify=True), 32)
+    memory, disk = packed(encode(corpus, tokenizer), 32), PackedTokens(open_tokens(file.path), 32)
     assert len(disk) == len(memory)
     assert equal(disk[:], memory)
     assert equal(disk[torch.tensor([5, 0])], memory[torch.tensor([5, 0])])
@@ -122,20 +121,6 @@ def test_a_damaged_file_is_refused(damage: Callable[[Path], object], words: str,
         open_tokens(file.path)
 
 
-def test_a_start_reads_some_places_only_and_verifying_all(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(on_disk, "_PLACES", 4)
-    monkeypatch.setattr(on_disk, "_PLACE_BYTES", 16)
-    file = write_tokens(tmp_path / "large.bin", ["a word " * 100], tokenizer)
-    with file.path.open("r+b") as content:
-        content.seek(17)  # between the first place and the second
-        content.write(b"\1")
-    assert open_tokens(file.path) == file
-    with pytest.raises(ValueError, match="is not the one"):
-        open_tokens(file.path, verify=True)
-
-
 def test_a_file_that_fails_to_be_written_leaves_nothing(tokenizer: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no documents to write"):
         write_tokens(tmp_path / "none.bin", [], tokenizer)
@@ -151,9 +136,8 @@ def test_nothing_but_a_file_is_replaced_and_what_cannot_be_written_is_named(
             write_tokens(taken, ["a"], tokenizer)
         assert list(tmp_path.iterdir()) == [taken]
         taken.rename(tmp_path.with_name(f"{tmp_path.name} {make.__name__}"))
-    with pytest.raises(OSError, match="No such file") as refused:
+    with pytest.raises(OSError, match=r"No such file .*none/\.data\.bin"):
         write_tokens(tmp_path / "none" / "data.bin", ["a"], tokenizer)
-    assert refused.value.filename == str(tmp_path / "none" / "data.bin")
 
 
 def test_too_few_tokens_are_refused(file: TokenFile) -> None:
@@ -233,27 +217,16 @@ def test_the_command_writes_a_file_that_ranks_train_on_or_refuse_together(
 ) -> None:
     monkeypatch.chdir(ROOT)
     (tmp_path / "a.txt").write_text("to be or not to be, that is the question. " * 200)
-    path, other = tmp_path / "data.bin", tmp_path / "other.bin"
-    for name, size in ((path, 270), (other, 265)):
-        assert main(["tokens", str(name), f"--text={tmp_path}/a.txt", f"--tokenizer-size={size}"]) == 0
+    path = tmp_path / "data.bin"
+    assert main(["tokens", str(path), f"--text={tmp_path}/a.txt", "--tokenizer-size=270"]) == 0
     assert "tokens (uint16) of" in capsys.readouterr().out
     command = ["source_code/train.py", "--model=tiny", "--steps=2", "--global-batch-size=4", "--microbatches=2"]
     (tmp_path / "b.txt").write_text("so are they all, all honourable men. " * 20)
     assert main(["tokens", f"{tmp_path}/two.bin", f"--text={tmp_path}", "--tokenizer-size=270"]) == 0
     for options in ([f"--tokens={path}", "--workers=1"], [f"--tokens={tmp_path}/two.bin", "--padded"]):
         assert any("validation loss" in line for line in labelled_lines(2, [*command, *options]))
-    (tmp_path / "tokenizer.json").write_text(open_tokens(other).tokenizer)
-    refused = [
-        (
-            DataOptions(tokens=str(path), tokenizer=f"{tmp_path}/tokenizer.json"),
-            "is of another vocabulary (265 entries)",
-        ),
-        (DataOptions(tokens=str(path), tokenizer=__file__), "is not a tokenizer of the tokenizers library"),
-        (DataOptions(tokens=str(path), text=("a.txt",)), "is the data: leave --text out"),
-    ]
-    for options, words in refused:
-        with pytest.raises(ValueError, match=re.escape(words)):
-            options.load(32, 8)
+    with pytest.raises(ValueError, match="is the data, and knows its tokenizer: leave --tokenizer out"):
+        DataOptions(tokens=str(path), tokenizer="a.json").load(32, 8)
     DAMAGES["cut"][0](path)
     ranks = run_script(2, [*command, f"--tokens={path}", f"--checkpoint-dir={tmp_path}/run"])
     assert [rank.code for rank in ranks] == [2, 2]

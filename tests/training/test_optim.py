@@ -78,10 +78,14 @@ def test_only_matrices_of_a_foreign_model_decay_and_each_is_trained_once() -> No
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"optimizer": "SGD", "betas": (0.9, 0.95)}, "betas=(0.9, 0.95) is nothing that optimizer='SGD' takes"),
-        ({"optimizer": "SGD", "optimizer_options": {"momentun": 0.9}}, "hold 'momentun', and optimizer='SGD' takes"),
-        ({"optimizer_options": {"lr": 0.9}}, "hold 'lr', and optimizer='AdamW' takes"),
-        ({"optimizer": "SGD", "optimizer_options": {"nesterov": True}}, "optimizer='SGD' refuses"),
+        ({"optimizer": "SGD", "betas": (0.9, 0.95)}, "optimizer='SGD' takes dampening, "),
+        ({"optimizer": "SGD", "optimizer_options": {"momentun": 0.9}}, "nesterov, and not momentun: leave it out"),
+        ({"optimizer_options": {"lr": 0.9}}, "and not lr: leave it out"),
+        (
+            {"optimizer": "SGD", "optimizer_options": {"nesterov": True}},
+            "optimizer='SGD' refuses its options: Nesterov",
+        ),
+        ({"betas": (0.9, 1.0)}, "optimizer='AdamW' refuses its options: Invalid beta parameter"),
     ],
 )
 def test_what_an_optimizer_does_not_take_is_refused_by_name(options: dict[str, Any], words: str) -> None:

@@ -15,8 +15,6 @@ from course_pp.training.config import ORDER_FILE, read_order, what_changed, writ
 from tests.processes import no_process_left
 from tests.training.small import MODEL, RUN, TIED, Trained, assert_equals, in_one_process, train, trainer
 
-ALIKE = "give a CSV file with a row a rank"
-
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
@@ -69,16 +67,15 @@ def test_two_copies_of_a_stage_are_read_off_the_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["parallel", "runtime"])
 def test_other_pipeline_ranks_than_the_order_has_are_refused(own: Path, engine: Any) -> None:
-    with pytest.raises(ValueError, match=r"own.*3 pipeline ranks: .*2"):
+    with pytest.raises(ValueError, match=r"own.*is an order of 2 ranks, and there are 3 pipeline ranks"):
         stages_of_rank(replace(RUN, schedule=str(own), engine=engine), 0, 3)
 
 
 @pytest.mark.parametrize(
     ("write", "words"),
     [
-        (lambda path: None, f"it cannot be read (No such file or directory): {ALIKE}"),
-        (lambda path: path.mkdir(), f"it cannot be read (Is a directory): {ALIKE}"),
-        (lambda path: path.write_bytes(b"\xff\xfe0F0"), f"it is not text in UTF-8: {ALIKE}"),
+        (lambda path: None, "it cannot be read ([Errno 2] No such file or directory"),
+        (lambda path: path.write_bytes(b"\xff\xfe0F0"), "it cannot be read ('utf-8' codec can't decode"),
         (lambda path: path.write_text(""), "has no actions"),
         (lambda path: path.write_text("0F0,{0B0}\n"), "own.csv': row 1, column 2 of the CSV text: cannot read '{0B0}'"),
         (lambda path: path.write_text("0F0,0B0\n1F0\n"), "1B0 is missing"),
@@ -88,9 +85,7 @@ def test_other_pipeline_ranks_than_the_order_has_are_refused(own: Path, engine: 
         (lambda path: path.write_text("0F0,0B0\n\n1F0,1B0\n"), "it gives rank 1 nothing to do, as row 2 is blank"),
         (lambda path: path.write_text(to_torch_csv(build("1f1b", 2, 4))), "4 microbatches, and microbatches=2: make"),
     ],
-    ids=[
-        *("missing", "folder", "bytes", "empty", "cell", "half", "forwards", "updates", "deadlock", "idle", "sizes"),
-    ],
+    ids=["missing", "bytes", "empty", "cell", "half", "forwards", "updates", "deadlock", "idle", "sizes"],
 )
 def test_a_file_that_no_run_can_have_is_refused_by_name(
     write: Callable[[Path], Any], words: str, tmp_path: Path

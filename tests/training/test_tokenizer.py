@@ -51,7 +51,7 @@ def test_special_tokens_have_fixed_ids_and_are_never_encoded_from_text(tokenizer
 def test_a_tokenizer_of_others_marks_texts_with_its_own_ids(cache_dir: Path, tmp_path: Path) -> None:
     path, text = tmp_path / "tokenizer.json", "[BOT] the cat " * 9
     path.write_text(foreign_tokenizer().to_str())
-    with pytest.raises(ValueError, match=r"tokenizer\.json': \[BOT\], of the \[PAD\], .* add_special_tokens"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json': \[BOT\] are no special tokens .* add_special_tokens"):
         load_tokenizer(path)
     mended = tokenizers.Tokenizer.from_file(str(path))
     mended.add_special_tokens(list(SPECIAL_TOKENS))
@@ -90,7 +90,7 @@ def test_a_vocabulary_without_room_for_every_byte_is_refused(corpus: Corpus) -> 
 def test_a_model_needs_an_embedding_for_every_token(tokenizer: Tokenizer) -> None:
     check_vocabulary(400, tokenizer)
     check_vocabulary(512, tokenizer)
-    with pytest.raises(ValueError, match=r"vocab_size=399 .* tokenizer's 400: give the model at least 400"):
+    with pytest.raises(ValueError, match=r"vocab_size=399 .* tokenizer's 400: give it as many"):
         check_vocabulary(399, tokenizer)
 
 

@@ -155,7 +155,6 @@ def refusals(rank: int) -> dict[str, str]:
         "data of one rank": lambda: Trainer(RUN, run.modules, rows(8 + 8 * rank), device_mesh=run._mesh),
         "no stages on one rank": lambda: Trainer(RUN, run.modules[:rank], rows(), device_mesh=run._mesh),
         "too few rows": lambda: Trainer(RUN, run.modules, rows(4), device_mesh=run._mesh),
-        "no loss": lambda: Trainer(RUN, run.modules, rows(), device_mesh=run._mesh, loss_fn=3),
         "no validation": lambda: Trainer(RUN, run.modules, rows(), device_mesh=run._mesh).evaluate(),
         "folder": lambda: trainer(replace(RUN, log_folder="/dev/null/logs"), layout=layout).fit(),
     }
@@ -185,7 +184,6 @@ def test_every_rank_refuses_what_cannot_be_with_the_same_sentence() -> None:
         "data of one rank": "rank 1 was given data=",
         "no stages on one rank": "pass the list of this rank's stages",
         "too few rows": "global_batch=8 and 4 sequences",
-        "no loss": "loss_fn is 3",
         "no validation": "give Trainer validation data",
         "folder": "log_folder='/dev/null/logs' cannot be written",
         "step": "0",
@@ -235,7 +233,7 @@ def diverging(rank: int) -> tuple[str, bool]:
 
 def test_a_gradient_that_is_not_finite_ends_the_run_before_the_update() -> None:
     for said, unchanged in run(2, diverging):
-        assert "cannot be clipped" in said
+        assert "the norm of the gradient is nan" in said
         assert unchanged
 
 

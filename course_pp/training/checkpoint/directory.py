@@ -61,14 +61,10 @@ def check_free(final: Path) -> None:
     if not os.path.lexists(final):
         return
     if not problems(final):
-        raise CheckpointError(
-            f"{final} is a whole checkpoint already: resume from it, remove it, or save to another directory"
-        )
+        raise CheckpointError(f"{final} is a whole checkpoint already: resume from it, or save to another directory")
     if final.is_symlink() or not is_ours(final):
-        raise CheckpointError(
-            f"{final} has the name of a checkpoint, but this version has not written it: move it away, or save to "
-            "another directory"
-        )
+        how = "move it away, or save to another directory"
+        raise CheckpointError(f"{final} has the name of a checkpoint, but this version has not written it: {how}")
 
 
 @dataclass(frozen=True)
@@ -89,7 +85,7 @@ class Retention:
                 check_setting(name, value, Count)
         if self.keep_every is not None and self.keep_last is None:
             problem = "{keep_every} needs keep_last: without it everything is kept anyway"
-            raise SettingError(problem, {"keep_every": self.keep_every})
+            raise SettingError(problem, keep_every=self.keep_every)
 
     def apply(self, newest: Path) -> None:
         """Delete what need not be kept beside ``newest``, the checkpoint that has just been written.

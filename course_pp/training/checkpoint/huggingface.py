@@ -139,10 +139,8 @@ def _config_of(checkpoint: Opened) -> ModelConfig:
     if config.tie_embeddings:
         expected.discard(HEAD)
     if differ := sorted(expected ^ checkpoint.weights):
-        raise CheckpointError(
-            f"{checkpoint.path} is not of course_pp's Transformer: it has {'no' if differ[0] in expected else 'a'} "
-            f"{differ[0]}; only that can be exported"
-        )
+        has = f"{'no' if differ[0] in expected else 'a'} {differ[0]}"
+        raise CheckpointError(f"{checkpoint.path} is not of course_pp's Transformer, as an export needs: it has {has}")
     return config
 
 
@@ -306,22 +304,16 @@ def _plan(states: States, folder: Path, in_files: Callable[[str], str] = str) ->
             continue
         tensor = there[0]
         if tensor.shape != tuple(own.shape):
-            raise CheckpointError(
-                f"{folder} has {tensor.name} as {tensor.shape}, and the model needs {tuple(own.shape)}: build it with "
-                "the sizes of its config.json"
-            )
+            needed = f"and the model needs {tuple(own.shape)}: build it with the sizes of its config.json"
+            raise CheckpointError(f"{folder} has {tensor.name} as {tensor.shape}, {needed}")
         if (tensor.kind in _DTYPES) != own.is_floating_point():
-            raise CheckpointError(
-                f"{folder} has {tensor.name} as {tensor.kind}, and the model as {own.dtype}: get the model in one of "
-                f"{', '.join(_DTYPES)}"
-            )
+            needed = f"and the model as {own.dtype}: get it in one of {', '.join(_DTYPES)}"
+            raise CheckpointError(f"{folder} has {tensor.name} as {tensor.kind}, {needed}")
         planned.append((own, tensor))
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise CheckpointError(
-            f"{folder} has no {missing[0]}{more}, which the model needs: get the directory of this model, whole, or "
-            "give load_stage names= if they are others there"
-        )
+        how = "get the directory of this model, whole, or give load_stage names= if they are others there"
+        raise CheckpointError(f"{folder} has no {missing[0]}{more}, which the model needs: {how}")
     _refuse_lost(states)
     return planned
 

@@ -158,23 +158,17 @@ def _check_model(opened: Opened, config: dict[str, Any] | None, ends: Ends) -> N
             raise CheckpointError(f"{opened.path} is of another model: it has {spelled_out}")
     for name, tensor in ends:
         if tensor.is_meta:
-            raise CheckpointError(
-                f"{name} is on the meta device, where nothing can be loaded into it: give the module memory first, "
-                "with to_empty(device=…)"
-            )
+            raise CheckpointError(f"{name} is on the meta device: give the module memory first, to_empty(device=…)")
         entry = opened.tensors.get(f"model.{name}")
         if entry is None:
             hint = _hint(next(iter(opened.weights), ""))
             raise CheckpointError(f"{opened.path} is of another model: it has no {name}{hint}")
         if entry.shape != tensor.shape:
-            raise CheckpointError(
-                f"{opened.path} is of another model: {name} is {entry.shape} there and {tuple(tensor.shape)} here"
-            )
+            shapes = f"{name} is {entry.shape} there and {tuple(tensor.shape)} here"
+            raise CheckpointError(f"{opened.path} is of another model: {shapes}")
         if entry.dtype != tensor.dtype:
-            raise CheckpointError(
-                f"{opened.path} holds {name} as {entry.dtype}, but here it is {tensor.dtype}: "
-                "convert the modules first, and again after loading"
-            )
+            how = "convert the modules first, and again after loading"
+            raise CheckpointError(f"{opened.path} holds {name} as {entry.dtype}, here it is {tensor.dtype}: {how}")
 
 
 def _hint(name: str) -> str:
@@ -185,24 +179,18 @@ def _check_optimizer(opened: Opened, optimizer: torch.optim.Optimizer, ends: End
     """Refuse another kind of optimizer, and one with other groups."""
     saved, here = opened.state["optimizer"], type(optimizer).__name__
     if saved is None:
-        raise CheckpointError(
-            f"{opened.path} was saved without an optimizer: load it with optimizer=None to begin from its weights"
-        )
+        raise CheckpointError(f"{opened.path} was saved without an optimizer: load its weights with optimizer=None")
     if saved["kind"] != here:
-        raise CheckpointError(
-            f"{opened.path} holds the state of {saved['kind']}, and this optimizer is {here}: "
-            f"make {saved['kind']}, or load the weights alone with optimizer=None"
-        )
+        other = f"the state of {saved['kind']}, and this optimizer is {here}"
+        raise CheckpointError(f"{opened.path} holds {other}: make the same, or load with optimizer=None")
     options = _options(opened)
     for group in optimizer_groups(optimizer, ends):
         for name in group.parameters:
             if name not in options:
                 raise CheckpointError(f"{opened.path}: its optimizer does not train {name}, this one does")
             if options[name] != options[group.parameters[0]]:
-                raise CheckpointError(
-                    f"{opened.path}: its optimizer has other options for {name} than for {group.parameters[0]}, "
-                    "this one has them in one group: make the same groups"
-                )
+                pair = f"{name} than for {group.parameters[0]}, which are in one group here"
+                raise CheckpointError(f"{opened.path} has other options for {pair}: make the same groups")
 
 
 def _options(opened: Opened) -> dict[str, dict[str, Any]]:
@@ -231,9 +219,9 @@ def _check_ties(opened: Opened, also: Mapping[str, Sequence[str]], with_optimize
             for pair in pairs:
                 found = opened.read(key for key in pair if key in opened.tensors)
                 if len(found) < 2 or not torch.equal(*found.values()):
+                    how = "load it into a model that does not tie them"
                     raise CheckpointError(
-                        f"{first} and {other} are one weight here, and {opened.path} holds different ones: load it "
-                        "into a model that does not tie them"
+                        f"{first} and {other} are one weight here, and differ in {opened.path}: {how}"
                     )
 
 
@@ -278,10 +266,8 @@ def _load(state: RankState, optimizer: torch.optim.Optimizer | None) -> None:
     own = {id(parameter) for module in state.modules for parameter in module.parameters()}
     trained = () if optimizer is None else (each for group in optimizer.param_groups for each in group["params"])
     if lost := [state.own_names[id(each)] for each in trained if id(each) not in own]:
-        raise CheckpointError(
-            f"load_state_dict puts another parameter in the place of {lost[0]}, which the optimizer trains: let it "
-            "copy into the one that is there"
-        )
+        how = "let it copy into the one that is there"
+        raise CheckpointError(f"load_state_dict replaces {lost[0]}, which the optimizer trains: {how}")
 
 
 def _apply(

@@ -119,10 +119,8 @@ def _newest(
                 warnings.warn(f"using {path}, because newer ones are not whole: {'; '.join(damaged)}", stacklevel=4)
             return path
     if damaged:
-        raise CheckpointError(
-            f"none of the checkpoints in {root} is whole ({'; '.join(damaged)}): "
-            "restore one from a copy, or start anew in another directory"
-        )
+        how = "restore one from a copy, or start anew in another directory"
+        raise CheckpointError(f"none of the checkpoints in {root} is whole ({'; '.join(damaged)}): {how}")
     return None
 
 

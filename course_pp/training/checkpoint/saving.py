@@ -127,10 +127,8 @@ def _check_shared(directory: Path, written: Sequence[Mapping[str, Digest]]) -> N
         for name, digest in files.items():
             path = directory / name
             if not path.exists() or path.stat().st_size != digest.bytes:
-                raise CheckpointError(
-                    f"{name}, written by rank {rank}, is not in {directory.parent} as rank 0 sees it: "
-                    "save to a file system that all ranks share"
-                )
+                here = f"is not in {directory.parent} as rank 0 sees it"
+                raise CheckpointError(f"{name}, written by rank {rank}, {here}: save where all ranks see the same")
 
 
 class Saving:
@@ -195,10 +193,9 @@ class AsyncSaver:
         attachments: Attachments | None = None,
         tied: Ties | None = None,
     ) -> Saving:
-        """Begin to write ``root/step_…``; return as soon as training may change the tensors. Arguments: as of :func:`save`.
+        """Begin to write ``root/step_…``; return as soon as training may change the tensors.
 
-        Raises:
-            CheckpointError: if they cannot be saved, or the save before failed.
+        Arguments and refusals are those of :func:`save`; also refuse if the save before failed.
         """
         given = locals()
         begin = time.perf_counter()

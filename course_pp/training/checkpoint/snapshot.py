@@ -155,10 +155,8 @@ def _check_whole(everyone: list[_Told]) -> dict[str, Any] | None:
     found = set().union(*(told.names for told in everyone))
     for told in everyone:
         if missing := sorted(told.expected - found):
-            raise CheckpointError(
-                f"no rank passed a module with {missing[0]} ({len(missing)} parameters of the model are missing): "
-                "pass all stages of every rank"
-            )
+            more = f"{len(missing)} parameters of the model are missing"
+            raise CheckpointError(f"no rank passed a module with {missing[0]} ({more}): pass all stages of every rank")
     stages = set().union(*(told.indices for told in everyone))
     n_stages = max((n or index + 1 for index, n in stages), default=0)
     if stages and (missing_stages := sorted(set(range(n_stages)) - {index for index, _ in stages})):

@@ -118,14 +118,11 @@ def state_of(modules: Modules, tied: Ties | None = None) -> RankState:
         for own_name, tensor in state.items():
             name = prefix + own_name.replace(_COMPILED, "")
             if not isinstance(tensor, Tensor):
-                raise CheckpointError(
-                    f"{name} is a {type(tensor).__name__}: checkpoints hold tensors; pass it as extra"
-                )
+                kind = type(tensor).__name__
+                raise CheckpointError(f"{name} is a {kind}: checkpoints hold tensors; pass it as extra")
             if name in found.met:
-                raise CheckpointError(
-                    f"two modules of this rank hold {name}: pass each stage once; if they are different stages, pass "
-                    "{index: stage}, so that their names begin with the stage"
-                )
+                how = "pass each stage once, and different stages as {index: stage}"
+                raise CheckpointError(f"two modules of this rank hold {name}: {how}")
             found.met.add(name)
             names.setdefault(id(tensor), []).append(name)
             tensors[id(tensor)] = tensor
@@ -225,10 +222,8 @@ def optimizer_groups(optimizer: torch.optim.Optimizer, ends: Ends) -> list[Group
     for group in optimizer.param_groups:
         strangers = [tuple(p.shape) for p in group["params"] if id(p) not in names]
         if strangers:
-            raise CheckpointError(
-                f"the optimizer trains a parameter of shape {strangers[0]} that is in none of the modules: "
-                "make it from their parameters, after FSDP2 was applied, and pass all of this rank's stages"
-            )
+            how = "make it from their parameters, after FSDP2 was applied, and pass all of this rank's stages"
+            raise CheckpointError(f"the optimizer trains a parameter of shape {strangers[0]} of no module: {how}")
         kept = {key: value for key, value in group.items() if key != "params" and key not in _IMPLEMENTATION}
         options = {key: value.item() if isinstance(value, Tensor) else value for key, value in kept.items()}
         groups.append(Group(options, [names[id(p)] for p in group["params"]]))
@@ -252,10 +247,8 @@ def keyed(ends: Ends, optimizer: torch.optim.Optimizer | None) -> dict[str, Tens
             if value is None:
                 continue
             if not isinstance(value, Tensor) or value.shape not in (parameter.shape, ()):
-                raise CheckpointError(
-                    f"{type(optimizer).__name__} keeps a {type(value).__name__} as {slot!r} of {name}: only optimizers "
-                    "whose state is tensors of their parameter's shape, or without dimensions, can be saved"
-                )
+                kept = f"{type(optimizer).__name__} keeps a {type(value).__name__} as {slot!r} of {name}"
+                raise CheckpointError(f"{kept}: only tensors of the parameter's shape, or scalars, can be saved")
             tensors[f"optimizer.{name}.{slot}"] = value
     return tensors
 

@@ -32,10 +32,7 @@ class Corpus:
 
     def __post_init__(self) -> None:
         if not any(document.strip() for document in self.documents):
-            raise ValueError(
-                f"empty corpus: {self.name} holds no text (no documents, only white space, or nothing in UTF-8); "
-                "name files or a dataset with text in them"
-            )
+            raise ValueError(f"empty corpus: {self.name} holds no text in UTF-8; name files or a dataset with text")
 
     def __repr__(self) -> str:
         return f"Corpus({self.name!r}, {len(self.documents)} documents, {self.n_characters:,} characters)"
@@ -67,8 +64,14 @@ class Corpus:
         for document in self.documents:
             if document.strip():
                 size[document] += len(document)
+        train: tuple[str, ...]
+        held_out: tuple[str, ...]
         if len(size) == 1:
-            train, held_out = self._cut(next(iter(size)), validation)
+            [document] = size
+            # Each part gets more than white space.
+            first, last = len(document) - len(document.lstrip()), len(document.rstrip()) - 1
+            cut = min(max(round(len(document) * (1 - validation)), first + 1), last)
+            train, held_out = (document[:cut],), (document[cut:],)
         else:
             room, chosen = validation * sum(size.values()), set()
             by_hash = sorted(size, key=lambda document: hashlib.sha256(document.encode()).digest())
@@ -81,18 +84,6 @@ class Corpus:
             train = tuple(d for d in self.documents if d in size and d not in chosen)
             held_out = tuple(d for d in self.documents if d in chosen)
         return Corpus(f"{self.name} (train)", train), Corpus(f"{self.name} (validation)", held_out)
-
-    def _cut(self, document: str, share: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return two parts of a document, each with more than white space in it."""
-        first = len(document) - len(document.lstrip())
-        last = len(document.rstrip()) - 1
-        if first == last:
-            raise ValueError(
-                f"{self.name} holds the single character {document[first]!r}: training and validation need "
-                "one each; name more text"
-            )
-        cut = min(max(round(len(document) * (1 - share)), first + 1), last)
-        return (document[:cut],), (document[cut:],)
 
 
 @checked
@@ -138,10 +129,7 @@ def iterate_documents(
     if texts is not None and dataset is not None:
         raise ValueError(f"texts={texts!r} and dataset={dataset!r}: a corpus has one source; name only one")
     if dataset is None and (subset, split, text_column) != (None, "train", "text"):
-        raise ValueError(
-            f"subset={subset!r}, split={split!r} and text_column={text_column!r} say which part of a dataset, but none "
-            "is named: give dataset=, or leave them out"
-        )
+        raise ValueError("subset, split and text_column are of a dataset, and none is named: give dataset=")
     if max_bytes is not None and max_bytes < 1:
         raise ValueError(f"max_bytes={max_bytes}: must be at least 1; leave it out to read everything")
     documents: Iterable[str | None]
@@ -151,7 +139,7 @@ def iterate_documents(
         documents = _from_texts(named)
     elif dataset is not None:
         name = "/".join(filter(None, (dataset, subset, split)))
-        documents = _texts_of(_load_dataset(dataset, subset, split, text_column), dataset, text_column)
+        documents = (row[text_column] for row in _load_dataset(dataset, subset, split, text_column))
     else:
         name = f"the standard library of Python {sys.version_info.major}.{sys.version_info.minor}"
         documents = _from_stdlib()
@@ -209,7 +197,7 @@ def load_stream(
     """Return the name of a Hugging Face dataset, and its documents from any number on, read as they are asked for."""
     rows = _load_dataset(dataset, subset, split, text_column, streaming=True)
     name = "/".join(filter(None, (dataset, subset, split, text_column)))
-    return name, lambda start: _texts_of(rows.skip(start), dataset, text_column)
+    return name, lambda start: (row[text_column] for row in rows.skip(start))
 
 
 def import_datasets(what: str) -> Any:
@@ -229,24 +217,9 @@ def _load_dataset(dataset: str, subset: str | None, split: str, text_column: str
         columns = rows.column_names or list(next(iter(rows), {}))  # a stream may not know before it is read
     # An IndexError is what an empty name comes to.
     except (OSError, ValueError, IndexError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(
-            f"dataset={dataset!r} (subset={subset!r}, split={split!r}) could not be loaded: {error}; "
-            "correct the name, or give text files instead"
-        ) from error
+        part = f"dataset={dataset!r} (subset={subset!r}, split={split!r})"
+        raise ValueError(f"{part} could not be loaded: {error}; correct the name, or give text files") from error
     if text_column not in columns:
-        raise ValueError(
-            f"text_column={text_column!r} is not in dataset {dataset!r}: its columns are "
-            f"{', '.join(map(repr, columns))}; name the one that holds the text"
-        )
+        there = ", ".join(map(repr, columns))
+        raise ValueError(f"text_column={text_column!r} is not in dataset {dataset!r}: its columns are {there}")
     return rows.select_columns(text_column)
-
-
-def _texts_of(rows: Iterable[Any], dataset: str, text_column: str) -> Iterator[str | None]:
-    for row in rows:
-        document = row[text_column]
-        if document is not None and not isinstance(document, str):
-            raise ValueError(
-                f"text_column={text_column!r} of dataset {dataset!r} holds {type(document).__name__}, "
-                "not text; name a column of strings"
-            )
-        yield document

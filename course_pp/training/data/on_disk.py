@@ -5,7 +5,7 @@
 
 The digest of all bytes is computed once, while the file is written, and stands for the data in checkpoints. A start
 reads 64 places of 64 KiB at most and compares their digest; so it notices a file that was cut off, swapped, or changed
-in many places, in a moment and whatever the size. ``open_tokens(path, verify=True)`` reads everything.
+in many places, in a moment and whatever the size.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from course_pp.files import naming
+from course_pp.files import write_atomically
 from course_pp.training.data.corpus import import_datasets
 from course_pp.training.data.sequences import Sequences, check_seq_len, padded_rows
 from course_pp.training.data.tokenizer import Tokenizer
@@ -84,17 +84,12 @@ def write_tokens(path: str | os.PathLike[str], documents: Iterable[str], tokeniz
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     draft, hasher, n_tokens = path.with_name(f".{path.name}.{os.getpid()}"), hashlib.sha256(), 0
     try:
-        with naming(path):
-            file = draft.open("wb")
-        with file:
+        with draft.open("wb") as file:
             for document in documents:
                 content = np.array(tokenizer.encode_document(document), dtype=_DTYPES[dtype])
                 hasher.update(content.tobytes())
-                with naming(path):
-                    file.write(content.tobytes())
+                file.write(content.tobytes())
                 n_tokens += len(content)
-            with naming(path):
-                file.flush()
         if not n_tokens:
             raise ValueError(f"{path}: no documents to write (or only empty ones); give text")
         sample = _sample(draft)
@@ -102,21 +97,14 @@ def write_tokens(path: str | os.PathLike[str], documents: Iterable[str], tokeniz
         description = {"format": _FORMAT, **{k: v for k, v in asdict(written).items() if k != "path"}}
         _beside(path).unlink(missing_ok=True)  # a new file never goes by an old description
         os.replace(draft, path)
-        with naming(_beside(path)):
-            _beside(draft).write_text(json.dumps(description))
-        os.replace(_beside(draft), _beside(path))
+        write_atomically(_beside(path), json.dumps(description))
     finally:
-        for each in (draft, _beside(draft)):
-            each.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
     return written
 
 
-def open_tokens(path: str | os.PathLike[str], verify: bool = False) -> TokenFile:
-    """Open a file that :func:`write_tokens` has written.
-
-    Args:
-        verify: read all of it and compare with the digest, instead of some places.
-    """
+def open_tokens(path: str | os.PathLike[str]) -> TokenFile:
+    """Open a file that :func:`write_tokens` has written."""
     path = Path(path)
     for strange in filter(_is_no_file, (path, _beside(path))):  # a pipe would be waited for
         raise ValueError(f"token file {str(path)!r} cannot be opened ({str(strange)!r} is no plain file): {_HOW}")
@@ -135,11 +123,9 @@ def open_tokens(path: str | os.PathLike[str], verify: bool = False) -> TokenFile
         raise ValueError(f"{_beside(path)} does not describe a token file of this format, {_FORMAT!r}: {_HOW}")
     if n_bytes != expected:
         what = "cut off" if n_bytes < expected else "too long"
-        raise ValueError(
-            f"token file {str(path)!r} is {what}: it has {n_bytes:,} bytes, and its description says {expected:,}: "
-            "copy it again"
-        )
-    if (_whole(path) != tokens.digest) if verify else (_sample(path) != tokens.sample):
+        sizes = f"it has {n_bytes:,} bytes, and its description says {expected:,}"
+        raise ValueError(f"token file {str(path)!r} is {what}: {sizes}: copy it again")
+    if _sample(path) != tokens.sample:
         raise ValueError(f"token file {str(path)!r} is not the one that its description describes: copy both again")
     return tokens
 
@@ -163,11 +149,9 @@ class _OnDisk:
         check_seq_len(self.seq_len)
         least = 1 if self.is_padded else self.seq_len + 1
         if self.first < 0 or not self.first + least <= self._end <= self._most:
-            what = "documents" if self.is_padded else "tokens"
-            raise ValueError(
-                f"first={self.first}, last={self.last} of {self._most} {what} of {str(self.file.path)!r} are too few "
-                f"for one sequence of seq_len={self.seq_len}: write more, or choose a smaller seq_len"
-            )
+            there = f"{self._most} {'documents' if self.is_padded else 'tokens'} of {str(self.file.path)!r}"
+            part = f"first={self.first}, last={self.last} of {there}"
+            raise ValueError(f"{part} are too few for one sequence of seq_len={self.seq_len}: write more")
 
     @property
     def _most(self) -> int:
@@ -322,16 +306,12 @@ def open_arrow(folder: str | os.PathLike[str], column: str = "input_ids") -> Arr
         kind = ids.type.value_type
         found = pyarrow.compute.min_max(pyarrow.compute.list_value_length(ids))
     except Exception as error:  # whatever a damaged file makes of it
-        raise ValueError(
-            f"folder {folder!r} cannot be opened ({type(error).__name__}: {error}): give what Dataset.save_to_disk has "
-            f"written of one split with lists of token ids in column {column!r}, or write it again"
-        ) from error
+        how = f"give what Dataset.save_to_disk has written of one split with lists of token ids in column {column!r}"
+        raise ValueError(f"folder {folder!r} cannot be opened ({type(error).__name__}: {error}): {how}") from error
     shortest, longest = found["min"].as_py(), found["max"].as_py()
     if not pyarrow.types.is_integer(kind) or shortest is None or shortest != longest or ids.null_count:
-        raise ValueError(
-            f"column {column!r} of {folder!r} holds rows of {shortest} to {longest} values of {kind}: pack token ids "
-            "into rows of one length, seq_len + 1, or take python -m course_pp tokens"
-        )
+        rows = f"holds rows of {shortest} to {longest} values of {kind}"
+        raise ValueError(f"column {column!r} of {folder!r} {rows}: pack token ids into rows of one length, seq_len + 1")
     check_seq_len(shortest - 1)
     parts = (dataset._fingerprint, column, len(dataset), shortest)
     return ArrowRows(folder, column, shortest - 1, hashlib.sha256(repr(parts).encode()).hexdigest())
@@ -359,8 +339,3 @@ def _sample(path: Path) -> str:
             file.seek(start)
             hasher.update(file.read(_PLACE_BYTES))
     return hasher.hexdigest()
-
-
-def _whole(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

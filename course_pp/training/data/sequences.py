@@ -55,10 +55,8 @@ class Sequences:
         named = (("inputs", self.inputs, torch.int64), ("targets", self.targets, torch.int64))
         for name, tensor, dtype in (*named, ("attention_mask", self.attention_mask, torch.bool)):
             if tensor is not None and (tensor.dtype != dtype or tensor.dim() != 2 or tensor.shape != shape):
-                raise ValueError(
-                    f"{name} are {tensor.dtype} of shape {tuple(tensor.shape)}: "
-                    f"give {dtype} (n, seq_len), of one shape with the inputs, {tuple(shape)}"
-                )
+                given = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+                raise ValueError(f"{name} are {given}: give {dtype} (n, seq_len), of one shape with the inputs")
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -105,10 +103,8 @@ def packed(documents: Sequence[Tensor], seq_len: int) -> Sequences:
     stream = torch.cat(list(documents))
     n = (len(stream) - 1) // seq_len
     if n == 0:
-        raise ValueError(
-            f"{len(stream)} tokens are too few for one sequence of seq_len={seq_len}, which needs "
-            f"{seq_len + 1}: give more text, or choose a smaller seq_len"
-        )
+        needed = f"one sequence of seq_len={seq_len}, which needs {seq_len + 1}"
+        raise ValueError(f"{len(stream)} tokens are too few for {needed}: give more text, or choose a smaller seq_len")
     return Sequences(stream[: n * seq_len].view(n, seq_len), stream[1 : n * seq_len + 1].view(n, seq_len))
 
 
@@ -148,10 +144,8 @@ def _check(documents: Sequence[Tensor], seq_len: int) -> None:
     check_seq_len(seq_len)
     for i, document in enumerate(documents):
         if document.dtype != torch.int64 or document.dim() != 1:  # a row would take other numbers, rounded
-            raise ValueError(
-                f"documents[{i}] is {document.dtype} of shape {tuple(document.shape)}: "
-                "give [BOT] … [EOT] as int64 token ids (length,), as from encode"
-            )
+            given = f"{document.dtype} of shape {tuple(document.shape)}"
+            raise ValueError(f"documents[{i}] is {given}: give int64 token ids (length,), as from encode")
 
 
 @checked
@@ -178,7 +172,7 @@ class Batches:
     dp_size: int = 1
 
     def __post_init__(self) -> None:
-        _check_sizes(self.sequences, self.global_batch, self.dp_rank, self.dp_size)
+        _check_sizes(self.sequences, self.global_batch, self.dp_size)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -205,7 +199,7 @@ def validation_batches(sequences: Rows, global_batch: int, max_batches: int | No
     With `max_batches` the rows are spread evenly over the data, so that few batches still sample many
     documents. Rows that do not fill a batch are left out.
     """
-    _check_sizes(sequences, global_batch, 0, 1)
+    _check_sizes(sequences, global_batch, 1)
     n_full = len(sequences) // global_batch
     n_batches = n_full if max_batches is None else min(max_batches, n_full)
     n_rows = n_batches * global_batch
@@ -218,21 +212,13 @@ def rows_of_rank(rows: Tensor, dp_rank: int, dp_size: int) -> Tensor:
     return rows.tensor_split(dp_size)[dp_rank]
 
 
-def _check_sizes(sequences: Rows, global_batch: int, dp_rank: int, dp_size: int) -> None:
-    if dp_size < 1 or not 0 <= dp_rank < dp_size:
-        raise ValueError(f"dp_rank={dp_rank}, dp_size={dp_size}: need 0 <= dp_rank < dp_size; check the mesh")
+def _check_sizes(sequences: Rows, global_batch: int, dp_size: int) -> None:
     if global_batch % dp_size:
-        smaller = global_batch // dp_size * dp_size
-        nearest = f"{smaller} or {smaller + dp_size}" if smaller else f"{dp_size}"
-        raise ValueError(
-            f"global_batch={global_batch} does not divide by dp_size={dp_size}: every data-parallel rank "
-            f"takes an equal part; choose {nearest}"
-        )
+        more = f"choose a multiple, such as {-(-global_batch // dp_size) * dp_size}"
+        raise ValueError(f"global_batch={global_batch} does not divide by dp_size={dp_size}: {more}")
     if not 1 <= global_batch <= len(sequences):
-        raise ValueError(
-            f"global_batch={global_batch} and {len(sequences)} sequences: choose from 1 to {len(sequences)}, a smaller "
-            "seq_len, or more text"
-        )
+        how = f"choose from 1 to {len(sequences)}, a smaller seq_len, or more text"
+        raise ValueError(f"global_batch={global_batch} and {len(sequences)} sequences: {how}")
 
 
 def read_ahead(batches: Batches, first: int, last: int, workers: int) -> Iterator[Sequences]:

@@ -66,10 +66,8 @@ class Stream:
             if document is not None and document.strip():
                 held.append(torch.tensor(self.tokenizer.encode_document(document)))
                 needed -= -(-(len(held[-1]) - 1) // self.seq_len) if self.is_padded else len(held[-1])
-        raise ValueError(
-            f"{self.name} ends after {number + 1} documents, all of which {n_rows} validation rows of {self.seq_len} "
-            "tokens would take: give more text, or evaluate on less (--eval-batches)"
-        )
+        why = f"{n_rows} validation rows of {self.seq_len} tokens would take all of it"
+        raise ValueError(f"{self.name} ends after {number + 1} documents, and {why}: evaluate on less (--eval-batches)")
 
 
 @dataclass(frozen=True)
@@ -147,10 +145,8 @@ class StreamedBatches:
             return
         found = self._following()
         if (found.number, found.digest) != (state["document"], state["digest"]):
-            raise ValueError(
-                f"document {state['document']} of {self.sequences.name} is another than when the run was saved: give "
-                "the same stream, or begin another run in a new folder"
-            )
+            which = f"document {state['document']} of {self.sequences.name}"
+            raise ValueError(f"{which} is another than when the run was saved: give the same stream")
 
     def _following(self) -> _Document:
         if not self._unread:

@@ -56,10 +56,7 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_str(self.definition)
         except Exception as error:  # the library raises nothing more special
-            raise ValueError(
-                f"the definition is not a tokenizer of the tokenizers library ({error}): give the content of a "
-                "tokenizer.json"
-            ) from error
+            raise ValueError(f"it is not a tokenizer of the tokenizers library ({error})") from error
         # The library does not save this switch, hence also __reduce__.
         backend.encode_special_tokens = True
         backend.no_truncation()  # a file may ask for both
@@ -81,11 +78,8 @@ class Tokenizer:
         ids = {token.content: i for i, token in added.items() if token.special}
         missing = [token for token in SPECIAL_TOKENS if token not in ids]
         if missing:
-            raise ValueError(
-                f"{', '.join(missing)}, of the {', '.join(SPECIAL_TOKENS)} that mark padding and where texts begin and "
-                "end, are no special tokens of it: add them with tokenizers.Tokenizer.from_file(path)'s "
-                f"add_special_tokens({list(SPECIAL_TOKENS)}) and save(path), or take one that train_tokenizer has made"
-            )
+            how = f"tokenizers.Tokenizer.from_file(path)'s add_special_tokens({list(SPECIAL_TOKENS)}) and save(path)"
+            raise ValueError(f"{', '.join(missing)} are no special tokens of it: add them with {how}")
         pad, bot, eot = (ids[token] for token in SPECIAL_TOKENS)
         return pad, bot, eot
 
@@ -135,10 +129,8 @@ def train_tokenizer(
     Ranks may call this all at once: training is deterministic and the file appears whole.
     """
     if not _MIN_VOCAB_SIZE <= vocab_size <= _MAX_VOCAB_SIZE:
-        raise ValueError(
-            f"vocab_size={vocab_size}: choose at least {_MIN_VOCAB_SIZE}, a token for each byte and the special ones, "
-            f"and at most {_MAX_VOCAB_SIZE:,}"
-        )
+        least = f"{_MIN_VOCAB_SIZE}, a token for each byte and the special ones"
+        raise ValueError(f"vocab_size={vocab_size}: choose at least {least}, and at most {_MAX_VOCAB_SIZE:,}")
     key = _key(corpus.digest, str(vocab_size), tokenizers.__version__)
     make = partial(_train, corpus, vocab_size)
     return Tokenizer(_remembered(f"tokenizer-{key}", make, cache_dir).decode())
@@ -159,10 +151,8 @@ def encode(corpus: Corpus, tokenizer: Tokenizer, cache_dir: str | os.PathLike[st
 def check_vocabulary(vocab_size: int, tokenizer: Tokenizer) -> None:
     """Raise `ValueError` when a model of `vocab_size` embeddings has none for some token of `tokenizer`."""
     if vocab_size < tokenizer.vocab_size:
-        raise ValueError(
-            f"vocab_size={vocab_size} of the model is smaller than the tokenizer's {tokenizer.vocab_size}: "
-            f"give the model at least {tokenizer.vocab_size}, or train a smaller tokenizer"
-        )
+        there = f"the tokenizer's {tokenizer.vocab_size}: give it as many, or train a smaller tokenizer"
+        raise ValueError(f"vocab_size={vocab_size} of the model is smaller than {there}")
 
 
 def _key(*parts: str) -> str:

@@ -336,7 +336,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_what_differs(
         (torch.nn.Linear(3, 4), r"weight is \(2, 3\) there and \(4, 3\) here"),
         (torch.nn.Linear(3, 2, bias=False), "it has bias, which no rank's modules have"),
         (torch.nn.BatchNorm1d(2), r"weight is \(2, 3\) there"),
-        (torch.nn.Linear(3, 2).bfloat16(), r"weight as torch.float32, but here it is torch.bfloat16: convert"),
+        (torch.nn.Linear(3, 2).bfloat16(), r"weight as torch.float32, here it is torch.bfloat16: convert"),
     ],
 )
 def test_a_module_without_a_configuration_is_told_apart_by_keys_shapes_and_dtypes(

@@ -68,7 +68,7 @@ def test_the_next_save_removes_what_a_killed_one_left_and_nothing_that_is_being_
 @pytest.mark.parametrize("gone", ["manifest.json", "state.json", SHARD])
 def test_a_whole_checkpoint_of_the_step_is_not_replaced_but_a_damaged_one_of_ours_is(gone: str, tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
-    with pytest.raises(CheckpointError, match="step_00000001 is a whole checkpoint already: resume from it, remove it"):
+    with pytest.raises(CheckpointError, match="step_00000001 is a whole checkpoint already: resume from it, or save"):
         save_steps(tmp_path, 1)
     (tmp_path / "step_00000001" / gone).unlink()
     save_steps(tmp_path, 1)

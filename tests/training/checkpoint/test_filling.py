@@ -164,7 +164,7 @@ def said_by(rank: int, path: Path, kind: type[nn.Linear]) -> str:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (Replacing, "load_state_dict puts another parameter in the place of stages.1.weight, which the optimizer"),
+        (Replacing, "load_state_dict replaces stages.1.weight, which the optimizer trains: let it copy"),
         (Failing, "load_state_dict of Failing failed (TypeError: Failing.load_state_dict() got an unexpected"),
         (Asking, "Asking has more in its state_dict, and its load_state_dict does not take it"),
     ],

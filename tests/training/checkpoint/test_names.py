@@ -187,7 +187,7 @@ def test_stages_of_our_own_model_have_the_full_models_names_with_an_index_too(tm
     path = save(tmp_path, 1, stages, device_mesh=None).path
     load(path, [build_stage_module(CONFIG, 0, 1)], device_mesh=None)
     assert "stage 1 was passed as 0" in refusal(save, tmp_path, 2, {0: stages[1], 1: stages[0]})
-    with pytest.raises(CheckpointError, match=r"two modules .* hold 0\.weight: .* pass \{index: stage\}"):
+    with pytest.raises(CheckpointError, match=r"two modules .* hold 0\.weight: .* as \{index: stage\}"):
         save(tmp_path, 2, [stage(0)[0], stage(1)[0]], device_mesh=None)
 
 

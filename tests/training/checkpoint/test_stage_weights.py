@@ -150,7 +150,7 @@ SPOILED = [
         of_another_shape,
         "has 1.up.bias as (3,), and the model needs (48,): build it with the sizes of",
     ),
-    (of_integers, "has 1.up.bias as I8, and the model as torch.float64: get the model in one of F64, F32"),
+    (of_integers, "has 1.up.bias as I8, and the model as torch.float64: get it in one of F64, F32"),
 ]
 
 

@@ -79,7 +79,7 @@ def test_without_an_optimizer_only_weights_are_loaded(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_of_other_modules_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"trains a parameter of shape \(11, 16\) that is in none of the modules"):
+    with pytest.raises(CheckpointError, match=r"trains a parameter of shape \(11, 16\) of no module"):
         save(tmp_path, 1, Small().model, adamw([Small().model]), device_mesh=None)
 
 
@@ -87,7 +87,7 @@ def test_an_optimizer_that_keeps_more_than_tensors_is_refused(tmp_path: Path) ->
     model = nn.Linear(1, 1)
     optimizer = torch.optim.LBFGS(model.parameters())
     optimizer.step(lambda: model(torch.ones(1)).sum().backward() or torch.zeros(()))
-    with pytest.raises(CheckpointError, match="only optimizers whose state is tensors"):
+    with pytest.raises(CheckpointError, match=r"LBFGS keeps a int .*only tensors of the parameter's shape"):
         save(tmp_path, 1, model, optimizer, device_mesh=None)
 
 
