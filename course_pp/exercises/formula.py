@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 from course_pp.exercises.answer import Answer, written_call
 from course_pp.exercises.expect import close, expect_number
 from course_pp.exercises.mistakes import Mistake
 
-__all__ = ["Formula", "why"]
+__all__ = ["Formula", "alike", "why"]
 
 Case = tuple[Any, ...]
 Cause = str | Callable[[Case, Any, Any], str]
@@ -24,33 +25,41 @@ class Formula:
 
     Args:
         solution: the right formula.
-        cases: its arguments, one row a call.
+        cases: its arguments, one row a call; or what makes them, where that takes time.
         wrongs: formulas that people write instead, each with its cause. One that raises is no match.
         otherwise: the cause of any other wrong answer.
         read: ``read(value, call)`` returns a value to be compared, and raises `Mistake` for one of another kind.
         call: how a message writes a call; as it would be typed unless given.
         example: a counter-example, made as a cause is.
+        same: ``same(got, right)`` says whether a value is right; equal but for rounding unless given.
     """
 
     def __init__(
         self,
         solution: Callable[..., Any],
-        cases: Iterable[Case],
+        cases: Iterable[Case] | Callable[[], Iterable[Case]],
         wrongs: Sequence[tuple[Callable[..., Any], Cause]] = (),
         otherwise: Cause = "",
         *,
         read: Callable[[Any, str], Any] = expect_number,
         call: Callable[..., str] | None = None,
         example: Cause = "",
+        same: Callable[[Any, Any], bool] | None = None,
     ) -> None:
-        self.solution, self.cases, self.wrongs, self.otherwise = solution, list(cases), wrongs, otherwise
-        self._read, self._call, self._example = read, call, example
+        self.solution, self._cases, self.wrongs, self.otherwise = solution, cases, wrongs, otherwise
+        self._read, self._call, self._example, self._same = read, call, example, same or alike
+
+    @cached_property
+    def cases(self) -> list[Case]:
+        """The arguments of each call."""
+        return list(self._cases() if callable(self._cases) else self._cases)
 
     def __call__(self, answer: Answer) -> None:
         calls = [self._call(*case) if self._call else written_call(answer.name, *case) for case in self.cases]
-        got = [self._read(value, call) for value, call in zip(answer.calls(self.cases), calls, strict=True)]
+        written = f"{answer.name}(…)" if self._call else None
+        got = [self._read(value, call) for value, call in zip(answer.calls(self.cases, written), calls, strict=True)]
         right = [self.solution(*case) for case in self.cases]
-        missed = [i for i, pair in enumerate(zip(got, right, strict=True)) if not _same(*pair)]
+        missed = [i for i, pair in enumerate(zip(got, right, strict=True)) if not self._same(*pair)]
         if not missed:
             return
         i = missed[0]
@@ -64,7 +73,13 @@ class Formula:
 
     def _explained(self, got: Sequence[Any], where: Iterable[int]) -> Cause:
         cases = [(self.cases[i], got[i]) for i in where]
-        return next((cause for formula, cause in self.wrongs if all(_gives(formula, *each) for each in cases)), "")
+        return next((cause for formula, cause in self.wrongs if all(self._gives(formula, *each) for each in cases)), "")
+
+    def _gives(self, formula: Callable[..., Any], case: Case, value: Any) -> bool:
+        try:
+            return self._same(value, formula(*case))
+        except Exception:
+            return False
 
 
 def why(rules: Iterable[tuple[bool, str]], otherwise: str = "") -> str:
@@ -72,22 +87,19 @@ def why(rules: Iterable[tuple[bool, str]], otherwise: str = "") -> str:
     return next((cause for holds, cause in rules if holds), otherwise)
 
 
-def _gives(formula: Callable[..., Any], case: Case, value: Any) -> bool:
-    try:
-        return _same(value, formula(*case))
-    except Exception:
-        return False
-
-
-def _same(a: Any, b: Any) -> bool:
+def alike(a: Any, b: Any) -> bool:
+    """Whether two values, or lists of values, are equal but for rounding."""
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(alike, a, b))
     if isinstance(a, float) or isinstance(b, float):
         return isinstance(a, int | float) and isinstance(b, int | float) and close(a, b)
     return bool(a == b)
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        inside = ", ".join(map(_shown, value))
+        return f"[{inside}]" if isinstance(value, list) else f"({inside})"
     return f"{value:,.7g}" if isinstance(value, float) else f"{value!r:.80}"
 
 

@@ -1,5 +1,6 @@
 """The graders of notebook 12, by what learners hand in; and what the notebook runs on paper."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -7,11 +8,23 @@ from typing import Any
 
 import pytest
 
-from course_pp.exercises import capstone_clinic, capstone_formulas, capstone_plans
-from course_pp.exercises.capstone_clinic import grade_planned_report, planned_report, ward_round
-from course_pp.exercises.capstone_formulas import break_even, bytes_held, grade_break_even, grade_bytes_held
-from course_pp.exercises.capstone_lab import PUBLISHED, beside_data, data_parallel
-from course_pp.exercises.capstone_plans import bottleneck, grade_bottleneck, grade_fastest_layout
+from course_pp.exercises import capstone
+from course_pp.exercises.capstone import (
+    PUBLISHED,
+    beside_data,
+    bottleneck,
+    break_even,
+    bytes_held,
+    data_parallel,
+    grade_bottleneck,
+    grade_break_even,
+    grade_bytes_held,
+    grade_fastest_layout,
+    grade_planned_report,
+    planned_report,
+    ward_round,
+)
+from course_pp.exercises.formula import Formula
 from course_pp.exercises.mistakes import Mistake
 from course_pp.plan import Layout, cluster_of, model_named, plan, predict
 from course_pp.schedule import Costs, build, check, simulate
@@ -37,17 +50,32 @@ def said(grade: Callable[[Any], None], fn: Callable[..., Any]) -> str:
     return ""
 
 
+def rounded_down(*given: Any) -> float:
+    return math.floor(break_even(*given))
+
+
+def one_gpu_too_many(rank: int, pp: int, *rest: Any) -> float:
+    return bytes_held(rank, pp, *rest) + (rank == 0) * 7
+
+
+@pytest.mark.parametrize("grade", [grade_bytes_held, grade_break_even, grade_bottleneck, grade_planned_report])
+def test_each_known_mistake_is_told_by_its_own_cause(grade: Formula) -> None:
+    assert said(grade, grade.solution) == ""
+    assert {why: said(grade, wrong) for wrong, why in grade.wrongs if why not in said(grade, wrong)} == {}
+
+
 @pytest.mark.parametrize(
-    ("table", "right", "grade"),
+    ("grade", "fn", "says"),
     [
-        (capstone_formulas._WRONG_BYTES, bytes_held, grade_bytes_held),
-        (capstone_formulas._WRONG_TOKENS, break_even, grade_break_even),
+        (grade_break_even, lambda *given: math.ceil(break_even(*given)), ""),
+        (grade_break_even, rounded_down, "the ring still takes longer"),
+        (grade_break_even, lambda *given: 3.0, "Set the ring"),
+        (grade_bytes_held, one_gpu_too_many, "16 bytes × (3 layers × 12,000 + 1 × 5,000) / 2, and 4 microbatches"),
     ],
-    ids=["bytes_held", "break_even"],
 )
-def test_each_known_mistake_is_told_by_its_own_cause(table: Any, right: Any, grade: Any) -> None:
-    assert said(grade, right) == ""
-    assert {why: said(grade, wrong) for wrong, why in table if why not in said(grade, wrong)} == {}
+def test_any_other_answer_is_told_what_to_compare(grade: Formula, fn: Callable[..., Any], says: str) -> None:
+    found = said(grade, fn)
+    assert says in found if says else not found
 
 
 def planned_best(model: Any, cluster: Any, batch: int, seq_len: int) -> Layout:
@@ -63,7 +91,7 @@ def choose(**changes: Any) -> Callable[..., Layout]:
     def search(model: Any, cluster: Any, batch: int, seq_len: int) -> Layout:
         n, found = cluster.n_gpus, []
         for pp in changes.get("pp", range(1, n + 1)):
-            for tp in changes.get("tp", range(1, cluster.gpus_per_node + 1)):
+            for tp in changes.get("tp", range(1, (n if "wide" in changes else cluster.gpus_per_node) + 1)):
                 for ac in changes.get("ac", ("none", "selective", "full")):
                     if n % (pp * tp) == 0:
                         try:
@@ -83,15 +111,15 @@ def choose(**changes: Any) -> Callable[..., Layout]:
     [
         (choose(), ""),
         (choose(any=True), "GB too many"),
-        (choose(pp=(1, 2, 4, 8, 16)), "There is one of"),
-        (choose(pp=(1,)), "There is one of"),
+        (choose(pp=(1, 2, 4, 8, 16)), "Was every pp that divides the GPUs tried?"),
         (choose(tp=(1,)), "There is one of"),
         (choose(tp=(1, 2, 4)), "There is one of"),
         (choose(ac=("none", "full")), "There is one of"),
         (choose(ac=("none", "selective")), "There is one of"),
-        (choose(ac=("full",)), "There is one of"),
-        (choose(key=lambda each: -each.step_s), "There is one of"),
-        (choose(key=lambda each: max(each.total_memory)), "There is one of"),
+        (choose(ac=("full",)), "try every `ac`"),
+        (choose(key=lambda each: -each.step_s), "That is the slowest one that fits"),
+        (choose(key=lambda each: max(each.total_memory)), "That is the one that holds least"),
+        (choose(wide=True), "leaves the node"),
         (lambda *given: Layout(), "cannot be laid out"),
         (lambda *given: None, "Is a `return` missing?"),
         (lambda *given: choose()(*given).with_(overlap=False), "changes more than"),
@@ -105,26 +133,14 @@ def test_a_layout_is_accepted_if_it_fits_and_none_is_faster(fn: Callable[..., An
     assert says in found if says else not found
 
 
-def by_part(prediction: Any) -> str:
-    return capstone_plans._OF_PART[prediction.bound_by]
-
-
-def by_waiting(prediction: Any) -> str:
-    waits = {part: seconds for part, seconds in prediction.parts.items() if part not in ("compute", "recompute")}
-    return capstone_plans._OF_PART[max(waits, key=lambda part: waits[part])]
-
-
 @pytest.mark.parametrize(
     ("fn", "says"),
     [
         (bottleneck, ""),
-        (lambda prediction: min(capstone_plans._RESOURCES, key=prediction.gains().get), ""),
-        (by_part, "The largest part is not what helps most"),
-        (by_waiting, "The largest part is not what helps most"),
-        (capstone_plans._longest_alone, "compare times a sequence"),
+        (lambda prediction: min(capstone._RESOURCES, key=prediction.gains().get), ""),
         (lambda prediction: "peak", "Return one of"),
         (lambda prediction: None, "Return one of"),
-        *((lambda prediction, name=name: name, "leaves") for name in capstone_plans._RESOURCES),
+        *((lambda prediction, name=name: name, "leaves") for name in capstone._RESOURCES),
     ],
 )
 def test_a_bottleneck_is_what_helps_most(fn: Callable[..., Any], says: str) -> None:
@@ -132,25 +148,21 @@ def test_a_bottleneck_is_what_helps_most(fn: Callable[..., Any], says: str) -> N
     assert says in found if says else not found
 
 
-def ill_report(model: Any, layout: Any, cluster: Any, batch: int, seq_len: int, step_s: float) -> Any:
-    """All three illnesses, as the notebook shows them."""
-    return capstone_clinic._report("batch", "peak", "embedding", "head")(model, layout, cluster, batch, seq_len, step_s)
-
-
 @pytest.mark.parametrize(
     ("fn", "says"),
     [
         (planned_report, ""),
         (lambda *given: list(planned_report(*given)), ""),
-        (ill_report, "global batch"),
-        (capstone_clinic._report("peak"), "count all of them, not the nodes"),
-        (capstone_clinic._report("embedding"), "Rank 0 holds the embedding"),
-        (capstone_clinic._report("head"), "The last rank holds final norm and head"),
-        (capstone_clinic._report("embedding", "head"), "The ends hold more than layers"),
         (lambda *given: planned_report(*given)[:2], "not 3"),
         (lambda *given: None, "None"),
-        (lambda model, layout, *rest: planned_report(model, replace(layout, microbatch_size=1), *rest), "microbatches"),
-        (lambda model, layout, *rest: planned_report(model, replace(layout, dp_replicate=1), *rest), "microbatches"),
+        (
+            lambda model, layout, *rest: planned_report(model, replace(layout, microbatch_size=1), *rest),
+            "of a microbatch",
+        ),
+        (
+            lambda model, layout, *rest: planned_report(model, replace(layout, dp_replicate=1), *rest),
+            "both data-parallel",
+        ),
     ],
 )
 def test_a_report_needs_all_three_numbers(fn: Callable[..., Any], says: str) -> None:
