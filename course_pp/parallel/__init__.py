@@ -28,7 +28,7 @@ from course_pp.model import (
     partition_by_cost,
 )
 from course_pp.parallel.blocks import Blocks, find_blocks
-from course_pp.parallel.carrying import CarryingCost, carried_bytes, carry_along
+from course_pp.parallel.carrying import carry_along
 from course_pp.parallel.clipping import clip_grad_norm_
 from course_pp.parallel.fsdp import ReshardPolicy, apply_fsdp2, default_mp_policy, resolve_reshard_after_forward
 from course_pp.parallel.mesh import (
@@ -77,7 +77,6 @@ from course_pp.parallel.traffic_and_memory import (
 
 __all__ = [
     "Blocks",
-    "CarryingCost",
     "CollectiveCounter",
     "CollectiveCounts",
     "DistributedConfig",
@@ -99,7 +98,6 @@ __all__ = [
     "build_pipeline_schedule",
     "build_pipeline_stage",
     "build_stage_module",
-    "carried_bytes",
     "carry_along",
     "clip_grad_norm_",
     "compute_dtype",

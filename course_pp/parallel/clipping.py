@@ -383,11 +383,6 @@ class _Note:
     embeddings: tuple[tuple[int, ...], ...] = ()
 
 
-def note_of(column: Iterable[int], stages: Iterable[int], n_stages: int | None) -> object:
-    """Return what a rank tells the others of stages that share no weight; its size is the same whichever it holds."""
-    return _Note(tuple(column), tuple(stages), n_stages)
-
-
 def _agree(held: _Held, device_mesh: DeviceMesh | None, copies: int) -> Ranks:
     """Check that the stages of a foreign model make up one model; return the ranks that compared.
 

@@ -33,7 +33,6 @@ backward keeps what it gathered until the last microbatch's gradients are reduce
 without lowering the peak (stages 3, True, and 2, False, of "ZeRO").
 """
 
-import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -51,7 +50,6 @@ from course_pp.arguments import checked
 from course_pp.collective import MEETING_BYTES
 from course_pp.model import ModelConfig
 from course_pp.parallel._torch import CollectiveWatcher, GatheredWatcher
-from course_pp.parallel.clipping import note_of
 from course_pp.parallel.fsdp import ReshardPolicy, policy_of_dtypes, reshard_policy_of_sizes
 from course_pp.parallel.mesh import DistributedConfig
 from course_pp.parallel.schedules import check_microbatches, get_stage_indices, splits_backward
@@ -370,7 +368,6 @@ def predict_collectives(
     mp_policy: MixedPrecisionPolicy | None = None,
     gather_logits: bool = True,
     clip: bool = True,
-    foreign: bool = False,
 ) -> tuple[CollectiveCounts, ...]:
     """Predict what each rank communicates in one training step in the steady state: the second and every later one.
 
@@ -392,8 +389,8 @@ def predict_collectives(
         dtype: in which parameters are kept.
         mp_policy: as given to :func:`apply_fsdp2`: None computes with float32 parameters in bfloat16.
         gather_logits: as given to :func:`apply_tensor_parallel`; False for :class:`VocabParallelCrossEntropy`.
-        clip: whether :func:`clip_grad_norm_` follows.
-        foreign: the model is such a Llama, whose ranks tell one another what they hold whenever they clip.
+        clip: whether :func:`clip_grad_norm_` follows; False for such a Llama, whose ranks first tell one another what
+            they hold.
 
     Returns:
         One value a global rank.
@@ -421,11 +418,6 @@ def predict_collectives(
             f"schedule={schedule!r} splits some backwards and not others, and how often torch then recomputes a block "
             "has no formula here: predict it with ac='none' or 'selective', or with 'zb_v'"
         )
-    if foreign and clip and config.tie_embeddings and layout.pp > 1:
-        raise ValueError(
-            f"foreign=True with tie_embeddings=True on pp={layout.pp}: what ranks tell one another of a weight that "
-            "stages share has no formula here: predict with clip=False, or count a step (count_collectives)"
-        )
     ranks = _ranks(
         config,
         layout,
@@ -440,7 +432,6 @@ def predict_collectives(
         gathers_logits=gather_logits,
     )
     parts = [_tensor_parallel, _fully_sharded, _pipeline, *([_clipping] if clip else [])]
-    parts += [_notes] if clip and foreign else []
     return tuple(sum((part(rank) for part in parts), _NOTHING) for rank in ranks)
 
 
@@ -563,23 +554,6 @@ def _clipping(rank: _Rank) -> CollectiveCounts:
     counts += rank.over("pp", "all_gather", 1, 2 * _FLOAT64 * layout.pp)  # norm, and how many stages it is of
     if rank.sequence_parallel and not rank.sharded:
         counts += _norm_weights(rank, rank.kept)
-    return counts
-
-
-def _notes(rank: _Rank) -> CollectiveCounts:
-    """Return what ranks of a foreign model tell one another when they clip: their stages, pickled, and the norm."""
-    sizes, n_ranks = rank.sizes, prod(rank.sizes.values())
-    if n_ranks == 1:
-        return _NOTHING
-    # The dimensions beside the pipeline that the mesh has: dp_shard stays beside dp_replicate, whatever its size.
-    column = [sizes[name] for name in ("dp_replicate", "dp_shard", "tp") if sizes[name] > 1]
-    if sizes["dp_replicate"] > 1 and sizes["dp_shard"] == 1:
-        column.append(1)
-    n_stages = rank.stages[0].n_stages if rank.layout.pp > 1 else None
-    counts = _NOTHING
-    for told in (note_of(column, [stage.index for stage in rank.stages], n_stages), (0.0, {})):
-        counts += _asks_who_refuses(rank)
-        counts += CollectiveCounts.of(rank.everyone, "all_gather", 1, len(pickle.dumps(told)) * n_ranks)
     return counts
 
 
