@@ -25,10 +25,7 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 class LocalNeighboursStage(PipelineStage):
-    """A stage whose neighbours may live on its own rank, as under V placements or on a single rank.
-
-    torch before 2.12 opens connections by a message to every neighbour, itself included, which gloo refuses.
-    """
+    """A stage whose neighbours may live on its own rank, as under V placements or on a single rank."""
 
     def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
         """Compare nothing here: torch before 2.13 knows tuples of tensors alone, and a stage may take more."""
@@ -37,12 +34,12 @@ class LocalNeighboursStage(PipelineStage):
         """As for inputs: :class:`course_pp.parallel.stage.ModelStage` compares, in containers too."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # torch before 2.12 opens connections by a message to itself too, which gloo refuses.
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Backward of one microbatch, or the input-gradient half of it."""
         if not full_backward:
             self._gather_parameters()
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
@@ -51,7 +48,6 @@ class LocalNeighboursStage(PipelineStage):
             self.bwd_cache[bwd_chunk_id] = tuple(g.contiguous() if isinstance(g, Tensor) else g for g in gradients)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """The weight-gradient half of one microbatch."""
         self._gather_parameters()
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
@@ -69,12 +65,7 @@ class LocalNeighboursStage(PipelineStage):
 def explicit_order(
     stages: list[PipelineStage], n_microbatches: int, rows: Sequence[Sequence[str]], **options: Any
 ) -> Any:
-    """Return the executor behind torch's own multi-stage schedules, for a given order of actions.
-
-    Args:
-        rows: for each rank its actions as torch writes them, ``"2F0"``.
-        options: keyword arguments of the executor, which is itself a torch schedule.
-    """
+    """Return the executor behind torch's own multi-stage schedules; ``rows`` are each rank's actions, as ``"2F0"``."""
     schedule = _schedules._PipelineScheduleRuntime(stages, n_microbatches, **options)
     schedule.pipeline_order = {rank: list(map(_schedules._Action.from_str, row)) for rank, row in enumerate(rows)}
     schedule._prepare_schedule_with_comms(schedule.pipeline_order)
@@ -123,8 +114,7 @@ def multiply(tensors: Sequence[Tensor], factor: Tensor, foreach: bool) -> None:
 class CollectiveWatcher(TorchDispatchMode):
     """Reports every collective and message that this process begins in the ``with`` block, on any process group.
 
-    All of them pass torch's dispatcher, whether FSDP2, DTensor, pipelining or the user calls them. Autograd carries
-    this mode to the threads that run backward.
+    All of them pass torch's dispatcher, and autograd carries this mode to the threads that run backward.
 
     Args:
         tell: called with the operator's name, such as ``"_allgather_base_"``, the group, and the bytes of the larger of
@@ -138,7 +128,6 @@ class CollectiveWatcher(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run one operator."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor comes first; what it calls is seen here in turn
         kwargs = kwargs or {}
@@ -153,7 +142,7 @@ class CollectiveWatcher(TorchDispatchMode):
 
 
 def _group(group: Any) -> dist.ProcessGroup:
-    """Return the process group that an operator was given: as a group, its name, or the dispatcher's box around it."""
+    """Return the group that an operator was given as itself, its name, or the dispatcher's box around it."""
     if isinstance(group, dist.ProcessGroup):
         return group
     resolve: Callable[[Any], dist.ProcessGroup] = distributed_c10d._resolve_process_group
@@ -167,8 +156,7 @@ def _n_bytes(value: Any) -> int:
 class GatheredWatcher(TorchDispatchMode):
     """Measures after every operation in the ``with`` block how many bytes of gathered parameters FSDP2 holds.
 
-    Parameters count whether they are gathered over all ranks of ``dp_shard`` or, after forward, over some. A gather
-    counts from its start. While it is copied out, both copies exist and count once.
+    A gather counts from its start, over all ranks of ``dp_shard`` or some; while it is copied out, once.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
@@ -180,7 +168,6 @@ class GatheredWatcher(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run one operator."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))

@@ -14,16 +14,11 @@ from course_pp.parallel.stage_values import ValueMeta
 
 
 class Batch:
-    """Checks whole batches for this rank's stages, and cuts them into microbatches.
+    """Checks whole batches of ``size`` rows for this rank's stages, and cuts them into microbatches.
 
     Args:
-        stages: this rank's stages, first to last.
-        n_microbatches: microbatches in a batch.
-        rows: rows of a microbatch.
+        rows: of a microbatch.
         counts_tokens: whether the loss averages over tokens; targets are then token ids.
-
-    Attributes:
-        size: rows of the batch.
     """
 
     def __init__(self, stages: Sequence[ModelStage], n_microbatches: int, rows: int, counts_tokens: bool) -> None:
@@ -102,7 +97,6 @@ class Batch:
         return None
 
     def _problem_of_tokens(self, name: str, tokens: object) -> str | None:
-        """Return what is wrong with ``inputs`` or ``target`` of this package's model."""
         assert self._transformer is not None
         assert self._stages[0].takes is not None
         seq_len, vocab_size = self._stages[0].takes.metas[0].shape[1], self._transformer.config.vocab_size

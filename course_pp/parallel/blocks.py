@@ -57,7 +57,6 @@ def find_blocks(module: nn.Module, blocks: Blocks = None) -> dict[str, nn.Module
 
 
 def _wanted(module: nn.Module, each: type[nn.Module] | str) -> dict[str, nn.Module]:
-    """Return the parts of one class or pattern."""
     if isinstance(each, str):
         if found := modules_matching(module, each):
             return found
@@ -105,13 +104,11 @@ def _longest_run(module: nn.Module) -> dict[str, nn.Module]:
     longest = max(map(len, runs))
     best = [run for run in runs if len(run) == longest]
     if len(best) > 1:
-        first, second = (
-            {"first": next(iter(run)), "kind": type(next(iter(run.values()))).__name__} for run in best[:2]
-        )
+        (first, one), (second, other) = (next(iter(run.items())) for run in best[:2])
         raise ValueError(
-            f"{type(module).__name__} holds {longest} {first['kind']} from {first['first']!r} on and as many "
-            f"{second['kind']} from {second['first']!r} on, so its blocks cannot be told: pass blocks=, a class, a "
-            "name pattern or several, or () for the whole module as one block"
+            f"{type(module).__name__} holds {longest} {type(one).__name__} from {first!r} on and as many "
+            f"{type(other).__name__} from {second!r} on, so its blocks cannot be told: pass blocks=, a class, a name "
+            "pattern or several, or () for the whole module as one block"
         )
     _check_apart(best[0])
     return best[0]
@@ -120,9 +117,7 @@ def _longest_run(module: nn.Module) -> dict[str, nn.Module]:
 def _runs(module: nn.Module, name: str, *, lone: bool) -> Iterator[dict[str, nn.Module]]:
     """Return every outermost run of like modules at or below ``module``.
 
-    Args:
-        lone: whether a Sequential of one module counts. It is mostly a wrapper; a ModuleList of one is just a short
-            list.
+    ``lone``: whether a Sequential of one module counts. It is mostly a wrapper; a ModuleList of one is a short list.
     """
     here = {f"{name}.{child}" if name else child: part for child, part in module._modules.items() if _is_here(part)}
     taken: set[str] = set()
@@ -148,7 +143,6 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _what_is_there(module: nn.Module) -> str:
-    """Say which classes of parts hold other parts, and what to do with them."""
     parts = (p for p in module.modules() if p is not module and not isinstance(p, _LISTS) and _has_parameters(p))
     kinds = list(dict.fromkeys(type(part).__name__ for part in parts))
     there = f"it has {', '.join(kinds[:8])}; " if kinds else ""
@@ -158,9 +152,7 @@ def _what_is_there(module: nn.Module) -> str:
 def modules_matching(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
     """Return the parts of ``module`` whose name matches, by name, in order; a part that has two names is there twice.
 
-    Args:
-        pattern: such as ``layers.*.mlp.down_proj``; ``*``, ``?`` and ``[...]`` stay within one part of the name. The
-            empty pattern is ``module`` itself.
+    In ``layers.*.mlp.down_proj``, ``*`` stays within one part of the name. The empty pattern is ``module`` itself.
     """
     parts = pattern.split(".")
 
@@ -183,9 +175,7 @@ def listed(names: Iterable[str], most: int = 8) -> str:
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown
 
 
-# The order in which a model is transformed: stage → tensor parallel → activation checkpointing → compile → FSDP2.
-#
-# Each step builds on the ones before it. Tensor parallelism cuts the matrices that FSDP2 then shards once more, and
+# The order in which a model is transformed. Tensor parallelism cuts the matrices that FSDP2 then shards once more, and
 # could not find them inside FSDP2's shards. Checkpointing has to lie inside FSDP2's hooks: outside them, recomputing a
 # block would gather its parameters a second time. Compilation sees what checkpointing has put in place, and not the
 # hooks that FSDP2 adds.

@@ -65,26 +65,19 @@ def clip_grad_norm_(
         foreach: handle all gradients of a kind at once instead of one by one.
         device_mesh: the mesh of :func:`init_distributed`; required if this rank holds only part of the model, or if a
             foreign module does not show that it is the whole.
-        tied: tied weights of a foreign model: for each the parameter's name by stage, the same on every rank, as in
-            ``[{0: "embed.weight", 3: "head.weight"}]``. Such a weight counts once. Its gradients must be summed
-            already, as pipelines of :func:`build_pipeline_schedule` and :class:`course_pp.runtime.Pipeline` do. Stages
-            given to the former, or made by :func:`auto_split`, know their ties. A parameter with two names on this rank
-            counts once anyway. None refuses what looks tied: an embedding whose values come again in another stage. If
-            nothing is tied, say ``[]``.
+        tied: tied weights of a foreign model, as of :func:`build_pipeline_schedule`, by stage. Such a weight counts
+            once; its gradients must be summed already, as both engines' pipelines do. Stages given to that function, or
+            made by :func:`auto_split`, know their ties. None refuses what looks tied; if nothing is, say ``[]``.
         norm_type: p of the p-norm, above 0; ``math.inf`` for the largest absolute value.
-        error_if_nonfinite: raise instead of scaling by a norm that is not finite.
+        error_if_nonfinite: raise a RuntimeError, on every rank, instead of scaling by a norm that is not finite.
         copies: ranks that hold each stage, all with the same gradients: 2 under ``chimera`` and ``dualpipe``.
 
     Returns:
         The norm before clipping, a float64 scalar, the same on every rank; 0 where there is no gradient at all.
 
     Raises:
-        ValueError: on every rank of the mesh, for anything but modules and stages, an impossible norm, stages without a
-            mesh, or a whole model on a mesh with a ``pp`` dimension; if the ranks together did not pass every stage
-            once; or, for a foreign model, if tied weights have different gradients or data-parallel ranks find
-            different norms; or for parameters in pieces of FSDP1.
-        RuntimeError: on every rank, if ``error_if_nonfinite`` and the norm is infinite or not a number; gradients are
-            left as they are.
+        ValueError: on every rank of the mesh, if the ranks together did not pass every stage once, or cannot tell; or,
+            for a foreign model, if tied weights have different gradients or data-parallel ranks different norms.
     """
     given = {n: value for n, value in locals().items() if n not in ("model_or_stages", "tied")}  # looked at by _held
 
@@ -159,8 +152,7 @@ def _shard(parameter: nn.Parameter, counted: bool) -> _Shard:
 def _total_norm(shards: Sequence[_Shard], norm_type: float, foreach: bool, device: torch.device) -> Tensor:
     """Return the norm over this rank's stages, all shards of their parameters included.
 
-    Ranks that share a group hold shards of the same parameters, so they find the same groups in the same order, also
-    where some have no gradient.
+    Ranks that share a group find the same groups in the same order, also where some have no gradient.
     """
     local: dict[Groups, list[Tensor]] = {}
     for shard in shards:
@@ -186,7 +178,7 @@ def _total_norm(shards: Sequence[_Shard], norm_type: float, foreach: bool, devic
 def _over_group(norms: Tensor, group: dist.ProcessGroup, norm_type: float) -> Tensor:
     """Combine the norms (n,) of each rank's parts into norms (n,) of the wholes.
 
-    Gathered instead of reduced: every rank then adds up in the same order, and a maximum does not lose a NaN.
+    Gathered, not reduced: every rank adds up in the same order, and a maximum does not lose a NaN.
     """
     everyone = [torch.empty_like(norms) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, norms, group=group)
@@ -220,11 +212,10 @@ def _combine(norms: Tensor, norm_type: float) -> Tensor:
 
 
 def _check_equal_gradients(total: Tensor, held: "_Held", everyone: Ranks) -> None:
-    """Refuse, on every rank, if copies of one weight have different gradients.
+    """Refuse, on every rank, if copies of one weight have different gradients: they would drift apart without a word.
 
-    Two things make them equal, and nothing in a foreign model shows whether both were done: averaging over the
-    data-parallel ranks, without which ranks find different totals; and summing over the stages that share a weight,
-    without which its ends have different norms. Clipped as they are, the copies would drift apart without a word.
+    Nothing in a foreign model shows whether gradients were averaged over the data-parallel ranks, without which ranks
+    find different totals, and summed over the stages that share a weight, without which its ends have different norms.
     """
     norms = {
         (number, stage): _total_norm([_shard(end, counted=True)], 2.0, True, end.device).item()
@@ -250,7 +241,7 @@ def _check_equal_gradients(total: Tensor, held: "_Held", everyone: Ranks) -> Non
 
 
 def _all_close(norms: Sequence[float]) -> bool:
-    """Return whether all norms are equal but for rounding; a norm that is not finite differs from every finite one."""
+    """Return whether all are equal but for rounding; a norm that is not finite differs from every finite one."""
     finite = [norm for norm in norms if math.isfinite(norm)]
     return not finite or (len(finite) == len(norms) and max(norms) - min(norms) <= _SAME * max(norms))
 
@@ -260,14 +251,10 @@ def _all_close(norms: Sequence[float]) -> bool:
 
 @dataclass(frozen=True)
 class _Held:
-    """What this rank passed.
+    """What this rank passed: modules, and the index of each one's stage.
 
-    Attributes:
-        modules: one a stage.
-        stages: the index of each module's stage; None where it cannot be told.
-        n_stages: stages of the whole pipeline; None where no module can tell.
-        ties: for each tied weight the parameter's name by stage.
-        ties_are_known: whether the caller or a stage has said which weights are tied.
+    None stands for an index, or the stages of the whole pipeline, that no module can tell. ``ties_are_known`` if the
+    caller or a stage has said which weights are tied.
     """
 
     modules: tuple[nn.Module, ...]
@@ -302,7 +289,7 @@ def _held(
     tied: Sequence[Tie] | None,
     device_mesh: DeviceMesh | None,
 ) -> _Held:
-    """Read the arguments of :func:`clip_grad_norm_`; a TypeError for what it does not take."""
+    """Read the arguments of :func:`clip_grad_norm_`."""
     numbers: list[int | None]
     if isinstance(model_or_stages, Mapping):
         numbers, given = list(model_or_stages), list(model_or_stages.values())
@@ -340,7 +327,7 @@ def _index_and_number(part: Stage) -> tuple[int | None, int | None]:
 
 
 def _refuse_flattened(held: _Held) -> None:
-    """Nothing in a piece of FSDP1 says which ranks hold the others, and pieces may have norms that look like copies."""
+    # Nothing in a piece of FSDP1 says which ranks hold the others, and pieces may have norms that look like copies.
     for module in held.modules:
         name = next((name for name, parameter in module.named_parameters() if is_flattened(parameter)), None)
         if name is not None:
@@ -370,27 +357,18 @@ def _check_own_stages(held: _Held, device_mesh: DeviceMesh | None) -> None:
 
 @dataclass(frozen=True)
 class _Note:
-    """What a rank tells the others: the ranks of one ``column`` of the mesh make up one pipeline.
-
-    ``embeddings`` are their shapes, where nobody has said what is tied.
-    """
+    """What a rank tells the others: the ranks of one ``column`` of the mesh make up one pipeline."""
 
     column: tuple[int, ...]
     stages: tuple[int | None, ...]
     n_stages: int | None
-    ties: tuple[dict[int, str], ...] = ()
-    problem: str | None = None
-    embeddings: tuple[tuple[int, ...], ...] = ()
+    ties: tuple[dict[int, str], ...]
+    problem: str | None
+    embeddings: tuple[tuple[int, ...], ...]  # their shapes, where nobody has said what is tied
 
 
 def _agree(held: _Held, device_mesh: DeviceMesh | None, copies: int) -> Ranks:
-    """Check that the stages of a foreign model make up one model; return the ranks that compared.
-
-    Raises:
-        ValueError: on every rank, if it cannot be known that these ranks hold the whole model; if a stage is missing or
-            there twice; for ties that differ, or name a stage or parameter that does not exist; or for weights that
-            look tied, if nobody has said whether they are.
-    """
+    """Refuse, on every rank, stages of a foreign model that are not one model; return the ranks that compared."""
     everyone = _ranks_of(held, device_mesh)
     if device_mesh is None:
         column: tuple[int, ...] = (Ranks().rank,)  # each rank has the whole model
@@ -436,7 +414,6 @@ def _ranks_of(held: _Held, device_mesh: DeviceMesh | None) -> Ranks:
 
 
 def _problem_here(held: _Held) -> str | None:
-    """Return what is wrong with the numbers and ties of this rank's stages."""
     for stage in held.stages:
         if stage is not None and (type(stage) is not int or stage < 0):
             return f"stage {stage!r} must be a whole number of at least 0: pass {{stage: module}}"

@@ -9,8 +9,6 @@ import torch.distributed as dist
 from course_pp.parallel.stage import ModelStage
 from course_pp.parallel.stage_values import as_value, call
 
-__all__ = ["forward_only"]
-
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -21,17 +19,16 @@ def forward_only(
     kwargs: Sequence[dict[str, Any]],
     consume: Callable[[int, Any], None],
 ) -> None:
-    """Run every microbatch through this rank's stages, stage by stage.
+    """Run every microbatch through this rank's stages, stage by stage. (torch's ``eval`` fails for V placements.)
 
     All ranks order their work by (stage, microbatch), an order in which whatever is needed comes first, so blocking
     receives cannot deadlock. Between two given ranks, sends and receives happen in the same order on both sides, which
-    is what NCCL, having no tags, requires. Outputs are kept until all are sent, at most one a microbatch. (torch's own
-    ``schedule.eval`` fails for V placements.)
+    is what NCCL, having no tags, requires. Outputs are kept until all are sent, at most one a microbatch.
 
     Args:
-        stages: this rank's stages; what crosses their boundaries is settled.
+        stages: what crosses their boundaries is settled.
         inputs: the arguments of each microbatch, where this rank holds the first stage.
-        kwargs: keyword arguments of each microbatch, for every stage; its length is the number of microbatches.
+        kwargs: keyword arguments of each microbatch, for every stage.
         consume: called on the last stage's rank with each microbatch's index and output.
     """
     local: list[Tensors] = []

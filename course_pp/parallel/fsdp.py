@@ -41,9 +41,6 @@ def resolve_reshard_after_forward(policy: ReshardPolicy, device_mesh: DeviceMesh
     Args:
         policy: ``"auto"``; True or False, which mean what they say; or the world size to reshard to, which must divide
             the size of ``dp_shard`` and be neither 1 nor all of it, and needs a mesh without ``pp`` and ``tp``.
-
-    Raises:
-        ValueError: for anything else, on every rank alike: none has to ask another.
     """
     return reshard_policy_of_sizes(policy, **{name: size_of(device_mesh, name) for name in ("pp", "dp_shard", "tp")})
 
@@ -85,11 +82,9 @@ def apply_fsdp2(
 ) -> tuple[str, ...]:
     """Shard ``model`` in place: every block, then what is left at the root.
 
-    Where the mesh has no data-parallel dimension nothing is done: :func:`compute_in` lowers precision there.
-
-    Apply it last, before the optimizer is made: an optimizer made earlier would hold parameters that the model no
-    longer uses, and train nothing. Gradients are averaged over the data-parallel ranks, under a pipeline once a step,
-    after the last microbatch.
+    Where the mesh has no data-parallel dimension nothing is done: :func:`compute_in` lowers precision there. Apply it
+    before the optimizer is made, which would hold parameters that the model no longer uses. Gradients are averaged over
+    the data-parallel ranks, under a pipeline once a step, after the last microbatch.
 
     Args:
         model: any model, or one stage of it.
@@ -103,8 +98,7 @@ def apply_fsdp2(
         The names of the blocks; none where nothing was sharded.
 
     Raises:
-        ValueError: on every rank of the mesh, if FSDP2 was applied already, for a reshard policy that the mesh does not
-            allow, for blocks that :func:`find_blocks` refuses, or for a parameter that two groups share.
+        ValueError: on every rank of the mesh, also for a parameter that two groups share.
     """
     given = locals()
 
@@ -151,7 +145,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def policy_of_dtypes(dtypes: Collection[torch.dtype]) -> MixedPrecisionPolicy:
-    """Return the policy of a model that is given none, by the dtypes of its parameters."""
+    """Return the policy of a model that is given none: see :func:`apply_fsdp2`."""
     if set(dtypes) == {torch.float32}:
         return default_mp_policy()
     half = any(dtype.itemsize < 4 for dtype in dtypes)

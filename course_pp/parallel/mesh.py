@@ -58,10 +58,6 @@ def get_world_info() -> tuple[int, int, int]:
 
     A batch script that runs Python without ``srun`` has Slurm's variables too, and would wait for tasks that were never
     started: start it with ``srun``, also for one task.
-
-    Raises:
-        ValueError: if a launcher set some of its variables but not all, or one is not a number; or if the address of
-            the job's first node cannot be found.
     """
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         return _read("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -94,7 +90,7 @@ def _read(*names: str) -> tuple[int, int, int]:
 
 
 def _slurm_local_world_size(world_size: int) -> int:
-    """Tasks on this node, from a description such as ``"2(x3),1"``: three nodes with two tasks, then one with one."""
+    """From a description such as ``"2(x3),1"``: three nodes with two tasks, then one with one."""
     text = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE") or str(world_size)
     per_node = []
     for tasks, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
@@ -145,8 +141,8 @@ def is_rank_zero() -> bool:
 def refusals_said_once(program: str) -> Iterator[None]:
     """End a script on a ``ValueError`` with exit code 2 and one message, not one traceback a rank.
 
-    Every rank refuses a bad argument at once, and rank 0 prints the message. The others wait five seconds, in which the
-    launcher ends them. If they are still there, the problem was theirs alone, and they print it.
+    Rank 0 prints the message. The others wait five seconds, in which the launcher ends them. If they are still there,
+    the problem was theirs alone, and they print it.
     """
     try:
         yield
@@ -164,13 +160,7 @@ def refusals_said_once(program: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class CoreShare:
-    """What `share_cores` found or did.
-
-    Attributes:
-        cores: on which this rank may run, in order.
-        pinned: whether `share_cores` bound the rank to them; otherwise it was bound already, or shares them.
-        threads: intra-operation threads of torch.
-    """
+    """The cores a rank may run on, whether `share_cores` bound it to them, and the threads torch uses."""
 
     cores: tuple[int, ...]
     pinned: bool
@@ -180,11 +170,9 @@ class CoreShare:
 def share_cores() -> CoreShare:
     """Bind this rank to its part of the node's usable cores, and give it a thread for each; call it before any work.
 
-    Threads that exist already stay where they are; later ones inherit the binding. Nothing is bound where a node has
-    fewer cores than ranks, where Slurm has bound each task to cores of its own (its task/affinity plugin does), and
-    on systems other than Linux. The hardware threads of a core count as cores, and go to one rank. A rank alone on its
-    node keeps the threads it has. OMP_NUM_THREADS wins where it is set; torchrun sets it to 1 for more than one rank.
-    Safe to call repeatedly.
+    Nothing is bound where a node has fewer cores than ranks, where Slurm has bound each task to cores of its own (its
+    task/affinity plugin does), and on systems other than Linux. A rank alone on its node keeps the threads it has.
+    OMP_NUM_THREADS wins where it is set; torchrun sets it to 1 for more than one rank. Safe to call repeatedly.
     """
     _, local_rank, world_size = get_world_info()
     n_local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -206,8 +194,6 @@ def cores_of(
 ) -> tuple[int, ...]:
     """Return a local rank's part of the usable cores: adjacent ones, as many for each rank; all if there are too few.
 
-    Cores that do not divide are left to the system.
-
     Args:
         places: (package, core) of a core by its number, where it is known. Numbers with the same place are hardware
             threads of one core (often i and i + N/2), which stay together unless there are more ranks than cores.
@@ -225,9 +211,11 @@ def cores_of(
 
 
 def _usable_cores() -> tuple[int, ...]:
-    if hasattr(os, "sched_getaffinity"):
-        return tuple(sorted(os.sched_getaffinity(0)))
-    return tuple(range(os.cpu_count() or 1))
+    return (
+        tuple(sorted(os.sched_getaffinity(0)))
+        if hasattr(os, "sched_getaffinity")
+        else tuple(range(os.cpu_count() or 1))
+    )
 
 
 def _places_of_cores(usable: Sequence[int], folder: Path = _TOPOLOGY) -> dict[int, tuple[int, int]]:
@@ -263,14 +251,9 @@ def _is_task_of_srun(environ: Mapping[str, str]) -> bool:
 def get_device(backend: Backend | None = None, *, share: bool = False) -> torch.device:
     """Return this rank's device: a GPU of its own if every rank of this host has one, else the CPU, with a warning.
 
-    If Slurm shows each task only its own GPUs, it is the first of these.
-
     Args:
-        backend: as in :class:`DistributedConfig`; ``"gloo"`` means the CPU.
+        backend: as in :class:`DistributedConfig`; ``"gloo"`` means the CPU, and ``"nccl"`` refuses it.
         share: with fewer GPUs than ranks, neighbouring ranks get one GPU together. `course_pp.runtime` can run them.
-
-    Raises:
-        ValueError: for another backend; if ``backend="nccl"`` and there are fewer GPUs than ranks on this host.
     """
     n_gpus, n_ranks, rank = _visible_gpus()
     counted = f"{n_gpus} GPUs for {n_ranks} ranks"
@@ -293,7 +276,7 @@ def get_device(backend: Backend | None = None, *, share: bool = False) -> torch.
 
 
 def _visible_gpus() -> tuple[int, int, int]:
-    """Return how many GPUs this rank sees, how many ranks see these same ones, and this rank's number among them."""
+    """How many GPUs this rank sees, how many ranks see these same ones, and this rank's number among them."""
     _, local_rank, world_size = get_world_info()
     n, n_local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if n and _has_gpus_of_its_own(os.environ, n, n_local):
@@ -304,9 +287,9 @@ def _visible_gpus() -> tuple[int, int, int]:
 def _has_gpus_of_its_own(environ: Mapping[str, str], n_visible: int, n_local: int) -> bool:
     """Return whether this rank's ``n_visible`` GPUs are hidden from the other ``n_local - 1`` ranks of its node.
 
-    That is so with srun's ``--gpus-per-task``, ``--ntasks-per-gpu=1`` and ``--gpu-bind=single:1``. It is inferred from
-    the GPUs that the tasks have got, because no variable holds what srun was asked for; if Slurm does not count the
-    node's GPUs, from what the batch script was asked for.
+    No variable holds what srun was asked for (``--gpus-per-task``, ``--ntasks-per-gpu=1``, ``--gpu-bind=single:1``), so
+    it is inferred from the GPUs that the tasks have got; if Slurm does not count the node's, from what the batch script
+    was asked for.
     """
     if not _is_task_of_srun(environ):
         return False
@@ -358,11 +341,7 @@ class DistributedConfig:
         refuse_bad_timeout("DistributedConfig", self.timeout_s)
 
     def sizes(self, world_size: int) -> dict[str, int]:
-        """Return the sizes of all four dimensions, outermost first, with -1 resolved.
-
-        Raises:
-            ValueError: if their product is not ``world_size``.
-        """
+        """Return the sizes of all four dimensions, outermost first, with -1 resolved; refuse another ``world_size``."""
         sizes = {name: getattr(self, name) for name in _DIMENSIONS}
         if self.dp_shard == -1:
             others = {name: size for name, size in sizes.items() if name != "dp_shard"}
@@ -400,9 +379,6 @@ def init_distributed(config: DistributedConfig, seed: int = 42) -> DeviceMesh | 
 
     Returns:
         The mesh, or None for one process (which still gets a group of its own, so that collectives work).
-
-    Raises:
-        ValueError: if the factors do not multiply to the world size.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else get_world_info()[2]
     sizes = config.sizes(world_size)
@@ -432,7 +408,7 @@ def init_distributed(config: DistributedConfig, seed: int = 42) -> DeviceMesh | 
 
 
 def _warn_if_tp_leaves_a_node(tp: int) -> None:
-    """Warn if a ``tp`` group spans nodes; a collective, as no rank knows alone how tasks were placed."""
+    """A collective, as no rank knows alone how tasks were placed."""
     # Virtual nodes share one host, and a number that was inherited from a batch script is 0 everywhere: so both.
     nodes = Ranks().gather(f"{os.environ.get('SLURM_NODEID', '')}@{socket.gethostname()}")
     groups = (range(first, first + tp) for first in range(0, len(nodes), tp))
@@ -512,11 +488,7 @@ def has_dp_mesh(device_mesh: DeviceMesh | None) -> bool:
 
 
 def get_dp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh:
-    """Return the 1-D ``dp_shard`` mesh, or the 2-D ``(dp_replicate, dp_shard)`` mesh.
-
-    Raises:
-        ValueError: if there is no data-parallel dimension; ask :func:`has_dp_mesh` first.
-    """
+    """Return the 1-D ``dp_shard`` mesh, or the 2-D ``(dp_replicate, dp_shard)`` mesh; refuse a mesh without either."""
     if device_mesh is None or not has_dp_mesh(device_mesh):
         names = () if device_mesh is None else device_mesh.mesh_dim_names
         raise ValueError(

@@ -1,11 +1,8 @@
 """The meta device, on which everything has a shape and nothing is allocated or computed.
 
 A copy of a stage there says what the stage returns. It has the shapes of the whole parameters, whatever shards them,
-and no hooks, so what it returns does not depend on the layout. Under FSDP2 it computes in the dtype that mixed
-precision asks for.
-
-A model without weights is cut there. Its units compute shapes and no numbers, and return zeros; what the model computes
-between them, such as masks and positions, it computes from the example.
+and no hooks. Under FSDP2 it computes in the dtype that mixed precision asks for. A model without weights is cut there:
+its units compute shapes and return zeros; what lies between them, such as masks, is computed from the example.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -31,10 +28,8 @@ _MOST_QUESTIONS = 1000
 def run_on_meta(run: Callable[[], Any]) -> Any:
     """Return what ``run`` makes of meta tensors, even if it asks yes or no of their values, such as ``mask.all()``.
 
-    A run that asks is answered no throughout, another one yes. If one of them fails, the other counts.
-
-    Raises:
-        ValueError: if the shapes of the result depend on the answer.
+    A run that asks is answered no throughout, another one yes; if one of them fails, the other counts. Refuses a result
+    whose shapes depend on the answer.
     """
     results, failures = [], []
     for yes in (False, True):
@@ -54,8 +49,6 @@ def run_on_meta(run: Callable[[], Any]) -> Any:
 
 
 class _Answering(TorchDispatchMode):
-    """Answers what is asked of a truth value on the meta device."""
-
     def __init__(self, yes: bool) -> None:
         super().__init__()
         self.yes, self.asked = yes, 0
@@ -71,7 +64,6 @@ class _Answering(TorchDispatchMode):
 
 
 def to_meta(value: Any) -> Any:
-    """Return a value with meta tensors in place of its tensors."""
     return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, value)
 
 
@@ -143,8 +135,6 @@ def _rebind(module: nn.Module, copied: nn.Module) -> None:
 
 
 def _cast_like(copied: nn.Module, policy: MixedPrecisionPolicy) -> None:
-    """Cast inputs and outputs as FSDP2 does."""
-
     def cast(value: Any, dtype: torch.dtype | None) -> Any:
         return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, value)
 
@@ -180,16 +170,12 @@ def weights_on_meta() -> Iterator[None]:
 
 
 def has_no_weights(unit: nn.Module) -> bool:
-    """Return whether a unit computes nothing but shapes."""
     return any(parameter.is_meta for parameter in unit.parameters())
 
 
 @contextmanager
 def without_numbers(model: nn.Module, units: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Make a model without weights fit to run on an example that is not on the meta device.
-
-    Buffers of such a unit are on the meta device as well; parameters beside the units are zeros.
-    """
+    """Let a model without weights run on a real example: its units' buffers on meta, parameters beside them zeros."""
     own: set[int] = set()
     with ExitStack() as puts_back:
         for unit in units.values():

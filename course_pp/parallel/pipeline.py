@@ -5,8 +5,7 @@
                  └────────────── mean loss, tied gradients, refusals ───────┘
 
 A step is: agree that every rank's input fits, run torch's schedule, add up the gradients of tied weights, tell every
-rank the loss. What torch leaves to the caller and is easy to get wrong is done here: the loss is divided exactly once,
-gradients of earlier steps are not rescaled, and all ranks refuse a bad batch together instead of hanging.
+rank the loss.
 """
 
 import math
@@ -34,9 +33,9 @@ from course_pp.parallel.fsdp import reshard
 from course_pp.parallel.mesh import has_dp_mesh, is_rank_zero
 from course_pp.parallel.replaced_forward import Compiled, Recomputed, has_replaced
 from course_pp.parallel.schedules import (
-    check_microbatches,
     get_stage_indices,
     name_of,
+    order_of,
     splits_backward,
     torch_schedule,
 )
@@ -79,10 +78,8 @@ def build_pipeline_schedule(
 
     Raises:
         RankMissing: if a rank has ended or does not come.
-        TypeError: if given something other than stages from :func:`build_pipeline_stage`.
-        ValueError: for an unknown schedule or one that torch cannot run, stages placed otherwise than it needs, a
-            number of microbatches it cannot run, stages that do not fit one another, ties that do not exist, or ranks
-            that were given different pipelines.
+        ValueError: on every rank, for stages that do not fit the schedule or one another, or ranks that were given
+            different pipelines.
     """
     given = locals()
     stages = list(stage) if isinstance(stage, Sequence) else [stage]
@@ -106,7 +103,7 @@ def build_pipeline_schedule(
 
 
 def _everyone_of(stage: ModelStage) -> dist.ProcessGroup | None:
-    """Return all ranks of the mesh: a rank that refuses alone leaves its pipeline waiting, and its replicas too."""
+    """All ranks of the mesh: a rank that refuses alone leaves its pipeline waiting, and its replicas too."""
     return stage.group if stage.device_mesh is None else dist.group.WORLD
 
 
@@ -129,7 +126,7 @@ class PipelineSchedule:
     """A schedule ready to train and evaluate; made by :func:`build_pipeline_schedule`.
 
     Attributes:
-        stages: this rank's stages, first to last: made like those that it was built of, and of its own.
+        stages: this rank's stages, first to last, made anew of those that it was built of.
         ties: for each weight that several stages share its name by stage.
     """
 
@@ -163,7 +160,7 @@ class PipelineSchedule:
 
     @property
     def modules(self) -> list[torch.nn.Module]:
-        """This rank's stages as they are trained, first to last."""
+        """This rank's modules, first to last."""
         return [stage.submod for stage in self.stages]
 
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -186,12 +183,10 @@ class PipelineSchedule:
 
         Hooks of ``parameter.register_hook`` are called for each microbatch, as in gradient accumulation. Those of
         ``register_post_accumulate_grad_hook`` are called once, when the loss is known: an optimizer may step there.
-        None is called if the step fails; what one raises is raised on its own rank.
 
         Args:
-            inputs: the arguments of the first stage for the whole batch, as it was built for one microbatch: its
-                tensors have n_microbatches times the rows. Each is cut by rows. Needed where the first stage is,
-                ignored elsewhere.
+            inputs: the arguments of the first stage for the whole batch, n_microbatches times the rows that it was
+                built for; cut by rows. Needed where the first stage is, ignored elsewhere.
             target: its first dimension is the whole batch; needed where the last stage is, ignored elsewhere.
             divisor: how many tokens (samples, if the loss does not count tokens) of the global batch to average over;
                 None counts those of this batch. If the gradients of several steps add up, give the number in all of
@@ -206,8 +201,7 @@ class PipelineSchedule:
 
         Raises:
             ValueError: on every rank, before any message, if an argument does not fit what the stages were built for,
-                tied weights are frozen, sharded or filled differently, or an optimizer of torch steps in the backward;
-                on one rank, if a stage returns other shapes than it declared.
+                or tied weights are frozen, sharded or filled differently.
             StepFailed: on the other ranks, if one raises in mid-step and their messages to it fail.
         """
         problem = problem_of_hooks({stage.stage_index: stage.submod for stage in self.stages})
@@ -243,9 +237,6 @@ class PipelineSchedule:
         Returns:
             The last stage's output for the whole batch, in its own containers: tensors are concatenated along their
             first dimension, scalars stacked. None on other ranks.
-
-        Raises:
-            ValueError: on every rank, as :meth:`step`; or for another ``on``, or one that differs between ranks.
         """
         problem = None if on in ("last", "all") else f"on={on!r} must be 'last' or 'all'"
         inputs, _ = self._prepare(inputs, None, kwargs, problem=problem, needs_target=False)
@@ -257,7 +248,6 @@ class PipelineSchedule:
             return self._from_last(output) if on == "all" else output
 
     def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], consume: Any) -> None:
-        """Take every microbatch through this rank's stages, without gradients."""
         forward_only(
             self.stages,
             self._batch.cut(inputs) if self.stages[0].is_first else None,
@@ -334,11 +324,6 @@ def _agree(
 
     Returns:
         The stages as torch runs them in this pipeline, and the rows of a microbatch.
-
-    Raises:
-        ValueError: on every rank, for stages that are not placed as ``schedule`` needs, do not fit one another, or were
-            built for different pipelines.
-        RankMissing: if a rank has ended or does not come.
     """
     everyone = Ranks(_everyone_of(stages[0]), limit_s=limit_s)
     pipeline = Ranks(stages[0].group, limit_s=limit_s)
@@ -376,7 +361,7 @@ def _problem_of_placement(stages: Sequence[ModelStage], n_microbatches: int, sch
     indices = [s.stage_index for s in stages]
     try:
         expected = get_stage_indices(schedule, pp_rank, pp_size, n_stages // pp_size)
-        check_microbatches(schedule, n_microbatches, n_stages, pp_size)
+        order_of(schedule, n_microbatches, n_stages, pp_size)
     except ValueError as error:
         return str(error)
     if indices != expected or n_stages != len(indices) * pp_size:
@@ -395,8 +380,8 @@ def _problem_of_placement(stages: Sequence[ModelStage], n_microbatches: int, sch
 def _problem_of_sharding(stages: Sequence[ModelStage], schedule: str | Schedule) -> str | None:
     """Return why FSDP2 would miss the second half of a split backward; None if it would not.
 
-    torch tells the stage itself to reduce after the last microbatch. If only parts of a stage are sharded, they reduce
-    at the end of every backward, and gradients that come later would be silently lost.
+    torch tells the stage itself to reduce after the last microbatch. Parts that are sharded alone reduce at the end of
+    every backward, and gradients that come later would be silently lost.
     """
     for stage in stages if splits_backward(schedule) != "none" else ():
         inside = [name for name, part in stage.submod.named_modules() if isinstance(part, FSDPModule)]
@@ -410,14 +395,12 @@ def _problem_of_sharding(stages: Sequence[ModelStage], schedule: str | Schedule)
 
 
 def _facts_of_transformer(stage: ModelStage) -> dict[str, object]:
-    """Return what all stages of this package's model are built for."""
     if not isinstance(stage.submod, PipelineStageModule) or stage.takes is None or stage.returns is None:
         return {}
     return {"(batch_size, seq_len)": stage.takes.metas[0].shape[:2], "param_dtype": stage.returns.metas[0].dtype}
 
 
 def _problem_of_layers(stages: Sequence[ModelStage], pipeline: Ranks) -> str | None:
-    """Return what keeps the stages of this package's model from holding each layer once."""
     ours = [(s.stage_index, s.submod) for s in stages if isinstance(s.submod, PipelineStageModule)]
     ranks = pipeline.gather([(index, module.layer_range) for index, module in ours])
     if not ours:
@@ -439,8 +422,7 @@ def _problem_of_layers(stages: Sequence[ModelStage], pipeline: Ranks) -> str | N
 def _find_values(stages: Sequence[ModelStage], pipeline: Ranks) -> str | None:
     """Find what every stage takes and returns; return the problem, the same on all ranks, or None.
 
-    What a stage returns can be found once its inputs are known. So each round settles at least one more stage, and the
-    first one settles all if every stage declares what it returns.
+    What a stage returns can be found once its inputs are known, so each round settles at least one more stage.
     """
     n_stages = stages[0].num_stages
     taken: dict[int, ValueMeta] = {}
@@ -477,7 +459,6 @@ def _find_values(stages: Sequence[ModelStage], pipeline: Ranks) -> str | None:
 
 
 def _problem_between(taken: dict[int, ValueMeta], given: dict[int, ValueMeta]) -> str | None:
-    """Return why a stage cannot take what the stage before returns; None if all can."""
     for before, after in pairwise(sorted(given)):
         if taken.setdefault(after, given[before]) != given[before]:  # this package's model built for two configurations
             return f"stage {before} returns {given[before]}, but stage {after} takes {taken[after]}: build them alike"
@@ -515,11 +496,7 @@ class StepFailed(RuntimeError):
 
 
 class _Witness:
-    """Keeps in the group's store which rank of a pipeline was the first to fail.
-
-    Args:
-        group: all ranks that share the step; making it is a collective of them. None is this rank alone.
-    """
+    """Keeps in the group's store which rank was the first to fail, of those that share the step; None is this alone."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         ranks = Ranks(group, alone=group is None)
@@ -530,11 +507,7 @@ class _Witness:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Run this rank's part of a step in the body; if it fails, the other ranks can learn why.
-
-        Raises:
-            StepFailed: in place of the error of a message, if another rank has failed before.
-        """
+        """Run this rank's part of a step; raise StepFailed for a failed message to a rank that has failed."""
         try:
             yield
         except Exception as error:

@@ -1,12 +1,11 @@
 """Post-validation: the optimizer steps before the global norm is known, and takes the step back where it must.
 
-If a stage waits for the norm of the whole gradient, or for word that all of it is finite, it waits for the slowest
-stage, and the bubble is back. So each stage takes its step at once, as if nothing had to be clipped, and learns
-afterwards what the others found (Qi et al. 2024, "Zero bubble pipeline parallelism", section 4). Mostly the step was
-right. Otherwise it is undone and taken again correctly.
+If a stage waits for the norm of the whole gradient, it waits for the slowest stage, and the bubble is back. So each
+stage steps at once, as if nothing had to be clipped, and learns afterwards what the others found (Qi et al. 2024, "Zero
+bubble pipeline parallelism", section 4). Where that was wrong, the step is undone and taken again.
 
 The paper undoes AdamW by arithmetic, which rounds. Here the parameters and the optimizer's state are kept until the
-answer is there. Both cases then end exactly as the plain step does, at the price of that memory.
+answer is there, so both cases end exactly as the plain step does, at the price of that memory.
 """
 
 import math
@@ -19,8 +18,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from course_pp.arguments import checked, refuse_unless
-
-__all__ = ["OptimisticStep"]
 
 
 @checked
@@ -36,9 +33,6 @@ class OptimisticStep:
         max_norm: the largest norm of the whole model's gradient; where it is larger, gradients are scaled as by
             :func:`clip_grad_norm_`.
         group: the pipeline's ranks; None is all of them, or this process alone if there is no process group.
-
-    Raises:
-        ValueError: for a norm that is not above 0, or parameters that are sharded.
     """
 
     def __init__(
@@ -53,11 +47,7 @@ class OptimisticStep:
         self._arrival: dist.Work | None = None
 
     def step(self) -> None:
-        """Begin to add up the norm, and take the step as if it were finite and below the limit.
-
-        Raises:
-            RuntimeError: if the last step is not settled.
-        """
+        """Begin to add up the norm, and take the step as if it were finite and below the limit."""
         if self._before is not None:
             raise RuntimeError("the last step is not settled: call settle() before the next step()")
         square = self._square()
@@ -78,9 +68,6 @@ class OptimisticStep:
 
         Returns:
             The norm of the whole model's gradient before scaling, the same on every rank.
-
-        Raises:
-            RuntimeError: without a step before.
         """
         if self._before is None:
             raise RuntimeError("there is no step to settle: call step() first")
@@ -105,7 +92,7 @@ class OptimisticStep:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def _square(self) -> Tensor:
-        """Return this rank's part of the norm, squared, in float64."""
+        """This rank's part of the norm, squared, in float64."""
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         parts = [torch.linalg.vector_norm(gradient, dtype=torch.float64).square() for gradient in gradients]
         device = next((parameter.device for parameter in self._parameters), torch.device("cpu"))

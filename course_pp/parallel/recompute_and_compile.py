@@ -7,16 +7,11 @@
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174; recomputing attention alone:
 Korthikanti et al. 2022, arXiv:2205.05198, section 5.
 
-Each block is compiled by itself, so that one compilation serves all blocks that are alike.
+Each block is compiled by itself, so that one compilation serves all blocks that are alike; FSDP2's work between blocks
+would break a larger graph into the same pieces.
 
     FSDP2 gathers ─► compiled forward of a block ─► FSDP2 frees        hooks stay outside
                   or checkpoint ( compiled forward )        what is recomputed is compiled too
-
-Compiling a whole stage at once would take that time again for every layer, and FSDP2's work between blocks would break
-it into the same pieces.
-
-Ansel et al. 2024, "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode Transformation and Graph
-Compilation", ASPLOS.
 """
 
 from functools import cache
@@ -57,10 +52,6 @@ def apply_ac(
 
     Returns:
         The names of the modules that are recomputed.
-
-    Raises:
-        ValueError: for an unknown mode, if checkpointing or FSDP2 was applied already, for blocks that
-            :func:`find_blocks` refuses, or for a block that does not have one attention.
     """
     given = locals()
 
@@ -79,7 +70,6 @@ def apply_ac(
 
 
 def _attention_of(name: str, block: nn.Module, pattern: str | None) -> tuple[str, nn.Module]:
-    """Return the one attention of a block, by its name in the model."""
     found = _outermost_attention(block) if pattern is None else modules_matching(block, pattern)
     if len(found) != 1:
         sought = "whose class is named …Attention…" if pattern is None else f"that attention={pattern!r} matches"
@@ -121,9 +111,7 @@ def apply_compile(model: nn.Module, *, blocks: Blocks = None, backend: str = "in
         The names of the blocks.
 
     Raises:
-        ValueError: for an unknown backend, if compilation or FSDP2 was applied already, for blocks that
-            :func:`find_blocks` refuses, or blocks that tensor parallelism has cut and ``"selective"`` checkpoints in
-            part.
+        ValueError: also for blocks that tensor parallelism has cut and ``"selective"`` checkpoints in part.
         RuntimeError: if the backend does not work on this machine; says what is missing.
     """
     known = torch.compiler.list_backends(exclude_tags=())

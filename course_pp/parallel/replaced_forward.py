@@ -9,10 +9,9 @@ Half precision is for ranks without FSDP2, while parameters stay in float32:
     what arrives ─► float32 ─► forward, products in half precision ─► half precision ─► what is sent
 
 FSDP2 gathers parameters in half precision (:func:`default_mp_policy`). Without it each product casts its operands
-(``torch.autocast``): norms, softmax and the residual stream inside a stage stay in float32, and the gradients of
-parameters are float32. Both send half precision across a boundary, and both add the gradients of microbatches up in
-float32, so they differ by rounding alone. Memory differs: autocast keeps, for each microbatch in flight, the copies of
-the weights that its backward will need, and FSDP2 one copy for all.
+(``torch.autocast``), and norms, softmax and the residual stream inside a stage stay in float32. Both send half
+precision, and add the gradients of microbatches up in float32, so they differ by rounding alone. Memory differs:
+autocast keeps copies of the weights for each microbatch in flight, FSDP2 one copy for all.
 
 Micikevicius et al. 2018, "Mixed Precision Training", arXiv:1710.03740.
 """
@@ -30,11 +29,7 @@ from course_pp.parallel._torch import mixed_precision, tree_flatten, tree_map
 
 
 class Replaced:
-    """A replacement of a module's ``forward``.
-
-    Attributes:
-        forward: what the module had before.
-    """
+    """A replacement of a module's ``forward``; ``forward`` is what it had before."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.forward = forward
@@ -44,7 +39,7 @@ class Replaced:
         raise NotImplementedError
 
     def put_on(self, module: nn.Module) -> None:
-        """Make it the module's forward: a method, since torch.compile would compile anew for each callable object."""
+        """Make it the module's forward. (torch.compile would compile anew for each callable object.)"""
         module.forward = self.run
 
     def in_copy(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,7 +67,6 @@ class Compiled(Replaced):
         self._compiled = torch.compile(forward, backend=backend)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward, compiled."""
         return self._compiled(*args, **kwargs)
 
 
@@ -80,12 +74,10 @@ class Recomputed(Replaced):
     """Keeps only its arguments, and is run again in backward."""
 
     def put_on(self, module: nn.Module) -> None:
-        """Make it the module's forward."""
         super().put_on(module)
         self._module = module
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward, checkpointed."""
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         for name in ("past_key_values", "layer_past"):
@@ -103,8 +95,7 @@ class Recomputed(Replaced):
 class _Buffers:
     """The buffers of a module as one forward found them; its recomputation uses these and leaves the module's own.
 
-    Otherwise BatchNorm's running statistics would count each microbatch twice. And if a result depends on a buffer that
-    every forward changes, as with a spectral norm, it would be recomputed from a later value.
+    Otherwise BatchNorm would count each microbatch twice, and a spectral norm be recomputed from a later value.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -112,7 +103,6 @@ class _Buffers:
         self._before: list[tuple[nn.Module, dict[str, Tensor]]] = []
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Return the contexts in which torch's checkpoint runs the forward and its recomputations."""
         return self._noted(), self._put_back()
 
     @contextmanager
@@ -142,18 +132,16 @@ class _Buffers:
 
 
 class HalfPrecision(Replaced):
-    """Computes in bfloat16 or float16, under autocast."""
+    """Computes in bfloat16 or float16, under autocast, on float32 and to half precision."""
 
     def __init__(self, forward: Callable[..., Any], dtype: torch.dtype) -> None:
         super().__init__(forward)
         self.dtype = dtype
 
     def in_copy(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return it around the copy's forward: it decides the dtypes of the results."""
         return HalfPrecision(forward, self.dtype).run
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward on float32, and return half precision."""
         args, kwargs = (tree_map(self._widened, value) for value in (args, kwargs))
         device = next((leaf.device for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)), None)
         kind = "cpu" if device is None or device.type == "meta" else device.type
@@ -172,14 +160,9 @@ class HalfPrecision(Replaced):
 def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
     """Let ``module`` compute in ``dtype``, in place; after activation checkpointing.
 
-    A no-op where ``dtype`` is that of the parameters, or FSDP2 computes in it already.
-
     Args:
         module: any, with parameters in float32.
-        dtype: bfloat16 or float16, or what the parameters are in.
-
-    Raises:
-        ValueError: if it computes in another dtype already, or if the parameters or ``dtype`` are none of the above.
+        dtype: bfloat16 or float16. A no-op for what the parameters are in, or FSDP2 computes in already.
     """
     now = compute_dtype(module)
     if now == dtype:
@@ -222,5 +205,4 @@ def _half_precision(module: nn.Module) -> torch.dtype | None:
 
 
 def spelled(dtypes: Iterable[torch.dtype]) -> str:
-    """Dtypes as a message lists them."""
     return ", ".join(sorted(map(str, dtypes))) or "no dtype, as it has no parameters"

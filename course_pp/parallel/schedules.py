@@ -30,10 +30,6 @@ def get_stage_indices(
     Args:
         schedule: one of :func:`schedule_names`, or an order of your own.
         stages_per_rank: model chunks a rank. None takes the catalogue's usual number; an order of your own has its own.
-
-    Raises:
-        ValueError: for a schedule that torch cannot run, a rank outside ``pp_size``, or a number of stages a rank that
-            the schedule does not allow.
     """
     refuse_below(1, "get_stage_indices", pp_size=pp_size, stages_per_rank=stages_per_rank)
     if not 0 <= pp_rank < pp_size:
@@ -90,7 +86,7 @@ def _foreign_to_torch(schedule: Schedule) -> str | None:
 
 
 def order_of(schedule: str | Schedule, n_microbatches: int, n_stages: int, pp_size: int) -> Schedule:
-    """Return the order in which torch will run; a ValueError names the rule and the nearest sizes that work."""
+    """Return the order in which torch will run; refuse sizes that ``schedule`` does not allow."""
     if isinstance(schedule, Schedule):
         sizes = (schedule.n_stages, schedule.n_microbatches)
         if sizes != (n_stages, n_microbatches):
@@ -103,15 +99,9 @@ def order_of(schedule: str | Schedule, n_microbatches: int, n_stages: int, pp_si
     return build(runnable(schedule).name, pp_size, n_microbatches, n_stages // pp_size)
 
 
-def check_microbatches(schedule: str | Schedule, n_microbatches: int, n_stages: int, pp_size: int) -> None:
-    """Refuse a number of microbatches that ``schedule`` does not allow, as :func:`order_of` does."""
-    order_of(schedule, n_microbatches, n_stages, pp_size)
-
-
 def torch_schedule(
     schedule: str | Schedule, stages: Sequence[PipelineStage], n_microbatches: int, loss_fn: Callable[..., Any]
 ) -> Any:
-    """torch's schedule over this rank's stages."""
     # The loss is divided instead of the gradients: torch would divide those of earlier steps again.
     options = {"loss_fn": loss_fn, "scale_grads": False}
     n_stages, pp_size = stages[0].num_stages, stages[0].group_size
@@ -140,8 +130,7 @@ def splits_backward(schedule: str | Schedule) -> Literal["none", "some", "all"]:
 
 @cache
 def _example(name: str) -> Schedule:
-    """Return the schedule at a size that all of them allow."""
-    return build(name, 2, 8)
+    return build(name, 2, 8)  # all of them allow that
 
 
 def _problem_of_ranks(schedule: Schedule, pp_size: int) -> str | None:

@@ -52,7 +52,7 @@ from course_pp.model import ModelConfig
 from course_pp.parallel._torch import CollectiveWatcher, GatheredWatcher
 from course_pp.parallel.fsdp import ReshardPolicy, policy_of_dtypes, reshard_policy_of_sizes
 from course_pp.parallel.mesh import DistributedConfig
-from course_pp.parallel.schedules import check_microbatches, get_stage_indices, splits_backward
+from course_pp.parallel.schedules import get_stage_indices, order_of, splits_backward
 from course_pp.parallel.stage import check_microbatch
 from course_pp.parallel.tensor import check_sequence_divides, check_tensor_parallel
 from course_pp.plan.layout import (
@@ -411,7 +411,7 @@ def predict_collectives(
     splits = "none"
     if layout.pp > 1:
         n_stages = layout.pp * len(get_stage_indices(schedule, 0, layout.pp))
-        check_microbatches(schedule, n_microbatches, n_stages, layout.pp)
+        order_of(schedule, n_microbatches, n_stages, layout.pp)
         splits = splits_backward(schedule)
     if ac == "full" and layout.tp > 1 and splits == "some":
         raise ValueError(

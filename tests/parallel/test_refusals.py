@@ -23,7 +23,7 @@ from course_pp.parallel import (
     get_stage_indices,
     init_distributed,
 )
-from course_pp.parallel.schedules import check_microbatches
+from course_pp.parallel.schedules import order_of
 from tests.parallel.small import N_MICROBATCHES, SEQ_LEN, build, model_config, tokens
 
 
@@ -150,7 +150,7 @@ def lone_rank():
 def test_a_number_of_microbatches_a_schedule_cannot_run_is_refused(schedule, n_microbatches, pp, message):
     n_stages = 2 * pp if schedule in ("dualpipe_v", "interleaved_1f1b", "interleaved_zb") else pp
     with pytest.raises(ValueError, match=message):
-        check_microbatches(schedule, n_microbatches, n_stages, pp)
+        order_of(schedule, n_microbatches, n_stages, pp)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from course_pp.__main__ import main
 from course_pp.parallel import DistributedConfig, predict_collectives
-from course_pp.parallel.schedules import check_microbatches
+from course_pp.parallel.schedules import order_of
 from course_pp.plan import (
     Constants,
     Layout,
@@ -117,7 +117,7 @@ def test_whatever_is_planned_the_stack_takes(batch):
             ac=each.layout.ac,
         )
         if each.layout.pp > 1:
-            check_microbatches(each.layout.schedule, m, each.layout.n_stages, each.layout.pp)
+            order_of(each.layout.schedule, m, each.layout.n_stages, each.layout.pp)
     # Of few microbatches 1F1B makes no more than GPipe.
     assert ({"gpipe"} if batch < 4 else {"1f1b"}) & {each.layout.schedule for each in found if each.layout.pp == 4}
 
