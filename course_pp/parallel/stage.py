@@ -72,10 +72,8 @@ def build_pipeline_stage(
             there.
 
     Raises:
-        ValueError: on every rank of the mesh, if ``stage_module`` is no module, or a whole :class:`Transformer`; if a
-            size is not positive, the mesh is only a part of the ranks or cannot share the stages, the module is wrapped
-            in DDP or the like, or computes in another dtype than ``param_dtype``. Also on a GPU without NCCL, which
-            torch's pipeline needs to send.
+        ValueError: on every rank of the mesh, if the module or the mesh cannot be used. Also on a GPU without NCCL,
+            which torch's pipeline needs to send.
         RuntimeError: if there is no process group.
     """
     if not dist.is_initialized():
@@ -103,7 +101,7 @@ def build_pipeline_stage(
 def _place(
     module: nn.Module, device_mesh: DeviceMesh | None, stage: int | None, n_stages: int | None
 ) -> tuple[int, int]:
-    """Return which stage of how many a module is."""
+    """Which stage of how many a module is."""
     if isinstance(module, Transformer) and not isinstance(module, PipelineStageModule):
         raise TypeError(
             f"a pipeline stage must be a PipelineStageModule, not {type(module).__name__}: "
@@ -147,7 +145,6 @@ def _values(
 def _values_of_transformer(
     module: PipelineStageModule, batch_size: int | None, seq_len: int | None, param_dtype: torch.dtype | None
 ) -> tuple[ValueMeta, ValueMeta]:
-    """Return what a stage of this package's model takes and returns."""
     rows, positions = check_microbatch(module.config, batch_size, seq_len)
     dtypes = compute_dtypes(module)
     if param_dtype is None:
@@ -179,7 +176,6 @@ def _declared(name: str, value: Any) -> ValueMeta | None:
 
 
 def _tokens(batch_size: int | None, seq_len: int | None) -> ValueMeta | None:
-    """Return the token ids that the first stage takes unless ``inputs`` says otherwise; None if sizes are missing."""
     if batch_size is None and seq_len is None:
         return None
     if batch_size is None or seq_len is None:
@@ -192,7 +188,6 @@ def _tokens(batch_size: int | None, seq_len: int | None) -> ValueMeta | None:
 
 
 def _check_mesh(stage: int, n_stages: int, device_mesh: DeviceMesh | None, device: torch.device) -> None:
-    """Refuse a part of the ranks, stages that the pipeline's ranks cannot share, and GPUs over gloo."""
     n_ranks, pp_size = dist.get_world_size(), get_pp_size(device_mesh)
     if device_mesh is not None and device_mesh.size() != n_ranks:
         raise ValueError(
@@ -213,7 +208,7 @@ def _check_mesh(stage: int, n_stages: int, device_mesh: DeviceMesh | None, devic
 
 
 def check_microbatch(config: ModelConfig, batch_size: int | None, seq_len: int | None) -> tuple[int, int]:
-    """Refuse sizes of a microbatch that are not positive, or that the model has no positions for; return them."""
+    """Return the sizes of a microbatch, if the model has positions for them."""
     rows, positions = _check_size("batch_size", batch_size), _check_size("seq_len", seq_len)
     if positions > config.max_seq_len:
         raise ValueError(
@@ -233,10 +228,8 @@ class ModelStage(LocalNeighboursStage):
     """torch's stage, and what it is called with and gives back.
 
     Attributes:
-        takes, returns: what it is called with and gives back for one microbatch; None where that is not known yet.
-            (torch 2.11 has an attribute ``inputs`` of its own.)
+        takes, returns: for one microbatch; None where that is not known yet.
         ties: tied weights, by stage; :func:`build_pipeline_schedule` finds them.
-        device_mesh: the mesh it was built on.
         param_dtype: dtype of what crosses the boundaries; None is whatever the stages compute in.
         can_split: whether torch can split its backward in two.
         defers: whether it puts off weight gradients itself, for a schedule that splits what torch cannot.
@@ -271,23 +264,18 @@ class ModelStage(LocalNeighboursStage):
         self._queues: dict[int, WeightGradients] = {}
 
     def settled(self) -> "ModelStage":
-        """Return a stage like this one, for one pipeline, when it has been found what this one takes and returns."""
+        """Return a stage like this one, for one pipeline, now that it is known what this one takes and returns."""
         known = (self.takes, self.returns, self.device_mesh, self.param_dtype, self.device, self.group)
         again = ModelStage(self.submod, self.stage_index, self.num_stages, *known)
         again._dtypes = self._dtypes
         return again
 
     def received(self, tensors: tuple[torch.Tensor, ...]) -> Any:
-        """Return what the stage before returned, put together from what it sent."""
         assert self.takes is not None  # settled
         return self.takes.unflatten(tensors)
 
     def message(self, output: Any) -> tuple[torch.Tensor, ...]:
-        """Return the tensors of ``output`` that are sent.
-
-        Raises:
-            ValueError: if the next stage expects something else.
-        """
+        """Return the tensors of ``output`` that are sent; refuse what the next stage does not expect."""
         assert self.returns is not None  # settled
         try:
             return tuple(_Handed.apply(tensor) for tensor in self.returns.flatten(output))
@@ -298,7 +286,6 @@ class ModelStage(LocalNeighboursStage):
             ) from error
 
     def problem_of_keywords(self, names: Iterable[str]) -> str | None:
-        """Return the problem with keyword arguments of these names; None if the module takes them."""
         known, tree = self._keywords, None if self.takes is None else self.takes.tree
         for name in names:
             what = f"keyword argument {name} goes to every stage, but stage {self.stage_index}, a "
@@ -344,8 +331,7 @@ class ModelStage(LocalNeighboursStage):
         """Run backward as torch does; but in a foreign module, ``I`` leaves only the weights of linear layers to ``W``.
 
         torch splits a graph where the paths from parameters meet those from inputs. There, a stage whose inputs carry
-        no gradient would silently lose its own. A parameter used at two depths would fail in the middle of a step, and
-        so would a compiled block, which is one node of the graph.
+        no gradient would silently lose its own, and a parameter used at two depths, or a compiled block, would fail.
         """
         if self.can_split:
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
@@ -357,7 +343,6 @@ class ModelStage(LocalNeighboursStage):
             self._compute_queued(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """The weight-gradient half of one microbatch."""
         if self.can_split:
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         else:
@@ -404,11 +389,7 @@ class _Handed(torch.autograd.Function):
 
 
 def find_outputs(stage: ModelStage) -> ValueMeta:
-    """Return what a stage returns when it is called with its ``inputs``; nothing is computed.
-
-    Raises:
-        ValueError: if that cannot be found on the meta device; names the remedy.
-    """
+    """Find on the meta device what a stage returns for what it takes, or refuse it."""
     assert stage.takes is not None
     given, computed = {m.dtype for m in stage.takes.metas if m.dtype.is_floating_point}, compute_dtypes(stage.submod)
     if given and computed and given.isdisjoint(computed) and not casts_inputs(stage.submod):
@@ -442,7 +423,6 @@ def find_outputs(stage: ModelStage) -> ValueMeta:
 
 
 def check_declared_dtype(stage: int, given: ValueMeta | None, param_dtype: torch.dtype | None) -> None:
-    """Refuse a stage that returns another dtype than ``param_dtype``."""
     for meta in () if given is None or param_dtype is None else given.metas:
         if meta.dtype.is_floating_point and meta.dtype != param_dtype:
             raise ValueError(
@@ -452,7 +432,7 @@ def check_declared_dtype(stage: int, given: ValueMeta | None, param_dtype: torch
 
 
 def _keywords_of(module: nn.Module) -> list[str] | None:
-    """Return the names under which a module takes arguments; None if it takes any."""
+    """The names under which a module takes arguments; None if it takes any."""
     inner = uncompiled(module)
     if isinstance(inner, SplitStage):
         return inner.keywords_of_example()

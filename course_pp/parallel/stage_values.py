@@ -1,9 +1,7 @@
 """What a stage takes and returns for one microbatch: which tensors, of which shapes and dtypes, in which containers.
 
-A stage is called with what the stage before it returned: a tuple or list gives its positional arguments, a dict its
-keyword arguments, anything else is its only one, as in :mod:`course_pp.runtime`. torch's pipelining sends tuples of
-tensors, so tuples, lists, dicts and dataclasses that torch's pytree knows are taken apart before the message and put
-together again behind it.
+torch's pipelining sends tuples of tensors, so containers that torch's pytree knows are taken apart before the message
+and put together again behind it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,28 +26,19 @@ class TensorMeta:
         return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
 
     def empty(self, device: torch.device | str, requires_grad: bool = False) -> Tensor:
-        """Return an empty tensor like this; only floating-point ones can require a gradient."""
         differentiable = self.dtype.is_floating_point or self.dtype.is_complex
         return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=requires_grad and differentiable)
 
 
 @dataclass(frozen=True)
 class ValueMeta:
-    """Shapes and dtypes of the tensors in what is passed between stages.
-
-    Attributes:
-        tree: the containers, with a :class:`TensorMeta` in place of each tensor; None stays None.
-    """
+    """What is passed between stages: ``tree`` is its containers, with a :class:`TensorMeta` in place of each tensor."""
 
     tree: Any
 
     @classmethod
     def of(cls, value: Any) -> "ValueMeta":
-        """Return what describes ``value``.
-
-        Raises:
-            TypeError: for anything but tensors and None in containers, or a DTensor.
-        """
+        """Describe ``value``; a TypeError for anything but tensors and None in containers, or a DTensor."""
         return cls(tree_map(_meta, _normalized(value)))
 
     @property
@@ -61,12 +50,7 @@ class ValueMeta:
         return repr(self.tree)
 
     def flatten(self, value: Any) -> tuple[Tensor, ...]:
-        """Return the tensors of ``value``, in order.
-
-        Raises:
-            ValueError: if ``value`` does not fit.
-            TypeError: as :meth:`of`.
-        """
+        """Return the tensors of ``value``, in order; refuse one that does not fit."""
         given = ValueMeta.of(value)
         if given != self:
             raise ValueError(f"{given} where {self} was declared")
@@ -78,7 +62,7 @@ class ValueMeta:
         return tree_map(lambda leaf: None if leaf is None else next(rest), self.tree)
 
     def empty(self, device: torch.device | str, requires_grad: bool = False) -> tuple[Tensor, ...]:
-        """Return empty tensors of these shapes; if asked, those that can will require a gradient."""
+        """Return empty tensors of these shapes; those that can require a gradient, if asked."""
         return tuple(meta.empty(device, requires_grad) for meta in self.metas)
 
 
@@ -117,7 +101,6 @@ def merge(microbatches: list[Any]) -> Any:
 
 
 def meta_of(leaf: Any) -> Any:
-    """Return a tensor's shape and dtype; anything else as it is."""
     return TensorMeta(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 

@@ -62,13 +62,11 @@ def apply_tensor_parallel(
 ) -> tuple[str, ...]:
     """Cut the matrices of ``model`` over ``tp``, in place; a no-op where the mesh has no ``tp`` dimension.
 
-    Inputs and outputs stay what they were, ordinary tensors, unless a plan says otherwise, so a stage sends its
-    neighbours whole activations. What no pattern matches is replicated.
+    Inputs and outputs stay ordinary, whole tensors unless a plan says otherwise. What no pattern matches is replicated.
 
     Args:
         model: any model, or one stage of it, or the list of this rank's stages. Every rank of ``tp`` must hold the same
-            weights; nothing of them is sent. The ranks of the mesh compare what their stages hold: call this on all of
-            them at once.
+            weights. Call this on all ranks of the mesh at once.
         plan: styles of torch's ``parallelize_module`` by name pattern, whose ``*`` stays within one part of a dotted
             name; or a function ``(module, tp)`` that returns them, such as :func:`llama_plan`. None is
             :func:`transformer_plan`, for this package's model.
@@ -79,9 +77,7 @@ def apply_tensor_parallel(
         The names of the modules that have a style.
 
     Raises:
-        ValueError: on every rank of the mesh, if a foreign model has no plan, a size is not a multiple of ``tp``, a
-            pattern matches nothing on any stage, two match one module, a style cannot cut what it matches, or would
-            part tied weights, or logits cannot stay cut. Also after checkpointing or FSDP2.
+        ValueError: on every rank of the mesh, for a plan that cannot be carried out, or after checkpointing or FSDP2.
     """
     given = locals()
 
@@ -112,11 +108,7 @@ def apply_tensor_parallel(
 
 
 def _styles_of(model: nn.Module, plan: Plan, tp: int, gather_logits: bool) -> _Found:
-    """Return what the plan makes of one module.
-
-    Raises:
-        ValueError: as :func:`apply_tensor_parallel`, but for patterns that match nothing.
-    """
+    """Return what the plan makes of one module; patterns may match nothing."""
     found: _Found = {}
     uses = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
     for pattern, style in _mapping(model, plan, tp, gather_logits).items():
@@ -229,7 +221,7 @@ class GatheredColwiseParallel(ColwiseParallel):
 
 
 class SequencesDivide(ParallelStyle):
-    """Cuts nothing; refuses inputs (batch, seq, …) of a length that the ranks of ``tp`` cannot share equally."""
+    """Cuts nothing; refuses inputs (batch, seq, …) of other lengths than multiples of ``tp``."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def look(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -277,11 +269,7 @@ _WITHOUT = "build the plan with partial(llama_plan, sequence_parallel=False)"
 
 
 def check_sequence_divides(seq_len: int, tp: int, otherwise: str = "") -> None:
-    """Refuse a sequence that the ranks of ``tp`` cannot share equally: DTensor would pad it, our residuals not.
-
-    Args:
-        otherwise: what to do where it cannot be padded.
-    """
+    """Refuse a sequence that the ranks of ``tp`` cannot share equally: DTensor would pad it, our residuals not."""
     if seq_len % tp:
         raise ValueError(
             f"seq_len={seq_len} must be a multiple of tp={tp} for sequence-parallel norms: "
@@ -304,12 +292,8 @@ def transformer_plan(module: Transformer, tp: int, gather_logits: bool = True) -
     embedding. Norms are sequence-parallel if ``module`` is a whole, untied model; its sequences must then be a multiple
     of ``tp`` long.
 
-    Args:
-        gather_logits: False leaves each rank its part of the vocabulary, in a DTensor.
-
     Raises:
-        ValueError: if ``tp`` does not divide the heads or the feed-forward width, or if ``gather_logits=False`` and the
-            head cannot be cut.
+        ValueError: as :func:`check_tensor_parallel`.
     """
     refuse_below(1, "transformer_plan", tp=tp)
     config = module.config
@@ -345,7 +329,7 @@ def transformer_plan(module: Transformer, tp: int, gather_logits: bool = True) -
 
 
 def _whole_input(stream: Placement) -> ParallelStyle:
-    """Return the style of a head that is not cut: it takes the whole input."""
+    """For a head that is not cut."""
     return PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),), use_local_output=True)
 
 
@@ -356,11 +340,7 @@ def _head(gather_logits: bool, stream: Placement) -> ParallelStyle:
 
 
 def check_tensor_parallel(config: ModelConfig, tp: int, gather_logits: bool) -> None:
-    """Refuse a cut through a head, from the configuration alone: every rank raises, and none communicates.
-
-    Raises:
-        ValueError: as :func:`transformer_plan`.
-    """
+    """Refuse a ``tp`` that divides no heads or feed-forward width, or logits that cannot stay cut."""
     _check_divides(tp, {"n_heads": config.n_heads, "n_kv_heads": config.kv_heads, "ffn_dim": config.hidden_dim})
     if not gather_logits and not shards_head(config, tp):
         raise ValueError(
@@ -388,17 +368,14 @@ def llama_plan(module: nn.Module, tp: int, gather_logits: bool = True, sequence_
     over the vocabulary if ``tp`` divides it and it is not tied to the embedding.
 
     Args:
-        gather_logits: False leaves each rank its part of the vocabulary, in a DTensor for
-            :class:`VocabParallelCrossEntropy`.
+        gather_logits: as of :func:`apply_tensor_parallel`.
         sequence_parallel: whether norms between the blocks work on parts of the sequence, which must then be a multiple
             of ``tp`` long; else they are replicated. None means where possible: in a whole, untied model whose blocks
             hold an attention, a feed-forward and norms. Turn it off by
             ``plan=partial(llama_plan, sequence_parallel=False)``.
 
     Raises:
-        ValueError: if ``tp`` does not divide the heads or the feed-forward width, if an attention holds other
-            parameters, whose gradients would be silently wrong; if ``gather_logits=False`` and the head cannot be cut;
-            or if ``sequence_parallel=True`` and norms cannot work on parts.
+        ValueError: also if an attention holds other parameters, whose gradients would be silently wrong.
     """
     refuse_below(1, "llama_plan", tp=tp)
     attentions, feed_forwards = dict(_holding(module, _ATTENTION)), dict(_holding(module, _FEED_FORWARD))
@@ -469,7 +446,6 @@ def _plan_of_sequences(module: nn.Module) -> Styles:
 
 
 def _holding(module: nn.Module, names: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the parts that have a Linear under each of ``names``."""
     for name, part in module.named_modules():
         if all(isinstance(getattr(part, each, None), nn.Linear) for each in names):
             yield name, part
@@ -537,22 +513,15 @@ def _join(*names: str) -> str:
 
 @dataclass(frozen=True)
 class VocabParallelCrossEntropy(CrossEntropy):
-    """:class:`CrossEntropy` of the logits that a head cut with ``gather_logits=False`` gives; the same on every rank.
-
-    Attributes:
-        ignore_index: target value of positions where nothing is to be predicted, such as padding.
-    """
+    """:class:`CrossEntropy` of the logits of a head cut with ``gather_logits=False``; the same on every rank."""
 
     def total(self, logits: Tensor, target: Tensor) -> Tensor:
         """Return the sum over the counted tokens; a scalar, in float32 at least.
 
         Args:
             logits: DTensor (batch, seq, vocab), cut in its last dimension.
-            target: token ids (batch, seq), the same on every rank of ``tp``.
-
-        Raises:
-            TypeError: if the logits are not cut over the vocabulary.
-            ValueError: on the CPU, for a target outside the vocabulary; a GPU would have to be waited for.
+            target: token ids (batch, seq), the same on every rank of ``tp``; looked at on the CPU alone, as a GPU would
+                have to be waited for.
         """
         if not isinstance(logits, DTensor) or logits.placements != (Shard(logits.dim() - 1),):
             raise TypeError(

@@ -47,13 +47,7 @@ def agree_on_ties(
 ) -> tuple[Tie, ...]:
     """Return the weights that several stages hold: this package's model knows its own, others are as declared.
 
-    A collective of the pipeline's ranks.
-
-    Args:
-        modules: this rank's stages.
-
-    Raises:
-        ValueError: for ties that do not exist, or weights that look tied and are not said to be.
+    A collective of the pipeline's ranks; refuses weights that look tied and are not said to be.
     """
     own = next((m for m in modules.values() if isinstance(m, PipelineStageModule | SplitStage)), None)
     known = own.ties if tied is None and own is not None else tied
@@ -69,14 +63,7 @@ def agree_on_ties(
 
 
 def _ties_of_stages(tied: Iterable[SharedName], names: Mapping[int, Sequence[str]]) -> tuple[Tie, ...]:
-    """Return the ties by stage; a weight that only one stage holds is not a tie.
-
-    Args:
-        names: the names of every stage's parameters, second names included.
-
-    Raises:
-        ValueError: for a name or stage that does not exist, or a weight in two ties.
-    """
+    """Return the ties by stage; a weight that only one stage holds is not a tie. ``names``: second names included."""
     ties: list[dict[int, str]] = []
     for shared in tied:
         if isinstance(shared, Mapping):
@@ -111,8 +98,6 @@ class TiedWeights:
     """This rank's part in keeping tied weights equal.
 
     Args:
-        ties: all ties, the same on every rank.
-        modules: this rank's stages.
         owner: the group rank that holds each stage.
         ranks: the ranks of the pipeline.
     """

@@ -20,8 +20,6 @@ With m microbatches a step, L layers a stage, and an activation of A = batch · 
               Narayanan et al. 2021, arXiv:2104.04473, section 3.2
     the rest  a handful of scalars: refusals, token count, loss, norm
 
-Tensor parallelism sends most, and products wait for it: it belongs inside a node. A pipeline sends least: across nodes.
-
 With layers of G bytes and the ends of R bytes on a rank, and the fraction f of a group that forward leaves behind,
 0 for True, 1 for False, 1/k for an integer k, the most gathered parameters that are alive in a step are
 
@@ -29,8 +27,7 @@ With layers of G bytes and the ends of R bytes on a rank, and the fraction f of 
     R + L · G                                     with one, whatever the policy
 
 Without a pipeline backward computes on one layer while the next is gathered, and frees each for good. In a pipeline
-backward keeps what it gathered until the last microbatch's gradients are reduced, so True frees and gathers again
-without lowering the peak (stages 3, True, and 2, False, of "ZeRO").
+backward keeps what it gathered until the last microbatch's gradients are reduced, so True does not lower the peak.
 """
 
 from collections import defaultdict
@@ -101,11 +98,10 @@ class Tally:
 
 @dataclass(frozen=True)
 class CollectiveCounts:
-    """What one rank communicates: a tally for each (mesh dimension, collective).
+    """What one rank communicates: a tally for each (mesh dimension, collective). Prints as a table.
 
-    Equal if all tallies are equal; adds up with ``+``; repeats with ``* times``; prints as a table. A dimension is
-    ``pp``, ``dp_replicate``, ``dp_shard`` or ``tp``, ``"dp_shard:2"`` for a group of two of the ranks of ``dp_shard``
-    (an integer reshard policy makes one), ``"world"`` for all ranks, or ``"other"``.
+    A dimension is ``pp``, ``dp_replicate``, ``dp_shard`` or ``tp``, ``"dp_shard:2"`` for a group of two of the ranks of
+    ``dp_shard`` (an integer reshard policy makes one), ``"world"`` for all ranks, or ``"other"``.
     """
 
     tallies: Mapping[tuple[str, str], Tally] = field(default_factory=dict)
@@ -147,7 +143,7 @@ class CollectiveCounts:
 
 
 class Entered(NamedTuple):
-    """One collective or message that a rank began: over which dimension of the mesh, its kind, bytes of the whole."""
+    """One collective or message that a rank began."""
 
     dimension: str
     collective: str
@@ -158,9 +154,6 @@ def wire_factor(collective: str, n_ranks: int) -> float:
     """Return the bytes that a rank of ``n_ranks`` sends for each byte counted, with ring algorithms.
 
     An all-reduce is a reduce-scatter and an all-gather: Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054, section 7.1.
-
-    Raises:
-        ValueError: for a collective whose ranks do not all send the same.
     """
     rounds = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
     if collective in rounds:
@@ -180,11 +173,7 @@ def count_collectives(fn: Callable[[], object], device_mesh: DeviceMesh | None =
     for the steady state count the second.
 
     Args:
-        fn: called without arguments; its result is dropped.
         device_mesh: the mesh whose dimensions' names to use; without it there are ``"world"`` and ``"other"``.
-
-    Raises:
-        RuntimeError: if there is no process group.
     """
     with CollectiveCounter(device_mesh) as counter:
         fn()
@@ -192,11 +181,7 @@ def count_collectives(fn: Callable[[], object], device_mesh: DeviceMesh | None =
 
 
 class CollectiveCounter:
-    """Counts in a ``with`` block, as :func:`count_collectives` does during a call.
-
-    Attributes:
-        entered: what was counted, one by one, in its order.
-    """
+    """Counts in a ``with`` block, as :func:`count_collectives` does during a call; ``entered`` lists it in order."""
 
     def __init__(self, device_mesh: DeviceMesh | None = None) -> None:
         if not dist.is_initialized():
@@ -251,28 +236,20 @@ _FLOAT64 = torch.float64.itemsize
 
 @dataclass(frozen=True)
 class _Rank:
-    """One rank on paper, and everything a formula needs to know.
-
-    Attributes:
-        kept: the dtype of the parameters.
-        computed: in which they are gathered and used.
-        reduced: in which FSDP2 reduces gradients.
-        tokens: in one microbatch, batch · seq.
-        splits_backward: whether input and weight gradients are two actions of the schedule.
-    """
+    """One rank on paper, and everything a formula needs to know."""
 
     config: ModelConfig
     layout: DistributedConfig
     at: Coordinates
     stages: list[StagePlan]
     reshard: bool | int
-    kept: torch.dtype
-    computed: torch.dtype
-    reduced: torch.dtype
+    kept: torch.dtype  # of the parameters
+    computed: torch.dtype  # in which they are gathered and used
+    reduced: torch.dtype  # in which FSDP2 reduces gradients
     n_microbatches: int = 1
-    tokens: int = 0
+    tokens: int = 0  # in one microbatch, batch · seq
     ac: str = "none"
-    splits_backward: bool = False
+    splits_backward: bool = False  # whether input and weight gradients are two actions of the schedule
     gathers_logits: bool = True
 
     @property
@@ -289,12 +266,10 @@ class _Rank:
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP2 is applied."""
         return _is_sharded(self.layout)
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether norms work on parts of the sequence; see :func:`apply_tensor_parallel`."""
         return _is_sequence_parallel(self.config, self.layout)
 
     @property
@@ -318,11 +293,7 @@ def _ranks(
     mp_policy: MixedPrecisionPolicy | None,
     **step: Any,
 ) -> list[_Rank]:
-    """Return each global rank, the last dimension of the mesh running fastest.
-
-    Raises:
-        ValueError: if ``dp_shard`` is -1, or for a layout that the schedule or the model does not allow.
-    """
+    """Return each global rank, the last dimension of the mesh running fastest."""
     if layout.dp_shard == -1:
         raise ValueError(
             "dp_shard=-1 stands for the ranks that are left, but on paper there are none yet: say how many, 1 for no "
@@ -377,26 +348,21 @@ def predict_collectives(
 
     Args:
         config: the sizes of this package's model, or by :func:`course_pp.model.hf.config_from_hf` those of a Llama of
-            transformers cut by :func:`llama_plan`. For other models there is no prediction: count a step
-            (:func:`count_collectives`).
+            transformers cut by :func:`llama_plan`. For other models there is no prediction: count a step.
         layout: all four sizes; -1 has no meaning without ranks.
         batch_size: sequences in one *microbatch* of one data-parallel rank.
         seq_len: tokens in a sequence.
         n_microbatches: 1 without a pipeline.
         schedule: one of :func:`schedule_names`, with two stages a rank where it takes several; ignored with ``pp=1``.
-        reshard_after_forward: see :func:`resolve_reshard_after_forward`.
+        reshard_after_forward, mp_policy: as given to :func:`apply_fsdp2`.
         ac: the mode given to :func:`apply_ac`.
         dtype: in which parameters are kept.
-        mp_policy: as given to :func:`apply_fsdp2`: None computes with float32 parameters in bfloat16.
-        gather_logits: as given to :func:`apply_tensor_parallel`; False for :class:`VocabParallelCrossEntropy`.
+        gather_logits: as given to :func:`apply_tensor_parallel`.
         clip: whether :func:`clip_grad_norm_` follows; False for such a Llama, whose ranks first tell one another what
             they hold.
 
     Returns:
         One value a global rank.
-
-    Raises:
-        ValueError: for a layout that the model or the schedule does not allow, or one without a formula.
     """
     check_microbatch(config, batch_size, seq_len)
     if layout.tp > 1:
@@ -450,8 +416,7 @@ def _fully_sharded(rank: _Rank) -> CollectiveCounts:
 def _gathers(rank: _Rank, n_bytes: int) -> CollectiveCounts:
     """All-gathers of one group: one before the first forward, one after every forward that frees it.
 
-    A forward leaves the group as the policy says, a backward leaves it gathered; so whatever the schedule, each of the
-    m forwards makes the action after it gather.
+    A backward leaves it gathered, so whatever the schedule, each of the m forwards makes the action after it gather.
     """
     m, policy = rank.n_microbatches, rank.reshard
     if policy is True:
@@ -513,7 +478,7 @@ def _ends(rank: _Rank, stage: StagePlan) -> CollectiveCounts:
 
 
 def _norm_weights(rank: _Rank, dtype: torch.dtype) -> CollectiveCounts:
-    """Return the gradients of norms that saw parts of the sequence: two a layer, and the final one."""
+    """Gradients of norms that saw parts of the sequence: two a layer, and the final one."""
     return rank.over("tp", "all_reduce", 2 * rank.config.n_layers + 1, rank.config.dim * dtype.itemsize)
 
 
@@ -566,16 +531,10 @@ def predict_unsharded_bytes(
     dtype: torch.dtype = torch.float32,
     mp_policy: MixedPrecisionPolicy | None = None,
 ) -> tuple[int, ...]:
-    """Return the most bytes of gathered parameters alive on each rank during a training step.
+    """Return the most bytes of gathered parameters alive on each global rank during a training step.
 
     Padding is counted, a finished gather's buffer while it is copied out is not. Arguments are those of
     :func:`predict_collectives`.
-
-    Returns:
-        One number a global rank; 0 without FSDP2.
-
-    Raises:
-        ValueError: for a layout that the model does not allow.
     """
     return tuple(
         unsharded_elements(rank.stages, layout.dp_shard, rank.reshard, pipelined=layout.pp > 1)

@@ -1,7 +1,4 @@
-"""From a model and an example to stages, or to the reason why not; what crosses the cuts.
-
-A cut is made where the caller says, or where the largest stage's share of a cost is the least there is.
-"""
+"""From a model and an example to stages, or to the reason why not; what crosses the cuts."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -55,12 +52,11 @@ def auto_split(
     Each stage is a module of the model's class, holds the model's own modules and parameters under the model's names,
     and runs the model's forward without the modules of other stages. The first stage is called as the model is, and the
     last returns what the model returns; in between, stages pass on a dict, which both engines take. Each stage's
-    ``ties`` names the weights that lie in several stages, by stage, as either engine's ``tied=`` takes them; its
-    ``stage_id`` and ``num_stages`` say which stage it is, and of how many.
+    ``ties`` names the weights that lie in several stages, as either engine's ``tied=`` takes them; its ``stage_id`` and
+    ``num_stages`` say which stage it is, and of how many.
 
-    The model runs on the example, and once more as stages, which must give the same result. A model on the meta device
-    runs too, but nothing can be compared there. Before cutting, put it in the mode, training or eval, in which the
-    stages will run.
+    The model runs on the example, and once more as stages, which must give the same result; on the meta device nothing
+    can be compared. Before cutting, put it in the mode, training or eval, in which the stages will run.
 
     Args:
         model: any module. It is cut between the blocks it is mostly made of, and the modules beside these.
@@ -74,8 +70,7 @@ def auto_split(
         at: names of the modules that a stage begins with, such as ``model.layers.5``, for each stage but the first.
 
     Raises:
-        ValueError: for more stages than there are places to cut, an unknown name, an example that the model does not
-            take, or a model that cannot be cut, as :func:`explain` says; by ``time`` on every rank.
+        ValueError: also for a model that cannot be cut, as :func:`explain` says; by ``time`` on every rank.
     """
     given, on_all = locals(), isinstance(by, str) and by == "time" and at is None
 
@@ -211,11 +206,7 @@ def _line_of(error: Exception) -> str:
 
 
 def _partition_at(model: nn.Module, recording: Recording, at: Sequence[str]) -> list[LayerRange]:
-    """Return the calls of each stage as (first, end), end excluded; each stage but the first begins with a name.
-
-    Raises:
-        ValueError: for a name that is no place to cut, with the nearest that are; for names out of order.
-    """
+    """Return the calls of each stage as (first, end), end excluded; each stage but the first begins with a name."""
     numbers = [_number(model, recording, name) for name in at]
     for index, (name, number) in enumerate(zip(at, numbers, strict=True)):
         before = numbers[index - 1] if index else 0
@@ -227,7 +218,6 @@ def _partition_at(model: nn.Module, recording: Recording, at: Sequence[str]) -> 
 
 
 def _number(model: nn.Module, recording: Recording, name: str) -> int:
-    """Return the number of the call before which ``name`` cuts."""
     units = {id(unit): first for first, unit in recording.units.items()}
     named = dict(model.named_modules(remove_duplicate=False))
     places = list(dict.fromkeys(call.unit for call in recording.calls))
@@ -285,7 +275,6 @@ def _partition(model: nn.Module, recording: Recording, n_stages: int, by: str) -
 
 
 def _total(held: list[list[nn.Parameter]], size: Callable[[Tensor], int]) -> int:
-    """Return the size of parameters, each counted once, as a stage holds it once."""
     return sum({id(parameter): size(parameter) for each in held for parameter in each}.values())
 
 
@@ -373,12 +362,11 @@ def _now(unit: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class CrossingTensor:
-    """A tensor that crosses a cut.
+    """A tensor that crosses a cut, of ``n_bytes`` for the example.
 
     Attributes:
         made: the number of the call that returns it.
         read: the numbers of the calls that read it, in order; the number of calls stands for the model's result.
-        n_bytes: for the example.
     """
 
     made: int
@@ -408,11 +396,7 @@ class Crossing:
 
 @checked
 def crossing(stages: Sequence[nn.Module]) -> Crossing:
-    """Return what crosses the cuts between the stages of :func:`auto_split`.
-
-    Raises:
-        ValueError: for stages that :func:`auto_split` has not made.
-    """
+    """Return what crosses the cuts between the stages of :func:`auto_split`."""
     others = [stage for stage in stages if not isinstance(stage, SplitStage)]
     refuse_unless(bool(stages) and not others, "crossing", "stages", stages, "give the list that auto_split returns")
     segments = [stage._segment for stage in stages if isinstance(stage, SplitStage)]

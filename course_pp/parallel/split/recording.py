@@ -81,45 +81,26 @@ Source = Output | Input | Parameter | Problem
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a unit.
-
-    Attributes:
-        unit: its name.
-        reads: what its arguments were computed from.
-        arguments: shape and dtype of each tensor among its arguments.
-        leaves: what it returned, flattened; a tensor is a meta tensor.
-        tree: how the leaves go together.
-    """
+    """One call of a unit, by its name."""
 
     unit: str
-    reads: frozenset[Source]
-    arguments: tuple[Any, ...]
-    leaves: tuple[Any, ...]
-    tree: Any
+    reads: frozenset[Source]  # what its arguments were computed from
+    arguments: tuple[Any, ...]  # shape and dtype of each tensor among them
+    leaves: tuple[Any, ...]  # of what it returned; a tensor is a meta tensor
+    tree: Any  # how the leaves go together
 
 
 @dataclass
 class Recording:
-    """A model's run on an example.
-
-    Attributes:
-        units: by name.
-        calls: in order.
-        result_reads: what the model's result was computed from, besides the last calls.
-        changed: calls whose outputs the model then changes in place.
-        draws: whether the model draws random numbers outside of its units.
-        problems: what stops a cut.
-        in_training: what would stop it if the model were in training mode, which it is not.
-        example: the positional and keyword arguments.
-    """
+    """A model's run on an example."""
 
     units: Mapping[str, nn.Module]
     calls: list[Call] = field(default_factory=list)
-    result_reads: frozenset[Source] = frozenset()
-    changed: set[int] = field(default_factory=set)
-    draws: bool = False
+    result_reads: frozenset[Source] = frozenset()  # what the model's result was computed from
+    changed: set[int] = field(default_factory=set)  # calls whose outputs the model then changes in place
+    draws: bool = False  # random numbers outside of its units
     problems: list[Problem] = field(default_factory=list)
-    in_training: list[Problem] = field(default_factory=list)
+    in_training: list[Problem] = field(default_factory=list)  # what would stop a cut in training mode alone
     example: Example = ((), {})
 
     def reads_from(self, first: int) -> frozenset[Source]:
@@ -256,8 +237,6 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 class _Watch(TorchDispatchMode):
-    """Follows what is computed from what."""
-
     def __init__(self, model: nn.Module, recording: Recording, undecided: Mapping[str, nn.Module]) -> None:
         super().__init__()
         self.recording, self._undecided = recording, undecided
@@ -275,7 +254,6 @@ class _Watch(TorchDispatchMode):
             self._set(tensor, frozenset({Parameter(name)}))
 
     def take_inputs(self, example: Example) -> Example:
-        """Return the example, its tensors marked as inputs."""
         tensors = _tensors(example)
         copies = {id(tensor): tensor.clone() for tensor in tensors}
         for index, tensor in enumerate(tensors):
@@ -283,11 +261,9 @@ class _Watch(TorchDispatchMode):
         return tree_map(lambda leaf: copies.get(id(leaf), leaf), example)
 
     def take_result(self, output: Any) -> None:
-        """Note what the model's result was computed from."""
         self.recording.result_reads = self._read_by(_tensors(output))
 
     def hooks_on(self, name: str, unit: nn.Module) -> Iterator[Any]:
-        """Register hooks that note each call of a unit."""
         if name in self._undecided:
             yield unit.register_forward_hook(lambda _, args, output: self._judge(name, output))
         else:
@@ -473,7 +449,6 @@ def _key(tensor: Tensor) -> int:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the arguments that an operation changes in place."""
     found = []
     for place, each in enumerate(func._schema.arguments):
         if each.alias_info is not None and each.alias_info.is_write:
@@ -494,5 +469,4 @@ _NOT_OF_MODEL = (f"{torch.__path__[0]}{sep}", f"{Path(__file__).parents[1]}{sep}
 
 
 def is_of_model(path: str) -> bool:
-    """Return whether a file is neither torch's nor this package's."""
     return not path.startswith(_NOT_OF_MODEL)

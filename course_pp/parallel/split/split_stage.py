@@ -55,8 +55,6 @@ class SplitStage:
         """Run the model's forward as far as it is this stage's.
 
         Raises:
-            ValueError: if the first stage's arguments are not those of the example; in training, if the model was cut
-                in eval mode and could not be cut in training.
             OtherWay: if the model calls other units than it did for the example.
         """
         here, values = self._segment, ()
@@ -101,11 +99,10 @@ class SplitStage:
         return taken, {"inputs": here.arguments.packed(metas, here.inputs_read_later), "values": sent}
 
     def keywords_of_example(self) -> list[str]:
-        """Return the names of the example's keyword arguments."""
         return list(self._segment.recording.example[1])
 
     def _hooks(self) -> Iterator[Any]:
-        """Return the hooks for one forward. They are registered last, so that they see what the model sees."""
+        """Register the hooks for one forward: last, so that they see what the model sees."""
         here = self._segment
         for name in here.units:
             unit = self.get_submodule(name)  # type: ignore[attr-defined]
@@ -152,7 +149,6 @@ class Absent(nn.Module):
             return getattr(self.__dict__["_twin"][0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the unit returned on its own stage, as far as anybody reads it."""
         return self._segment.result(self._segment.count(self._unit), self._twin[0], args, kwargs)
 
     def extra_repr(self) -> str:
@@ -180,11 +176,8 @@ class _Run:
 class Segment:
     """The calls of a recording that one stage makes: ``first`` to ``end``, end excluded.
 
-    Attributes:
-        arguments: how the model's own arguments travel; ``inputs_read`` of its tensors this stage or a later one looks
-            into, ``inputs_read_later`` a later one.
-        taken, given: which values the stage receives, and which it sends.
-        run: the forward that is under way.
+    It receives the values ``taken`` and sends those ``given``; ``run`` is the forward that is under way. Into the
+    tensors ``inputs_read`` of the model's arguments this stage or a later one looks, ``inputs_read_later`` a later one.
     """
 
     def __init__(self, recording: Recording, first: int, end: int) -> None:
@@ -204,11 +197,9 @@ class Segment:
         }
 
     def is_called_elsewhere(self, unit: str) -> bool:
-        """Return whether other stages call it too."""
         return not all(self.first <= number < self.end for number in self._numbers.get(unit, ()))
 
     def begin(self, received: tuple[Tensor, ...]) -> None:
-        """Start a forward."""
         pairs = zip(self.taken, received, strict=True)
         # A received tensor is a leaf, which the model could not change in place.
         self.run = _Run({key: self._own(key, value) for key, value in pairs})
@@ -230,16 +221,11 @@ class Segment:
         return numbers[count]
 
     def last(self, unit: str) -> int:
-        """Return the number of the last call of ``unit``."""
         assert self.run is not None
         return self._numbers[unit][self.run.counts[unit] - 1]
 
     def result(self, number: int, twin: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return the result of an absent unit: tensors that were received, and zeros that nobody reads.
-
-        Raises:
-            Done: after the last call of this stage.
-        """
+        """Return the result of an absent unit: tensors that were received, and zeros that nobody reads; or be done."""
         if number >= self.end:
             raise Done
         assert self.run is not None
@@ -294,11 +280,7 @@ class _Arguments:
         self._kinds = [leaf.dtype for leaf in self._leaves if isinstance(leaf, Tensor)]
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Return the tensors of a call of the first stage.
-
-        Raises:
-            ValueError: if its arguments are not those of the example.
-        """
+        """Return the tensors of a call of the first stage; refuse other arguments than the example's."""
         leaves, tree = tree_flatten((args, dict(sorted(kwargs.items()))))
         if tree != self._tree:
             raise ValueError(
@@ -321,7 +303,6 @@ class _Arguments:
         return args, kwargs
 
     def of_example(self) -> tuple[Tensor, ...]:
-        """Return the tensors of the example, as meta tensors."""
         return tuple(leaf.to("meta") for leaf in self._leaves if isinstance(leaf, Tensor))
 
     def packed(self, tensors: tuple[Tensor, ...], read: set[int]) -> tuple[Tensor, ...]:
