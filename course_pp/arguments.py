@@ -35,10 +35,9 @@ class WrongArgument(TypeError, ValueError):
 
 
 def checked(thing: _F) -> _F:
-    """Raise WrongArgument for arguments that the annotations of ``thing`` rule out, before it runs.
+    """Raise WrongArgument for arguments that the annotations of ``thing``, a function or class, rule out.
 
-    ``thing`` is a function, a method (below ``@classmethod``), or a class with an annotated ``__init__`` (above
-    ``@dataclass``). Not for what runs for every microbatch: a check costs microseconds.
+    Above ``@dataclass``, below ``@classmethod``. Not for what runs for every microbatch: a check costs microseconds.
     """
     if isinstance(thing, type):
         thing.__init__ = checked(thing.__init__)  # type: ignore[misc]
@@ -59,7 +58,6 @@ def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], 
     """As :func:`checked`, called by ``function`` itself: where all ranks must refuse together, not one at its door.
 
     Args:
-        function: the caller; a class stands for its ``__init__``.
         arguments: by parameter, such as ``locals()`` on the first line; other names are passed over.
         name: what a user called, if that is not ``function`` itself.
     """

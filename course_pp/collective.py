@@ -11,7 +11,8 @@ settled by all of them before the next message, and either all go on or all rais
     most = ranks.largest(len(data))                    # the largest of them, for less
 
 Each of these begins with one small all-reduce of the same size, in which ranks see whether all are in the same public
-function of this package. If one saves while another steps, all are told so.
+function of this package. If one saves while another steps, all are told so. Each raises :class:`RankMissing` if a rank
+has ended or the time limit is over.
 """
 
 import pickle
@@ -31,8 +32,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.arguments import WrongArgument, checked, refuse_bad_timeout
 
-__all__ = ["MEETING_BYTES", "RankMissing", "Ranks", "difference", "rank_by_stage"]
-
 T = TypeVar("T")
 
 _WAITED = "course_pp has waited on rank "
@@ -47,9 +46,7 @@ class RankMissing(RuntimeError):
     """A rank of the group has ended, or did not come within the time limit. The group is of no use afterwards.
 
     Attributes:
-        rank: the rank that noticed, numbered within the group.
-        n_ranks: size of the group.
-        waited_s: seconds it had waited: less than the time limit if a rank has ended.
+        rank: the rank that noticed, numbered within the group of ``n_ranks``, after ``waited_s`` seconds.
         missing: the ranks that have not reported that they waited too; empty if nobody can tell.
         began_elsewhere: True. Whoever collects the failures of all ranks names that of the missing one first.
     """
@@ -77,7 +74,8 @@ class RankMissing(RuntimeError):
 class Ranks:
     """The ranks of a process group. A process without one is alone, and every method works there too.
 
-    Call each method on all ranks of the group, in the same order.
+    Call each method on all ranks of the group, in the same order. What it refuses is a ValueError on every rank (in a
+    subclass, its ``refusal``).
 
     Attributes:
         group: None is the default group.
@@ -94,16 +92,13 @@ class Ranks:
             refuse_bad_timeout("Ranks", self.limit_s, "limit_s")
 
     refusal: ClassVar[type[Exception]] = ValueError
-    """What all ranks raise."""
 
     @property
     def rank(self) -> int:
-        """The rank of this process among them."""
         return 0 if self._is_alone else dist.get_rank(self.group)
 
     @property
     def size(self) -> int:
-        """How many they are."""
         return 1 if self._is_alone else dist.get_world_size(self.group)
 
     @property
@@ -111,12 +106,7 @@ class Ranks:
         return self.alone or not (dist.is_available() and dist.is_initialized())
 
     def gather(self, value: T) -> list[T]:
-        """Return everyone's ``value``, by rank, on every rank. Values travel pickled.
-
-        Raises:
-            ValueError: on every rank, if they are in different calls (in a subclass, its ``refusal``).
-            RankMissing: if a rank has ended, or the time limit is over.
-        """
+        """Return everyone's ``value``, by rank, on every rank. Values travel pickled."""
         if self.size == 1:
             return [value]
         mine = pickle.dumps(value)
@@ -124,24 +114,11 @@ class Ranks:
         return [pickle.loads(part) for part in parts]  # which stops where the pickle does
 
     def largest(self, number: int) -> int:
-        """Return the largest ``number`` that a rank passes, on every rank: one all-reduce of 24 bytes.
-
-        Raises:
-            ValueError: on every rank, if they are in different calls.
-            RankMissing: as :meth:`gather`.
-        """
+        """Return the largest ``number`` that a rank passes, on every rank: one all-reduce of 24 bytes."""
         return number if self.size == 1 else self._meet(number)
 
     def refuse(self, problem: str | Exception | None) -> None:
-        """Raise on every rank if any has a problem; otherwise one small all-reduce.
-
-        Args:
-            problem: in a sentence; or the exception to raise, which is pickled.
-
-        Raises:
-            ValueError: with the problem of the lowest rank that has one (in a subclass, its ``refusal``).
-            RankMissing: as :meth:`gather`.
-        """
+        """Raise on every rank if any has a problem, that of the lowest rank: a sentence, or the exception to raise."""
         if self.size > 1 and not self.largest(int(problem is not None)):
             return
         for found in self.gather(problem):
@@ -149,23 +126,13 @@ class Ranks:
                 raise found if isinstance(found, Exception) else self.refusal(found)
 
     def require_equal(self, facts: Mapping[str, Any]) -> None:
-        """Raise on every rank unless all ranks pass equal ``facts``, compared by name.
-
-        Raises:
-            ValueError: naming the first fact that differs, and both ranks' values.
-            RankMissing: as :meth:`gather`.
-        """
+        """Raise on every rank unless all ranks pass equal ``facts``, in words that name the first that differs."""
         problem = difference(self.gather(dict(facts)))
         if problem is not None:
             raise self.refusal(problem)
 
     def collectively(self, work: Callable[[], T]) -> T:
-        """Do ``work`` on every rank; return its result on this one.
-
-        Raises:
-            ValueError: on every rank, if it failed on any, in the words of the lowest rank on which it did.
-            RankMissing: as :meth:`gather`.
-        """
+        """Do ``work`` on every rank and return its result on this one; if it fails on any, raise its words on all."""
         result: list[T] = []
         failure: Exception | None = None
         try:
@@ -184,7 +151,7 @@ class Ranks:
         return result[0]
 
     def _travels(self, error: Exception) -> bool:
-        """Return whether ``error`` can be raised on all ranks as it is, with its fields."""
+        """Whether ``error`` can be raised on all ranks as it is, with its fields."""
         try:
             return isinstance(error, self.refusal) and str(pickle.loads(pickle.dumps(error))) == str(error)
         except Exception:
@@ -279,12 +246,7 @@ def on_every_rank(device_mesh: DeviceMesh | None, look: Callable[[], T]) -> T:
 
     Args:
         device_mesh: None is this rank alone. Anything else that is not a mesh counts as a mesh of all ranks.
-        look: checks the arguments and returns a result; raises ValueError or TypeError if they are wrong. Sends
-            nothing.
-
-    Raises:
-        ValueError: on every rank, if ``look`` fails on any, in the words of the lowest rank on which it does.
-        RankMissing: if a rank has ended or does not come.
+        look: checks the arguments and returns a result; sends nothing.
     """
     if device_mesh is None or not dist.is_initialized():
         return look()
@@ -303,13 +265,8 @@ def on_every_rank(device_mesh: DeviceMesh | None, look: Callable[[], T]) -> T:
     return told()
 
 
-@checked
 def difference(facts: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return a sentence on the first fact that a rank was given otherwise than rank 0; None if there is none.
-
-    Args:
-        facts: each rank's, with the same names.
-    """
+    """Return a sentence on the first of each rank's ``facts`` that differs from rank 0's; None if there is none."""
     for rank, theirs in enumerate(facts):
         for name, value in facts[0].items():
             if theirs[name] != value:
@@ -317,13 +274,8 @@ def difference(facts: Sequence[Mapping[str, Any]]) -> str | None:
     return None
 
 
-@checked
 def rank_by_stage(held: Sequence[Iterable[int]]) -> dict[int, int]:
-    """Return which rank holds each stage of a pipeline, from the stages that each rank holds.
-
-    Raises:
-        ValueError: for a stage that two ranks hold, or stages that are not numbered from 0 without gaps.
-    """
+    """Return which rank holds each stage of a pipeline, from the stages that each rank holds."""
     found: dict[int, int] = {}
     for rank, theirs in enumerate(held):
         for stage in theirs:

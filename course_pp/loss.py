@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_pp.arguments import check_arguments, checked, refuse_unless
-
-__all__ = ["LossFn", "Share", "TokenLoss", "counted", "loss_share", "share_of"]
+from course_pp.arguments import checked
 
 LossFn = Callable[[Any, Any], Tensor]
 """``loss_fn(output, target)``: a scalar, the mean loss of one microbatch."""
@@ -65,14 +63,7 @@ class _OverSamples:
 
 @checked
 def counted(loss_fn: LossFn | TokenLoss, samples: Callable[[Any], int] = len) -> TokenLoss:
-    """Return ``loss_fn`` if it counts its tokens; else the same mean as a loss that counts samples.
-
-    Args:
-        samples: how many samples a target has.
-
-    Raises:
-        TypeError: for what is neither a function nor a :class:`TokenLoss`; and for a class, such as ``nn.MSELoss``.
-    """
+    """Return ``loss_fn`` if it counts its tokens; else the same mean as a loss that counts ``samples`` of a target."""
     if isinstance(loss_fn, type):  # it can be called, but returns a loss function
         raise TypeError(f"loss_fn is the class {loss_fn.__name__}: pass an instance, such as {loss_fn.__name__}()")
     if isinstance(loss_fn, TokenLoss):
@@ -96,7 +87,6 @@ def divisor_of(
     Data-parallel ranks average their gradients, so it is the tokens of the global batch over the number of these ranks.
 
     Args:
-        targets: this rank's.
         given: the tokens of the global batch, if the caller knows them.
         groups: those over which gradients are averaged.
     """
@@ -122,17 +112,12 @@ def loss_share(loss: TokenLoss, output: Any, target: Any, divisor: Tensor | floa
 
     Args:
         divisor: the sum of ``loss.count`` over all microbatches whose gradients add up, at least 1.
-
-    Raises:
-        ValueError: for a loss that is not a scalar tensor.
     """
-    divisor = _checked("loss_share", loss, divisor)
     return _scalar(loss.total(output, target)) / divisor
 
 
 def share_of(loss: TokenLoss, output: Any, target: Any, divisor: Tensor | float) -> Share:
     """As :func:`loss_share`, with the division left to backward and to :meth:`Share.product`."""
-    divisor = _checked("share_of", loss, divisor)
     if isinstance(loss, _OverSamples):
         value, counts = loss.mean(output, target), loss.count(target)
     else:
@@ -142,15 +127,6 @@ def share_of(loss: TokenLoss, output: Any, target: Any, divisor: Tensor | float)
     if isinstance(divisor, Tensor):
         return Share(value, (counts / divisor.double()).to(value.device, dtype))
     return Share(value, torch.full_like(value, counts / divisor, dtype=dtype))
-
-
-def _checked(name: str, loss: TokenLoss, divisor: Tensor | float) -> Tensor | float:
-    if not (isinstance(divisor, Tensor | float) and hasattr(loss, "total")):  # what every microbatch can afford
-        check_arguments(loss_share, {"loss": loss, "divisor": divisor}, name)
-    if not isinstance(divisor, Tensor):  # to look at a tensor would wait for its device
-        refuse_unless(0 < divisor < math.inf, name, "divisor", divisor, "give the number of tokens")
-        divisor = float(divisor)
-    return divisor
 
 
 def _scalar(loss: Any) -> Tensor:

@@ -3,10 +3,8 @@
 Wrappers that gather or reduce by themselves count on one forward and one backward a step. A pipeline has several
 forwards in flight and may put weight gradients off, so gradients would be wrong without a word: they are refused.
 
-Hooks that autograd calls when a parameter's gradient is complete are kept for the end of the step. In one process one
-backward goes over a whole batch, so what ``register_post_accumulate_grad_hook`` calls may update the parameter at
-once and drop its gradient. A pipeline has a backward for each microbatch: such a hook would update with a part of the
-gradient, between the forward and the backward of other microbatches.
+Hooks that autograd calls when a parameter's gradient is complete are kept for the end of the step. They may update the
+parameter at once; in a pipeline, which has a backward for each microbatch, with a part of its gradient.
 """
 
 import sys
@@ -15,17 +13,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
-
-from course_pp._torch import accumulated_hooks
+from torch import Tensor, nn
 
 
 def problem_of_wrappers(module: nn.Module, what: str) -> str | None:
-    """Return why ``module`` cannot be a stage because of what it, or a part of it, is wrapped in; None if it can.
-
-    Args:
-        what: the module's name in the sentence, such as ``stage 2``.
-    """
+    """Return why ``module``, called ``what``, cannot be a stage because of a wrapper in or around it, or None."""
     for path, part in module.named_modules():
         wrapper = next((kind for kind in _wrappers() if isinstance(part, kind)), None)
         if wrapper is not None:
@@ -38,7 +30,7 @@ def problem_of_wrappers(module: nn.Module, what: str) -> str | None:
 
 
 def is_flattened(parameter: nn.Parameter) -> bool:
-    """Return whether FullyShardedDataParallel (FSDP1) has made a parameter a piece of a flat one, or this is flat."""
+    """Return whether a parameter is a flat one of FullyShardedDataParallel (FSDP1), or a piece of one."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and (
         isinstance(parameter, fsdp.FlatParameter) or getattr(parameter, "_fsdp_flattened", False)
@@ -63,10 +55,7 @@ def _wrappers() -> Iterator[type]:
 
 
 def problem_of_hooks(modules: Mapping[int, "nn.Module | None"]) -> str | None:
-    """Return which parameter of a stage is updated by a hook that cannot wait for the end of the step; None if none is.
-
-    A hook on the node that adds up a gradient cannot be seen; this finds the optimizers that torch puts there.
-    """
+    """Return which parameter has an optimizer that torch lets step in the backward; None if none has."""
     if "torch.distributed.optim.apply_optimizer_in_backward" not in sys.modules:
         return None  # looking through a large stage in each step takes a millisecond
     for stage, module in modules.items():
@@ -88,7 +77,7 @@ def called_once(modules: "Iterable[nn.Module | None]") -> "Iterator[dict[nn.Para
     raises, no hook is called. One that is removed inside is not called; one that is added inside is called at once.
     """
     parameters = (parameter for module in modules if module is not None for parameter in module.parameters())
-    kept = {parameter: dict(hooks) for parameter in parameters if (hooks := accumulated_hooks(parameter))}
+    kept = {parameter: dict(hooks) for parameter in parameters if (hooks := _hooks_of(parameter))}
     reached: dict[nn.Parameter, None] = {}
 
     def note(parameter: Any) -> None:
@@ -96,11 +85,11 @@ def called_once(modules: "Iterable[nn.Module | None]") -> "Iterator[dict[nn.Para
 
     try:
         for parameter, hooks in kept.items():  # under their own keys, by which their handles can still remove them
-            accumulated_hooks(parameter).update(dict.fromkeys(hooks, note))
+            _hooks_of(parameter).update(dict.fromkeys(hooks, note))
         yield reached
     finally:
         for parameter, hooks in kept.items():
-            now = accumulated_hooks(parameter)
+            now = _hooks_of(parameter)
             now.update({key: hook for key, hook in hooks.items() if key in now})
     for parameter in reached:
         call_hooks(parameter)
@@ -109,5 +98,11 @@ def called_once(modules: "Iterable[nn.Module | None]") -> "Iterator[dict[nn.Para
 @torch.no_grad()
 def call_hooks(parameter: nn.Parameter) -> None:
     """Call the hooks on the complete gradient of ``parameter`` as autograd does, also where it came from elsewhere."""
-    for hook in list(accumulated_hooks(parameter).values()):
+    for hook in list(_hooks_of(parameter).values()):
         hook(parameter)
+
+
+def _hooks_of(parameter: Tensor) -> dict[Any, Any]:
+    """What ``register_post_accumulate_grad_hook`` has registered, in order; a change of it counts."""
+    hooks: dict[Any, Any] | None = parameter._post_accumulate_grad_hooks
+    return {} if hooks is None else hooks

@@ -36,16 +36,12 @@ class ModelConfig:
         rope_theta: base of the rotary positions.
         norm_eps: added to the mean square in each norm.
         tie_embeddings: whether the output head uses the embedding's matrix (Press & Wolf 2017, arXiv:1608.05859).
-        qkv_bias: whether queries, keys and values have a bias, as Qwen2's (Yang et al. 2024, arXiv:2407.10671, section
-            2.2).
+        qkv_bias: whether queries, keys and values have a bias, as Qwen2's (Yang et al. 2024, arXiv:2407.10671).
         rope_factor: how many times slower the slow pairs of rotary positions turn, as in Llama 3.1; 1 changes none.
         rope_low_freq: pairs that turn less often than this in `rope_original_len` positions are slow.
         rope_high_freq: pairs that turn more often than this do not change; those in between change in part.
         rope_original_len: the longest sequence before scaling, in tokens.
         gated_ffn: SwiGLU; False: two matrices with a GELU between them, as in GPT-2 and GPT-3.
-
-    Raises:
-        ValueError: a size that no model can have; the message names the value, the rule and what would work.
     """
 
     dim: int
@@ -66,18 +62,24 @@ class ModelConfig:
     gated_ffn: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("dim", "n_layers", "n_heads", "vocab_size", "max_seq_len", "rope_original_len"):
-            _check_size(name, getattr(self, name))
-        for name in ("n_kv_heads", "ffn_dim"):
-            if getattr(self, name) is not None:
-                _check_size(name, getattr(self, name))
+        sizes = (
+            "dim",
+            "n_layers",
+            "n_heads",
+            "vocab_size",
+            "max_seq_len",
+            "rope_original_len",
+            "n_kv_heads",
+            "ffn_dim",
+        )
+        for name in sizes:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in ("rope_theta", "norm_eps", "rope_factor", "rope_low_freq", "rope_high_freq"):
-            _check_positive(name, getattr(self, name))
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise ValueError(f"{name}={getattr(self, name)} must be finite and greater than 0")
         if self.rope_low_freq >= self.rope_high_freq:
             raise ValueError(f"rope_low_freq={self.rope_low_freq} must be below rope_high_freq={self.rope_high_freq}")
-        self._check_heads()
-
-    def _check_heads(self) -> None:
         # Rotary positions turn pairs of channels, so a head needs an even number of them.
         step = 2 * self.n_heads
         if self.dim % step:
@@ -110,9 +112,8 @@ class ModelConfig:
     def hidden_dim(self) -> int:
         """Inner width of the feed-forward block, resolved.
 
-        Default without a gate: 4 times `dim`. With one: 8/3 of `dim`, rounded up to a multiple of 32. SwiGLU has three
-        matrices where a plain feed-forward block of width 4·dim has two, so 2/3 of that width keeps the parameter count
-        (Shazeer 2020, arXiv:2002.05202, section 2; LLaMA, section 2.2).
+        Default without a gate: 4 times `dim`. With one: 8/3 of `dim`, rounded up to a multiple of 32, which keeps the
+        parameter count of the plain block (Shazeer 2020, arXiv:2002.05202, section 2; LLaMA, section 2.2).
         """
         if self.ffn_dim is not None:
             return self.ffn_dim
@@ -153,25 +154,12 @@ class ModelConfig:
         return total - self.n_embedding_parameters if self.tie_embeddings else total
 
 
-def _check_size(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{name}={value} must be at least 1")
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name}={value} must be finite and greater than 0")
-
-
 @checked
 def compute_layer_assignment(n_layers: int, pp_size: int) -> list[LayerRange]:
     """Split layers into contiguous stages as evenly as possible; earlier stages take the extras.
 
     Returns:
         One (start, end) a stage, end excluded: 5 layers on 2 stages are [(0, 3), (3, 5)].
-
-    Raises:
-        ValueError: fewer than one stage, or more stages than layers.
     """
     check_stage_count(n_layers, pp_size, "pp_size")
     share, extras = divmod(n_layers, pp_size)

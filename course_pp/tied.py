@@ -81,12 +81,9 @@ class Look:
 def looks_of(
     modules: "Mapping[int, nn.Module | None]", shapes: Collection[tuple[int, ...]] | None = None
 ) -> dict[int, dict[str, Look]]:
-    """Return by stage and name the look of each matrix; of its shard, if it is sharded.
+    """Return by stage and name the look of each matrix of these ``shapes``; of its shard, if it is sharded.
 
     Left out are weights on meta, weights of one value only, and tensors met before: autograd itself ties those.
-
-    Args:
-        shapes: those to look at; None looks at all.
     """
     met: set[int] = set()
     looks: dict[int, dict[str, Look]] = {stage: {} for stage in modules}
@@ -104,9 +101,9 @@ def looks_of(
 
 
 def _some_values(weight: nn.Parameter) -> tuple[tuple[int, ...], str, int] | None:
-    """Return shape, dtype and a checksum of values all over ``weight``; None if there are no two, or it is sparse.
+    """Return shape, dtype and a checksum of values all over ``weight``; None if there are no two, or none to read.
 
-    None also for a frozen weight of a class of its own, whose values cannot be read: a quantised one, say.
+    Those of a frozen weight of a class of its own cannot be read: a quantised one, say.
     """
     here: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
     if here.layout is not torch.strided or not (weight.requires_grad or type(here) in (Tensor, nn.Parameter)):

@@ -1,14 +1,10 @@
 """Weight gradients of linear layers, made in another way or at another time than autograd's.
 
-Inside a mode every ``torch.nn.functional.linear``, and so every ``nn.Linear``, computes its weight's gradient as the
-mode says. There are two.
+:class:`Fusing` adds them up in the matrix product that makes them. Autograd writes each microbatch's gradient as a
+matrix of its own and then adds it to ``.grad``; at width 1024 that takes a fifth of the product's time. A matrix
+product can add to what is there as it goes (Megatron-LM's gradient accumulation fusion). Only rounding differs.
 
-:class:`Fusing` adds it up in the matrix product that makes it. With several microbatches autograd writes each one's
-gradient as a matrix of its own and then adds it to ``.grad``; at width 1024 that takes a fifth of the product's time.
-A matrix product can add to what is there as it goes; Megatron-LM calls that gradient accumulation fusion. The sum is
-the same but for its rounding.
-
-:class:`Deferring` puts it off from ``I`` to ``W``. The backward of a linear layer is two products: one gives the
+:class:`Deferring` puts them off from ``I`` to ``W``. The backward of a linear layer is two products: one gives the
 input's gradient, for which the stage before is waiting, the other the weight's, for which nobody is (Qi et al. 2024,
 "Zero Bubble Pipeline Parallelism", section 2). The first is made at ``I``; what the second needs is queued: the
 layer's input, which the forward has kept anyway, and in addition the gradient of its output. Everything else (norms,
@@ -27,16 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 from torch.overrides import TorchFunctionMode
-
-from course_pp._torch import (
-    after_backward,
-    functions_are_redefined,
-    has_hooks,
-    in_functorch,
-    saved_tensors_hooks_in_force,
-    version,
-    whither,
-)
+from torch.utils._device import DeviceContext
 
 # Below, the addition is cheap, as the matrix is still in the cache, and a function of autograd in Python costs more.
 _LARGE_BYTES = 1 << 20
@@ -55,7 +42,7 @@ class LinearMode(TorchFunctionMode):
     """
 
     def __enter__(self) -> "LinearMode":
-        self._hooks = saved_tensors_hooks_in_force()
+        self._hooks = _hooks_on_what_is_saved()
         super().__enter__()
         return self
 
@@ -81,15 +68,41 @@ class LinearMode(TorchFunctionMode):
             and input.dim() > 1
             and weight.dim() == 2
             and (bias is None or bias.shape == weight.shape[:1])
-            and saved_tensors_hooks_in_force() == self._hooks
-            and not functions_are_redefined()
-            and not in_functorch()
+            and _hooks_on_what_is_saved() == self._hooks
+            and not _functions_are_redefined()
+            and not torch._C._are_functorch_transforms_active()
             and all(unpack_dual(tensor).tangent is None for tensor in tensors)
         ):
             rows = self.linear(input.reshape(-1, input.shape[-1]), weight, bias)
             # A view of the output, as torch makes it: it may be changed in place, what a function returns as one not.
             return rows if input.dim() == 2 else rows.view(*input.shape[:-1], rows.shape[-1])
         return F.linear(input, weight, bias)
+
+
+def _hooks_on_what_is_saved() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def _functions_are_redefined() -> bool:
+    """Whether another mode than that of the default device gives torch's functions a meaning of its own."""
+    modes = (torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack()))
+    return any(not isinstance(mode, DeviceContext) for mode in modes)
+
+
+def _whither(node: Any) -> Literal["into the sum", "out", "nowhere"]:
+    """What becomes of the gradient that comes to ``node``, which adds up those of a leaf, in the backward at work.
+
+    A ``backward`` adds it to the sum, ``torch.autograd.grad`` hands it out, and either may not ask for this leaf.
+    """
+    try:
+        return "into the sum" if torch._C._will_engine_execute_node(node) else "nowhere"
+    except RuntimeError:  # so torch says that torch.autograd.grad was asked for this leaf
+        return "out"
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether somebody has registered a hook on the gradient of ``tensor``."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def is_worth_fusing(module: nn.Module | None) -> bool:
@@ -123,7 +136,7 @@ class _FusedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         of_x, _, of_bias = ctx.needs_input_grad
         of_weight = None
-        match whither(ctx.next_functions[1][0]):
+        match _whither(ctx.next_functions[1][0]):
             case "into the sum":
                 of_weight = _add_product(ctx.parameter, grad_output, x)
             case "out":
@@ -139,9 +152,7 @@ class _Hold(Protocol):
     def release(self) -> None: ...
 
 
-class _Meter(Protocol):
-    """Counts what is kept: see :class:`course_pp.runtime.memory.Meter`."""
-
+class _Meter(Protocol):  # of course_pp.runtime.memory
     def hold(self, value: Any, kind: Literal["activation", "queued"], /) -> _Hold: ...
 
 
@@ -179,24 +190,25 @@ class WeightGradients:
                 "the weights' gradients: use a schedule that does not split it, such as 1f1b"
             )
         if not self._open and not self._entries:
-            after_backward(self.compute)
+            torch.autograd.Variable._execution_engine.queue_callback(self.compute)  # after the backward at work
         holds: tuple[_Hold, ...] = ()
         if self._meter is not None:
             holds = (self._meter.hold(x, "activation"), self._meter.hold(grad_output, "queued"))
-        self._entries.append(_Entry(weight, bias, x, grad_output, _versions(x, grad_output), holds))
+        self._entries.append(_Entry(weight, bias, x, grad_output, (x._version, grad_output._version), holds))
 
     def compute(self) -> None:
-        """Compute what is queued and add it to each ``.grad``, as a backward would.
-
-        Raises:
-            RuntimeError: if somebody has changed in place what a product is made of.
-        """
+        """Compute what is queued and add it to each ``.grad``, as a backward would."""
         leaves: list[Tensor] = []
         gradients: list[Tensor] = []
         with torch.no_grad():
             for entry in self._entries:
-                _refuse_changed(entry)
                 rows, weight = entry.grad_output, entry.weight
+                if (entry.input._version, rows._version) != entry.versions:  # as autograd refuses it
+                    raise RuntimeError(
+                        f"the input of a linear layer, {tuple(entry.input.shape)}, or the gradient of its output, has "
+                        "been changed in place before its weight gradient was computed: give the layer a copy (clone), "
+                        "or use a schedule that does not split the backward, such as 1f1b"
+                    )
                 if weight.requires_grad and (product := _add_product(weight, rows, entry.input)) is not None:
                     leaves.append(weight)
                     gradients.append(product.to(weight.dtype))
@@ -242,23 +254,9 @@ class _DeferredLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, None, None]:
         x, _ = ctx.saved_tensors
         weight, _ = ctx.layer
-        if whither(ctx.next_functions[1][0]) == "into the sum":  # of the anchor: the weight is no part of the graph
+        if _whither(ctx.next_functions[1][0]) == "into the sum":  # of the anchor: the weight is no part of the graph
             ctx.queue.add(*ctx.layer, x, grad_output)
         return grad_output @ weight.to(grad_output.dtype) if ctx.needs_input_grad[0] else None, None, None, None
-
-
-def _versions(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(map(version, tensors))
-
-
-def _refuse_changed(entry: _Entry) -> None:
-    """As autograd refuses what has changed between forward and backward."""
-    if _versions(entry.input, entry.grad_output) != entry.versions:
-        raise RuntimeError(
-            f"the input of a linear layer, {tuple(entry.input.shape)}, or the gradient of its output, has been changed "
-            "in place before its weight gradient was computed: give the layer a copy (clone), or use a schedule that "
-            "does not split the backward, such as 1f1b"
-        )
 
 
 def _as_autocast_would(x: Tensor) -> Tensor:
@@ -275,12 +273,7 @@ def _is_autocast(tensor: Tensor) -> bool:
 
 
 def _add_product(parameter: Tensor, grad_output: Tensor, input: Tensor) -> Tensor | None:
-    """Add ``grad_output.T @ input`` to ``parameter.grad`` in the product that makes it, if nobody can tell.
-
-    Args:
-        parameter: a weight, (out, in).
-        grad_output: (rows, out).
-        input: (rows, in).
+    """Add ``grad_output.T @ input``, (rows, out) and (rows, in), to ``parameter.grad`` in the product that makes it.
 
     Returns:
         None; or the product, for autograd to add: for the first gradient, for one that is to be differentiated or

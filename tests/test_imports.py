@@ -12,13 +12,13 @@ import course_pp
 ROOT = Path(course_pp.__file__).parent
 
 # What each package may import from its siblings. `exercises` and `notebook` are for cells: nothing imports them;
-# `_torch`, `collective`, `cycles`, `imports`, `loss`, `sizes` and `tied` stand alone.
+# `collective`, `cycles`, `imports`, `loss`, `sizes` and `tied` stand alone.
 ARROWS = {
     "schedule": {"cycles"},
     "plan": {"schedule", "sizes"},
     "show": {"cycles", "plan", "schedule"},
     "model": {"sizes"},
-    "runtime": {"_torch", "collective", "module_extras", "loss", "schedule", "sizes", "tied", "weight_gradients"},
+    "runtime": {"collective", "module_extras", "loss", "schedule", "sizes", "tied", "weight_gradients"},
     "parallel": {
         "collective",
         "module_extras",

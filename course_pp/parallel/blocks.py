@@ -14,15 +14,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import groupby
-from typing import Literal, TypeGuard
+from typing import TypeGuard
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from course_pp.arguments import checked
 from course_pp.module_extras import problem_of_wrappers
-from course_pp.parallel.replaced_forward import Compiled, Recomputed, has_replaced
 
 Blocks = type[nn.Module] | str | Sequence[type[nn.Module] | str] | None
 """Which modules are blocks: see :func:`find_blocks`."""
@@ -173,36 +170,3 @@ def listed(names: Iterable[str], most: int = 8) -> str:
     names = list(names)
     shown = ", ".join(map(repr, names[:most]))
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown
-
-
-# The order in which a model is transformed. Tensor parallelism cuts the matrices that FSDP2 then shards once more, and
-# could not find them inside FSDP2's shards. Checkpointing has to lie inside FSDP2's hooks: outside them, recomputing a
-# block would gather its parameters a second time. Compilation sees what checkpointing has put in place, and not the
-# hooks that FSDP2 adds.
-
-Step = Literal["tensor parallel", "activation checkpointing", "compile", "FSDP2"]
-_CALLS: dict[Step, str] = {
-    "tensor parallel": "apply_tensor_parallel",
-    "activation checkpointing": "apply_ac",
-    "compile": "apply_compile",
-    "FSDP2": "apply_fsdp2",
-}
-
-
-def check_order(model: nn.Module, step: Step) -> None:
-    """Refuse to take ``step`` a second time, or after a step that must follow it."""
-    found: dict[Step, bool] = {
-        "tensor parallel": any(
-            isinstance(p, DTensor) and "tp" in (p.device_mesh.mesh_dim_names or ()) for p in model.parameters()
-        ),
-        "activation checkpointing": has_replaced(model, Recomputed),
-        "compile": has_replaced(model, Compiled),
-        "FSDP2": any(isinstance(module, FSDPModule) for module in model.modules()),
-    }
-    order = list(_CALLS)
-    too_late = [done for done in order[order.index(step) :] if found[done]]
-    if too_late:
-        raise ValueError(
-            f"{_CALLS[step]} was called on a model that already has {' and '.join(too_late)}, but the order is stage → "
-            f"{' → '.join(order)}, each at most once: build the stage anew and call {', '.join(_CALLS.values())}"
-        )

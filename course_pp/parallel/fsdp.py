@@ -19,8 +19,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from course_pp.arguments import check_arguments
 from course_pp.collective import on_every_rank
-from course_pp.parallel.blocks import Blocks, check_order, find_blocks, listed
+from course_pp.parallel.blocks import Blocks, find_blocks, listed
 from course_pp.parallel.mesh import get_dp_mesh, has_dp_mesh, size_of
+from course_pp.parallel.replaced_forward import check_order
 
 ReshardPolicy = bool | int | Literal["auto"]
 

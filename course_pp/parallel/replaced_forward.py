@@ -1,8 +1,14 @@
-"""One way to replace a module's ``forward``, whether it is recomputed, compiled, in half precision, or carries values.
+"""What is done to a model's forwards: they are recomputed in backward, compiled, or computed in half precision.
 
 A replacement keeps what it replaced, so several lie one around the other. Unlike a wrapper module, it changes neither
 the parameters' names nor the module's class. Hooks of the module, such as FSDP2's, run around it: once, and not again
 in a recomputation. (``nn.Module.compile`` would put hooks into the graph.)
+
+    FSDP2 gathers ─► compiled forward of a block ─► FSDP2 frees
+                  or checkpoint ( compiled forward )
+
+Each block is compiled by itself, so that one compilation serves all that are alike; FSDP2's work between blocks would
+break a larger graph into the same pieces.
 
 Half precision is for ranks without FSDP2, while parameters stay in float32:
 
@@ -18,14 +24,20 @@ Micikevicius et al. 2018, "Mixed Precision Training", arXiv:1710.03740.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from functools import cache
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from course_pp.arguments import checked
+from course_pp.arguments import check_arguments, checked
+from course_pp.collective import on_every_rank
 from course_pp.parallel._torch import mixed_precision, tree_flatten, tree_map
+from course_pp.parallel.blocks import Blocks, find_blocks, listed, modules_matching, nearest
 
 
 class Replaced:
@@ -206,3 +218,167 @@ def _half_precision(module: nn.Module) -> torch.dtype | None:
 
 def spelled(dtypes: Iterable[torch.dtype]) -> str:
     return ", ".join(sorted(map(str, dtypes))) or "no dtype, as it has no parameters"
+
+
+def apply_ac(
+    model: nn.Module,
+    mode: Literal["none", "full", "selective"],
+    *,
+    blocks: Blocks = None,
+    attention: str | None = None,
+    device_mesh: DeviceMesh | None = None,
+) -> tuple[str, ...]:
+    """Checkpoint the blocks of ``model`` in place: after tensor parallelism, before compilation and FSDP2.
+
+    Results do not change. Each microbatch keeps the state of the random number generators it was computed with, so
+    dropout is recomputed as it was. Under a schedule that splits backward (``zb_v``, ``interleaved_zb``,
+    ``dualpipe_v``) torch runs a checkpointed module's forward again for each of its parameters, not just once.
+
+    Args:
+        model: any model, or one stage of it.
+        mode: ``"none"``, a no-op; ``"full"``, every block, of which only the input is kept (Chen et al. 2016,
+            arXiv:1604.06174); ``"selective"``, the attention of every block (Korthikanti et al. 2022, arXiv:2205.05198,
+            section 5).
+        blocks: see :func:`find_blocks`.
+        attention: a name pattern inside a block, for ``"selective"``; None is the part whose class is named
+            ``…Attention…``, as in this package, transformers and torch.
+        device_mesh: call on all its ranks; if one refuses, all refuse. None asks no other rank.
+
+    Returns:
+        The names of the modules that are recomputed.
+    """
+    given = locals()
+
+    def look() -> dict[str, nn.Module]:
+        check_arguments(apply_ac, given)
+        if mode == "none":
+            return {}
+        check_order(model, "activation checkpointing")
+        found = find_blocks(model, blocks)
+        return found if mode == "full" else dict(_attention_of(name, block, attention) for name, block in found.items())
+
+    found = on_every_rank(device_mesh, look)
+    for module in found.values():
+        Recomputed(module.forward).put_on(module)
+    return tuple(found)
+
+
+def _attention_of(name: str, block: nn.Module, pattern: str | None) -> tuple[str, nn.Module]:
+    found = _outermost_attention(block) if pattern is None else modules_matching(block, pattern)
+    if len(found) != 1:
+        sought = "whose class is named …Attention…" if pattern is None else f"that attention={pattern!r} matches"
+        which = f" ({listed(found)})" if found else ""
+        kinds = ", ".join(f"{child!r} ({type(part).__name__})" for child, part in block.named_children())
+        raise ValueError(
+            f"block {name!r} has {len(found)} parts {sought}{which}, but 'selective' recomputes one: pass attention=, "
+            f"the name of one in the block, which has {kinds or 'no parts'}, or mode='full'"
+        )
+    [(inner, module)] = found.items()
+    return ".".join(filter(None, (name, inner))), module
+
+
+def _outermost_attention(block: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {}
+    for child, part in block.named_children():
+        if "Attention" in type(part).__name__:
+            found[prefix + child] = part
+        else:
+            found |= _outermost_attention(part, f"{prefix}{child}.")
+    return found
+
+
+@checked
+def apply_compile(model: nn.Module, *, blocks: Blocks = None, backend: str = "inductor") -> tuple[str, ...]:
+    """Compile the blocks of ``model`` in place: after activation checkpointing, before FSDP2.
+
+    Parameters keep their names. Results differ by rounding, because products and sums are done in another order. Random
+    numbers, as in dropout, are drawn differently. Each rank compiles a block when it first runs, and again for other
+    shapes, for evaluation and without gradients: allow minutes for the first step. If a schedule splits backward, a
+    stage with compiled blocks does both halves in the first.
+
+    Args:
+        model: any model, or one stage of it, on its device.
+        blocks: see :func:`find_blocks`.
+        backend: one of ``torch.compiler.list_backends(exclude_tags=())``.
+
+    Returns:
+        The names of the blocks.
+
+    Raises:
+        ValueError: also for blocks that tensor parallelism has cut and ``"selective"`` checkpoints in part.
+        RuntimeError: if the backend does not work on this machine; says what is missing.
+    """
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        raise ValueError(f"backend={backend!r} must be one of {listed(nearest(backend, known) or known)}")
+    check_order(model, "compile")
+    found = find_blocks(model, blocks)
+    problem = _problem_of(backend, next((p.device.type for p in model.parameters()), "cpu"))
+    if problem is not None:
+        raise RuntimeError(problem)
+    for name, block in found.items():
+        inner = next((n for n, part in block.named_modules() if n and has_replaced(part, Recomputed)), None)
+        # torch 2.13 would compile a graph that cannot run: it saves the mesh as if it were a tensor.
+        if inner is not None and any(isinstance(parameter, DTensor) for parameter in block.parameters()):
+            raise ValueError(
+                f"block {name!r} is cut by tensor parallelism and its {inner!r} is recomputed, which torch cannot "
+                "compile in one piece: use apply_ac(..., 'full') or 'none'"
+            )
+    for block in found.values():
+        around = next(replaced_forwards(block.forward), None)
+        if isinstance(around, Recomputed):
+            around.forward = Compiled(around.forward, backend).run
+        else:
+            Compiled(block.forward, backend).put_on(block)
+    return tuple(found)
+
+
+@cache
+def _problem_of(backend: str, device: str) -> str | None:
+    """Return what keeps ``backend`` from compiling for ``device``, tried out on one addition."""
+    if device == "meta":
+        return None
+    ones = torch.ones(2, device=device)
+    try:
+        torch.compile(lambda x: x + x, backend=backend)(ones)
+    except Exception as error:  # whatever a foreign compiler raises
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return (
+            f"torch.compile with backend={backend!r} does not work for {device} here ({type(error).__name__}: "
+            f"{lines[0] if lines else 'no message'}): install what is missing (g++ and Python's headers for a CPU, "
+            "Triton for a GPU), or leave apply_compile out"
+        )
+    return None
+
+
+# The order in which a model is transformed. Tensor parallelism cuts the matrices that FSDP2 then shards once more, and
+# could not find them inside FSDP2's shards. Checkpointing has to lie inside FSDP2's hooks: outside them, recomputing a
+# block would gather its parameters a second time. Compilation sees what checkpointing has put in place, and not the
+# hooks that FSDP2 adds.
+
+Step = Literal["tensor parallel", "activation checkpointing", "compile", "FSDP2"]
+_CALLS: dict[Step, str] = {
+    "tensor parallel": "apply_tensor_parallel",
+    "activation checkpointing": "apply_ac",
+    "compile": "apply_compile",
+    "FSDP2": "apply_fsdp2",
+}
+
+
+def check_order(model: nn.Module, step: Step) -> None:
+    """Refuse to take ``step`` a second time, or after a step that must follow it."""
+    found: dict[Step, bool] = {
+        "tensor parallel": any(
+            isinstance(p, DTensor) and "tp" in (p.device_mesh.mesh_dim_names or ()) for p in model.parameters()
+        ),
+        "activation checkpointing": has_replaced(model, Recomputed),
+        "compile": has_replaced(model, Compiled),
+        "FSDP2": any(isinstance(module, FSDPModule) for module in model.modules()),
+    }
+    order = list(_CALLS)
+    too_late = [done for done in order[order.index(step) :] if found[done]]
+    if too_late:
+        raise ValueError(
+            f"{_CALLS[step]} was called on a model that already has {' and '.join(too_late)}, but the order is stage → "
+            f"{' → '.join(order)}, each at most once: build the stage anew and call {', '.join(_CALLS.values())}"
+        )

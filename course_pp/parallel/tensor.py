@@ -42,8 +42,9 @@ from torch.distributed.tensor.parallel import (
 from course_pp.arguments import check_arguments, checked, refuse_below
 from course_pp.collective import Ranks, on_every_rank
 from course_pp.model import CrossEntropy, ModelConfig, Transformer
-from course_pp.parallel.blocks import check_order, listed, modules_matching, nearest
+from course_pp.parallel.blocks import listed, modules_matching, nearest
 from course_pp.parallel.mesh import get_pp_mesh, get_tp_mesh
+from course_pp.parallel.replaced_forward import check_order
 from course_pp.plan.layout import shards_head
 
 Plan = Mapping[str, ParallelStyle] | Callable[..., Mapping[str, ParallelStyle]] | None

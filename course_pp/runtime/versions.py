@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from course_pp._torch import has_hooks
 from course_pp.runtime.memory import Hold, Meter
 from course_pp.schedule import Ledger, Use
 from course_pp.tied import add_up
+from course_pp.weight_gradients import has_hooks
 
 Optimizers = Mapping[int, torch.optim.Optimizer]
 """This rank's, by stage."""

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from course_pp.launch import on_ranks
 from course_pp.model import Transformer
-from course_pp.parallel import DistributedConfig, apply_ac, apply_compile, apply_tensor_parallel, recompute_and_compile
+from course_pp.parallel import DistributedConfig, apply_ac, apply_compile, apply_tensor_parallel, replaced_forward
 from tests.equality import assert_equals_one_process, snapshot_gradients
 from tests.parallel.stack import CONFIG, DATA, Recipe, reference, train_on_rank
 from tests.parallel.whole_models import build, train
@@ -81,10 +81,10 @@ def test_what_cannot_compile_is_refused_in_one_sentence(monkeypatch: pytest.Monk
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("No working C++ compiler found\nlong trace")
 
-    recompute_and_compile._problem_of.cache_clear()
+    replaced_forward._problem_of.cache_clear()
     monkeypatch.setattr(torch, "compile", broken)
     model = Transformer(CONFIG)
     with pytest.raises(RuntimeError, match=r"does not work for cpu here \(RuntimeError: No working C\+\+ compiler"):
         apply_compile(model)
-    recompute_and_compile._problem_of.cache_clear()
+    replaced_forward._problem_of.cache_clear()
     model(DATA[0][0])  # nothing was changed
