@@ -11,7 +11,6 @@ from weakref import WeakSet
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-
 Kind = Literal["activation", "buffer", "queued", "version"]
 
 KINDS: tuple[str, ...] = get_args(Kind)
