@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from course_pp.model import PipelineStageModule
@@ -14,16 +13,10 @@ from course_pp.parallel.stage_values import ValueMeta
 
 
 class Batch:
-    """Checks whole batches of ``size`` rows for this rank's stages, and cuts them into microbatches.
+    """Checks whole batches of ``size`` rows for this rank's stages, and cuts them into microbatches of ``rows``."""
 
-    Args:
-        rows: of a microbatch.
-        counts_tokens: whether the loss averages over tokens; targets are then token ids.
-    """
-
-    def __init__(self, stages: Sequence[ModelStage], n_microbatches: int, rows: int, counts_tokens: bool) -> None:
+    def __init__(self, stages: Sequence[ModelStage], n_microbatches: int, rows: int) -> None:
         self._stages, self._n_microbatches, self._rows = stages, n_microbatches, rows
-        self._counts_tokens = counts_tokens
         module = stages[0].submod
         self._transformer = module if isinstance(module, PipelineStageModule) else None
         self.size = n_microbatches * rows
@@ -54,32 +47,36 @@ class Batch:
 
     def _problem_of_inputs(self, inputs: tuple[Any, ...]) -> str | None:
         if not inputs or inputs == (None,):
-            return _missing("inputs")
-        if self._transformer is not None:
-            if len(inputs) == 1:
-                return self._problem_of_tokens("inputs", inputs[0])
-            return f"{len(inputs)} inputs were given, but this model takes one, its tokens: give the rest as keywords"
+            return "inputs is missing on the rank that holds the first stage"
         try:
             given = ValueMeta.of(inputs)
         except TypeError as error:
             return f"inputs holds {error}"
-        if given == self._inputs:
-            return None
-        return (
-            f"inputs is {given}, but the pipeline was built for {self._inputs}, of n_microbatches × rows = "
-            f"{self._n_microbatches} × {self._rows} = {self.size} rows: pass that, or build the stages "
-            "with inputs= of other sizes"
-        )
+        if given != self._inputs:
+            return (
+                f"inputs is {given}, but the pipeline was built for {self._inputs}, of n_microbatches × rows = "
+                f"{self._n_microbatches} × {self._rows} = {self.size} rows: drop or pad the remainder, or build the "
+                "stages for other sizes"
+            )
+        if self._transformer is not None and inputs[0].device.type == "cpu":  # looking would wait for a GPU
+            low, high, vocab_size = int(inputs[0].min()), int(inputs[0].max()), self._transformer.config.vocab_size
+            if low < 0 or high >= vocab_size:
+                return f"inputs holds token ids from {low} to {high}, but vocab_size={vocab_size}: use its tokenizer"
+        return None
 
     def _problem_of_target(self, target: object) -> str | None:
-        if self._transformer is not None:
-            return self._problem_of_tokens("target", target)
         if target is None:
-            return _missing("target")
+            return "target is missing on the rank that holds the last stage"
         if not isinstance(target, Tensor):
             return f"target is a {type(target).__name__}: pass a tensor whose first dimension is the batch, {self.size}"
-        if target.dim() == 0 or target.shape[0] != self.size:
-            return self._other_size("target", target, "rows")
+        known: tuple[int, ...] = (self.size,)
+        if self._transformer is not None and (takes := self._stages[0].takes) is not None:
+            known = (self.size, takes.metas[0].shape[1])
+        if tuple(target.shape[: len(known)]) != known:
+            return (
+                f"target has shape {tuple(target.shape)}, but the pipeline was built for {known}, of n_microbatches × "
+                f"rows = {self._n_microbatches} × {self._rows} = {self.size}: drop or pad the remainder, or rebuild it"
+            )
         return None
 
     def _problem_of_keyword(self, name: str, value: object) -> str | None:
@@ -95,39 +92,3 @@ class Batch:
                 "whole batch, or plain numbers and strings, each under a name of its own"
             )
         return None
-
-    def _problem_of_tokens(self, name: str, tokens: object) -> str | None:
-        assert self._transformer is not None
-        assert self._stages[0].takes is not None
-        seq_len, vocab_size = self._stages[0].takes.metas[0].shape[1], self._transformer.config.vocab_size
-        if tokens is None:
-            return _missing(name)
-        if not isinstance(tokens, Tensor):
-            return f"{name} is a {type(tokens).__name__}: pass a tensor of shape ({self.size}, {seq_len})"
-        if tokens.dim() < 2 or tokens.shape[0] != self.size:
-            return self._other_size(name, tokens, "batch_size")
-        if tokens.shape[1] != seq_len:
-            shape = tuple(tokens.shape)
-            return (
-                f"{name} has shape {shape}, but the pipeline was built for seq_len={seq_len}: pad or cut, or rebuild it"
-            )
-        if name == "target" and not self._counts_tokens:
-            return None  # what it may be is the loss function's own business
-        if tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
-            shape = tuple(tokens.shape)
-            return f"{name} is {tokens.dtype} of shape {shape}: pass token ids, int64 ({self.size}, {seq_len})"
-        if name == "inputs" and tokens.device.type == "cpu":  # on a GPU, looking would wait for the device
-            low, high = int(tokens.min()), int(tokens.max())
-            if low < 0 or high >= vocab_size:
-                return f"inputs holds token ids from {low} to {high}, but vocab_size={vocab_size}: use its tokenizer"
-        return None
-
-    def _other_size(self, name: str, tensor: Tensor, rows: str) -> str:
-        return (
-            f"{name} has shape {tuple(tensor.shape)}, but the pipeline was built for n_microbatches × {rows} = "
-            f"{self._n_microbatches} × {self._rows} = {self.size}: drop or pad the remainder, or rebuild it"
-        )
-
-
-def _missing(name: str) -> str:
-    return f"{name} is missing on the rank that holds the {'first' if name == 'inputs' else 'last'} stage"

@@ -11,7 +11,7 @@ rank the loss.
 import math
 import secrets
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from numbers import Real
@@ -28,7 +28,6 @@ from course_pp.model import PipelineStageModule
 from course_pp.module_extras import called_once, problem_of_hooks
 from course_pp.parallel._torch import carries_integers, tree_flatten, tree_map, tree_unflatten
 from course_pp.parallel.batch import Batch
-from course_pp.parallel.forward_only import forward_only
 from course_pp.parallel.fsdp import reshard
 from course_pp.parallel.mesh import has_dp_mesh, is_rank_zero
 from course_pp.parallel.replaced_forward import Compiled, Recomputed, has_replaced
@@ -40,7 +39,7 @@ from course_pp.parallel.schedules import (
     torch_schedule,
 )
 from course_pp.parallel.stage import ModelStage, find_outputs
-from course_pp.parallel.stage_values import TensorMeta, ValueMeta, merge, meta_of, rows_of
+from course_pp.parallel.stage_values import TensorMeta, ValueMeta, as_value, call, merge, meta_of, rows_of
 from course_pp.parallel.tied_weights import SharedName, TiedWeights, agree_on_ties
 from course_pp.schedule import Schedule
 
@@ -141,7 +140,7 @@ class PipelineSchedule:
         self.stages = list(stages)
         self.n_microbatches = n_microbatches
         self._loss, self._counts_tokens = counted(loss_fn), isinstance(loss_fn, TokenLoss)
-        self._batch = Batch(self.stages, n_microbatches, rows, self._counts_tokens)
+        self._batch = Batch(self.stages, n_microbatches, rows)
         self._group = stages[0].group
         self._everyone = Ranks(_everyone_of(stages[0]))
         mesh, self._dp_groups = stages[0].device_mesh, []
@@ -308,6 +307,68 @@ class PipelineSchedule:
         # A sum with zeros and not a broadcast, which some ranks may leave while others fail in their last backward.
         dist.all_reduce(loss, group=self._group)
         return loss
+
+
+# Evaluation: forwards alone, for any placement of stages.
+
+
+@torch.no_grad()
+def forward_only(
+    stages: Sequence[ModelStage],
+    inputs: Sequence[tuple[Any, ...]] | None,
+    kwargs: Sequence[dict[str, Any]],
+    consume: Callable[[int, Any], None],
+) -> None:
+    """Run every microbatch through this rank's stages, stage by stage. (torch's ``eval`` fails for V placements.)
+
+    All ranks order their work by (stage, microbatch), an order in which whatever is needed comes first, so blocking
+    receives cannot deadlock. Between two given ranks, sends and receives happen in the same order on both sides, which
+    is what NCCL, having no tags, requires. Outputs are kept until all are sent, at most one a microbatch.
+
+    Args:
+        stages: what crosses their boundaries is settled.
+        inputs: the arguments of each microbatch, where this rank holds the first stage.
+        kwargs: keyword arguments of each microbatch, for every stage.
+        consume: called on the last stage's rank with each microbatch's index and output.
+    """
+    local: list[tuple[torch.Tensor, ...]] = []
+    in_flight: list[dist.Work] = []
+    for stage in sorted(stages, key=lambda stage: stage.stage_index):
+        owner, here = stage.stage_index_to_group_rank, stage.group_rank
+        source = None if stage.is_first else owner[stage.stage_index - 1]
+        target = None if stage.is_last else owner[stage.stage_index + 1]
+        outputs: list[tuple[torch.Tensor, ...]] = []
+        for i, kwarg in enumerate(kwargs):
+            if stage.is_first:
+                value = None if inputs is None else as_value(inputs[i])
+            else:
+                value = stage.received(local[i] if source == here else _received(stage, source))
+            output = call(stage.submod, value, kwarg)
+            if stage.is_last:
+                consume(i, output)
+            elif target in (here, source):
+                outputs.append(stage.message(output))
+            else:
+                in_flight += _sent(stage, stage.message(output), target)
+        if target == here:
+            local = outputs
+        else:  # two ranks in a loop: all receives from the peer come before the first send to it
+            in_flight += [work for tensors in outputs for work in _sent(stage, tensors, target)]
+    for work in in_flight:
+        work.wait()
+
+
+def _received(stage: ModelStage, source: int | None) -> tuple[torch.Tensor, ...]:
+    assert stage.takes is not None  # settled
+    tensors = stage.takes.empty(stage.device)
+    for tensor in tensors:
+        dist.recv(tensor, group=stage.group, group_src=source)
+    return tensors
+
+
+def _sent(stage: ModelStage, tensors: tuple[torch.Tensor, ...], target: int | None) -> list[dist.Work]:
+    works = (dist.isend(tensor, group=stage.group, group_dst=target) for tensor in tensors)
+    return [work for work in works if work is not None]
 
 
 # Before the first step: do the stages of all ranks make up one pipeline?

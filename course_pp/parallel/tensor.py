@@ -225,11 +225,9 @@ class SequencesDivide(ParallelStyle):
     """Cuts nothing; refuses inputs (batch, seq, …) of other lengths than multiples of ``tp``."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def look(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if args and isinstance(args[0], Tensor) and args[0].dim() > 1:
-                check_sequence_divides(args[0].shape[1], device_mesh.size())
-
-        module.register_forward_pre_hook(look)
+        module.register_forward_pre_hook(
+            lambda module, args: check_sequence_divides(args[0].shape[1], device_mesh.size())
+        )
         return module
 
 

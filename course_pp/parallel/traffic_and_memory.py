@@ -34,7 +34,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -180,7 +179,7 @@ def count_collectives(fn: Callable[[], object], device_mesh: DeviceMesh | None =
     return counter.counts
 
 
-class CollectiveCounter:
+class CollectiveCounter(CollectiveWatcher):
     """Counts in a ``with`` block, as :func:`count_collectives` does during a call; ``entered`` lists it in order."""
 
     def __init__(self, device_mesh: DeviceMesh | None = None) -> None:
@@ -193,7 +192,7 @@ class CollectiveCounter:
             if device_mesh is not None
         } | {"world": frozenset(range(dist.get_world_size()))}
         self.entered: list[Entered] = []
-        self._watcher = CollectiveWatcher(self._note)
+        super().__init__(self._note)
 
     @property
     def counts(self) -> CollectiveCounts:
@@ -202,15 +201,6 @@ class CollectiveCounter:
         for dimension, collective, n_bytes in self.entered:
             tallies[dimension, collective] += Tally(1, n_bytes)
         return CollectiveCounts(tallies)
-
-    def __enter__(self) -> "CollectiveCounter":
-        self._watcher.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._watcher.__exit__(kind, error, traceback)
 
     def _note(self, operator: str, group: dist.ProcessGroup, n_bytes: int) -> None:
         ranks = dist.get_process_group_ranks(group)

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from course_pp.collective import Ranks, rank_by_stage
 from course_pp.model import KVCache, PipelineStageModule
 from course_pp.parallel import build_pipeline_stage, get_pp_mesh, get_pp_size, get_tp_mesh
-from course_pp.parallel.forward_only import forward_only
 from course_pp.parallel.fsdp import reshard
+from course_pp.parallel.pipeline import forward_only
 from course_pp.parallel.replaced_forward import Compiled, has_replaced
 from course_pp.parallel.stage import ModelStage
 from course_pp.training.data import BOT_ID, EOT_ID, PAD_ID

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from course_pp.parallel import forward_only as module
 from course_pp.parallel import get_stage_indices
+from course_pp.parallel import pipeline as module
 from course_pp.parallel.stage_values import ValueMeta
 
 N_MICROBATCHES = 3

@@ -44,9 +44,12 @@ def refusal_on_rank(rank, pp, config, arguments):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (lambda rank: ((tokens(7),), {"target": tokens(7)}), "inputs has shape (7, 8)"),
+        (lambda rank: ((tokens(7),), {"target": tokens(7)}), "inputs is int64 (7, 8), but"),
         (lambda rank: ((tokens(),), {"target": tokens(9)}), "4 × 2 = 8: drop or pad the remainder"),
-        (lambda rank: ((tokens(seq_len=9),), {"target": tokens()}), "built for seq_len=8"),
+        (
+            lambda rank: ((tokens(seq_len=9),), {"target": tokens()}),
+            "inputs is int64 (8, 9), but the pipeline was built for int64 (8, 8)",
+        ),
         (lambda rank: ((tokens(),), {}), "target is missing on the rank that holds the last stage"),
         (lambda rank: ((), {"target": tokens()}), "inputs is missing on the rank that holds the first stage"),
         (
@@ -54,7 +57,7 @@ def refusal_on_rank(rank, pp, config, arguments):
             "keyword argument position_ids has shape (1, 8)",
         ),
         (lambda rank: ((tokens(),), {"target": tokens(), "masks": [tokens()]}), "keyword argument masks is a list"),
-        (lambda rank: ((tokens().float(),), {"target": tokens()}), "inputs is torch.float32"),
+        (lambda rank: ((tokens().float(),), {"target": tokens()}), "inputs is float32 (8, 8)"),
         (lambda rank: ((tokens() + 61,), {"target": tokens()}), "token ids from 61 to 61, but vocab_size=61"),
         (lambda rank: ((tokens(),), {"target": tokens(), "divisor": "x" if rank else None}), "divisor is 'x'"),
     ],
@@ -84,7 +87,7 @@ def one_data_rank_refusal_on_rank(rank):
     mesh = init_distributed(DistributedConfig(pp=2), seed=0)
     _, pipeline = build(model_config(False, n_layers=2), mesh, 2, get_pp_rank(mesh), "1f1b", CrossEntropy())
     batch = tokens(7) if get_dp_mesh(mesh).get_local_rank() else tokens()
-    with pytest.raises(ValueError, match="shape") as refusal:
+    with pytest.raises(ValueError, match="inputs") as refusal:
         pipeline.step(batch, target=batch)
     return str(refusal.value), pipeline.step(tokens(), target=tokens()).item()
 
@@ -92,7 +95,7 @@ def one_data_rank_refusal_on_rank(rank):
 def test_what_does_not_fit_one_data_parallel_rank_is_refused_on_all():
     ranks = on_ranks(4, one_data_rank_refusal_on_rank, timeout_s=30)
     assert len(set(ranks)) == 1
-    assert ranks[0][0].startswith("inputs has shape (7, 8)")
+    assert ranks[0][0].startswith("inputs is int64 (7, 8), but")
 
 
 def build_on_rank(rank, pp, change):

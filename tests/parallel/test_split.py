@@ -255,19 +255,15 @@ def test_a_model_is_cut_before_the_modules_that_are_named() -> None:
     assert torch.equal(tensor_of(in_turn(stages, example("Llama"))), tensor_of(build("Llama")(example("Llama"))))
 
 
+AS_A_WHOLE = "it is no module that one stage holds as a whole: name another, such as "
 NO_PLACES = [
-    ("Llama", ["model.layer.2"], "no module has this name; the nearest places are 'model.layers.2' or "
-                                "'model.layers.3' or 'model.layers.1'"),
-    ("Llama", ["model.layers.2.mlp"], "it lies inside 'model.layers.2', which one stage holds as a whole: name "
-                                      "'model.layers.2' or 'model.layers.3'"),
-    ("Llama", ["model.layers"], "every stage runs its forward: name 'model.layers.0' or 'model.layers.1' or"),
-    ("Llama", ["model.rotary_emb"], "no other module's result goes into it: name 'model.embed_tokens' or"),
-    ("Llama", ["model.embed_tokens"], "in the order of their calls, so that it is not the first that is called"),
-    ("Llama", ["model.layers.2", "model.layers.1"], "so that it is called after 'model.layers.2'"),
-    ("Llama", ["model.layers.2", "model.layers.2"], "name each module once"),
+    ("Llama", ["model.layer.2"], f"{AS_A_WHOLE}'model.layers.2' or 'model.layers.3'"),
+    ("Llama", ["model.layers.2.mlp"], f"{AS_A_WHOLE}'model.layers.2' or"),
+    ("Llama", ["model.rotary_emb"], AS_A_WHOLE),
+    ("Llama", ["model.embed_tokens"], "in the order of their calls, and not the first"),
+    ("Llama", ["model.layers.2", "model.layers.1"], "'model.layers.1' (a str): name each module once, in the order"),
     ("T5", ["decoder.dropout"], "it is called 2 times: name one that is called once, or"),
-    ("one block, repeated", ["block"], "it is called 4 times: name one that is called once, or let n_stages find"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("family", "at", "said"), NO_PLACES)
@@ -285,7 +281,7 @@ def test_as_many_stages_as_names_say_or_a_refusal() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             auto_split(build("Sequential"), example("Sequential"), **given)
-    with pytest.raises(ValueError, match="the example does not make the model call it; name another"):
+    with pytest.raises(ValueError, match="it is called 0 times: name one that is called once"):
         auto_split(Skipping(), torch.ones(2, 4), at=["never"])
 
 
