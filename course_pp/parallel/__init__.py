@@ -50,7 +50,7 @@ from course_pp.parallel.mesh import (
 )
 from course_pp.parallel.pipeline import PipelineSchedule, build_pipeline_schedule
 from course_pp.parallel.post_validation import OptimisticStep
-from course_pp.parallel.replaced_forward import apply_ac, apply_compile, compute_dtype, compute_in
+from course_pp.parallel.replaced_forward import apply_ac, apply_compile, compute_in
 from course_pp.parallel.schedules import get_stage_indices, schedule_names
 from course_pp.parallel.split import auto_split, explain, weights_on_meta
 from course_pp.parallel.stage import build_pipeline_stage
@@ -99,7 +99,6 @@ __all__ = [
     "build_stage_module",
     "carry_along",
     "clip_grad_norm_",
-    "compute_dtype",
     "compute_in",
     "compute_layer_assignment",
     "count_collectives",

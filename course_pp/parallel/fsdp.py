@@ -31,7 +31,7 @@ def default_mp_policy(param_dtype: torch.dtype = torch.bfloat16) -> MixedPrecisi
     return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=True)
 
 
-def resolve_reshard_after_forward(policy: ReshardPolicy, device_mesh: DeviceMesh | None) -> bool | int:
+def resolve_reshard_after_forward(policy: ReshardPolicy, *, pp: int = 1, dp_shard: int = 1, tp: int = 1) -> bool | int:
     """Decide what happens to gathered parameters after forward: freed (True), kept (False), or kept on fewer ranks.
 
     ``"auto"`` is False under pipeline parallelism and True otherwise. A step of a pipeline runs the forward of every
@@ -43,11 +43,6 @@ def resolve_reshard_after_forward(policy: ReshardPolicy, device_mesh: DeviceMesh
         policy: ``"auto"``; True or False, which mean what they say; or the world size to reshard to, which must divide
             the size of ``dp_shard`` and be neither 1 nor all of it, and needs a mesh without ``pp`` and ``tp``.
     """
-    return reshard_policy_of_sizes(policy, **{name: size_of(device_mesh, name) for name in ("pp", "dp_shard", "tp")})
-
-
-def reshard_policy_of_sizes(policy: ReshardPolicy, *, pp: int, dp_shard: int, tp: int) -> bool | int:
-    """:func:`resolve_reshard_after_forward` for a mesh of these sizes, which need not be there yet."""
     if policy == "auto":
         return pp == 1
     if isinstance(policy, bool):
@@ -108,7 +103,8 @@ def apply_fsdp2(
         check_order(model, "FSDP2")
         found = find_blocks(model, blocks)
         _check_sharing(model, found)
-        return resolve_reshard_after_forward(reshard_after_forward, device_mesh), found
+        sizes = {name: size_of(device_mesh, name) for name in ("pp", "dp_shard", "tp")}
+        return resolve_reshard_after_forward(reshard_after_forward, **sizes), found
 
     policy, found = on_every_rank(device_mesh, look)
     if not has_dp_mesh(device_mesh):

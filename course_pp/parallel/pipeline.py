@@ -166,11 +166,6 @@ class PipelineSchedule:
         """Return this rank's parameters, each once, for an optimizer."""
         return list(dict.fromkeys(p for module in self.modules for p in module.parameters()))
 
-    @property
-    def holds_last_stage(self) -> bool:
-        """True on the rank that computes the loss."""
-        return self.stages[-1].is_last
-
     def step(
         self,
         *inputs: Any,
@@ -258,9 +253,10 @@ class PipelineSchedule:
 
     def _from_last(self, output: Any) -> Any:
         """Return the last stage's ``output``, on every rank of the pipeline."""
-        told = Ranks(self._group).gather((tree_map(meta_of, output),) if self.holds_last_stage else None)
+        is_last = self.stages[-1].is_last
+        told = Ranks(self._group).gather((tree_map(meta_of, output),) if is_last else None)
         (tree,) = next(one for one in told if one is not None)
-        mine, spec = tree_flatten(output if self.holds_last_stage else tree)
+        mine, spec = tree_flatten(output if is_last else tree)
         whole = [leaf.empty(self.stages[0].device) if isinstance(leaf, TensorMeta) else leaf for leaf in mine]
         for leaf in whole:
             if isinstance(leaf, torch.Tensor):

@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 from course_pp.arguments import check_arguments, checked
 from course_pp.collective import on_every_rank
 from course_pp.parallel._torch import mixed_precision, tree_flatten, tree_map
-from course_pp.parallel.blocks import Blocks, find_blocks, listed, modules_matching, nearest
+from course_pp.parallel.blocks import Blocks, find_blocks, listed, nearest
 
 
 class Replaced:
@@ -176,7 +176,7 @@ def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
         module: any, with parameters in float32.
         dtype: bfloat16 or float16. A no-op for what the parameters are in, or FSDP2 computes in already.
     """
-    now = compute_dtype(module)
+    now = next(iter(compute_dtypes(module)), torch.get_default_dtype())
     if now == dtype:
         return
     if dtype not in (torch.bfloat16, torch.float16):
@@ -189,13 +189,8 @@ def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
     HalfPrecision(module.forward, dtype).put_on(module)
 
 
-def compute_dtype(module: nn.Module) -> torch.dtype:
-    """Return what a module computes in and sends: that of mixed precision, else its parameters'."""
-    return next(iter(compute_dtypes(module)), torch.get_default_dtype())
-
-
 def compute_dtypes(module: nn.Module) -> tuple[torch.dtype, ...]:
-    """Return what a module computes in: that of mixed precision, else its parameters' dtypes, each once, in order."""
+    """Return what a module computes in and sends: that of mixed precision, else its parameters' dtypes, each once."""
     policy = mixed_precision(module)
     mixed = _half_precision(module) if policy is None else policy.output_dtype or policy.param_dtype
     if mixed is not None:
@@ -225,7 +220,6 @@ def apply_ac(
     mode: Literal["none", "full", "selective"],
     *,
     blocks: Blocks = None,
-    attention: str | None = None,
     device_mesh: DeviceMesh | None = None,
 ) -> tuple[str, ...]:
     """Checkpoint the blocks of ``model`` in place: after tensor parallelism, before compilation and FSDP2.
@@ -237,11 +231,9 @@ def apply_ac(
     Args:
         model: any model, or one stage of it.
         mode: ``"none"``, a no-op; ``"full"``, every block, of which only the input is kept (Chen et al. 2016,
-            arXiv:1604.06174); ``"selective"``, the attention of every block (Korthikanti et al. 2022, arXiv:2205.05198,
-            section 5).
+            arXiv:1604.06174); ``"selective"``, in every block the part whose class is named ``…Attention…``
+            (Korthikanti et al. 2022, arXiv:2205.05198, section 5).
         blocks: see :func:`find_blocks`.
-        attention: a name pattern inside a block, for ``"selective"``; None is the part whose class is named
-            ``…Attention…``, as in this package, transformers and torch.
         device_mesh: call on all its ranks; if one refuses, all refuse. None asks no other rank.
 
     Returns:
@@ -255,7 +247,7 @@ def apply_ac(
             return {}
         check_order(model, "activation checkpointing")
         found = find_blocks(model, blocks)
-        return found if mode == "full" else dict(_attention_of(name, block, attention) for name, block in found.items())
+        return found if mode == "full" else dict(_attention_of(name, block) for name, block in found.items())
 
     found = on_every_rank(device_mesh, look)
     for module in found.values():
@@ -263,15 +255,15 @@ def apply_ac(
     return tuple(found)
 
 
-def _attention_of(name: str, block: nn.Module, pattern: str | None) -> tuple[str, nn.Module]:
-    found = _outermost_attention(block) if pattern is None else modules_matching(block, pattern)
+def _attention_of(name: str, block: nn.Module) -> tuple[str, nn.Module]:
+    found = _outermost_attention(block)
     if len(found) != 1:
-        sought = "whose class is named …Attention…" if pattern is None else f"that attention={pattern!r} matches"
         which = f" ({listed(found)})" if found else ""
         kinds = ", ".join(f"{child!r} ({type(part).__name__})" for child, part in block.named_children())
         raise ValueError(
-            f"block {name!r} has {len(found)} parts {sought}{which}, but 'selective' recomputes one: pass attention=, "
-            f"the name of one in the block, which has {kinds or 'no parts'}, or mode='full'"
+            f"block {name!r} has {len(found)} parts whose class is named …Attention…{which}, but 'selective' "
+            "recomputes one: choose mode='full', with blocks= a name pattern of what to recompute; a block has "
+            f"{kinds or 'no parts'}"
         )
     [(inner, module)] = found.items()
     return ".".join(filter(None, (name, inner))), module

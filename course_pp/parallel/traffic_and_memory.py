@@ -46,7 +46,7 @@ from course_pp.arguments import checked
 from course_pp.collective import MEETING_BYTES
 from course_pp.model import ModelConfig
 from course_pp.parallel._torch import CollectiveWatcher, GatheredWatcher
-from course_pp.parallel.fsdp import ReshardPolicy, policy_of_dtypes, reshard_policy_of_sizes
+from course_pp.parallel.fsdp import ReshardPolicy, policy_of_dtypes, resolve_reshard_after_forward
 from course_pp.parallel.mesh import DistributedConfig
 from course_pp.parallel.schedules import get_stage_indices, order_of, splits_backward
 from course_pp.parallel.stage import check_microbatch
@@ -291,7 +291,7 @@ def _ranks(
         )
     n_ranks = layout.pp * layout.dp_replicate * layout.dp_shard * layout.tp
     sizes = layout.sizes(n_ranks)
-    reshard = reshard_policy_of_sizes(policy, pp=layout.pp, dp_shard=layout.dp_shard, tp=layout.tp)
+    reshard = resolve_reshard_after_forward(policy, pp=layout.pp, dp_shard=layout.dp_shard, tp=layout.tp)
     computed = reduced = dtype
     if _is_sharded(layout):  # elsewhere a policy has no effect
         mp_policy = policy_of_dtypes({dtype}) if mp_policy is None else mp_policy

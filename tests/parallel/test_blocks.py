@@ -134,22 +134,20 @@ class Attention(nn.Linear):
 
 
 @pytest.mark.parametrize(
-    ("block", "options", "message"),
+    ("block", "message"),
     [
         (
             lambda: Block(4),
-            {},
-            r"block 'layers.0' has 0 parts whose class is named …Attention…, but .* has 'norm' \(Lay",
+            r"block 'layers.0' has 0 parts whose class is named …Attention…, but .* a block has 'norm' \(Lay",
         ),
-        (lambda: Parts(one=Attention(1, 1), two=Attention(1, 1)), {}, r"has 2 parts .* \('one', 'two'\), but"),
-        (lambda: Parts(one=Attention(1, 1)), {"attention": "mixer"}, "has 0 parts that attention='mixer' matches, but"),
+        (lambda: Parts(one=Attention(1, 1), two=Attention(1, 1)), r"has 2 parts .* \('one', 'two'\), but"),
     ],
 )
 def test_selective_checkpointing_needs_one_attention_in_each_block(
-    block: Callable[[], nn.Module], options: dict[str, str], message: str
+    block: Callable[[], nn.Module], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        apply_ac(Parts(layers=nn.ModuleList([block(), block()])), "selective", **options)
+        apply_ac(Parts(layers=nn.ModuleList([block(), block()])), "selective")
 
 
 def test_the_names_of_what_is_recomputed_are_returned() -> None:
@@ -157,7 +155,7 @@ def test_the_names_of_what_is_recomputed_are_returned() -> None:
     assert apply_ac(llama(), "none") == ()
     assert apply_ac(llama(), "full") == tuple(names)
     assert apply_ac(llama(), "selective") == tuple(f"{name}.self_attn" for name in names)
-    assert apply_ac(llama(), "selective", attention="mlp", blocks="model.layers.1") == ("model.layers.1.mlp",)
+    assert apply_ac(llama(), "full", blocks="model.layers.1.mlp") == ("model.layers.1.mlp",)
     inner = [Parts(mixer=Parts(attn=Attention(1, 1))) for _ in range(2)]
     assert apply_ac(nn.Sequential(*inner), "selective") == ("0.mixer.attn", "1.mixer.attn")
 

@@ -37,7 +37,6 @@ from course_pp.runtime import Pipeline
 from course_pp.schedule import build
 from course_pp.training.checkpoint import load, save
 from tests.equality import adamw, sharded_adamw
-from tests.parallel.fake_mesh import FakeMesh
 from tests.parallel.layouts import Case, Data, build_modules, build_pipeline, data_of, full, model_config
 
 CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=20, max_seq_len=16)
@@ -53,14 +52,13 @@ CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vo
         (True, {"pp": 2, "dp_shard": 4}, True),
         (False, {"dp_shard": 4}, False),
         (2, {"dp_shard": 4}, 2),
-        (3, {"dp_replicate": 2, "dp_shard": 6}, 3),
+        (3, {"dp_shard": 6}, 3),
     ],
 )
 def test_a_policy_means_what_it_says(policy: Any, sizes: dict[str, int], resolved: bool | int) -> None:
-    found = resolve_reshard_after_forward(policy, FakeMesh(**sizes))  # type: ignore[arg-type]
+    found = resolve_reshard_after_forward(policy, **sizes)
     assert found == resolved
     assert type(found) is type(resolved)
-    assert resolve_reshard_after_forward("auto", None) is True
 
 
 @pytest.mark.parametrize(
@@ -83,7 +81,7 @@ def test_a_policy_means_what_it_says(policy: Any, sizes: dict[str, int], resolve
 )
 def test_a_policy_that_cannot_be_is_refused(policy: Any, sizes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        resolve_reshard_after_forward(policy, FakeMesh(**sizes))  # type: ignore[arg-type]
+        resolve_reshard_after_forward(policy, **sizes)
 
 
 def test_without_a_data_parallel_dimension_nothing_changes_but_a_bad_policy_is_refused() -> None:

@@ -16,13 +16,13 @@ from course_pp.parallel import (
     apply_ac,
     apply_fsdp2,
     apply_tensor_parallel,
-    compute_dtype,
     compute_in,
     default_mp_policy,
     get_pp_rank,
     get_pp_size,
     init_distributed,
 )
+from course_pp.parallel.replaced_forward import compute_dtypes
 from course_pp.training import TrainConfig, Trainer, stages_of_rank
 from course_pp.training.checkpoint import load, save
 from course_pp.training.data import Batches
@@ -242,7 +242,7 @@ def refused(rank: int) -> list[str]:
             attempt()
         said.append(str(refusal.value))
     compute_in(module, torch.float32)
-    assert compute_dtype(module) == torch.float32
+    assert compute_dtypes(module) == (torch.float32,)
     auto = replace(RUN, precision="auto")
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32")):
         assert Trainer(auto, [_in(dtype)], rows(), device_mesh=None).config.precision == name
