@@ -231,13 +231,13 @@ class Bench:
             Whatever :func:`course_pp.launch.on_ranks` raises for the step.
         """
         ranks = [each for [each] in on_ranks(n_ranks, self.on_rank, step, [m], None, stagger_s, timeout_s=timeout_s)]
-        return self.compared(ranks, m)
+        return self.compared([(rank.losses, rank.gradients) for rank in ranks], m)
 
-    def compared(self, ranks: Sequence[Outcome], m: int) -> Findings:
-        """Compare with one process."""
+    def compared(self, ranks: Sequence[tuple[Sequence[float], Gradients]], m: int) -> Findings:
+        """Compare with one process the losses and the gradients of each rank."""
         loss, expected = self.one_process(m)
-        found = tuple({name: _finding(g, expected[name]) for name, g in rank.gradients.items()} for rank in ranks)
-        losses = ranks[-1].losses
+        found = tuple({name: _finding(g, expected[name]) for name, g in gradients.items()} for _, gradients in ranks)
+        losses = ranks[-1][0]
         return Findings(found, sum(losses) / len(losses) if losses else None, loss)
 
 
@@ -333,7 +333,8 @@ def flawed(solution: Step, *changes: tuple[str, str]) -> Step:
         if source.count(right) != 1:
             raise ValueError(f"{right!r} occurs {source.count(right)} times in the source of {solution.__name__}")
         source = source.replace(right, wrong)
-    file = f"<a flawed {solution.__name__} {abs(hash(source))}>"
+    # Named as a cell, so that a hang is told at its own line.
+    file = f"<ipython-input-flawed-{solution.__name__}-{abs(hash(source))}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     names = dict(vars(sys.modules[solution.__module__]), __name__="clinic")
     exec(compile(source, file, "exec", flags=__future__.annotations.compiler_flag), names)

@@ -1,20 +1,36 @@
-"""Exercises of notebook 03: 1F1B as an order and as code, its messages, latency, and a budget of memory."""
+"""Notebook 03: 1F1B as an order and as a step, room for latency, a budget of memory, and a clinic."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from course_pp.exercises.answer import Answer
+from course_pp.exercises.bench import Bench, Findings, Outcome, Wrong, flawed, judge_gradients, same
 from course_pp.exercises.exercise import Exercise, Mistake
-from course_pp.exercises.expect import expect_actions, expect_int
-from course_pp.exercises.memory_budget import choose, grade_choose
-from course_pp.exercises.one_f_one_b_steps import grade_healed_step, grade_step, healed_step, step_without_deadlock
+from course_pp.exercises.expect import expect_int, expect_list
+from course_pp.exercises.formula import Formula, why
+from course_pp.exercises.orders import Orders, judge_orders, read_order
+from course_pp.runtime import (
+    Link,
+    backward_stage,
+    forward_stage,
+    recv_activation,
+    recv_gradient,
+    send_activation,
+    send_gradient,
+)
 from course_pp.schedule import Action, Costs, Schedule, build, check, simulate
 
-__all__ = ["EXERCISES", "room_for_latency", "with_room"]
+__all__ = ["EXERCISES", "PATIENTS", "WARD", "examine", "room_for_latency", "with_room"]
 
 
 def order_1f1b(rank: int, p: int, m: int) -> list[Action]:
@@ -36,69 +52,172 @@ def _grade_order(answer: Answer) -> None:
 
 
 def _grade_orders_of(answer: Answer, sizes: Sequence[tuple[int, int]]) -> None:
-    rows = [(rank, p, m) for p, m in sizes for rank in range(p)]
-    orders = dict(zip(rows, answer.calls(rows), strict=True))
+    calls = [(rank, p, m) for p, m in sizes for rank in range(p)]
+    orders = dict(zip(calls, answer.calls(calls), strict=True))
     for p, m in sizes:
-        _judge_orders([_read_order(orders[rank, p, m], rank, p, m) for rank in range(p)], m)
+        rows = [_read_row(orders[rank, p, m], rank, p, m) for rank in range(p)]
+        judge_orders(f"With p={p} and m={m}", rows, build("1f1b", p, m), _why_impossible, _why_crowded, _why_slow)
 
 
-def _read_order(value: Any, rank: int, p: int, m: int) -> tuple[Action, ...]:
-    """The actions that were meant, each once and of this rank."""
-    what = f"order_1f1b({rank}, {p}, {m})"
-    row, example = expect_actions(value, what)
-    for action in row:
+def _read_row(value: Any, rank: int, p: int, m: int) -> tuple[Action, ...]:
+    def foreign(action: Action) -> str:
         if action.kind not in "FB" or action.stage != rank:
-            cause = f"Rank {rank} holds stage {rank}: its actions are `{rank}F0`, `{rank}B0` and so on."
-            raise Mistake(f"`{what}` has `{action}`, which is not rank {rank}'s to do.", cause, example)
-        if action.microbatch >= m:
-            cause = f"The microbatches are 0 to {m - 1}."
-            if m < p - 1 - rank:
-                cause += " When m is small, the warm-up is all there is of them: take a min."
-            raise Mistake(f"`{what}` has `{action}`, a microbatch that does not exist.", cause, example)
-    counts = Counter(row)
-    for action in (Action(rank, kind, i) for kind in "FB" for i in range(m)):
-        if not counts[action]:
-            cause = ""
-            if action.kind == "B" and action.microbatch < m - (p - 1 - rank):
-                cause = "In the steady state each forward is followed by the oldest backward that is left, 0 first."
-            elif action.kind == "B":
-                cause = "After the last forward, as many backwards are left as the warm-up had forwards: the drain."
-            raise Mistake(f"`{what}` lacks `{action}`.", cause, example)
-        if counts[action] > 1:
-            before, after = ("warm-up", "steady state") if action.kind == "F" else ("steady state", "drain")
-            cause = f"The {after} goes on where the {before} stopped."
-            raise Mistake(f"`{what}` has `{action}` {counts[action]} times.", cause, example)
-    for kind, word in (("F", "forwards"), ("B", "backwards")):
-        numbers = [action.microbatch for action in row if action.kind == kind]
-        if numbers != sorted(numbers):
-            cause = "The next rank works on the oldest microbatch first, and so its gradient comes back first."
-            raise Mistake(f"`{what}` does the {word} in the order {numbers}.", cause if kind == "B" else "", example)
-    return row
+            return f"Rank {rank} holds stage {rank}: its actions are `{rank}F0`, `{rank}B0` and so on."
+        too_few = " When m is small, the warm-up is all there is of them: take a min."
+        return f"The microbatches are 0 to {m - 1}." + too_few * (m < p - 1 - rank)
+
+    def lacking(action: Action) -> str:
+        if action.kind == "F":
+            return ""
+        if action.microbatch < m - (p - 1 - rank):
+            return "In the steady state each forward is followed by the oldest backward that is left, 0 first."
+        return "After the last forward, as many backwards are left as the warm-up had forwards: the drain."
+
+    def repeated(action: Action) -> str:
+        before, after = ("warm-up", "steady state") if action.kind == "F" else ("steady state", "drain")
+        return f"The {after} goes on where the {before} stopped."
+
+    wanted = [Action(rank, kind, i) for kind in "FB" for i in range(m)]
+    return read_order(value, f"order_1f1b({rank}, {p}, {m})", wanted, foreign, lacking, repeated)[0]
 
 
-def _judge_orders(rows: list[tuple[Action, ...]], m: int) -> None:
-    p = len(rows)
-    shown = "\n".join(f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(rows))
-    schedule = Schedule("yours", tuple((rank,) for rank in range(p)), tuple(rows))
-    if problems := check(schedule):
-        cause = "Does the warm-up get shorter from rank to rank, down to none on the last?"
-        raise Mistake(f"With p={p} and m={m} it cannot run: {problems[0]}.", cause, shown)
-    timeline, gpipe = simulate(schedule), simulate(build("gpipe", p, m))
-    for rank, peak in enumerate(timeline.peak_activations):
-        enough = min(m, p - rank)
-        if peak == m > enough:
-            cause = "That is what GPipe holds: a backward has to come as soon as it can be done."
-        elif rank and peak == timeline.peak_activations[rank - 1]:
-            cause = "The warm-up gets shorter from rank to rank: `p - 1 - rank`."
-        else:
-            cause = "A forward is in flight from its start: the first one after the warm-up counts, too."
-        if peak > enough:
-            symptom = f"With p={p} and m={m}, rank {rank} holds {peak} activations at its peak; 1F1B holds {enough}."
-            raise Mistake(symptom, cause, shown)
-    if timeline.makespan > gpipe.makespan:
-        symptom = f"With p={p} and m={m} it takes {timeline.makespan:g}, and GPipe {gpipe.makespan:g} units."
-        cause = "Some rank turns back too soon, and the ranks behind it starve: its warm-up is too short."
-        raise Mistake(symptom, cause, shown)
+def _why_impossible(orders: Orders) -> str:
+    return _why_mixed(orders) or "Does the warm-up get shorter from rank to rank, down to none on the last?"
+
+
+def _why_slow(orders: Orders) -> str:
+    starved = "Some rank turns back too soon, and the ranks behind it starve: its warm-up is too short."
+    return _why_mixed(orders) or starved
+
+
+def _why_mixed(orders: Orders) -> str:
+    for row in orders.rows:
+        backwards = [action.microbatch for action in row if action.kind == "B"]
+        if backwards != sorted(backwards):
+            return "The next rank works on the oldest microbatch first, and so its gradient comes back first."
+    return ""
+
+
+def _why_crowded(orders: Orders) -> str:
+    rank, peaks = orders.rank, orders.peaks
+    if peaks[rank] == len(orders.rows[rank]) // 2:
+        return "That is what GPipe holds: a backward has to come as soon as it can be done."
+    if rank and peaks[rank] == peaks[rank - 1]:
+        return "The warm-up gets shorter from rank to rank: `p - 1 - rank`."
+    return "A forward is in flight from its start: the first one after the warm-up counts, too."
+
+
+def step_without_deadlock(
+    stage: nn.Module, microbatches: list[torch.Tensor], targets: list[torch.Tensor], loss_fn: nn.Module, link: Link
+) -> None:
+    """One 1F1B step on this rank."""
+    m, in_flight, sends = len(microbatches), deque[tuple](), []
+
+    def forward(i: int) -> None:
+        x = recv_activation(microbatches[i], link)
+        y = forward_stage(stage, x, targets[i], loss_fn, link)
+        in_flight.append((x, y))
+        sends.extend(send_activation(y, link))
+
+    def backward() -> None:
+        x, y = in_flight.popleft()
+        dx = backward_stage(x, y, recv_gradient(y, m, link))
+        sends.extend(send_gradient(dx, link))
+
+    warm_up = min(m, link.n_ranks - 1 - link.rank)
+    for i in range(warm_up):
+        forward(i)
+    for i in range(warm_up, m):
+        forward(i)
+        backward()
+    while in_flight:
+        backward()
+    for send in sends:
+        send.wait()
+
+
+_BEFORE = 1.0
+BENCH = Bench(
+    lambda step, seat: step(*seat.stages, seat.microbatches, seat.parts, seat.loss_fn, seat.link), before=_BEFORE
+)
+_SIZES = {4: (8, 2), 3: (5,), 2: (1, 3)}
+
+
+def _grade_step(answer: Answer, places_count: bool = False) -> None:
+    for where, m, ranks in BENCH.tried(answer, _SIZES, _demand_drain):
+        expected = BENCH.one_process(m)[1]
+        judge_gradients(
+            where,
+            [rank.gradients for rank in ranks],
+            expected,
+            "Backward has to run for every microbatch, from the `y` that still has its graph.",
+            partial(_why_wrong, expected=expected, m=m, p=len(ranks)),
+        )
+        for rank in range(len(ranks)):
+            _judge_order(where, rank, m, ranks)
+        if places_count:
+            _judge_places(where, ranks)
+
+
+def _warm_up(rank: int, p: int, m: int) -> int:
+    return min(m, p - 1 - rank)
+
+
+def _demand_drain(rank: int, m: int, order: str) -> None:
+    """Refuse a step without its last backwards at once: the others wait for the messages, and time is all they tell."""
+    warm_up, done = _warm_up(rank, dist.get_world_size(), m), order.count("B")
+    if warm_up and 0 < done == m - warm_up:
+        raise Mistake(
+            f"With {m} microbatches, rank {rank} returned after {done} of {m} backwards.",
+            "After the last forward, as many backwards are left as the warm-up had forwards: the drain.",
+            f"rank {rank}  {order}",
+        )
+
+
+def _why_wrong(wrong: Wrong, expected: Mapping[str, Tensor], m: int, p: int) -> str:
+    def times(*factors: float) -> bool:
+        pairs = [(gradient, expected[name]) for (_, name), gradient in wrong.items()]
+        return all(any(same(gradient, right, factor) for factor in factors) for gradient, right in pairs)
+
+    everywhere = len(wrong) == len(expected)
+    gone = all(same(gradient + _BEFORE, expected[name]) for (_, name), gradient in wrong.items())
+    each_is = "Each is m times too {}. `recv_gradient` gives the 1/m on the last rank, once."
+    rules = (
+        (everywhere and gone,
+         "What `.grad` held before the step is gone: add to it, as `backward` does, and clear nothing."),
+        (everywhere and times(m), each_is.format("large")),
+        (everywhere and times(1 / m), each_is.format("small")),
+        (m > 1 and times(*(m**-k for k in range(1, p))),
+         "1/m enters on more than one rank; the chain rule already carries it from the last one."),
+        (all(rank > 0 and name.endswith(".0.weight") for rank, name in wrong),
+         "Only weights that multiply what a rank has received: their gradient needs that input once more, in "
+         "backward. Who has written to it in between?"),
+        (all(rank < p - 1 for rank, _ in wrong),
+         "The last rank is right and others are not: the gradient that comes back belongs to the oldest microbatch in "
+         "flight. Which one does your backward take?"),
+    )  # fmt: skip
+    return why(rules, "Look at which microbatch each backward belongs to, and at what it starts from.")
+
+
+def _judge_order(where: str, rank: int, m: int, ranks: Sequence[Outcome]) -> None:
+    def after(warm_up: int) -> str:
+        return "F" * warm_up + "FB" * (m - warm_up) + "B" * warm_up
+
+    p, order, peak = len(ranks), ranks[rank].order, ranks[rank].peak
+    warm_up, enough, begun = _warm_up(rank, p, m), min(m, p - rank), order.find("B") - 1
+    if order == after(warm_up):
+        return
+    cause = "One backward follows each forward of the steady state, and the drain comes after the last forward."
+    if rank > 0 and ranks[rank - 1].peak == peak > enough:
+        cause = "The warm-up gets shorter from rank to rank: `p - 1 - rank` forwards."
+    elif peak < m and order == after(begun):
+        cause = (
+            f"The warm-up of rank {rank} is {begun} forwards instead of {warm_up}, `min(m, p - 1 - rank)`. The forward "
+            "that comes after it is in flight, too."
+        )
+    does = f"holds {peak} activations; 1F1B holds {enough}" if peak > enough else "does not work in the order of 1F1B"
+    example = f"rank {rank}  {order}\n1F1B    {after(warm_up)}"
+    raise Mistake(f"{where} the gradients are right, but rank {rank} {does}.", cause, example)
 
 
 def held_with_latency(rank: int, p: int, forward: float, backward: float, latency: float) -> int:
@@ -112,131 +231,267 @@ def room_for_latency(p: int, forward: float, backward: float, latency: float) ->
     return [held_with_latency(rank, p, forward, backward, latency) for rank in range(p)]
 
 
-class _Cluster(NamedTuple):
-    """The arguments of ``held_with_latency`` but for the rank."""
-
-    p: int
-    forward: int
-    backward: int
-    latency: int
-
-    def follows(self, limits: Sequence[int], rule: Callable[[int, float], float]) -> bool:
-        """Whether ``rule(links behind a rank, latency over the time of a microbatch)`` gives the limit of each rank."""
-        share = self.latency / (self.forward + self.backward)
-        return all(limit == rule(self.p - 1 - rank, share) for rank, limit in enumerate(limits))
-
-
-def _grade_held(answer: Answer) -> None:
-    clusters = [
-        _Cluster(4, 20, 40, 0),
-        _Cluster(4, 20, 30, 80),
-        _Cluster(4, 20, 40, 10),
-        _Cluster(4, 20, 40, 30),
-        _Cluster(3, 10, 10, 15),
-        _Cluster(5, 20, 40, 31),
-        _Cluster(4, 30, 10, 100),
-    ]
-    rows = [(rank, *cluster) for cluster in clusters for rank in range(cluster.p)]
-    held = dict(zip(rows, answer.calls(rows), strict=True))
-    found: _Limits = {}
-    for cluster in clusters:
-        calls = [(rank, *cluster) for rank in range(cluster.p)]
-        found[cluster] = [expect_int(held[call], f"held_with_latency{call}", _ROUND_UP) for call in calls]
-    for cluster in clusters:
-        _judge_limits(found, cluster)
-
-
-_Limits = dict[_Cluster, list[int]]
-"""What the answer gives for each rank of each cluster."""
-_ROUND_UP = "A part of a microbatch needs a whole place: round up, `math.ceil`."
-
-
-def _judge_limits(found: _Limits, cluster: _Cluster) -> None:
-    limits = found[cluster]
-    p, forward, backward, latency = cluster
-    given = f"With {p} ranks, forward {forward}, backward {backward} and latency {latency}"
-    if min(limits) < 1:
-        raise Mistake(f"{given}, your ranks may hold {limits}.", "To do anything a rank must hold 1.")
-    for rank, limit in enumerate(limits):
-        enough = held_with_latency(rank, *cluster)
-        if limit > enough:
-            symptom = f"{given}, rank {rank} may hold {limit} activations, though {enough} would do."
-            raise Mistake(symptom, _why_too_many(found, cluster))
-    # With few microbatches a rank may lack a place and end in time all the same.
-    m, costs = 400, Costs(forward, backward, 0, latency)
-    schedule = with_room(limits, m)
-    if problems := check(schedule):
-        cause = "A rank must be allowed at least one activation more than the rank after it."
-        raise Mistake(f"{given}, your ranks may hold {limits}, and the order cannot run: {problems[0]}.", cause)
-    makespan, gpipe = simulate(schedule, costs).makespan, simulate(build("gpipe", p, m), costs).makespan
-    if makespan > gpipe:
-        symptom = (
-            f"{given}, your ranks may hold {limits}. Then {m} microbatches take {makespan:g}; GPipe takes {gpipe:g}."
-        )
-        raise Mistake(symptom, _why_too_few(found))
-
-
 def with_room(limits: Sequence[int], m: int) -> Schedule:
     """Each rank goes forward while fewer than its limit of microbatches are in flight, else backward."""
-    ranks = range(len(limits))
-    rows = tuple(tuple(_held_order(limits[rank], m, rank)) for rank in ranks)
-    return Schedule("yours", tuple((rank,) for rank in ranks), rows)
+    rows = []
+    for rank, limit in enumerate(limits):
+        row: list[Action] = []
+        begun = 0
+        for done in range(m):
+            row += [Action(rank, "F", i) for i in range(begun, min(m, done + limit))]
+            begun = max(begun, min(m, done + limit))
+            row.append(Action(rank, "B", done))
+        rows.append(tuple(row))
+    return Schedule("yours", tuple((rank,) for rank in range(len(limits))), tuple(rows))
 
 
-def _held_order(limit: int, m: int, stage: int) -> list[Action]:
-    """Forwards while fewer than ``limit`` are in flight, else a backward."""
-    order: list[Action] = []
-    begun = 0
-    for done in range(m):
-        while begun < min(m, done + limit):
-            order.append(Action(stage, "F", begun))
-            begun += 1
-        order.append(Action(stage, "B", done))
-    return order
+_CLUSTERS = (
+    (4, 20, 40, 0),
+    (4, 20, 30, 80),
+    (4, 20, 40, 10),
+    (4, 20, 40, 30),
+    (3, 10, 10, 15),
+    (5, 20, 40, 31),
+    (4, 30, 10, 100),
+)
+_WRONG_ROOM = (
+    (lambda rank, p, f, b, latency: p - rank,
+     "That is 1F1B without latency. Microbatches are also on the links."),
+    (lambda rank, p, f, b, latency: 1 + (p - 1 - rank) * (1 + math.ceil(latency / (f + b))),
+     "A microbatch crosses each link twice, as an activation and as a gradient: 2 × latency."),
+    (lambda rank, p, f, b, latency: 1 + (p - 1 - rank) * (1 + 2 * latency // (f + b)),
+     "You round down. A link with a microbatch on it for a third of the time needs room for one."),
+    (lambda rank, p, f, b, latency: p - rank + math.ceil(2 * (p - 1 - rank) * latency / (f + b)),
+     "You round the sum over all links. Each link holds whole microbatches: round up for each."),
+    (lambda rank, p, f, b, latency: 1 + (p - 1 - rank) * (1 + 2 * math.ceil(latency / (f + b))),
+     "There and back is one trip of 2 × latency: add first, and round up once a link."),
+)  # fmt: skip
 
 
-def _why_too_many(found: _Limits, cluster: _Cluster) -> str:
-    if cluster.latency == 0:
-        return "Without latency it is 1F1B: a microbatch is on one of the p - rank ranks from here to the last."
-    if _follow(found, lambda links, share: 1 + links * (1 + 2 * math.ceil(share))):
-        return "There and back is one trip of 2 × latency: add first, and round up once a link."
-    return (
-        "A rank takes in a microbatch every forward + backward. How many of those fit into 2 × latency, and how many "
-        "links lie behind this rank?"
+def _why_other_room(case: tuple[Any, ...], held: int, enough: int) -> str:
+    rank, p, *_, latency = case
+    rules = (
+        (held < 1, "To do anything a rank must hold 1."),
+        (held > enough and latency == 0,
+         "Without latency it is 1F1B: a microbatch is on one of the p - rank ranks from here to the last."),
+        (held > enough,
+         "A rank takes in a microbatch every forward + backward. How many of those fit into 2 × latency, and how many "
+         "links lie behind this rank?"),
+        (rank < p - 1 and held <= held_with_latency(rank + 1, *case[1:]),
+         "A rank must be allowed at least one activation more than the rank after it."),
+    )  # fmt: skip
+    return why(rules, "A microbatch is on a rank from here to the last, or on a link, there or back.")
+
+
+def _shown_room(case: tuple[Any, ...], held: int, enough: int) -> str:
+    rank, p, forward, backward, latency = case
+    m, costs = 400, Costs(forward, backward, 0, latency)
+    limits = room_for_latency(*case[1:])
+    limits[rank] = held
+    yours = with_room(limits, m)
+    if problems := check(yours):
+        return f"If the ranks may hold {limits}, the order cannot run: {problems[0]}."
+    takes, gpipe = simulate(yours, costs).makespan, simulate(build("gpipe", p, m), costs).makespan
+    return f"If the ranks may hold {limits}, {m} microbatches take {takes:g}; GPipe takes {gpipe:g}."
+
+
+_GRADE_ROOM = Formula(
+    held_with_latency,
+    [(rank, *cluster) for cluster in _CLUSTERS for rank in range(cluster[0])],
+    _WRONG_ROOM,
+    _why_other_room,
+    read=partial(expect_int, remedy="A part of a microbatch needs a whole place: round up, `math.ceil`."),
+    example=_shown_room,
+)
+
+
+def choose(
+    state: int, activations: int, rows: int, min_rows: int, budget: float, max_ranks: int
+) -> tuple[int, int] | None:
+    """Ranks and microbatches with the smallest bubble that fits under 1F1B, or None."""
+    found = []
+    for p in range(1, max_ranks + 1):
+        for m in range(1, rows // min_rows + 1):
+            fits = state / p + min(m, p) * activations / (p * m) <= budget
+            if rows % m == 0 and fits:
+                found.append(((p - 1) / (m + p - 1), p, m))
+    return min(found)[1:] if found else None
+
+
+def _choice_by(needed: Callable[[int, int, int, int], float]) -> Callable[..., tuple[int, int] | None]:
+    """What is chosen if rank 0 needs ``needed(state, activations, p, m)`` bytes."""
+
+    def chosen(
+        state: int, activations: int, rows: int, min_rows: int, budget: float, max_ranks: int
+    ) -> tuple[int, int] | None:
+        counts = [m for m in range(1, rows // min_rows + 1) if rows % m == 0]
+        pairs = [(p, m) for p in range(1, max_ranks + 1) for m in counts]
+        fitting = [pair for pair in pairs if needed(state, activations, *pair) <= budget]
+        return min(fitting, key=lambda pair: ((pair[0] - 1) / (sum(pair) - 1), *pair), default=None)
+
+    return chosen
+
+
+def _on_rank_0(state: int, activations: int, p: int, m: int) -> float:
+    return state / p + min(m, p) * activations / (p * m)
+
+
+_WRONG_CHOICES = (
+    (_choice_by(lambda s, a, p, m: s / p + a / p),
+     "You count m activations in flight, as GPipe has. 1F1B holds min(m, p) on rank 0."),
+    (_choice_by(lambda s, a, p, m: s / p + a / m),
+     "A/m holds for m ≥ p; with fewer, rank 0 holds m: min(m, p)·A/(pm)."),
+    (_choice_by(lambda s, a, p, m: s + min(m, p) * a / (p * m)),
+     "The state is divided among the ranks: rank 0 has `state / p` of it."),
+    (_choice_by(lambda s, a, p, m: _on_rank_0(s, a, p, m) + 1e-9),
+     "What needs exactly `budget` fits: `<=`."),
+)  # fmt: skip
+
+
+def _read_choice(value: Any, call: str) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    p, m = expect_list(value, call, 2)
+    both = "Return p and m alone."
+    return expect_int(p, f"{call}[0]", both), expect_int(m, f"{call}[1]", both)
+
+
+def _why_other_choice(case: tuple[Any, ...], got: tuple[int, int] | None, right: tuple[int, int] | None) -> str:
+    state, activations, rows, min_rows, budget, max_ranks = case
+    if got is None:
+        assert right is not None
+        if right[0] == max_ranks:
+            return "`max_ranks` itself is allowed, and a `range` ends before its end."
+        return "Does your search come across this pair? Rank 0 has `state / p`, and min(m, p)·A/(pm)."
+    p, m = got
+    if p < 1 or m < 1:
+        return "There is at least one rank, and one microbatch."
+    needed = _on_rank_0(state, activations, p, m)
+    rules = (
+        (p > max_ranks >= m and rows % p == 0, "The ranks come first: (p, m)."),
+        (p > max_ranks, "`max_ranks` is the most there are."),
+        (rows % m > 0, "m must divide the rows."),
+        (rows // m < min_rows, "m is at most rows // min_rows."),
+        (right is None, "No p and m fit there: return None."),
+        (math.floor(needed) <= budget < needed, "It is less than 1 too much: `//` drops that, `/` does not."),
+        (needed > budget,
+         "Rank 0 holds min(m, p) activations, each of 1 / (p m) of what the batch keeps in the whole model."),
+        (m < rows // min_rows, "More microbatches make the bubble smaller, and under 1F1B they cost no memory."),
+    )  # fmt: skip
+    return why(rules, "Fewer ranks make the bubble smaller, as long as it fits.")
+
+
+def _shown_choice(case: tuple[Any, ...], *choices: tuple[int, int] | None) -> str:
+    state, activations, rows, _, budget, _ = case
+    return "\n".join(
+        f"{(p, m)}: {state} / {p} + {min(m, p)} × {activations} / ({p} × {m}) = "
+        f"{_on_rank_0(state, activations, p, m):g} of {budget} on rank 0, microbatches of {rows / m:g} rows, bubble "
+        f"{(p - 1) / (m + p - 1):.1%}"
+        for p, m in filter(None, choices)
+        if p > 0 and m > 0
     )
 
 
-def _follow(found: _Limits, rule: Callable[[int, float], float]) -> bool:
-    return all(cluster.follows(limits, rule) for cluster, limits in found.items())
+_BUDGETS = [
+    (400, 200, 16, 1, 120, 8),
+    (400, 200, 16, 4, 120, 8),
+    (400, 800, 32, 2, 200, 8),
+    # One rank has no bubble, whatever m: here it is 1.
+    (100, 50, 8, 8, 200, 8),
+    (600, 240, 12, 5, 180, 16),
+    (400, 4000, 8, 1, 200, 16),
+    (800, 100, 30, 4, 170, 6),
+    (395, 197, 16, 1, 111, 8),
+    (100, 50, 8, 8, 100, 4),
+    (100, 40, 8, 1, 90, 8),
+    (400, 10, 16, 1, 85, 4),
+]
 
 
-def _why_too_few(found: _Limits) -> str:
-    rules: tuple[tuple[Callable[[int, float], float], str], ...] = (
-        (lambda links, _: 1 + links, "That is 1F1B without latency. Microbatches are also on the links."),
-        (
-            lambda links, share: 1 + links * (1 + math.ceil(share)),
-            "A microbatch crosses each link twice, as an activation and as a gradient: 2 × latency.",
-        ),
-        (
-            lambda links, share: 1 + links * (1 + math.floor(2 * share)),
-            "You round down. A link with a microbatch on it for a third of the time needs room for one.",
-        ),
-        (
-            lambda links, share: 1 + links + math.ceil(2 * links * share),
-            "You round the sum over all links. Each link holds whole microbatches: round up for each.",
-        ),
-    )
-    causes = [cause for rule, cause in rules if _follow(found, rule)]
-    return causes[0] if causes else "A microbatch is on a rank from here to the last, or on a link, there or back."
+def healed_step(
+    stage: nn.Module, microbatches: list[torch.Tensor], targets: list[torch.Tensor], loss_fn: nn.Module, link: Link
+) -> None:
+    """One 1F1B step on this rank, with memory for no more than 1F1B holds."""
+    m, in_flight, sends = len(microbatches), deque[tuple](), []
+    warm_up = min(m, link.n_ranks - 1 - link.rank)
+    slots = [torch.empty(link.shape, dtype=link.dtype) for _ in range(warm_up + 1)]
+
+    def forward(i: int) -> None:
+        x = microbatches[i]
+        if not link.is_first:
+            slot = slots[i % len(slots)]
+            dist.recv(slot, link.rank - 1)
+            x = slot.detach().requires_grad_()
+        y = forward_stage(stage, x, targets[i], loss_fn, link)
+        in_flight.append((x, y))
+        sends.extend(send_activation(y, link))
+
+    def backward() -> None:
+        x, y = in_flight.popleft()
+        dx = backward_stage(x, y, recv_gradient(y, m, link))
+        sends.extend(send_gradient(dx, link))
+
+    for i in range(warm_up):
+        forward(i)
+    for i in range(warm_up, m):
+        forward(i)
+        backward()
+    while in_flight:
+        backward()
+    for send in sends:
+        send.wait()
 
 
-EXERCISES: tuple[Exercise, ...] = (
+def _judge_places(where: str, ranks: Sequence[Outcome]) -> None:
+    for rank in range(1, len(ranks)):
+        # With few microbatches, the slots that more of them need are let pass. And one more: a name may keep an input
+        # until it names the next one.
+        enough, places = len(ranks) - rank, ranks[rank].places
+        if places > enough + 1:
+            raise Mistake(
+                f"{where} the gradients are right, but rank {rank} has memory for {places} received activations; 1F1B "
+                f"needs {enough}.",
+                "That many are never in flight at once: a slot is free again after the backward of its microbatch. "
+                "Count the slots, and a copy of each input as well.",
+            )
+
+
+PATIENTS = {
+    "A": flawed(
+        healed_step,
+        ("in_flight.append((x, y))", "in_flight.append((x, y if link.is_last else y.detach().requires_grad_()))"),
+        ("send_gradient(dx, link)", "send_gradient(torch.zeros_like(x) if dx is None else dx, link)"),
+    ),
+    "B": flawed(healed_step, ("range(warm_up + 1)", "range(max(1, warm_up))")),
+    "C": flawed(
+        healed_step,
+        ("range(warm_up + 1)]", "range(m)]; outbox = torch.empty(link.shape, dtype=link.dtype)"),
+        ("send_activation(y, link)", "send_activation(y if link.is_last else outbox.copy_(y.detach()), link)"),
+    ),
+}
+"""1F1B steps that run and give wrong gradients, each for another reason. With one microbatch B and C are healthy, and C
+is so whenever each message is taken before the next one is written."""
+
+
+def _with_norm(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.LayerNorm(width))
+
+
+WARD = replace(BENCH, loss_fn=nn.MSELoss(), width=64, block=_with_norm, rows=16, n_blocks=8, before=None)
+"""Where the notebook looks at its patients, and at torch's schedules."""
+
+
+def examine(step: Callable[..., Any], m: int = 8, stagger_s: float = 0.0, timeout_s: float = 60.0) -> Findings:
+    """Run ``step(stage, microbatches, targets, loss_fn, link)`` on four real ranks, beside one process.
+
+    Each rank starts ``stagger_s`` later than the one before, as on a busy cluster.
+    """
+    return WARD.examined(step, 4, m, stagger_s, timeout_s)
+
+
+EXERCISES = (
     Exercise(
-        "order_1f1b",
-        "03",
-        "1F1B as an order",
-        2,
-        6,
+        "order_1f1b", "03", "1F1B as an order", 2, 6,
         (
             "How many forwards does a rank do before its first backward? The last rank does 1, the one before it 2.",
             "The warm-up has `min(m, p - 1 - rank)` forwards. In the steady state each further forward is followed by "
@@ -244,15 +499,10 @@ EXERCISES: tuple[Exercise, ...] = (
             "The drain has as many backwards as the warm-up had forwards: those of microbatches "
             "`m - warm_up` to m - 1.",
         ),
-        order_1f1b,
-        _grade_order,
+        order_1f1b, _grade_order,
     ),
     Exercise(
-        "step_without_deadlock",
-        "03",
-        "messages that do not block",
-        2,
-        8,
+        "step_without_deadlock", "03", "messages that do not block", 2, 8,
         (
             "Begin with a copy of `first_try`. Its order of forwards and backwards is right, only the sends block.",
             "`send_activation` and `send_gradient` of 02 begin to send and return handles at once. Keep these, or the "
@@ -260,15 +510,10 @@ EXERCISES: tuple[Exercise, ...] = (
             "`sends.extend(send_activation(y, link))`, likewise for the gradient, and after the last backward: "
             "`for send in sends: send.wait()`.",
         ),
-        step_without_deadlock,
-        grade_step,
+        step_without_deadlock, _grade_step,
     ),
     Exercise(
-        "held_with_latency",
-        "03",
-        "room for what is on its way",
-        3,
-        8,
+        "held_with_latency", "03", "room for what is on its way", 3, 8,
         (
             "Without latency the answer is `p - rank`: one microbatch for each rank from here to the last. What else "
             "is there for a microbatch to be on?",
@@ -276,15 +521,10 @@ EXERCISES: tuple[Exercise, ...] = (
             "`forward + backward`.",
             "Each of the `p - 1 - rank` links needs room for `math.ceil(2 * latency / (forward + backward))` of them.",
         ),
-        held_with_latency,
-        _grade_held,
+        held_with_latency, _GRADE_ROOM,
     ),
     Exercise(
-        "choose",
-        "03",
-        "a budget of memory",
-        2,
-        7,
+        "choose", "03", "a budget of memory", 2, 7,
         (
             "Rank 0 holds most. It needs `state / p`, and `min(m, p)` activations of one microbatch in one stage.",
             "One microbatch in one stage keeps `activations / (p * m)`.",
@@ -292,14 +532,10 @@ EXERCISES: tuple[Exercise, ...] = (
             "the one with the smallest `(p - 1) / (m + p - 1)`.",
         ),
         choose,
-        grade_choose,
+        Formula(choose, _BUDGETS, _WRONG_CHOICES, _why_other_choice, read=_read_choice, example=_shown_choice),
     ),
     Exercise(
-        "healed_step",
-        "03",
-        "bug clinic",
-        3,
-        8,
+        "healed_step", "03", "bug clinic", 3, 8,
         (
             "Which gradients are wrong? All are of the weights that multiply what a rank has received. What does their "
             "gradient need that the others do not?",
@@ -307,7 +543,6 @@ EXERCISES: tuple[Exercise, ...] = (
             "many slots are there?",
             "In the steady state the forward comes first: `warm_up + 1` microbatches are in flight.",
         ),
-        healed_step,
-        grade_healed_step,
+        healed_step, partial(_grade_step, places_count=True),
     ),
-)
+)  # fmt: skip

@@ -30,6 +30,11 @@ class Orders(NamedTuple):
     best: Timeline
     rank: int = -1
 
+    @property
+    def peaks(self) -> Sequence[int]:
+        """The most activations that each rank holds, if it can run."""
+        return self.timeline.peak_activations if self.timeline else ()
+
 
 Cause = str | Callable[[Orders], str]
 

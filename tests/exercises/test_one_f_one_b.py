@@ -1,6 +1,5 @@
 """The graders of notebook 03, by what learners hand in."""
 
-import time
 from collections import deque
 from collections.abc import Callable
 from itertools import chain, product
@@ -8,19 +7,21 @@ from math import ceil, floor
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from course_pp.exercises.judging_steps import batch, layers, one_process
-from course_pp.exercises.lopsided import LopsidedLoss
-from course_pp.exercises.one_f_one_b import choose, held_with_latency, order_1f1b, with_room
-from course_pp.exercises.one_f_one_b_steps import PATIENTS
-from course_pp.launch import on_ranks
+from course_pp.exercises.bench import flawed
+from course_pp.exercises.one_f_one_b import (
+    PATIENTS,
+    choose,
+    examine,
+    healed_step,
+    held_with_latency,
+    order_1f1b,
+    step_without_deadlock,
+    with_room,
+)
 from course_pp.runtime import (
-    Link,
     backward_stage,
     forward_stage,
-    partition_model,
     recv_activation,
     recv_gradient,
     send_activation,
@@ -99,17 +100,17 @@ WRONG_ORDERS = [
     (lambda rank, p, m: in_phases(rank, m, 0), "takes", "starve"),
     (lambda rank, p, m: in_phases(rank, m, min(m, p - rank)), "the first one after the warm-up counts"),
     (lambda rank, p, m: in_phases(rank, m, min(m, rank)), "wait", "shorter from rank to rank"),
-    (lambda rank, p, m: in_phases(rank, m, min(m, p - 1)), "holds", "1F1B holds"),
-    (newest_first, "backwards in the order", "oldest"),
+    (lambda rank, p, m: in_phases(rank, m, min(m, p - 1)), "holds", "are enough", "gets shorter from rank to rank"),
+    (newest_first, "cannot run", "oldest"),
     (without_drain, "lacks", "the drain"),
     (counting_anew, "2 times", "goes on where the warm-up stopped"),
-    (without_min, "does not exist", "take a min"),
+    (without_min, "does not belong there", "take a min"),
     (
         by_index_without_min,
         "(0, 4, 2)` raised ValueError: microbatch -1",
         "With fewer microbatches than ranks the warm-up is m",
     ),
-    (lambda rank, p, m: [Action(0, a.kind, a.microbatch) for a in order_1f1b(rank, p, m)], "not rank 1's"),
+    (lambda rank, p, m: [Action(0, a.kind, a.microbatch) for a in order_1f1b(rank, p, m)], "Rank 1 holds stage 1"),
     (lambda rank, p, m: [f"{a.kind}{a.microbatch}" for a in order_1f1b(rank, p, m)], "no action"),
     (lambda rank, p, m: None, "Is a `return` missing?"),
 ]
@@ -125,105 +126,20 @@ def test_an_order_may_be_found_by_a_limit_and_written_as_text() -> None:
     accepts("order_1f1b", lambda rank, p, m: tuple(in_phases(rank, m, min(m, p - 1 - rank))))
 
 
-# The step on real ranks: one function with everything that learners change about it.
+# Steps on real ranks: a solution with one change.
+
+DOWN, UP = "sends.extend(send_activation(y, link))", "sends.extend(send_gradient(dx, link))"
+WARM_UP, DRAIN = "min(m, link.n_ranks - 1 - link.rank)", "    while in_flight:\n        backward()\n"
+BLOCKING = "if not link.is_last: dist.send(y.detach(), link.rank + 1)", "if link.rank: dist.send(dx, link.rank - 1)"
+AT_ONCE = "[send.wait() for send in send_activation(y, link)]", "[send.wait() for send in send_gradient(dx, link)]"
 
 
-def step_with(
-    warm_up: Callable[[int, int, int], int] = lambda rank, p, m: min(m, p - 1 - rank),
-    take: Callable[[Any], Any] = lambda in_flight: in_flight.popleft(),
-    send: Callable[..., list[Any]] = lambda start, message, link: start(message, link),
-    keep: bool = True,
-    waits_before_drain: bool = False,
-    times: Callable[[int], float] = lambda m: 1.0,
-    begin: Callable[[Any], Any] = lambda y: y,
-    arriving: Callable[[Any, int], Any] = lambda dy, m: dy,
-    drains: bool = True,
-) -> Answer:
-    def step(stage: Any, microbatches: Any, targets: Any, loss_fn: Any, link: Any) -> None:
-        m, in_flight, sends = len(microbatches), deque[Any](), []
-
-        def forward(i: int) -> None:
-            x = recv_activation(microbatches[i], link)
-            y = forward_stage(stage, x, targets[i], loss_fn, link)
-            in_flight.append((x, y))
-            sends.extend(send(send_activation, y, link) if keep else send(send_activation, y, link)[:0])
-
-        def backward() -> None:
-            x, y = take(in_flight)
-            dy = recv_gradient(y, m, link)
-            dy = dy * times(m) if link.is_last else arriving(dy, m)
-            dx = backward_stage(x, begin(y), dy)
-            sends.extend(send(send_gradient, dx, link) if keep else send(send_gradient, dx, link)[:0])
-
-        ahead = warm_up(link.rank, link.n_ranks, m)
-        for i in range(ahead):
-            forward(i)
-        for i in range(ahead, m):
-            forward(i)
-            backward()
-        begun = list(sends)
-        while in_flight and drains:
-            backward()
-        for each in begun if waits_before_drain else sends:
-            each.wait()
-
-    return step
+def step_with(*changes: tuple[str, str]) -> Answer:
+    return flawed(step_without_deadlock, *changes)
 
 
-def blocking(start: Callable[..., Any], message: Any, link: Any) -> list[Any]:
-    to = link.rank + (1 if start is send_activation else -1)
-    if 0 <= to < link.n_ranks:
-        dist.send(message.detach(), to)
-    return []
-
-
-def waiting_at_once(start: Callable[..., Any], message: Any, link: Any) -> list[Any]:
-    for send in start(message, link):
-        send.wait()
-    return []
-
-
-def step_with_slots(
-    n_slots: Callable[[int, int], int],
-    copies: bool = False,
-    allocate: Callable[..., Any] = list,
-    memory_for: Callable[[Any, int], Any] = lambda slots, i: slots[i % len(slots)],
-) -> Answer:
-    def step(stage: Any, microbatches: Any, targets: Any, loss_fn: Any, link: Any) -> None:
-        m, in_flight, sends = len(microbatches), deque[Any](), []
-        warm_up = min(m, link.n_ranks - 1 - link.rank)
-        slots = allocate(torch.empty(link.shape, dtype=link.dtype) for _ in range(n_slots(warm_up, m)))
-
-        def forward(i: int) -> None:
-            x = microbatches[i]
-            if not link.is_first:
-                slot = memory_for(slots, i)
-                dist.recv(slot, link.rank - 1)
-                x = (slot.clone() if copies else slot.detach()).requires_grad_()
-            y = forward_stage(stage, x, targets[i], loss_fn, link)
-            in_flight.append((x, y))
-            sends.extend(send_activation(y, link))
-
-        for i in range(m + warm_up):
-            if i < m:
-                forward(i)
-            if i >= warm_up:
-                x, y = in_flight.popleft()
-                sends.extend(send_gradient(backward_stage(x, y, recv_gradient(y, m, link)), link))
-        for send in sends:
-            send.wait()
-
-    return step
-
-
-def clears_first(stage: Any, *rest: Any) -> None:
-    stage.zero_grad()
-    step_with()(stage, *rest)
-
-
-def changes_its_targets(stage: Any, microbatches: Any, targets: Any, *rest: Any) -> None:
-    step_with()(stage, microbatches, targets, *rest)
-    targets[0].zero_()
+def sending(down: str, up: str) -> Answer:
+    return step_with((DOWN, down), (UP, up))
 
 
 def runs_dry(stage: Any, microbatches: Any, targets: Any, loss_fn: Any, link: Any) -> None:
@@ -243,40 +159,31 @@ def runs_dry(stage: Any, microbatches: Any, targets: Any, loss_fn: Any, link: An
         send.wait()
 
 
-def without_guards(start: Callable[..., Any], message: Any, link: Any) -> list[Any]:
-    down = start is send_activation
-    return [dist.isend(message if message is not None else torch.empty(0), link.rank + (1 if down else -1))]
-
-
-def without_a_guard_for_gradients(start: Callable[..., Any], message: Any, link: Any) -> list[Any]:
-    return start(message, link) if start is send_activation else without_guards(start, message, link)
-
-
 WRONG_STEPS = [
-    (step_with(send=without_guards), "rank 3 sends to rank 4", "The last rank has nobody below", "`link.is_last`"),
-    (step_with(send=without_a_guard_for_gradients), "The first rank has nobody above", "`link.is_first`"),
-    (step_with(warm_up=lambda rank, p, m: 0), "The warm-up of rank 0 is too short", "0 forwards instead of 3"),
-    (step_with(drains=False), "rank 0 returned after 5 of 8 backwards", "the drain"),
+    (step_with((DOWN, "sends.append(dist.isend(y.detach(), link.rank + 1))")),
+     "rank 3 sends to rank 4", "The last rank has nobody below", "`link.is_last`"),
+    (step_with((UP, "sends.append(dist.isend(dx if link.rank else y, link.rank - 1))")),
+     "The first rank has nobody above", "`link.is_first`"),
+    (step_with((WARM_UP, "0")), "The warm-up of rank 0 is 0 forwards instead of 3"),
+    (step_with((DRAIN, "")), "rank 0 returned after 5 of 8 backwards", "the drain"),
     (runs_dry, "does not work in the order of 1F1B"),
-    (clears_first, "add to it, as `backward` does"),
-    (changes_its_targets, "changed its argument `targets[0]`"),
-    (hangs(step_with(send=blocking)), "waits in send for", "A blocking `send`"),
-    (hangs(step_with(send=waiting_at_once)), "wait after the last backward"),
-    (hangs(step_with(keep=False)), "Keep that, and `wait()`"),
-    (step_with(waits_before_drain=True), "Keep that, and `wait()`"),
+    (step_with(("m, in_flight", "stage.zero_grad(); m, in_flight")), "add to it, as `backward` does"),
+    (step_with((DRAIN, f"{DRAIN}    targets[0].zero_()\n")), "changed its argument `targets[0]`"),
+    (hangs(sending(*BLOCKING)), "waits in send for", "A blocking `send`"),
+    (hangs(sending(*AT_ONCE)), "wait after the last backward"),
+    (hangs(sending("send_activation(y, link)", "send_gradient(dx, link)")), "Keep that, and `wait()`"),
+    (step_with((DRAIN, f"    begun = list(sends)\n{DRAIN}"), ("send in sends", "send in begun")),
+     "Keep that, and `wait()`"),
     (train_step_pipeline_gpipe, "the gradients are right", "holds 8 activations; 1F1B holds 4"),
-    (
-        step_with(warm_up=lambda rank, p, m: min(m, p - rank)),
-        "holds 5 activations; 1F1B holds 4",
-        "The warm-up of rank 0 is 4 forwards",
-        "is in flight, too",
-    ),
-    (step_with(take=lambda in_flight: in_flight.pop()), "The last rank is right", "oldest microbatch"),
-    (step_with(times=lambda m: m), "m times too large"),
-    (step_with(times=lambda m: 1 / m), "m times too small"),
-    (step_with(arriving=lambda dy, m: dy / m), "1/m enters on more than one rank; the chain rule already carries"),
-    (step_with(begin=lambda y: y.detach().requires_grad_()), "no gradient for rank"),
-]
+    (step_with((WARM_UP, "min(m, link.n_ranks - link.rank)")),
+     "holds 5 activations; 1F1B holds 4", "The warm-up of rank 0 is 4 forwards", "is in flight, too"),
+    (step_with(("popleft()", "pop()")), "The last rank is right", "oldest microbatch"),
+    (step_with(("recv_gradient(y, m, link)", "recv_gradient(y, m, link) * m ** link.is_last")), "m times too large"),
+    (step_with(("recv_gradient(y, m, link)", "recv_gradient(y, m, link) / m ** link.is_last")), "m times too small"),
+    (step_with(("recv_gradient(y, m, link)", "recv_gradient(y, m, link) / m ** (not link.is_last)")),
+     "1/m enters on more than one rank; the chain rule already carries"),
+    (step_with(("(x, y, recv", "(x, y.detach().requires_grad_(), recv")), "no gradient for rank"),
+]  # fmt: skip
 
 
 @pytest.mark.sample(3)
@@ -289,11 +196,16 @@ def test_a_step_may_be_written_in_another_way() -> None:
     accepts("step_without_deadlock", train_step_pipeline_1f1b)
 
 
-def in_one_tensor(slots: Any) -> torch.Tensor:
-    return torch.stack(list(slots))
+def slots(n: str, *changes: tuple[str, str]) -> Answer:
+    return flawed(healed_step, ("range(warm_up + 1)", f"range({n})"), *changes)
 
 
-def with_every_name_in_one_function(stage: Any, microbatches: Any, targets: Any, loss_fn: Any, link: Any) -> None:
+def in_one_tensor(n: str) -> Answer:
+    each = "[torch.empty(link.shape, dtype=link.dtype) for _ in range(warm_up + 1)]"
+    return flawed(healed_step, (each, f"torch.empty({n}, *link.shape, dtype=link.dtype)"))
+
+
+def fresh_in_one_function(stage: Any, microbatches: Any, targets: Any, loss_fn: Any, link: Any) -> None:
     m, in_flight, sends = len(microbatches), deque[Any](), []
     warm_up = min(m, link.n_ranks - 1 - link.rank)
     for i in range(m + warm_up):
@@ -309,87 +221,62 @@ def with_every_name_in_one_function(stage: Any, microbatches: Any, targets: Any,
         each.wait()
 
 
-ENOUGH = {
-    "as separate tensors": step_with_slots(lambda warm_up, m: warm_up + 1),
-    "in one tensor": step_with_slots(lambda warm_up, m: warm_up + 1, allocate=in_one_tensor),
-    "fresh, in one function": with_every_name_in_one_function,
+TOO_MANY, TOO_FEW = ["received activations; 1F1B needs 3", "Count the slots"], [".0.weight", "Who has written to it"]
+COPIED = "x = slot.detach().requires_grad_()", "x = slot.clone().requires_grad_()"
+WRONG_CURES = {
+    "a slot for each microbatch": (slots("m"), TOO_MANY),
+    "a slot for each microbatch, in one tensor": (in_one_tensor("m"), TOO_MANY),
+    "the sick slots and a copy of each input": (slots("max(1, warm_up)", COPIED), TOO_MANY),
+    "as many slots as the warm-up": (slots("max(1, warm_up)"), TOO_FEW),
+    "one slot": (slots("1"), TOO_FEW),
+    "two slots": (slots("2"), TOO_FEW),
+    "another order": (step_with(("popleft()", "pop()")), ["oldest microbatch"]),
 }
-TOO_MANY = {
-    "one for each microbatch": step_with_slots(lambda warm_up, m: m),
-    "one for each microbatch, in one tensor": step_with_slots(lambda warm_up, m: m, allocate=in_one_tensor),
-    "the sick slots, not used, and fresh memory": step_with_slots(
-        lambda warm_up, m: max(1, warm_up), memory_for=lambda slots, i: torch.empty_like(slots[0])
-    ),
-    "the sick slots and a copy of each input": step_with_slots(lambda warm_up, m: max(1, warm_up), copies=True),
+CURES = {
+    "enough slots, in one tensor": in_one_tensor("warm_up + 1"),
+    "fresh memory": step_with(),
+    "fresh memory, in one function": fresh_in_one_function,
 }
-TOO_FEW = [
-    ("as many as the warm-up", lambda warm_up, m: max(1, warm_up)),
-    ("one", lambda warm_up, m: 1),
-    ("two", lambda warm_up, m: 2),
-]
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("answer", ENOUGH.values(), ids=ENOUGH)
-def test_the_patient_is_healed_by_enough_slots(answer: Answer) -> None:
+@pytest.mark.parametrize(("answer", "words"), WRONG_CURES.values(), ids=WRONG_CURES)
+def test_a_wrong_cure_is_told_what_it_does(answer: Answer, words: list[str]) -> None:
+    refuses("healed_step", answer, *words)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("answer", CURES.values(), ids=CURES)
+def test_the_patient_is_healed_in_several_ways(answer: Answer) -> None:
     accepts("healed_step", answer)
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("answer", TOO_MANY.values(), ids=TOO_MANY)
-def test_more_memory_than_1f1b_needs_for_what_is_received_is_not_the_cure(answer: Answer) -> None:
-    refuses("healed_step", answer, "received activations; 1F1B needs 3", "the slots, used or not")
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("n_slots", [n for _, n in TOO_FEW], ids=[name for name, _ in TOO_FEW])
-def test_too_few_slots_are_told_by_the_weights_that_they_spoil(n_slots: Callable[[int, int], int]) -> None:
-    refuses("healed_step", step_with_slots(n_slots), ".0.weight", "Who has written to it in between?")
-
-
-def test_the_patient_is_healed_by_fresh_memory_too_but_not_by_another_order() -> None:
-    accepts("healed_step", step_with())
-    refuses("healed_step", step_with(take=lambda in_flight: in_flight.pop()), "oldest microbatch")
 
 
 # The patients of the clinic: what they have must show, and nothing else.
 
-
-def spoilt(rank: int, name: str, m: int) -> list[str]:
-    """Parameters of this rank whose gradient is not that of one process, after a step in which ranks begin late."""
-    stage, (inputs, targets) = partition_model(layers(), dist.get_world_size(), rank), batch(m)
-    dist.barrier()
-    time.sleep(0.1 * rank)
-    link = Link((len(inputs) // m, inputs.shape[1]), torch.float64)
-    PATIENTS[name](stage, inputs.chunk(m), targets.chunk(m), LopsidedLoss(), link)
-    right = one_process(m)
-    healthy = [n for n, p in stage.named_parameters() if p.grad is not None and torch.allclose(p.grad, right[n])]
-    return [n for n, _ in stage.named_parameters() if n not in healthy]
+# By patient and number of microbatches: for each rank how many of its gradients are right, are missing, are wrong.
+WELL = [(12, 0, 0)] * 4
+SYMPTOMS = {
+    ("A", 8): [(0, 12, 0), (0, 12, 0), (0, 12, 0), (12, 0, 0)],
+    ("B", 8): [(12, 0, 0), (11, 0, 1), (11, 0, 1), (12, 0, 0)],
+    ("C", 8): [(0, 0, 12)] * 4,
+    ("B", 1): WELL,
+    ("C", 1): WELL,
+}
 
 
-def symptoms(name: str, m: int) -> list[list[str]]:
-    return on_ranks(4, spoilt, name, m, timeout_s=30)
+@pytest.mark.parametrize(("name", "m"), SYMPTOMS)
+def test_a_patient_shows_its_symptom(name: str, m: int) -> None:
+    found = examine(PATIENTS[name], m, stagger_s=0.05)
+    counts = [tuple(list(rank.values()).count(kind) for kind in ("right", "none", "wrong")) for rank in found.by_rank]
+    assert counts == SYMPTOMS[name, m]
+    assert (found.value == pytest.approx(found.of_one)) == ((name, m) != ("C", 8))
 
 
-def everything(layer: int) -> list[str]:
-    return [f"{layer}.{part}" for part in ("0.weight", "0.bias", "2.weight", "2.bias")]
-
-
-def test_a_detached_output_spoils_all_ranks_but_the_last() -> None:
-    assert symptoms("A", 8) == [everything(0), everything(1), everything(2), []]
-
-
-def test_too_few_slots_spoil_the_first_weight_of_the_ranks_between() -> None:
-    assert symptoms("B", 8) == [[], ["1.0.weight"], ["2.0.weight"], []]
-
-
-def test_one_buffer_for_all_that_is_sent_spoils_every_rank() -> None:
-    assert symptoms("C", 8) == [everything(rank) for rank in range(4)]
-
-
-@pytest.mark.parametrize("name", ["B", "C"])
-def test_with_one_microbatch_no_buffer_is_written_twice(name: str) -> None:
-    assert symptoms(name, 1) == [[], [], [], []]
+def test_a_healthy_step_has_every_gradient_and_the_loss_of_one_process() -> None:
+    found = examine(train_step_pipeline_1f1b, 3)
+    assert found.equal
+    assert found.value == pytest.approx(found.of_one, rel=1e-12)
+    assert "rank 0: 12 right" in str(found)
 
 
 # Room for what is on its way.
@@ -405,12 +292,12 @@ WRONG_LIMITS = [
     (lambda rank, p, f, b, latency: 1 + (p - 1 - rank) * (1 + floor(2 * latency / (f + b))), "You round down"),
     (lambda rank, p, f, b, latency: p - rank + ceil(2 * (p - 1 - rank) * latency / (f + b)), "Each link holds whole"),
     (lambda rank, p, f, b, latency: 1 + (p - 1 - rank) * (1 + 2 * ceil(latency / (f + b))), "round up once a link"),
-    (lambda rank, p, f, b, latency: 2 * (p - rank) - 1, "would do", "Without latency it is 1F1B"),
+    (lambda rank, p, f, b, latency: 2 * (p - rank) - 1, "is 7, not 4", "Without latency it is 1F1B"),
     (lambda rank, p, f, b, latency: 1 + (p - 1 - rank) * (1 + ceil(2 * latency / f)), "every forward + backward"),
     (lambda rank, p, f, b, latency: 1 + (p - 1 - rank) * (1 + 2 * latency / (f + b)), "a whole place", "math.ceil"),
-    (one_too_few_on_rank_0, "400 microbatches take"),
+    (one_too_few_on_rank_0, "400 microbatches take", "GPipe takes"),
     (lambda rank, p, f, b, latency: 0, "must hold 1"),
-    (lambda rank, p, f, b, latency: 2 if rank == 1 else 1, "cannot run"),
+    (lambda rank, p, f, b, latency: 2 if rank == 1 else 1, "cannot run", "one activation more than"),
 ]
 
 
@@ -469,8 +356,8 @@ def on_first_rank(state: float, activations: float, p: int, m: int) -> float:
 WRONG_CHOICES = [
     (chosen_by(lambda s, a, p, m: s / p + a / p), "as GPipe has"),
     (chosen_by(lambda s, a, p, m: s / p + a / m), "A/m holds for m ≥ p; with fewer, rank 0 holds m: min(m, p)·A/(pm)"),
-    (chosen_by(lambda s, a, p, m: s / p + a / (p * m)), "would need", "min(m, p) activations"),
-    (chosen_by(lambda s, a, p, m: s / p), "would need"),
+    (chosen_by(lambda s, a, p, m: s / p + a / (p * m)), "of 120 on rank 0", "min(m, p) activations"),
+    (chosen_by(lambda s, a, p, m: s / p), "of 120 on rank 0", "min(m, p) activations"),
     (chosen_by(lambda s, a, p, m: s + min(m, p) * a / (p * m)), "rank 0 has `state / p`"),
     (
         chosen_by(lambda s, a, p, m: s + min(m, p) * a / (p * m), lambda p, m: ((p - 1) / (m + p - 1), -m)),
@@ -484,11 +371,11 @@ WRONG_CHOICES = [
     (chosen_by(on_first_rank, sizes=lambda rows, least: range(1, rows // least + 1)), "m must divide the rows"),
     (
         chosen_by(on_first_rank, sizes=lambda rows, least: [m for m in range(1, rows + 1) if rows % m == 0]),
-        "are the least",
+        "m is at most rows // min_rows",
     ),
     (lambda *args: (choose(*args) or (1, 1))[::-1], "The ranks come first"),
-    (lambda *args: choose(*args) or (16, 8), "would need 275 of 200", "No p and m fit there"),
-    (lambda *args: None, "though something fits"),
+    (lambda *args: choose(*args) or (16, 8), "275 of 200 on rank 0", "No p and m fit there"),
+    (lambda *args: None, "is None, not (4, 16)", "`state / p`"),
 ]
 
 
