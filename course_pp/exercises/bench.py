@@ -336,7 +336,7 @@ def flawed(solution: Step, *changes: tuple[str, str]) -> Step:
     # Named as a cell, so that a hang is told at its own line.
     file = f"<ipython-input-flawed-{solution.__name__}-{abs(hash(source))}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    names = dict(vars(sys.modules[solution.__module__]), __name__="clinic")
+    names = dict(vars(sys.modules[solution.__module__]))
     exec(compile(source, file, "exec", flags=__future__.annotations.compiler_flag), names)
     step: Step = names[solution.__name__]
     return step

@@ -1,18 +1,27 @@
 """The graders of notebook 10, by what learners hand in, and what its cells rely on."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from torch.nn.functional import cross_entropy
 
 from course_pp.exercises import models_of_others_lab
-from course_pp.exercises.models_of_others import carries, skip_bytes, tied_across
-from course_pp.exercises.models_of_others_clinic import PATIENTS, examine, patient_a
+from course_pp.exercises.models_of_others import (
+    PATIENTS,
+    _grade_skip_bytes,
+    carries,
+    examine,
+    masked_loss,
+    patient_a,
+    skip_bytes,
+    tied_across,
+)
 from course_pp.exercises.models_of_others_lab import ARTICLE, ends_apart, generate_text, skip_step
 from course_pp.model import layer_costs, partition_by_cost
 from course_pp.schedule import Action, Span, Timeline
-from tests.exercises.grading import accepts, refuses, verdict_of
+from tests.exercises.grading import accepts, refuses
 
 Answer = Callable[..., Any]
 RANKS_IMPORT = ["transformers.models.gpt2.modeling_gpt2"]
@@ -36,21 +45,6 @@ def behind_too(reads: list[set[int]], begins: list[int]) -> list[list[int]]:
 
 def in_any_order(reads: list[set[int]], begins: list[int]) -> list[list[int]]:
     return [each[::-1] for each in carries(reads, begins)]
-
-
-WRONG_CARRIES = [
-    (only_the_neighbour, "is lost"),
-    (read_by_the_first, "is lost", "A call behind the cut may read what was made long before it"),
-    (all_before, "is too many", "No call behind the cut reads it"),
-    (behind_too, "is too many", "It is made behind the cut"),
-    (in_any_order, "Each result once, in the order of the calls"),
-    (lambda reads, begins: carries(reads, begins)[:1], "carries("),
-]
-
-
-@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_CARRIES])
-def test_what_a_cut_is_wrongly_said_to_carry_is_told(answer: Answer, words: list[str]) -> None:
-    refuses("carries", answer, *words)
 
 
 def all_weights(stages: list[dict[str, int]]) -> list[dict[int, str]]:
@@ -80,51 +74,11 @@ def names_nothing(stages: list[dict[str, int]]) -> list[dict[Any, Any]]:
     return [{"0": [1], 99: "x"}, {0: ["embed"], None: 3}, {0: "embed", 2: "head"}]
 
 
-WRONG_TIES = [
-    (every_pair, "a weight in two entries", "One entry for each weight"),
-    (names_nothing, "finds 3, and 1 are tied"),
-    (all_weights, "a weight of one stage", "nothing has to be added up"),
-    (by_name, "finds 0 of 1", "if their number is the same"),
-    (last_name, "of two names on a stage the first"),
-    (lambda stages: tied_across(stages)[:1], "finds 1 of 2"),
-]
+def neighbours(stages: list[dict[str, int]]) -> list[dict[int, str]]:
+    return [each for each in tied_across(stages) if 1 in {b - a for a, b in pairwise(each)}]
 
 
-@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_TIES])
-def test_ties_that_are_not_found_are_told(answer: Answer, words: list[str]) -> None:
-    refuses("tied_across", answer, *words)
-
-
-def test_ties_may_come_in_any_order() -> None:
-    accepts("tied_across", lambda stages: [dict(reversed(each.items())) for each in tied_across(stages)[::-1]])
-
-
-def every_reader(values: Any, rank_of: list[int]) -> tuple[int, int]:
-    return skip_bytes(values, rank_of)[0], sum(size * len(readers) for _, readers, size in values)
-
-
-def every_boundary(values: Any, rank_of: list[int]) -> tuple[int, int]:
-    return sum(size * (max(readers) - writer) for writer, readers, size in values), skip_bytes(values, rank_of)[1]
-
-
-def one_boundary(values: Any, rank_of: list[int]) -> tuple[int, int]:
-    return sum(size for _, _, size in values), skip_bytes(values, rank_of)[1]
-
-
-WRONG_BYTES = [
-    (every_reader, "straight, it is not", "Once to each *rank*"),
-    (every_boundary, "handed on, it is not", "on the same rank nothing is sent"),
-    (one_boundary, "handed on, it is not", "It crosses every boundary"),
-    (lambda values, rank_of: sum(skip_bytes(values, rank_of)), "skip_bytes("),
-]
-
-
-@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_BYTES])
-def test_bytes_that_are_wrong_are_told_why(answer: Answer, words: list[str]) -> None:
-    refuses("skip_bytes", answer, *words)
-
-
-def loss_with(divide: str, chunk: bool, left_out: int = -100) -> Answer:
+def loss_with(divide: str, chunk: bool, left_out: int = -100, counts: int = 1) -> Answer:
     def answer(stages: Any, tokens: Any, mask: Any, m: int) -> Any:
         losses = []
         for i, rows in enumerate(tokens.chunk(m)):
@@ -132,7 +86,7 @@ def loss_with(divide: str, chunk: bool, left_out: int = -100) -> Answer:
             x = rows
             for stage in stages:
                 x = stage(x, attention_mask=real)
-            padding = mask.chunk(m)[i][:, 1:] == 0
+            padding = mask.chunk(m)[i][:, 1:] != counts
             targets = (rows[:, 1:].masked_fill(padding, left_out) if left_out else rows[:, 1:]).flatten()
             losses.append(cross_entropy(x[:, :-1].flatten(0, 1), targets, reduction=divide))
         return sum(losses) / (m if divide == "mean" else mask[:, 1:].sum())
@@ -144,21 +98,57 @@ def detached(stages: Any, tokens: Any, mask: Any, m: int) -> Any:
     return loss_with("sum", True)(stages, tokens, mask, m).detach()
 
 
-WRONG_LOSSES = [
-    (patient_a, "With padding behind the loss is wrong|With padding in front the loss is wrong"),
-    (loss_with("mean", True), "divided by the tokens counted in the whole batch"),
-    (loss_with("sum", False), "its own rows of the mask"),
-    (loss_with("sum", True, left_out=0), "as a target it has to be left out"),
-    (loss_with("mean", True, left_out=0), "as a target it has to be left out"),
-    (detached, "its gradient is not"),
-]
+def inverted(stages: Any, tokens: Any, mask: Any, m: int) -> Any:
+    return loss_with("sum", True, counts=0)(stages, tokens, mask, m)
 
 
-@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_LOSSES])
-def test_a_loss_that_is_wrong_with_padding_is_told_why(answer: Answer, words: list[str]) -> None:
-    verdict = verdict_of("masked_loss", answer)
-    assert verdict.status == "not yet"
-    assert any(word in verdict.text for word in words[0].split("|")), verdict.text
+WRONG = {
+    "carries": [
+        (only_the_neighbour, "is lost"),
+        (read_by_the_first, "is lost: call 5 reads it, which may be much later"),
+        (all_before, "nobody reads the result of call 0: it stays where it is"),
+        (behind_too, "the result of call 1 is made behind it"),
+        (in_any_order, "Each result once, in the order of the calls"),
+        (lambda reads, begins: carries(reads, begins)[:1], "one list for each of the 2 cuts"),
+    ],
+    "tied_across": [
+        (every_pair, "One entry for each weight"),
+        (names_nothing, "if their number is the same"),
+        (all_weights, "nothing has to be added up"),
+        (by_name, "Weight 7 is missing, which stages 0, 2 hold"),
+        (neighbours, "Weight 7 is missing, which stages 0, 2 hold"),
+        (last_name, "of two names on a stage the first"),
+        (lambda stages: tied_across(stages)[:1], "Weight 2 is missing"),
+    ],
+    "skip_bytes": [
+        *((wrong, cause) for wrong, cause in _grade_skip_bytes.wrongs if isinstance(cause, str)),
+        (lambda values, rank_of: sum(skip_bytes(values, rank_of)), "skip_bytes("),
+    ],
+    "masked_loss": [
+        (patient_a, "Every stage attends"),
+        (loss_with("mean", True), "divided by the tokens counted in the whole batch"),
+        (loss_with("sum", False), "its own rows of the mask"),
+        (loss_with("sum", True, left_out=0), "as a target it has to be left out"),
+        (loss_with("mean", True, left_out=0), "as a target it has to be left out"),
+        (inverted, "Only padding counts"),
+        (detached, "its gradient is not"),
+        (
+            lambda stages, tokens, mask, m: masked_loss(stages, tokens, mask, 1),
+            "a stage is given 4 rows at once, not 2",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "words"), [(name, *each) for name, answers in WRONG.items() for each in answers]
+)
+def test_a_wrong_answer_is_told_why(name: str, answer: Answer, words: str) -> None:
+    refuses(name, answer, words)
+
+
+def test_ties_may_come_in_any_order() -> None:
+    accepts("tied_across", lambda stages: [dict(reversed(each.items())) for each in tied_across(stages)[::-1]])
 
 
 def test_a_loss_may_be_computed_otherwise() -> None:
