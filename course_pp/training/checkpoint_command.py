@@ -29,11 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int | None:
-    """Do one of them; return 1 if two checkpoints differ.
-
-    Raises:
-        ValueError: for a checkpoint that is damaged, or cannot be what was asked for.
-    """
+    """Do one of them; return 1 if two checkpoints differ."""
     from course_pp.training.checkpoint import export_hf, import_hf
 
     if arguments.action == "inspect":
@@ -58,14 +54,10 @@ def _inspect(path: Path, as_json: bool) -> None:
     opened = open_checkpoint(path)
     entries = contents(opened.path)
     if as_json:
-        tensors = {
-            entry.key: {
-                "dtype": str(entry.dtype).removeprefix("torch."),
-                "shape": entry.shape,
-                "pieces": [vars(piece) for piece in entry.pieces],
-            }
-            for entry in entries
-        }
+        tensors = {}
+        for entry in entries:
+            pieces, dtype = [vars(piece) for piece in entry.pieces], str(entry.dtype).removeprefix("torch.")
+            tensors[entry.key] = {"dtype": dtype, "shape": entry.shape, "pieces": pieces}
         print(json.dumps({"path": str(opened.path), "state": opened.state, "tensors": tensors}, indent=1))
         return
     rows: list[tuple[str, ...]] = [("tensor", "shape", "dtype", "bytes", "files")]

@@ -13,7 +13,6 @@ from pathlib import Path
 from string import Formatter
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from course_pp.arguments import shown
 from course_pp.schedule import Schedule, Versions, check, find, from_torch_csv
 
 
@@ -92,15 +91,13 @@ class TrainConfig:
     """A name of the catalogue, or a CSV file with an order of your own, as `course_pp.schedule.to_torch_csv` writes
     it."""
     versions: Versions | None = None
-    """With schedule `"pipedream"`, which weights a microbatch uses: `"stash"`, `"vertical"`, `"2bw"` or `"none"`, see
-    `course_pp.schedule.ledger`. Each microbatch is then an update of its own, all of a step at one learning rate. The
-    pipeline drains at the end of the step: more `microbatches` drain it less often."""
+    """With schedule `"pipedream"`, which weights a microbatch uses: see `course_pp.schedule.ledger`. Each is then an
+    update of its own, all of a step at one learning rate. The pipeline drains at the end of the step."""
     group: Count | None = None
     """Microbatches whose gradients make one update, with versions `"2bw"`; None is as many as pipeline ranks."""
     precision: Precision = "auto"
-    """What the stages compute in and send: `"fp32"` is what their parameters are in, `"auto"` what the stages that
-    `Trainer` gets compute in; `train.py` takes `"bf16"` on GPUs and `"fp32"` on the CPU, where half precision is slow.
-    Parameters, their gradients and the optimizer's state stay in float32; `"fp16"` scales the loss."""
+    """What the stages compute in and send; parameters, gradients and the optimizer's state stay in float32. `"auto"`
+    is what `Trainer`'s stages compute in; `train.py` takes `"bf16"` on GPUs and `"fp32"` on the CPU."""
     loss_scale: Annotated[float, _SCALE] = 2.0**16
     """The first scale of `"fp16"`, a power of two; see `course_pp.training.optim.LossScale`."""
     on_nan: OnNan = "refuse"
@@ -143,8 +140,7 @@ class TrainConfig:
     """Seconds that a rank waits for the others once the first step is done, which also compiles and connects; None
     leaves the time limit of the process group."""
     gc_every: Count | None = None
-    """Steps between garbage collections, on all ranks at once; None leaves it to Python, which collects on each rank at
-    another moment, for which the others wait."""
+    """Steps between garbage collections, on all ranks at once; None leaves it to Python: the others wait for each."""
     workers: CountOrNone = 0
     """Processes on each rank that read batches before they are needed; 0 reads each when it is."""
     seed: CountOrNone = 42
@@ -175,14 +171,13 @@ class TrainConfig:
         if self.profile:
             there = self.log_folder is not None
             refuse_unless(there, "{profile} writes a trace, but {log_folder}: give a folder")
-            more = f"train at least {self.profile + 2} steps, or trace fewer"
             fits = self.profile + 2 <= steps
-            refuse_unless(fits, f"{{profile}} steps are traced after 2 that warm up, but {{steps}}: {more}")
+            refuse_unless(
+                fits, "{profile} steps are traced after 2 that warm up, but {steps}: train more, or trace fewer"
+            )
         if self.epochs is None:
-            refuse_unless(warmup <= steps, "{warmup_steps} must be at most {steps}: shorten the warm-up")
-            most = f"must be at most {steps - warmup}, as {{steps}} shows: shorten one of them"
-            fits = decay is None or warmup + decay <= steps
-            refuse_unless(fits, f"{{decay_steps}} after a warm-up of {warmup} steps {most}")
+            fits = warmup + (decay or 0) <= steps
+            refuse_unless(fits, "{warmup_steps} and {decay_steps} are more than {steps}: shorten one of them")
 
     def _check_schedule(self) -> None:
         """Refuse an unknown schedule, and a file whose order cannot be a step of this run."""
@@ -277,14 +272,9 @@ def check_setting(name: str, value: object, hint: Any) -> None:
 
 def must_be_one_of(value: object, choices: Iterable[str]) -> str:
     """Return the words for a value that is none of the choices, with the one that is spelled like it."""
-    near = nearest(value, choices, cutoff=0.6)
-    return f"must be one of {', '.join(choices)}" + (f": did you mean {near!r}?" if near else "")
-
-
-def nearest(name: object, names: Iterable[str], cutoff: float = 0.0) -> str:
-    """Return the one of ``names`` that is spelled most like ``name``, whatever the case; ``""`` if none is so near."""
-    by_folded = {each.casefold(): each for each in names}
-    return by_folded[found[0]] if (found := get_close_matches(shown(name).casefold(), by_folded, 1, cutoff)) else ""
+    by_folded = {each.casefold(): each for each in choices}
+    near = get_close_matches(str(value).casefold(), by_folded, 1)
+    return f"must be one of {', '.join(choices)}" + (f": did you mean {by_folded[near[0]]!r}?" if near else "")
 
 
 ORDER_FILE = "schedule.csv"
@@ -349,10 +339,8 @@ def what_changed(saved: Mapping[str, Any], checkpoint: Path, schedule: str, orde
         flags = f"--schedule {before if there is None else kept} --microbatches {saved.get('microbatches')}"
     if alike:
         return None
-    return (
-        f"schedule {schedule!r} now, {before!r} before: a step gives the same, in other time and memory. "
-        f"To keep to the one before: {flags}"
-    )
+    same = "a step gives the same, in other time and memory"
+    return f"schedule {schedule!r} now, {before!r} before: {same}. To keep to the one before: {flags}"
 
 
 def _known(name: str) -> str:

@@ -162,13 +162,10 @@ def flops_of_a_sequence(held: HeldStages, seq_len: int) -> float:
 
 
 class PipelineEngine(Protocol):
-    """Takes batches of one size through the pipeline. Every rank makes one, and passes the whole batch.
-
-    Attributes:
-        copies: ranks that hold each stage, all with the same gradients.
-    """
+    """Takes batches of one size through the pipeline. Every rank makes one, and passes the whole batch."""
 
     copies: int
+    """Ranks that hold each stage, all with the same gradients."""
 
     def step(self, batch: Sequences, divisor: float) -> float:
         """Add the gradient of the batch's summed loss over ``divisor`` to ``.grad``; return that loss on every rank.
@@ -178,9 +175,6 @@ class PipelineEngine(Protocol):
 
         Args:
             divisor: the number of tokens in all batches whose gradients add up.
-
-        Raises:
-            LossNotFinite, PipelineError: on every rank.
         """
 
     def evaluate(self, batch: Sequences) -> float:

@@ -14,12 +14,7 @@ from course_pp.training.data.sequences import read_ahead
 class Feed:
     """The batches of a run, the same on every rank; made on every rank.
 
-    Args:
-        train: rows, where a step's batch follows from its number; or a stream, which has a position.
-
-    Attributes:
-        config: as given, with epochs as steps.
-        source: ``train``.
+    A step's batch of rows follows from its number; a stream has a position. In ``config`` epochs are steps.
     """
 
     def __init__(self, config: TrainConfig, train: Rows | Stream) -> None:

@@ -11,15 +11,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from math import prod
-from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args
 
 import cyclopts
 from cyclopts import App, ArgumentCollection, Parameter
 
 from course_pp.model import ModelConfig
 from course_pp.parallel import DistributedConfig, ReshardPolicy
-from course_pp.training.config import SettingError, TrainConfig, must_be_one_of, nearest
+from course_pp.training.config import SettingError, TrainConfig, must_be_one_of
 from course_pp.training.data import (
     Corpus,
     PackedTokens,
@@ -282,12 +281,6 @@ def _flag(field: str) -> str:
     return _RENAMED.get(field, field.replace("_", "-"))
 
 
-def _flags() -> dict[str, str]:
-    """Return the flag of each field, without its dashes."""
-    parts = [part.default_factory for part in fields(Options)]
-    return {each.name: _flag(each.name) for part in parts for each in fields(part)}  # type: ignore[arg-type]
-
-
 def parse(arguments: Sequence[str], description: str = "") -> Options | None:
     """Return the run that the arguments ask for; print help and return None if they ask for that.
 
@@ -319,7 +312,7 @@ def parse(arguments: Sequence[str], description: str = "") -> Options | None:
             list(arguments), exit_on_error=False, print_error=False, result_action="return_value"
         )
     except cyclopts.CycloptsError as error:
-        raise ValueError(_sentence(error)) from error
+        raise ValueError(" ".join(str(error).split())) from error
     return found
 
 
@@ -341,71 +334,34 @@ def _fill_in(app: App, commands: tuple[str, ...], arguments: ArgumentCollection)
 
 
 def _read(path: str) -> dict[str, Any]:
-    """Return the content of a TOML file, by flag."""
     try:
         with open(path, "rb") as file:
-            content = tomllib.load(file)
+            return tomllib.load(file)
     except OSError as error:
         raise ValueError(f"--config {path!r} cannot be read ({error.strerror}): give a TOML file") from error
     except ValueError as error:  # also of text that is not UTF-8
         raise ValueError(f"--config {path!r} is not TOML: {error}") from error
-    known = _flags().values()
-    for key in content:
-        if key.replace("_", "-") not in known:
-            near = nearest(key, (name.replace("-", "_") for name in known))
-            raise ValueError(f"{path}: unknown key {key!r}: did you mean {near!r}?")
-    return {key.replace("_", "-"): value for key, value in content.items()}
 
 
 def _check_whole_numbers(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
     """Refuse 3.5 for a whole number, which cyclopts would round."""
     for argument in arguments:
-        if _without_none(argument.hint) is int:
+        if int in (argument.hint, *get_args(argument.hint)):
             for token in argument.tokens:
                 if not token.value.strip().lstrip("+-").isdecimal():
                     raise ValueError(f"{argument.name} {token.value!r} must be a whole number")
 
 
-def _sentence(error: cyclopts.CycloptsError) -> str:
-    """Return what cyclopts found, in our words."""
-    if isinstance(error, cyclopts.UnknownOptionError):
-        flag = error.token.keyword or error.token.value
-        near = nearest(flag.lstrip("-").partition("=")[0], ["config", *_flags().values()])
-        return f"unknown option {flag}: did you mean --{near}?"
-    if isinstance(error, cyclopts.UnusedCliTokensError):
-        return f"unexpected {(error.unused_tokens or [''])[0]!r}: every value follows its flag, as in --steps 100"
-    if error.argument is not None:
-        name, kind = error.argument.name, _without_none(error.argument.hint)
-        if isinstance(error, cyclopts.CoercionError) and error.token is not None:
-            value = error.token.value
-            if get_origin(kind) is Literal:
-                return f"{name} {value!r} {must_be_one_of(value, get_args(kind))}"
-            return f"{name} {value!r} must be {_spelled(kind)}"
-        if isinstance(error, cyclopts.MissingArgumentError):
-            return f"{name} needs a value: {_spelled(kind)}"
-    return " ".join(str(error).split())
-
-
-def _without_none(hint: Any) -> Any:
-    return next(kind for kind in get_args(hint) if kind is not NoneType) if NoneType in get_args(hint) else hint
-
-
-def _spelled(kind: Any) -> str:
-    """Return a type in words."""
-    if get_origin(kind) is Literal:
-        return f"one of {', '.join(get_args(kind))}"
-    if get_origin(kind) is tuple:
-        return f"a list, each {_spelled(get_args(kind)[0])}"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    return words.get(kind, "a table of names and values")
-
-
 @contextmanager
 def flags_named() -> Iterator[None]:
     """Rephrase a refusal from inside for the command line: ``--global-batch-size 9`` instead of ``batch=9``."""
-    flags = _flags()
+    parts: Any = [part.default_factory for part in fields(Options)]
+    names = {each.name for part in parts for each in fields(part)}
+
+    def spell(name: str, value: Any) -> str:
+        return f"--{_flag(name)} {value!r}" if name in names else f"{name}={value!r}"
+
     try:
         yield
     except SettingError as error:
-        said = error.spelled(lambda name, value: f"--{flags[name]} {value!r}" if name in flags else f"{name}={value!r}")
-        raise ValueError(said) from error
+        raise ValueError(error.spelled(spell)) from error

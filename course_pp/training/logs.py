@@ -54,12 +54,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that the devices of a run can do.
-
-    Attributes:
-        flops: floating-point operations a second, over all ranks.
-        source: given (from a data sheet), or measured with a matrix product on all ranks at once.
-    """
+    """FLOPs a second of all ranks at most, given from a data sheet or measured with a matrix product on all at once."""
 
     flops: float
     source: Literal["given", "measured"]
@@ -211,12 +206,7 @@ class Progress:
 class Reporter:
     """Tells logs, progress and profiler about each step. Make it on every rank; one of them writes.
 
-    Args:
-        speed: of no steps yet.
-        stack: closes everything in the end.
-
-    Attributes:
-        speed: of all steps since this reporter was made.
+    Its ``speed`` is that of all steps since it was made; ``stack`` closes everything in the end.
     """
 
     def __init__(self, config: TrainConfig, speed: Speed, step: int, is_logging_rank: bool, stack: ExitStack) -> None:
@@ -234,12 +224,9 @@ class Reporter:
         if config.profile and config.log_folder is not None:
             # To open in Perfetto or chrome://tracing. The first two steps open connections.
             path = str(Path(config.log_folder) / f"trace_rank{dist.get_rank()}.json")
-            self._profiler = stack.enter_context(
-                torch.profiler.profile(
-                    schedule=torch.profiler.schedule(wait=1, warmup=1, active=config.profile, repeat=1),
-                    on_trace_ready=lambda profiler: profiler.export_chrome_trace(path),
-                )
-            )
+            steps = torch.profiler.schedule(wait=1, warmup=1, active=config.profile, repeat=1)
+            profile = torch.profiler.profile(schedule=steps, on_trace_ready=lambda p: p.export_chrome_trace(path))
+            self._profiler = stack.enter_context(profile)
 
     def step(self, result: StepResult, epoch: int) -> None:
         """Report a step, and the pass over the data that it was in."""

@@ -30,10 +30,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer over the parameters of this rank's stages, in the groups of :func:`parameter_groups`.
 
-    Build it after FSDP2 has replaced the parameters. No rank needs another's state: each updates what it holds.
-
-    Args:
-        factory: None takes what ``config`` names, by default AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101).
+    Build it after FSDP2 has replaced the parameters. Without a ``factory`` it is the one that ``config`` names, by
+    default AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101).
     """
     groups = parameter_groups(modules, config.weight_decay, tied)
     for group in groups:
@@ -90,10 +88,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig) -> La
     """Return the learning rate of every step, as a factor on the optimizer's."""
 
     # A plain function: LambdaLR would put the attributes of anything else into its state.
-    def factor(step: int) -> float:
-        return lr_factor(step, config)
-
-    return LambdaLR(optimizer, factor)
+    return LambdaLR(optimizer, lambda step: lr_factor(step, config))
 
 
 def lr_factor(step: int, config: TrainConfig) -> float:
@@ -156,10 +151,6 @@ class LossScale:
         if self.good_steps + 1 < self.growth_steps:
             return replace(self, good_steps=self.good_steps + 1)
         return replace(self, value=min(2.0**24, self.value * 2), good_steps=0)
-
-    def state(self) -> dict[str, Any]:
-        """Return what changes from step to step, as JSON can hold it."""
-        return {"value": self.value, "good_steps": self.good_steps}
 
 
 def check_precision(precision: Precision, modules: Iterable[nn.Module]) -> None:

@@ -19,10 +19,9 @@ and which exit code comes out, depends on what stands between the scheduler and 
     torchrun, a signal to one rank    all ranks save and end with 75; torchrun reports them as failed and ends with 1.
                                       With --max-restarts it would start them again: leave that at 0
 
-Before the ``with``, while Python imports torch, a signal ends the process as it ends any (143 for SIGTERM in a shell):
-nothing has been trained since the last checkpoint, so a batch script may requeue on that code as well.
-
 So torchrun never hands 75 on: a batch script around it requeues because it has caught the signal itself (``trap``).
+Before the ``with``, while Python imports torch, a signal ends the process as it ends any (143 for SIGTERM in a shell);
+a batch script may requeue on that code as well.
 """
 
 import signal

@@ -20,11 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the file.
-
-    Raises:
-        ValueError: for text or a tokenizer that cannot be read.
-    """
+    """Write the file."""
     from course_pp.training.data.corpus import iterate_documents, load_corpus
     from course_pp.training.data.on_disk import write_tokens
     from course_pp.training.data.tokenizer import load_tokenizer, train_tokenizer

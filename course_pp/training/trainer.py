@@ -69,10 +69,8 @@ class Fitted:
     """What a call of :meth:`Trainer.fit` did, the same on every rank but for the times.
 
     Attributes:
-        steps: optimizer steps taken.
-        loss: of the last one; None without any.
+        loss: of the last step; None without any.
         validation_loss: after it, in nats a token; None without validation data.
-        speed: of these steps.
     """
 
     steps: int
@@ -290,7 +288,7 @@ class Trainer:
             "data": self._feed.state(self.step),
             "config": self.config.as_dict(),
             "tokenizer": self._tokenizer_digest,
-            "loss_scale": self._scale.state(),
+            "loss_scale": {"value": self._scale.value, "good_steps": self._scale.good_steps},
             "n_stages": self.held.n_stages,
         }
 

@@ -70,48 +70,38 @@ def test_the_readmes_run_of_the_article_and_its_file_are_what_it_says(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "line", "words"),
     [
-        ("--stps 3", "unknown option --stps: did you mean --steps?"),
-        ("--steps x", "--steps 'x' must be a whole number"),
-        ("--steps=3.5", "--steps '3.5' must be a whole number"),
-        ("--steps", "--steps needs a value: a whole number"),
-        ("--ac=some", "--ac 'some' must be one of none, selective, full"),
-        ("--batch-size=8", "unknown option --batch-size: did you mean --global-batch-size?"),
-        ("stray", "unexpected 'stray': every value follows its flag"),
-        ("--steps 3 --epochs 3", "--steps and --epochs both say how long to train: leave one out"),
-        ("--model=gpt3", "article-179m, gpt2, llama-1b: did you mean 'gpt2'?"),
-        ("--versions=stach", "--versions 'stach' must be one of none, stash, vertical, 2bw: did you mean 'stash'?"),
-        ("--betas x y", "--betas 'x' must be a list, each a number"),
-        ("--config=", "--config '' cannot be read"),
-        (f"--config={__file__}", "is not TOML"),
+        ("--stps 3", "", "Unknown option: --stps. Did you mean --steps?"),
+        ("--steps x", "", "--steps 'x' must be a whole number"),
+        ("--steps=3.5", "", "--steps '3.5' must be a whole number"),
+        ("--steps", "", "--steps requires an argument"),
+        ("--batch-size=8", "", "Did you mean --global-batch-size?"),
+        ("stray", "", "Unused Tokens: ['stray']"),
+        ("--steps 3 --epochs 3", "", "--steps and --epochs both say how long to train: leave one out"),
+        ("--model=gpt3", "", "article-179m, gpt2, llama-1b: did you mean 'gpt2'?"),
+        (
+            "--versions=stach",
+            "",
+            '"stach" for --versions. Choose from: "none", "stash", "vertical", "2bw". Did you mean',
+        ),
+        ("--betas x y", "", 'Invalid value for --betas: unable to convert "x" into float'),
+        ("--config=", "", "--config '' cannot be read"),
+        (f"--config={__file__}", "", "is not TOML"),
+        ("", "stps = 3", '"[stps]" from'),
+        ("", "[train]\nsteps = 3", '"[train][steps]" from'),
+        ("", "steps = true", "--steps 'True' must be a whole number"),
+        ("", "steps = 3.5", "--steps '3.5' must be a whole number"),
+        ("", "padded = 3", "Invalid value for [padded]"),
+        ("", "model = 3", "--model 3 must be one of tiny"),
+        ("", "steps = 3\nepochs = 3", "--steps and --epochs both say"),
     ],
 )
-def test_a_flag_that_is_none_is_refused_in_one_sentence(arguments: str, words: str) -> None:
-    with pytest.raises(ValueError, match=r".") as refusal:
-        parse(arguments.split())
-    assert words in str(refusal.value)
-    assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("stps = 3", "unknown key 'stps': did you mean 'steps'?"),
-        ("[train]\nsteps = 3", "unknown key 'train'"),
-        ("config = 'a'", "unknown key 'config'"),
-        ("steps = true", "--steps 'True' must be a whole number"),
-        ("steps = 3.5", "--steps '3.5' must be a whole number"),
-        ("padded = 3", "--padded '3' must be true or false"),
-        ("optimizer_options = 3", "--optimizer-options '3' must be a table"),
-        ("model = 3", "--model 3 must be one of tiny"),
-        ("steps = 3\nepochs = 3", "--steps and --epochs both say"),
-    ],
-)
-def test_a_key_that_is_none_is_refused_in_one_sentence(line: str, words: str, tmp_path: Path) -> None:
+def test_a_flag_or_key_that_is_none_is_refused_in_one_sentence(
+    arguments: str, line: str, words: str, tmp_path: Path
+) -> None:
     path = tmp_path / "run.toml"
     path.write_text(line)
-    with pytest.raises(ValueError, match=r".") as refusal:
-        parse([f"--config={path}"])
-    assert words in str(refusal.value)
+    with pytest.raises(ValueError, match=re.escape(words)) as refusal:
+        parse(arguments.split() if arguments else [f"--config={path}"])
     assert "\n" not in str(refusal.value)

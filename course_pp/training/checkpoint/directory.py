@@ -34,7 +34,7 @@ _LEFTOVER = re.compile(r"\.step_\d{8,}\.(tmp|old)-\w+")
 
 
 def named(root: str | os.PathLike[str]) -> Path:
-    """Return the directory that ``root`` names; an empty name, which would be the working directory, is refused."""
+    """Return the directory; an empty name, which would be the working directory, is refused."""
     if not os.fspath(root):
         raise CheckpointError("'' names no directory: give one, such as '.' for the working directory")
     return Path(root)
@@ -69,12 +69,7 @@ def check_free(final: Path) -> None:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay when a new one is complete.
-
-    Attributes:
-        keep_last: this many of the newest; None keeps all.
-        keep_every: also those whose step is a multiple of this, for ever.
-    """
+    """Which checkpoints stay: the ``keep_last`` newest, and those whose step is a multiple of ``keep_every``."""
 
     keep_last: int | None = None
     keep_every: int | None = None
@@ -88,11 +83,7 @@ class Retention:
             raise SettingError(problem, keep_every=self.keep_every)
 
     def apply(self, newest: Path) -> None:
-        """Delete what need not be kept beside ``newest``, the checkpoint that has just been written.
-
-        Damaged checkpoints, and those of later steps, which a run that went back has left, are neither counted nor
-        deleted.
-        """
+        """Delete what need not be kept beside ``newest``, but nothing damaged and no later step: they do not count."""
         if self.keep_last is None:
             return
         before = [path for path in step_directories(newest.parent) if step_of(path) < step_of(newest)]
@@ -127,9 +118,8 @@ class Draft:
                     else:  # another save took it for a leftover in the moment before the lock
                         os.close(lock)
         except OSError as error:
-            raise CheckpointError(
-                f"{root} cannot hold checkpoints ({sentence(error)}): choose another directory"
-            ) from error
+            problem = f"{root} cannot hold checkpoints ({sentence(error)})"
+            raise CheckpointError(f"{problem}: choose another directory") from error
 
     def publish(self) -> None:
         """Give the checkpoint its name, unless another run has come to the same step; a damaged one is removed."""
@@ -138,16 +128,12 @@ class Draft:
             _delete(self.final)
         self.path.rename(self.final)
         sync_directory(self.final.parent)
-        self._release()
+        self.discard()
 
     def discard(self) -> None:
-        """Remove what was written, unless it was published."""
+        """Let go of the draft, and remove it unless it was published."""
         if self._lock is not None:
             shutil.rmtree(self.path, ignore_errors=True)
-            self._release()
-
-    def _release(self) -> None:
-        if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
@@ -173,10 +159,9 @@ def _remove_leftovers(root: Path) -> None:
 
 
 def _lock(directory: Path, wait: bool = True) -> int:
-    """Hold a lock on ``directory`` until the returned handle is closed or this process ends.
+    """Hold a lock until the returned handle is closed or this process ends; without ``wait``, have it at once or raise.
 
-    Without ``wait``, an OSError if it cannot be had at once. Where the file system has no locks, a draft goes without
-    one: nobody can then lock it as a leftover either.
+    Where the file system has no locks, a draft goes without one: nobody can then lock it as a leftover either.
     """
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:

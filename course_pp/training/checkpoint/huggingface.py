@@ -67,7 +67,8 @@ def export_hf(
         dtype: None keeps the checkpoint's.
     """
     checkpoint, target = open_checkpoint(path), Path(os.path.abspath(directory))
-    config, attached = _config_of(checkpoint), _attached_to(checkpoint)
+    config, (_, files) = _config_of(checkpoint), read_manifest(checkpoint.path)
+    attached = {name: _json_in(checkpoint.path / name) for name in (*_TOKENIZER, _GENERATION) if name in files}
     draft = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
     try:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -78,9 +79,8 @@ def export_hf(
     except CheckpointError:
         raise
     except Exception as error:  # safetensors has an error of its own for a full disk
-        raise CheckpointError(
-            f"{directory} cannot be written ({sentence(error)}): make room there, or export to another directory"
-        ) from error
+        how = "make room there, or export to another directory"
+        raise CheckpointError(f"{directory} cannot be written ({sentence(error)}): {how}") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return Path(directory)
@@ -89,7 +89,6 @@ def export_hf(
 def _write(
     directory: Path, checkpoint: Opened, config: ModelConfig, attached: Mapping[str, bytes], dtype: torch.dtype | None
 ) -> None:
-    """Write everything that transformers needs."""
     from huggingface_hub import save_torch_state_dict
 
     weights = checkpoint.read(f"model.{name}" for name in sorted(checkpoint.weights))
@@ -110,12 +109,6 @@ def _write(
     hf_config.save_pretrained(directory)
 
 
-def _attached_to(checkpoint: Opened) -> dict[str, bytes]:
-    """Return the tokenizer's files in a checkpoint; nothing that its manifest does not name."""
-    _, files = read_manifest(checkpoint.path)
-    return {name: _json_in(checkpoint.path / name) for name in (*_TOKENIZER, _GENERATION) if name in files}
-
-
 def _json_in(path: Path) -> bytes:
     """Return the content of a file that holds a JSON object."""
     try:
@@ -133,9 +126,8 @@ def _config_of(checkpoint: Opened) -> ModelConfig:
         with torch.device("meta"):
             expected = set(Transformer(config).state_dict())
     except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{checkpoint.path} does not say which model it is of: only course_pp's can be exported"
-        ) from error
+        problem = f"{checkpoint.path} does not say which model it is of"
+        raise CheckpointError(f"{problem}: only course_pp's can be exported") from error
     if config.tie_embeddings:
         expected.discard(HEAD)
     if differ := sorted(expected ^ checkpoint.weights):
@@ -145,7 +137,7 @@ def _config_of(checkpoint: Opened) -> ModelConfig:
 
 
 def _special_ids(attached: Mapping[str, bytes]) -> dict[str, tuple[str, int]]:
-    """Role, token and id of the special tokens, if the tokenizer is ours."""
+    """Return role, token and id of the special tokens, if the tokenizer is ours."""
     definition, description = _TOKENIZER[:2]
     if definition not in attached or description in attached:
         return {}
@@ -192,15 +184,13 @@ def _model_of(folder: Path, config: ModelConfig, dtype: torch.dtype | None) -> T
     found = {name: tensor for name, tensor in _found_in(folder).items() if not name.endswith("rotary_emb.inv_freq")}
     # An enormous number of layers would take as long to build as to look for.
     if config.n_layers > len(found):
-        raise CheckpointError(
-            f"{folder} has {len(found)} weights, too few for the {config.n_layers:,} layers of its config.json: {_ANEW}"
-        )
+        layers = f"the {config.n_layers:,} layers of its config.json"
+        raise CheckpointError(f"{folder} has {len(found)} weights, too few for {layers}: {_ANEW}")
     with torch.device("meta"):
         model = Transformer(config).to(dtype or _DTYPES.get(next(iter(found.values())).kind))
     state = model.state_dict(keep_vars=True)
     if others := sorted(found.keys() - set(map(name_to_hf, state))):
-        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
-        raise CheckpointError(f"{folder} has, beside what config.json asks for, {others[0]}{more}: {_ANEW}")
+        raise CheckpointError(f"{folder} has, beside what config.json asks for, {_first_of(others)}: {_ANEW}")
     cpu = torch.device("cpu")
     planned = _plan([(model, state)], folder)
     ends = [found[name] for name in map(name_to_hf, (EMBEDDING, HEAD)) if name in found]
@@ -250,10 +240,10 @@ def load_stage(
 
     Files are read in pieces, so a rank needs memory for its stage and little more.
 
-    Weights are cast to the stage's dtype. Weights tied within the stage or between stages may be in the files under any
-    of their names, with or without the ``base_model_prefix`` of transformers' models. Persistent buffers are read like
-    weights; the others stay as they were built. What other stages need is neither read nor missed. The stage's own
-    ``load_state_dict`` and its hooks see what was read.
+    Weights are cast to the stage's dtype. Tied weights may be in the files under any of their names, with or without
+    the ``base_model_prefix`` of transformers' models. Persistent buffers are read like weights; the others stay as they
+    were built. What other stages need is neither read nor missed. The stage's own ``load_state_dict`` and its hooks see
+    what was read.
 
     Args:
         stage: of :func:`~course_pp.parallel.auto_split` or :func:`~course_pp.model.build_stage_module`; or all of a
@@ -266,9 +256,8 @@ def load_stage(
         Bytes that were read of the files.
 
     Raises:
-        CheckpointError: on every rank, with nothing filled on any: if a tensor is missing, has another shape or a dtype
-            that cannot be cast, a file is damaged, or a parameter or buffer that files do not hold has lost its values,
-            as under ``torch.device("meta")``.
+        CheckpointError: on every rank, with nothing filled on any: if a tensor is missing or does not fit, a file is
+            damaged, or what files do not hold has lost its values, as under ``torch.device("meta")``.
     """
     given, ranks = locals(), Ranks(limit_s=_LIMIT_S)
     ranks.collectively(lambda: check_arguments(load_stage, given))
@@ -311,11 +300,14 @@ def _plan(states: States, folder: Path, in_files: Callable[[str], str] = str) ->
             raise CheckpointError(f"{folder} has {tensor.name} as {tensor.kind}, {needed}")
         planned.append((own, tensor))
     if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         how = "get the directory of this model, whole, or give load_stage names= if they are others there"
-        raise CheckpointError(f"{folder} has no {missing[0]}{more}, which the model needs: {how}")
+        raise CheckpointError(f"{folder} has no {_first_of(missing)}, which the model needs: {how}")
     _refuse_lost(states)
     return planned
+
+
+def _first_of(names: Sequence[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
 
 def _found_in(folder: Path) -> dict[str, _InFile]:
@@ -334,7 +326,6 @@ def _found_in(folder: Path) -> dict[str, _InFile]:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """Return the one file, or those of the index, or all."""
     if (folder / _ONE).exists():
         return [folder / _ONE]
     if not (folder / _INDEX).exists():
@@ -371,9 +362,7 @@ def _names_of(states: States) -> Iterator[tuple[list[str], Tensor]]:
         prefix = f"{getattr(stage, 'base_model_prefix', '')}."
         for name, tensor in state.items():
             if not isinstance(tensor, Tensor):
-                raise CheckpointError(
-                    f"{name} is no tensor, and safetensors hold nothing else: fill a stage without it, and set it then"
-                )
+                raise CheckpointError(f"{name} is no tensor, and safetensors hold nothing else: set it after filling")
             own[id(tensor)] = tensor
             known = [name, *sorted({other for tie in ties if name in tie for other in tie} - {name})]
             if isinstance(stage, Transformer):
@@ -389,24 +378,19 @@ def _refuse_lost(states: States) -> None:
         for name, own in (*stage.named_parameters(), *stage.named_buffers()):
             if isinstance(stage, Transformer) or not own.is_meta or id(own) in given or _is_placeholder(own):
                 continue
-            how = (
-                "in memory"
-                if isinstance(own, nn.Parameter)
-                else "under weights_on_meta(), which leaves buffers as they are"
-            )
+            how = "in memory, or buffers under weights_on_meta(), which leaves them as they are"
             raise ValueError(f"{name} is on the meta device, and no file holds it: build the model {how}")
 
 
 def _is_placeholder(buffer: Tensor) -> bool:
-    """Return whether a tensor stands for a parameter of another stage, of which only the shape counts."""
+    """Return whether it stands for a parameter of another stage, of which only the shape counts."""
     return getattr(buffer, "of_another_stage", False)
 
 
 def _read(planned: Sequence[tuple[Tensor, _InFile]], device: torch.device) -> dict[int, Tensor]:
-    """Return what is in the files, by the ``id`` of the weight.
+    """Return what is in the files, by the ``id`` of the weight, read in pieces.
 
-    Weights are read in pieces, and a file is closed and opened anew after some: the part of it that was read takes
-    this process's memory too.
+    A file is closed and opened anew after some: the part of it that was read takes this process's memory too.
     """
     full = {id(own): torch.empty(own.shape, dtype=own.dtype, device=device) for own, _ in planned}
     by_file = sorted(planned, key=lambda each: (each[1].path, each[1].name))

@@ -18,14 +18,13 @@ from course_pp.model import ModelConfig
 from course_pp.training.checkpoint.directory import named
 from course_pp.training.checkpoint.manifest import CheckpointError, Ranks
 from course_pp.training.checkpoint.opening import Opened, open_together
-from course_pp.training.checkpoint.snapshot import check_ties_are_declared_alike
 from course_pp.training.checkpoint.state import (
     STAGES,
     Ends,
-    Group,
     Modules,
     RankState,
     Ties,
+    check_ties_are_declared_alike,
     config_of,
     load_into,
     mesh_coordinates,
@@ -72,8 +71,7 @@ def load(
 
     Raises:
         CheckpointError: on every rank with the same sentence, if the checkpoint is damaged, of another model, or holds
-            anything that is not a tensor or JSON. Nothing is changed, unless the disk, or a module's own
-            ``load_state_dict``, fails after the checks.
+            anything that is not a tensor or JSON. Nothing is changed then.
     """
     loaded = resume(path, modules, optimizer, device_mesh=device_mesh, tied=tied)
     if loaded is None:
@@ -110,18 +108,16 @@ def resume(
     everyone = ranks.each(compare)
     check_ties_are_declared_alike([(declared, met) for declared, met, _ in everyone])
     if left := sorted(opened.weights.difference(*(found for *_, found in everyone))):
-        raise CheckpointError(
-            f"{opened.path} is of another model: it has {left[0]}, which no rank's modules have{_hint(left[0])}"
-        )
+        stranger = f"{left[0]}, which no rank's modules have{_hint(left[0])}"
+        raise CheckpointError(f"{opened.path} is of another model: it has {stranger}")
     slots = {} if optimizer is None else _new_slots(opened, optimizer, ends)
     coordinates = mesh_coordinates(device_mesh, ranks.rank)
     rng = {} if optimizer is None else rng_keys(coordinates, opened.tensors)
     generators = {kind: torch.empty(opened.tensors[key].shape, dtype=torch.uint8) for kind, key in rng.items()}
-    wanted = [(f"model.{name}", tensor.detach()) for name, tensor in ends]
-    wanted += [
-        (f"optimizer.{name}.{slot}", new) for name, tensor in ends for slot, new in slots.get(id(tensor), {}).items()
-    ]
-    wanted += [(rng[kind], generator) for kind, generator in generators.items()]
+    wanted = [(rng[kind], generator) for kind, generator in generators.items()]
+    for name, tensor in ends:
+        wanted.append((f"model.{name}", tensor.detach()))
+        wanted += [(f"optimizer.{name}.{slot}", new) for slot, new in slots.get(id(tensor), {}).items()]
     ranks.collectively(lambda: _read(opened, wanted))
     ranks.collectively(lambda: _load(state, optimizer))
     if optimizer is not None:
@@ -194,13 +190,12 @@ def _check_optimizer(opened: Opened, optimizer: torch.optim.Optimizer, ends: End
 
 
 def _options(opened: Opened) -> dict[str, dict[str, Any]]:
-    """Return the options of the checkpoint's optimizer for each parameter, by the parameter's name."""
-    groups = [Group(**group) for group in opened.state["optimizer"]["groups"]]
-    return {name: group.options for group in groups for name in group.parameters}
+    """Return the options of the checkpoint's optimizer, by the parameter's name."""
+    return {name: group["options"] for group in opened.state["optimizer"]["groups"] for name in group["parameters"]}
 
 
 def _saved_slots(opened: Opened) -> dict[str, list[str]]:
-    """Return what the checkpoint's optimizer keeps of each parameter, by the parameter's name."""
+    """Return what the checkpoint's optimizer keeps, by the parameter's name."""
     saved: dict[str, list[str]] = {}
     for key in opened.tensors:
         if key.startswith("optimizer."):
@@ -220,20 +215,15 @@ def _check_ties(opened: Opened, also: Mapping[str, Sequence[str]], with_optimize
                 found = opened.read(key for key in pair if key in opened.tensors)
                 if len(found) < 2 or not torch.equal(*found.values()):
                     how = "load it into a model that does not tie them"
-                    raise CheckpointError(
-                        f"{first} and {other} are one weight here, and differ in {opened.path}: {how}"
-                    )
+                    ends = f"{first} and {other} are one weight here, and differ"
+                    raise CheckpointError(f"{ends} in {opened.path}: {how}")
 
 
 def _new_slots(opened: Opened, optimizer: torch.optim.Optimizer, ends: Ends) -> dict[int, dict[str, Tensor]]:
     """Return new state for each tensor of ``ends`` by its ``id``, to be filled; empty where the checkpoint has none."""
     saved = _saved_slots(opened)
-    counts_on_device = {
-        id(p)
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if group.get("fused") or group.get("capturable")
-    }
+    on_device = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
+    counts_on_device = {id(p) for group in on_device for p in group["params"]}
     slots: dict[int, dict[str, Tensor]] = {}
     for name, tensor in ends:
         mine = slots.setdefault(id(tensor), {})

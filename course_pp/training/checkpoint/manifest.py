@@ -14,7 +14,7 @@ import pickle
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -148,17 +148,13 @@ def read_manifest(directory: Path) -> tuple[int, dict[str, Digest]]:
     if not os.path.lexists(directory / MANIFEST):
         raise CheckpointError(f"{MANIFEST} is missing: not a checkpoint of this package, or one whose writing stopped")
     manifest = read_json(directory / MANIFEST)
-    try:
-        if manifest["format"] not in _READABLE:
-            read = " and ".join(map(repr, _READABLE))
-            raise CheckpointError(f"{MANIFEST} says format {manifest['format']!r}, this package reads {read}")
+    said = manifest.get("format") if isinstance(manifest, dict) else None
+    if isinstance(said, str) and said not in _READABLE:
+        raise CheckpointError(f"{MANIFEST} says format {said!r}, this package reads {' and '.join(_READABLE)}")
+    with suppress(KeyError, TypeError, ValueError, AttributeError):
         step, files = manifest["step"], {name: _listed(name, entry) for name, entry in manifest["files"].items()}
-        if type(step) is int and {STATE, METADATA} <= files.keys():
+        if said in _READABLE and type(step) is int and {STATE, METADATA} <= files.keys():
             return step, files
-    except CheckpointError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError):
-        pass
     raise CheckpointError(f"{MANIFEST} is damaged: entries are missing or make no sense")
 
 
@@ -178,10 +174,7 @@ def is_plain_name(name: str) -> bool:
 
 
 def is_ours(directory: Path) -> bool:
-    """Return whether this version wrote the checkpoint in ``directory``, even if it is damaged now.
-
-    The format in the manifest tells; if that is gone or illegible, the entries in the description of the run do.
-    """
+    """Return whether this version wrote the checkpoint, even if it is damaged now, by its manifest or description."""
     for name in (MANIFEST, STATE):
         try:
             found = read_json(directory / name)

@@ -105,7 +105,7 @@ def _problems_now(path: Path, part: int = 0, n_parts: int = 1) -> list[str] | No
 def _newest(
     root: Path, listed: Callable[[], Sequence[Path]], check: Callable[[Path], list[str] | None], warn: bool
 ) -> Path | None:
-    """Return the first of ``listed`` that is whole; list again if one has vanished, as a newer one has come then."""
+    """Return the first of ``listed`` that is whole; list again if one has vanished: a newer one has come then."""
     damaged: list[str] = []
     candidates = iter(listed())
     while (path := next(candidates, None)) is not None:
@@ -151,7 +151,7 @@ def contents(path: str | os.PathLike[str]) -> list[TensorEntry]:
 
 
 def _natural(key: str) -> list[tuple[int, str]]:
-    """Sorts layer 2 before layer 10."""
+    """Sort layer 2 before layer 10."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in key.split(".")]
 
 
@@ -179,11 +179,9 @@ def diff(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> list[
     """
     one, other = open_checkpoint(first), open_checkpoint(second)
     a, b = dict(_flat(one.state)), dict(_flat(other.state))
-    found = [
-        Difference(key, f"{a.get(key, 'absent')!r} and {b.get(key, 'absent')!r}")
-        for key in sorted({*a, *b})
-        if a.get(key) != b.get(key) and not key.startswith(("layout.", "tied", "writer"))
-    ]
+    keys = [key for key in sorted({*a, *b}) if not key.startswith(("layout.", "tied", "writer"))]
+    pairs = [(key, a.get(key, "absent"), b.get(key, "absent")) for key in keys]
+    found = [Difference(key, f"{here!r} and {there!r}") for key, here, there in pairs if here != there]
     for key in sorted({*one.tensors, *other.tensors}, key=_natural):
         found += _tensor_differences(one, other, key)
     return found

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from course_pp.collective import difference
 from course_pp.model import ModelConfig, Transformer
 from course_pp.model.hf import EMBEDDING, HEAD
 from course_pp.module_extras import uncompiled
@@ -61,7 +62,7 @@ class RankState:
         own_names: what the modules here call a tensor, by its ``id``.
         declared: the names of each tie that the caller or the stages named.
         met: every name here.
-        states: each module with the state_dict that the tensors are from, which its ``load_state_dict`` takes.
+        states: each module with the state_dict that the tensors are from.
     """
 
     modules: list[nn.Module] = field(default_factory=list)
@@ -92,7 +93,8 @@ def state_of(modules: Modules, tied: Ties | None = None) -> RankState:
     prefixes = []
     for given, wrapped in _listed(modules):
         module = _unwrapped(wrapped)
-        own, number = (_whole(getattr(module, name, None)) for name in ("stage_id", "num_stages"))
+        known = (getattr(module, name, None) for name in ("stage_id", "num_stages"))
+        own, number = (value if type(value) is int else None for value in known)
         if given is not None and own not in (None, given):
             raise CheckpointError(f"stage {own} was passed as {given}: pass {{index: stage}}")
         index = own if given is None else given
@@ -126,10 +128,10 @@ def state_of(modules: Modules, tied: Ties | None = None) -> RankState:
             found.met.add(name)
             names.setdefault(id(tensor), []).append(name)
             tensors[id(tensor)] = tensor
-    known = found.aliases.keys() | set(found.aliases.values())
+    tied_names = found.aliases.keys() | set(found.aliases.values())
     for key, tensor in tensors.items():
         found.own_names[key] = names[key][0]
-        first = next((found.aliases.get(name, name) for name in names[key] if name in known), names[key][0])
+        first = next((found.aliases.get(name, name) for name in names[key] if name in tied_names), names[key][0])
         for name in names[key]:
             if name != first:
                 found.aliases.setdefault(name, first)
@@ -159,12 +161,7 @@ def _unwrapped(module: Any) -> Any:
             return module
 
 
-def _whole(value: object) -> int | None:
-    return value if type(value) is int else None
-
-
 def _declared(tied: Ties, prefixed: bool) -> list[tuple[str, ...]]:
-    """Return the names of each tie; a stage's index stands for its prefix."""
     declared: list[tuple[str, ...]] = []
     for tie in tied:
         if isinstance(tie, Mapping):
@@ -182,6 +179,19 @@ def _declared(tied: Ties, prefixed: bool) -> list[tuple[str, ...]]:
     return sorted(declared)
 
 
+def check_ties_are_declared_alike(everyone: Sequence[tuple[Sequence[tuple[str, ...]], set[str]]]) -> None:
+    """Refuse ties that the ranks do not declare alike, or that name what no rank has.
+
+    Args:
+        everyone: each rank's ``declared`` and ``met``.
+    """
+    if problem := difference([{"tied": declared} for declared, _ in everyone]):
+        raise CheckpointError(problem)
+    held = set().union(*(met for _, met in everyone))
+    if strangers := sorted({name for tie in everyone[0][0] for name in tie} - held):
+        raise CheckpointError(f"tied= names {strangers[0]}, which no rank's modules have: write it as they do")
+
+
 def load_into(module: nn.Module, state: dict[str, Any]) -> None:
     """Give ``module`` its own ``state_dict``, with other values, by its own means."""
     kind = type(module).__name__
@@ -196,10 +206,9 @@ def load_into(module: nn.Module, state: dict[str, Any]) -> None:
 
 
 def config_of(state: RankState) -> dict[str, Any] | None:
-    """Return the sizes of our own model, with the optional ones resolved.
+    """Return the sizes of our own model, with the optional ones resolved; None for any other model.
 
-    None for any other: its configuration may hold what JSON does not, or what changes from release to release; names
-    and shapes of its tensors are compared anyway.
+    Those may hold what JSON does not, or what changes from release to release; names and shapes are compared anyway.
     """
     config = getattr(state.modules[0], "config", None)
     if not isinstance(config, ModelConfig):
@@ -209,7 +218,7 @@ def config_of(state: RankState) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters, by name, that an optimizer treats alike, and its options for them, such as the learning rate."""
+    """Parameters, by name, that an optimizer treats alike, and its options for them."""
 
     options: dict[str, Any]
     parameters: list[str]
@@ -231,7 +240,7 @@ def optimizer_groups(optimizer: torch.optim.Optimizer, ends: Ends) -> list[Group
 
 
 def merged(groups: Iterable[Group]) -> list[Group]:
-    """Groups with equal options as one, from all ranks; each parameter once."""
+    """Return groups with equal options as one, each parameter once."""
     by_options: dict[str, Group] = {}
     for group in groups:
         kept = by_options.setdefault(json.dumps(group.options, sort_keys=True), Group(group.options, []))
@@ -307,7 +316,7 @@ def restore_rng(states: Mapping[str, Tensor], seed: int, step: int, coordinates:
 
 
 def _as_tensor(state: object) -> Tensor:
-    """Return a generator's state as JSON in uint8; arrays as lists."""
+    """Return a generator's state as JSON in uint8."""
     text = json.dumps(state, default=lambda array: array.tolist())
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 

@@ -193,7 +193,7 @@ def _sure(found: Any, kind: type) -> Any:
 def _entry(key: str, metadata: Metadata, files: Mapping[str, Digest]) -> TensorEntry:
     """Return one tensor and its pieces, which must be in the files and make up the whole.
 
-    That they do not overlap is what DCP has checked when it wrote them, so their sizes need only add up.
+    DCP refuses to write pieces that overlap, so their sizes need only add up.
     """
     entry: Any = metadata.state_dict_metadata[key]
     pieces = []
@@ -202,11 +202,8 @@ def _entry(key: str, metadata: Metadata, files: Mapping[str, Digest]) -> TensorE
         if record is not None and record.relative_path not in files:
             raise CheckpointError(f"it refers to {record.relative_path!r}, not in the manifest")
         n_bytes = prod(chunk.sizes) * entry.properties.dtype.itemsize
-        if (
-            record is None
-            or record.length < n_bytes
-            or record.offset + record.length > files[record.relative_path].bytes
-        ):
+        fits = record is not None and record.offset + record.length <= files[record.relative_path].bytes
+        if record is None or not fits or record.length < n_bytes:
             raise CheckpointError(f"no file holds the {n_bytes:,} bytes of {key} from {tuple(chunk.offsets)} on")
         pieces.append(Piece(tuple(chunk.offsets), tuple(chunk.sizes), record.relative_path, record.length))
     if sum(prod(piece.sizes) for piece in pieces) != prod(entry.size):

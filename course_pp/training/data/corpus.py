@@ -109,9 +109,8 @@ def load_corpus(
         max_bytes: stop with the document that reaches this many bytes of UTF-8. Without it, texts and
             datasets are read to the end, and the standard library to `STDLIB_MAX_BYTES`.
     """
-    name, documents = iterate_documents(
-        texts, dataset, subset=subset, split=split, text_column=text_column, max_bytes=max_bytes
-    )
+    part: dict[str, Any] = {"subset": subset, "split": split, "text_column": text_column}
+    name, documents = iterate_documents(texts, dataset, **part, max_bytes=max_bytes)
     return Corpus(name, tuple(documents))
 
 

@@ -138,10 +138,7 @@ def train_tokenizer(
 
 @checked
 def encode(corpus: Corpus, tokenizer: Tokenizer, cache_dir: str | os.PathLike[str] | None = None) -> tuple[Tensor, ...]:
-    """Encode each document as `[BOT] … [EOT]`, int64 (length,); remembered like the tokenizer.
-
-    Encoding a few megabytes takes seconds, reading the result again milliseconds.
-    """
+    """Encode each document as `[BOT] … [EOT]`, int64 (length,); remembered like the tokenizer."""
     key = _key(corpus.digest, tokenizer.digest)
     content = _remembered(f"tokens-{key}", partial(_encode, corpus, tokenizer), cache_dir)
     with np.load(io.BytesIO(content)) as kept:
@@ -178,11 +175,8 @@ def _remembered(name: str, make: Callable[[], bytes], cache_dir: str | os.PathLi
     except OSError as error:
         with suppress(OSError):
             draft.unlink()
-        warnings.warn(
-            f"{path} could not be written ({error.strerror or error}): the next run computes it again; "
-            "set XDG_CACHE_HOME to a directory that can be written",
-            stacklevel=3,
-        )
+        how = "set XDG_CACHE_HOME to a directory that can be written"
+        warnings.warn(f"{path} could not be written ({error.strerror or error}): {how}", stacklevel=3)
     return content
 
 
