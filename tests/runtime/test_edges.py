@@ -147,8 +147,6 @@ BAD_GRAPHS: dict[str, tuple[list[tuple[Any, Any]], tuple[Edge, ...], str]] = {
         "value 'late' goes backwards, from stage 2 to stage 0, which makes the cycle 0 → 1 → 2 → 0: make it in a "
         "stage before 0, or read it after 2",
     ),
-    "its own": ([NONE, (("own",), ("own",)), NONE], (), "stage 1 reads 'own', which it makes itself: use it there"),
-    "made twice": ([((), ("x",)), ((), ("x",)), (("x",), ())], (), "value 'x' is made by stage 0 and by stage 1"),
     "made by nobody": (
         [((), ("mask",)), NONE, (("msak",), ())],
         (),
@@ -159,8 +157,6 @@ BAD_GRAPHS: dict[str, tuple[list[tuple[Any, Any]], tuple[Edge, ...], str]] = {
         (),
         "rank 1: ValueError: reads of stage 1 is 3 (an int): give a tuple of names",
     ),
-    "text": ([NONE, ("mask", ()), NONE], (), "rank 1: ValueError: reads of stage 1 is 'mask' (a str): give a tuple"),
-    "twice": ([((), ("x",)), NONE, (("x", "x"), ())], (), "rank 2: ValueError: reads of stage 2 has 'x' twice"),
     "other edges": ([NONE] * 3, (Edge("x", 0, (2,)),), "has edges (Edge(name='x', writer=0, readers=(2,)),), but the"),
 }
 

@@ -28,6 +28,7 @@ from tests.runtime.test_deferred import (
     MODULES,
     SHAPES,
     WIDTH,
+    Autocast,
     Products,
     assert_equal_but_for_rounding,
     gradients,
@@ -199,7 +200,7 @@ class Equilibrium(nn.Module):
 
 
 class Pushed(nn.Module):
-    """Uses the transforms of ``torch.func`` and forward-mode differentiation."""
+    """Uses the transforms of ``torch.func``, forward-mode differentiation, or asks for a gradient."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -213,6 +214,9 @@ class Pushed(nn.Module):
             return back(output)[0]
         if self.how == "vmap":
             return torch.func.vmap(lambda row: self.inner(row[None])[0])(x)
+        if self.how == "the gradient of a weight":
+            (gradient,) = torch.autograd.grad(self.inner(x).sum(), self.inner[0].weight)
+            return self.inner(x) * gradient.sum()
         with forward_ad.dual_level():
             dual = forward_ad.make_dual(x, torch.ones_like(x))
             return forward_ad.unpack_dual(self.inner(dual)).tangent
@@ -235,28 +239,14 @@ def test_a_stage_that_differentiates_by_itself(make: Callable[[], nn.Module], sp
     assert_equal_but_for_rounding((found, of_split_inputs), (expected, of_inputs), torch.float64)
 
 
+@pytest.mark.usefixtures("_any_size")
+def test_a_stage_that_asks_for_the_gradient_of_a_weight() -> None:
+    test_a_stage_that_differentiates_by_itself(partial(Pushed, "the gradient of a weight"), split=False)
+
+
 def test_with_recomputation_it_is_refused_by_name() -> None:
     with pytest.raises(RuntimeError, match=r"differentiates in its forward, and recompute=True .* leave recompute out"):
         train(made(Penalised), (5, WIDTH), fuses=True, recompute=True)
-
-
-class AsksForAGradient(nn.Module):
-    """Has the gradient of a weight handed out in its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = layers()
-
-    def forward(self, x: Tensor) -> Tensor:
-        (gradient,) = torch.autograd.grad(self.inner(x).sum(), self.inner[0].weight)
-        return self.inner(x) * gradient.sum()
-
-
-@pytest.mark.usefixtures("_any_size")
-def test_a_stage_that_asks_for_the_gradient_of_a_weight() -> None:
-    expected, of_inputs, _ = train(made(AsksForAGradient, torch.float64), (5, WIDTH), fuses=False)
-    found, of_fused_inputs, _ = train(made(AsksForAGradient, torch.float64), (5, WIDTH), fuses=True)
-    assert_equal_but_for_rounding((found, of_fused_inputs), (expected, of_inputs), torch.float64)
 
 
 class Layer(nn.Module):
@@ -350,7 +340,7 @@ class Doubling(TorchFunctionMode):
 
 @pytest.mark.usefixtures("_any_size")
 @pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
-def test_a_mode_of_somebody_else_is_obeyed_and_a_default_device_is_none(split: bool) -> None:
+def test_a_mode_of_somebody_else_is_obeyed_and_devices_are_none(split: bool) -> None:
     with Doubling():
         expected, of_inputs, _ = train(made(layers, torch.float64), (5, WIDTH), fuses=False)
         found, of_split_inputs, added = train(made(layers, torch.float64), (5, WIDTH), fuses=True, split=split)
@@ -358,6 +348,7 @@ def test_a_mode_of_somebody_else_is_obeyed_and_a_default_device_is_none(split: b
     assert added == 0
     with torch.device("cpu"):
         assert train(made(layers), (5, WIDTH), fuses=True, split=split)[2] == 2 * (N - 1)
+    assert train(layers().to("meta"), (5, WIDTH), fuses=True, split=split)[2] == 2 * (N - 1)
 
 
 class LearnsToLearn(LearnsInside):
@@ -384,23 +375,15 @@ def test_a_backward_in_the_forward_that_makes_a_graph_is_right_or_refused() -> N
 
 
 @pytest.mark.usefixtures("_any_size")
-def test_products_that_nobody_asks_for_are_not_computed() -> None:
+def test_products_that_nobody_asks_for_are_not_computed_and_torch_counts_the_others() -> None:
     counts = []
     for fuses in (False, True):
         with Products() as products:
             train(made(Equilibrium), (5, WIDTH), fuses=fuses)
-        counts.append(products.counts["product"])
-    assert counts[0] == counts[1] > 0
-
-
-@pytest.mark.usefixtures("_any_size")
-def test_flops_are_counted_by_torch() -> None:
-    counts = []
-    for fuses in (False, True):
         with FlopCounterMode(display=False) as flops:
             train(made(layers), (5, WIDTH), fuses=fuses)
-        counts.append(flops.get_total_flops())
-    assert counts[0] == counts[1] > 0
+        counts.append((products.counts["product"], flops.get_total_flops()))
+    assert counts[0] == counts[1] > (0, 0)
 
 
 @pytest.mark.usefixtures("_any_size")
@@ -467,49 +450,18 @@ def test_sums_of_another_kind(kind: Callable[[Tensor], Tensor], split: bool) -> 
 
 @pytest.mark.usefixtures("_any_size")
 @pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
-def test_a_stage_on_the_meta_device(split: bool) -> None:
-    assert train(layers().to("meta"), (5, WIDTH), fuses=True, split=split)[2] == 2 * (N - 1)
-
-
-class Cast(nn.Module):
-    """Computes in a dtype of its own; its backward runs outside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = layers()
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.inner(x).float()
-
-
-@pytest.mark.usefixtures("_any_size")
-@pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
 def test_under_autocast_weights_have_the_gradients_of_ordinary_layers(split: bool) -> None:
-    expected, _, _ = train(made(Cast), (5, WIDTH), fuses=False)
-    found, _, added = train(made(Cast), (5, WIDTH), fuses=True, split=split)
+    expected, _, _ = train(made(lambda: Autocast(layers(), True)), (5, WIDTH), fuses=False)
+    found, _, added = train(made(lambda: Autocast(layers(), True)), (5, WIDTH), fuses=True, split=split)
     assert added == 0
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-@pytest.mark.usefixtures("_any_size")
-def test_weights_changed_between_forward_and_backward_are_refused() -> None:
-    module = made(layers)
-    stage = Stage(1, module, CPU, False, None)
-    output, _ = stage.forward(0, torch.randn(5, WIDTH, requires_grad=True), None, False)
-    with torch.no_grad():
-        module[0].weight.add_(1)  # type: ignore[index]
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        stage.backward(0, (torch.randn_like(output),))
-
-
 def test_only_large_weights_are_worth_it() -> None:
     large, small = nn.Linear(512, 512), nn.Linear(512, 511)
-    assert is_worth_fusing(nn.Sequential(small, large))
-    assert not is_worth_fusing(small)
-    assert not is_worth_fusing(None)
-    assert not is_worth_fusing(nn.Conv2d(64, 64, 9))
-    both = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 511))
+    for module in (small, None, nn.Conv2d(64, 64, 9)):
+        assert not is_worth_fusing(module)
+    assert is_worth_fusing(both := nn.Sequential(large, small))
     assert train(both, (2, 512), fuses=True)[2] == N - 1
 
 
