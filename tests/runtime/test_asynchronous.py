@@ -11,7 +11,7 @@ Where r replicas share a stage, its updates take r microbatches, and it counts r
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from course_pp.launch import on_ranks
-from course_pp.runtime import Pipeline, PipelineError, Recorder
-from course_pp.schedule import Ledger, Schedule, Versions, build, ledger
+from course_pp.runtime import EmulatedCluster, EmulatedTimeline, Pipeline, PipelineError, Recorder
+from course_pp.schedule import Costs, Ledger, Schedule, Timeline, Versions, build, ledger
 from tests.once import once
 from tests.runtime.small import for_rank, stages_of
 
@@ -67,24 +67,25 @@ def data(job: Job) -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
-# On ranks.
-
-
 def trained(rank: int, jobs: Sequence[Job]) -> list[tuple[dict[int, Parameters], tuple[float, ...], Ledger]]:
     return [train(rank, job) for job in jobs]
 
 
 def train(rank: int, job: Job) -> tuple[dict[int, Parameters], tuple[float, ...], Ledger]:
-    schedule, (inputs, targets) = job.schedule, data(job)
-    modules = {stage: make_stage(stage) for stage in stages_of(rank, schedule)}
+    modules = {stage: make_stage(stage) for stage in stages_of(rank, job.schedule)}
+    pipeline = pipeline_of(job, modules)
+    losses = step(rank, job, pipeline)
+    return {stage: copied(module) for stage, module in modules.items()}, losses, pipeline.ledger
+
+
+def pipeline_of(job: Job, modules: Mapping[int, nn.Module], **options: Any) -> Pipeline:
     optimizers = {stage: OPTIMIZERS[job.optimizer](module.parameters()) for stage, module in modules.items()}
-    pipeline = Pipeline(schedule, modules, F.mse_loss, optimizers=optimizers, versions=job.versions, timeout_s=20)
-    losses = pipeline.step(*for_rank(rank, schedule, inputs, targets))
-    found = {stage: {name: p.detach().clone() for name, p in m.named_parameters()} for stage, m in modules.items()}
-    return found, losses, pipeline.ledger
+    options = {"optimizers": optimizers, "versions": job.versions, "timeout_s": 20, **options}
+    return Pipeline(job.schedule, modules, F.mse_loss, **options)
 
 
-# In one process, by hand.
+def step(rank: int, job: Job, pipeline: Pipeline) -> tuple[float, ...]:
+    return pipeline.step(*for_rank(rank, job.schedule, *data(job)))
 
 
 def forward(w: Parameters, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,9 +201,6 @@ def test_what_a_run_used_is_what_the_ledger_foretold(layouts: Layouts) -> None:
         assert used == ledger(job.schedule, job.versions)
 
 
-# A forward that is computed again.
-
-
 class Checkpointed(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = checkpoint(super().forward, x, use_reentrant=False)
@@ -211,15 +209,11 @@ class Checkpointed(nn.Sequential):
 
 def recomputing(rank: int, job: Job) -> list[float]:
     """How far the weights are from those of a stage that keeps its activations: recomputed by either."""
-    schedule, (inputs, targets), found = job.schedule, data(job), []
-    for kind, options in ((nn.Sequential, {}), (nn.Sequential, {"recompute": True}), (Checkpointed, {})):
+    found = []
+    for kind, recompute in ((nn.Sequential, False), (nn.Sequential, True), (Checkpointed, False)):
         module = kind(*make_stage(rank))
-        optimizers = {rank: OPTIMIZERS[job.optimizer](module.parameters())}
-        pipeline = Pipeline(
-            schedule, module, F.mse_loss, optimizers=optimizers, versions=job.versions, timeout_s=20, **options
-        )
-        pipeline.step(*for_rank(rank, schedule, inputs, targets))
-        found.append({name: parameter.detach() for name, parameter in module.named_parameters()})
+        step(rank, job, pipeline_of(job, {rank: module}, recompute=recompute))
+        found.append(copied(module))
     return [max_difference(each, found[0]) for each in found[1:]]
 
 
@@ -228,22 +222,42 @@ def test_a_forward_that_is_computed_again_has_the_version_it_had() -> None:
         assert max(rank) < 1e-12  # the copy of an input is aligned otherwise, and may be rounded so
 
 
-# Memory.
-
-
 def kept(rank: int, jobs: Sequence[Job]) -> list[int]:
-    return [most_kept(rank, job) for job in jobs]
+    """For each job the most bytes of versions that a recorder counted besides the newest."""
+    found = []
+    for job in jobs:
+        recorder = Recorder(memory=True)
+        step(rank, job, pipeline_of(job, {rank: make_stage(rank)}, recorder=recorder))
+        found.append(recorder.memory()[rank].peaks["version"])
+    return found
 
 
-def most_kept(rank: int, job: Job) -> int:
-    """The most bytes of versions that a recorder counted besides the newest."""
-    schedule, (inputs, targets), recorder = job.schedule, data(job), Recorder(memory=True)
-    modules = {stage: make_stage(stage) for stage in stages_of(rank, schedule)}
-    optimizers = {stage: OPTIMIZERS[job.optimizer](module.parameters()) for stage, module in modules.items()}
-    Pipeline(
-        schedule, modules, F.mse_loss, optimizers=optimizers, versions=job.versions, recorder=recorder, timeout_s=20
-    ).step(*for_rank(rank, schedule, inputs, targets))
-    return recorder.memory()[rank].peaks["version"]
+def paced(rank: int, job: Job, cluster: EmulatedCluster) -> EmulatedTimeline:
+    """The second of two steps."""
+    recorder = Recorder()
+    modules = {stage: make_stage(stage) for stage in stages_of(rank, job.schedule)}
+    pipeline = pipeline_of(job, modules, recorder=recorder, cluster=cluster)
+    for _ in range(2):
+        recorder.clear()
+        step(rank, job, pipeline)
+    timeline = recorder.timeline()
+    assert isinstance(timeline, EmulatedTimeline)
+    return timeline
+
+
+def pace(timeline: Timeline) -> float:
+    """Seconds a microbatch between the updates of the first rank behind microbatches 0 and 6."""
+    ends = {part.microbatch: span.end for span in timeline.by_rank[0] for part in span.action.parts if part.kind == "U"}
+    return float(ends[6] - ends[0]) / 6
+
+
+@pytest.mark.parametrize("shares", [(2,), (2, 1, 1)])
+def test_replicas_keep_the_pace_that_was_predicted(shares: tuple[int, ...]) -> None:
+    job, latency = Job("stash", "sgd", shares, 8), tuple(0.002 * stage for stage in range(1, len(shares)))
+    cluster = EmulatedCluster(Costs(0.01, 0.01, 0.01, update=0.005, latency=latency))
+    found = on_ranks(sum(shares), paced, job, cluster, timeout_s=60)[0]
+    overrun = sum(each.seconds for each in found.overruns)
+    assert pace(found) == pytest.approx(pace(cluster.predict(job.schedule)), abs=1e-6 + overrun)
 
 
 def test_stage_s_keeps_p_minus_s_versions_with_stashing_and_two_with_2bw() -> None:
@@ -254,8 +268,6 @@ def test_stage_s_keeps_p_minus_s_versions_with_stashing_and_two_with_2bw() -> No
         assert buffered == size
         assert mixed == 0
 
-
-# Bad input.
 
 PLAIN = Job("stash", "sgd", (1, 1), 4)
 
@@ -314,15 +326,11 @@ def test_what_cannot_update_by_itself_is_refused_on_every_rank(subtests: pytest.
 
 
 def diverging(rank: int) -> str:
-    schedule, (inputs, targets) = PLAIN.schedule, data(PLAIN)
     module = make_stage(rank)
-    optimizers = {rank: torch.optim.SGD(module.parameters(), lr=1e200)}
-    pipeline = Pipeline(schedule, {rank: module}, F.mse_loss, optimizers=optimizers, versions="stash", timeout_s=20)
-    try:
-        pipeline.step(*for_rank(rank, schedule, inputs, targets))
-    except PipelineError as error:
-        return str(error)
-    return "no error"
+    pipeline = pipeline_of(PLAIN, {rank: module}, optimizers={rank: torch.optim.SGD(module.parameters(), lr=1e200)})
+    with pytest.raises(PipelineError) as caught:
+        step(rank, PLAIN, pipeline)
+    return str(caught.value)
 
 
 def test_weights_that_diverge_are_named_with_update_and_stage() -> None:
@@ -331,32 +339,19 @@ def test_weights_that_diverge_are_named_with_update_and_stage() -> None:
         assert re.search(words, told), told
 
 
-class Overflowing(torch.autograd.Function):
-    """The identity, whose gradient is infinite."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0] * torch.inf
-
-
 class Overflows(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = Overflowing.apply(super().forward(x))
+        y: Tensor = super().forward(x)
+        y.register_hook(lambda gradient: gradient * torch.inf)
         return y
 
 
 def overflowing(rank: int) -> tuple[str, bool]:
     """What is said, and whether the weights of this rank are finite."""
-    schedule, (inputs, targets) = PLAIN.schedule, data(PLAIN)
     module = make_stage(rank) if rank else Overflows(*make_stage(rank))
-    optimizers = {rank: OPTIMIZERS["sgd"](module.parameters())}
-    pipeline = Pipeline(schedule, module, F.mse_loss, optimizers=optimizers, versions="stash", timeout_s=20)
+    pipeline = pipeline_of(PLAIN, {rank: module})
     with pytest.raises(PipelineError) as caught:
-        pipeline.step(*for_rank(rank, schedule, inputs, targets))
+        step(rank, PLAIN, pipeline)
     return str(caught.value), all(bool(p.isfinite().all()) for p in module.parameters())
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import pipelining
 
 from course_pp.launch import on_ranks
 from course_pp.runtime import Pipeline, run_step
@@ -17,7 +16,6 @@ from tests.equality import GRADIENT_TOLERANCE, Trained, assert_equals_one_proces
 from tests.once import once
 from tests.runtime.small import (
     BATCH,
-    Batches,
     LayerRanges,
     even_layers,
     for_rank,
@@ -34,15 +32,6 @@ from tests.runtime.small import (
 SIZES = (1, 2, 3, 4, 8)
 SYNCHRONOUS = tuple(name for name in names() if name != "pipedream")
 TWO_COPIES = ("chimera", "dualpipe")
-TORCH_CLASSES = {
-    "GPipe": 1,
-    "1F1B": 1,
-    "Interleaved1F1B": 2,
-    "LoopedBFS": 2,
-    "InterleavedZeroBubble": 2,
-    "ZBVZeroBubble": 2,
-    "DualPipeV": 2,
-}
 
 
 @dataclass(frozen=True)
@@ -248,49 +237,6 @@ def test_tied_ends_stay_equal_bit_by_bit() -> None:
     assert torch.equal(ranks[0].parameters["embed.weight"], ranks[2].parameters["head.weight"])
     (v_shaped, _, _) = trained["tied zb_v"]
     assert torch.equal(v_shaped.parameters["embed.weight"], v_shaped.parameters["head.weight"])
-
-
-def torch_schedule(name: str, stages: Sequence[pipelining.PipelineStage], m: int) -> Any:
-    order = getattr(pipelining.schedules, f"Schedule{name}")
-    return order(stages if TORCH_CLASSES[name] > 1 else stages[0], m, loss_fn=mean_loss)
-
-
-def step_as_torch_does(
-    rank: int, schedule: Schedule, name: str, n_layers: int, data: Batches
-) -> tuple[float | None, dict[str, Tensor]]:
-    """The loss where the last stage is, and this rank's gradients."""
-    modules = stage_modules(rank, schedule, model_config(n_layers))
-    device = torch.device("cpu")
-    stages = [pipelining.PipelineStage(module, s, schedule.n_stages, device) for s, module in modules.items()]
-    inputs, target = for_rank(rank, schedule, *data[0])
-    losses: list[Tensor] = []
-    step = torch_schedule(name, stages, schedule.n_microbatches).step
-    step(*([] if inputs is None else [inputs]), **({} if target is None else {"target": target, "losses": losses}))
-    return float(sum(losses)) / len(losses) if losses else None, snapshot_gradients(modules.values())
-
-
-def both_on_rank(rank: int, pp: int, m: int) -> dict[str, tuple[Any, Trained]]:
-    """For each of torch's schedule classes what one step leaves behind: theirs and ours."""
-    n_layers = 2 * pp
-    config = model_config(n_layers)
-    data = small_batches(config, steps=1)
-    results = {}
-    for name, chunks in TORCH_CLASSES.items():
-        schedule = build(name, pp, m, chunks)
-        results[name] = step_as_torch_does(rank, schedule, name, n_layers, data), run(rank, schedule, config, data)
-    return results
-
-
-@pytest.mark.parametrize("pp", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_a_step_equals_that_of_torch_s_own_schedule(pp: int, subtests: pytest.Subtests) -> None:
-    for rank, results in enumerate(on_ranks(pp, both_on_rank, pp, 2 * pp, timeout_s=100)):
-        for name, ((loss, gradients), ours) in results.items():
-            with subtests.test(name, rank=rank):
-                assert loss is None or ours.losses == [pytest.approx(loss, rel=GRADIENT_TOLERANCE)]
-                assert ours.gradients.keys() == gradients.keys()
-                for parameter, gradient in ours.gradients.items():
-                    difference = (gradient - gradients[parameter]).abs().max()
-                    assert difference <= GRADIENT_TOLERANCE, parameter
 
 
 def loss_without_graph(logits: Tensor, target: Tensor) -> Tensor:
