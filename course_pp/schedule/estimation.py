@@ -12,14 +12,12 @@ from typing import NamedTuple
 from course_pp.schedule.action import Product, Receive, Span
 from course_pp.schedule.costs import Costs
 from course_pp.schedule.legality import check
-from course_pp.schedule.precedence import Link, Message, Precedence
+from course_pp.schedule.precedence import Link, Precedence
 from course_pp.schedule.schedule import Schedule, implied_placement
 from course_pp.schedule.timeline import Timeline
 
 _Values = Mapping[tuple[str, int], float]
 """For a kind of action and a stage, a time."""
-_Waited = Mapping[tuple[int, Product], float]
-"""For a rank and what it received, when that was there."""
 
 _ENOUGH = 5
 
@@ -176,11 +174,15 @@ def estimate_waits(graph: MeasuredStep, receives: Iterable[Receive]) -> Waits:
 def _longest_possible(graph: MeasuredStep) -> dict[Link, float]:
     """Return for each link the least time from the end of a product until it is used."""
     longest: dict[Link, float] = {}
-    for span, messages in zip(graph.spans, graph.messages, strict=True):
-        for message in messages:
-            time = max(0.0, float(span.start - graph.spans[message.maker].end))
-            longest[message.link] = min(time, longest.get(message.link, time))
+    for number, span in enumerate(graph.spans):
+        for product in graph.received[number]:
+            link, time = graph.link(number, product), max(0.0, float(span.start) - _made(graph, product))
+            longest[link] = min(time, longest.get(link, time))
     return longest
+
+
+def _made(graph: MeasuredStep, product: int) -> float:
+    return float(graph.spans[graph.makers[product]].end)
 
 
 def _free_from(graph: MeasuredStep, number: int) -> float:
@@ -188,18 +190,19 @@ def _free_from(graph: MeasuredStep, number: int) -> float:
     return 0.0 if before is None else float(graph.spans[before].end)
 
 
-def _last(graph: MeasuredStep, messages: Sequence[Message], links: Mapping[Link, float]) -> tuple[float, Message]:
-    """Return the message that arrives last, and when."""
-    arrivals = [(float(graph.spans[message.maker].end) + links[message.link], message) for message in messages]
-    return max(arrivals, key=lambda each: each[0])
+def _last(graph: MeasuredStep, number: int, links: Mapping[Link, float]) -> tuple[float, int]:
+    """Return when the last of the products that an action receives arrives, and which it is."""
+    arrivals = [(_made(graph, each) + links[graph.link(number, each)], each) for each in graph.received[number]]
+    return max(arrivals, key=lambda arrival: arrival[0])
 
 
 def _launches(graph: MeasuredStep, links: Mapping[Link, float]) -> tuple[float, ...]:
     """Return for each rank the median gap before actions that waited for no message; of all ranks, if it has few."""
     gaps: list[list[float]] = [[] for _ in range(graph.schedule.n_ranks)]
-    for number, (span, messages) in enumerate(zip(graph.spans, graph.messages, strict=True)):
+    for number, span in enumerate(graph.spans):
         free = _free_from(graph, number)
-        if not graph.opens(number) and (not messages or _last(graph, messages, links)[0] <= free):
+        waits = bool(graph.received[number]) and _last(graph, number, links)[0] > free
+        if not waits and not graph.opens(number):
             gaps[span.rank].append(float(span.start) - free)
     usual = median([gap for row in gaps for gap in row] or [0.0])
     return tuple(median(row) if len(row) >= _ENOUGH else usual for row in gaps)
@@ -207,23 +210,25 @@ def _launches(graph: MeasuredStep, links: Mapping[Link, float]) -> tuple[float, 
 
 def _transfers(
     graph: MeasuredStep,
-    waited: _Waited,
+    waited: Mapping[tuple[int, Product], float],
     launch: Sequence[float],
     links: Mapping[Link, float],
     longest: Mapping[Link, float],
 ) -> dict[Link, float]:
-    """Return for each link the median over messages that were waited for; without any, what is usual and possible."""
+    """Return for each link the median over messages that were waited for; without any, what is usual and possible.
+
+    Args:
+        waited: for a rank and what it received, when that was there.
+    """
     times = defaultdict(list)
-    for number, (span, messages) in enumerate(zip(graph.spans, graph.messages, strict=True)):
-        if not messages:
+    for number, span in enumerate(graph.spans):
+        if not graph.received[number]:
             continue
-        _, last = _last(graph, messages, links)
-        made = float(graph.spans[last.maker].end)
+        _, last = _last(graph, number, links)
+        made = _made(graph, last)
         if made >= _free_from(graph, number):
-            arrived = waited.get(
-                (span.rank, graph.dependencies.describe(last.product)), float(span.start) - launch[span.rank]
-            )
-            times[last.link].append(max(0.0, arrived - made))
+            arrived = waited.get((span.rank, graph.dependencies.describe(last)), float(span.start) - launch[span.rank])
+            times[graph.link(number, last)].append(max(0.0, arrived - made))
     known = {link: median(values) for link, values in times.items()}
     usual = median(known.values()) if known else 0.0
     return {link: known.get(link, min(usual, longest[link])) for link in links}
@@ -240,14 +245,15 @@ def costs_of(graph: MeasuredStep, work: Work, links: Mapping[Link, float]) -> Co
     whole, inputs, weights = (_filled(alone, kind, n_stages) for kind in "BIW")
     split = [("I", stage) in alone for stage in range(n_stages)]
     overlapped = [pairs.get(("F", s), forward[s] + (whole[s] or inputs[s] + weights[s])) for s in range(n_stages)]
+    latency, edge_latency = _latencies(graph, links)
     return Costs(
         forward=forward,
         input_grad=[inputs[s] if split[s] else whole[s] / 2 for s in range(n_stages)],
         weight_grad=[weights[s] if split[s] else whole[s] / 2 for s in range(n_stages)],
         overlapped=overlapped if pairs else None,
         update=_filled(alone, "U", n_stages),
-        latency=_latencies(graph, links),
-        edge_latency=_edge_latency(graph, links),
+        latency=latency,
+        edge_latency=edge_latency,
     )
 
 
@@ -274,19 +280,19 @@ def _filled(times: _Values, kind: str, n_stages: int) -> tuple[float, ...]:
     return tuple(times.get((kind, stage), 0.0) for stage in range(n_stages))
 
 
-def _latencies(graph: MeasuredStep, links: Mapping[Link, float]) -> tuple[float, ...]:
-    """Return for each boundary the mean over its messages, as replicas of a stage may have different links."""
+def _latencies(graph: MeasuredStep, links: Mapping[Link, float]) -> tuple[tuple[float, ...], float | None]:
+    """Return the mean over the messages of each boundary, and over those of edges; None if there are no edges.
+
+    Replicas of a stage may have different links.
+    """
     crossing: list[list[float]] = [[] for _ in range(graph.schedule.n_stages - 1)]
-    for messages in graph.messages:
-        for message in messages:
-            product = graph.dependencies.describe(message.product)
-            if product.what in ("activation", "gradient"):  # the rest stays within a stage, or crosses an edge
-                crossing[product.stage - (product.what == "gradient")].append(links[message.link])
-    return tuple(sum(times) / len(times) if times else 0.0 for times in crossing)
-
-
-def _edge_latency(graph: MeasuredStep, links: Mapping[Link, float]) -> float | None:
-    """Return the mean over all messages of edges; None without any."""
-    describe = graph.dependencies.describe
-    times = [links[m.link] for row in graph.messages for m in row if describe(m.product).name]
-    return sum(times) / len(times) if times else None
+    of_edges = []
+    for number, received in enumerate(graph.received):
+        for each in received:
+            product, time = graph.dependencies.describe(each), links[graph.link(number, each)]
+            if product.what in ("activation", "gradient"):
+                crossing[product.stage - (product.what == "gradient")].append(time)
+            elif product.name:
+                of_edges.append(time)
+    means = tuple(sum(times) / len(times) if times else 0.0 for times in crossing)
+    return means, sum(of_edges) / len(of_edges) if of_edges else None

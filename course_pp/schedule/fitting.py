@@ -20,7 +20,7 @@ from course_pp.schedule.estimation import (
     estimate_waits,
     estimate_work,
 )
-from course_pp.schedule.precedence import Link, Message, Precedence, Times
+from course_pp.schedule.precedence import Link, Precedence, Times
 from course_pp.schedule.timeline import Timeline
 
 CAUSES = ("imbalance", "transfer", "launch", "straggler")
@@ -225,9 +225,6 @@ class Lengths(NamedTuple):
     actions: Sequence[float]
     links: Mapping[Link, float]
 
-    def delay_of(self, message: Message) -> float:
-        return self.links[message.link]
-
 
 class Counterfactual(NamedTuple):
     """Assumed lengths, and the times they give."""
@@ -252,8 +249,8 @@ def _lengths(graph: MeasuredStep, work: Work, waits: Waits, causes: frozenset[st
 def _as_measured(graph: MeasuredStep, waits: Waits) -> Lengths:
     """Return the lengths with which every action ends when it did, while messages take their usual time."""
     ends = [float(span.end) for span in graph.spans]
-    usual = Lengths([], waits.links)
-    took = [end - float(graph.allowed(number, ends, usual.delay_of)[0]) for number, end in enumerate(ends)]
+    usual = graph.delays(waits.links)
+    took = [end - float(graph.allowed(number, ends, usual)[0]) for number, end in enumerate(ends)]
     return Lengths(took, waits.links)
 
 
@@ -283,7 +280,7 @@ def attribute(
 
 
 def imagine(graph: Precedence, lengths: Lengths) -> Counterfactual:
-    return Counterfactual(lengths, graph.run(lengths.actions, lengths.delay_of))
+    return Counterfactual(lengths, graph.run(lengths.actions, graph.delays(lengths.links)))
 
 
 def step(graph: Precedence, before: Counterfactual, after: Counterfactual) -> Shares:
@@ -307,11 +304,12 @@ def step(graph: Precedence, before: Counterfactual, after: Counterfactual) -> Sh
 def _added_along(graph: Precedence, imagined: Counterfactual, before: Lengths, after: Lengths) -> Shares:
     """Split what the lengths after have more than those before, along the path that is longest as imagined."""
     added: defaultdict[Place, float] = defaultdict(float)
-    for number, message in graph.longest_path(imagined.times.ends, imagined.lengths.delay_of):
+    for number, product in graph.longest_path(imagined.times.ends, graph.delays(imagined.lengths.links)):
         rank, _ = graph.places[number]
         added[Place(rank, None)] += after.actions[number] - before.actions[number]
-        if message is not None:
-            added[Place(rank, message.link)] += after.links[message.link] - before.links[message.link]
+        if product is not None:
+            link = graph.link(number, product)
+            added[Place(rank, link)] += after.links[link] - before.links[link]
     return added
 
 

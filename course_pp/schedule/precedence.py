@@ -18,6 +18,9 @@ from course_pp.schedule.schedule import Schedule
 Link = tuple[int, int]
 """Two ranks, the lower one first."""
 
+DelayOf = Callable[[int, int], Time]
+"""For the number of an action and a product that it receives, how long that is on its way."""
+
 
 def round_of(microbatch: int, share: int, n_microbatches: int) -> range:
     """Return the microbatches on which the ``share`` replicas of a stage work at a time: their updates are one."""
@@ -154,20 +157,6 @@ class Dependencies:
         return [*crossing, 0, 0, *crossing, *[0] * n_stages, *edges, *edges, token_transfer]
 
 
-class Message(NamedTuple):
-    """What an action gets from another rank.
-
-    Attributes:
-        product: its number.
-        link: over which it comes.
-        maker: the number of the action that makes it.
-    """
-
-    product: int
-    link: Link
-    maker: int
-
-
 class Times(NamedTuple):
     """For each action when its rank and its inputs allow it, and when it is done."""
 
@@ -186,15 +175,17 @@ class Precedence:
     Attributes:
         places: for each its rank, and its place in that rank's order.
         before: for each the number of the one before it on its rank, None for the first.
-        messages: for each what it gets from other ranks. What its own rank made is there when the rank is free.
+        received: for each the products from other ranks. What its own rank made is there when that rank is free.
+        makers: for each product the number of the action that makes it.
         stuck: for each rank that cannot do all, the place of the action that it cannot start.
     """
 
     schedule: Schedule
     dependencies: Dependencies
-    places: tuple[tuple[int, int], ...]
-    before: tuple[int | None, ...]
-    messages: tuple[tuple[Message, ...], ...]
+    places: Sequence[tuple[int, int]]
+    before: Sequence[int | None]
+    received: Sequence[Sequence[int]]
+    makers: Mapping[int, int]
     stuck: Mapping[int, int]
 
     @classmethod
@@ -203,7 +194,7 @@ class Precedence:
         dependencies = Dependencies.of(schedule)
         places: list[tuple[int, int]] = []
         before: list[int | None] = []
-        messages: list[tuple[Message, ...]] = []
+        received: list[Sequence[int]] = []
         makers: dict[int, int] = {}
         done = [0] * schedule.n_ranks
         last: list[int | None] = [None] * schedule.n_ranks
@@ -213,21 +204,19 @@ class Precedence:
             rank = able.pop()
             row = schedule.actions[rank]
             for place in range(done[rank], len(row)):
-                got = []
+                foreign: tuple[int, ...] = ()
                 for product in dependencies.needed_by(row[place]):
                     maker = makers.get(product)
                     if maker is None:
                         asleep[product].append(rank)
                         break
-                    source = places[maker][0]
-                    if source != rank:
-                        link = (source, rank) if source < rank else (rank, source)
-                        got.append(Message(product, link, maker))
+                    if places[maker][0] != rank:
+                        foreign += (product,)
                 else:
                     number = len(places)
                     places.append((rank, place))
                     before.append(last[rank])
-                    messages.append(tuple(got))
+                    received.append(foreign)
                     last[rank] = number
                     done[rank] += 1
                     for product in dependencies.made_by(row[place]):
@@ -237,9 +226,9 @@ class Precedence:
                     continue
                 break
         stuck = {rank: done[rank] for rank, row in enumerate(schedule.actions) if done[rank] < len(row)}
-        return cls(schedule, dependencies, tuple(places), tuple(before), tuple(messages), stuck)
+        return cls(schedule, dependencies, places, before, received, makers, stuck)
 
-    def run(self, durations: Sequence[Time], delay_of: Callable[[Message], Time]) -> Times:
+    def run(self, durations: Sequence[Time], delay_of: DelayOf) -> Times:
         """Do every action as early as its rank and its inputs allow."""
         ready: list[Time] = []
         ends: list[Time] = []
@@ -249,30 +238,35 @@ class Precedence:
             ends.append(at + took)
         return Times(ready, ends)
 
-    def allowed(
-        self, number: int, ends: Sequence[Time], delay_of: Callable[[Message], Time]
-    ) -> tuple[Time, Message | None]:
-        """Return when an action may start, given ``ends``; and the message that it waited for longest, if for any."""
+    def allowed(self, number: int, ends: Sequence[Time], delay_of: DelayOf) -> tuple[Time, int | None]:
+        """Return when an action may start, given ``ends``; and the product that it waited for longest, if for any."""
         before = self.before[number]
         at, by = 0 if before is None else ends[before], None
-        for message in self.messages[number]:
-            arrival = ends[message.maker] + delay_of(message)
+        for product in self.received[number]:
+            arrival = ends[self.makers[product]] + delay_of(number, product)
             if arrival > at:
-                at, by = arrival, message
+                at, by = arrival, product
         return at, by
 
-    def longest_path(
-        self, ends: Sequence[Time], delay_of: Callable[[Message], Time]
-    ) -> list[tuple[int, Message | None]]:
-        """Return the actions that set the makespan, from its end back, each with the message it waited for, if any."""
+    def longest_path(self, ends: Sequence[Time], delay_of: DelayOf) -> list[tuple[int, int | None]]:
+        """Return the actions that set the makespan, from its end back, each with the product it waited for, if any."""
         path = []
         last: int | None = max(range(len(ends)), key=ends.__getitem__)
         while last is not None:
-            _, message = self.allowed(last, ends, delay_of)
-            path.append((last, message))
-            last = self.before[last] if message is None else message.maker
+            _, product = self.allowed(last, ends, delay_of)
+            path.append((last, product))
+            last = self.before[last] if product is None else self.makers[product]
         return path
+
+    def link(self, number: int, product: int) -> Link:
+        """Return over which link an action receives a product."""
+        here, there = self.places[number][0], self.places[self.makers[product]][0]
+        return min(here, there), max(here, there)
+
+    def delays(self, links: Mapping[Link, Time]) -> DelayOf:
+        """Return how long products are on their way, from how long that is over each link."""
+        return lambda number, product: links[self.link(number, product)]
 
     def opens(self, number: int) -> bool:
         """Return whether an action waits for nothing, so that nobody knows when it could have started."""
-        return self.before[number] is None and not self.messages[number]
+        return self.before[number] is None and not self.received[number]

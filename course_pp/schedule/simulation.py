@@ -43,7 +43,7 @@ def simulate(
     durations = durations_of(schedule, costs) if durations is None else durations
     times = graph.run(
         [durations[rank][place] for rank, place in graph.places],
-        lambda message: travel[message.product // schedule.n_microbatches],
+        lambda _, product: travel[product // schedule.n_microbatches],
     )
     spans = tuple(
         Span(rank, schedule.actions[rank][place], start, end)
