@@ -1,23 +1,10 @@
 """What each rank of a pipeline does, and when. Pure Python: no torch, no numpy, no matplotlib.
 
-* :class:`Action` and :class:`Overlap`: one thing a rank does, written as torch writes it (``2F0``).
-* :class:`Schedule`: for each rank its actions in order. :func:`build` makes those of the literature, :func:`names`
-  lists them, :func:`check` says whether any schedule can run, and if not, why not.
-* :class:`Edge`: a value that stages read beyond their neighbours, such as a skip connection.
-* :func:`generation`: the order in which a pipeline generates tokens, the last stage's going back to the first.
-* :func:`simulate`: when each rank does what, given :class:`Costs`. :mod:`theory` has the closed forms,
-  :func:`bound` what no schedule can beat.
-* :func:`search`: the best order that can be found in seconds, under a memory cap, and its gap to the bound.
-* :func:`optimum`: the best order there is, proven as far as time allows. Needs OR-Tools. :func:`optima`: a
-  table of those of small pipelines, which does not.
-* :func:`to_torch_csv`, :func:`from_torch_csv`: the text form that torch's schedules load and dump.
-* :class:`Span` and :class:`Timeline`: when each rank did it. A simulation and a measurement give the
-  same type, so one function draws either (:func:`course_pp.show.timeline`).
-* :class:`Receive`: an interval in which a rank of a real run was blocked until a message was there.
-* :class:`Gap`: an interval in which a rank does nothing, with its cause in a sentence.
-* :func:`ledger`: which version of its weights each action of an asynchronous schedule uses.
-* :func:`partition`: PipeDream's planner, from what layers cost to stages and their replicas.
-* :func:`fit`: from a measured timeline to costs, and to what was lost to imbalance, transfers, launches, stragglers.
+:func:`build` makes the :class:`Schedule` of a name, :func:`check` says whether any schedule can run, :func:`simulate`
+when each rank does what, given :class:`Costs`: a :class:`Timeline`, the type that a measurement has too.
+:mod:`theory` has the closed forms, :func:`bound` what no schedule can beat, :func:`search` the best order that seconds
+find, :func:`optimum` and :func:`optima` the best there is. :func:`fit` says why a run took as long as it did,
+:func:`ledger` which weights an asynchronous schedule uses, :func:`partition` which layers make a stage.
 """
 
 from course_pp.schedule import theory

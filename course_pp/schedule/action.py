@@ -1,15 +1,9 @@
 """One thing a rank does, what must exist before it can be done, and the interval in which it was.
 
-The letters are those of ``torch.distributed.pipelining`` (and of Qi et al., "Zero Bubble Pipeline
-Parallelism", ICLR 2024, for the split of the backward pass):
-
-====  ==========================================================================
-F     forward of one microbatch through one stage
-B     its whole backward: gradients of the inputs and of the weights
-I     the half of B that the previous stage waits for: gradients of the inputs
-W     the other half: gradients of the weights
-U     the stage's own optimizer step (asynchronous schedules only)
-====  ==========================================================================
+The letters are those of ``torch.distributed.pipelining``: F is the forward of one microbatch through one stage, B its
+whole backward; or, in two halves (Qi et al. 2024, "Zero bubble pipeline parallelism", ICLR), I makes the gradients of
+the inputs, for which the previous stage waits, and W those of the weights. U is the stage's own optimizer step, in
+asynchronous schedules only.
 """
 
 import re
@@ -34,9 +28,9 @@ _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
 
 class Product(NamedTuple):
-    """What one action leaves behind for another: the edges of the dependency graph.
+    """What one action leaves behind for another.
 
-    ``gradient`` is the gradient with respect to the input of ``stage``, which the stage before needs. What crosses an
+    ``gradient`` is with respect to the input of ``stage``, which the stage before needs. What crosses an
     :class:`~course_pp.schedule.Edge` has its name too: the ``value`` that ``stage`` makes, and the ``value gradient``
     with respect to what the readers on the rank of ``stage`` have read. In generation the last stage makes a ``token``,
     which the first one continues with.
@@ -80,7 +74,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """Read ``"2F0"``: stage 2, forward, microbatch 0. Raises ValueError for anything else."""
+        """Read ``"2F0"``: stage 2, forward, microbatch 0."""
         match = _ACTION.fullmatch(text.strip())
         if match is None:
             raise ValueError(
@@ -98,16 +92,14 @@ class Action:
     @property
     def provides(self) -> tuple[Product, ...]:
         """What exists once this action is done."""
-        stage, microbatch = self.stage, self.microbatch
-        if self.kind == "F":
-            return (Product("activation", stage, microbatch),)
-        if self.kind == "I":
-            return (Product("gradient", stage, microbatch),)
-        if self.kind == "W":
-            return (Product("weight gradient", stage, microbatch),)
-        if self.kind == "B":
-            return (Product("gradient", stage, microbatch), Product("weight gradient", stage, microbatch))
-        return ()
+        made: dict[str, tuple[_Made, ...]] = {
+            "F": ("activation",),
+            "I": ("gradient",),
+            "W": ("weight gradient",),
+            "B": ("gradient", "weight gradient"),
+            "U": (),
+        }
+        return tuple(Product(what, self.stage, self.microbatch) for what in made[self.kind])
 
     def needs(self, n_stages: int) -> tuple[Product, ...]:
         """Return what must exist before this action can start, in a pipeline of ``n_stages``."""
@@ -124,13 +116,10 @@ class Action:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Overlap:
-    """A forward and a backward of different microbatches run as one. Prints as ``(0F1;7B0)OVERLAP_F_B``.
+    """A forward (``F``) and a backward (``B`` or ``I``) run as one. Prints as ``(0F1;7B0)OVERLAP_F_B``.
 
-    DualPipe pairs them so that the communication of one hides behind the arithmetic of the other
-    (DeepSeek-V3 technical report, section 3.2.1).
-
-    Raises:
-        ValueError: unless the first is an ``F`` and the second a ``B`` or ``I``.
+    DualPipe pairs them so that the communication of one hides behind the arithmetic of the other (DeepSeek-V3 technical
+    report, section 3.2.1).
     """
 
     forward: Action
@@ -148,7 +137,7 @@ class Overlap:
 
     @classmethod
     def parse(cls, text: str) -> "Overlap":
-        """Read ``"(0F1;7B0)OVERLAP_F_B"``. Raises ValueError for anything else."""
+        """Read ``"(0F1;7B0)OVERLAP_F_B"``."""
         match = _OVERLAP.fullmatch(text.strip())
         if match is None:
             raise ValueError(f"cannot read {text!r} as an overlapped pair: write '(0F1;7B0)OVERLAP_F_B'")
@@ -160,8 +149,18 @@ class Overlap:
         return (self.forward, self.backward)
 
 
+class _Interval:
+    __slots__ = ()
+    start: Time
+    end: Time
+
+    @property
+    def duration(self) -> Time:
+        return self.end - self.start
+
+
 @dataclass(frozen=True, slots=True)
-class Span:
+class Span(_Interval):
     """Rank ``rank`` was busy with ``action`` from ``start`` to ``end``."""
 
     rank: int
@@ -169,13 +168,9 @@ class Span:
     start: Time
     end: Time
 
-    @property
-    def duration(self) -> Time:
-        return self.end - self.start
-
 
 @dataclass(frozen=True, slots=True)
-class Receive:
+class Receive(_Interval):
     """Rank ``rank`` was blocked from ``start`` to ``end``, until ``product`` was there."""
 
     rank: int
@@ -183,23 +178,15 @@ class Receive:
     start: Time
     end: Time
 
-    @property
-    def duration(self) -> Time:
-        return self.end - self.start
-
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class Gap(_Interval):
     """Rank ``rank`` did nothing from ``start`` to ``end``, and why, in one sentence."""
 
     rank: int
     start: Time
     end: Time
     cause: str
-
-    @property
-    def duration(self) -> Time:
-        return self.end - self.start
 
 
 def format_time(time: Time, unit: str = "") -> str:

@@ -1,26 +1,23 @@
-"""Why a run took as long as it did: from a measured timeline to costs, and from costs to causes."""
+"""Why a run took as long as it did: from a measured timeline to costs, and from costs to causes.
+
+Every estimate is a median, so that a single hiccup does not enter it.
+"""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 from math import comb
-from statistics import median
+from statistics import median, median_low
 from typing import NamedTuple
 
 from course_pp.arguments import checked
-from course_pp.schedule.action import Span, format_time
+from course_pp.schedule.action import Product, Receive, Span, format_time
 from course_pp.schedule.costs import Costs
-from course_pp.schedule.estimation import (
-    MeasuredStep,
-    Waits,
-    Work,
-    costs_of,
-    estimate_waits,
-    estimate_work,
-)
+from course_pp.schedule.legality import check
 from course_pp.schedule.precedence import Link, Precedence, Times
+from course_pp.schedule.schedule import Schedule, implied_placement
 from course_pp.schedule.timeline import Timeline
 
 CAUSES = ("imbalance", "transfer", "launch", "straggler")
@@ -29,6 +26,7 @@ CAUSES = ("imbalance", "transfer", "launch", "straggler")
 _WORTH_SAYING = 0.01  # of the makespan
 _WORTH_A_PLACE = 0.001
 _ROWS = 16
+_ENOUGH = 5
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Loss:
     """What one cause adds to the makespan, and where.
 
     Attributes:
-        cause: ``imbalance``, ``transfer``, ``launch``, ``straggler`` or ``rest``.
+        cause: one of :data:`CAUSES` or ``rest``.
         time: how much longer the run is because of it, in the timeline's unit. Negative if it is shorter.
         per_rank: the parts of ``time`` that arise on each rank; those of a message on the rank that receives it.
         per_link: the parts of ``time`` that arise on each link; all of it for ``transfer``, else empty.
@@ -60,17 +58,15 @@ class Fit:
     """What a measured timeline tells about stages, ranks and links, and what each of them cost. Prints as a table.
 
     Attributes:
-        measured: the timeline.
         predicted: simulated from what was fitted.
-        ideal: the same orders with each kind of action equally long in all stages (with as much work in all), all ranks
-            as fast as the median rank, and neither transfers nor launches. Its bubble is that of the schedule itself.
+        ideal: the same orders with equal stages, all ranks as fast as the median rank, and neither transfers nor
+            launches. Its bubble is that of the schedule itself.
         costs: of the stages at the speed of the median rank, and of the messages, in the timeline's unit.
         slowdown: for each rank, how many times as long as the median rank it takes for the work its stages are expected
             to be. Of an even number of ranks, the lower of the two in the middle is the median.
         links: for each pair of ranks that exchange messages, how long a message is on its way.
         launch: for each rank, the time from when its own order and its inputs allow an action until that starts.
-        lost: what is lost to each cause, largest first; together exactly ``total_lost``. The rest, what the fitted
-            numbers do not explain, is how much longer the run was than predicted.
+        lost: what is lost to each cause, largest first; together exactly ``total_lost``.
     """
 
     measured: Timeline
@@ -107,30 +103,26 @@ class Fit:
         return tuple(said) or ("No cause costs a hundredth of the makespan.",)
 
     def __repr__(self) -> str:
-        return "\n".join([*self._table(), "", *self._table_of_ranks(), "", *self.findings])
-
-    def _table(self) -> list[str]:
-        whole = float(self.measured.makespan)
-        head = (
-            f"{self.measured.name or 'run'} on {self.measured.n_ranks} ranks: {self.measured.how} {self._time(whole)}, "
-            f"predicted {self._time(float(self.predicted.makespan))}, ideal {self._time(float(self.ideal.makespan))}"
-        )
-        rows = [f"{'lost to':<12}{'time':>10}{'makespan':>10}   most of it on"]
+        tl = self.measured
+        makespans = [self._time(float(each.makespan)) for each in (tl, self.predicted, self.ideal)]
+        rows = [
+            f"{tl.name or 'run'} on {tl.n_ranks} ranks: {tl.how} {makespans[0]}, predicted {makespans[1]}, "
+            f"ideal {makespans[2]}",
+            f"{'lost to':<12}{'time':>10}{'makespan':>10}   most of it on",
+        ]
         for loss in self.lost:
             share = self._share(loss.time)
             where = "" if loss.where is None or share < _WORTH_A_PLACE else name_of(loss.where)
             rows.append(f"{loss.cause:<12}{self._time(loss.time):>10}{share:>10.1%}   {where}".rstrip())
         total = self.total_lost
-        return [head, *rows, f"{'together':<12}{self._time(total):>10}{self._share(total):>10.1%}"]
-
-    def _table_of_ranks(self) -> list[str]:
-        rows = [f"{'rank':>4}{'slowdown':>10}{'launch':>10}" + "".join(f"{loss.cause:>11}" for loss in self.lost)]
-        for rank in range(min(self.measured.n_ranks, _ROWS)):
+        rows += [f"{'together':<12}{self._time(total):>10}{self._share(total):>10.1%}", ""]
+        rows.append(f"{'rank':>4}{'slowdown':>10}{'launch':>10}" + "".join(f"{loss.cause:>11}" for loss in self.lost))
+        for rank in range(min(tl.n_ranks, _ROWS)):
             parts = "".join(f"{self._time(loss.per_rank[rank]):>11}" for loss in self.lost)
             rows.append(f"{rank:>4}{self.slowdown[rank]:>10.2f}{self._time(self.launch[rank]):>10}{parts}")
-        if self.measured.n_ranks > _ROWS:
-            rows.append(f"   … and {self.measured.n_ranks - _ROWS} more ranks")
-        return rows
+        if tl.n_ranks > _ROWS:
+            rows.append(f"   … and {tl.n_ranks - _ROWS} more ranks")
+        return "\n".join([*rows, "", *self.findings])
 
     def _share(self, time: float) -> float:
         """Return the part of the makespan; what would be written as -0.0% is 0."""
@@ -157,21 +149,19 @@ class Fit:
 
 @checked
 def fit(measured: Timeline, expected: Costs | None = None) -> Fit:
-    """Estimate from one measured step what stages, ranks and links cost, and what was lost to which of them.
+    """Estimate from one measured step what stages, ranks and links cost, and what was lost to each.
 
-    Orders and placement are read off the spans. The time lost is that by which the measured makespan exceeds the ideal
-    one: of the same orders with equal stages, equal ranks, and neither transfers nor launches. It is split among
+    Orders and placement are read off the spans. The time by which the measured makespan exceeds the ideal one is split
+    among
 
     * imbalance: stages differ from one another as ``expected`` says, or as no slow rank could explain;
     * transfer: messages between ranks take time;
     * launch: an action starts later than its rank and inputs allow;
     * straggler: a rank takes longer (or, below zero, less) than expected, compared with the median rank;
 
-    by simulating with and without each, averaged over the orders in which they can be taken away (see
-    :func:`~course_pp.schedule.fitting.attribute`), and the rest, by which the run was longer than predicted with
-    all four. Each part is split further among the ranks (and links) where it arises.
-
-    The estimates are medians over microbatches, so the jitter of a few of them is in the rest.
+    by simulating with and without each (see :func:`~course_pp.schedule.fitting.attribute`), and the rest, by which the
+    run was longer than predicted with all four, such as the jitter of a few microbatches. Each part is split further
+    among the ranks (and links) where it arises.
 
     Args:
         measured: one step, for example of a recorder; its receives are used where it has any.
@@ -206,6 +196,245 @@ def fit(measured: Timeline, expected: Costs | None = None) -> Fit:
         # Rounded, so that causes that cost nothing but rounding errors keep their order.
         lost=tuple(sorted(losses, key=lambda loss: -round(loss.time / (float(measured.makespan) or 1), 9))),
     )
+
+
+class Group(NamedTuple):
+    """Actions that should take equally long: same rank, kinds and stages (two of each for an overlapped pair)."""
+
+    rank: int
+    kinds: str
+    stages: tuple[int, ...]
+
+
+class Work(NamedTuple):
+    """How long actions take.
+
+    Attributes:
+        slowdown: as of :class:`Fit`.
+        per_group: the time of each group, if its rank were as fast as the median rank.
+        at_median_speed: the same, for each action.
+        balanced: the same, if also each kind of action took equally long in all stages, with as much work in all.
+    """
+
+    slowdown: tuple[float, ...]
+    per_group: Mapping[Group, float]
+    at_median_speed: tuple[float, ...]
+    balanced: tuple[float, ...]
+
+
+class Waits(NamedTuple):
+    """What lies between one action and the next: ``launch`` and ``links`` of :class:`Fit`."""
+
+    launch: tuple[float, ...]
+    links: Mapping[Link, float]
+
+
+@dataclass(frozen=True)
+class MeasuredStep(Precedence):
+    """What had to wait for what in a step that was run, with the measured times of the actions."""
+
+    spans: tuple[Span, ...]
+
+    @classmethod
+    def read_off(cls, tl: Timeline) -> "MeasuredStep":
+        graph = Precedence.of(schedule_of(tl))
+        return cls(**vars(graph), spans=tuple(tl.by_rank[rank][place] for rank, place in graph.places))
+
+    def made(self, product: int) -> float:
+        return float(self.spans[self.makers[product]].end)
+
+    def free_from(self, number: int) -> float:
+        before = self.before[number]
+        return 0.0 if before is None else float(self.spans[before].end)
+
+
+def schedule_of(tl: Timeline) -> Schedule:
+    """Return the schedule that was run: each rank's order, and the placement that it implies.
+
+    Raises:
+        ValueError: for anything but one whole step.
+    """
+    if not tl.spans:
+        raise ValueError(f"{tl!r} has no spans: record a step first")
+    seen = set()
+    for action in tl.actions:
+        if action in seen:
+            raise ValueError(
+                f"{action} was done more than once, so {tl!r} has several steps: give one, "
+                "with clear() of the recorder before it"
+            )
+        seen.add(action)
+    rows = tuple(tuple(span.action for span in row) for row in tl.by_rank)
+    found = implied_placement(rows)
+    missing = next((stage for stage in range(tl.n_stages) if stage not in found), None)
+    if missing is not None:
+        raise ValueError(f"{tl!r} has nothing of stage {missing}: give a timeline of all ranks")
+    schedule = Schedule(tl.name, tuple(found[stage] for stage in range(tl.n_stages)), rows, tl.edges, tl.feedback)
+    if problems := check(schedule):
+        raise ValueError(f"{tl!r} is not one whole step: {problems[0]}; record all of one step on every rank")
+    return schedule
+
+
+def estimate_work(graph: MeasuredStep, expected: Costs) -> Work:
+    """Tell slow ranks from large stages, as far as ``expected`` and stages that share a rank tell them apart.
+
+    The slowdown of a rank is its work over the expected work of its stages, each kind of action in its own unit of
+    time. What remains is due to the stages.
+    """
+    durations = defaultdict(list)
+    groups = []
+    for span in graph.spans:
+        parts = span.action.parts
+        group = Group(span.rank, "".join(part.kind for part in parts), tuple(part.stage for part in parts))
+        groups.append(group)
+        durations[group].append(float(span.duration))
+    measured = {group: median(times) for group, times in durations.items()}
+    many = {group: len(times) for group, times in durations.items()}
+    slowdown = _slowdown(graph, measured, many, expected)
+    alone = {group: time / slowdown[group.rank] for group, time in measured.items()}
+    mean = {}
+    for kinds in {group.kinds for group in alone}:
+        same = [group for group in alone if group.kinds == kinds]
+        mean[kinds] = sum(many[group] * alone[group] for group in same) / sum(many[group] for group in same)
+    return Work(slowdown, alone, tuple(alone[group] for group in groups), tuple(mean[group.kinds] for group in groups))
+
+
+def _slowdown(
+    graph: MeasuredStep, measured: Mapping[Group, float], many: Mapping[Group, int], expected: Costs
+) -> tuple[float, ...]:
+    per_kind = expected.durations(graph.schedule.n_stages)
+
+    def units(group: Group) -> float:
+        return float(sum(per_kind[kind][stage] for kind, stage in zip(group.kinds, group.stages, strict=True)))
+
+    rates = defaultdict(list)
+    for group, time in measured.items():
+        if units(group):
+            rates[group.kinds].append(time / units(group))
+    took, should_take = [0.0] * graph.schedule.n_ranks, [0.0] * graph.schedule.n_ranks
+    for group, time in measured.items():
+        if units(group):
+            took[group.rank] += many[group] * time
+            should_take[group.rank] += many[group] * units(group) * median(rates[group.kinds])
+    ratios = [a / b if a and b else None for a, b in zip(took, should_take, strict=True)]
+    # Of two ranks the faster one is the measure.
+    usual = median_low([ratio for ratio in ratios if ratio is not None] or [1.0])
+    return tuple(1.0 if ratio is None else ratio / usual for ratio in ratios)
+
+
+def estimate_waits(graph: MeasuredStep, receives: Iterable[Receive]) -> Waits:
+    """Tell message times from launch times: a message shows where a rank had nothing to do but wait for it.
+
+    If a value was made after its receiver became free, the receiver waited for it: it was on its way until the receive
+    ended, or until the consumer was launched. If it had arrived before, the rest of the gap is launching, and its link
+    is known only to be no slower. Both directions of a link count together, as an activation and its gradient are of
+    one size, and often only one of the two is ever waited for.
+    """
+    waited = {(each.rank, each.product): float(each.end) for each in receives}
+    longest: dict[Link, float] = {}  # the least time from the end of a product until it is used
+    for number, span in enumerate(graph.spans):
+        for product in graph.received[number]:
+            link, time = graph.link(number, product), max(0.0, float(span.start) - graph.made(product))
+            longest[link] = min(time, longest.get(link, time))
+    links, launch = longest, (0.0,) * graph.schedule.n_ranks
+    # Which message comes last, and which is sure to have come in time, depends on what is being estimated.
+    for _ in range(3):
+        launch = _launches(graph, links)
+        links = _transfers(graph, waited, launch, links, longest)
+    return Waits(launch, links)
+
+
+def _last(graph: MeasuredStep, number: int, links: Mapping[Link, float]) -> tuple[float, int]:
+    """Return when the last of the products that an action receives arrives, and which it is."""
+    arrivals = [(graph.made(each) + links[graph.link(number, each)], each) for each in graph.received[number]]
+    return max(arrivals, key=lambda arrival: arrival[0])
+
+
+def _launches(graph: MeasuredStep, links: Mapping[Link, float]) -> tuple[float, ...]:
+    """Return for each rank the median gap before actions that waited for no message; of all ranks, if it has few."""
+    gaps: list[list[float]] = [[] for _ in range(graph.schedule.n_ranks)]
+    for number, span in enumerate(graph.spans):
+        free = graph.free_from(number)
+        waits = bool(graph.received[number]) and _last(graph, number, links)[0] > free
+        if not waits and not graph.opens(number):
+            gaps[span.rank].append(float(span.start) - free)
+    usual = median([gap for row in gaps for gap in row] or [0.0])
+    return tuple(median(row) if len(row) >= _ENOUGH else usual for row in gaps)
+
+
+def _transfers(
+    graph: MeasuredStep,
+    waited: Mapping[tuple[int, Product], float],
+    launch: Sequence[float],
+    links: Mapping[Link, float],
+    longest: Mapping[Link, float],
+) -> dict[Link, float]:
+    """Return for each link the median over messages that were waited for; without any, what is usual and possible.
+
+    Args:
+        waited: for a rank and what it received, when that was there.
+    """
+    times = defaultdict(list)
+    for number, span in enumerate(graph.spans):
+        if not graph.received[number]:
+            continue
+        _, last = _last(graph, number, links)
+        made = graph.made(last)
+        if made >= graph.free_from(number):
+            arrived = waited.get((span.rank, graph.dependencies.describe(last)), float(span.start) - launch[span.rank])
+            times[graph.link(number, last)].append(max(0.0, arrived - made))
+    known = {link: median(values) for link, values in times.items()}
+    usual = median(known.values()) if known else 0.0
+    return {link: known.get(link, min(usual, longest[link])) for link in links}
+
+
+def costs_of(graph: MeasuredStep, work: Work, links: Mapping[Link, float]) -> Costs:
+    """Return the times of actions at the median speed, stage by stage, and of messages, boundary by boundary.
+
+    Where only whole backwards were measured, half of each counts as input gradient: they do not tell the halves apart.
+    A kind that never came alone gets half of its overlapped pair.
+    """
+    alone, shared, pairs = defaultdict(list), defaultdict(list), defaultdict(list)
+    for group, time in work.per_group.items():
+        if len(group.stages) == 1:
+            alone[group.kinds, group.stages[0]].append(time)
+            continue
+        pairs[group.stages[0]].append(time)
+        for key in zip(group.kinds, group.stages, strict=True):
+            shared[key].append(time / 2)
+    found = {key: median(values) for key, values in (shared | alone).items()}
+    stages = range(graph.schedule.n_stages)
+    forward, whole, inputs, weights, update = ([found.get((kind, s), 0.0) for s in stages] for kind in "FBIWU")
+    split = [("I", s) in found for s in stages]
+    alone_both = [forward[s] + (whole[s] or inputs[s] + weights[s]) for s in stages]
+    latency, edge_latency = _latencies(graph, links)
+    return Costs(
+        forward=forward,
+        input_grad=[inputs[s] if split[s] else whole[s] / 2 for s in stages],
+        weight_grad=[weights[s] if split[s] else whole[s] / 2 for s in stages],
+        overlapped=[median(pairs[s]) if s in pairs else alone_both[s] for s in stages] if pairs else None,
+        update=update,
+        latency=latency,
+        edge_latency=edge_latency,
+    )
+
+
+def _latencies(graph: MeasuredStep, links: Mapping[Link, float]) -> tuple[tuple[float, ...], float | None]:
+    """Return the mean over the messages of each boundary, and over those of edges; None if there are no edges.
+
+    Replicas of a stage may have different links.
+    """
+    crossing: list[list[float]] = [[] for _ in range(graph.schedule.n_stages - 1)]
+    of_edges = []
+    for number, received in enumerate(graph.received):
+        for each in received:
+            product, time = graph.dependencies.describe(each), links[graph.link(number, each)]
+            if product.what in ("activation", "gradient"):
+                crossing[product.stage - (product.what == "gradient")].append(time)
+            elif product.name:
+                of_edges.append(time)
+    means = tuple(sum(times) / len(times) if times else 0.0 for times in crossing)
+    return means, sum(of_edges) / len(of_edges) if of_edges else None
 
 
 class Place(NamedTuple):
@@ -260,12 +489,9 @@ def attribute(
     """Split what all ``causes`` together add to the makespan among them.
 
     A cause may hide behind another: a slow link costs nothing while a slower rank is waited for anyway. So each cause
-    is charged the average of what it adds, over all orders in which they can be added one by one. That is the Shapley
-    value (Shapley 1953, "A value for n-person games"), the only split that adds up whatever the runs, treats
-    causes alike and charges nothing to one that never matters.
-
-    Args:
-        lengths_with: returns the lengths when only these causes act.
+    is charged the average of what it adds, over all orders in which they can be added one by one: the Shapley value
+    (Shapley 1953, "A value for n-person games"), the only split that adds up whatever the runs, treats causes alike and
+    charges nothing to one that never matters.
     """
     settings = {present: imagine(graph, lengths_with(present)) for present in _subsets(causes)}
     lost: dict[str, Shares] = {}
@@ -286,10 +512,9 @@ def imagine(graph: Precedence, lengths: Lengths) -> Counterfactual:
 def step(graph: Precedence, before: Counterfactual, after: Counterfactual) -> Shares:
     """Split the difference between two makespans among the places where the lengths differ.
 
-    Let the lengths change evenly from those before to those after. At each moment the makespan grows by what is added
-    along the path that is longest then. It grows ever faster, because it is a maximum of sums of lengths. So the
-    longest path before gives too little, and the longest path after too much. The result is the mixture of the two that
-    gives just the difference.
+    Let the lengths change evenly. At each moment the makespan grows by what is added along the path that is longest
+    then, and ever faster, because it is a maximum of sums. So the longest path before gives too little, and the longest
+    path after too much. The result is the mixture of the two that gives just the difference.
     """
     first, last = (_added_along(graph, each, before.lengths, after.lengths) for each in (before, after))
     too_little, too_much = sum(first.values()), sum(last.values())

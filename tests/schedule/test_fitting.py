@@ -23,7 +23,7 @@ from course_pp.schedule import (
     names,
     simulate,
 )
-from course_pp.schedule.estimation import schedule_of
+from course_pp.schedule.fitting import schedule_of
 from tests.grids import examples
 from tests.schedule.planted import CAUSES, Planted
 from tests.schedule.test_properties import costs_for, schedules
