@@ -21,6 +21,14 @@ KINDS = {
     "U": "update",
 }
 
+Made = Literal["activation", "gradient", "weight gradient"]
+_MADE: dict[str, tuple[Made, ...]] = {
+    "F": ("activation",),
+    "B": ("gradient", "weight gradient"),
+    "I": ("gradient",),
+    "W": ("weight gradient",),
+}
+
 Time = float | Fraction
 _LAST = 2**63 - 1  # the last stage or microbatch that can be told apart in 64 bits
 _ACTION = re.compile(r"(\d+)([A-Z])(\d+)", re.ASCII)
@@ -36,7 +44,7 @@ class Product(NamedTuple):
     which the first one continues with.
     """
 
-    what: Literal["activation", "gradient", "weight gradient", "value", "value gradient", "token"]
+    what: Made | Literal["value", "value gradient", "token"]
     stage: int
     microbatch: int
     name: str = ""
@@ -92,14 +100,7 @@ class Action:
     @property
     def provides(self) -> tuple[Product, ...]:
         """What exists once this action is done."""
-        made: dict[str, tuple[_Made, ...]] = {
-            "F": ("activation",),
-            "I": ("gradient",),
-            "W": ("weight gradient",),
-            "B": ("gradient", "weight gradient"),
-            "U": (),
-        }
-        return tuple(Product(what, self.stage, self.microbatch) for what in made[self.kind])
+        return tuple(Product(what, self.stage, self.microbatch) for what in _MADE.get(self.kind, ()))
 
     def needs(self, n_stages: int) -> tuple[Product, ...]:
         """Return what must exist before this action can start, in a pipeline of ``n_stages``."""

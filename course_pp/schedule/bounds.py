@@ -43,13 +43,9 @@ def bound(
 
     Args:
         costs: one unit for each of ``F``, ``I`` and ``W`` unless given. Updates are left out: they come on top.
-        memory_limit: for each rank, or one for all, in the unit of ``costs.activation`` and including the weights.
-        placement: for each stage its rank, or ranks as in ``Schedule``; one stage a rank unless given. With more
-            stages, the costs are those of each.
-
-    Raises:
-        ValueError: for sizes below 1, a placement that names a rank that does not exist, costs of another number of
-            stages, and a memory limit that is not finite, is below 0 or does not hold one microbatch.
+        memory_limit: for each rank, or one for all, in the unit of ``costs.activation`` and including the weights; it
+            must hold one microbatch.
+        placement: for each stage its rank, or ranks as in ``Schedule``; one stage a rank unless given.
     """
     for what, value in (("n_ranks", n_ranks), ("n_microbatches", n_microbatches)):
         if value < 1:
@@ -61,7 +57,8 @@ def bound(
     pipeline = _Pipeline(ranks_of, n_microbatches, Costs() if costs is None else costs)
     limits = limits_of(memory_limit, n_ranks)
     of_ranks = [time for rank, limit in enumerate(limits) for time in pipeline.of_rank(rank, limit)]
-    return max(pipeline.one_microbatch, *of_ranks)
+    one_microbatch = pipeline.down[-1] + pipeline.round_trip[-1] + pipeline.up[-1]
+    return max(one_microbatch, *of_ranks)
 
 
 class _Pipeline:
@@ -69,16 +66,13 @@ class _Pipeline:
 
     Attributes:
         loads: for each rank, of each of its stages how many microbatches it sees there; none for a stage without any.
-        forward: of ``F``.
-        inputs: of ``I``.
-        finish: of ``W`` after ``I``.
+        forward, inputs, finish: of ``F``, of ``I``, and of ``W`` after it.
         paired: whether a forward and a backward may run as one.
         saved: the most that pairing a forward of the stage with any backward can save.
         down: from the start until a first ``F`` of the stage can start.
         round_trip: from the start of its ``F`` to the end of its ``I`` of the same microbatch.
         up: from the end of its ``I`` until the microbatch is through with stage 0.
-        kept: of memory, by ``F``.
-        early: the part of it that ``I`` gives back.
+        kept, early: what ``F`` keeps of memory, and the part of it that ``I`` gives back.
     """
 
     def __init__(self, placement: Sequence[Sequence[int]], n_microbatches: int, costs: Costs) -> None:
@@ -115,10 +109,6 @@ class _Pipeline:
         for stage in reversed(range(n - 1)):
             self.round_trip.append(forward[stage] + 2 * hops[stage] + self.round_trip[-1] + inputs[stage])
         self.round_trip.reverse()
-
-    @property
-    def one_microbatch(self) -> Time:
-        return self.down[-1] + self.round_trip[-1] + self.up[-1]
 
     def of_rank(self, rank: int, limit: Time | None) -> Iterator[Time]:
         """Bounds from the work and the memory of one rank; none for a rank without a stage."""
@@ -178,7 +168,7 @@ class _Pipeline:
         return 0 if self.early[stage] else self.finish[stage]
 
     def _making_room(self, stages: Sequence[int], n: int, room: Time) -> Time:
-        """Return a bound from a rank's first stages, whose last sees ``n`` microbatches: see the proof in ``bound``."""
+        """Bound by a rank's first stages, whose last sees ``n`` microbatches: the proof is in ``bound``."""
         last = stages[-1]
         smallest = min(self.kept[stage] for stage in stages)
         fits = _how_many(room, smallest) if smallest else len(stages) * n
@@ -207,7 +197,6 @@ def _how_many(room: Time, each: Time) -> int:
 
 
 def limits_of(limit: Time | Sequence[Time | None] | None, n_ranks: int) -> Sequence[Time | None]:
-    """Return the memory limit of each rank, None where there is none."""
     limits = tuple(limit) if isinstance(limit, Sequence) else (limit,) * n_ranks
     if len(limits) != n_ranks:
         raise ValueError(f"memory_limit has {len(limits)} values for {n_ranks} ranks: give one number, or one for each")

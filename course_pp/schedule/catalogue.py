@@ -23,7 +23,7 @@ from course_pp.schedule.families import (
     zb_h2,
     zb_v,
 )
-from course_pp.schedule.schedule import MOST_FORWARDS, Schedule, both_ways, in_waves, looped, v_shaped
+from course_pp.schedule.schedule import MOST_FORWARDS, Schedule, both_ways, in_waves, looped
 from course_pp.schedule.searching.heuristics import filled, splits_every_backward
 
 
@@ -52,19 +52,11 @@ class Entry:
     updates: bool = False
 
     def placement(self, n_ranks: int, n_chunks: int | None = None) -> tuple[tuple[int, ...], ...]:
-        """Return for each stage the ranks that hold it, as :attr:`Schedule.placement` has them.
-
-        Raises:
-            ValueError: for a number of ranks or chunks that the schedule does not allow.
-        """
+        """Return for each stage the ranks that hold it, as :attr:`Schedule.placement` has them."""
         return self.placed(_whole("n_ranks", n_ranks, self.name), self.chunks(n_chunks))
 
     def chunks(self, n_chunks: int | None = None) -> int:
-        """Return the stages a rank: those asked for, or the usual number.
-
-        Raises:
-            ValueError: for a number that the schedule does not allow; names those that allow it.
-        """
+        """Return the stages a rank: those asked for, or the usual number."""
         n_chunks = self.n_chunks if n_chunks is None else _whole("n_chunks", n_chunks, self.name)
         if n_chunks != self.n_chunks and not self.any_chunks:
             able = ", ".join(entry.name for entry in _CATALOGUE.values() if entry.any_chunks)
@@ -82,14 +74,6 @@ class Entry:
         return n_chunks
 
 
-def _v_shaped(n_ranks: int, n_chunks: int) -> tuple[tuple[int, ...], ...]:
-    return v_shaped(n_ranks)
-
-
-def _both_ways(name: str) -> Callable[[int, int], tuple[tuple[int, ...], ...]]:
-    return lambda n_ranks, n_chunks: both_ways(name, n_ranks)
-
-
 _CATALOGUE = {
     entry.name: entry
     for entry in (
@@ -102,12 +86,12 @@ _CATALOGUE = {
         Entry("hanayo", hanayo, 2, any_chunks=True, placed=in_waves, chunks_in=2),
         Entry("zb_h1", zb_h1, any_chunks=True, torch_name="InterleavedZeroBubble"),
         Entry("zb_h2", zb_h2),
-        Entry("zb_v", zb_v, 2, placed=_v_shaped, torch_name="ZBVZeroBubble"),
-        Entry("v_half", v_half, 2, placed=_v_shaped),
-        Entry("v_min", v_min, 2, placed=_v_shaped),
-        Entry("chimera", chimera, placed=_both_ways("chimera")),
-        Entry("dualpipe", dualpipe, placed=_both_ways("dualpipe")),
-        Entry("dualpipe_v", dualpipe_v, 2, placed=_v_shaped, torch_name="DualPipeV"),
+        Entry("zb_v", zb_v, 2, placed=in_waves, torch_name="ZBVZeroBubble"),
+        Entry("v_half", v_half, 2, placed=in_waves),
+        Entry("v_min", v_min, 2, placed=in_waves),
+        Entry("chimera", chimera, placed=lambda p, _: both_ways("chimera", p)),
+        Entry("dualpipe", dualpipe, placed=lambda p, _: both_ways("dualpipe", p)),
+        Entry("dualpipe_v", dualpipe_v, 2, placed=in_waves, torch_name="DualPipeV"),
         Entry("pipedream", pipedream, updates=True),
     )
 }
@@ -134,9 +118,6 @@ def find(name: str) -> Entry:
     """Look a schedule up by its name, or by torch's: ``"Interleaved1F1B"``, ``"ScheduleInterleaved1F1B"``.
 
     ``"interleaved_zb"`` is ``zb_h1`` with two stages a rank, as torch's InterleavedZeroBubble is.
-
-    Raises:
-        ValueError: for an unknown name.
     """
     lowered = name.lower()
     entry = _ALIASES.get(lowered) or _CATALOGUE.get(lowered)
@@ -159,6 +140,8 @@ def build(
 ) -> Schedule:
     """Return the schedule called ``name``.
 
+    Sizes that the schedule does not allow are refused, with the nearest that it does.
+
     Args:
         name: one of :func:`names`, or torch's name for it: see :func:`find`.
         n_ranks: p, the pipeline-parallel size.
@@ -170,12 +153,8 @@ def build(
         round_size: for ``interleaved_1f1b`` only: how many microbatches pass through a chunk before the rank turns to
             its next; ``n_ranks`` is Megatron's order, ``n_microbatches`` takes the forwards breadth first. As near to
             ``n_ranks`` as divides ``n_microbatches``, unless given.
-        costs: for schedules that split every backward: weight gradients go where these times leave gaps, if that is
-            shorter, and no rank holds more than the fullest did. Without it the order is the published one, made for
-            equal times.
-
-    Raises:
-        ValueError: for an unknown name and for sizes the schedule does not allow; says which ones it does.
+        costs: for schedules that split every backward: weight gradients go where these times leave gaps, as
+            :func:`~course_pp.schedule.searching.heuristics.filled` has it. Without it the order is the published one.
     """
     entry = find(name)
     sizes = [_whole("n_ranks", n_ranks, entry.name), _whole("n_microbatches", n_microbatches, entry.name)]

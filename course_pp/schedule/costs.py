@@ -75,7 +75,6 @@ class Costs:
             raise ValueError(f"bandwidth is {self.bandwidth}: give one number above 0, or leave it out if unlimited")
         if isinstance(self.token_latency, tuple):
             raise ValueError(f"token_latency is {self.token_latency}: give one number, or leave it out")
-        # Comparing needs equally many values; a scalar fits any number of them.
         n = max(len(v) if isinstance(v, tuple) else 1 for v in (self.activation, self.released_by_input_grad))
         for kept, released in zip(self.each("activation", n), self.each("released_by_input_grad", n), strict=True):
             if released > kept:
@@ -85,11 +84,7 @@ class Costs:
                 )
 
     def each(self, name: str, n: int) -> tuple[Time, ...]:
-        """Return the values of the attribute ``name`` for ``n`` stages (or boundaries).
-
-        Raises:
-            ValueError: for a sequence of another length.
-        """
+        """Return the values of the attribute ``name`` for ``n`` stages (or boundaries, or readers of edges)."""
         value = getattr(self, name)
         if not isinstance(value, tuple):
             return (value,) * n
@@ -114,11 +109,7 @@ class Costs:
 
     def transfers(self, n_stages: int) -> tuple[Time, ...]:
         """Return for each boundary, how long a message between two ranks takes."""
-        latency = self.each("latency", n_stages - 1)
-        if self.bandwidth is None:
-            return latency
-        sizes = self.each("message_bytes", n_stages - 1)
-        return tuple(wait + divide(size, self.bandwidth) for wait, size in zip(latency, sizes, strict=True))
+        return self._with_bytes(self.each("latency", n_stages - 1), self.each("message_bytes", n_stages - 1))
 
     def edge_transfers(self, edges: Sequence[Edge], n_stages: int) -> tuple[Time, ...]:
         """Return for each reader of each edge, how long a message between two ranks takes."""
@@ -128,7 +119,9 @@ class Costs:
             waits = tuple(max(latency[lane.writer : lane.reader], default=0) for lane in lanes)
         else:
             waits = self.each("edge_latency", len(lanes))
-        sizes = self.each("edge_bytes", len(lanes))
+        return self._with_bytes(waits, self.each("edge_bytes", len(lanes)))
+
+    def _with_bytes(self, waits: tuple[Time, ...], sizes: tuple[Time, ...]) -> tuple[Time, ...]:
         if self.bandwidth is None:
             return waits
         return tuple(wait + divide(size, self.bandwidth) for wait, size in zip(waits, sizes, strict=True))

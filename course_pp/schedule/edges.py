@@ -1,7 +1,4 @@
-"""Values that stages hand to one another beyond their neighbours: skip connections, an encoder's output, a mask.
-
-A schedule holds them as edges; the modules of stages declare what they read and write, from which edges follow.
-"""
+"""Values that stages hand to one another beyond their neighbours: skip connections, an encoder's output, a mask."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,14 +16,7 @@ class Edge:
         skip = Edge("encoded", writer=1, readers=(3, 4))
         build("1f1b", 5, 8).with_edges(skip)
 
-    Attributes:
-        name: what to call the value; one stage makes it.
-        writer: the stage that makes it.
-        readers: the stages that use it, in order.
-
-    Raises:
-        ValueError: for no reader, or one named twice. Whether it fits a schedule, :func:`course_pp.schedule.check`
-            says.
+    Whether it fits a schedule, :func:`course_pp.schedule.check` says.
     """
 
     name: str
@@ -63,11 +53,11 @@ def problems_of_edges(edges: Sequence[Edge], n_stages: int) -> Iterable[str]:
             yield f"edge {edge.name!r} names stage {strange[0]}, but the stages are 0 to {n_stages - 1}"
             continue
         if edge.name in writers:
-            yield made_twice(edge.name, writers[edge.name], edge.writer)
+            yield _made_twice(edge.name, writers[edge.name], edge.writer)
         writers.setdefault(edge.name, edge.writer)
         for reader in edge.readers:
             if reader <= edge.writer:
-                yield goes_backwards(edge.name, edge.writer, reader)
+                yield _goes_backwards(edge.name, edge.writer, reader)
 
 
 def spelled(edges: Sequence[Edge]) -> str:
@@ -80,14 +70,13 @@ def spelled(edges: Sequence[Edge]) -> str:
     return "; ".join(told)
 
 
-def made_twice(name: str, one: int, other: int) -> str:
+def _made_twice(name: str, one: int, other: int) -> str:
     if one == other:
         return f"value {name!r} of stage {one} has two edges: give one edge all its readers"
     return f"value {name!r} is made by stage {one} and by stage {other}: give each value a name of its own"
 
 
-def goes_backwards(name: str, writer: int, reader: int) -> str:
-    """Say why a value cannot be read by the stage that makes it or one before: the way there and back is a cycle."""
+def _goes_backwards(name: str, writer: int, reader: int) -> str:
     if reader == writer:
         return f"stage {reader} reads {name!r}, which it makes itself: use it there, or read it in a later stage"
     way = " → ".join(map(str, (*range(reader, writer + 1), reader)))
@@ -106,11 +95,7 @@ class Declared:
 
 
 def declared_by(stage: int | str, module: object) -> Declared:
-    """Return what the attributes ``reads`` and ``writes`` of a module say; nothing where it has none.
-
-    Raises:
-        ValueError: for attributes that are no names, or a name twice.
-    """
+    """Return what the attributes ``reads`` and ``writes`` of a module say; nothing where it has none."""
     return Declared(_names(stage, module, "reads"), _names(stage, module, "writes"))
 
 
@@ -127,11 +112,7 @@ def _names(stage: int | str, module: object, what: str) -> tuple[str, ...]:
 
 
 def taken_apart(stage: int, writes: Sequence[str], returned: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Split what a stage's forward returned into its output and the values that it writes, by name.
-
-    Raises:
-        TypeError: for anything but a pair, or other names than those in ``writes``.
-    """
+    """Split what a stage's forward returned into its output and the values that it writes, by name."""
     is_pair = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)
     if not is_pair or set(returned[1]) != set(writes):
         beside = f" beside {sorted(returned[1])}" if is_pair else ""
@@ -144,31 +125,24 @@ def taken_apart(stage: int, writes: Sequence[str], returned: Any) -> tuple[Any, 
 
 
 def edges_from(declared: Mapping[int, Declared]) -> tuple[Edge, ...]:
-    """Return the edges between the stages, by writer and in its order. A value without a reader has none.
-
-    Raises:
-        ValueError: for a value that two stages write, that none writes, or that goes backwards.
-    """
+    """Return the edges between the stages, by writer and in its order. A value without a reader has none."""
     writers: dict[str, int] = {}
     for stage in sorted(declared):
         for name in declared[stage].writes:
             if name in writers:
-                raise ValueError(made_twice(name, writers[name], stage))
+                raise ValueError(_made_twice(name, writers[name], stage))
             writers[name] = stage
     readers: dict[str, list[int]] = {name: [] for name in writers}
     for stage in sorted(declared):
         for name in declared[stage].reads:
             if name not in writers:
+                written = ", ".join(map(repr, writers)) or "none"
                 raise ValueError(
-                    f"stage {stage} reads {name!r}, which no stage writes (written: {_spelled(writers)}): "
+                    f"stage {stage} reads {name!r}, which no stage writes (written: {written}): "
                     f"give the stage that makes it writes = ({name!r},), and let its forward return "
                     f"(output, {{{name!r}: value}})"
                 )
             if stage <= writers[name]:
-                raise ValueError(goes_backwards(name, writers[name], stage))
+                raise ValueError(_goes_backwards(name, writers[name], stage))
             readers[name].append(stage)
     return tuple(Edge(name, writer, tuple(readers[name])) for name, writer in writers.items() if readers[name])
-
-
-def _spelled(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names)) or "none"

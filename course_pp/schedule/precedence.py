@@ -1,8 +1,6 @@
 """Who waits for whom: the engine under ``check``, ``simulate``, ``fit`` and the runtime's plan.
 
-:class:`Dependencies` says which products an action needs and makes. :class:`Precedence` goes through a schedule the way
-its ranks would and numbers the actions, so that each comes after those it waits for. Then one rule says when: an action
-starts as soon as its rank is free and its inputs have arrived.
+An action starts as soon as its rank is free and its inputs have arrived (:meth:`Precedence.allowed`).
 """
 
 from collections import defaultdict
@@ -11,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from course_pp.schedule.action import Action, Overlap, Product, Time
+from course_pp.schedule.action import Action, Made, Overlap, Product, Time
 from course_pp.schedule.edges import Edge, Lane, lanes_of
 from course_pp.schedule.schedule import Schedule
 
@@ -28,7 +26,7 @@ def round_of(microbatch: int, share: int, n_microbatches: int) -> range:
     return range(first, min(first + share, n_microbatches))
 
 
-_WHAT: tuple[Literal["activation", "gradient", "weight gradient"], ...] = ("activation", "gradient", "weight gradient")
+_WHAT: tuple[Made, ...] = ("activation", "gradient", "weight gradient")
 
 
 @dataclass(frozen=True)
@@ -40,9 +38,8 @@ class Dependencies:
     first.
 
     Each product is a number, as objects by the hundred thousand would take seconds: ``product // n_microbatches`` is
-    its *channel*, what it is and of which stage, and the rest its microbatch. The channels, in order: activations by
-    stage, gradients by stage, weight gradients by stage, values by reader of each edge, their gradients by reader,
-    tokens.
+    its *channel*, the rest its microbatch. The channels, in order: activations, gradients and weight gradients by
+    stage, values and value gradients by reader of each edge, tokens.
 
     Attributes:
         shares: how many ranks hold each stage.
@@ -63,7 +60,6 @@ class Dependencies:
         return lanes_of(self.edges)
 
     def needed_by(self, action: Action | Overlap) -> tuple[int, ...]:
-        """Return the products that must be there before ``action`` can start."""
         if type(action) is Overlap:
             return self.needed_by(action.forward) + self.needed_by(action.backward)
         assert type(action) is Action
@@ -85,7 +81,6 @@ class Dependencies:
         return (*needed, *self._over_edges(action, makes=False)) if self.edges else needed
 
     def made_by(self, action: Action | Overlap) -> tuple[int, ...]:
-        """Return the products that are there once ``action`` is done."""
         if type(action) is Overlap:
             return self.made_by(action.forward) + self.made_by(action.backward)
         assert type(action) is Action
@@ -121,7 +116,6 @@ class Dependencies:
         return 3 * len(self.shares) + lanes
 
     def describe(self, product: int) -> Product:
-        """Return what the number stands for."""
         channel, microbatch = divmod(product, self.n_microbatches)
         what, stage = divmod(channel, len(self.shares))
         if what < len(_WHAT):
@@ -143,13 +137,7 @@ class Dependencies:
     def travel_times(
         self, transfers: Sequence[Time], edge_transfers: Sequence[Time], token_transfer: Time
     ) -> Sequence[Time]:
-        """Return for each channel how long a product is on its way to another rank.
-
-        Args:
-            transfers: for each boundary between stages; empty if unknown, which counts as none.
-            edge_transfers: the same for each reader of each edge.
-            token_transfer: the same for a token on its way back to the first stage.
-        """
+        """Return for each channel how long a product is on its way to another rank: times as of ``Timeline``."""
         n_stages, n_lanes = len(self.shares), len(self._lanes)
         crossing = [*transfers, *[0] * n_stages][: n_stages - 1]
         edges = [*edge_transfers, *[0] * n_lanes][:n_lanes]

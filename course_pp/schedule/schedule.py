@@ -22,17 +22,12 @@ class Schedule:
     Any order of existing actions can be written down; :func:`course_pp.schedule.check` says whether it can run.
 
     Attributes:
-        name: what to call it, such as ``1f1b``.
         placement: for each stage the ranks that hold it: one, or several replicas that take the microbatches in turn,
             so that microbatch i of stage s runs on ``placement[s][i % len(placement[s])]``.
         actions: for each rank its actions in order.
-        edges: values that stages read beyond their neighbours' (skip connections); most schedules have none.
+        edges: values that stages read beyond their neighbours' (skip connections).
         feedback: in generation, by how many microbatches the first stage is behind: its microbatch i + feedback is the
             token that the last stage has made of microbatch i. 0 is none.
-
-    Raises:
-        ValueError: for no ranks or no stages, a stage on no rank, twice on one rank or on a rank that does not exist,
-            and for anything among the actions that is neither an ``Action`` nor an ``Overlap``.
     """
 
     name: str
@@ -85,15 +80,12 @@ class Schedule:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A short text that tells this order and placement from any other, whatever its name; for ranks to compare."""
+        """A short text that tells this order and placement from any other, whatever its name."""
         more = (self.edges, self.feedback) if self.edges or self.feedback else ()
         return hashlib.sha256(repr((self.placement, self.actions, *more)).encode()).hexdigest()[:12]
 
     def with_edges(self, *edges: Edge) -> "Schedule":
-        """Return the schedule with these edges, in place of any it had: for stages that read beyond their neighbours.
-
-        Whether they fit, :func:`course_pp.schedule.check` says.
-        """
+        """Return the schedule with these edges in place of any it had."""
         return replace(self, edges=edges)
 
     def rank_of(self, stage: int, microbatch: int) -> int:
@@ -109,8 +101,7 @@ def looped(n_ranks: int, n_chunks: int = 1) -> tuple[tuple[int, ...], ...]:
 
 def v_shaped(n_ranks: int) -> tuple[tuple[int, ...], ...]:
     """Down the ranks and back up: rank r holds stages r and 2p - 1 - r (Qi et al. 2024, ZB-V)."""
-    ranks = range(n_ranks)
-    return tuple((rank,) for rank in (*ranks, *reversed(ranks)))
+    return in_waves(n_ranks, 2)
 
 
 def in_waves(n_ranks: int, n_chunks: int) -> tuple[tuple[int, ...], ...]:
@@ -122,8 +113,7 @@ def in_waves(n_ranks: int, n_chunks: int) -> tuple[tuple[int, ...], ...]:
 def both_ways(name: str, n_ranks: int) -> tuple[tuple[int, ...], ...]:
     """Every stage twice: even microbatches go down the ranks, odd ones up (Li and Hoefler 2021, Chimera).
 
-    Raises:
-        ValueError: for an odd number of ranks, whose middle rank would hold both copies of its stage.
+    Of an odd number the middle rank would hold both copies of its stage.
     """
     if n_ranks % 2:
         fewer = f"{n_ranks - 1} or " if n_ranks > 1 else ""
@@ -135,11 +125,7 @@ def both_ways(name: str, n_ranks: int) -> tuple[tuple[int, ...], ...]:
 
 
 def implied_placement(rows: Iterable[Sequence[Action | Overlap]]) -> dict[int, tuple[int, ...]]:
-    """The ranks that each stage was found on, by stage; stages on which nothing is done are not there.
-
-    Args:
-        rows: for each rank its actions.
-    """
+    """The ranks that each stage was found on in the rows of actions; stages on which nothing is done are not there."""
     takes: dict[int, dict[int, int]] = {}
     for rank, row in enumerate(rows):
         for action in row:
@@ -151,11 +137,7 @@ def implied_placement(rows: Iterable[Sequence[Action | Overlap]]) -> dict[int, t
 
 
 def normalised(placement: Sequence[int | Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """``placement`` with a tuple of ranks for each stage; an integer stands for one rank.
-
-    Raises:
-        ValueError: for anything but integers and sequences of them.
-    """
+    """``placement`` with a tuple of ranks for each stage; an integer stands for one rank."""
     try:
         stages = tuple((ranks,) if isinstance(ranks, int) else tuple(ranks) for ranks in placement)
         strange = any(type(rank) is not int or rank.bit_length() > 63 for ranks in stages for rank in ranks)
