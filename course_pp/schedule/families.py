@@ -1,8 +1,7 @@
 """How each schedule orders the actions of a rank, family by family.
 
 Most of them are one idea with another number: how many forwards a rank does before its first backward. Those are
-written with :func:`merge`. The V-shaped ones and DualPipe are phases spelled out (:func:`spell_out`), Chimera and
-Hanayo are drawn on a grid, V-Half and V-Min are a block that repeats.
+written with :func:`merge`.
 """
 
 from collections import Counter
@@ -29,8 +28,6 @@ def merge(
     """Some forwards, then one forward, one backward in turn, then the backwards left over: the actions of one rank.
 
     Args:
-        forwards: what the rank runs forward, in order.
-        backwards: what it runs backward, in order.
         warm_up: how many forwards come before the first pair of one forward and one backward.
         kinds: ``B``; or two letters, such as ``IW``, where the second finishes what the first began.
         lag: how many more of the first letter than of the second are done; the second catches up at the end.
@@ -69,18 +66,7 @@ def one_f_one_b(n_ranks: int, n_microbatches: int) -> Schedule:
     PipeDream-Flush in Narayanan et al. 2021, "Memory-efficient pipeline-parallel DNN training", section 3.2; also Fan
     et al. 2021, "DAPPLE".
     """
-    rows = []
-    for rank in range(n_ranks):
-        ahead = min(n_ranks - 1 - rank, n_microbatches)
-        warm_up = [Action(rank, "F", i) for i in range(ahead)]
-        steady_state = [
-            action
-            for i in range(n_microbatches - ahead)
-            for action in (Action(rank, "F", ahead + i), Action(rank, "B", i))
-        ]
-        drain = [Action(rank, "B", i) for i in range(n_microbatches - ahead, n_microbatches)]
-        rows.append((*warm_up, *steady_state, *drain))
-    return Schedule("1f1b", looped(n_ranks), tuple(rows))
+    return _running_ahead("1f1b", n_microbatches, [n_ranks - 1 - rank for rank in range(n_ranks)])
 
 
 def eager_1f1b(n_ranks: int, n_microbatches: int) -> Schedule:
@@ -110,9 +96,6 @@ def interleaved_1f1b(n_ranks: int, n_microbatches: int, n_chunks: int, round_siz
     section 2.2. A round is as near to ``n_ranks`` microbatches as divides their number (as in torch), unless
     ``round_size`` says how many: Megatron's microbatch group size per virtual pipeline stage, and N in Llama Team 2024,
     "The Llama 3 herd of models", section 3.3.2. The last round takes what is left.
-
-    Raises:
-        ValueError: for microbatches that cannot be dealt so; names the nearest sizes that can.
     """
     if round_size is None:
         round_size = microbatches_a_round(n_ranks, n_microbatches, n_chunks)
@@ -139,11 +122,7 @@ def looped_bfs(n_ranks: int, n_microbatches: int, n_chunks: int) -> Schedule:
 
 
 def microbatches_a_round(n_ranks: int, n_microbatches: int, n_chunks: int) -> int:
-    """How many microbatches pass through one chunk before the rank turns to its next; all, if there is no other.
-
-    Raises:
-        ValueError: when the microbatches cannot be dealt into equal rounds; names the nearest numbers that can.
-    """
+    """How many microbatches pass through one chunk before the rank turns to its next; all, if there is no other."""
     if n_chunks == 1:
         return n_microbatches
 
@@ -163,7 +142,7 @@ def microbatches_a_round(n_ranks: int, n_microbatches: int, n_chunks: int) -> in
 
 
 def _refuse_impossible_round(n_ranks: int, n_microbatches: int, n_chunks: int, round_size: int) -> None:
-    """Raise ValueError, naming the nearest that can be, for a round size under which ranks would wait in a circle.
+    """Refuse a round size under which ranks would wait in a circle.
 
     A rank runs 2 (p - 1) forwards further ahead than the last, and needs of the round before what the last has not done
     yet unless two rounds in a row hold as many. One round alone has none before it.
@@ -301,9 +280,6 @@ def dualpipe(n_ranks: int, n_microbatches: int) -> Schedule:
 
     DeepSeek-AI 2024, "DeepSeek-V3 technical report", section 3.2.1. The phases are those of DeepSeek's published code,
     which numbers the microbatches of each direction from 0.
-
-    Raises:
-        ValueError: for an odd number of ranks or of microbatches, or fewer microbatches than two a rank.
     """
     placement = both_ways("dualpipe", n_ranks)
     if n_microbatches < 2 * n_ranks or n_microbatches % 2:
@@ -333,9 +309,6 @@ def dualpipe_v(n_ranks: int, n_microbatches: int) -> Schedule:
 
     DeepSeek-AI 2024, "DeepSeek-V3 technical report", section 3.2.1, for the pairs; Qi et al. 2025, "DualPipe could be
     better without the Dual", for the fold. The phases are those of DeepSeek's published DualPipeV.
-
-    Raises:
-        ValueError: for fewer microbatches than stages, which are two a rank.
     """
     if n_microbatches < 2 * n_ranks:
         fewer = n_microbatches // 2
@@ -383,9 +356,6 @@ def chimera(n_ranks: int, n_microbatches: int) -> Schedule:
 
     Li and Hoefler 2021, "Chimera: efficiently training large-scale neural networks with bidirectional pipelines",
     section 3.1; more than ``n_ranks`` microbatches by direct concatenation, as in section 3.5.
-
-    Raises:
-        ValueError: for an odd number of ranks.
     """
     return _on_grid("chimera", both_ways("chimera", n_ranks), [i // 2 for i in range(n_microbatches)], n_ranks // 2)
 
@@ -546,10 +516,6 @@ def pipedream(
         replicas: how many ranks share each stage, first stage first; one each unless given.
         group: microbatches whose gradients make one update, as in PipeDream-2BW (Narayanan et al. 2021, arXiv
             2006.09503, section 3.1); unless given, each rank updates after every backward.
-
-    Raises:
-        ValueError: unless the replicas are positive and add up to ``n_ranks``; for groups that the microbatches do not
-            fill, or replicas not share.
     """
     shares = [1] * n_ranks if replicas is None else list(replicas)
     if any(share < 1 for share in shares) or sum(shares) != n_ranks:
@@ -578,11 +544,7 @@ def pipedream(
 
 @checked
 def generation(
-    n_ranks: int,
-    n_groups: int,
-    n_tokens: int,
-    n_chunks: int = 1,
-    placement: Sequence[int | Sequence[int]] | None = None,
+    n_ranks: int, n_groups: int, n_tokens: int, placement: Sequence[int | Sequence[int]] | None = None
 ) -> Schedule:
     """Return the order in which a pipeline makes ``n_tokens`` tokens for each of ``n_groups`` groups of prompts.
 
@@ -594,21 +556,17 @@ def generation(
         simulate(generation(4, 8, 16)).utilisation      # 0.98
 
     Args:
-        n_chunks: stages a rank, placed in a loop.
-        placement: for each stage its rank, if not in a loop.
-
-    Raises:
-        ValueError: for fewer than one of anything, or so many that the actions cannot be named.
+        placement: for each stage its rank; one stage a rank unless given.
     """
-    refuse_below(1, "generation", n_ranks=n_ranks, n_groups=n_groups, n_tokens=n_tokens, n_chunks=n_chunks)
-    n_stages = n_ranks * n_chunks if placement is None else max(n_ranks, len(placement))
+    refuse_below(1, "generation", n_ranks=n_ranks, n_groups=n_groups, n_tokens=n_tokens)
+    n_stages = n_ranks if placement is None else max(n_ranks, len(placement))
     n_forwards = n_stages * n_groups * n_tokens
     if n_forwards > MOST_FORWARDS:
         raise ValueError(
-            f"n_ranks × n_chunks × n_groups × n_tokens is {n_forwards:,}: a schedule names each action, so keep it at "
+            f"n_stages × n_groups × n_tokens is {n_forwards:,}: a schedule names each action, so keep it at "
             f"{MOST_FORWARDS:,} or below"
         )
-    placed = looped(n_ranks, n_chunks) if placement is None else normalised(placement)
+    placed = looped(n_ranks) if placement is None else normalised(placement)
     rows: list[list[Action]] = [[] for _ in range(n_ranks)]
     for token in range(n_tokens):
         for stage, ranks in enumerate(placed):

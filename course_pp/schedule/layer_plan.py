@@ -1,11 +1,7 @@
-"""PipeDream's planner: which layers make a stage, and how many ranks share it, so that the slowest stage is fastest.
+"""PipeDream's planner: which layers make a stage, and how many ranks share it, so that the slowest part is fastest.
 
-Asynchronous pipelines have no bubble in the steady state, so the slowest of three things counts: a stage's work,
-divided among its replicas; the exchange of its replicas' gradients; the messages between stages. Dynamic programming
-over the last stage and its ranks finds the plan whose slowest part is fastest. Where ranks stand in nodes, it is done
-first for the ranks of one node, then for nodes in place of ranks, with the slower links between them.
-
-Narayanan et al. 2019, "PipeDream", section 3.1.
+Narayanan et al. 2019, "PipeDream", section 3.1: dynamic programming over the last stage and its ranks, first for the
+ranks of one node, then for nodes in place of ranks, with the slower links between them.
 """
 
 import math
@@ -42,12 +38,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class ClusterLevel:
-    """Equal parts of a cluster, joined by links of one bandwidth: the ranks of a node, or nodes.
-
-    Attributes:
-        size: how many there are.
-        bandwidth: bytes in a unit of time between any two.
-    """
+    """``size`` ranks of a node, or nodes, with ``bandwidth`` bytes in a unit of time between any two."""
 
     size: int
     bandwidth: float = math.inf
@@ -67,10 +58,8 @@ class Partition:
     """A plan.
 
     Attributes:
-        stages: first to last.
-        slowest: what the planner minimises, as the paper does: the time between two microbatches in the steady state,
-            if nobody waits and the exchange of gradients is hidden behind work. No run is faster; :meth:`pace` says how
-            much slower one is.
+        slowest: what the planner minimises: the time between two microbatches in the steady state, if nobody waits and
+            the exchange of gradients is hidden behind work. No run is faster; :meth:`pace` says how much slower one is.
         work: of each stage, for one microbatch on one rank.
         messages: for each boundary, the time that an activation is on its way, and a gradient back.
     """
@@ -88,9 +77,8 @@ class Partition:
     def costs(self, *, forward: float = 1 / 3, update: float = 0.0) -> Costs:
         """Return what `simulate` and an emulated cluster take.
 
-        Args:
-            forward: share of a stage's work that is forward.
-            update: share that is its optimizer step. The rest is backward, half of it for the weights.
+        Of a stage's work ``forward`` and ``update`` are the shares of the forward and of the optimizer step; the rest
+        is backward, half of it for the weights.
         """
         half = tuple((1 - forward - update) / 2 * each for each in self.work)
         return Costs(
@@ -106,10 +94,7 @@ class Partition:
 
         It is `slowest` unless NOAM microbatches under way (:func:`theory.noam`) are too few: long messages want more,
         and so do replicas, which update together and then all want a microbatch at once. The arguments are those of
-        :meth:`costs`. It is simulated: stages are then busy at irregular times, and no closed form is known.
-
-        Raises:
-            ValueError: for numbers of replicas whose turns come together only after too many microbatches.
+        :meth:`costs`. It is simulated, as no closed form is known.
         """
         turn = math.lcm(*self.replicas)
         quarter = turn * -(-max(_FEWEST_PACED, 2 * sum(self.replicas)) // turn)
@@ -136,9 +121,6 @@ def partition(layers: Sequence[LayerCost], levels: Sequence[ClusterLevel] | int)
         layers: first to last.
         levels: the cluster from inside out, such as ``[ClusterLevel(8, 300e9), ClusterLevel(4, 25e9)]`` for four nodes
             of eight ranks. A number of ranks joins them by links that cost nothing.
-
-    Raises:
-        ValueError: for no layers, no ranks, or so many that the search would not end in seconds.
     """
     if isinstance(levels, int):
         levels = [ClusterLevel(levels)]
@@ -176,7 +158,7 @@ class _Search:
         self.best = cache(self._best)
 
     def _best(self, depth: int, start: int, end: int, size: int) -> _Found:
-        """Layers ``start`` to ``end`` on ``size`` parts of level ``depth``, A^k(start → end, size) of the paper."""
+        """A^k(start → end, size) of the paper: these layers on ``size`` parts of level ``depth``."""
         bandwidth = self._levels[depth - 1].bandwidth
         found = [self._one_stage(depth, start, end, size)]
         for cut in range(start + 1, end):
@@ -190,7 +172,7 @@ class _Search:
         return min(found)
 
     def _one_stage(self, depth: int, start: int, end: int, size: int) -> _Found:
-        """Return the same layers as one stage that ``size`` parts share, T^k(start → end, size)."""
+        """T^k(start → end, size): the same as one stage that all parts share."""
         exchanged = 2 * (size - 1) * (self._weight[end] - self._weight[start]) / self._levels[depth - 1].bandwidth
         if depth == 1:
             inside = _Found(self._time[end] - self._time[start], 1, (PlannedStage(start, end, 1),), ())

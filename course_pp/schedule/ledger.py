@@ -44,12 +44,7 @@ class Use:
 
 @dataclass(frozen=True, repr=False)
 class Ledger:
-    """Every use of a version, by stage and microbatch.
-
-    Attributes:
-        versions: by which rule versions were chosen; see :func:`ledger`.
-        uses: in order of stage and microbatch.
-    """
+    """Every use of a version under one rule of :func:`ledger`, in order of stage and microbatch."""
 
     versions: Versions
     uses: tuple[Use, ...]
@@ -58,11 +53,7 @@ class Ledger:
         object.__setattr__(self, "uses", tuple(sorted(self.uses, key=lambda use: (use.stage, use.microbatch))))
 
     def of(self, stage: int, microbatch: int) -> Use:
-        """Return what became of one microbatch in one stage.
-
-        Raises:
-            ValueError: if it is not in here.
-        """
+        """Return what became of one microbatch in one stage."""
         use = self._by_work.get((stage, microbatch))
         if use is None:
             raise ValueError(f"the ledger holds no microbatch {microbatch} of stage {stage}: it has {self!r}")
@@ -117,8 +108,8 @@ def ledger(schedule: Schedule, versions: Versions) -> Ledger:
     Pipeline-Parallel DNN Training" (arXiv 2006.09503), section 3.1, for the last.
 
     Raises:
-        ValueError: for a schedule that flushes, and so has no updates; one that leaves a gradient without an update, or
-            in which replicas update unequally often; or one that needs a version before it exists.
+        ValueError: for a schedule that leaves a gradient without an update, as those that flush do, in which replicas
+            update unequally often, or that needs a version before it exists.
     """
     return Ledger(versions, tuple(_Reading(schedule, versions).uses()))
 
@@ -128,6 +119,7 @@ class _Reading:
 
     def __init__(self, schedule: Schedule, versions: Versions) -> None:
         self._schedule, self._versions = schedule, versions
+        self._rows = [[part for action in row for part in action.parts] for row in schedule.actions]
         self._update_of = dict(self._entered())
         self._refuse_unequal_replicas()
         if versions == "2bw":
@@ -141,10 +133,10 @@ class _Reading:
 
     def _entered(self) -> Iterator[tuple[tuple[int, int], int]]:
         """Yield for each stage and microbatch, the number of the update that its gradient enters."""
-        for rank, row in enumerate(self._schedule.actions):
+        for rank, row in enumerate(self._rows):
             done: defaultdict[int, int] = defaultdict(int)
             waiting: defaultdict[int, list[int]] = defaultdict(list)
-            for part in (part for action in row for part in action.parts):
+            for part in row:
                 if part.kind in "BW":
                     waiting[part.stage].append(part.microbatch)
                 elif part.kind == "U":
@@ -159,12 +151,8 @@ class _Reading:
                 )
 
     def _refuse_unequal_replicas(self) -> None:
-        counts: dict[tuple[int, int], int] = defaultdict(int)
-        for rank, row in enumerate(self._schedule.actions):
-            for part in (part for action in row for part in action.parts):
-                counts[part.stage, rank] += part.kind == "U"
         for stage, ranks in enumerate(self._schedule.placement):
-            each = [counts[stage, rank] for rank in ranks]
+            each = [sum((part.stage, part.kind) == (stage, "U") for part in self._rows[rank]) for rank in ranks]
             if len(set(each)) > 1:
                 raise ValueError(
                     f"{self._schedule!r}: the {len(ranks)} replicas of stage {stage} update {each} times, but their "
@@ -182,10 +170,10 @@ class _Reading:
 
     def _walk(self, entered: dict[int, int]) -> Iterator[Use]:
         """Yield the uses; ``entered`` has for each microbatch the version that the first stage took of it."""
-        for row in self._schedule.actions:
+        for row in self._rows:
             done: defaultdict[int, int] = defaultdict(int)
             of: dict[tuple[int, int], int] = {}
-            for part in (part for action in row for part in action.parts):
+            for part in row:
                 work = (part.stage, part.microbatch)
                 if part.kind == "F":
                     of[work] = self._version(work, done[part.stage], entered)
@@ -198,8 +186,7 @@ class _Reading:
                             f"{done[part.stage]} updates by then: {remedy}"
                         )
                 elif part.kind in "BI":
-                    newest = self._versions == "none"
-                    backward = done[part.stage] if newest else of[work]
+                    backward = done[part.stage] if self._versions == "none" else of[work]
                     yield Use(*work, of[work], backward, self._update_of[work])
                 elif part.kind == "U":
                     done[part.stage] += 1

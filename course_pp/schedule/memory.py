@@ -18,8 +18,7 @@ class Stay(NamedTuple):
 
     Attributes:
         reader: which reader of all edges, in order, is its first here.
-        first: the number of the rank's span at whose start it is there.
-        last: the number of the span at whose end it is let go.
+        first, last: the numbers of the rank's spans from whose start to whose end it is there.
     """
 
     reader: int
@@ -28,10 +27,10 @@ class Stay(NamedTuple):
 
 
 def stays_of_rank(row: Sequence[Span], edges: Sequence[Edge]) -> Iterator[Stay]:
-    """Return how long a rank with these spans holds each value: while its stages need it, forward or backward.
+    """Return how long a rank with these spans holds each value: from its first reader's forward to its backward.
 
-    The first reader's backward is the last, as stages go backward in reverse; where none comes, the last reader's
-    forward ends the stay. A value that is made here and read elsewhere is sent at once.
+    Where no backward comes, the last reader's forward ends the stay. A value that is made here and read elsewhere is
+    sent at once.
     """
     places: dict[tuple[bool, int, int], int] = {}
     for number, span in enumerate(row) if edges else ():
@@ -49,7 +48,6 @@ def stays_of_rank(row: Sequence[Span], edges: Sequence[Edge]) -> Iterator[Stay]:
 
 
 def most_values(row: Sequence[Span], edges: Sequence[Edge]) -> int:
-    """Return the most values of edges that the rank with these spans holds at once."""
     come, gone = Counter[int](), Counter[int]()
     for stay in stays_of_rank(row, edges):
         come[stay.first] += 1
@@ -65,14 +63,12 @@ def curve_of_rank(
     edges: Sequence[Edge] = (),
     values: Sequence[Time] = (),
 ) -> Curve:
-    """Return the memory of one rank.
+    """Return the memory of one rank, from its spans in order of time.
 
     Args:
-        row: its spans in order of time.
         kept: for each stage, what ``F`` of a microbatch keeps.
         early: the part of it that ``I`` releases. ``W`` releases the rest, ``B`` all.
         weights: for each stage, what one version of its weights takes.
-        edges: the values that stages read beyond their neighbours'.
         values: for each reader of each edge, what its value takes.
     """
     come, gone = defaultdict[int, Time](int), defaultdict[int, Time](int)
@@ -107,7 +103,6 @@ def curve_of_rank(
 
 
 def most_versions(row: Sequence[Span]) -> int:
-    """Return the most versions of one stage's weights that a rank with these spans holds at once; 0 without a stage."""
     stages: defaultdict[int, _Versions] = defaultdict(_Versions)
     most = 0
     for span in row:

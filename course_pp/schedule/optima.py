@@ -1,20 +1,12 @@
 """The least makespan of every small pipeline: a table that ``benchmarks/optima.py`` makes, and how to read it.
 
-Known: that ZB-H1, ZB-H2 and ZB-V reach the bound at F = I = W, as their authors say (Qi et al. 2024, sections 2 and 6),
-and that a solver can be asked for single schedules (the same, and Lin et al. 2024, "Tessel"). New, as far as we know:
-for all these sizes and memory caps the proven optimum, beside the schedules that have a name.
-
 What it says, for one stage a rank:
 
-* With whole backwards, 1F1B is optimal wherever it fits, at either set of times. More memory buys nothing.
-* With halves and F = I = W, ZB-H1 is optimal wherever it fits.
-* With a layer's times, ZB-H1 is optimal with its own memory, p activations, and ZB-H2 with its own, 2p - 1, from
-  m = 2p - 1 microbatches on. Between the two, on three ranks and four, time falls with nearly each activation, and no
-  schedule with a name has it: 277, 270, 263, 262 for p = 4, m = 8.
+* With whole backwards 1F1B is optimal wherever it fits; with halves and F = I = W, ZB-H1 is.
+* With a layer's times, ZB-H1 is optimal with its own memory, p activations, and ZB-H2 with its own, 2p - 1. Between the
+  two, on three ranks and four, time falls with nearly each activation, and no schedule with a name has it.
 * Below p activations only the naive schedule is left of the names, and takes up to 3.1 times as long as the best.
-  With 3 activations, p = 4, m = 8 take 31 units of F = I = W; 1F1B with 4 takes 33.
-* A V of two half stages a rank beats every order of whole ones in the same memory: 25.5 (ZB-V) to 27 with 4
-  activations, 29.5 (V-Min) to 41 with 2.
+* A V of two half stages a rank beats every order of whole ones in the same memory.
 
 A row tells the order of each rank as a word, such as ``FFIFWIWIW``: microbatches are alike, so the k-th letter of a
 kind is the k-th microbatch (see :mod:`course_pp.schedule.searching.problem`).
@@ -42,8 +34,6 @@ class Row:
     Attributes:
         times: of ``F``, ``I`` and ``W``, the same in every stage; no latency.
         split: whether the backward was in halves, ``I`` and ``W``, or whole.
-        n_ranks: p, with one stage each.
-        n_microbatches: m.
         cap: how many activations each rank may hold.
         makespan: the least that was found.
         bound: the most that was proven: no order takes less.
@@ -64,12 +54,10 @@ class Row:
 
     @property
     def proven(self) -> bool:
-        """Whether ``makespan`` is the optimum."""
         return self.bound == self.makespan
 
     @property
     def costs(self) -> Costs:
-        """The costs of a stage."""
         return Costs(*self.times)
 
     @property
@@ -94,7 +82,6 @@ def optima() -> tuple[Row, ...]:
 
 
 def read_row(cells: Mapping[str, str]) -> Row:
-    """Return a row from the text of its cells."""
     numbers = {name: int(cells[name]) for name in ("F", "I", "W", "p", "m", "cap", "makespan", "bound")}
     return Row(
         (numbers["F"], numbers["I"], numbers["W"]),

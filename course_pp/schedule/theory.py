@@ -2,8 +2,8 @@
 
 Notation, as in the papers: p ranks, m microbatches, v chunks a rank; f, b and w the times of ``F``, ``I`` and ``W`` in
 one stage, B = b + w that of a whole backward, u that of ``U``; L the time of one message. Each form is exact under the
-conditions in its docstring, and refused with a ``ValueError`` that names them otherwise. Where a published formula is a
-special case, the docstring says of what. :func:`course_pp.schedule.simulate` has no such conditions.
+conditions in its docstring, and refused with a :class:`NoClosedForm` that names them otherwise.
+:func:`course_pp.schedule.simulate` has no such conditions.
 
 Papers mean three things by bubble: GPipe idle time over all time (``bubble_fraction``), Megatron idle time over useful
 time (``bubble_overhead``), the zero-bubble papers idle time between a rank's first action and its last
@@ -28,7 +28,6 @@ class Prediction:
 
     Attributes:
         formula: the makespan, in the letters of the papers.
-        makespan: when the last rank finishes.
         longest_span: the longest that any rank takes from its first action to its last.
         work: for each rank, the time it is busy.
         peak_activations: for each rank, the most (stage, microbatch) activations held at once.
@@ -58,11 +57,7 @@ class Prediction:
 
 
 class NoClosedForm(ValueError):
-    """The closed form does not hold for these sizes and costs.
-
-    Attributes:
-        condition: under which it does.
-    """
+    """The closed form does not hold for these sizes and costs; ``condition`` says when it does."""
 
     def __init__(self, case: str, condition: str) -> None:
         super().__init__(case, condition)
@@ -91,7 +86,6 @@ class Case:
         return times["F"][0], times["I"][0], times["W"][0], transfers[0] if self.p > 1 else 0
 
     def require(self, holds: bool, condition: str) -> None:
-        """Raise NoClosedForm unless ``condition`` holds."""
         if not holds:
             raise NoClosedForm(f"p={self.p}, m={self.m}, v={self.v} with {self.costs}", condition)
 
@@ -128,8 +122,7 @@ def predict(
     """The closed form for the schedule that :func:`course_pp.schedule.build` makes of the same name and sizes.
 
     Raises:
-        ValueError: where ``build`` does; a :class:`NoClosedForm` where the conditions of the form do not hold, and
-            for a schedule of which no form is known.
+        NoClosedForm: where the conditions of the form do not hold, or none is known.
     """
     schedule = build(name, n_ranks, n_microbatches, n_chunks, round_size=round_size)
     if (form := _FORMS.get(schedule.name)) is None:
@@ -151,9 +144,8 @@ def naive(case: Case) -> Prediction:
 def gpipe(case: Case) -> Prediction:
     """(m + p - 1)(f + B), hence a bubble of (p - 1) / (m + p - 1); all m microbatches are kept.
 
-    Huang et al. 2019, "GPipe", section 2.3, which gives the bubble as O((p - 1) / (m + p - 1)). The form here is also
-    exact for unequal stages: the slowest one sets the pace. Latency adds 2 (p - 1) L, once down and once up, **however
-    many microbatches there are**.
+    Huang et al. 2019, "GPipe", section 2.3. Exact for unequal stages too: the slowest one sets the pace. Latency adds
+    2 (p - 1) L, once down and once up, **however many microbatches there are**.
     """
     times, messages = case.costs.durations(case.p), 2 * sum(case.costs.transfers(case.p))
     passes = (sum(times[kind]) + (case.m - 1) * max(times[kind]) for kind in "FB")
@@ -221,9 +213,9 @@ def interleaved_1f1b(case: Case) -> Prediction:
 def looped_bfs(case: Case) -> Prediction:
     """(m v + p - 1)(f + B) without latency and for m >= p: the makespan of the interleaved schedule, all m v kept.
 
-    Lamy-Poirier 2023, "Breadth-first pipeline parallelism", arXiv:2211.05953. The form here is exact for all sizes and
-    latencies with equal stages: a rank turns to its next chunk once it has sent all microbatches of this one or the
-    first of them has come round, whichever is later. So latency up to (m / p - 1) f costs 2 (p - 1) L alone.
+    Lamy-Poirier 2023, "Breadth-first pipeline parallelism", arXiv:2211.05953. Exact for all sizes and latencies with
+    equal stages: a rank turns to its next chunk once it has sent all microbatches of this one and the first of them has
+    come round. So latency up to (m / p - 1) f costs 2 (p - 1) L alone.
     """
     f, b, w, latency = case.equal_stages()
     p, m, v = case.p, case.m, case.v
@@ -395,8 +387,7 @@ def pipedream(case: Case) -> Prediction:
     """1F1B with an update after each backward: (m + p - 1)(f + B) + m u. One microbatch each f + B + u, no flush.
 
     Narayanan et al. 2019, "PipeDream", section 3.2; rank r keeps min(m, p - r) activations, and as many versions of its
-    weights. Holds for one rank a stage, equal stages and either no latency or no time for updates. The steady state has
-    no bubble: what remains in a finite run is filling and draining.
+    weights. Holds for one rank a stage, equal stages and either no latency or no time for updates.
     """
     *_, latency = case.equal_stages()
     update = case.costs.each("update", case.p)[0]
@@ -411,14 +402,8 @@ def noam(replicas: Sequence[int]) -> int:
     """Microbatches that each replica of the first stage admits before its first backward.
 
     PipeDream's number of optimal active mini-batches, ⌈ranks / ranks of the first stage⌉ (Narayanan et al. 2019,
-    section 3.2): as many as there are ranks to work on them. Replicas that update together can want more; see
+    section 3.2); ``replicas`` says how many ranks share each stage. Replicas that update together can want more; see
     :meth:`Partition.pace`.
-
-    Args:
-        replicas: how many ranks share each stage, first stage first.
-
-    Raises:
-        ValueError: for a stage without a rank, or no stage.
     """
     if not replicas or min(replicas) < 1:
         raise ValueError(f"replicas {tuple(replicas)}: give each stage at least one rank")

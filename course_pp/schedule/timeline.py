@@ -1,8 +1,4 @@
-"""When each rank did what, and the numbers that follow from it.
-
-Times count from 0. A simulated timeline has ``unit=""`` (costs are relative) and may use
-:class:`fractions.Fraction`, in which case every number below is exact. Only what ranks ran is called measured.
-"""
+"""When each rank did what, and the numbers that follow from it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,27 +13,20 @@ from course_pp.schedule.edges import Edge, lanes_of
 from course_pp.schedule.memory import Curve, curve_of_rank, most_values, most_versions
 from course_pp.schedule.waiting import Inputs, critical_path, gaps_of_rank
 
-__all__ = ["Gap", "Receive", "Span", "Time", "Timeline", "format_time"]
-
 
 @dataclass(frozen=True, repr=False)
 class Timeline:
-    """The spans of ``n_ranks`` ranks, kept sorted by rank, then by time.
+    """The spans of ``n_ranks`` ranks, kept sorted by rank, then by time, which counts from 0.
 
     Attributes:
+        unit: ``"s"``, or nothing for relative costs. Of integers and fractions every number below is exact.
         transfers: for each boundary between stages, how long a message between two ranks takes; empty if unknown.
         receives: when which rank was blocked until a message was there, sorted as the spans are; empty if not measured.
-        edges: values that stages read beyond their neighbours'.
         edge_transfers: for each reader of each edge, how long a message between two ranks takes; empty if unknown.
-        feedback: in generation, by how many microbatches the first stage is behind the last one's tokens.
-        token_transfer: how long one of these is on its way.
+        edges, feedback: as of :class:`Schedule`.
+        token_transfer: in generation, how long a token is on its way to the first stage.
         measured: whether ranks ran it, emulated ones included; what was simulated or fitted is not.
-        name: what ran, for labels: simulating sets it to the schedule's. This and ``measured`` play no part in
-            comparisons.
-
-    Raises:
-        ValueError: for a span or receive that ends before it starts, starts before 0, is not finite or names a rank
-            that does not exist, and for two of one rank that overlap.
+        name: what ran, for labels. This and ``measured`` play no part in comparisons.
     """
 
     n_ranks: int
@@ -61,10 +50,13 @@ class Timeline:
             raise ValueError(f"feedback is {self.feedback}: give a number of microbatches from 0 up")
         refuse_impossible_number("token_transfer", self.token_transfer, "the time of a message")
         done: tuple[Span | Receive, ...] = (*self.spans, *self.receives)
-        # The comparison is false for NaN; only then is it worth a second look at each.
-        if not all(0 <= each.rank < self.n_ranks and 0 <= each.start <= each.end < inf for each in done):
-            for each in done:
-                _refuse_impossible(each, self.n_ranks)
+        for each in done:
+            if not 0 <= each.rank < self.n_ranks:
+                raise ValueError(f"{_name(each)} is on rank {each.rank}: give a rank from 0 to {self.n_ranks - 1}")
+            if not 0 <= each.start <= each.end < inf:  # false for NaN
+                raise ValueError(
+                    f"{_name(each)} runs from {each.start} to {each.end}: give finite times from 0 on, the start first"
+                )
         # Stable, so spans of no length keep the order in which the rank did them.
         ordered = sorted(done, key=attrgetter("rank", "start", "end"))
         for before, after in pairwise(ordered):
@@ -132,10 +124,7 @@ class Timeline:
 
     @cached_property
     def bubble_fraction(self) -> Time:
-        """Idle time over ``n_ranks × makespan``: the share of the machine that is paid for and unused.
-
-        0 for a timeline of no length.
-        """
+        """Idle time over ``n_ranks × makespan``: the share of the machine that is paid for and unused."""
         total = self.n_ranks * self.makespan
         return (total - sum(self.busy)) / total if total else 0
 
@@ -148,18 +137,15 @@ class Timeline:
     def span_bubble_fraction(self) -> Time:
         """``(T - busiest rank's work) / T``, where T is the longest any rank takes from first to last span.
 
-        The bubble as the zero-bubble papers count it: a rank may start late and end late without loss, as
-        the next step can begin meanwhile. 0 for a timeline of no length.
+        The bubble as the zero-bubble papers count it: a rank may start late and end late without loss, as the next step
+        can begin meanwhile.
         """
         longest = max((row[-1].end - row[0].start for row in self.by_rank if row), default=0)
         return (longest - max(self.busy)) / longest if longest else 0
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
-        """For each rank, the most (stage, microbatch) activations held at once.
-
-        One is held from the start of its ``F`` until the end of its ``B`` or ``W``.
-        """
+        """For each rank, the most (stage, microbatch) activations held at once, from ``F`` until ``B`` or ``W``."""
         return tuple(map(_peak_held, self.by_rank))
 
     @cached_property
@@ -168,17 +154,13 @@ class Timeline:
 
         One is held where a stage reads it: from the start of that stage's ``F``, or of the writer's on the same rank,
         until the end of the stage's ``B`` or ``I``; of several readers on the rank the first one's, which goes backward
-        last. Without a backward, the last reader's ``F`` ends it. What is on its way is not counted, nor are gradients.
+        last. Without a backward, the last reader's ``F`` ends it. Neither what is on its way counts, nor gradients.
         """
         return tuple(most_values(row, self.edges) for row in self.by_rank)
 
     @cached_property
     def weight_versions(self) -> tuple[int, ...]:
-        """For each rank, the most versions of a stage's weights that it needs at once.
-
-        It is 1 unless a stage updates (``U``) while microbatches are in flight that passed forward under older weights
-        (PipeDream's weight stashing).
-        """
+        """For each rank, the most versions of a stage's weights that microbatches in flight need at once."""
         return tuple(map(most_versions, self.by_rank))
 
     def memory_curve(self, costs: Costs | None = None) -> tuple[Curve, ...]:
@@ -187,9 +169,6 @@ class Timeline:
         Args:
             costs: says what a forward keeps, what part ``I`` releases, and what values of edges and weights weigh;
                 activations and values are counted, one each, unless given.
-
-        Raises:
-            ValueError: for costs of another number of stages.
         """
         costs = Costs() if costs is None else costs
         kept, early = costs.each("activation", self.n_stages), costs.each("released_by_input_grad", self.n_stages)
@@ -198,10 +177,7 @@ class Timeline:
         return tuple(curve_of_rank(row, kept, early, weights, self.edges, values) for row in self.by_rank)
 
     def peak_memory(self, costs: Costs | None = None) -> tuple[Time, ...]:
-        """Return for each rank the highest point of its :meth:`memory_curve`.
-
-        Only the weights of stages seen in the rank's spans count: a replica that no microbatch came to holds none.
-        """
+        """Return for each rank the highest point of its :meth:`memory_curve`, with weights of stages in its spans."""
         return tuple(max(amount for _, amount in curve) for curve in self.memory_curve(costs))
 
     @cached_property
@@ -223,10 +199,7 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
-        """The chain of spans that sets the makespan, in order: each starts when the one before, or its message, allows.
-
-        Shortening any other span alone does not end the run earlier.
-        """
+        """The chain of spans that sets the makespan, in order: each starts when the one before or its message allows."""
         return critical_path(self.by_rank, self._inputs)
 
 
@@ -234,20 +207,7 @@ def _name(done: Span | Receive) -> str:
     return str(done.action) if isinstance(done, Span) else f"the receive of {done.product}"
 
 
-def _refuse_impossible(done: Span | Receive, n_ranks: int) -> None:
-    if not 0 <= done.rank < n_ranks:
-        raise ValueError(f"{_name(done)} is on rank {done.rank}: give a rank from 0 to {n_ranks - 1}")
-    # Neither NaN nor infinity equals itself less itself; math.isfinite would round a Fraction.
-    if done.start - done.start != 0 or done.end - done.end != 0:
-        raise ValueError(f"{_name(done)} runs from {done.start} to {done.end}: give finite times")
-    if done.start < 0:
-        raise ValueError(f"{_name(done)} starts at {done.start}: times count from 0, shift all spans")
-    if done.end < done.start:
-        raise ValueError(f"{_name(done)} starts at {done.start} and ends at {done.end}: swap start and end")
-
-
 def _peak_held(row: Sequence[Span]) -> int:
-    # A rank does one thing at a time, so walking its spans in order is walking through time.
     held: set[tuple[int, int]] = set()
     peak = 0
     for span in row:

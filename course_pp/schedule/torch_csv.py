@@ -1,8 +1,4 @@
-"""Schedules as text: the CSV that torch's pipeline schedules load and dump (their ``compute_only`` format).
-
-One row a rank; in each cell an action, or nothing for a slot in which the rank idles. Rows differ in length where ranks
-idle differently, so a row's length says nothing: what must agree is that every stage sees every microbatch.
-"""
+"""Schedules as text: the CSV that torch's pipeline schedules load and dump (their ``compute_only`` format)."""
 
 import csv
 import re
@@ -22,8 +18,7 @@ _PAIR = re.compile(r"\([^)]*\)")
 def to_torch_csv(schedule: Schedule) -> str:
     """Return ``schedule`` as CSV, a row a rank, without idle slots. Placement and edges are not in it.
 
-    Raises:
-        ValueError: for an asynchronous schedule or one with replicated stages: torch has neither.
+    Asynchronous schedules and replicated stages are refused: torch has neither.
     """
     if any(part.kind == "U" for part in schedule.parts):
         raise ValueError(f"{schedule!r} has optimizer steps (U), which torch's format cannot hold: leave them out")
@@ -44,9 +39,8 @@ def from_torch_csv(text: str, placement: Sequence[int | Sequence[int]] | None = 
         placement: for each stage its rank (or ranks, as in ``Schedule``); read off the rows unless given.
 
     Raises:
-        ValueError: for text that is no CSV; a cell that is no action, with its row and column; a stage that no rank
-            has; a row with too few or too many actions; a placement that the rows contradict or that names a rank that
-            does not exist.
+        ValueError: for text that is no CSV, a cell that is no action, with its row and column, actions that are missing
+            or too many, and a placement that the rows contradict.
     """
     rows = [
         tuple(_read(cell, rank, column) for column, cell in enumerate(row) if cell.strip())
@@ -54,8 +48,15 @@ def from_torch_csv(text: str, placement: Sequence[int | Sequence[int]] | None = 
     ]
     if not any(rows):
         raise ValueError("the CSV text has no actions: give one row a rank, with cells such as 0F0,0F1,0B0,0B1")
-    found = _placement_of(rows)
-    schedule = Schedule(name, found if placement is None else normalised(placement), tuple(rows))
+    found = implied_placement(rows)
+    missing = next((stage for stage in range(max(found)) if stage not in found), None)
+    if missing is not None:
+        raise ValueError(
+            f"stage {missing} is in no row of the CSV, yet stage {max(found)} is: "
+            "number the stages from 0 without gaps, and give every rank its row"
+        )
+    placed = [found[stage] for stage in sorted(found)] if placement is None else placement
+    schedule = Schedule(name, normalised(placed), tuple(rows))
     if problems := problems_of_bookkeeping(schedule):
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(
@@ -83,15 +84,3 @@ def _read(cell: str, rank: int, column: int) -> Action | Overlap:
         return Overlap.parse(cell) if cell.strip().startswith("(") else Action.parse(cell)
     except ValueError as error:
         raise ValueError(f"row {rank + 1}, column {column + 1} of the CSV text: {error}") from None
-
-
-def _placement_of(rows: Sequence[Sequence[Action | Overlap]]) -> tuple[tuple[int, ...], ...]:
-    """Return for each stage the ranks whose rows have it, in the order in which they take microbatches."""
-    found = implied_placement(rows)
-    missing = next((stage for stage in range(max(found)) if stage not in found), None)
-    if missing is not None:
-        raise ValueError(
-            f"stage {missing} is in no row of the CSV, yet stage {max(found)} is: "
-            "number the stages from 0 without gaps, and give every rank its row"
-        )
-    return tuple(found[stage] for stage in range(max(found) + 1))

@@ -20,12 +20,9 @@ class Input(NamedTuple):
 
 
 class Inputs:
-    """Finds the inputs of any span of a timeline.
+    """Finds the inputs of any span of a timeline, whose attributes it takes.
 
     A step may appear several times in one timeline; a span then takes what was last made before it started.
-
-    Args:
-        transfers, edge_transfers, token_transfer: of messages, as far as they are known.
     """
 
     def __init__(
@@ -67,7 +64,10 @@ class Inputs:
         """Return the inputs of ``span`` that the timeline shows being made."""
         found = []
         for product in self._dependencies.needed_by(span.action):
-            maker = self._latest(product, span.start) if product in self._others else self._maker.get(product)
+            maker = self._maker.get(product)
+            if product in self._others:
+                makers = (each for each in (maker, *self._others[product]) if each and each.end <= span.start)
+                maker = max(makers, key=lambda each: each.end, default=None)
             if maker is not None and maker.end <= span.start:
                 arrival = maker.end
                 if maker.rank != span.rank:
@@ -75,14 +75,8 @@ class Inputs:
                 found.append(Input(product, arrival, maker))
         return found
 
-    def _latest(self, product: int, until: Time) -> Span | None:
-        makers = (self._maker[product], *self._others[product])
-        return max((each for each in makers if each.end <= until), key=lambda each: each.end, default=None)
-
 
 def gaps_of_rank(rank: int, row: Sequence[Span], inputs: Inputs, makespan: Time, unit: str) -> Iterator[Gap]:
-    """Yield the intervals from 0 to ``makespan`` in which ``rank`` does nothing, each with its cause."""
-
     @cache
     def at(time: Time) -> str:
         return format_time(time, unit)

@@ -262,8 +262,8 @@ def test_receives_are_sorted_as_spans_are_and_summed_up_rank_by_rank() -> None:
         (receive(0, 1.5, 3), "0F0 and the receive of the activation of microbatch 0 from stage 0 overlap on rank 0"),
         (receive(0, 0, 1.5), "the receive of the activation of microbatch 0 from stage 0 and 0F0 overlap on rank 0"),
         (receive(0, 4.5, 6), "the receive of .* and the receive of .* overlap"),
-        (receive(0, 3, 2), "swap start and end"),
-        (receive(0, -1, 0), "times count from 0"),
+        (receive(0, 3, 2), "the start first"),
+        (receive(0, -1, 0), "from 0 on"),
         (receive(0, 3, math.inf), "finite"),
         (receive(1, 3, 4), "rank 1: give a rank from 0 to 0"),
     ],
@@ -276,8 +276,8 @@ def test_impossible_receives_are_refused(bad: Receive, rule: str) -> None:
 @pytest.mark.parametrize(
     ("span", "rule"),
     [
-        (("0F0", 2, 1), "swap start and end"),
-        (("0F0", -1, 1), "times count from 0"),
+        (("0F0", 2, 1), "the start first"),
+        (("0F0", -1, 1), "from 0 on"),
         (("0F0", math.nan, 1), "finite"),
         (("0F0", 0, math.nan), "finite"),
         (("0F0", 0, math.inf), "finite"),
