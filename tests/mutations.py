@@ -94,12 +94,12 @@ FAULTS = [
     Fault("schedule/families.py", "unfinished.remove(half)", "unfinished.pop()", "schedule/test_build.py"),
     Fault("schedule/memory.py", '"W": kept[stage] - early[stage]', '"W": early[stage]', "schedule"),
     Fault(
-        "schedule/waiting.py",
+        "schedule/timeline.py",
         "key=lambda each: each.arrival)\n    product",
         "key=lambda each: -each.arrival)\n    product",
         "schedule",
     ),
-    Fault("schedule/waiting.py", "if makespan > ends[-1]:", "if makespan > ends[-1] + 1:", "schedule"),
+    Fault("schedule/timeline.py", "if makespan > ends[-1]:", "if makespan > ends[-1] + 1:", "schedule"),
     Fault(
         "training/optim.py",
         "return (step + 1) / config.warmup",

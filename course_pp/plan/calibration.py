@@ -1,7 +1,4 @@
-"""Steps that were timed: fit the real speed of a cluster to a few of them; and the published ones.
-
-On these the planner's two constants are fitted, and with them predictions are compared.
-"""
+"""Steps that were timed: fit the real speed of a cluster to a few of them; and the published ones."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -29,14 +26,10 @@ _OFF = 3.0  # from the fit: noise is less
 
 @dataclass(frozen=True)
 class TimedStep:
-    """A step that was timed.
+    """A step that was timed, as :func:`course_pp.plan.predict` takes it.
 
     Attributes:
-        model, layout, global_batch, seq_len: what ran, as :func:`course_pp.plan.predict` takes it.
         seconds: of one step, optimizer included: a median of several, warm-up left out.
-
-    Raises:
-        ValueError: for seconds that are not above 0, a batch that does not divide, a sequence too long for the model.
     """
 
     model: ModelConfig
@@ -52,7 +45,6 @@ class TimedStep:
         check_seq_len(self.model, self.seq_len)
 
     def predicted(self, cluster: Cluster, constants: Constants | None = None) -> Prediction:
-        """Return what the planner says of it."""
         return predict(self.model, self.layout, cluster, self.global_batch, self.seq_len, constants)
 
 
@@ -70,22 +62,29 @@ def calibrate(
     layouts with a pipeline, with tensor and with data parallelism.
 
     Args:
-        steps: at least five, all of layouts of ``cluster``.
+        steps: at least five different ones, all of layouts of ``cluster``.
         cluster: where they ran; its numbers are where the fit begins.
         constants: where the fit begins; those fitted on the Megatron table unless given.
 
     Returns:
         The cluster: its ``gpu.peak`` times ``matmul_efficiency`` is the measured rate, so an MFU on it refers to this
         peak and not to a data sheet's. And the constants, with ``memory_passes`` fitted.
-
-    Raises:
-        ValueError: for fewer than five different steps, a latency of 0, steps hundreds of times as long or as short as
-            ``cluster`` would take, steps that contradict each other, and what :func:`course_pp.plan.predict` refuses.
     """
     start = constants or Constants()
     if not cluster.latency:  # what is fitted is multiplied
         raise ValueError("latency=0.0 of the cluster would stay 0: begin with a guess above 0, such as 1e-4 seconds")
-    _check_steps(steps, cluster, start)
+    different = len({replace(step, seconds=1.0) for step in steps})
+    if different < len(FITTED):
+        raise ValueError(
+            f"{different} different steps for {len(FITTED)} numbers ({', '.join(FITTED)}): time at least "
+            f"{len(FITTED)}, of other models, batches or layouts"
+        )
+    ratio = median(step.seconds / step.predicted(cluster, start).step_s for step in steps)
+    if not 1 / _FAR < ratio < _FAR:
+        raise ValueError(
+            f"the steps took {ratio:.2g} times as long as on cluster: give times in seconds, or a cluster that is "
+            "nearer to the one they ran on"
+        )
 
     def found(moves: Sequence[float]) -> tuple[Cluster, Constants]:
         return _moved(cluster, start, moves)
@@ -96,36 +95,14 @@ def calibrate(
         return [math.log(step.predicted(*of).step_s / step.seconds) for step in steps] + prior
 
     best = found(_least_squares(errors, len(FITTED)))
-    _check_fit(steps, *best)
-    return best
-
-
-def _check_steps(steps: Sequence[TimedStep], cluster: Cluster, constants: Constants) -> None:
-    """Refuse steps from which a fit would make meaningless numbers."""
-    different = len({replace(step, seconds=1.0) for step in steps})
-    if different < len(FITTED):
-        alike = len(steps) >= len(FITTED)
-        raise ValueError(
-            f"{f'{different} different' if alike else len(steps)} steps for {len(FITTED)} numbers "
-            f"({', '.join(FITTED)}): time at least {len(FITTED)}{', of other models, batches or layouts' * alike}"
-        )
-    ratio = median(step.seconds / step.predicted(cluster, constants).step_s for step in steps)
-    if not 1 / _FAR < ratio < _FAR:
-        raise ValueError(
-            f"the steps took {ratio:.2g} times as long as on cluster: give times in seconds, or a cluster that is "
-            "nearer to the one they ran on"
-        )
-
-
-def _check_fit(steps: Sequence[TimedStep], cluster: Cluster, constants: Constants) -> None:
-    """Refuse steps that no five numbers explain."""
-    seconds = [step.predicted(cluster, constants).step_s for step in steps]
+    seconds = [step.predicted(*best).step_s for step in steps]
     i = max(range(len(steps)), key=lambda k: abs(math.log(seconds[k] / steps[k].seconds)))
     if abs(math.log(seconds[i] / steps[i].seconds)) > math.log(_OFF):
         raise ValueError(
             f"steps[{i}] ({steps[i].layout}) took {steps[i].seconds:.3g} s, the nearest fit to all steps says "
             f"{seconds[i]:.3g} s: they contradict each other; time it again, or leave it out"
         )
+    return best
 
 
 def _moved(cluster: Cluster, constants: Constants, moves: Sequence[float]) -> tuple[Cluster, Constants]:
@@ -186,8 +163,6 @@ class PublishedRun:
     seconds: float
 
     def predicted(self, constants: Constants | None = None) -> Prediction:
-        """Return what the planner says of it, by its own constants unless given others."""
-        constants = Constants() if constants is None else constants
         return predict(self.model, self.layout, self.cluster, self.global_batch, self.seq_len, constants)
 
 

@@ -10,14 +10,11 @@ from course_pp.sizes import ModelConfig
 
 @dataclass(frozen=True)
 class Gpu:
-    """One accelerator.
+    """One accelerator: memory in bytes, bandwidths in bytes a second.
 
     Attributes:
-        name: how :func:`gpu_named` knows it.
         peak: dense 16-bit matrix products, in flop/s.
-        memory: in bytes.
-        memory_bandwidth: in bytes a second.
-        link_bandwidth: to the other GPUs of its node, one way, in bytes a second.
+        link_bandwidth: to the other GPUs of its node, one way.
         source: where the numbers are from.
         peak_32: products in float32, in flop/s; None: as ``peak``. Those in float64 run at half of it.
     """
@@ -31,7 +28,6 @@ class Gpu:
     peak_32: float | None = None
 
     def peak_of(self, itemsize: int) -> float:
-        """Return the peak of products of elements of ``itemsize`` bytes, in flop/s."""
         wide = self.peak if self.peak_32 is None else self.peak_32
         return {4: wide, 8: wide / 2}.get(itemsize, self.peak)
 
@@ -41,14 +37,9 @@ class Cluster:
     """Nodes of equal GPUs.
 
     Attributes:
-        n_nodes, gpus_per_node: how many.
-        gpu: what they are.
         intra_bandwidth: between two GPUs of a node, one way, in bytes a second; None: as the GPU's links.
         inter_bandwidth: a GPU's share of the links between nodes, one way, in bytes a second.
         latency: of a message, in seconds.
-
-    Raises:
-        ValueError: for a count below 1.
     """
 
     n_nodes: int
@@ -72,11 +63,8 @@ class Cluster:
     def bandwidth(self, span: int, apart: int = 1) -> float:
         """Return what a rank of a ring sends, in bytes a second.
 
-        A ring that leaves the node uses the adapters of all its ranks there: NCCL lays a ring over each.
-
-        Args:
-            span: ranks from the ring's first to its last, both counted.
-            apart: ranks from one of the ring to the next.
+        A ring that leaves the node uses the adapters of all its ranks there: NCCL lays a ring over each. ``span`` counts
+        the ranks from its first to its last, ``apart`` those from one to the next.
         """
         inside = float(self.intra_bandwidth or 0)
         if span <= self.gpus_per_node:
@@ -92,14 +80,7 @@ _GPUS = {
         Gpu("H100", 989.4e12, 80e9, 3.35e12, 450e9, "NVIDIA H100 white paper, SXM5, 2022", 66.9e12),
         Gpu("H200", 989.4e12, 141e9, 4.8e12, 450e9, "NVIDIA H200 SXM data sheet, 2023; products as H100", 66.9e12),
         Gpu("B200", 2250e12, 180e9, 8e12, 900e9, "NVIDIA HGX B200 and DGX B200 data sheets, 2024", 75e12),
-        Gpu(
-            "laptop",
-            5e10,
-            4e9,
-            1e10,
-            1e9,
-            "one core, in float32: orders of magnitude, calibrate your own",
-        ),
+        Gpu("laptop", 5e10, 4e9, 1e10, 1e9, "one core, in float32: orders of magnitude, calibrate your own"),
     )
 }
 
@@ -120,11 +101,7 @@ def gpu_names() -> tuple[str, ...]:
 
 @checked
 def gpu_named(name: str) -> Gpu:
-    """Return a GPU by name.
-
-    Raises:
-        ValueError: for an unknown name; names the nearest.
-    """
+    """Return a GPU by name."""
     known = {each.lower(): gpu for each, gpu in _GPUS.items()}
     if name.lower() not in known:
         raise ValueError(f"unknown GPU, name={name!r}: {nearest(name, list(_GPUS))}")
@@ -133,11 +110,7 @@ def gpu_named(name: str) -> Gpu:
 
 @checked
 def cluster_of(text: str) -> Cluster:
-    """Return the cluster written as ``2048x8xH100``: nodes, GPUs a node, GPU; with the network sold with such nodes.
-
-    Raises:
-        ValueError: for text that does not read so.
-    """
+    """Return the cluster written as ``2048x8xH100``: nodes, GPUs a node, GPU; with the network sold with such nodes."""
     found = re.fullmatch(r"(\d+)x(\d+)x(.+)", text.strip())
     if found is None:
         raise ValueError(f"text={text!r} is no cluster: write nodes x GPUs a node x GPU, such as 2048x8xH100")
@@ -199,11 +172,7 @@ def model_names() -> tuple[str, ...]:
 
 @checked
 def model_named(name: str) -> ModelConfig:
-    """Return the sizes of a model by name.
-
-    Raises:
-        ValueError: for an unknown name; names the nearest.
-    """
+    """Return the sizes of a model by name."""
     if name.lower() not in _MODELS:
         raise ValueError(f"unknown model, name={name!r}: {nearest(name, list(_MODELS))}")
     return _MODELS[name.lower()]

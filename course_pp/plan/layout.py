@@ -1,7 +1,4 @@
-"""How a run is laid out: the mesh, the schedule, the precision, and which shapes each rank then holds.
-
-Nothing is built.
-"""
+"""How a run is laid out: the mesh, the schedule, the precision, and which shapes each rank then holds."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +18,6 @@ Group = tuple[Shape, ...]
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where a rank is in the mesh."""
-
     pp: int
     dp_replicate: int
     dp_shard: int
@@ -55,11 +50,10 @@ class StagePlan:
 
     @property
     def groups(self) -> list[Group]:
-        """The groups that own parameters."""
         return [*([self.root] if self.root else []), *[self.layer] * self.n_layers]
 
     def total(self, of: Callable[[Group], int]) -> int:
-        """Return the sum over the groups of what is 0 for an empty one; layers, being alike, are asked once."""
+        """Return the sum over the groups; layers, being alike, are asked once."""
         return of(self.root) + self.n_layers * of(self.layer)
 
 
@@ -74,18 +68,14 @@ def coordinates(rank: int, *, pp: int, dp_replicate: int, dp_shard: int, tp: int
 
 
 def stage_plans(config: ModelConfig, indices: Iterable[int], n_stages: int, tp: int) -> list[StagePlan]:
-    """Return the stages ``indices`` of ``n_stages``, layers split evenly.
-
-    Raises:
-        ValueError: for fewer layers than stages.
-    """
+    """Return the stages ``indices`` of ``n_stages``, layers split evenly."""
     n_layers = [end - start for start, end in compute_layer_assignment(config.n_layers, n_stages)]
     layer = _layer(config, tp)
     return [StagePlan(i, n_stages, _root(config, tp, i, n_stages), layer, n_layers[i]) for i in indices]
 
 
 def gathered_elements(group: Sequence[Shape], n_shards: int) -> int:
-    """Return the elements of a group gathered from ``n_shards`` shards: rows are padded to a multiple of that."""
+    """Rows are padded to a multiple of ``n_shards``."""
     return sum(-(-shape[0] // n_shards) * n_shards * prod(shape[1:]) for shape in group)
 
 
@@ -101,9 +91,7 @@ def held_elements(group: Sequence[Shape], n_shards: int, at: int) -> int:
 def unsharded_elements(stages: Iterable[StagePlan], n_shards: int, policy: bool | int, *, pipelined: bool) -> int:
     """Return the most elements of gathered parameters alive in a step, as ``parallel.traffic_and_memory`` has them.
 
-    Args:
-        policy: what becomes of a group after forward: freed (True), kept (False), kept on so many ranks.
-        pipelined: whether the step is a pipeline's, whose backward keeps what it gathered.
+    ``policy`` is ``reshard_after_forward``. The backward of a pipelined step keeps what it gathered.
     """
     left = Fraction(not policy) if isinstance(policy, bool) else Fraction(1, policy)
     n_elements = Fraction(0)
@@ -194,8 +182,7 @@ class Layout:
             ``PipelineSchedule``, so with a pipeline or several microbatches, and the former where one forward and one
             backward are the step, as in a loop of one's own.
 
-    Raises:
-        ValueError: for sizes below 1, unknown names, and schedules that do not end a step or keep stages twice.
+    Schedules that do not end a step or keep stages twice are refused.
     """
 
     pp: int = 1
@@ -240,7 +227,6 @@ class Layout:
 
     @property
     def n_data(self) -> int:
-        """Data-parallel ranks, sharded or not."""
         return self.dp_shard * self.dp_replicate
 
     @property
@@ -270,34 +256,25 @@ class Layout:
         return self.pp > 1 or n_microbatches > 1
 
     def reduces_in_backward(self, n_microbatches: int) -> bool:
-        """Return whether gradients are reduced beside the last backward, layer by layer."""
         return self.reduces == "backward" or (self.reduces == "auto" and not self.is_scheduled(n_microbatches))
 
     def splits_sequence(self, model: ModelConfig) -> bool:
-        """Return whether norms work on parts of the sequence."""
         if self.sequence_parallel is None:
             return self.tp > 1 and self.pp == 1 and not model.tie_embeddings
         return self.sequence_parallel and self.tp > 1
 
     def place(self, rank: int) -> Coordinates:
-        """Return where a global rank is in the mesh."""
         return coordinates(rank, pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, tp=self.tp)
 
     def stages(self, model: ModelConfig, pp_rank: int) -> list[StagePlan]:
-        """Return what a pipeline rank holds."""
         here = [stage for stage, ranks in enumerate(self.placement) if pp_rank in ranks]
         return stage_plans(model, here, self.n_stages, self.tp)
 
     def stages_of_all(self, model: ModelConfig) -> list[StagePlan]:
-        """Return every stage, first to last."""
         return stage_plans(model, range(self.n_stages), self.n_stages, self.tp)
 
     def n_microbatches(self, global_batch: int) -> int:
-        """Of one data-parallel rank, in a step of ``global_batch`` sequences.
-
-        Raises:
-            ValueError: unless the batch divides.
-        """
+        """Of one data-parallel rank, in a step of ``global_batch`` sequences."""
         each = self.n_data * self.microbatch_size
         if global_batch < 1 or global_batch % each:
             near = max(each, round(global_batch / each) * each)
@@ -314,16 +291,11 @@ class Layout:
         return m
 
     def order(self, n_microbatches: int) -> Schedule:
-        """Return the pipeline's schedule."""
         name = self.schedule if self.pp > 1 else "1f1b"
         return _built(name, self.pp, n_microbatches, self.n_chunks)
 
     def check(self, model: ModelConfig, cluster: Cluster) -> None:
-        """Refuse what cannot be laid out.
-
-        Raises:
-            ValueError: for the wrong number of ranks, heads that ``tp`` does not divide, more stages than layers.
-        """
+        """Refuse what cannot be laid out."""
         if self.n_ranks != cluster.n_gpus:
             sizes = {name: getattr(self, name) for name in ("pp", "dp_replicate", "dp_shard", "tp")}
             spelled = " × ".join(f"{name} {size}" for name, size in sizes.items())
@@ -343,7 +315,6 @@ class Layout:
             )
 
     def with_(self, **changes: object) -> "Layout":
-        """Return the same with some attributes changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def __str__(self) -> str:

@@ -4,25 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from course_pp.arguments import checked
+from course_pp.schedule import families
 from course_pp.schedule.costs import Costs
-from course_pp.schedule.families import (
-    chimera,
-    dualpipe,
-    dualpipe_v,
-    eager_1f1b,
-    gpipe,
-    hanayo,
-    interleaved_1f1b,
-    looped_bfs,
-    naive,
-    one_f_one_b,
-    pipedream,
-    v_half,
-    v_min,
-    zb_h1,
-    zb_h2,
-    zb_v,
-)
 from course_pp.schedule.schedule import MOST_FORWARDS, Schedule, both_ways, in_waves, looped
 from course_pp.schedule.searching.heuristics import filled, splits_every_backward
 
@@ -77,22 +60,22 @@ class Entry:
 _CATALOGUE = {
     entry.name: entry
     for entry in (
-        Entry("naive", naive),
-        Entry("gpipe", gpipe, torch_name="GPipe"),
-        Entry("1f1b", one_f_one_b, torch_name="1F1B"),
-        Entry("1f1b_eager", eager_1f1b),
-        Entry("interleaved_1f1b", interleaved_1f1b, 2, any_chunks=True, torch_name="Interleaved1F1B"),
-        Entry("looped_bfs", looped_bfs, 2, any_chunks=True, torch_name="LoopedBFS"),
-        Entry("hanayo", hanayo, 2, any_chunks=True, placed=in_waves, chunks_in=2),
-        Entry("zb_h1", zb_h1, any_chunks=True, torch_name="InterleavedZeroBubble"),
-        Entry("zb_h2", zb_h2),
-        Entry("zb_v", zb_v, 2, placed=in_waves, torch_name="ZBVZeroBubble"),
-        Entry("v_half", v_half, 2, placed=in_waves),
-        Entry("v_min", v_min, 2, placed=in_waves),
-        Entry("chimera", chimera, placed=lambda p, _: both_ways("chimera", p)),
-        Entry("dualpipe", dualpipe, placed=lambda p, _: both_ways("dualpipe", p)),
-        Entry("dualpipe_v", dualpipe_v, 2, placed=in_waves, torch_name="DualPipeV"),
-        Entry("pipedream", pipedream, updates=True),
+        Entry("naive", families.naive),
+        Entry("gpipe", families.gpipe, torch_name="GPipe"),
+        Entry("1f1b", families.one_f_one_b, torch_name="1F1B"),
+        Entry("1f1b_eager", families.eager_1f1b),
+        Entry("interleaved_1f1b", families.interleaved_1f1b, 2, any_chunks=True, torch_name="Interleaved1F1B"),
+        Entry("looped_bfs", families.looped_bfs, 2, any_chunks=True, torch_name="LoopedBFS"),
+        Entry("hanayo", families.hanayo, 2, any_chunks=True, placed=in_waves, chunks_in=2),
+        Entry("zb_h1", families.zb_h1, any_chunks=True, torch_name="InterleavedZeroBubble"),
+        Entry("zb_h2", families.zb_h2),
+        Entry("zb_v", families.zb_v, 2, placed=in_waves, torch_name="ZBVZeroBubble"),
+        Entry("v_half", families.v_half, 2, placed=in_waves),
+        Entry("v_min", families.v_min, 2, placed=in_waves),
+        Entry("chimera", families.chimera, placed=lambda p, _: both_ways("chimera", p)),
+        Entry("dualpipe", families.dualpipe, placed=lambda p, _: both_ways("dualpipe", p)),
+        Entry("dualpipe_v", families.dualpipe_v, 2, placed=in_waves, torch_name="DualPipeV"),
+        Entry("pipedream", families.pipedream, updates=True),
     )
 }
 
@@ -165,19 +148,19 @@ def build(
             f"action, so keep it at {MOST_FORWARDS:,} or below"
         )
     for option, value, taker, why in (
-        ("replicas", replicas, pipedream, "shares a stage"),
-        ("group", group, pipedream, "updates by itself"),
-        ("round_size", round_size, interleaved_1f1b, "goes in rounds of a chosen size"),
+        ("replicas", replicas, families.pipedream, "shares a stage"),
+        ("group", group, families.pipedream, "updates by itself"),
+        ("round_size", round_size, families.interleaved_1f1b, "goes in rounds of a chosen size"),
     ):
         if value is not None and entry.order is not taker:
             raise ValueError(
                 f"{option} {value!r} given for {entry.name}: only {taker.__name__} {why}; leave {option} out"
             )
-    if entry.order is pipedream:
-        schedule = pipedream(n_ranks, n_microbatches, replicas, group)
+    if entry.order is families.pipedream:
+        schedule = families.pipedream(n_ranks, n_microbatches, replicas, group)
     elif round_size is not None:
         round_size = _whole("round_size", round_size, entry.name)
-        schedule = interleaved_1f1b(n_ranks, n_microbatches, n_chunks, round_size)
+        schedule = families.interleaved_1f1b(n_ranks, n_microbatches, n_chunks, round_size)
     else:
         schedule = entry.order(*sizes, n_chunks) if entry.any_chunks else entry.order(*sizes)
     if costs is None:

@@ -1,6 +1,5 @@
 """The best order there is, by constraint programming, with the proof or what is missing of it."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
@@ -11,7 +10,7 @@ from typing import Any
 
 from course_pp.arguments import checked
 from course_pp.schedule.action import Time
-from course_pp.schedule.costs import Costs, PerStage, divide
+from course_pp.schedule.costs import Costs, divide
 from course_pp.schedule.searching.problem import FORWARD, INPUT, WEIGHT, Problem, Words
 from course_pp.schedule.searching.search import (
     Found,
@@ -29,11 +28,7 @@ _LONGEST = 2**40
 
 @dataclass(frozen=True)
 class Optimum(Found):
-    """The result of an exact search: as :class:`Found`, with the bound that was proven.
-
-    Attributes:
-        proven: whether the schedule is proven to be the best, so that ``gap`` is 0.
-    """
+    """As :class:`Found`, with the bound that was proven, and whether the schedule is proven to be the best."""
 
     proven: bool = False
 
@@ -57,39 +52,41 @@ def optimum(
     It begins with :func:`course_pp.schedule.search`; where the result meets the bound, that is the proof. Otherwise
     CP-SAT of OR-Tools looks for anything shorter: one interval an action, each rank doing one at a time, each stage
     taking the microbatches in order (without loss, as they are alike), a forward of one stage a rank no earlier than
-    the end of the weight gradient that makes room for it. Known: Qi et al. 2024 (arXiv 2401.10241) state the problem as
-    an integer linear program, and use it to improve single schedules.
+    the end of the weight gradient that makes room for it.
 
     Args:
         costs: as for ``search``. Floats are read as the decimals they print as, and the proof is for those.
         seconds: end after that long, with the gap that remains.
         workers: threads. With one, the solver does the same each time, unless ``seconds`` end it.
-
-    Raises:
-        ImportError: without OR-Tools.
-        ValueError: for what ``search`` refuses, and for costs with so many digits that whole numbers cannot hold a
-            multiple of all.
     """
-    cp_model = _solver()
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError as error:
+        raise ImportError("optimum needs OR-Tools: pip install ortools, or use search") from error
     if not 0 < seconds < inf:
         raise ValueError(f"optimum: seconds is {seconds}: give a time limit above 0, and a finite one")
     if not 1 <= workers <= 1024:
         raise ValueError(f"workers is {workers}: give from 1 to 1,024 threads")
     began = monotonic()
-    exact = _exact(Costs() if costs is None else costs)
-    asked = questions(n_ranks, n_microbatches, exact, memory_limit, n_chunks, placement, split)
+    given = Costs() if costs is None else costs
+    asked = questions(n_ranks, n_microbatches, _exact(given), memory_limit, n_chunks, placement, split)
     found = []
     for number, question in enumerate(asked):
-        _refuse_too_fine(question.problem)
+        problem = question.problem
+        whole = problem.n_microbatches * (sum(problem.durations) + sum(problem.delays))
+        if whole > _LONGEST:
+            raise ValueError(
+                f"costs have so many digits that a solver in whole numbers would count to {float(whole):.1g}: "
+                f"round them, so that it is at most {float(_LONGEST):.1g}"
+            )
         deadline = began + seconds * (number + 1) / len(asked)
         start = answer(question, monotonic() + (deadline - monotonic()) / 4, seed)
         found.append(_prove(cp_model, question, start, deadline, workers, seed))
     best = min(found, key=lambda each: each.timeline.makespan)
     bound = min(each.bound for each in found)
     proven = bound >= best.timeline.makespan
-    timeline = best.timeline
-    if costs is None or _has_floats(costs):
-        timeline = simulate(best.schedule, replace(Costs() if costs is None else costs, activation=1))
+    timeline = simulate(best.schedule, replace(given, activation=1))
+    if isinstance(timeline.makespan, float):
         bound = timeline.makespan if proven else float(bound)
     return replace(
         best,
@@ -99,14 +96,6 @@ def optimum(
         proven=proven,
         tries=sum(each.tries for each in found),
     )
-
-
-def _solver() -> ModuleType:
-    try:
-        from ortools.sat.python import cp_model
-    except ImportError as error:
-        raise ImportError("optimum needs OR-Tools: pip install ortools, or use search") from error
-    return cp_model
 
 
 def _prove(cp_model: ModuleType, question: Question, start: Found, deadline: float, workers: int, seed: int) -> Optimum:
@@ -166,9 +155,18 @@ class _Model:
             for letter in self.letters
             for k in range(problem.n_microbatches)
         }
-        self._order()
+        for (letter, k), start in self.starts.items():
+            maker = problem.waits_for[letter]
+            if maker >= 0:
+                self.model.add(start >= self._end(maker, k) + int(problem.delays[letter]))
+            if k:
+                self.model.add(start >= self._end(letter, k - 1))
         for rank in range(problem.n_ranks):
-            self._one_at_a_time(rank)
+            self.model.add_no_overlap(
+                self.model.new_fixed_size_interval_var(start, int(problem.durations[letter]), f"{letter}.{k}")
+                for (letter, k), start in self.starts.items()
+                if problem.ranks[letter // 3] == rank
+            )
             self._memory(rank)
         makespan = self.model.new_int_var(int(-(-bound * problem.scale // 1)), self.horizon, "makespan")
         for letter in self.letters:
@@ -180,26 +178,6 @@ class _Model:
 
     def _end(self, letter: int, k: int) -> Any:
         return self.starts[letter, k] + int(self.problem.durations[letter])
-
-    def _order(self) -> None:
-        problem = self.problem
-        for letter in self.letters:
-            maker = problem.waits_for[letter]
-            for k in range(problem.n_microbatches):
-                if maker >= 0:
-                    self.model.add(self.starts[letter, k] >= self._end(maker, k) + int(problem.delays[letter]))
-                if k:
-                    self.model.add(self.starts[letter, k] >= self._end(letter, k - 1))
-
-    def _one_at_a_time(self, rank: int) -> None:
-        problem = self.problem
-        self.model.add_no_overlap(
-            self.model.new_fixed_size_interval_var(
-                self.starts[letter, k], int(problem.durations[letter]), f"{letter}.{k}"
-            )
-            for letter in problem.letters_of(rank)
-            for k in range(problem.n_microbatches)
-        )
 
     def _memory(self, rank: int) -> None:
         problem, m = self.problem, self.problem.n_microbatches
@@ -222,28 +200,12 @@ class _Model:
 
     def words(self, solver: Any) -> Words:
         """Return the solution's orders. What takes no time comes before what starts with it."""
-        problem = self.problem
-
-        def times(letter: int, k: int) -> tuple[int, int]:
-            start = solver.value(self.starts[letter, k])
-            return start, start + int(problem.durations[letter])
-
-        def word(rank: int) -> list[int]:
-            timed = [
-                (*times(each, k), each) for each in problem.letters_of(rank) for k in range(problem.n_microbatches)
-            ]
-            return [letter for *_, letter in sorted(timed)]
-
-        return [word(rank) for rank in range(problem.n_ranks)]
-
-
-def _values(value: PerStage | None) -> Iterator[Time]:
-    if value is not None:
-        yield from value if isinstance(value, tuple) else (value,)
-
-
-def _has_floats(costs: Costs) -> bool:
-    return any(isinstance(each, float) for field in fields(costs) for each in _values(getattr(costs, field.name)))
+        words: Words = [[] for _ in range(self.problem.n_ranks)]
+        durations = self.problem.durations
+        timed = [(solver.value(start), durations[letter], letter) for (letter, _), start in self.starts.items()]
+        for _, _, letter in sorted(timed):
+            words[self.problem.ranks[letter // 3]].append(letter)
+        return words
 
 
 def _exact(costs: Costs) -> Costs:
@@ -259,12 +221,3 @@ def _exact(costs: Costs) -> Costs:
         overlapped=None,
         **{field.name: exact(getattr(costs, field.name)) for field in fields(costs) if field.name != "overlapped"},
     )
-
-
-def _refuse_too_fine(problem: Problem) -> None:
-    whole = problem.n_microbatches * (sum(problem.durations) + sum(problem.delays))
-    if whole > _LONGEST:
-        raise ValueError(
-            f"costs have so many digits that a solver in whole numbers would count to {float(whole):.1g}: "
-            f"round them, so that it is at most {float(_LONGEST):.1g}"
-        )

@@ -1,8 +1,6 @@
 """Orders to begin a search with: by lists, by refilling a named order, by Zero Bubble's heuristic, by repetition.
 
-The basis is list scheduling: at each moment, the rank that can start first takes what its rule likes best. Graham 1966
-has the idea; a rule here says in which order a rank prefers its kinds of work, how far its forwards may run ahead, and
-whether it rather waits for a message than start a weight gradient that would make the message wait.
+The basis is list scheduling (Graham 1966): the rank that can start first takes what its rule likes best.
 """
 
 from collections import deque
@@ -80,7 +78,11 @@ class Desk:
         self.ahead = [0] * problem.n_ranks
         self.under_way = [0] * problem.n_ranks
         self.rule = rule
-        self._letters = [self._preferred(rank) for rank in range(problem.n_ranks)]
+        order, sign = ["FIW".index(kind) for kind in rule.order], -1 if rule.deep else 1
+        self._letters = [
+            sorted(problem.letters_of(rank), key=lambda each: (order.index(each % 3), sign * (each // 3)))
+            for rank in range(problem.n_ranks)
+        ]
         self._readers: list[list[int]] = [[] for _ in problem.durations]
         used = {letter for letters in self._letters for letter in letters}
         for letter, maker in enumerate(problem.waits_for):
@@ -89,11 +91,6 @@ class Desk:
         self._next: list[Choice | None] = [None] * problem.n_ranks
         for rank in range(problem.n_ranks):
             self._look(rank)
-
-    def _preferred(self, rank: int) -> list[int]:
-        order = ["FIW".index(kind) for kind in self.rule.order]
-        sign = -1 if self.rule.deep else 1
-        return sorted(self.problem.letters_of(rank), key=lambda each: (order.index(each % 3), sign * (each // 3)))
 
     def has_room(self, rank: int, stage: int) -> bool:
         """Return whether the rank may take a forward of the stage.
@@ -115,7 +112,7 @@ class Desk:
         return self.ahead[rank] <= distance
 
     def start(self, rank: int, letter: int, place: int = 0) -> Time:
-        """Return when the rank could start a letter that is in its inbox: it is free, and the input has arrived."""
+        """Return when the rank could start a letter that is in its inbox."""
         return max(self.clocks[rank], self.inbox[letter][place][0])
 
     def _choices(self, rank: int) -> Iterator[Choice]:
@@ -166,7 +163,6 @@ class Desk:
 
     @property
     def words(self) -> Words:
-        """For each rank its letters so far."""
         return [[letter for letter, _ in row] for row in self.rows]
 
 
@@ -180,11 +176,8 @@ def filled(schedule: Schedule, costs: Costs, limits: Sequence[int] | None = None
     """Return a named order with its weight gradients placed for ``costs``, or as it is where that is no shorter.
 
     Nobody waits for a weight gradient, so it may come whenever its rank would otherwise wait (Qi et al. 2024, "Zero
-    bubble pipeline parallelism", section 3.1). Where the gaps are depends on how long things take. Forwards and input
-    gradients stay as they are.
-
-    No rank holds more activations than the fullest did before, nor than its own limit, which the order keeps to. An
-    order with whole backwards stays as it is.
+    bubble pipeline parallelism", section 3.1). No rank holds more activations than the fullest did before, nor than its
+    own limit, which the order keeps to. An order with whole backwards stays as it is.
     """
     if not splits_every_backward(schedule):
         return schedule
@@ -209,8 +202,7 @@ def splits_every_backward(schedule: Schedule) -> bool:
 class _Filling(Desk):
     """Takes forwards and input gradients in a given order.
 
-    A rank that would wait takes its oldest weight gradient: if patient, only one that ends before the wait does. It
-    also takes one if it is full.
+    A rank that is full or would wait takes its oldest weight gradient: if patient, only one that ends before the wait.
     """
 
     def __init__(self, problem: Problem, words: Words, patient: bool) -> None:
@@ -218,7 +210,6 @@ class _Filling(Desk):
         super().__init__(problem, Rule(patient=patient))
 
     def take(self, rank: int, letter: int, microbatch: int | None = None) -> None:
-        """Write the letter to the rank's row."""
         if letter % 3 != WEIGHT:
             self._order[rank].popleft()
         super().take(rank, letter, microbatch)
@@ -245,9 +236,8 @@ def zero_bubble_heuristic(problem: Problem) -> Iterator[Words]:
     Qi et al. 2024, "Zero bubble pipeline parallelism" (arXiv 2401.10241), section 3.1, with the details of their
     repository ``sail-sg/zero-bubble-pipeline-parallelism`` (``scheduler/zb.py``): as many forwards as memory allows
     before the first input gradient arrives, then one forward and one input gradient a round on each rank, and weight
-    gradients where a rank would wait or is full. Three questions that the paper leaves to trial are switches; they try
-    all eight answers, and keep the best. Here each answer that fits the caps is yielded; none for chunks or whole
-    backwards.
+    gradients where a rank would wait or is full. Three questions that the paper leaves to trial are switches, so there
+    are eight answers; none for chunks or whole backwards.
     """
     if problem.n_chunks != 1 or not problem.split:
         return
@@ -279,9 +269,10 @@ class _Attempt(Desk):
         """Write all words; return whether they fit the memory."""
         self._warm_up()
         for _ in range(1, self.problem.n_microbatches):
-            forwards = self._wanted_forwards()
+            wanted = [self._wants_forward(rank) for rank in range(self.n)]
             for rank in range(self.n):
-                if forwards[rank] and not self._forward(rank):
+                # Never more than the ranks after it can take.
+                if all(wanted[rank:]) and not self._forward(rank):
                     return False
             for rank in reversed(range(self.n)):
                 self._backward(rank)
@@ -323,13 +314,6 @@ class _Attempt(Desk):
                 self._put(rank, FORWARD)
         for rank in reversed(range(n)):
             self._put(rank, INPUT)
-
-    def _wanted_forwards(self) -> list[bool]:
-        """Return for each rank whether it runs a forward this round: never more than the ranks after it can take."""
-        wanted = [self._wants_forward(rank) for rank in range(self.n)]
-        for rank in reversed(range(self.n - 1)):
-            wanted[rank] = wanted[rank] and wanted[rank + 1]
-        return wanted
 
     def _wants_forward(self, rank: int) -> bool:
         done = self.done
@@ -391,12 +375,7 @@ _CLIMBS = 4
 
 @dataclass(frozen=True)
 class _Block:
-    """A microbatch's way, in units of a mean action.
-
-    Attributes:
-        waits: before each letter, beyond what it needs.
-        interval: from one microbatch to the next.
-    """
+    """A microbatch's way, in units of a mean action: waits before each letter, and the interval to the next one."""
 
     waits: tuple[int, ...]
     interval: int
@@ -405,11 +384,10 @@ class _Block:
 def repeating(problem: Problem, seed: int, over: Callable[[], bool]) -> list[Words]:
     """Return words that repeat: one microbatch's way down and up, with waits, begun anew at a fixed interval.
 
-    Qi et al. 2024, "Pipeline parallelism with controllable memory" (arXiv 2405.15362), section 3: how long a microbatch
-    holds its activations, over the interval, is the memory of the whole. They draw such blocks for a V and three
-    amounts of memory. Here the waits are searched for, for two stages a rank in any placement, with any times and caps,
-    until time is ``over``. A rule that acts whenever it can does not find them: with little memory a gradient should
-    wait where the stages turn. None for one stage a rank.
+    Qi et al. 2024, "Pipeline parallelism with controllable memory" (arXiv 2405.15362), section 3, draw such blocks for
+    a V and three amounts of memory. Here the waits are searched for, for two stages a rank in any placement, with any
+    times and caps, until time is ``over``. A rule that acts whenever it can does not find them: with little memory a
+    gradient should wait where the stages turn. None for one stage a rank.
     """
     climbs = range(_CLIMBS if problem.n_chunks == 2 else 0)
     found = (_Climb(problem, seed + number).best(number % 2 == 1, over) for number in climbs)
@@ -430,8 +408,7 @@ class _Climb:
     def best(self, one_by_one: bool, over: Callable[[], bool]) -> Words | None:
         """Return the words of the best block that was found; None without any that fits.
 
-        Args:
-            one_by_one: begin with one microbatch after the other; if not, with as many as a rank can work for.
+        It begins with one microbatch after the other if ``one_by_one``, else with as many as a rank can work for.
         """
         problem, length = self.problem, sum(self.times) / self.unit
         block = _Block((0,) * len(self.times), 1 + round(length if one_by_one else length / problem.n_ranks))

@@ -29,7 +29,6 @@ class Pass(NamedTuple):
     """A run of words.
 
     Attributes:
-        makespan: when the last rank finishes.
         total: of all ranks' ends, which tells equal makespans apart.
         ends: for each letter, when its k-th occurrence ends.
     """
@@ -45,8 +44,6 @@ class Problem:
 
     Attributes:
         ranks: for each stage its rank.
-        n_ranks: how many ranks there are.
-        n_microbatches: m.
         split: whether the backward is in two halves, ``I`` and ``W``; if not, the letter of ``I`` stands for ``B``.
         durations: of each letter.
         waits_for: for each letter the one whose k-th occurrence its k-th needs; -1 for the first stage's ``F``.
@@ -83,8 +80,9 @@ class Problem:
         for stage, transfer in enumerate(transfers):
             if ranks[stage] != ranks[stage + 1]:
                 delays[3 * (stage + 1) + FORWARD] = delays[3 * stage + INPUT] = transfer  # type: ignore[call-overload]
-        scale = _scale((*durations, *delays))
-        if scale > 1:
+        scale, every = 1, (*durations, *delays)
+        if not any(isinstance(t, float) for t in every):
+            scale = lcm(*(t.denominator for t in every if isinstance(t, Fraction)))
             durations, delays = [int(t * scale) for t in durations], [int(t * scale) for t in delays]
         return cls(
             ranks,
@@ -103,12 +101,10 @@ class Problem:
         return len(self.ranks) // self.n_ranks
 
     def letters_of(self, rank: int) -> tuple[int, ...]:
-        """Return the letters that a rank's word is made of, stage by stage."""
         kinds = (FORWARD, INPUT, WEIGHT) if self.split else (FORWARD, INPUT)
         return tuple(3 * stage + kind for stage, r in enumerate(self.ranks) if r == rank for kind in kinds)
 
     def releases(self, letter: int) -> bool:
-        """Return whether the letter gives an activation back."""
         return letter % 3 == (WEIGHT if self.split else INPUT)
 
     def fits(self, words: Words) -> bool:
@@ -164,7 +160,6 @@ class Problem:
         return Pass(max(clocks), sum(clocks), ends)
 
     def makespan(self, words: Words) -> Time:
-        """Return the makespan of words that can run."""
         run = self.run(words)
         assert run is not None
         return run.makespan
@@ -195,11 +190,3 @@ class Problem:
                 counts[letter] += 1
             rows.append(tuple(row))
         return Schedule(name, tuple((rank,) for rank in self.ranks), tuple(rows))
-
-
-def _scale(times: Iterable[Time]) -> int:
-    """Return what makes integers of all times, if none is a float; 1 otherwise."""
-    values = list(times)
-    if any(isinstance(t, float) for t in values):
-        return 1
-    return lcm(*(t.denominator for t in values if isinstance(t, Fraction)), 1)

@@ -30,14 +30,7 @@ _ROUND = 400  # tries from one fall of the threshold to the next
 
 @dataclass(frozen=True)
 class Question:
-    """Which order of one placement is best?
-
-    Attributes:
-        placement: for each stage its rank.
-        problem: in numbers.
-        costs: as given, an activation weighing 1.
-        bound: what no answer can beat.
-    """
+    """Which order of one placement is best? ``costs`` are those given, an activation weighing 1."""
 
     placement: tuple[tuple[int, ...], ...]
     problem: Problem
@@ -71,11 +64,7 @@ def questions(
     placement: Layout | None,
     split: bool,
 ) -> list[Question]:
-    """Return one question for each placement to try.
-
-    Raises:
-        ValueError: for what cannot be asked; says what can.
-    """
+    """Return one question for each placement to try."""
     refuse_below(1, "search", n_ranks=n_ranks, n_microbatches=n_microbatches)
     if n_chunks not in (1, 2):
         raise ValueError(f"n_chunks is {n_chunks}: a search takes 1 or 2 stages a rank")
@@ -91,7 +80,15 @@ def questions(
     for name, kind in (("forward", "F"), ("input_grad", "I")):  # W may take no time, as that of a frozen stage does
         if 0 in times[kind]:
             raise ValueError(f"{name} is 0 in stage {times[kind].index(0)}: give a time above 0 for a search")
-    caps = _caps(memory_limit, n_ranks, n_microbatches, n_chunks)
+    most = n_chunks * n_microbatches
+    limits = limits_of(memory_limit, n_ranks)
+    for rank, cap in enumerate(limits):
+        if cap is not None and cap < n_chunks:
+            raise ValueError(
+                f"memory_limit is {cap} on rank {rank}: a microbatch keeps an activation in each of its {n_chunks} "
+                f"stages there until its backward comes, so give at least {n_chunks}"
+            )
+    caps = [most if cap is None else min(int(cap), most) for cap in limits]
     layouts = [placement] if placement else ["loop", "v"][:n_chunks]
     counted = replace(costs, activation=1, released_by_input_grad=0, weights=0)
     # A whole backward is one that leaves nothing for later.
@@ -108,27 +105,11 @@ def questions(
     return asked
 
 
-def _caps(limit: MemoryLimit, n_ranks: int, n_microbatches: int, n_chunks: int) -> tuple[int, ...]:
-    most = n_chunks * n_microbatches
-    caps = []
-    for rank, cap in enumerate(limits_of(limit, n_ranks)):
-        if cap is not None and cap < n_chunks:
-            kept = "one activation" if n_chunks == 1 else f"one activation in each of its {n_chunks} stages"
-            raise ValueError(
-                f"memory_limit is {cap} on rank {rank}: a microbatch keeps {kept} until its backward comes, "
-                f"so give at least {n_chunks}"
-            )
-        caps.append(most if cap is None else min(int(cap), most))
-    return tuple(caps)
-
-
 @dataclass(frozen=True)
 class Found:
-    """The result of a search.
+    """The result of a search: the best order, and its simulation under the costs that were searched for.
 
     Attributes:
-        schedule: the best order found.
-        timeline: its simulation under the costs that were searched for.
         bound: what no order of this placement and memory can beat: see :func:`course_pp.schedule.bound`.
         stopped: why the search ended: ``bound`` (nothing can be better), ``patience`` (nothing was gained for
             thousands of tries; the same seed then gives the same result everywhere) or ``time``.
@@ -166,11 +147,8 @@ def search(
     It starts from every schedule of the catalogue with this placement that fits, built for these costs, from list
     scheduling by many rules, from the heuristic of the Zero Bubble authors and, with two stages a rank, from repeating
     blocks made for the caps; it takes the best few, and improves them locally. So it is never worse than any of those.
-    Among equal makespans it prefers ranks that finish early.
-
-    Known: list scheduling, local search, and searching pipeline schedules as such (Qi et al. 2024, section 3; Tessel,
-    Lin et al. 2024). A simplification of ours: microbatches are alike, so each stage takes them in order, and only the
-    order of kinds of work remains to be found.
+    Among equal makespans it prefers ranks that finish early. Microbatches are alike, so each stage takes them in order,
+    and only the order of kinds of work is searched for.
 
     Args:
         costs: one unit for each of ``F``, ``I`` and ``W`` unless given. Of memory it says nothing here.
@@ -182,10 +160,6 @@ def search(
         split: whether the backward may be halved into ``I`` and ``W``; if not, it is ``B``. A whole ``B`` is never
             better than its halves in a row.
         seed: of the random moves.
-
-    Raises:
-        ValueError: for sizes below 1 or beyond some thousand actions, a number of chunks or a placement that is not
-            offered, times of 0, a limit under which no microbatch gets through, and a time that is not above 0.
     """
     if not 0 < seconds < inf:
         raise ValueError(f"search: seconds is {seconds}: give a time limit above 0, and a finite one")
@@ -242,9 +216,9 @@ def answer(question: Question, deadline: float, seed: int) -> Found:
 
 
 def _starts(question: Question, seed: int, enough: Time, over: Callable[[], bool]) -> list[Words]:
-    """Return the best few of the catalogue, of the heuristic and of all rules, best first, then the best that repeat.
+    """Return the best few of the catalogue, of the heuristic and of all rules, and the best that repeat; best first.
 
-    These have their place kept: improved, they often end before what was ahead of them.
+    The latter have their place kept: improved, they often end before what was ahead of them.
     """
     problem = question.problem
     tried: list[Words] = [problem.words_of(filled(each, question.costs, problem.caps)) for each in question.named()]
@@ -280,8 +254,7 @@ class Improver:
     "Threshold accepting").
 
     Attributes:
-        best: the words with the least makespan yet.
-        score: their makespan, and the sum of the ranks' ends.
+        score: of the best words, the makespan and the sum of the ranks' ends.
         tries: how many words were simulated.
         last_gain: after how many tries the makespan last fell.
     """
@@ -298,8 +271,7 @@ class Improver:
     def improve(self, enough: Time, patience: int, over: Callable[[], bool]) -> str:
         """Walk until the makespan is ``enough``, nothing was gained for ``patience`` tries, or time is ``over``.
 
-        Returns:
-            Which of the three it was: ``bound``, ``patience`` or ``time``.
+        Return which of the three it was: ``bound``, ``patience`` or ``time``.
         """
         began = self.tries
         while True:
