@@ -63,8 +63,8 @@ class Cluster:
     def bandwidth(self, span: int, apart: int = 1) -> float:
         """Return what a rank of a ring sends, in bytes a second.
 
-        A ring that leaves the node uses the adapters of all its ranks there: NCCL lays a ring over each. ``span`` counts
-        the ranks from its first to its last, ``apart`` those from one to the next.
+        A ring that leaves the node uses the adapters of all its ranks there: NCCL lays a ring over each. ``span``
+        counts the ranks from its first to its last, ``apart`` those from one to the next.
         """
         inside = float(self.intra_bandwidth or 0)
         if span <= self.gpus_per_node:

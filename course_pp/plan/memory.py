@@ -66,7 +66,7 @@ def _kept_by_norm(model: ModelConfig, layout: Layout) -> float:
 
 
 def _kept_inside_ffn(model: ModelConfig, layout: Layout) -> float:
-    """Return the bytes kept between the matrices of a feed-forward block, for one token."""
+    """Of one token, between the matrices of a feed-forward block."""
     return (4 if model.gated_ffn else 2) * model.hidden_dim * layout.bytes_of.computed / layout.tp
 
 
@@ -82,10 +82,7 @@ def _cast_by_layer(model: ModelConfig, layout: Layout, seq_len: int, ac: str) ->
 
 
 def kept_by_stage(model: ModelConfig, layout: Layout, seq_len: int, stage: StagePlan) -> float:
-    """Return the bytes that the forward of one stage keeps for one microbatch, and its output.
-
-    That torch's pipeline holds until the backward; logits are there in any case while the loss is made of them.
-    """
+    """Return the bytes that the forward of one stage keeps for one microbatch, and its output."""
     tokens, e = layout.microbatch_size * seq_len, layout.bytes_of.computed
     kept = stage.n_layers * kept_by_layer(model, layout, seq_len)
     if stage.is_first:
@@ -106,7 +103,6 @@ def _kept_by_end(model: ModelConfig, layout: Layout, seq_len: int) -> float:
 
 
 def _n_logits(model: ModelConfig, layout: Layout) -> float:
-    """Return the number of logits of a token on one rank."""
     return model.vocab_size / (layout.tp if shards_head(model, layout.tp) and layout.splits_head else 1)
 
 

@@ -29,10 +29,9 @@ USABLE_MEMORY = 0.92
 
 @dataclass(frozen=True)
 class Prediction:
-    """A run on paper.
+    """A run on paper: what was asked, and what is predicted.
 
     Attributes:
-        model, layout, cluster, global_batch, seq_len, constants: what was asked.
         step_s: seconds of a step.
         parts: seconds by kind, :data:`PARTS`, of the rank that ends last; they add up to ``step_s``.
         costs: of each stage and message, as the simulator took them, in seconds.
@@ -91,12 +90,10 @@ class Prediction:
 
     @cached_property
     def total_memory(self) -> tuple[int, ...]:
-        """Bytes by pipeline rank."""
         return tuple(sum(kinds.values()) for kinds in self.peak_memory)
 
     @property
     def budget(self) -> float:
-        """Bytes a rank may hold."""
         return self.cluster.gpu.memory * USABLE_MEMORY
 
     @property
@@ -124,19 +121,13 @@ class Prediction:
             "links inside nodes": replace(cluster, intra_bandwidth=2 * intra),
             "links between nodes": replace(cluster, inter_bandwidth=2 * cluster.inter_bandwidth),
         }
-        found = {name: self._again(cluster=other).step_s / self.step_s for name, other in doubled.items()}
-        found["global batch"] = self._again(global_batch=2 * self.global_batch).step_s / (2 * self.step_s)
-        return found
-
-    def _again(self, cluster: Cluster | None = None, global_batch: int | None = None) -> "Prediction":
-        return predict(
-            self.model,
-            self.layout,
-            cluster or self.cluster,
-            global_batch or self.global_batch,
-            self.seq_len,
-            self.constants,
-        )
+        asked = self.model, self.layout
+        found = {
+            name: predict(*asked, other, self.global_batch, self.seq_len, self.constants).step_s / self.step_s
+            for name, other in doubled.items()
+        }
+        twice = predict(*asked, cluster, 2 * self.global_batch, self.seq_len, self.constants)
+        return found | {"global batch": twice.step_s / (2 * self.step_s)}
 
     def __str__(self) -> str:
         most = max(self.total_memory)
@@ -165,25 +156,8 @@ def predict(
         global_batch: sequences of all ranks together.
         seq_len: tokens in a sequence.
         constants: those fitted on the Megatron table unless given.
-
-    Raises:
-        ValueError: for what cannot be laid out, a batch that does not divide, a sequence below 1 token, beyond the
-            model's ``max_seq_len``, or that sequence-parallel norms cannot share.
     """
     constants = constants or Constants()
-    _check(model, layout, cluster, seq_len)
-    m = layout.n_microbatches(global_batch)
-    stages = layout.stages_of_all(model)
-    times = [stage_time(model, layout, cluster, constants, seq_len, stage) for stage in stages]
-    gathers = [data_parallel_times(layout, cluster, constants, [s])[0] for s in stages]
-    hops = transfers(model, layout, cluster, constants, seq_len)
-    costs = _costs(layout, times, gathers, hops)
-    timeline = simulate(layout.order(m), costs)
-    step_s, parts = _ending(model, layout, cluster, constants, timeline, times, hops)
-    return Prediction(model, layout, cluster, global_batch, seq_len, constants, step_s, parts, timeline, costs)
-
-
-def _check(model: ModelConfig, layout: Layout, cluster: Cluster, seq_len: int) -> None:
     layout.check(model, cluster)
     check_seq_len(model, seq_len)
     if layout.splits_sequence(model) and seq_len % layout.tp:
@@ -191,14 +165,29 @@ def _check(model: ModelConfig, layout: Layout, cluster: Cluster, seq_len: int) -
             f"seq_len={seq_len} must be a multiple of tp={layout.tp} for sequence-parallel norms: "
             f"pad it to {-(-seq_len // layout.tp) * layout.tp}"
         )
+    m = layout.n_microbatches(global_batch)
+    stages = layout.stages_of_all(model)
+    times = [stage_time(model, layout, cluster, constants, seq_len, stage) for stage in stages]
+    gathers = [data_parallel_times(layout, cluster, constants, [s])[0] for s in stages]
+    hops = transfers(model, layout, cluster, constants, seq_len)
+    # With ``reshard`` each backward waits for parameters that come too late. Each forward frees a group, so the next
+    # action gathers it; a backward leaves it gathered for the next forward.
+    late = [0.0] * len(times)
+    if layout.frees_after_forward:
+        both = zip(gathers, times, strict=True)
+        late = [_exposed(layout, g, t.input_grad + t.weight_grad) for g, t in both]
+    costs = Costs(
+        forward=tuple(t.forward for t in times),
+        input_grad=tuple(t.input_grad + x for t, x in zip(times, late, strict=True)),
+        weight_grad=tuple(t.weight_grad for t in times),
+        latency=hops or 0.0,
+    )
+    timeline = simulate(layout.order(m), costs)
+    step_s, parts = _ending(model, layout, cluster, constants, timeline, times, hops)
+    return Prediction(model, layout, cluster, global_batch, seq_len, constants, step_s, parts, timeline, costs)
 
 
 def check_seq_len(model: ModelConfig, seq_len: int) -> None:
-    """Refuse a sequence that the model cannot take.
-
-    Raises:
-        ValueError: below 1 token, or beyond the rotary tables.
-    """
     if seq_len < 1:
         raise ValueError(f"seq_len={seq_len}: give at least 1 token")
     if seq_len > model.max_seq_len:
@@ -206,23 +195,6 @@ def check_seq_len(model: ModelConfig, seq_len: int) -> None:
             f"seq_len={seq_len} is longer than the model's max_seq_len={model.max_seq_len}: give at most that many "
             "tokens, or a model with a larger max_seq_len"
         )
-
-
-def _costs(layout: Layout, times: list[StageTime], gathers: list[float], hops: tuple[float, ...]) -> Costs:
-    """Return the simulator's costs; with ``reshard`` each backward waits for parameters that come too late.
-
-    Each forward frees a group, so the next action gathers it; a backward leaves it gathered for the next forward.
-    """
-    late = [0.0] * len(times)
-    if layout.frees_after_forward:
-        both = zip(gathers, times, strict=True)
-        late = [_exposed(layout, g, t.input_grad + t.weight_grad) for g, t in both]
-    return Costs(
-        forward=tuple(t.forward for t in times),
-        input_grad=tuple(t.input_grad + x for t, x in zip(times, late, strict=True)),
-        weight_grad=tuple(t.weight_grad for t in times),
-        latency=hops or 0.0,
-    )
 
 
 def _ending(
@@ -299,7 +271,6 @@ def _reduced_at(row: Sequence[Span], seconds: Mapping[int, float]) -> float:
 
 
 def _exposed(layout: Layout, traffic: float, beside: float) -> float:
-    """Return the seconds that a rank waits for traffic which may run beside work."""
     return beyond(traffic, beside) if layout.overlap else traffic
 
 
@@ -330,19 +301,17 @@ def explain(first: Prediction, second: Prediction) -> str:
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(4)]
     lines = ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=False)).rstrip() for row in rows]
     if not _less(first.step_s, second.step_s, largest):
-        return "\n".join([*lines, "Both take the same time."])
-    if first.step_s < second.step_s:
-        return "\n".join([*lines, f"The first is faster: {reason(first, second)}"])
-    return "\n".join([*lines, f"The second is faster: {reason(second, first)}"])
+        last = "Both take the same time."
+    elif first.step_s < second.step_s:
+        last = f"The first is faster: {reason(first, second)}"
+    else:
+        last = f"The second is faster: {reason(second, first)}"
+    return "\n".join([*lines, last])
 
 
 @checked
 def reason(quicker: Prediction, slower: Prediction) -> str:
-    """Return why one prediction is quicker than another, in a sentence made of what differs and of the parts of both.
-
-    Raises:
-        ValueError: if it is not quicker.
-    """
+    """Return why one prediction is quicker than another, in a sentence."""
     refuse_unless(quicker.step_s < slower.step_s, "reason", "quicker", quicker, "give the quicker first")
     what = [f"{name.strip()} {a}, not {b}" for name, a, b in _asked(quicker, slower)]
     ours, theirs = str(quicker.layout), str(slower.layout)
@@ -365,17 +334,18 @@ def _asked(first: Prediction, second: Prediction) -> Iterator[tuple[str, str, st
     if first.model != second.model:
         yield "model", _model(first.model), _model(second.model)
     if first.cluster != second.cluster:
-        yield "cluster", _cluster(first.cluster), _cluster(second.cluster)
-        for name in ("intra_bandwidth", "inter_bandwidth", "latency", "gpu"):
-            a, b = getattr(first.cluster, name), getattr(second.cluster, name)
-            if a != b and name != "gpu":
-                yield f"  {name}", f"{a:.4g}", f"{b:.4g}"
-            if a != b and name == "gpu" and a.name == b.name:
-                yield from ((f"  {n}", f"{x}", f"{y}") for n, x, y in _differing(a, b))
+        a, b = (f"{c.n_nodes}x{c.gpus_per_node}x{c.gpu.name}" for c in (first.cluster, second.cluster))
+        yield "cluster", a, b
+        for name in ("intra_bandwidth", "inter_bandwidth", "latency"):
+            x, y = getattr(first.cluster, name), getattr(second.cluster, name)
+            if x != y:
+                yield f"  {name}", f"{x:.4g}", f"{y:.4g}"
+        if first.cluster.gpu.name == second.cluster.gpu.name:
+            yield from ((f"  {n}", x, y) for n, x, y in _differing(first.cluster.gpu, second.cluster.gpu))
     for name in ("global_batch", "seq_len"):
-        a, b = getattr(first, name), getattr(second, name)
-        if a != b:
-            yield name, f"{a:,}", f"{b:,}"
+        x, y = getattr(first, name), getattr(second, name)
+        if x != y:
+            yield name, f"{x:,}", f"{y:,}"
     if first.constants != second.constants:
         yield from _differing(first.constants, second.constants)
 
@@ -390,10 +360,6 @@ def _differing(a: object, b: object) -> Iterator[tuple[str, str, str]]:
 def _model(model: ModelConfig) -> str:
     named = [name for name in model_names() if model_named(name) == model]
     return named[0] if named else f"{model.n_parameters / 1e9:.3g}B"
-
-
-def _cluster(cluster: Cluster) -> str:
-    return f"{cluster.n_nodes}x{cluster.gpus_per_node}x{cluster.gpu.name}"
 
 
 def _row(name: str, a: float, b: float, largest: float) -> tuple[str, ...]:

@@ -29,11 +29,7 @@ def meshes(model: ModelConfig, cluster: Cluster) -> Iterator[tuple[int, int, int
 def layouts(
     model: ModelConfig, cluster: Cluster, global_batch: int, seq_len: int, like: Layout, *, small: bool = False
 ) -> Iterator[Layout]:
-    """Return the layouts whose sizes divide, and that the stack does not refuse.
-
-    Args:
-        small: of each mesh only those that hold least: one sequence a microbatch, sharded over all data ranks.
-    """
+    """Return the layouts that the stack does not refuse; if ``small``, of each mesh those that hold least."""
     plain = like.with_(schedule="1f1b", n_chunks=None)
     for pp, tp, n_data in meshes(model, cluster):
         if global_batch % n_data or (plain.with_(pp=pp, tp=tp).splits_sequence(model) and seq_len % tp):
@@ -158,7 +154,6 @@ def plan(
 
 
 def _why_no_mesh(model: ModelConfig, cluster: Cluster, global_batch: int, seq_len: int) -> str:
-    """Return why nothing divides: the batch, or the sequence."""
     sizes = [(n_data, tp) for _, tp, n_data in meshes(model, cluster)]
     fitting = sorted({tp for n_data, tp in sizes if global_batch % n_data == 0})
     if fitting:  # norms share the sequence
@@ -176,7 +171,6 @@ def _why_no_mesh(model: ModelConfig, cluster: Cluster, global_batch: int, seq_le
 
 
 def _why_none(model: ModelConfig, cluster: Cluster, global_batch: int, seq_len: int, like: Layout, least: float) -> str:
-    """By how much the smallest layout does not fit, and the smallest cluster or the batch with which one would."""
     budget = cluster.gpu.memory * USABLE_MEMORY
     missing = f"no layout fits seq_len={seq_len}: the smallest needs {least:,.0f} bytes a GPU, "
     missing += f"{least - budget:,.0f} too many"
@@ -193,7 +187,6 @@ def _why_none(model: ModelConfig, cluster: Cluster, global_batch: int, seq_len: 
 
 
 def _one_fits(model: ModelConfig, cluster: Cluster, global_batch: int, seq_len: int, like: Layout) -> bool:
-    """Return whether the smallest layout, by the closed form, fits when it is simulated."""
     found = layouts(model, cluster, global_batch, seq_len, like, small=True)
     held = [(quick_memory(model, each, global_batch, seq_len), i, each) for i, each in enumerate(found)]
     if not held or min(held)[0] > cluster.gpu.memory * USABLE_MEMORY:

@@ -40,10 +40,9 @@ class Constants:
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of one stage and microbatch.
+    """Seconds of one stage and microbatch, as of :class:`course_pp.schedule.Costs`; recomputation is in ``input_grad``.
 
     Attributes:
-        forward, input_grad, weight_grad: as :class:`course_pp.schedule.Costs` has them; recomputation is in the second.
         tensor: the part of all three that waits for tensor-parallel sums.
         recomputed: the part that runs forwards again.
         tensor_again: the part of ``recomputed`` that waits for such sums.
@@ -79,7 +78,6 @@ def recomputed_by_selective(model: ModelConfig) -> int:
 def stage_time(
     model: ModelConfig, layout: Layout, cluster: Cluster, constants: Constants, seq_len: int, stage: StagePlan
 ) -> StageTime:
-    """Return the times of one stage for one microbatch."""
     tokens, tp = layout.microbatch_size * seq_len, layout.tp
     speed = cluster.gpu.peak_of(layout.bytes_of.computed) * constants.matmul_efficiency
     matrices = 2.0 * tokens * model.n_layer_matrices / tp / speed
@@ -108,7 +106,7 @@ def stage_time(
 
 
 def _cast(layout: Layout, cluster: Cluster, n_elements: float) -> float:
-    """Return the seconds to read weights as they are kept and write them as they are used, or their gradients back."""
+    """Return the seconds to read weights as they are kept and write them as they are used."""
     if not layout.casts_weights:
         return 0.0
     return n_elements * (layout.bytes_of.kept + layout.bytes_of.computed) / cluster.gpu.memory_bandwidth
@@ -146,14 +144,18 @@ def transfers(
         message /= layout.tp
     near = took + message / (inside * constants.link_efficiency)
     far = took + message / (min(inside, cluster.inter_bandwidth) * constants.link_efficiency)
-    ends = pairwise(ranks[0] for ranks in layout.placement)
-    return tuple(0.0 if a == b else far if _leaves_node(layout, cluster, a, b) else near for a, b in ends)
-
-
-def _leaves_node(layout: Layout, cluster: Cluster, a: int, b: int) -> bool:
-    """Return whether a rank of pipeline rank ``a`` has its neighbour of pipeline rank ``b`` on another node."""
     block, node = layout.n_data * layout.tp, cluster.gpus_per_node
-    return abs(a - b) * block >= node or any((a * block + i) // node != (b * block + i) // node for i in range(block))
+
+    def transfer(a: int, b: int) -> float:
+        if a == b:
+            return 0.0
+        # Some rank of pipeline rank a may have its neighbour of pipeline rank b on another node.
+        is_far = abs(a - b) * block >= node or any(
+            (a * block + i) // node != (b * block + i) // node for i in range(block)
+        )
+        return far if is_far else near
+
+    return tuple(transfer(a, b) for a, b in pairwise(ranks[0] for ranks in layout.placement))
 
 
 def beyond(traffic: float, beside: float) -> float:
@@ -164,10 +166,7 @@ def beyond(traffic: float, beside: float) -> float:
 def data_parallel_times(
     layout: Layout, cluster: Cluster, constants: Constants, stages: list[StagePlan]
 ) -> tuple[float, float]:
-    """Return the seconds to gather a rank's parameters once, and to reduce its gradients once; nothing overlapped.
-
-    Each layer is a collective of its own, and so are the ends.
-    """
+    """Return the seconds to gather a rank's parameters once, and to reduce its gradients once; nothing overlapped."""
     n_elements, size = numel(stages), layout.bytes_of
     wait = cluster.latency * sum(len(stage.groups) for stage in stages)
     shard, replicate = layout.dp_shard, layout.dp_replicate

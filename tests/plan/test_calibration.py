@@ -34,7 +34,7 @@ def test_a_calibrated_cluster_predicts_steps_that_it_was_not_shown():
 
 def test_too_few_steps_and_no_time_are_refused():
     [run] = asked(random.Random(0), 1)
-    with pytest.raises(ValueError, match=r"4 steps for 5 numbers .*latency\): time at least 5"):
+    with pytest.raises(ValueError, match=r"4 different steps for 5 numbers .*latency\): time at least 5"):
         calibrate([TimedStep(*run, 1.0)] * 4, HERE)
     with pytest.raises(ValueError, match=r"seconds=0.0: give a finite number above 0"):
         TimedStep(*run, 0.0)
