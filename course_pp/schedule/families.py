@@ -158,20 +158,16 @@ def _refuse_impossible_round(n_ranks: int, n_microbatches: int, n_chunks: int, r
     fits = [size for size in range(1, n_microbatches + 1) if can_run(size)]
     below, above = [size for size in fits if size < round_size], [size for size in fits if size > round_size]
     nearest = " or ".join(str(size) for size in (*below[-1:], *above[:1]))
-    if round_size > n_microbatches:
-        raise ValueError(f"round_size is {round_size}, but there are {n_microbatches} microbatches: give {nearest}")
-    last = n_microbatches % round_size
-    rounds = f"rounds of {round_size}" + (f", the last of {last}," if last else "")
     raise ValueError(
-        f"round_size is {round_size}: on {n_ranks} ranks two rounds in a row need {least} microbatches, or "
-        f"ranks wait in a circle, and {n_microbatches} microbatches make {rounds} too few: give {nearest}"
+        f"round_size is {round_size} of {n_microbatches} microbatches: on {n_ranks} ranks two rounds in a row need "
+        f"{least}, the last included, or ranks wait in a circle: give {nearest}"
     )
 
 
 def _in_rounds(
     rank: int, n_ranks: int, n_microbatches: int, n_chunks: int, round_size: int
 ) -> tuple[list[Work], list[Work]]:
-    """What ``rank`` runs forward and backward, in order: round by round, the chunks up and then down."""
+    """What ``rank`` runs forward and backward, in order."""
     stages = range(rank, n_ranks * n_chunks, n_ranks)
 
     def one_way(order: range) -> list[Work]:
@@ -200,10 +196,7 @@ def zb_h2(n_ranks: int, n_microbatches: int) -> Schedule:
 
 
 def _split(name: str, n_ranks: int, n_microbatches: int, n_chunks: int, slope: int) -> Schedule:
-    """``slope``: how many more forwards a rank runs ahead than the rank after it.
-
-    A rank that runs further ahead lags less with its weight gradients, so that all ranks hold equally much.
-    """
+    """A rank runs ``slope`` more forwards ahead than the next, and lags less with its weight gradients."""
     in_round = microbatches_a_round(n_ranks, n_microbatches, n_chunks)
     rows = []
     for rank in range(n_ranks):
@@ -224,7 +217,6 @@ Phase = tuple[str, int]
 
 
 def spell_out(phases: Iterable[Phase], stages: Sequence[int]) -> tuple[Action | Overlap, ...]:
-    """The actions of the rank that holds ``stages``, in the order of ``phases``."""
     count: Counter[tuple[str, int]] = Counter()
     unfinished: list[Action] = []
 
@@ -291,7 +283,7 @@ def dualpipe(n_ranks: int, n_microbatches: int) -> Schedule:
         )
 
     def numbered_both_ways(action: Action | Overlap, rank: int) -> Action | Overlap:
-        """The microbatch's number among all: stage ``rank`` is on the way down, the other on the way up."""
+        # Stage ``rank`` is on the way down, the other on the way up.
         parts = [Action(a.stage, a.kind, 2 * a.microbatch + (a.stage != rank)) for a in action.parts]
         return Overlap(*parts) if len(parts) > 1 else parts[0]
 
@@ -457,11 +449,9 @@ def _held(row: _Row) -> list[int]:
 
 
 def _squeeze(rows: list[_Row], may_move: Callable[[int, _Step, int], bool], most: int | None = None) -> None:
-    """Do each step in the first free unit that its inputs allow, going through all of them in order of time.
+    """Do each step that may move in the first free unit that its inputs allow, going through all in order of time.
 
-    Args:
-        may_move: whether a rank's step, now at some unit, may move.
-        most: activations that no rank may hold more of; None where there is no forward to move.
+    No rank may hold more than ``most`` activations; None where there is no forward to move.
     """
     taken = [set(row.values()) for row in rows]
     held = [_held(row) for row in rows] if most is not None else []

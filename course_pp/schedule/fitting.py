@@ -31,13 +31,12 @@ _ENOUGH = 5
 
 @dataclass(frozen=True)
 class Loss:
-    """What one cause adds to the makespan, and where.
+    """What one cause, one of :data:`CAUSES` or ``rest``, adds to the makespan, and where.
 
     Attributes:
-        cause: one of :data:`CAUSES` or ``rest``.
         time: how much longer the run is because of it, in the timeline's unit. Negative if it is shorter.
-        per_rank: the parts of ``time`` that arise on each rank; those of a message on the rank that receives it.
-        per_link: the parts of ``time`` that arise on each link; all of it for ``transfer``, else empty.
+        per_rank: its parts that arise on each rank; those of a message on the rank that receives it.
+        per_link: its parts that arise on each link; all of it for ``transfer``, else empty.
     """
 
     cause: str
@@ -85,7 +84,7 @@ class Fit:
 
     @checked
     def lost_to(self, cause: str) -> Loss:
-        """Return what is lost to one cause. Raises ValueError for an unknown one."""
+        """Return what is lost to one cause."""
         for loss in self.lost:
             if loss.cause == cause:
                 return loss
@@ -164,14 +163,10 @@ def fit(measured: Timeline, expected: Costs | None = None) -> Fit:
     among the ranks (and links) where it arises.
 
     Args:
-        measured: one step, for example of a recorder; its receives are used where it has any.
+        measured: one whole step, for example of a recorder; its receives are used where it has any.
         expected: what the stages should cost relative to one another, each kind of action by itself; in any unit, and
             all equal unless given. If rank 3 takes longer because it has the head of the model, only ``expected`` can
             tell this imbalance from a straggler.
-
-    Raises:
-        ValueError: for a timeline without spans, of several steps or of a part of one, and for ``expected`` of another
-            number of stages.
     """
     graph = MeasuredStep.read_off(measured)
     work = estimate_work(graph, Costs() if expected is None else expected)
@@ -199,7 +194,7 @@ def fit(measured: Timeline, expected: Costs | None = None) -> Fit:
 
 
 class Group(NamedTuple):
-    """Actions that should take equally long: same rank, kinds and stages (two of each for an overlapped pair)."""
+    """Actions that should take equally long. Of an overlapped pair there are two kinds and stages."""
 
     rank: int
     kinds: str
@@ -249,11 +244,7 @@ class MeasuredStep(Precedence):
 
 
 def schedule_of(tl: Timeline) -> Schedule:
-    """Return the schedule that was run: each rank's order, and the placement that it implies.
-
-    Raises:
-        ValueError: for anything but one whole step.
-    """
+    """Return the schedule that was run: each rank's order, and the placement that it implies."""
     if not tl.spans:
         raise ValueError(f"{tl!r} has no spans: record a step first")
     seen = set()
@@ -369,11 +360,7 @@ def _transfers(
     links: Mapping[Link, float],
     longest: Mapping[Link, float],
 ) -> dict[Link, float]:
-    """Return for each link the median over messages that were waited for; without any, what is usual and possible.
-
-    Args:
-        waited: for a rank and what it received, when that was there.
-    """
+    """Return for each link the median over messages that were waited for; without any, what is usual and possible."""
     times = defaultdict(list)
     for number, span in enumerate(graph.spans):
         if not graph.received[number]:
@@ -438,14 +425,14 @@ def _latencies(graph: MeasuredStep, links: Mapping[Link, float]) -> tuple[tuple[
 
 
 class Place(NamedTuple):
-    """Where time is lost: on a rank; for a message, on the rank that receives it, over ``link``."""
+    """Where time is lost: on a rank; if by a message, on the rank that receives it over ``link``."""
 
     rank: int
     link: Link | None
 
 
 Shares = Mapping[Place, float]
-"""What is lost at each place; negative where it is gained."""
+"""What is lost at each place."""
 
 
 class Lengths(NamedTuple):
@@ -559,7 +546,6 @@ def _timeline(
     costs: Costs | None,
     measured: Timeline,
 ) -> Timeline:
-    """Return when each action runs, after it was launched."""
     spans, times = [], imagined.times
     for number, (span, ready, end) in enumerate(zip(graph.spans, times.ready, times.ends, strict=True)):
         wait = launch[span.rank] if launch is not None and not graph.opens(number) else 0.0
@@ -579,5 +565,4 @@ def _timeline(
 
 
 def name_of(where: Link | int) -> str:
-    """Return ``rank 2`` or ``link 0–1``."""
     return f"rank {where}" if isinstance(where, int) else f"link {where[0]}–{where[1]}"

@@ -109,6 +109,14 @@ class Partition:
         return max(self.slowest, float(ends[3 * quarter] - ends[quarter]) / (2 * quarter))
 
 
+@dataclass(frozen=True, order=True)
+class _Found:
+    slowest: float
+    n_stages: int
+    stages: tuple[PlannedStage, ...]
+    messages: tuple[float, ...]
+
+
 @checked
 def partition(layers: Sequence[LayerCost], levels: Sequence[ClusterLevel] | int) -> Partition:
     """Return the contiguous stages, and ranks for each, whose slowest part is the fastest.
@@ -128,55 +136,40 @@ def partition(layers: Sequence[LayerCost], levels: Sequence[ClusterLevel] | int)
     ranks_fit = bool(levels) and all(level.size >= 1 for level in levels)
     refuse_unless(ranks_fit, "partition", "levels", levels, "give at least one level of at least one part, or a number")
     n = len(layers)
-    work = sum(n**3 * level.size**2 // 4 for level in levels)
-    if work > _MOST_COMPARISONS:
+    comparisons = sum(n**3 * level.size**2 // 4 for level in levels)
+    if comparisons > _MOST_COMPARISONS:
         raise ValueError(
-            f"layers: {n} of them on levels of {[level.size for level in levels]} make about {work:,} comparisons: put "
-            "layers together, or plan for fewer ranks"
+            f"layers: {n} of them on levels of {[level.size for level in levels]} make {comparisons:,} comparisons: "
+            "put layers together, or plan for fewer ranks"
         )
-    best = _Search(layers, tuple(levels)).best(len(levels), 0, n, levels[-1].size)
-    times = (sum(layer.time for layer in layers[stage.start : stage.end]) for stage in best.stages)
-    return Partition(best.stages, best.slowest, tuple(map(float, times)), best.messages)
+    times = list(accumulate((layer.time for layer in layers), initial=0.0))
+    weights = list(accumulate((layer.weight_bytes for layer in layers), initial=0.0))
 
-
-@dataclass(frozen=True, order=True)
-class _Found:
-    slowest: float
-    n_stages: int
-    stages: tuple[PlannedStage, ...]
-    messages: tuple[float, ...]
-
-
-class _Search:
-    """The paper's recurrences, each result kept."""
-
-    def __init__(self, layers: Sequence[LayerCost], levels: tuple[ClusterLevel, ...]) -> None:
-        self._levels = levels
-        self._output = [layer.output_bytes for layer in layers]
-        self._time = list(accumulate((layer.time for layer in layers), initial=0.0))
-        self._weight = list(accumulate((layer.weight_bytes for layer in layers), initial=0.0))
-        self.best = cache(self._best)
-
-    def _best(self, depth: int, start: int, end: int, size: int) -> _Found:
+    @cache
+    def best(depth: int, start: int, end: int, size: int) -> _Found:
         """A^k(start → end, size) of the paper: these layers on ``size`` parts of level ``depth``."""
-        bandwidth = self._levels[depth - 1].bandwidth
-        found = [self._one_stage(depth, start, end, size)]
+        bandwidth = levels[depth - 1].bandwidth
+        found = [one_stage(depth, start, end, size)]
         for cut in range(start + 1, end):
-            crossing = 2 * self._output[cut - 1] / bandwidth
+            crossing = 2 * layers[cut - 1].output_bytes / bandwidth
             for last in range(1, size):
-                before, after = self.best(depth, start, cut, size - last), self._one_stage(depth, cut, end, last)
+                before, after = best(depth, start, cut, size - last), one_stage(depth, cut, end, last)
                 slowest = max(before.slowest, crossing, after.slowest)
                 stages = before.stages + after.stages
                 messages = (*before.messages, crossing / 2, *after.messages)
                 found.append(_Found(slowest, len(stages), stages, messages))
         return min(found)
 
-    def _one_stage(self, depth: int, start: int, end: int, size: int) -> _Found:
+    def one_stage(depth: int, start: int, end: int, size: int) -> _Found:
         """T^k(start → end, size): the same as one stage that all parts share."""
-        exchanged = 2 * (size - 1) * (self._weight[end] - self._weight[start]) / self._levels[depth - 1].bandwidth
+        exchanged = 2 * (size - 1) * (weights[end] - weights[start]) / levels[depth - 1].bandwidth
         if depth == 1:
-            inside = _Found(self._time[end] - self._time[start], 1, (PlannedStage(start, end, 1),), ())
+            inside = _Found(times[end] - times[start], 1, (PlannedStage(start, end, 1),), ())
         else:
-            inside = self.best(depth - 1, start, end, self._levels[depth - 2].size)
+            inside = best(depth - 1, start, end, levels[depth - 2].size)
         replicated = tuple(PlannedStage(s.start, s.end, s.replicas * size) for s in inside.stages)
         return _Found(max(inside.slowest, exchanged) / size, len(replicated), replicated, inside.messages)
+
+    plan = best(len(levels), 0, n, levels[-1].size)
+    work = (float(sum(layer.time for layer in layers[stage.start : stage.end])) for stage in plan.stages)
+    return Partition(plan.stages, plan.slowest, tuple(work), plan.messages)

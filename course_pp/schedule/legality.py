@@ -59,6 +59,11 @@ def _misplaced(schedule: Schedule) -> Iterable[str]:
 def _repeated_or_missing(schedule: Schedule) -> Iterable[str]:
     # One number for stage and microbatch, as a hundred thousand pairs keep the garbage collector busy.
     m = schedule.n_microbatches
+
+    def missing(kind: str, work: int) -> str:
+        stage, microbatch = divmod(work, m)
+        return f"{stage}{kind}{microbatch} is missing from rank {schedule.rank_of(stage, microbatch)}"
+
     done: dict[str, list[int]] = {kind: [] for kind in KINDS}
     for part in schedule.parts:
         done[part.kind].append(part.stage * m + part.microbatch)
@@ -77,24 +82,16 @@ def _repeated_or_missing(schedule: Schedule) -> Iterable[str]:
     expected = {stage * m + microbatch for stage in range(schedule.n_stages) for microbatch in microbatches}
     forward, whole, inputs, weights = (counts[kind].keys() for kind in "FBIW")
     for work in sorted(expected - forward):
-        yield _missing(schedule, "F", *divmod(work, m))
+        yield missing("F", work)
     if any(done[kind] for kind in "BIWU"):
         right = (whole - inputs - weights) | ((inputs & weights) - whole)
         for work in sorted(expected - right):
-            yield _problem_of_backward(schedule, *divmod(work, m), {kind for kind in "BIW" if work in counts[kind]})
-
-
-def _problem_of_backward(schedule: Schedule, stage: int, microbatch: int, kinds: set[str]) -> str:
-    """Return the problem of a stage and microbatch whose backward actions, of these ``kinds``, do not suffice."""
-    if not kinds:
-        return _missing(schedule, "B", stage, microbatch)
-    if "B" in kinds:
-        return f"{stage}B{microbatch} is the whole backward, yet there is {stage}{max(kinds - {'B'})}{microbatch} too"
-    return _missing(schedule, min({"I", "W"} - kinds), stage, microbatch)
-
-
-def _missing(schedule: Schedule, kind: str, stage: int, microbatch: int) -> str:
-    return f"{stage}{kind}{microbatch} is missing from rank {schedule.rank_of(stage, microbatch)}"
+            kinds = {kind for kind in "BIW" if work in counts[kind]}
+            if "B" in kinds:
+                (s, i), half = divmod(work, m), max(kinds - {"B"})
+                yield f"{s}B{i} is the whole backward, yet there is {s}{half}{i} too"
+            else:
+                yield missing(min({"I", "W"} - kinds) if kinds else "B", work)
 
 
 def _problems_of_order(graph: Precedence) -> list[str]:

@@ -140,7 +140,7 @@ def normalised(placement: Sequence[int | Sequence[int]]) -> tuple[tuple[int, ...
     """``placement`` with a tuple of ranks for each stage; an integer stands for one rank."""
     try:
         stages = tuple((ranks,) if isinstance(ranks, int) else tuple(ranks) for ranks in placement)
-        strange = any(type(rank) is not int or rank.bit_length() > 63 for ranks in stages for rank in ranks)
+        strange = any(type(rank) is not int for ranks in stages for rank in ranks)
     except TypeError:
         strange = True
     if strange:

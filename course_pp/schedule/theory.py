@@ -30,7 +30,7 @@ class Prediction:
         formula: the makespan, in the letters of the papers.
         longest_span: the longest that any rank takes from its first action to its last.
         work: for each rank, the time it is busy.
-        peak_activations: for each rank, the most (stage, microbatch) activations held at once.
+        peak_activations: as of :class:`Timeline`.
     """
 
     formula: str
@@ -70,7 +70,7 @@ class NoClosedForm(ValueError):
 
 @dataclass(frozen=True)
 class Case:
-    """p ranks, m microbatches, v chunks a rank, what an action costs, and a chosen number of microbatches a round."""
+    """Sizes, in the letters of the papers, and what an action costs."""
 
     p: int
     m: int
@@ -98,7 +98,7 @@ def predicted(
     span: Time | None = None,
     work: Iterable[Time] | None = None,
 ) -> Prediction:
-    """Make a prediction. By default stages are looped, and the longest span is the whole makespan."""
+    """By default stages are looped, and the longest span is the whole makespan."""
     if work is None:
         times = case.costs.durations(case.p * case.v)
         work = (case.m * sum(sum(times[kind][rank :: case.p]) for kind in "FB") for rank in range(case.p))
@@ -172,8 +172,7 @@ def eager_1f1b(case: Case) -> Prediction:
     """(m + p - 1)(f + B) + 2 (p - 1) L, as GPipe on the same links, while 2 L <= f + B. Equal stages.
 
     Zhuang et al. 2023, "On optimizing the communication of model parallelism", section 4 (eager-1F1B); rank r keeps
-    min(m, 2 (p - 1 - r) + 1) activations. Exact for every L: what a round trip takes beyond f + B, a link adds for
-    each 2p - 1 microbatches, p - 1 times.
+    min(m, 2 (p - 1 - r) + 1) activations. Exact for every L.
     """
     f, b, w, latency = case.equal_stages()
     p, m, both = case.p, case.m, f + b + w
@@ -191,9 +190,8 @@ def interleaved_1f1b(case: Case) -> Prediction:
     rank r keeps min(m v, (v - 1) n + 2 (p - 1 - r) + 1) activations with n a round.
 
     Latency up to f and up to B adds 2 (p - 1) L on the way in and out. Each further chunk waits for what comes round
-    by p links, less what the rank does meanwhile: (v - 1) max(0, p L - (n - p) f) forward and, with the q microbatches
-    of the last round, (v - 1) max(0, p L - (q - p) B) backward. For n = p that is 2 (v p - 1) L in all. Above f or B it
-    grows with m, and there is no form here.
+    by p links, less what the rank does meanwhile, backward with the q microbatches of the last round. For n = p that is
+    2 (v p - 1) L in all. Above f or B it grows with m, and there is no form here.
     """
     f, b, w, latency = case.equal_stages()
     p, m, v = case.p, case.m, case.v
@@ -287,8 +285,8 @@ def zb_h2(case: Case) -> Prediction:
     """m (f + B) + (p - 1) max(f, f + b - 2w, b - f, b - w); every rank keeps 2p - 1 activations.
 
     Qi et al. 2024, "Zero bubble pipeline parallelism", section 2.3, gives a bubble of (p - 1)(f + b - 2w) within the
-    longest span: the case of f + b >= 2w and b at most 2f and 2w. At f = b = w it is 0; the makespan is longer than
-    the span because the last rank starts (p - 1) f late. Holds for equal stages, m >= 2p - 1 and no latency.
+    longest span: the case of f + b >= 2w and b at most 2f and 2w. The makespan is longer than the span because the last
+    rank starts (p - 1) f late. Holds for equal stages, m >= 2p - 1 and no latency.
     """
     f, b, w, latency = case.equal_stages()
     p, m = case.p, case.m

@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from course_pp.schedule.action import Action, Gap, Product, Receive, Span, Time, format_time
-from course_pp.schedule.costs import Costs, refuse_impossible_number
+from course_pp.schedule.costs import Costs
 from course_pp.schedule.edges import Edge, lanes_of
 from course_pp.schedule.memory import Curve, curve_of_rank, most_values, most_versions
 from course_pp.schedule.precedence import Dependencies
@@ -48,9 +48,6 @@ class Timeline:
             raise ValueError(f"n_ranks is {self.n_ranks}: give an integer of at least 1")
         if self.unit not in ("", "s"):
             raise ValueError(f"unit is {self.unit!r}: use '' for relative costs or 's' for seconds")
-        if self.feedback < 0:
-            raise ValueError(f"feedback is {self.feedback}: give a number of microbatches from 0 up")
-        refuse_impossible_number("token_transfer", self.token_transfer, "the time of a message")
         done: tuple[Span | Receive, ...] = (*self.spans, *self.receives)
         for each in done:
             if not 0 <= each.rank < self.n_ranks:

@@ -32,14 +32,6 @@ def test_a_calibrated_cluster_predicts_steps_that_it_was_not_shown():
         assert predict(model, layout, found, batch, seq_len, constants).step_s == pytest.approx(expected, rel=0.01)
 
 
-def test_too_few_steps_and_no_time_are_refused():
-    [run] = asked(random.Random(0), 1)
-    with pytest.raises(ValueError, match=r"4 different steps for 5 numbers .*latency\): time at least 5"):
-        calibrate([TimedStep(*run, 1.0)] * 4, HERE)
-    with pytest.raises(ValueError, match=r"seconds=0.0: give a finite number above 0"):
-        TimedStep(*run, 0.0)
-
-
 def test_a_latency_that_no_factor_can_change_is_refused():
     steps = [TimedStep(*run, 1.0) for run in asked(random.Random(0), 5)]
     with pytest.raises(ValueError, match=r"latency=0.0 of the cluster.* begin with a guess above 0, such as 1e-4"):
@@ -53,9 +45,12 @@ def steps_of(n: int, scale=lambda i: 1.0) -> list[TimedStep]:
     ]
 
 
-def test_one_step_five_times_is_one_step():
-    with pytest.raises(ValueError, match=r"1 different steps for 5 numbers .*, of other models, batches or layouts"):
-        calibrate(steps_of(1) * 5, HERE)
+def test_one_step_five_times_is_one_step_and_takes_time():
+    (step,) = steps_of(1)
+    with pytest.raises(ValueError, match=r"1 different steps for 5 .* at least 5, of other models, batches or layouts"):
+        calibrate([step] * 5, HERE)
+    with pytest.raises(ValueError, match=r"seconds=0.0: give a finite number above 0"):
+        replace(step, seconds=0.0)
 
 
 @pytest.mark.parametrize("unit", [1e3, 1e-5])

@@ -176,7 +176,6 @@ def test_without_or_tools_it_says_what_to_install(monkeypatch: pytest.MonkeyPatc
     [
         ({"memory_limit": 0}, "memory_limit is 0 on rank 0.*give at least 1"),
         ({"seconds": 0}, "optimum: seconds is 0: give a time limit above 0"),
-        ({"workers": 0}, "workers is 0"),
         ({"costs": Costs(Fraction(1, 10**9 + 7), Fraction(1, 10**9 + 9))}, "so many digits"),
     ],
 )

@@ -45,7 +45,6 @@ def optimum(
     placement: Layout | None = None,
     split: bool = True,
     seed: int = 0,
-    workers: int = 1,
 ) -> Optimum:
     """Find the order of least makespan and prove it, as far as time allows. For small sizes.
 
@@ -56,8 +55,7 @@ def optimum(
 
     Args:
         costs: as for ``search``. Floats are read as the decimals they print as, and the proof is for those.
-        seconds: end after that long, with the gap that remains.
-        workers: threads. With one, the solver does the same each time, unless ``seconds`` end it.
+        seconds: end after that long, with the gap that remains. Otherwise the solver does the same each time.
     """
     try:
         from ortools.sat.python import cp_model
@@ -65,8 +63,6 @@ def optimum(
         raise ImportError("optimum needs OR-Tools: pip install ortools, or use search") from error
     if not 0 < seconds < inf:
         raise ValueError(f"optimum: seconds is {seconds}: give a time limit above 0, and a finite one")
-    if not 1 <= workers <= 1024:
-        raise ValueError(f"workers is {workers}: give from 1 to 1,024 threads")
     began = monotonic()
     given = Costs() if costs is None else costs
     asked = questions(n_ranks, n_microbatches, _exact(given), memory_limit, n_chunks, placement, split)
@@ -81,7 +77,7 @@ def optimum(
             )
         deadline = began + seconds * (number + 1) / len(asked)
         start = answer(question, monotonic() + (deadline - monotonic()) / 4, seed)
-        found.append(_prove(cp_model, question, start, deadline, workers, seed))
+        found.append(_prove(cp_model, question, start, deadline, seed))
     best = min(found, key=lambda each: each.timeline.makespan)
     bound = min(each.bound for each in found)
     proven = bound >= best.timeline.makespan
@@ -98,7 +94,7 @@ def optimum(
     )
 
 
-def _prove(cp_model: ModuleType, question: Question, start: Found, deadline: float, workers: int, seed: int) -> Optimum:
+def _prove(cp_model: ModuleType, question: Question, start: Found, deadline: float, seed: int) -> Optimum:
     """Look for something better than ``start``, or for the proof that there is nothing."""
     as_they_are = Optimum(
         start.schedule, start.timeline, start.bound, start.stopped, start.tries, proven=start.stopped == "bound"
@@ -111,7 +107,7 @@ def _prove(cp_model: ModuleType, question: Question, start: Found, deadline: flo
     model = _Model(cp_model, problem, words, question.bound)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = left
-    solver.parameters.num_workers = workers
+    solver.parameters.num_workers = 1
     solver.parameters.random_seed = seed % 2**31
     status = _solved(solver, model.model)
     bound = max(question.bound, divide(round(solver.best_objective_bound), problem.scale))

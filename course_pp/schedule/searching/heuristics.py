@@ -373,12 +373,8 @@ _TRIES, _LETTERS = 500, 150_000
 _CLIMBS = 4
 
 
-@dataclass(frozen=True)
-class _Block:
-    """A microbatch's way, in units of a mean action: waits before each letter, and the interval to the next one."""
-
-    waits: tuple[int, ...]
-    interval: int
+_Block = tuple[tuple[int, ...], int]
+"""A microbatch's way, in units of a mean action: waits before each letter, and the interval to the next one."""
 
 
 def repeating(problem: Problem, seed: int, over: Callable[[], bool]) -> list[Words]:
@@ -411,7 +407,7 @@ class _Climb:
         It begins with one microbatch after the other if ``one_by_one``, else with as many as a rank can work for.
         """
         problem, length = self.problem, sum(self.times) / self.unit
-        block = _Block((0,) * len(self.times), 1 + round(length if one_by_one else length / problem.n_ranks))
+        block = (0,) * len(self.times), 1 + round(length if one_by_one else length / problem.n_ranks)
         best: tuple[tuple[Time, Time], Words] | None = None
         now: Time | None = None
         n_letters = len(self.way) * problem.n_microbatches
@@ -423,7 +419,7 @@ class _Climb:
             run = problem.run(words) if problem.fits(words) else None
             if run is None:
                 if now is None:  # nothing has fitted yet
-                    block = replace(block, interval=block.interval + 1)
+                    block = block[0], block[1] + 1
                 continue
             if now is None or run.makespan <= now:
                 now, block = run.makespan, tried
@@ -432,29 +428,30 @@ class _Climb:
         return best and best[1]
 
     def _neighbour(self, block: _Block) -> _Block:
-        random, waits, interval = self.random, list(block.waits), block.interval
+        random, waits, interval = self.random, list(block[0]), block[1]
         for _ in range(random.choice((1, 1, 2, 3))):
             place = random.randrange(len(waits) + 2)
             if place < len(waits):
                 waits[place] = max(0, waits[place] + random.choice((-2, -1, 1, 2)))
             else:
                 interval = max(1, interval + random.choice((-2, -1, -1, 1)))
-        return _Block(tuple(waits), interval)
+        return tuple(waits), interval
 
     def _words(self, block: _Block) -> Words:
         """Return each rank's letters in the order of their starts."""
         problem, times, unit = self.problem, self.times, self.unit
+        waits, interval = block
         starts, clock = [0.0] * len(times), 0.0
         for letter in self.way:
-            starts[letter] = clock = clock + float(problem.delays[letter]) + block.waits[letter] * unit
+            starts[letter] = clock = clock + float(problem.delays[letter]) + waits[letter] * unit
             clock += times[letter]
             if letter % 3 == INPUT:
-                starts[letter + 1] = clock + block.waits[letter + 1] * unit
+                starts[letter + 1] = clock + waits[letter + 1] * unit
         rows: list[list[tuple[float, int, int]]] = [[] for _ in problem.caps]
         for stage, rank in enumerate(problem.ranks):
             for kind in self.kinds:
                 first, letter = starts[3 * stage + kind], 3 * stage + kind
-                entries = (i * block.interval * unit for i in range(problem.n_microbatches))
+                entries = (i * interval * unit for i in range(problem.n_microbatches))
                 # At one moment what gives room comes first.
                 rows[rank] += [(round(first + entry, 6), -kind, letter) for entry in entries]
         return [[letter for *_, letter in sorted(row)] for row in rows]
