@@ -1,5 +1,3 @@
-import pickle
-
 import pytest
 
 from course_pp.schedule import KINDS, Action, Overlap
@@ -47,22 +45,12 @@ def test_only_a_forward_and_a_backward_overlap(text: str) -> None:
         Overlap.parse(text)
 
 
-def test_actions_are_values() -> None:
-    assert {Action(0, "F", 1), Action(0, "F", 1)} == {Action.parse("0F1")}
-    assert pickle.loads(pickle.dumps(Action(0, "F", 1))) == Action(0, "F", 1)
-    with pytest.raises(AttributeError):
-        Action(0, "F", 1).stage = 3  # type: ignore[misc]
-
-
 @pytest.mark.parametrize(
     ("text", "needs"),
     [
         ("0F5", []),
         ("1F5", ["the activation of microbatch 5 from stage 0"]),
-        (
-            "1B5",
-            ["the activation of microbatch 5 from stage 1", "the gradient of microbatch 5 from stage 2"],
-        ),
+        ("1B5", ["the activation of microbatch 5 from stage 1", "the gradient of microbatch 5 from stage 2"]),
         ("2I5", ["the activation of microbatch 5 from stage 2"]),
         ("1W5", ["the gradient of microbatch 5 from stage 1"]),
         ("1U5", ["the weight gradient of microbatch 5 from stage 1"]),

@@ -108,19 +108,11 @@ def test_several_stages_a_rank_are_ordered_as_in_torch(name: str, p: int, m: int
 
 
 @pytest.mark.parametrize("name", ["ZBVZeroBubble", "DualPipeV"])
-@folded("p, m", [(1, 2), (2, 4), (3, 6), (4, 8), (4, 13), (7, 14)])
+@folded("p, m", [(1, 2), (2, 4), (3, 6), (4, 8), (4, 13), (7, 14), (3, 1), (4, 3), (4, 6)])
 def test_v_shaped_schedules_are_ordered_as_in_torch(name: str, p: int, m: int) -> None:
+    if name == "DualPipeV" and m < 2 * p:
+        return  # zb_v leaves out microbatches that do not exist
     assert our_order(build(name, p, m)) == torch_order(name, p, m, 2)
-
-
-@pytest.mark.parametrize(("p", "m"), [(3, 1), (4, 3), (4, 6)])
-def test_zb_v_leaves_out_microbatches_that_do_not_exist_as_torch_does(p: int, m: int) -> None:
-    assert our_order(build("zb_v", p, m)) == torch_order("ZBVZeroBubble", p, m, 2)
-
-
-@pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "Interleaved1F1B", "interleaved1f1b", "INTERLEAVED_1F1B"])
-def test_torchs_names_are_understood(name: str) -> None:
-    assert build(name, 2, 4).name == "interleaved_1f1b"
 
 
 @pytest.mark.parametrize("name", [*names(), "interleaved_zb"])
@@ -143,6 +135,7 @@ def test_interleaved_zero_bubble_is_zb_h1_with_two_stages_a_rank(name: str, p: i
 def test_every_schedule_class_of_torch_has_an_alias() -> None:
     from torch.distributed import pipelining
 
+    assert build("interleaved1f1b", 2, 4) == build("INTERLEAVED_1F1B", 2, 4) == build("Interleaved1F1B", 2, 4)
     for name in dir(pipelining):
         if name.startswith("Schedule"):
             assert build(name, 2, 4).name in names()
@@ -179,12 +172,18 @@ def test_what_a_schedule_does_not_allow_is_refused_with_the_nearest_that_works(a
         build(*arguments)
 
 
-def test_costs_are_refused_where_no_weight_gradient_can_move() -> None:
-    for name in ("1f1b", "dualpipe_v"):
-        with pytest.raises(
-            ValueError, match=rf"costs given for {name}: only .* such as zb_h1 or zb_v, .*leave costs out"
-        ):
-            build(name, 2, 4, costs=Costs(2, 3, 1))
+@pytest.mark.parametrize(
+    ("name", "option", "message"),
+    [
+        ("1f1b", {"costs": Costs(2, 3, 1)}, "costs given for 1f1b: only .* such as zb_h1 or zb_v, .*leave costs out"),
+        ("dualpipe_v", {"costs": Costs(2, 3, 1)}, "costs given for dualpipe_v: only"),
+        ("1f1b", {"replicas": (2, 1)}, "only pipedream"),
+        *(("pipedream", {"replicas": shares}, "2 in all") for shares in ((), (3,), (1, 2), (0, 2), (3, -1))),
+    ],
+)
+def test_an_option_that_the_schedule_cannot_take_is_refused(name: str, option: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(name, 2, 4, **option)
 
 
 @folded("m", range(1, 30))
@@ -196,14 +195,6 @@ def test_the_sizes_named_in_a_refusal_work(m: int) -> None:
         chosen = eval(str(error).rpartition("round_size: ")[2])
         assert below < m < above
         assert all(check(each) == [] for each in (chosen, *(build("interleaved_1f1b", 4, m) for m in (below, above))))
-
-
-@pytest.mark.parametrize("replicas", [(), (2,), (2, 2), (0, 3), (4, -1)])
-def test_replicas_must_add_up_to_the_ranks(replicas: tuple) -> None:
-    with pytest.raises(ValueError, match="3 in all"):
-        build("pipedream", 3, 4, replicas=replicas)
-    with pytest.raises(ValueError, match="only pipedream"):
-        build("1f1b", 3, 4, replicas=(2, 1))
 
 
 @pytest.mark.parametrize(
@@ -219,9 +210,6 @@ def test_replicas_must_add_up_to_the_ranks(replicas: tuple) -> None:
 def test_an_impossible_placement_is_refused(placement: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Schedule("mine", placement, ((Action(0, "F", 0),), ()))
-
-
-def test_actions_must_be_actions() -> None:
     with pytest.raises(ValueError, match="rank 0 has '0F0' among its actions"):
         Schedule("mine", ((0,),), (("0F0",),))  # type: ignore[arg-type]
 

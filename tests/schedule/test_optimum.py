@@ -109,14 +109,6 @@ def test_a_cap_that_the_bound_says_too_little_about_takes_the_solver() -> None:
     assert question.bound == 125 < found.bound == 128 == least_of_all_words(question.problem)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("p", "m", "cap"), [(2, 4, 2), (2, 4, 4), (3, 3, 2), (3, 3, 3)])
-def test_it_agrees_with_every_order_of_a_pipeline_that_takes_longer(p: int, m: int, cap: int) -> None:
-    costs = drawn(p * m + cap, p)
-    (question,) = questions(p, m, costs, cap, 1, "loop", True)
-    assert optimum(p, m, costs, cap, seconds=30).bound == least_of_all_words(question.problem)
-
-
 def test_the_proof_is_for_the_decimals_that_floats_print_as() -> None:
     costs = Costs(0.1, 0.2, 0.3, latency=0.05)
     found = optimum(2, 3, costs, 2)

@@ -161,7 +161,7 @@ def test_a_round_of_all_microbatches_takes_the_forwards_breadth_first_and_the_ba
         (("interleaved_1f1b", 4, 8, 2, 0), "round_size is 0: interleaved_1f1b needs an integer of at least 1"),
         (("interleaved_1f1b", 4, 8, 2, 9), "round_size is 9 of 8 microbatches: .* give 8$"),
         (("interleaved_1f1b", 4, 8, 2, 2), "round_size is 2 of 8 .* need 6, .*: give 4$"),
-        (("interleaved_1f1b", 4, 9, 2, 4), "rounds of 4, the last of 1, too few: give 3 or 5$"),
+        (("interleaved_1f1b", 4, 9, 2, 4), "round_size is 4 of 9 .* the last included, .*: give 3 or 5$"),
         (("looped_bfs", 4, 8, 2, 4), "round_size 4 given for looped_bfs: only interleaved_1f1b"),
     ],
 )

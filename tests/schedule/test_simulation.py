@@ -37,6 +37,7 @@ def test_stages_may_cost_differently() -> None:
 def test_recomputation_lengthens_the_half_that_needs_the_activation() -> None:
     times = Costs(1, 2, 3, recompute=1).durations(1)
     assert {kind: time for kind, (time,) in times.items()} == {"F": 1, "I": 3, "W": 3, "B": 6, "U": 0}
+    assert simulate(build("pipedream", 1, 3), Costs(1, 1, 1, update=2)).makespan == 3 * 5
 
 
 def test_an_overlapped_pair_takes_its_own_time_or_that_of_its_parts() -> None:
@@ -46,21 +47,13 @@ def test_an_overlapped_pair_takes_its_own_time_or_that_of_its_parts() -> None:
     assert simulate(schedule, Costs(1, 2, 3, overlapped=5)).makespan == 11
 
 
-def test_an_update_takes_its_time() -> None:
-    assert simulate(build("pipedream", 1, 3), Costs(1, 1, 1, update=2)).makespan == 3 * 5
-
-
 @pytest.mark.parametrize("name", names())
 def test_fractions_stay_exact(name: str) -> None:
     third = simulate(built(name, 3, 6), Costs(Fraction(1, 3), Fraction(1, 3), Fraction(1, 3), Fraction(1, 21)))
     whole = simulate(built(name, 3, 6), Costs(7, 7, 7, 1))
     assert third.makespan == Fraction(whole.makespan, 21)
+    assert simulate(built(name, 3, 6)) == simulate(built(name, 3, 6), Costs(1, 1, 1))
     assert isinstance(third.bubble_fraction, Fraction)
-
-
-@pytest.mark.parametrize("name", names())
-def test_default_costs_are_one_unit_for_each_third(name: str) -> None:
-    assert simulate(build(name, 2, 4)).makespan == simulate(build(name, 2, 4), Costs(1, 1, 1, 0)).makespan
 
 
 @pytest.mark.parametrize(
@@ -74,12 +67,9 @@ def test_impossible_costs_are_refused_by_name(name: str, value: object) -> None:
         Costs(**{name: value})
 
 
-def test_a_bandwidth_of_nothing_is_refused() -> None:
+def test_costs_that_contradict_one_another_are_refused() -> None:
     with pytest.raises(ValueError, match="bandwidth is 0: give one number above 0"):
         Costs(bandwidth=0)
-
-
-def test_no_more_can_be_released_than_is_kept() -> None:
     with pytest.raises(ValueError, match=r"released_by_input_grad is 2 but the forward keeps 1\.5"):
         Costs(activation=[3, 1.5], released_by_input_grad=2)
 

@@ -98,29 +98,24 @@ def assert_equal(form: theory.Prediction, tl: Timeline, where: object) -> None:
     assert max(row[-1].end - row[0].start for row in tl.by_rank) == form.longest_span, where
 
 
-@pytest.mark.parametrize("name", ["naive", "gpipe"])
-@pytest.mark.parametrize("m", [1, 2, 5, 9])
-def test_the_forms_of_gpipe_and_the_naive_split_hold_for_unequal_stages_and_links(name: str, m: int) -> None:
-    costs = Costs(*([Fraction(t, 3) for t in row] for row in ([1, 4, 2], [2, 1, 7], [1, 1, 1], [5, 1])))
-    assert_equal(theory.predict(name, 3, m, costs), simulate(build(name, 3, m), costs), m)
+THIRDS = Costs(*([Fraction(t, 3) for t in row] for row in ([1, 4, 2], [2, 1, 7], [1, 1, 1], [5, 1])))
 
 
-@pytest.mark.parametrize("pair", [34, 30, 22, 40])
-@pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 4), (3, 8), (4, 8), (5, 20)])
-def test_the_form_of_dualpipe_v_holds_for_every_cost_of_an_overlapped_pair(p: int, m: int, pair: int) -> None:
-    costs = Costs(12, 12, 10, overlapped=pair)
-    assert_equal(theory.predict("dualpipe_v", p, m, costs), simulate(build("dualpipe_v", p, m), costs), (p, m))
-
-
-@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 5), (4, 3), (4, 12)])
-def test_an_update_adds_its_time_once_a_microbatch(p: int, m: int) -> None:
-    costs = Costs(1, 1, 1, update=Fraction(1, 5))
-    assert_equal(theory.predict("pipedream", p, m, costs), simulate(build("pipedream", p, m), costs), (p, m))
-
-
-def test_recomputation_counts_as_part_of_the_input_gradient() -> None:
-    costs = Costs(1, 1, 1, recompute=1)
-    assert theory.predict("1f1b", 4, 8, costs).makespan == simulate(build("1f1b", 4, 8), costs).makespan == 44
+@pytest.mark.parametrize(
+    ("name", "p", "m", "costs"),
+    [
+        *((name, 3, m, THIRDS) for name in ("naive", "gpipe") for m in (1, 2, 5, 9)),
+        *(
+            ("dualpipe_v", p, m, Costs(12, 12, 10, overlapped=pair))
+            for p, m in ((1, 2), (2, 4), (3, 8), (4, 8), (5, 20))
+            for pair in (34, 30, 22, 40)
+        ),
+        *(("pipedream", p, m, Costs(1, 1, 1, update=Fraction(1, 5))) for p, m in ((1, 1), (2, 5), (4, 3), (4, 12))),
+        ("1f1b", 4, 8, Costs(1, 1, 1, recompute=1)),
+    ],
+)
+def test_a_form_holds_for_stages_pairs_and_updates_of_their_own_times(name: str, p: int, m: int, costs: Costs) -> None:
+    assert_equal(theory.predict(name, p, m, costs), simulate(build(name, p, m), costs), (p, m))
 
 
 def test_published_numbers_for_four_ranks_and_eight_microbatches() -> None:

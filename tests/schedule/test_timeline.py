@@ -43,15 +43,13 @@ def test_gpipe_of_four_ranks_and_eight_microbatches_takes_33() -> None:
     assert tl.bubble_fraction == Fraction(3, 11)  # (p-1)/(m+p-1): Huang et al., GPipe, section 2.3
     assert tl.span_bubble_fraction == Fraction(3, 11)
     assert tl.peak_activations == (8, 8, 8, 8)
+    assert repr(tl) == "Timeline(4 ranks, 64 spans, makespan 33.0, bubble 27.3%)"
 
 
-def test_the_span_bubble_does_not_count_a_late_start_but_the_bubble_does() -> None:
+def test_the_span_bubble_does_not_count_a_late_start_and_compares_the_longest_span_with_the_busiest_rank() -> None:
     tl = Timeline(2, on_rank(0, ("0F0", 0, 2)) + on_rank(1, ("1F0", 2, 4)))
     assert tl.bubble_fraction == 0.5
     assert tl.span_bubble_fraction == 0
-
-
-def test_the_span_bubble_compares_the_longest_span_with_the_busiest_rank() -> None:
     tl = Timeline(2, on_rank(0, ("0F0", 0, 1), ("0B0", 7, 8)) + on_rank(1, ("1F0", 1, 4), ("1B0", 4, 7)))
     assert tl.span_bubble_fraction == (8 - 6) / 8
 
@@ -61,11 +59,6 @@ def test_an_activation_is_held_from_the_start_of_f_to_the_end_of_w_when_the_back
     split = on_rank(0, ("0F0", 0, 1), ("0I0", 1, 2), ("0F1", 2, 3), ("0W0", 3, 4), ("0I1", 4, 5), ("0W1", 5, 6))
     assert Timeline(1, whole).peak_activations == (1,)
     assert Timeline(1, split).peak_activations == (2,)
-
-
-def test_activations_of_two_stages_on_one_rank_are_counted_apart() -> None:
-    spans = on_rank(0, ("0F0", 0, 1), ("1F0", 1, 2), ("1B0", 2, 4), ("0B0", 4, 6))
-    assert Timeline(1, spans).peak_activations == (2,)
 
 
 def test_an_overlapped_pair_holds_both_activations_while_it_runs() -> None:
@@ -98,9 +91,6 @@ def test_a_gap_names_the_transfer_when_the_input_was_made_before_the_wait_began(
         "rank 1 waits from 4.0 to 5.0 for the transfer of the activation of microbatch 1 from stage 0 "
         "or other overhead, ready on rank 0 at 2.0",
     ]
-
-
-def test_a_gap_before_an_action_without_foreign_inputs_says_so() -> None:
     (gap,) = Timeline(1, on_rank(0, ("0F0", 1, 2))).idle_gaps
     assert gap.cause == "rank 0 waits from 0.0 to 1.0 before 0F0, which needs nothing from another rank"
 
@@ -177,6 +167,8 @@ def test_pipedream_keeps_a_version_of_the_weights_for_every_microbatch_in_flight
     assert tl.weight_versions == (4, 3, 2, 1)
     assert tl.peak_memory(Costs(activation=0, weights=5)) == (20, 15, 10, 5)
     assert simulate(build("1f1b", 4, 8)).weight_versions == (1, 1, 1, 1)
+    # Rank 0 updates while microbatch 1 is in flight, and no third comes to use the new weights.
+    assert simulate(build("pipedream", 2, 2)).weight_versions == (2, 1)
 
 
 def test_memory_of_stages_that_differ() -> None:
@@ -194,27 +186,14 @@ def test_a_repeated_step_waits_for_its_own_activation_not_for_that_of_the_step_b
     assert gaps[2].cause.endswith("for the gradient of microbatch 0 from stage 1")
 
 
-@pytest.mark.parametrize(("n_ranks", "n_microbatches", "latency"), [(2, 1, 0), (4, 8, 0), (3, 5, Fraction(1, 3))])
-def test_gaps_and_work_fill_every_row_exactly(n_ranks: int, n_microbatches: int, latency: Fraction) -> None:
-    tl = gpipe(n_ranks, n_microbatches, Fraction(1, 7), Fraction(2, 7), latency)
-    for rank in range(n_ranks):
-        idle = sum(gap.duration for gap in tl.idle_gaps if gap.rank == rank)
-        assert idle + tl.busy[rank] == tl.makespan
-    assert sum(gap.duration for gap in tl.idle_gaps) == tl.bubble_fraction * n_ranks * tl.makespan
-
-
-def test_a_timeline_without_spans_has_numbers_too() -> None:
+def test_a_timeline_or_a_rank_without_spans_has_numbers_too() -> None:
     tl = Timeline(3, ())
     assert (tl.makespan, tl.bubble_fraction, tl.span_bubble_fraction, tl.utilisation) == (0, 0, 0, 1)
     assert tl.busy == tl.peak_activations == (0, 0, 0)
     assert tl.idle_gaps == ()
     assert (tl.n_stages, tl.n_microbatches) == (0, 0)
-
-
-def test_a_rank_that_does_nothing_is_idle_throughout() -> None:
-    tl = Timeline(2, on_rank(0, ("0F0", 0, 2)))
-    assert tl.bubble_fraction == 0.5
-    assert [gap.cause for gap in tl.idle_gaps] == ["rank 1 waits from 0.0 to 2.0 because it has no work"]
+    idle = Timeline(2, on_rank(0, ("0F0", 0, 2)))
+    assert [gap.cause for gap in idle.idle_gaps] == ["rank 1 waits from 0.0 to 2.0 because it has no work"]
 
 
 def test_spans_given_in_any_order_make_the_same_timeline() -> None:
@@ -222,17 +201,6 @@ def test_spans_given_in_any_order_make_the_same_timeline() -> None:
     assert Timeline(3, tl.spans[::-1]) == tl
     assert hash(Timeline(3, tl.spans[::-1])) == hash(tl)
     assert [len(row) for row in tl.by_rank] == [8, 8, 8]
-
-
-def test_a_timeline_prints_its_finding_instead_of_its_spans() -> None:
-    assert repr(gpipe(4, 8)) == "Timeline(4 ranks, 64 spans, makespan 33.0, bubble 27.3%)"
-
-
-def test_new_weights_take_room_before_a_microbatch_uses_them() -> None:
-    # Rank 0 updates while microbatch 1 is in flight, and no third comes to use the new weights.
-    tl = simulate(build("pipedream", 2, 2))
-    assert tl.weight_versions == (2, 1)
-    assert tl.peak_memory(Costs(activation=0, weights=5)) == (10, 5)
 
 
 def test_a_simulated_timeline_has_the_name_of_its_schedule_which_says_nothing_about_equality() -> None:
@@ -260,35 +228,21 @@ def test_receives_are_sorted_as_spans_are_and_summed_up_rank_by_rank() -> None:
     ("bad", "rule"),
     [
         (receive(0, 1.5, 3), "0F0 and the receive of the activation of microbatch 0 from stage 0 overlap on rank 0"),
-        (receive(0, 0, 1.5), "the receive of the activation of microbatch 0 from stage 0 and 0F0 overlap on rank 0"),
         (receive(0, 4.5, 6), "the receive of .* and the receive of .* overlap"),
         (receive(0, 3, 2), "the start first"),
-        (receive(0, -1, 0), "from 0 on"),
-        (receive(0, 3, math.inf), "finite"),
         (receive(1, 3, 4), "rank 1: give a rank from 0 to 0"),
+        (Span(0, Action(0, "F", 1), 1.5, 2.5), "overlap on rank 0"),
+        (Span(0, Action(0, "F", 1), -1, 1), "from 0 on"),
+        (Span(0, Action(0, "F", 1), math.nan, 1), "finite"),
+        (Span(0, Action(0, "F", 1), 0, math.nan), "finite"),
+        (Span(0, Action(0, "F", 1), 0, math.inf), "finite"),
     ],
 )
-def test_impossible_receives_are_refused(bad: Receive, rule: str) -> None:
+def test_impossible_spans_and_receives_are_refused(bad: Span | Receive, rule: str) -> None:
+    done = (*on_rank(0, ("0F0", 1, 2)), receive(0, 4, 5), bad)
+    spans = tuple(each for each in done if isinstance(each, Span))
     with pytest.raises(ValueError, match=rule):
-        Timeline(1, on_rank(0, ("0F0", 1, 2)), receives=(receive(0, 4, 5), bad))
-
-
-@pytest.mark.parametrize(
-    ("span", "rule"),
-    [
-        (("0F0", 2, 1), "the start first"),
-        (("0F0", -1, 1), "from 0 on"),
-        (("0F0", math.nan, 1), "finite"),
-        (("0F0", 0, math.nan), "finite"),
-        (("0F0", 0, math.inf), "finite"),
-        (("0F0", 1.5, 2.5), "overlap on rank 0"),
-    ],
-)
-def test_impossible_spans_are_refused(span: tuple[str, float, float], rule: str) -> None:
-    with pytest.raises(ValueError, match=rule):
-        Timeline(1, on_rank(0, ("0F1", 1, 2)) + on_rank(0, span))
-    with pytest.raises(ValueError, match="rank 1: give a rank from 0 to 0"):
-        Timeline(1, on_rank(1, ("0F0", 0, 1)))
+        Timeline(1, spans, receives=tuple(each for each in done if isinstance(each, Receive)))
 
 
 @pytest.mark.parametrize(("n_ranks", "unit"), [(0, ""), (-1, ""), (1, "ms")])

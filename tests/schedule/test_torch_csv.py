@@ -38,11 +38,9 @@ def test_we_read_what_torch_writes_idle_slots_and_rows_of_different_length_inclu
     assert from_torch_csv(dump.getvalue(), name=ours.name) == ours
 
 
-def test_a_small_schedule_looks_like_this() -> None:
-    assert to_torch_csv(build("1f1b", 2, 2)) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
-
-
 def test_an_order_of_ones_own_can_be_written_by_hand() -> None:
+    assert to_torch_csv(build("1f1b", 2, 2)) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+    assert check(from_torch_csv("0F0,0F1\n1F0,1F1\n")) == []
     mine = from_torch_csv("0F0, 0F1,, 0B1, 0B0\n1F0, 1F1, 1B1, 1B0\n")
     assert check(mine) == []
     assert (mine.n_ranks, mine.placement, simulate(mine).makespan) == (2, ((0,), (1,)), 9)
@@ -57,27 +55,14 @@ def test_a_rank_without_actions_is_a_blank_line(idle: int) -> None:
     assert from_torch_csv(to_torch_csv(mine)) == mine
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_cell() -> None:
-    assert from_torch_csv("\ufeff0F0,0B0\r\n").actions == build("1f1b", 1, 1).actions
-
-
-@pytest.mark.parametrize("separator", [";", "\t", " ; "])
+@pytest.mark.parametrize("separator", [",", ";", "\t", " ; "])
 def test_cells_may_be_separated_as_a_spreadsheet_does_where_the_comma_is_for_decimals(separator: str) -> None:
-    text = to_torch_csv(build("1f1b", 2, 3))
+    text = "\ufeff" + to_torch_csv(build("1f1b", 2, 3)).replace("\n", "\r\n")
     assert from_torch_csv(text.replace(",", separator)).actions == build("1f1b", 2, 3).actions
-
-
-def test_the_semicolon_of_a_pair_separates_no_cells() -> None:
-    schedule = build("dualpipe_v", 1, 2)
-    assert "(" in to_torch_csv(schedule)
-    for separator in (",", "\t"):
-        assert from_torch_csv(to_torch_csv(schedule).replace(",", separator)).actions == schedule.actions
-    quoted = ";".join(f'"{action}"' for action in schedule.actions[0])
-    assert from_torch_csv(quoted).actions == schedule.actions
-
-
-def test_a_forward_only_order_may_be_read() -> None:
-    assert check(from_torch_csv("0F0,0F1\n1F0,1F1\n")) == []
+    pairs = build("dualpipe_v", 1, 2)  # the semicolon of a pair separates no cells
+    assert from_torch_csv(separator.join(f'"{action}"' for action in pairs.actions[0])).actions == pairs.actions
+    if ";" not in separator:
+        assert from_torch_csv(to_torch_csv(pairs).replace(",", separator)).actions == pairs.actions
 
 
 def test_replicas_are_read_off_the_rows_in_the_order_in_which_they_take_microbatches() -> None:
@@ -88,10 +73,8 @@ def test_replicas_are_read_off_the_rows_in_the_order_in_which_they_take_microbat
     ("text", "message"),
     [
         ("", "no actions: give one row a rank"),
-        (",,\n", "no actions"),
         ("0F0,0X0\n", r"row 1, column 2 of the CSV text: unknown kind of action 'X': use one of F \(forward\)"),
         ("0F0,0B0\n1F0,what\n", r"row 2, column 2 of the CSV text: cannot read 'what' as an action"),
-        ("0F0,0SEND_F0,0B0\n", r"column 2 of the CSV text: cannot read '0SEND_F0'"),
         ("0F0,0B0\n2F0,2B0\n", "stage 1 is in no row of the CSV, yet stage 2 is"),
         (
             "0F0,0F1,0B0,0B1\n1F0,1B0,1F1\n",
@@ -99,8 +82,6 @@ def test_replicas_are_read_off_the_rows_in_the_order_in_which_they_take_microbat
         ),
         ("99999999999F0", "stage 0 is in no row of the CSV, yet stage 99999999999 is"),
         ('0F0,"0B0\n', "cannot be read at row 1: unexpected end of data; close every quote"),
-        ('0F0,"0B0"x\n', "cannot be read at row 1: .*; close every quote"),
-        ('0F0,"0\nB0"\n', "row 1, column 2 of the CSV text: cannot read"),
         ("0F0,0F1,0B0,0B1\n1F0,1B0\n", r"1F1 is missing from rank 1 \(and 1 more\)"),
         ("0F0,0B0,0B0\n", "0B0 appears 2 times"),
     ],
