@@ -21,6 +21,8 @@ KINDS = {
     "U": "update",
 }
 
+_SPELLED_KINDS = ", ".join(f"{letter} ({meaning})" for letter, meaning in KINDS.items())
+
 Made = Literal["activation", "gradient", "weight gradient"]
 _MADE: dict[str, tuple[Made, ...]] = {
     "F": ("activation",),
@@ -71,7 +73,7 @@ class Action:
     def __post_init__(self) -> None:
         kind, stage, microbatch = self.kind, self.stage, self.microbatch
         if type(kind) is not str or kind not in KINDS:
-            raise ValueError(f"unknown kind of action {shown(kind)}: use one of {_spelled_kinds()}")
+            raise ValueError(f"unknown kind of action {shown(kind)}: use one of {_SPELLED_KINDS}")
         if type(stage) is not int or not 0 <= stage <= _LAST:
             raise ValueError(f"stage {shown(stage)} of an action: give an integer, counted from 0")
         if type(microbatch) is not int or not 0 <= microbatch <= _LAST:
@@ -87,7 +89,7 @@ class Action:
         if match is None:
             raise ValueError(
                 f"cannot read {text!r} as an action: write stage, kind and microbatch, as in '2F0' "
-                f"(kinds: {_spelled_kinds()})"
+                f"(kinds: {_SPELLED_KINDS})"
             )
         stage, kind, microbatch = match.groups()
         return cls(int(stage), kind, int(microbatch))
@@ -197,7 +199,3 @@ def format_time(time: Time, unit: str = "") -> str:
         return str(round(value, 4))
     scale, name = (1, "s") if value >= 1 else (1e3, "ms") if value >= 1e-3 or not value else (1e6, "µs")
     return f"{value * scale:.3g} {name}"
-
-
-def _spelled_kinds() -> str:
-    return ", ".join(f"{letter} ({meaning})" for letter, meaning in KINDS.items())

@@ -41,7 +41,6 @@ class Lane(NamedTuple):
 
 
 def lanes_of(edges: Sequence[Edge]) -> tuple[Lane, ...]:
-    """Return every reader of every edge, in order."""
     return tuple(Lane(i, edge.writer, reader) for i, edge in enumerate(edges) for reader in edge.readers)
 
 

@@ -84,7 +84,6 @@ class Fit:
 
     @checked
     def lost_to(self, cause: str) -> Loss:
-        """Return what is lost to one cause."""
         for loss in self.lost:
             if loss.cause == cause:
                 return loss
@@ -173,11 +172,20 @@ def fit(measured: Timeline, expected: Costs | None = None) -> Fit:
     waits = estimate_waits(graph, measured.receives)
 
     def lengths_with(causes: frozenset[str]) -> Lengths:
-        return _lengths(graph, work, waits, causes)
+        times = work.at_median_speed if "imbalance" in causes else work.balanced
+        actions = []
+        for number, (span, time) in enumerate(zip(graph.spans, times, strict=True)):
+            slowdown = work.slowdown[span.rank] if "straggler" in causes else 1.0
+            launch = waits.launch[span.rank] if "launch" in causes and not graph.opens(number) else 0.0
+            actions.append(time * slowdown + launch)
+        return Lengths(actions, waits.links if "transfer" in causes else dict.fromkeys(waits.links, 0.0))
 
     lost = attribute(graph, CAUSES, lengths_with)
     predicted = imagine(graph, lengths_with(frozenset(CAUSES)))
-    lost["rest"] = step(graph, predicted, imagine(graph, _as_measured(graph, waits)))
+    # Every action ends when it did, while messages take their usual time.
+    ends, usual = [float(span.end) for span in graph.spans], graph.delays(waits.links)
+    took = [end - float(graph.allowed(number, ends, usual)[0]) for number, end in enumerate(ends)]
+    lost["rest"] = step(graph, predicted, imagine(graph, Lengths(took, waits.links)))
     losses = (_loss(cause, shares, measured.n_ranks) for cause, shares in lost.items())
     costs = costs_of(graph, work, waits.links)
     return Fit(
@@ -447,27 +455,6 @@ class Counterfactual(NamedTuple):
 
     lengths: Lengths
     times: Times
-
-
-def _lengths(graph: MeasuredStep, work: Work, waits: Waits, causes: frozenset[str]) -> Lengths:
-    """Return the lengths with just these causes at work."""
-    times = work.at_median_speed if "imbalance" in causes else work.balanced
-    actions = []
-    for number, (span, time) in enumerate(zip(graph.spans, times, strict=True)):
-        if "straggler" in causes:
-            time *= work.slowdown[span.rank]
-        if "launch" in causes and not graph.opens(number):
-            time += waits.launch[span.rank]
-        actions.append(time)
-    return Lengths(actions, waits.links if "transfer" in causes else dict.fromkeys(waits.links, 0.0))
-
-
-def _as_measured(graph: MeasuredStep, waits: Waits) -> Lengths:
-    """Return the lengths with which every action ends when it did, while messages take their usual time."""
-    ends = [float(span.end) for span in graph.spans]
-    usual = graph.delays(waits.links)
-    took = [end - float(graph.allowed(number, ends, usual)[0]) for number, end in enumerate(ends)]
-    return Lengths(took, waits.links)
 
 
 def attribute(

@@ -76,7 +76,6 @@ class Ledger:
         return {(use.stage, use.microbatch): use for use in self.uses}
 
     def __or__(self, other: "Ledger") -> "Ledger":
-        """Return the uses of both, such as those of two ranks."""
         return Ledger(self.versions, tuple({*self.uses, *other.uses}))
 
     def __repr__(self) -> str:
@@ -115,8 +114,6 @@ def ledger(schedule: Schedule, versions: Versions) -> Ledger:
 
 
 class _Reading:
-    """Goes through the order of each rank and counts updates."""
-
     def __init__(self, schedule: Schedule, versions: Versions) -> None:
         self._schedule, self._versions = schedule, versions
         self._rows = [[part for action in row for part in action.parts] for row in schedule.actions]

@@ -104,7 +104,6 @@ def _problems_of_order(graph: Precedence) -> list[str]:
     }
 
     def needed(rank: int, index: int) -> list[tuple[int, int]]:
-        """Return where the inputs of an action are made: rank and index."""
         return [places[product] for product in dependencies.needed_by(schedule.actions[rank][index])]
 
     return [*_out_of_order(schedule, needed), *_cycles(schedule, graph.stuck, needed)]

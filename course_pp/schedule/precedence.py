@@ -247,7 +247,6 @@ class Precedence:
         return path
 
     def link(self, number: int, product: int) -> Link:
-        """Return over which link an action receives a product."""
         here, there = self.places[number][0], self.places[self.makers[product]][0]
         return min(here, there), max(here, there)
 

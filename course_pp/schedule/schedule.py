@@ -89,7 +89,6 @@ class Schedule:
         return replace(self, edges=edges)
 
     def rank_of(self, stage: int, microbatch: int) -> int:
-        """The rank on which ``stage`` works on ``microbatch``."""
         ranks = self.placement[stage]
         return ranks[microbatch % len(ranks)]
 

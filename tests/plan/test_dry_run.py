@@ -8,10 +8,7 @@ import pytest
 
 from course_pp.collective import MEETING_BYTES
 from course_pp.model import build_stage_module
-from course_pp.parallel import (
-    DistributedConfig,
-    predict_collectives,
-)
+from course_pp.parallel import DistributedConfig, predict_collectives
 from course_pp.plan import Layout, ModelConfig, model_named
 from course_pp.plan.memory import memory_of_rank
 from tests.plan.dry_run import dry_run

@@ -20,16 +20,7 @@ from course_pp.parallel._torch import GatheredWatcher
 from course_pp.plan import Layout
 from course_pp.plan.memory import kept_by_stage, memory_of_rank
 from tests.equality import adamw
-from tests.parallel.layouts import (
-    PLAIN,
-    SEQ_LEN,
-    TIED,
-    Case,
-    build_modules,
-    build_pipeline,
-    grid,
-    jobs_of,
-)
+from tests.parallel.layouts import PLAIN, SEQ_LEN, TIED, Case, build_modules, build_pipeline, grid, jobs_of
 
 
 def n_bytes(tensors):

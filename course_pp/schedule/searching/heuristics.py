@@ -112,7 +112,6 @@ class Desk:
         return self.ahead[rank] <= distance
 
     def start(self, rank: int, letter: int, place: int = 0) -> Time:
-        """Return when the rank could start a letter that is in its inbox."""
         return max(self.clocks[rank], self.inbox[letter][place][0])
 
     def _choices(self, rank: int) -> Iterator[Choice]:
@@ -121,7 +120,6 @@ class Desk:
                 yield self.start(rank, letter), place, letter
 
     def _look(self, rank: int) -> None:
-        """Find what the rank would do next."""
         best = min(self._choices(rank), default=None)
         if best is not None and best[2] % 3 == WEIGHT and self.rule.patient:
             end = best[0] + self.problem.durations[best[2]]
@@ -167,7 +165,6 @@ class Desk:
 
 
 def listed(problem: Problem, rule: Rule) -> Words | None:
-    """Return the orders that a rule makes; None if it gets stuck."""
     desk = Desk(problem, rule)
     return desk.words if desk.fill() else None
 
@@ -195,7 +192,6 @@ def filled(schedule: Schedule, costs: Costs, limits: Sequence[int] | None = None
 
 
 def splits_every_backward(schedule: Schedule) -> bool:
-    """Return whether all of a schedule's backwards are in two halves."""
     return {part.kind for part in schedule.parts} == set("FIW")
 
 
@@ -266,7 +262,6 @@ class _Attempt(Desk):
         """It knows what comes next without looking."""
 
     def finish(self) -> bool:
-        """Write all words; return whether they fit the memory."""
         self._warm_up()
         for _ in range(1, self.problem.n_microbatches):
             wanted = [self._wants_forward(rank) for rank in range(self.n)]
@@ -438,7 +433,6 @@ class _Climb:
         return tuple(waits), interval
 
     def _words(self, block: _Block) -> Words:
-        """Return each rank's letters in the order of their starts."""
         problem, times, unit = self.problem, self.times, self.unit
         waits, interval = block
         starts, clock = [0.0] * len(times), 0.0

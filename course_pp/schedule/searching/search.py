@@ -64,7 +64,6 @@ def questions(
     placement: Layout | None,
     split: bool,
 ) -> list[Question]:
-    """Return one question for each placement to try."""
     refuse_below(1, "search", n_ranks=n_ranks, n_microbatches=n_microbatches)
     if n_chunks not in (1, 2):
         raise ValueError(f"n_chunks is {n_chunks}: a search takes 1 or 2 stages a rank")
