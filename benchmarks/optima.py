@@ -4,7 +4,7 @@
 
 p up to 4 ranks, m up to 8 microbatches, caps from 1 to 2p activations a rank; backwards in halves and whole; F = I = W,
 and the times of a layer: a transformer block of width 256, on one thread of a CPU, measured by
-``course_pp.exercises.zero_bubble_lab.time_halves()`` as 10 : 11.8 : 6.6 and rounded. Takes minutes. A case that was
+``course_pp.exercises.zero_bubble.time_halves()`` as 10 : 11.8 : 6.6 and rounded. Takes minutes. A case that was
 proven is not done again, so an interrupted run goes on where it was, and a longer limit tries the rest.
 """
 

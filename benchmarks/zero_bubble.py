@@ -17,7 +17,7 @@ import torch
 from runtime_speed import in_turn, time_of
 from torch import nn
 
-from course_pp.exercises.zero_bubble_lab import time_halves
+from course_pp.exercises.zero_bubble import time_halves
 from course_pp.launch import on_ranks
 from course_pp.runtime import Pipeline
 from course_pp.schedule import Action, Schedule, build, simulate

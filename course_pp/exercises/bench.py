@@ -86,7 +86,7 @@ class Outcome(NamedTuple):
         losses: what the loss function gave here, call by call.
         gradients: what was added to those that were there before, by name in the whole model; None for nothing.
         events: ``F`` where a forward ended, ``B`` where a backward through the stage's output began, ``W`` where the
-            gradient of its first weight was added: ``"FFBWFBW"``.
+            gradient of its first weight was computed: ``"FFBWFBW"``.
         places: the most memory that held inputs of the stage at once, in inputs.
     """
 
@@ -230,8 +230,12 @@ class Bench:
         Raises:
             Whatever :func:`course_pp.launch.on_ranks` raises for the step.
         """
-        ranks = [each for [each] in on_ranks(n_ranks, self.on_rank, step, [m], None, stagger_s, timeout_s=timeout_s)]
+        ranks = self.ran(step, n_ranks, m, stagger_s, timeout_s)
         return self.compared([(rank.losses, rank.gradients) for rank in ranks], m)
+
+    def ran(self, step: Step, n_ranks: int, m: int, stagger_s: float = 0.0, timeout_s: float = 60.0) -> list[Outcome]:
+        """Run a step on real ranks, as `examined` does; return the outcome of each."""
+        return [each for [each] in on_ranks(n_ranks, self.on_rank, step, [m], None, stagger_s, timeout_s=timeout_s)]
 
     def compared(self, ranks: Sequence[tuple[Sequence[float], Gradients]], m: int) -> Findings:
         """Compare with one process the losses and the gradients of each rank."""
@@ -368,7 +372,8 @@ def _watch(stage: nn.Module, events: list[str], inputs: _Memory) -> None:
 
     stage.register_forward_pre_hook(before)
     stage.register_forward_hook(after)
-    next(stage.parameters()).register_post_accumulate_grad_hook(lambda _: events.append("W"))
+    # A hook of the tensor, which `torch.autograd.grad` calls, too.
+    next(stage.parameters()).register_hook(lambda _: events.append("W"))
 
 
 @contextmanager

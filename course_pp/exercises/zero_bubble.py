@@ -1,22 +1,268 @@
-"""Exercises of notebook 05: a backward in two halves, what it buys, what it costs, and how it goes wrong."""
+"""Notebook 05: a backward in two halves, what it buys, what it costs, and how it goes wrong."""
 
 from __future__ import annotations
 
+import gc
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from course_pp.exercises.answer import Answer
-from course_pp.exercises.exercise import Exercise, Mistake
-from course_pp.exercises.zero_bubble_orders import (
-    forwards_first,
-    grade_forwards_first,
-    grade_order,
-    grade_place_weights,
-    order_zb_h1,
-    place_weights,
-)
-from course_pp.exercises.zero_bubble_steps import grade_healed_split_step, healed_split_step
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-__all__ = ["EXERCISES"]
+from course_pp.exercises.answer import Answer
+from course_pp.exercises.bench import TOLERANCE, Bench, Findings, Outcome, Seat, Wrong, flawed, judge_gradients, same
+from course_pp.exercises.exercise import Exercise
+from course_pp.exercises.expect import close, expect_int, expect_number
+from course_pp.exercises.formula import Formula, why
+from course_pp.exercises.mistakes import Mistake, Stopped
+from course_pp.exercises.orders import Orders, judge_orders, read_order
+from course_pp.model import ModelConfig, build_stage_module
+from course_pp.runtime import Link, forward_stage, recv_gradient, send_activation, send_gradient
+from course_pp.runtime.stage import Stage
+from course_pp.schedule import Action, Costs, Overlap, Schedule, build
+from course_pp.schedule.schedule import looped
+
+__all__ = ["EXERCISES", "PATIENTS", "blocks", "examine", "gradient_norm", "one_after_another", "time_halves"]
+
+_W_BEFORE_I = "W of a microbatch comes after its I, which leaves the gradients of each layer's output behind."
+_LACKING = {
+    "F": "The warm-up and the steady state together do every forward.",
+    "I": "After the last forward come the input gradients that are left: the drain.",
+    "W": "Every weight gradient has to be done before the step ends: those put off come last.",
+}
+
+
+def order_zb_h1(rank: int, p: int, m: int) -> list[Action]:
+    """The actions of this rank, in order: F, I and W of each microbatch."""
+    warm_up = p - 1 - rank
+    order = [Action(rank, "F", i) for i in range(warm_up)]
+    for i in range(m):
+        if warm_up + i < m:
+            order.append(Action(rank, "F", warm_up + i))
+        order.append(Action(rank, "I", i))
+        if i >= rank:
+            order.append(Action(rank, "W", i - rank))
+    return order + [Action(rank, "W", i) for i in range(m - rank, m)]
+
+
+def _grade_order(answer: Answer) -> None:
+    for p, m in ((4, 8), (2, 4), (4, 4), (1, 3), (3, 7), (5, 12)):
+        calls = [(rank, p, m) for rank in range(p)]
+        rows = [_read_h1(value, *call) for call, value in zip(calls, answer.calls(calls), strict=True)]
+        judge_orders(f"With p={p} and m={m}", rows, build("zb_h1", p, m), _why_impossible, _why_so_many, _why_slow)
+
+
+def _read_h1(value: Any, rank: int, p: int, m: int) -> tuple[Action, ...]:
+    def foreign(action: Action) -> str:
+        if action.kind == "B":
+            return "A whole backward: here it is split into `I`, and later `W`."
+        if action.kind == "U" or action.stage != rank:
+            return f"Rank {rank} holds stage {rank}: its actions are `{rank}F0`, `{rank}I0`, `{rank}W0` and so on."
+        return f"The microbatches are 0 to {m - 1}."
+
+    what = f"order_zb_h1({rank}, {p}, {m})"
+    return read_order(value, what, order_zb_h1(rank, p, m), foreign, lambda a: _LACKING[a.kind], _why_repeated)[0]
+
+
+def _why_repeated(action: Action) -> str:
+    if action.kind == "W":
+        return "Each I has one W: those put off go on where the ones before them stopped."
+    return "Each phase goes on where the one before stopped."
+
+
+def _why_impossible(orders: Orders) -> str:
+    if any(_has_early_w(row) for row in orders.rows):
+        return _W_BEFORE_I
+    return "F and I go as in 1F1B: a warm-up of `p - 1 - rank` forwards, then F and I in turn, oldest first."
+
+
+def _has_early_w(row: Sequence[Action]) -> bool:
+    place = {(action.kind, action.stage, action.microbatch): at for at, action in enumerate(row)}
+    return any(place["W", s, i] < place["I", s, i] for kind, s, i in place if kind == "W")
+
+
+def _why_so_many(orders: Orders) -> str:
+    kinds = _kinds(orders.rows[orders.rank])
+    if kinds.index("I") > len(orders.rows) - orders.rank:
+        return "The warm-up is that of 1F1B: `p - 1 - rank` forwards, and one more in the steady state."
+    if "F" not in kinds[kinds.index("W") :]:
+        return "All W's come after the last F. A W gives back a place that a later forward needs."
+    return (
+        "It puts off too many W's. With `p - rank` microbatches between F and I, room is left for `rank` that wait for "
+        "their W."
+    )
+
+
+def _why_slow(orders: Orders) -> str:
+    rows = [_kinds(row) for row in orders.rows]
+    p, waiting = len(rows), [_waiting(row) for row in rows]
+    return why(
+        (
+            (any(row.index("I") < p - rank for rank, row in enumerate(rows)),
+             "Some rank turns back too soon, and the ranks behind it starve: the warm-up is `p - 1 - rank` forwards."),
+            (not any(waiting),
+             "Each W comes right after its I, so the rank before waits for it after all, as under 1F1B. The further "
+             "back a rank is, the more W's it may put off."),
+            (p > 1 and waiting[0] >= p - 1 > waiting[-1],
+             "It is the other way round: rank 0 has the most in flight, and so the least room for W's that wait."),
+            (any("II" in _drain(row) for row in rows),
+             "In the drain each I is awaited: do one W after each, and not all of them at the end."),
+            (any("WWI" in _drain(row) for row in rows),
+             "In the drain each I is awaited: do one W after each, and not several."),
+        ),
+        "Look at where a rank does W's while the rank before waits for its I.",
+    )  # fmt: skip
+
+
+def _kinds(row: Sequence[Action]) -> str:
+    return "".join(action.kind for action in row)
+
+
+def _waiting(kinds: str) -> int:
+    """How many I's come before the first W, less one."""
+    return kinds.split("W")[0].count("I") - 1
+
+
+def _drain(kinds: str) -> str:
+    return kinds[kinds.rindex("F") + 1 :]
+
+
+def forwards_first(rank: int, p: int, forward: float, input_grad: float) -> int:
+    """The fewest forwards before the first I with which this rank never waits for it."""
+    behind = p - 1 - rank
+    return 1 + behind + math.ceil(behind * input_grad / forward)
+
+
+_WRONG_FORWARDS: tuple[tuple[Callable[..., float], str], ...] = (
+    (lambda rank, p, f, b: p - 1 - rank, "A rank's own forward of microbatch 0 counts, too."),
+    (lambda rank, p, f, b: p - rank, "That is 1F1B. The gradient also has to come back up."),
+    (lambda rank, p, f, b: 1 + 2 * (p - 1 - rank),
+     "That holds where an input gradient takes as long as a forward. The way up takes `(p - 1 - rank) * b`."),
+    (lambda rank, p, f, b: 2 * (p - 1 - rank), "A rank's own forward of microbatch 0 counts, too."),
+    (lambda rank, p, f, b: p - 1 - rank + math.ceil((p - 1 - rank) * b / f),
+     "A rank's own forward of microbatch 0 counts, too."),
+    (lambda rank, p, f, b: 2 * (p - rank), "The rank begins with its I as soon as the gradient is there."),
+    (lambda rank, p, f, b: p - rank + math.floor((p - 1 - rank) * b / f),
+     "You round down: then it waits for the rest."),
+    (lambda rank, p, f, b: p - rank + (p - 1 - rank) * math.ceil(b / f),
+     "You round up rank by rank. The way up is one stretch of time: add first, then round."),
+    (lambda rank, p, f, b: 1 + p - rank + math.ceil((p - rank) * b / f),
+     "The rank's own I is not in the way: it is what the forwards are done before."),
+    (lambda rank, p, f, b: p - rank + math.ceil((p - rank) * b / f),
+     "The rank's own I is not in the way: it is what the forwards are done before."),
+    (lambda rank, p, f, b: 1 + rank + math.ceil(rank * b / f),
+     "Behind rank r are `p - 1 - r` ranks: the first has the longest to wait."),
+)  # fmt: skip
+
+
+def _first_gradient(case: tuple[Any, ...], got: int, right: int) -> str:
+    rank, p, f, b = case
+    forwards = "1 forward takes" if got == 1 else f"{got} forwards take"
+    arrives = (p - rank) * f + (p - 1 - rank) * b
+    return f"Its first gradient is there {arrives} after it began; {forwards} {got * f}."
+
+
+_GRADE_FORWARDS = Formula(
+    forwards_first,
+    [
+        (rank, p, f, b)
+        for p, f, b in (
+            (4, 1, 1), (3, 2, 2), (4, 10, 20), (4, 10, 15), (5, 20, 10), (6, 10, 11), (1, 5, 5), (4, 30, 10)
+        )
+        for rank in range(p)
+    ],
+    _WRONG_FORWARDS,
+    "Microbatch 0 passes this rank and all behind it, `p - rank` forwards, and its gradient comes up through "
+    "`p - 1 - rank` input gradients. How many forwards fit into that time?",
+    read=lambda value, call: expect_int(value, call, "A part of a forward is no help: round up, `math.ceil`."),
+    example=_first_gradient,
+)  # fmt: skip
+
+
+def place_weights(order: list[Action], room: int) -> list[Action]:
+    """The order of one rank with its W's put in, as late as ``room`` activations allow."""
+    waiting: list[Action] = []
+    placed: list[Action] = []
+    left, held = sum(action.kind == "F" for action in order), 0
+    for action in order:
+        if action.kind == "F" and held == room:
+            placed.append(waiting.pop(0))
+            held -= 1
+        placed.append(action)
+        if action.kind == "F":
+            held, left = held + 1, left - 1
+        else:
+            waiting.append(Action(action.stage, "W", action.microbatch))
+            if left == 0:
+                placed.append(waiting.pop(0))
+    return placed + waiting
+
+
+def _grade_place_weights(answer: Answer) -> None:
+    for p, m in ((4, 8), (3, 7), (2, 3)):
+        for name, room in (("zb_h1", p), ("zb_h1", p + 1), ("zb_h2", 2 * p - 1), ("zb_h1", 2 * m)):
+            _judge_placed(answer, f"the F's and I's of {name}", _without_w(build(name, p, m)), room)
+    # After two I's come two F's: who looks only after an I whether the room is full makes one place of two.
+    doubled = [
+        [Action(a.stage, a.kind, 2 * a.microbatch + half) for a in order for half in (0, 1)]
+        for order in _without_w(build("zb_h1", 3, 4))
+    ]
+    _judge_placed(answer, "two F's or two I's at a time", doubled, 6)
+
+
+def _without_w(schedule: Schedule) -> list[list[Action]]:
+    return [[part for action in row for part in action.parts if part.kind != "W"] for row in schedule.actions]
+
+
+def _judge_placed(answer: Answer, what: str, given: list[list[Action]], room: int) -> None:
+    rows = [
+        _read_placed(value, order, room)
+        for value, order in zip(answer.calls([(order, room) for order in given]), given, strict=True)
+    ]
+    best = Schedule("best", looped(len(given)), tuple(tuple(place_weights(order, room)) for order in given))
+    case = f"With {what}, p={len(given)} and room for {room}"
+    judge_orders(case, rows, best, _W_BEFORE_I, _CROWDED, _why_longer, (Costs(), Costs(3, 3, 2)))
+
+
+_CROWDED = "Where the room is used up, the forward that comes next needs the place of a W: do the oldest first."
+
+
+def _read_placed(value: Any, order: list[Action], room: int) -> tuple[Action, ...]:
+    def lacking(action: Action) -> str:
+        return _LACKING["W"] if action.kind == "W" else as_it_was
+
+    what = f"place_weights(…, {room})"
+    alien = "Only W's are put in: one for each I, with its stage and its microbatch."
+    as_it_was = "Others wait for each F and each I: leave them all, and in their order."
+    row, example = read_order(value, what, place_weights(order, room), lambda _: alien, lacking, _why_repeated)
+    if [action for action in row if action.kind != "W"] != order:
+        example = f"The order was `{' '.join(map(str, order))}`.\n{example}"
+        raise Mistake(f"`{what}` changes the order of F and I.", as_it_was, example)
+    return row
+
+
+def _why_longer(orders: Orders) -> str:
+    rows = [_kinds(row) for row in orders.rows]
+    drains = [_drain(row) for row in rows]
+    return why(
+        (
+            (any("II" in drain for drain in drains),
+             "After the last F nothing needs room, and a rank waits for each I that is left: a W that waits until all "
+             "are done leaves that time idle."),
+            (not any(map(_waiting, rows)),
+             "Each W comes at once, though nobody waits for it and somebody waits for the I after it. Is there room?"),
+            (any(drain.startswith("W") or "WWI" in drain for drain in drains),
+             "After the last F let one W follow each I: one before it, or a second one, delays an I that another rank "
+             "waits for."),
+        ),
+        "A W is done although there is room for the next forward: it delays an I that another rank waits for.",
+    )  # fmt: skip
 
 
 def choose_schedule(
@@ -50,74 +296,228 @@ _BUDGETS: list[tuple[_Points, float, float, float]] = [
     ({"b": (2, 0.1), "a": (3, 0.1), "c": (1, 0.2)}, 1, 1, 10),
     ({"a": (5, 0.0), "b": (6, 0.0)}, 1, 1, 6),
     ({"a": (5, 0.3)}, 2, 1, 6),
+    ({"a": (3, 0.2), "b": (2, 0.1), "c": (4, 0.3)}, 1, 1, 4),
 ]
 
 
-def _grade_choose(answer: Answer) -> None:
-    found = answer.calls(_BUDGETS)
-    known = ""
-    if found == [_with_pairs_swapped(*case) for case in _BUDGETS]:
-        known = "In each pair the activations come first, then the bubble. Here they are swapped."
-    for (points, state, activation, budget), got in zip(_BUDGETS, found, strict=True):
-        _judge_choice(points, state, activation, budget, got, known)
+def _chosen(
+    by: Callable[[float, float], Any],
+    fits: Callable[[float, float, float, float], bool] = lambda held, s, a, budget: s + held * a <= budget,
+) -> Callable[..., str | None]:
+    """What a rule chooses that orders ``(held, bubble)`` otherwise, or lets other schedules fit."""
+
+    def choose(points: _Points, state: float, activation: float, budget: float) -> str | None:
+        fitting = [name for name, (held, _) in points.items() if fits(held, state, activation, budget)]
+        return min(fitting, key=lambda name: by(*points[name]), default=None)
+
+    return choose
 
 
-def _with_pairs_swapped(points: _Points, state: float, activation: float, budget: float) -> str | None:
-    swapped = {name: (bubble, held) for name, (held, bubble) in points.items()}
-    return choose_schedule(swapped, state, activation, budget)
+def _smallest(held: float, bubble: float) -> tuple[float, float]:
+    return bubble, held
 
 
-def _without_the_exact(points: _Points, state: float, activation: float, budget: float) -> str | None:
-    """What `<` instead of `<=` chooses."""
-    below = {name: (held, bubble) for name, (held, bubble) in points.items() if state + held * activation < budget}
-    return choose_schedule(below, state, activation, budget)
+_LESS_MEMORY = "Less memory than the budget buys nothing: of what fits, the smallest bubble is wanted."
+_NEEDS = "A rank needs its state, and `activation` bytes for each activation that it holds."
+_TIE = "Of equal bubbles take the one that holds less: on the picture, the point further to the left."
+_WRONG_CHOICES: tuple[tuple[Callable[..., Any], str], ...] = (
+    (lambda points, s, a, budget: choose_schedule({k: v[::-1] for k, v in points.items()}, s, a, budget),
+     "In each pair the activations come first, then the bubble. Here they are swapped."),
+    (_chosen(_smallest, lambda held, s, a, budget: s + held * a < budget),
+     "What needs exactly the budget fits: `<=`."),
+    (_chosen(_smallest, lambda held, s, a, budget: held * a <= budget), _NEEDS),
+    (_chosen(_smallest, lambda held, s, a, budget: s + held <= budget), _NEEDS),
+    (_chosen(_smallest, lambda held, s, a, budget: (s + held) * a <= budget),
+     "The state is bytes already: only what is held is multiplied by `activation`."),
+    (_chosen(_smallest, lambda *_: True), "Throw out first what does not fit into `budget`."),
+    (_chosen(lambda held, bubble: (held, bubble)), _LESS_MEMORY),
+    (_chosen(lambda held, bubble: held), _LESS_MEMORY),
+    (_chosen(lambda held, bubble: (held, bubble), lambda *_: True), _LESS_MEMORY),
+    (_chosen(lambda held, bubble: (-bubble, held)), "That is the largest bubble of what fits."),
+    (_chosen(lambda held, bubble: -bubble), "That is the largest bubble of what fits."),
+    (_chosen(lambda held, bubble: -held),
+     "The most memory that fits need not have the smallest bubble: compare the bubbles."),
+    (_chosen(lambda held, bubble: bubble), _TIE),
+    (_chosen(lambda held, bubble: (bubble, -held)), _TIE),
+)  # fmt: skip
 
 
-def _judge_choice(points: _Points, state: float, activation: float, budget: float, got: Any, known: str = "") -> None:
-    call, best = (
-        f"choose_schedule(…, {state}, {activation}, {budget})",
-        choose_schedule(points, state, activation, budget),
-    )
-    given = f"The points were {', '.join(f'{name} {point}' for name, point in points.items())}."
-
-    def needs(name: str) -> float:
-        return state + points[name][0] * activation
-
-    if got == best:
-        return
-    is_strict = (
-        best is not None and needs(best) == budget and got == _without_the_exact(points, state, activation, budget)
-    )
-    exactly = "What needs exactly the budget fits: `<=`."
+def _why_chosen(case: tuple[Any, ...], got: Any, best: str | None) -> str:
+    points, state, activation, budget = case
     if got is None:
-        example = f"{best} needs {state} + {points[best or ''][0]} × {activation} = {needs(best or ''):g}. {given}"
-        cause = exactly if is_strict else "Return a name wherever `state + held * activation` is within the budget."
-        raise Mistake(f"`{call}` is None, though {best} fits.", known or cause, example)
+        return f"{best} fits: return a name wherever `state + held * activation` is within the budget."
     if not isinstance(got, str) or got not in points:
-        raise Mistake(f"`{call}` is {got!r:.60}, which is no schedule of those.", "Return a name, or None.", given)
-    if needs(got) > budget:
-        cause = "A rank needs its state, and `activation` bytes for each activation that it holds."
-        if best is None:
-            cause = "Nothing fits there: return None."
-        example = f"{state} + {points[got][0]} × {activation} = {needs(got):g}. {given}"
-        raise Mistake(f"`{call}` is {got}, which needs {needs(got):g} of {budget}.", known or cause, example)
-    if points[got][1] > points[best or ""][1]:
-        cause = "Less memory than the budget buys nothing: of what fits, the smallest bubble is wanted."
-        if is_strict:
-            cause = exactly
-        example = f"{best} fits too: bubble {points[best or ''][1]} instead of {points[got][1]}. {given}"
-        raise Mistake(f"`{call}` is {got}, and its bubble is not the smallest.", known or cause, example)
-    cause = "Of equal bubbles take the one that holds less: on the picture, the point further to the left."
-    raise Mistake(f"`{call}` is {got}; {best} has the same bubble and holds less.", cause, given)
+        return "That is no schedule of those: return a name, or None."
+    if state + points[got][0] * activation > budget:
+        return f"It does not fit. {_NEEDS if best else 'Nothing fits there: return None.'}"
+    return _TIE if points[got][1] == points[best or ""][1] else "Of what fits, the smallest bubble is wanted."
+
+
+def _what_they_need(case: tuple[Any, ...], got: Any, best: str | None) -> str:
+    points, state, activation, _ = case
+    needs = [
+        f"{name} needs {state} + {points[name][0]} × {activation} = {state + points[name][0] * activation:g}, and its "
+        f"bubble is {points[name][1]}."
+        for name in (got, best)
+        if isinstance(name, str) and name in points
+    ]
+    return "\n".join([*needs, f"The points were {', '.join(f'{name} {point}' for name, point in points.items())}."])
+
+
+_GRADE_CHOICE = Formula(
+    choose_schedule,
+    _BUDGETS,
+    _WRONG_CHOICES,
+    _why_chosen,
+    read=lambda value, call: value,
+    call=lambda points, state, activation, budget: f"choose_schedule(…, {state}, {activation}, {budget})",
+    example=_what_they_need,
+)
+
+
+def gradient_norm(stage: nn.Module) -> float:
+    """The norm of all gradients there are, of all ranks: what clipping asks for. Call it on every rank at once."""
+    squares = sum((p.grad.double().square().sum() for p in stage.parameters() if p.grad is not None), torch.tensor(0.0))
+    total = squares.double().clone()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return float(total.sqrt())
+
+
+def healed_split_step(
+    stage: nn.Module, microbatches: list[torch.Tensor], targets: list[torch.Tensor], loss_fn: nn.Module, link: Link
+) -> float:
+    """One step of ZB-H1 on this rank, which receives into slots that it uses again; returns the norm."""
+    m, ahead = len(microbatches), link.n_ranks - 1 - link.rank
+    free = deque(torch.empty(link.shape, dtype=link.dtype) for _ in range(min(m, link.n_ranks)))
+    in_flight, waiting, sends = deque[tuple](), deque[tuple](), []
+
+    def forward(i: int) -> None:
+        slot = free.popleft()
+        if link.is_first:
+            slot.copy_(microbatches[i])
+        else:
+            dist.recv(slot, link.rank - 1)
+        x = slot.detach().requires_grad_()
+        y = forward_stage(stage, x, targets[i], loss_fn, link)
+        in_flight.append((slot, x, y))
+        sends.extend(send_activation(y, link))
+
+    def input_backward() -> None:
+        slot, x, y = in_flight.popleft()
+        dy = recv_gradient(y, m, link)
+        [dx] = torch.autograd.grad(y, x, dy, retain_graph=True)
+        sends.extend(send_gradient(dx, link))
+        waiting.append((slot, y, dy))
+
+    def weight_backward() -> None:
+        slot, y, dy = waiting.popleft()
+        torch.autograd.backward(y, dy, inputs=list(stage.parameters()))
+        free.append(slot)
+
+    for i in range(m + ahead):
+        if i < m:
+            forward(i)
+        if i >= ahead:
+            input_backward()
+            if len(waiting) > link.rank:
+                weight_backward()
+    while waiting:
+        weight_backward()
+    for send in sends:
+        send.wait()
+    return gradient_norm(stage)
+
+
+def _call(step: Callable[..., Any], seat: Seat) -> tuple[Any, int]:
+    """Call the step; return what it returns, and how many places for an input there are at the first forward."""
+    size, places = math.prod(seat.link.shape) * seat.link.dtype.itemsize, list[int]()
+
+    def count(*_: object) -> None:
+        if not places:
+            storages = [each.untyped_storage() for each in gc.get_objects() if type(each) is Tensor]
+            places.append(len({storage.data_ptr() for storage in storages if storage.nbytes() == size}))
+
+    gc.freeze()  # what was there before is not looked at
+    seat.stages[0].register_forward_pre_hook(count)
+    return step(*seat.stages, seat.microbatches, seat.parts, seat.loss_fn, seat.link), sum(places)
+
+
+BENCH = Bench(_call)
+_SIZES = {4: (8, 2), 3: (5,), 2: (1, 3)}
+_OUT_OF_SLOTS = (
+    "If it is `free` that is empty: a slot is in use from its F until its W, so more are in use at once than before. "
+    "1F1B lets every rank hold `min(m, p)`."
+)
+
+
+def _grade_healed_step(answer: Answer) -> None:
+    try:
+        for where, m, ranks in BENCH.tried(answer, _SIZES):
+            _judge_step(where, m, ranks)
+    except Stopped as stopped:
+        # Python's words for what it finds empty, and not for an index that is too large.
+        if stopped.error == "IndexError" and "pop from " in stopped.symptom:
+            raise Mistake(stopped.symptom, _OUT_OF_SLOTS, stopped.example) from None
+        raise
+
+
+def _judge_step(where: str, m: int, ranks: Sequence[Outcome]) -> None:
+    p, (_, expected) = len(ranks), BENCH.one_process(m)
+    missing = "`torch.autograd.grad` returns gradients and adds none: W has to put them into `.grad`."
+    judge_gradients(
+        where, [rank.gradients for rank in ranks], expected, missing, lambda wrong: _why_wrong(wrong, expected, m, p)
+    )
+    norm = _norm(expected)
+    for rank, outcome in enumerate(ranks):
+        found = expect_number(outcome.returned[0], f"healed_split_step(…) on rank {rank}")
+        if not close(found, norm, TOLERANCE):
+            symptom = f"{where} the gradients are right, but the norm on rank {rank} is {found:.6g} and not {norm:.6g}."
+            raise Mistake(symptom, "It is of all gradients: take it after the last W.")
+    if p > m:
+        return
+    for rank, outcome in enumerate(ranks):
+        if "W" in "".join(outcome.events.split("F")[:p]):
+            symptom = f"{where} the gradients are right, but rank {rank} has done a W before its forward {p - 1}."
+            cause = f"That W delays an I that rank {rank - 1} waits for. Let `rank` of them wait, as before."
+            raise Mistake(symptom, cause)
+        # One more is let pass: a name may keep an input until it names the next one.
+        if rank and (places := max(outcome.places, outcome.returned[1])) > p + 1:
+            symptom = f"{where} the gradients are right, but rank {rank} has memory for {places} inputs"
+            cause = (
+                "A slot is free again after the W of its microbatch: give it back, and p slots are enough. Count the "
+                "slots, used or not, and copies of inputs as well."
+            )
+            raise Mistake(f"{symptom}; 1F1B lets a rank hold {p}.", cause)
+
+
+def _why_wrong(wrong: Wrong, expected: dict[str, Tensor], m: int, p: int) -> str:
+    def all_are(factor: int) -> bool:
+        return all(same(gradient, expected[name], factor) for (_, name), gradient in wrong.items())
+
+    return why(
+        (
+            (m > 1 and all_are(m),
+             "Each that differs is m times too large: `recv_gradient` gives the 1/m on the last rank."),
+            (m > 1 and all_are(2), "Each that differs is twice too large: I and W both add to them."),
+            (all(rank > 0 and name.endswith(".0.weight") for rank, name in wrong),
+             "Only weights that multiply what a rank has received: W needs that input once more. Who has written to "
+             "its slot in between?"),
+            (all(0 < rank < p - 1 for rank, _ in wrong),
+             "Rank 0 puts nothing off, and on the last rank every `dy` is 1/m: there it does not matter which `y` "
+             "meets which `dy`. Elsewhere both have to be of one microbatch."),
+        ),
+        "Does every microbatch have its W, once, from its own `y` and `dy`?",
+    )  # fmt: skip
+
+
+def _norm(gradients: dict[str, Tensor]) -> float:
+    return float(sum(gradient.square().sum() for gradient in gradients.values()) ** 0.5)
 
 
 EXERCISES: tuple[Exercise, ...] = (
     Exercise(
-        "order_zb_h1",
-        "05",
-        "ZB-H1 as an order",
-        2,
-        8,
+        "order_zb_h1", "05", "ZB-H1 as an order", 2, 8,
         (
             "F and I go as F and B do under 1F1B: `p - 1 - rank` forwards, then F and I in turn, then the I's that are "
             "left.",
@@ -126,29 +526,19 @@ EXERCISES: tuple[Exercise, ...] = (
             "After the I of microbatch i comes the W of microbatch `i - rank`, if there is one, also in the drain. The "
             "last `rank` W's come at the end.",
         ),
-        order_zb_h1,
-        grade_order,
+        order_zb_h1, _grade_order,
     ),
     Exercise(
-        "forwards_first",
-        "05",
-        "how far H2 runs ahead",
-        2,
-        6,
+        "forwards_first", "05", "how far H2 runs ahead", 2, 6,
         (
             "Count from this rank's first forward to the arrival of its first gradient. What does microbatch 0 pass?",
             "It passes `p - rank` forwards, this rank's included, and its gradient `p - 1 - rank` input gradients.",
             "Meanwhile the rank does forwards: that time over `forward`, rounded up once, with `math.ceil`.",
         ),
-        forwards_first,
-        grade_forwards_first,
+        forwards_first, _GRADE_FORWARDS,
     ),
     Exercise(
-        "place_weights",
-        "05",
-        "which W's may wait",
-        3,
-        9,
+        "place_weights", "05", "which W's may wait", 3, 9,
         (
             "Walk through the order and keep two things: how many activations are held, and a list of the W's that "
             "wait. An F adds an activation, a W gives one back.",
@@ -157,36 +547,118 @@ EXERCISES: tuple[Exercise, ...] = (
             "After the last F no place is needed any more, but the rank idles between the I's: let one W follow each. "
             "Whatever still waits comes at the end.",
         ),
-        place_weights,
-        grade_place_weights,
+        place_weights, _grade_place_weights,
     ),
     Exercise(
-        "choose_schedule",
-        "05",
-        "a budget of memory",
-        1,
-        5,
+        "choose_schedule", "05", "a budget of memory", 1, 5,
         (
             "First throw out what does not fit: `state + held * activation` must be at most `budget`.",
             "Of what is left take the smallest bubble; if two have the same, the one that holds less.",
             "`min` of tuples `(bubble, held, name)` does both. Mind the case in which nothing is left.",
         ),
-        choose_schedule,
-        _grade_choose,
+        choose_schedule, _GRADE_CHOICE,
     ),
     Exercise(
-        "healed_split_step",
-        "05",
-        "bug clinic",
-        3,
-        9,
+        "healed_split_step", "05", "bug clinic", 3, 9,
         (
             "Which gradients are wrong, and what do they need that the others do not?",
             "`free.append(slot)` says that nobody needs this memory any more. Who does, until when?",
             "Give the slot back in `weight_backward`. More slots are then in use at once: `min(m, p)` on every rank.",
         ),
-        healed_split_step,
-        grade_healed_split_step,
-        limit_s=10.0,
+        healed_split_step, _grade_healed_step, limit_s=10.0,
     ),
-)
+)  # fmt: skip
+
+
+PATIENTS: dict[str, Callable[..., float]] = {
+    "A": flawed(
+        healed_split_step,
+        ("range(min(m, link.n_ranks))", "range(ahead + 1)"),
+        ("waiting.append((slot, y, dy))", "waiting.append((slot, y, dy)); free.append(slot)"),
+        ("\n        free.append(slot)\n", "\n"),
+    ),
+    "B": flawed(
+        healed_split_step,
+        ("in_flight, waiting, sends = ", "gradients = []; in_flight, waiting, sends = "),
+        ("waiting.append((slot, y, dy))", "waiting.append((slot, y)); gradients.append(dy)"),
+        ("slot, y, dy = waiting.popleft()", "(slot, y), dy = waiting.popleft(), gradients.pop()"),
+    ),
+    "C": flawed(
+        healed_split_step,
+        ("    while waiting:", "    norm = gradient_norm(stage)\n    while waiting:"),
+        ("return gradient_norm(stage)", "return norm"),
+    ),
+}
+"""Steps of ZB-H1 that run and go wrong, each for another reason; each returns the norm that it would clip by."""
+
+
+def examine(step: Callable[..., float], n_ranks: int = 4, n_microbatches: int = 8) -> Findings:
+    """Run a step of ZB-H1 on real ranks; compare its gradients, and the norm it returns, with one process.
+
+    Raises:
+        Whatever :func:`course_pp.launch.on_ranks` raises for the step.
+    """
+    ranks = BENCH.ran(step, n_ranks, n_microbatches)
+    norm = _norm(BENCH.one_process(n_microbatches)[1])
+    found = BENCH.compared([(rank.losses, rank.gradients) for rank in ranks], n_microbatches)
+    return replace(found, value=ranks[-1].returned[0], of_one=norm, what="norm")
+
+
+def time_halves(module: nn.Module | None = None, x: Tensor | None = None, repeats: int = 15) -> dict[str, float]:
+    """Seconds of F, B, I and W of ``module``, medians of ``repeats`` rounds in which they take turns.
+
+    Where a half takes longer than the whole, it prints that this machine was too busy.
+
+    Args:
+        module: unless given, one transformer block of width 256.
+        x: its input; unless given, 4 sequences of 128 tokens.
+        repeats: rounds; two more come before, unmeasured.
+    """
+    config = ModelConfig(dim=256, n_layers=3, n_heads=4, vocab_size=256)
+    module = build_stage_module(config, 1, 3) if module is None else module
+    x = torch.randn(4, 128, config.dim) if x is None else x
+    stage = Stage(0, module, x.device, False, None)
+    gradient = torch.randn_like(stage.evaluate(x, None)[0])
+    seconds: dict[str, list[float]] = {kind: [] for kind in "FBIW"}
+    for _ in range(repeats + 2):
+        for kinds in ("FB", "FIW"):
+            given = x.detach().requires_grad_()
+            work: dict[str, Callable[[], object]] = {
+                "F": lambda: stage.forward(0, given, None, kinds == "FIW"),  # noqa: B023
+                "B": lambda: stage.backward(0, (gradient,)),
+                "I": lambda: stage.backward_input(0, (gradient,)),
+                "W": lambda: stage.backward_weight(0),
+            }
+            for kind in kinds:
+                start = time.perf_counter()
+                work[kind]()
+                seconds[kind].append(time.perf_counter() - start)
+            module.zero_grad()
+    medians = {kind: statistics.median(row[2:]) for kind, row in seconds.items()}
+    for half in "IW":
+        if medians[half] > medians["B"]:
+            print(f"This machine was too busy: {half} is a part of B but took longer. Run the cell again.")
+    return medians
+
+
+def blocks(n: int = 8) -> nn.Sequential:
+    """A small model of ``n`` equal blocks, which can be cut into stages of one or of several."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(n)))
+
+
+def one_after_another(schedule: Schedule, n_steps: int = 2) -> Schedule:
+    """``n_steps`` steps without a stop between them: each rank begins its next one as soon as it can.
+
+    The microbatches of the second step follow those of the first in number.
+    """
+    m = schedule.n_microbatches
+    rows = tuple(
+        tuple(_later(action, step * m) for step in range(n_steps) for action in row) for row in schedule.actions
+    )
+    return Schedule(f"{schedule.name}, {n_steps} steps", schedule.placement, rows)
+
+
+def _later(action: Action | Overlap, by: int) -> Action | Overlap:
+    parts = [Action(part.stage, part.kind, part.microbatch + by) for part in action.parts]
+    return parts[0] if isinstance(action, Action) else Overlap(*parts)

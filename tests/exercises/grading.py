@@ -30,11 +30,9 @@ def verdict_of(name: str, fn: Callable[..., Any], here: bool = True) -> Verdict:
     Plain calls are made in this process, which no limit ends, if ``here``; ranks always start.
     The answer travels as one from a notebook does: whole, and not as the name of a function in a test module.
     """
-    # A flawed solution is of no module.
-    module = sys.modules.get(fn.__module__)
-    by_value = module is not None and module.__name__.startswith("tests.")
+    by_value = fn.__module__.startswith("tests.")
     if by_value:
-        cloudpickle.register_pickle_by_value(module)
+        cloudpickle.register_pickle_by_value(sys.modules[fn.__module__])
     try:
         exercise = find(name)
         with mock.patch.object(answer, "on_ranks", _calls_made_here if here else on_ranks):
@@ -42,7 +40,7 @@ def verdict_of(name: str, fn: Callable[..., Any], here: bool = True) -> Verdict:
             verdict = judge(replace(exercise, limit_s=limit_s), fn)
     finally:
         if by_value:
-            cloudpickle.unregister_pickle_by_value(module)
+            cloudpickle.unregister_pickle_by_value(sys.modules[fn.__module__])
     assert "The check itself stopped" not in verdict.text, verdict.text
     return verdict
 

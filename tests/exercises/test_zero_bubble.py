@@ -11,12 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_pp.exercises import zero_bubble_lab
-from course_pp.exercises.zero_bubble import choose_schedule
-from course_pp.exercises.zero_bubble_clinic import PATIENTS, examine, gradient_norm
-from course_pp.exercises.zero_bubble_lab import one_after_another, time_halves
-from course_pp.exercises.zero_bubble_orders import order_zb_h1, place_weights
-from course_pp.exercises.zero_bubble_steps import healed_split_step
+from course_pp.exercises import zero_bubble
+from course_pp.exercises.zero_bubble import (
+    PATIENTS,
+    choose_schedule,
+    examine,
+    gradient_norm,
+    healed_split_step,
+    one_after_another,
+    order_zb_h1,
+    place_weights,
+    time_halves,
+)
 from course_pp.runtime import forward_stage, recv_gradient, send_activation, send_gradient
 from course_pp.schedule import Action, build, check, simulate
 from tests.exercises.grading import accepts, refuses
@@ -24,94 +30,72 @@ from tests.exercises.grading import accepts, refuses
 Answer = Callable[..., Any]
 
 
-# The order of ZB-H1.
+def with_lag(lag: Callable[[int, int], int], warm_up: Answer | None = None, drain: str = "IW") -> Answer:
+    """F and I of 1F1B, or of another warm-up; a W after each I but the first ``lag``, or otherwise in the drain."""
 
+    def order_zb_h1(rank: int, p: int, m: int) -> list[Action]:
+        ahead = min(m, warm_up(rank, p) if warm_up else p - 1 - rank)
+        order, waiting = [Action(rank, "F", i) for i in range(ahead)], deque[Action]()
+        for i in range(m):
+            order += [Action(rank, "F", ahead + i)] if ahead + i < m else []
+            order.append(Action(rank, "I", i))
+            waiting.append(Action(rank, "W", i))
+            if ahead + i >= m and drain != "IW":
+                order += [waiting.popleft() for _ in range(len(waiting) if drain == "IWW" else 0)]
+            elif len(waiting) > lag(rank, p):
+                order.append(waiting.popleft())
+        return [*order, *waiting]
 
-def with_lag(rank: int, p: int, m: int, lag: int, warm_up: int | None = None, drain: bool = True) -> list[Action]:
-    """F and I of 1F1B, or of another warm-up; a W after each I but the first ``lag``, unless the drain has none."""
-    ahead = min(m, p - 1 - rank if warm_up is None else warm_up)
-    order, done = [Action(rank, "F", i) for i in range(ahead)], 0
-    for i in range(m):
-        order += [Action(rank, "F", ahead + i)] if ahead + i < m else []
-        order.append(Action(rank, "I", i))
-        if i >= lag and (drain or ahead + i < m):
-            order.append(Action(rank, "W", done))
-            done += 1
-    return order + [Action(rank, "W", i) for i in range(done, m)]
-
-
-def not_split(rank: int, p: int, m: int) -> list[Action]:
-    return list(build("1f1b", p, m).actions[rank])  # type: ignore[arg-type]
-
-
-def without_the_last(rank: int, p: int, m: int) -> list[Action]:
-    return order_zb_h1(rank, p, m)[: 3 * m - rank]
+    return order_zb_h1
 
 
 def newest_first(rank: int, p: int, m: int) -> list[Action]:
     """Which W comes first makes no difference to time or memory."""
-    row = order_zb_h1(rank, p, m)
     waiting, out = [], []
-    for action in row:
+    for action in order_zb_h1(rank, p, m):
         if action.kind == "I":
             waiting.append(action.microbatch)
         out.append(Action(rank, "W", waiting.pop()) if action.kind == "W" else action)
     return out
 
 
-WRONG_ORDERS = [
-    (not_split, "a whole backward", "Here it is split"),
-    (lambda rank, p, m: with_lag(rank, p, m, 0), "units, and ZB-H1", "Each W comes right after its I"),
-    (lambda rank, p, m: with_lag(rank, p, m, m), "holds 8 activations", "All W's come after the last F"),
-    (lambda rank, p, m: with_lag(rank, p, m, p - 1 - rank), "holds 7 activations", "room is left for `rank`"),
-    (lambda rank, p, m: with_lag(rank, p, m, rank, drain=False), "units, and ZB-H1", "do one W after each"),
-    (lambda rank, p, m: with_lag(rank, p, m, 0, p - rank), "The warm-up is that of 1F1B"),
-    (lambda rank, p, m: with_lag(rank, p, m, 0, 0), "units, and ZB-H1", "turns back too soon"),
-    (without_the_last, "lacks", "those put off come last"),
-    (lambda rank, p, m: order_zb_h1(0, p, m), "not rank 1's"),
-    (lambda rank, p, m: [f"{a.kind}{a.microbatch}" for a in order_zb_h1(rank, p, m)], "no action"),
-]
+def w_before_i(rank: int, p: int, m: int) -> list[Action]:
+    halves = {"I": "W", "W": "I"}
+    return [Action(rank, halves.get(a.kind, a.kind), a.microbatch) for a in order_zb_h1(rank, p, m)]
 
 
-@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_ORDERS])
-def test_a_wrong_order_is_told_why(answer: Answer, words: list[str]) -> None:
-    refuses("order_zb_h1", answer, *words)
+def forwards_counted(rank: int, p: int, f: float, b: float) -> int:
+    arrives, n = (p - rank) * f + (p - 1 - rank) * b, 0
+    while n * f < arrives:
+        n += 1
+    return n
 
 
-def test_an_order_may_be_written_as_text_and_take_any_w_first() -> None:
-    accepts("order_zb_h1", lambda rank, p, m: [str(action) for action in order_zb_h1(rank, p, m)])
-    accepts("order_zb_h1", newest_first)
+def put(short: int = 0, after_i: bool = False, drain: str = "IW") -> Answer:
+    """W's where all room but ``short`` is used up: before an F, or after an I; and around the I's of the drain."""
 
+    def place_weights(order: list[Action], room: int) -> list[Action]:
+        left, held, waiting, out = sum(a.kind == "F" for a in order), 0, deque[Action](), list[Action]()
 
-# The warm-up of ZB-H2.
+        def weights(n: int) -> None:
+            nonlocal held
+            for _ in range(min(n, len(waiting))):
+                out.append(waiting.popleft())
+                held -= 1
 
-WRONG_COUNTS = [
-    (lambda rank, p, f, b: p - rank, "and the rank waits", "That is 1F1B"),
-    (lambda rank, p, f, b: 2 * (p - 1 - rank) + 1, "as long as a forward"),
-    (lambda rank, p, f, b: p - rank + (p - 1 - rank) * b // f, "round down"),
-    (lambda rank, p, f, b: p - rank + (p - 1 - rank) * math.ceil(b / f), "add first, then round"),
-    (lambda rank, p, f, b: 1 + p - rank + math.ceil((p - rank) * b / f), "own I is not in the way"),
-    (lambda rank, p, f, b: p - rank + (p - 1 - rank) * b / f, "a float", "round up"),
-]
+        for action in order:
+            if action.kind == "F":
+                weights(held >= room - short and not after_i)
+                out.append(action)
+                held, left = held + 1, left - 1
+                continue
+            weights(not left and drain == "WI")
+            out.append(action)
+            waiting.append(Action(action.stage, "W", action.microbatch))
+            weights(drain.count("W") if not left and drain != "WI" else after_i and held >= room - short)
+        return [*out, *waiting]
 
-
-@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_COUNTS])
-def test_a_wrong_count_of_forwards_is_told_why(answer: Answer, words: list[str]) -> None:
-    refuses("forwards_first", answer, *words)
-
-
-def test_forwards_may_be_counted_one_by_one() -> None:
-    def counted(rank: int, p: int, f: float, b: float) -> int:
-        arrives, n = (p - rank) * f + (p - 1 - rank) * b, 0
-        while n * f < arrives:
-            n += 1
-        return n
-
-    accepts("forwards_first", counted)
-    accepts("forwards_first", lambda rank, p, f, b: -(-((p - rank) * f + (p - 1 - rank) * b) // f))
-
-
-# Where W's may wait.
+    return place_weights
 
 
 def at_once(order: list[Action], room: int) -> list[Action]:
@@ -122,145 +106,132 @@ def at_the_end(order: list[Action], room: int) -> list[Action]:
     return order + [Action(a.stage, "W", a.microbatch) for a in order if a.kind == "I"]
 
 
-def not_in_the_drain(order: list[Action], room: int) -> list[Action]:
-    placed, held, waiting = [], 0, deque[Action]()
-    for action in order:
-        if action.kind == "F" and held == room and waiting:
-            placed.append(waiting.popleft())
-            held -= 1
-        held += action.kind == "F"
-        placed.append(action)
-        if action.kind == "I":
-            waiting.append(Action(action.stage, "W", action.microbatch))
-    return placed + list(waiting)
-
-
-def one_too_soon(order: list[Action], room: int) -> list[Action]:
-    left, held, waiting, placed = sum(a.kind == "F" for a in order), 0, deque[Action](), []
-    for action in order:
-        if action.kind == "F" and held >= room - 1 and waiting:
-            placed.append(waiting.popleft())
-            held -= 1
-        placed.append(action)
-        if action.kind == "F":
-            held, left = held + 1, left - 1
-        else:
-            waiting.append(Action(action.stage, "W", action.microbatch))
-            if not left:
-                placed.append(waiting.popleft())
-    return [*placed, *waiting]
-
-
 def in_place(order: list[Action], room: int) -> list[Action]:
     placed = place_weights(order, room)
     order[:] = placed
     return order
 
 
-WRONG_PLACES = [
-    (at_once, "units", "Is there room?"),
-    (at_the_end, "activations at", "do the oldest first"),
-    (not_in_the_drain, "units", "leaves that time idle"),
-    (one_too_soon, "units", "delays an I"),
-    (lambda order, room: [a for a in place_weights(order, room) if a.kind != "W"], "lacks", "those put off come last"),
-    (lambda order, room: sorted(place_weights(order, room), key=lambda a: a.kind), "changes the order of F and I"),
-    (in_place, "changed its argument"),
-]
+def after_the_input_gradient(order: list[Action], room: int) -> list[Action]:
+    """The W that the next forward needs may as well come right after the I before it."""
+    placed, forwards, finished, begun = [], 0, 0, 0
+    n = sum(a.kind == "F" for a in order)
+    for at, action in enumerate(order):
+        placed.append(action)
+        forwards += action.kind == "F"
+        begun += action.kind == "I"
+        ends = forwards == n and action.kind == "I"
+        full = forwards - finished == room and at + 1 < len(order) and order[at + 1].kind == "F"
+        if ends or (full and begun > finished):
+            placed.append(Action(action.stage, "W", finished))
+            finished += 1
+    return placed + [Action(order[0].stage, "W", i) for i in range(finished, n)]
 
 
-@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_PLACES])
-def test_a_wrong_place_for_a_weight_gradient_is_told_why(answer: Answer, words: list[str]) -> None:
-    refuses("place_weights", answer, *words)
+def best_by(
+    key: Callable[[float, float], Any], fits: Callable[..., bool] = lambda held, s, a, budget: s + held * a <= budget
+) -> Answer:
+    def choose_schedule(points: Any, s: float, a: float, budget: float) -> str | None:
+        fitting = [name for name, (held, _) in points.items() if fits(held, s, a, budget)]
+        return min(fitting, key=lambda name: key(*points[name]), default=None)
+
+    return choose_schedule
 
 
-def test_weight_gradients_may_be_placed_by_counting_back() -> None:
-    def after_the_input_gradient(order: list[Action], room: int) -> list[Action]:
-        """The W that the next forward needs may as well come right after the I before it."""
-        placed, forwards, finished, begun = [], 0, 0, 0
-        n = sum(a.kind == "F" for a in order)
-        for at, action in enumerate(order):
-            placed.append(action)
-            forwards += action.kind == "F"
-            begun += action.kind == "I"
-            ends = forwards == n and action.kind == "I"
-            full = forwards - finished == room and at + 1 < len(order) and order[at + 1].kind == "F"
-            if ends or (full and begun > finished):
-                placed.append(Action(action.stage, "W", finished))
-                finished += 1
-        return placed + [Action(order[0].stage, "W", i) for i in range(finished, n)]
-
-    accepts("place_weights", after_the_input_gradient)
-    accepts("place_weights", lambda order, room: tuple(map(str, place_weights(order, room))))
+def fitting_by(fits: Callable[..., bool]) -> Answer:
+    return best_by(lambda held, bubble: (bubble, held), fits)
 
 
-# A budget.
-
-WRONG_CHOICES = [
-    (lambda points, s, a, budget: min(points, key=lambda name: points[name][1]), "which needs"),
-    (
-        lambda points, s, a, budget: min(
-            (name for name in points if s + points[name][0] * a <= budget), key=lambda n: points[n][0], default=None
-        ),
-        "not the smallest",
-    ),
-    (
-        lambda points, s, a, budget: choose_schedule(points, 0, a, budget),
-        "which needs",
-        "A rank needs its state",
-    ),
-    (lambda points, s, a, budget: choose_schedule(points, s, a, budget - 1e-6), "What needs exactly the budget fits"),
-    (lambda points, s, a, budget: None, "though zb_v fits", "wherever `state + held * activation` is within"),
-    (
-        lambda points, s, a, budget: min((held, name) for name, (held, _) in points.items())[1],
-        "its bubble is not the smallest",
-        "Less memory than the budget buys nothing",
-    ),
-    (
-        lambda points, s, a, budget: min(
-            (name for name in points if s + points[name][0] * a <= budget), key=lambda n: points[n][1], default=None
-        ),
-        "holds less",
-    ),
-    (
-        lambda points, s, a, budget: choose_schedule(
-            {name: (bubble, held) for name, (held, bubble) in points.items()}, s, a, budget
-        ),
-        "the activations come first, then the bubble",
-    ),
-    (
-        lambda points, s, a, budget: min(
-            (name for name in points if s + points[name][0] * a <= budget), key=lambda n: points[n], default=None
-        ),
-        "Less memory than the budget buys nothing",
-    ),
-    (lambda points, s, a, budget: choose_schedule(points, s, a, budget) or "none", "no schedule of those"),
-]
+def by_sorting(points: Any, state: float, activation: float, budget: float) -> Any:
+    ordered = sorted(points, key=lambda name: points[name][::-1])
+    return next((name for name in ordered if points[name][0] * activation + state <= budget), None)
 
 
-@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_CHOICES])
-def test_a_wrong_choice_is_told_why(answer: Answer, words: list[str]) -> None:
-    refuses("choose_schedule", answer, *words)
+WRONG = {
+    "order_zb_h1": [
+        (lambda rank, p, m: build("1f1b", p, m).actions[rank], "has `0B0`", "A whole backward: here it is split"),
+        (with_lag(lambda rank, p: 0), "takes 30 units; 27 are enough", "Each W comes right after its I"),
+        (with_lag(lambda rank, p: 99), "holds 8 activations", "All W's come after the last F"),
+        (with_lag(lambda rank, p: p - 1 - rank), "holds 7 activations", "room is left for `rank`"),
+        (with_lag(lambda rank, p: rank, drain="I"), "it takes", "do one W after each, and not all of them at the end"),
+        (with_lag(lambda rank, p: rank, drain="IWW"), "it takes", "do one W after each, and not several"),
+        (with_lag(lambda rank, p: 0, lambda rank, p: p - rank), "The warm-up is that of 1F1B"),
+        (with_lag(lambda rank, p: 0, lambda rank, p: 0), "it takes", "turns back too soon"),
+        (lambda rank, p, m: order_zb_h1(rank, p, m)[: 3 * m - rank], "lacks", "those put off come last"),
+        (lambda rank, p, m: order_zb_h1(0, p, m), "has `0F0`", "its actions are `1F0`"),
+        (lambda rank, p, m: order_zb_h1(rank, p, m + 1), "has `0F8`", "The microbatches are 0 to 7"),
+        (lambda rank, p, m: order_zb_h1(rank, p, m)[:1] + order_zb_h1(rank, p, m), "2 times", "Each phase goes on"),
+        (w_before_i, "cannot run", "W of a microbatch comes after its I"),
+        (lambda rank, p, m: order_zb_h1(rank, p, m)[::-1], "cannot run"),
+        (lambda rank, p, m: [f"{a.kind}{a.microbatch}" for a in order_zb_h1(rank, p, m)], "no action"),
+    ],
+    "forwards_first": [
+        (lambda rank, p, f, b: p - rank, "is 4, not 7", "That is 1F1B", "7 after it began; 4 forwards take 4"),
+        (lambda rank, p, f, b: 2 * (p - 1 - rank) + 1, "as long as a forward"),
+        (lambda rank, p, f, b: p - rank + (p - 1 - rank) * b // f, "round down"),
+        (lambda rank, p, f, b: p - rank + (p - 1 - rank) * math.ceil(b / f), "add first, then round"),
+        (lambda rank, p, f, b: 1 + p - rank + math.ceil((p - rank) * b / f), "own I is not in the way"),
+        (lambda rank, p, f, b: p - 1 - rank + math.ceil((p - 1 - rank) * b / f), "own forward of microbatch 0 counts"),
+        (lambda rank, p, f, b: 1 + rank + math.ceil(rank * b / f), "the first has the longest to wait"),
+        (lambda rank, p, f, b: p - rank + (p - 1 - rank) * b / f, "a float", "round up"),
+    ],
+    "place_weights": [
+        (at_once, "it takes", "Is there room?"),
+        (at_the_end, "activations at", "do the oldest first"),
+        (put(drain=""), "it takes", "leaves that time idle"),
+        (put(drain="WI"), "it takes", "let one W follow each I"),
+        (put(drain="IWWWWWWWW"), "it takes", "let one W follow each I"),
+        (put(short=1), "it takes", "delays an I"),
+        (put(after_i=True), "With two F's or two I's at a time", "holds 7 activations", "do the oldest first"),
+        (lambda order, room: [a for a in place_weights(order, room) if a.kind != "W"], "lacks", "those put off"),
+        (lambda order, room: sorted(place_weights(order, room), key=lambda a: a.kind), "changes the order of F and I"),
+        (in_place, "changed its argument"),
+    ],
+    "choose_schedule": [
+        (fitting_by(lambda *_: True), "is 'zb_v', not 'v_half'", "does not fit into `budget`"),
+        (best_by(lambda held, bubble: held), "is 'naive', not 'zb_v'", "Less memory than the budget buys nothing"),
+        (best_by(lambda held, bubble: held, lambda *_: True), "Less memory than the budget buys nothing"),
+        (best_by(lambda held, bubble: (held, bubble)), "Less memory than the budget buys nothing"),
+        (best_by(lambda held, bubble: -bubble), "the largest bubble of what fits"),
+        (best_by(lambda held, bubble: bubble), "holds less"),
+        (fitting_by(lambda held, s, a, budget: held * a <= budget), "A rank needs its state"),
+        (fitting_by(lambda held, s, a, budget: s + held <= budget), "A rank needs its state"),
+        (fitting_by(lambda held, s, a, budget: (s + held) * a <= budget), "The state is bytes already"),
+        (fitting_by(lambda held, s, a, budget: s + held * a <= budget - 1e-6), "What needs exactly the budget fits"),
+        (lambda points, s, a, budget: None, "is None, not 'zb_v'", "wherever `state + held * activation` is within"),
+        (lambda points, *row: choose_schedule({k: v[::-1] for k, v in points.items()}, *row), "first, then the bubble"),
+        (lambda *row: choose_schedule(*row) or "none", "no schedule of those"),
+    ],
+}
+RIGHT = {
+    "order_zb_h1": [
+        newest_first,
+        with_lag(lambda rank, p: rank),
+        lambda rank, p, m: [str(action) for action in order_zb_h1(rank, p, m)],
+    ],
+    "forwards_first": [
+        forwards_counted,
+        lambda rank, p, f, b: -(-((p - rank) * f + (p - 1 - rank) * b) // f),
+    ],
+    "place_weights": [
+        put(),
+        after_the_input_gradient,
+        lambda order, room: tuple(map(str, place_weights(order, room))),
+    ],
+    "choose_schedule": [by_sorting, best_by(lambda held, bubble: (bubble, held))],
+}
 
 
-def test_a_choice_may_be_made_by_sorting_or_by_a_loop() -> None:
-    def by_loop(points: Any, state: float, activation: float, budget: float) -> Any:
-        best = None
-        for name, (held, bubble) in points.items():
-            if state + held * activation > budget:
-                continue
-            if best is None or (bubble, held) < (points[best][1], points[best][0]):
-                best = name
-        return best
-
-    def by_sorting(points: Any, state: float, activation: float, budget: float) -> Any:
-        ordered = sorted(points, key=lambda name: points[name][::-1])
-        return next((name for name in ordered if points[name][0] * activation + state <= budget), None)
-
-    accepts("choose_schedule", by_loop)
-    accepts("choose_schedule", by_sorting)
+@pytest.mark.parametrize(
+    ("name", "answer", "words"), [(name, answer, words) for name, rows in WRONG.items() for answer, *words in rows]
+)
+def test_a_wrong_answer_is_told_why(name: str, answer: Answer, words: list[str]) -> None:
+    refuses(name, answer, *words)
 
 
-# The clinic: one function with everything that learners change about it.
+@pytest.mark.parametrize(("name", "answer"), [(name, answer) for name, answers in RIGHT.items() for answer in answers])
+def test_a_right_answer_may_be_written_in_another_way(name: str, answer: Answer) -> None:
+    accepts(name, answer)
 
 
 def step_with(
@@ -344,6 +315,7 @@ WRONG_STEPS = [
         "1F1B lets a rank hold 4",
     ),
     (step_with(lag=lambda rank, p: 0), "has done a W before its forward 3", "Let `rank` of them wait"),
+    (step_with(lag=lambda rank, p: 0, by_hand=True), "has done a W before its forward 3"),
     (step_with(twice=True), "twice too large"),
     (step_with(norm_of=lambda stage: None), "Is a `return` missing?"),
     (
@@ -367,10 +339,10 @@ def test_a_step_may_add_gradients_by_hand_take_any_w_first_and_have_p_slots() ->
 
 def test_each_patient_shows_its_symptom_and_the_healed_step_none() -> None:
     found = {name: examine(step) for name, step in (*PATIENTS.items(), ("healed", healed_split_step))}
-    wrong = {name: [list(rank.values()).count(False) for rank in each.by_rank] for name, each in found.items()}
+    wrong = {name: [list(rank.values()).count("wrong") for rank in each.by_rank] for name, each in found.items()}
     assert wrong == {"A": [0, 1, 1, 1], "B": [0, 3, 3, 0], "C": [0, 0, 0, 0], "healed": [0, 0, 0, 0]}
-    assert [name for name, each in found.items() if each.norm == pytest.approx(each.norm_of_one)] == ["healed"]
-    assert "rank 1: 3 right, 1 wrong: 1.0.weight" in str(found["A"])
+    assert [name for name, each in found.items() if each.value == pytest.approx(each.of_one)] == ["healed"]
+    assert "rank 1: 3 right, 1 wrong (1.0.weight)" in str(found["A"])
 
 
 # What the notebook measures and strings together.
@@ -401,7 +373,7 @@ def test_a_half_that_takes_longer_than_the_whole_is_said_to_be_the_machines(
     i: float, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ends = accumulate(time for took in cycle((1.0, 2.0, 1.0, i, 1.0)) for time in (0.0, took))
-    monkeypatch.setattr(zero_bubble_lab, "time", SimpleNamespace(perf_counter=lambda: next(ends)))
+    monkeypatch.setattr(zero_bubble, "time", SimpleNamespace(perf_counter=lambda: next(ends)))
     seconds = time_halves(torch.nn.Linear(4, 4), torch.randn(2, 4), repeats=1)
     assert seconds == {"F": 1.0, "B": 2.0, "I": i, "W": 1.0}
     assert capsys.readouterr().out == said
