@@ -283,18 +283,6 @@ def test_freeing_parameters_after_forward_costs_half_as_much_again():
     assert sent_by_first_rank(layout, "dp_shard", reshard_after_forward=True) == 3 * model_bytes / 2
 
 
-def test_sequence_parallelism_sends_in_a_block_what_plain_tensor_parallelism_does():
-    activation = 4 * 2 * 8 * SMALL.dim
-    one, two = (replace(SMALL, n_layers=n) for n in (1, 2))
-    layout = DistributedConfig(dp_shard=1, tp=2)
-    plain, parallel = (
-        sent_by_first_rank(layout, "tp", config=replace(two, tie_embeddings=tied))
-        - sent_by_first_rank(layout, "tp", config=replace(one, tie_embeddings=tied))
-        for tied in (True, False)
-    )
-    assert plain == parallel == 4 * activation  # Megatron-LM, section 3: four all-reduces, 2·(n−1)/n = 1
-
-
 def test_ranks_of_a_broadcast_send_different_amounts():
     assert wire_factor("send", 2) == 1
     assert wire_factor("recv", 2) == 0

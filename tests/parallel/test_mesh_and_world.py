@@ -197,9 +197,6 @@ def test_factors_that_do_not_multiply_to_the_world_size_are_refused(config, worl
         ({"dp_shard": -2}, "dp_shard=-2 must be .* or -1"),
         ({"backend": "mpi"}, "backend is 'mpi' .*: pass one of 'gloo', 'nccl'"),
         ({"timeout_s": 0}, "timeout_s is 0 .*: give seconds above 0"),
-        ({"timeout_s": float("inf")}, "timeout_s is inf .*: give seconds above 0"),
-        ({"timeout_s": "5"}, "timeout_s is '5' .*: pass a number"),
-        ({"pp": True}, "pp is True: pass an integer"),
         ({"share_gpus": True, "backend": "nccl"}, "share_gpus=True with backend='nccl'"),
     ],
 )

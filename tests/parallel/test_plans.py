@@ -90,6 +90,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], int, dict[str, Any], str]] = {
         {"plan": llama_plan},
         "tp=2 must divide num_key_value_heads=3 of 'model.layers.0",
     ),
+    "our heads": (lambda: Transformer(OURS), 4, {}, "tp=4 must divide n_kv_heads=2, .* use tp=2, or change n_kv_heads"),
     "width": (lambda: llama(intermediate_size=49), 2, {"plan": llama_plan}, "tp=2 must divide intermediate_size=49 of"),
     "norms over heads": (widened, 2, {"plan": llama_plan}, r"holds k_norm\.weight, which llama_plan does not know"),
     "nothing to cut": (

@@ -1,15 +1,13 @@
 """Tensor parallelism: who holds what, what is refused, and a loss over a vocabulary in parts."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from course_pp.launch import on_ranks
-from course_pp.model import CrossEntropy, ModelConfig, Transformer, build_stage_module
+from course_pp.model import CrossEntropy, ModelConfig, Transformer
 from course_pp.parallel import (
     DistributedConfig,
     VocabParallelCrossEntropy,
@@ -66,53 +64,6 @@ def test_matrices_are_cut_by_columns_then_rows_and_the_rest_is_whole() -> None:
 def test_a_head_that_is_odd_or_tied_stays_whole(config: ModelConfig) -> None:
     for shapes in on_ranks(2, local_shapes_on_rank, config):
         assert shapes.get("head.weight", shapes["embed.weight"]) == (config.vocab_size, 32)
-
-
-def streams_on_rank(rank: int, cases: list[tuple[ModelConfig, int]]) -> list[tuple[Any, ...]]:
-    """As :func:`_stream` says of each case."""
-    mesh = init_distributed(DistributedConfig(tp=2))
-    return [_stream(mesh, *case) for case in cases]
-
-
-def _stream(mesh: DeviceMesh | None, config: ModelConfig, n_stages: int) -> tuple[Any, ...]:
-    """Shape of the residual stream between two blocks, and of the output."""
-    module = build_stage_module(config, 0, n_stages) if n_stages > 1 else Transformer(config)
-    apply_tensor_parallel(module, mesh)
-    seen = []
-    module.layers["0"].register_forward_hook(lambda layer, args, out: seen.append(tuple(out.shape)))
-    output = module(torch.zeros(3, 8, dtype=torch.int64))
-    return seen[0], tuple(output.shape)
-
-
-def test_only_a_whole_untied_model_shares_the_sequence() -> None:
-    whole, stage, tied = (CONFIG, 1), (CONFIG, 2), (replace(CONFIG, tie_embeddings=True), 1)
-    expected = [((3, 4, 32), (3, 8, 20)), ((3, 8, 32), (3, 8, 32)), ((3, 8, 32), (3, 8, 20))]
-    assert on_ranks(2, streams_on_rank, [whole, stage, tied]) == [expected] * 2
-
-
-def refusals_on_rank(rank: int, tp: int, attempts: list[tuple[dict[str, int], dict[str, bool]]]) -> list[str]:
-    mesh = init_distributed(DistributedConfig(tp=tp))
-    messages = []
-    for change, options in attempts:
-        with pytest.raises(ValueError) as refusal:  # noqa: PT011
-            apply_tensor_parallel(Transformer(replace(CONFIG, **change)), mesh, **options)
-        messages.append(str(refusal.value))
-    return messages
-
-
-def test_a_cut_through_a_head_is_refused_on_every_rank() -> None:
-    attempts = [
-        ({}, {}),
-        ({"n_heads": 8, "n_kv_heads": 4, "ffn_dim": 50}, {}),
-        ({"n_heads": 8, "n_kv_heads": 4, "vocab_size": 21}, {"gather_logits": False}),
-    ]
-    first, *others = on_ranks(4, refusals_on_rank, 4, attempts)
-    assert all(other == first for other in others)
-    assert first[0].startswith("tp=4 must divide n_kv_heads=2")
-    assert first[0].endswith("use tp=2, or change n_kv_heads")
-    assert first[1].startswith("tp=4 must divide ffn_dim=50")
-    assert "gather_logits=False needs an untied head whose vocab_size=21 is a multiple of tp=4" in first[2]
-    assert "pad the vocabulary" in first[2]
 
 
 def odd_sequence_on_rank(rank: int) -> str:
