@@ -8,8 +8,7 @@
 Clipping each stage by its own norm scales the stages' gradients differently, and so changes their direction.
 Pascanu et al. 2013, "On the difficulty of training recurrent neural networks", arXiv:1211.5063.
 
-This package's stages tell how many there are and which weights they share. Those of a foreign model do not, so their
-ranks first compare what they were given: each stage once, and a tied weight counted on the first stage that holds it.
+Stages of a foreign model do not tell how many there are and which weights they share, so ranks first compare them.
 """
 
 import math
@@ -123,7 +122,7 @@ def clip_grad_norm_(
 
 @dataclass(frozen=True)
 class _Shard:
-    """This rank's part of one parameter's gradient, and the groups over which the parts are different."""
+    """This rank's part of a gradient, and the groups over which the parts are different."""
 
     gradient: Tensor | None
     groups: Groups
@@ -338,7 +337,7 @@ def _refuse_flattened(held: _Held) -> None:
 
 
 def _check_own_stages(held: _Held, device_mesh: DeviceMesh | None) -> None:
-    """Refuse what this package's stages can tell alone: part of a model without a mesh, a whole one on a pipeline."""
+    """Refuse part of a model without a mesh, and a whole one on a pipeline."""
     modules, n_stages = held.modules, held.n_stages
     is_part = any(isinstance(m, Transformer) and (m.embed is None or m.head is None) for m in modules)
     complete = n_stages is not None and len({id(module) for module in modules}) == n_stages
@@ -428,7 +427,6 @@ def _problem_here(held: _Held) -> str | None:
 
 
 def _problem_of_column(notes: Sequence[_Note], column: tuple[int, ...], copies: int) -> str | None:
-    """Return what keeps the stages of one pipeline from being the whole model."""
     ranks = [note for note in notes if note.column == column]
     stages = [stage for note in ranks for stage in note.stages]
     known = [stage for stage in stages if stage is not None]
@@ -450,8 +448,8 @@ def _problem_of_forgotten_ties(
 ) -> str | None:
     """Return which weight would count twice, as nobody has said that it is tied; None if there is none.
 
-    Values are compared only where a weight has the shape of an embedding: this happens in every step. Two embeddings
-    of one shape are judged by the layers around them, so all are looked at.
+    This happens in every step, so only weights of an embedding's shape are compared. Two embeddings of one shape are
+    judged by the layers around them, so all are looked at.
     """
     found = Counter(shape for note in notes if note.column == notes[0].column for shape in note.embeddings)
     if not found:

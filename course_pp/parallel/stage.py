@@ -48,13 +48,12 @@ def build_pipeline_stage(
 
     A stage is called with what the stage before it returned: a tuple or list gives its positional arguments, a dict its
     keyword arguments, anything else is its only one. Tensors may stand in tuples, dicts and dataclasses that torch's
-    pytree knows, such as the outputs of transformers. Those of a floating-point dtype carry gradients back. If a
-    schedule splits backward in two, a stage of another model leaves only the weights of linear layers to the second
-    half; layers that are compiled, recomputed or cut by tensor parallelism do all in the first.
+    pytree knows. Those of a floating-point dtype carry gradients back. If a schedule splits backward in two, a stage of
+    another model leaves only the weights of linear layers to the second half; layers that are compiled, recomputed or
+    cut by tensor parallelism do all in the first.
 
-    A stage of this package's model knows what it takes and returns. Of any other module, declare what its first stage
-    takes: ``inputs``, or token ids by ``batch_size`` and ``seq_len``. :func:`build_pipeline_schedule` then finds what
-    each stage returns: it runs a copy on the meta device, without memory or arithmetic.
+    Of modules that are not this package's, declare what the first stage takes: ``inputs``, or token ids by
+    ``batch_size`` and ``seq_len``. :func:`build_pipeline_schedule` then runs a copy of each stage on the meta device.
 
     Args:
         stage_module: one stage, already on ``device``; any module.
@@ -68,8 +67,7 @@ def build_pipeline_stage(
         inputs: what the first stage is called with for one microbatch; other stages ignore it. Only shapes and dtypes
             count, so meta tensors will do.
         outputs: what this stage returns, likewise; needed only if it cannot run on the meta device, without the keyword
-            arguments of a step. What the last stage returns concerns the loss function alone: ``outputs=()`` will do
-            there.
+            arguments of a step. For the last stage ``()`` will do.
 
     Raises:
         ValueError: on every rank of the mesh, if the module or the mesh cannot be used. Also on a GPU without NCCL,

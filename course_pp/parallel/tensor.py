@@ -359,7 +359,7 @@ def _check_divides(tp: int, sizes: Mapping[str, int], where: str = "") -> None:
 
 
 @checked
-def llama_plan(module: nn.Module, tp: int, gather_logits: bool = True, sequence_parallel: bool | None = None) -> Styles:
+def llama_plan(module: nn.Module, tp: int, gather_logits: bool = True, sequence_parallel: bool = True) -> Styles:
     """Plan for the Llama family of transformers (Llama, Mistral, Qwen2, Qwen3, Gemma, …), a model or any part of one.
 
     Every module that holds ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj`` is an attention, every one that holds
@@ -368,20 +368,16 @@ def llama_plan(module: nn.Module, tp: int, gather_logits: bool = True, sequence_
 
     Args:
         gather_logits: as of :func:`apply_tensor_parallel`.
-        sequence_parallel: whether norms between the blocks work on parts of the sequence, which must then be a multiple
-            of ``tp`` long; else they are replicated. None means where possible: in a whole, untied model whose blocks
-            hold an attention, a feed-forward and norms. Turn it off by
-            ``plan=partial(llama_plan, sequence_parallel=False)``.
+        sequence_parallel: whether norms between the blocks work on parts of the sequence where possible: in a whole,
+            untied model whose blocks hold an attention, a feed-forward and norms. Sequences must then be a multiple of
+            ``tp`` long. Turn it off by ``plan=partial(llama_plan, sequence_parallel=False)``.
 
     Raises:
         ValueError: also if an attention holds other parameters, whose gradients would be silently wrong.
     """
     refuse_below(1, "llama_plan", tp=tp)
     attentions, feed_forwards = dict(_holding(module, _ATTENTION)), dict(_holding(module, _FEED_FORWARD))
-    problem = _problem_of_sequences(module, {*attentions.values(), *feed_forwards.values()})
-    if sequence_parallel and problem is not None:
-        raise ValueError(f"sequence_parallel=True, but {problem}: leave it out")
-    parts = problem is None and sequence_parallel is not False
+    parts = sequence_parallel and _can_share_sequences(module, {*attentions.values(), *feed_forwards.values()})
     stream: Placement = Shard(1) if parts else Replicate()
     plan: Styles = {}
     for name, part in attentions.items():
@@ -407,24 +403,20 @@ def llama_plan(module: nn.Module, tp: int, gather_logits: bool = True, sequence_
 _BODY, _HEAD = ("embed_tokens", "layers", "norm"), "lm_head"
 
 
-def _problem_of_sequences(module: nn.Module, cut: set[nn.Module]) -> str | None:
-    """Return why norms cannot work on parts of the sequence between the modules in ``cut``; None if they can."""
-    whole = f"the module is not a whole model, of {', '.join(_BODY)} and {_HEAD}"
+def _can_share_sequences(module: nn.Module, cut: set[nn.Module]) -> bool:
+    """Return whether norms can work on parts of the sequence between the modules in ``cut``."""
     found = _with_parameters(module)
     body = next((part for name, part in found.items() if name != _HEAD), None)
     if body is None or len(found) != 2 or _HEAD not in found or {*_with_parameters(body)} != {*_BODY}:
-        return whole
+        return False
     head, layers = found[_HEAD], body.get_submodule("layers")
-    if not isinstance(head, nn.Linear) or not isinstance(layers, nn.ModuleList):
-        return whole
-    if _is_tied(module, head):
-        return "the head is tied to the embedding, which every rank holds"
-    for name, block in layers.named_children():
-        others = [each for each, part in _with_parameters(block).items() if part not in cut and "norm" not in each]
-        others += [each for each, _ in block.named_parameters(recurse=False)]
-        if others:
-            return f"block {name!r} holds {', '.join(others)}, which llama_plan does not cut"
-    return None
+    if not isinstance(head, nn.Linear) or not isinstance(layers, nn.ModuleList) or _is_tied(module, head):
+        return False
+    return not any(
+        any(part not in cut and "norm" not in name for name, part in _with_parameters(block).items())
+        or next(block.named_parameters(recurse=False), None)
+        for block in layers
+    )
 
 
 def _with_parameters(module: nn.Module) -> dict[str, nn.Module]:

@@ -168,8 +168,7 @@ def wire_factor(collective: str, n_ranks: int) -> float:
 def count_collectives(fn: Callable[[], object], device_mesh: DeviceMesh | None = None) -> CollectiveCounts:
     """Call ``fn`` and count every collective and message that this process begins meanwhile, on any process group.
 
-    What backward begins is counted as well. The first step of a model does more than later ones (it opens connections):
-    for the steady state count the second.
+    The first step of a model does more than later ones (it opens connections): for the steady state count the second.
 
     Args:
         device_mesh: the mesh whose dimensions' names to use; without it there are ``"world"`` and ``"other"``.

@@ -1,7 +1,6 @@
 """Plans of tensor parallelism: what they give, and what is refused by name before anything is cut."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ def test_the_plan_for_llamas_holds_what_the_model_holds() -> None:
     assert "lm_head" in plan
     assert "lm_head" not in llama_plan(llama(tied=True), 2)
     assert "lm_head" not in llama_plan(llama(vocab_size=35), 2, sequence_parallel=False)
+    assert len(llama_plan(strange_block(), 2)) == len(llama_plan(llama().model, 2)) + 1 == 3 * 9 + 1
     stage = nn.Module()
     stage.only = llama().model.layers[1].mlp
     assert list(llama_plan(stage, 2)) == ["only", "only.gate_proj", "only.up_proj", "only.down_proj"]
@@ -110,24 +110,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], int, dict[str, Any], str]] = {
         2,
         {"plan": {"4": COLUMNS}, "gather_logits": False},
         "gather_logits=False is for plans that are functions: in a mapping, give the head",
-    ),
-    "parts of a tied model": (
-        lambda: llama(tied=True),
-        2,
-        {"plan": partial(llama_plan, sequence_parallel=True)},
-        "sequence_parallel=True, but the head is tied to the embedding",
-    ),
-    "parts of a part": (
-        lambda: llama().model,
-        2,
-        {"plan": partial(llama_plan, sequence_parallel=True)},
-        "the module is not a whole model, of embed_tokens, layers, norm and lm_head: leave it out",
-    ),
-    "parts of strange blocks": (
-        strange_block,
-        2,
-        {"plan": partial(llama_plan, sequence_parallel=True)},
-        "block '1' holds adapter, which llama_plan does not cut",
     ),
     "our plan for others": (llama, 2, {"plan": transformer_plan}, "transformer_plan: module is a LlamaForCausalLM"),
 }

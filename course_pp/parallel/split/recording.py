@@ -104,11 +104,10 @@ class Recording:
     example: Example = ((), {})
 
     def reads_from(self, first: int) -> frozenset[Source]:
-        """Return what calls from ``first`` on, and the result, read."""
         return self.result_reads.union(*(call.reads for call in self.calls[first:]))
 
     def crossing(self, cut: int) -> tuple[Output, ...]:
-        """Return what a cut before call number ``cut`` has to carry, in order."""
+        """What a cut before call number ``cut`` has to carry, in order."""
         return tuple(sorted(s for s in self.reads_from(cut) if isinstance(s, Output) and s.call < cut))
 
     def inputs_read(self, first: int) -> set[int]:
@@ -122,7 +121,6 @@ class Recording:
         return {source.name for source in reads if isinstance(source, Parameter)}
 
     def names(self, first: int, end: int) -> list[str]:
-        """Return the units that are called there, each once, in order."""
         return list(dict.fromkeys(call.unit for call in self.calls[first:end]))
 
 

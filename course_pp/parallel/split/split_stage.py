@@ -205,7 +205,6 @@ class Segment:
         self.run = _Run({key: self._own(key, value) for key, value in pairs})
 
     def count(self, unit: str) -> int:
-        """Count a call of ``unit``, and return its number."""
         number = self.upcoming(unit)
         assert self.run is not None
         self.run.counts[unit] = self.run.counts.get(unit, 0) + 1
@@ -306,7 +305,7 @@ class _Arguments:
         return tuple(leaf.to("meta") for leaf in self._leaves if isinstance(leaf, Tensor))
 
     def packed(self, tensors: tuple[Tensor, ...], read: set[int]) -> tuple[Tensor, ...]:
-        """Return what goes to a stage from which on the tensors number ``read`` are looked into."""
+        """What goes to a stage from which on the tensors number ``read`` are looked into."""
         return tuple(
             torch.empty((0, *tensor.shape), dtype=torch.int8, device=tensor.device)
             if _is_shape(i, tensor.dtype, read)
@@ -406,7 +405,7 @@ class _Carver:
 
 
 def _shallow(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
-    """Return a copy of class ``kind``; replacing its parameters, buffers or children leaves the original as it was."""
+    """A copy of class ``kind``; replacing its parameters, buffers or children leaves the original as it was."""
     copied = kind.__new__(kind)
     vars(copied).update(
         {k: v.copy() if k.startswith("_") and isinstance(v, dict | set) else v for k, v in vars(module).items()}
