@@ -81,10 +81,10 @@ def train_in_one_process(
     return Trained(losses, gradients, snapshot_parameters([model]))
 
 
-def assert_equals_one_process(ranks: list[Trained], reference: Trained, config: ModelConfig) -> dict[str, float]:
+def assert_equals_one_process(ranks: list[Trained], reference: Trained, config: ModelConfig) -> None:
     """:func:`assert_same_training` for this package's model, whose tied weights have a second name."""
     tied = (("embed.weight", "head.weight"),) if config.tie_embeddings else ()
-    return assert_same_training(ranks, reference, tied)
+    assert_same_training(ranks, reference, tied)
 
 
 def assert_same_training(
@@ -92,18 +92,14 @@ def assert_same_training(
     reference: Trained,
     tied: Sequence[Sequence[str]] = (),
     tolerances: tuple[float, float] = (GRADIENT_TOLERANCE, PARAMETER_TOLERANCE),
-) -> dict[str, float]:
+) -> None:
     """Every rank's loss, and all gradients and parameters of the ranks together, equal the reference's.
 
     Args:
         tied: for each weight with several names these; the reference has the first.
         tolerances: of losses and gradients, and of parameters.
-
-    Returns:
-        The largest difference of ``"gradients"`` and of ``"parameters"``.
     """
     first_name = {name: names[0] for names in tied for name in names}
-    largest = {"gradients": 0.0, "parameters": 0.0}
     for rank, trained in enumerate(ranks):
         torch.testing.assert_close(
             trained.losses, reference.losses, rtol=tolerances[0], atol=0, msg=lambda m, r=rank: f"rank {r}: {m}"
@@ -115,14 +111,11 @@ def assert_same_training(
             for name, value in getattr(trained, kind).items():
                 source = first_name.get(name, name)
                 seen.add(source)
-                difference = _assert_close(value, expected[source], tolerance, f"{kind} of {name} on rank {rank}")
-                largest[kind] = max(largest[kind], difference)
+                _assert_close(value, expected[source], tolerance, f"{kind} of {name} on rank {rank}")
         assert seen == set(expected), f"{kind} held by no rank: {set(expected) - seen}"
-    return largest
 
 
-def _assert_close(value: Tensor, expected: Tensor, tolerance: float, what: str) -> float:
+def _assert_close(value: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
     assert value.shape == expected.shape, f"{what}: shape {value.shape}, expected {expected.shape}"
     difference = (value - expected).abs().max().item() / max(1.0, expected.abs().max().item())
     assert difference <= tolerance, f"{what} differ by {difference:.1e}, more than {tolerance:.0e}"
-    return difference
