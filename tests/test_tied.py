@@ -2,7 +2,8 @@
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -139,21 +140,21 @@ def test_what_looks_tied_is_named_by_names_that_can_be_declared(what: str) -> No
         assert name in dict(stages[stage].named_parameters())
 
 
+def engines(mine: nn.Module, n: int) -> list[Callable[[Any], object]]:
+    """Builds this rank's part of a pipeline of ``n`` ranks by either engine, given what is tied."""
+    mesh, ids = init_distributed(DistributedConfig(pp=n)), torch.zeros(1, dtype=torch.int64)
+
+    def in_parallel(tied: Any) -> None:
+        stage = build_pipeline_stage(mine, mesh, "cpu", inputs=ids)
+        build_pipeline_schedule(stage, n, nn.CrossEntropyLoss(), tied=tied)
+
+    return [lambda tied: Pipeline(build("1f1b", n, n), mine, F.cross_entropy, tied=tied), in_parallel]
+
+
 def built_on_rank(rank: int) -> list[str]:
     """What either engine says to ends that look tied: with nothing said, and with "nothing is tied" said."""
-    mesh = init_distributed(DistributedConfig(pp=2))
-    mine = head(embedding()) if rank else embedding()
-    ids = torch.zeros(2, 3, dtype=torch.int64)
-
-    def in_runtime(tied: list[Mapping[int, str]] | None) -> None:
-        Pipeline(build("1f1b", 2, 2), mine, F.cross_entropy, tied=tied)
-
-    def in_parallel(tied: list[Mapping[int, str]] | None) -> None:
-        stage = build_pipeline_stage(mine, mesh, "cpu", inputs=ids)
-        build_pipeline_schedule(stage, 2, nn.CrossEntropyLoss(), tied=tied)
-
-    said = []
-    for engine in (in_runtime, in_parallel):
+    mine, said = head(embedding()) if rank else embedding(), []
+    for engine in engines(mine, 2):
         with pytest.raises(ValueError, match="nothing says whether they are one weight") as refusal:
             engine(None)
         said.append(str(refusal.value))
@@ -161,7 +162,7 @@ def built_on_rank(rank: int) -> list[str]:
         engine([{0: "0.weight", 1: "0.weight"}])
     if rank:  # what one rank alone cannot look at keeps no rank waiting
         mine[0].weight = nn.Parameter(mine[0].weight.detach().as_subclass(Hidden))
-    for engine in (in_runtime, in_parallel):
+    for engine in engines(mine, 2):
         with pytest.raises((ValueError, RuntimeError), match="nobody looks at me"):
             engine(None)
     return said
@@ -220,18 +221,8 @@ class Predicting(nn.Sequential):
 
 def left_out_on_rank(rank: int) -> list[str]:
     """What either engine says to a tie of the two ends, with a third copy between them."""
-    mesh = init_distributed(DistributedConfig(pp=3))
-    mine = [embedding(), Predicting(*head(embedding())), head(embedding())][rank]
-
-    def in_runtime(tied: list[Mapping[int, str]]) -> None:
-        Pipeline(build("1f1b", 3, 3), mine, F.cross_entropy, tied=tied)
-
-    def in_parallel(tied: list[Mapping[int, str]]) -> None:
-        stage = build_pipeline_stage(mine, mesh, "cpu", inputs=torch.zeros(1, dtype=torch.int64))
-        build_pipeline_schedule(stage, 3, nn.CrossEntropyLoss(), tied=tied)
-
-    said = []
-    for engine in (in_runtime, in_parallel):
+    mine, said = [embedding(), Predicting(*head(embedding())), head(embedding())][rank], []
+    for engine in engines(mine, 3):
         with pytest.raises(ValueError, match="would be trained apart") as refusal:
             engine([TIE])
         said.append(str(refusal.value))

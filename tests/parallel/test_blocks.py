@@ -87,7 +87,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
         None,
         "'model' of the module is wrapped in DataParallel, which counts on one forward and one backward a step",
     ),
-    "no class of modules": (lambda: Block(4), 3, r"find_blocks: blocks is 3 \(an int\): pass "),
 }
 
 
