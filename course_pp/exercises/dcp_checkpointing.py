@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from course_pp.exercises.answer import Answer, written_call
-from course_pp.exercises.dcp_clinic import checkpoint_entries, grade_checkpoint_entries
+from course_pp.exercises.bench import flawed
 from course_pp.exercises.exercise import Exercise, Mistake, Stopped
 from course_pp.exercises.expect import expect_dict, expect_int, expect_list
-from course_pp.exercises.two_barriers import grade_save_together, save_together
+from course_pp.exercises.formula import Formula
 
-__all__ = ["EXERCISES"]
+__all__ = ["EXERCISES", "checkpoint_entries", "overlaps", "rectangle"]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a rectangle in a tensor."""
@@ -32,122 +40,70 @@ def rectangle(shape: tuple[int, int], tp_cuts: str, tp: int, tp_rank: int, dp: i
     return tuple(offsets), tuple(sizes)
 
 
-_Formula = Callable[..., Any]
-
-
-def _cut(rows: int, parts: int, part: int) -> tuple[int, int]:
-    most = -(-rows // parts)
-    first = min(part * most, rows)
-    return first, min(most, rows - first)
-
-
 def _fsdp_first(shape: Any, cut: str, tp: int, t: int, dp: int, d: int) -> Box:
     if cut != "rows":
         return rectangle(shape, cut, tp, t, dp, d)
-    first, rows = _cut(shape[0], dp, d)
+    (first, _), (rows, _) = rectangle(shape, "nothing", 1, 0, dp, d)
     return (first + t * (rows // tp), 0), (rows // tp, shape[1])
 
 
-def _without_offset_of_tp(shape: Any, cut: str, tp: int, t: int, dp: int, d: int) -> Box:
-    (first, start), sizes = rectangle(shape, cut, tp, t, dp, d)
-    return (first - (t * (shape[0] // tp) if cut == "rows" else 0), start), sizes
+_FIRST = "min(dp_rank * most, rows)"
+_ROWS = "min(most, rows - first)"
+_NO_END = "The second entry is the size, not the end."
 
-
-def _rounded_down(shape: Any, cut: str, tp: int, t: int, dp: int, d: int) -> Box:
-    (first, start), (rows, numbers) = rectangle(shape, cut, tp, t, 1, 0)
-    return (first + d * (rows // dp), start), (rows // dp, numbers)
-
-
-def _rest_to_the_last(shape: Any, cut: str, tp: int, t: int, dp: int, d: int) -> Box:
-    (first, start), (rows, numbers) = rectangle(shape, cut, tp, t, 1, 0)
-    each = rows // dp
-    return (first + d * each, start), (rows - d * each if d == dp - 1 else each, numbers)
-
-
-def _not_shortened(shape: Any, cut: str, tp: int, t: int, dp: int, d: int) -> Box:
-    (first, start), (rows, numbers) = rectangle(shape, cut, tp, t, 1, 0)
-    most = -(-rows // dp)
-    return (first + d * most, start), (most, numbers)
-
-
-def _may_be_negative(shape: Any, cut: str, tp: int, t: int, dp: int, d: int) -> Box:
-    (first, start), (rows, numbers) = rectangle(shape, cut, tp, t, 1, 0)
-    most = -(-rows // dp)
-    return (first + d * most, start), (min(most, rows - d * most), numbers)
-
-
-def _with_ends(*case: Any) -> Box:
-    offsets, sizes = rectangle(*case)
-    return offsets, tuple(a + n for a, n in zip(offsets, sizes, strict=True))
-
-
-def _nothing_as_rows(shape: Any, cut: str, tp: int, t: int, dp: int, d: int) -> Box:
-    return rectangle(shape, "rows" if cut == "nothing" else cut, tp, t, dp, d)
-
-
-def _other_dimension(shape: Any, cut: str, *rest: int) -> Box:
-    return rectangle(shape, {"rows": "columns", "columns": "rows"}.get(cut, cut), *rest)
-
-
-def _as_numpy_splits(shape: Any, cut: str, tp: int, t: int, dp: int, d: int) -> Box:
-    (first, start), (rows, numbers) = rectangle(shape, cut, tp, t, 1, 0)
-    each, rest = divmod(rows, dp)
-    return (first + d * each + min(d, rest), start), (each + (d < rest), numbers)
-
-
-_WRONG_RECTANGLES: Sequence[tuple[_Formula, str]] = (
+_WRONG_RECTANGLES = (
     (_fsdp_first, "Tensor parallelism cuts first; FSDP cuts the rows of what is left (08). Here it is reversed."),
-    (_without_offset_of_tp, "Offsets count from the corner of the whole matrix: those of both cuts add up."),
-    (_rounded_down, "Where dp does not divide the rows, rounding down leaves some of them to nobody."),
-    (_rest_to_the_last, "torch.chunk rounds up: all parts are equally large but the last ones, which may be empty."),
-    (_as_numpy_splits, "torch.chunk rounds up: all parts but the last ones are equally large. Yours even them out."),
-    (_not_shortened, "The last parts end where the matrix ends: take the smaller of the part and what is left."),
-    (_may_be_negative, "Where nothing is left, the size is 0 and not less."),
-    (_with_ends, "The second entry is the size, not the end."),
-    (lambda *case: rectangle(*case)[::-1], "The offsets come first, then the sizes."),
-    (_other_dimension,
+    (flawed(rectangle, ("offsets[0] += first", "offsets[0] = first")),
+     "Offsets count from the corner of the whole matrix: those of both cuts add up."),
+    (flawed(rectangle, ("-(-rows // dp)", "rows // dp")),
+     "Where dp does not divide the rows, rounding down leaves some of them to nobody."),
+    (flawed(rectangle, ("-(-rows // dp)", "rows // dp"), (_ROWS, "rows - first if dp_rank == dp - 1 else most")),
+     "torch.chunk rounds up: all parts are equally large but the last ones, which may be empty."),
+    (flawed(rectangle, (_FIRST, "dp_rank * (rows // dp) + min(dp_rank, rows % dp)"),
+            (_ROWS, "rows // dp + (dp_rank < rows % dp)")),
+     "torch.chunk rounds up: all parts but the last ones are equally large. Yours even them out."),
+    (flawed(rectangle, (_ROWS, "most")),
+     "The last parts end where the matrix ends: take the smaller of the part and what is left."),
+    (flawed(rectangle, ("tuple(sizes)", "tuple(map(sum, zip(offsets, sizes)))")), _NO_END),
+    (flawed(rectangle, ("tuple(offsets), tuple(sizes)", "tuple(sizes), tuple(offsets)")),
+     "The offsets come first, then the sizes."),
+    (flawed(rectangle, ('0 if tp_cuts == "rows" else 1', '1 if tp_cuts == "rows" else 0')),
      'With `"rows"` each rank gets some of the rows, dimension 0, and all columns; with `"columns"` the reverse.'),
-    (_nothing_as_rows, "Where tensor parallelism cuts nothing, each of its ranks has the matrix whole."),
-    (lambda shape, cut, tp, t, dp, d: rectangle(shape, cut, tp, t, 1, 0), "FSDP does not cut anything in your answer."),
-    (lambda shape, cut, tp, t, dp, d: rectangle(shape, "nothing", tp, t, dp, d),
-     "Tensor parallelism does not cut anything in your answer."),
+    (flawed(rectangle, ('tp_cuts != "nothing"', "True"), ('0 if tp_cuts == "rows" else 1', 'tp_cuts == "columns"')),
+     "Where tensor parallelism cuts nothing, each of its ranks has the matrix whole."),
+    (flawed(rectangle, (_FIRST, "0"), (_ROWS, "rows")), "FSDP does not cut anything in your answer."),
+    (flawed(rectangle, ('tp_cuts != "nothing"', "False")), "Tensor parallelism does not cut anything in your answer."),
+)  # fmt: skip
+
+_CUTS = (
+    ((96, 32), "rows", 2, 2), ((32, 96), "columns", 2, 2), ((32, 32), "nothing", 2, 4), ((10, 6), "rows", 2, 3),
+    ((9, 4), "columns", 4, 4), ((8, 8), "nothing", 1, 1), ((6, 8), "rows", 3, 4),
 )  # fmt: skip
 
 
+def _read_box(value: Any, call: str) -> Box:
+    offsets, sizes = (
+        tuple(expect_int(each, f"{call}[{i}][{j}]") for j, each in enumerate(expect_list(row, f"{call}[{i}]", 2)))
+        for i, row in enumerate(expect_list(value, call, 2))
+    )
+    return offsets, sizes
+
+
+_CASES = [(shape, cut, tp, t, dp, d) for shape, cut, tp, dp in _CUTS for t in range(tp) for d in range(dp)]
+_HELD = Formula(rectangle, [case for case in _CASES if 0 not in rectangle(*case)[1]], _WRONG_RECTANGLES, read=_read_box)
+# Where something empty lies makes no difference.
+_EMPTY = Formula(
+    lambda *case: rectangle(*case)[1],
+    [case for case in _CASES if 0 in rectangle(*case)[1]],
+    otherwise="Where nothing is left, the size is 0 and not less.",
+    read=lambda value, call: _read_box(value, call)[1],
+    call=lambda *case: f"{written_call('rectangle', *case)}[1]",
+)
+
+
 def _grade_rectangle(answer: Answer) -> None:
-    cuts = [((96, 32), "rows", 2, 2), ((32, 96), "columns", 2, 2), ((32, 32), "nothing", 2, 4)]
-    cuts += [((10, 6), "rows", 2, 3), ((9, 4), "columns", 4, 4), ((8, 8), "nothing", 1, 1), ((6, 8), "rows", 3, 4)]
-    cases = [(shape, cut, tp, t, dp, d) for shape, cut, tp, dp in cuts for t in range(tp) for d in range(dp)]
-    found = [
-        _as_box(got, written_call(answer.name, *case)) for case, got in zip(cases, answer.calls(cases), strict=True)
-    ]
-    if (index := _first_difference(found, [rectangle(*case) for case in cases])) is None:
-        return
-    causes = [why for wrong, why in _WRONG_RECTANGLES if _first_difference(found, [wrong(*c) for c in cases]) is None]
-    if not causes:
-        # Where nothing is left, one mistake has many faces.
-        held = [(case, got) for case, got in zip(cases, found, strict=True) if 0 not in rectangle(*case)[1]]
-        causes = [why for wrong, why in _WRONG_RECTANGLES if all(got == wrong(*case) for case, got in held)]
-    call = written_call(answer.name, *cases[index])
-    symptom = f"`{call}` gave {found[index]}, which should be {rectangle(*cases[index])}."
-    raise Mistake(symptom, causes[0] if causes else "")
-
-
-def _first_difference(found: Sequence[Box], right: Sequence[Box]) -> int | None:
-    for i, (a, b) in enumerate(zip(found, right, strict=True)):
-        # Where something empty lies makes no difference.
-        if a != b and not (a[1] == b[1] and 0 in a[1]):
-            return i
-    return None
-
-
-def _as_box(value: Any, call: str) -> Box:
-    offsets, sizes = expect_list(value, call, 2)
-    return _integers(offsets, f"{call}[0]"), _integers(sizes, f"{call}[1]")
-
-
-def _integers(value: Any, what: str) -> tuple[int, ...]:
-    return tuple(expect_int(each, f"{what}[{i}]") for i, each in enumerate(expect_list(value, what, 2)))
+    _HELD(answer)
+    _EMPTY(answer)
 
 
 def overlaps(wanted: Box, pieces: dict[str, Box]) -> dict[str, Box]:
@@ -161,100 +117,49 @@ def overlaps(wanted: Box, pieces: dict[str, Box]) -> dict[str, Box]:
     return reads
 
 
-def _overlaps_with(
-    counts: Callable[[tuple[int, ...]], bool] = lambda sizes: min(sizes) > 0,
-    told: Callable[[tuple[int, ...], tuple[int, ...], Box, Box], Box] = lambda first, sizes, piece, wanted: (
-        first, sizes),
-) -> _Formula:  # fmt: skip
-    """``overlaps``, but for what is given."""
-
-    def formula(wanted: Box, pieces: Mapping[str, Box]) -> dict[str, Box]:
-        reads = {}
-        for file, piece in pieces.items():
-            first = tuple(map(max, piece[0], wanted[0]))
-            ends = [min(a + n, b + k) for a, n, b, k in zip(*piece, *wanted, strict=True)]
-            sizes = tuple(b - a for a, b in zip(first, ends, strict=True))
-            if counts(sizes):
-                reads[file] = told(first, sizes, piece, wanted)
-        return reads
-
-    return formula
-
-
-def _minus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
-    return tuple(x - y for x, y in zip(a, b, strict=True))
-
-
-def _plus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
-    return tuple(x + y for x, y in zip(a, b, strict=True))
-
-
+_IF = "all(a < b for a, b in zip(first, ends, strict=True))"
+_ADD = "reads[file] = first, tuple(b - a for a, b in zip(first, ends, strict=True))"
+_ALL_COLUMNS = (_ADD, "reads[file] = (first[0], offsets[1]), (ends[0] - first[0], sizes[1])")
 _NOT_ROWS_ALONE = "They have to overlap in every dimension, not in the rows alone."
 
-
-def _all_columns(first: Any, sizes: Any, piece: Box, wanted: Box) -> Box:
-    return (first[0], piece[0][1]), (sizes[0], piece[1][1])
-
-
-def _whole_pieces_alone(wanted: Box, pieces: dict[str, Box]) -> dict[str, Box]:
-    return {file: box for file, box in overlaps(wanted, pieces).items() if box == pieces[file]}
-
-
-_WRONG_OVERLAPS: Sequence[tuple[_Formula, str]] = (
-    (_overlaps_with(lambda sizes: min(sizes) >= 0),
+_WRONG_OVERLAPS = (
+    (flawed(overlaps, ("all(a < b", "all(a <= b")),
      "Rectangles that only touch share nothing: an overlap has more than 0 rows and columns."),
-    (_overlaps_with(lambda sizes: max(sizes) > 0),
-     "They have to overlap in every dimension, not in one of them."),
-    (_overlaps_with(lambda sizes: sizes[0] > 0), _NOT_ROWS_ALONE),
-    (_overlaps_with(lambda sizes: sizes[0] > 0, _all_columns), _NOT_ROWS_ALONE),
-    (_overlaps_with(told=_all_columns), _NOT_ROWS_ALONE),
-    (_whole_pieces_alone, "A piece of which only a part is wanted is read, too: that part of it."),
-    (_overlaps_with(lambda sizes: True), "A file that has nothing of what is wanted is not read: leave it out."),
-    (_overlaps_with(told=lambda first, sizes, piece, wanted: (first, _plus(first, sizes))),
-     "The second entry is the size, not the end."),
-    (_overlaps_with(told=lambda first, sizes, piece, wanted: piece),
+    (flawed(overlaps, ("all(a < b", "any(a < b")), "They have to overlap in every dimension, not in one of them."),
+    (flawed(overlaps, (_IF, "first[0] < ends[0]")), _NOT_ROWS_ALONE),
+    (flawed(overlaps, (_IF, "first[0] < ends[0]"), _ALL_COLUMNS), _NOT_ROWS_ALONE),
+    (flawed(overlaps, _ALL_COLUMNS), _NOT_ROWS_ALONE),
+    (lambda wanted, pieces: {file: box for file, box in overlaps(wanted, pieces).items() if box == pieces[file]},
+     "A piece of which only a part is wanted is read, too: that part of it."),
+    (flawed(overlaps, (_IF, "True")), "A file that has nothing of what is wanted is not read: leave it out."),
+    (flawed(overlaps, (_ADD, "reads[file] = first, ends")), _NO_END),
+    (flawed(overlaps, (_ADD, "reads[file] = offsets, sizes")),
      "Those are the whole pieces. Only the part of each that is wanted is read."),
-    (_overlaps_with(told=lambda first, sizes, piece, wanted: (_minus(first, piece[0]), sizes)),
+    (flawed(overlaps, ("reads[file] = first", "reads[file] = tuple(a - b for a, b in zip(first, offsets))")),
      "Those offsets count from the corner of the piece; the whole tensor's is asked for."),
-    (_overlaps_with(told=lambda first, sizes, piece, wanted: (_minus(first, wanted[0]), sizes)),
+    (flawed(overlaps, ("reads[file] = first", "reads[file] = tuple(a - b for a, b in zip(first, wanted[0]))")),
      "Those offsets count from the corner of what is wanted; the whole tensor's is asked for."),
 )  # fmt: skip
 
-
-def _grade_overlaps(answer: Answer) -> None:
-    rows: dict[str, Box] = {f"__{i}_0.distcp": ((8 * i, 0), (8, 24)) for i in range(4)}
-    columns: dict[str, Box] = {f"__{i}_0.distcp": ((0, 12 * i), (32, 12)) for i in range(2)}
-    quarters: dict[str, Box] = {
-        f"__{2 * i + j}_0.distcp": ((16 * i, 12 * j), (16, 12)) for i in range(2) for j in range(2)
-    }
-    wanted: list[Box] = [
-        ((0, 0), (32, 24)),
-        ((16, 0), (16, 24)),
-        ((0, 12), (32, 12)),
-        ((4, 6), (8, 10)),
-        ((31, 23), (1, 1)),
-    ]
-    cases = [(each, pieces) for pieces in (quarters, rows, columns) for each in wanted]
-    found = []
-    for case, got in zip(cases, answer.calls(cases), strict=True):
-        call = written_call(answer.name, *case)
-        found.append({file: _as_box(box, f"{call}[{file!r}]") for file, box in expect_dict(got, call).items()})
-    if found == [overlaps(*case) for case in cases]:
-        return
-    causes = [why for wrong, why in _WRONG_OVERLAPS if found == [wrong(*case) for case in cases]]
-    raise _misread(found, cases, causes[0] if causes else "")
+# Two files each, so that a message can show both.
+_PIECES: tuple[dict[str, Box], ...] = (
+    {"a": ((0, 0), (16, 12)), "b": ((16, 12), (16, 12))},
+    {"a": ((0, 12), (16, 12)), "b": ((16, 0), (16, 12))},
+    {"a": ((0, 0), (16, 24)), "b": ((16, 0), (16, 24))},
+    {"a": ((0, 0), (32, 12)), "b": ((0, 12), (32, 12))},
+)
+_WANTED: tuple[Box, ...] = (
+    ((16, 0), (16, 24)), ((0, 12), (32, 12)), ((4, 6), (8, 10)), ((0, 0), (32, 24)), ((31, 23), (1, 1)),
+)  # fmt: skip
 
 
-def _misread(found: list[dict[str, Box]], cases: list[tuple[Box, dict[str, Box]]], cause: str) -> Mistake:
-    """What is wrong with the first file that is."""
-    for reads, (wanted, pieces) in zip(found, cases, strict=True):
-        right = overlaps(wanted, pieces)
-        for file in (*pieces, *reads):
-            if reads.get(file) != right.get(file):
-                symptom = f"Wanted is {wanted}. Of {file} your answer reads {reads.get(file, 'nothing')}."
-                holds = f"{file} has {pieces[file]}" if file in pieces else f"{file} is not among `pieces`"
-                return Mistake(symptom, cause, f"{holds}; to be read: {right.get(file, 'nothing')}.")
-    raise AssertionError("there is a wrong answer, but no wrong file")
+def _read_boxes(value: Any, call: str) -> dict[Any, Box]:
+    return {file: _read_box(box, f"{call}[{file!r}]") for file, box in expect_dict(value, call).items()}
+
+
+_grade_overlaps = Formula(
+    overlaps, [(each, pieces) for pieces in _PIECES for each in _WANTED], _WRONG_OVERLAPS, read=_read_boxes
+)
 
 
 Sizes = dict[str, int]
@@ -273,50 +178,40 @@ def newest_whole(directories: dict[str, Sizes], manifests: dict[str, Sizes]) -> 
     return steps[max(steps)] if steps else None
 
 
-_SIZES = {"__0_0.distcp": 100, "__1_0.distcp": 101, "state.json": 102}
+_SIZES = {"0.distcp": 100, "1.distcp": 101, "state.json": 102}
+_UNSEALED = dict(_SIZES)
+_NO_NAME = "Only `step_` and a number is the name of a checkpoint: the others are being written, or somebody's copies."
 
-
-def _whole(cut: str = "", lost: str = "", extra: str = "", sealed: bool = True) -> tuple[Sizes, Sizes | None]:
-    """Files and manifest of a checkpoint, whole unless told otherwise."""
-    files = {name: size - 7 * (name == cut) for name, size in _SIZES.items() if name != lost}
-    return files | ({extra: 5} if extra else {}), (_SIZES if sealed else None)
-
-
-_LISTINGS: tuple[tuple[dict[str, tuple[Sizes, Sizes | None]], str | None, str], ...] = (
-    ({"step_00000004": _whole(), "step_00000008": _whole(), "step_00000006": _whole()}, "step_00000008",
+_LISTINGS: tuple[tuple[dict[str, Sizes], str | None, str], ...] = (
+    ({"step_4": _SIZES, "step_8": _SIZES, "step_6": _SIZES}, "step_8",
      "It is the highest step that counts, whatever the order of the listing."),
-    ({"step_00000004": _whole(), "step_00000008": _whole(sealed=False)}, "step_00000004",
+    ({"step_4": _SIZES, "step_8": _UNSEALED}, "step_4",
      "A directory without a manifest was never declared whole, although all files may be there. The one before it "
      "is to be used."),
-    ({"step_00000004": _whole(), "step_00000008": _whole(lost="__1_0.distcp")}, "step_00000004",
+    ({"step_4": _SIZES, "step_8": {"0.distcp": 100, "state.json": 102}}, "step_4",
      "The manifest names a file that is not there."),
-    ({"step_00000004": _whole(), "step_00000008": _whole(cut="__1_0.distcp")}, "step_00000004",
+    ({"step_4": _SIZES, "step_8": _SIZES | {"1.distcp": 94}}, "step_4",
      "A file is there, but shorter than the manifest says."),
-    ({"step_00000004": _whole(), "step_00000008": _whole(cut="__0_0.distcp")}, "step_00000004",
+    ({"step_4": _SIZES, "step_8": _SIZES | {"1.distcp": 108}}, "step_4",
+     "A file is there, but longer than the manifest says: it is not the one that was sealed."),
+    ({"step_4": _SIZES, "step_8": _SIZES | {"0.distcp": 101, "1.distcp": 100}}, "step_4",
+     "Each size belongs to a name: here two files have changed theirs."),
+    ({"step_4": _SIZES, "step_8": _SIZES | {"0.distcp": 93}}, "step_4",
      "Each file that the manifest names counts, the first as well."),
-    ({"step_00000004": _whole(), ".step_00000008.tmp-3f2a": _whole(), "step_00000008.bak": _whole()}, "step_00000004",
-     "Only `step_` and a number is the name of a checkpoint: the others are being written, or somebody's copies."),
-    ({".step_00000008.tmp-3f2a": _whole(), "step_00000004": _whole()}, "step_00000004",
+    ({"step_4": _SIZES, ".step_8.tmp-3f2a": _SIZES, "step_8.bak": _SIZES}, "step_4", _NO_NAME),
+    ({".step_8.tmp-3f2a": _SIZES, "step_4": _SIZES}, "step_4",
      "What is no checkpoint is passed over, and the search goes on after it."),
-    ({"step_00000004": _whole(), "copy_00000008": _whole()}, "step_00000004",
-     "Only `step_` and a number is the name of a checkpoint: the others are being written, or somebody's copies."),
-    ({"step_99999999": _whole(), "step_100000000": _whole()}, "step_100000000",
-     "As text, 9 comes after 1: compare numbers."),
-    ({"step_00000004": _whole(), "step_00000008": _whole(extra="tokenizer.json")}, "step_00000008",
+    ({"step_4": _SIZES, "copy_8": _SIZES}, "step_4", _NO_NAME),
+    ({"step_9": _SIZES, "step_10": _SIZES}, "step_10", "As text, 9 comes after 1: compare numbers."),
+    ({"step_4": _SIZES, "step_8": _SIZES | {"tokenizer.json": 5}}, "step_8",
      "A file more than the manifest names does no harm."),
-    ({"step_00000004": _whole(lost="state.json")}, None, "If none is whole, the answer is None."),
+    ({"step_4": {"0.distcp": 100, "1.distcp": 101}}, None, "If none is whole, the answer is None."),
     ({}, None, "If there is none, the answer is None."),
 )  # fmt: skip
 
 
 def _grade_newest_whole(answer: Answer) -> None:
-    cases = [
-        (
-            {name: files for name, (files, _) in listing.items()},
-            {name: manifest for name, (_, manifest) in listing.items() if manifest is not None},
-        )
-        for listing, _, _ in _LISTINGS
-    ]
+    cases = [(files, {name: _SIZES for name in files if files[name] is not _UNSEALED}) for files, _, _ in _LISTINGS]
     examples = ["directories = {}\nmanifests = {}".format(*case) for case in cases]
     try:
         found = answer.calls(cases, call=answer.name)
@@ -324,14 +219,320 @@ def _grade_newest_whole(answer: Answer) -> None:
         # The first listing has nothing in it that an answer could stumble over in particular.
         cause = e.cause or (_LISTINGS[e.row][2] if e.row else "")
         raise Mistake(e.symptom, cause, examples[e.row]) from None
-    for i, (got, (_, right, why)) in enumerate(zip(found, _LISTINGS, strict=True)):
-        if got == right:
-            continue
+    for i, (got, (_, right, cause)) in enumerate(zip(found, _LISTINGS, strict=True)):
         if got is not None and not isinstance(got, str):
             raise Mistake(f"`newest_whole` gave {got!r:.60}; a name or None is asked for.")
-        if got is None and i == 0:
-            why = f"`{right}` is whole: it has a manifest, and every file in that is there with its size."
-        raise Mistake(f"`newest_whole` gave {got!r}, which should be {right!r}.", why, examples[i])
+        if got != right:
+            if got is None and i == 0:
+                cause = f"`{right}` is whole: it has a manifest, and every file in that is there with its size."
+            raise Mistake(f"`newest_whole` gave {got!r}, which should be {right!r}.", cause, examples[i])
+
+
+def save_together(rank: int, write: Callable[[], None], publish: Callable[[], None]) -> None:
+    """Write this rank's piece; publish once, when all pieces are there; return when it is published."""
+    write()
+    dist.barrier()
+    if rank == 0:
+        publish()
+    dist.barrier()
+
+
+_N_SAVERS, _PATIENCE_S, _POLL_S = 3, 0.5, 0.002
+_Complaint = tuple[int, str, str]
+"""How early it is told, symptom, cause."""
+_TOO_EARLY = "Who publishes must know that all the others have written: a barrier after `write()`."
+
+
+class _Desk:
+    """The draft and the published checkpoint of one save, as marks in a folder that all ranks see."""
+
+    def __init__(self, folder: Path, rank: int, slow: int | None) -> None:
+        self._folder, self._rank, self._slow = folder, rank, slow
+        self.complaints: list[_Complaint] = []
+        self._barrier = dist.barrier
+
+    def barrier(self, *args: Any, **kwargs: Any) -> Any:
+        """Call ``dist.barrier``, in whose place it stands, and leave a mark."""
+        self._mark(f"barrier.{self._rank}.{time.monotonic_ns()}")
+        return self._barrier(*args, **kwargs)
+
+    def write(self) -> None:
+        """Write this rank's piece; the slow rank's comes after the publishing, unless that waits for it."""
+        if self._rank == self._slow:
+            self._wait_for("published")
+        if self._marks("published"):
+            told = f"Rank {self._rank} wrote its piece after the checkpoint was published without it."
+            self.complaints.append((4, told, _TOO_EARLY))
+        self._mark(f"piece.{self._rank}")
+
+    def publish(self) -> None:
+        """Give the draft its name; takes as long as another rank needs to return, unless that waits for it."""
+        pieces = len(self._marks("piece"))
+        self._mark(f"published.{self._rank}.{time.monotonic_ns()}")
+        if pieces < _N_SAVERS:
+            told = f"Rank {self._rank} published when {pieces} of {_N_SAVERS} pieces were there."
+            self.complaints.append((3, told, _TOO_EARLY))
+        if self._slow is None:
+            self._wait_for("returned")
+        self._mark("named.")
+
+    def returned(self) -> None:
+        """The answer came back on this rank; wait until it has on every rank, and look at what all have left.
+
+        By marks: a barrier here would be taken for the other half of one that the answer calls on some ranks alone.
+
+        Raises:
+            Mistake: if another rank waits in a barrier that this one has never called.
+        """
+        if not self._marks("named"):
+            told = f"Rank {self._rank} returned before the checkpoint was published."
+            cause = "Who returns takes the checkpoint for granted, and may load it or delete the one before: a barrier "
+            self.complaints.append((5, told, f"{cause}after `publish()`, on all ranks."))
+        self._mark(f"returned.{self._rank}")
+        while len(self._marks("returned")) < _N_SAVERS:
+            calls = [len(self._marks(f"barrier.{rank}")) for rank in range(_N_SAVERS)]
+            most = max(calls)
+            # A barrier returns when all have called it, so nobody is behind a rank that is back.
+            if most > (own := calls[self._rank]):
+                raise Mistake(
+                    f"Rank {calls.index(most)} called `barrier` {_times(most)}, rank {self._rank} {_times(own)}.",
+                    "A barrier returns when all ranks have called it: every rank has to call each.",
+                )
+            time.sleep(_POLL_S)
+        published = [name.split(".")[1] for name in self._marks("published")]
+        if not self._marks(f"piece.{self._rank}"):
+            self.complaints.append((0, f"Rank {self._rank} never wrote its piece.", "Every rank writes its own piece."))
+        if not published:
+            self.complaints.append((1, "Nobody called `publish()`.", "One rank has to publish."))
+        if len(published) > 1:
+            by = f"by rank{'s' * (len(set(published)) > 1)} {', '.join(sorted(set(published)))}"
+            told = f"`publish()` was called {_times(len(published))}, {by}."
+            self.complaints.append((2, told, "One rank publishes, once; the others wait for it."))
+
+    def _mark(self, name: str) -> None:
+        (self._folder / name).touch()
+
+    def _marks(self, kind: str) -> list[str]:
+        return [path.name for path in self._folder.glob(f"{kind}*")]
+
+    def _wait_for(self, kind: str) -> None:
+        end = time.monotonic() + _PATIENCE_S
+        while not self._marks(kind) and time.monotonic() < end:
+            time.sleep(_POLL_S)
+
+
+def _times(n: int) -> str:
+    return ("never", "once", "twice")[n] if n < 3 else f"{n} times"
+
+
+def _saved_on_rank(rank: int, fn: Callable[..., Any], folder: str) -> list[_Complaint]:
+    """Complaints of this rank: with each rank slow to write in turn, then with a slow publishing."""
+    found = []
+    dist.barrier()  # so that nobody's patience ends while another is still starting
+    for slow in (*range(_N_SAVERS), None):
+        place = Path(folder) / str(slow)
+        place.mkdir(exist_ok=True)
+        desk = _Desk(place, rank, slow)
+        with mock.patch.object(dist, "barrier", desk.barrier):
+            fn(rank, desk.write, desk.publish)
+        desk.returned()
+        found += desk.complaints
+    return found
+
+
+def _grade_save_together(answer: Answer) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = answer.on_ranks(_N_SAVERS, _saved_on_rank, folder)
+    if complaints := [complaint for rank in ranks for complaint in rank]:
+        _, symptom, cause = min(complaints)
+        raise Mistake(symptom, cause)
+
+
+def checkpoint_entries(
+    stage: nn.Module, optimizer: torch.optim.Optimizer, coordinates: dict[str, int], step: int
+) -> dict[str, Any]:
+    """What this rank adds to the checkpoint: key -> tensor or number."""
+    entries: dict[str, Any] = {"step": step}
+    for name, parameter in stage.named_parameters():
+        entries[f"model.{name}"] = parameter.detach()
+        for slot, value in optimizer.state[parameter].items():
+            entries[f"optimizer.{name}.{slot}"] = value
+    place = ".".join(f"{dimension}{index}" for dimension, index in coordinates.items())
+    entries[f"rng.{place}"] = torch.get_rng_state()
+    return entries
+
+
+_N_RANKS, _N_LAYERS, _STEP = 4, 4, 1234
+# In the first, each key that is too short has two meanings. In the last, the optimizer's order is another.
+_RUNS = (
+    ("pp × dp_shard = 2 × 2", 2, False), ("pp × dp_shard = 4 × 1", 4, False), ("pp × dp_shard = 1 × 4", 1, False),
+    ("the parameters in two groups of the optimizer, biases first,", 2, True),
+)  # fmt: skip
+
+
+class _Given(NamedTuple):
+    """What the answer gave on one rank in one layout.
+
+    Attributes:
+        place: the coordinates.
+        entries: as it returned them, tensors copied.
+        generator: the state of the random number generator at the time.
+        later: the keys it gave after one more step.
+        turned: the keys it gave the generator when the coordinates came in the other order.
+    """
+
+    place: dict[str, int]
+    entries: dict[Any, Any]
+    generator: Tensor
+    later: list[Any]
+    turned: list[Any]
+
+
+def _trained(pp: int, index: int, regrouped: bool = False) -> tuple[nn.Module, torch.optim.AdamW]:
+    """A stage after one step; regrouped, the optimizer has the same parameters in two groups, biases first."""
+    layers, each = nn.ModuleDict(), _N_LAYERS // pp
+    for number in range(index * each, (index + 1) * each):
+        torch.manual_seed(number)
+        layers[str(number)] = nn.Linear(3, 3, dtype=torch.float64)
+    stage = nn.ModuleDict({"layers": layers})
+    groups = [[p for p in stage.parameters() if p.dim() == dims] for dims in (1, 2)]
+    optimizer = torch.optim.AdamW([{"params": each} for each in groups] if regrouped else stage.parameters())
+    for parameter in stage.parameters():
+        parameter.grad = parameter.detach() ** 2
+    optimizer.step()
+    return stage, optimizer
+
+
+def _entries_on_rank(rank: int, fn: Callable[..., Any]) -> list[_Given]:
+    what, found = f"checkpoint_entries on rank {rank}", []
+    for _, pp, regrouped in _RUNS:
+        dp = _N_RANKS // pp
+        stage, optimizer = _trained(pp, rank // dp, regrouped)
+        torch.manual_seed(1000 * pp + rank)
+        state, place = torch.get_rng_state(), {"pp": rank // dp, "dp_shard": rank % dp}
+        given = expect_dict(fn(stage, optimizer, dict(place), _STEP), what)
+        entries = {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in given.items()}
+        turned = expect_dict(fn(stage, optimizer, dict(reversed(place.items())), _STEP), what)
+        optimizer.step()
+        later = expect_dict(fn(stage, optimizer, dict(place), _STEP + 1), what)
+        found.append(_Given(place, entries, state, list(later), _keys_of(state, turned)))
+    return found
+
+
+def _grade_checkpoint_entries(answer: Answer) -> None:
+    runs = list(zip(*answer.on_ranks(_N_RANKS, _entries_on_rank), strict=True))
+    merged = [_judge_run(f"With {where}", ranks) for (where, _, _), ranks in zip(_RUNS, runs, strict=True)]
+    first = merged[0]
+    for (where, _, regrouped), other in zip(_RUNS, merged, strict=True):
+        for key in {**first, **other}:
+            alone = key not in first or key not in other
+            if _is_generator(first.get(key, other.get(key))) or (not alone and _equal(first[key], other[key])):
+                continue
+            cause = (
+                "Another layout looks for it by a key that it makes itself: names of the whole model work, numbers of "
+                "stages and ranks do not."
+            )
+            if regrouped:
+                cause = (
+                    "`optimizer.state_dict()` numbers parameters in the order of its groups, which need not be that "
+                    "of `named_parameters()`. `optimizer.state[parameter]` needs no number."
+                )
+            what = "is written with one of the two alone" if alone else "means something else with each"
+            raise Mistake(f"`{key}` {what}: {_RUNS[0][0]}, and {where}.", cause)
+    _compare_places([given for ranks in runs[:-1] for given in ranks])
+
+
+def _judge_run(where: str, ranks: Sequence[_Given]) -> dict[Any, Any]:
+    """Join all ranks' entries in one dictionary; refuse it if a key has two meanings, or something is missing."""
+    merged: dict[Any, Any] = {}
+    writer: dict[Any, int] = {}
+    for rank, given in enumerate(ranks):
+        for key, value in given.entries.items():
+            if key in merged and not _equal(merged[key], value):
+                symptom = f"{where} ranks {writer[key]} and {rank} both write `{key}`, with different values"
+                raise Mistake(f"{symptom}: whoever writes last wins.", _why_two_meanings(str(key), value))
+            merged[key], writer[key] = value, rank
+    stage, optimizer = _trained(1, 0)
+    needed = {f"the weight {name}": parameter.detach() for name, parameter in stage.named_parameters()}
+    for name, parameter in stage.named_parameters():
+        needed |= {f"{slot} of {name}": value for slot, value in optimizer.state[parameter].items()}
+    for name, value in needed.items():
+        if not _keys_of(value, merged):
+            cause = "Weights and every slot of the optimizer's state are needed."
+            raise Mistake(f"{where} no entry holds {name}.", cause)
+    if not _keys_of(_STEP, merged):
+        cause = "Whoever resumes has to know how many steps are done, or the data begin again."
+        raise Mistake(f"{where} no entry holds the step, {_STEP}.", cause)
+    missing = [rank for rank, given in enumerate(ranks) if not _keys_of(given.generator, merged)]
+    if len(missing) == len(ranks):
+        raise Mistake(f"{where} no rank's random number generator is saved.", "`torch.get_rng_state()` is its state.")
+    if missing:
+        raise Mistake(
+            f"{where} the generator of rank {missing[0]} is not saved.",
+            "After resuming, it would draw what another rank draws: the same dropout masks twice. Every rank saves "
+            "its own.",
+        )
+    for rank, given in enumerate(ranks):
+        if changed := sorted(map(str, set(given.entries) ^ set(given.later))):
+            key = " ".join(changed[0].split())
+            raise Mistake(
+                f"After one more step, rank {rank} writes other keys, such as `{key:.60}`.",
+                "Who loads knows names and coordinates, and none of the values: make the keys of those.",
+            )
+    return merged
+
+
+def _why_two_meanings(key: str, value: Any) -> str:
+    if not isinstance(value, Tensor | int | float):
+        return f"An entry is a tensor or a number, not an object of class {type(value).__name__}."
+    if _is_generator(value):
+        return "Every rank has a generator of its own: its key needs the rank's coordinates."
+    if any(part.isdigit() for part in key.split(".")) and "layers" not in key:
+        return (
+            "An optimizer numbers the parameters of its own rank: 0 is another one on each stage. Take the "
+            "parameter's name."
+        )
+    return "The key does not say of which parameter it is: two ranks mean different things by it."
+
+
+def _compare_places(everyone: Sequence[_Given]) -> None:
+    """Equal coordinates need equal keys for the generator in every layout, other coordinates another."""
+    keys: list[tuple[dict[str, int], Any]] = []
+    for given in everyone:
+        key = _keys_of(given.generator, given.entries)[0]
+        if any((place == given.place) != (other == key) for place, other in keys):
+            raise Mistake(
+                f"`{key}` does not follow from the coordinates: other layouts have another rank there.",
+                "Rank 1 of 4 × 1 and rank 1 of 2 × 2 are in different places. Write all coordinates into the key.",
+            )
+        keys.append((given.place, key))
+    for given in everyone:
+        for place, key in keys:
+            if key in given.turned and place != given.place:
+                raise Mistake(
+                    f"`{key}` has two meanings: {place}, and, where a mesh has its dimensions in another order, "
+                    f"{dict(reversed(given.place.items()))}.",
+                    "Numbers alone do not say of which dimension. Write the names of the dimensions in, too.",
+                )
+
+
+def _keys_of(value: Any, entries: dict[Any, Any]) -> list[Any]:
+    return [key for key, each in entries.items() if _equal(value, each)]
+
+
+def _is_generator(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.uint8
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor) and a.dim():
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if any(isinstance(value, Tensor) and value.dim() for value in (a, b)):
+        return False
+    try:
+        return float(a) == float(b)
+    except (TypeError, ValueError):
+        return bool(a == b)
 
 
 EXERCISES: tuple[Exercise, ...] = (
@@ -370,7 +571,7 @@ EXERCISES: tuple[Exercise, ...] = (
             "`dist.barrier()` returns when all ranks have called it, so every rank has to call it.",
             "Write, barrier, publish on rank 0 alone, barrier.",
         ),
-        save_together, grade_save_together, limit_s=8.0,
+        save_together, _grade_save_together, limit_s=8.0,
     ),
     Exercise(
         "checkpoint_entries", "09", "bug clinic", 3, 9,
@@ -379,6 +580,6 @@ EXERCISES: tuple[Exercise, ...] = (
             "`stage.named_parameters()` gives the name, `optimizer.state[parameter]` the moments that belong to it.",
             "Keys: `model.NAME`, `optimizer.NAME.SLOT`, `rng.COORDINATES` with every rank's own state, and the step.",
         ),
-        checkpoint_entries, grade_checkpoint_entries, limit_s=20.0,
+        checkpoint_entries, _grade_checkpoint_entries, limit_s=20.0,
     ),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The graders of notebook 09, by what learners hand in."""
+"""The graders of notebook 09, by what learners hand in, and what it runs, by what its text says."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from course_pp.exercises import dcp_checkpointing_lab as lab
 from course_pp.exercises.dcp_checkpointing import overlaps, rectangle
-from course_pp.exercises.dcp_clinic import PATIENTS
-from course_pp.launch import on_ranks
-from course_pp.training.checkpoint import contents, save
+from course_pp.launch import RankDied, on_ranks
+from course_pp.parallel import DistributedConfig
+from course_pp.training.checkpoint import Piece, contents, find_latest, resume, save
 from tests.exercises.grading import accepts, refuses, verdict_of
 
 Answer = Callable[..., Any]
@@ -35,67 +36,19 @@ def test_a_rectangle_may_be_found_by_cutting_a_tensor() -> None:
     accepts("rectangle", by_cutting_a_tensor)
 
 
-def part(rows: int, parts: int, index: int) -> tuple[int, int]:
-    most = -(-rows // parts)
-    return min(index * most, rows), min(most, rows - min(index * most, rows))
-
-
-def split_as_numpy_does(rows: int, parts: int, index: int) -> tuple[int, int]:
-    sizes = [rows // parts + (i < rows % parts) for i in range(parts)]
-    return sum(sizes[:index]), sizes[index]
-
-
-def cutting(
-    rows_of: Answer = part,
-    tp_first: bool = True,
-    tp_offset: bool = True,
-    dim_of: Answer = DIMS.get,
-    ends: bool = False,
-    fsdp: bool = True,
-) -> Answer:
-    """The rectangle, right unless told otherwise."""
-
-    def answer(shape: Any, tp_cuts: str, tp: int, t: int, dp: int, d: int) -> Any:
-        dim, offsets, sizes = dim_of(tp_cuts), [0, 0], list(shape)
-        if not tp_first and dim == 0:
-            first, rows = part(shape[0], dp, d)
-            return (first + t * (rows // tp), 0), (rows // tp, shape[1])
-        if dim is not None:
-            sizes[dim] //= tp
-            offsets[dim] = t * sizes[dim]
-        if fsdp:
-            first, sizes[0] = rows_of(sizes[0], dp, d)
-            offsets[0] = first + offsets[0] * tp_offset
-        return tuple(offsets), tuple(a + n for a, n in zip(offsets, sizes, strict=True)) if ends else tuple(sizes)
-
-    return answer
+def with_one_row_at_least(*case: Any) -> Any:
+    offsets, sizes = by_cutting_a_tensor(*case)
+    return offsets, [max(1, n) for n in sizes]
 
 
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (cutting(tp_first=False), "Here it is reversed"),
-        (cutting(tp_offset=False), "those of both cuts add up"),
-        (cutting(lambda rows, n, i: (i * (rows // n), rows // n)), "some of them to nobody"),
+        (lambda *case: by_cutting_a_tensor(*case)[::-1], "The offsets come first, then the sizes"),
+        (lambda shape, cut, tp, t, dp, d: by_cutting_a_tensor(shape, cut, tp, t, 1, 0), "FSDP does not cut"),
         (
-            cutting(lambda rows, n, i: (i * (rows // n), rows - i * (rows // n) if i == n - 1 else rows // n)),
-            "rounds up",
-        ),
-        (cutting(lambda rows, n, i: (i * -(-rows // n), -(-rows // n))), "where the matrix ends"),
-        (cutting(lambda rows, n, i: (i * -(-rows // n), min(-(-rows // n), rows - i * -(-rows // n)))), "0 and not"),
-        (cutting(ends=True), "not the end"),
-        (cutting(dim_of=lambda cut: int(cut == "columns")), "has the matrix whole"),
-        (cutting(dim_of=lambda cut: None), "Tensor parallelism does not cut"),
-        (cutting(fsdp=False), "FSDP does not cut"),
-        (cutting(dim_of={"rows": 1, "columns": 0}.get), 'With `"rows"` each rank gets some of the rows'),
-        (cutting(split_as_numpy_does), "torch.chunk rounds up"),
-        (lambda *case: rectangle(*case)[::-1], "The offsets come first, then the sizes"),
-        (cutting(lambda rows, n, i: (min(i * -(-rows // n), rows), -(-rows // n))), "where the matrix ends"),
-        (
-            cutting(
-                lambda rows, n, i: (i * -(-rows // n), max(0, min(-(-rows // n), rows - i * -(-rows // n)))), ends=True
-            ),
-            "not the end",
+            lambda *case: [by_cutting_a_tensor(*case)[0], [max(1, n) for n in by_cutting_a_tensor(*case)[1]]],
+            "the size is 0",
         ),
         (lambda *case: (0, 0, 1, 1), "4 entries, not 2"),
         (lambda *case: ((0.0, 0), (1, 1)), "a whole number"),
@@ -145,51 +98,12 @@ def test_overlaps_may_be_found_number_by_number() -> None:
     accepts("overlaps", number_by_number)
 
 
-def reading(counts: Answer = lambda sizes: min(sizes) > 0, told: Answer | None = None) -> Answer:
-    def answer(wanted: Any, pieces: Any) -> Any:
-        reads = {}
-        for file, piece in pieces.items():
-            first = tuple(map(max, piece[0], wanted[0]))
-            sizes = tuple(min(a + n, b + k) - c for a, n, b, k, c in zip(*piece, *wanted, first, strict=True))
-            if counts(sizes):
-                reads[file] = told(first, sizes, piece, wanted) if told else (first, sizes)
-        return reads
-
-    return answer
-
-
-def less(a: Any, b: Any) -> tuple[int, ...]:
-    return tuple(x - y for x, y in zip(a, b, strict=True))
-
-
-def cut_in_rows(first: Any, sizes: Any, piece: Any, wanted: Any) -> Any:
-    return (first[0], piece[0][1]), (sizes[0], piece[1][1])
-
-
-by_rows_alone = reading(lambda sizes: sizes[0] > 0, cut_in_rows)
-by_rows_of_what_overlaps = reading(told=cut_in_rows)
-
-
-def whole_pieces_alone(wanted: Any, pieces: Any) -> Any:
-    return {file: box for file, box in overlaps(wanted, pieces).items() if box == pieces[file]}
-
-
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (reading(lambda sizes: min(sizes) >= 0), "only touch"),
-        (reading(lambda sizes: max(sizes) > 0), "not in one of them"),
-        (reading(lambda sizes: sizes[0] > 0), "the rows alone"),
-        (reading(lambda sizes: True), "leave it out"),
-        (reading(told=lambda first, sizes, piece, wanted: (first, less(first, [-n for n in sizes]))), "not the end"),
-        (reading(told=lambda first, sizes, piece, wanted: piece), "whole pieces"),
-        (reading(told=lambda first, sizes, piece, wanted: (less(first, piece[0]), sizes)), "corner of the piece"),
-        (reading(told=lambda first, sizes, piece, wanted: (less(first, wanted[0]), sizes)), "of what is wanted"),
-        (by_rows_alone, "in every dimension, not in the rows alone"),
-        (by_rows_of_what_overlaps, "in every dimension, not in the rows alone"),
-        (whole_pieces_alone, "A piece of which only a part is wanted is read, too"),
-        (lambda wanted, pieces: {}, "__0_0.distcp your answer reads nothing"),
-        (lambda wanted, pieces: {**overlaps(wanted, pieces), "x": wanted}, "x is not among"),
+        (lambda wanted, pieces: {file: pieces[file] for file in overlaps(wanted, pieces)}, "whole pieces"),
+        (lambda wanted, pieces: {}, "is {}, not {'b': ((16, 12), (16, 12))}"),
+        (lambda wanted, pieces: {**overlaps(wanted, pieces), "x": wanted}, "'x': ((16, 0), (16, 24))}, not"),
         (lambda wanted, pieces: list(pieces), "a dictionary is asked for"),
     ],
 )
@@ -240,6 +154,14 @@ def newest_if_whole(directories: Any, manifests: Any) -> Any:
             "the first as well",
         ),
         (choosing(whole=lambda manifest, files: manifest == files), "does no harm"),
+        (
+            choosing(whole=lambda manifest, files: manifest and all(files.get(f, 0) >= manifest[f] for f in manifest)),
+            "but longer",
+        ),
+        (
+            choosing(whole=lambda manifest, files: manifest and {*manifest.values()} <= {*files.values()}),
+            "Each size belongs to a name",
+        ),
         (choosing(named=lambda name: name.startswith("step_"), order=lambda name: name[5:13]), "somebody's copies"),
         (choosing(pick=lambda names, order: names[-1] if names else None), "whatever the order"),
         (choosing(pick=lambda names, order: max(names, key=order)), "ValueError"),
@@ -439,7 +361,7 @@ def test_what_a_rank_forgets_is_told_from_its_symptom(answer: Answer, words: str
 def test_patients_have_the_symptoms_that_the_notebook_tells() -> None:
     symptoms = {
         (name, dropout): on_ranks(2, patient, dropout)[0]
-        for name, patient in PATIENTS.items()
+        for name, patient in lab.PATIENTS.items()
         for dropout in (0.0, 0.1)
     }
     wrong = {case: [gap > 0 for gap in found.gaps] for case, found in symptoms.items()}
@@ -447,3 +369,61 @@ def test_patients_have_the_symptoms_that_the_notebook_tells() -> None:
     assert wrong["B", 0.0] == wrong["B", 0.1] == [True, True, True]
     assert (wrong["C", 0.0], wrong["C", 0.1]) == ([False] * 3, [True] * 3)
     assert [case for case, found in symptoms.items() if found.before != found.after] == []
+
+
+def trained(rank: int, layout: DistributedConfig, root: Path, until: int, die_in: int | None = None) -> list[float]:
+    trainee = lab.Trainee(layout)
+    parts = trainee.module, trainee.optimizer
+    loaded = resume(root, *parts, device_mesh=trainee.mesh)
+    losses = []
+    for step in range(loaded.step if loaded else 0, until):
+        losses.append(trainee.step(step, die=rank == 2 and step + 1 == die_in))
+        if step == 1:
+            save(root, 2, *parts, device_mesh=trainee.mesh)
+        elif step == 3:
+            if rank == 1:
+                lab.die_before_writing()
+            save(root, 4, *parts, device_mesh=trainee.mesh)
+    return losses
+
+
+@pytest.mark.long
+def test_a_rank_dies_in_a_step_and_in_a_save_and_another_layout_goes_on(tmp_path: Path) -> None:
+    four = DistributedConfig(pp=4)
+    with pytest.raises(RankDied, match=r"^rank 2 was ended by SIGKILL"):
+        on_ranks(4, trained, four, tmp_path, 3, 3)
+    with pytest.raises(RankDied, match=r"^rank 1 was ended by SIGKILL"):
+        on_ranks(4, trained, four, tmp_path, 4)
+    latest = find_latest(tmp_path)
+    assert latest is not None
+    assert latest.name == "step_00000002"
+    resumed = on_ranks(4, trained, DistributedConfig(pp=2, tp=2), tmp_path, 3)[0]
+    alone = on_ranks(1, trained, DistributedConfig(), tmp_path / "alone", 3)[0]
+    assert resumed == pytest.approx(alone[2:], rel=1e-12)
+
+
+def test_a_rank_reads_of_each_piece_what_it_wants() -> None:
+    pieces = [Piece((24 * i, 0), (24, 8), f"__{i}_0.distcp", 100) for i in range(3)]
+    assert lab.pieces_read(pieces, (20, 0), (8, 8)) == [
+        Piece((20, 0), (4, 8), "__0_0.distcp", 0),
+        Piece((24, 0), (4, 8), "__1_0.distcp", 0),
+    ]
+
+
+def test_without_barriers_half_is_published_or_the_old_one_found(tmp_path: Path) -> None:
+    assert lab.saves_in_a_hurry(tmp_path).splitlines() == [
+        "rank 1 writes late: back with step_2 (rank 0), step_2 (rank 1)",
+        "    draft_2/piece of rank 1",
+        "    step_2/piece of rank 0",
+        "rank 0 renames late: back with step_2 (rank 0), step_1 (rank 1)",
+        "    step_2/piece of rank 0",
+        "    step_2/piece of rank 1",
+    ]
+
+
+@pytest.mark.long
+def test_an_asynchronous_save_copies_weights_and_both_moments(tmp_path: Path) -> None:
+    saved = lab.save_meanwhile(tmp_path)
+    assert saved.copied == pytest.approx(3, rel=1e-3)
+    assert len(saved.stalls) == 6
+    assert str(saved).startswith("training stood still for ")

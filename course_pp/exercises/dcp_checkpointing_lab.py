@@ -1,4 +1,4 @@
-"""What notebook 09 runs: a small model at any layout, chosen deaths, hurried saves, and one beside steps."""
+"""What notebook 09 runs: a model at any layout, chosen deaths, hurried saves, one beside steps, ill trainers."""
 
 from __future__ import annotations
 
@@ -8,16 +8,22 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
-from course_pp.exercises.dcp_checkpointing import overlaps
+from course_pp.exercises.bench import flawed
+from course_pp.exercises.dcp_checkpointing import checkpoint_entries, overlaps
 from course_pp.launch import on_ranks
 from course_pp.model import CrossEntropy, ModelConfig, build_stage_module
 from course_pp.parallel import (
@@ -30,22 +36,10 @@ from course_pp.parallel import (
     get_pp_size,
     init_distributed,
 )
+from course_pp.runtime import Pipeline
+from course_pp.schedule import build
 from course_pp.training.checkpoint import AsyncSaver, Piece, save
 from course_pp.training.data import Batches, Sequences
-
-__all__ = [
-    "CONFIG",
-    "DATA",
-    "PROMPT",
-    "SavedMeanwhile",
-    "Trainee",
-    "die_before_writing",
-    "pieces_read",
-    "run_script",
-    "save_fresh",
-    "save_meanwhile",
-    "saves_in_a_hurry",
-]
 
 CONFIG = ModelConfig(dim=32, n_layers=4, n_heads=4, vocab_size=128, max_seq_len=256)
 """A byte is a token."""
@@ -63,18 +57,13 @@ DATA = Sequences(_WINDOWS[:, :-1], _WINDOWS[:, 1:])
 
 PROMPT = torch.tensor([list(b"Ranks die")])
 
-_PATIENCE_S = 60.0
-
 
 class Trainee:
     """The model at any layout of at most one pipeline stage a rank, in float64, with its optimizer and its data.
 
-    Make it on every rank.
-
     Attributes:
         mesh: of the ranks, None for one process.
-        module: this rank's part of the model.
-        optimizer: of that part.
+        module, optimizer: this rank's part.
         batches: the rows of each step, a function of seed and step.
     """
 
@@ -87,19 +76,17 @@ class Trainee:
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.01)
         self._pipeline: Any = None
         if pp > 1:
-            sizes: dict[str, Any] = {
-                "batch_size": _ROWS // _MICROBATCHES,
-                "seq_len": _SEQ_LEN,
-                "param_dtype": torch.float64,
-            }
-            stage = build_pipeline_stage(self.module, self.mesh, "cpu", **sizes)
+            stage = build_pipeline_stage(
+                self.module, self.mesh, "cpu", _ROWS // _MICROBATCHES, _SEQ_LEN, param_dtype=torch.float64
+            )
             self._pipeline = build_pipeline_schedule(stage, _MICROBATCHES, CrossEntropy())
 
     def step(self, step: int, die: bool = False) -> float:
         """Train on the rows of ``step``; return the loss of the batch. ``die`` ends this rank by SIGKILL half-way."""
         rows = self.batches[step]
         if die:
-            self._die_in_the_third_microbatch()
+            forwards = count(1)
+            self.module.register_forward_pre_hook(lambda *_: _die() if next(forwards) == 3 else None)
         self.optimizer.zero_grad()
         if self._pipeline is not None:
             loss = self._pipeline.step(rows.inputs, target=rows.targets)
@@ -108,16 +95,6 @@ class Trainee:
             loss.backward()
         self.optimizer.step()
         return float(loss.detach())
-
-    def _die_in_the_third_microbatch(self) -> None:
-        forwards: list[None] = []
-
-        def count(*_: Any) -> None:
-            forwards.append(None)
-            if len(forwards) == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        self.module.register_forward_pre_hook(count)
 
 
 def save_fresh(folder: Path, layouts: Mapping[str, DistributedConfig]) -> None:
@@ -132,16 +109,10 @@ def _save_fresh(rank: int, layout: DistributedConfig, root: Path) -> None:
 
 
 def run_script(line: str) -> None:
-    """Run a script and its arguments on two ranks of ``on_ranks``, which have torch imported.
-
-    Raises:
-        FileNotFoundError: the script is neither here nor in a folder above, where ``%torchrun`` looks for it, too.
-    """
+    """Run a script, found where ``%torchrun`` finds it, and its arguments on two ranks, which have torch imported."""
     name, *arguments = shlex.split(line)
-    here = Path.cwd()
-    script = next((folder / name for folder in (here, *here.parents) if (folder / name).exists()), None)
-    if script is None:
-        raise FileNotFoundError(f"there is no script {name!r} in {here} or above. Check its name and folder.")
+    folders = (Path.cwd(), *Path.cwd().parents)
+    script = next((folder / name for folder in folders if (folder / name).exists()), Path(name))
     # No process group: the script makes its own, for the devices it finds.
     on_ranks(2, _as_script, script, arguments, backend=None)
 
@@ -158,11 +129,11 @@ def _as_script(rank: int, script: Path, arguments: Sequence[str]) -> None:
 
 def die_before_writing() -> None:
     """Let this process end by SIGKILL when it is about to write its file of the next checkpoint."""
+    setattr(dcp.FileSystemWriter, "write_data", _die)  # noqa: B010
 
-    def die(*_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
 
-    setattr(dcp.FileSystemWriter, "write_data", die)  # noqa: B010
+def _die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def pieces_read(pieces: Sequence[Piece], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[Piece]:
@@ -204,10 +175,7 @@ def _save_in_a_hurry(rank: int, folder: Path, slow: int) -> str:
 
 
 def _wait_for(path: Path) -> None:
-    end = time.monotonic() + _PATIENCE_S
     while not path.exists():
-        if time.monotonic() > end:
-            raise TimeoutError(f"{path.name} has not appeared within {_PATIENCE_S:.0f} s")
         time.sleep(0.005)
 
 
@@ -263,3 +231,104 @@ def _timed_step(layers: nn.ModuleList, optimizer: torch.optim.Optimizer, x: Tens
     y.sum().backward()
     optimizer.step()
     return time.perf_counter() - begin
+
+
+_SAVED_AT, _LAST = 3, 6
+_Save = Callable[..., dict[str, Any]]
+
+
+class Symptoms(NamedTuple):
+    """How a patient resumed.
+
+    Attributes:
+        gaps: by how much the losses of the next steps differ from those of the run that went on.
+        before, after: loss of one fixed batch, before saving and after resuming, without dropout.
+    """
+
+    gaps: list[float]
+    before: float
+    after: float
+
+
+class _Patient:
+    """A rank of a two-stage pipeline with dropout; both stages have parameters of the same shapes."""
+
+    def __init__(self, rank: int, dropout: float) -> None:
+        torch.manual_seed(0)
+        blocks: list[nn.Module] = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(dropout)) for _ in range(4)]
+        mine = OrderedDict((str(i), blocks[i]) for i in (2 * rank, 2 * rank + 1))
+        self.rank, self.stage, self.step = rank, nn.Sequential(mine).double(), 0
+        self.optimizer = torch.optim.AdamW(self.stage.parameters(), lr=0.02)
+        self._pipeline = Pipeline(build("1f1b", 2, 2), self.stage, mse_loss)
+        torch.manual_seed(100 + rank)
+
+    def losses(self, until: int) -> list[float]:
+        """Train to the end of step ``until`` of the run; the mean losses of the steps taken."""
+        found = []
+        while self.step < until:
+            self.optimizer.zero_grad()
+            shares = self._pipeline.step(*_noise(self.step))
+            self.optimizer.step()
+            found.append(sum(shares) / len(shares))
+            self.step += 1
+        return found
+
+    @torch.no_grad()
+    def probe(self) -> float:
+        """Loss of one fixed batch, without dropout, so that nothing is drawn; on every rank."""
+        x, target = _noise(_LAST)
+        self.stage.eval()
+        if self.rank == 0:
+            x = self.stage(x)
+        dist.broadcast(x, src=0)
+        loss = mse_loss(self.stage(x), target)
+        dist.broadcast(loss, src=1)
+        self.stage.train()
+        return loss.item()
+
+    def entries(self, save: _Save) -> dict[str, Any]:
+        return save(self.stage, self.optimizer, {"pp": self.rank}, self.step)
+
+    def resume(self, save: _Save, saved: Mapping[str, Any]) -> None:
+        """Continue with what stands under the keys that ``save`` gives here."""
+        for parameter in self.stage.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()  # before its first step it has no moments
+        for key, value in self.entries(save).items():
+            if key.startswith("rng"):
+                torch.set_rng_state(saved[key])
+            elif isinstance(value, Tensor):
+                value.copy_(saved[key])
+        self.step = saved.get("step", 0)
+
+
+def _noise(step: int) -> tuple[Tensor, Tensor]:
+    seeded = torch.Generator().manual_seed(step)
+    x, target = torch.randn(2, 8, 8, dtype=torch.float64, generator=seeded)
+    return x, target
+
+
+def _resumed(save: _Save, rank: int, dropout: float) -> Symptoms:
+    trainer, again = _Patient(rank, dropout), _Patient(rank, dropout)
+    trainer.losses(_SAVED_AT)
+    before = trainer.probe()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, trainer.entries(save))
+    right = trainer.losses(_LAST)
+    # Who writes last wins.
+    again.resume(save, {key: value for entries in everyone for key, value in entries.items()})
+    after = again.probe()
+    found = again.losses(again.step + _LAST - _SAVED_AT)
+    return Symptoms([abs(a - b) for a, b in zip(found, right, strict=True)], before, after)
+
+
+PATIENTS: dict[str, Callable[[int, float], Symptoms]] = {
+    name: partial(_resumed, flawed(checkpoint_entries, flaw))
+    for name, flaw in {
+        "A": ("optimizer.{name}", "optimizer.{[*stage.state_dict()].index(name)}"),
+        "B": ('{"step": step}', "{}"),
+        "C": ("rng.{place}", "rng"),
+    }.items()
+}
+"""Trainers on two ranks, each ill in another way: called with rank and dropout, they save after three steps, resume,
+and take three more."""
