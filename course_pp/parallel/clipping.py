@@ -89,8 +89,12 @@ def clip_grad_norm_(
             raise ValueError(f"max_norm={max_norm} must be 0 or more: use math.inf to measure without clipping")
         held = _held(model_or_stages, tied, device_mesh)
         _refuse_flattened(held)
-        if held.are_ours:
-            _check_own_stages(held, device_mesh)
+        whole = any(isinstance(m, Transformer) and None not in (m.embed, m.head) for m in held.modules)
+        if whole and get_pp_size(device_mesh) > 1:
+            raise ValueError(
+                f"this rank holds the whole model, but the mesh has pp={get_pp_size(device_mesh)} ranks of stages, "
+                "whose norms would be added up: pass this rank's stages, or build the mesh with pp=1"
+            )
         return held
 
     held = on_every_rank(device_mesh, look)
@@ -197,7 +201,8 @@ def _over_stages(norm: Tensor, held: "_Held", device_mesh: DeviceMesh | None, no
     if held.n_stages is not None and found != held.n_stages * copies:
         raise ValueError(
             f"clip_grad_norm_ was given {found} of {held.n_stages * copies} stages, so its norm would not be the whole "
-            "model's: pass the list of all of this rank's stages on every rank"
+            "model's: pass the list of all of this rank's stages on every rank, and device_mesh=, the mesh of "
+            "init_distributed"
         )
     # Each copy adds the same power.
     return _combine(everyone[:, 0], norm_type) / copies ** (1 / norm_type)
@@ -334,24 +339,6 @@ def _refuse_flattened(held: _Held) -> None:
                 f"{name!r} of {type(module).__name__} is in pieces of FullyShardedDataParallel (FSDP1): call that "
                 "module's own clip_grad_norm_, or shard with apply_fsdp2"
             )
-
-
-def _check_own_stages(held: _Held, device_mesh: DeviceMesh | None) -> None:
-    """Refuse part of a model without a mesh, and a whole one on a pipeline."""
-    modules, n_stages = held.modules, held.n_stages
-    is_part = any(isinstance(m, Transformer) and (m.embed is None or m.head is None) for m in modules)
-    complete = n_stages is not None and len({id(module) for module in modules}) == n_stages
-    if device_mesh is None and is_part and not complete:
-        here = f"{len(modules)} of {n_stages} stages" if n_stages else "part of the model"
-        raise ValueError(
-            f"this rank holds {here} but device_mesh is None, so its norm would not be the whole model's: "
-            "pass device_mesh=, the mesh of init_distributed"
-        )
-    if get_pp_size(device_mesh) > 1 and not is_part:
-        raise ValueError(
-            f"this rank holds the whole model, but the mesh has pp={get_pp_size(device_mesh)} ranks of stages, whose "
-            "norms would be added up: pass this rank's stages, or build the mesh with pp=1"
-        )
 
 
 @dataclass(frozen=True)

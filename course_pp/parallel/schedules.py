@@ -36,12 +36,9 @@ def get_stage_indices(
         raise ValueError(f"pp_rank={pp_rank} must be at least 0 and below pp_size={pp_size}")
     if isinstance(schedule, Schedule):
         _refuse(problem_of_order(schedule) or _problem_of_ranks(schedule, pp_size))
-        return [stage for stage, ranks in enumerate(schedule.placement) if pp_rank in ranks]
-    entry = runnable(schedule)
-    try:
-        placement = entry.placement(pp_size, stages_per_rank)
-    except ValueError as problem:
-        raise ValueError(f"pp_size={pp_size}, stages_per_rank={stages_per_rank}: {problem}") from None
+        placement = schedule.placement
+    else:
+        placement = runnable(schedule).placement(pp_size, stages_per_rank)
     return [stage for stage, ranks in enumerate(placement) if pp_rank in ranks]
 
 
