@@ -12,7 +12,7 @@ import course_pp
 ROOT = Path(course_pp.__file__).parent
 
 # What each package may import from its siblings. `exercises` and `notebook` are for cells: nothing imports them;
-# `collective`, `cycles`, `loss`, `sizes` and `tied` stand alone.
+# `collective`, `cycles`, `imports`, `loss`, `sizes` and `tied` stand alone.
 ARROWS = {
     "schedule": {"cycles"},
     "plan": {"schedule", "sizes"},
@@ -31,7 +31,7 @@ ARROWS = {
         "weight_gradients",
     },
     "training": {"collective", "module_extras", "loss", "model", "parallel", "runtime", "schedule"},
-    "launch": {"cycles"},
+    "launch": {"cycles", "imports"},
     "doctor": {"launch"},
     "notebook": {"launch", "runtime", "schedule"},
 }

@@ -18,7 +18,6 @@ import atexit
 import contextlib
 import ctypes
 import errno
-import gc
 import importlib
 import json
 import os
@@ -32,6 +31,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 
+from course_pp.imports import imports_that_stay
 from course_pp.launch.errors import LaunchError
 
 _FORK, _PRELOAD = b"f", b"p"
@@ -50,24 +50,6 @@ sys.path[:] = json.load(sys.stdin)
 from course_pp.launch.fork_server import serve
 serve(int(sys.argv[1]))
 """
-
-
-@contextlib.contextmanager
-def imports_that_stay() -> Iterator[None]:
-    """Keep the garbage collector away from what is imported inside: meanwhile, later, and when the process ends.
-
-    Looking for garbage is a third of the time of an import, and torch makes hundreds of thousands of objects that are
-    never any. Until ``gc.unfreeze()`` it passes over all that exists when the block ends, so use it where a program
-    begins.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if enabled:
-            gc.enable()
 
 
 def search_path() -> list[str]:
