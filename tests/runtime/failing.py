@@ -127,14 +127,8 @@ def batch(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Caught:
-    """How a rank's steps ended.
-
-    Attributes:
-        steps: that went well.
-        kind: name of the exception's class, None if there was none.
-        seconds: from the start of the last step.
-        cause: name of the class of what was raised first on this very rank.
-        fields: of a PipelineError: rank, stage, microbatch, action, began_elsewhere.
+    """How a rank's steps ended: those that went well, the class of the exception and of its cause, and a
+    PipelineError's rank, stage, microbatch, action and began_elsewhere; ``seconds`` are those of the last step.
     """
 
     steps: int
@@ -146,11 +140,11 @@ class Caught:
     fields: tuple[Any, ...] = ()
 
 
-def caught(pipeline: Pipeline, steps: int, inputs: Any, targets: Any) -> Caught:
+def caught(pipeline: Pipeline, steps: int, inputs: Any, targets: Any, **options: Any) -> Caught:
     for step in range(steps):
         started = time.monotonic()
         try:
-            pipeline.step(inputs, targets)
+            pipeline.step(inputs, targets, **options)
         except Exception as error:
             took = time.monotonic() - started
             cause = type(error.__cause__).__name__ if error.__cause__ is not None else None

@@ -40,16 +40,7 @@ def bad_step(rank: int, schedule: Schedule, given: Mapping[str, Any]) -> tuple[C
     pipeline = Pipeline(schedule, Fragile(rank), F.mse_loss, timeout_s=20)
     inputs, targets = batch()
     arguments: dict[str, Any] = {"inputs": inputs, "targets": targets, "divisor": None, **given}
-    ended = []
-    for _ in range(2):
-        started = time.monotonic()
-        try:
-            pipeline.step(**arguments)
-            ended.append(Caught(1))
-        except Exception as error:
-            took = time.monotonic() - started
-            ended.append(Caught(0, type(error).__name__, str(error), getattr(error, "origin", ""), took))
-    return ended[0], ended[1]
+    return caught(pipeline, 1, **arguments), caught(pipeline, 1, **arguments)
 
 
 @pytest.mark.sample(3)
