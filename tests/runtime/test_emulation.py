@@ -111,13 +111,6 @@ def test_latency_may_come_from_the_costs_and_differ_from_boundary_to_boundary() 
     assert simulate(schedule, cluster.costs).bubble_fraction == cluster.predict(schedule).bubble_fraction
 
 
-def test_replicas_run_at_their_own_speed() -> None:
-    schedule = parse("0F0 0B0 0F2 0B2", "0F1 0B1 0F3 0B3", placement=[(0, 1)])
-    cluster = EmulatedCluster(Costs(0.004, 0.004, 0.0), stragglers={1: 2.0})
-    found = run(schedule, cluster)
-    assert all(span.duration >= (0.008 if span.rank else 0.004) - ONE_NS for span in found.spans)
-
-
 @pytest.mark.parametrize(
     ("name", "options"), crossed(["1f1b", "zb_v"], [{}, {"recompute": True}, {"transport": "gloo without tags"}])
 )
@@ -166,30 +159,15 @@ def test_a_run_with_too_short_actions_says_so() -> None:
         assert span.duration == pytest.approx(0.005 + over[span.action])
 
 
-def test_overruns_of_less_than_half_a_percent_are_no_trouble() -> None:
-    ideal = simulate(build("gpipe", 1, 2))
-    for seconds, trouble in ((0.01, False), (0.05, True)):
-        overruns = (Overrun(0, Action(0, "F", 0), seconds),)
-        found = EmulatedTimeline(1, ideal.spans, wall=ideal, overruns=overruns)
-        assert bool(found.trouble) is trouble
-        assert repr(found).startswith("EmulatedTimeline(1 ranks, 4 spans, ")
-        assert ("1 of 4 actions outlasted their chosen time" in repr(found)) is trouble
-
-
-def test_small_overruns_that_add_up_from_rank_to_rank_are_trouble() -> None:
+def test_overruns_of_more_than_half_a_percent_in_all_are_trouble() -> None:
     ideal = simulate(build("gpipe", 4, 1))
     part = 0.004 * float(ideal.makespan)
     for n_overruns, trouble in ((1, False), (4, True)):
         overruns = tuple(Overrun(rank, Action(rank, "F", 0), part) for rank in range(n_overruns))
-        assert bool(EmulatedTimeline(4, ideal.spans, wall=ideal, overruns=overruns).trouble) is trouble
-
-
-def test_emulating_needs_no_recorder() -> None:
-    schedule, stage, data = build("gpipe", 1, 2), nn.Linear(WIDTH, WIDTH), torch.ones(2, WIDTH)
-    pipeline = Pipeline(schedule, stage, F.mse_loss, cluster=EmulatedCluster(Costs(0.01, 0.01, 0.01)))
-    started = time.monotonic()
-    pipeline.step(data, data)
-    assert time.monotonic() - started >= 0.06
+        found = EmulatedTimeline(4, ideal.spans, wall=ideal, overruns=overruns)
+        assert bool(found.trouble) is trouble
+        assert repr(found).startswith("EmulatedTimeline(4 ranks, 8 spans, ")
+        assert ("4 of 8 actions outlasted their chosen time" in repr(found)) is trouble
 
 
 def test_jitter_has_the_mean_and_the_deviation_that_were_asked_for() -> None:
@@ -224,12 +202,8 @@ def test_a_message_takes_the_links_between_two_ranks(links: Any, source: int, ta
 
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "a negative latency": (lambda: EmulatedLink(-1e-3), "latency is -0.001: give a finite number of at least 0"),
-    "an endless latency": (lambda: EmulatedLink(math.inf), "latency is inf: give a finite number"),
     "no bandwidth": (lambda: EmulatedLink(0.0, 0), "bandwidth is 0: give bytes a second above 0"),
-    "a negative straggler": (
-        lambda: EmulatedCluster(FEW_MS, stragglers={0: -1}),
-        "the straggler factor of rank 0 is -1",
-    ),
+    "an odd straggler": (lambda: EmulatedCluster(FEW_MS, stragglers={0: -1}), "the straggler factor of rank 0 is -1"),
     "jitter that is none": (lambda: EmulatedCluster(FEW_MS, jitter=math.nan), "jitter is nan: give a finite number"),
     "two latencies": (
         lambda: EmulatedCluster(Costs(latency=1.0), EmulatedLink(1.0)),
@@ -249,7 +223,6 @@ UNFIT: dict[str, tuple[EmulatedCluster, str]] = {
         EmulatedCluster(FEW_MS, [EmulatedLink()] * 3),
         "3 links for 2 ranks: give one for all of them, or 1 for a line of ranks",
     ),
-    "no links": (EmulatedCluster(FEW_MS, []), "0 links for 2 ranks: give one for all of them, or 1 for a line"),
     "a straggler elsewhere": (
         EmulatedCluster(FEW_MS, stragglers={2: 2.0}),
         "rank 2 is a straggler of 2 ranks: name ranks from 0 to 1",

@@ -75,23 +75,12 @@ REFUSED: dict[str, tuple[Schedule, Callable[[int, nn.Module], nn.Module], Mappin
 }  # fmt: skip
 
 
-def refused(rank: int, name: str) -> str:
-    schedule, wrap, options, _ = REFUSED[name]
-    modules = {stage: wrap(rank, block()) for stage in stages_of(rank, schedule)}
-    return said_to(schedule, modules, options)
-
-
 def said_to(schedule: Schedule, modules: Stages, options: Mapping[str, Any]) -> str:
     try:
         Pipeline(schedule, modules, F.mse_loss, timeout_s=20, **options)
     except ValueError as error:
         return str(error)
     return "nothing"
-
-
-def one_sharded_module_twice(rank: int) -> str:
-    both = sharded(rank, block())
-    return said_to(V, dict.fromkeys(stages_of(rank, V), both), {})
 
 
 class Crossing(nn.Module):
@@ -174,8 +163,12 @@ def in_one_process(name: str) -> dict[str, Tensor | None]:
 
 def all_cases(rank: int) -> tuple[dict[str, str], dict[str, dict[str, Tensor | None]]]:
     """What is said to each case, and the gradients of those that run."""
-    said = {name: refused(rank, name) for name in REFUSED}
-    said["a sharded module in two stages"] = one_sharded_module_twice(rank)
+    said = {
+        name: said_to(schedule, {stage: wrap(rank, block()) for stage in stages_of(rank, schedule)}, options)
+        for name, (schedule, wrap, options, _) in REFUSED.items()
+    }
+    twice = dict.fromkeys(stages_of(rank, V), sharded(rank, block()))
+    said["a sharded module in two stages"] = said_to(V, twice, {})
     found = {name: gradients_of(rank, name) for name in RIGHT}
     return {**said, "a DTensor across a boundary": dtensor_across(rank)}, found
 

@@ -20,8 +20,8 @@ def linear() -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
 
 
-def pipeline(first: nn.Module) -> Pipeline:
-    stages = {0: first, 1: linear()}
+def pipeline(first: nn.Module, last: nn.Module | None = None) -> Pipeline:
+    stages = {0: first, 1: last or linear()}
     optimizers = {stage: torch.optim.SGD(module.parameters(), lr=0.1) for stage, module in stages.items()}
     schedule = parse(ORDER, placement=[(0,), (0,)])
     return Pipeline(schedule, stages, F.mse_loss, optimizers=optimizers, versions="stash")
@@ -50,19 +50,13 @@ HOOKS: dict[str, Change] = {
 @pytest.mark.parametrize("add_hook", HOOKS.values(), ids=HOOKS)
 def test_a_hook_on_a_parameter_is_refused_as_versions_do_not_call_it(add_hook: Change) -> None:
     module = linear()
-    add_hook(module)
-    with pytest.raises(ValueError, match="'weight' of stage 0 has a hook"):
-        pipeline(module)
-
-
-@pytest.mark.parametrize("add_hook", HOOKS.values(), ids=HOOKS)
-def test_a_hook_that_comes_after_the_pipeline_is_refused_too(add_hook: Change) -> None:
-    module = linear()
     built = pipeline(module)
     built.step(*data())
     add_hook(module)
     with pytest.raises(ValueError, match="'weight' of stage 0 has a hook"):
         built.step(*data())
+    with pytest.raises(ValueError, match="'weight' of stage 0 has a hook"):
+        pipeline(module)
 
 
 class FromAList(nn.Linear):
@@ -101,10 +95,8 @@ def test_replicas_must_put_the_same_parameters_into_each_group() -> None:
 def test_a_parameter_that_two_stages_of_a_rank_share_is_refused() -> None:
     first, last = linear(), linear()
     last.weight = first.weight
-    optimizers = {stage: torch.optim.SGD(m.parameters(), lr=0.1) for stage, m in enumerate((first, last))}
-    schedule = parse(ORDER, placement=[(0,), (0,)])
     with pytest.raises(ValueError, match="'weight' of stage 0 is in stage 1 too"):
-        Pipeline(schedule, {0: first, 1: last}, F.mse_loss, optimizers=optimizers, versions="stash")
+        pipeline(first, last)
 
 
 def test_sparse_gradients_of_an_embedding_enter_its_updates() -> None:

@@ -17,7 +17,7 @@ from course_pp.schedule import Product, Schedule, build
 from tests.grids import crossed
 from tests.processes import no_process_left
 from tests.runtime.small import for_rank, stages_of
-from tests.runtime.stepping import Done, Stages, Step, assert_equal_steps, in_one_process, run_steps
+from tests.runtime.stepping import Done, Stages, Step, assert_equal_steps, gradients, in_one_process, run_steps
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -41,10 +41,6 @@ class Block(nn.Module):
 
 def as_tensor(h: Tensor) -> Any:
     return h
-
-
-def as_tuple(h: Tensor) -> Any:
-    return h, 2 * h
 
 
 def as_dict(h: Tensor) -> Any:
@@ -196,6 +192,7 @@ def half_as_large(output: Tensor, target: Tensor) -> Tensor:
 def test_what_crosses_may_change_from_tensor_to_dict_to_tuple_between_steps(name: str, transport: str) -> None:
     schedule = build(name, 3, M)
     make = partial(blocks, 3)
+    as_tuple = lambda h: (h, 2 * h)  # noqa: E731
     forms = [as_tensor, as_dict, as_dict, as_tuple, as_tuple, as_tensor]
     steps = [batch((2 * M, 3), prepare=partial(set_form, form)) for form in forms]
     found = run_steps(schedule, make, steps, transport=transport)
@@ -245,6 +242,17 @@ class Middle(nn.Module):
         return h, tokens, mask, count, nested
 
 
+class Idle(nn.Module):
+    """A stage that changes nothing, with a parameter that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Parameter(torch.ones(2))
+
+    def forward(self, **everything: Any) -> Any:
+        return everything
+
+
 class Last(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -258,18 +266,7 @@ class Last(nn.Module):
 
 def all_kinds(n: int) -> Stages:
     torch.manual_seed(0)
-    return [stage.double() for stage in (First(), *(Middle2() for _ in range(n - 3)), Middle(), Last())]
-
-
-class Middle2(nn.Module):
-    """A stage that changes nothing, with a parameter that nothing uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.idle = nn.Parameter(torch.ones(2))
-
-    def forward(self, **everything: Any) -> Any:
-        return everything
+    return [stage.double() for stage in (First(), *(Idle() for _ in range(n - 3)), Middle(), Last())]
 
 
 def token_batch(n: int, length: int) -> Step:
@@ -362,8 +359,7 @@ def alternating(rank: int, schedules: Sequence[Schedule], steps: Sequence[Step],
                 if module is not None:
                     module.zero_grad()
             losses = pipeline.step(*for_rank(rank, schedule, step.inputs, step.targets))
-            found = {f"{s}.{n}": p.grad for s, m in mine.items() if m is not None for n, p in m.named_parameters()}
-            done[number].append(Done(list(losses), found))
+            done[number].append(Done(list(losses), gradients(mine)))
     return done
 
 
