@@ -107,8 +107,7 @@ def play(next_action: Choice, p: int, m: int, cap: int, costs: Costs | None = No
     problem = Problem.of(looped(p), m, costs or Costs(1, 1, 1), [cap] * p, split=True)
     desk = _Asking(problem, next_action)
     desk.fill()
-    rows = (tuple(Action(each // 3, "FIW"[each % 3], i) for each, i in row) for row in desk.rows)
-    return Schedule("own rule", looped(p), tuple(rows))
+    return problem.schedule_of("own rule", desk.words)
 
 
 class _Asking(Desk):
@@ -122,7 +121,7 @@ class _Asking(Desk):
         self._next[rank] = soonest[0] if len(soonest) == 1 else self._asked(rank, soonest) if soonest else None
 
     def _asked(self, rank: int, soonest: Sequence[tuple[Time, int, int]]) -> tuple[Time, int, int]:
-        able = {Action(rank, "FIW"[each[2] % 3], self.inbox[each[2]][0][1]): each for each in soonest}
+        able = {Action(rank, "FIW"[each[2] % 3], self.words[rank].count(each[2])): each for each in soonest}
         held, cap = self.held[rank], self.problem.caps[rank]
         chosen = self._choose(list(able), held, cap)
         if not isinstance(chosen, Action) or chosen not in able:

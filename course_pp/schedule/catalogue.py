@@ -21,6 +21,7 @@ class Entry:
         any_chunks: whether another number is allowed.
         chunks_in: the number of chunks must be a multiple of this: 2 where they go down the ranks and up again.
         updates: whether stages update their own weights within the schedule (``U``).
+        options: which of :func:`build`'s it takes.
         placed: the ranks of each stage, for a number of ranks and chunks; of ``pipedream``, without replicas.
         torch_name: what torch calls it, empty where torch has none: ``"GPipe"`` is the class ``ScheduleGPipe``.
     """
@@ -33,6 +34,7 @@ class Entry:
     torch_name: str = ""
     chunks_in: int = 1
     updates: bool = False
+    options: tuple[str, ...] = ()
 
     def placement(self, n_ranks: int, n_chunks: int | None = None) -> tuple[tuple[int, ...], ...]:
         """Return for each stage the ranks that hold it, as :attr:`Schedule.placement` has them."""
@@ -64,7 +66,14 @@ _CATALOGUE = {
         Entry("gpipe", families.gpipe, torch_name="GPipe"),
         Entry("1f1b", families.one_f_one_b, torch_name="1F1B"),
         Entry("1f1b_eager", families.eager_1f1b),
-        Entry("interleaved_1f1b", families.interleaved_1f1b, 2, any_chunks=True, torch_name="Interleaved1F1B"),
+        Entry(
+            "interleaved_1f1b",
+            families.interleaved_1f1b,
+            2,
+            True,
+            torch_name="Interleaved1F1B",
+            options=("round_size",),
+        ),
         Entry("looped_bfs", families.looped_bfs, 2, any_chunks=True, torch_name="LoopedBFS"),
         Entry("hanayo", families.hanayo, 2, any_chunks=True, placed=in_waves, chunks_in=2),
         Entry("zb_h1", families.zb_h1, any_chunks=True, torch_name="InterleavedZeroBubble"),
@@ -75,7 +84,7 @@ _CATALOGUE = {
         Entry("chimera", families.chimera, placed=lambda p, _: both_ways("chimera", p)),
         Entry("dualpipe", families.dualpipe, placed=lambda p, _: both_ways("dualpipe", p)),
         Entry("dualpipe_v", families.dualpipe_v, 2, placed=in_waves, torch_name="DualPipeV"),
-        Entry("pipedream", families.pipedream, updates=True),
+        Entry("pipedream", families.pipedream, updates=True, options=("replicas", "group")),
     )
 }
 
@@ -147,22 +156,15 @@ def build(
             f"n_ranks × n_microbatches × n_chunks is {n_ranks * n_microbatches * n_chunks:,}: a schedule names each "
             f"action, so keep it at {MOST_FORWARDS:,} or below"
         )
-    for option, value, taker, why in (
-        ("replicas", replicas, families.pipedream, "shares a stage"),
-        ("group", group, families.pipedream, "updates by itself"),
-        ("round_size", round_size, families.interleaved_1f1b, "goes in rounds of a chosen size"),
-    ):
-        if value is not None and entry.order is not taker:
-            raise ValueError(
-                f"{option} {value!r} given for {entry.name}: only {taker.__name__} {why}; leave {option} out"
-            )
-    if entry.order is families.pipedream:
-        schedule = families.pipedream(n_ranks, n_microbatches, replicas, group)
-    elif round_size is not None:
-        round_size = _whole("round_size", round_size, entry.name)
-        schedule = families.interleaved_1f1b(n_ranks, n_microbatches, n_chunks, round_size)
-    else:
-        schedule = entry.order(*sizes, n_chunks) if entry.any_chunks else entry.order(*sizes)
+    options = {"replicas": replicas, "group": group, "round_size": round_size}
+    given = {option: value for option, value in options.items() if value is not None}
+    for option, value in given.items():
+        if option not in entry.options:
+            taker = next(name for name, each in _CATALOGUE.items() if option in each.options)
+            raise ValueError(f"{option} {value!r} given for {entry.name}: only {taker} takes it; leave {option} out")
+    if round_size is not None:
+        _whole("round_size", round_size, entry.name)
+    schedule = entry.order(*sizes, *([n_chunks] if entry.any_chunks else []), **given)
     if costs is None:
         return schedule
     if not splits_every_backward(schedule):

@@ -112,8 +112,7 @@ class Dependencies:
 
     def _channel(self, what: Literal["value", "value gradient", "token"]) -> int:
         """Return the first of those channels."""
-        lanes = {"value": 0, "value gradient": 1, "token": 2}[what] * len(self._lanes)
-        return 3 * len(self.shares) + lanes
+        return 3 * len(self.shares) + ("value", "value gradient", "token").index(what) * len(self._lanes)
 
     def describe(self, product: int) -> Product:
         channel, microbatch = divmod(product, self.n_microbatches)

@@ -94,13 +94,6 @@ def test_built_for_unequal_times_a_v_is_never_longer_than_the_authors_nor_higher
         assert max(tl.peak_activations) <= max(as_named.peak_activations)
 
 
-@pytest.mark.parametrize("name", ["v_half", "v_min"])
-def test_controllable_memory_runs_at_every_size(name: str) -> None:
-    for p in range(1, 10):
-        for m in range(1, 24):
-            assert check(build(name, p, m)) == [], (p, m)
-
-
 def megatron(rank: int, p: int, m: int, v: int, n: int) -> list[str]:
     """What Megatron-LM has ``rank`` do with a microbatch group size of ``n`` per virtual pipeline stage."""
     table = [(chunk, i) for first in range(0, m, n) for chunk in range(v) for i in range(first, min(first + n, m))]

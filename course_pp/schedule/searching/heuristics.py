@@ -60,20 +60,20 @@ class Desk:
     """A schedule as it is being written, rank by rank, with what each rank could do next.
 
     Attributes:
-        rows: for each rank the letters so far, each with its microbatch.
+        words: for each rank the letters so far.
         clocks: when each rank is free.
         held: for each rank how many activations it has.
         ahead: by how many its forwards exceed its input gradients.
         under_way: how many activations of its first stage it has.
-        inbox: for each letter the microbatches it could take, first come first, each with its time of arrival.
+        inbox: for each letter when the inputs that it could take arrived.
     """
 
     def __init__(self, problem: Problem, rule: Rule) -> None:
         self.problem = problem
-        self.rows: list[list[tuple[int, int]]] = [[] for _ in range(problem.n_ranks)]
+        self.words: Words = [[] for _ in range(problem.n_ranks)]
         self.clocks: list[Time] = [0] * problem.n_ranks
-        self.inbox: list[list[tuple[Time, int]]] = [[] for _ in problem.durations]
-        self.inbox[FORWARD] = [(0, microbatch) for microbatch in range(problem.n_microbatches)]
+        self.inbox: list[list[Time]] = [[] for _ in problem.durations]
+        self.inbox[FORWARD] = [0] * problem.n_microbatches
         self.held = [0] * problem.n_ranks
         self.ahead = [0] * problem.n_ranks
         self.under_way = [0] * problem.n_ranks
@@ -111,8 +111,8 @@ class Desk:
         distance = self.rule.slope * (problem.n_ranks - 1 - rank) + (problem.n_chunks - 1) * problem.n_ranks
         return self.ahead[rank] <= distance
 
-    def start(self, rank: int, letter: int, place: int = 0) -> Time:
-        return max(self.clocks[rank], self.inbox[letter][place][0])
+    def start(self, rank: int, letter: int) -> Time:
+        return max(self.clocks[rank], self.inbox[letter][0])
 
     def _choices(self, rank: int) -> Iterator[Choice]:
         for place, letter in enumerate(self._letters[rank]):
@@ -126,14 +126,11 @@ class Desk:
             best = min((each for each in self._choices(rank) if each[2] % 3 != WEIGHT and each[0] < end), default=best)
         self._next[rank] = best
 
-    def take(self, rank: int, letter: int, microbatch: int | None = None) -> None:
-        """Write the letter to the rank's row, for its oldest microbatch or the one that is named."""
-        problem, inbox = self.problem, self.inbox[letter]
-        place = 0 if microbatch is None else next(i for i, (_, each) in enumerate(inbox) if each == microbatch)
-        end = self.start(rank, letter, place) + problem.durations[letter]
-        _, microbatch = inbox.pop(place)
-        self.clocks[rank] = end
-        self.rows[rank].append((letter, microbatch))
+    def take(self, rank: int, letter: int) -> None:
+        problem = self.problem
+        self.clocks[rank] = end = self.start(rank, letter) + problem.durations[letter]
+        self.inbox[letter].pop(0)
+        self.words[rank].append(letter)
         kind = letter % 3
         change = (kind == FORWARD) - problem.releases(letter)
         if letter < 3 * problem.n_ranks:
@@ -142,7 +139,7 @@ class Desk:
         self.ahead[rank] += (kind == FORWARD) - (kind == INPUT)
         touched = {rank}
         for reader in self._readers[letter]:
-            self.inbox[reader].append((end + problem.delays[reader], microbatch))
+            self.inbox[reader].append(end + problem.delays[reader])
             touched.add(problem.ranks[reader // 3])
         for each in touched:
             self._look(each)
@@ -150,7 +147,7 @@ class Desk:
     def fill(self) -> bool:
         """Take what is left, the earliest start first; return whether all could be placed."""
         left = sum(len(self.problem.letters_of(r)) for r in range(self.problem.n_ranks)) * self.problem.n_microbatches
-        left -= sum(map(len, self.rows))
+        left -= sum(map(len, self.words))
         for _ in range(left):
             able = [(choice, rank) for rank, choice in enumerate(self._next) if choice is not None]
             if not able:
@@ -158,15 +155,6 @@ class Desk:
             (_, _, letter), rank = min(able)
             self.take(rank, letter)
         return True
-
-    @property
-    def words(self) -> Words:
-        return [[letter for letter, _ in row] for row in self.rows]
-
-
-def listed(problem: Problem, rule: Rule) -> Words | None:
-    desk = Desk(problem, rule)
-    return desk.words if desk.fill() else None
 
 
 def filled(schedule: Schedule, costs: Costs, limits: Sequence[int] | None = None) -> Schedule:
@@ -205,15 +193,15 @@ class _Filling(Desk):
         self._order = [deque(letter for letter in word if letter % 3 != WEIGHT) for word in words]
         super().__init__(problem, Rule(patient=patient))
 
-    def take(self, rank: int, letter: int, microbatch: int | None = None) -> None:
+    def take(self, rank: int, letter: int) -> None:
         if letter % 3 != WEIGHT:
             self._order[rank].popleft()
-        super().take(rank, letter, microbatch)
+        super().take(rank, letter)
 
     def _look(self, rank: int) -> None:
         clock, order = self.clocks[rank], self._order[rank]
         letters = (letter for letter in self._letters[rank] if letter % 3 == WEIGHT and self.inbox[letter])
-        weight = min(letters, key=lambda letter: self.inbox[letter][0][0], default=None)
+        weight = min(letters, key=lambda letter: self.inbox[letter][0], default=None)
         full = bool(order) and order[0] % 3 == FORWARD and self.held[rank] >= self.problem.caps[rank]
         known = bool(order) and not full and bool(self.inbox[order[0]])
         start = self.start(rank, order[0]) if known else None
@@ -354,7 +342,7 @@ class _Attempt(Desk):
 
     def _fill_until(self, rank: int, kind: int) -> None:
         """Weight gradients until the input of the next action is there; the last may make it late."""
-        arrival, done = self.inbox[3 * rank + kind][0][0], self.done[rank]
+        arrival, done = self.inbox[3 * rank + kind][0], self.done[rank]
         while done[WEIGHT] < done[INPUT] and self.clocks[rank] + self._cost(rank, WEIGHT) <= arrival:
             self._put(rank, WEIGHT)
         left = arrival - self.clocks[rank]

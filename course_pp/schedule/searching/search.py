@@ -13,7 +13,7 @@ from course_pp.schedule.bounds import bound, limits_of
 from course_pp.schedule.catalogue import build, find, names
 from course_pp.schedule.costs import Costs, divide
 from course_pp.schedule.schedule import Schedule, looped, v_shaped
-from course_pp.schedule.searching.heuristics import filled, listed, repeating, rules_for, zero_bubble_heuristic
+from course_pp.schedule.searching.heuristics import Desk, filled, repeating, rules_for, zero_bubble_heuristic
 from course_pp.schedule.searching.problem import FORWARD, Pass, Problem, Words
 from course_pp.schedule.simulation import simulate
 from course_pp.schedule.timeline import Timeline
@@ -226,8 +226,9 @@ def _starts(question: Question, seed: int, enough: Time, over: Callable[[], bool
         # One rule always gets its turn, so that there is an answer whatever the time.
         if tried and over():
             break
-        if (words := listed(problem, rule)) is not None:
-            tried.append(words)
+        desk = Desk(problem, rule)
+        if desk.fill():
+            tried.append(desk.words)
     best = _ranked(problem, tried)[:_SCOUTS]
     if best[0][0] > enough:
         best += _ranked(problem, repeating(problem, seed, over))[:_REPEATING]
