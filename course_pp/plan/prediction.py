@@ -15,7 +15,6 @@ from course_pp.plan.timing import (
     data_parallel_times,
     model_flops,
     optimizer_time,
-    recomputed_by_selective,
     stage_time,
     transfers,
 )
@@ -67,17 +66,6 @@ class Prediction:
         tokens, more than any model of :func:`model_names` takes, this can pass 1.
         """
         return self.tflops_per_gpu * 1e12 / self.cluster.gpu.peak
-
-    @property
-    def hfu(self) -> float:
-        """As ``mfu``, recomputed operations counted too."""
-        tokens = self.global_batch * self.seq_len
-        attended = 4.0 * self.seq_len * self.model.dim + 2.0 * recomputed_by_selective(self.model)
-        selective = tokens * self.model.n_layers * attended
-        forward = model_flops(self.model, self.global_batch, self.seq_len) / 3
-        head = 2.0 * tokens * self.model.vocab_size * self.model.dim
-        again = {"none": 0.0, "selective": selective, "full": forward - head}[self.layout.ac]
-        return self.mfu * (1 + again / (3 * forward))
 
     @cached_property
     def _peaks(self) -> tuple[float, ...]:

@@ -118,9 +118,20 @@ class _Reading:
         self._schedule, self._versions = schedule, versions
         self._rows = [[part for action in row for part in action.parts] for row in schedule.actions]
         self._update_of = dict(self._entered())
-        self._refuse_unequal_replicas()
-        if versions == "2bw":
-            self._refuse_unequal_groups()
+        for stage, ranks in enumerate(schedule.placement):
+            each = [sum((part.stage, part.kind) == (stage, "U") for part in self._rows[rank]) for rank in ranks]
+            if len(set(each)) > 1:
+                raise ValueError(
+                    f"{schedule!r}: the {len(ranks)} replicas of stage {stage} update {each} times, but their "
+                    f"updates are one: give a number of microbatches that {len(ranks)} divides"
+                )
+        for (stage, microbatch), update in self._update_of.items() if versions == "2bw" else ():
+            first = self._update_of[0, microbatch]
+            if update != first:
+                raise ValueError(
+                    f"{schedule!r}: microbatch {microbatch} is in update {first} of stage 0, but in {update} of "
+                    f"stage {stage}: versions='2bw' needs the same groups everywhere, build('pipedream', …, group=…)"
+                )
 
     def uses(self) -> Iterator[Use]:
         entered: dict[int, int] = {}
@@ -145,24 +156,6 @@ class _Reading:
                 raise ValueError(
                     f"{self._schedule!r}: no update of stage {left[0]} on rank {rank} takes the gradient of microbatch "
                     f"{left[1]}: end the order with an update (U), or run a schedule that flushes without versions="
-                )
-
-    def _refuse_unequal_replicas(self) -> None:
-        for stage, ranks in enumerate(self._schedule.placement):
-            each = [sum((part.stage, part.kind) == (stage, "U") for part in self._rows[rank]) for rank in ranks]
-            if len(set(each)) > 1:
-                raise ValueError(
-                    f"{self._schedule!r}: the {len(ranks)} replicas of stage {stage} update {each} times, but their "
-                    f"updates are one: give a number of microbatches that {len(ranks)} divides"
-                )
-
-    def _refuse_unequal_groups(self) -> None:
-        for (stage, microbatch), update in self._update_of.items():
-            first = self._update_of[0, microbatch]
-            if update != first:
-                raise ValueError(
-                    f"{self._schedule!r}: microbatch {microbatch} is in update {first} of stage 0, but in {update} of "
-                    f"stage {stage}: versions='2bw' needs the same groups everywhere, build('pipedream', …, group=…)"
                 )
 
     def _walk(self, entered: dict[int, int]) -> Iterator[Use]:

@@ -40,7 +40,7 @@ def test_parts_add_up_no_product_beats_the_peak_and_more_of_a_resource_never_hur
     found = predicted(layout)
     assert sum(found.parts.values()) == pytest.approx(found.step_s)
     assert min(found.parts.values()) >= -1e-12
-    assert 0 < found.mfu <= found.hfu < 1
+    assert 0 < found.mfu < 1
     assert all(left <= 1 + 1e-9 for left in found.gains().values())
 
 
@@ -194,10 +194,9 @@ def test_recomputing_attention_repeats_its_projections():
     layout = Layout(tp=8, dp_shard=2)
     none, some, every = (predicted(layout.with_(ac=ac)) for ac in ("none", "selective", "full"))
     assert none.parts["recompute"] == 0 < some.parts["recompute"] < every.parts["recompute"]
-    # Three of a layer's 12 · dim² parameters, and attention, which is as much as 2 · s · dim of them.
-    share = (3 * GPT.dim + 2 * 2048) / (12 * GPT.dim + 2 * 2048)
-    head = GPT.vocab_size * GPT.dim / (GPT.n_layers * GPT.n_layer_matrices + GPT.vocab_size * GPT.dim)
-    assert some.hfu / some.mfu == pytest.approx(1 + share / 3, rel=head / 3)
+    # Three of a layer's 12 · dim² parameters, and attention, of which the mask leaves half: as much as s · dim of them.
+    share = (3 * GPT.dim + 2048) / (12 * GPT.dim + 2048)
+    assert some.parts["recompute"] / every.parts["recompute"] == pytest.approx(share, rel=0.15)
 
 
 def test_gradients_are_whole_in_a_pipeline_until_the_last_microbatch():
