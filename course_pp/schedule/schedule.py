@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from course_pp.arguments import described
 from course_pp.schedule.action import Action, Overlap
 from course_pp.schedule.edges import Edge
 
@@ -137,20 +136,10 @@ def implied_placement(rows: Iterable[Sequence[Action | Overlap]]) -> dict[int, t
 
 def normalised(placement: Sequence[int | Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     """``placement`` with a tuple of ranks for each stage; an integer stands for one rank."""
-    try:
-        stages = tuple((ranks,) if isinstance(ranks, int) else tuple(ranks) for ranks in placement)
-        strange = any(type(rank) is not int for ranks in stages for rank in ranks)
-    except TypeError:
-        strange = True
-    if strange:
-        raise ValueError(
-            f"placement is {described(placement)}: give for each stage its rank, an integer, or a tuple of them"
-        )
-    return stages
+    return tuple((ranks,) if isinstance(ranks, int) else tuple(ranks) for ranks in placement)
 
 
 def refuse_impossible_placement(placement: Sequence[Sequence[int]], n_ranks: int) -> None:
-    """Raise ValueError unless every stage is on different ranks from 0 to ``n_ranks - 1``."""
     if not placement:
         raise ValueError(f"placement is {placement!r}: give the rank of at least one stage")
     for stage, ranks in enumerate(placement):

@@ -42,9 +42,13 @@ def from_torch_csv(text: str, placement: Sequence[int | Sequence[int]] | None = 
         ValueError: for text that is no CSV, a cell that is no action, with its row and column, actions that are missing
             or too many, and a placement that the rows contradict.
     """
+    # Spreadsheets start a file with a byte order mark, and where the comma is for decimals they separate otherwise.
+    outside = _PAIR.sub("", text)
+    separator = next((each for each in ",;\t" if each in outside), ",")
+    cells = csv.reader(text.removeprefix("\ufeff").splitlines(), delimiter=separator, strict=True)
     rows = [
         tuple(_read(cell, rank, column) for column, cell in enumerate(row) if cell.strip())
-        for rank, row in enumerate(_cells(text))
+        for rank, row in enumerate(cells)
     ]
     if not any(rows):
         raise ValueError("the CSV text has no actions: give one row a rank, with cells such as 0F0,0F1,0B0,0B1")
@@ -64,19 +68,6 @@ def from_torch_csv(text: str, placement: Sequence[int | Sequence[int]] | None = 
             "backward (B, or I and W) of every microbatch, or no backward at all"
         )
     return schedule
-
-
-def _cells(text: str) -> list[list[str]]:
-    # Spreadsheets start a file with a byte order mark, and where the comma is for decimals they separate otherwise.
-    outside = _PAIR.sub("", text)
-    separator = next((each for each in ",;\t" if each in outside), ",")
-    reader = csv.reader(text.removeprefix("\ufeff").splitlines(keepends=True), delimiter=separator, strict=True)
-    try:
-        return list(reader)
-    except csv.Error as error:
-        raise ValueError(
-            f"the CSV cannot be read at row {reader.line_num}: {error}; close every quote, or write cells without"
-        ) from None
 
 
 def _read(cell: str, rank: int, column: int) -> Action | Overlap:

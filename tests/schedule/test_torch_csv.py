@@ -83,7 +83,6 @@ def test_replicas_are_read_off_the_rows_in_the_order_in_which_they_take_microbat
             "1B1 is missing from rank 1; every stage needs one forward and one backward",
         ),
         ("99999999999F0", "stage 0 is in no row of the CSV, yet stage 99999999999 is"),
-        ('0F0,"0B0\n', "cannot be read at row 1: unexpected end of data; close every quote"),
         ("0F0,0F1,0B0,0B1\n1F0,1B0\n", r"1F1 is missing from rank 1 \(and 1 more\)"),
         ("0F0,0B0,0B0\n", "0B0 appears 2 times"),
     ],
