@@ -174,15 +174,12 @@ def _why_none(model: ModelConfig, cluster: Cluster, global_batch: int, seq_len: 
     budget = cluster.gpu.memory * USABLE_MEMORY
     missing = f"no layout fits seq_len={seq_len}: the smallest needs {least:,.0f} bytes a GPU, "
     missing += f"{least - budget:,.0f} too many"
-    for n_nodes in range(cluster.n_nodes + 1, max(_MOST_NODES, 4 * cluster.n_nodes) + 1):
-        if _one_fits(model, replace(cluster, n_nodes=n_nodes), global_batch, seq_len, like):
-            return f"{missing}; take {n_nodes} nodes of {cluster.gpus_per_node}, where one fits"
-    for doublings in range(1, 10):  # more data ranks need more sequences to share
-        n_nodes, batch = cluster.n_nodes * 2**doublings, global_batch * 2**doublings
+    larger = [(n, global_batch) for n in range(cluster.n_nodes + 1, max(_MOST_NODES, 4 * cluster.n_nodes) + 1)]
+    larger += [(cluster.n_nodes * 2**k, global_batch * 2**k) for k in range(1, 10)]  # more ranks to share sequences
+    for n_nodes, batch in larger:
         if _one_fits(model, replace(cluster, n_nodes=n_nodes), batch, seq_len, like):
-            return (
-                f"{missing}; take {n_nodes} nodes of {cluster.gpus_per_node} and global_batch={batch}, where one fits"
-            )
+            and_batch = "" if batch == global_batch else f" and global_batch={batch}"
+            return f"{missing}; take {n_nodes} nodes of {cluster.gpus_per_node}{and_batch}, where one fits"
     return f"{missing}, and no larger cluster helps: shorten the sequences, or take GPUs with more memory"
 
 
