@@ -23,7 +23,6 @@ from course_pp.runtime.memory import Meter
 from course_pp.runtime.recorder import Recorder
 from course_pp.runtime.stage import device_of
 from course_pp.runtime.versions import Optimizers, problem_of_hooks, settings_of, trained_parameters
-from course_pp.runtime.wire import TRANSPORTS
 from course_pp.schedule import Ledger, Schedule, Versions, check, ledger
 from course_pp.schedule.edges import Declared, declared_by, edges_from
 from course_pp.tied import Look, looks_of, problem_of_forgotten_ties, problem_of_left_out_copies
@@ -192,7 +191,7 @@ def _by_stage(stages: Stages, here: Sequence[int]) -> Modules:
 
 
 def _problem_of_schedule(options: Options, n_ranks: int, feeds_tokens_back: bool) -> str | None:
-    schedule, transport = options.schedule, options.transport
+    schedule = options.schedule
     if schedule.feedback and not feeds_tokens_back:
         return f"{schedule!r} feeds tokens back to its first stage, which a Pipeline does not: call generate"
     if schedule.n_ranks != n_ranks:
@@ -202,8 +201,6 @@ def _problem_of_schedule(options: Options, n_ranks: int, feeds_tokens_back: bool
     if problems := check(schedule):
         more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
         return f"{schedule!r} cannot run: {problems[0]}{more}"
-    if transport is not None and transport not in TRANSPORTS:
-        return f"transport is {transport!r}: use one of {', '.join(map(repr, TRANSPORTS))}, or leave it out"
     return None
 
 

@@ -18,7 +18,7 @@ from course_pp.runtime.messages import Content, Message, RankPlan, Read, Step, r
 from course_pp.runtime.payload import map_tensors, tensors_of
 from course_pp.runtime.stage import Gradients, Stage
 from course_pp.runtime.versions import VersionedStage
-from course_pp.runtime.wire import Wire, open_wire
+from course_pp.runtime.wire import Wire
 from course_pp.schedule import Action, Overlap, Product, Schedule
 from course_pp.schedule.precedence import round_of
 from course_pp.tied import add_up
@@ -379,10 +379,3 @@ def _as_if_copied(tensor: Tensor) -> Tensor:
 def _named(content: str, channels: Mapping[int, Sequence[Message]]) -> dict[int, Message]:
     """Return the messages of that content, by the rank at the other end."""
     return {peer: message for peer, row in channels.items() for message in row if message.content == content}
-
-
-def wire_for(agreement: Agreement, plans: Sequence[RankPlan]) -> Wire:
-    """Return what carries the messages of the plans of all ranks."""
-    channels = {(source, each.rank) for each in plans for source in each.incoming}
-    options = agreement.options
-    return open_wire(options.group, channels, agreement.device, options.transport, agreement.series, options.timeout)

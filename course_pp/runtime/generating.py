@@ -16,11 +16,12 @@ from course_pp.arguments import WrongArgument, check_arguments, refuse_below, re
 from course_pp.collective import rank_by_stage
 from course_pp.runtime.agreement import Agreement, Options, Stages, agree, ranks_of
 from course_pp.runtime.emulation import EmulatedCluster
-from course_pp.runtime.executor import Batch, Executor, _Call, wire_for
+from course_pp.runtime.executor import Batch, Executor, _Call
 from course_pp.runtime.gradients import ShardedStages
 from course_pp.runtime.messages import plan_messages
 from course_pp.runtime.recorder import Recorder
 from course_pp.runtime.stage import Stage
+from course_pp.runtime.wire import open_wire
 from course_pp.schedule import Action, Product, generation
 from course_pp.schedule.edges import declared_by
 
@@ -146,7 +147,7 @@ class _Generating(Executor):
         self._caches: dict[tuple[int, int], Any] = {}
         stages = {s: Stage(s, module, agreement.device, False, None) for s, module in agreement.modules.items()}
         plans = plan_messages(agreement.schedule)
-        super().__init__(agreement, agreement.schedule, plans, wire_for(agreement, plans), stages, {})
+        super().__init__(agreement, agreement.schedule, plans, open_wire(agreement, plans), stages, {})
 
     def _forward(self, action: Action) -> _Call:
         stage, microbatch, n_prompts = action.stage, action.microbatch, self._schedule.feedback

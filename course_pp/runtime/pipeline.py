@@ -19,7 +19,7 @@ from course_pp.module_extras import called_once, problem_of_hooks
 from course_pp.runtime.agreement import Options, Stages, agree
 from course_pp.runtime.batch import loss_shares, own_means, put_together, split
 from course_pp.runtime.emulation import EmulatedCluster
-from course_pp.runtime.executor import Batch, Executor, LossNotFinite, wire_for
+from course_pp.runtime.executor import Batch, Executor, LossNotFinite
 from course_pp.runtime.gradients import ShardedStages, SharedWeights
 from course_pp.runtime.mailbox import Origin
 from course_pp.runtime.messages import plan_messages
@@ -27,6 +27,7 @@ from course_pp.runtime.payload import tensors_of
 from course_pp.runtime.recorder import Recorder
 from course_pp.runtime.stage import Stage
 from course_pp.runtime.versions import Optimizers, VersionedStage
+from course_pp.runtime.wire import open_wire
 from course_pp.schedule import Action, Ledger, Schedule, Timeline, Versions
 
 
@@ -112,7 +113,7 @@ class Pipeline:
             for stage, module in modules.items()
         }
         plans = plan_messages(agreed.schedule, [(a.rank, b.rank) for w in agreed.weights for a in w for b in w])
-        self._wire = wire_for(agreed, plans)
+        self._wire = open_wire(agreed, plans)
         self._executor = Executor(agreed, agreed.schedule, plans, self._wire, self._stages, self._weights)
         self._evaluator: Executor | None = None
 

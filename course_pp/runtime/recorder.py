@@ -120,7 +120,7 @@ class Recorder:
         return _Recording(self, product)
 
     def run_on(self, device: torch.device | None) -> None:
-        """Settle where the actions run, if that was left open; a pipeline and :meth:`attach` do it for you."""
+        """Settle where the actions run, if that was left open."""
         if self._device is None:
             self._settle()
             self._time_on(device)
@@ -134,10 +134,9 @@ class Recorder:
     def attach(self, *stages: Any) -> "Recorder":
         """Record every forward and backward of ``stages`` until :meth:`detach` or the end of a ``with``.
 
-        They are stages of ``torch.distributed.pipelining``, or like them: with a ``stage_index`` and the three methods.
-        A backward with ``full_backward=False`` is recorded as ``I``, the rest of it as ``W``. Where torch
-        has nothing to do for ``I`` (stage 0 needs no input gradient) its span is nearly empty and ``W``
-        has all the work. The loss and the messages lie outside the spans.
+        They are stages of ``torch.distributed.pipelining``, or like them. A backward with ``full_backward=False`` is
+        recorded as ``I``, the rest of it as ``W``; in stage 0, which needs no input gradient, ``W`` has all the work.
+        The loss and the messages lie outside the spans.
         """
         methods = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_one_chunk": "W"}
         for stage in stages:

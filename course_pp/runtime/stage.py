@@ -22,14 +22,10 @@ from course_pp.schedule.edges import taken_apart
 from course_pp.weight_gradients import Deferring, Fusing, WeightGradients, is_worth_fusing
 
 Loss = Callable[[Any], Share]
-"""From the last stage's output to a microbatch's share of the loss."""
-
 Gradients = tuple[Tensor | None, ...]
 """One for each tensor of a value that requires grad, in order; None where nothing depends on it."""
 
 RandomState = tuple[Tensor, Tensor | None]
-"""State of the CPU's generator, and of the CUDA device's if that is where stages compute."""
-
 _NONE: Mapping[str, Any] = {}
 
 
@@ -236,7 +232,6 @@ def set_random_state(state: RandomState, device: torch.device) -> None:
 
 @contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
-    """Put the generators back to where they were, whatever is drawn inside."""
     before = get_random_state(device)
     try:
         yield

@@ -1,8 +1,8 @@
 """Bytes from rank to rank: one interface over gloo, which has tags, and NCCL, which has only order."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -10,8 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_pp.collective import Ranks
+from course_pp.runtime.messages import RankPlan
 
-TRANSPORTS = ("nccl", "gloo", "gloo without tags")
+if TYPE_CHECKING:
+    from course_pp.runtime.agreement import Agreement
+
 _TAGS_PER_PIPELINE = 1 << 16
 
 
@@ -113,25 +116,15 @@ class Ordered:
         return channel.recv([buffer], other, 0)
 
 
-def open_wire(
-    group: dist.ProcessGroup | None,
-    channels: Collection[tuple[int, int]],
-    device: torch.device,
-    transport: str | None,
-    series: int,
-    timeout: timedelta,
-) -> Wire:
-    """The wire of a pipeline whose stages are on ``device``.
+def open_wire(agreement: "Agreement", plans: Sequence[RankPlan]) -> Wire:
+    """Return what carries the messages of the plans of all ranks.
 
-    Args:
-        transport: ``"gloo"`` (CUDA tensors go through host memory, so ranks can share a GPU), ``"nccl"``,
-            ``"gloo without tags"`` to have NCCL's rules without a GPU, or None: NCCL where the group has it for the
-            device, else gloo.
-
-    Raises:
-        ValueError: for a transport that the group does not have; for one without tags, if the ranks have unlike
-            numbers of process groups.
+    The transport is ``"gloo"`` (CUDA tensors go through host memory, so ranks can share a GPU), ``"nccl"``, ``"gloo
+    without tags"`` to have NCCL's rules without a GPU, or None: NCCL where the group has it for the device, else gloo.
     """
+    options, device, series = agreement.options, agreement.device, agreement.series
+    group, transport, timeout = options.group, options.transport, options.timeout
+    channels = {(source, plan.rank) for plan in plans for source in plan.incoming}
     if not channels:  # one rank, perhaps without a process group
         return Tagged(group, series)
     backends = dist.get_backend_config(group)

@@ -114,7 +114,7 @@ BAD_PIPELINES: dict[str, tuple[list[tuple[Schedule, Any, Mapping[str, Any]]], st
     ),
     "an unknown transport": (
         [(GOOD, LAYER, {"transport": "mpi"})] * 2,
-        r"transport is 'mpi': use one of 'nccl', 'gloo'",
+        r"transport 'mpi' cannot carry tensors on cpu",
     ),
     "NCCL without it": ([(GOOD, LAYER, {"transport": "nccl"})] * 2, r"transport 'nccl' cannot carry tensors on cpu"),
     "stages of another rank": (
