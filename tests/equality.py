@@ -1,7 +1,7 @@
 """Equal to one process: the comparison every distributed test makes."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,17 +24,40 @@ class Trained:
     parameters: dict[str, Tensor]
 
 
+def full(tensor: Any) -> Tensor:
+    """The whole of a tensor that may be sharded, apart from it."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
 def snapshot_gradients(modules: Iterable[nn.Module]) -> dict[str, Tensor]:
     """Gradients of one rank's modules; a missing gradient is an error."""
     named = [pair for module in modules for pair in module.named_parameters()]
     missing = [name for name, p in named if p.grad is None]
     assert not missing, f"no gradient for {missing}"
-    return {name: p.grad.clone() for name, p in named if p.grad is not None}
+    return {name: full(p.grad) for name, p in named}
 
 
 def snapshot_parameters(modules: Iterable[nn.Module]) -> dict[str, Tensor]:
     """Parameters of one rank's modules."""
-    return {name: p.detach().clone() for module in modules for name, p in module.named_parameters()}
+    return {name: full(p) for module in modules for name, p in module.named_parameters()}
+
+
+def train(
+    modules: Iterable[nn.Module],
+    n_steps: int,
+    step: Callable[[int], Tensor | float],
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Trained:
+    """What ``n_steps`` of AdamW leave behind; ``step(i)`` computes gradients and returns the loss."""
+    modules, trained = list(modules), Trained([], {}, {})
+    optimizer = optimizer or adamw(modules)
+    for i in range(n_steps):
+        optimizer.zero_grad()
+        trained.losses.append(float(step(i)))
+        trained.gradients = trained.gradients or snapshot_gradients(modules)
+        optimizer.step()
+    trained.parameters = snapshot_parameters(modules)
+    return trained
 
 
 def adamw(modules: Iterable[nn.Module]) -> torch.optim.AdamW:
@@ -68,17 +91,13 @@ def train_in_one_process(
     """The reference: the whole model in float64, each batch in one piece. Gradients are the first step's."""
     torch.manual_seed(seed)
     model = Transformer(config).double()
-    optimizer = adamw([model])
-    losses, gradients = [], {}
-    for step, (inputs, target) in enumerate(data):
-        optimizer.zero_grad()
-        loss = loss_fn(model(inputs, **kwargs), target)
+
+    def step(i: int) -> Tensor:
+        loss: Tensor = loss_fn(model(data[i][0], **kwargs), data[i][1])
         loss.backward()
-        losses.append(loss.item())
-        if step == 0:
-            gradients = snapshot_gradients([model])
-        optimizer.step()
-    return Trained(losses, gradients, snapshot_parameters([model]))
+        return loss
+
+    return train([model], len(data), step)
 
 
 def assert_equals_one_process(ranks: list[Trained], reference: Trained, config: ModelConfig) -> None:

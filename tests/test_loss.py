@@ -26,8 +26,7 @@ from course_pp.parallel import (
 )
 from course_pp.runtime import Pipeline
 from course_pp.schedule import build
-from tests.equality import adamw
-from tests.parallel.layouts import full
+from tests.equality import adamw, full
 
 SIZES = (3, 1, 4)
 

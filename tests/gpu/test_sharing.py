@@ -8,8 +8,7 @@ from course_pp.model import CrossEntropy, build_stage_module
 from course_pp.parallel import DistributedConfig, get_device, init_distributed
 from course_pp.runtime import Pipeline
 from course_pp.schedule import build
-from tests.equality import Trained, adamw, assert_equals_one_process
-from tests.parallel.layouts import full
+from tests.equality import Trained, adamw, assert_equals_one_process, full
 from tests.parallel.stack import CONFIG, DATA, N_MICROBATCHES, reference
 
 SCHEDULES = ("1f1b", "zb_h1", "zb_v")

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.equality import Trained, adamw, snapshot_gradients, snapshot_parameters
+from tests.equality import Trained, train
 
 ROWS, DIM, VOCAB = 16, 8, 11
 
@@ -166,24 +166,21 @@ class Foreign:
     def train(self, steps: int = 2) -> Trained:
         """The reference: one process, each batch in one piece; gradients are the first step's."""
         model = self.model()
-        optimizer, losses, gradients = adamw([model]), [], {}
-        for step in range(steps):
-            optimizer.zero_grad()
+
+        def step(_: int) -> Tensor:
             loss = self.loss(model(*self.inputs, **self.kwargs), self.target)
             loss.backward()
-            losses.append(loss.item())
-            if step == 0:
-                gradients = snapshot_gradients([trained(model)])
-            optimizer.step()
-        return Trained(losses, gradients, snapshot_parameters([model]))
+            freeze_gradients(model)
+            return loss
+
+        return train([model], steps, step)
 
 
-def trained(model: nn.Module) -> nn.Module:
-    """``model``, whose frozen parameters have a gradient of zero."""
+def freeze_gradients(model: nn.Module) -> None:
+    """Give frozen parameters a gradient of zero."""
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-    return model
 
 
 def masked_loss(output: dict[str, Any], target: Tensor) -> Tensor:

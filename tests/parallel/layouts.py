@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from course_pp.model import CrossEntropy, ModelConfig, PipelineStageModule, Transformer, build_stage_module
 from course_pp.parallel import (
@@ -32,7 +31,16 @@ from course_pp.parallel import (
     has_dp_mesh,
     init_distributed,
 )
-from tests.equality import GRADIENT_TOLERANCE, Trained, adamw, assert_equals_one_process, batches, sharded_adamw
+from tests.equality import (
+    GRADIENT_TOLERANCE,
+    Trained,
+    adamw,
+    assert_equals_one_process,
+    batches,
+    sharded_adamw,
+    snapshot_gradients,
+    snapshot_parameters,
+)
 
 FACTORS = (1, 2, 3, 4, 8)
 SEQ_LEN = 24  # what every tp here divides
@@ -184,16 +192,11 @@ def reference(config: ModelConfig, batch: int, padded: bool) -> Run:
         run.trained.losses.append(loss.item())
         run.norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         if step == 0:
-            run.trained.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+            run.trained.gradients = snapshot_gradients([model])
         optimizer.step()
-    run.trained.parameters = {name: p.detach() for name, p in model.named_parameters()}
+    run.trained.parameters = snapshot_parameters([model])
     run.evaluated.append(loss_fn(model(data[0][0], **kwargs), data[0][1]).item())
     return run
-
-
-def full(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def build_modules(
@@ -287,9 +290,9 @@ def train_on_rank(
         run.trained.losses.append(runner.step(inputs, target=target, **kwargs).item())
         run.norms.append(clip_grad_norm_(modules, MAX_NORM, device_mesh=mesh).item())
         if step == 0:
-            run.trained.gradients = {n: full(p.grad) for m in modules for n, p in m.named_parameters()}
+            run.trained.gradients = snapshot_gradients(modules)
         optimizer.step()
-    run.trained.parameters = {n: full(p) for m in modules for n, p in m.named_parameters()}
+    run.trained.parameters = snapshot_parameters(modules)
     run.evaluated.append(runner.eval(data[0][0], target=data[0][1], **kwargs).item())
     return run
 

@@ -27,8 +27,8 @@ from course_pp.parallel import (
     get_stage_indices,
     init_distributed,
 )
+from tests import equality
 from tests.equality import Trained, batches, sharded_adamw, train_in_one_process
-from tests.parallel.layouts import full
 
 CONFIG = ModelConfig(dim=16, n_layers=8, n_heads=4, n_kv_heads=2, ffn_dim=24, vocab_size=20, max_seq_len=8)
 ROWS, SEQ_LEN, N_MICROBATCHES = 8, 8, 4
@@ -64,15 +64,16 @@ def train(recipe: Recipe, config: ModelConfig = CONFIG) -> Trained:
     sizes: tuple[Any, ...] = (mesh, get_device(recipe.layout.backend), ROWS // n_data // recipe.n_microbatches, SEQ_LEN)
     stages = [build_pipeline_stage(module, *sizes) for module in modules]
     pipeline = build_pipeline_schedule(stages, recipe.n_microbatches, CrossEntropy(), recipe.schedule)
-    optimizer, trained = sharded_adamw(modules), Trained([], {}, {})
-    for inputs, target in DATA:
-        optimizer.zero_grad()
-        mine, theirs = (part.chunk(n_data)[get_dp_rank(mesh)].to(sizes[1]) for part in (inputs, target))
-        trained.losses.append(pipeline.step(mine, target=theirs).item())
+
+    def step(i: int) -> torch.Tensor:
+        mine, theirs = (part.chunk(n_data)[get_dp_rank(mesh)].to(sizes[1]) for part in DATA[i])
+        loss = pipeline.step(mine, target=theirs)
         clip_grad_norm_(stages, float("inf"), device_mesh=mesh)
-        trained.gradients = trained.gradients or {n: _told(p.grad) for m in modules for n, p in m.named_parameters()}
-        optimizer.step()
-    trained.parameters = {name: _told(p) for module in modules for name, p in module.named_parameters()}
+        return loss
+
+    trained = equality.train(modules, len(DATA), step, sharded_adamw(modules))
+    for told in (trained.gradients, trained.parameters):
+        told.update({name: tensor.double().cpu() for name, tensor in told.items()})
     return trained
 
 
@@ -97,10 +98,6 @@ def build_modules(recipe: Recipe, mesh: DeviceMesh, config: ModelConfig = CONFIG
         apply_fsdp2(module, mesh, None if kept == recipe.dtype else default_mp_policy(recipe.dtype))
         compute_in(module, recipe.dtype)
     return modules
-
-
-def _told(tensor: Any) -> torch.Tensor:
-    return full(tensor).double().cpu()
 
 
 def reference() -> Trained:

@@ -28,8 +28,8 @@ from course_pp.parallel import (
 )
 from course_pp.parallel.meta_device import meta_copy, run_on_meta
 from course_pp.parallel.stage import find_outputs
-from tests.equality import Trained, adamw, assert_same_training, snapshot_gradients, snapshot_parameters
-from tests.parallel.foreign import Chain, models, trained
+from tests.equality import assert_same_training, snapshot_gradients, train
+from tests.parallel.foreign import Chain, freeze_gradients, models
 
 N_MICROBATCHES = 4
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_v")
@@ -54,16 +54,18 @@ def train_on_rank(rank: int, pp: int) -> dict[tuple[str, str], Any]:
     for name, foreign in models().items():
         for schedule in SCHEDULES:
             modules, pipeline = stages_on_rank(name, schedule, pp, mesh)
-            optimizer, losses, gradients = adamw(modules), [], {}
-            for step in range(2):
-                optimizer.zero_grad()
-                losses.append(pipeline.step(*foreign.inputs, target=foreign.target, **foreign.kwargs).item())
-                if step == 0:
-                    gradients = snapshot_gradients(map(trained, modules))
-                    norm = clip_grad_norm_(pipeline.stages, 1e9, device_mesh=mesh).item()
-                optimizer.step()
+            norms: list[float] = []
+
+            def step(_: int) -> torch.Tensor:
+                loss = pipeline.step(*foreign.inputs, target=foreign.target, **foreign.kwargs)  # noqa: B023
+                for module in modules:  # noqa: B023
+                    freeze_gradients(module)
+                norms.append(clip_grad_norm_(pipeline.stages, 1e9, device_mesh=mesh).item())  # noqa: B023
+                return loss
+
+            trained = train(modules, 2, step)
             evaluated = pipeline.evaluate(*foreign.inputs, on="all", **foreign.kwargs)
-            found[name, schedule] = Trained(losses, gradients, snapshot_parameters(modules)), norm, evaluated
+            found[name, schedule] = trained, norms[0], evaluated
     return found
 
 

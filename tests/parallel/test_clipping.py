@@ -21,7 +21,8 @@ from course_pp.parallel import (
     get_pp_rank,
     init_distributed,
 )
-from tests.parallel.layouts import Case, Data, build_modules, build_pipeline, data_of, full, model_config
+from tests.equality import full
+from tests.parallel.layouts import Case, Data, build_modules, build_pipeline, data_of, model_config
 
 Kinds = Sequence[tuple[float, bool]]
 KINDS: Kinds = ((2.0, True), (2.0, False), (1.0, True), (3.0, False), (0.5, True), (math.inf, False))

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from course_pp.launch import on_ranks
 from course_pp.parallel import DistributedConfig, auto_split, clip_grad_norm_, get_dp_mesh, init_distributed
-from tests.parallel.layouts import full
+from tests.equality import full
 
 WIDTH, WORDS, N_STAGES = 4, 6, 4
 TIED = [{0: "embed.weight", 3: "head.weight"}]

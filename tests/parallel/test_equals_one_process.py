@@ -6,15 +6,7 @@ import torch
 from course_pp.launch import on_ranks
 from course_pp.model import CrossEntropy
 from course_pp.parallel import DistributedConfig, init_distributed, schedule_names
-from tests.equality import (
-    Trained,
-    adamw,
-    assert_equals_one_process,
-    batches,
-    snapshot_gradients,
-    snapshot_parameters,
-    train_in_one_process,
-)
+from tests.equality import assert_equals_one_process, batches, train, train_in_one_process
 from tests.parallel.small import SEQ_LEN, build, model_config
 
 STEPS = 2
@@ -28,17 +20,9 @@ def train_on_rank(rank, pp, config, data, n_microbatches):
     for schedule in SCHEDULES:
         mesh = init_distributed(DistributedConfig(pp=pp), seed=0)
         modules, pipeline = build(config, mesh, pp, rank, schedule, CrossEntropy(), n_microbatches, len(data[0][0]))
-        optimizer = adamw(modules)
         evaluated = pipeline.eval(data[0][0], target=data[0][1]).item()
-        losses, gradients = [], {}
-        for step, (inputs, target) in enumerate(data):
-            optimizer.zero_grad()
-            losses.append(pipeline.step(inputs, target=target).item())
-            if step == 0:
-                gradients = snapshot_gradients(modules)
-            optimizer.step()
-        after = pipeline.eval(data[0][0], target=data[0][1]).item()
-        results[schedule] = Trained(losses, gradients, snapshot_parameters(modules)), evaluated, after
+        trained = train(modules, len(data), lambda i, p=pipeline: p.step(data[i][0], target=data[i][1]))
+        results[schedule] = trained, evaluated, pipeline.eval(data[0][0], target=data[0][1]).item()
     return results
 
 

@@ -32,8 +32,8 @@ from course_pp.parallel import (
 from course_pp.runtime import Pipeline
 from course_pp.schedule import build
 from course_pp.training.checkpoint import load, save
-from tests.equality import adamw, sharded_adamw
-from tests.parallel.layouts import Case, Data, build_modules, build_pipeline, data_of, full, model_config
+from tests.equality import adamw, full, sharded_adamw
+from tests.parallel.layouts import Case, Data, build_modules, build_pipeline, data_of, model_config
 
 CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=20, max_seq_len=16)
 

@@ -31,14 +31,7 @@ from course_pp.parallel import (
 from course_pp.parallel.split import crossing
 from course_pp.schedule import build as build_schedule
 from source_code.hf_pp.families import FAMILIES, LAYERS, Example, build, called, example, tensor_of
-from tests.equality import (
-    Trained,
-    adamw,
-    assert_same_training,
-    sharded_adamw,
-    snapshot_gradients,
-    snapshot_parameters,
-)
+from tests.equality import Trained, assert_same_training, sharded_adamw, train
 
 RANKS_IMPORT = [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "t5", "llama")]
 
@@ -84,15 +77,13 @@ def test_stages_called_one_after_another_are_the_model(name: str, n_stages: int)
 
 def trained_in_one_process(name: str) -> Trained:
     model, batch, target = build(name).eval(), example(name), target_of(name)
-    optimizer, losses, gradients = adamw([model]), [], {}
-    for _ in range(2):
-        optimizer.zero_grad()
+
+    def step(_: int) -> Tensor:
         loss = loss_of(called(model, batch), target)
         loss.backward()
-        losses.append(loss.item())
-        gradients = gradients or snapshot_gradients([model])
-        optimizer.step()
-    return Trained(losses, gradients, snapshot_parameters([model]))
+        return loss
+
+    return train([model], 2, step)
 
 
 def shorter(name: str, batch: Example) -> Example:
@@ -108,24 +99,16 @@ def train_on_rank(rank: int, name: str, engine: str, schedule: str, n_ranks: int
     placement = build_schedule(schedule, n_ranks, m).placement
     stages = auto_split(model, shorter(name, one), len(placement))
     mine = {stage: stages[stage] for stage, ranks in enumerate(placement) if ranks == (rank,)}
-    optimizer, losses, gradients = adamw(mine.values()), [], {}
     if engine == "runtime":
         pipeline = runtime.Pipeline(build_schedule(schedule, n_ranks, m), mine, loss_of, tied=stages[0].ties)
-        step = lambda: sum(pipeline.step(batch, target))  # noqa: E731
-    else:
-        mesh = init_distributed(DistributedConfig(pp=n_ranks))
-        sizes = {"device_mesh": mesh, "device": "cpu", "n_stages": len(placement), "inputs": one}
-        built = [build_pipeline_stage(module, stage=i, **sizes) for i, module in mine.items()]
-        of_torch = build_pipeline_schedule(built, m, loss_of, schedule)
-        step = lambda: of_torch.step(batch, target=target).item()  # noqa: E731
-    for _ in range(2):
-        optimizer.zero_grad()
-        losses.append(step())
-        gradients = gradients or snapshot_gradients(mine.values())
-        optimizer.step()
-    if engine == "parallel":
-        destroy_distributed()
-    return Trained(losses, gradients, snapshot_parameters(mine.values()))
+        return train(mine.values(), 2, lambda _: sum(pipeline.step(batch, target)))
+    mesh = init_distributed(DistributedConfig(pp=n_ranks))
+    sizes = {"device_mesh": mesh, "device": "cpu", "n_stages": len(placement), "inputs": one}
+    built = [build_pipeline_stage(module, stage=i, **sizes) for i, module in mine.items()]
+    of_torch = build_pipeline_schedule(built, m, loss_of, schedule)
+    trained = train(mine.values(), 2, lambda _: of_torch.step(batch, target=target))
+    destroy_distributed()
+    return trained
 
 
 ON_RANKS = [
@@ -226,16 +209,11 @@ def sharded_on_rank(rank: int, name: str) -> tuple[Trained, float]:
     apply_fsdp2(module, mesh, MixedPrecisionPolicy())
     stage = build_pipeline_stage(module, mesh, "cpu", inputs=batch[:1])
     pipeline = build_pipeline_schedule(stage, 2, loss_of, "1f1b")
-    optimizer, losses, gradients = sharded_adamw([module]), [], {}
-    for _ in range(2):
-        optimizer.zero_grad()
-        losses.append(pipeline.step(batch[rows], target=target[rows]).item())
-        gradients = gradients or {k: g.full_tensor() for k, g in snapshot_gradients([module]).items()}
-        norm = clip_grad_norm_(stage, 1e9, device_mesh=mesh).item()
-        optimizer.step()
-    parameters = {k: p.full_tensor() for k, p in snapshot_parameters([module]).items()}
+    step = lambda _: pipeline.step(batch[rows], target=target[rows])  # noqa: E731
+    trained = train([module], 2, step, sharded_adamw([module]))
+    norm = clip_grad_norm_(stage, 1e9, device_mesh=mesh).item()
     destroy_distributed()
-    return Trained(losses, gradients, parameters), norm
+    return trained, norm
 
 
 @pytest.mark.parametrize("name", [SHARDED[0], pytest.param(SHARDED[1], marks=pytest.mark.full)])

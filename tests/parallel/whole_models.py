@@ -18,8 +18,8 @@ from course_pp.parallel import (
     get_dp_rank,
     has_dp_mesh,
 )
+from tests import equality
 from tests.equality import Trained, assert_same_training, sharded_adamw
-from tests.parallel.layouts import full
 
 BATCH, SEQ_LEN, STEPS, WORDS, WIDTH = 8, 12, 2, 36, 32
 
@@ -109,17 +109,14 @@ def loss_of(model: nn.Module, inputs: Tensor, target: Tensor) -> Tensor:
 
 def train(model: nn.Module, name: str, rank: int = 0, n_ranks: int = 1) -> Trained:
     """Two AdamW steps on this rank's part of each batch; losses are those of the part."""
-    optimizer, losses, gradients = sharded_adamw([model]), [], {}
-    for step, batch in enumerate(data_of(name)):
-        inputs, target = (rows.chunk(n_ranks)[rank] for rows in batch)
-        optimizer.zero_grad()
-        loss = loss_of(model, inputs, target)
+    data = data_of(name)
+
+    def step(i: int) -> Tensor:
+        loss = loss_of(model, *(rows.chunk(n_ranks)[rank] for rows in data[i]))
         loss.backward()
-        losses.append(loss.item())
-        if step == 0:
-            gradients = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-        optimizer.step()
-    return Trained(losses, gradients, {name: full(p) for name, p in model.named_parameters()})
+        return loss
+
+    return equality.train([model], len(data), step, sharded_adamw([model]))
 
 
 @cache
