@@ -28,7 +28,7 @@ from course_pp.launch.errors import (
     why_ended,
 )
 from course_pp.launch.fork_server import SERVERS, STATUS, ForkServer, search_path
-from course_pp.launch.messages import Ask, Channel, Left, Over, Raised, RankJob, Ready, Returned
+from course_pp.launch.messages import Channel, Left, Raised, RankJob, Returned, Said
 from course_pp.launch.surroundings import Lines, show, sources
 from course_pp.launch.watch import Report
 
@@ -226,12 +226,10 @@ class Crew:
         if data is not None:
             self._take(rank, pickle.loads(data))
 
-    def _take(self, rank: _Rank, message: Ready | Over | Report | Returned | Raised | Left) -> None:
+    def _take(self, rank: _Rank, message: Said | Report | Returned | Raised | Left) -> None:
         self._server.warm = True
-        if isinstance(message, Ready):
-            rank.ready = True
-        elif isinstance(message, Over):
-            rank.over = True
+        if isinstance(message, Said):
+            rank.ready, rank.over = True, message is Said.OVER
         elif isinstance(message, Report):
             rank.report = message
         else:
@@ -273,7 +271,7 @@ class Crew:
         asked = [rank for rank in self._ranks if rank.can_answer]
         for rank in asked:
             with contextlib.suppress(OSError):
-                rank.channel.send(pickle.dumps(Ask()))
+                rank.channel.send(pickle.dumps(Said.ASK))
                 rank.channel.write()
         limit = time.monotonic() + _ANSWER_LIMIT_S
         while time.monotonic() < limit and any(rank.running and rank.report is None for rank in asked):

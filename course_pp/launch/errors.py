@@ -128,20 +128,16 @@ def _wait(rank: int, report: Report | None, returned: bool, calls: dict[int, Cal
         return Wait(rank, RETURNED, (), "")
     if report is None:
         return Wait(rank, SILENT, (), "")
-    call, where = report.call, _where(report)
+    call, where = report.call, ""
+    if report.file:
+        place = "cell" if has_name_of_cell(report.file) else os.path.basename(report.file)
+        where = f"{place} line {report.line}" + (f": {report.text}" if report.text else "")
     if call is None:
         return Wait(rank, COMPUTES, (), where)
     if call.peer is not None:
         return Wait(rank, call.operation, (call.peer,), where)
     absent = [peer for peer in call.group if peer != rank and not (call.collective and calls.get(peer) == call)]
     return Wait(rank, call.operation, tuple(absent), where)
-
-
-def _where(report: Report) -> str:
-    if not report.file:
-        return ""
-    place = "cell" if has_name_of_cell(report.file) else os.path.basename(report.file)
-    return f"{place} line {report.line}" + (f": {report.text}" if report.text else "")
 
 
 def explain(waits: Sequence[Wait], seconds: float, interrupted: bool = False) -> str:

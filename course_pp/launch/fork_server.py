@@ -160,7 +160,9 @@ def serve(sock_fd: int) -> None:
         from course_pp.launch import rank, watch  # noqa: F401
 
         watch.instrument(sys.modules["torch.distributed.distributed_c10d"])
-    _adopt_orphans()
+    if sys.platform.startswith("linux"):
+        # Orphaned descendants become children of this process, whatever group or session they moved to.
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     _Forker(socket.socket(fileno=sock_fd), parent).run()
 
 
@@ -335,12 +337,6 @@ def _end_group(pid: int) -> None:
             end(pid, signal.SIGKILL)
 
 
-def _adopt_orphans() -> None:
-    """Make orphaned descendants children of this process, whatever group or session they moved to (Linux)."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
 def _end_orphans() -> None:
     """End what ranks left behind. To be called when no rank is left: every child is an orphan then."""
     children = f"/proc/self/task/{os.getpid()}/children"
@@ -360,8 +356,8 @@ def _read(file: str) -> str:
 def _use_huge_pages() -> None:
     """Move what was imported into huge pages, so that a fork copies a hundred page-table entries, not 50,000.
 
-    Asked for range by range (Linux 6.1 and later; elsewhere nothing happens), because the allocator settings with
-    the same effect would stay on in the ranks and change what learners measure there.
+    Asked for range by range (Linux 6.1 and later): allocator settings would stay on in the ranks, where learners
+    measure.
     """
     if not sys.platform.startswith("linux"):
         return

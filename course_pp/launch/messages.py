@@ -15,6 +15,7 @@ import sysconfig
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from types import ModuleType
 from typing import Any
 
@@ -39,14 +40,12 @@ class RankJob:
     timeout_s: float
 
 
-@dataclass(frozen=True)
-class Ready:
-    """The function is about to be called."""
+class Said(Enum):
+    """What takes no more words."""
 
-
-@dataclass(frozen=True)
-class Over:
-    """The function has returned or raised; its result or exception is pickled and sent next."""
+    READY = "the function is about to be called"
+    OVER = "the function has returned or raised; its result or exception is pickled and sent next"
+    ASK = "from the caller: say what you are doing"
 
 
 @dataclass(frozen=True)
@@ -73,11 +72,6 @@ class Left:
     """The function called ``sys.exit``."""
 
     exit_code: int
-
-
-@dataclass(frozen=True)
-class Ask:
-    """From the caller: say what you are doing."""
 
 
 def pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -144,16 +138,15 @@ def _is_script(module: ModuleType) -> bool:
 
 # A message on a stream socket is eight bytes that hold a length, then so many bytes. A rank blocks in `send` and
 # `receive`. The caller uses a `Channel`, which never blocks, so that a message of any size keeps to the time limit.
+# Where the other end is gone, they raise EOFError or OSError.
 
 
 def send(connection: socket.socket, message: bytes) -> None:
-    """Send a whole message. Raises OSError if the other end is gone."""
     connection.sendall(_LENGTH.pack(len(message)))
     connection.sendall(message)
 
 
 def receive(connection: socket.socket) -> bytearray:
-    """Wait for a whole message and return it. Raises EOFError or OSError if the other end is gone."""
     (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
     return _exactly(connection, length)
 
@@ -190,7 +183,6 @@ class Channel:
 
     @property
     def is_sending(self) -> bool:
-        """Whether `write` has more to send."""
         return bool(self._unsent)
 
     @property
@@ -199,11 +191,10 @@ class Channel:
         return not self._is_length or len(self._room) < _LENGTH.size
 
     def send(self, message: bytes) -> None:
-        """Queue a message for `write`."""
         self._unsent += [memoryview(_LENGTH.pack(len(message))), memoryview(message)]
 
     def write(self) -> None:
-        """Send what the socket takes now. Raises OSError if the rank is gone."""
+        """Send what the socket takes now."""
         with contextlib.suppress(BlockingIOError):
             while self._unsent:
                 sent = self._socket.send(self._unsent[0])
@@ -212,7 +203,7 @@ class Channel:
                     self._unsent.popleft()
 
     def read(self) -> bytearray | None:
-        """Read once; return a message when that completes one. Raises EOFError or OSError if the rank is gone."""
+        """Read once; return a message when that completes one."""
         try:
             return self._read()
         except BlockingIOError:

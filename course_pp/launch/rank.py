@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 from course_pp.launch import watch
-from course_pp.launch.messages import Left, Over, Raised, RankJob, Ready, Returned, dumps, receive, send
+from course_pp.launch.messages import Left, Raised, RankJob, Returned, Said, dumps, receive, send
 
 _INSIDE = "COURSE_PP_RANK_PID"
 # What course_pp.training imports besides torch: importing them starts no thread and reads no environment.
@@ -97,7 +97,7 @@ def _outcome(
                 f"fn or its arguments cannot be rebuilt on a rank ({type(e).__name__}: {e}). "
                 "Make what only works in one process inside the function."
             ) from e
-        caller.send(Ready())
+        caller.send(Said.READY)
         value = fn(job.rank, *args)
     except SystemExit as e:
         code = e.code if isinstance(e.code, int) else int(e.code is not None)
@@ -130,7 +130,7 @@ def _outcome(
 def _say_over(caller: _Caller) -> None:
     # Whoever cannot say this will hear so again with the outcome.
     with contextlib.suppress(OSError):
-        caller.send(Over())
+        caller.send(Said.OVER)
 
 
 def _own_modules(inherited: set[str]) -> tuple[str, ...]:
@@ -176,7 +176,7 @@ def _enter(job: RankJob) -> None:
 
 
 def _join(job: RankJob, listener: int | None) -> Any:
-    """Connect the rank's store and, unless ``job.backend`` is None, make the default process group."""
+    """Connect the rank's store, and make the default process group unless there is no backend."""
     import torch
     import torch.distributed as dist
 

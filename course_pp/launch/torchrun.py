@@ -78,8 +78,7 @@ def run_torchrun(args: Sequence[str], *, timeout_s: float = 300.0, where: str | 
 def torchrun_magic(line: str) -> None:
     """``%torchrun [--timeout SECONDS] [--local] ARGS...``: run ``torchrun ARGS...``; fail if a rank fails.
 
-    ``--timeout`` is the limit for the run, once it has left a queue (300 s unless given); ``--local`` keeps off
-    Slurm. Both come before the script.
+    ``--timeout`` is the limit once it has left a queue (300 s unless given); ``--local`` keeps off Slurm.
     """
     __tracebackhide__ = True
     args, timeout_s, local = split_magic(line)
@@ -245,7 +244,6 @@ class _Run(Process):
             self._listener.bind(str(folder / _SOCKET) if command.place.local else ("", 0))
             self._listener.listen(socket.SOMAXCONN)
             super().__init__(command, self._environ(folder), folder, started)
-        self._open.callback(self._close_peers)
         self.watch(self._listener, self._accept)
 
     def follow(self, timeout_s: float) -> tuple[str, ...]:
@@ -277,7 +275,7 @@ class _Run(Process):
             connection, _ = self._listener.accept()
         except OSError:  # gone again, or as many as may be open
             return
-        peer = _Peer(connection, self._mark, self.job is None)
+        peer = _Peer(self._open.enter_context(connection), self._mark, self.job is None)
         self._peers.append(peer)
         self.watch(connection, partial(self._hear, peer, Lines(peer.tell)))
 
@@ -288,20 +286,13 @@ class _Run(Process):
         lines.feed(data)
         peer.heard_bytes += len(data)
         if not data or not (peer.known or (peer.heard_bytes <= _MOST_INTRODUCTION_BYTES and b"\n" not in data)):
-            self._drop(peer)
+            peer.gone = True
+            self.forget(peer.connection)
+            peer.connection.close()
+            if not peer.known:
+                self._peers.remove(peer)
         elif self.job is not None and peer.known:
             self.job.started = True
-
-    def _drop(self, peer: _Peer) -> None:
-        peer.gone = True
-        self.forget(peer.connection)
-        peer.connection.close()
-        if not peer.known:
-            self._peers.remove(peer)
-
-    def _close_peers(self) -> None:
-        for peer in self._peers:
-            peer.connection.close()
 
     def a_rank_failed(self) -> bool:
         return any(_failed_ranks("\n".join(self.launcher_said)))
@@ -354,7 +345,7 @@ class _Run(Process):
 
 
 def _short_folder() -> tempfile.TemporaryDirectory[str]:
-    """Make a temporary folder in which a socket can be bound; in /tmp if the usual place has no name for that."""
+    """Make a temporary folder in which a socket can be bound; in /tmp if the usual place has too long a name."""
     make = partial(tempfile.TemporaryDirectory, prefix="course_pp_", ignore_cleanup_errors=True)
     folder = make()
     # It goes on PYTHONPATH, too.

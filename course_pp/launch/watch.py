@@ -202,7 +202,6 @@ class NoSuchRank(ValueError):
 
 
 def report(rank: int) -> Report:
-    """Return what the main thread of this process is doing."""
     main = threading.main_thread().ident
     frame = sys._current_frames().get(cast(int, main))
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
@@ -249,7 +248,7 @@ def _is_library(file: str) -> bool:
 
 
 def has_name_of_cell(file: str) -> bool:
-    """Return whether ``file`` is named as IPython names cells; this module may not ask `cells.is_cell`."""
+    """Return whether ``file`` is named as IPython names cells."""
     return "ipykernel_" in file or file.startswith("<ipython-input")
 
 

@@ -209,7 +209,7 @@ def decide(
 
 
 def certainly_here() -> bool:
-    """Return whether the next `on_ranks` runs on this machine, as far as can be said without asking a cluster."""
+    """Whether the next `on_ranks` runs on this machine, as far as can be said without asking a cluster."""
     return os.environ.get("COURSE_PP_WHERE") == "local" or on_a_node() or not shutil.which("srun")
 
 

@@ -317,7 +317,9 @@ class Transformer(nn.Module):
         self.init_freqs_and_ties()
         seed = torch.initial_seed() if seed is None else seed
         for name, parameter in self.named_parameters():
-            _fill(parameter, self._draw(_full_name(name), parameter.shape, seed))
+            # Wrappers (activation checkpointing, torch.compile) insert path parts that start with an underscore.
+            full_name = ".".join(part for part in name.split(".") if not part.startswith("_"))
+            _fill(parameter, self._draw(full_name, parameter.shape, seed))
 
     @torch.no_grad()
     def init_freqs_and_ties(self) -> None:
@@ -427,11 +429,6 @@ def parameter_seed(seed: int, name: str) -> int:
     1,000 do for about one model seed in 10,000.
     """
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest(), "little")
-
-
-def _full_name(name: str) -> str:
-    # Wrappers (activation checkpointing, torch.compile) insert path parts that start with an underscore.
-    return ".".join(part for part in name.split(".") if not part.startswith("_"))
 
 
 def _fill(parameter: Tensor, full: Tensor) -> None:

@@ -107,7 +107,25 @@ def update(source: Path, folder: Path) -> Copied:
         raise ValueError(f"there are no notebooks in {str(source)!r}: start from a clone of the course")
     with _refusing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        return _update(notebooks, folder)
+        record, changed = _read_record(folder / _RECORD), False
+        added, beside = [], []
+        for path in notebooks:
+            text = _without_outputs(path)
+            digest, versions = hashlib.sha256(text.encode()).hexdigest(), record.setdefault(path.name, [])
+            target = folder / path.name
+            if not target.exists():
+                _write(target, text)
+                added.append(path.name)
+            elif digest not in versions and _read_cells(target) != _cells(json.loads(text)):
+                target = _free_name(folder, path)
+                _write(target, text)
+                beside.append((path.name, target.name))
+            if digest not in versions:
+                versions.append(digest)
+                changed = True
+        if changed:
+            _write(folder / _RECORD, json.dumps(record, indent=1) + "\n")
+        return Copied(folder, tuple(added), tuple(beside))
 
 
 def copy_scripts(source: Path, folder: Path) -> None:
@@ -130,28 +148,6 @@ def _refusing(folder: Path) -> Iterator[None]:
             f"cannot write the working copy ({str(where)!r}: {error.strerror}): make the folder writable, or name "
             "another one with --folder"
         ) from error
-
-
-def _update(notebooks: list[Path], folder: Path) -> Copied:
-    record, changed = _read_record(folder / _RECORD), False
-    added, beside = [], []
-    for path in notebooks:
-        text = _without_outputs(path)
-        digest, versions = hashlib.sha256(text.encode()).hexdigest(), record.setdefault(path.name, [])
-        target = folder / path.name
-        if not target.exists():
-            _write(target, text)
-            added.append(path.name)
-        elif digest not in versions and _read_cells(target) != _cells(json.loads(text)):
-            target = _free_name(folder, path)
-            _write(target, text)
-            beside.append((path.name, target.name))
-        if digest not in versions:
-            versions.append(digest)
-            changed = True
-    if changed:
-        _write(folder / _RECORD, json.dumps(record, indent=1) + "\n")
-    return Copied(folder, tuple(added), tuple(beside))
 
 
 def _write(path: Path, text: str) -> None:

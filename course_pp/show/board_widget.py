@@ -11,7 +11,7 @@ from typing import Any
 
 from course_pp.arguments import checked, refuse_unless
 from course_pp.files import locked, state_folder, write_atomically
-from course_pp.schedule import Action, Costs, Schedule, Time, Timeline, to_torch_csv
+from course_pp.schedule import Action, Costs, Schedule, Time, Timeline
 from course_pp.show.board_levels import LEVELS, Level, references
 from course_pp.show.board_rules import POLICIES, Game, Position, advice, fill, game_of, recognised, replay, spelled
 from course_pp.show.chart import ChartFigure
@@ -127,16 +127,6 @@ class Board(AnyWidget):
         return tuple(recognised(self._position, self._references))
 
     @property
-    def gaps(self) -> tuple[str, ...]:
-        """For each time in which a rank does nothing: why."""
-        return tuple(gap.cause for gap in self.timeline.idle_gaps)
-
-    @property
-    def critical_path(self) -> tuple[str, ...]:
-        """The actions that set the makespan, in order."""
-        return tuple(str(span.action) for span in self.timeline.critical_path)
-
-    @property
     def figure(self) -> ChartFigure:
         """What is on the board, as a picture, for where no browser runs it."""
         title = f"{self.words['title']}. {self._standing()}"
@@ -217,10 +207,6 @@ class Board(AnyWidget):
     def _commit(self, moves: list[str]) -> None:
         self.undone = []
         self.moves = moves
-
-    def to_csv(self) -> str:
-        """Return the order as torch's schedules read it."""
-        return to_torch_csv(self.schedule)
 
     def run(self) -> Timeline:
         """Run one step of what was drawn on real ranks; lay its timeline under the drawn one.

@@ -64,7 +64,13 @@ def cut(
         sketch.text((middle, _TOP + _HIGH + 0.14), format_bytes(sizes[stage]), SMALL, align="center")
         sketch.text((middle, _TOP + _HIGH + 0.29), "of weights", SMALL, align="center", ink=chart.TEXT_GREY)
     for stage in range(p - 1):
-        _draw_crossing(sketch, stage * (each + gap) + each, gap, crossing)
+        x, there, back = stage * (each + gap) + each, _TOP + 0.42, _TOP + 0.86
+        sketch.arrow((x + 0.05, there), (x + gap - 0.05, there), ink=chart.BLUE, line=2, head=13)
+        sketch.arrow((x + gap - 0.05, back), (x + 0.05, back), ink=chart.VERMILION, line=2, head=13, dashed=True)
+        words = {"activation": there - 0.2, "gradient": back + 0.2}
+        if max(width_of(word, SMALL) for word in (*words, crossing)) < gap - 0.1:
+            for name, y in words.items():
+                sketch.text((x + gap / 2, y), f"{name}\n{crossing}", SMALL, align="center")
     held_by = "; ".join(
         f"stage {stage} holds {contents[stage]}, {format_bytes(size)} of weights" for stage, size in enumerate(sizes)
     )
@@ -97,16 +103,6 @@ def _draw_stage(sketch: Sketch, layers: Sequence[tuple[int, int]], stage: int, x
         corner, wide = x + 0.08 + ends.get("emb", 0.0), each * (end - start)
         sketch.box((corner, top), (wide, high), fill=chart.SKY_BLUE)
         sketch.text((corner + wide / 2, top + high / 2), f"{start}–{end - 1}", SMALL, align="center", on_white=True)
-
-
-def _draw_crossing(sketch: Sketch, x: float, gap: float, size: str) -> None:
-    there, back = _TOP + 0.42, _TOP + 0.86
-    sketch.arrow((x + 0.05, there), (x + gap - 0.05, there), ink=chart.BLUE, line=2, head=13)
-    sketch.arrow((x + gap - 0.05, back), (x + 0.05, back), ink=chart.VERMILION, line=2, head=13, dashed=True)
-    words = {"activation": there - 0.2, "gradient": back + 0.2}
-    if max(width_of(word, SMALL) for word in (*words, size)) < gap - 0.1:
-        for name, y in words.items():
-            sketch.text((x + gap / 2, y), f"{name}\n{size}", SMALL, align="center")
 
 
 @checked

@@ -17,7 +17,6 @@ from course_pp.show.chart import ChartFigure, add_legend, points_per_unit, text_
 from course_pp.show.timelines import ROW_FILL, Box, Labels
 from course_pp.show.wording import (
     amount,
-    axis_unit,
     counted,
     format_bytes,
     listed,
@@ -99,7 +98,10 @@ def memory(
         finding = f"{counted(tl.n_ranks, 'rank')}, nothing held"
         return figure.finish(axes, title, finding, f"{told} {finding}.")
     finding = f"{what}: {spelled_peaks(peaks, spell)}"
-    told += f" {finding}.{_when(tl, curves, peaks, spell)}"
+    rank = max(range(tl.n_ranks), key=peaks.__getitem__)
+    first = next(time for time, held in curves[rank] if held == peaks[rank])
+    at = f"{round(float(first) * scale, 4):g}" + (f" {unit}" if tl.unit else "")
+    told += f" {finding}. Rank {rank} reaches {spell(peaks[rank])} at time {at}."
     kept = [f"rank {rank} {versions}" for rank, versions in enumerate(tl.weight_versions) if versions > 1]
     told += f" Versions of the weights kept: {listed(kept)}." if kept else ""
     return figure.finish(axes, title, finding, told)
@@ -115,14 +117,6 @@ def _area(curve: _Curve, rank: int, scale: float, end: float, highest: float) ->
         corners += [(x, level), (x, floor - height)]
         level = floor - height
     return [*corners, (end, level), (end, floor)]
-
-
-def _when(tl: Timeline, curves: Sequence[_Curve], peaks: Sequence[Time], spell: Callable[[Time], str]) -> str:
-    rank = max(range(tl.n_ranks), key=peaks.__getitem__)
-    time = next(time for time, held in curves[rank] if held == peaks[rank])
-    scale, unit = axis_unit(tl.makespan, tl.unit)
-    suffix = f" {unit}" if tl.unit else ""
-    return f" Rank {rank} reaches {spell(peaks[rank])} at time {round(float(time) * scale, 4):g}{suffix}."
 
 
 @dataclass(frozen=True)

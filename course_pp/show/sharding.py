@@ -92,7 +92,6 @@ def fsdp_step(
     policies = [reshard] if isinstance(reshard, bool | int) else list(reshard)
     refuse_outside(1, _MOST_COLUMNS, n_layers=n_layers)
     refuse_below(2, "fsdp_step", n_shards=n_shards)
-    refuse_unless(bool(policies), "fsdp_step", "reshard", reshard, "give True, False, or a number of ranks")
     for policy in policies:
         divides = isinstance(policy, bool) or (1 < policy < n_shards and n_shards % policy == 0)
         remedy = f"give a number between 1 and {n_shards}, the shards, that divides them"

@@ -19,19 +19,16 @@ def to_trace(tl: Timeline, name: str = "pipeline") -> str:
     second; a unit of relative cost becomes a millisecond. Source of the format: the Chromium project's document "Trace
     Event Format", whose times are in microseconds. ``name`` is the process under which the ranks are listed.
     """
-    process = {"ph": "M", "pid": _PROCESS, "name": "process_name", "args": {"name": name}}
-    events = [process, *_threads(tl), *_slices(tl), *_arrows(tl), *_counters(tl)]
+    events: list[dict[str, Any]] = [{"ph": "M", "pid": _PROCESS, "name": "process_name", "args": {"name": name}}]
+    for rank in range(tl.n_ranks):
+        events.append(_event("M", rank, name="thread_name", args={"name": f"rank {rank}"}))
+        events.append(_event("M", rank, name="thread_sort_index", args={"sort_index": rank}))
+    events += [*_slices(tl), *_arrows(tl), *_counters(tl)]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, ensure_ascii=False)
 
 
 def _event(phase: str, rank: int, **fields: Any) -> dict[str, Any]:
     return {"ph": phase, "pid": _PROCESS, "tid": rank + 1, **fields}
-
-
-def _threads(tl: Timeline) -> Iterator[dict[str, Any]]:
-    for rank in range(tl.n_ranks):
-        yield _event("M", rank, name="thread_name", args={"name": f"rank {rank}"})
-        yield _event("M", rank, name="thread_sort_index", args={"sort_index": rank})
 
 
 def _slices(tl: Timeline) -> Iterator[dict[str, Any]]:

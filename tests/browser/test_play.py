@@ -61,17 +61,6 @@ def test_a_page_of_its_own_needs_nothing_else(page: Any, tmp_path: Path) -> None
     assert page.thrown == []
 
 
-def test_without_scripts_there_is_the_still_picture(page: Any, tmp_path: Path) -> None:
-    path = show.play(simulate(build("1f1b", 4, 8))).save(tmp_path / "still.html")
-    context = page.context.browser.new_context(java_script_enabled=False)
-    still = context.new_page()
-    still.goto(path.as_uri())
-    picture = still.locator(".cpp-player img")
-    assert "4 ranks, 8 microbatches" in picture.get_attribute("alt")
-    assert picture.bounding_box()["width"] > 600
-    context.close()
-
-
 def test_a_notebook_that_is_not_trusted_shows_the_still_picture(page: Any, lab: Lab) -> None:
     data, metadata = show.play(simulate(build("1f1b", 4, 8)))._repr_mimebundle_()
     data["image/png"] = b64encode(data["image/png"]).decode("ascii")

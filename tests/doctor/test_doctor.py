@@ -13,6 +13,7 @@ import pytest
 
 from course_pp.__main__ import main
 from course_pp.doctor import Check, Finding, machine, packages, run_checks, running
+from tests.launch.conftest import pretend as program
 from tests.processes import no_process_left
 
 ROOT = Path(__file__).parents[2]
@@ -182,8 +183,7 @@ def test_widgets_need_the_extension_in_the_page(how: str, tmp_path: Path, monkey
 
 def pretend(folder: Path, sinfo: str, srun: str = "exit 0") -> str:
     for name, shell in (("sinfo", sinfo), ("srun", srun)):
-        (folder / name).write_text(f"#!/bin/sh\n{shell}\n")
-        (folder / name).chmod(0o755)
+        program(folder / name, shell)
     return f"{folder}{os.pathsep}/usr/bin{os.pathsep}/bin"
 
 
@@ -241,8 +241,7 @@ def test_a_limit_that_would_leave_a_job_waiting_is_named(
     answers = f'case "$*" in *assoc*) echo "{account}";; *) printf "{quality}\n";; esac'
     texts = {"sacctmgr": "exit 1" if account == "exit" else answers, "scontrol": f"echo {partition}"}
     for name, text in texts.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+        program(tmp_path / name, text)
     monkeypatch.setenv("PATH", path)
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm/slurm.conf")
     monkeypatch.setenv("HOME", str(tmp_path))

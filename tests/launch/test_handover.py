@@ -18,6 +18,7 @@ from course_pp.launch import LaunchError, guard, on_ranks, ranks, remote
 from course_pp.launch.on_slurm import TASKS, End, RemoteCall, call_file, end_file, write
 from course_pp.launch.process import Process, shared_folder
 from course_pp.launch.where import Needs, Place, load_site
+from tests.launch.conftest import pretend
 from tests.processes import no_process_left
 
 pytestmark = pytest.mark.timeout(60)
@@ -44,11 +45,6 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield tmp_path / "bin"
         TASKS.stop()
     assert not list(tmp_path.glob("shared/*"))
-
-
-def pretend(tool: Path, shell: str) -> None:
-    tool.write_text(f"#!/bin/sh\n{shell}\n")
-    tool.chmod(0o755)
 
 
 def test_threads_of_one_kernel_get_each_their_own_results(tools: Path, tmp_path: Path) -> None:

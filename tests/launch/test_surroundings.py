@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,8 @@ from course_pp.launch.crew import Crew
 from course_pp.launch.errors import SENDING
 from course_pp.launch.fork_server import SERVERS, ForkServer
 from course_pp.launch.messages import Channel
-from tests.processes import no_process_left
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left() -> Iterator[None]:
-    with no_process_left():
-        yield
 
 
 NO_STREAMS = """

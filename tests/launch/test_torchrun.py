@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from course_pp.launch import LaunchError, RanksHung, run_torchrun, torchrun
 from course_pp.launch.process import Command
 from course_pp.launch.torchrun import build, script_index, split_magic
 from course_pp.launch.where import Place, Site
-from tests.processes import no_process_left
+from tests.launch.conftest import pretend
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -63,8 +62,7 @@ def fake_srun(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("COURSE_PP_WHERE")
     srun = folder / "bin" / "srun"
     srun.parent.mkdir()
-    srun.write_text('#!/bin/sh\necho "[rank 0] srun $1 $2 $3 $4 $5 $6 $7 $8"\nshift 8\nexec "$@"\n')
-    srun.chmod(0o755)
+    pretend(srun, 'echo "[rank 0] srun $1 $2 $3 $4 $5 $6 $7 $8"\nshift 8\nexec "$@"')
     (srun.parent / "sinfo").symlink_to("/bin/true")
     (srun.parent / "squeue").symlink_to("/bin/true")
     (folder / "site.toml").write_text(f'folder = "{folder / "shared"}"')
@@ -145,18 +143,6 @@ def test_next_to_slurm_the_launcher_runs_under_srun_unless_told_otherwise(
     assert not build(args).place.local
 
 
-@pytest.mark.long
-def test_a_run_under_srun_executes_what_it_shows(
-    fake_srun: Path, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "source_code" / "train.py").write_text("print('trained')")
-    lines = run_torchrun(["source_code/train.py"], timeout_s=60)
-    assert lines == ("[rank 0] srun -N 1 -n 1 -c 1 -t 2", "[rank 0] trained")
-    said, shown, *_ = capsys.readouterr().out.splitlines()
-    assert said == "Ranks run in a Slurm job of their own: 1 node, CPU only."
-    assert shown == "$ srun -N 1 -n 1 -c 1 -t 2 torchrun ../source_code/train.py"
-
-
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -177,13 +163,6 @@ def test_a_limit_that_is_no_number_of_seconds_is_refused(folder: Path) -> None:
             run_torchrun(["source_code/train.py"], timeout_s=timeout_s, where="local")
 
 
-@pytest.fixture
-def _nothing_left() -> Iterator[None]:
-    with no_process_left(within_s=15):
-        yield
-
-
-@pytest.mark.usefixtures("_nothing_left")
 def test_lines_are_labelled_and_nothing_is_added_to_the_command(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,7 +180,6 @@ def test_lines_are_labelled_and_nothing_is_added_to_the_command(
     assert sorted(lines) == [f"[rank {rank}] {text}" for rank in range(2) for text in ("a", "b kept", "c")]
 
 
-@pytest.mark.usefixtures("_nothing_left")
 @pytest.mark.parametrize(
     ("failing", "words"),
     [
@@ -218,7 +196,6 @@ def test_the_rank_that_failed_first_is_named(folder: Path, failing: str, words: 
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("_nothing_left")
 def test_a_temporary_folder_with_a_name_that_fits_no_socket_or_path_is_no_obstacle(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,7 +212,6 @@ def test_a_temporary_folder_with_a_name_that_fits_no_socket_or_path_is_no_obstac
     assert not list(awkward.glob("course_pp_*"))
 
 
-@pytest.mark.usefixtures("_nothing_left")
 def test_strangers_at_the_watchdogs_port_are_dropped(folder: Path) -> None:
     place = Place("", ("srun",), site=Site(folder=str(folder / "shared")))
     sleeps = Command(("sleep", "1000"), "sleep 1000", {}, place)
@@ -266,13 +242,11 @@ def test_a_launcher_that_cannot_be_started_leaves_nothing(folder: Path, monkeypa
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("_nothing_left")
 def test_wrong_arguments_are_reported_in_torchruns_words(folder: Path) -> None:
     with pytest.raises(LaunchError, match=r"exit code 2 and named no rank[^\n]*\n.*error"):
         run_torchrun(["--no-such-option=1", "source_code/train.py"], timeout_s=60, where="local")
 
 
-@pytest.mark.usefixtures("_nothing_left")
 @pytest.mark.long
 def test_at_the_time_limit_it_says_who_waits_for_whom_also_if_the_caller_is_a_rank_itself(
     folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -286,7 +260,6 @@ def test_at_the_time_limit_it_says_who_waits_for_whom_also_if_the_caller_is_a_ra
 
 
 @pytest.mark.ranks
-@pytest.mark.usefixtures("_nothing_left")
 @pytest.mark.long
 def test_a_notebook_starts_ranks_both_ways_and_its_cells_fail_when_ranks_do(folder: Path) -> None:
     (folder / "source_code" / "train.py").write_text("print('trained')")

@@ -4,7 +4,7 @@ import ctypes
 import linecache
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,15 +15,8 @@ import torch.distributed as dist
 from course_pp.launch import RanksHung, Wait, crew, on_ranks, watch
 from course_pp.launch.errors import COMPUTES, SENDING, explain, waiting_ring, waits_from
 from course_pp.launch.watch import Call, Report
-from tests.processes import no_process_left
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left() -> Iterator[None]:
-    with no_process_left():
-        yield
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from course_pp.launch.process import of_no_rank
 from course_pp.launch.slurm import Job
 from course_pp.launch.torchrun import build
 from course_pp.launch.where import Needs, Place, Site, decide
+from tests.launch.conftest import pretend
 
 TWO = Needs(nodes=1, ranks=2, seconds=100)
 
@@ -30,16 +31,11 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "bin"
 
 
-def pretend(tools: Path, name: str, shell: str) -> None:
-    (tools / name).write_text(f"#!/bin/sh\n{shell}\n")
-    (tools / name).chmod(0o755)
-
-
 @pytest.fixture
 def cluster(tools: Path) -> Path:
     """Two partitions; the default one has nodes of 8 cores and 4 GPUs of a kind with a name."""
-    pretend(tools, "srun", "exit 1")
-    pretend(tools, "sinfo", "echo 'cpu|64|(null)'; echo 'gpu*|8|gpu:a100:4(S:0-1)'")
+    pretend(tools / "srun", "exit 1")
+    pretend(tools / "sinfo", "echo 'cpu|64|(null)'; echo 'gpu*|8|gpu:a100:4(S:0-1)'")
     return tools
 
 
@@ -107,7 +103,7 @@ def test_a_choice_is_kept_to_or_refused(cluster: Path, monkeypatch: pytest.Monke
     assert not decide(TWO, "slurm").local
     with pytest.raises(ValueError, match="where is 'gpu'; it must be 'local', 'slurm' or None"):
         decide(TWO, "gpu")
-    pretend(cluster, "sinfo", "exit 1")
+    pretend(cluster / "sinfo", "exit 1")
     with pytest.raises(RuntimeError, match="no cluster answers"):
         decide(TWO, "slurm")
     monkeypatch.delenv("COURSE_PP_WHERE")
@@ -133,7 +129,7 @@ def test_a_controller_that_stalls_is_no_reason_to_run_on_the_login_node(
     cluster: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(where, "_ANSWER_LIMIT_S", 0.2)
-    pretend(cluster, "sinfo", "exec /bin/sleep 30")
+    pretend(cluster / "sinfo", "exec /bin/sleep 30")
     for choice in (None, "slurm"):
         with pytest.raises(RuntimeError, match=r'the cluster does not answer.*where="local", %torchrun --local'):
             decide(TWO, choice)
@@ -197,7 +193,7 @@ def test_a_job_that_can_never_run_is_given_up_at_the_second_look(
 ) -> None:
     for name in ("_FIRST_LOOK_S", "_LOOK_S"):
         monkeypatch.setattr(f"course_pp.launch.slurm.{name}", 0)
-    pretend(tools, "squeue", f"echo '9|PD|gpu|{reason}'")
+    pretend(tools / "squeue", f"echo '9|PD|gpu|{reason}'")
     job = Job("course_pp-x", os.environ)
     assert reason in str(job.queue_line())
     if curable:
@@ -210,7 +206,7 @@ def test_a_job_that_can_never_run_is_given_up_at_the_second_look(
 def test_the_queue_is_looked_at_ever_more_rarely(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("course_pp.launch.slurm.time.monotonic", lambda: now)
-    pretend(tools, "squeue", f"echo look >> {tools / 'looks'}; echo '9|PD|gpu|Priority'")
+    pretend(tools / "squeue", f"echo look >> {tools / 'looks'}; echo '9|PD|gpu|Priority'")
     job = Job("course_pp-x", os.environ)
     for _ in range(600):
         now += 1
@@ -224,7 +220,7 @@ def test_the_place_in_the_queue_is_told_when_it_changes(tools: Path, monkeypatch
     monkeypatch.setattr("course_pp.launch.slurm._LOOK_S", 0)
     monkeypatch.setattr("course_pp.launch.slurm._FIRST_LOOK_S", 0)
     answers = f'case "$*" in *--user={os.getuid()}*name=*) cat mine;; *) cat all;; esac'
-    pretend(tools, "squeue", f"PATH=/usr/bin:/bin; cd {tools}; {answers}")
+    pretend(tools / "squeue", f"PATH=/usr/bin:/bin; cd {tools}; {answers}")
     (tools / "mine").write_text("9|PD|gpu|Priority\n")
     (tools / "all").write_text("7\n8\n9\n")
     job = Job("course_pp-x", os.environ)
@@ -269,8 +265,8 @@ def test_the_place_in_the_queue_is_told_when_it_changes(tools: Path, monkeypatch
     ],
 )
 def test_what_slurm_ended_is_told_in_one_sentence(tools: Path, said: str, state: str, words: str | None) -> None:
-    pretend(tools, "scontrol", f"echo '   JobState={state} Reason=None'")
-    pretend(tools, "squeue", "echo 9")
+    pretend(tools / "scontrol", f"echo '   JobState={state} Reason=None'")
+    pretend(tools / "squeue", "echo 9")
     verdict = Job("course_pp-x", os.environ).verdict(said.splitlines(), "srun -A x", a_rank_failed=False)
     assert (verdict is None) == (words is None)
     assert words is None or re.search(words, str(verdict), re.S)

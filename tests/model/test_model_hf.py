@@ -106,13 +106,6 @@ def test_logits_and_every_gradient_equal_llama(config: ModelConfig, kind: str) -
     torch.testing.assert_close(gradients, expected_gradients, atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_names_are_theirs(config: ModelConfig) -> None:
-    names = list(Transformer(config).state_dict())
-    theirs = list(LlamaForCausalLM(config_to_hf(config)).state_dict())
-    assert sorted(map(name_to_hf, names)) == sorted(theirs)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_hugging_face_model_is_copied_in_its_dtype(tied: bool, dtype: torch.dtype) -> None:

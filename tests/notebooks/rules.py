@@ -3,7 +3,6 @@
 import ast
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,23 +39,8 @@ TORCHS_OWN = {
 }
 # What draws a concept, and not a timeline, a curve or bars.
 CONCEPTS = {
-    "autograd",
-    "carried",
-    "course_map",
-    "cut",
-    "dependencies",
-    "fsdp_step",
-    "mesh",
-    "message",
-    "microbatches",
-    "parallelisms",
-    "pieces",
-    "placement",
-    "play",
-    "ring",
-    "tensor_cut",
-    "versions",
-    "waits",
+    *("autograd", "carried", "course_map", "cut", "dependencies", "fsdp_step", "mesh", "message", "microbatches"),
+    *("parallelisms", "pieces", "placement", "play", "ring", "tensor_cut", "versions", "waits"),
 }
 
 Notebook = nbformat.NotebookNode
@@ -174,56 +158,27 @@ def uses_an_answer_only_where_it_is_asked_for(notebook: Notebook, path: Path) ->
             yield f"cell {cell.id} uses {name}, which is an exercise: take what it needs from the package"
 
 
-@dataclass(frozen=True)
-class Counts:
-    """What the house rules count in a notebook."""
-
-    cells: int
-    median_lines: float
-    longest: int
-    words: int
-    concepts: int
-    launches: int
-
-    def __str__(self) -> str:
-        return (
-            f"{self.cells:2} code cells, median {self.median_lines:3.1f} lines, longest {self.longest:2}, "
-            f"{self.words:4} words, {self.concepts} concept figures, {self.launches} %torchrun"
-        )
-
-
-def counts(notebook: Notebook) -> Counts:
-    """Cells tagged for reading do not count for the longest."""
+def is_light(notebook: Notebook, path: Path) -> Iterator[str]:
+    """Cells tagged for reading may be long."""
     code = code_cells(notebook)
     lines = [len(cell.source.splitlines()) for cell in code]
-    short = [n for n, cell in zip(lines, code, strict=True) if READ_TAG not in cell.metadata.get("tags", ())]
-    prose = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
-    return Counts(
-        cells=len(code),
-        median_lines=median(lines or [0]),
-        longest=max(short, default=0),
-        words=sum(len(text.split()) for text in prose),
-        concepts=sum(bool(_shown_by(cell) & CONCEPTS) for cell in code),
-        launches=sum("%torchrun" in cell.source for cell in code),
-    )
-
-
-def is_light(notebook: Notebook, path: Path) -> Iterator[str]:
-    found = counts(notebook)
-    if not MIN_CELLS <= found.cells <= MAX_CELLS:
-        yield f"{found.cells} code cells, not {MIN_CELLS} to {MAX_CELLS}"
-    if found.median_lines > MAX_MEDIAN_LINES:
-        yield f"a median of {found.median_lines} lines a code cell, more than {MAX_MEDIAN_LINES}"
-    if found.longest > MAX_LINES:
-        yield f"a code cell of {found.longest} lines, more than {MAX_LINES}, and not tagged {READ_TAG!r}"
-    if found.words > MAX_WORDS:
-        yield f"{found.words} words, more than {MAX_WORDS}"
-    if found.concepts < MIN_CONCEPTS:
-        yield f"{found.concepts} figures of concepts, fewer than {MIN_CONCEPTS}"
+    longest = max(n for n, cell in zip(lines, code, strict=True) if READ_TAG not in cell.metadata.get("tags", ()))
+    words = sum(len(cell.source.split()) for cell in notebook.cells if cell.cell_type == "markdown")
+    concepts = sum(bool(_shown_by(cell) & CONCEPTS) for cell in code)
+    if not MIN_CELLS <= len(code) <= MAX_CELLS:
+        yield f"{len(code)} code cells, not {MIN_CELLS} to {MAX_CELLS}"
+    if median(lines) > MAX_MEDIAN_LINES:
+        yield f"a median of {median(lines)} lines a code cell, more than {MAX_MEDIAN_LINES}"
+    if longest > MAX_LINES:
+        yield f"a code cell of {longest} lines, more than {MAX_LINES}, and not tagged {READ_TAG!r}"
+    if words > MAX_WORDS:
+        yield f"{words} words, more than {MAX_WORDS}"
+    if concepts < MIN_CONCEPTS:
+        yield f"{concepts} figures of concepts, fewer than {MIN_CONCEPTS}"
 
 
 def launches_its_script(notebook: Notebook, path: Path) -> Iterator[str]:
-    if path.name[:2] in LAUNCHING and not counts(notebook).launches:
+    if path.name[:2] in LAUNCHING and not any("%torchrun" in cell.source for cell in code_cells(notebook)):
         yield "no %torchrun cell launches a script"
     if path.name[:2] in LAUNCHING and not any("On the cluster" in cell.source for cell in notebook.cells):
         yield "no section 'On the cluster'"

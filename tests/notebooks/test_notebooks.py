@@ -16,14 +16,9 @@ from tests.notebooks.rules import code_cells
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 
 
-def test_there_are_notebooks() -> None:
-    assert NOTEBOOKS
-
-
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
-    print(rules.counts(notebook))
     assert {rule.__name__: broken for rule in rules.RULES if (broken := list(rule(notebook, path)))} == {}
 
 

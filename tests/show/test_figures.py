@@ -198,15 +198,6 @@ def test_a_name_too_long_for_letters_that_can_be_read_leaves_the_number() -> Non
     assert written == {(str(i), 8.5) for i in range(8)}
 
 
-def test_no_label_is_wider_than_its_box() -> None:
-    figure = show.timeline(gpipe(4, 16))
-    points, _ = chart.points_per_unit(figure.axes[0])
-    placed = labels(figure)
-    assert len(placed) == 128
-    for text, size, _, _ in placed:
-        assert chart.text_width(text, size) <= points * (1 if "F" in text else 2)
-
-
 @pytest.mark.parametrize(
     ("draw", "kinds"),
     [
@@ -266,15 +257,13 @@ def test_empty_and_tall_timelines_are_drawn(draw: Callable[[Timeline], ChartFigu
     assert draw(Timeline(n_ranks, (Span(0, Action(0, "F", 0), 0, 0),))).png()
 
 
-def test_a_deadlock_is_spelled_out_in_the_title() -> None:
-    figure = show.waits([wait(0, "send", 1), wait(1, "send", 0)])
-    assert title(figure) == "rank 0 waits for rank 1 and rank 1 for rank 0: none can move"
-    assert "rank 0 waits in send for rank 1" in figure.alt_text
-
-
 @pytest.mark.parametrize(
     ("waiting", "finding"),
     [
+        (
+            [wait(0, "send", 1), wait(1, "send", 0)],
+            "rank 0 waits for rank 1 and rank 1 for rank 0: none can move",
+        ),
         ([wait(1, "recv", 2), wait(2, "recv", 1), wait(0, "recv", 1)], "none can move"),
         ([wait(1, "recv", 2), wait(2, "recv", 1), wait(0, "computing")], "none of them can move"),
         ([wait(i, "send", (i + 1) % 5) for i in range(5)], "ranks 0, 1, 2, 3 and 4 wait for each other"),
@@ -287,7 +276,7 @@ def test_a_deadlock_is_spelled_out_in_the_title() -> None:
 def test_waits_are_summed_up(waiting: list[SimpleNamespace], finding: str) -> None:
     figure = show.waits(waiting)
     assert finding in title(figure)
-    assert figure.png()
+    assert all(f"rank {each.rank} waits" in figure.alt_text for each in waiting)
 
 
 def test_only_the_cycle_is_drawn_thick_and_solid() -> None:

@@ -111,10 +111,6 @@ def test_terms_are_linked_at_their_first_use_only(site):
     assert len(linked) == len(set(linked))
 
 
-def test_search_finds_words_of_the_chapters(site):
-    assert "reshard" in (site / "searchindex.js").read_text(encoding="utf-8")
-
-
 def test_a_missing_package_is_said_in_one_line(tmp_path):
     hidden = tmp_path / "sitecustomize.py"
     hidden.write_text("import sys\nsys.modules['myst_nb'] = None\n")
