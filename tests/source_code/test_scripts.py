@@ -210,7 +210,7 @@ def test_first_run_equals_one_process_and_writes_its_picture():
         (["--pp=1", "--tp=2", "--dp-shard=3"], ["dp_shard × tp = 3 × 2 = 6", "world size is 1"]),
         (["--reshard=sometimes"], ["--reshard sometimes", "auto, true, false or a number"]),
         (["--reshard=4"], ["reshard_after_forward=4", "dp_shard=1"]),
-        (["--precision=half"], ["--precision 'half' must be one of auto, fp32, bf16, fp16"]),
+        (["--precision=half"], ['"half" for --precision. Choose from: "auto", "fp32", "bf16", "fp16"']),
         (["--save-every=5"], ["--save-every needs --checkpoint-dir"]),
         (["--checkpoint-dir=runs/none", "--keep-every=5"], ["--keep-every 5 needs keep_last"]),
         (["--sample=5", "--share-gpus"], ["--sample 5 with --share-gpus", "Leave --sample out"]),
