@@ -55,7 +55,8 @@ class Checkpointer:
         self._trainer, self._mesh = trainer, device_mesh
         self._root = None if root is None else named(root)
         self._save_every, self._attachments, self._preemption = save_every, attachments, preemption
-        Ranks().collectively(self._check_writable)
+        writes = self._root is not None and is_rank_zero()
+        Ranks().collectively(lambda: Draft(named(root or ""), 0).discard() if writes else None)
         self._saver: AsyncSaver | None = None
         if asynchronous and root is not None:
             self._saver = AsyncSaver(root, device_mesh=device_mesh, **self._keep)
@@ -136,10 +137,6 @@ class Checkpointer:
         else:
             save(root, device_mesh=self._mesh, **self._keep, **what)
             self._saved_step = trainer.step
-
-    def _check_writable(self) -> None:
-        if self._root is not None and is_rank_zero():
-            Draft(self._root, 0).discard()
 
     def _check_room(self, take_up: bool) -> None:
         step = self._trainer.step

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.collective import Ranks
 from course_pp.loss import LossFn, TokenLoss, counted
-from course_pp.model import PipelineStageModule
+from course_pp.model import PipelineStageModule, layer_costs
 from course_pp.model.stages import Tie
 from course_pp.parallel import (
     build_pipeline_schedule,
@@ -34,8 +34,6 @@ from course_pp.runtime.batch import split
 from course_pp.schedule import Schedule, build
 from course_pp.training.config import SettingError, TrainConfig
 from course_pp.training.data import Sequences
-from course_pp.training.data.sequences import rows_of_rank
-from course_pp.training.logs import training_flops
 
 Stages = Sequence[nn.Module] | Mapping[int, nn.Module]
 """This rank's stages in a list, with the names of the full model; or by stage, with names that mean something there."""
@@ -149,11 +147,11 @@ def device_and_dtype(modules: Sequence[nn.Module]) -> tuple[torch.device, torch.
 def flops_of_a_sequence(held: HeldStages, seq_len: int) -> float:
     """Return the FLOPs of a training step on one sequence; a collective.
 
-    Those of our own model are counted product by product. Other models count 6 for each parameter and token (Kaplan et
-    al. 2020, arXiv:2001.08361, section 2.1), without attention's.
+    Those of our own model are three times the forward's: for each matrix product backward has two. Other models count 6
+    for each parameter and token (Kaplan et al. 2020, arXiv:2001.08361, section 2.1), without attention's.
     """
     if held.ours:
-        return training_flops(held.ours[0].config, seq_len)
+        return 3 * layer_costs(held.ours[0].config, seq_len).total
     sizes = {stage: sum(p.numel() for p in module.parameters()) for stage, module in held.modules.items()}
     everyone: dict[int, int] = {}
     for theirs in Ranks().gather(sizes):
@@ -221,7 +219,7 @@ class ParallelEngine:
         return self._rows(batch.inputs), {name: self._rows(value) for name, value in named.items() if value is not None}
 
     def _rows(self, value: Tensor) -> Tensor:
-        return rows_of_rank(value, self._dp_rank, self._dp_size).to(self._device)
+        return value.tensor_split(self._dp_size)[self._dp_rank].to(self._device)
 
 
 class RuntimeEngine:

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from course_pp.collective import Ranks
-from course_pp.model import ModelConfig, layer_costs
 from course_pp.training.config import SettingError, TrainConfig
 
 METRICS = "metrics.jsonl"
@@ -89,15 +88,6 @@ class Speed:
     def utilisation(self) -> float:
         """Model FLOPs utilisation, 1 at the peak; 0 before the first step."""
         return self.steps * self.flops_of_a_step / self.seconds / self.peak.flops if self.steps else 0.0
-
-
-def training_flops(config: ModelConfig, seq_len: int) -> float:
-    """Return the FLOPs of one training step on one sequence, forward and backward.
-
-    Three times the forward's (:func:`course_pp.model.layer_costs`): for each matrix product backward has two. PaLM's
-    formula counts all query-key pairs; here only those that causal attention looks at, so this is at most its figure.
-    """
-    return 3 * layer_costs(config, seq_len).total
 
 
 def find_peak(given: float | None, device: torch.device, dtype: torch.dtype) -> Peak:

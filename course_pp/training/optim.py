@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,30 +14,19 @@ from course_pp.model import Transformer
 from course_pp.parallel.replaced_forward import compute_dtypes
 from course_pp.training.config import Precision, SettingError, TrainConfig
 
-OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-"""Makes an optimizer of parameter groups, each with ``params``, ``lr`` and ``weight_decay``: ``torch.optim.AdamW``, or
-``partial(torch.optim.SGD, momentum=0.9)``. It must treat each number alone: a rank holds only a part of the model."""
-
 # Those whose weight may have more than one dimension; every other norm's is a vector.
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 
 
 def build_optimizer(
-    modules: Iterable[nn.Module],
-    config: TrainConfig,
-    factory: OptimizerFactory | None = None,
-    tied: Iterable[Mapping[int, str]] = (),
+    modules: Iterable[nn.Module], config: TrainConfig, tied: Iterable[Mapping[int, str]] = ()
 ) -> torch.optim.Optimizer:
-    """Build the optimizer over the parameters of this rank's stages, in the groups of :func:`parameter_groups`.
+    """Build the optimizer that ``config`` names over this rank's stages, in the groups of :func:`parameter_groups`.
 
-    Build it after FSDP2 has replaced the parameters. Without a ``factory`` it is the one that ``config`` names, by
-    default AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101).
+    Build it after FSDP2 has replaced the parameters. By default it is AdamW (Loshchilov & Hutter 2019,
+    arXiv:1711.05101).
     """
     groups = parameter_groups(modules, config.weight_decay, tied)
-    for group in groups:
-        group["lr"] = config.lr
-    if factory is not None:
-        return factory(groups)
     kind: Any = getattr(torch.optim, config.optimizer)
     given = {name: value for name in ("betas", "eps") if (value := getattr(config, name)) is not None}
     takes = set(inspect.signature(kind).parameters) - {"params", "lr", "weight_decay", "foreach", "fused"}

@@ -45,7 +45,6 @@ from course_pp.training.feed import Feed
 from course_pp.training.logs import Reporter, Speed, StepResult, find_peak
 from course_pp.training.optim import (
     LossScale,
-    OptimizerFactory,
     build_optimizer,
     build_scheduler,
     check_precision,
@@ -95,7 +94,6 @@ class Trainer:
         tied: weights that several of the stages share: for each the parameter's name by stage. Our own model knows its
             ties. For others, None refuses weights that look tied, and ``[]`` says that nothing is tied.
         tokenizer_digest: of the tokenizer that made the sequences; kept in :meth:`state`.
-        optimizer: makes one of parameter groups, such as ``torch.optim.SGD``; None is the one that ``config`` names.
 
     Attributes:
         config: as given, with epochs as steps and the stages' precision.
@@ -118,7 +116,6 @@ class Trainer:
         loss_fn: LossFn | TokenLoss | None = None,
         tied: Sequence[Tie] | None = None,
         tokenizer_digest: str | None = None,
-        optimizer: OptimizerFactory | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError("no process group: call init_distributed(config) before Trainer")
@@ -150,7 +147,7 @@ class Trainer:
             everyone.require_equal({"precision": config.precision})
         everyone.collectively(lambda: check_precision(config.precision, self.modules))
         self._scale = LossScale(config.loss_scale, growth_steps=2000) if config.precision == "fp16" else LossScale()
-        self.optimizer = everyone.collectively(lambda: build_optimizer(self.modules, config, optimizer, self.held.tied))
+        self.optimizer = everyone.collectively(lambda: build_optimizer(self.modules, config, self.held.tied))
         what, where = (config, self.held, loss_fn), (device_mesh, self.device)
         self._engine: PipelineEngine
         if config.engine == "parallel":

@@ -11,9 +11,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.flop_counter import FlopCounterMode
 
 from course_pp.launch import on_ranks
-from course_pp.model import CrossEntropy, Transformer
+from course_pp.model import CrossEntropy, Transformer, build_stage_module
+from course_pp.training.engines import HeldStages, flops_of_a_sequence
 from course_pp.training.feed import Feed
-from course_pp.training.logs import METRICS, Logs, Peak, Progress, Speed, find_peak, matmul_flops, training_flops
+from course_pp.training.logs import METRICS, Logs, Peak, Progress, Speed, find_peak, matmul_flops
 from tests.training.small import MODEL, RUN, SEQ_LEN, rows
 
 
@@ -83,7 +84,8 @@ def test_training_flops_are_those_torch_counts_with_causal_attention_halved() ->
     counted = counter.get_flop_counts()["Global"]
     matrices = sum(flops for operator, flops in counted.items() if "attention" not in str(operator))
     attention = 3 * 4 * MODEL.dim * MODEL.n_layers * SEQ_LEN * (SEQ_LEN + 1) / 2
-    assert training_flops(MODEL, SEQ_LEN) == matrices + attention
+    held = HeldStages({0: build_stage_module(MODEL, 0, 1)}, 1, None)
+    assert flops_of_a_sequence(held, SEQ_LEN) == matrices + attention
 
 
 def test_speed_is_tokens_and_flops_over_the_seconds_of_the_steps() -> None:

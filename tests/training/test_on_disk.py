@@ -105,7 +105,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no description": (lambda path: described(path).unlink(), "cannot be opened"),
     "a pipe": (_pipe_for_a_description, "cannot be opened .*is no plain file"),
     "brackets": (lambda path: described(path).write_text("[" * 400_000), "cannot be opened"),
-    "half": (lambda path: described(path).write_text('{"format": "course_pp tokens 1"}'), "does not describe a token"),
+    "half": (lambda path: described(path).write_text('{"format": "course_pp tokens 1"}'), "cannot be opened"),
     "of tomorrow": (
         lambda path: described(path).write_text(described(path).read_text().replace("tokens 1", "tokens 2")),
         "does not describe a token file of this format",

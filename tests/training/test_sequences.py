@@ -124,25 +124,6 @@ def shown(*batches: Sequences) -> list[int]:
     return [row for batch in batches for row in batch.inputs[:, 0].tolist()]
 
 
-@pytest.mark.parametrize("dp_size", [1, 2, 3, 6])
-def test_data_parallel_ranks_share_the_same_global_batch_whatever_their_number(dp_size: int) -> None:
-    sequences = numbered(20)
-    for step in (0, 1, 2, 3, 50):
-        parts = [Batches(sequences, 6, 7, rank, dp_size)[step] for rank in range(dp_size)]
-        assert {len(part) for part in parts} == {6 // dp_size}
-        assert shown(*parts) == shown(Batches(sequences, 6, seed=7)[step])
-
-
-def test_a_run_resumed_with_other_data_parallel_ranks_sees_the_steps_it_would_have_seen() -> None:
-    sequences = numbered(16)
-    straight = [shown(Batches(sequences, 4)[step]) for step in range(10)]
-    before = [shown(Batches(sequences, 4)[step]) for step in range(5)]
-    after = [
-        shown(*(Batches(sequences, 4, dp_rank=rank, dp_size=4)[step] for rank in range(4))) for step in range(5, 10)
-    ]
-    assert before + after == straight
-
-
 def test_an_epoch_shows_each_row_at_most_once_and_the_next_in_another_order() -> None:
     batches = Batches(numbered(11), global_batch=4)
     assert batches.steps_per_epoch == 2
@@ -165,7 +146,7 @@ def test_the_order_follows_from_the_seed_alone() -> None:
 
 
 def test_targets_and_mask_go_with_their_inputs() -> None:
-    batch = Batches(numbered(10, mask=True), global_batch=4, dp_rank=1, dp_size=2)[3]
+    batch = Batches(numbered(10, mask=True), global_batch=4)[3]
     assert torch.equal(batch.targets, -batch.inputs)
     assert isinstance(batch.attention_mask, Tensor)
     assert torch.equal(batch.attention_mask, batch.inputs % 2 == 0)
@@ -183,17 +164,10 @@ def test_few_validation_batches_are_spread_over_the_data() -> None:
     assert len(validation_batches(numbered(5), 2, max_batches=9)) == 2
 
 
-@pytest.mark.parametrize(
-    ("global_batch", "dp_size", "message"),
-    [
-        (6, 4, "global_batch=6 does not divide by dp_size=4: choose a multiple, such as 8"),
-        (12, 1, "global_batch=12 and 10 sequences: choose from 1 to 10"),
-        (0, 1, "global_batch=0 and 10 sequences"),
-    ],
-)
-def test_impossible_sizes_are_refused(global_batch: int, dp_size: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Batches(numbered(10), global_batch, dp_size=dp_size)
+@pytest.mark.parametrize("global_batch", [0, 12])
+def test_impossible_sizes_are_refused(global_batch: int) -> None:
+    with pytest.raises(ValueError, match=f"global_batch={global_batch} and 10 sequences: choose from 1 to 10"):
+        Batches(numbered(10), global_batch)
 
 
 V = 5

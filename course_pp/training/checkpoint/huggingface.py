@@ -376,15 +376,11 @@ def _refuse_lost(states: States) -> None:
     for stage, state in states:
         given = {id(tensor) for tensor in state.values()}
         for name, own in (*stage.named_parameters(), *stage.named_buffers()):
-            if isinstance(stage, Transformer) or not own.is_meta or id(own) in given or _is_placeholder(own):
+            stands_for_another = getattr(own, "of_another_stage", False)
+            if isinstance(stage, Transformer) or not own.is_meta or id(own) in given or stands_for_another:
                 continue
             how = "in memory, or buffers under weights_on_meta(), which leaves them as they are"
             raise ValueError(f"{name} is on the meta device, and no file holds it: build the model {how}")
-
-
-def _is_placeholder(buffer: Tensor) -> bool:
-    """Return whether it stands for a parameter of another stage, of which only the shape counts."""
-    return getattr(buffer, "of_another_stage", False)
 
 
 def _read(planned: Sequence[tuple[Tensor, _InFile]], device: torch.device) -> dict[int, Tensor]:
@@ -426,7 +422,7 @@ def _put(states: States, read: Mapping[int, Tensor], device: torch.device) -> No
             tensor = read.get(id(own))
             if isinstance(own, nn.Parameter):
                 tensor = own if tensor is None else nn.Parameter(tensor, own.requires_grad)
-            elif tensor is None and _is_placeholder(own):
+            elif tensor is None and getattr(own, "of_another_stage", False):  # only its shape counts
                 tensor = torch.zeros((), dtype=own.dtype, device=device).expand(own.shape)
             elif tensor is None:
                 tensor = torch.empty_like(own, device=device) if own.is_meta else own.to(device)

@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,7 +28,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from course_pp.arguments import check_arguments, refuse_bad_timeout
+from course_pp.arguments import check_arguments
 from course_pp.model import Transformer
 from course_pp.training.checkpoint.directory import Draft, Retention, check_free, named
 from course_pp.training.checkpoint.manifest import (
@@ -207,10 +206,8 @@ class AsyncSaver:
     the next :meth:`save`, :meth:`wait` or :meth:`close` says so. Use it as a context manager, or call :meth:`close`
     before the process group is destroyed.
 
-    Args:
-        root, device_mesh, keep_last, keep_every: as for :func:`save`.
-        timeout_s: seconds that ranks wait for one another while writing. They have a process group of their own for it,
-            so that messages of the background never meet those of training.
+    Ranks have a process group of their own for it, so that messages of the background never meet those of training.
+    The arguments are those of :func:`save`.
     """
 
     def __init__(
@@ -220,18 +217,14 @@ class AsyncSaver:
         device_mesh: DeviceMesh | None,
         keep_last: int | None = None,
         keep_every: int | None = None,
-        timeout_s: float = 300,
     ) -> None:
         given = locals()
         Ranks().each(lambda: check_arguments(AsyncSaver, given))
-        refuse_bad_timeout("AsyncSaver", timeout_s)
         self._root, self._device_mesh = named(root), device_mesh
         self._retention = Retention(keep_last, keep_every)
         self._buffers: dict[str, Tensor] = {}
         self._saving: Saving | None = None
-        alone = Ranks().size == 1
-        group = None if alone else dist.new_group(backend="gloo", timeout=timedelta(seconds=float(timeout_s)))
-        self._background = Ranks(group)
+        self._background = Ranks(None if Ranks().size == 1 else dist.new_group(backend="gloo"))
 
     def save(
         self,

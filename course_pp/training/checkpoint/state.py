@@ -91,7 +91,10 @@ def state_of(modules: Modules, tied: Ties | None = None) -> RankState:
     """
     found = RankState()
     prefixes = []
-    for given, wrapped in _listed(modules):
+    listed: Iterable[tuple[int | None, Any]] = [(None, modules)]
+    if not isinstance(modules, nn.Module):
+        listed = modules.items() if isinstance(modules, Mapping) else [(None, module) for module in modules]
+    for given, wrapped in listed:
         module = _unwrapped(wrapped)
         known = (getattr(module, name, None) for name in ("stage_id", "num_stages"))
         own, number = (value if type(value) is int else None for value in known)
@@ -142,12 +145,6 @@ def state_of(modules: Modules, tied: Ties | None = None) -> RankState:
         if not isinstance(tensor, nn.Parameter):
             found.buffers.add(first)
     return found
-
-
-def _listed(modules: Modules) -> list[tuple[int | None, Any]]:
-    if isinstance(modules, Mapping):
-        return list(modules.items())
-    return [(None, module) for module in ([modules] if isinstance(modules, nn.Module) else modules)]
 
 
 def _unwrapped(module: Any) -> Any:

@@ -1,4 +1,4 @@
-"""From text to batches, the same on every pipeline rank and another on every data-parallel rank.
+"""From text to batches, the same on every rank.
 
     texts ─load_corpus─► Corpus ─split─► train, validation
     train ─train_tokenizer─► Tokenizer ─encode─► one tensor of token ids per document
@@ -12,7 +12,7 @@ Every arrow is a pure function of its inputs, so ranks that start alike agree wi
     train, validation = load_corpus().split()
     tokenizer = train_tokenizer(train, vocab_size=1024)
     sequences = packed(encode(train, tokenizer), seq_len=128)
-    batches = Batches(sequences, global_batch=32, seed=0, dp_rank=dp_rank, dp_size=dp_size)
+    batches = Batches(sequences, global_batch=32, seed=0)
     inputs, targets = batches[step].inputs, batches[step].targets
 """
 

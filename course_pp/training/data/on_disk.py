@@ -110,16 +110,12 @@ def open_tokens(path: str | os.PathLike[str]) -> TokenFile:
         raise ValueError(f"token file {str(path)!r} cannot be opened ({str(strange)!r} is no plain file): {_HOW}")
     try:
         found = json.loads(_beside(path).read_text())
-        n_bytes = path.stat().st_size
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"token file {str(path)!r} cannot be opened ({error}): {_HOW}") from error
-    try:
-        is_ours = found.pop("format") == _FORMAT
+        n_bytes, form = path.stat().st_size, found.pop("format")
         tokens = TokenFile(path, **found)
         expected = tokens.n_tokens * _DTYPES[tokens.dtype].itemsize
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{_beside(path)} does not describe a token file: {_HOW}") from error
-    if not is_ours:
+    except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"token file {str(path)!r} cannot be opened ({error}): {_HOW}") from error
+    if form != _FORMAT:
         raise ValueError(f"{_beside(path)} does not describe a token file of this format, {_FORMAT!r}: {_HOW}")
     if n_bytes != expected:
         what = "cut off" if n_bytes < expected else "too long"
@@ -155,8 +151,7 @@ class _OnDisk:
 
     @property
     def _most(self) -> int:
-        """The largest ``last``."""
-        raise NotImplementedError
+        return len(self.file.bounds) - 1 if self.is_padded else self.file.n_tokens
 
     @property
     def _end(self) -> int:
@@ -164,12 +159,10 @@ class _OnDisk:
 
     @property
     def is_padded(self) -> bool:
-        """Whether a mask says where tokens are."""
         return isinstance(self, PaddedTokens)
 
     @property
     def digest(self) -> str:
-        """Equal for equal rows of equal data; computed from the file's own digest."""
         parts = (self.file.digest, self.seq_len, self.first, self._end, *["padded"] * self.is_padded)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -189,14 +182,7 @@ class _OnDisk:
 
 
 class PackedTokens(_OnDisk):
-    """The rows of a token file, without gaps; as :class:`Sequences`, but read when they are asked for.
-
-    ``first`` and ``last`` count tokens.
-    """
-
-    @property
-    def _most(self) -> int:
-        return self.file.n_tokens
+    """The rows of a token file, without gaps, read when they are asked for; ``first`` and ``last`` count tokens."""
 
     def __len__(self) -> int:
         return (self._end - self.first - 1) // self.seq_len
@@ -214,14 +200,7 @@ class PackedTokens(_OnDisk):
 
 
 class PaddedTokens(_OnDisk):
-    """The documents of a token file in rows of their own, as :func:`padded` makes them, but read when asked for.
-
-    ``first`` and ``last`` count documents.
-    """
-
-    @property
-    def _most(self) -> int:
-        return len(self.file.bounds) - 1
+    """The documents of a token file in rows of their own, as :func:`padded`; ``first`` and ``last`` count documents."""
 
     @cached_property
     def _spans(self) -> tuple[np.ndarray, np.ndarray]:
@@ -253,9 +232,7 @@ class ArrowRows:
     """Rows of one length, made by :func:`open_arrow`; as :class:`Sequences`, but read when they are asked for.
 
     Attributes:
-        folder: what `save_to_disk` has written.
         column: which holds the ids, seq_len + 1 in each row: the last is only predicted, the first only predicts.
-        seq_len: tokens in a row.
         digest: equal for equal data, as `datasets` fingerprints it.
     """
 
@@ -275,7 +252,6 @@ class ArrowRows:
 
     @property
     def is_padded(self) -> bool:
-        """False: every position is a token."""
         return False
 
     def __len__(self) -> int:

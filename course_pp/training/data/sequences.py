@@ -154,37 +154,27 @@ class Batches:
     """The batch of every step: `batches[step]`, for step 0, 1, 2, … without end.
 
     There is no position to save. A step's global batch follows from `seed` and the step alone, so a run
-    resumes at any step, and with any number of data-parallel ranks. Each data-parallel rank gets a contiguous
-    part of the global batch, in rank order; pipeline and tensor-parallel ranks pass equal arguments and get
-    equal parts. Each epoch has its own permutation and leaves out the rows that do not fill a batch.
-
-    Attributes:
-        sequences: the same on every rank.
-        global_batch: rows of a step over all data-parallel ranks.
-        seed: of the permutations, at least 0.
-        dp_rank, dp_size: this data-parallel rank, and their number.
+    resumes at any step, and with any number of data-parallel ranks, which share it. Each epoch has its own
+    permutation and leaves out the rows that do not fill a batch.
     """
 
     sequences: Rows
     global_batch: int
     seed: int = 0
-    dp_rank: int = 0
-    dp_size: int = 1
 
     def __post_init__(self) -> None:
-        _check_sizes(self.sequences, self.global_batch, self.dp_size)
+        _check_size(self.sequences, self.global_batch)
 
     @property
     def steps_per_epoch(self) -> int:
         return len(self.sequences) // self.global_batch
 
     def __getitem__(self, step: int) -> Sequences:
-        """Return this rank's rows at `step`, `global_batch / dp_size` of them."""
+        """Return the rows of `step`, `global_batch` of them."""
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         order = _order(self.seed, epoch, len(self.sequences))
         first = step_in_epoch * self.global_batch
-        rows = torch.from_numpy(order[first : first + self.global_batch])
-        return self.sequences[rows_of_rank(rows, self.dp_rank, self.dp_size)]
+        return self.sequences[torch.from_numpy(order[first : first + self.global_batch])]
 
 
 @lru_cache(maxsize=2)
@@ -199,7 +189,7 @@ def validation_batches(sequences: Rows, global_batch: int, max_batches: int | No
     With `max_batches` the rows are spread evenly over the data, so that few batches still sample many
     documents. Rows that do not fill a batch are left out.
     """
-    _check_sizes(sequences, global_batch, 1)
+    _check_size(sequences, global_batch)
     n_full = len(sequences) // global_batch
     n_batches = n_full if max_batches is None else min(max_batches, n_full)
     n_rows = n_batches * global_batch
@@ -207,15 +197,7 @@ def validation_batches(sequences: Rows, global_batch: int, max_batches: int | No
     return tuple(sequences[batch] for batch in rows.split(global_batch))
 
 
-def rows_of_rank(rows: Tensor, dp_rank: int, dp_size: int) -> Tensor:
-    """Return the part of a global batch (rows, ...) that a data-parallel rank takes: contiguous, in rank order."""
-    return rows.tensor_split(dp_size)[dp_rank]
-
-
-def _check_sizes(sequences: Rows, global_batch: int, dp_size: int) -> None:
-    if global_batch % dp_size:
-        more = f"choose a multiple, such as {-(-global_batch // dp_size) * dp_size}"
-        raise ValueError(f"global_batch={global_batch} does not divide by dp_size={dp_size}: {more}")
+def _check_size(sequences: Rows, global_batch: int) -> None:
     if not 1 <= global_batch <= len(sequences):
         how = f"choose from 1 to {len(sequences)}, a smaller seq_len, or more text"
         raise ValueError(f"global_batch={global_batch} and {len(sequences)} sequences: {how}")
