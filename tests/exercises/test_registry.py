@@ -9,7 +9,6 @@ import pytest
 from course_pp.exercises import exercise as catalogue
 from course_pp.exercises.exercise import Exercise
 from tests.exercises.grading import verdict_of
-from tests.exercises.toy import only_the_toy
 
 ALL = list(catalogue.exercises())
 
@@ -59,14 +58,11 @@ def test_no_two_exercises_have_the_same_name() -> None:
     assert [name for name, n in Counter(exercise.name for exercise in ALL).items() if n > 1] == []
 
 
-def test_a_notebook_that_is_not_written_yet_has_no_exercises(monkeypatch: pytest.MonkeyPatch) -> None:
-    with only_the_toy(monkeypatch) as toy:
-        assert list(catalogue.exercises()) == [toy]
-        assert catalogue.exercises_of("99") == catalogue.exercises_of("13") == ()
-
-
-def test_an_exercise_in_the_module_of_another_notebook_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with only_the_toy(monkeypatch):
-        monkeypatch.setattr(catalogue, "MODULES", {"97": "toy"})
-        with pytest.raises(ValueError, match="'double' says notebook '98'"):
-            catalogue.find("double")
+def test_every_exercise_is_its_solutions_and_of_the_notebook_whose_module_holds_it() -> None:
+    for notebook in catalogue.MODULES:
+        for exercise in catalogue.exercises_of(notebook):
+            assert exercise.notebook == notebook
+            assert exercise.solution.__name__ == exercise.name
+            assert exercise.difficulty in (1, 2, 3)
+            assert exercise.minutes >= 1
+            assert exercise.hints
