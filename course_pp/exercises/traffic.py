@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 from unittest.mock import patch
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -80,25 +79,25 @@ def last_message_waited_for(rank: int, to: int) -> Iterator[None]:
     Raises:
         Mistake: at the end of the block.
     """
-    # In the launcher's own notes, so that none of these functions is in the way where a rank blocks.
+    # Of the launcher's own notes, so that none of these functions is in the way where a rank blocks.
     calls = cast(Any, dist.ProcessGroup).course_pp_calls
+    begin, of = calls.begin, calls.of
     pending: set[int] = set()
 
-    class Noted(WeakKeyDictionary[Any, Any]):
-        def __setitem__(self, handle: Any, call: Any) -> None:
-            super().__setitem__(handle, call)
-            if call.collective:
-                pending.clear()
-            elif (call.operation, call.peer) == ("send", to):
-                pending.clear()
-                pending.add(id(handle))
+    def noted_begin(handle: Any, call: Any) -> None:
+        begin(handle, call)
+        if call.collective:
+            pending.clear()
+        elif (call.operation, call.peer) == ("send", to):
+            pending.clear()
+            pending.add(id(handle))
 
-        def get(self, handle: Any, default: Any = None) -> Any:
-            """What the launcher asks when a wait begins."""
-            pending.discard(id(handle))
-            return super().get(handle, default)
+    def noted_of(handle: Any) -> Any:
+        """What the launcher asks when a wait begins."""
+        pending.discard(id(handle))
+        return of(handle)
 
-    with patch.object(calls, "pending", Noted(calls.pending)):
+    with patch.object(calls, "begin", noted_begin), patch.object(calls, "of", noted_of):
         yield
     if pending:
         raise Mistake(
