@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from course_pp.exercises.answer import Answer, written_call
-from course_pp.exercises.exercise import Exercise, Mistake
-from course_pp.exercises.expect import close, expect_list, expect_number
-from course_pp.exercises.fsdp_clinic import accumulate_sharded, grade_accumulate_sharded
+import torch
+from torch import Tensor, nn
 
-__all__ = ["EXERCISES"]
-
-_Formula = Callable[..., Any]
-_Wrong = Sequence[tuple[_Formula, str]]
+from course_pp.exercises.answer import Answer
+from course_pp.exercises.bench import Bench, flawed
+from course_pp.exercises.exercise import Exercise
+from course_pp.exercises.expect import expect_list, expect_number
+from course_pp.exercises.formula import Formula
+from course_pp.exercises.in_process import unchanged
+from course_pp.exercises.mistakes import Mistake
 
 
 def gathers(reshard: bool, m: int, groups: int, pipeline: bool) -> int:
@@ -24,7 +25,7 @@ def gathers(reshard: bool, m: int, groups: int, pipeline: bool) -> int:
     return groups * per_group
 
 
-_WRONG_GATHERS: _Wrong = (
+_WRONG_GATHERS = (
     (lambda again, m, groups, pp: groups * (2 * m if again else 1 if pp else m),
      "Under a pipeline a backward keeps what it gathered, so the next forward finds it: with True only what comes "
      "after a forward gathers."),
@@ -38,19 +39,20 @@ _WRONG_GATHERS: _Wrong = (
      "False keeps what *forward* gathered. Without a pipeline backward frees it, and the next microbatch gathers."),
     (lambda again, m, groups, pp: groups * ((m + 1 if again else 1) if pp else (m + 1 if again else m)),
      "Without a pipeline every forward and every backward with True starts from shards: two gathers a microbatch."),
-    (lambda again, m, groups, pp: (m + 1 if again else 1) if pp else (2 * m if again else m),
+    (lambda again, m, groups, pp: gathers(again, m, 1, pp),
      "That is for one group. Every group is gathered by itself."),
-    (lambda again, m, groups, pp: groups * ((1 if again else m + 1) if pp else (m if again else 2 * m)),
+    (lambda again, m, groups, pp: gathers(not again, m, groups, pp),
      "The policies have changed places: True frees after forward, and has to gather more often."),
-    (lambda again, m, groups, pp: groups * ((2 * m if again else m) if pp else (m + 1 if again else 1)),
+    (lambda again, m, groups, pp: gathers(again, m, groups, not pp),
      "The two loops have changed places: it is the pipeline in which backward keeps what it gathered."),
 )  # fmt: skip
 
-
-def _grade_gathers(answer: Answer) -> None:
-    sizes = [(8, 4), (1, 7), (3, 1), (5, 2)]
-    cases = [(again, m, groups, pp) for m, groups in sizes for again in (True, False) for pp in (True, False)]
-    _match(answer, cases, gathers, _WRONG_GATHERS)
+_GATHERS = [
+    (again, m, groups, pp)
+    for m, groups in ((8, 4), (1, 7), (3, 1), (5, 2))
+    for again in (True, False)
+    for pp in (True, False)
+]
 
 
 def rank_bytes(layers: int, layer: int, root: int, n: int, reshard: bool, pipeline: bool) -> float:
@@ -63,57 +65,40 @@ def rank_bytes(layers: int, layer: int, root: int, n: int, reshard: bool, pipeli
     return 4 * shard + gathered
 
 
-def _bytes_with(
-    shards: float = 3,
-    plain: _Formula = lambda layers, layer, root, again: root + (min(2, layers) if again else layers) * layer,
-    pipelined: _Formula = lambda layers, layer, root, again: root + layers * layer,
-    whole_gradients: _Formula = lambda pp: pp,
-) -> _Formula:
-    """``rank_bytes``, but for what is given."""
+_IN_PIPELINE = "3 * shard + model + model"
+_LIKE_PLAIN = "root + (min(2, layers) if reshard else layers) * layer"
 
-    def formula(layers: int, layer: int, root: int, n: int, again: bool, pp: bool) -> float:
-        model = layers * layer + root
-        gathered = (pipelined if pp else plain)(layers, layer, root, again)
-        return float(shards * model / n + gathered + (model if whole_gradients(pp) else model / n))
-
-    return formula
-
-
-def _two_layers(layers: int, layer: int, root: int, again: bool) -> int:
-    return root + (min(2, layers) if again else layers) * layer
-
-
-_WRONG_BYTES: _Wrong = (
-    (_bytes_with(pipelined=_two_layers),
+_WRONG_BYTES = (
+    (flawed(rank_bytes, (_IN_PIPELINE, f"3 * shard + model + {_LIKE_PLAIN}")),
      "Under a pipeline True does not lower the peak: what a backward gathers stays until the last microbatch."),
-    (_bytes_with(whole_gradients=lambda pp: False),
+    (flawed(rank_bytes, (_IN_PIPELINE, "4 * shard + model")),
      "Under a pipeline gradients are reduced once, after the last microbatch. Until then they are whole."),
-    (_bytes_with(plain=lambda layers, layer, root, again: root + (2 if again else layers) * layer,
-                 whole_gradients=lambda pp: False),
+    (flawed(rank_bytes, (_IN_PIPELINE, "4 * shard + model"), ("min(2, layers)", "2")),
      "Under a pipeline gradients are whole until the last microbatch; and a model of one layer gathers one."),
-    (_bytes_with(pipelined=_two_layers, whole_gradients=lambda pp: False),
+    (flawed(rank_bytes, ("if pipeline", "if False")),
      "`pipeline` makes no difference in your answer: there all layers are gathered at the peak, and gradients are "
      "whole until the last microbatch."),
-    (_bytes_with(plain=lambda layers, layer, root, again: root + (1 if again else layers) * layer),
+    (flawed(rank_bytes, ("min(2, layers)", "1")),
      "With True *two* layers are there in backward: one computes while the next is gathered."),
-    (_bytes_with(plain=lambda layers, layer, root, again: root + (2 if again else layers) * layer),
-     "A model of one layer cannot have two of them gathered."),
-    (_bytes_with(plain=lambda layers, layer, root, again: (min(2, layers) if again else layers) * layer),
+    (flawed(rank_bytes, ("min(2, layers)", "2")), "A model of one layer cannot have two of them gathered."),
+    (flawed(rank_bytes, ("gathered = root + ", "gathered = ")),
      "The root is gathered as well, and with it the embedding and the head."),
-    (_bytes_with(plain=lambda layers, layer, root, again: root + layers * layer),
+    (flawed(rank_bytes, ("min(2, layers) if reshard else layers", "layers")),
      "`reshard` makes no difference in your answer; without a pipeline it does."),
-    (_bytes_with(plain=lambda *_: 0, pipelined=lambda *_: 0, whole_gradients=lambda pp: False),
+    (lambda layers, layer, root, n, again, pp: 4 * (layers * layer + root) / n,
      "Those are the shards, between steps. In a step, gathered parameters come on top."),
-    (_bytes_with(shards=2),
+    (flawed(rank_bytes, ("3 * shard", "2 * shard"), ("4 * shard", "3 * shard")),
      "One kind of shard is missing: the parameters' own stay beside what is gathered, and AdamW has two moments."),
-    (_bytes_with(shards=1), "The optimizer's state counts: AdamW keeps two moments for each parameter."),
+    (flawed(rank_bytes, ("3 * shard", "shard"), ("4 * shard", "2 * shard")),
+     "The optimizer's state counts: AdamW keeps two moments for each parameter."),
 )  # fmt: skip
 
-
-def _grade_rank_bytes(answer: Answer) -> None:
-    sizes = [(6, 1000, 300, 4), (1, 512, 64, 2), (12, 4096, 0, 8), (2, 10, 4, 2), (5, 7, 3, 4)]
-    cases = [(*size, again, pp) for size in sizes for again in (True, False) for pp in (False, True)]
-    _match(answer, cases, rank_bytes, _WRONG_BYTES)
+_RANK_BYTES = [
+    (*size, again, pp)
+    for size in ((6, 1000, 300, 4), (1, 512, 64, 2), (12, 4096, 0, 8), (2, 10, 4, 2), (5, 7, 3, 4))
+    for again in (True, False)
+    for pp in (False, True)
+]
 
 
 def choose_reshard(
@@ -129,73 +114,49 @@ def choose_reshard(
     return True if min(2, layers) * layer <= room else None
 
 
-def _choice(
-    hidden: Callable[[float, float], bool] = lambda forward, gather: gather <= forward,
-    least: float = 2,
-    pipelined: _Formula = lambda room, all_layers, layer: False if all_layers <= room else None,
-    looks_at_room: bool = True,
-) -> _Formula:
-    """``choose_reshard``, but for what is given."""
+_NEITHER = "Under a pipeline True does not lower the peak: if everything gathered does not fit, neither policy does."
 
-    def formula(room: float, layers: int, layer: float, forward: float, gather: float, pp: bool) -> bool | None:
-        if not looks_at_room:
-            return not pp and hidden(forward, gather)
-        if pp:
-            return pipelined(room, layers * layer, layer)
-        if layers * layer <= room and not hidden(forward, gather):
-            return False
-        return True if least * layer <= room else None
-
-    return formula
-
-
-_WRONG_CHOICES: _Wrong = (
-    (_choice(pipelined=lambda room, all_layers, layer: all_layers > room),
-     "Under a pipeline True does not lower the peak: if everything gathered does not fit, neither policy does."),
-    (_choice(pipelined=lambda room, all_layers, layer: False),
+_WRONG_CHOICES = (
+    (flawed(choose_reshard, ("False if fits else None", "not fits")), _NEITHER),
+    (flawed(choose_reshard, ("False if fits else None", "False")),
      "Under a pipeline both policies keep all layers: do they fit?"),
-    (_choice(pipelined=lambda room, all_layers, layer: False if all_layers <= room else True if 2 * layer <= room
-             else None),
-     "Under a pipeline True does not lower the peak: if everything gathered does not fit, neither policy does."),
-    (lambda room, layers, layer, forward, gather, pp: not pp,
+    (flawed(choose_reshard, ("False if fits else None", "not fits if 2 * layer <= room else None")), _NEITHER),
+    (lambda *sizes: not sizes[-1],
      "That is what \"auto\" does, which knows neither your memory nor your network. Here both are given."),
-    (_choice(looks_at_room=False), "`room` makes no difference in your answer."),
-    (_choice(hidden=lambda forward, gather: True),
+    (lambda room, layers, layer, forward, gather, pp: not pp and gather <= forward,
+     "`room` makes no difference in your answer."),
+    (flawed(choose_reshard, ("gather <= forward", "True")),
      "True is not always free: a gather that takes longer than what computes meanwhile is waited for."),
-    (_choice(hidden=lambda forward, gather: False),
+    (flawed(choose_reshard, ("gather <= forward", "False")),
      "If the gathers are hidden behind computing, both are equally fast, and True keeps less."),
-    (_choice(hidden=lambda forward, gather: gather <= 2 * forward),
+    (flawed(choose_reshard, ("gather <= forward", "gather <= 2 * forward")),
      "In backward, which lasts 2 forwards, a layer is gathered *and* another's gradients are reduced: 2 gathers in 2 "
      "forwards."),
-    (_choice(hidden=lambda forward, gather: gather < forward),
+    (flawed(choose_reshard, ("gather <= forward", "gather < forward")),
      "Where a gather takes exactly as long as a forward it is just hidden: equally fast, and True keeps less."),
-    (_choice(least=1), "With True two layers are there in backward: one computes while the next is gathered."),
-    (_choice(least=0), "With True two layers have to fit; if they do not, answer None."),
+    (flawed(choose_reshard, ("min(2, layers)", "1")),
+     "With True two layers are there in backward: one computes while the next is gathered."),
+    (flawed(choose_reshard, ("min(2, layers)", "0")), "With True two layers have to fit; if they do not, answer None."),
 )  # fmt: skip
 
+_CHOICES = [
+    (room, 8, 10, forward, gather, pp)
+    for room in (100, 80, 79, 20, 19, 9)
+    for forward, gather in ((4, 1), (4, 4), (4, 6), (4, 8), (4, 40))
+    for pp in (False, True)
+] + [(room, 8, 1, 1, 1, False) for room in (8, 2, 1)]
 
-def _grade_choose_reshard(answer: Answer) -> None:
-    cases = [
-        (room, 8, 10, forward, gather, pp)
-        for room in (100, 80, 79, 20, 19, 9)
-        for forward, gather in ((4, 1), (4, 4), (4, 6), (4, 8), (4, 40))
-        for pp in (False, True)
-    ]
-    cases += [(room, 8, 1, 1, 1, False) for room in (8, 2, 1)]
-    answers = answer.calls(cases)
-    for case, got in zip(cases, answers, strict=True):
-        if got is not None and not isinstance(got, bool):
-            call = written_call(answer.name, *case)
-            raise Mistake(f"`{call}` is {got!r:.60}; True, False or None is asked for.", "Is it a comparison?")
-    if answers == [choose_reshard(*case) for case in cases]:
-        return
-    causes = [cause for formula, cause in _WRONG_CHOICES if answers == [formula(*case) for case in cases]]
-    case, got = next((case, got) for case, got in zip(cases, answers, strict=True) if got is not choose_reshard(*case))
-    symptom = f"`{written_call(answer.name, *case)}` gave {got}, which should be {choose_reshard(*case)}."
+
+def _read_choice(value: Any, call: str) -> bool | None:
+    if value is not None and not isinstance(value, bool):
+        raise Mistake(f"`{call}` is {value!r:.60}; True, False or None is asked for.", "Is it a comparison?")
+    return value
+
+
+def _sizes_of_choice(case: tuple[Any, ...], got: Any, right: Any) -> str:
     room, layers, layer, forward, gather, _ = case
     sizes = f"room {room}, all layers {layers * layer}, two of them {2 * layer}"
-    example = f"{sizes}; a forward takes {forward}, a gather {gather}"
-    raise Mistake(symptom, causes[0] if causes else "", example)
+    return f"{sizes}; a forward takes {forward}, a gather {gather}"
 
 
 def hsdp_bytes(model: float, replicate: int, shard: int, reshard: bool) -> tuple[float, float]:
@@ -206,74 +167,173 @@ def hsdp_bytes(model: float, replicate: int, shard: int, reshard: bool) -> tuple
     return over_shard, over_replicate
 
 
-def _ring(n: int) -> float:
-    return (n - 1) / n
+_ADDED_UP = "2 * (model / shard)"
+_ROUNDS = "3 if reshard else 2"
+_REDUCED = "When replicas add up, the gradient is reduced and scattered already: each rank has a shard of it."
 
-
-_WRONG_HSDP: _Wrong = (
-    (lambda b, r, s, again: ((3 if again else 2) * b * _ring(s), 2 * b * _ring(r)),
-     "When replicas add up, the gradient is reduced and scattered already: each rank has a shard of it."),
-    (lambda b, r, s, again: ((3 if again else 2) * b * _ring(s), b / s * _ring(r)),
+_WRONG_HSDP = (
+    (flawed(hsdp_bytes, (_ADDED_UP, "2 * model")), _REDUCED),
+    (flawed(hsdp_bytes, (_ADDED_UP, "model / shard")),
      "An all-reduce is a reduce-scatter and an all-gather: twice (n - 1)/n."),
-    (lambda b, r, s, again: ((3 if again else 2) * b * _ring(s), b * _ring(r)),
-     "When replicas add up, the gradient is reduced and scattered already: each rank has a shard of it."),
-    (lambda b, r, s, again: (2 * b / s * _ring(r), (3 if again else 2) * b * _ring(s)),
+    (flawed(hsdp_bytes, (_ADDED_UP, "model")), _REDUCED),
+    (flawed(hsdp_bytes, ("over_shard, over_replicate", "over_replicate, over_shard")),
      "The two have changed places: parameters are gathered over `dp_shard`, shards of gradients are added over "
      "`dp_replicate`."),
-    (lambda b, r, s, again: ((2 if again else 1) * b * _ring(s), 2 * b / s * _ring(r)),
+    (flawed(hsdp_bytes, (_ROUNDS, "2 if reshard else 1")),
      "Over `dp_shard` the gradients pass, too: one reduce-scatter."),
-    (lambda b, r, s, again: (3 * b * _ring(s), 2 * b / s * _ring(r)),
-     "`reshard` makes no difference in your answer; True gathers once more."),
-    (lambda b, r, s, again: ((2 if again else 3) * b * _ring(s), 2 * b / s * _ring(r)),
+    (flawed(hsdp_bytes, (_ROUNDS, "3")), "`reshard` makes no difference in your answer; True gathers once more."),
+    (flawed(hsdp_bytes, (_ROUNDS, "2 if reshard else 3")),
      "The policies have changed places: True gathers once more."),
-    (lambda b, r, s, again: ((3 if again else 2) * b, 2 * b / s),
+    (flawed(hsdp_bytes, (" * (shard - 1) / shard", ""), (" * (replicate - 1) / replicate", "")),
      "A rank already has its own part: with a ring of n ranks it sends (n - 1)/n of the whole."),
-    (lambda b, r, s, again: ((3 if again else 2) * b * _ring(r * s), 2 * b / s * _ring(r)),
+    (flawed(hsdp_bytes, ("(shard - 1) / shard", "(replicate * shard - 1) / (replicate * shard)")),
      "A group is gathered from the ranks of `dp_shard` alone, not from all."),
-    (lambda b, r, s, again: ((4 if again else 3) * b * _ring(s), 2 * b / s * _ring(r)),
+    (flawed(hsdp_bytes, (_ROUNDS, "4 if reshard else 3")),
      "A reduce-scatter is half an all-reduce: (n - 1)/n, once."),
 )  # fmt: skip
 
-
-def _grade_hsdp_bytes(answer: Answer) -> None:
-    cases = [(b, r, s, again) for b, r, s in ((1200, 2, 2), (4096, 1, 4), (960, 3, 8), (70, 4, 1), (1001, 3, 4))
-             for again in (True, False)]  # fmt: skip
-    _match(answer, cases, hsdp_bytes, _WRONG_HSDP)
-
-
-def _match(answer: Answer, cases: Sequence[tuple[Any, ...]], right: _Formula, wrong: _Wrong) -> None:
-    """Compare numbers, or tuples of numbers; what equals one of ``wrong`` in every case is told why it is wrong."""
-    found = [
-        _numbers(got, written_call(answer.name, *case), len(_tuple(right(*case))))
-        for case, got in zip(cases, answer.calls(cases), strict=True)
-    ]
-
-    def first_difference(formula: _Formula) -> int | None:
-        for i, (case, got) in enumerate(zip(cases, found, strict=True)):
-            if not all(close(a, b) for a, b in zip(got, _tuple(formula(*case)), strict=True)):
-                return i
-        return None
-
-    if (index := first_difference(right)) is None:
-        return
-    causes = [cause for formula, cause in wrong if first_difference(formula) is None]
-    case = cases[index]
-    symptom = f"`{written_call(answer.name, *case)}` gave {_told(found[index])}, which should be"
-    raise Mistake(f"{symptom} {_told(_tuple(right(*case)))}.", causes[0] if causes else "")
+_HSDP_BYTES = [
+    (*size, again)
+    for size in ((1200, 2, 2), (4096, 1, 4), (960, 3, 8), (70, 4, 1), (1001, 3, 4))
+    for again in (True, False)
+]
 
 
-def _numbers(value: Any, call: str, length: int) -> tuple[float, ...]:
-    if length == 1:
-        return (expect_number(value, call),)
-    return tuple(expect_number(each, f"{call}[{i}]") for i, each in enumerate(expect_list(value, call, length)))
+def _read_pair(value: Any, call: str) -> list[float]:
+    return [expect_number(each, f"{call}[{i}]") for i, each in enumerate(expect_list(value, call, 2))]
 
 
-def _tuple(value: Any) -> tuple[float, ...]:
-    return value if isinstance(value, tuple) else (value,)
+def accumulate_sharded(
+    model: nn.Module, microbatches: list[torch.Tensor], targets: list[torch.Tensor], loss_fn: nn.Module
+) -> None:
+    """Leave in .grad the gradient of the mean loss over all microbatches of all ranks."""
+    m = len(microbatches)
+    for i, (x, target) in enumerate(zip(microbatches, targets, strict=True)):
+        model.set_requires_gradient_sync(i == m - 1)  # type: ignore[operator]
+        (loss_fn(model(x), target) / m).backward()
 
 
-def _told(numbers: tuple[float, ...]) -> str:
-    return " and ".join(f"{number:.12g}" for number in numbers)
+_N_RANKS, _ROWS_EACH = 2, 3
+_BENCH = Bench(lambda step, seat: None, width=6, rows=_N_RANKS * _ROWS_EACH, n_blocks=3)
+
+
+class _Step(NamedTuple):
+    """What one step of the answer left on one rank.
+
+    Attributes:
+        gradients: whole, by the parameter's name.
+        reductions: reduce-scatters that were begun; one for each block, if they are right.
+        most_rows: the most rows that one forward was given.
+    """
+
+    gradients: dict[str, Tensor | None]
+    reductions: int
+    most_rows: int
+
+
+def _grade_accumulate_sharded(answer: Answer) -> None:
+    for m in (3, 1):
+        where = f"With {m} microbatch{'es' * (m > 1)} on each of {_N_RANKS} ranks"
+        first, second = answer.on_ranks(_N_RANKS, _stepped, m)[0]
+        _judge_step(where, m, first)
+        try:
+            _judge_step(f"{where}, the first step is right. In the second, after `model.zero_grad()`,", m, second)
+        except Mistake as e:
+            cause = "The first step left something behind: look at what it tells the model, and what it keeps."
+            raise Mistake(e.symptom, cause, e.example) from None
+
+
+def _stepped(rank: int, fn: Callable[..., Any], m: int) -> list[_Step]:
+    """The first step of a new model, and a second one as training takes it: gradients are cleared in between."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from course_pp.parallel import CollectiveCounter
+
+    mesh, model, seen = init_device_mesh("cpu", (_N_RANKS,)), _BENCH.model(), [0]
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    microbatches, targets = (list(rows.chunk(_N_RANKS)[rank].chunk(m)) for rows in _BENCH.batch(m))
+    steps = []
+    for _ in range(2):
+        model.zero_grad()
+        with unchanged(microbatches=microbatches, targets=targets), CollectiveCounter() as counter:
+            fn(model, microbatches, targets, _BENCH.loss_fn)
+        gradients = {
+            name: None if p.grad is None else p.grad.full_tensor().clone()  # type: ignore[attr-defined]
+            for name, p in model.named_parameters()
+        }
+        steps.append(_Step(gradients, counter.counts.total(collective="reduce_scatter").number, max(seen)))
+    return steps
+
+
+def _judge_step(where: str, m: int, step: _Step) -> None:
+    groups, right = _BENCH.n_blocks, _BENCH.one_process(m)[1]
+    missing = [name for name, gradient in step.gradients.items() if gradient is None]
+    if missing:
+        cause = (
+            "Either no backward has run, or its gradients were never reduced, so that no shard of them is left: before "
+            "the last microbatch's backward, `model.set_requires_gradient_sync(True)`."
+        )
+        if step.reductions:
+            cause = "Parameters are gathered still, and the gradient is the shards': let the last backward free them."
+        raise Mistake(f"{where} `{missing[0]}.grad` is None after the step.", cause)
+    ratio = _common_ratio(step.gradients, right)
+    if ratio is None:
+        symptom = f"{where} the gradients differ from one process's, and by no single factor."
+        raise Mistake(symptom, _why_no_factor(step, m))
+    if abs(ratio - 1) > 1e-9:
+        raise Mistake(f"{where} the gradients are {ratio:.4g} times one process's.", _why_factor(ratio, m))
+    if step.reductions != groups:
+        raise Mistake(
+            f"{where} the gradients are right, but {step.reductions} reduce-scatters were begun for {groups} groups.",
+            "Each backward reduces, unless the model was told before that its gradients are not complete: "
+            "`model.set_requires_gradient_sync(…)`.",
+        )
+    if m > 1 and step.most_rows > _ROWS_EACH:
+        cause = "Give it one microbatch at a time: the whole batch at once is what does not fit."
+        raise Mistake(f"{where} the gradients are right, but the model was given {step.most_rows} rows at once.", cause)
+
+
+def _common_ratio(found: dict[str, Tensor | None], right: dict[str, Tensor]) -> float | None:
+    """The factor between all gradients and the right ones, if it is one factor."""
+    gradients = torch.cat([g.flatten() for name in sorted(right) if (g := found[name]) is not None])
+    expected = torch.cat([right[name].flatten() for name in sorted(right)])
+    factor = float((gradients * expected).sum() / expected.square().sum())
+    return factor if torch.allclose(gradients, factor * expected, rtol=0, atol=1e-10) else None
+
+
+def _why_no_factor(step: _Step, m: int) -> str:
+    for name, index in (("first", 0), ("last", -1)):
+        model = _BENCH.model()
+        # The microbatch of every rank.
+        x, target = (torch.cat([part.chunk(m)[index] for part in rows.chunk(_N_RANKS)]) for rows in _BENCH.batch(m))
+        _BENCH.loss_fn(model(x), target).backward()
+        part = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        if m > 1 and _common_ratio(step.gradients, part) is not None:
+            return (
+                f"Only the {name} microbatch is in them. Gradients add up over microbatches unless they are cleared, "
+                "and what `model.set_requires_gradient_sync(…)` says holds for the backwards after it."
+            )
+    if _BENCH.n_blocks < step.reductions < m * _BENCH.n_blocks:
+        return "Some backwards reduce and some do not: it is the last microbatch's, and no other, that has to."
+    if step.reductions > _BENCH.n_blocks and m > 1:
+        return "What is divided or cleared after one backward is lost for, or divided again with, the next."
+    return "Every microbatch counts, with its own target and 1/m, and the gradients of all of them are reduced."
+
+
+def _why_factor(ratio: float, m: int) -> str:
+    causes = {
+        1 / _N_RANKS: "FSDP averages over its ranks while it reduces. Dividing by their number is the second time.",
+        float(_N_RANKS): "The mean over the ranks is FSDP's business: leave it alone.",
+        float(m): "1/m is missing: each microbatch adds the gradient of its own mean.",
+        m / _N_RANKS: "FSDP averages over ranks, not over microbatches: divide by m, and not by the number of ranks.",
+        1 / m: "1/m enters twice.",
+        1 / (m * _N_RANKS): "Once 1/m is enough, and the mean over the ranks is FSDP's business.",
+    }
+    return next((cause for factor, cause in causes.items() if abs(ratio - factor) < 1e-9), "Look where it is scaled.")
 
 
 EXERCISES: tuple[Exercise, ...] = (
@@ -285,7 +345,7 @@ EXERCISES: tuple[Exercise, ...] = (
             "With True each of the m forwards frees. In the loop every forward and every backward gathers, 2m; in the "
             "pipeline the first forward, and whatever comes after a forward, m + 1.",
         ),
-        gathers, _grade_gathers,
+        gathers, Formula(gathers, _GATHERS, _WRONG_GATHERS),
     ),
     Exercise(
         "rank_bytes", "08", "bytes a rank keeps", 2, 7,
@@ -294,7 +354,7 @@ EXERCISES: tuple[Exercise, ...] = (
             "Without a pipeline: gradients are shards; gathered are the root and two layers with True, all with False.",
             "Under a pipeline: 3P/n of shards, P of gathered parameters, P of whole gradients, whatever the policy.",
         ),
-        rank_bytes, _grade_rank_bytes,
+        rank_bytes, Formula(rank_bytes, _RANK_BYTES, _WRONG_BYTES),
     ),
     Exercise(
         "choose_reshard", "08", "memory and bandwidth are given", 3, 8,
@@ -305,7 +365,8 @@ EXERCISES: tuple[Exercise, ...] = (
             "Pipeline: False if layers * layer fits, else None. Otherwise: False if it fits and gather > forward; else "
             "True if 2 * layer fits; else None.",
         ),
-        choose_reshard, _grade_choose_reshard,
+        choose_reshard,
+        Formula(choose_reshard, _CHOICES, _WRONG_CHOICES, read=_read_choice, example=_sizes_of_choice),
     ),
     Exercise(
         "hsdp_bytes", "08", "what HSDP sends where", 2, 5,
@@ -314,7 +375,7 @@ EXERCISES: tuple[Exercise, ...] = (
             "All-gather and reduce-scatter send (n - 1)/n of the whole each, an all-reduce twice as much.",
             "What is all-reduced over `dp_replicate` is model / shard bytes.",
         ),
-        hsdp_bytes, _grade_hsdp_bytes,
+        hsdp_bytes, Formula(hsdp_bytes, _HSDP_BYTES, _WRONG_HSDP, read=_read_pair),
     ),
     Exercise(
         "accumulate_sharded", "08", "bug clinic", 3, 8,
@@ -324,6 +385,6 @@ EXERCISES: tuple[Exercise, ...] = (
             "`model.set_requires_gradient_sync(False)`.",
             "Before the forward of microbatch i: `model.set_requires_gradient_sync(i == m - 1)`. Drop the division.",
         ),
-        accumulate_sharded, grade_accumulate_sharded, limit_s=20.0,
+        accumulate_sharded, _grade_accumulate_sharded, limit_s=20.0,
     ),
 )  # fmt: skip

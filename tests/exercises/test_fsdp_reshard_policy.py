@@ -1,4 +1,4 @@
-"""The graders of notebook 08, by what learners hand in."""
+"""The graders of notebook 08, by what learners hand in, and what it looks at: bytes kept, gathered and sent."""
 
 from collections.abc import Callable
 from fractions import Fraction
@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_pp.exercises.fsdp_clinic import PATIENTS
+from course_pp.exercises import fsdp_reshard_policy_lab as lab
 from course_pp.launch import on_ranks
+from course_pp.model import build_stage_module
+from course_pp.parallel import DistributedConfig, apply_fsdp2, init_distributed
 from tests.exercises.grading import accepts, refuses
 
 Answer = Callable[..., Any]
@@ -28,23 +30,12 @@ def test_another_way_to_the_gathers_is_correct() -> None:
     accepts("gathers", gathers_by_following_a_group)
 
 
-def by_policy(pipelined: Answer, plain: Answer) -> Answer:
-    return lambda again, m, groups, pp: groups * (pipelined if pp else plain)(again, m)
-
-
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (by_policy(lambda a, m: 2 * m if a else 1, lambda a, m: 2 * m if a else m), "the next forward finds it"),
-        (by_policy(lambda a, m: m if a else 1, lambda a, m: 2 * m if a else m), "very first gather"),
-        (by_policy(lambda a, m: m + 1 if a else 1, lambda a, m: m + 1 if a else 1), "each backward frees"),
-        (by_policy(lambda a, m: 2 * m if a else m, lambda a, m: 2 * m if a else m), "before the last"),
-        (by_policy(lambda a, m: m + 1 if a else 1, lambda a, m: 2 * m if a else 1), "False keeps what *forward*"),
-        (by_policy(lambda a, m: m + 1 if a else 1, lambda a, m: m + 1 if a else m), "two gathers a microbatch"),
-        (by_policy(lambda a, m: 2 * m if a else m, lambda a, m: m + 1 if a else 1), "two loops have changed places"),
-        (by_policy(lambda a, m: 1 if a else m + 1, lambda a, m: m if a else 2 * m), "policies have changed places"),
-        (lambda a, m, groups, pp: (m + 1 if a else 1) if pp else (2 * m if a else m), "for one group"),
-        (lambda a, m, groups, pp: 5, "(True, 8, 4, True)` gave 5, which should be 36"),
+        (lambda a, m, groups, pp: gathers_by_following_a_group(a, m, 1, pp), "for one group"),
+        (lambda a, m, groups, pp: gathers_by_following_a_group(a, m, groups, not pp), "two loops have changed places"),
+        (lambda a, m, groups, pp: 5, "`gathers(True, 8, 4, True)` is 5, not 36"),
         (lambda a, m, groups, pp: None, "None"),
     ],
 )
@@ -65,36 +56,11 @@ def test_bytes_may_be_added_one_by_one() -> None:
     accepts("rank_bytes", bytes_one_by_one)
 
 
-def bytes_with(pipelined: Answer, plain: Answer, shards: int = 3, whole: bool = True) -> Answer:
-    def answer(layers: int, layer: int, root: int, n: int, reshard: bool, pipeline: bool) -> float:
-        model = layers * layer + root
-        gathered = (pipelined if pipeline else plain)(layers, layer, root, reshard)
-        return shards * model / n + float(gathered) + (model if whole and pipeline else model / n)
-
-    return answer
-
-
-def everything(layers: int, layer: int, root: int, reshard: bool) -> int:
-    return root + layers * layer
-
-
-def by_formula(layers: int, layer: int, root: int, reshard: bool) -> int:
-    return root + (min(2, layers) if reshard else layers) * layer
-
-
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (bytes_with(by_formula, by_formula), "does not lower the peak"),
-        (bytes_with(everything, by_formula, whole=False), "Until then they are whole"),
-        (bytes_with(by_formula, by_formula, whole=False), "makes no difference"),
-        (bytes_with(everything, lambda n, b, root, again: root + (1 if again else n) * b), "*two* layers"),
-        (bytes_with(everything, lambda n, b, root, again: root + (2 if again else n) * b), "one layer cannot"),
-        (bytes_with(everything, lambda n, b, root, again: (min(2, n) if again else n) * b), "root is gathered"),
-        (bytes_with(everything, everything), "without a pipeline it does"),
-        (bytes_with(lambda *_: 0, lambda *_: 0, whole=False), "between steps"),
-        (bytes_with(everything, by_formula, shards=2), "two moments"),
-        (bytes_with(everything, by_formula, shards=1), "optimizer's state counts"),
+        (lambda *sizes: bytes_one_by_one(*sizes[:4], False, sizes[5]), "`reshard` makes no difference"),
+        (lambda *sizes: bytes_one_by_one(*sizes[:5], False), "`pipeline` makes no difference"),
         (lambda *sizes: "many", "a number is asked for"),
     ],
 )
@@ -118,34 +84,12 @@ def test_the_policy_may_be_chosen_by_comparing_times() -> None:
     accepts("choose_reshard", by_comparing_times)
 
 
-def choosing(hidden: Answer = lambda f, g: g <= f, least: int = 2, pipelined: Answer | None = None) -> Answer:
-    def answer(room: float, layers: int, layer: float, forward: float, gather: float, pipeline: bool) -> bool | None:
-        fits = layers * layer <= room
-        if pipeline:
-            return pipelined(room, fits, layer) if pipelined else (False if fits else None)
-        if fits and not hidden(forward, gather):
-            return False
-        return True if least * layer <= room else None
-
-    return answer
-
-
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (choosing(pipelined=lambda room, fits, layer: not fits), "True does not lower the peak"),
-        (choosing(pipelined=lambda room, fits, layer: not fits if 2 * layer <= room else None), "does not lower"),
-        (choosing(pipelined=lambda room, fits, layer: False), "both policies keep all layers"),
-        (lambda *sizes: not sizes[-1], '"auto"'),
-        (lambda room, n, b, f, g, pp: g <= f and not pp, "`room` makes no difference"),
-        (choosing(hidden=lambda f, g: True), "True is not always free"),
-        (choosing(hidden=lambda f, g: False), "True keeps less"),
-        (choosing(hidden=lambda f, g: g <= 2 * f), "2 gathers in 2 forwards"),
-        (choosing(hidden=lambda f, g: g < f), "just hidden"),
-        (choosing(least=1), "two layers are there in backward"),
-        (choosing(least=0), "answer None"),
+        (lambda room, *case: by_comparing_times(1e9, *case), "`room` makes no difference"),
         (lambda *sizes: "auto", "True, False or None is asked for"),
-        (lambda *sizes: None, "which should be"),
+        (lambda *sizes: None, "room 100, all layers 80, two of them 20; a forward takes 4, a gather 1"),
     ],
 )
 def test_a_wrong_choice_is_told_why(answer: Answer, words: str) -> None:
@@ -165,29 +109,13 @@ def test_what_hsdp_sends_may_be_added_up_in_rounds() -> None:
     accepts("hsdp_bytes", sent_in_rounds)
 
 
-def ring(n: int) -> float:
-    return (n - 1) / n
-
-
-def rounds(again: bool) -> int:
-    return 3 if again else 2
-
-
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (lambda b, r, s, again: (rounds(again) * b * ring(s), 2 * b * ring(r)), "a shard of it"),
-        (lambda b, r, s, again: (rounds(again) * b * ring(s), b * ring(r)), "a shard of it"),
-        (lambda b, r, s, again: (rounds(again) * b * ring(s), b / s * ring(r)), "twice (n - 1)/n"),
-        (lambda b, r, s, again: (2 * b / s * ring(r), rounds(again) * b * ring(s)), "The two have changed places"),
-        (lambda b, r, s, again: ((rounds(again) - 1) * b * ring(s), 2 * b / s * ring(r)), "one reduce-scatter"),
-        (lambda b, r, s, again: (3 * b * ring(s), 2 * b / s * ring(r)), "makes no difference"),
-        (lambda b, r, s, again: (rounds(not again) * b * ring(s), 2 * b / s * ring(r)), "policies have changed"),
-        (lambda b, r, s, again: (rounds(again) * b, 2 * b / s), "already has its own part"),
-        (lambda b, r, s, again: (rounds(again) * b * ring(r * s), 2 * b / s * ring(r)), "not from all"),
-        (lambda b, r, s, again: ((rounds(again) + 1) * b * ring(s), 2 * b / s * ring(r)), "half an all-reduce"),
-        (lambda b, r, s, again: rounds(again) * b * ring(s), "a list is asked for"),
-        (lambda b, r, s, again: (0, 0, 0), "3 entries, not 2"),
+        (lambda *case: sent_in_rounds(*case)[::-1], "The two have changed places"),
+        (lambda model, r, s, again: sent_in_rounds(model, r, s, True), "makes no difference"),
+        (lambda *case: sent_in_rounds(*case)[0], "a list is asked for"),
+        (lambda *case: (0, 0, 0), "3 entries, not 2"),
     ],
 )
 def test_wrong_bytes_of_hsdp_are_told_why(answer: Answer, words: str) -> None:
@@ -296,7 +224,65 @@ def test_a_step_that_is_still_ill_is_told_from_its_symptom(answer: Answer, words
 @pytest.mark.long
 @pytest.mark.timeout(60)
 def test_patients_have_the_symptoms_that_the_notebook_tells() -> None:
-    [a, b, c] = (on_ranks(4, patient)[0] for patient in PATIENTS.values())
+    [a, b, c] = (on_ranks(4, patient)[0] for patient in lab.PATIENTS.values())
     assert (a.gathers, a.reductions, round(a.ratio, 9)) == (9, 1, 1)
     assert (b.gathers, b.reductions, round(b.ratio, 9)) == (8, 8, 1)
     assert (c.gathers, c.reductions, round(c.ratio, 9)) == (8, 1, 0.25)
+
+
+FOUR = DistributedConfig(dp_shard=4)
+TWO_BY_TWO = DistributedConfig(pp=2, dp_shard=2)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("layout", "often"),
+    [
+        (TWO_BY_TWO, {True: (9, 1), False: (1, 1)}),
+        pytest.param(FOUR, {True: (2, 1), False: (1, 1)}, marks=pytest.mark.full),
+    ],
+)
+def test_gathers_and_reductions_of_a_group_and_the_gathered_bytes(
+    layout: DistributedConfig, often: dict[bool, tuple[int, int]]
+) -> None:
+    counts, n_bytes = lab.count(layout), lab.step_bytes(layout)
+    assert {reshard: lab.per_group(counts[reshard], layout) for reshard in counts} == often
+    assert (n_bytes[True]["whole parameters"] == n_bytes[False]["whole parameters"]) == (layout.pp > 1)
+    if layout.pp > 1:
+        assert all(counts[reshard] == lab.predicted(layout, reshard) for reshard in counts)
+        assert n_bytes[True]["whole gradients"] == n_bytes[True]["whole parameters"]
+    else:
+        assert lab.sent(counts[False][0], layout) == {"dp_shard all_gather": 0.75, "dp_shard reduce_scatter": 0.75}
+
+
+def test_a_rank_keeps_its_share_between_steps() -> None:
+    kept = lab.kept_between_steps(FOUR)
+    assert kept.shares == (0.25,) * 4
+    assert "attn.q_proj.weight whole (64, 64), on each rank (16, 64)" in str(kept)
+
+
+def off_by_a_little(rank: int) -> tuple[float, float]:
+    mesh = init_distributed(DistributedConfig(), seed=0)
+    module = build_stage_module(lab.CONFIG, 0, 1).double()
+    apply_fsdp2(module, mesh)
+    lab.step_of(module, mesh)()
+    right = lab.one_process().gradients
+    wrong = {name: gradient + 0.5 * (name == "norm.weight") for name, gradient in right.items()}
+    return lab.largest_difference(module, right), lab.largest_difference(module, wrong)
+
+
+def test_gradients_of_shards_are_compared_with_one_process() -> None:
+    for right, wrong in on_ranks(2, off_by_a_little):
+        assert right < 1e-12
+        assert wrong == pytest.approx(0.5)
+
+
+def test_fsdp_before_tensor_parallelism_is_refused_by_name() -> None:
+    assert "already has FSDP2" in lab.refused_orders()["this package"]
+
+
+def test_the_curve_says_where_the_policies_meet() -> None:
+    figure = lab.draw_shares(lambda tokens, reshard: min(1, tokens / (400 if reshard else 200)), crossing=400)
+    assert "from 400 tokens on" in figure.alt_text
+    assert "up to 2 times" in figure.alt_text

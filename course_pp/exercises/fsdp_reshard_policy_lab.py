@@ -1,9 +1,10 @@
-"""What notebook 08 looks at: what FSDP2 keeps, gathers and sends in one step of a small model, policy by policy."""
+"""What notebook 08 looks at: what FSDP2 keeps, gathers and sends in a step of a small model, and steps that are ill."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 
+from course_pp.exercises.bench import flawed
+from course_pp.exercises.fsdp_reshard_policy import accumulate_sharded
 from course_pp.launch import on_ranks
 from course_pp.model import CrossEntropy, ModelConfig, PipelineStageModule, Transformer, build_stage_module
 from course_pp.parallel import (
@@ -37,25 +40,9 @@ from course_pp.parallel import (
 if TYPE_CHECKING:
     from course_pp.show import ChartFigure
 
-__all__ = [
-    "CONFIG",
-    "KeptShare",
-    "Right",
-    "count",
-    "draw_shares",
-    "kept_between_steps",
-    "largest_difference",
-    "one_process",
-    "per_group",
-    "predicted",
-    "refused_orders",
-    "sent",
-    "step_bytes",
-    "step_of",
-]
-
 CONFIG = ModelConfig(dim=64, n_layers=6, n_heads=4, vocab_size=128, max_seq_len=32)
 _POLICIES = (True, False)
+_KINDS = ("all_gather", "reduce_scatter")
 _ROWS, _SEQ_LEN, _MICROBATCHES, _ITEMSIZE = 16, 32, 8, 8
 
 Step = Callable[[], Any]
@@ -64,12 +51,7 @@ Recomputation = Literal["none", "full", "selective"]
 
 @dataclass(frozen=True)
 class KeptShare:
-    """What ranks keep between two steps.
-
-    Attributes:
-        shapes: of some parameters of layer 0, by name: of the whole, and of each rank's part.
-        shares: for each rank its bytes of parameters, gradients and moments over those of the whole model.
-    """
+    """What ranks keep between two steps: of some parameters the shape and that of a part, of all bytes their shares."""
 
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
     shares: tuple[float, ...]
@@ -123,19 +105,11 @@ def predicted(layout: DistributedConfig, reshard: bool) -> list[CollectiveCounts
     )
 
 
-def per_group(counts: list[CollectiveCounts], layout: DistributedConfig) -> tuple[int, int]:
-    """Return how often each FSDP group is gathered and reduced in the step; every rank must have the same numbers.
-
-    Raises:
-        ValueError: for a rank whose counts differ, or do not divide by its groups.
-    """
+def per_group(counts: list[CollectiveCounts], layout: DistributedConfig) -> tuple[int, ...]:
+    """Return how often each FSDP group is gathered and reduced in the step; every rank must have the same numbers."""
     groups = CONFIG.n_layers // layout.pp + 1
-    kinds = ("all_gather", "reduce_scatter")
-    numbers = {tuple(each["dp_shard", kind].number / groups for kind in kinds) for each in counts}
-    if len(numbers) > 1 or any(number % 1 for each in numbers for number in each):
-        raise ValueError(f"gathers and reductions of a group differ between ranks: {sorted(numbers)}")
-    gathered, reduced = numbers.pop()
-    return int(gathered), int(reduced)
+    [often] = {tuple(each["dp_shard", kind].number // groups for kind in _KINDS) for each in counts}
+    return often
 
 
 def sent(counts: CollectiveCounts, layout: DistributedConfig) -> dict[str, float]:
@@ -152,13 +126,13 @@ def step_bytes(layout: DistributedConfig) -> dict[bool, dict[str, int]]:
 
     Each kind at its own peak in the step, the gradients' with both of theirs.
     """
-    return on_ranks(4, _peaks, layout)[0]
+    return {reshard: on_ranks(4, _bytes_in_step, layout, reshard)[0] for reshard in _POLICIES}
 
 
-def one_process() -> Right:
+def one_process(n_rows: int = _ROWS) -> Right:
     """Forward and backward of the whole batch, in this process."""
     torch.manual_seed(0)
-    model, (inputs, targets) = Transformer(CONFIG).double(), _batch()
+    model, (inputs, targets) = Transformer(CONFIG).double(), _batch(n_rows)
     loss = CrossEntropy()(model(inputs), targets)
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -190,13 +164,9 @@ def draw_shares(share: Callable[[float, bool], float], crossing: float) -> Chart
     tokens = [100 * 2 ** (i / 8) for i in range(73)]
     figure = ChartFigure(8, 3.4)
     axes = figure.axes_with_margins(left=0.7, right=0.2, bottom=0.55, top=0.4)
-    looks: tuple[tuple[bool, dict[str, Any]], ...] = (
-        (False, {"color": BLUE}),
-        (True, {"color": VERMILION, "ls": "--"}),
-    )
-    for reshard, look in looks:
+    for reshard, color, style in ((False, BLUE, "-"), (True, VERMILION, "--")):
         shares = [share(each, reshard) for each in tokens]
-        axes.plot(tokens, shares, lw=2, label=f"reshard_after_forward={reshard}", **look)
+        axes.plot(tokens, shares, lw=2, color=color, ls=style, label=f"reshard_after_forward={reshard}")
     axes.set(xscale="log", xlabel="tokens on a rank in a step", ylabel="share of the time computing")
     title = f"With perfect overlap, both policies are equally fast from {crossing:,.0f} tokens on"
     axes.set_title(title, loc="left")
@@ -219,9 +189,9 @@ def _build(mesh: DeviceMesh | None, reshard: bool, ac: Recomputation = "none") -
     return module
 
 
-def _batch() -> tuple[Tensor, Tensor]:
+def _batch(n_rows: int = _ROWS) -> tuple[Tensor, Tensor]:
     seeded = torch.Generator().manual_seed(0)
-    ids = torch.randint(CONFIG.vocab_size, (_ROWS, _SEQ_LEN + 1), generator=seeded)
+    ids = torch.randint(CONFIG.vocab_size, (n_rows, _SEQ_LEN + 1), generator=seeded)
     return ids[:, :-1], ids[:, 1:]
 
 
@@ -257,12 +227,9 @@ def _kept(rank: int, layout: DistributedConfig) -> tuple[dict[str, tuple[int, ..
     }, n_bytes
 
 
-def _peaks(rank: int, layout: DistributedConfig) -> dict[bool, dict[str, int]]:
+def _bytes_in_step(rank: int, layout: DistributedConfig, reshard: bool) -> dict[str, int]:
     mesh = init_distributed(layout, seed=0)
-    return {reshard: _bytes_in_step(_build(mesh, reshard), mesh) for reshard in _POLICIES}
-
-
-def _bytes_in_step(module: PipelineStageModule, mesh: DeviceMesh | None) -> dict[str, int]:
+    module = _build(mesh, reshard)
     parameters: list[Any] = list(module.parameters())
     shards = sum(p.to_local().nbytes for p in parameters)
     seen: list[tuple[int, int, int]] = []
@@ -301,3 +268,46 @@ def _refusal(fn: Callable[[], object]) -> str:
     except ValueError as error:
         return str(error)
     return "not refused"
+
+
+class Symptoms(NamedTuple):
+    """What one step shows: gathers and reductions of each FSDP group, and the size of gradients over the right one."""
+
+    gathers: float
+    reductions: float
+    ratio: float
+
+    def __str__(self) -> str:
+        often = f"a group is gathered {self.gathers:.0f} ×, reduced {self.reductions:.0f} ×"
+        return f"{often}; gradients {self.ratio:.2f} of the right ones"
+
+
+def _pipelined(rank: int) -> Symptoms:
+    """A pipeline whose ranks free parameters after forward."""
+    mesh = init_distributed(DistributedConfig(pp=2, dp_shard=2), seed=0)
+    module = _build(mesh, reshard=True)
+    return _symptoms(module, step_of(module, mesh), _ROWS)
+
+
+def _looped(step: Callable[..., None], rank: int) -> Symptoms:
+    """A loop over microbatches of one row, without a pipeline."""
+    mesh, n_rows = init_distributed(DistributedConfig(), seed=0), 4 * _MICROBATCHES
+    module = _build(mesh, reshard=False)
+    inputs, targets = (rows.chunk(4)[get_dp_rank(mesh)].chunk(_MICROBATCHES) for rows in _batch(n_rows))
+    return _symptoms(module, lambda: step(module, inputs, targets, CrossEntropy()), n_rows)
+
+
+def _symptoms(module: PipelineStageModule, step: Step, n_rows: int) -> Symptoms:
+    counts, right = count_collectives(step), one_process(n_rows).gradients
+    gathered, reduced = (counts.total(collective=kind).number / (len(module.layers) + 1) for kind in _KINDS)
+    gradients = {name: p.grad.full_tensor() for name, p in module.named_parameters() if isinstance(p.grad, DTensor)}
+    ratios = [float(gradient.norm() / right[name].norm()) for name, gradient in gradients.items()]
+    return Symptoms(gathered, reduced, sum(ratios) / len(ratios))
+
+
+PATIENTS: dict[str, Callable[[int], Symptoms]] = {
+    "A": _pipelined,
+    "B": partial(_looped, flawed(accumulate_sharded, ("i == m - 1", "True"))),
+    "C": partial(_looped, flawed(accumulate_sharded, ("/ m)", "/ m / torch.distributed.get_world_size())"))),
+}
+"""Steps of eight microbatches on four ranks, each ill in another way; called with the rank."""
