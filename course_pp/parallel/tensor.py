@@ -225,9 +225,11 @@ class SequencesDivide(ParallelStyle):
     """Cuts nothing; refuses inputs (batch, seq, …) of other lengths than multiples of ``tp``."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(
-            lambda module, args: check_sequence_divides(args[0].shape[1], device_mesh.size())
-        )
+        def look(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if args:
+                check_sequence_divides(args[0].shape[1], device_mesh.size())
+
+        module.register_forward_pre_hook(look)
         return module
 
 
